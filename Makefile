@@ -1,0 +1,71 @@
+# Everything runs in .venv, which is made on first use. `make PYTHON=python3.12 ...` picks the interpreter.
+PYTHON ?= python3
+ARGS ?=
+VENV := .venv
+BIN := $(VENV)/bin
+PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test check format soak constraints clean
+
+help:
+	@echo "make demo         a federated run on this machine; options in ARGS, e.g. ARGS='--rounds 10'"
+	@echo "make test         the tests, with 100 % of the protocol's lines covered"
+	@echo "make check        ruff, mypy --strict, import-linter"
+	@echo "make format       let ruff put the code in order"
+	@echo "make soak         the long fuzz and crash runs"
+	@echo "make constraints  renew constraints.txt with the newest versions that fit together"
+	@echo "make clean        remove the environment and everything built"
+
+$(BIN)/python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+	  { echo "fedpress needs Python 3.11 or newer; try make PYTHON=python3.12" >&2; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+
+# A stamp says that .venv holds these extras at the versions of these two files.
+# Flower and Ray are left out: half a gigabyte that no test here needs.
+$(VENV)/demo.stamp: pyproject.toml constraints.txt | $(BIN)/python
+	$(PIP_INSTALL) -e '.[demo,torch]'
+	@touch $@
+
+$(VENV)/test.stamp: pyproject.toml constraints.txt | $(BIN)/python
+	$(PIP_INSTALL) -e '.[server,torch,demo,fast,dev]'
+	@touch $@
+
+demo: $(VENV)/demo.stamp
+	$(BIN)/fedpress demo $(ARGS)
+
+test: $(VENV)/test.stamp
+	$(BIN)/python -m pytest -n 2 --dist loadgroup \
+	  --cov=fedpress_protocols --cov-report=term-missing:skip-covered --cov-fail-under=100 $(ARGS)
+
+check: $(VENV)/test.stamp
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports --no-cache
+
+format: $(VENV)/test.stamp
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+# The long runs are few and use both cores themselves, so no xdist and no time limit.
+soak: $(VENV)/test.stamp
+	FEDPRESS_SOAK=1 $(BIN)/python -m pytest -m soak --timeout=0 $(ARGS)
+
+# torch keeps its pin: other builds of it bring gigabytes of GPU libraries.
+constraints:
+	rm -rf build/constraints
+	$(PYTHON) -m venv build/constraints
+	grep '^torch==' constraints.txt > build/constraints/pins.txt
+	build/constraints/bin/python -m pip install --quiet -c build/constraints/pins.txt -e '.[all,dev]'
+	build/constraints/bin/python -m pip check
+	{ grep '^#' constraints.txt; build/constraints/bin/python -m pip freeze --exclude-editable \
+	  | sed 's/+cpu$$//'; } > build/constraints/new.txt
+	mv build/constraints/new.txt constraints.txt
+	rm -rf build/constraints
+
+clean:
+	rm -rf $(VENV) build dist .coverage .coverage.* htmlcov .hypothesis .pytest_cache .mypy_cache \
+	  .ruff_cache .import_linter_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

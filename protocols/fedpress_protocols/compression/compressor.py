@@ -1,0 +1,167 @@
+"""A compressor as a pure transformation with explicit state.
+
+A compressor is a frozen dataclass: its fields are its configuration, the very one the server
+advertises and the client runs. What changes from round to round is a value that goes in and comes
+out. `compress` and `decompress` are lossy, vectors to symbols and back; making bytes of symbols is
+`fedpress_protocols.coding`'s affair.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import pkgutil
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from importlib.metadata import entry_points
+from typing import Any, Protocol, TypeVar
+
+import numpy as np
+
+from fedpress_protocols.coding.fields import Layout, Symbols
+from fedpress_protocols.errors import IncompatiblePlan, InvalidUpdate
+from fedpress_protocols.model import ModelSpec, Vector
+from fedpress_protocols.randomness import PublicRandomness
+from fedpress_protocols.update import Update
+
+StateT = TypeVar("StateT")
+Config = Mapping[str, Any]
+_ID = "id"
+
+
+@dataclass(frozen=True, slots=True)
+class Public:
+    """What both ends know before the upload: the tensors at hand and the round's randomness."""
+
+    spec: ModelSpec
+    randomness: PublicRandomness
+
+
+class Compressor(Protocol[StateT]):
+    """Vectors of `spec.size` float32 values to symbols; lossy."""
+
+    @property
+    def commutes_with_sum(self) -> bool:
+        """Whether symbols summed in integers decompress to the sum of the updates."""
+        ...
+
+    def layout(self, spec: ModelSpec) -> Layout:
+        """What `compress` emits for the tensors of `spec`; the decoder needs no other schema."""
+        ...
+
+    def init(self, spec: ModelSpec) -> StateT:
+        """The state of a client that has sent nothing yet."""
+        ...
+
+    def compress(
+        self, update: Vector, state: StateT, public: Public, rng: np.random.Generator
+    ) -> tuple[Symbols, StateT]:
+        """Symbols for `update` [spec.size] and the state once they are included.
+
+        `rng` is the client's own. Raises InvalidUpdate on NaN or infinity.
+        """
+        ...
+
+    def decompress(self, symbols: Symbols, public: Public, num_summands: int = 1) -> Update:
+        """The update that `symbols` stand for; the same bits on every machine.
+
+        `num_summands` says how many clients' symbols were summed; only a compressor that
+        commutes with the sum takes more than one.
+        """
+        ...
+
+
+class Stateless:
+    """The half of a compressor that remembers nothing and does not commute with the sum."""
+
+    __slots__ = ()
+
+    @property
+    def commutes_with_sum(self) -> bool:
+        return False
+
+    def init(self, spec: ModelSpec) -> None:
+        return None
+
+
+_by_id: dict[str, type[Any]] = {}
+ClassT = TypeVar("ClassT", bound=type[Any])
+
+
+def compressor(wire_id: str) -> Callable[[ClassT], ClassT]:
+    """Claim `wire_id` for a class, for ever: a new behaviour is a new id."""
+
+    def claim(cls: ClassT) -> ClassT:
+        holder = _by_id.setdefault(wire_id, cls)
+        if holder.__qualname__ != cls.__qualname__:
+            raise ValueError(f"wire id {wire_id!r} is {holder.__qualname__}'s")
+        cls.wire_id = wire_id
+        return cls
+
+    return claim
+
+
+def compressors() -> Mapping[str, type[Any]]:
+    """Every compressor by wire id: the modules of this folder, then installed entry points."""
+    package = importlib.import_module(__package__)
+    for module in pkgutil.iter_modules(package.__path__):
+        importlib.import_module(f"{__package__}.{module.name}")
+    for entry in entry_points(group="fedpress.compressors"):
+        entry.load()
+    return dict(sorted(_by_id.items()))
+
+
+def from_config(config: Config) -> Compressor[Any]:
+    """The compressor that {"id": ..., **fields} names; IncompatiblePlan says what is off."""
+    fields = {key: _parsed(value) for key, value in dict(config).items()}
+    wire_id = fields.pop(_ID, None)
+    known = compressors()
+    if wire_id not in known:
+        raise IncompatiblePlan(
+            f"no compressor has the id {wire_id!r}; known are {', '.join(known)}",
+            hint="upgrade this end, or choose another compressor",
+        )
+    cls = known[wire_id]
+    names = [field.name for field in dataclasses.fields(cls)]
+    unknown = sorted(set(fields) - set(names))
+    if unknown:
+        raise IncompatiblePlan(f"{wire_id!r} takes {', '.join(names)}, not {', '.join(unknown)}")
+    try:
+        made: Compressor[Any] = cls(**fields)
+    except (TypeError, ValueError) as exc:
+        raise IncompatiblePlan(f"{wire_id!r} from {dict(config)}: {exc}") from exc
+    return made
+
+
+def to_config(made: Compressor[Any]) -> dict[str, Any]:
+    """The inverse of `from_config`: plain JSON, defaults spelled out."""
+    fields = {f.name: _plain(getattr(made, f.name)) for f in dataclasses.fields(made)}  # type: ignore[arg-type]
+    return {_ID: made.wire_id, **fields}  # type: ignore[attr-defined]
+
+
+def _parsed(value: Any) -> Any:
+    if isinstance(value, Mapping) and _ID in value:
+        return from_config(value)
+    if isinstance(value, list | tuple):
+        return tuple(_parsed(item) for item in value)
+    return value
+
+
+def _plain(value: Any) -> Any:
+    if hasattr(value, "wire_id"):
+        return to_config(value)
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    return value
+
+
+def check_finite(update: Vector, spec: ModelSpec) -> None:
+    """Raise InvalidUpdate unless `update` is float32 [spec.size] without NaN or infinity."""
+    if update.shape != (spec.size,) or update.dtype != np.float32:
+        raise InvalidUpdate(
+            f"an update of {update.dtype}{list(update.shape)} where float32[{spec.size}] is due"
+        )
+    if not np.isfinite(update).all():
+        raise InvalidUpdate(
+            "the update holds NaN or infinity", hint="training diverged: lower the learning rate"
+        )

@@ -1,0 +1,103 @@
+"""One compressor for the large matrices, another for what is too small or too dear to sparsify."""
+
+from __future__ import annotations
+
+import fnmatch
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+
+from fedpress_protocols.coding.fields import Layout, Symbols
+from fedpress_protocols.compression.compressor import Compressor, Public, compressor
+from fedpress_protocols.compression.quantize import Quantize
+from fedpress_protocols.compression.topk import TopK
+from fedpress_protocols.model import ModelSpec, TensorSpec, Vector
+from fedpress_protocols.update import Update
+
+
+@compressor("per_tensor")
+@dataclass(frozen=True)
+class PerTensor:
+    """Each tensor goes to the first of these that fits it:
+
+    the compressor in `rules` whose pattern (shell style, in the order given) matches its name;
+    `small`, if it has fewer than `min_size` values or, with `spare_1d`, one dimension or none;
+    `large`. The tensors of one compressor are compressed together, as one vector in the model's
+    order. By default biases and norms are quantised to 8 bits, since sent raw they would dominate
+    a small upload and left out they would stall.
+    """
+
+    large: Compressor[Any] = field(default_factory=TopK)
+    small: Compressor[Any] = field(default_factory=Quantize)
+    min_size: int = 1024
+    spare_1d: bool = True
+    rules: tuple[tuple[str, Compressor[Any]], ...] = ()
+
+    def __post_init__(self) -> None:
+        if any(not isinstance(rule, tuple) or len(rule) != 2 for rule in self.rules):
+            raise ValueError("rules are pairs of a name pattern and a compressor")
+        for inner in (self.large, self.small, *self._rule_members()):
+            if not hasattr(inner, "wire_id"):
+                raise ValueError(f"{inner!r} is not a compressor")
+            if inner.wire_id == "error_feedback":
+                raise ValueError("error feedback goes around per_tensor, not into it")
+        if not isinstance(self.min_size, int) or self.min_size < 0:
+            raise ValueError(f"min_size must be 0 or more, not {self.min_size}")
+
+    @property
+    def commutes_with_sum(self) -> bool:
+        return all(inner.commutes_with_sum for inner in self._members())
+
+    def layout(self, spec: ModelSpec) -> Layout:
+        return tuple(
+            f for inner, names in self._groups(spec) for f in inner.layout(spec.select(names))
+        )
+
+    def init(self, spec: ModelSpec) -> tuple[Any, ...]:
+        return tuple(inner.init(spec.select(names)) for inner, names in self._groups(spec))
+
+    def compress(
+        self, update: Vector, state: tuple[Any, ...], public: Public, rng: np.random.Generator
+    ) -> tuple[Symbols, tuple[Any, ...]]:
+        symbols: list[Any] = []
+        states = []
+        for (inner, names), before in zip(self._groups(public.spec), state, strict=True):
+            part = np.concatenate([update[public.spec.slices[name]] for name in names])
+            inside = replace(public, spec=public.spec.select(names))
+            parts, after = inner.compress(part, before, inside, rng)
+            symbols.extend(parts)
+            states.append(after)
+        return tuple(symbols), tuple(states)
+
+    def decompress(self, symbols: Symbols, public: Public, num_summands: int = 1) -> Update:
+        pieces: list[Any] = []
+        start = 0
+        for inner, names in self._groups(public.spec):
+            inside = replace(public, spec=public.spec.select(names))
+            stop = start + len(inner.layout(inside.spec))
+            part = inner.decompress(symbols[start:stop], inside, num_summands)
+            slices = tuple(public.spec.slices[name] for name in names)
+            pieces.extend(part.placed(slices, public.spec.size).pieces)
+            start = stop
+        return Update(public.spec.size, tuple(pieces))
+
+    def _members(self) -> tuple[Compressor[Any], ...]:
+        return (*self._rule_members(), self.small, self.large)
+
+    def _rule_members(self) -> tuple[Compressor[Any], ...]:
+        return tuple(inner for _, inner in self.rules)
+
+    def _member_of(self, tensor: TensorSpec) -> int:
+        for index, (pattern, _) in enumerate(self.rules):
+            if fnmatch.fnmatchcase(tensor.name, pattern):
+                return index
+        one_dimensional = self.spare_1d and len(tensor.shape) < 2
+        return len(self.rules) + (0 if tensor.size < self.min_size or one_dimensional else 1)
+
+    def _groups(self, spec: ModelSpec) -> list[tuple[Compressor[Any], list[str]]]:
+        """Members that have tensors, with the names of theirs in the model's order."""
+        names: list[list[str]] = [[] for _ in self._members()]
+        for tensor in spec.trained:
+            names[self._member_of(tensor)].append(tensor.name)
+        return [pair for pair in zip(self._members(), names, strict=True) if pair[1]]

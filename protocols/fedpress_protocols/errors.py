@@ -1,0 +1,263 @@
+"""Errors that cross the wire, and the few that stay at home.
+
+FedpressError
+├── ConfigurationError          a setting or a task that cannot work
+│   ├── IncompatiblePlan        the parts of a round plan cannot work together
+│   └── MissingExtra            an optional dependency is not installed
+├── MalformedRequest            a request that is not what the API describes
+│   ├── LengthRequired          an upload that does not say how long it is
+│   ├── BodyTooLarge            an upload longer than the plan allows
+│   ├── DigestMismatch          a body other than the one its digest was taken of
+│   └── WireVersionMismatch     the two ends speak no wire version in common
+├── InvalidUpdate               an update that the plan does not admit
+│   └── DecodingError           bytes that are not what they claim to be
+├── Unauthorized
+│   ├── InvalidToken            an enrolment or admin token unknown, used up or expired
+│   ├── UnknownDevice           a key that was never enrolled, or was revoked
+│   ├── InvalidSignature        a request that its key did not sign
+│   ├── ReplayedRequest         a signed request seen before
+│   └── ClockSkew               a request signed too long ago, or in the future
+├── Forbidden                   a device at another device's door
+├── NotFound
+│   ├── UnknownTask
+│   ├── UnknownRound
+│   ├── UnknownModel
+│   └── UnknownAssignment
+├── Conflict
+│   ├── RoundClosed             the round takes no more updates
+│   ├── UpdateConflict          other bytes under an assignment already used
+│   └── AlreadyExists           a name or key that is taken
+├── Unavailable                 try again after a while
+│   └── StorageFull
+├── ServerError                 the server's own fault
+└── DeviceError                 on the device alone, never sent
+    ├── StateLocked             another process holds the state directory
+    ├── StateCorrupt            a state file that cannot be read
+    └── TransportError          no answer from the server
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any, ClassVar
+
+PROBLEM_PREFIX = "urn:fedpress:problem:"
+
+
+class FedpressError(Exception):
+    """Base of all errors here: RFC 9457's problem on the wire, the same class at both ends.
+
+    `detail` says what was found and what was expected, `hint` what to do about it. `members` are
+    the problem's extension members, plain JSON (`server_time`, `retry_after`, `round`, ...).
+    """
+
+    slug: ClassVar[str] = "internal"
+    status: ClassVar[int] = 500
+    title: ClassVar[str] = "fedpress error"
+    default_hint: ClassVar[str] = ""
+
+    def __init__(self, detail: str = "", *, hint: str = "", **members: Any) -> None:
+        super().__init__(detail or self.title)
+        self.detail = detail or self.title
+        self.hint = hint or self.default_hint
+        self.members = members
+
+    def __str__(self) -> str:
+        return f"{self.detail} ({self.hint})" if self.hint else self.detail
+
+    def to_problem(self) -> dict[str, Any]:
+        """The RFC 9457 object that travels."""
+        problem: dict[str, Any] = {
+            "type": PROBLEM_PREFIX + self.slug,
+            "title": self.title,
+            "status": self.status,
+            "detail": self.detail,
+        }
+        if self.hint:
+            problem["hint"] = self.hint
+        return problem | self.members
+
+    @staticmethod
+    def from_problem(problem: Mapping[str, Any], status: int = 500) -> FedpressError:
+        """The error that `problem` describes; an unknown type gives the nearest by its status."""
+        slug = str(problem.get("type", "")).removeprefix(PROBLEM_PREFIX)
+        cls = _by_slug().get(slug) or _nearest(int(problem.get("status", status)))
+        members = {
+            str(key): value
+            for key, value in problem.items()
+            if key not in {"type", "title", "status", "detail", "hint", "instance"}
+        }
+        error = cls(str(problem.get("detail", "")), hint=str(problem.get("hint", "")))
+        error.members = members
+        return error
+
+
+class ConfigurationError(FedpressError):
+    slug, status, title = "configuration", 422, "The configuration cannot work"
+
+
+class IncompatiblePlan(ConfigurationError):
+    slug, title = "incompatible-plan", "The parts of the plan cannot work together"
+
+
+class MissingExtra(ConfigurationError):
+    slug, title = "missing-extra", "An optional dependency is not installed"
+
+
+class MalformedRequest(FedpressError):
+    slug, status, title = "malformed-request", 400, "The request is malformed"
+
+
+class LengthRequired(MalformedRequest):
+    slug, status, title = "length-required", 411, "The request does not state its length"
+    default_hint = "send a Content-Length header"
+
+
+class BodyTooLarge(MalformedRequest):
+    slug, status, title = "body-too-large", 413, "The body is larger than allowed"
+
+
+class DigestMismatch(MalformedRequest):
+    slug, title = "digest-mismatch", "The body does not match its Content-Digest"
+    default_hint = "the bytes were changed on the way: send them again"
+
+
+class WireVersionMismatch(MalformedRequest):
+    slug, title = "wire-version", "No wire version in common"
+    default_hint = "upgrade the older of the two ends"
+
+
+class InvalidUpdate(FedpressError):
+    slug, status, title = "invalid-update", 422, "The update is not one the plan admits"
+
+
+class DecodingError(InvalidUpdate):
+    slug, title = "malformed-update", "The update's bytes do not follow the plan"
+
+
+class Unauthorized(FedpressError):
+    slug, status, title = "unauthorized", 401, "The request is not authenticated"
+
+
+class InvalidToken(Unauthorized):
+    slug, title = "invalid-token", "The token is unknown, used up or expired"
+    default_hint = "ask the operator for a new token"
+
+
+class UnknownDevice(Unauthorized):
+    slug, title = "unknown-device", "The device key is not enrolled"
+    default_hint = "enrol the device first"
+
+
+class InvalidSignature(Unauthorized):
+    slug, title = "invalid-signature", "The signature does not fit the request"
+
+
+class ReplayedRequest(Unauthorized):
+    slug, title = "replayed-request", "The signed request was seen before"
+    default_hint = "sign every request anew"
+
+
+class ClockSkew(Unauthorized):
+    """Carries `server_time` (Unix seconds), by which a device corrects its own clock."""
+
+    slug, title = "clock-skew", "The request was signed at another time"
+    default_hint = "sign again with server_time as the clock"
+
+
+class Forbidden(FedpressError):
+    slug, status, title = "forbidden", 403, "Not yours"
+
+
+class NotFound(FedpressError):
+    slug, status, title = "not-found", 404, "There is no such thing"
+
+
+class UnknownTask(NotFound):
+    slug, title = "unknown-task", "There is no such task"
+
+
+class UnknownRound(NotFound):
+    slug, title = "unknown-round", "There is no such round"
+
+
+class UnknownModel(NotFound):
+    slug, title = "unknown-model", "There is no such model"
+
+
+class UnknownAssignment(NotFound):
+    slug, title = "unknown-assignment", "There is no such assignment"
+
+
+class Conflict(FedpressError):
+    slug, status, title = "conflict", 409, "The request conflicts with what is there"
+
+
+class RoundClosed(Conflict):
+    slug, title = "round-closed", "The round takes no more updates"
+    default_hint = (
+        "fetch the assignment's receipt, return the update to the residual and check in again"
+    )
+
+
+class UpdateConflict(Conflict):
+    slug, title = "update-conflict", "Other bytes came under this assignment before"
+    default_hint = "send the first bytes again, or check in for a new assignment"
+
+
+class AlreadyExists(Conflict):
+    slug, title = "already-exists", "The name is taken"
+
+
+class Unavailable(FedpressError):
+    """Carries `retry_after` (seconds)."""
+
+    slug, status, title = "unavailable", 503, "The server cannot take this now"
+    default_hint = "try again after retry_after seconds"
+
+
+class StorageFull(Unavailable):
+    slug, status, title = "storage-full", 507, "The server's storage is full"
+
+
+class ServerError(FedpressError):
+    slug, status, title = "server-error", 500, "The server failed"
+
+
+class DeviceError(FedpressError):
+    slug, title = "device", "The device failed"
+
+
+class StateLocked(DeviceError):
+    slug, title = "state-locked", "Another process holds the state directory"
+    default_hint = "stop it, or give this one a state directory of its own"
+
+
+class StateCorrupt(DeviceError):
+    slug, title = "state-corrupt", "A state file cannot be read"
+
+
+class TransportError(DeviceError):
+    slug, title = "transport", "The server gave no answer"
+
+
+def error_classes() -> Iterator[type[FedpressError]]:
+    """Every class of the family, parents first."""
+
+    def below(cls: type[FedpressError]) -> Iterator[type[FedpressError]]:
+        yield cls
+        for child in cls.__subclasses__():
+            yield from below(child)
+
+    return below(FedpressError)
+
+
+def _by_slug() -> dict[str, type[FedpressError]]:
+    return {cls.slug: cls for cls in error_classes()}
+
+
+def _nearest(status: int) -> type[FedpressError]:
+    for cls in error_classes():
+        if cls is not FedpressError and "status" in vars(cls) and cls.status == status:
+            return cls
+    return MalformedRequest if 400 <= status < 500 else ServerError

@@ -1,0 +1,274 @@
+"""A model as both ends see it: what its tensors are, their values, and the file that holds them.
+
+A model travels as one safetensors file, addressed by the SHA-256 of its bytes. Its trained tensors
+(float32, float16, bfloat16) form one flat float32 vector in the order of the spec; everything else
+(BatchNorm's counter, integer tables) is carried from model to model and never averaged.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import safetensors
+
+from fedpress_protocols.errors import ConfigurationError
+
+Vector = npt.NDArray[np.float32]
+"""A flat float32 vector over the trained tensors of a spec, in its order."""
+
+TRAINED_DTYPES = ("float32", "float16", "bfloat16")
+_STORED_AS = {
+    "float32": "<f4",
+    "float16": "<f2",
+    "bfloat16": "<u2",
+    "float64": "<f8",
+    "int64": "<i8",
+    "int32": "<i4",
+    "int16": "<i2",
+    "int8": "i1",
+    "uint64": "<u8",
+    "uint32": "<u4",
+    "uint16": "<u2",
+    "uint8": "u1",
+    "bool": "?",
+}
+_FROM_SAFETENSORS = {
+    "F64": "float64",
+    "F32": "float32",
+    "F16": "float16",
+    "BF16": "bfloat16",
+    "I64": "int64",
+    "I32": "int32",
+    "I16": "int16",
+    "I8": "int8",
+    "U64": "uint64",
+    "U32": "uint32",
+    "U16": "uint16",
+    "U8": "uint8",
+    "BOOL": "bool",
+}
+_ORDER_KEY = "fedpress.order"
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSpec:
+    """One tensor's name, shape and dtype (numpy's names, and bfloat16)."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str = "float32"
+
+    def __post_init__(self) -> None:
+        if not self.name:
+            raise ConfigurationError("a tensor has no name")
+        if self.dtype not in _STORED_AS:
+            known = ", ".join(_STORED_AS)
+            raise ConfigurationError(f"tensor {self.name!r} is {self.dtype}; known are {known}")
+        if any(extent < 0 for extent in self.shape):
+            raise ConfigurationError(f"tensor {self.name!r} has shape {self.shape}")
+
+    @property
+    def size(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def is_trained(self) -> bool:
+        return self.dtype in TRAINED_DTYPES
+
+    @property
+    def num_bytes(self) -> int:
+        return self.size * np.dtype(_STORED_AS[self.dtype]).itemsize
+
+
+@dataclass(frozen=True)
+class ModelSpec:
+    """The tensors of a model, in order; equal specs have equal digests."""
+
+    tensors: tuple[TensorSpec, ...]
+
+    def __post_init__(self) -> None:
+        names = [tensor.name for tensor in self.tensors]
+        if len(set(names)) != len(names):
+            raise ConfigurationError("two tensors of the model have one name")
+
+    @cached_property
+    def trained(self) -> tuple[TensorSpec, ...]:
+        return tuple(tensor for tensor in self.tensors if tensor.is_trained)
+
+    @cached_property
+    def size(self) -> int:
+        """d, the number of trained values."""
+        return sum(tensor.size for tensor in self.trained)
+
+    @cached_property
+    def slices(self) -> Mapping[str, slice]:
+        """Where each trained tensor lies in the flat vector."""
+        found, start = {}, 0
+        for tensor in self.trained:
+            found[tensor.name] = slice(start, start + tensor.size)
+            start += tensor.size
+        return found
+
+    @cached_property
+    def digest(self) -> str:
+        """SHA-256 (hex) of the names, shapes and dtypes in order, as JSON without spaces."""
+        rows = [[t.name, list(t.shape), t.dtype] for t in self.tensors]
+        text = json.dumps(rows, separators=(",", ":"), ensure_ascii=True)
+        return hashlib.sha256(text.encode()).hexdigest()
+
+    def select(self, names: Iterable[str]) -> ModelSpec:
+        """The spec of the trained tensors named, in this spec's order."""
+        wanted = set(names)
+        return ModelSpec(tuple(t for t in self.trained if t.name in wanted))
+
+    def flatten(self, tensors: Mapping[str, npt.NDArray[Any]]) -> Vector:
+        """Trained `tensors` as one float32 vector; raises ConfigurationError on a wrong shape."""
+        flat = np.empty(self.size, np.float32)
+        for tensor in self.trained:
+            array = tensors.get(tensor.name)
+            if array is None or tuple(array.shape) != tensor.shape:
+                found = "missing" if array is None else f"of shape {tuple(array.shape)}"
+                raise ConfigurationError(
+                    f"tensor {tensor.name!r} is {found} where shape {tensor.shape} is due"
+                )
+            flat[self.slices[tensor.name]] = np.asarray(array, np.float32).ravel()
+        return flat
+
+    def unflatten(self, flat: Vector) -> dict[str, npt.NDArray[np.float32]]:
+        """Views of `flat` [d], one for each trained tensor, in its shape."""
+        if flat.shape != (self.size,):
+            raise ConfigurationError(f"a vector of shape {flat.shape} where ({self.size},) is due")
+        return {t.name: flat[self.slices[t.name]].reshape(t.shape) for t in self.trained}
+
+
+@dataclass(frozen=True)
+class Model:
+    """The values of a model: `parameters` [spec.size] and every tensor that is not trained."""
+
+    spec: ModelSpec
+    parameters: Vector
+    buffers: Mapping[str, npt.NDArray[Any]]
+
+    def __post_init__(self) -> None:
+        if self.parameters.shape != (self.spec.size,) or self.parameters.dtype != np.float32:
+            raise ConfigurationError(
+                f"parameters are {self.parameters.dtype}{list(self.parameters.shape)} where "
+                f"float32[{self.spec.size}] is due"
+            )
+        if not self.spec.size:
+            raise ConfigurationError(
+                f"no tensor of the model is trained; trained are {', '.join(TRAINED_DTYPES)}"
+            )
+        if not np.isfinite(self.parameters).all():
+            raise ConfigurationError("the model holds NaN or infinity")
+        due = {tensor.name for tensor in self.spec.tensors if not tensor.is_trained}
+        if set(self.buffers) != due:
+            raise ConfigurationError(f"buffers {sorted(self.buffers)} where {sorted(due)} are due")
+
+    @classmethod
+    def from_tensors(cls, tensors: Mapping[str, npt.NDArray[Any]]) -> Model:
+        """A model of numpy arrays; every float32 and float16 array is trained."""
+        spec = ModelSpec(
+            tuple(TensorSpec(name, tuple(a.shape), a.dtype.name) for name, a in tensors.items())
+        )
+        buffers = {t.name: tensors[t.name] for t in spec.tensors if not t.is_trained}
+        return cls(spec, spec.flatten(tensors), buffers)
+
+    def with_parameters(self, parameters: Vector) -> Model:
+        return Model(self.spec, parameters, self.buffers)
+
+    def tensors(self) -> dict[str, npt.NDArray[Any]]:
+        """Every tensor by name: the trained as float32 views, the buffers as they are."""
+        trained = self.spec.unflatten(self.parameters)
+        return {
+            t.name: trained[t.name] if t.is_trained else self.buffers[t.name]
+            for t in self.spec.tensors
+        }
+
+    @cached_property
+    def digest(self) -> str:
+        """SHA-256 (hex) of `to_bytes()`: the model's address."""
+        return hashlib.sha256(self.to_bytes()).hexdigest()
+
+    def to_bytes(self) -> bytes:
+        """The safetensors file; trained tensors are rounded to their dtype, ties to even."""
+        entries = {}
+        kept = []  # safetensors takes addresses, so the arrays must outlive the call
+        for tensor, array in zip(self.spec.tensors, self.tensors().values(), strict=True):
+            if tensor.dtype == "bfloat16":
+                array = _to_bfloat16(np.asarray(array, np.float32))
+            with np.errstate(over="ignore"):
+                stored = np.ascontiguousarray(array, _STORED_AS[tensor.dtype])
+            if tensor.dtype == "float16" and not np.isfinite(stored).all():
+                raise ConfigurationError(f"tensor {tensor.name!r} outgrew float16's 65504")
+            kept.append(stored)
+            entries[tensor.name] = safetensors.TensorSpec(
+                dtype=tensor.dtype,
+                shape=tensor.shape,
+                data_ptr=stored.ctypes.data,
+                data_len=stored.nbytes,
+            )
+        order = json.dumps([t.name for t in self.spec.tensors], separators=(",", ":"))
+        # One metadata key only: safetensors keeps several in no particular order, and equal models
+        # must have equal bytes.
+        return bytes(safetensors.serialize(entries, {_ORDER_KEY: order}))
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> Model:
+        """Parse a safetensors file, ours or another's; raises ConfigurationError.
+
+        Without our order of tensors in its metadata the order is that of the names.
+        """
+        try:
+            entries = dict(safetensors.deserialize(data))  # type: ignore[no-untyped-call]
+            order = _order(data, entries)
+            spec = ModelSpec(
+                tuple(
+                    TensorSpec(
+                        name,
+                        tuple(entries[name]["shape"]),
+                        _FROM_SAFETENSORS[entries[name]["dtype"]],
+                    )
+                    for name in order
+                )
+            )
+        except (safetensors.SafetensorError, KeyError, ValueError, TypeError) as exc:
+            raise ConfigurationError(f"not a safetensors model: {exc}") from exc
+        arrays = {}
+        for tensor in spec.tensors:
+            stored = np.frombuffer(entries[tensor.name]["data"], _STORED_AS[tensor.dtype])
+            array = _from_bfloat16(stored) if tensor.dtype == "bfloat16" else stored
+            arrays[tensor.name] = array.reshape(tensor.shape)
+        buffers = {t.name: arrays[t.name] for t in spec.tensors if not t.is_trained}
+        return cls(spec, spec.flatten(arrays), buffers)
+
+
+def _order(data: bytes, entries: Mapping[str, Any]) -> list[str]:
+    """The names in the order that the file's metadata tells; ValueError if it is not theirs."""
+    length = int.from_bytes(data[:8], "little")
+    metadata = json.loads(data[8 : 8 + length]).get("__metadata__", {})
+    if _ORDER_KEY not in metadata:
+        return sorted(entries)
+    order = json.loads(metadata[_ORDER_KEY])
+    if sorted(order) != sorted(entries):
+        raise ValueError("the order in its metadata names other tensors")
+    return [str(name) for name in order]
+
+
+def _to_bfloat16(array: npt.NDArray[np.float32]) -> npt.NDArray[np.uint16]:
+    """The upper half of each float32, rounded to nearest, ties to even."""
+    bits = np.ascontiguousarray(array).view(np.uint32)
+    rounded = bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))
+    return (rounded >> np.uint32(16)).astype(np.uint16)
+
+
+def _from_bfloat16(stored: npt.NDArray[np.uint16]) -> npt.NDArray[np.float32]:
+    return (stored.astype(np.uint32) << np.uint32(16)).view(np.float32)

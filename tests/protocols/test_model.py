@@ -1,0 +1,128 @@
+"""A model is its tensors, its file and its address; each gives the others back."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors.numpy import save
+
+from fedpress_protocols.errors import ConfigurationError
+from fedpress_protocols.model import Model, ModelSpec, TensorSpec
+
+MIXED: dict[str, npt.NDArray[Any]] = {
+    "conv.weight": np.arange(24, dtype=np.float32).reshape(2, 3, 4) / 7,
+    "bn.num_batches_tracked": np.array(12, np.int64),
+    "half": np.array([1.5, -2.25], np.float16),
+    "empty": np.zeros((0, 4), np.float32),
+    "mask": np.array([True, False]),
+}
+
+
+def test_a_model_survives_its_file_byte_for_byte() -> None:
+    model = Model.from_tensors(MIXED)
+    again = Model.from_bytes(model.to_bytes())
+    assert again.spec == model.spec
+    assert again.digest == model.digest
+    for name, array in MIXED.items():
+        assert (again.tensors()[name] == array).all()
+
+
+def test_only_floating_tensors_of_up_to_32_bits_are_trained() -> None:
+    spec = Model.from_tensors(MIXED).spec
+    assert [tensor.name for tensor in spec.trained] == ["conv.weight", "half", "empty"]
+    assert spec.size == 26
+    assert spec.slices["half"] == slice(24, 26)
+    assert spec.select(["half", "mask"]).size == 2
+
+
+def test_buffers_are_carried_as_they_are() -> None:
+    model = Model.from_tensors(MIXED)
+    moved = model.with_parameters(model.parameters + np.float32(1))
+    assert moved.buffers["bn.num_batches_tracked"] == 12
+    assert moved.digest != model.digest
+
+
+@given(st.lists(st.floats(-(2.0**100), 2.0**100, width=32), min_size=1, max_size=20))
+def test_bfloat16_rounds_to_nearest_even(values: list[float]) -> None:
+    spec = ModelSpec((TensorSpec("x", (len(values),), "bfloat16"),))
+    ours = Model.from_bytes(Model(spec, np.array(values, np.float32), {}).to_bytes())
+    theirs = torch.tensor(values, dtype=torch.float32).to(torch.bfloat16).to(torch.float32)
+    assert (ours.parameters == theirs.numpy()).all()
+
+
+def test_another_tools_file_is_read_in_the_order_of_names() -> None:
+    foreign = save({"b": np.ones(2, np.float32), "a": np.zeros(3, np.float32)})
+    assert [tensor.name for tensor in Model.from_bytes(foreign).spec.tensors] == ["a", "b"]
+
+
+def test_the_digest_of_a_spec_tells_names_shapes_dtypes_and_order() -> None:
+    first = ModelSpec((TensorSpec("a", (2,)), TensorSpec("b", (3,))))
+    others = [
+        ModelSpec((TensorSpec("b", (3,)), TensorSpec("a", (2,)))),
+        ModelSpec((TensorSpec("a", (2,)), TensorSpec("b", (3, 1)))),
+        ModelSpec((TensorSpec("a", (2,)), TensorSpec("b", (3,), "float16"))),
+        ModelSpec((TensorSpec("a", (2,)), TensorSpec("c", (3,)))),
+    ]
+    assert len({spec.digest for spec in [first, *others]}) == 5
+    assert first.tensors[0].num_bytes == 8
+
+
+def reordered(order: Any) -> bytes:
+    """A file whose metadata claims `order` for its one tensor `a`."""
+    return save({"a": np.zeros(1, np.float32)}, {"fedpress.order": json.dumps(order)})
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"",
+        b"\xff" * 40,
+        Model.from_tensors(MIXED).to_bytes()[:-1],
+        Model.from_tensors(MIXED).to_bytes() + b"x",
+        reordered(["b"]),
+        reordered(3),
+        save({"a": np.zeros(1, np.complex64)}),
+    ],
+)
+def test_a_file_that_is_no_model_is_refused(data: bytes) -> None:
+    with pytest.raises(ConfigurationError, match="not a safetensors model"):
+        Model.from_bytes(data)
+
+
+def make(dtype: str = "float32", size: int = 2, **changes: Any) -> Model:
+    fields = {
+        "spec": ModelSpec((TensorSpec("x", (size,), dtype),)),
+        "parameters": np.ones(size, np.float32),
+        "buffers": {},
+    }
+    return Model(**{**fields, **changes})
+
+
+@pytest.mark.parametrize(
+    ("build", "says"),
+    [
+        (lambda: TensorSpec("", (1,)), "no name"),
+        (lambda: TensorSpec("x", (1,), "complex64"), "known are"),
+        (lambda: TensorSpec("x", (-1,)), "has shape"),
+        (lambda: ModelSpec((TensorSpec("x", ()), TensorSpec("x", ()))), "one name"),
+        (lambda: make(parameters=np.ones(3, np.float32)), r"float32\[2\] is due"),
+        (lambda: make(parameters=np.array([1, np.nan], np.float32)), "NaN or infinity"),
+        (lambda: make(buffers={"y": np.ones(1)}), "buffers"),
+        (lambda: make(size=0), "no tensor of the model is trained"),
+        (lambda: make("float16", parameters=np.full(2, 1e5, np.float32)).to_bytes(), "outgrew"),
+        (lambda: Model.from_tensors({"x": np.ones(2, np.int64)}), "is trained"),
+        (lambda: make().spec.flatten({}), "missing where shape"),
+        (lambda: make().spec.flatten({"x": np.ones(3)}), r"of shape \(3,\) where"),
+        (lambda: make().spec.unflatten(np.ones(5, np.float32)), r"where \(2,\) is due"),
+    ],
+)
+def test_what_is_no_model_says_why(build: Any, says: str) -> None:
+    with pytest.raises(ConfigurationError, match=says):
+        build()
