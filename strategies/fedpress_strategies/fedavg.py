@@ -1,0 +1,11 @@
+"""Federated averaging (McMahan et al. 2017, arXiv:1602.05629, Algorithm 1)."""
+
+from __future__ import annotations
+
+from fedpress_strategies.strategy import ServerSGD, Strategy, WeightedMean, strategy
+
+
+@strategy("fedavg")
+def fedavg(learning_rate: float = 1.0) -> Strategy:
+    """The mean update by examples, times `learning_rate`. No state; linear."""
+    return Strategy(WeightedMean, ServerSGD(learning_rate))
