@@ -1,0 +1,53 @@
+"""Numbers of any size over a small alphabet: exp-Golomb buckets, and raw bits within the bucket.
+
+With m mantissa bits, u = value + 2**m and e = floor(log2 u), the bucket is (e - m) * 2**m plus the
+m bits after the leading one of u; the e - m bits below them follow raw (Teuhola 1978 for m = 0).
+The smallest numbers have buckets of their own, the others share one with those about as large, so
+the Huffman code over the buckets follows any smooth distribution with few symbols.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from fedpress_protocols.coding import sequences
+from fedpress_protocols.coding.bits import Ints, Octets, Reader
+
+MAX_MANTISSA = 3
+
+
+def plan_numbers(
+    values: Ints, bound: int, mantissa: int, anchors: Ints | None = None
+) -> sequences.Candidate:
+    """One or more numbers in [0, bound), bound <= 2**32; `anchors` as in `sequences.plan`."""
+    buckets, raw = _split(values, mantissa)
+    return sequences.plan(buckets, _raw_widths(bound, mantissa), raw, anchors)
+
+
+def read_numbers(
+    reader: Reader, num: int, bound: int, mantissa: int, anchored: bool = False
+) -> tuple[Ints, Ints | None]:
+    """`num` numbers and the anchors. Numbers are below 2**33; to hold them to `bound` is left to
+    the caller."""
+    raw_widths = _raw_widths(bound, mantissa)
+    buckets, raw, anchors = sequences.read(reader, num, raw_widths, anchored)
+    index = buckets.astype(np.int64)
+    leading = (index & ((1 << mantissa) - 1)) + (1 << mantissa)
+    values = (leading << (index >> mantissa)) - (1 << mantissa)
+    return values if raw is None else values + raw, anchors
+
+
+def _split(values: Ints, mantissa: int) -> tuple[Octets, Ints]:
+    """The bucket and the raw bits of each value."""
+    shifted = values + (1 << mantissa)
+    exponents = np.frexp(shifted.astype(np.float64))[1].astype(np.int64) - 1  # exact below 2**53
+    widths = exponents - mantissa
+    leading = shifted >> widths
+    buckets = ((widths - 1) << mantissa) + leading
+    return buckets.astype(np.uint8), shifted - (leading << widths)
+
+
+def _raw_widths(bound: int, mantissa: int) -> Ints:
+    """How many raw bits go with each bucket that a value below `bound` can have [at most 240]."""
+    last, _ = _split(np.array([bound - 1], np.int64), mantissa)
+    return np.arange(int(last[0]) + 1, dtype=np.int64) >> mantissa

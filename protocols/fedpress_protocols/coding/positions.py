@@ -1,0 +1,168 @@
+"""Coded positions: rising coordinates as the gaps between them.
+
+Large entries of real updates cluster, so a Huffman code over the sizes of the gaps comes well below
+log2 C(d, k), the bound for a support drawn at random. Where the support is random, Rice codes
+(Rice 1979) come near that bound without a table. A bitmap is never smaller than what is here:
+Rice codes of parameter 0 are one, less the zeros at its end.
+"""
+
+from __future__ import annotations
+
+from enum import IntEnum
+
+import numpy as np
+
+from fedpress_protocols.coding.bits import Ints, Reader, pack, uvarint
+from fedpress_protocols.coding.exp_golomb import MAX_MANTISSA, plan_numbers, read_numbers
+from fedpress_protocols.coding.sequences import BLOCK, SMALL, Candidate, smallest
+from fedpress_protocols.errors import DecodingError
+
+
+class _Mode(IntEnum):
+    STORED = 0
+    RICE = 1
+    BUCKETS = 2
+
+
+_ABSENT = 4
+_PARAMETER_SHIFT = 3
+
+
+def plan_positions(positions: Ints, size: int) -> Candidate:
+    """Strictly rising coordinates in [0, size), size <= 2**32."""
+    if 2 * positions.size <= size:
+        return _plan(positions, size, 0)
+    absent = np.ones(size, np.bool_)
+    absent[positions] = False
+    return _plan(np.flatnonzero(absent), size, _ABSENT)
+
+
+def read_positions(reader: Reader, size: int, at_most: int) -> Ints:
+    """What `plan_positions` wrote, at most `at_most` coordinates.
+
+    A coded coordinate takes a bit or more, so a short body cannot ask for long work, unless the
+    layout admits more than half of all coordinates: then those that are absent may be coded.
+    """
+    head = reader.read(8)
+    num = reader.uvarint()
+    count = size - num if head & _ABSENT else num
+    if not 0 <= count <= min(size, at_most):
+        raise DecodingError(f"{count} coordinates outside [0, {min(size, at_most)}]")
+    if bool(head & _ABSENT) != (2 * count > size):
+        raise DecodingError(f"{count} of {size} coordinates, of which the fewer are not coded")
+    if num > reader.left:
+        raise DecodingError(f"{num} coordinates in {reader.left} bits")
+    coded = _read(reader, head & 3, head >> _PARAMETER_SHIFT, num, size)
+    if not head & _ABSENT:
+        return coded
+    present = np.ones(size, np.bool_)
+    present[coded] = False
+    return np.flatnonzero(present)
+
+
+def _plan(positions: Ints, size: int, absent: int) -> Candidate:
+    num = positions.size
+
+    def headed(mode: _Mode, parameter: int, body: Candidate) -> Candidate:
+        head = bytes((mode | absent | parameter << _PARAMETER_SHIFT,)) + uvarint(num)
+        return Candidate(len(head) + body.size, lambda: head + body.write())
+
+    if not num:
+        return headed(_Mode.STORED, 0, Candidate(0, bytes))
+    gaps = np.diff(positions, prepend=-1) - 1
+    parameter = _best_parameter(gaps)
+    candidates = [
+        headed(_Mode.STORED, 0, _plan_stored(positions, size)),
+        headed(_Mode.RICE, parameter, _plan_rice(gaps, parameter)),
+    ]
+    anchors = np.append(0, positions[BLOCK - 1 : -1 : BLOCK] + 1)
+    for mantissa in range(0 if num <= SMALL else 2, MAX_MANTISSA + 1):
+        buckets = plan_numbers(gaps, size, mantissa, anchors)
+        if 8 * buckets.size >= num:  # else read_positions would take it for a forgery
+            candidates.append(headed(_Mode.BUCKETS, mantissa, buckets))
+    return smallest(candidates)
+
+
+def _read(reader: Reader, mode: int, parameter: int, num: int, size: int) -> Ints:
+    """`num` rising coordinates below `size`."""
+    match mode:
+        case _Mode.STORED if not parameter:
+            positions = _read_stored(reader, num, size)
+        case _Mode.RICE if num:
+            positions = np.cumsum(_read_rice(reader, parameter, num) + 1) - 1
+        case _Mode.BUCKETS if num and parameter <= MAX_MANTISSA:
+            positions = _read_buckets(reader, parameter, num, size)
+        case _:
+            raise DecodingError(f"positions in mode {mode} with parameter {parameter}")
+    if num and int(positions[-1]) >= size:
+        raise DecodingError(f"coordinate {positions[-1]} outside [0, {size})")
+    return positions
+
+
+def _stored_width(size: int) -> int:
+    return max(1, (size - 1).bit_length())
+
+
+def _plan_stored(positions: Ints, size: int) -> Candidate:
+    width = _stored_width(size)
+    num_bits = positions.size * width
+    return Candidate(-(-num_bits // 8), lambda: pack(positions, np.full(positions.size, width)))
+
+
+def _read_stored(reader: Reader, num: int, size: int) -> Ints:
+    positions = reader.fields(num, _stored_width(size)).astype(np.int64)
+    reader.align()
+    if (positions[1:] <= positions[:-1]).any():
+        raise DecodingError("stored coordinates do not rise")
+    return positions
+
+
+def _rice_bits(gaps: Ints, parameter: int) -> int:
+    return gaps.size * (parameter + 1) + int((gaps >> parameter).sum())
+
+
+def _best_parameter(gaps: Ints) -> int:
+    """The parameter of the shortest Rice code, which lies near log2 of the mean gap."""
+    near = (int(gaps.sum()) // gaps.size).bit_length()
+    return min(range(max(0, near - 3), min(31, near + 2) + 1), key=lambda p: _rice_bits(gaps, p))
+
+
+def _plan_rice(gaps: Ints, parameter: int) -> Candidate:
+    """The low `parameter` bits of every gap; then its other bits as a number, in unary: as many
+    zeros and a one."""
+
+    def write() -> bytes:
+        low = gaps & ((1 << parameter) - 1)
+        ones = np.cumsum((gaps >> parameter) + 1) - 1
+        unary = np.zeros(int(ones[-1]) + 1, np.uint8)
+        unary[ones] = 1
+        widths = np.concatenate([np.full(gaps.size, parameter), np.ones(unary.size, np.int64)])
+        return pack(np.concatenate([low, unary]), widths)
+
+    return Candidate(-(-_rice_bits(gaps, parameter) // 8), write)
+
+
+def _read_rice(reader: Reader, parameter: int, num: int) -> Ints:
+    """`num` gaps. Their unary parts hold at most two zeros to a one: with more of them the next
+    parameter would have been shorter."""
+    low = reader.fields(num, parameter).astype(np.int64)
+    first = reader.at
+    window = reader.octets[first >> 3 : (min(reader.end, first + 3 * num) + 7) >> 3]
+    unary = np.unpackbits(window, bitorder="little")[first & 7 : (first & 7) + 3 * num]
+    ones = np.flatnonzero(unary)[:num]
+    if ones.size < num:
+        raise DecodingError(f"{ones.size} unary codes in {unary.size} bits where {num} are due")
+    reader.skip(int(ones[-1]) + 1)
+    reader.align()
+    return ((np.diff(ones, prepend=-1) - 1) << parameter) + low
+
+
+def _read_buckets(reader: Reader, mantissa: int, num: int, size: int) -> Ints:
+    """Positions from gaps in buckets. Where there are blocks, each one's anchor is the least
+    coordinate that it could hold, so that a block can be placed without those before it."""
+    gaps, anchors = read_numbers(reader, num, size, mantissa, anchored=True)
+    if anchors is not None:
+        spans = np.add.reduceat(gaps + 1, np.arange(0, num, BLOCK))[:-1]
+        if anchors[0] or (np.diff(anchors) != spans).any():
+            raise DecodingError("an anchor that is not where the block before it ends")
+    return np.cumsum(gaps + 1) - 1

@@ -1,0 +1,611 @@
+"""Signed requests and signed documents, both under Ed25519 keys; SPEC-signatures.md is the norm.
+
+A request carries a fixed profile of HTTP Message Signatures (RFC 9421): one label, one list of
+components, one order of parameters. A verifier of the fixed form has nothing to negotiate, so there
+is nothing to downgrade. Everything signed is in the header, so a server refuses a stranger before
+it reads a byte of the body; the body is bound by its SHA-256 (RFC 9530) and its length.
+
+    server:  signed_headers → parse_signature → (look up the key) → verify_request → ReplayGuard
+             → read the body → Content.check
+
+No clock and no randomness in here: `now`, in Unix seconds, and nonces come in by hand.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from heapq import heappop, heappush
+from typing import Any
+from urllib.parse import urlsplit
+
+from cryptography.exceptions import InvalidSignature as _Refused
+from cryptography.exceptions import UnsupportedAlgorithm
+from cryptography.hazmat.primitives import serialization
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
+
+from fedpress_protocols.errors import (
+    ClockSkew,
+    ConfigurationError,
+    DigestMismatch,
+    InvalidSignature,
+    LengthRequired,
+    MalformedRequest,
+    ReplayedRequest,
+    Unavailable,
+)
+
+LABEL = "fp"
+TAG = "fedpress-v1"
+COMPONENTS = ("@method", "@authority", "@path", "@query", "content-digest", "content-length")
+PARAMETERS = ("created", "expires", "nonce", "keyid", "alg", "tag")
+MAX_LIFETIME = 300
+"""Seconds between `created` and `expires`, at most."""
+NONCE_BYTES = 16
+
+_COVERED = " ".join(f'"{name}"' for name in COMPONENTS)
+_INTEGER = re.compile(r"0|[1-9][0-9]{0,14}")  # as RFC 8941 bounds them
+_METHOD = re.compile(r"[A-Z]{1,32}")
+_AUTHORITY = re.compile(r"[a-z0-9._~\-\[\]:]{1,320}")
+_PATH = re.compile(r"/[!\"$->@-~]*")  # printable ASCII without # and ?
+_QUERY = re.compile(r"[!\"$-~]*")
+_URL = re.compile(r"[!-~]+")
+_BASE64URL = re.compile(r"[A-Za-z0-9_-]*")
+_CONTEXT = re.compile(r"[ -~]{1,64}")
+_DEFAULT_PORTS = {"http": ":80", "https": ":443"}
+_BODILESS = frozenset({"GET", "HEAD", "DELETE", "OPTIONS"})
+_SIGNED_HEADERS = frozenset(
+    {
+        "host",
+        "content-digest",
+        "content-length",
+        "transfer-encoding",
+        "signature-input",
+        "signature",
+    }
+)
+_DOCUMENT_DOMAIN = b"fedpress document\x00"
+_MAX_SAFE_INTEGER = 2**53 - 1
+_MAX_DEPTH = 32
+
+
+# Keys
+
+
+def to_base64url(data: bytes) -> str:
+    """RFC 4648, section 5, without padding."""
+    return base64.urlsafe_b64encode(data).rstrip(b"=").decode()
+
+
+def from_base64url(text: str, length: int) -> bytes:
+    """The `length` bytes that `text` stands for; raises MalformedRequest.
+
+    Only the one canonical spelling is taken, so that equal bytes are equal texts.
+    """
+    data = b""
+    if _BASE64URL.fullmatch(text) and len(text) == -(-length * 4 // 3):
+        data = base64.urlsafe_b64decode(text + "=" * (-len(text) % 4))
+    if len(data) != length or to_base64url(data) != text:
+        raise MalformedRequest(f"{text[:64]!r} is not {length} bytes in base64url without padding")
+    return data
+
+
+def key_id_of(public: bytes) -> str:
+    """The name of a public key: the first 16 bytes of its SHA-256, base64url, 22 characters."""
+    return to_base64url(hashlib.sha256(public).digest()[:16])
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class DeviceKey:
+    """An Ed25519 private key; a server signs its receipts with one of its own."""
+
+    _private: Ed25519PrivateKey = field(repr=False)
+    public: bytes = field(init=False)
+    """The 32 bytes of the public key."""
+    key_id: str = field(init=False)
+
+    def __post_init__(self) -> None:
+        public = self._private.public_key().public_bytes_raw()
+        object.__setattr__(self, "public", public)
+        object.__setattr__(self, "key_id", key_id_of(public))
+
+    @classmethod
+    def generate(cls) -> DeviceKey:
+        """A new key, from the operating system's randomness."""
+        return cls(Ed25519PrivateKey.generate())
+
+    @classmethod
+    def from_bytes(cls, secret: bytes) -> DeviceKey:
+        """From the 32 bytes of RFC 8032's secret key; raises ConfigurationError."""
+        if len(secret) != 32:
+            raise ConfigurationError(f"a secret key of {len(secret)} bytes where 32 are due")
+        return cls(Ed25519PrivateKey.from_private_bytes(secret))
+
+    @classmethod
+    def from_pem(cls, pem: bytes) -> DeviceKey:
+        """From an unencrypted PKCS #8 file; raises ConfigurationError."""
+        try:
+            key = serialization.load_pem_private_key(pem, password=None)
+        except (ValueError, TypeError, UnsupportedAlgorithm) as exc:
+            raise ConfigurationError("not an unencrypted private key in PEM") from exc
+        if not isinstance(key, Ed25519PrivateKey):
+            raise ConfigurationError("a private key of another kind where Ed25519 is due")
+        return cls(key)
+
+    def to_bytes(self) -> bytes:
+        """The 32 secret bytes."""
+        return self._private.private_bytes_raw()
+
+    def to_pem(self) -> bytes:
+        """Unencrypted PKCS #8: whoever writes it keeps others from reading it."""
+        return self._private.private_bytes(
+            serialization.Encoding.PEM,
+            serialization.PrivateFormat.PKCS8,
+            serialization.NoEncryption(),
+        )
+
+    def sign(self, message: bytes) -> bytes:
+        """64 bytes (RFC 8032), the same each time."""
+        return self._private.sign(message)
+
+
+def verify_signature(public_key: bytes, message: bytes, signature: bytes) -> None:
+    """Raises InvalidSignature unless `public_key` (32 bytes) made `signature` of `message`."""
+    try:
+        Ed25519PublicKey.from_public_bytes(public_key).verify(signature, message)
+    except (_Refused, ValueError) as exc:
+        raise InvalidSignature(f"key {key_id_of(public_key)} did not make this signature") from exc
+
+
+# What a signature covers
+
+
+@dataclass(frozen=True, slots=True)
+class Content:
+    """A body without its bytes: what a signature says of it."""
+
+    sha256: bytes
+    length: int
+
+    @classmethod
+    def of(cls, body: bytes) -> Content:
+        return cls(hashlib.sha256(body).digest(), len(body))
+
+    def check(self, received: Content) -> None:
+        """Raises DigestMismatch unless the body `received` is this one."""
+        if received.length != self.length:
+            raise DigestMismatch(f"a body of {received.length} bytes where {self.length} are due")
+        if received.sha256 != self.sha256:
+            raise DigestMismatch(f"a body of SHA-256 {received.sha256.hex()}, not its digest's")
+
+    @property
+    def digest_header(self) -> str:
+        """The Content-Digest of RFC 9530."""
+        return f"sha-256=:{base64.b64encode(self.sha256).decode()}:"
+
+
+def content_digest(body: bytes) -> str:
+    """The Content-Digest header of `body` (RFC 9530)."""
+    return Content.of(body).digest_header
+
+
+def parse_content_digest(header: str) -> bytes:
+    """The SHA-256 in a Content-Digest; raises MalformedRequest for any other form or algorithm."""
+    digest = _sf_bytes(header, "sha-256", 32)
+    if digest is None:
+        raise MalformedRequest(f"Content-Digest {header[:64]!r}, not sha-256=:<base64>: alone")
+    return digest
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """Where a request goes, as it is written on the wire; raises MalformedRequest.
+
+    `authority` is the Host header in lower case, without the scheme's default port. `path` and
+    `query` are percent-encoded, exactly as sent; `query` is without its question mark.
+    """
+
+    method: str
+    authority: str
+    path: str
+    query: str = ""
+
+    def __post_init__(self) -> None:
+        # None of these can smuggle a line break, and so another line, into a signature base.
+        for name, value, pattern in (
+            ("method", self.method, _METHOD),
+            ("authority", self.authority, _AUTHORITY),
+            ("path", self.path, _PATH),
+            ("query", self.query, _QUERY),
+        ):
+            if not pattern.fullmatch(value):
+                raise MalformedRequest(f"the {name} {value[:64]!r} cannot be signed")
+
+    @classmethod
+    def from_wire(cls, method: str, host: str, raw_path: bytes, query_string: bytes) -> Target:
+        """From a request as a server receives it; the names are those of an ASGI scope."""
+        return cls(method, host.lower(), raw_path.decode("latin-1"), query_string.decode("latin-1"))
+
+    @classmethod
+    def from_url(cls, method: str, url: str) -> Target:
+        """From an absolute URL that is already percent-encoded."""
+        if not _URL.fullmatch(url):  # urlsplit would drop a tab or a line break without a word
+            raise MalformedRequest(f"{url[:64]!r} holds what a URL percent-encodes")
+        try:
+            parts = urlsplit(url)
+        except ValueError as exc:
+            raise MalformedRequest(f"{url[:64]!r} is not a URL") from exc
+        if parts.scheme not in _DEFAULT_PORTS or "@" in parts.netloc:
+            raise MalformedRequest(f"{url[:64]!r} is not an http or https URL without user")
+        authority = parts.netloc.lower().removesuffix(_DEFAULT_PORTS[parts.scheme])
+        return cls(method, authority, parts.path or "/", parts.query)
+
+
+def signature_base(components: Iterable[tuple[str, str]], params: str) -> bytes:
+    """What is signed: RFC 9421, section 2.5. `params` is the value of @signature-params."""
+    lines = [f'"{name}": {value}' for name, value in (*components, ("@signature-params", params))]
+    return "\n".join(lines).encode()
+
+
+def _request_base(target: Target, content: Content, params: str) -> bytes:
+    values = (
+        target.method,
+        target.authority,
+        target.path,
+        "?" + target.query,
+        content.digest_header,
+        str(content.length),
+    )
+    return signature_base(zip(COMPONENTS, values, strict=True), params)
+
+
+# The device
+
+
+def sign_request(
+    key: DeviceKey,
+    target: Target,
+    content: Content,
+    *,
+    created: int,
+    nonce: bytes,
+    lifetime: int = MAX_LIFETIME,
+) -> dict[str, str]:
+    """The four headers that a request must be sent with.
+
+    `nonce` is 16 bytes, fresh and random for every request, a retry included; `lifetime` is in
+    seconds. A long one bears with a device's slow clock.
+    """
+    if len(nonce) != NONCE_BYTES:
+        raise ConfigurationError(f"a nonce of {len(nonce)} bytes where {NONCE_BYTES} are due")
+    if not 0 < lifetime <= MAX_LIFETIME:
+        raise ConfigurationError(f"a lifetime of {lifetime} s outside (0, {MAX_LIFETIME}]")
+    params = (
+        f"({_COVERED});created={created};expires={created + lifetime}"
+        f';nonce="{to_base64url(nonce)}";keyid="{key.key_id}";alg="ed25519";tag="{TAG}"'
+    )
+    signature = key.sign(_request_base(target, content, params))
+    return {
+        "Content-Digest": content.digest_header,
+        "Content-Length": str(content.length),
+        "Signature-Input": f"{LABEL}={params}",
+        "Signature": f"{LABEL}=:{base64.b64encode(signature).decode()}:",
+    }
+
+
+# The server
+
+
+@dataclass(frozen=True, slots=True)
+class ParsedSignature:
+    """What a request says of its own signature; nothing in here is believed until verified."""
+
+    key_id: str
+    created: int
+    expires: int
+    nonce: bytes
+    signature: bytes
+    params: str
+    """The value of @signature-params, as received."""
+
+
+def signed_headers(raw: Iterable[tuple[bytes, bytes]]) -> dict[str, str]:
+    """The headers that matter here, by lower-case name; the others are left out.
+
+    `raw` is what ASGI calls `scope["headers"]`. A second copy of any of them is refused with
+    InvalidSignature: two parties could each read another one.
+    """
+    found: dict[str, str] = {}
+    for raw_name, value in raw:
+        name = raw_name.decode("latin-1").lower()
+        if name in _SIGNED_HEADERS:
+            if name in found:
+                raise InvalidSignature(f"more than one {name} header")
+            found[name] = value.decode("latin-1").strip(" \t")
+    return found
+
+
+def parse_signature(headers: Mapping[str, str]) -> ParsedSignature:
+    """Read Signature-Input and Signature in the profile's one form, byte for byte.
+
+    `headers` is what `signed_headers` gives. Raises InvalidSignature, which says what is missing,
+    unknown, doubled or out of order.
+    """
+    given = headers.get("signature-input", "")
+    signature_header = headers.get("signature", "")
+    if not given or not signature_header:
+        raise InvalidSignature("the request is not signed: Signature-Input and Signature are due")
+    if not given.startswith(f"{LABEL}=("):
+        raise InvalidSignature(f"Signature-Input {given[:32]!r}, not one list labelled {LABEL!r}")
+    params = given[len(LABEL) + 1 :]
+    covered, _, tail = params[1:].partition(")")
+    _expect("component", covered.split(" "), _COVERED.split(" "))
+    head, *items = tail.split(";")
+    if head:
+        raise InvalidSignature(f"{head[:32]!r} after the list of components")
+    pairs = [item.partition("=")[::2] for item in items]
+    _expect("parameter", [name for name, _ in pairs], PARAMETERS)
+    values = dict(pairs)
+    for name, constant in (("alg", '"ed25519"'), ("tag", f'"{TAG}"')):
+        if values[name] != constant:
+            raise InvalidSignature(f"{name}={values[name][:64]} where {constant} is due")
+    created, expires = _seconds(values, "created"), _seconds(values, "expires")
+    if not 0 < expires - created <= MAX_LIFETIME:
+        raise InvalidSignature(
+            f"expires {expires - created} s after created, outside (0, {MAX_LIFETIME}]"
+        )
+    signature = _sf_bytes(signature_header, LABEL, 64)
+    if signature is None:
+        raise InvalidSignature(f"Signature is not {LABEL}=:<64 bytes in base64>: alone")
+    return ParsedSignature(
+        key_id=to_base64url(_quoted_bytes(values, "keyid")),
+        created=created,
+        expires=expires,
+        nonce=_quoted_bytes(values, "nonce"),
+        signature=signature,
+        params=params,
+    )
+
+
+def verify_request(
+    parsed: ParsedSignature,
+    public_key: bytes,
+    target: Target,
+    headers: Mapping[str, str],
+    *,
+    now: float,
+    max_skew: float = MAX_LIFETIME,
+) -> Content:
+    """The body that this request must turn out to have; its key, target and time are verified.
+
+    `target` is built from the request line and the Host as received. Raises ClockSkew (with
+    `server_time`) for a request signed more than `max_skew` seconds ahead of `now` or expired,
+    InvalidSignature, LengthRequired, or MalformedRequest for a length or digest in another form.
+    """
+    content = _declared_content(target.method, headers)
+    if parsed.created > now + max_skew or parsed.expires < now:
+        raise ClockSkew(
+            f"signed at {parsed.created} until {parsed.expires} where the server's clock says "
+            f"{now:.0f}",
+            server_time=now,
+        )
+    verify_signature(public_key, _request_base(target, content, parsed.params), parsed.signature)
+    return content
+
+
+def _declared_content(method: str, headers: Mapping[str, str]) -> Content:
+    length = headers.get("content-length")
+    if length is None and method in _BODILESS:
+        length = "0"  # proxies may drop a zero, which means the same (RFC 9112, section 6.3)
+    if length is None or "transfer-encoding" in headers:
+        raise LengthRequired
+    if not _INTEGER.fullmatch(length):
+        raise MalformedRequest(f"Content-Length {length[:32]!r} is not a plain decimal number")
+    digest = headers.get("content-digest")
+    if digest is None:
+        raise MalformedRequest("the request has no Content-Digest")
+    return Content(parse_content_digest(digest), int(length))
+
+
+def _expect(kind: str, found: Sequence[str], expected: Sequence[str]) -> None:
+    """Raises InvalidSignature, saying how `found` departs from `expected`."""
+    for name in found:
+        if name not in expected:
+            raise InvalidSignature(f"unknown {kind} {name[:64]!r}")
+        if found.count(name) > 1:
+            raise InvalidSignature(f"{kind} {name} more than once")
+    for name in expected:
+        if name not in found:
+            raise InvalidSignature(f"{kind} {name} is missing")
+    if list(found) != list(expected):
+        raise InvalidSignature(f"{kind}s out of order: {' '.join(expected)} is due")
+
+
+def _seconds(values: Mapping[str, str], name: str) -> int:
+    if not _INTEGER.fullmatch(values[name]):
+        raise InvalidSignature(f"{name}={values[name][:32]} is not a count of seconds")
+    return int(values[name])
+
+
+def _quoted_bytes(values: Mapping[str, str], name: str) -> bytes:
+    text = values[name]
+    try:
+        if len(text) < 2 or text[0] != '"' or text[-1] != '"':
+            raise MalformedRequest(f"{text[:32]} is not a quoted string")
+        return from_base64url(text[1:-1], 16)
+    except MalformedRequest as exc:
+        raise InvalidSignature(f"{name}: {exc.detail}") from exc
+
+
+def _sf_bytes(header: str, name: str, length: int) -> bytes | None:
+    """The bytes of a dictionary with one member, a byte sequence (RFC 8941); None if it is not."""
+    match = re.fullmatch(rf"{name}=:([A-Za-z0-9+/]+={{0,2}}):", header)
+    if match is None:
+        return None
+    try:
+        data = base64.b64decode(match[1], validate=True)
+    except ValueError:
+        return None
+    canonical = base64.b64encode(data).decode() == match[1]
+    return data if canonical and len(data) == length else None
+
+
+class ReplayGuard:
+    """Remembers the nonces of verified requests until they expire; forgets none sooner.
+
+    It lives in one process's memory, so operations stay idempotent by themselves; this makes a
+    replay fail early. What was signed before `opened`, when this guard began, an earlier process
+    may have seen, and is refused; only a device whose clock is ahead can be replayed across a
+    restart. Memory is bounded by `capacity` nonces, some 300 bytes each; one key holds at most
+    `per_key`, so no device crowds out the others. To be called from one thread.
+    """
+
+    def __init__(self, *, opened: float = 0, capacity: int = 200_000, per_key: int = 4_096) -> None:
+        self._opened = int(opened)
+        self._capacity = capacity
+        self._per_key = per_key
+        self._size = 0
+        self._nonces: dict[str, dict[bytes, int]] = {}
+        self._expiring: dict[int, list[tuple[str, bytes]]] = {}
+        self._order: list[int] = []  # a heap of _expiring's keys
+        self._latest = 0.0
+
+    def __len__(self) -> int:
+        return self._size
+
+    def check(self, verified: ParsedSignature, now: float) -> None:
+        """Remember a request whose signature has just been verified.
+
+        Raises ReplayedRequest if it was here before, ClockSkew (with `server_time`) if there is no
+        telling, and Unavailable (with `retry_after`, seconds) where another would be forgotten.
+        """
+        key_id, nonce, expires = verified.key_id, verified.nonce, verified.expires
+        self._latest = max(self._latest, now)
+        self._forget(self._latest)
+        # Where the clock was set back, what expired by the later time is no longer remembered.
+        if verified.created < self._opened or expires < self._latest:
+            raise ClockSkew(
+                f"signed at {verified.created}, from when this server remembers nothing",
+                server_time=now,
+            )
+        mine = self._nonces.get(key_id, {})
+        if nonce in mine:
+            raise ReplayedRequest(f"nonce {to_base64url(nonce)} of key {key_id} was used before")
+        if len(mine) >= self._per_key:
+            raise _full(f"under key {key_id}", min(mine.values()), now)
+        if self._size >= self._capacity:
+            raise _full("in all", self._order[0], now)
+        self._nonces.setdefault(key_id, {})[nonce] = expires
+        if expires not in self._expiring:
+            self._expiring[expires] = []
+            heappush(self._order, expires)
+        self._expiring[expires].append((key_id, nonce))
+        self._size += 1
+
+    def _forget(self, now: float) -> None:
+        while self._order and self._order[0] < now:
+            for key_id, nonce in self._expiring.pop(heappop(self._order)):
+                mine = self._nonces[key_id]
+                del mine[nonce]
+                if not mine:
+                    del self._nonces[key_id]
+                self._size -= 1
+
+
+def _full(whose: str, expires: int, now: float) -> Unavailable:
+    return Unavailable(
+        f"as many requests {whose} as can be remembered", retry_after=max(1, expires + 1 - int(now))
+    )
+
+
+# Documents
+
+
+def canonical_json(value: Any) -> bytes:
+    """The one UTF-8 spelling of a JSON value: RFC 8785, over a subset of JSON.
+
+    Objects with text keys, arrays, texts, true, false, null and whole numbers within 2**53 - 1 of
+    zero; a float that is whole counts as the integer it equals. Any other number, a lone surrogate
+    and a value within more than 32 others raise MalformedRequest: a fraction travels as text.
+    """
+    try:
+        return json.dumps(
+            _canonical(value, 0), ensure_ascii=False, separators=(",", ":"), allow_nan=False
+        ).encode()
+    except UnicodeEncodeError as exc:
+        raise MalformedRequest("a text with half a surrogate pair cannot be signed") from exc
+
+
+def _canonical(value: Any, depth: int) -> Any:
+    if depth > _MAX_DEPTH:
+        raise MalformedRequest(f"a document of more than {_MAX_DEPTH} levels cannot be signed")
+    match value:
+        case None | bool() | str():
+            return value
+        case int() | float():
+            if value != value or abs(value) > _MAX_SAFE_INTEGER or value != int(value):
+                raise MalformedRequest(
+                    "a fraction, or a number beyond 2**53 - 1, cannot be signed: send it as text"
+                )
+            return int(value)
+        case list() | tuple():
+            return [_canonical(item, depth + 1) for item in value]
+        case Mapping():
+            for key in value:
+                if not isinstance(key, str):
+                    raise MalformedRequest(f"the key {key!r} is not text")
+            # RFC 8785, section 3.2.3: by UTF-16 code units, not by code points.
+            ordered = sorted(value, key=lambda key: key.encode("utf-16-be"))
+            return {key: _canonical(value[key], depth + 1) for key in ordered}
+        case _:
+            raise MalformedRequest(f"a {type(value).__name__} is not JSON")
+
+
+def _document_message(document: Mapping[str, Any], context: str) -> bytes:
+    if not _CONTEXT.fullmatch(context):
+        raise ConfigurationError(f"context {context!r}: 1 to 64 printable ASCII characters are due")
+    # A request's base starts with a quotation mark, so neither can pass for the other.
+    return _DOCUMENT_DOMAIN + context.encode() + b"\x00" + canonical_json(document)
+
+
+def sign_document(document: Mapping[str, Any], key: DeviceKey, *, context: str) -> dict[str, Any]:
+    """`document` with `key_id` and `signature` added.
+
+    `context` says what kind of statement this is ("fedpress receipt v1"); a signature under one
+    context is worth nothing under another. Raises MalformedRequest for what `canonical_json`
+    refuses or a document that has these fields already.
+    """
+    if taken := document.keys() & {"key_id", "signature"}:
+        raise MalformedRequest(f"the document has a field {sorted(taken)[0]!r} of its own")
+    signed = {**document, "key_id": key.key_id}
+    signature = key.sign(_document_message(signed, context))
+    return signed | {"signature": to_base64url(signature)}
+
+
+def verify_document(
+    signed: Mapping[str, Any], public_key: bytes, *, context: str
+) -> dict[str, Any]:
+    """The document without `key_id` and `signature`.
+
+    Raises InvalidSignature unless `public_key` signed it under `context`.
+    """
+    document = {name: value for name, value in signed.items() if name != "signature"}
+    key_id, signature = signed.get("key_id"), signed.get("signature")
+    if key_id != key_id_of(public_key):
+        raise InvalidSignature(
+            f"signed by key {str(key_id)[:64]!r}, not by {key_id_of(public_key)}"
+        )
+    if not isinstance(signature, str):
+        raise InvalidSignature("the document has no signature")
+    try:
+        message = _document_message(document, context)
+        signature_bytes = from_base64url(signature, 64)
+    except MalformedRequest as exc:
+        raise InvalidSignature(exc.detail) from exc
+    verify_signature(public_key, message, signature_bytes)
+    del document["key_id"]
+    return document
