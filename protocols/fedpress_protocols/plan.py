@@ -21,10 +21,16 @@ from pydantic import (
 )
 
 from fedpress_protocols.coding.fields import Layout
-from fedpress_protocols.compression.compressor import Compressor, Public, from_config, to_config
+from fedpress_protocols.compression.compressor import (
+    Compressor,
+    Knowledge,
+    Public,
+    from_config,
+    to_config,
+)
 from fedpress_protocols.errors import FedpressError, IncompatiblePlan, WireVersionMismatch
 from fedpress_protocols.fixed_point import FixedPoint
-from fedpress_protocols.model import ModelSpec
+from fedpress_protocols.model import ModelSpec, Vector
 from fedpress_protocols.randomness import PublicRandomness
 from fedpress_protocols.upload import WIRE_VERSION, WIRE_VERSIONS, max_body_bytes
 
@@ -124,6 +130,10 @@ class RoundPlan(Term):
     deadline: float
     fixed_point: FixedPointTerms
     public_seed: Digest
+    previous_model: Digest | None = None
+    """The model before `model`; `model` itself in the first round. Set if a profile needs it."""
+    first_model: Digest | None = None
+    """The task's first model. Set if a profile needs it."""
 
     @model_validator(mode="after")
     def _parts_fit(self) -> RoundPlan:
@@ -132,6 +142,7 @@ class RoundPlan(Term):
             raise ValueError(f"two profiles have one name: {', '.join(names)}")
         try:
             self.sum_bounds()
+            self._has_models()
         except FedpressError as exc:
             raise ValueError(str(exc)) from exc
         return self
@@ -148,6 +159,14 @@ class RoundPlan(Term):
         """The fixed point in which `cohort.size` uploads are summed without overflow."""
         terms = self.fixed_point
         return FixedPoint(terms.scale_bits, terms.max_abs, terms.max_examples * self.cohort.size)
+
+    def _has_models(self) -> None:
+        named = {"previous": self.previous_model, "drift": self.first_model}
+        for what in sorted(self.needs):
+            if named[what] is None:
+                raise IncompatiblePlan(
+                    f"a profile reads {what}, and the plan names no model for it"
+                )
 
     def profile_index(self, name: str) -> int:
         for index, profile in enumerate(self.profiles):
@@ -167,14 +186,25 @@ class RoundPlan(Term):
         """The largest body any profile admits."""
         return max(max_body_bytes(layout) for layout in self.layouts(spec))
 
-    def public(self, spec: ModelSpec) -> Public:
-        """What both ends know before an upload; IncompatiblePlan for another model's spec."""
+    @property
+    def needs(self) -> frozenset[Knowledge]:
+        """Which of `Public`'s vectors some profile reads."""
+        return frozenset().union(*(profile.compressor.needs for profile in self.profiles))
+
+    def public(
+        self, spec: ModelSpec, *, previous: Vector | None = None, drift: Vector | None = None
+    ) -> Public:
+        """What both ends know before an upload; IncompatiblePlan for another model's spec.
+
+        Whoever has the plan's models gives the vectors that the plan `needs`.
+        """
         if spec.digest != self.spec:
             raise IncompatiblePlan(
                 f"the plan is for a model spec {self.spec[:12]}, not {spec.digest[:12]}",
                 hint="fetch the plan's model",
             )
-        return Public(spec, PublicRandomness(bytes.fromhex(self.public_seed)))
+        randomness = PublicRandomness(bytes.fromhex(self.public_seed))
+        return Public(spec, randomness, previous, drift)
 
 
 def parsed(cls: type[TermT], text: str | bytes) -> TermT:

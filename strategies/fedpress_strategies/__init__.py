@@ -6,7 +6,6 @@ from fedpress_strategies.strategy import (
     Strategy,
     from_config,
     strategies,
-    strategy,
 )
 
 __all__ = [
@@ -15,5 +14,4 @@ __all__ = [
     "Strategy",
     "from_config",
     "strategies",
-    "strategy",
 ]

@@ -11,10 +11,10 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import pkgutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import entry_points
-from typing import Any, Protocol, TypeVar
+from typing import Any, Literal, Protocol, TypeVar
 
 import numpy as np
 
@@ -26,15 +26,34 @@ from fedpress_protocols.update import Update
 
 StateT = TypeVar("StateT")
 Config = Mapping[str, Any]
+Knowledge = Literal["previous", "drift"]
 _ID = "id"
 
 
 @dataclass(frozen=True, slots=True)
 class Public:
-    """What both ends know before the upload: the tensors at hand and the round's randomness."""
+    """What both ends know before the upload: the tensors at hand and the round's randomness, and,
+    for the compressors that need them, two vectors [spec.size] that the published models give.
+
+    `previous` is the round's model less the one before it, what the last aggregate made of the
+    model; `drift` is the round's model less the task's first. Both are zero in the first round, and
+    None where nobody asked for them.
+    """
 
     spec: ModelSpec
     randomness: PublicRandomness
+    previous: Vector | None = None
+    drift: Vector | None = None
+
+    def part(self, names: Sequence[str]) -> Public:
+        """The same knowledge of the tensors `names` alone."""
+        rows = [self.spec.slices[name] for name in names]
+
+        def cut(vector: Vector | None) -> Vector | None:
+            return None if vector is None else np.concatenate([vector[row] for row in rows])
+
+        part = self.spec.select(names)
+        return Public(part, self.randomness, cut(self.previous), cut(self.drift))
 
 
 class Compressor(Protocol[StateT]):
@@ -43,6 +62,11 @@ class Compressor(Protocol[StateT]):
     @property
     def commutes_with_sum(self) -> bool:
         """Whether symbols summed in integers decompress to the sum of the updates."""
+        ...
+
+    @property
+    def needs(self) -> frozenset[Knowledge]:
+        """Which of `Public`'s vectors this compressor reads, at both ends."""
         ...
 
     def layout(self, spec: ModelSpec) -> Layout:
@@ -79,6 +103,10 @@ class Stateless:
     @property
     def commutes_with_sum(self) -> bool:
         return False
+
+    @property
+    def needs(self) -> frozenset[Knowledge]:
+        return frozenset()
 
     def init(self, spec: ModelSpec) -> None:
         return None

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from fedpress_protocols.coding.fields import Layout, Symbols
-from fedpress_protocols.compression.compressor import Compressor, Public, compressor
+from fedpress_protocols.compression.compressor import Compressor, Knowledge, Public, compressor
 from fedpress_protocols.model import ModelSpec, Vector
 from fedpress_protocols.update import Update
 
@@ -44,6 +44,10 @@ class ErrorFeedback:
     @property
     def commutes_with_sum(self) -> bool:
         return self.inner.commutes_with_sum
+
+    @property
+    def needs(self) -> frozenset[Knowledge]:
+        return self.inner.needs
 
     def layout(self, spec: ModelSpec) -> Layout:
         return self.inner.layout(spec)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import fnmatch
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
 from fedpress_protocols.coding.fields import Layout, Symbols
-from fedpress_protocols.compression.compressor import Compressor, Public, compressor
+from fedpress_protocols.compression.compressor import Compressor, Knowledge, Public, compressor
 from fedpress_protocols.compression.quantize import Quantize
 from fedpress_protocols.compression.topk import TopK
 from fedpress_protocols.model import ModelSpec, TensorSpec, Vector
@@ -49,6 +49,10 @@ class PerTensor:
     def commutes_with_sum(self) -> bool:
         return all(inner.commutes_with_sum for inner in self._members())
 
+    @property
+    def needs(self) -> frozenset[Knowledge]:
+        return frozenset().union(*(inner.needs for inner in self._members()))
+
     def layout(self, spec: ModelSpec) -> Layout:
         return tuple(
             f for inner, names in self._groups(spec) for f in inner.layout(spec.select(names))
@@ -64,7 +68,7 @@ class PerTensor:
         states = []
         for (inner, names), before in zip(self._groups(public.spec), state, strict=True):
             part = np.concatenate([update[public.spec.slices[name]] for name in names])
-            inside = replace(public, spec=public.spec.select(names))
+            inside = public.part(names)
             parts, after = inner.compress(part, before, inside, rng)
             symbols.extend(parts)
             states.append(after)
@@ -74,7 +78,7 @@ class PerTensor:
         pieces: list[Any] = []
         start = 0
         for inner, names in self._groups(public.spec):
-            inside = replace(public, spec=public.spec.select(names))
+            inside = public.part(names)
             stop = start + len(inner.layout(inside.spec))
             part = inner.decompress(symbols[start:stop], inside, num_summands)
             slices = tuple(public.spec.slices[name] for name in names)
