@@ -1,0 +1,601 @@
+"""The device's side of a task: check in, train, upload, and account for all of it.
+
+    check in → settle receipts → re-send what is unsent → evaluate → train → prepare → save → upload
+
+Each arrow may be the last before a crash: what was saved is what there is, and the next check-in
+goes on from there. An assignment that was prepared is never trained again.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import math
+import re
+import secrets
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from random import SystemRandom
+from time import time as _time
+from typing import Any, Literal
+
+import numpy as np
+
+from fedpress_client.ledger import KEEP_ALL, Discard, Ledger, ResidualRules
+from fedpress_client.state import Identity, StateDirectory, TaskFiles
+from fedpress_client.trainer import Trained, Trainer, Work
+from fedpress_client.transport import HttpTransport, Traffic, Transport
+from fedpress_protocols.compression.compressor import Knowledge
+from fedpress_protocols.errors import (
+    ConfigurationError,
+    Conflict,
+    DigestMismatch,
+    FedpressError,
+    IncompatiblePlan,
+    InvalidToken,
+    InvalidUpdate,
+    MalformedRequest,
+    NotFound,
+)
+from fedpress_protocols.messages import (
+    Assignment,
+    CheckInRequest,
+    EnrolRequest,
+    EvaluationReport,
+    Receipt,
+    SignedReceipt,
+    TaskState,
+    TaskSummary,
+)
+from fedpress_protocols.model import Model, Vector
+from fedpress_protocols.plan import RoundPlan, agreed_version
+from fedpress_protocols.signatures import from_base64url, to_base64url, verify_document
+
+_log = logging.getLogger(__name__)
+
+_random = SystemRandom().random
+
+RECEIPT_CONTEXT = "fedpress receipt v1"
+MAX_MODEL_BYTES = 4 * 2**30
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+_REPORTED_PENDING = 1024
+_SHORTEST_PAUSE = 0.05
+
+EventKind = Literal[
+    "enrolled", "joined", "assigned", "evaluated", "trained", "uploaded", "refused", "declined",
+    "settled", "waiting", "ended",
+]  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """Something that happened, for progress bars and logs; `details` is plain JSON."""
+
+    kind: EventKind
+    task: str = ""
+    round: int = 0
+    attempt: int = 0
+    details: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Summary:
+    """What `run` came to. Counts are of uploads, over the device's whole part in the task."""
+
+    task: str
+    state: TaskState
+    """As last heard of; "running" if the client was stopped before the end."""
+    included: int
+    not_included: int
+    pending: int
+    model: str
+    """Digest of the newest model heard of."""
+    traffic: Traffic
+
+
+class Client:
+    """Takes part in one task, with everything durable in `state_dir`.
+
+    `task` None stands for the single one that is running. `token` is needed once, to enrol. `seed`
+    makes training and compression repeat exactly; without it they draw on the system's randomness.
+    `verify`, `proxy` and `timeout` are HttpTransport's; `transport` takes its place. `rules` limit
+    the residual. `on_event` and `on_discard` are called from the thread that runs. One thread runs
+    a client; any may `stop` it.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        trainer: Trainer,
+        *,
+        state_dir: str | Path,
+        task: str | None = None,
+        token: str | None = None,
+        name: str = "",
+        seed: int | None = None,
+        verify: str | None = None,
+        proxy: str | None = None,
+        timeout: float = 30.0,
+        wait: float = 20.0,
+        max_model_bytes: int = MAX_MODEL_BYTES,
+        rules: ResidualRules = KEEP_ALL,
+        on_event: Callable[[Event], None] | None = None,
+        on_discard: Callable[[Discard], None] | None = None,
+        transport: Transport | None = None,
+        sleep: Callable[[float], None] | None = None,
+        clock: Callable[[], float] = _time,
+        random: Callable[[], float] = _random,
+    ) -> None:
+        if task is not None and not _NAME.fullmatch(task):
+            raise ConfigurationError(f"{task!r} cannot be the name of a task")
+        if seed is not None and seed < 0:
+            raise ConfigurationError(f"seed must be 0 or more, not {seed}")
+        if not 0 <= wait <= 30:
+            raise ConfigurationError(f"wait must lie in [0, 30] seconds, not {wait}")
+        self._url, self._trainer, self._task = url, trainer, task
+        self._token, self._name, self._seed = token, name, seed
+        self._wait, self._rules, self._max_model_bytes = wait, rules, max_model_bytes
+        self._on_event = on_event
+        self._on_discard = on_discard or _warn_of_discard
+        self._random = random
+        self._stopping = threading.Event()
+        self._wait_out = sleep or self._stopping.wait
+        self._directory = StateDirectory.open(state_dir)
+        self._key = self._directory.key()
+        self._transport = transport or HttpTransport(
+            url,
+            self._key,
+            verify=verify,
+            proxy=proxy,
+            timeout=timeout,
+            sleep=self._pause,
+            clock=clock,
+            random=random,
+        )
+        self._open: _Open | None = None
+        self._heard: TaskSummary | None = None
+        self._account = Ledger(task or "", "")
+        self._model: tuple[str, Model] | None = None
+        self._evaluated: str | None = None
+        self._can_evaluate = True
+
+    # Running
+
+    def run(self) -> Summary:
+        """Take part until the task has ended or `stop` is called.
+
+        Errors that waiting does not mend are raised; the state is consistent after any of them,
+        KeyboardInterrupt among them, and a later run goes on from there.
+        """
+        try:
+            while not self._stopping.is_set():
+                pause = self.step()
+                if pause is None:
+                    break
+                if pause:
+                    self._tell("waiting", seconds=pause)
+                    self._pause(pause * (1 + 0.1 * self._random()))
+        except _Stopped:
+            _log.info("stopped")
+        finally:
+            self.close()
+        return self.summary()
+
+    def stop(self) -> None:
+        """Have `run` return soon: at the next pause, or once the step under way is done."""
+        self._stopping.set()
+
+    def close(self) -> None:
+        """Let go of the lock and the connection; another Client may go on from here."""
+        self._drop()
+        self._transport.close()
+
+    def summary(self) -> Summary:
+        """How far it has come, as far as this client has seen."""
+        ledger, heard = self._account, self._heard
+        return Summary(
+            task=ledger.task,
+            state=heard.state if heard is not None else "running",
+            included=ledger.included,
+            not_included=ledger.not_included,
+            pending=len(ledger.pending),
+            model=heard.model if heard is not None else "",
+            traffic=replace(self._transport.traffic),
+        )
+
+    @property
+    def ledger(self) -> Ledger:
+        """The account as saved; joins the task if need be."""
+        return self._joined().ledger
+
+    def step(self) -> float | None:
+        """One check-in and all that follows from it.
+
+        Returns the seconds until the next is worth while, None once the task has ended and every
+        upload has its receipt. Whatever it raises, the state on disk is consistent.
+        """
+        try:
+            return self._step(self._joined())
+        except _Stopped:
+            raise
+        except BaseException:
+            self._drop()  # memory may be ahead of the disk or behind; the disk is right
+            raise
+
+    def _step(self, here: _Open) -> float | None:
+        unsent = [key for key in here.ledger.pending if key not in here.sent]
+        request = CheckInRequest(
+            pending=tuple(here.ledger.pending)[:_REPORTED_PENDING],
+            wait=0.0 if unsent or here.hurry else self._wait,
+        )
+        here.hurry = False
+        news = self._transport.check_in(here.task, request)
+        if news.response is not None:
+            self._heard = news.response.task
+            self._settle(here, news.response.receipts)
+        for key in unsent:
+            if key in here.ledger.pending:
+                self._upload(here, key)
+        if news.unfit is not None:
+            self._decline(here, news.unfit[0], news.unfit[1])
+        later = max(news.retry_after, _SHORTEST_PAUSE)
+        if news.response is None:
+            return later
+        if news.response.task.state != "running":
+            return self._ending(here, news.response.task)
+        assignment = news.response.assignment
+        if assignment is None or not self._is_new(here, assignment):
+            return later
+        return 0.0 if self._work(here, assignment) else later
+
+    # One assignment
+
+    def _is_new(self, here: _Open, assignment: Assignment) -> bool:
+        key, ledger = assignment.assignment, here.ledger
+        return key not in ledger.pending and key not in ledger.settled and key not in here.declined
+
+    def _work(self, here: _Open, assignment: Assignment) -> bool:
+        """Train and upload; False if nothing came of it."""
+        key, plan = assignment.assignment, assignment.plan
+        self._tell("assigned", assignment, profile=assignment.profile)
+        try:
+            if assignment.client_id != here.ledger.client_id or plan.task != here.task:
+                raise IncompatiblePlan(
+                    f"for client {assignment.client_id} in task {plan.task}, this is client "
+                    f"{here.ledger.client_id} in task {here.task}"
+                )
+            agreed_version((plan.wire_version,))
+            compressor = plan.compressor(assignment.profile)
+            here.files.drop_models(besides=(plan.model, plan.previous_model, plan.first_model))
+            model = self._fetch(here, plan.model)
+            plan.public(model.spec)
+            known = self._known(here, plan, model, compressor.needs)
+        except (ConfigurationError, MalformedRequest, NotFound) as exc:
+            self._decline(here, key, exc)
+            return False
+        self._evaluate(here, plan.model, model, assignment)
+        if self._stopping.is_set():
+            return False
+        work = Work(here.task, plan.round, plan.attempt, plan.training, self._work_seed(assignment))
+        update = np.empty(0, np.float32)
+        try:
+            trained = self._trainer.train(model, work)
+            update, metrics = _checked(trained, model)
+            ledger, body = here.ledger.prepare(
+                assignment,
+                update,
+                trained.num_examples,
+                model.spec,
+                self._compression_rng(assignment),
+                self._rules,
+                **known,
+            )
+        except InvalidUpdate as exc:
+            self._save(here, here.ledger.refuse(key, update))
+            self._decline(here, key, exc)
+            raise
+        except Exception as exc:
+            self._decline(here, key, exc)
+            raise
+        self._save(here, ledger)
+        self._tell(
+            "trained",
+            assignment,
+            num_examples=trained.num_examples,
+            body_bytes=len(body),
+            metrics=metrics,
+        )
+        if self._stopping.is_set():
+            return False
+        self._upload(here, key)
+        return True
+
+    def _upload(self, here: _Open, key: str) -> None:
+        """Send the bytes of a pending upload; whatever the answer, its receipt decides."""
+        held = here.ledger.pending[key]
+        about = {"assignment": key, "body_bytes": len(held.body)}
+        try:
+            ack = self._transport.upload(key, held.body)
+            if (ack.assignment, ack.upload) != (key, held.digest):
+                raise DigestMismatch(
+                    f"the server took {ack.upload[:12]} for {ack.assignment}, sent was "
+                    f"{held.digest[:12]} for {key}"
+                )
+            self._tell("uploaded", held, **about)
+        except Conflict as exc:
+            _log.info("upload %s: %s", key, exc.detail)
+            self._tell("refused", held, **about, reason=exc.detail)
+        except NotFound as exc:
+            _log.warning("upload %s: %s; it stays pending", key, exc.detail)
+            self._tell("refused", held, **about, reason=exc.detail)
+        except (InvalidUpdate, MalformedRequest) as exc:
+            # The same bytes would fail again. Declined, the assignment gets its receipt soon.
+            _log.error("upload %s: %s", key, exc)
+            self._tell("refused", held, **about, reason=exc.detail)
+            self._decline(here, key, exc)
+        here.sent.add(key)
+
+    def _decline(self, here: _Open, key: str, why: Exception) -> None:
+        _log.warning("assignment %s declined: %s", key, why)
+        here.declined.add(key)
+        self._tell("declined", assignment=key, reason=str(why))
+        try:
+            signed = self._transport.decline(key)
+        except FedpressError as exc:  # it will miss its deadline instead
+            _log.info("declining %s: %s", key, exc.detail)
+        else:
+            self._settle(here, () if signed is None else (signed,))
+
+    # Receipts
+
+    def _settle(self, here: _Open, receipts: tuple[SignedReceipt, ...]) -> None:
+        ledger = here.ledger
+        for signed in receipts:
+            receipt = self._verified(here, signed)
+            after = ledger.settle(receipt)
+            if after is not ledger:
+                self._tell("settled", receipt, **receipt.model_dump(include={"outcome", "reason"}))
+            ledger = after
+        if ledger is not here.ledger:
+            self._save(here, ledger)
+
+    def _verified(self, here: _Open, signed: SignedReceipt) -> Receipt:
+        """The receipt, once it is sure that the server pinned at enrolment signed it."""
+        document = signed.receipt.model_dump(mode="json")
+        document |= {"key_id": signed.key_id, "signature": signed.signature}
+        verify_document(document, here.server_key, context=RECEIPT_CONTEXT)
+        return signed.receipt
+
+    def _ending(self, here: _Open, summary: TaskSummary) -> float | None:
+        """Collect what receipts there are to come, and measure the last model."""
+        pause = 0.0
+        for key in tuple(here.ledger.pending):
+            try:
+                found = self._transport.receipt(key)
+            except NotFound as exc:
+                _log.warning("no receipt for %s: %s; it stays pending", key, exc.detail)
+                continue
+            if isinstance(found, SignedReceipt):
+                self._settle(here, (found,))
+            else:
+                pause = max(pause, found, _SHORTEST_PAUSE)
+        if pause:
+            here.hurry = True
+            return pause
+        if summary.state == "finished" and self._can_evaluate:
+            try:
+                model = self._fetch(here, summary.model)
+            except NotFound as exc:
+                _log.info("the last model is gone: %s", exc.detail)
+            else:
+                self._evaluate(here, summary.model, model, None)
+        self._tell("ended", state=summary.state, model=summary.model)
+        return None
+
+    # Models
+
+    def _fetch(self, here: _Open, digest: str) -> Model:
+        """A model, which stays in memory until another is fetched."""
+        if self._model is None or self._model[0] != digest:
+            self._model = None  # two at a time would be one too many for a small device
+            self._model = (digest, self._read(here, digest))
+        return self._model[1]
+
+    def _read(self, here: _Open, digest: str) -> Model:
+        """A model from the device's own files, or else from the server."""
+        data = here.files.model(digest)
+        if data is None:
+            data = self._transport.model(digest, self._max_model_bytes)
+            if hashlib.sha256(data).hexdigest() != digest:
+                raise DigestMismatch(f"model {digest[:12]} came with other bytes")
+            here.files.keep_model(digest, data)
+        return Model.from_bytes(data)
+
+    def _known(
+        self, here: _Open, plan: RoundPlan, model: Model, needs: frozenset[Knowledge]
+    ) -> dict[Knowledge, Vector]:
+        """How far `model` is from the earlier models that a compressor reads; see Public."""
+        earlier: dict[Knowledge, str | None] = {
+            "previous": plan.previous_model,
+            "drift": plan.first_model,
+        }
+        known: dict[Knowledge, Vector] = {}
+        for what in sorted(needs):
+            digest = earlier[what]
+            is_same = digest is None or digest == plan.model  # the first round
+            other = model if is_same else self._read(here, str(digest))
+            if other.spec.digest != model.spec.digest:
+                raise IncompatiblePlan(f"the model that {what} is taken from has other tensors")
+            known[what] = model.parameters - other.parameters
+        return known
+
+    def _evaluate(
+        self, here: _Open, digest: str, model: Model, assignment: Assignment | None
+    ) -> None:
+        if not self._can_evaluate or self._evaluated == digest:
+            return
+        evaluation = self._trainer.evaluate(model)
+        self._evaluated = digest
+        if evaluation is None:
+            self._can_evaluate = False
+            return
+        metrics = _finite(evaluation.metrics)
+        self._tell(
+            "evaluated",
+            assignment,
+            model=digest,
+            num_examples=evaluation.num_examples,
+            metrics=metrics,
+        )
+        report = EvaluationReport(
+            model=digest, num_examples=evaluation.num_examples, metrics=metrics
+        )
+        try:
+            self._transport.report(here.task, report)
+        except (Conflict, NotFound, MalformedRequest) as exc:
+            _log.warning("evaluation of %s not taken: %s", digest[:12], exc.detail)
+
+    # State
+
+    def _joined(self) -> _Open:
+        if self._open is None:
+            identity = self._enrolled()
+            task = self._task or self._only_task()
+            files = self._directory.task(task)
+            try:
+                ledger = files.load(identity.client_id)
+            except BaseException:
+                files.close()
+                raise
+            self._open = _Open(task, files, ledger, from_base64url(identity.server_key, 32))
+            self._account = ledger
+            self._report_discards(self._open)
+            self._tell("joined", pending=len(ledger.pending))
+        return self._open
+
+    def _enrolled(self) -> Identity:
+        identity = self._directory.identity()
+        if identity is not None:
+            return identity
+        with self._directory.alone():
+            identity = self._directory.identity()
+            if identity is not None:
+                return identity
+            if self._token is None:
+                raise InvalidToken(
+                    "this device is not enrolled and has no token",
+                    hint="ask the operator for an enrolment token",
+                )
+            answer = self._transport.enrol(
+                self._token,
+                EnrolRequest(public_key=to_base64url(self._key.public), name=self._name),
+            )
+            identity = Identity(
+                url=self._url, client_id=answer.client_id, server_key=answer.server_key
+            )
+            self._directory.enrolled(identity)
+        self._tell("enrolled", client_id=identity.client_id)
+        return identity
+
+    def _only_task(self) -> str:
+        tasks = self._transport.tasks()
+        running = [task.task for task in tasks if task.state == "running"]
+        if len(running) != 1:
+            listed = ", ".join(f"{task.task} ({task.state})" for task in tasks) or "none"
+            raise ConfigurationError(
+                f"{len(running) or 'no'} tasks are running; the server has: {listed}",
+                hint="name the task to join",
+            )
+        return running[0]
+
+    def _save(self, here: _Open, ledger: Ledger) -> None:
+        here.files.save(ledger)
+        here.ledger = ledger
+        self._report_discards(here)
+
+    def _report_discards(self, here: _Open) -> None:
+        """Tell of discards once they are durable; the file forgets them at its next writing."""
+        for discard in here.ledger.discards:
+            self._on_discard(discard)
+        here.ledger = self._account = here.ledger.told()
+
+    def _drop(self) -> None:
+        if self._open is not None:
+            self._open.files.close()
+            self._open = None
+
+    # Chance, time, news
+
+    def _compression_rng(self, assignment: Assignment) -> np.random.Generator:
+        if self._seed is None:
+            return np.random.default_rng()
+        plan = assignment.plan
+        return np.random.default_rng([self._seed, plan.round, plan.attempt])
+
+    def _work_seed(self, assignment: Assignment) -> int:
+        if self._seed is None:
+            return secrets.randbits(63)
+        entropy = [self._seed, assignment.plan.round, assignment.plan.attempt, 1]
+        word = np.random.SeedSequence(entropy).generate_state(1, np.uint64)[0]
+        return int(word) >> 1
+
+    def _pause(self, seconds: float) -> None:
+        self._wait_out(seconds)
+        if self._stopping.is_set():
+            raise _Stopped
+
+    def _tell(self, kind: EventKind, about: Any = None, **details: Any) -> None:
+        about = about.plan if isinstance(about, Assignment) else about
+        round_, attempt = (about.round, about.attempt) if about is not None else (0, 0)
+        task = self._open.task if self._open is not None else self._task or ""
+        _log.info("%s round %d.%d %s", kind, round_, attempt, details)
+        if self._on_event is not None:
+            self._on_event(Event(kind, task, round_, attempt, details))
+
+
+@dataclass(slots=True)
+class _Open:
+    """A task joined: its files, the account as saved, and what this process knows besides."""
+
+    task: str
+    files: TaskFiles
+    ledger: Ledger
+    server_key: bytes
+    sent: set[str] = field(default_factory=set)
+    """Pending uploads that the server has answered."""
+    declined: set[str] = field(default_factory=set)
+    hurry: bool = False
+    """Whether the next check-in is not to be held."""
+
+
+class _Stopped(Exception):
+    """`stop` was called during a pause."""
+
+
+def _checked(trained: Trained, model: Model) -> tuple[Vector, dict[str, float]]:
+    parameters = np.asarray(trained.parameters, np.float32)
+    if parameters.shape != model.parameters.shape:
+        raise ConfigurationError(
+            f"the trainer returned parameters of shape {parameters.shape} where "
+            f"{model.parameters.shape} is due",
+            hint="return model.spec.flatten(tensors)",
+        )
+    if trained.num_examples < 1:
+        raise ConfigurationError(f"the trainer learnt from {trained.num_examples} examples")
+    with np.errstate(over="ignore", invalid="ignore"):  # prepare refuses what comes of it
+        return parameters - model.parameters, _finite(trained.metrics)
+
+
+def _finite(metrics: Mapping[str, float]) -> dict[str, float]:
+    """Plain floats; JSON has no word for the others."""
+    found = {name: float(value) for name, value in metrics.items()}
+    kept = {name: value for name, value in found.items() if math.isfinite(value)}
+    if len(kept) < len(found):
+        _log.warning("not finite, left out: %s", ", ".join(sorted(set(found) - set(kept))))
+    return kept
+
+
+def _warn_of_discard(discard: Discard) -> None:
+    _log.warning("an update of norm %.3g is lost to the model: %s", discard.norm, discard.reason)

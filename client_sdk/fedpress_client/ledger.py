@@ -1,0 +1,561 @@
+"""What a device computed and where it is now: a value, and the two steps that move it.
+
+    prepare   update + residual  →  body and what it stands for (pending), the rest (residual)
+    settle    receipt            →  included: pending is done with
+                                    not included: pending goes back into the residual
+
+At every moment, for each coordinate and in unweighted units,
+
+    included + residual + pending + reported discards = everything computed
+
+to float32 rounding. What an upload stands for is taken from its own decoded bytes. Nothing in here
+touches a disk, a network or a clock.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Literal, cast
+
+import numpy as np
+import numpy.typing as npt
+import safetensors
+from safetensors.numpy import load as load_arrays
+from safetensors.numpy import save as save_arrays
+
+from fedpress_protocols.compression.compressor import check_finite, to_config
+from fedpress_protocols.compression.error_feedback import ErrorFeedback
+from fedpress_protocols.errors import (
+    ConfigurationError,
+    Conflict,
+    DigestMismatch,
+    Forbidden,
+    StateCorrupt,
+)
+from fedpress_protocols.messages import Assignment, Outcome, Receipt
+from fedpress_protocols.model import ModelSpec, Vector
+from fedpress_protocols.update import Piece, Update
+from fedpress_protocols.upload import Upload
+
+FORMAT = 1
+REMEMBERED = 256
+"""Outcomes kept, so that a second receipt which contradicts the first is noticed."""
+
+Reason = Literal["not-sent", "not-included", "spec-changed", "decayed", "capped", "invalid"]
+State = Any
+"""A compressor's state in plain form: None, numbers, text, arrays, lists and dicts of them."""
+
+_METADATA = "fedpress.ledger"
+_SEAL = re.compile(rb"sha256:[0-9a-f]{64}")
+_BLANK = b"sha256:" + b"0" * 64
+
+
+@dataclass(frozen=True, slots=True)
+class ResidualRules:
+    """Optional limits on what waits in the residual; by default there are none.
+
+    The residual is multiplied by `decay` for every round this device sat out, then scaled down
+    to at most `max_ratio` times the new update's norm. What either takes away is reported.
+    """
+
+    decay: float = 1.0
+    max_ratio: float | None = None
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.decay <= 1:
+            raise ConfigurationError(f"decay must lie in [0, 1], not {self.decay}")
+        if self.max_ratio is not None and not self.max_ratio >= 0:
+            raise ConfigurationError(f"max_ratio must be 0 or more, not {self.max_ratio}")
+
+
+KEEP_ALL = ResidualRules()
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Discard:
+    """Something computed that will not reach the model, and why.
+
+    not-sent      compression without error feedback lost it
+    not-included  an upload without error feedback came to nothing
+    spec-changed  it was waiting for a model of other tensors
+    decayed       ResidualRules.decay
+    capped        ResidualRules.max_ratio
+    invalid       NaN, infinity or beyond float32: nothing of the update could be kept
+
+    A crash between deciding and telling has it told again, under the same `number`.
+    """
+
+    number: int
+    reason: Reason
+    assignment: str | None
+    update: Update
+
+    @property
+    def norm(self) -> float:
+        """Euclidean."""
+        squares = (np.square(p.values.astype(np.float64)).sum() for p in self.update.pieces)
+        return float(np.sqrt(sum(squares)))
+
+    @property
+    def vector(self) -> Vector:
+        """Dense [size of its model]."""
+        return self.update.dense()
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Pending:
+    """An upload that has no receipt yet: its bytes, and `update`, what they decode to."""
+
+    body: bytes
+    update: Update
+    num_examples: int
+    round: int
+    attempt: int
+    model: str
+    spec: str
+    profile: str
+    feedback: bool
+    """Whether it returns to the residual if it is not included."""
+    compressor: str
+    state: State
+    """The compressor's state once this upload is included."""
+    number: int
+    """Pendings are numbered as they are made."""
+
+    @property
+    def digest(self) -> str:
+        """SHA-256 (hex) of the body."""
+        return hashlib.sha256(self.body).hexdigest()
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Ledger:
+    """One device's account with one task. `residual` None stands for zeros."""
+
+    task: str
+    client_id: str
+    spec: str = ""
+    round: int = 0
+    """Of the newest update prepared."""
+    residual: Vector | None = None
+    states: Mapping[str, tuple[int, State]] = dataclasses.field(default_factory=dict)
+    """By compressor: the number of the last pending included, and the state it left."""
+    pending: Mapping[str, Pending] = dataclasses.field(default_factory=dict)
+    settled: Mapping[str, Outcome] = dataclasses.field(default_factory=dict)
+    discards: tuple[Discard, ...] = ()
+    """Decided, and not yet known to have been told."""
+    counter: int = 0
+    included: int = 0
+    not_included: int = 0
+
+    def prepare(
+        self,
+        assignment: Assignment,
+        update: Vector,
+        num_examples: int,
+        spec: ModelSpec,
+        rng: np.random.Generator,
+        rules: ResidualRules = KEEP_ALL,
+        *,
+        previous: Vector | None = None,
+        drift: Vector | None = None,
+    ) -> tuple[Ledger, bytes]:
+        """The account once `update` [spec.size] is on its way, and the bytes to send.
+
+        An assignment prepared before gives its first bytes again, whatever `update` is. Values
+        beyond the plan's `max_abs` are clipped, and what that takes off is left over like all that
+        compression leaves. `rng` is the compressor's private randomness; `previous` and `drift` are
+        Public's, for a compressor that needs them. Raises InvalidUpdate on NaN or infinity,
+        IncompatiblePlan if `spec` is not the plan's.
+        """
+        key, plan = assignment.assignment, assignment.plan
+        if key in self.pending:
+            return self, self.pending[key].body
+        if key in self.settled:
+            raise Conflict(f"assignment {key} has its receipt: {self.settled[key]}")
+        public = plan.public(spec, previous=previous, drift=drift)
+        check_finite(update, spec)
+        compressor = plan.compressor(assignment.profile)
+        feedback = isinstance(compressor, ErrorFeedback)
+        lossy = compressor.inner if isinstance(compressor, ErrorFeedback) else compressor
+        ledger, whole = self._for_spec(spec), update
+        if feedback:
+            ledger = ledger._tended(rules, update, plan.round)
+            if ledger.residual is not None:
+                with np.errstate(over="ignore"):  # check_finite, when compressed
+                    whole = update + ledger.residual
+        name = json.dumps(to_config(lossy), sort_keys=True)
+        before = _restored(ledger.states.get(name, (0, None))[1], lossy.init(spec))
+        limit = np.float32(plan.fixed_point.max_abs)
+        symbols, after = lossy.compress(np.clip(whole, -limit, limit), before, public, rng)
+        index, layouts = plan.profile_index(assignment.profile), plan.layouts(spec)
+        examples = min(num_examples, plan.fixed_point.max_examples)
+        body = Upload(index, examples, symbols).to_bytes(layouts[index])
+        sent = lossy.decompress(Upload.from_bytes(body, layouts, index).symbols, public)
+        sent.check(plan.fixed_point.max_abs)
+        left = whole.copy()
+        sent.add_to(left, sign=-1.0)
+        if feedback:
+            ledger = replace(ledger, residual=left)
+        else:
+            ledger = ledger._discarding("not-sent", Update.from_dense(left), key)
+        pending = Pending(
+            body=body,
+            update=sent,
+            num_examples=examples,
+            round=plan.round,
+            attempt=plan.attempt,
+            model=plan.model,
+            spec=spec.digest,
+            profile=assignment.profile,
+            feedback=feedback,
+            compressor=name,
+            state=_plain(after),
+            number=ledger.counter + 1,
+        )
+        ledger = replace(
+            ledger,
+            counter=ledger.counter + 1,
+            round=max(ledger.round, plan.round),
+            pending={**ledger.pending, key: pending},
+        )
+        return ledger, body
+
+    def settle(self, receipt: Receipt) -> Ledger:
+        """The account once the fate of an upload is known.
+
+        The receipt's signature was verified before. A receipt seen before changes nothing, nor
+        does one for an upload not held here. Raises Forbidden for another client's or task's,
+        DigestMismatch if it speaks of other bytes, Conflict if it contradicts an earlier one or
+        itself; the account is then as it was.
+        """
+        key = receipt.assignment
+        if (receipt.client_id, receipt.task) != (self.client_id, self.task):
+            raise Forbidden(
+                f"a receipt for client {receipt.client_id} in task {receipt.task} came to client "
+                f"{self.client_id} in task {self.task}"
+            )
+        if (receipt.outcome == "included") != (receipt.reason == "included"):
+            raise Conflict(f"receipt {key} says {receipt.outcome}, because {receipt.reason}")
+        if key in self.settled:
+            if self.settled[key] != receipt.outcome:
+                raise Conflict(
+                    f"receipt {key} says {receipt.outcome}; an earlier one said {self.settled[key]}"
+                )
+            return self
+        held = self.pending.get(key)
+        if held is None:
+            return self
+        if (receipt.round, receipt.attempt) != (held.round, held.attempt):
+            raise Conflict(
+                f"receipt {key} is for round {receipt.round}.{receipt.attempt}, its upload for "
+                f"round {held.round}.{held.attempt}"
+            )
+        is_included = receipt.outcome == "included"
+        if receipt.upload != held.digest and (is_included or receipt.upload is not None):
+            raise DigestMismatch(
+                f"receipt {key} speaks of an upload {str(receipt.upload)[:12]}, sent was "
+                f"{held.digest[:12]}"
+            )
+        recent = list(self.settled.items())[-(REMEMBERED - 1) :]
+        ledger = replace(
+            self,
+            pending={other: item for other, item in self.pending.items() if other != key},
+            settled=dict(recent) | {key: receipt.outcome},
+            included=self.included + is_included,
+            not_included=self.not_included + (not is_included),
+        )
+        return ledger._committed(held) if is_included else ledger._taken_back(held, key)
+
+    def refuse(self, assignment: str, update: Vector) -> Ledger:
+        """The account once it is clear that `update` cannot be sent nor kept: a discard."""
+        return self._discarding("invalid", Update.from_dense(update), assignment)
+
+    def told(self) -> Ledger:
+        """The account once every discard was reported."""
+        return replace(self, discards=()) if self.discards else self
+
+    def _committed(self, held: Pending) -> Ledger:
+        number, _ = self.states.get(held.compressor, (0, None))
+        if held.state is None or held.spec != self.spec or held.number < number:
+            return self
+        return replace(self, states={**self.states, held.compressor: (held.number, held.state)})
+
+    def _taken_back(self, held: Pending, key: str) -> Ledger:
+        if not held.feedback:
+            return self._discarding("not-included", held.update, key)
+        if held.spec != self.spec:
+            return self._discarding("spec-changed", held.update, key)
+        residual = np.zeros(held.update.size, np.float32)
+        if self.residual is not None:
+            residual = self.residual.copy()
+        held.update.add_to(residual)
+        return replace(self, residual=residual)
+
+    def _for_spec(self, spec: ModelSpec) -> Ledger:
+        """This account for models of `spec`; what waits for another model is discarded."""
+        if self.spec == spec.digest:
+            return self
+        ledger = self
+        if self.residual is not None:
+            ledger = self._discarding("spec-changed", Update.from_dense(self.residual), None)
+        return replace(ledger, spec=spec.digest, residual=None, states={}, round=0)
+
+    def _tended(self, rules: ResidualRules, update: Vector, round_: int) -> Ledger:
+        ledger = self
+        sat_out = max(0, round_ - self.round - 1) if self.round else 0
+        if rules.decay < 1 and sat_out:
+            ledger = ledger._shrunk(rules.decay**sat_out, "decayed")
+        if rules.max_ratio is not None and ledger.residual is not None:
+            norm = float(np.linalg.norm(ledger.residual.astype(np.float64)))
+            at_most = rules.max_ratio * float(np.linalg.norm(update.astype(np.float64)))
+            if norm > at_most:
+                ledger = ledger._shrunk(at_most / norm, "capped")
+        return ledger
+
+    def _shrunk(self, factor: float, reason: Reason) -> Ledger:
+        if self.residual is None:
+            return self
+        kept = self.residual * np.float32(factor)
+        lost = Update.from_dense(self.residual - kept)
+        return replace(self._discarding(reason, lost, None), residual=kept)
+
+    def _discarding(self, reason: Reason, update: Update, assignment: str | None) -> Ledger:
+        if not any(piece.values.any() for piece in update.pieces):
+            return self
+        discard = Discard(self.counter + 1, reason, assignment, update)
+        return replace(self, counter=self.counter + 1, discards=(*self.discards, discard))
+
+    def to_bytes(self) -> bytes:
+        """One safetensors file that carries the SHA-256 of itself; equal accounts, equal bytes."""
+        arrays: dict[str, npt.NDArray[Any]] = {}
+        document = {
+            "seal": _BLANK.decode(),
+            "format": FORMAT,
+            "task": self.task,
+            "client_id": self.client_id,
+            "spec": self.spec,
+            "round": self.round,
+            "counter": self.counter,
+            "included": self.included,
+            "not_included": self.not_included,
+            "settled": list(self.settled.items()),
+            "states": [
+                [name, number, _stored(state, f"states.{index}", arrays)]
+                for index, (name, (number, state)) in enumerate(self.states.items())
+            ],
+            "pending": [
+                {
+                    "assignment": key,
+                    "update": _stored_update(held.update, f"pending.{index}.update", arrays),
+                    "state": _stored(held.state, f"pending.{index}.state", arrays),
+                    **{name: getattr(held, name) for name in _PENDING_SCALARS},
+                }
+                for index, (key, held) in enumerate(self.pending.items())
+            ],
+            "discards": [
+                {
+                    "number": discard.number,
+                    "reason": discard.reason,
+                    "assignment": discard.assignment,
+                    "update": _stored_update(discard.update, f"discards.{index}", arrays),
+                }
+                for index, discard in enumerate(self.discards)
+            ],
+        }
+        for index, held in enumerate(self.pending.values()):
+            arrays[f"pending.{index}.body"] = np.frombuffer(held.body, np.uint8)
+        if self.residual is not None:
+            arrays["residual"] = self.residual
+        data = bytearray(save_arrays(arrays, {_METADATA: json.dumps(document)}))
+        start = _seal_of(data)
+        data[start : start + len(_BLANK)] = b"sha256:" + hashlib.sha256(data).hexdigest().encode()
+        return bytes(data)
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> Ledger:
+        """The inverse of `to_bytes`; raises StateCorrupt for anything else."""
+        try:
+            start = _seal_of(data)
+            stop = start + len(_BLANK)
+            digest = hashlib.sha256(data[:start])
+            digest.update(_BLANK)
+            digest.update(memoryview(data)[stop:])
+            if data[start:stop] != b"sha256:" + digest.hexdigest().encode():
+                raise StateCorrupt("its bytes do not match their SHA-256")
+            header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
+            document = json.loads(header["__metadata__"][_METADATA])
+            if document["format"] != FORMAT:
+                raise StateCorrupt(
+                    f"its format is {document['format']}, this release reads {FORMAT}",
+                    hint="run the release of fedpress that wrote it, or a newer one",
+                )
+            return cls._parsed(document, load_arrays(data))
+        except (ValueError, KeyError, TypeError, safetensors.SafetensorError) as exc:
+            raise StateCorrupt(f"not a ledger: {exc!r}") from exc
+
+    @classmethod
+    def _parsed(cls, document: Mapping[str, Any], arrays: Mapping[str, npt.NDArray[Any]]) -> Ledger:
+        return cls(
+            task=document["task"],
+            client_id=document["client_id"],
+            spec=document["spec"],
+            round=document["round"],
+            residual=arrays.get("residual"),
+            states={
+                name: (number, _loaded(state, arrays)) for name, number, state in document["states"]
+            },
+            pending={
+                item["assignment"]: Pending(
+                    body=arrays[f"pending.{index}.body"].tobytes(),
+                    update=_loaded_update(item["update"], arrays),
+                    state=_loaded(item["state"], arrays),
+                    **{name: item[name] for name in _PENDING_SCALARS},
+                )
+                for index, item in enumerate(document["pending"])
+            },
+            settled=dict(document["settled"]),
+            discards=tuple(
+                Discard(
+                    item["number"],
+                    item["reason"],
+                    item["assignment"],
+                    _loaded_update(item["update"], arrays),
+                )
+                for item in document["discards"]
+            ),
+            counter=document["counter"],
+            included=document["included"],
+            not_included=document["not_included"],
+        )
+
+
+_PENDING_SCALARS = (
+    "num_examples",
+    "round",
+    "attempt",
+    "model",
+    "spec",
+    "profile",
+    "feedback",
+    "compressor",
+    "number",
+)
+
+
+def _seal_of(data: bytes | bytearray) -> int:
+    """Where the file's own SHA-256 stands; ValueError if nowhere in its header."""
+    found = _SEAL.search(data, 8, 8 + int.from_bytes(data[:8], "little"))
+    if found is None:
+        raise ValueError("it has no SHA-256 of itself")
+    return found.start()
+
+
+# A compressor's state: plain form ⇄ its own types, plain form ⇄ JSON and named arrays
+
+
+def _plain(state: Any) -> State:
+    """Tuples and dataclasses as lists; None if nothing is in it to remember."""
+    match state:
+        case None | bool() | int() | float() | str():
+            plain: State = state
+        case np.ndarray():
+            plain = state
+        case np.generic():
+            plain = state.item()
+        case Mapping():
+            plain = {str(name): _plain(item) for name, item in state.items()}
+        case tuple() | list():
+            plain = [_plain(item) for item in state]
+        case _ if dataclasses.is_dataclass(state):
+            plain = [_plain(item) for item in _fields(state)]
+        case _:
+            raise ConfigurationError(
+                f"a compressor's state holds a {type(state).__name__}, which cannot be stored"
+            )
+    return plain if any(True for _ in _leaves(plain)) else None
+
+
+def _leaves(plain: State) -> Iterator[Any]:
+    match plain:
+        case None:
+            return
+        case dict():
+            for item in plain.values():
+                yield from _leaves(item)
+        case list():
+            for item in plain:
+                yield from _leaves(item)
+        case _:
+            yield plain
+
+
+def _fields(state: Any) -> Iterator[Any]:
+    return (getattr(state, field.name) for field in dataclasses.fields(state))
+
+
+def _restored(plain: State, like: Any) -> Any:
+    """`plain` in the types of `like`, the state of a client that has sent nothing yet."""
+    if plain is None or like is None:
+        return like if plain is None else plain
+    if isinstance(like, Mapping):
+        return {name: _restored(plain.get(name), item) for name, item in like.items()}
+    is_dataclass = dataclasses.is_dataclass(like)
+    if is_dataclass or isinstance(like, tuple | list):
+        items = list(_fields(like) if is_dataclass else like)
+        restored = [_restored(p, item) for p, item in zip(plain, items, strict=True)]
+        by_position = is_dataclass or hasattr(like, "_fields")
+        return type(like)(*restored) if by_position else type(like)(restored)
+    return plain
+
+
+def _stored(plain: State, name: str, arrays: dict[str, npt.NDArray[Any]]) -> Any:
+    match plain:
+        case np.ndarray():
+            arrays[name] = np.ascontiguousarray(plain).reshape(plain.shape)
+            return {"array": name}
+        case dict():
+            items = {key: _stored(item, f"{name}.{key}", arrays) for key, item in plain.items()}
+            return {"map": items}
+        case list():
+            return [_stored(item, f"{name}.{index}", arrays) for index, item in enumerate(plain)]
+        case _:
+            return plain
+
+
+def _loaded(stored: Any, arrays: Mapping[str, npt.NDArray[Any]]) -> State:
+    match stored:
+        case {"array": name}:
+            return arrays[name]
+        case {"map": items}:
+            return {key: _loaded(item, arrays) for key, item in items.items()}
+        case list():
+            return [_loaded(item, arrays) for item in stored]
+        case _:
+            return stored
+
+
+def _stored_update(update: Update, name: str, arrays: dict[str, npt.NDArray[Any]]) -> Any:
+    pieces = []
+    for index, piece in enumerate(update.pieces):
+        arrays[f"{name}.{index}.values"] = np.ascontiguousarray(piece.values)
+        if isinstance(piece.where, slice):
+            pieces.append([piece.where.start, piece.where.stop])
+        else:
+            arrays[f"{name}.{index}.where"] = np.ascontiguousarray(piece.where)
+            pieces.append([])
+    return {"size": update.size, "pieces": pieces, "name": name}
+
+
+def _loaded_update(stored: Any, arrays: Mapping[str, npt.NDArray[Any]]) -> Update:
+    pieces = []
+    for index, bounds in enumerate(stored["pieces"]):
+        name = f"{stored['name']}.{index}"
+        where = slice(*bounds) if bounds else arrays[f"{name}.where"]
+        pieces.append(Piece(where, cast(Vector, arrays[f"{name}.values"])))
+    return Update(stored["size"], tuple(pieces))

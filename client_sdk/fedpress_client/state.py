@@ -1,0 +1,244 @@
+"""The device's folder: its key, its ledgers, one process at a time.
+
+    identity.json, key.pem            who this device is, and the server's key that it pinned
+    tasks/<task>/ledger.safetensors   the account, see ledger.py
+    tasks/<task>/models/              a few models by digest, to spare a download
+    tasks/<task>/lock, lock           held while in use; they never hold data
+
+Every file that matters is written whole beside the old one, synced, and renamed over it, so that at
+any moment one of the two is there in full. POSIX only: it relies on flock and on owner and mode.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import logging
+import os
+import stat
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from fedpress_client.ledger import Ledger
+from fedpress_protocols.errors import ConfigurationError, StateCorrupt, StateLocked
+from fedpress_protocols.signatures import DeviceKey
+
+_log = logging.getLogger(__name__)
+
+
+class Identity(BaseModel):
+    """What enrolment settled: `server_key` is pinned, every receipt must be signed by it."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    url: str
+    client_id: str
+    server_key: str
+
+
+@dataclass(frozen=True, slots=True)
+class StateDirectory:
+    """A folder that only its owner may enter."""
+
+    path: Path
+
+    @classmethod
+    def open(cls, path: str | os.PathLike[str]) -> StateDirectory:
+        """Make or take over `path`; raises ConfigurationError if it cannot be made private."""
+        folder = Path(path).expanduser().absolute()
+        _private_folder(folder)
+        return cls(folder)
+
+    def key(self) -> DeviceKey:
+        """The device's key, made and made durable on first use; raises StateCorrupt."""
+        path = self.path / "key.pem"
+        with self.alone():
+            if not path.exists():
+                write_durably(path, DeviceKey.generate().to_pem())
+        _private(path, 0o600)
+        try:
+            return DeviceKey.from_pem(path.read_bytes())
+        except ConfigurationError as exc:
+            raise StateCorrupt(
+                f"{path}: {exc.detail}",
+                hint="restore it, or remove it with identity.json and enrol anew",
+            ) from exc
+
+    def identity(self) -> Identity | None:
+        """None before enrolment; raises StateCorrupt."""
+        path = self.path / "identity.json"
+        if not path.exists():
+            return None
+        try:
+            return Identity.model_validate_json(path.read_bytes())
+        except ValidationError as exc:
+            raise StateCorrupt(
+                f"{path}: {exc.errors(include_url=False)[0]['msg']}",
+                hint="restore it, or remove it and enrol again: the key is kept",
+            ) from exc
+
+    def enrolled(self, identity: Identity) -> None:
+        """Remember `identity`, durably."""
+        write_durably(self.path / "identity.json", identity.model_dump_json().encode())
+
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        """One at a time makes a key or enrols; waits for the other."""
+        file = _open_lock(self.path / "lock")
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            yield
+        finally:
+            os.close(file)
+
+    def task(self, task: str) -> TaskFiles:
+        """Take hold of one task's state; raises StateLocked if another holds it."""
+        _private_folder(self.path / "tasks")
+        folder = self.path / "tasks" / task
+        _private_folder(folder)
+        _private_folder(folder / "models")
+        file = _open_lock(folder / "lock")
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as exc:
+            os.close(file)
+            raise StateLocked(f"{folder} is in use") from exc
+        return TaskFiles(task, folder, file)
+
+
+class TaskFiles:
+    """One task's files, locked until `close`."""
+
+    def __init__(self, task: str, folder: Path, lock: int) -> None:
+        self.folder = folder
+        self._task = task
+        self._lock: int | None = lock
+        self._path = folder / "ledger.safetensors"
+
+    def close(self) -> None:
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
+
+    def load(self, client_id: str) -> Ledger:
+        """The account as last saved, a new one before; raises StateCorrupt.
+
+        There is no going back to an older account: what was sent since would be sent twice.
+        """
+        try:
+            data = self._path.read_bytes()
+        except FileNotFoundError:
+            return Ledger(self._task, client_id)
+        try:
+            ledger = Ledger.from_bytes(data)
+            if (ledger.task, ledger.client_id) != (self._task, client_id):
+                raise StateCorrupt(
+                    f"it belongs to client {ledger.client_id} in task {ledger.task}, not to client "
+                    f"{client_id} in task {self._task}"
+                )
+        except StateCorrupt as exc:
+            raise StateCorrupt(
+                f"{self._path}: {exc.detail}",
+                hint=exc.hint
+                or "move it away to begin the task anew; what it still held is lost to the model",
+            ) from exc
+        return ledger
+
+    def save(self, ledger: Ledger) -> None:
+        """Durable when this returns; until then the account before is what there is."""
+        write_durably(self._path, ledger.to_bytes())
+
+    def model(self, digest: str) -> bytes | None:
+        """A model kept here, None if there is none or its bytes have changed."""
+        path = self._model_path(digest)
+        try:
+            data = path.read_bytes()
+        except FileNotFoundError:
+            return None
+        if hashlib.sha256(data).hexdigest() != digest:
+            path.unlink()
+            return None
+        return data
+
+    def keep_model(self, digest: str, data: bytes) -> None:
+        """Keep it to spare a download; a full disk is no reason to stop."""
+        path = self._model_path(digest)
+        temporary = path.with_suffix(".tmp")
+        try:
+            # Not synced: a model that a power cut tears fails its digest and is fetched again.
+            _write(temporary, data, sync=False)
+            temporary.replace(path)
+        except OSError as exc:
+            _log.warning("model %s not kept: %s", digest[:12], exc)
+            with suppress(OSError):
+                temporary.unlink(missing_ok=True)
+
+    def drop_models(self, besides: Collection[str | None]) -> None:
+        """Remove every model but these."""
+        for path in (self.folder / "models").iterdir():
+            if path.stem not in besides:
+                path.unlink()
+
+    def _model_path(self, digest: str) -> Path:
+        return self.folder / "models" / f"{digest}.safetensors"
+
+
+def write_durably(path: Path, data: bytes) -> None:
+    """Replace `path` by `data` in one step that survives a power cut; mode 0600."""
+    temporary = path.with_name(path.name + ".tmp")
+    _write(temporary, data, sync=True)
+    os.replace(temporary, path)
+    _sync_folder(path.parent)
+
+
+def _write(path: Path, data: bytes, *, sync: bool) -> None:
+    # What a crash left under this name is of no use to anyone.
+    path.unlink(missing_ok=True)
+    file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
+    try:
+        rest = memoryview(data)
+        while rest:
+            rest = rest[os.write(file, rest) :]
+        if sync:
+            os.fsync(file)
+    finally:
+        os.close(file)
+
+
+def _open_lock(path: Path) -> int:
+    return os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+
+
+def _sync_folder(path: Path) -> None:
+    folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)
+
+
+def _private_folder(path: Path) -> None:
+    missing = [folder for folder in (path, *path.parents) if not folder.exists()]
+    for folder in reversed(missing):
+        folder.mkdir(mode=0o700, exist_ok=True)
+        _sync_folder(folder.parent)  # or a power cut could take the folder with all in it
+    _private(path, 0o700)
+
+
+def _private(path: Path, mode: int) -> None:
+    """See to it that `path` is ours and that nobody else may read it."""
+    found = os.lstat(path)
+    if stat.S_ISLNK(found.st_mode):
+        raise ConfigurationError(f"{path} is a link", hint="name the folder that it points to")
+    if found.st_uid != os.geteuid():
+        raise ConfigurationError(
+            f"{path} belongs to user {found.st_uid}, not to {os.geteuid()}",
+            hint="give this device a state directory of its own",
+        )
+    if stat.S_IMODE(found.st_mode) & 0o077:
+        _log.warning("%s was open to others (mode %o)", path, stat.S_IMODE(found.st_mode))
+        os.chmod(path, mode)

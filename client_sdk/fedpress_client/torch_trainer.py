@@ -1,0 +1,297 @@
+"""Local SGD in PyTorch on any module, optimizer and dataset."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
+from typing import Any, cast
+
+import numpy as np
+import numpy.typing as npt
+
+from fedpress_client.trainer import Evaluation, Trained, Work
+from fedpress_protocols.errors import ConfigurationError, MissingExtra
+from fedpress_protocols.model import Model, ModelSpec, TensorSpec
+from fedpress_protocols.plan import TrainingTerms
+
+try:
+    import torch
+    from torch import nn
+    from torch.utils.data import DataLoader, Dataset, IterableDataset
+except ModuleNotFoundError as exc:
+    raise MissingExtra("TorchTrainer needs PyTorch", hint="pip install fedpress[torch]") from exc
+
+Loss = Callable[[Any, Any], torch.Tensor]
+Metrics = Callable[[Any, Any], Mapping[str, float]]
+Data = Dataset[Any] | DataLoader[Any]
+_Batch = tuple[Any, Any]
+
+_global_generators = threading.Lock()
+"""Torch's own generators are the process's: two trainings at a time would draw from one stream."""
+
+
+class TorchTrainer:
+    """Trains `model` as its state dict stands: that is what travels.
+
+    Tensors of float32, float16 and bfloat16 are trained, BatchNorm's means and variances among
+    them; the others, its counter for one, are carried. `loss(outputs, targets)` is a mean over the
+    batch. `optimizer` makes a fresh one each time, as in `lambda p: torch.optim.SGD(p, lr=0.1)`.
+    `data` yields pairs (inputs, targets); inputs that are a dict go to the model by name, a tuple
+    or list by position. A DataLoader keeps its sampler, its collate function and, unless the plan
+    says otherwise, its batch size.
+
+    The plan's terms override `batch_size`, `local_epochs` and the optimizer's learning rate. A
+    batch is what passes through the model at once; with `gradient_accumulation` g an optimizer
+    step takes the mean over g batches, the last one of an epoch perhaps over fewer.
+
+    `device` "auto" is a GPU if there is one. `metrics(outputs, targets)` gives means over a batch;
+    without it accuracy is measured where outputs are scores of classes.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        loss: Loss,
+        optimizer: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer],
+        data: Data,
+        *,
+        evaluation_data: Data | None = None,
+        device: str | torch.device = "cpu",
+        batch_size: int = 32,
+        local_epochs: int = 1,
+        metrics: Metrics | None = None,
+    ) -> None:
+        if batch_size < 1 or local_epochs < 1:
+            raise ConfigurationError("batch_size and local_epochs must be at least 1")
+        self.device = _device(device)
+        self.model = model.to(self.device)
+        self._loss, self._optimizer, self._metrics = loss, optimizer, metrics
+        self._data, self._evaluation_data = data, evaluation_data
+        self._batch_size, self._local_epochs = batch_size, local_epochs
+        self.spec = _spec_of(model)
+
+    def initial_model(self) -> Model:
+        """The module's present values, for an operator to begin a task with."""
+        arrays = _arrays(self.model)
+        buffers = {t.name: arrays[t.name] for t in self.spec.tensors if not t.is_trained}
+        return Model(self.spec, self.spec.flatten(arrays), buffers)
+
+    def train(self, model: Model, work: Work) -> Trained:
+        """Local SGD from `model`; torch's global generators are as before when it returns."""
+        self._load(model)
+        cuda = [self.device] if self.device.type == "cuda" else []
+        with _global_generators, torch.random.fork_rng(devices=cuda):
+            torch.manual_seed(work.seed)
+            return self._train(work)
+
+    def evaluate(self, model: Model) -> Evaluation | None:
+        """Mean loss, and accuracy or what `metrics` gives; None without evaluation data."""
+        if self._evaluation_data is None:
+            return None
+        self._load(model)
+        self.model.eval()
+        totals: dict[str, float] = {}
+        count = 0
+        loader = _loader(self._evaluation_data, self._batch_size, generator=None)
+        with torch.no_grad():
+            for inputs, targets in self._batches(loader):
+                outputs = _forward(self.model, inputs)
+                size = _size(targets)
+                found = {"loss": float(self._loss(outputs, targets))}
+                found.update((self._metrics or _accuracy)(outputs, targets))
+                for name, value in found.items():
+                    totals[name] = totals.get(name, 0.0) + float(value) * size
+                count += size
+        if not count:
+            return None
+        return Evaluation(count, {name: total / count for name, total in totals.items()})
+
+    def _train(self, work: Work) -> Trained:
+        terms = work.terms
+        generator = torch.Generator().manual_seed(work.seed)
+        loader = _loader(self._data, self._batch_size, generator=generator, asked=terms.batch_size)
+        optimizer = self._optimizer(p for p in self.model.parameters() if p.requires_grad)
+        if terms.learning_rate is not None:
+            for group in optimizer.param_groups:
+                group["lr"] = terms.learning_rate
+        self.model.train()
+        # Summed where it is computed: reading it each step would wait for the device.
+        total_loss = torch.zeros((), device=self.device)
+        total, in_first_epoch = 0, 0
+        for epoch, batches in self._steps(loader, terms):
+            size = sum(_size(targets) for _, targets in batches)
+            optimizer.zero_grad()
+            for inputs, targets in batches:
+                share = _size(targets) / size
+                loss = self._loss(_forward(self.model, inputs), targets) * share
+                loss.backward()  # type: ignore[no-untyped-call]
+                total_loss += loss.detach() * size
+            optimizer.step()
+            total += size
+            in_first_epoch += size if epoch == 0 else 0
+        if not total:
+            raise ConfigurationError("the dataset is empty, so there is nothing to learn from")
+        dataset = loader.dataset
+        counted = len(dataset) if isinstance(dataset, Sized) else in_first_epoch
+        arrays = _arrays(self.model)
+        metrics = {"loss": float(total_loss) / total}
+        return Trained(self.spec.flatten(arrays), max(1, counted), metrics)
+
+    def _steps(
+        self, loader: DataLoader[Any], terms: TrainingTerms
+    ) -> Iterator[tuple[int, list[_Batch]]]:
+        """The epoch and the batches of each optimizer step; a step does not span two epochs."""
+        epochs = terms.local_epochs or self._local_epochs
+        left = terms.local_steps
+        epoch = 0
+        while left is not None or epoch < epochs:
+            group: list[_Batch] = []
+            is_empty = True
+            for batch in self._batches(loader):
+                is_empty = False
+                group.append(batch)
+                if len(group) == terms.gradient_accumulation:
+                    yield epoch, group
+                    group = []
+                    if left is not None and (left := left - 1) == 0:
+                        return
+            if group:
+                yield epoch, group
+                if left is not None and (left := left - 1) == 0:
+                    return
+            if is_empty:
+                return
+            epoch += 1
+
+    def _batches(self, loader: DataLoader[Any]) -> Iterator[_Batch]:
+        for batch in loader:
+            if not isinstance(batch, Sequence) or len(batch) != 2:
+                raise ConfigurationError(
+                    f"the data yields a {type(batch).__name__} where (inputs, targets) is due"
+                )
+            yield _moved(batch[0], self.device), _moved(batch[1], self.device)
+
+    def _load(self, model: Model) -> None:
+        if model.spec.digest != self.spec.digest:
+            raise ConfigurationError(
+                f"the task's model is not this one: {_difference(self.spec, model.spec)}",
+                hint="build the very model that the task was started with",
+            )
+        tensors = {
+            name: torch.from_numpy(np.array(array)) for name, array in model.tensors().items()
+        }
+        self.model.load_state_dict(tensors)
+
+
+def _device(wanted: str | torch.device) -> torch.device:
+    if wanted != "auto":
+        return torch.device(wanted)
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def _spec_of(model: nn.Module) -> ModelSpec:
+    tensors = []
+    for name, tensor in model.state_dict().items():
+        if not isinstance(tensor, torch.Tensor):
+            raise ConfigurationError(f"state {name!r} is a {type(tensor).__name__}, not a tensor")
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        tensors.append(TensorSpec(name, tuple(tensor.shape), dtype))
+    spec = ModelSpec(tuple(tensors))
+    trained = {tensor.name for tensor in spec.trained}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        if parameter.requires_grad and name not in trained:
+            raise ConfigurationError(
+                f"parameter {name!r} is {parameter.dtype}, which is not trained",
+                hint="convert the model, as with model.float()",
+            )
+    return spec
+
+
+def _arrays(model: nn.Module) -> dict[str, npt.NDArray[Any]]:
+    """The state dict in numpy; bfloat16, which numpy lacks, as float32."""
+    arrays = {}
+    for name, tensor in model.state_dict().items():
+        host = tensor.detach().to("cpu")
+        arrays[name] = (host.float() if host.dtype == torch.bfloat16 else host).numpy().copy()
+    return arrays
+
+
+def _loader(
+    data: Data, batch_size: int, *, generator: torch.Generator | None, asked: int | None = None
+) -> DataLoader[Any]:
+    """Batches of `data`; shuffled by `generator` if there is one."""
+    if not isinstance(data, DataLoader):
+        shuffle = generator is not None and not isinstance(data, IterableDataset)
+        return DataLoader(data, asked or batch_size, shuffle=shuffle, generator=generator)
+    if asked is None or asked == data.batch_size:
+        return data
+    if data.batch_size is None:
+        raise ConfigurationError(
+            f"the plan asks for batches of {asked}, and the DataLoader makes its own",
+            hint="give the trainer a Dataset, or a DataLoader with a batch_size",
+        )
+    is_stream = isinstance(data.dataset, IterableDataset)
+    return DataLoader(
+        data.dataset,
+        asked,
+        sampler=None if is_stream else data.sampler,
+        num_workers=data.num_workers,
+        collate_fn=data.collate_fn,
+        pin_memory=data.pin_memory,
+        drop_last=data.drop_last,
+        worker_init_fn=data.worker_init_fn,
+        generator=data.generator,
+    )
+
+
+def _forward(model: nn.Module, inputs: Any) -> Any:
+    if isinstance(inputs, Mapping):
+        return model(**inputs)
+    return model(*inputs) if isinstance(inputs, tuple | list) else model(inputs)
+
+
+def _moved(value: Any, device: torch.device) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.to(device)
+    if isinstance(value, Mapping):
+        return {name: _moved(item, device) for name, item in value.items()}
+    if isinstance(value, tuple | list):
+        return type(value)(_moved(item, device) for item in value)
+    return value
+
+
+def _size(targets: Any) -> int:
+    """How many examples a batch holds."""
+    if isinstance(targets, Mapping):
+        return _size(next(iter(targets.values())))
+    if isinstance(targets, tuple | list):
+        return _size(targets[0])
+    return len(cast(Sized, targets))
+
+
+def _accuracy(outputs: Any, targets: Any) -> Mapping[str, float]:
+    """The share of highest scores that are right; nothing if these are not scores of classes."""
+    if not isinstance(outputs, torch.Tensor) or not isinstance(targets, torch.Tensor):
+        return {}
+    is_scores = outputs.ndim == 2 and outputs.is_floating_point()
+    is_classes = targets.ndim == 1 and not targets.is_floating_point()
+    if not (is_scores and is_classes):
+        return {}
+    return {"accuracy": float((outputs.argmax(dim=1) == targets).float().mean())}
+
+
+def _difference(ours: ModelSpec, theirs: ModelSpec) -> str:
+    """The first thing in which two specs differ, in words."""
+    mine = {tensor.name: tensor for tensor in ours.tensors}
+    yours = {tensor.name: tensor for tensor in theirs.tensors}
+    for tensor in theirs.tensors:
+        if tensor.name not in mine:
+            return f"it has a tensor {tensor.name!r} that the module lacks"
+        own = mine[tensor.name]
+        if own != tensor:
+            return (
+                f"its {tensor.name!r} is {tensor.dtype}{list(tensor.shape)}, the module's "
+                f"{own.dtype}{list(own.shape)}"
+            )
+    extra = [name for name in mine if name not in yours]
+    return f"it lacks {extra[0]!r}" if extra else "its tensors come in another order"

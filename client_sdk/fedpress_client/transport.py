@@ -1,0 +1,550 @@
+"""The server's HTTP API, one method for each verb, over a link that fails.
+
+Every request is signed anew, every retry too; the bytes inside stay the same. What the server
+refuses comes out as the same error class that it raised.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import math
+import secrets
+import ssl
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from email.utils import parsedate_to_datetime
+from random import SystemRandom
+from time import sleep as _sleep
+from time import time as _time
+from typing import Any, NamedTuple, Protocol, TypeVar
+
+import httpx
+
+from fedpress_protocols import __version__
+from fedpress_protocols.errors import (
+    BodyTooLarge,
+    ClockSkew,
+    ConfigurationError,
+    DeviceError,
+    DigestMismatch,
+    FedpressError,
+    IncompatiblePlan,
+    MalformedRequest,
+    ReplayedRequest,
+    ServerError,
+    TransportError,
+)
+from fedpress_protocols.messages import (
+    CheckInRequest,
+    CheckInResponse,
+    EnrolRequest,
+    EnrolResponse,
+    EvaluationReport,
+    SignedReceipt,
+    TaskSummary,
+    UploadAck,
+)
+from fedpress_protocols.plan import Term, TermT, parsed
+from fedpress_protocols.signatures import NONCE_BYTES, Content, DeviceKey, Target, sign_request
+
+_log = logging.getLogger(__name__)
+
+MAX_ANSWER_BYTES = 8 * 2**20
+"""The largest JSON answer that is read."""
+MAX_RETRY_AFTER = 3600.0
+_random = SystemRandom().random
+_AGAIN = frozenset({408, 425, 429, 500, 502, 503, 504, 507})
+_ResultT = TypeVar("_ResultT")
+
+
+class News(NamedTuple):
+    """What a check-in brought. `response` is None if there is nothing new.
+
+    `unfit` is an assignment that this release cannot read, and why; the rest of the answer holds.
+    """
+
+    response: CheckInResponse | None
+    retry_after: float
+    unfit: tuple[str, IncompatiblePlan] | None = None
+
+
+@dataclass(slots=True)
+class Traffic:
+    """Bytes since the transport was made, every attempt counted.
+
+    Bodies are `len(body)`; wire adds request and status lines and headers, without TLS and TCP.
+    """
+
+    body_up: int = 0
+    body_down: int = 0
+    wire_up: int = 0
+    wire_down: int = 0
+
+
+class Transport(Protocol):
+    """The verbs of the API. Each blocks until it has an answer or gives up with a FedpressError."""
+
+    traffic: Traffic
+
+    def enrol(self, token: str, request: EnrolRequest) -> EnrolResponse: ...
+
+    def tasks(self) -> tuple[TaskSummary, ...]: ...
+
+    def task(self, task: str) -> TaskSummary: ...
+
+    def check_in(self, task: str, request: CheckInRequest) -> News: ...
+
+    def model(self, digest: str, max_bytes: int) -> bytes:
+        """The model's bytes; their SHA-256 is `digest`."""
+        ...
+
+    def upload(self, assignment: str, body: bytes) -> UploadAck: ...
+
+    def decline(self, assignment: str) -> SignedReceipt | None:
+        """Give an assignment back; its receipt, if the server tells it at once."""
+        ...
+
+    def receipt(self, assignment: str) -> SignedReceipt | float:
+        """The receipt, or the seconds until it is worth while to ask again."""
+        ...
+
+    def report(self, task: str, report: EvaluationReport) -> None: ...
+
+    def close(self) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Retries:
+    """Full jitter: attempt n is followed by a pause drawn from [0, min(cap, base * 2**n)] seconds.
+
+    A Retry-After is waited for in full, and the jitter comes on top. After `patience` seconds of
+    pauses over one request the last error is raised.
+    """
+
+    base: float = 0.5
+    cap: float = 60.0
+    patience: float = 3600.0
+
+
+class HttpTransport:
+    """The API over httpx; one connection, kept alive. Not for several threads at once.
+
+    `verify` is the path of a CA bundle, or an ssl.SSLContext; None trusts the usual ones. `proxy`
+    overrides what HTTP_PROXY, HTTPS_PROXY and NO_PROXY say. `timeout` bounds, in seconds, every
+    wait for the network. `http` replaces the sockets in tests.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        key: DeviceKey,
+        *,
+        verify: str | ssl.SSLContext | None = None,
+        proxy: str | None = None,
+        timeout: float = 30.0,
+        retries: Retries | None = None,
+        sleep: Callable[[float], None] = _sleep,
+        clock: Callable[[], float] = _time,
+        random: Callable[[], float] = _random,
+        http: httpx.BaseTransport | None = None,
+    ) -> None:
+        self.traffic = Traffic()
+        self._url = _base_url(url)
+        self._key = key
+        self._timeout = timeout
+        self._retries = retries or Retries()
+        self._sleep, self._clock, self._random = sleep, clock, random
+        self._ahead = 0.0
+        if isinstance(verify, str):
+            try:
+                verify = ssl.create_default_context(cafile=verify)
+            except (OSError, ssl.SSLError) as exc:
+                raise ConfigurationError(f"CA bundle {verify}: {exc}") from exc
+        self._http = httpx.Client(
+            verify=True if verify is None else verify,
+            proxy=proxy,
+            transport=http,
+            timeout=timeout,
+            follow_redirects=False,
+            headers={
+                "User-Agent": f"fedpress/{__version__}",
+                # Bytes are counted and digests taken of what travels; nothing here compresses well.
+                "Accept-Encoding": "identity",
+            },
+        )
+
+    def close(self) -> None:
+        self._http.close()
+
+    def enrol(self, token: str, request: EnrolRequest) -> EnrolResponse:
+        headers = {"Authorization": f"Bearer {token}"}
+        answer = self._call("POST", "/v1/enrol", _json(request), headers)
+        return answer.parsed(EnrolResponse)
+
+    def tasks(self) -> tuple[TaskSummary, ...]:
+        return self._call("GET", "/v1/tasks").all_parsed(TaskSummary)
+
+    def task(self, task: str) -> TaskSummary:
+        return self._call("GET", f"/v1/tasks/{task}").parsed(TaskSummary)
+
+    def check_in(self, task: str, request: CheckInRequest) -> News:
+        path = f"/v1/tasks/{task}/check-in"
+
+        def read(answer: _Answer) -> News:
+            if answer.status == 204:
+                return News(None, answer.retry_after or 1.0)
+            return answer.news()
+
+        return self._retrying(
+            lambda: read(self._once("POST", path, _json(request), wait=request.wait)), path
+        )
+
+    def upload(self, assignment: str, body: bytes) -> UploadAck:
+        headers = {"Content-Type": "application/octet-stream"}
+        answer = self._call("PUT", f"/v1/assignments/{assignment}/update", body, headers)
+        return answer.parsed(UploadAck)
+
+    def decline(self, assignment: str) -> SignedReceipt | None:
+        answer = self._call("DELETE", f"/v1/assignments/{assignment}")
+        return answer.parsed(SignedReceipt) if answer.data else None
+
+    def receipt(self, assignment: str) -> SignedReceipt | float:
+        answer = self._call("GET", f"/v1/assignments/{assignment}/receipt")
+        return answer.retry_after or 1.0 if answer.status == 202 else answer.parsed(SignedReceipt)
+
+    def report(self, task: str, report: EvaluationReport) -> None:
+        self._call("POST", f"/v1/tasks/{task}/evaluations", _json(report))
+
+    def model(self, digest: str, max_bytes: int) -> bytes:
+        path = f"/v1/models/{digest}"
+        received = bytearray()
+
+        def fetch() -> bytes:
+            """The rest of it; what came before a broken connection is kept."""
+            begun = len(received)
+            headers = {"Range": f"bytes={begun}-"} if begun else {}
+            try:
+                with self._sent("GET", path, b"", headers) as response:
+                    if response.status_code == 416:
+                        received.clear()
+                        raise _Again(TransportError(f"{path} is shorter than it was"))
+                    self._refused(response)
+                    start = _range_start(response) if response.status_code == 206 else 0
+                    if start not in (0, begun):
+                        raise _Again(TransportError(f"{path} from byte {start}, not from {begun}"))
+                    del received[start:]
+                    announced = _length(response)
+                    for chunk in self._chunks(response, max_bytes - start):
+                        received.extend(chunk)
+                    if announced is not None and len(received) < start + announced:
+                        raise _Again(TransportError(f"{path} broke off at {len(received)} bytes"))
+            except _Again as again:
+                again.progress = len(received) > begun
+                raise
+            if hashlib.sha256(received).hexdigest() != digest:
+                received.clear()
+                raise _Again(DigestMismatch(f"{path} came with other bytes"), at_most=3)
+            return bytes(received)
+
+        return self._retrying(fetch, path)
+
+    def _call(
+        self, method: str, path: str, body: bytes = b"", headers: Mapping[str, str] | None = None
+    ) -> _Answer:
+        def attempt() -> _Answer:
+            answer = self._once(method, path, body, headers)
+            answer.check()
+            return answer
+
+        return self._retrying(attempt, path)
+
+    def _once(
+        self,
+        method: str,
+        path: str,
+        body: bytes,
+        headers: Mapping[str, str] | None = None,
+        wait: float = 0.0,
+    ) -> _Answer:
+        with self._sent(method, path, body, headers or {}, wait) as response:
+            self._refused(response)
+            data = b"".join(self._chunks(response, MAX_ANSWER_BYTES))
+            return _Answer(response.status_code, data, path, _retry_after(response, self._clock))
+
+    @contextmanager
+    def _sent(
+        self,
+        method: str,
+        path: str,
+        body: bytes,
+        headers: Mapping[str, str],
+        wait: float = 0.0,
+    ) -> Iterator[httpx.Response]:
+        """The answer to one signed request, its body still to be read; _Again if there is none."""
+        content = {"Content-Type": "application/json"} if body else {}
+        request = self._http.build_request(
+            method,
+            self._url + path,
+            content=body,
+            headers={**content, **headers},
+            timeout=httpx.Timeout(self._timeout, read=self._timeout + wait),
+        )
+        signature = sign_request(
+            self._key,
+            Target.from_url(method, str(request.url)),
+            Content.of(body),
+            created=math.floor(self._clock() + self._ahead),
+            nonce=secrets.token_bytes(NONCE_BYTES),
+        )
+        request.headers.update(signature)
+        answered = False
+        try:
+            response = self._http.send(request, stream=True)
+            answered = True
+            self._count_up(request, len(body))
+            try:
+                self._count_down(response)
+                yield response
+            finally:
+                response.close()
+        except (httpx.ConnectError, httpx.ConnectTimeout) as exc:
+            raise _Again(TransportError(f"{self._url}: {exc}")) from exc
+        except httpx.TransportError as exc:
+            if not answered:
+                self._count_up(request, len(body))
+            reason = str(exc) or type(exc).__name__
+            raise _Again(TransportError(f"{method} {self._url}{path}: {reason}")) from exc
+        except httpx.HTTPError as exc:
+            raise TransportError(f"{method} {self._url}{path}: {exc}") from exc
+
+    def _refused(self, response: httpx.Response) -> None:
+        """Raise what an answer other than 2xx stands for, as _Again where trying again helps."""
+        status = response.status_code
+        if 200 <= status < 300:
+            return
+        if 300 <= status < 400:
+            raise TransportError(
+                f"{response.url} redirects to {response.headers.get('location', '?')[:200]}",
+                hint="a redirect is not followed: give the final URL",
+            )
+        error = _problem(response, b"".join(self._chunks(response, MAX_ANSWER_BYTES)))
+        if isinstance(error, ClockSkew):
+            raise _Again(error, at_most=2, pause=0.0 if self._adjusted(error, response) else None)
+        if isinstance(error, ReplayedRequest):
+            raise _Again(error, at_most=3)
+        if isinstance(error, DigestMismatch):
+            raise _Again(error, at_most=3)
+        if status in _AGAIN or status >= 500:
+            after = _retry_after(response, self._clock)
+            stated = error.members.get("retry_after")
+            if after is None and isinstance(stated, int | float):
+                after = _bounded(float(stated))
+            raise _Again(error, after=after)
+        raise error
+
+    def _adjusted(self, error: ClockSkew, response: httpx.Response) -> bool:
+        """Take the server's time for ours in signatures; False if it told none."""
+        told = error.members.get("server_time")
+        if not isinstance(told, int | float) or not math.isfinite(told):
+            told = _date(response.headers.get("date"))
+        if told is None:
+            return False
+        self._ahead = float(told) - self._clock()
+        _log.warning(
+            "the clock here is %.0f s off the server's; signing with its time", self._ahead
+        )
+        return True
+
+    def _chunks(self, response: httpx.Response, at_most: int) -> Iterator[bytes]:
+        """The body as it comes, counted; BodyTooLarge beyond `at_most` bytes."""
+        if (announced := _length(response) or 0) > at_most:
+            raise BodyTooLarge(f"an answer of {announced} bytes where {at_most} are allowed")
+        received = 0
+        for chunk in response.iter_raw():
+            received += len(chunk)
+            self.traffic.body_down += len(chunk)
+            self.traffic.wire_down += len(chunk)
+            if received > at_most:
+                raise BodyTooLarge(f"an answer of more than {at_most} bytes")
+            yield chunk
+
+    def _retrying(self, attempt: Callable[[], _ResultT], what: str) -> _ResultT:
+        failures, waited = 0, 0.0
+        tries: dict[type[Exception], int] = {}
+        while True:
+            try:
+                return attempt()
+            except _Again as again:
+                kind = type(again.error)
+                tries[kind] = tries.get(kind, 0) + 1
+                if again.progress:
+                    failures, waited = 0, 0.0
+                pause = again.pause
+                if pause is None:
+                    ceiling = min(self._retries.cap, self._retries.base * 2.0 ** min(failures, 60))
+                    pause = (again.after or 0.0) + self._random() * ceiling
+                failures += 1
+                waited += pause
+                if waited > self._retries.patience or tries[kind] >= again.at_most:
+                    raise again.error from again.__cause__
+                _log.warning("%s: %s; again in %.1f s", what, again.error.detail, pause)
+            self._sleep(pause)
+
+    def _count_up(self, request: httpx.Request, body: int) -> None:
+        line = f"{request.method} {request.url.raw_path.decode()} HTTP/1.1\r\n"
+        self.traffic.body_up += body
+        self.traffic.wire_up += len(line) + _header_bytes(request.headers) + body
+
+    def _count_down(self, response: httpx.Response) -> None:
+        line = f"HTTP/1.1 {response.status_code} {response.reason_phrase}\r\n"
+        self.traffic.wire_down += len(line) + _header_bytes(response.headers)
+
+
+class _Again(Exception):
+    """`error`, after which another attempt may do better; `at_most` attempts end like this."""
+
+    def __init__(
+        self,
+        error: FedpressError,
+        *,
+        after: float | None = None,
+        pause: float | None = None,
+        at_most: float = math.inf,
+    ) -> None:
+        super().__init__(str(error))
+        self.error = error
+        self.after = after
+        self.pause = pause
+        self.at_most = at_most
+        self.progress = False
+
+
+class _Answer(NamedTuple):
+    """A 2xx answer, read to its end."""
+
+    status: int
+    data: bytes
+    path: str
+    retry_after: float | None
+
+    def check(self) -> None:
+        """Raise _Again unless there is JSON in it or nothing at all: a portal's page is neither."""
+        if self.data:
+            self._json()
+
+    def parsed(self, cls: type[TermT]) -> TermT:
+        try:
+            return parsed(cls, self.data)
+        except IncompatiblePlan as exc:
+            raise self._other(exc.detail) from exc
+
+    def all_parsed(self, cls: type[TermT]) -> tuple[TermT, ...]:
+        rows = self._json()
+        if isinstance(rows, dict):
+            rows = rows.get("tasks")
+        if not isinstance(rows, list):
+            raise self._other("no list")
+        try:
+            return tuple(parsed(cls, json.dumps(row)) for row in rows)
+        except IncompatiblePlan as exc:
+            raise self._other(exc.detail) from exc
+
+    def news(self) -> News:
+        """A check-in's answer; an assignment alone that does not parse is `unfit`."""
+        try:
+            response = parsed(CheckInResponse, self.data)
+            return News(response, _bounded(response.retry_after))
+        except IncompatiblePlan as exc:
+            document = self._json()
+            assignment = document.get("assignment") if isinstance(document, dict) else None
+            if not isinstance(assignment, dict):
+                raise _Again(self._other(exc.detail)) from exc
+            try:
+                rest = parsed(CheckInResponse, json.dumps(document | {"assignment": None}))
+            except IncompatiblePlan as other:
+                raise _Again(self._other(other.detail)) from other
+            name = str(assignment.get("assignment", ""))
+            return News(rest, _bounded(rest.retry_after), (name, exc))
+
+    def _json(self) -> Any:
+        try:
+            return json.loads(self.data)
+        except (ValueError, RecursionError) as exc:
+            raise _Again(self._other("no JSON")) from exc
+
+    def _other(self, found: str) -> TransportError:
+        return TransportError(
+            f"{self.path} answered {self.status} with something else: {found[:500]}",
+            hint="is this a fedpress server, and is no proxy or portal in between?",
+        )
+
+
+def _base_url(url: str) -> str:
+    base = url.rstrip("/")
+    try:
+        target = Target.from_url("GET", str(httpx.URL(base)))
+    except (httpx.InvalidURL, MalformedRequest) as exc:
+        raise ConfigurationError(f"server URL {url!r}: {exc}") from exc
+    if target.query:
+        raise ConfigurationError(f"server URL {url!r} has a query")
+    return base
+
+
+def _json(term: Term) -> bytes:
+    return term.model_dump_json().encode()
+
+
+def _problem(response: httpx.Response, data: bytes) -> FedpressError:
+    """The error that an answer of status 400 or more stands for, whatever its body."""
+    status = response.status_code
+    plain = {"detail": f"{response.request.method} {response.url.path} was answered {status}"}
+    try:
+        problem = json.loads(data)
+        error = FedpressError.from_problem(problem, status)
+    except (ValueError, TypeError, AttributeError, RecursionError):
+        error = FedpressError.from_problem(plain, status)
+    # No server can speak of this device's files and links.
+    return ServerError(error.detail, hint=error.hint) if isinstance(error, DeviceError) else error
+
+
+def _bounded(seconds: float) -> float:
+    return min(max(seconds, 0.0), MAX_RETRY_AFTER)
+
+
+def _retry_after(response: httpx.Response, clock: Callable[[], float]) -> float | None:
+    """Seconds, from either form of the header (RFC 9110, section 10.2.3)."""
+    value = response.headers.get("retry-after", "").strip()
+    try:
+        seconds = float(value)
+    except ValueError:
+        date = _date(value)
+        if date is None:
+            return None
+        seconds = date - (_date(response.headers.get("date")) or clock())
+    return _bounded(seconds) if math.isfinite(seconds) else None
+
+
+def _date(value: str | None) -> float | None:
+    try:
+        return parsedate_to_datetime(value or "").timestamp()
+    except (ValueError, TypeError, OverflowError):
+        return None
+
+
+def _length(response: httpx.Response) -> int | None:
+    value = response.headers.get("content-length", "")
+    return int(value) if value.isascii() and value.isdigit() and len(value) < 16 else None
+
+
+def _range_start(response: httpx.Response) -> int:
+    """From `bytes 100-199/200`; -1 if the header is not of that form."""
+    unit, _, rest = response.headers.get("content-range", "").partition(" ")
+    first = rest.partition("-")[0]
+    return int(first) if unit == "bytes" and first.isascii() and first.isdigit() else -1
+
+
+def _header_bytes(headers: httpx.Headers) -> int:
+    return sum(len(name) + len(value) + 4 for name, value in headers.raw) + 2

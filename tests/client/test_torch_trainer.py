@@ -1,0 +1,253 @@
+"""Local SGD in PyTorch says what the plan says, on any model, the same each time."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+
+from fedpress_client import TorchTrainer, Work
+from fedpress_protocols.compression.error_feedback import ErrorFeedback
+from fedpress_protocols.compression.quantize import Quantize
+from fedpress_protocols.errors import ConfigurationError
+from fedpress_protocols.model import Model
+from fedpress_protocols.plan import TrainingTerms
+from tests.client.fake_server import FakeServer, make_client
+
+INPUTS = torch.randn(60, 5, generator=torch.Generator().manual_seed(0))
+LABELS = (INPUTS[:, 0] > 0).long() + (INPUTS[:, 1] > 0).long()
+DATA = TensorDataset(INPUTS, LABELS)
+
+
+def network(seed: int = 0, *extra: nn.Module) -> nn.Sequential:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return nn.Sequential(nn.Linear(5, 8), *extra, nn.ReLU(), nn.Linear(8, 3))
+
+
+def sgd(parameters):
+    return torch.optim.SGD(parameters, lr=0.1)
+
+
+def trainer(model: nn.Module | None = None, data: Any = DATA, **options: Any) -> TorchTrainer:
+    options = {"batch_size": 10} | options
+    return TorchTrainer(model or network(), nn.CrossEntropyLoss(), sgd, data, **options)
+
+
+def work(seed: int = 1, **terms: Any) -> Work:
+    return Work("task", 1, 1, TrainingTerms(**terms), seed)
+
+
+def change(made: TorchTrainer, base: Model, asked: Work) -> np.ndarray:
+    return made.train(base, asked).parameters - base.parameters
+
+
+def test_training_repeats_from_its_seed_and_touches_no_global_generator() -> None:
+    made = trainer(network(0, nn.Dropout(0.5)))
+    base = made.initial_model()
+    first = made.train(base, work(1, local_epochs=2))
+    torch.rand(7)
+    state = torch.random.get_rng_state()
+    again = made.train(base, work(1, local_epochs=2))
+    assert torch.equal(state, torch.random.get_rng_state())
+    np.testing.assert_array_equal(first.parameters, again.parameters)
+    assert (first.parameters != made.train(base, work(2, local_epochs=2)).parameters).any()
+    assert first.num_examples == 60
+    assert first.metrics["loss"] > 0
+    with_loader = trainer(data=DataLoader(DATA, batch_size=10, shuffle=True))
+    base = with_loader.initial_model()
+    np.testing.assert_array_equal(
+        change(with_loader, base, work(4)), change(with_loader, base, work(4))
+    )
+
+
+def test_epochs_are_as_many_steps_as_they_hold() -> None:
+    made = trainer()
+    base = made.initial_model()
+    two_epochs = change(made, base, work(local_epochs=2))
+    np.testing.assert_array_equal(two_epochs, change(made, base, work(local_steps=12)))
+    assert (two_epochs != change(made, base, work(local_steps=11))).any()
+    np.testing.assert_array_equal(two_epochs, change(trainer(local_epochs=2), base, work()))
+    np.testing.assert_array_equal(
+        change(made, base, work(batch_size=20)), change(trainer(batch_size=20), base, work())
+    )
+
+
+@pytest.mark.parametrize("steps", [{"local_steps": 4}, {"local_epochs": 2}])
+def test_accumulated_gradients_are_those_of_a_large_batch(steps: dict[str, int]) -> None:
+    data = TensorDataset(INPUTS[:57], LABELS[:57])  # the last batches are not full
+    made = trainer(data=data)
+    base = made.initial_model()
+    large = change(made, base, work(batch_size=20, **steps))
+    small = change(made, base, work(batch_size=5, gradient_accumulation=4, **steps))
+    np.testing.assert_allclose(small, large, rtol=1e-4, atol=1e-7)
+
+
+def test_the_plans_learning_rate_rules() -> None:
+    made = trainer()
+    base = made.initial_model()
+    one = change(made, base, work(local_steps=1, learning_rate=0.1))
+    ten = change(made, base, work(local_steps=1, learning_rate=1.0))
+    np.testing.assert_allclose(ten, 10 * one, rtol=1e-2, atol=1e-6)
+    np.testing.assert_array_equal(one, change(made, base, work(local_steps=1)))
+
+
+def test_buffers_are_carried_and_statistics_trained() -> None:
+    made = trainer(network(0, nn.BatchNorm1d(8)))
+    base = made.initial_model()
+    counter = "1.num_batches_tracked"
+    assert set(base.buffers) == {counter}
+    carried = Model(base.spec, base.parameters, {counter: np.array(41)})
+    again = Model.from_bytes(carried.to_bytes())
+    assert again.digest == carried.digest
+    made.train(again, work())
+    assert int(made.model.state_dict()[counter]) == 41 + 6
+    moved = base.spec.unflatten(change(made, base, work()))
+    assert moved["1.running_mean"].any()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_travels(dtype: torch.dtype) -> None:
+    inputs = INPUTS.to(dtype)
+    made = trainer(network().to(dtype), TensorDataset(inputs, LABELS))
+    base = made.initial_model()
+    assert {tensor.dtype for tensor in base.spec.trained} == {str(dtype).removeprefix("torch.")}
+    assert Model.from_bytes(base.to_bytes()).digest == base.digest
+    trained = made.train(base, work())
+    assert trained.parameters.dtype == np.float32
+    moved = torch.from_numpy(trained.parameters)
+    assert torch.equal(moved, moved.to(dtype).float()), "values that the module can hold"
+    assert (trained.parameters != base.parameters).any()
+
+
+def test_evaluation_counts_every_example_once() -> None:
+    made = trainer(evaluation_data=TensorDataset(INPUTS[:25], LABELS[:25]))
+    model = made.initial_model()
+    found = made.evaluate(model)
+    with torch.no_grad():
+        outputs = made.model.eval()(INPUTS[:25])
+        loss = nn.CrossEntropyLoss()(outputs, LABELS[:25])
+        accuracy = (outputs.argmax(1) == LABELS[:25]).float().mean()
+    assert found.num_examples == 25
+    assert found.metrics == pytest.approx({"loss": float(loss), "accuracy": float(accuracy)})
+    assert trainer().evaluate(model) is None
+
+    def mine(outputs, targets):
+        return {"seven": 7.0}
+
+    other = trainer(evaluation_data=DATA, metrics=mine).evaluate(model)
+    assert other.metrics == pytest.approx({"loss": other.metrics["loss"], "seven": 7.0})
+    targets = INPUTS.sum(dim=1, keepdim=True)
+    regression = TorchTrainer(
+        nn.Linear(5, 1), nn.MSELoss(), sgd, DATA, evaluation_data=TensorDataset(INPUTS, targets)
+    )
+    assert set(regression.evaluate(regression.initial_model()).metrics) == {"loss"}
+
+
+def test_inputs_go_in_by_name_or_by_place() -> None:
+    class Two(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Linear(5, 3)
+
+        def forward(self, left, right):
+            return self.inner(left - right)
+
+    rows = [(x, y) for x, y in zip(INPUTS, LABELS, strict=True)]
+    named = [({"right": x * 2, "left": x}, y) for x, y in rows]
+    placed = [((x, x * 2), y) for x, y in rows]
+    first, second = trainer(Two(), named), trainer(Two(), placed)
+    base = first.initial_model()
+    np.testing.assert_array_equal(change(first, base, work()), change(second, base, work()))
+
+
+def test_a_stream_is_counted_as_it_passes() -> None:
+    class Stream(IterableDataset):
+        def __iter__(self):
+            return iter(zip(INPUTS[:25], LABELS[:25], strict=True))
+
+    made = trainer(data=Stream())
+    assert made.train(made.initial_model(), work(local_epochs=3)).num_examples == 25
+    loader = trainer(data=DataLoader(Stream(), batch_size=5))
+    assert loader.train(loader.initial_model(), work(batch_size=25)).num_examples == 25
+
+
+def test_a_loader_keeps_its_order_at_another_batch_size() -> None:
+    seen: list[int] = []
+
+    def collate(rows):
+        seen.append(len(rows))
+        return torch.stack([x for x, _ in rows]), torch.stack([y for _, y in rows])
+
+    made = trainer(data=DataLoader(DATA, batch_size=30, collate_fn=collate))
+    base = made.initial_model()
+    assert (change(made, base, work(1)) == change(made, base, work(2))).all(), "not shuffled"
+    assert set(seen) == {30}
+    seen.clear()
+    made.train(base, work(batch_size=20))
+    assert seen == [20, 20, 20]
+
+
+@pytest.mark.parametrize(
+    ("other", "message"),
+    [
+        (nn.Sequential(nn.Linear(5, 9), nn.ReLU(), nn.Linear(9, 3)), r"float32\[9, 5\], the mod"),
+        (nn.Linear(5, 8), "has a tensor 'weight' that the module lacks"),
+        (nn.Sequential(nn.Linear(5, 8)), r"it lacks '2\.weight'"),
+        (network().bfloat16(), r"bfloat16\[8, 5\], the module's float32"),
+    ],
+)
+def test_another_model_is_refused(other: nn.Module, message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        trainer().train(trainer(other).initial_model(), work())
+
+
+def test_what_cannot_work_is_refused() -> None:
+    with pytest.raises(ConfigurationError, match=r"float64.*model\.float"):
+        trainer(network().double())
+    with pytest.raises(ConfigurationError, match="at least 1"):
+        trainer(batch_size=0)
+    empty = trainer(data=DataLoader(TensorDataset(INPUTS[:0], LABELS[:0])))
+    with pytest.raises(ConfigurationError, match="dataset is empty"):
+        empty.train(empty.initial_model(), work())
+    odd = trainer(data=[INPUTS[i] for i in range(10)])
+    with pytest.raises(ConfigurationError, match=r"\(inputs, targets\) is due"):
+        odd.train(odd.initial_model(), work())
+    own_batches = DataLoader(DATA, batch_size=None)
+    with pytest.raises(ConfigurationError, match="makes its own"):
+        trainer(data=own_batches).train(trainer().initial_model(), work(batch_size=3))
+
+
+def test_auto_takes_what_there_is() -> None:
+    assert trainer(device="auto").device.type in ("cpu", "cuda")
+
+
+def test_torch_devices_learn_together(tmp_path: Path) -> None:
+    base = trainer(network(3, nn.BatchNorm1d(8))).initial_model()
+    compressor = ErrorFeedback(Quantize(bits=4))
+    server = FakeServer(
+        base,
+        lambda r, a: [compressor],
+        rounds=5,
+        auto=2,
+        training=TrainingTerms(local_epochs=4, learning_rate=0.3),
+    )
+    clients = []
+    for index in range(2):
+        share = TensorDataset(INPUTS[index::2], LABELS[index::2])
+        made = trainer(network(index, nn.BatchNorm1d(8)), share, evaluation_data=share)
+        clients.append(make_client(server, made, tmp_path / str(index), seed=index))
+    ended: set[int] = set()
+    while len(ended) < 2:
+        for index, client in enumerate(clients):
+            if index not in ended and client.step() is None:
+                ended.add(index)
+    for client in clients:
+        client.close()
+    accuracies = [report.metrics["accuracy"] for _, report in server.evaluations]
+    assert np.mean(accuracies[:2]) < 0.7 < 0.85 < np.mean(accuracies[-2:])
