@@ -6,6 +6,8 @@ FedpressError
 │   └── MissingExtra            an optional dependency is not installed
 ├── MalformedRequest            a request that is not what the API describes
 │   ├── LengthRequired          an upload that does not say how long it is
+│   ├── RequestTimeout          a request that stopped half-way
+│   ├── HeaderTooLarge          more header than the server reads
 │   ├── BodyTooLarge            an upload longer than the plan allows
 │   ├── DigestMismatch          a body other than the one its digest was taken of
 │   └── WireVersionMismatch     the two ends speak no wire version in common
@@ -111,6 +113,15 @@ class MalformedRequest(FedpressError):
 class LengthRequired(MalformedRequest):
     slug, status, title = "length-required", 411, "The request does not state its length"
     default_hint = "send a Content-Length header"
+
+
+class RequestTimeout(MalformedRequest):
+    slug, status, title = "request-timeout", 408, "The request stopped half-way"
+    default_hint = "send it again"
+
+
+class HeaderTooLarge(MalformedRequest):
+    slug, status, title = "header-too-large", 431, "The request's header is too large"
 
 
 class BodyTooLarge(MalformedRequest):

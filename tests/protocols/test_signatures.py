@@ -123,6 +123,16 @@ def test_the_golden_vectors_are_what_their_script_writes() -> None:
     assert (VECTORS / "signatures.json").read_text() == script["text"]()
 
 
+def test_the_examples_of_the_specification_are_golden() -> None:
+    text = (VECTORS.parent / "SPEC-signatures.md").read_text()
+    request, document = GOLDEN["requests"][0], GOLDEN["documents"][0]
+    assert f"\n{request['signature_base']}\n" in text
+    for name, value in request["headers"].items():
+        assert f"\n{name.title()}: {value}\n" in text
+    for value in (document["document"], document["signed"]):
+        assert f"\n{canonical_json(value).decode()}\n" in text
+
+
 @pytest.mark.parametrize("vector", GOLDEN["requests"], ids=lambda vector: vector["name"])
 def test_golden_requests_verify_without_this_code(vector: dict[str, Any]) -> None:
     """The specification's steps, from the headers alone, with `cryptography` and the standard

@@ -1,0 +1,172 @@
+"""The application: every part made once, in order, and put away in the other."""
+
+from __future__ import annotations
+
+import asyncio
+import fcntl
+import os
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from fastapi import FastAPI
+from fastapi.openapi.utils import get_openapi
+
+from fedpress_protocols.errors import ConfigurationError, NotFound
+from fedpress_protocols.signatures import DeviceKey
+from fedpress_server.auth import Gatekeeper
+from fedpress_server.coordinator import Coordinator
+from fedpress_server.database import Database
+from fedpress_server.devices import BytesInFlight, device_routes, enrolment, shared_routes
+from fedpress_server.health import health_routes
+from fedpress_server.intake import Intake
+from fedpress_server.metrics import Metrics
+from fedpress_server.operators import operator_routes
+from fedpress_server.payloads import Payloads
+from fedpress_server.problems import Problem, RequestGuard, install
+from fedpress_server.settings import Settings
+
+_KEY_FILE = "server-key.pem"
+_DESCRIPTION = """\
+Coordinates federated training with compressed uploads. Every device request is signed by the
+device's Ed25519 key: a fixed profile of RFC 9421, which `protocols/SPEC-signatures.md` describes.
+Errors are RFC 9457 problems whose `type` never changes its meaning.
+"""
+
+
+def create_app(settings: Settings, *, clock: Callable[[], float] = time.time) -> FastAPI:
+    """The server as an ASGI application; its lifespan opens the data folder, and holds it.
+
+    `clock` tells Unix seconds; deadlines, signatures and receipts go by it alone.
+    """
+    metrics = Metrics()
+
+    @asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        with _held(settings.data_dir):
+            payloads = Payloads(settings.data_dir)
+            key = _server_key(payloads)
+            database = await asyncio.to_thread(Database, settings.resolved_database_url)
+            try:
+                token = settings.admin_token
+                gatekeeper = Gatekeeper(
+                    database,
+                    clock,
+                    admin_token=token.get_secret_value() if token else None,
+                    clock_skew=settings.clock_skew,
+                )
+                coordinator = Coordinator(settings, database, payloads, key, metrics, clock)
+                app.state.database = database
+                app.state.payloads = payloads
+                app.state.server_key = key
+                app.state.gatekeeper = gatekeeper
+                app.state.coordinator = coordinator
+                app.state.intake = intake = Intake(
+                    coordinator, database, payloads, metrics, settings.worker_threads
+                )
+                await gatekeeper.start()
+                await coordinator.start()
+                try:
+                    yield
+                finally:
+                    await coordinator.stop()
+                    await asyncio.to_thread(intake.stop)
+            finally:
+                await asyncio.to_thread(database.close)
+
+    app = FastAPI(
+        title="fedpress",
+        version=_version(),
+        description=_DESCRIPTION,
+        lifespan=lifespan,
+        separate_input_output_schemas=False,
+    )
+    app.state.settings = settings
+    app.state.clock = clock
+    app.state.metrics = metrics
+    app.state.ready_until = 0.0
+    app.state.bytes_in_flight = BytesInFlight(settings.max_bytes_in_flight, metrics.bytes_in_flight)
+    install(app, metrics)
+    app.add_middleware(RequestGuard, metrics=metrics)
+    for router in (enrolment, device_routes, shared_routes, operator_routes, health_routes):
+        app.include_router(router)
+    _describe(app)
+    return app
+
+
+def _describe(app: FastAPI) -> None:
+    """Add to OpenAPI what the routes cannot say: the problem's schema, the signature scheme."""
+
+    def openapi() -> dict[str, Any]:
+        if app.openapi_schema is None:
+            schema = get_openapi(
+                title=app.title,
+                version=app.version,
+                description=app.description,
+                routes=app.routes,
+                separate_input_output_schemas=False,
+            )
+            parts = schema.setdefault("components", {})
+            parts.setdefault("schemas", {})["Problem"] = Problem.model_json_schema()
+            parts.setdefault("securitySchemes", {})["signature"] = {
+                "type": "apiKey",
+                "in": "header",
+                "name": "Signature",
+                "description": "RFC 9421, with Signature-Input, Content-Digest and Content-Length.",
+            }
+            for path, operations in schema["paths"].items():
+                for operation in operations.values():
+                    _correct(operation, path)
+            app.openapi_schema = schema
+        return app.openapi_schema
+
+    app.openapi = openapi  # type: ignore[method-assign]
+
+
+def _correct(operation: dict[str, Any], path: str) -> None:
+    answers = operation["responses"]
+    if list(answers.get("422", {}).get("content", {})) == ["application/json"]:
+        del answers["422"]  # FastAPI's own validation error, which is a 400 here
+    if path == "/v1/enrol":
+        operation["security"] = [{"HTTPBearer": [], "signature": []}]
+    elif "devices" in operation["tags"]:
+        operation["security"] = [{"signature": []}]
+    elif "tasks" in operation["tags"]:
+        operation["security"] = [{"signature": []}, {"HTTPBearer": []}]
+
+
+@contextmanager
+def _held(folder: Path) -> Iterator[None]:
+    """The data folder, for this process alone; raises ConfigurationError."""
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    descriptor = os.open(folder / "lock", os.O_RDWR | os.O_CREAT, 0o600)
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as exc:
+            raise ConfigurationError(
+                f"another server holds {folder}", hint="stop it, or choose another data_dir"
+            ) from exc
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _server_key(payloads: Payloads) -> DeviceKey:
+    """The key that signs receipts; made at the first start, readable by its owner alone."""
+    try:
+        return DeviceKey.from_pem(payloads.get(_KEY_FILE))
+    except NotFound:
+        key = DeviceKey.generate()
+        payloads.put(_KEY_FILE, key.to_pem())
+        return key
+
+
+def _version() -> str:
+    try:
+        return version("fedpress")
+    except PackageNotFoundError:
+        return "0"

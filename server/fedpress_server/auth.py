@@ -1,0 +1,221 @@
+"""Who is asking: enrolment, signed requests, the operator's token.
+
+Devices are kept in memory, as one process serves them all; what changes is on the disk first.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import secrets
+from collections.abc import Callable
+from dataclasses import replace
+
+from sqlalchemy.engine import Connection
+from starlette.requests import Request
+
+from fedpress_protocols.errors import (
+    AlreadyExists,
+    InvalidSignature,
+    InvalidToken,
+    MalformedRequest,
+    NotFound,
+    UnknownDevice,
+)
+from fedpress_protocols.messages import EnrolRequest
+from fedpress_protocols.signatures import (
+    Content,
+    ParsedSignature,
+    ReplayGuard,
+    Target,
+    from_base64url,
+    key_id_of,
+    parse_signature,
+    signed_headers,
+    verify_request,
+)
+from fedpress_server import records
+from fedpress_server.database import Database
+from fedpress_server.records import Device, EnrolmentToken
+
+_DEFAULT_PORTS = {"http": ":80", "https": ":443"}
+
+
+class Gatekeeper:
+    """Tells devices from strangers, by headers alone; `start()` reads who is enrolled."""
+
+    def __init__(
+        self,
+        database: Database,
+        clock: Callable[[], float],
+        *,
+        admin_token: str | None,
+        clock_skew: float,
+    ) -> None:
+        self._database = database
+        self._clock = clock
+        self._admin = _hash(admin_token) if admin_token else None
+        self._clock_skew = clock_skew
+        self._devices: dict[str, Device] = {}
+        self._guard = ReplayGuard(opened=clock())
+
+    async def start(self) -> None:
+        for device in await self._database.read(records.devices):
+            self._devices[device.key_id] = device
+
+    # Requests
+
+    def check_device(self, request: Request) -> tuple[Device, Content]:
+        """The device that signed the request, and the body that it must turn out to have.
+
+        Raises one of the Unauthorized family, LengthRequired or MalformedRequest.
+        """
+        headers = signed_headers(request.scope["headers"])
+        parsed = parse_signature(headers)
+        device = self._devices.get(parsed.key_id)
+        if device is None or device.revoked_at is not None:
+            what = "was never enrolled" if device is None else "was revoked"
+            raise UnknownDevice(f"device key {parsed.key_id} {what}")
+        return device, self._verify(request, parsed, headers, device.public_key)
+
+    def check_key(self, request: Request, public_key: bytes) -> Content:
+        """That the request is signed by `public_key`, which is nobody's yet."""
+        headers = signed_headers(request.scope["headers"])
+        parsed = parse_signature(headers)
+        if parsed.key_id != key_id_of(public_key):
+            raise InvalidSignature(f"signed by key {parsed.key_id}, not by the one to be enrolled")
+        return self._verify(request, parsed, headers, public_key)
+
+    def _verify(
+        self,
+        request: Request,
+        parsed: ParsedSignature,
+        headers: dict[str, str],
+        public_key: bytes,
+    ) -> Content:
+        now = self._clock()
+        content = verify_request(
+            parsed,
+            public_key,
+            target_of(request, headers),
+            headers,
+            now=now,
+            max_skew=self._clock_skew,
+        )
+        self._guard.check(parsed, now)
+        return content
+
+    def check_admin(self, request: Request) -> None:
+        """Raises InvalidToken; where no admin token is set, always."""
+        token = bearer_token(request)
+        if self._admin is None:
+            raise InvalidToken(
+                "this server has no admin token",
+                hint="set FEDPRESS_ADMIN_TOKEN or FEDPRESS_ADMIN_TOKEN_FILE and restart it",
+            )
+        if not hmac.compare_digest(_hash(token).encode(), self._admin.encode()):
+            raise InvalidToken("the admin token is wrong", hint="use the server's own")
+
+    # Enrolment
+
+    async def make_token(self, *, uses: int, expires_in: float, note: str) -> tuple[str, float]:
+        """A new enrolment token, of which only the hash is kept, and when it expires."""
+        token, now = "fpe_" + secrets.token_urlsafe(24), self._clock()
+        record = EnrolmentToken(
+            token_id=secrets.token_urlsafe(12),
+            token_hash=_hash(token),
+            uses=uses,
+            used=0,
+            created_at=now,
+            expires_at=now + expires_in,
+            note=note,
+        )
+        await self._database.write(lambda c: records.add_token(c, record))
+        return token, record.expires_at
+
+    async def enrol(self, request: Request, body: EnrolRequest) -> tuple[Device, bool]:
+        """The device, and whether it is new.
+
+        The same key with the same token is the same device, and uses the token up no further.
+        Raises InvalidToken, or AlreadyExists for a key enrolled with another token.
+        """
+        token_hash = _hash(bearer_token(request))
+        public_key = from_base64url(body.public_key, 32)
+        content = self.check_key(request, public_key)
+        content.check(Content.of(await request.body()))
+        now = self._clock()
+
+        def write(connection: Connection) -> tuple[Device, bool]:
+            token = records.token_by_hash(connection, token_hash)
+            if token is None:
+                raise InvalidToken("the enrolment token is unknown")
+            known = records.device_by_key(connection, key_id_of(public_key))
+            if known is not None and known.revoked_at is not None:
+                raise UnknownDevice(
+                    "this device key was revoked", hint="make a new key and ask for a new token"
+                )
+            if known is not None and known.token_id == token.token_id:
+                return known, False
+            if now >= token.expires_at:
+                raise InvalidToken("the enrolment token has expired")
+            if token.used >= token.uses:
+                raise InvalidToken("the enrolment token is used up")
+            if known is not None:
+                raise AlreadyExists("this device key was enrolled with another token")
+            device = Device(
+                client_id=secrets.token_urlsafe(12),
+                key_id=key_id_of(public_key),
+                public_key=public_key,
+                name=body.name,
+                token_id=token.token_id,
+                enrolled_at=now,
+                revoked_at=None,
+            )
+            records.add_device(connection, device)
+            return device, True
+
+        device, is_new = await self._database.write(write)
+        self._devices.setdefault(device.key_id, device)
+        return device, is_new
+
+    def devices(self) -> list[Device]:
+        return sorted(self._devices.values(), key=lambda device: device.enrolled_at)
+
+    async def revoke(self, client_id: str) -> Device:
+        """From now on the device is a stranger; what it has had acknowledged, stays."""
+        for device in self._devices.values():
+            if device.client_id == client_id:
+                break
+        else:
+            raise NotFound(f"no client {client_id[:64]!r}")
+        if device.revoked_at is None:
+            device = replace(device, revoked_at=self._clock())
+            at = device.revoked_at
+            await self._database.write(lambda c: records.revoke_device(c, client_id, at or 0.0))
+            self._devices[device.key_id] = device
+        return device
+
+
+def bearer_token(request: Request) -> str:
+    """Raises InvalidToken if there is none."""
+    scheme, _, token = request.headers.get("authorization", "").partition(" ")
+    if scheme.lower() != "bearer" or not token.strip():
+        raise InvalidToken("the request carries no bearer token", hint="send Authorization: Bearer")
+    return token.strip()
+
+
+def target_of(request: Request, headers: dict[str, str]) -> Target:
+    """The request line and the Host as they came, which is what was signed."""
+    scope = request.scope
+    host = headers.get("host")
+    if host is None:
+        raise MalformedRequest("the request has no Host header")
+    authority = host.lower().removesuffix(_DEFAULT_PORTS.get(scope["scheme"], ""))
+    raw_path: bytes = scope.get("raw_path") or scope["path"].encode()
+    query: bytes = scope.get("query_string", b"")
+    path = raw_path.partition(b"?")[0]
+    return Target(scope["method"], authority, path.decode("latin-1"), query.decode("latin-1"))
+
+
+def _hash(token: str) -> str:
+    return hashlib.sha256(token.encode("utf-8", "surrogateescape")).hexdigest()

@@ -1,0 +1,408 @@
+"""The API of the devices: enrol, check in, fetch a model, upload, learn what became of it."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, cast
+
+import anyio
+from fastapi import APIRouter, Body, Depends, HTTPException, Request, Response
+from fastapi.responses import StreamingResponse
+from fastapi.security import HTTPBearer
+from prometheus_client import Gauge
+
+from fedpress_protocols.errors import BodyTooLarge, Unavailable
+from fedpress_protocols.messages import (
+    CheckInRequest,
+    CheckInResponse,
+    EnrolRequest,
+    EnrolResponse,
+    EvaluationReport,
+    Identifier,
+    RoundStatus,
+    SignedReceipt,
+    TaskSummary,
+    UploadAck,
+)
+from fedpress_protocols.plan import Digest, Name
+from fedpress_protocols.signatures import DeviceKey, to_base64url
+from fedpress_server import examples
+from fedpress_server.auth import Gatekeeper
+from fedpress_server.coordinator import Coordinator
+from fedpress_server.examples import answered, asked
+from fedpress_server.folding import model_name
+from fedpress_server.intake import Intake
+from fedpress_server.payloads import Payloads
+from fedpress_server.problems import responses
+from fedpress_server.routing import (
+    AnyoneKnownRoute,
+    BoundedRoute,
+    DeviceRoute,
+    content_of,
+    device_of,
+    read_body,
+)
+from fedpress_server.settings import Settings
+
+_CHUNK = 2**18
+_SPAN = re.compile(r"bytes=(\d*)-(\d*)")
+BEARER = HTTPBearer(auto_error=False, description="The enrolment token, or the admin token.")
+
+enrolment = APIRouter(prefix="/v1", route_class=BoundedRoute, tags=["devices"])
+device_routes = APIRouter(
+    prefix="/v1",
+    route_class=DeviceRoute,
+    tags=["devices"],
+    responses=responses(401),
+)
+shared_routes = APIRouter(
+    prefix="/v1",
+    route_class=AnyoneKnownRoute,
+    tags=["tasks"],
+    responses=responses(401),
+)
+
+
+class BytesInFlight:
+    """How many upload bytes are in memory, and no more than `limit`; a single one always fits."""
+
+    def __init__(self, limit: int, gauge: Gauge) -> None:
+        self._limit = limit
+        self._gauge = gauge
+        self._held = 0
+
+    @contextmanager
+    def hold(self, num_bytes: int) -> Iterator[None]:
+        """Raises Unavailable (with `retry_after`) rather than hold too many."""
+        if self._held and self._held + num_bytes > self._limit:
+            raise Unavailable("too many uploads at a time", retry_after=2)
+        self._held += num_bytes
+        self._gauge.set(self._held)
+        try:
+            yield
+        finally:
+            self._held -= num_bytes
+            self._gauge.set(self._held)
+
+
+async def _coordinator(request: Request) -> Coordinator:
+    return cast(Coordinator, request.app.state.coordinator)
+
+
+async def _intake(request: Request) -> Intake:
+    return cast(Intake, request.app.state.intake)
+
+
+Rounds = Annotated[Coordinator, Depends(_coordinator)]
+Uploads = Annotated[Intake, Depends(_intake)]
+
+
+@enrolment.post(
+    "/enrol",
+    status_code=201,
+    dependencies=[Depends(BEARER)],
+    responses=responses(
+        400,
+        401,
+        409,
+        besides={
+            201: answered(examples.ENROLLED),
+            200: {"model": EnrolResponse, "description": "This key was enrolled before"},
+        },
+    ),
+)
+async def enrol(
+    request: Request,
+    response: Response,
+    body: Annotated[EnrolRequest, Body(openapi_examples=asked(examples.ENROL))],
+) -> EnrolResponse:
+    """Register a device key with an enrolment token.
+
+    The request is signed by the very key, which proves that the device has it. The same key with
+    the same token gets the same answer again and uses the token up no further.
+    """
+    gatekeeper = cast(Gatekeeper, request.app.state.gatekeeper)
+    key = cast(DeviceKey, request.app.state.server_key)
+    device, is_new = await gatekeeper.enrol(request, body)
+    if not is_new:
+        response.status_code = 200
+    return EnrolResponse(
+        client_id=device.client_id,
+        server_key=to_base64url(key.public),
+        server_time=request.app.state.clock(),
+    )
+
+
+@device_routes.post(
+    "/tasks/{task}/check-in",
+    response_model=CheckInResponse,
+    responses=responses(
+        400,
+        404,
+        besides={
+            200: answered(examples.CHECKED_IN),
+            204: {"description": "Nothing to do: come back after Retry-After seconds"},
+        },
+    ),
+)
+async def check_in(
+    request: Request,
+    task: Name,
+    body: Annotated[CheckInRequest, Body(openapi_examples=asked(examples.CHECK_IN))],
+    rounds: Rounds,
+) -> CheckInResponse | Response:
+    """Ask for work and for the fate of what is pending; waits up to `wait` seconds for news.
+
+    A device has one assignment for each attempt at a round, and gets an open one again however
+    often it asks. A pending id without a receipt in the answer is open, or not this device's:
+    its receipt (202 or 404) tells which.
+    """
+    answer = await rounds.check_in(device_of(request).client_id, task, body)
+    if answer is None:
+        settings = cast(Settings, request.app.state.settings)
+        return Response(status_code=204, headers=_retry_after(settings.poll_seconds))
+    return answer
+
+
+@shared_routes.get(
+    "/models/{digest}",
+    response_class=StreamingResponse,
+    responses=responses(
+        404,
+        besides={
+            200: {
+                "description": "The safetensors file",
+                "content": {"application/octet-stream": {}},
+            },
+            206: {"description": "The range asked for"},
+            304: {"description": "The copy that the device has is this model"},
+            416: {"description": "The range lies outside the file"},
+        },
+    ),
+)
+async def get_model(request: Request, digest: Digest, rounds: Rounds) -> Response:
+    """A model by the SHA-256 of its file; it never changes. One range is honoured."""
+    record = await rounds.model(digest)
+    etag, size = f'"{digest}"', record.num_bytes
+    headers = {
+        "ETag": etag,
+        "Cache-Control": "private, max-age=31536000, immutable",
+        "Accept-Ranges": "bytes",
+    }
+    held = request.headers.get("if-none-match", "")
+    if held.strip() == "*" or etag in [tag.strip().removeprefix("W/") for tag in held.split(",")]:
+        return Response(status_code=304, headers=headers)
+    span = None
+    if request.headers.get("if-range", etag) == etag:
+        span = _span(request.headers.get("range", ""), size)
+    start, stop = span or (0, size)
+    headers["Content-Length"] = str(stop - start)
+    if span is not None:
+        headers["Content-Range"] = f"bytes {start}-{stop - 1}/{size}"
+
+    def count(num_bytes: int) -> Awaitable[None]:
+        device = getattr(request.state, "device", None)
+        return rounds.count_download(device.client_id if device else "", digest, num_bytes)
+
+    payloads = cast(Payloads, request.app.state.payloads)
+    return StreamingResponse(
+        _chunks(payloads.path(model_name(digest)), start, stop, count),
+        status_code=206 if span else 200,
+        headers=headers,
+        media_type="application/octet-stream",
+    )
+
+
+def _span(header: str, size: int) -> tuple[int, int] | None:
+    """The one range of `header`, [start, stop); None to send it all. 416 if it is outside."""
+    match = _SPAN.fullmatch(header.replace(" ", ""))
+    if match is None or not (match[1] or match[2]):
+        return None
+    if match[1]:
+        start = int(match[1])
+        stop = min(size, int(match[2]) + 1) if match[2] else size
+        if match[2] and int(match[2]) < start:
+            return None
+    else:
+        start, stop = max(0, size - int(match[2])), size
+    if start >= stop:
+        raise HTTPException(
+            416,
+            f"range {header[:64]!r} of a file of {size} bytes",
+            headers={"Content-Range": f"bytes */{size}"},
+        )
+    return start, stop
+
+
+async def _chunks(
+    path: Path, start: int, stop: int, count: Callable[[int], Awaitable[None]]
+) -> AsyncIterator[bytes]:
+    """The bytes [start, stop) of a file; tells `count` how many went out, before the last does."""
+    sent, is_counted = 0, False
+    try:
+        async with await anyio.open_file(path, "rb") as file:
+            await file.seek(start)
+            while start + sent < stop:
+                chunk = await file.read(min(_CHUNK, stop - start - sent))
+                sent += len(chunk)
+                if start + sent == stop:
+                    is_counted = True
+                    await count(sent)
+                yield chunk
+    finally:
+        if not is_counted:
+            count(sent)
+
+
+@device_routes.put(
+    "/assignments/{assignment}/update",
+    status_code=201,
+    responses=responses(
+        400,
+        403,
+        404,
+        409,
+        411,
+        413,
+        422,
+        503,
+        507,
+        besides={
+            201: answered(examples.ACK),
+            200: {"model": UploadAck, "description": "These bytes were staged before"},
+        },
+    ),
+    openapi_extra={
+        "requestBody": {
+            "required": True,
+            "content": {
+                "application/octet-stream": {"schema": {"type": "string", "format": "binary"}}
+            },
+        },
+    },
+)
+async def put_update(
+    request: Request, response: Response, assignment: Identifier, uploads: Uploads
+) -> UploadAck:
+    """Upload an assignment's update. 201 says that it lies on the disk, checked.
+
+    The same bytes get the same answer, also long after the round; other bytes get 409. Before the
+    body is read, who sends it, its length and its place are checked.
+    """
+    content = content_of(request)
+    slot = await uploads.slot(device_of(request).client_id, assignment)
+    if content.length > slot.max_body_bytes:
+        raise BodyTooLarge(
+            f"a body of {content.length} bytes where the plan allows {slot.max_body_bytes}",
+            limit=slot.max_body_bytes,
+        )
+    digest = content.sha256.hex()
+    if request.headers.get("expect", "").lower() == "100-continue":
+        refusal = await uploads.refusal(slot, digest)
+        if refusal is not None:
+            raise refusal  # the body has not left the device yet, and need not
+    in_flight = cast(BytesInFlight, request.app.state.bytes_in_flight)
+    with in_flight.hold(content.length):
+        body = await read_body(request, content.length, content)
+        wire_bytes = _head_bytes(request) + len(body)
+        ack, is_new = await uploads.stage(slot, body, digest, wire_bytes)
+    if not is_new:
+        response.status_code = 200
+    return ack
+
+
+def _head_bytes(request: Request) -> int:
+    """The request line and the headers as HTTP/1.1 writes them, with the empty line after."""
+    scope = request.scope
+    target = len(scope.get("raw_path") or scope["path"].encode())
+    target += len(scope["query_string"]) + 1 if scope["query_string"] else 0
+    line = len(scope["method"]) + len(" ") + target + len(" HTTP/1.1\r\n")
+    return line + sum(len(name) + len(value) + 4 for name, value in scope["headers"]) + 2
+
+
+@device_routes.delete(
+    "/assignments/{assignment}",
+    responses=responses(403, 404, 409, besides={200: answered(examples.RECEIPT)}),
+)
+async def decline(request: Request, assignment: Identifier, rounds: Rounds) -> SignedReceipt:
+    """Give an assignment back, so that another device may have its place."""
+    return await rounds.decline(device_of(request).client_id, assignment)
+
+
+@device_routes.get(
+    "/assignments/{assignment}/receipt",
+    response_model=SignedReceipt,
+    responses=responses(
+        403,
+        404,
+        besides={
+            200: answered(examples.RECEIPT),
+            202: {"description": "The round is not over: come back after Retry-After seconds"},
+        },
+    ),
+)
+async def get_receipt(
+    request: Request, assignment: Identifier, rounds: Rounds
+) -> SignedReceipt | Response:
+    """What became of an assignment, signed; it never changes."""
+    receipt = await rounds.receipt(device_of(request).client_id, assignment)
+    if receipt is None:
+        settings = cast(Settings, request.app.state.settings)
+        return Response(status_code=202, headers=_retry_after(settings.poll_seconds))
+    return receipt
+
+
+@device_routes.post(
+    "/tasks/{task}/evaluations",
+    status_code=204,
+    response_class=Response,
+    responses=responses(400, 404),
+)
+async def evaluate(
+    request: Request,
+    task: Name,
+    body: Annotated[EvaluationReport, Body(openapi_examples=asked(examples.EVALUATION))],
+    rounds: Rounds,
+) -> None:
+    """Report how a model does on the device's own data; of several reports the last one counts."""
+    await rounds.evaluate(device_of(request).client_id, task, body)
+
+
+@shared_routes.get("/tasks", responses=responses(besides={200: answered([examples.TASK])}))
+async def list_tasks(rounds: Rounds) -> list[TaskSummary]:
+    """Every task of this server."""
+    return rounds.tasks()
+
+
+@shared_routes.get(
+    "/tasks/{task}", responses=responses(404, besides={200: answered(examples.TASK)})
+)
+async def get_task(task: Name, rounds: Rounds) -> TaskSummary:
+    """One task."""
+    return rounds.task(task)
+
+
+@shared_routes.get(
+    "/tasks/{task}/rounds",
+    responses=responses(404, besides={200: answered([examples.ROUND])}),
+)
+async def list_rounds(task: Name, rounds: Rounds) -> list[RoundStatus]:
+    """Every attempt at every round so far, oldest first."""
+    return await rounds.history(task)
+
+
+@shared_routes.get(
+    "/tasks/{task}/rounds/{number}",
+    responses=responses(404, besides={200: answered(examples.ROUND)}),
+)
+async def get_round(task: Name, number: int, rounds: Rounds) -> RoundStatus:
+    """The latest attempt at a round."""
+    return await rounds.round_status(task, number)
+
+
+def _retry_after(seconds: float) -> dict[str, str]:
+    return {"Retry-After": str(math.ceil(seconds))}

@@ -1,0 +1,474 @@
+"""The time and room that one connection may take; plain uvicorn sets no bound to either.
+
+uvicorn keeps a connection that says nothing, sends half a header, stops in the middle of a body or
+does not read its answer for as long as the other end likes; its only timeout is for idle keep-alive
+connections. This is its protocol class with those bounds, to be passed as `http=`:
+
+    uvicorn.Config(app, http=bounded_protocol(ConnectionLimits()))
+
+A refusal is RFC 9457's problem+json (408, 431 or 400) where the client can tell what it answers,
+and a closed connection elsewhere; answers to earlier requests go out first. An application in the
+middle of reading a refused body gets `http.disconnect`. The client's time stands still while the
+application does not read. No connection becomes a WebSocket.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+import struct
+from collections.abc import Callable
+from dataclasses import dataclass
+from fcntl import ioctl
+from http import HTTPStatus
+from termios import TIOCOUTQ
+from typing import Any, Literal, NamedTuple
+
+from uvicorn.config import Config
+from uvicorn.protocols.http.flow_control import FlowControl
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.server import ServerState
+
+from fedpress_protocols.errors import PROBLEM_PREFIX, ConfigurationError, MalformedRequest
+
+Refusal = Literal[
+    "silent", "header-timeout", "header-size", "body-timeout", "pipelining", "malformed", "unread"
+]
+"""Why a connection was closed: a label for a metric."""
+
+_LINGER = 1.0
+"""Seconds between a refusal and the end, so that what the client still sends does not make the
+kernel answer with a reset that overtakes the refusal."""
+
+
+class _Problem(NamedTuple):
+    status: HTTPStatus
+    slug: str
+    title: str
+
+
+_TIMEOUT = _Problem(
+    HTTPStatus.REQUEST_TIMEOUT, "request-timeout", "The request took too long to arrive"
+)
+_TOO_LARGE = _Problem(
+    HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE, "header-too-large", "The header is too large"
+)
+_MALFORMED = _Problem(HTTPStatus.BAD_REQUEST, MalformedRequest.slug, MalformedRequest.title)
+
+
+@dataclass(frozen=True, slots=True)
+class ConnectionLimits:
+    """Times in seconds. The first two are within the ten that the server promises."""
+
+    header_timeout: float = 9.0
+    """From a connection's beginning, or a request's first byte on one kept alive, to the end of the
+    header. Also for the rest of a body after its answer."""
+    body_timeout: float = 9.0
+    """Without a byte of the body."""
+    write_timeout: float = 30.0
+    """Without a byte of the answer taken."""
+    min_rate: float = 256.0
+    """Bytes per second. A body or an answer below it uses up its timeout, silent or not; one at or
+    above it may take any time. 0 asks for no rate."""
+    max_header_bytes: int = 16 * 1024
+    max_headers: int = 64
+    max_pipelined: int = 16
+    """Requests that may wait for the answer of the one before."""
+
+    def __post_init__(self) -> None:
+        if min(self.header_timeout, self.body_timeout, self.write_timeout) <= 0:
+            raise ConfigurationError("a connection's timeouts must be above 0")
+        if self.min_rate < 0:
+            raise ConfigurationError(f"a least rate of {self.min_rate} bytes per second below 0")
+        if min(self.max_header_bytes, self.max_headers, self.max_pipelined) < 1:
+            raise ConfigurationError("a connection's sizes must be at least 1")
+
+    def extended(self, deadline: float, now: float, timeout: float, num_bytes: int) -> float:
+        """The deadline after progress: a byte buys 1 / min_rate seconds, up to `timeout` ahead."""
+        if not self.min_rate:
+            return now + timeout
+        return min(now + timeout, max(now, deadline) + num_bytes / self.min_rate)
+
+
+def bounded_protocol(
+    limits: ConnectionLimits, observe: Callable[[Refusal], None] = lambda _reason: None
+) -> type[HttpToolsProtocol]:
+    """The class to give to uvicorn as `http=`; `observe` is told of every connection it closes.
+
+    The class is made here and so cannot be pickled: `uvicorn.run(workers=...)` cannot carry it.
+    """
+
+    class Bounded(_BoundedProtocol):
+        def __init__(
+            self,
+            config: Config,
+            server_state: ServerState,
+            app_state: dict[str, Any],
+            _loop: asyncio.AbstractEventLoop | None = None,
+        ) -> None:
+            super().__init__(limits, observe, config, server_state, app_state, _loop)
+
+    return Bounded
+
+
+class _Flow(FlowControl):
+    """uvicorn's flow control, which also tells when the application stops and starts to read."""
+
+    def __init__(
+        self,
+        transport: asyncio.Transport,
+        on_pause: Callable[[], None],
+        on_resume: Callable[[], None],
+    ) -> None:
+        super().__init__(transport)
+        self._on_pause = on_pause
+        self._on_resume = on_resume
+
+    def pause_reading(self) -> None:
+        super().pause_reading()
+        self._on_pause()
+
+    def resume_reading(self) -> None:
+        """Called whenever the application asks for more of the body, paused or not."""
+        super().resume_reading()
+        self._on_resume()
+
+
+class _BoundedProtocol(HttpToolsProtocol):
+    """Two deadlines per connection, both lazy: a timer that fires early looks again later.
+
+    The read deadline belongs to what is awaited: a header, the rest of a body, or (never) the
+    application. It stands still while reading is paused. The write deadline runs while bytes wait
+    that the client does not take.
+    """
+
+    def __init__(
+        self,
+        limits: ConnectionLimits,
+        observe: Callable[[Refusal], None],
+        config: Config,
+        server_state: ServerState,
+        app_state: dict[str, Any],
+        _loop: asyncio.AbstractEventLoop | None,
+    ) -> None:
+        super().__init__(config, server_state, app_state, _loop)
+        self._limits = limits
+        self._observe = observe
+        self._awaited: Literal["header", "body", "nothing"] = "nothing"
+        self._deaf = False  # whatever still comes is dropped unread
+        self._begun = False  # a byte of the awaited header has come
+        self._heads = 0
+        self._unfinished_bytes = 0
+        self._header_bytes = 0
+        self._num_headers = 0
+        self._read_deadline = math.inf
+        self._read_timer: asyncio.TimerHandle | None = None
+        self._read_timer_at = math.inf
+        self._overdue = False
+        self._held_since: float | None = None
+        self._write_deadline = math.inf
+        self._write_timer: asyncio.TimerHandle | None = None
+        self._unsent = 0
+        self._linger_timer: asyncio.TimerHandle | None = None
+
+    # The connection
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self.flow = _Flow(transport, self._hold, self._release)
+        self._await_header()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._stop_timers()
+        super().connection_lost(exc)
+
+    def _should_upgrade(self) -> bool:
+        """Never: a WebSocket would have no bounds. Such a request is served as plain HTTP."""
+        return False
+
+    def _unsupported_upgrade_warning(self) -> None:
+        """The parser takes what follows for another protocol, so this answer is the last."""
+        if not self._deaf:
+            self._deaf = True
+            self.cycle.keep_alive = False
+
+    def data_received(self, data: bytes) -> None:
+        if self._deaf:
+            return
+        awaited, heads = self._awaited, self._heads
+        super().data_received(data)
+        if self._deaf or self.transport.is_closing():
+            return
+        if self._awaited == "header" == awaited and heads == self._heads:
+            # The parser tells of a header's line when it is whole; till then it is counted here.
+            self._unfinished_bytes += len(data)
+            if self._unfinished_bytes > self._limits.max_header_bytes:
+                self._refuse_header()
+        elif self._awaited == "nothing" and self._all_answered():
+            # Bytes between requests have disarmed uvicorn's keep-alive timeout.
+            self._await_header()
+
+    # What the parser tells
+
+    def on_message_begin(self) -> None:
+        if self._deaf:
+            return
+        super().on_message_begin()
+        if self._awaited != "header":
+            self._await_header()
+        self._begun = True
+
+    def on_url(self, url: bytes) -> None:
+        self._header_bytes += len(url)
+        if not self._deaf and self._header_bytes <= self._limits.max_header_bytes:
+            super().on_url(url)
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        if self._deaf:
+            return
+        self._header_bytes += len(name) + len(value) + 4
+        self._num_headers += 1
+        if self._awaited == "header":
+            if not self._header_too_large():
+                super().on_header(name, value)
+        elif self._header_too_large():
+            self._refuse_header()
+        # else a trailer: uvicorn would add it to headers that the application has already judged
+
+    def on_headers_complete(self) -> None:
+        if self._deaf:
+            return
+        if self._header_too_large():
+            self._refuse_header()
+            return
+        if len(self.pipeline) >= self._limits.max_pipelined:
+            self._refuse("pipelining")
+            return
+        super().on_headers_complete()
+        self._heads += 1
+        self._awaited = "body"
+        self._set_read_deadline(self.loop.time() + self._limits.body_timeout)
+        if self.expect_100_continue:
+            self._hold()  # the client waits for the application to ask for the body
+
+    def on_body(self, body: bytes) -> None:
+        if self._deaf:
+            return
+        super().on_body(body)
+        if not self.cycle.response_complete:
+            self._read_deadline = self._limits.extended(
+                self._read_deadline, self.loop.time(), self._limits.body_timeout, len(body)
+            )
+
+    def on_message_complete(self) -> None:
+        if self._deaf:
+            return
+        super().on_message_complete()
+        self._await_nothing()
+
+    # What the application and the transport tell
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        if self._awaited == "body" and self.cycle.response_complete:
+            self._set_read_deadline(self.loop.time() + self._limits.header_timeout)
+        if self.transport.get_write_buffer_size():
+            self._watch_writing()
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._watch_writing()
+
+    # The read deadline
+
+    def _await_header(self) -> None:
+        self._awaited = "header"
+        self._begun = False
+        self._unfinished_bytes = self._header_bytes = self._num_headers = 0
+        self._set_read_deadline(self.loop.time() + self._limits.header_timeout)
+
+    def _await_nothing(self) -> None:
+        self._awaited = "nothing"
+        self._read_deadline = math.inf
+
+    def _set_read_deadline(self, deadline: float) -> None:
+        self._read_deadline = deadline
+        if self._held_since is not None:
+            self._held_since = self.loop.time()
+        elif deadline < self._read_timer_at:
+            self._arm_read_timer()
+
+    def _arm_read_timer(self) -> None:
+        if self._read_timer is not None:
+            self._read_timer.cancel()
+        self._overdue = False
+        self._read_timer_at = self._read_deadline
+        self._read_timer = self.loop.call_at(self._read_deadline, self._look_at_reading)
+
+    def _hold(self) -> None:
+        if self._held_since is None:
+            self._held_since = self.loop.time()
+
+    def _release(self) -> None:
+        if self._held_since is not None:
+            self._read_deadline += self.loop.time() - self._held_since
+            self._held_since = None
+            if self._read_deadline < self._read_timer_at:
+                self._arm_read_timer()
+
+    def _look_at_reading(self) -> None:
+        self._read_timer, self._read_timer_at = None, math.inf
+        if self._held_since is not None or self._deaf or self.transport.is_closing():
+            return
+        if self.loop.time() < self._read_deadline:
+            if self._read_deadline < math.inf:
+                self._arm_read_timer()
+        elif not self._overdue:
+            # The process itself may have slept: what came meanwhile is read before the verdict.
+            self._overdue = True
+            self._read_timer = self.loop.call_later(0, self._look_at_reading)
+        elif self._awaited == "body":
+            self._refuse(
+                "body-timeout",
+                _TIMEOUT,
+                f"the body came slower than {self._limits.min_rate:g} bytes per second, or not at "
+                f"all for {self._limits.body_timeout:g} s",
+            )
+        elif self._begun:
+            self._refuse(
+                "header-timeout",
+                _TIMEOUT,
+                f"the header was not complete after {self._limits.header_timeout:g} s",
+            )
+        else:
+            # A client that has asked nothing yet would take a 408 for the answer to what it asks
+            # this moment.
+            self._refuse("silent")
+
+    # The write deadline
+
+    def _watch_writing(self) -> None:
+        if self._write_timer is None:
+            self._unsent = self._count_unsent()
+            self._write_deadline = self.loop.time() + self._limits.write_timeout
+            self._arm_write_timer()
+
+    def _arm_write_timer(self) -> None:
+        soon = self.loop.time() + self._limits.write_timeout / 4
+        self._write_timer = self.loop.call_at(
+            min(soon, self._write_deadline), self._look_at_writing
+        )
+
+    def _look_at_writing(self) -> None:
+        self._write_timer = None
+        if not self.transport.get_write_buffer_size():
+            return
+        if not (self.flow.write_paused or self.transport.is_closing() or self._all_answered()):
+            return  # the application is writing, and there is room
+        now, unsent = self.loop.time(), self._count_unsent()
+        if unsent < self._unsent:
+            self._write_deadline = self._limits.extended(
+                self._write_deadline, now, self._limits.write_timeout, self._unsent - unsent
+            )
+        elif unsent > self._unsent:  # another answer was written meanwhile
+            self._write_deadline = now + self._limits.write_timeout
+        self._unsent = unsent
+        if now < self._write_deadline:
+            self._arm_write_timer()
+        else:
+            self._observe("unread")
+            self.transport.abort()
+
+    def _count_unsent(self) -> int:
+        """Bytes of answers that the client has not acknowledged, the kernel's included.
+
+        The kernel takes more from us only in large steps; its own count tells a client that reads
+        slowly from one that does not read.
+        """
+        unsent = self.transport.get_write_buffer_size()
+        try:
+            in_kernel = ioctl(
+                self.transport.get_extra_info("socket").fileno(), TIOCOUTQ, struct.pack("i", 0)
+            )
+        except (OSError, ValueError, AttributeError):  # not a socket that can tell
+            return unsent
+        return unsent + int(struct.unpack("i", in_kernel)[0])
+
+    # The end
+
+    def send_400_response(self, msg: str) -> None:
+        self._refuse("malformed", _MALFORMED, "this is not HTTP/1.1 as RFC 9112 has it")
+
+    def _refuse_header(self) -> None:
+        self._refuse(
+            "header-size",
+            _TOO_LARGE,
+            f"more than {self._limits.max_headers} header fields, or than "
+            f"{self._limits.max_header_bytes} bytes of them",
+        )
+
+    def _refuse(self, reason: Refusal, problem: _Problem | None = None, detail: str = "") -> None:
+        if self._deaf:
+            return  # what follows a refused header in the same packet may be refused once more
+        self._observe(reason)
+        self.logger.info("%s: connection refused: %s", self.client, reason)
+        self._deaf = True
+        self._unset_keepalive_if_required()
+        if self._awaited == "body":
+            answerable = not (self.pipeline or self.cycle.response_started)
+            self.cycle.disconnected = True
+            self.cycle.message_event.set()
+        elif self._all_answered():
+            answerable = True
+        else:
+            self.cycle.keep_alive = False  # uvicorn closes after the last answer
+            return
+        if problem is not None and answerable:
+            self._answer(problem, detail)
+        else:
+            self._close()
+
+    def _answer(self, problem: _Problem, detail: str) -> None:
+        body = json.dumps(
+            {
+                "type": PROBLEM_PREFIX + problem.slug,
+                "title": problem.title,
+                "status": problem.status.value,
+                "detail": detail,
+            }
+        ).encode()
+        headers = [
+            *self.server_state.default_headers,
+            (b"content-type", b"application/problem+json"),
+            (b"content-length", str(len(body)).encode()),
+            (b"connection", b"close"),
+        ]
+        lines = [f"HTTP/1.1 {problem.status.value} {problem.status.phrase}".encode()]
+        lines += [name + b": " + value for name, value in headers]
+        self.transport.write(b"\r\n".join([*lines, b"", body]))
+        if self.transport.can_write_eof():
+            self.transport.write_eof()
+        self.flow.resume_reading()
+        self._linger_timer = self.loop.call_later(_LINGER, self.transport.abort)
+
+    def _close(self) -> None:
+        self._deaf = True
+        self.transport.close()
+        if self.transport.get_write_buffer_size():
+            self._watch_writing()  # closing waits for these to be taken
+
+    def _all_answered(self) -> bool:
+        return not self.pipeline and (self.cycle is None or self.cycle.response_complete)
+
+    def _header_too_large(self) -> bool:
+        return (
+            self._header_bytes > self._limits.max_header_bytes
+            or self._num_headers > self._limits.max_headers
+        )
+
+    def _stop_timers(self) -> None:
+        for timer in (self._read_timer, self._write_timer, self._linger_timer):
+            if timer is not None:
+                timer.cancel()
+        self._read_timer = self._write_timer = self._linger_timer = None

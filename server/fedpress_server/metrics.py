@@ -1,0 +1,81 @@
+"""What Prometheus scrapes; every app has a registry of its own."""
+
+from __future__ import annotations
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+
+_SIZES = tuple(4.0**power * 64 for power in range(13))
+
+
+class Metrics:
+    """Counters and histograms by what they count; labels never name a device."""
+
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry()
+        self.requests = Histogram(
+            "fedpress_http_request_duration_seconds",
+            "Requests by route and status; long polls are long.",
+            ("method", "route", "status"),
+            registry=self.registry,
+        )
+        self.uploads = Counter(
+            "fedpress_uploads",
+            "Uploads by what became of the request.",
+            ("task", "result"),
+            registry=self.registry,
+        )
+        self.upload_size = Histogram(
+            "fedpress_upload_bytes",
+            "Body bytes of the uploads received.",
+            ("task",),
+            buckets=_SIZES,
+            registry=self.registry,
+        )
+        self.download_bytes = Counter(
+            "fedpress_download_bytes",
+            "Model bytes sent.",
+            registry=self.registry,
+        )
+        self.bytes_in_flight = Gauge(
+            "fedpress_bytes_in_flight",
+            "Upload bytes held in memory now.",
+            registry=self.registry,
+        )
+        self.waiting = Gauge(
+            "fedpress_waiting_check_ins",
+            "Check-ins held until there is news.",
+            registry=self.registry,
+        )
+        self.rounds = Counter(
+            "fedpress_rounds",
+            "Attempts at rounds by how they ended.",
+            ("task", "outcome"),
+            registry=self.registry,
+        )
+        self.round_number = Gauge(
+            "fedpress_round_number",
+            "The round that the task is at.",
+            ("task",),
+            registry=self.registry,
+        )
+        self.fold_seconds = Histogram(
+            "fedpress_fold_seconds",
+            "From the last upload to the next model.",
+            ("task",),
+            registry=self.registry,
+        )
+        self.refused = Counter(
+            "fedpress_refused_requests",
+            "Requests answered with a problem, by its type.",
+            ("type",),
+            registry=self.registry,
+        )
+        self.closed_connections = Counter(
+            "fedpress_closed_connections",
+            "Connections closed because the other end was slow, silent or unintelligible.",
+            ("reason",),
+            registry=self.registry,
+        )
+
+    def text(self) -> bytes:
+        return generate_latest(self.registry)

@@ -1,0 +1,1 @@
+"""Alembic's revisions of the schema; the server applies them when it starts."""

@@ -1,0 +1,150 @@
+"""The API of the operators: enrolment tokens, models, tasks, devices. Bearer admin token."""
+
+from __future__ import annotations
+
+from typing import Annotated, cast
+
+from fastapi import APIRouter, Body, Depends, Request, Response
+from pydantic import Field
+
+from fedpress_protocols.messages import Identifier, TaskConfig, TaskSummary
+from fedpress_protocols.plan import Digest, Name, Term
+from fedpress_server import examples
+from fedpress_server.auth import Gatekeeper
+from fedpress_server.devices import BEARER, Rounds
+from fedpress_server.examples import asked
+from fedpress_server.problems import responses
+from fedpress_server.records import Device
+from fedpress_server.routing import OperatorRoute, check_digest, read_body
+from fedpress_server.settings import Settings
+
+operator_routes = APIRouter(
+    prefix="/v1/admin",
+    route_class=OperatorRoute,
+    tags=["operators"],
+    dependencies=[Depends(BEARER)],
+    responses=responses(401),
+)
+
+
+class TokenRequest(Term):
+    uses: Annotated[int, Field(ge=1, le=1_000_000)] = 1
+    """How many devices may enrol with it."""
+    expires_in: Annotated[float, Field(gt=0, le=10 * 366 * 86400)] = 86400.0
+    """Seconds."""
+    note: Annotated[str, Field(max_length=256)] = ""
+
+
+class TokenResponse(Term):
+    token: str
+    """Shown once: the server keeps only its hash."""
+    uses: int
+    expires_at: float
+
+
+class ClientStatus(Term):
+    client_id: Identifier
+    key_id: str
+    name: str
+    enrolled_at: float
+    revoked_at: float | None = None
+
+
+class ModelStatus(Term):
+    digest: Digest
+    spec: Digest
+    num_bytes: int
+
+
+class Reason(Term):
+    detail: Annotated[str, Field(max_length=256)] = "by the operator"
+
+
+async def _gatekeeper(request: Request) -> Gatekeeper:
+    return cast(Gatekeeper, request.app.state.gatekeeper)
+
+
+Gate = Annotated[Gatekeeper, Depends(_gatekeeper)]
+
+
+@operator_routes.post("/tokens", status_code=201, responses=responses(400))
+async def make_token(body: TokenRequest, gate: Gate) -> TokenResponse:
+    """A new enrolment token."""
+    token, expires_at = await gate.make_token(
+        uses=body.uses, expires_in=body.expires_in, note=body.note
+    )
+    return TokenResponse(token=token, uses=body.uses, expires_at=expires_at)
+
+
+@operator_routes.put(
+    "/models/{digest}",
+    status_code=201,
+    responses=responses(
+        400,
+        413,
+        422,
+        507,
+        besides={200: {"model": ModelStatus, "description": "The model was here already"}},
+    ),
+    openapi_extra={
+        "requestBody": {
+            "required": True,
+            "content": {
+                "application/octet-stream": {"schema": {"type": "string", "format": "binary"}}
+            },
+        },
+    },
+)
+async def put_model(
+    request: Request, response: Response, digest: Digest, rounds: Rounds
+) -> ModelStatus:
+    """Bring a model, a safetensors file, under its SHA-256."""
+    settings = cast(Settings, request.app.state.settings)
+    data = await read_body(request, settings.max_body_bytes)
+    check_digest(data, digest)
+    record, is_new = await rounds.add_model(data, digest)
+    if not is_new:
+        response.status_code = 200
+    return ModelStatus(digest=record.digest, spec=record.spec, num_bytes=record.num_bytes)
+
+
+@operator_routes.post("/tasks", status_code=201, responses=responses(400, 404, 409, 422))
+async def create_task(
+    body: Annotated[TaskConfig, Body(openapi_examples=asked(examples.CONFIG))], rounds: Rounds
+) -> TaskSummary:
+    """Begin a task on a model that is here."""
+    return await rounds.create_task(body)
+
+
+@operator_routes.post("/tasks/{task}/cancel", responses=responses(404, 409))
+async def cancel_task(task: Name, rounds: Rounds, body: Reason | None = None) -> TaskSummary:
+    """End a task; uploads of its open round are not included."""
+    return await rounds.cancel(task, "cancelled " + (body or Reason()).detail)
+
+
+@operator_routes.post("/tasks/{task}/abort-round", responses=responses(404, 409))
+async def abort_round(task: Name, rounds: Rounds, body: Reason | None = None) -> TaskSummary:
+    """Give the open attempt up and begin the next; it counts among the task's attempts."""
+    return await rounds.abort_round(task, "aborted " + (body or Reason()).detail)
+
+
+@operator_routes.get("/clients")
+async def list_clients(gate: Gate) -> list[ClientStatus]:
+    """Every device that was ever enrolled."""
+    return [_status(device) for device in gate.devices()]
+
+
+@operator_routes.post("/clients/{client_id}/revoke", responses=responses(404))
+async def revoke_client(client_id: Identifier, gate: Gate) -> ClientStatus:
+    """Turn a device away from now on."""
+    return _status(await gate.revoke(client_id))
+
+
+def _status(device: Device) -> ClientStatus:
+    return ClientStatus(
+        client_id=device.client_id,
+        key_id=device.key_id,
+        name=device.name,
+        enrolled_at=device.enrolled_at,
+        revoked_at=device.revoked_at,
+    )

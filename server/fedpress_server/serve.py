@@ -1,0 +1,115 @@
+"""The application behind uvicorn, with bounds on what a connection may take."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import logging
+import os
+import socket
+from collections.abc import Sequence
+from pathlib import Path
+from types import FrameType
+
+import uvicorn
+from fastapi import FastAPI
+
+from fedpress_protocols.errors import ConfigurationError
+from fedpress_server.app import create_app
+from fedpress_server.http_protocol import ConnectionLimits, bounded_protocol
+from fedpress_server.settings import Settings
+
+
+def main(arguments: Sequence[str] | None = None, *, program: str = "fedpress serve") -> None:
+    """Serve with the settings that `arguments`, the environment and a TOML file give."""
+    parser = argparse.ArgumentParser(
+        prog=program,
+        description="Run the aggregation server.",
+        epilog="A flag goes before its FEDPRESS_* variable, and that before the TOML file. "
+        "The admin token itself is no flag, as other users could read it there: it comes from "
+        "FEDPRESS_ADMIN_TOKEN or from a file.",
+    )
+    parser.add_argument(
+        "--config",
+        type=Path,
+        metavar="FILE",
+        default=os.environ.get("FEDPRESS_CONFIG"),
+        help="TOML file of settings, by the flags' names with underscores (FEDPRESS_CONFIG).",
+    )
+    for name, field in Settings.model_fields.items():
+        if name == "admin_token":
+            continue  # every process may read another's command line
+        default = "" if field.default in (None, "") else f" Default: {field.default}."
+        parser.add_argument(
+            "--" + name.replace("_", "-"),
+            metavar="VALUE",
+            help=f"{field.description}{default} (FEDPRESS_{name.upper()})".replace("%", "%%"),
+        )
+    flags = vars(parser.parse_args(arguments))
+    try:
+        config = flags.pop("config")
+        serve(Settings.load(Path(config) if config else None, **flags))
+    except ConfigurationError as exc:
+        parser.exit(2, f"{program}: {exc}\n")
+
+
+def serve(settings: Settings) -> None:
+    """Run until SIGTERM or SIGINT; prints one line with the address once it takes requests.
+
+    Raises ConfigurationError if the data folder or the database is not to be had.
+    """
+    logging.basicConfig(
+        level=settings.log_level.upper(),
+        format="%(asctime)s %(levelname)s %(name)s: %(message)s",
+    )
+    logging.getLogger("alembic").setLevel(logging.WARNING)
+    app = create_app(settings)
+    closed = app.state.metrics.closed_connections
+    limits = ConnectionLimits(
+        header_timeout=settings.header_timeout, body_timeout=settings.body_timeout
+    )
+    config = uvicorn.Config(
+        app,
+        host=settings.host,
+        port=settings.port,
+        http=bounded_protocol(limits, lambda reason: closed.labels(reason).inc()),
+        ws="none",
+        lifespan="off",  # run below, so that a fault at the start comes out as itself
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        proxy_headers=False,
+        timeout_keep_alive=int(max(1, settings.header_timeout)),
+        timeout_graceful_shutdown=settings.shutdown_seconds,
+        ssl_certfile=settings.tls_certificate,
+        ssl_keyfile=settings.tls_key,
+    )
+
+    async def run() -> None:
+        async with app.router.lifespan_context(app):
+            await _Server(config, app).serve()
+
+    with asyncio.Runner(loop_factory=config.get_loop_factory()) as runner:
+        runner.run(run())
+
+
+class _Server(uvicorn.Server):
+    def __init__(self, config: uvicorn.Config, app: FastAPI) -> None:
+        super().__init__(config)
+        self._app = app
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """Stop, and be done with the signal: a server told to stop has not failed."""
+        self.force_exit = self.should_exit
+        self.should_exit = True
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        host, port = self.servers[0].sockets[0].getsockname()[:2]
+        scheme = "https" if self.config.is_ssl else "http"
+        shown = f"[{host}]" if ":" in host else host
+        print(f"fedpress server ready on {scheme}://{shown}:{port}", flush=True)
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        self._app.state.coordinator.release()
+        await super().shutdown(sockets)

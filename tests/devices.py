@@ -1,0 +1,200 @@
+"""A device for tests of the server: signs, checks in, uploads; trains nothing.
+
+It speaks through any httpx.Client: starlette's TestClient for an app in this process, a plain one
+for a server somewhere else.
+"""
+
+import hashlib
+import secrets
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import httpx
+import numpy as np
+
+from fedpress_protocols.errors import FedpressError
+from fedpress_protocols.messages import (
+    Assignment,
+    CheckInResponse,
+    EnrolResponse,
+    SignedReceipt,
+    UploadAck,
+)
+from fedpress_protocols.model import Model, Vector
+from fedpress_protocols.signatures import (
+    Content,
+    DeviceKey,
+    Target,
+    from_base64url,
+    sign_request,
+    to_base64url,
+    verify_document,
+)
+from fedpress_protocols.upload import Upload
+
+ADMIN_TOKEN = "an-admin-token-for-tests"
+
+
+class Device:
+    """One device; `http` has the server's base URL. Errors come out as their own class."""
+
+    def __init__(
+        self,
+        http: httpx.Client,
+        clock: Callable[[], float] = time.time,
+        key: DeviceKey | None = None,
+    ) -> None:
+        self.http = http
+        self.clock = clock
+        self.key = key or DeviceKey.generate()
+        self.client_id = ""
+        self.server_key = b""
+
+    def sign(
+        self,
+        method: str,
+        path: str,
+        content: Content,
+        *,
+        skew: int = 0,
+        nonce: bytes | None = None,
+    ) -> dict[str, str]:
+        """The headers of a request signed `skew` seconds from now."""
+        return sign_request(
+            self.key,
+            Target.from_url(method, str(self.http.base_url.join(path))),
+            content,
+            created=int(self.clock()) + skew,
+            nonce=nonce or secrets.token_bytes(16),
+        )
+
+    def request(
+        self,
+        method: str,
+        path: str,
+        body: bytes = b"",
+        headers: Mapping[str, str] | None = None,
+        **how: Any,
+    ) -> httpx.Response:
+        """A signed request and its answer, whatever its status."""
+        signed = self.sign(method, path, Content.of(body), **how)
+        return self.http.request(method, path, content=body, headers={**signed, **(headers or {})})
+
+    def json(self, method: str, path: str, body: str = "") -> httpx.Response:
+        """A signed JSON request; raises the FedpressError of its answer."""
+        headers = {"Content-Type": "application/json"} if body else {}
+        return checked(self.request(method, path, body.encode(), headers))
+
+    def enrol(self, token: str, name: str = "") -> EnrolResponse:
+        public = to_base64url(self.key.public)
+        body = f'{{"public_key": "{public}", "name": "{name}"}}'.encode()
+        headers = {"Authorization": f"Bearer {token}", "Content-Type": "application/json"}
+        answer = checked(self.request("POST", "/v1/enrol", body, headers))
+        enrolled = EnrolResponse.model_validate_json(answer.content)
+        self.client_id = enrolled.client_id
+        self.server_key = from_base64url(enrolled.server_key, 32)
+        return enrolled
+
+    def check_in(self, task: str, *pending: str, wait: float = 0.0) -> CheckInResponse | None:
+        quoted = ", ".join(f'"{name}"' for name in pending)
+        body = f'{{"pending": [{quoted}], "wait": {wait}}}'
+        answer = self.json("POST", f"/v1/tasks/{task}/check-in", body)
+        if answer.status_code == 204:
+            assert int(answer.headers["retry-after"]) >= 0
+            return None
+        parsed = CheckInResponse.model_validate_json(answer.content)
+        for receipt in parsed.receipts:
+            self.verify(receipt)
+        return parsed
+
+    def assignment(self, task: str) -> Assignment:
+        """The open assignment; fails if there is none."""
+        answer = self.check_in(task)
+        assert answer is not None
+        assert answer.assignment is not None
+        return answer.assignment
+
+    def model(self, digest: str) -> Model:
+        answer = self.json("GET", f"/v1/models/{digest}")
+        assert hashlib.sha256(answer.content).hexdigest() == digest
+        return Model.from_bytes(answer.content)
+
+    def body_for(self, assignment: Assignment, update: Vector, num_examples: int = 1) -> bytes:
+        """The upload that says `update`, compressed without feedback."""
+        spec = self.model(assignment.plan.model).spec
+        compressor = assignment.plan.compressor(assignment.profile)
+        public = assignment.plan.public(spec)
+        rng = np.random.default_rng(0)
+        symbols, _ = compressor.compress(update, compressor.init(spec), public, rng)
+        index = assignment.plan.profile_index(assignment.profile)
+        return Upload(index, num_examples, symbols).to_bytes(compressor.layout(spec))
+
+    def put(self, assignment: str, body: bytes, **more: Any) -> httpx.Response:
+        return self.request("PUT", f"/v1/assignments/{assignment}/update", body, **more)
+
+    def upload(self, assignment: str, body: bytes) -> UploadAck:
+        answer = checked(self.put(assignment, body))
+        return UploadAck.model_validate_json(answer.content)
+
+    def receipt(self, assignment: str) -> SignedReceipt | None:
+        """None while there is none yet."""
+        answer = self.json("GET", f"/v1/assignments/{assignment}/receipt")
+        if answer.status_code == 202:
+            return None
+        receipt = SignedReceipt.model_validate_json(answer.content)
+        self.verify(receipt)
+        return receipt
+
+    def verify(self, signed: SignedReceipt) -> None:
+        document = signed.receipt.model_dump(mode="json")
+        whole = {**document, "key_id": signed.key_id, "signature": signed.signature}
+        assert verify_document(whole, self.server_key, context="fedpress receipt v1") == document
+        assert signed.receipt.client_id == self.client_id
+
+
+class Operator:
+    """Whoever holds the admin token."""
+
+    def __init__(self, http: httpx.Client, token: str = ADMIN_TOKEN) -> None:
+        self.http = http
+        self.headers = {"Authorization": f"Bearer {token}"}
+
+    def get(self, path: str) -> Any:
+        return checked(self.http.get(path, headers=self.headers)).json()
+
+    def post(self, path: str, body: Any = None) -> Any:
+        return checked(self.http.post(path, headers=self.headers, json=body)).json()
+
+    def token(self, uses: int = 1, expires_in: float = 3600.0) -> str:
+        body = {"uses": uses, "expires_in": expires_in}
+        return str(self.post("/v1/admin/tokens", body)["token"])
+
+    def bring(self, model: Model) -> str:
+        path = f"/v1/admin/models/{model.digest}"
+        checked(self.http.put(path, headers=self.headers, content=model.to_bytes()))
+        return model.digest
+
+    def begin(self, model: Model, task: str = "digits", **config: Any) -> None:
+        """A task on `model`: two clients a round, uncompressed, unless `config` says otherwise."""
+        defaults: dict[str, Any] = {
+            "task": task,
+            "model": self.bring(model),
+            "rounds": 2,
+            "profiles": [{"name": "whole", "compressor": {"id": "none"}}],
+            "cohort": {"size": 2, "minimum": 1},
+            "round_seconds": 60.0,
+            "seed": 7,
+        }
+        self.post("/v1/admin/tasks", defaults | config)
+
+
+def checked(answer: httpx.Response) -> httpx.Response:
+    """The answer; raises the FedpressError that a problem stands for."""
+    if answer.status_code >= 400:
+        assert answer.headers["content-type"] == "application/problem+json", answer.text
+        problem = answer.json()
+        assert problem["status"] == answer.status_code
+        assert problem["request_id"] == answer.headers["x-request-id"]
+        raise FedpressError.from_problem(problem, answer.status_code)
+    return answer

@@ -1,0 +1,436 @@
+"""What is acknowledged stays: restarts, failures at every write, and what they leave behind."""
+
+import errno
+import os
+import stat
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import anyio
+import numpy as np
+import pytest
+import sqlalchemy as sa
+from alembic import command
+from alembic.autogenerate import compare_metadata
+from alembic.config import Config
+from alembic.migration import MigrationContext
+
+from fedpress_protocols.errors import (
+    AlreadyExists,
+    ConfigurationError,
+    FedpressError,
+    NotFound,
+    ServerError,
+    StorageFull,
+)
+from fedpress_protocols.messages import Receipt
+from fedpress_protocols.model import Model
+from fedpress_server.database import Database, metadata, models
+from fedpress_server.payloads import Payloads
+from tests.devices import Device, Operator
+from tests.server.in_process import Clock, Server, Start
+
+
+class Fails:
+    """Wraps a function: its call number `at` fails, before it does anything or after it all."""
+
+    def __init__(self, wrapped: Callable[..., Any], at: int, when: str) -> None:
+        self.wrapped, self.at, self.when = wrapped, at, when
+        self.calls = -1
+
+    def __get__(self, owner: object, cls: type) -> Callable[..., Any]:
+        return lambda *args: self(owner, *args)
+
+    def __call__(self, *args: Any) -> Any:
+        self.calls += 1
+        if self.calls == self.at and self.when == "before":
+            raise OSError("the failure that the test wants")
+        result = self.wrapped(*args)
+        if self.calls == self.at:
+            raise OSError("the failure that the test wants")
+        return result
+
+    @property
+    def is_past(self) -> bool:
+        return self.calls >= self.at
+
+
+class Party:
+    """Two devices that take part, whatever happens, until the task is over."""
+
+    def __init__(self, clock: Clock) -> None:
+        self.devices = [Device(None, clock) for _ in range(2)]  # type: ignore[arg-type]
+        self.pending: list[dict[str, bytes]] = [{}, {}]
+        self.receipts: dict[str, Receipt] = {}
+
+    def enrol(self, http: Server) -> None:
+        operator = Operator(http)
+        self.meet(http)
+        for device in self.devices:
+            device.enrol(operator.token())
+
+    def meet(self, http: Server) -> None:
+        for device in self.devices:
+            device.http = http
+
+    def step(self, index: int, wait: float) -> bool:
+        """One turn of one device: send what is pending, ask for news. True at the task's end."""
+        device, pending = self.devices[index], self.pending[index]
+        for name, body in list(pending.items()):
+            device.put(name, body)
+        answer = device.check_in("digits", *pending, wait=wait)
+        if answer is None:
+            return False
+        for signed in answer.receipts:
+            name = signed.receipt.assignment
+            assert self.receipts.setdefault(name, signed.receipt) == signed.receipt
+            del pending[name]
+        if answer.assignment is not None:
+            plan, name = answer.assignment.plan, answer.assignment.assignment
+            size = device.model(plan.model).spec.size
+            update = np.full(size, plan.round + index, np.float32) / 8
+            pending[name] = device.body_for(answer.assignment, update, num_examples=index + 1)
+            device.upload(name, pending[name])
+        return answer.task.state != "running" and not pending
+
+
+def begin(http: Server, party: Party, model: Model) -> None:
+    party.enrol(http)
+    strategy = {"id": "fedavgm", "momentum": 0.5}
+    Operator(http).begin(model, rounds=2, strategy=strategy, cohort={"size": 2, "minimum": 2})
+
+
+def outcome(http: Server, party: Party) -> tuple[str, list[tuple[str, int, int]]]:
+    """The final model, and how each attempt ended."""
+    operator = Operator(http)
+    status = operator.get("/v1/tasks/digits")
+    rounds = operator.get("/v1/tasks/digits/rounds")
+    included = [receipt for receipt in party.receipts.values() if receipt.outcome == "included"]
+    assert len(included) == sum(attempt["included"] for attempt in rounds) == 4
+    return status["model"], [(a["state"], a["received"], a["included"]) for a in rounds]
+
+
+def finish(http: Server, party: Party, is_enough: Callable[[], bool] = lambda: False) -> bool:
+    """Go on until the task is over, or `is_enough`; refusals are met by trying again."""
+    over = [False, False]
+    party.meet(http)
+    while not all(over):
+        for index in range(2):
+            with suppress(ServerError):
+                over[index] = party.step(index, wait=0.05)
+            if is_enough():
+                return False
+    return True
+
+
+@pytest.fixture
+def undisturbed(
+    start: Start, clock: Clock, model: Model, tmp_path: Path
+) -> tuple[str, list[tuple[str, int, int]]]:
+    party = Party(clock)
+    with start(data_dir=tmp_path / "undisturbed") as http:
+        begin(http, party, model)
+        finish(http, party)
+        return outcome(http, party)
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize(
+    ("cls", "function"), [(Database, "_commit"), (Payloads, "put")], ids=["commit", "file"]
+)
+def test_a_server_that_dies_at_any_write_goes_on_where_it_was(
+    start: Start,
+    clock: Clock,
+    model: Model,
+    tmp_path: Path,
+    undisturbed: tuple[str, Any],
+    monkeypatch: pytest.MonkeyPatch,
+    cls: type,
+    function: str,
+    when: str,
+) -> None:
+    written = getattr(cls, function)
+    for at in range(100):
+        party, folder = Party(clock), tmp_path / f"died-{at}"
+        with start(data_dir=folder) as http:
+            begin(http, party, model)
+            fails = Fails(written, at, when)
+            monkeypatch.setattr(cls, function, fails)
+            is_over = finish(http, party, lambda fails=fails: fails.is_past)
+        monkeypatch.setattr(cls, function, written)
+        with start(data_dir=folder) as http:
+            finish(http, party)
+            assert outcome(http, party) == undisturbed
+        if is_over:
+            break
+    assert at > 5
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_a_server_that_fails_at_any_commit_recovers_by_itself(
+    start: Start,
+    clock: Clock,
+    model: Model,
+    tmp_path: Path,
+    undisturbed: tuple[str, Any],
+    monkeypatch: pytest.MonkeyPatch,
+    when: str,
+) -> None:
+    commit = Database._commit
+    for at in range(100):
+        party = Party(clock)
+        with start(data_dir=tmp_path / f"failed-{at}") as http:
+            begin(http, party, model)
+            fails = Fails(commit, at, when)
+            monkeypatch.setattr(Database, "_commit", fails)
+            finish(http, party)
+            monkeypatch.setattr(Database, "_commit", commit)
+            assert outcome(http, party) == undisturbed
+        if not fails.is_past:
+            break
+    assert at > 5
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_a_task_whose_beginning_failed_has_begun_or_not(
+    http: Server, model: Model, monkeypatch: pytest.MonkeyPatch, when: str
+) -> None:
+    operator = Operator(http)
+    operator.bring(model)
+    commit = Database._commit
+    fails = Fails(commit, 1, when)  # the model's own commit comes first
+    monkeypatch.setattr(Database, "_commit", fails)
+    with pytest.raises(ServerError):
+        operator.begin(model)
+    monkeypatch.setattr(Database, "_commit", commit)
+    if when == "before":
+        operator.begin(model)
+    else:
+        with pytest.raises(AlreadyExists):
+            operator.begin(model)
+    assert [task["task"] for task in operator.get("/v1/tasks")] == ["digits"]
+    assert len(operator.get("/v1/tasks/digits/rounds")) == 1
+
+
+def test_a_restart_keeps_assignments_acknowledgements_and_receipts(
+    start: Start, clock: Clock, model: Model
+) -> None:
+    party = Party(clock)
+    with start() as http:
+        begin(http, party, model)
+        first, second = party.devices
+        assignment = first.assignment("digits")
+        other = second.assignment("digits")
+        key = first.server_key
+    with start() as http:
+        party.meet(http)
+        assert first.assignment("digits") == assignment
+        body = first.body_for(assignment, np.ones(12, np.float32))
+        ack = first.upload(assignment.assignment, body)
+    with start() as http:
+        party.meet(http)
+        again = first.put(assignment.assignment, body)
+        assert (again.status_code, again.json()) == (200, ack.model_dump())
+        assert first.check_in("digits", assignment.assignment) is None
+        second.upload(other.assignment, second.body_for(other, np.ones(12, np.float32)))
+        first.check_in("digits", assignment.assignment, wait=30)
+        receipt = first.receipt(assignment.assignment)
+    clock.advance(1000)
+    with start() as http:
+        party.meet(http)
+        assert first.receipt(assignment.assignment) == receipt
+        assert first.server_key == key
+        assert first.put(assignment.assignment, body).json() == ack.model_dump()
+
+
+def test_a_deadline_that_passed_while_the_server_was_down_has_passed(
+    start: Start, clock: Clock, model: Model
+) -> None:
+    party = Party(clock)
+    with start() as http:
+        begin(http, party, model)
+        name = party.devices[0].assignment("digits").assignment
+    clock.advance(61)
+    with start() as http:
+        party.meet(http)
+        http.tick()
+        receipt = party.devices[0].receipt(name)
+        assert receipt is not None
+        assert receipt.receipt.reason == "missed-deadline"
+        assert party.devices[0].assignment("digits").plan.attempt == 2
+
+
+def test_small_steps_of_a_16_bit_model_are_not_rounded_away(start: Start, clock: Clock) -> None:
+    model = Model.from_tensors({"w": np.ones(4, np.float16)})
+    with start() as http:
+        device = Device(http, clock)
+        device.enrol(Operator(http).token())
+        Operator(http).begin(model, rounds=10, cohort={"size": 1, "minimum": 1})
+        for _ in range(10):
+            assignment = device.assignment("digits")
+            step = np.full(4, 1e-4, np.float32)  # a tenth of the distance between numbers at 1
+            device.upload(assignment.assignment, device.body_for(assignment, step))
+            answer = device.check_in("digits", assignment.assignment, wait=30)
+            assert answer is not None
+        np.testing.assert_array_equal(
+            device.model(answer.task.model).parameters, np.float32(np.float16(1.001))
+        )
+
+
+# What is left behind
+
+
+def test_what_nothing_leads_to_is_swept_at_the_start(
+    start: Start, clock: Clock, model: Model, tmp_path: Path
+) -> None:
+    party, data = Party(clock), tmp_path / "data"
+    with start() as http:
+        begin(http, party, model)
+        device = party.devices[0]
+        assignment = device.assignment("digits")
+        device.upload(assignment.assignment, device.body_for(assignment, np.ones(12, np.float32)))
+    (kept,) = (data / "uploads/digits/1-1").iterdir()
+    stray = [
+        data / "models/0123.tmp",
+        data / f"models/{'0' * 64}.safetensors",
+        data / f"optimizers/{'0' * 64}.safetensors",
+        data / "uploads/digits/1-1/other",
+        data / "uploads/digits/1-0/old",
+    ]
+    for path in stray:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(b"left behind")
+    with start() as http:
+        assert not any(path.exists() for path in stray)
+        assert kept.exists()
+        assert (data / f"models/{model.digest}.safetensors").exists()
+        finish(http, party)
+    with start():
+        assert list((data / "uploads/digits").iterdir()) == []
+
+
+def test_what_is_secret_is_the_owner_s_alone(start: Start, tmp_path: Path) -> None:
+    with start():
+        data = tmp_path / "data"
+        assert stat.S_IMODE(data.stat().st_mode) == 0o700
+        assert stat.S_IMODE((data / "server-key.pem").stat().st_mode) == 0o600
+
+
+def test_a_data_folder_serves_one_server(start: Start) -> None:
+    with start(), pytest.raises(ConfigurationError, match="another server"), start():
+        pass
+
+
+def test_a_full_disk_is_told_and_leaves_nothing(
+    start: Start, clock: Clock, model: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    party = Party(clock)
+    with start() as http:
+        begin(http, party, model)
+        device = party.devices[0]
+        assignment = device.assignment("digits")
+        body = device.body_for(assignment, np.ones(12, np.float32))
+
+        def full(*_: object) -> int:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "write", full)
+            with pytest.raises(StorageFull) as caught:
+                Payloads(tmp_path / "data").put("file", b"data")
+        assert caught.value.status == 507
+        assert not (tmp_path / "data/file").exists()
+        assert not list((tmp_path / "data").rglob("*.tmp"))
+
+        def put(*_: object) -> None:
+            raise StorageFull("no space", retry_after=60)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(http.app.state.payloads, "put", put)
+            answer = device.put(assignment.assignment, body)
+        assert (answer.status_code, answer.headers["retry-after"]) == (507, "60")
+        device.upload(assignment.assignment, body)
+
+
+def test_payloads_are_found_or_not(tmp_path: Path) -> None:
+    payloads = Payloads(tmp_path / "p")
+    payloads.put("a/b", b"1")
+    payloads.put("a/b", b"1")
+    assert payloads.get("a/b") == b"1"
+    assert list(payloads.names("a")) == ["a/b"]
+    assert list(payloads.names("none")) == []
+    payloads.drop("a")
+    payloads.drop("a")
+    with pytest.raises(NotFound):
+        payloads.get("a/b")
+
+
+# The database
+
+
+@pytest.fixture
+def database(tmp_path: Path) -> Iterator[Database]:
+    opened = Database(f"sqlite:///{tmp_path / 'test.db'}")
+    yield opened
+    opened.close()
+
+
+def test_writes_that_share_a_commit_fail_alone(database: Database) -> None:
+    def add(connection: sa.Connection, number: int) -> int:
+        row = {"digest": str(number), "spec": "", "num_bytes": 0, "created_at": 0.0}
+        connection.execute(sa.insert(models), row)
+        if number % 3 == 0:
+            raise ServerError(f"{number}")
+        return number
+
+    def write(number: int) -> int | str:
+        try:
+            return anyio.run(database.write, lambda c: add(c, number))
+        except FedpressError as exc:
+            return exc.detail
+
+    with ThreadPoolExecutor(30) as pool:
+        results = list(pool.map(write, range(30)))
+    assert results == [number if number % 3 else str(number) for number in range(30)]
+    found = anyio.run(database.read, lambda c: set(c.execute(sa.select(models.c.digest)).scalars()))
+    assert found == {str(number) for number in range(30) if number % 3}
+
+
+def test_acknowledged_writes_outlive_a_power_cut(database: Database) -> None:
+    def pragmas(connection: sa.Connection) -> list[Any]:
+        return [
+            connection.exec_driver_sql(f"PRAGMA {name}").scalar()
+            for name in ("journal_mode", "synchronous", "foreign_keys")
+        ]
+
+    assert anyio.run(database.read, pragmas) == ["wal", 2, 1]
+    assert anyio.run(database.write, pragmas) == ["wal", 2, 1]
+
+
+def test_the_migrations_make_the_tables_of_the_code_and_can_be_undone(tmp_path: Path) -> None:
+    url = f"sqlite:///{tmp_path / 'test.db'}"
+    Database(url).close()
+    Database(url).close()
+    engine = sa.create_engine(url)
+    with engine.begin() as connection:
+        assert compare_metadata(MigrationContext.configure(connection), metadata) == []
+        config = Config()
+        config.set_main_option("script_location", "fedpress_server:migrations")
+        config.attributes["connection"] = connection
+        command.downgrade(config, "base")
+        assert sa.inspect(connection).get_table_names() == ["alembic_version"]
+    engine.dispose()
+
+
+def test_a_database_of_a_newer_release_is_left_alone(tmp_path: Path) -> None:
+    url = f"sqlite:///{tmp_path / 'test.db'}"
+    Database(url).close()
+    engine = sa.create_engine(url)
+    with engine.begin() as connection:
+        connection.execute(sa.text("UPDATE alembic_version SET version_num = '9999'"))
+    engine.dispose()
+    with pytest.raises(ConfigurationError, match="newer release"):
+        Database(url)

@@ -1,0 +1,80 @@
+"""Where settings come from, and which go before which."""
+
+from pathlib import Path
+
+import pytest
+
+from fedpress_protocols.errors import ConfigurationError
+from fedpress_server import Settings
+from fedpress_server.serve import main
+
+
+@pytest.fixture
+def toml(tmp_path: Path) -> Path:
+    file = tmp_path / "fedpress.toml"
+    file.write_text('port = 1\nhost = "::1"\npoll_seconds = 2.5\n')
+    return file
+
+
+def test_flags_go_before_variables_and_these_before_the_file(
+    toml: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FEDPRESS_PORT", "2")
+    monkeypatch.setenv("FEDPRESS_POLL_SECONDS", "3")
+    settings = Settings.load(toml, poll_seconds="4", data_dir=None)
+    assert (settings.host, settings.port, settings.poll_seconds) == ("::1", 2, 4.0)
+    assert settings.data_dir == Path("fedpress-data")
+
+
+def test_the_admin_token_may_lie_in_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "token"
+    file.write_text("0123456789abcdef\n")
+    monkeypatch.setenv("FEDPRESS_ADMIN_TOKEN_FILE", str(file))
+    settings = Settings.load()
+    assert settings.admin_token is not None
+    assert settings.admin_token.get_secret_value() == "0123456789abcdef"
+    assert "0123456789" not in repr(settings)
+    monkeypatch.setenv("FEDPRESS_ADMIN_TOKEN", "fedcba9876543210")
+    with pytest.raises(ConfigurationError, match="not both"):
+        Settings.load()
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        ({"port": "x"}, "port"),
+        ({"colour": "blue"}, "colour"),
+        ({"admin_token": "short"}, "16 characters"),
+        ({"admin_token_file": "/nowhere"}, "admin_token_file"),
+        ({"tls_key": "key.pem"}, "together"),
+        ({"clock_skew": "301"}, "clock_skew"),
+    ],
+)
+def test_what_cannot_be_set_says_why(flags: dict[str, str], says: str) -> None:
+    with pytest.raises(ConfigurationError, match=says):
+        Settings.load(**flags)
+
+
+def test_a_file_with_an_unknown_setting_is_refused(toml: Path) -> None:
+    toml.write_text("prot = 8080\n")
+    with pytest.raises(ConfigurationError, match="prot"):
+        Settings.load(toml)
+    with pytest.raises(ConfigurationError, match="no configuration file"):
+        Settings.load(toml.parent / "other.toml")
+
+
+def test_help_tells_of_every_setting(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(["--help"])
+    assert caught.value.code == 0
+    told = capsys.readouterr().out
+    for name, field in Settings.model_fields.items():
+        assert field.description
+        assert f"FEDPRESS_{name.upper()}" in told.replace("\n", " ")
+
+
+def test_a_wrong_flag_ends_with_a_sentence(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(["--port", "many"])
+    assert caught.value.code == 2
+    assert "port: Input should be a valid integer" in capsys.readouterr().err
