@@ -53,11 +53,12 @@ format: $(VENV)/test.stamp
 soak: $(VENV)/test.stamp
 	FEDPRESS_SOAK=1 $(BIN)/python -m pytest -m soak --timeout=0 $(ARGS)
 
-# torch keeps its pin: other builds of it bring gigabytes of GPU libraries.
+# Two keep their pins. torch: other versions bring gigabytes of GPU libraries. click: from 8.5 on it
+# warns about what typer 0.20 does, and Flower allows no newer typer.
 constraints:
 	rm -rf build/constraints
 	$(PYTHON) -m venv build/constraints
-	grep '^torch==' constraints.txt > build/constraints/pins.txt
+	grep -E '^(torch|click)==' constraints.txt > build/constraints/pins.txt
 	build/constraints/bin/python -m pip install --quiet -c build/constraints/pins.txt -e '.[all,dev]'
 	build/constraints/bin/python -m pip check
 	{ grep '^#' constraints.txt; build/constraints/bin/python -m pip freeze --exclude-editable \

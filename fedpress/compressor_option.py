@@ -1,0 +1,44 @@
+"""The `--compressor` of the command line, as short as it can be typed.
+
+none                                   float32 as it is
+topk                                   a method with its defaults
+topk:fraction=0.02,magnitude_bits=1    ... or with settings
+{"id": "error_feedback", ...}          any configuration, as a plan holds it
+
+A bare method other than `none` gets what a device should use with it: error feedback around, and
+8 bits for tensors too small to sparsify.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from fedpress_protocols.compression.compressor import Compressor, from_config
+from fedpress_protocols.errors import ConfigurationError, IncompatiblePlan
+
+
+def compressor_from_option(text: str) -> Compressor[Any]:
+    """The compressor that `text` names; raises ConfigurationError saying what is off."""
+    if text.lstrip().startswith("{"):
+        try:
+            config = json.loads(text)
+        except ValueError as exc:
+            raise ConfigurationError(f"--compressor is not JSON: {exc}") from exc
+        return from_config(config)
+    name, _, settings = text.partition(":")
+    config = {"id": name.strip(), **dict(_setting(item) for item in settings.split(",") if item)}
+    if name.strip() in ("none", "error_feedback"):
+        return from_config(config)
+    inner = config if name.strip() == "per_tensor" else {"id": "per_tensor", "large": config}
+    return from_config({"id": "error_feedback", "inner": inner})
+
+
+def _setting(item: str) -> tuple[str, Any]:
+    key, equals, value = item.partition("=")
+    if not equals or not key.strip():
+        raise IncompatiblePlan(f"--compressor: {item!r} where key=value is due")
+    try:
+        return key.strip(), json.loads(value)
+    except ValueError:
+        return key.strip(), value.strip()

@@ -1,0 +1,1 @@
+"""`fedpress demo`: a server, ten devices, two tasks, one table."""

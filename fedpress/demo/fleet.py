@@ -1,0 +1,142 @@
+"""The demo's processes: one server and its devices, started, watched and stopped together."""
+
+from __future__ import annotations
+
+import os
+import re
+import secrets
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from fedpress.operator import Operator
+from fedpress_protocols.errors import ServerError
+
+_READY = re.compile(r"ready on (http://\S+)")
+_START_SECONDS = 60.0
+_STOP_SECONDS = 10.0
+
+
+class Fleet:
+    """Everything runs in sessions of its own, so that Ctrl-C reaches this process alone and the
+    devices are stopped before their server. State lies in `folder`, and what the processes print
+    in `logs`."""
+
+    def __init__(self, folder: Path, logs: Path) -> None:
+        self._folder = folder
+        self._logs = logs
+        self._admin_token = secrets.token_urlsafe(24)
+        self._server: subprocess.Popen[bytes] | None = None
+        self._devices: list[subprocess.Popen[bytes]] = []
+        self.url = ""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.stop()
+
+    def start_server(self) -> Operator:
+        """A server on a free port of this machine; returns once it answers."""
+        self._server = self._spawn(
+            "server",
+            ["-m", "fedpress_server"],
+            {
+                "FEDPRESS_HOST": "127.0.0.1",
+                "FEDPRESS_PORT": "0",
+                "FEDPRESS_DATA_DIR": str(self._folder / "server"),
+                "FEDPRESS_ADMIN_TOKEN": self._admin_token,
+            },
+        )
+        log = self._logs / "server.log"
+        give_up = time.monotonic() + _START_SECONDS
+        while time.monotonic() < give_up and self._server.poll() is None:
+            ready = _READY.search(log.read_text(errors="replace"))
+            if ready:
+                self.url = ready[1]
+                return Operator(self.url, self._admin_token)
+            time.sleep(0.05)
+        raise ServerError(f"the server did not start: {_tail(log)}", hint=f"see {log}")
+
+    def start_devices(self, token: str, clients: int, seed: int, tasks: Sequence[str]) -> None:
+        for index in range(clients):
+            self._devices.append(
+                self._spawn(
+                    f"device-{index}",
+                    [
+                        "-m",
+                        "fedpress.demo.device",
+                        self.url,
+                        *tasks,
+                        f"--index={index}",
+                        f"--clients={clients}",
+                        f"--seed={seed}",
+                        f"--state={self._folder / f'device-{index}'}",
+                    ],
+                    {"FEDPRESS_TOKEN": token, "OMP_NUM_THREADS": "1"},
+                )
+            )
+
+    def check(self) -> None:
+        """Raise ServerError if a process has died; one that ended well is well."""
+        if self._server is not None and self._server.poll() is not None:
+            log = self._logs / "server.log"
+            raise ServerError(f"the server ended by itself: {_tail(log)}", hint=f"see {log}")
+        for index, device in enumerate(self._devices):
+            if device.poll():
+                log = self._logs / f"device-{index}.log"
+                raise ServerError(f"device {index} failed: {_tail(log)}", hint=f"see {log}")
+
+    def finish(self, timeout: float = 60.0) -> None:
+        """Wait for the devices to see that their tasks are over."""
+        give_up = time.monotonic() + timeout
+        for device in self._devices:
+            try:
+                device.wait(max(0.1, give_up - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                break
+
+    def stop(self) -> None:
+        """Stop the devices, then the server; kill what does not listen. Idempotent."""
+        _stop(self._devices)
+        _stop([self._server] if self._server else [])
+        self._devices, self._server = [], None
+
+    def _spawn(
+        self, name: str, arguments: Sequence[str], environment: dict[str, str]
+    ) -> subprocess.Popen[bytes]:
+        with (self._logs / f"{name}.log").open("wb") as log:
+            return subprocess.Popen(  # noqa: S603 - our own modules, no shell
+                [sys.executable, *arguments],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env={**os.environ, **environment, "PYTHONUNBUFFERED": "1"},
+                start_new_session=True,
+            )
+
+
+def _stop(processes: Sequence[subprocess.Popen[bytes]]) -> None:
+    for process in processes:
+        process.terminate()
+    give_up = time.monotonic() + _STOP_SECONDS
+    for process in processes:
+        try:
+            process.wait(max(0.1, give_up - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+
+def _tail(log: Path) -> str:
+    lines = log.read_text(errors="replace").strip().splitlines() if log.exists() else []
+    return lines[-1] if lines else "it printed nothing"

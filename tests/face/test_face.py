@@ -1,0 +1,202 @@
+"""`import fedpress`, the command line and the demo, as a newcomer meets them."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import fedpress
+from fedpress.cli import main
+from fedpress.compressor_option import compressor_from_option
+from fedpress.demo.history import Curve, History
+from fedpress_protocols.compression.error_feedback import ErrorFeedback
+from fedpress_protocols.compression.none import Uncompressed
+from fedpress_protocols.compression.per_tensor import PerTensor
+from fedpress_protocols.compression.quantize import Quantize
+from fedpress_protocols.compression.topk import TopK
+from fedpress_protocols.errors import ConfigurationError
+
+
+def command(*arguments: str, **more: Any) -> subprocess.CompletedProcess[str]:
+    """`fedpress ...` as a process of its own, without a terminal."""
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "COLUMNS": "100"}
+    environment |= more.pop("environment", {})
+    return subprocess.run(
+        [sys.executable, "-m", "fedpress", *arguments],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env=environment,
+        check=False,
+        **more,
+    )
+
+
+def test_every_name_of_the_face_is_there_and_costs_nothing_before_it_is_used() -> None:
+    for name in fedpress.__all__:
+        assert getattr(fedpress, name) is not None
+    assert set(dir(fedpress)) == set(fedpress.__all__)
+    with pytest.raises(AttributeError, match="no attribute 'nonsense'"):
+        _ = fedpress.nonsense
+    code = (
+        "import sys, fedpress; print([m for m in ('torch','fastapi','numpy') if m in sys.modules])"
+    )
+    alone = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+        check=True,
+    )
+    assert alone.stdout.strip() == "[]"
+
+
+def test_help_names_the_commands() -> None:
+    shown = command("--help").stdout
+    for name in ("serve", "join", "demo", "task", "token"):
+        assert name in shown
+
+
+def test_the_servers_settings_are_all_in_its_help() -> None:
+    from fedpress_server.settings import Settings
+
+    shown = command("serve", "--help", environment={"COLUMNS": "200"})
+    assert shown.returncode == 0, shown.stderr
+    for name, field in Settings.model_fields.items():
+        assert f"FEDPRESS_{name.upper()}" in shown.stdout
+        if name != "admin_token":  # no secret belongs on a command line
+            assert f"--{name.replace('_', '-')}" in shown.stdout
+            assert field.description is not None
+            assert field.description[:20] in shown.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["serve", "--port", "many"], "port"),
+        (["serve", "--colour", "red"], "colour"),
+        (["serve", "--config", "nowhere.toml"], "nowhere.toml"),
+        (["join", "http://127.0.0.1:9", "--app", "nothing"], "module:factory"),
+        (["join", "http://127.0.0.1:9", "--app", "no_such_module:make"], "no_such_module"),
+        (["demo", "--rounds", "0"], "--rounds must lie in 1 to 10000, not 0"),
+        (["demo", "--compressor", "zip"], "no compressor has the id 'zip'"),
+        (["demo", "--compressor", "topk:fraction"], "where key=value is due"),
+        (["demo", "--compressor", "{"], "--compressor is not JSON"),
+        (["task", "list", "--admin-token", "x" * 16, "--url", "http://127.0.0.1:9"], "no answer"),
+        (["task", "create", "a.json", "b", "--admin-token", "x" * 16], "cannot be read"),
+    ],
+)
+def test_wrong_input_is_one_sentence_on_stderr(
+    arguments: list[str],
+    says: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["fedpress", *arguments])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code in (1, 2)
+    assert says in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("none", Uncompressed()),
+        ("topk", ErrorFeedback(PerTensor(TopK()))),
+        (
+            "topk:fraction=0.02,magnitude_bits=1",
+            ErrorFeedback(PerTensor(TopK(0.02, magnitude_bits=1))),
+        ),
+        ("quantize:bits=4,rounding=nearest", ErrorFeedback(PerTensor(Quantize(4)))),
+        ("per_tensor:min_size=10", ErrorFeedback(PerTensor(min_size=10))),
+        ('{"id": "quantize", "bits": 3}', Quantize(3)),
+    ],
+)
+def test_a_compressor_can_be_typed(text: str, expected: object) -> None:
+    assert compressor_from_option(text) == expected
+
+
+def test_a_compressor_that_is_not_one_is_refused() -> None:
+    with pytest.raises(ConfigurationError):
+        compressor_from_option("topk:fraction=2")
+
+
+def test_a_history_of_nothing_is_still_json(tmp_path: Path) -> None:
+    history = History(Curve("plain", {}), Curve("pressed", {}), clients=2, seed=0)
+    history.write(tmp_path / "deep" / "history.json")
+    written = json.loads((tmp_path / "deep" / "history.json").read_text())
+    assert written["upload_ratio"] == 0
+    assert written["rounds"] == 0
+    assert written["complete"] is False
+
+
+def test_the_demo_runs_to_its_end(
+    tmp_path: Path, record_property: Callable[[str, object], None]
+) -> None:
+    figures = tmp_path / "figures.json"
+    answer = command("demo", "--quick", "--out", str(tmp_path / "out"), "--json", str(figures))
+    assert answer.returncode == 0, answer.stdout + answer.stderr
+    written = json.loads(figures.read_text())
+    assert written["complete"] is True
+    assert written["rounds"] == 5
+    assert written["upload_ratio"] > 100
+    assert written["final_accuracy"] > 0.7
+    assert written["wire_upload_bytes"] > written["upload_bytes"] > 0
+    assert written["download_bytes"] > 0
+    for curve in written["tasks"].values():
+        assert [point["participants"] for point in curve["rounds"]] == [4] * 5
+    assert (tmp_path / "out" / "accuracy.png").read_bytes().startswith(b"\x89PNG")
+    assert json.loads((tmp_path / "out" / "history.json").read_text()) == written
+    assert "uploaded, bodies" in answer.stdout
+    ratio, accuracy = written["upload_ratio"], written["final_accuracy"]
+    record_property("figure", f"demo --quick: {ratio:.0f}x, accuracy {100 * accuracy:.1f} %")
+
+
+def test_ctrl_c_stops_every_process(tmp_path: Path) -> None:
+    arguments = [sys.executable, "-m", "fedpress", "demo", "--out", str(tmp_path / "out")]
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(sys.path),
+        "TMPDIR": str(tmp_path),
+    }
+    process = subprocess.Popen(
+        arguments, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+    ready = tmp_path / "out" / "logs" / "device-9.log"
+    give_up = time.monotonic() + 60
+    while not ready.exists() and time.monotonic() < give_up:
+        time.sleep(0.1)
+    assert len(processes_of(tmp_path)) == 11
+    process.send_signal(signal.SIGINT)
+    shown, _ = process.communicate(timeout=60)
+    assert process.returncode == 130, shown
+    assert "all processes have ended" in shown
+    assert "Traceback" not in shown
+    assert processes_of(tmp_path) == []
+    assert json.loads((tmp_path / "out" / "history.json").read_text())["complete"] is False
+
+
+def processes_of(folder: Path) -> list[str]:
+    """The server and devices whose state lies below `folder`."""
+    found = []
+    for entry in Path("/proc").glob("[0-9]*"):
+        try:
+            line = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode()
+            about = line + (entry / "environ").read_bytes().replace(b"\0", b" ").decode()
+        except OSError:
+            continue
+        if str(folder) in about and ("fedpress_server" in line or "fedpress.demo.device" in line):
+            found.append(line)
+    return found
