@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, NoReturn
@@ -91,7 +92,16 @@ def join(
         verify=str(ca) if ca else None,
         proxy=proxy,
     )
-    typer.echo(str(client.run()))
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        ended = client.run()
+    except KeyboardInterrupt:
+        typer.echo("stopped; the same command goes on from here", err=True)
+        raise typer.Exit(130) from None
+    typer.echo(
+        f"task {ended.task} {ended.state}: {ended.included} uploads included, "
+        f"{ended.not_included} not, {ended.pending} pending; model {ended.model}"
+    )
 
 
 @app.command()
