@@ -115,14 +115,14 @@ class Device:
         assert answer.assignment is not None
         return answer.assignment
 
-    def model(self, digest: str) -> Model:
-        answer = self.json("GET", f"/v1/models/{digest}")
+    def model(self, digest: str, task: str = "") -> Model:
+        answer = self.json("GET", f"/v1/models/{digest}" + (f"?task={task}" if task else ""))
         assert hashlib.sha256(answer.content).hexdigest() == digest
         return Model.from_bytes(answer.content)
 
     def body_for(self, assignment: Assignment, update: Vector, num_examples: int = 1) -> bytes:
         """The upload that says `update`, compressed without feedback."""
-        spec = self.model(assignment.plan.model).spec
+        spec = self.model(assignment.plan.model, assignment.plan.task).spec
         compressor = assignment.plan.compressor(assignment.profile)
         public = assignment.plan.public(spec)
         rng = np.random.default_rng(0)

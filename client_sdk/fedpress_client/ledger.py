@@ -29,6 +29,7 @@ from safetensors.numpy import load as load_arrays
 from safetensors.numpy import save as save_arrays
 
 from fedpress_protocols.compression.compressor import check_finite, to_config
+from fedpress_protocols.compression.contexts import contexts_of
 from fedpress_protocols.compression.error_feedback import ErrorFeedback
 from fedpress_protocols.errors import (
     ConfigurationError,
@@ -60,7 +61,8 @@ class ResidualRules:
     """Optional limits on what waits in the residual; by default there are none.
 
     The residual is multiplied by `decay` for every round this device sat out, then scaled down
-    to at most `max_ratio` times the new update's norm. What either takes away is reported.
+    to at most `max_ratio` times the new update's norm. What either takes away is reported. These
+    are the device's own; where the plan's error feedback sets limits too, the stricter count.
     """
 
     decay: float = 1.0
@@ -71,6 +73,11 @@ class ResidualRules:
             raise ConfigurationError(f"decay must lie in [0, 1], not {self.decay}")
         if self.max_ratio is not None and not self.max_ratio >= 0:
             raise ConfigurationError(f"max_ratio must be 0 or more, not {self.max_ratio}")
+
+    def stricter(self, plan: ErrorFeedback) -> ResidualRules:
+        """The lower of each limit here and in `plan`."""
+        ratios = [ratio for ratio in (self.max_ratio, plan.max_ratio) if ratio is not None]
+        return ResidualRules(min(self.decay, plan.decay), min(ratios, default=None))
 
 
 KEEP_ALL = ResidualRules()
@@ -184,8 +191,8 @@ class Ledger:
         feedback = isinstance(compressor, ErrorFeedback)
         lossy = compressor.inner if isinstance(compressor, ErrorFeedback) else compressor
         ledger, whole = self._for_spec(spec), update
-        if feedback:
-            ledger = ledger._tended(rules, update, plan.round)
+        if isinstance(compressor, ErrorFeedback):
+            ledger = ledger._tended(rules.stricter(compressor), update, plan.round)
             if ledger.residual is not None:
                 with np.errstate(over="ignore"):  # check_finite, when compressed
                     whole = update + ledger.residual
@@ -195,8 +202,10 @@ class Ledger:
         symbols, after = lossy.compress(np.clip(whole, -limit, limit), before, public, rng)
         index, layouts = plan.profile_index(assignment.profile), plan.layouts(spec)
         examples = min(num_examples, plan.fixed_point.max_examples)
-        body = Upload(index, examples, symbols).to_bytes(layouts[index])
-        sent = lossy.decompress(Upload.from_bytes(body, layouts, index).symbols, public)
+        contexts = contexts_of(layouts[index], public)
+        body = Upload(index, examples, symbols).to_bytes(layouts[index], contexts)
+        received = Upload.from_bytes(body, layouts, index, contexts)
+        sent = lossy.decompress(received.symbols, public)
         sent.check(plan.fixed_point.max_abs)
         left = whole.copy()
         sent.add_to(left, sign=-1.0)

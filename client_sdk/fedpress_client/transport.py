@@ -97,8 +97,8 @@ class Transport(Protocol):
 
     def check_in(self, task: str, request: CheckInRequest) -> News: ...
 
-    def model(self, digest: str, max_bytes: int) -> bytes:
-        """The model's bytes; their SHA-256 is `digest`."""
+    def model(self, digest: str, max_bytes: int, task: str) -> bytes:
+        """The model's bytes; their SHA-256 is `digest`. They count as `task`'s."""
         ...
 
     def upload(self, assignment: str, body: bytes) -> UploadAck: ...
@@ -218,8 +218,8 @@ class HttpTransport:
     def report(self, task: str, report: EvaluationReport) -> None:
         self._call("POST", f"/v1/tasks/{task}/evaluations", _json(report))
 
-    def model(self, digest: str, max_bytes: int) -> bytes:
-        path = f"/v1/models/{digest}"
+    def model(self, digest: str, max_bytes: int, task: str) -> bytes:
+        path = f"/v1/models/{digest}?task={task}"
         received = bytearray()
 
         def fetch() -> bytes:

@@ -138,7 +138,6 @@ class Coordinator:
         self._clock = clock
         self._tasks: dict[str, _Task] = {}
         self._creating = asyncio.Lock()
-        self._last_task: dict[str, str] = {}
         self._threads = ThreadPoolExecutor(settings.worker_threads, "fedpress-fold")
         self._services: set[asyncio.Task[Any]] = set()
         """The ticker and the folds, which may be broken off."""
@@ -334,13 +333,13 @@ class Coordinator:
         is_new = await self._database.write(lambda c: records.add_model(c, record))
         return record, is_new
 
-    def count_download(self, client_id: str, digest: str, num_bytes: int) -> asyncio.Task[None]:
+    def count_download(self, client_id: str, task: str, num_bytes: int) -> asyncio.Task[None]:
         """Book model bytes under the attempt for which the device fetched them, if there is one.
 
         Booked once the task is done, awaited or not.
         """
         self._metrics.download_bytes.inc(num_bytes)
-        return self._spawn(self._book(self._downloader(client_id, digest), num_bytes))
+        return self._spawn(self._book(self._downloader(client_id, task), num_bytes))
 
     async def _book(self, key: RoundKey | None, num_bytes: int) -> None:
         if key is None or not num_bytes:
@@ -350,17 +349,12 @@ class Coordinator:
         except Exception:  # the device has its model all the same
             _log.exception("%d bytes sent could not be booked", num_bytes)
 
-    def _downloader(self, client_id: str, digest: str) -> RoundKey | None:
-        last = self._last_task.get(client_id)
-        names = sorted(self._tasks, key=lambda name: name != last)
-        for attempt in (self._tasks[name].attempt for name in names):
-            if attempt is None:
-                continue
-            plan, part = attempt.terms.plan, attempt.round.part_of(client_id)
-            is_of_plan = digest in (plan.model, plan.previous_model, plan.first_model)
-            if is_of_plan and part is not None and part[1].is_open:
-                return attempt.key
-        return None
+    def _downloader(self, client_id: str, task: str) -> RoundKey | None:
+        found = self._tasks.get(task)
+        if found is None or found.attempt is None:
+            return None
+        part = found.attempt.round.part_of(client_id)
+        return found.attempt.key if part is not None and part[1].is_open else None
 
     # Devices
 
@@ -392,6 +386,10 @@ class Coordinator:
     ) -> CheckInResponse | None:
         assignment = await self._assignment_for(task, client_id)
         receipts = await self._receipts(client_id, pending)
+        if receipts:
+            # They are on the disk a moment before the task in memory has moved on with them.
+            async with task.lock:
+                pass
         if assignment is None and not receipts and task.record.state == "running":
             return None
         return CheckInResponse(
@@ -408,8 +406,6 @@ class Coordinator:
         if task.attempt is not None and task.attempt.has_place_for(client_id):
             await self._apply(task, ClientCheckedIn(client_id, secrets.token_urlsafe(16)))
         found = task.attempt.assignment_of(client_id) if task.attempt else None
-        if found is not None:
-            self._last_task[client_id] = task.record.task
         return found
 
     async def _receipts(

@@ -184,8 +184,13 @@ async def check_in(
         },
     ),
 )
-async def get_model(request: Request, digest: Digest, rounds: Rounds) -> Response:
-    """A model by the SHA-256 of its file; it never changes. One range is honoured."""
+async def get_model(
+    request: Request, digest: Digest, rounds: Rounds, task: Name | None = None
+) -> Response:
+    """A model by the SHA-256 of its file; it never changes. One range is honoured.
+
+    `task` says on whose behalf: its round counts the bytes.
+    """
     record = await rounds.model(digest)
     etag, size = f'"{digest}"', record.num_bytes
     headers = {
@@ -206,7 +211,7 @@ async def get_model(request: Request, digest: Digest, rounds: Rounds) -> Respons
 
     def count(num_bytes: int) -> Awaitable[None]:
         device = getattr(request.state, "device", None)
-        return rounds.count_download(device.client_id if device else "", digest, num_bytes)
+        return rounds.count_download(device.client_id if device else "", task or "", num_bytes)
 
     payloads = cast(Payloads, request.app.state.payloads)
     return StreamingResponse(

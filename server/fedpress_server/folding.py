@@ -16,8 +16,9 @@ import numpy as np
 import safetensors
 import safetensors.numpy
 
-from fedpress_protocols.coding.fields import Layout
+from fedpress_protocols.coding.fields import Contexts, Layout
 from fedpress_protocols.compression.compressor import Public
+from fedpress_protocols.compression.contexts import contexts_of
 from fedpress_protocols.errors import IncompatiblePlan, InvalidUpdate, ServerError
 from fedpress_protocols.model import Model, ModelSpec, Vector
 from fedpress_protocols.plan import RoundPlan
@@ -51,6 +52,11 @@ class RoundTerms:
         drift = self._since(plan.first_model) if "drift" in plan.needs else None
         return plan.public(self.spec, previous=previous, drift=drift)
 
+    @cached_property
+    def contexts(self) -> tuple[Contexts, ...]:
+        """Those of each profile's layout."""
+        return tuple(contexts_of(layout, self.public) for layout in self.layouts)
+
     def _since(self, earlier: str | None) -> Vector:
         """The plan's model less an `earlier` one, in float32, as the device subtracts them."""
         if earlier is None or earlier == self.plan.model:
@@ -70,7 +76,8 @@ class RoundTerms:
 
         Raises InvalidUpdate, DecodingError among it, or WireVersionMismatch.
         """
-        upload = Upload.from_bytes(body, self.layouts, self.plan.profile_index(profile))
+        index = self.plan.profile_index(profile)
+        upload = Upload.from_bytes(body, self.layouts, index, self.contexts[index])
         most = self.plan.fixed_point.max_examples
         if upload.num_examples > most:
             raise InvalidUpdate(f"num_examples of {upload.num_examples} where {most} are allowed")

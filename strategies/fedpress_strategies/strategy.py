@@ -18,7 +18,9 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from fedpress_protocols.errors import ConfigurationError
+from fedpress_protocols.coding.fields import Symbols, check_symbols
+from fedpress_protocols.compression.compressor import Compressor, Public
+from fedpress_protocols.errors import ConfigurationError, IncompatiblePlan, InvalidUpdate
 from fedpress_protocols.fixed_point import Accumulator, FixedPoint
 from fedpress_protocols.model import Vector
 from fedpress_protocols.update import Update
@@ -57,12 +59,31 @@ class ServerOptimizer(Protocol):
         ...
 
 
+class SymbolAggregator(Protocol):
+    """A fold over the uploads of one round before they are decompressed."""
+
+    def add(self, symbols: Symbols, weight: int) -> None:
+        """Take one upload in; raises InvalidUpdate, and then nothing was added."""
+        ...
+
+    def result(self) -> Delta:
+        """What the round's symbols come to, in whatever form the strategy's optimizer takes."""
+        ...
+
+
 class Strategy(NamedTuple):
-    """`aggregator` makes a fresh fold for a round over `size` coordinates."""
+    """`aggregator` makes a fresh fold for a round over `size` coordinates.
+
+    A strategy that works on the symbols of a linear compressor gives `symbol_aggregator` besides,
+    and then that is used: uploads are added up as they are, none is decompressed by itself.
+    """
 
     aggregator: Callable[[int, FixedPoint], Aggregator]
     optimizer: ServerOptimizer
     client_terms: Mapping[str, Any] = {}
+    symbol_aggregator: Callable[[Compressor[Any], Public, FixedPoint], SymbolAggregator] | None = (
+        None
+    )
 
 
 class WeightedMean:
@@ -78,6 +99,48 @@ class WeightedMean:
 
     def result(self) -> Delta:
         return self._sum.mean()
+
+
+class SymbolSum:
+    """The mean of updates, each weighted by its examples, from the sum of their symbols: exact in
+    int64, decompressed once. The memory is that of one upload's symbols and one update."""
+
+    def __init__(
+        self, compressor: Compressor[Any], public: Public, fixed_point: FixedPoint
+    ) -> None:
+        if not compressor.commutes_with_sum:
+            raise IncompatiblePlan(
+                f"symbols of {compressor} cannot be summed: it does not commute with the sum",
+                hint="choose a linear compressor, or a strategy that takes decoded updates",
+            )
+        if fixed_point.max_weight >= 2**32:
+            raise IncompatiblePlan(
+                f"weights of {fixed_point.max_weight} in all times 32-bit symbols can overflow",
+                hint="lower max_examples or the cohort",
+            )
+        self._compressor, self._public = compressor, public
+        self._layout = compressor.layout(public.spec)
+        self._max_weight = fixed_point.max_weight
+        self.total: tuple[npt.NDArray[np.int64], ...] = ()
+        self.weight = 0
+
+    def add(self, symbols: Symbols, weight: int) -> None:
+        check_symbols(symbols, self._layout)
+        if not 1 <= weight <= self._max_weight - self.weight:
+            raise InvalidUpdate(
+                f"weight {weight} on top of {self.weight}, where the plan allows {self._max_weight}"
+            )
+        if not self.total:
+            self.total = tuple(np.zeros(array.size, np.int64) for array in symbols)
+        for total, array in zip(self.total, symbols, strict=True):
+            total += array.astype(np.int64) * np.int64(weight)
+        self.weight += weight
+
+    def result(self) -> Delta:
+        if not self.weight:
+            return np.zeros(self._public.spec.size)
+        summed = self._compressor.decompress(self.total, self._public, self.weight)
+        return summed.dense().astype(np.float64) / self.weight
 
 
 @dataclass(frozen=True, slots=True)

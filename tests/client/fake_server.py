@@ -313,7 +313,7 @@ class FakeLink:
         again = CheckInResponse.model_validate_json(response.model_dump_json())
         return News(again, again.retry_after)
 
-    def model(self, digest: str, max_bytes: int) -> bytes:
+    def model(self, digest: str, max_bytes: int, task: str) -> bytes:
         for _ in self._around("model"):
             data = self.server.models[digest]
         return data

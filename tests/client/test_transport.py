@@ -271,7 +271,7 @@ def test_a_model_is_resumed_where_the_connection_broke() -> None:
         part(120, 200, content_length="80"),
     )
     transport = server.transport(retries=Retries(patience=1.0))
-    assert transport.model(DIGEST, 1000) == BODY
+    assert transport.model(DIGEST, 1000, "digits") == BODY
     assert transport.traffic.body_down == 200
     assert transport.traffic.wire_down > 200
 
@@ -281,21 +281,21 @@ def test_a_server_without_ranges_sends_it_all_again() -> None:
     server.answers.append(httpx.Response(416))
     server.answers.append(raw(BODY))
     transport = server.transport()
-    assert transport.model(DIGEST, 1000) == BODY
-    assert transport.model(DIGEST, 1000) == BODY
+    assert transport.model(DIGEST, 1000, "digits") == BODY
+    assert transport.model(DIGEST, 1000, "digits") == BODY
     server = Server(raw(BODY[:50], fail=True), raw(b"", status=206, content_range="x"), raw(BODY))
-    assert server.transport().model(DIGEST, 1000) == BODY
+    assert server.transport().model(DIGEST, 1000, "digits") == BODY
 
 
 def test_a_model_of_other_bytes_or_too_many_is_refused() -> None:
     server = Server(*(raw(BODY[::-1]) for _ in range(3)))
     with pytest.raises(DigestMismatch, match="other bytes"):
-        server.transport().model(DIGEST, 1000)
+        server.transport().model(DIGEST, 1000, "digits")
     for answer in (raw(BODY, content_length="200"), raw(BODY)):
         with pytest.raises(BodyTooLarge):
-            Server(answer).transport().model(DIGEST, 100)
+            Server(answer).transport().model(DIGEST, 100, "digits")
     with pytest.raises(UnknownModel):
-        Server(problem(UnknownModel())).transport().model(DIGEST, 100)
+        Server(problem(UnknownModel())).transport().model(DIGEST, 100, "digits")
 
 
 # Set-up and accounting

@@ -65,13 +65,19 @@ def test_downloads_are_booked_under_the_round_they_were_for(
     operator: Operator, enrolled: Enrolled, model: Model
 ) -> None:
     operator.begin(model)
+    operator.begin(model, "another")
     device = enrolled()
-    device.model(model.digest)
+    device.model(model.digest, "digits")
     assert history(operator)[0].download_bytes == 0
     device.assignment("digits")
-    device.model(model.digest)
-    device.request("GET", f"/v1/models/{model.digest}", headers={"Range": "bytes=0-9"})
+    device.assignment("another")
+    device.model(model.digest, "digits")
+    device.model(model.digest, "nowhere")
+    part = f"/v1/models/{model.digest}?task=digits"
+    device.request("GET", part, headers={"Range": "bytes=0-9"})
+    device.model(model.digest, "another")
     assert history(operator)[0].download_bytes == len(model.to_bytes()) + 10
+    assert history(operator, "another")[0].download_bytes == len(model.to_bytes())
 
 
 def test_a_model_comes_under_its_own_digest(http: Server, operator: Operator, model: Model) -> None:

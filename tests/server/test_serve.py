@@ -55,7 +55,7 @@ def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 @pytest.fixture
 def http(url: str) -> Iterator[httpx.Client]:  # type: ignore[misc]
-    with httpx.Client(base_url=url) as client:
+    with httpx.Client(base_url=url, timeout=60) as client:
         yield client
 
 
@@ -116,7 +116,7 @@ def test_a_server_told_to_stop_answers_who_waits_and_has_not_failed(
 ) -> None:
     with (
         served(tmp_path / "data") as (process, url),
-        httpx.Client(base_url=url) as http,
+        httpx.Client(base_url=url, timeout=60) as http,
         ThreadPoolExecutor(1) as pool,
     ):
         operator = Operator(http)
