@@ -1,4 +1,4 @@
-"""A second decoder of coded fields, written from protocols/SPEC.md alone, bit by bit.
+"""A second decoder of coded fields, written from protocols/SPEC-coding.md alone, bit by bit.
 
 That it agrees with the first on every golden vector says that the text is enough to write one.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import struct
+from bisect import bisect_right
 from itertools import pairwise
 from typing import Any
 
@@ -231,6 +232,15 @@ def alphabet(body: Body, s: int, n: int, nested: bool = False) -> list[int]:
         symbols = [common] * n
         for place, x in zip(where, others, strict=True):
             symbols[place] = x + (x >= common)
+    elif mode == 6 and s == 2 and parameter <= 7:
+        count = body.uvarint()
+        must(1 <= count <= n, "too many runs, or none")
+        lengths, _ = buckets(body, count, n, parameter & 3, False)
+        turns = range(parameter >> 2, count + (parameter >> 2))
+        must(sum(lengths) + count == n, "runs of more or fewer symbols")
+        symbols = [
+            t % 2 for t, length in zip(turns, lengths, strict=True) for _ in range(length + 1)
+        ]
     else:
         raise Refused("no such mode of an alphabet")
     must(max(symbols) < s, "a symbol out of range")
@@ -244,20 +254,321 @@ def reals(body: Body, count: int, width: int) -> list[float]:
     return list(numbers)
 
 
-def read(data: bytes, layout: list[dict[str, Any]]) -> list[list[Any]]:
-    """The symbols of a body under a layout as the golden vectors write it; or Refused."""
-    body, fields, num_positions = Body(data), [], 0
-    for field in layout:
-        [(kind, given)] = field.items()
-        values: list[Any]
-        if kind == "positions":
-            values = positions(body, given["size"], given["at_most"])
-            num_positions = len(values)
-        elif kind == "alphabet":
-            count = given["count"]
-            values = alphabet(body, given["size"], num_positions if count is None else count)
+def integers(body: Body, bound: int, n: int, nested: bool = False) -> list[int]:
+    if n == 0:
+        return []
+    head = body.number(8)
+    mode, parameter = head & 7, head >> 3
+    if mode == 0 and parameter == 0:
+        values = [body.number(bits(2 * bound)) - bound for _ in range(n)]
+        body.padding()
+    elif mode == 1 and parameter <= 3:
+        folded, _ = buckets(body, n, 2 * bound + 1, parameter, False)
+        values = [-(y + 1) // 2 if y % 2 else y // 2 for y in folded]
+    elif mode == 2 and parameter == 0 and not nested:
+        where = positions(body, n, n // 2)
+        values = [0] * n
+        for place, x in zip(where, integers(body, bound, len(where), nested=True), strict=True):
+            values[place] = x + (x >= 0)
+    else:
+        raise Refused("no such mode of integers")
+    must(max(map(abs, values)) <= bound, "an integer out of range")
+    return values
+
+
+S = [32768, 40793, 47911, 53581, 57724, 60565, 62428, 63615, 64357, 64816, 65097, 65269, 65374]
+S += [65438, 65476, 65500, 65514, 65523, 65528, 65531, 65533, 65534, 65535, 65535, 65536]
+
+
+def chance(t: int) -> int:
+    if t < 0:
+        return 65536 - chance(-t)
+    i, r = t >> 7, t % 128
+    return S[i] + ((S[i + 1] - S[i]) * r + 64 >> 7) if r else S[i]
+
+
+CHANCES = [chance(t) for t in range(-3072, 3073)]
+
+
+def logit(c: int) -> int:
+    return bisect_right(CHANCES, c) - 1 - 3072
+
+
+class RangeDecoder:
+    def __init__(self, body: Body) -> None:
+        must(body.at % 8 == 0, "not on a byte")
+        self.body, self.start, self.taken = body, body.at // 8, 0
+        self.above, self.width = 0, 2**32 - 1
+        for _ in range(4):
+            self.above = self.above << 8 | self.take()
+
+    def take(self) -> int:
+        at = self.start + self.taken
+        self.taken += 1
+        return self.body.data[at] if at < len(self.body.data) else 0
+
+    def bit(self, c: int) -> int:
+        part = self.width * c >> 16
+        found = int(self.above < part)
+        if found:
+            self.width = part
         else:
-            values = reals(body, given["count"], given["width"])
-        fields.append(values)
+            self.above -= part
+            self.width -= part
+        while self.width < 2**24:
+            self.width <<= 8
+            self.above = (self.above << 8) + self.take()
+        return found
+
+    def end(self) -> None:
+        k = 1 if self.width >= 2**25 else 2
+        end = self.start + self.taken - (4 - k)
+        must(end <= len(self.body.data), "the body ends within a range coder's string")
+        after = self.body.data[end : end + 4 - k]
+        first = self.above - int.from_bytes(after.ljust(4 - k, b"\0"), "big")
+        must(first >= 0 and first + 2 ** (32 - 8 * k) <= self.width, "bytes after it matter")
+        self.body.at = 8 * end
+
+
+class Mixture:
+    """Estimates of several inputs, made as they are first met, and weights in sets."""
+
+    def __init__(self, weight: int, b: int, h: int, start: Any) -> None:
+        self.weight, self.b, self.h, self.start = weight, b, h, start
+        self.estimates: dict[Any, list[int]] = {}
+        self.weights: dict[int, list[int]] = {}
+
+    def bit(self, decoder: RangeDecoder, chosen: list[Any], weights: int = 0) -> int:
+        found = [
+            self.estimates.setdefault((j, key), list(self.start(j))) for j, key in enumerate(chosen)
+        ]
+        w = self.weights.setdefault(weights, [self.weight] * len(chosen))
+        t = [logit(p >> 16) - self.b for p, _ in found]
+        mixed = self.b + (sum(a * x for a, x in zip(w, t, strict=True)) >> 16)
+        c = chance(max(-3072, min(3072, mixed)))
+        c = max(4, min(65532, c))
+        bit = decoder.bit(c)
+        for j, estimate in enumerate(found):
+            w[j] += t[j] * (bit * 65536 - c) + 2 ** (self.h - 1) >> self.h
+            p, n = estimate
+            p += (bit * 2**32 - p) * (131072 // (2 * n + 3)) >> 16
+            estimate[:] = max(2**16, min(2**32 - 2**16, p)), min(n + 1, 255)
+        return bit
+
+
+class Plane:
+    def __init__(self, matrices: list[list[int]], contexts: list[int] | None) -> None:
+        self.matrices = matrices
+        self.size = sum(height * width for height, width in matrices)
+        self._contexts = contexts
+
+    def context(self, i: int) -> int:
+        return self._contexts[i] if self._contexts else 0
+
+    def walk(self) -> Any:
+        """Matrix, row and column of each coordinate."""
+        for m, (height, width) in enumerate(self.matrices):
+            for r in range(height):
+                for q in range(width):
+                    yield m, r, q
+
+
+def flags(body: Body, num: int, plane: Plane) -> list[int]:
+    decoder = RangeDecoder(body)
+    d = num * 2**32 // plane.size
+    e = max(d, 2**16)
+    mixture = Mixture(9362, logit(e >> 16), 16, lambda j: (e, 1) if j in (1, 2, 3) else (2**31, 1))
+    found: list[int] = []
+    ones: set[tuple[int, int, int]] = set()
+    of_row: dict[Any, int] = {}
+    of_column: dict[Any, int] = {}
+    in_row: dict[Any, int] = {}
+    for i, (m, r, q) in enumerate(plane.walk()):
+        if len(found) == num:
+            break
+        x = plane.context(i) % 16
+        row_density = of_row.get((m, r), d >> 16)
+        column_density = of_column.get((m, q), d >> 16)
+        a, b = min(bits(row_density >> 6), 9), min(bits(column_density >> 6), 9)
+        near = ((m, r, q - 1) in ones) + 2 * ((m, r, q - 2) in ones) + 4 * ((m, r - 1, q) in ones)
+        near += 8 * ((m, r - 1, q - 1) in ones or (m, r - 1, q + 1) in ones)
+        o = in_row.get((m, r), 0)
+        chosen = [
+            *((x, min(m, 15)), (a, min(o, 15)), (b, min(r, 15)), (near, (a + b) // 2)),
+            *((x, a, b), (x, a), (x, b)),
+        ]
+        bit = mixture.bit(decoder, chosen)
+        of_row[m, r] = row_density + (bit * 65536 - row_density >> 4)
+        rate = 131072 // (2 * min(r, 60) + 3)
+        of_column[m, q] = column_density + ((bit * 65536 - column_density) * rate >> 16)
+        in_row[m, r] = o + bit
+        if bit:
+            ones.add((m, r, q))
+            found.append(i)
+    must(len(found) == num, "fewer flags than there should be")
+    decoder.end()
+    return found
+
+
+class History:
+    def __init__(self) -> None:
+        self.size, self.balance, self.last = 0, 3, 0
+
+
+def values(body: Body, most: int, signs: str, where: list[int], plane: Plane) -> list[Any]:
+    """Pairs of magnitude and sign."""
+    if not where or (most == 0 and signs != "all"):
+        return [(0, 0)] * len(where)
+    decoder = RangeDecoder(body)
+    mixture = Mixture(19661, 0, 14, lambda j: (2**31, 0))
+    rows: dict[Any, History] = {}
+    columns: dict[Any, History] = {}
+    every = History()
+    places = dict(enumerate(plane.walk()))
+    found = []
+    for i in where:
+        m, r, q = places[i]
+        row, column = rows.setdefault((m, r), History()), columns.setdefault((m, q), History())
+        x = plane.context(i)
+        three = (row, column, every)
+        also = [
+            *((row.size, every.size), (column.size, every.size), x % 16, 0),
+            (row.size, column.size, every.size),
+        ]
+
+        def decide(decision: Any, weights: int, also: list[Any] = also) -> int:
+            return mixture.bit(decoder, [(decision, key) for key in also], weights)
+
+        long = 0
+        while long < bits(most + 1) - 1 and decide(("long", long), 1 + min(long, 7)):
+            long += 1
+        u = 1
+        for done in range(long):
+            if done < 3:
+                u = 2 * u + decide(("bits", min(long, 16), u), 9)
+            else:
+                u = 2 * u + decoder.bit(32768)
+        for history in three:
+            history.size = min(long + 1, 7)
+        sign = 0
+        if signs == "all" or (signs == "those not 0" and u > 1):
+            also = [
+                *((row.balance, row.last), (column.balance, column.last), x),
+                *((row.last, column.last, every.last), (row.balance, column.balance, x // 16)),
+            ]
+            sign = decide("sign", 0, also)
+            for history in three:
+                step = -1 if sign else 1
+                history.balance = max(0, min(6, history.balance + step))
+                history.last = 1 + sign
+        must(u - 1 <= most, "a magnitude out of range")
+        found.append((u - 1, sign))
+    decoder.end()
+    return found
+
+
+def range_positions(body: Body, size: int, at_most: int, plane: Plane) -> list[int]:
+    head = body.number(8)
+    absent = head >> 2 & 1
+    must(head >> 3 == 0, "no such mode of positions")
+    num = body.uvarint()
+    count = size - num if absent else num
+    must(num > 0 and 0 <= count <= min(size, at_most), "too many coordinates, or none")
+    must(bool(absent) == (2 * count > size), "absent where it must not be, or not where it must")
+    coded = flags(body, num, plane)
+    left_out = set(coded)
+    return [p for p in range(size) if p not in left_out] if absent else coded
+
+
+def range_symbols(body: Body, s: int, f: int, where: list[int], plane: Plane) -> list[int]:
+    if not f:
+        return [m for m, _ in values(body, s - 1, "none", where, plane)]
+    if s % 2:
+        most = (s - 1) // 2
+        return [
+            most - m if sign else most + m
+            for m, sign in values(body, most, "those not 0", where, plane)
+        ]
+    return [
+        s // 2 - 1 - m if sign else s // 2 + m
+        for m, sign in values(body, s // 2 - 1, "all", where, plane)
+    ]
+
+
+def range_alphabet(body: Body, s: int, n: int, where: list[int] | None, plane: Plane) -> list[int]:
+    head = body.number(8)
+    mode, f = head & 7, head >> 3
+    must(f <= 1, "no such parameter")
+    if mode == 4:
+        return range_symbols(body, s, f, list(range(n)) if where is None else where, plane)
+    must(mode == 5 and where is None, "no such mode of an alphabet")
+    common = body.number(8)
+    must(common < s, "the common symbol is out of range")
+    num = body.uvarint()
+    must(2 * num <= n, "too many that are not common")
+    others = flags(body, num, plane) if num else []
+    symbols = [common] * n
+    for place, x in zip(others, range_symbols(body, s - 1, f, others, plane), strict=True):
+        symbols[place] = x + (x >= common)
+    return symbols
+
+
+def range_integers(
+    body: Body, bound: int, n: int, where: list[int] | None, plane: Plane
+) -> list[int]:
+    head = body.number(8)
+    if head == 3:
+        places = list(range(n)) if where is None else where
+        pairs = values(body, bound, "those not 0", places, plane)
+        return [-m if sign else m for m, sign in pairs]
+    must(head == 4 and where is None, "no such mode of integers")
+    num = body.uvarint()
+    must(2 * num <= n, "too many that are not 0")
+    others = flags(body, num, plane) if num else []
+    found = [0] * n
+    pairs = values(body, bound - 1, "all", others, plane)
+    for place, (m, sign) in zip(others, pairs, strict=True):
+        found[place] = -m - 1 if sign else m + 1
+    return found
+
+
+def read(
+    data: bytes, layout: list[dict[str, Any]], contexts: list[Any] | None = None
+) -> list[list[Any]]:
+    """The symbols of a body under a layout as the golden vectors write it; or Refused."""
+    body, fields = Body(data), []
+    last: list[int] = []
+    below = Plane([[1, 0]], None)
+    for field, known in zip(layout, contexts or [None] * len(layout), strict=True):
+        [(kind, given)] = field.items()
+        coded: list[Any]
+        if kind == "reals":
+            fields.append(reals(body, given["count"], given["width"]))
+            continue
+        ranges = given.get("coder", "huffman") != "huffman"
+        count = given["size"] if kind == "positions" else given["count"]
+        tied = count is None
+        n = len(last) if tied else count
+        grid = given.get("grid")
+        plane = below if tied else Plane(grid["matrices"] if grid else [[1, n]], known)
+        head = body.data[body.at // 8] if body.at < body.end else 0
+        where = last if tied else None
+        if kind == "positions":
+            size, at_most = given["size"], given["at_most"]
+            if ranges and head & 3 == 3:
+                coded = range_positions(body, size, at_most, plane)
+            else:
+                coded = positions(body, size, at_most)
+            last, below = coded, plane
+        elif kind == "alphabet":
+            if ranges and n and given["size"] > 1 and head & 7 in (4, 5):
+                coded = range_alphabet(body, given["size"], n, where, plane)
+            else:
+                coded = alphabet(body, given["size"], n)
+        elif ranges and n and head & 7 >= 3:
+            coded = range_integers(body, given["bound"], n, where, plane)
+        else:
+            coded = integers(body, given["bound"], n)
+        fields.append(coded)
     must(body.at == body.end, "the body goes on")
     return fields

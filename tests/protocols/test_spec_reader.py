@@ -11,9 +11,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from fedpress_protocols.coding import Alphabet, Layout, Positions, Reals, decode
+from fedpress_protocols.coding import decode
 from fedpress_protocols.errors import DecodingError
 from tests.protocols import spec_reader
+from tests.protocols.coding_vectors import layout_of
 
 FOLDER = Path(__file__).parents[2] / "protocols" / "vectors" / "coding"
 VECTORS = sorted(path.stem for path in FOLDER.glob("*.json") if path.stem != "malformed")
@@ -26,14 +27,10 @@ def load(name: str) -> dict[str, Any]:
     return vector
 
 
-def layout_of(fields: list[dict[str, Any]]) -> Layout:
-    kinds = {"positions": Positions, "alphabet": Alphabet, "reals": Reals}
-    return tuple(kinds[kind](**given) for field in fields for kind, given in field.items())
-
-
 def little_endian(values: list[Any], field: dict[str, Any]) -> bytes:
     [(kind, given)] = field.items()
-    code = {"positions": "q", "alphabet": "B", "reals": "f" if given.get("width") == 4 else "e"}
+    code = {"positions": "q", "alphabet": "B", "integers": "i"}
+    code["reals"] = "f" if given.get("width") == 4 else "e"
     return struct.pack(f"<{len(values)}{code[kind]}", *values)
 
 

@@ -1,9 +1,14 @@
 """Lossless coding of compressed updates: symbols to bytes and back, under a layout."""
 
-from fedpress_protocols.coding.codec import decode, encode
+from fedpress_protocols.coding.alphabets import Grouped
+from fedpress_protocols.coding.codec import decode, encode, find
 from fedpress_protocols.coding.fields import (
     Alphabet,
+    Coder,
+    Contexts,
     Field,
+    Grid,
+    Integers,
     Layout,
     Positions,
     Reals,
@@ -13,7 +18,12 @@ from fedpress_protocols.coding.fields import (
 
 __all__ = [
     "Alphabet",
+    "Coder",
+    "Contexts",
     "Field",
+    "Grid",
+    "Grouped",
+    "Integers",
     "Layout",
     "Positions",
     "Reals",
@@ -21,4 +31,5 @@ __all__ = [
     "check_symbols",
     "decode",
     "encode",
+    "find",
 ]

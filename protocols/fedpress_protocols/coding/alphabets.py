@@ -3,18 +3,20 @@
 A code has whole bits, so symbols that carry less than a few go together, several to a byte, before
 they are coded (grouped); where one symbol is far more frequent than all others, what is coded is
 where the others are and which (gaps). Few symbols of a large alphabet cannot pay for its table, so
-there only their magnitudes' buckets are coded (buckets).
+there only their magnitudes' buckets are coded (buckets). Two symbols that come in company are coded
+by how long each goes on (runs).
 """
 
 from __future__ import annotations
 
 from enum import IntEnum
-from typing import cast
+from typing import NamedTuple, cast
 
 import numpy as np
 
+from fedpress_protocols import kernels
 from fedpress_protocols.coding import sequences
-from fedpress_protocols.coding.bits import Ints, Octets, Reader
+from fedpress_protocols.coding.bits import Ints, Octets, Reader, uvarint
 from fedpress_protocols.coding.exp_golomb import MAX_MANTISSA, plan_numbers, read_numbers
 from fedpress_protocols.coding.positions import plan_positions, read_positions
 from fedpress_protocols.coding.sequences import Candidate, smallest
@@ -26,10 +28,12 @@ class _Mode(IntEnum):
     GROUPED = 1
     BUCKETS = 2
     GAPS = 3
+    RUNS = 6
 
 
 _PARAMETER_SHIFT = 3
 _FOLDED = 4
+_SECOND_FIRST = 4
 _MOST_BUCKETED = 1 << 16
 _MANY = 1 << 15
 _TABLE_IS_CHEAP = 16
@@ -54,7 +58,40 @@ def plan_alphabet(symbols: Octets, size: int, nested: bool = False) -> Candidate
     if not nested and 2 * int(counts.max()) >= symbols.size:
         gaps = _plan_gaps(symbols, size, int(counts.argmax()))
         candidates.append(_headed(_Mode.GAPS, 0, gaps))
+    if size == 2:
+        candidates.extend(_plan_runs(symbols))
     return smallest(candidates)
+
+
+class Grouped(NamedTuple):
+    """`num` symbols in groups that are yet to be read."""
+
+    blocks: sequences.Blocks
+    size: int
+    per_group: int
+    num: int
+
+    def read(self) -> Octets:
+        return kernels.ungroup(self.blocks.read(), self.size, self.per_group, self.num)
+
+    def add_to(self, total: Ints, ends: Ints, tables: Ints) -> None:
+        """total += tables[tensor, symbol] for each tensor, which ends before ends[tensor].
+
+        Raises DecodingError, and then nothing was added.
+        """
+        kernels.add_streams(*self.blocks, self.per_group, total, ends, tables)
+
+
+def find_alphabet(reader: Reader, size: int, num: int) -> Octets | Grouped:
+    """`read_alphabet`, which leaves many symbols in groups unread, to be added up as they are."""
+    head = int(reader.octets[reader.at >> 3])
+    mode, per_group = head & 7, head >> _PARAMETER_SHIFT
+    in_groups = size > 1 and mode == _Mode.GROUPED and 1 <= per_group <= _most_per_group(size)
+    if not in_groups or -(-num // per_group) <= sequences.SMALL:
+        return read_alphabet(reader, size, num)
+    reader.skip(8)
+    blocks = sequences.find_blocks(reader, -(-num // per_group), size**per_group)
+    return Grouped(blocks, size, per_group, num)
 
 
 def read_alphabet(reader: Reader, size: int, num: int, nested: bool = False) -> Octets:
@@ -69,7 +106,9 @@ def read_alphabet(reader: Reader, size: int, num: int, nested: bool = False) -> 
         case _Mode.GROUPED if 1 <= parameter <= _most_per_group(size):
             groups = -(-num // parameter)
             raw_widths = np.zeros(size**parameter, np.int64)
-            return _ungroup(sequences.read(reader, groups, raw_widths)[0], size, parameter, num)
+            return kernels.ungroup(
+                sequences.read(reader, groups, raw_widths)[0], size, parameter, num
+            )
         case _Mode.BUCKETS if parameter <= MAX_MANTISSA | _FOLDED and num <= _MOST_BUCKETED:
             numbers, _ = read_numbers(reader, num, size, parameter & MAX_MANTISSA)
             if int(numbers.max()) >= size:
@@ -78,6 +117,8 @@ def read_alphabet(reader: Reader, size: int, num: int, nested: bool = False) -> 
             return values.astype(np.uint8)
         case _Mode.GAPS if not parameter and not nested:
             return _read_gaps(reader, size, num)
+        case _Mode.RUNS if parameter <= MAX_MANTISSA | _SECOND_FIRST and size == 2:
+            return _read_runs(reader, parameter, num)
     raise DecodingError(f"symbols in mode {mode} with parameter {parameter}")
 
 
@@ -102,29 +143,10 @@ def _groupings(num: int, size: int) -> list[int]:
     return [n for n in range(1, most + 1) if n == 1 or size**n * n <= 2 * num]
 
 
-def _group(symbols: Octets, size: int, per_group: int) -> Octets:
-    """Bytes whose digits to the base `size` are the symbols, the first lowest; zeros fill up."""
-    filled = np.zeros(-(-symbols.size // per_group) * per_group, np.uint8)
-    filled[: symbols.size] = symbols
-    digits = filled.reshape(-1, per_group)
-    groups = digits[:, -1].copy()
-    for place in range(per_group - 2, -1, -1):
-        groups *= np.uint8(size)
-        groups += digits[:, place]
-    return groups
-
-
-def _ungroup(groups: Octets, size: int, per_group: int, num: int) -> Octets:
-    places = size ** np.arange(per_group)
-    digits = (np.arange(size**per_group)[:, np.newaxis] // places % size).astype(np.uint8)
-    symbols = digits[groups].ravel()
-    if symbols[num:].any():
-        raise DecodingError("symbols after the last are not zero")
-    return symbols[:num]
-
-
 def _plan_grouped(symbols: Octets, size: int, per_group: int) -> Candidate:
-    return sequences.plan(_group(symbols, size, per_group), np.zeros(size**per_group, np.int64))
+    return sequences.plan(
+        kernels.group(symbols, size, per_group), np.zeros(size**per_group, np.int64)
+    )
 
 
 def _stored_as_digits(size: int) -> bool:
@@ -136,14 +158,11 @@ def _plan_stored(symbols: Octets, size: int) -> Candidate:
     if _stored_as_digits(size):
         per_group = _most_per_group(size)
         num_groups = -(-symbols.size // per_group)
-        return Candidate(num_groups, lambda: _group(symbols, size, per_group).tobytes())
+        return Candidate(num_groups, lambda: kernels.group(symbols, size, per_group).tobytes())
     width = (size - 1).bit_length()
 
-    def write() -> bytes:
-        rows = np.unpackbits(symbols[:, np.newaxis], axis=1, count=width, bitorder="little")
-        return np.packbits(rows, bitorder="little").tobytes()
-
-    return Candidate(-(-symbols.size * width // 8), write)
+    num_bytes = -(-symbols.size * width // 8)
+    return Candidate(num_bytes, lambda: kernels.write_octets(symbols, width))
 
 
 def _read_stored(reader: Reader, size: int, num: int) -> Octets:
@@ -154,13 +173,11 @@ def _read_stored(reader: Reader, size: int, num: int) -> Octets:
         groups = reader.octets[start : start + num_groups]
         if int(groups.max()) >= size**per_group:
             raise DecodingError(f"{groups.max()} is not {per_group} digits to the base {size}")
-        return _ungroup(groups, size, per_group, num)
+        return kernels.ungroup(groups, size, per_group, num)
     width = (size - 1).bit_length()
     start = reader.skip(num * width) >> 3
     reader.align()
-    octets = reader.octets[start : reader.at >> 3]
-    rows = np.unpackbits(octets, count=num * width, bitorder="little").reshape(num, width)
-    symbols = np.packbits(rows, axis=1, bitorder="little").ravel()
+    symbols = kernels.read_octets(reader.octets, start, num, width)
     if int(symbols.max()) >= size:
         raise DecodingError(f"symbol {symbols.max()} outside [0, {size})")
     return symbols
@@ -203,3 +220,35 @@ def _read_gaps(reader: Reader, size: int, num: int) -> Octets:
     symbols = np.full(num, common, np.uint8)
     symbols[where] = others + (others >= common)
     return cast(Octets, symbols)
+
+
+# Two symbols by turns.
+
+
+def _plan_runs(symbols: Octets) -> list[Candidate]:
+    """How long each symbol goes on before the other: signs of an update keep company."""
+    begins = np.append(0, np.flatnonzero(symbols[1:] != symbols[:-1]) + 1)
+    if 9 * begins.size >= 4 * symbols.size:  # at random, a run is of two
+        return []
+    lengths = np.diff(begins, append=symbols.size) - 1
+    head, first = uvarint(begins.size), _SECOND_FIRST * int(symbols[0])
+
+    def candidate(mantissa: int) -> Candidate:
+        body = plan_numbers(lengths, symbols.size, mantissa)
+        whole = Candidate(len(head) + body.size, lambda: head + body.write())
+        return _headed(_Mode.RUNS, mantissa | first, whole)
+
+    least = 0 if begins.size <= sequences.SMALL else MAX_MANTISSA
+    return [candidate(mantissa) for mantissa in range(least, MAX_MANTISSA + 1)]
+
+
+def _read_runs(reader: Reader, parameter: int, num: int) -> Octets:
+    count = reader.uvarint()
+    if not 1 <= count <= num:
+        raise DecodingError(f"{count} runs of {num} symbols")
+    lengths = read_numbers(reader, count, num, parameter & MAX_MANTISSA)[0] + 1
+    if int(lengths.sum()) != num:
+        raise DecodingError(f"runs of {lengths.sum()} symbols where {num} are due")
+    turns = np.arange(count, dtype=np.int64) + parameter // _SECOND_FIRST
+    symbols: Octets = np.repeat((turns & 1).astype(np.uint8), lengths)
+    return symbols

@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 
 import numpy as np
 import numpy.typing as npt
 
+from fedpress_protocols import kernels
 from fedpress_protocols.errors import DecodingError
+from fedpress_protocols.kernels.wire import GUARD, Ints, Octets
 
-Ints = npt.NDArray[np.int64]
-Octets = npt.NDArray[np.uint8]
-Words = npt.NDArray[np.uint64]
+__all__ = ["UVARINT_BOUND", "Ints", "Octets", "Reader", "bit_string", "pack", "uvarint"]
 
 UVARINT_BOUND = 2**32
-_GUARD = 8
-_ONE = np.uint64(1)
-_SIX, _SIXTY_THREE = np.uint64(6), np.uint64(63)
 
 
 class Reader:
@@ -30,7 +27,7 @@ class Reader:
 
     def __init__(self, data: bytes) -> None:
         self._data = data
-        self.octets = np.zeros(len(data) + _GUARD, np.uint8)
+        self.octets = np.zeros(len(data) + GUARD, np.uint8)
         self.octets[: len(data)] = np.frombuffer(data, np.uint8)
         self.at = 0
         self.end = 8 * len(data)
@@ -54,6 +51,10 @@ class Reader:
         window = int.from_bytes(self._data[start >> 3 : (start >> 3) + 8], "little")
         return window >> (start & 7) & ((1 << num_bits) - 1)
 
+    def peek(self) -> int:
+        """The next byte, which stays the next; 0 at the end."""
+        return int(self.octets[self.at >> 3])
+
     def uvarint(self) -> int:
         """Unsigned LEB128 below 2**32, in its shortest form."""
         value = 0
@@ -71,10 +72,9 @@ class Reader:
         if self.read(-self.at % 8):
             raise DecodingError(f"padding before byte {self.at >> 3} is not zero")
 
-    def fields(self, num: int, width: int) -> Words:
+    def fields(self, num: int, width: int) -> Ints:
         """The next `num` numbers of `width` bits each, 0 <= width <= 32."""
-        start = self.skip(num * width)
-        return gather(self.octets, start + width * np.arange(num, dtype=np.int64), width)
+        return kernels.read_fields(self.octets, self.skip(num * width), num, width)
 
 
 def uvarint(value: int) -> bytes:
@@ -86,45 +86,12 @@ def uvarint(value: int) -> bytes:
     return bytes((*groups, value))
 
 
-def gather(octets: Octets, starts: Ints, widths: Ints | int) -> Words:
-    """Read `widths` bits, 57 at most, at each of the bit offsets `starts`.
-
-    A window of 64 bits begins at the byte of each offset, so `octets` goes on for 8 bytes after it.
-    """
-    windows = np.ndarray((octets.size - 7,), "<u8", octets, 0, (1,))
-    found: Words = windows[starts >> 3].astype(np.uint64, copy=False)
-    found >>= (starts & 7).astype(np.uint64)
-    found &= (_ONE << np.asarray(widths, np.uint64)) - _ONE
-    return found
-
-
 def pack(values: npt.ArrayLike, widths: npt.ArrayLike) -> bytes:
-    """Concatenate one or more `values`, each in as many bits as its width says, 63 at most.
-
-    Neighbours are first joined in pairs for as long as every pair fits into 63 bits, which leaves
-    few items to place.
-    """
-    items = np.asarray(values, np.uint64)
-    sizes = np.asarray(widths, np.uint64)
-    while items.size > 1:
-        even = items.size & ~1
-        joined = sizes[0:even:2] + sizes[1:even:2]
-        if int(joined.max()) > 63:
-            break
-        pairs = items[0:even:2] | (items[1:even:2] << sizes[0:even:2])
-        items, sizes = np.append(pairs, items[even:]), np.append(joined, sizes[even:])
-    ends = np.cumsum(sizes, dtype=np.uint64)
-    starts = ends - sizes
-    places = (starts >> _SIX).astype(np.int64)
-    shifts = starts & _SIXTY_THREE
-    first = np.flatnonzero(np.diff(places, prepend=-1))  # of the items that begin in each word
-    last = np.append(first[1:], items.size) - 1
-    words = np.zeros(int(places[-1]) + 2, "<u8")
-    words[places[first]] = np.bitwise_or.reduceat(items << shifts, first)
-    words[places[last] + 1] |= (items[last] >> _ONE) >> (_SIXTY_THREE - shifts[last])
-    return words.tobytes()[: (int(ends[-1]) + 7) >> 3]
+    """Concatenate one or more `values`, each in as many bits as its width says, 63 at most."""
+    return kernels.pack(np.asarray(values, np.uint64), np.asarray(widths, np.int64))
 
 
-def bit_string(fields: Sequence[tuple[int, int]]) -> tuple[list[int], list[int]]:
+def bit_string(fields: Iterable[tuple[int, int]]) -> tuple[list[int], list[int]]:
     """Split (value, width) pairs into what `pack` takes."""
-    return [value for value, _ in fields], [width for _, width in fields]
+    pairs = list(fields)
+    return [value for value, _ in pairs], [width for _, width in pairs]

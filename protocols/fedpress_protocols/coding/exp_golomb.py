@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import numpy as np
 
+from fedpress_protocols import kernels
 from fedpress_protocols.coding import sequences
-from fedpress_protocols.coding.bits import Ints, Octets, Reader
+from fedpress_protocols.coding.bits import Ints, Reader
 
 MAX_MANTISSA = 3
 
@@ -20,7 +21,7 @@ def plan_numbers(
     values: Ints, bound: int, mantissa: int, anchors: Ints | None = None
 ) -> sequences.Candidate:
     """One or more numbers in [0, bound), bound <= 2**32; `anchors` as in `sequences.plan`."""
-    buckets, raw = _split(values, mantissa)
+    buckets, raw = kernels.split(values, mantissa)
     return sequences.plan(buckets, _raw_widths(bound, mantissa), raw, anchors)
 
 
@@ -31,23 +32,12 @@ def read_numbers(
     the caller."""
     raw_widths = _raw_widths(bound, mantissa)
     buckets, raw, anchors = sequences.read(reader, num, raw_widths, anchored)
-    index = buckets.astype(np.int64)
-    leading = (index & ((1 << mantissa) - 1)) + (1 << mantissa)
-    values = (leading << (index >> mantissa)) - (1 << mantissa)
-    return values if raw is None else values + raw, anchors
-
-
-def _split(values: Ints, mantissa: int) -> tuple[Octets, Ints]:
-    """The bucket and the raw bits of each value."""
-    shifted = values + (1 << mantissa)
-    exponents = np.frexp(shifted.astype(np.float64))[1].astype(np.int64) - 1  # exact below 2**53
-    widths = exponents - mantissa
-    leading = shifted >> widths
-    buckets = ((widths - 1) << mantissa) + leading
-    return buckets.astype(np.uint8), shifted - (leading << widths)
+    if raw is None:
+        raw = np.zeros(num, np.int64)
+    return kernels.join(buckets, raw, mantissa), anchors
 
 
 def _raw_widths(bound: int, mantissa: int) -> Ints:
     """How many raw bits go with each bucket that a value below `bound` can have [at most 240]."""
-    last, _ = _split(np.array([bound - 1], np.int64), mantissa)
+    last, _ = kernels.split(np.array([bound - 1], np.int64), mantissa)
     return np.arange(int(last[0]) + 1, dtype=np.int64) >> mantissa

@@ -9,30 +9,70 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
 
 from fedpress_protocols.errors import InvalidUpdate
 
+Coder = Literal["huffman", "range", "auto"]
+"""Which codes a field may have: static ones, those of the range coder, or whichever are shorter."""
+
+
+@dataclass(frozen=True, slots=True)
+class Grid:
+    """What both ends know of the coordinates that a field runs over, for the range coder.
+
+    They are the values of the tensors `names`, end to end, each a matrix of so many rows and
+    columns. `known` is the vector whose ranks are the coordinates' contexts, see
+    `compression.contexts`; None for no contexts.
+    """
+
+    names: tuple[str, ...]
+    matrices: tuple[tuple[int, int], ...]
+    known: Literal["previous", "drift"] | None = None
+
+    @property
+    def size(self) -> int:
+        return sum(height * width for height, width in self.matrices)
+
 
 @dataclass(frozen=True, slots=True)
 class Positions:
-    """Strictly increasing coordinates in [0, size), at most `at_most` of them; int64."""
+    """Strictly increasing coordinates in [0, size), at most `at_most` of them; int64.
+
+    Without a `grid` the coordinates are one row.
+    """
 
     size: int
     at_most: int
+    coder: Coder = "huffman"
+    grid: Grid | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Alphabet:
     """Symbols in [0, size), 1 <= size <= 256; uint8.
 
-    `count` says how many; None stands for one per coordinate of the last `Positions` before.
+    `count` says how many; None stands for one per coordinate of the last `Positions` before, on
+    whose grid they lie. A `grid` of its own is for symbols that fill it.
     """
 
     size: int
     count: int | None = None
+    coder: Coder = "huffman"
+    grid: Grid | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Integers:
+    """Whole numbers in [-bound, bound], 1 <= bound < 2**31; int32. Else like `Alphabet`."""
+
+    bound: int
+    count: int | None = None
+    coder: Coder = "huffman"
+    grid: Grid | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,10 +88,14 @@ class Reals:
         return np.dtype(f"<f{self.width}")
 
 
-Field = Positions | Alphabet | Reals
+Field = Positions | Alphabet | Integers | Reals
 Layout = tuple[Field, ...]
 Symbols = tuple[npt.NDArray[np.generic], ...]
 """One array for each field of the layout, in its order, with the dtype that the field names."""
+
+Contexts = Sequence[npt.NDArray[np.uint8] | None]
+"""One entry for each field of a layout: for a grid with a `known`, what is known of each of its
+coordinates, below 64 [grid.size]; else None."""
 
 
 def check_symbols(symbols: Sequence[npt.NDArray[np.generic]], layout: Layout) -> None:
@@ -77,6 +121,12 @@ def check_symbols(symbols: Sequence[npt.NDArray[np.generic]], layout: Layout) ->
                 _expect(array.size == due, f"{what}: {array.size} symbols where {due} are due")
                 inside = not array.size or int(array.max()) < size
                 _expect(inside, f"{what}: a symbol outside [0, {size})")
+            case Integers(bound, count):
+                due = num_positions if count is None else count
+                _expect(array.dtype == np.int32, f"{what}: {array.dtype} where int32 is due")
+                _expect(array.size == due, f"{what}: {array.size} integers where {due} are due")
+                largest = int(np.abs(array.astype(np.int64)).max(initial=0))
+                _expect(largest <= bound, f"{what}: an integer beyond {bound} in magnitude")
             case Reals(count):
                 _expect(array.dtype == field.dtype, f"{what}: {array.dtype}, not {field.dtype}")
                 _expect(array.size == count, f"{what}: {array.size} numbers where {count} are due")

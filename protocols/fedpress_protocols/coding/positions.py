@@ -12,10 +12,12 @@ from enum import IntEnum
 
 import numpy as np
 
+from fedpress_protocols import kernels
 from fedpress_protocols.coding.bits import Ints, Reader, pack, uvarint
 from fedpress_protocols.coding.exp_golomb import MAX_MANTISSA, plan_numbers, read_numbers
-from fedpress_protocols.coding.sequences import BLOCK, SMALL, Candidate, smallest
+from fedpress_protocols.coding.sequences import SMALL, Candidate, smallest
 from fedpress_protocols.errors import DecodingError
+from fedpress_protocols.kernels.wire import BLOCK
 
 
 class _Mode(IntEnum):
@@ -69,11 +71,11 @@ def _plan(positions: Ints, size: int, absent: int) -> Candidate:
 
     if not num:
         return headed(_Mode.STORED, 0, Candidate(0, bytes))
-    gaps = np.diff(positions, prepend=-1) - 1
-    parameter = _best_parameter(gaps)
+    gaps = kernels.gaps_of(positions)
+    parameter, rice_bits = _best_parameter(gaps)
     candidates = [
         headed(_Mode.STORED, 0, _plan_stored(positions, size)),
-        headed(_Mode.RICE, parameter, _plan_rice(gaps, parameter)),
+        headed(_Mode.RICE, parameter, _plan_rice(gaps, parameter, rice_bits)),
     ]
     anchors = np.append(0, positions[BLOCK - 1 : -1 : BLOCK] + 1)
     for mantissa in range(0 if num <= SMALL else 2, MAX_MANTISSA + 1):
@@ -89,7 +91,7 @@ def _read(reader: Reader, mode: int, parameter: int, num: int, size: int) -> Int
         case _Mode.STORED if not parameter:
             positions = _read_stored(reader, num, size)
         case _Mode.RICE if num:
-            positions = np.cumsum(_read_rice(reader, parameter, num) + 1) - 1
+            positions = kernels.positions_of(_read_rice(reader, parameter, num))
         case _Mode.BUCKETS if num and parameter <= MAX_MANTISSA:
             positions = _read_buckets(reader, parameter, num, size)
         case _:
@@ -110,51 +112,39 @@ def _plan_stored(positions: Ints, size: int) -> Candidate:
 
 
 def _read_stored(reader: Reader, num: int, size: int) -> Ints:
-    positions = reader.fields(num, _stored_width(size)).astype(np.int64)
+    positions = reader.fields(num, _stored_width(size))
     reader.align()
     if (positions[1:] <= positions[:-1]).any():
         raise DecodingError("stored coordinates do not rise")
     return positions
 
 
-def _rice_bits(gaps: Ints, parameter: int) -> int:
-    return gaps.size * (parameter + 1) + int((gaps >> parameter).sum())
-
-
-def _best_parameter(gaps: Ints) -> int:
-    """The parameter of the shortest Rice code, which lies near log2 of the mean gap."""
+def _best_parameter(gaps: Ints) -> tuple[int, int]:
+    """The parameter of the shortest Rice code, near log2 of the mean gap, and its bits."""
     near = (int(gaps.sum()) // gaps.size).bit_length()
-    return min(range(max(0, near - 3), min(31, near + 2) + 1), key=lambda p: _rice_bits(gaps, p))
+    first, last = max(0, near - 3), min(31, near + 2)
+    tails = kernels.rice_sums(gaps, first, last)
+    bits = tails + gaps.size * np.arange(first + 1, last + 2)
+    best = int(bits.argmin())
+    return first + best, int(bits[best])
 
 
-def _plan_rice(gaps: Ints, parameter: int) -> Candidate:
+def _plan_rice(gaps: Ints, parameter: int, num_bits: int) -> Candidate:
     """The low `parameter` bits of every gap; then its other bits as a number, in unary: as many
     zeros and a one."""
-
-    def write() -> bytes:
-        low = gaps & ((1 << parameter) - 1)
-        ones = np.cumsum((gaps >> parameter) + 1) - 1
-        unary = np.zeros(int(ones[-1]) + 1, np.uint8)
-        unary[ones] = 1
-        widths = np.concatenate([np.full(gaps.size, parameter), np.ones(unary.size, np.int64)])
-        return pack(np.concatenate([low, unary]), widths)
-
-    return Candidate(-(-_rice_bits(gaps, parameter) // 8), write)
+    return Candidate(-(-num_bits // 8), lambda: kernels.write_rice(gaps, parameter))
 
 
 def _read_rice(reader: Reader, parameter: int, num: int) -> Ints:
     """`num` gaps. Their unary parts hold at most two zeros to a one: with more of them the next
     parameter would have been shorter."""
-    low = reader.fields(num, parameter).astype(np.int64)
-    first = reader.at
-    window = reader.octets[first >> 3 : (min(reader.end, first + 3 * num) + 7) >> 3]
-    unary = np.unpackbits(window, bitorder="little")[first & 7 : (first & 7) + 3 * num]
-    ones = np.flatnonzero(unary)[:num]
-    if ones.size < num:
-        raise DecodingError(f"{ones.size} unary codes in {unary.size} bits where {num} are due")
-    reader.skip(int(ones[-1]) + 1)
+    low = reader.fields(num, parameter)
+    high, end = kernels.read_unary(reader.octets, reader.at, reader.end, num)
+    if high.size < num:
+        raise DecodingError(f"{high.size} unary codes where {num} are due")
+    reader.skip(end - reader.at)
     reader.align()
-    return ((np.diff(ones, prepend=-1) - 1) << parameter) + low
+    return (high << parameter) + low
 
 
 def _read_buckets(reader: Reader, mantissa: int, num: int, size: int) -> Ints:
@@ -165,4 +155,4 @@ def _read_buckets(reader: Reader, mantissa: int, num: int, size: int) -> Ints:
         spans = np.add.reduceat(gaps + 1, np.arange(0, num, BLOCK))[:-1]
         if anchors[0] or (np.diff(anchors) != spans).any():
             raise DecodingError("an anchor that is not where the block before it ends")
-    return np.cumsum(gaps + 1) - 1
+    return kernels.positions_of(gaps)

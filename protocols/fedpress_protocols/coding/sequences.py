@@ -15,24 +15,20 @@ while another still waits for its own (Zstandard, RFC 8878, Section 3.1.1.3.1.6,
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from itertools import pairwise
-from typing import NamedTuple, cast
+from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
-from fedpress_protocols.coding import huffman, streams
-from fedpress_protocols.coding.bits import Ints, Octets, Reader, bit_string, gather, pack
+from fedpress_protocols import kernels
+from fedpress_protocols.coding import huffman
+from fedpress_protocols.coding.bits import Ints, Octets, Reader, bit_string, pack
 from fedpress_protocols.errors import DecodingError
+from fedpress_protocols.kernels.wire import BLOCK, MAX_TABLES, STREAMS
 
 SMALL = 2048
-BLOCK = 8192
-STREAMS = 4
-MAX_TABLES = 4
-_BLOCKS_AT_ONCE = 64
 _TABLE_SHIFT = 12  # in the first stream's length, which needs 12 bits at most
 _LONGEST_STREAM = BLOCK // STREAMS * huffman.MAX_LENGTH // 8
-_ROUNDS = 3
-_IMPOSSIBLE = 1 << 20  # bits, for a symbol that a table does not have
 
 
 class Candidate(NamedTuple):
@@ -91,21 +87,18 @@ def _plan_small(symbols: Octets, raw_widths: Ints, raw: Ints | None) -> Candidat
 
 
 def _read_small(reader: Reader, num: int, raw_widths: Ints) -> tuple[Octets, Ints | None]:
-    lookup = streams.Lookup.of([huffman.read_table(reader, raw_widths.size)])
-    lane = streams.Lanes(*(np.array([number], np.int64) for number in (reader.at, num, 0)))
-    stop = min(reader.end, reader.at + num * huffman.MAX_LENGTH)
-    symbols, ends = streams.follow(reader.octets, stop, lane, lookup)
-    reader.skip(int(ends[0]) - reader.at)
-    raw = _read_raw(reader, raw_widths[symbols]) if raw_widths.any() else None
+    lengths = huffman.read_table(reader, raw_widths.size)
+    symbols, end = kernels.read_string(reader.octets, reader.at, reader.end, num, lengths)
+    reader.skip(end - reader.at)
+    raw = _read_raw(reader, symbols, raw_widths) if raw_widths.any() else None
     reader.align()
     return symbols, raw
 
 
-def _read_raw(reader: Reader, widths: Ints) -> Ints:
-    """Numbers of these widths, one after the other."""
-    ends = np.cumsum(widths)
-    start = reader.skip(int(ends[-1]))
-    return gather(reader.octets, start + ends - widths, widths).astype(np.int64)
+def _read_raw(reader: Reader, symbols: Octets, raw_widths: Ints) -> Ints:
+    raw, end = kernels.read_raw(reader.octets, reader.at, reader.end, symbols, raw_widths)
+    reader.skip(end - reader.at)
+    return raw
 
 
 def _row(raw_widths: Ints, anchored: bool) -> np.dtype[np.void]:
@@ -119,119 +112,61 @@ def _row(raw_widths: Ints, anchored: bool) -> np.dtype[np.void]:
     return np.dtype(columns)
 
 
-def _edges(num: int) -> Ints:
-    """Where each stream begins, and the end [4 * blocks + 1].
-
-    Stream j of a block of m symbols is the block's symbols m * j // 4 to m * (j + 1) // 4.
-    """
-    begins = np.arange(0, num, BLOCK, dtype=np.int64)
-    sizes = np.minimum(BLOCK, num - begins)
-    quarters = sizes[:, np.newaxis] * np.arange(STREAMS) // STREAMS
-    return np.append(begins[:, np.newaxis] + quarters, num)
-
-
 def _plan_blocks(
     symbols: Octets, raw_widths: Ints, raw: Ints | None, anchors: Ints | None
 ) -> Candidate:
-    edges = _edges(symbols.size).tolist()
-    counts = [np.bincount(symbols[a:b], minlength=raw_widths.size) for a, b in pairwise(edges)]
-    histograms = np.stack(counts).reshape(-1, STREAMS, raw_widths.size)
-    of_blocks = histograms.sum(axis=1)
-    raw_bytes = (of_blocks @ raw_widths + 7) // 8
-    row = _row(raw_widths, anchors is not None)
-
-    def stream_bytes(tables: _Tables) -> Ints:
-        bits = np.einsum("bsa,ba->bs", histograms, tables.code_bits[tables.of_block])
-        return cast(Ints, (bits + 7) // 8)
-
-    def size(tables: _Tables) -> int:
-        fixed = tables.size + row.itemsize * len(of_blocks) + int(raw_bytes.sum())
-        return fixed + int(stream_bytes(tables).sum())
-
-    tables = _choose_tables(of_blocks, size)
+    histograms = kernels.count_streams(symbols, raw_widths.size)
+    lengths, of_block = kernels.choose_tables(histograms, MAX_TABLES)
+    num_bytes = kernels.stream_bytes(histograms, lengths, of_block)
+    raw_bytes = (histograms.sum(axis=1) @ raw_widths + 7) // 8
+    head = _tables_to_bytes(lengths)
+    rows = np.zeros(of_block.size, _row(raw_widths, anchors is not None))
+    rows["streams"] = num_bytes
+    rows["streams"][:, 0] += (of_block << _TABLE_SHIFT).astype(np.uint16)
+    if raw_widths.any():
+        rows["raw"] = raw_bytes
+    if anchors is not None:
+        rows["anchor"] = anchors
 
     def write() -> bytes:
-        rows = np.zeros(len(of_blocks), row)
-        lengths = stream_bytes(tables)
-        lengths[:, 0] += tables.of_block << _TABLE_SHIFT
-        rows["streams"] = lengths
-        if raw_widths.any():
-            rows["raw"] = raw_bytes
-        if anchors is not None:
-            rows["anchor"] = anchors
-        parts = [tables.to_bytes(), rows.tobytes(), *_pack_streams(symbols, tables)]
+        streams = kernels.write_streams(symbols, lengths, of_block, num_bytes)
+        parts: list[bytes | memoryview] = [head, rows.tobytes(), streams.data]
         if raw is not None:
-            parts.extend(_pack_raw(symbols, raw_widths, raw))
+            blocks = [slice(start, start + BLOCK) for start in range(0, symbols.size, BLOCK)]
+            parts += [kernels.write_raw(symbols[b], raw[b], raw_widths) for b in blocks]
         return b"".join(parts)
 
-    return Candidate(size(tables), write)
+    return Candidate(len(head) + rows.nbytes + int(num_bytes.sum() + raw_bytes.sum()), write)
 
 
-class _Tables:
-    """The codes of a sequence, lengths [tables, alphabet], and which of them each block uses."""
-
-    def __init__(self, of_blocks: Ints, of_block: Ints) -> None:
-        """Best codes for histograms [blocks, alphabet] grouped as `of_block` [blocks] says."""
-        groups, self.of_block = np.unique(of_block, return_inverse=True)
-        grouped = [of_blocks[of_block == group].sum(axis=0) for group in groups]
-        self.lengths = [huffman.code_lengths(histogram) for histogram in grouped]
-        self.code_bits = np.stack([huffman.code_bits(lengths) for lengths in self.lengths])
-        pairs = [pair for lengths in self.lengths for pair in huffman.table(lengths)]
-        self._bits = [(len(self.lengths) - 1, 2), *pairs]
-        self.size = -(-sum(width for _, width in self._bits) // 8)
-
-    def to_bytes(self) -> bytes:
-        return pack(*bit_string(self._bits))
-
-    def regrouped(self, of_blocks: Ints) -> _Tables:
-        """Each block goes to the table that codes it shortest, and the codes are made anew."""
-        absent = np.stack([lengths == 0 for lengths in self.lengths])
-        costs = of_blocks @ np.where(absent, _IMPOSSIBLE, self.code_bits).T
-        return _Tables(of_blocks, costs.argmin(axis=1))
+def _tables_to_bytes(lengths: Octets) -> bytes:
+    pairs = [pair for row in lengths for pair in huffman.table(row)]
+    return pack(*bit_string([(len(lengths) - 1, 2), *pairs]))
 
 
-def _choose_tables(of_blocks: Ints, size: Callable[[_Tables], int]) -> _Tables:
-    """One table, or as many as make the whole smallest.
+class Blocks(NamedTuple):
+    """Streams in the `octets` of a body, checked but for what is in them; see `kernels`."""
 
-    The blocks are ranked by their mean code length under a common table and cut into equal groups,
-    which a few rounds of k-means improve; all in integers, so every machine chooses alike.
-    """
-    best = common = _Tables(of_blocks, np.zeros(len(of_blocks), np.int64))
-    means = of_blocks @ common.code_bits[0] * BLOCK // of_blocks.sum(axis=1)
-    ranks = np.argsort(np.argsort(means, kind="stable"), kind="stable")
-    for num_tables in range(2, min(MAX_TABLES, len(of_blocks)) + 1):
-        tables = _Tables(of_blocks, ranks * num_tables // len(of_blocks))
-        for _ in range(_ROUNDS):
-            tables = tables.regrouped(of_blocks)
-        if size(tables) < size(best):
-            best = tables
-    return best
+    octets: Octets
+    start: int
+    num: int
+    num_bytes: Ints
+    of_block: Ints
+    lengths: Octets
+
+    def read(self) -> Octets:
+        return kernels.read_streams(*self)
 
 
-def _pack_streams(symbols: Octets, tables: _Tables) -> list[bytes]:
-    """All streams in order. The last code of each is widened so that it ends on a byte."""
-    codes = np.stack([huffman.codes(lengths) for lengths in tables.lengths])
-    parts = []
-    for block in range(0, tables.of_block.size, _BLOCKS_AT_ONCE):
-        of_block = tables.of_block[block : block + _BLOCKS_AT_ONCE]
-        part = symbols[block * BLOCK : (block + of_block.size) * BLOCK].astype(np.int64)
-        edges = _edges(part.size)
-        part += np.repeat(of_block * codes.shape[1], np.diff(edges[::STREAMS]))
-        filled = np.flatnonzero(np.diff(edges))
-        widths = tables.code_bits.ravel()[part]
-        widths[edges[filled + 1] - 1] += -np.add.reduceat(widths, edges[filled]) % 8
-        parts.append(pack(codes.ravel()[part], widths))
-    return parts
+def find_blocks(reader: Reader, num: int, alphabet: int) -> Blocks:
+    """Step over a sequence of more than 2048 symbols without raw bits."""
+    return _find_blocks(reader, num, np.zeros(alphabet, np.int64), False)[0]
 
 
-def _pack_raw(symbols: Octets, raw_widths: Ints, raw: Ints) -> list[bytes]:
-    blocks = [slice(start, start + BLOCK) for start in range(0, symbols.size, BLOCK)]
-    return [pack(raw[block], raw_widths[symbols[block]]) for block in blocks]
-
-
-def _read_blocks(
+def _find_blocks(
     reader: Reader, num: int, raw_widths: Ints, anchored: bool
-) -> tuple[Octets, Ints | None, Ints | None]:
+) -> tuple[Blocks, npt.NDArray[np.void]]:
+    """Step over tables, directory and streams, and check all of it but what the streams hold."""
     num_tables = 1 + reader.read(2)
     tables = [huffman.read_table(reader, raw_widths.size) for _ in range(num_tables)]
     reader.align()
@@ -246,42 +181,24 @@ def _read_blocks(
         raise DecodingError(f"a block under table {int(of_block.max())} of {num_tables}")
     if int(lengths.max()) > _LONGEST_STREAM:
         raise DecodingError(f"a stream of {lengths.max()} bytes, at most {_LONGEST_STREAM}")
-    lookup = streams.Lookup.of(tables)
-    symbols = _read_streams(reader, num, lengths.ravel(), np.repeat(of_block, STREAMS), lookup)
+    start = reader.skip(8 * int(lengths.sum())) >> 3
+    return Blocks(reader.octets, start, num, lengths, of_block, np.stack(tables)), rows
+
+
+def _read_blocks(
+    reader: Reader, num: int, raw_widths: Ints, anchored: bool
+) -> tuple[Octets, Ints | None, Ints | None]:
+    blocks, rows = _find_blocks(reader, num, raw_widths, anchored)
+    symbols = blocks.read()
     raw = None
     if raw_widths.any():
         raw = np.empty(num, np.int64)
         for block, num_bytes in enumerate(rows["raw"].tolist()):
             part = slice(block * BLOCK, (block + 1) * BLOCK)
             begin = reader.at
-            raw[part] = _read_raw(reader, raw_widths[symbols[part]])
+            raw[part] = _read_raw(reader, symbols[part], raw_widths)
             reader.align()
             if reader.at - begin != 8 * num_bytes:
                 found = (reader.at - begin) // 8
                 raise DecodingError(f"{found} bytes of raw bits where {num_bytes} are declared")
     return symbols, raw, rows["anchor"].astype(np.int64) if anchored else None
-
-
-def _read_streams(
-    reader: Reader, num: int, num_bytes: Ints, tables: Ints, lookup: streams.Lookup
-) -> Octets:
-    """The symbols of all streams; `num_bytes` and `tables` [4 * blocks] are the streams'."""
-    bounds = reader.skip(8 * int(num_bytes.sum())) + 8 * np.append(0, np.cumsum(num_bytes))
-    edges = _edges(num)
-    symbols = np.empty(num, np.uint8)
-    full = STREAMS * (num // BLOCK)
-    cuts = [*range(0, full, STREAMS * _BLOCKS_AT_ONCE), full, num_bytes.size]
-    for first, stop in pairwise(cuts):
-        if first == stop:
-            continue
-        lanes = streams.Lanes(
-            bounds[first:stop], np.diff(edges[first : stop + 1]), tables[first:stop]
-        )
-        part, ends = streams.follow(reader.octets, int(bounds[stop]), lanes, lookup)
-        spare = bounds[first + 1 : stop + 1] - ends
-        if int(spare.min()) < 0 or int(spare.max()) > 7:
-            raise DecodingError("a stream that does not end in its last byte")
-        if gather(reader.octets, ends, spare).any():
-            raise DecodingError("padding after a stream is not zero")
-        symbols[edges[first] : edges[stop]] = part
-    return symbols

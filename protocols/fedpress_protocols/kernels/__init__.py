@@ -1,0 +1,140 @@
+"""The inner loops of coding and compression, in numpy or, where numba is there, compiled.
+
+    from fedpress_protocols import kernels
+    kernels.largest(vector, k)
+
+Both give the same results, bit for bit. FEDPRESS_KERNELS=numpy or =numba forces one of them; that
+is settled when this module is imported, but numba itself is imported by the first kernel that runs.
+A kernel trusts its arguments: what comes off a wire is checked by its caller or by the kernel, as
+its docstring says.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any
+
+from fedpress_protocols.errors import ConfigurationError, MissingExtra
+
+if TYPE_CHECKING:
+    from fedpress_protocols.kernels.reference import (
+        add_at,
+        add_largest,
+        add_scaled,
+        add_scaled_at,
+        add_streams,
+        add_table_at,
+        choose_tables,
+        code_lengths,
+        count_streams,
+        decode_flags,
+        decode_values,
+        encode_flags,
+        encode_values,
+        gaps_of,
+        group,
+        join,
+        largest,
+        nearest_levels,
+        pack,
+        peak,
+        positions_of,
+        quantise,
+        read_fields,
+        read_octets,
+        read_raw,
+        read_streams,
+        read_string,
+        read_table,
+        read_unary,
+        rice_sums,
+        split,
+        stream_bytes,
+        ungroup,
+        write_octets,
+        write_raw,
+        write_rice,
+        write_streams,
+    )
+
+__all__ = [
+    "CHOSEN",
+    "add_at",
+    "add_largest",
+    "add_scaled",
+    "add_scaled_at",
+    "add_streams",
+    "add_table_at",
+    "choose_tables",
+    "code_lengths",
+    "count_streams",
+    "decode_flags",
+    "decode_values",
+    "encode_flags",
+    "encode_values",
+    "gaps_of",
+    "group",
+    "join",
+    "largest",
+    "nearest_levels",
+    "pack",
+    "peak",
+    "positions_of",
+    "quantise",
+    "read_fields",
+    "read_octets",
+    "read_raw",
+    "read_streams",
+    "read_string",
+    "read_table",
+    "read_unary",
+    "rice_sums",
+    "split",
+    "stream_bytes",
+    "ungroup",
+    "warm_up",
+    "write_octets",
+    "write_raw",
+    "write_rice",
+    "write_streams",
+]
+
+_MODULES = {"numpy": "reference", "numba": "compiled"}
+
+
+def choose(asked: str, installed: bool, byte_order: str = sys.byteorder) -> str:
+    """numpy or numba: what was `asked` for, or else numba where it can be.
+
+    Raises MissingExtra for numba where it is not installed, ConfigurationError for anything else.
+    """
+    if asked not in ("", *_MODULES):
+        raise ConfigurationError(f"FEDPRESS_KERNELS is {asked!r}; it may be numpy or numba")
+    if asked == "numba" and not installed:
+        raise MissingExtra(
+            "FEDPRESS_KERNELS=numba, but numba is not installed", hint="pip install fedpress[fast]"
+        )
+    # The compiled kernels read words of little-endian memory.
+    return asked or ("numba" if installed and byte_order == "little" else "numpy")
+
+
+CHOSEN = choose(os.environ.get("FEDPRESS_KERNELS", ""), find_spec("numba") is not None)
+"""Which kernels run here: numpy or numba."""
+
+
+def warm_up() -> None:
+    """Compile every kernel and fill numba's cache; with numpy kernels, nothing worth mention."""
+    from fedpress_protocols.kernels import warming
+
+    warming.warm_up()
+
+
+def __getattr__(name: str) -> Any:
+    """A kernel, on first use; from then on it is an attribute like any other."""
+    if name.startswith("_") or name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    module = importlib.import_module(f"{__name__}.{_MODULES[CHOSEN]}")
+    found = globals()[name] = getattr(module, name)
+    return found

@@ -1,0 +1,587 @@
+"""The compiled kernels give what the numpy ones give, bit for bit, and keep within their arrays.
+
+Corrupted blocks: 50,000 by default, FEDPRESS_SOAK=1 makes it 1,000,000.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fedpress_protocols import coding, kernels
+from fedpress_protocols.coding import Alphabet, Positions
+from fedpress_protocols.compression.compressor import Compressor, Public
+from fedpress_protocols.compression.error_feedback import ErrorFeedback
+from fedpress_protocols.compression.none import Uncompressed
+from fedpress_protocols.compression.per_tensor import PerTensor
+from fedpress_protocols.compression.quantize import Quantize
+from fedpress_protocols.compression.topk import TopK
+from fedpress_protocols.decode_add import decode_add
+from fedpress_protocols.errors import (
+    ConfigurationError,
+    DecodingError,
+    InvalidUpdate,
+    MissingExtra,
+)
+from fedpress_protocols.fixed_point import Accumulator, FixedPoint
+from fedpress_protocols.kernels import huffman_reference, reference
+from fedpress_protocols.model import ModelSpec, TensorSpec
+from fedpress_protocols.randomness import PublicRandomness
+
+pytest.importorskip("numba")
+from fedpress_protocols.kernels import compiled, huffman_compiled
+
+BOTH = [reference, compiled]
+VECTORS = Path(__file__).parents[2] / "protocols" / "vectors" / "coding"
+ROOT = Path(__file__).parents[2]
+SEED = 50_000
+CANARY = 64
+few = settings(max_examples=30)
+
+seeds = st.integers(0, 2**32 - 1)
+sizes = st.one_of(st.integers(1, 40), st.integers(1, 5000), st.sampled_from([2049, 8192, 20_003]))
+
+
+@contextmanager
+def using(module: ModuleType) -> Iterator[None]:
+    """Let coding and compression run on these kernels."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name in reference.__all__:
+            patch.setattr(kernels, name, getattr(module, name))
+        yield
+
+
+def same(first: Any, second: Any) -> bool:
+    """Equal to the bit, arrays and tuples of them included; histograms may be of any width."""
+    if isinstance(first, tuple):
+        return all(same(a, b) for a, b in zip(first, second, strict=True))
+    if isinstance(first, np.ndarray):
+        equal = first.dtype.kind == second.dtype.kind and first.shape == second.shape
+        wide = second.astype(first.dtype)
+        return equal and np.ascontiguousarray(first).tobytes() == wide.tobytes()
+    return bool(first == second) or (first != first and second != second)
+
+
+def outcome(call: Any, *args: Any) -> Any:
+    """What a call gives, or the type of its error."""
+    try:
+        return call(*args)
+    except DecodingError as error:
+        return type(error).__name__
+
+
+def symbols_of(rng: np.random.Generator, num: int, size: int) -> np.ndarray:
+    """Skewed, with stretches of unlike statistics."""
+    scale = np.where(np.arange(num) // 3000 % 2, 0.3, 0.05) * rng.choice([0.1, 1.0, 5.0])
+    return np.minimum(rng.geometric(np.minimum(scale, 1.0)) - 1, size - 1).astype(np.uint8)
+
+
+def numbers_of(rng: np.random.Generator, num: int) -> np.ndarray:
+    return rng.geometric(float(rng.choice([0.9, 0.5, 0.05, 0.001])), num) - 1
+
+
+def vector_of(rng: np.random.Generator, num: int) -> np.ndarray:
+    """Heavy-tailed; with ties, mostly zero, large at one end, or with values that are none."""
+    drawn = rng.standard_t(3, num).astype(np.float32)
+    match int(rng.integers(0, 6)):
+        case 0:
+            drawn = np.rint(drawn)
+        case 1:
+            drawn[rng.random(num) < 0.995] = 0
+        case 2:
+            drawn[: num // 100 + 1] *= 1000
+        case 3:
+            drawn[rng.integers(0, num, 3)] = [np.inf, -np.inf, np.nan]
+        case 4:
+            drawn *= 1e-42
+    return drawn
+
+
+# Codes, tables and streams.
+
+
+@given(seeds, st.integers(1, 256), st.integers(8, 12))
+def test_codes_and_their_tables_are_the_same(seed: int, size: int, limit: int) -> None:
+    rng = np.random.default_rng(seed)
+    histogram = rng.integers(0, 10 ** int(rng.integers(1, 7)), size) * (rng.random(size) < 0.7)
+    lengths = reference.code_lengths(histogram, limit)
+    assert same(lengths, compiled.code_lengths(histogram, limit))
+    if lengths.any():
+        pairs = huffman_reference.table(lengths)
+        values, widths = (np.array(column) for column in zip(*pairs, strict=True))
+        data = reference.pack(values.astype(np.uint64), widths.astype(np.int64))
+        octets = np.array([*data, *bytes(8)], np.uint8)
+        for stop in (8 * len(data), 4 * len(data)):
+            read = [outcome(each.read_table, octets, 0, stop, size) for each in BOTH]
+            assert same(*read)
+        assert huffman_compiled._table_bits(lengths) == widths.sum()
+
+
+@given(st.binary(max_size=80), st.integers(1, 256), st.integers(0, 7))
+def test_tables_of_any_bits_are_the_same_or_refused(data: bytes, size: int, at: int) -> None:
+    octets = np.array([*data, *bytes(8)], np.uint8)
+    read = [outcome(each.read_table, octets, at, 8 * len(data), size) for each in BOTH]
+    assert same(*read)
+
+
+@few
+@given(seeds, sizes, st.sampled_from([1, 2, 5, 16, 225, 256]), st.integers(1, 4))
+def test_blocks_are_the_same(seed: int, num: int, size: int, at_most: int) -> None:
+    symbols = symbols_of(np.random.default_rng(seed), num, size)
+    histograms = reference.count_streams(symbols, size)
+    assert same(histograms, compiled.count_streams(symbols, size))
+    lengths, of_block = reference.choose_tables(histograms, at_most)
+    assert same((lengths, of_block), compiled.choose_tables(histograms, at_most))
+    num_bytes = reference.stream_bytes(histograms, lengths, of_block)
+    assert same(num_bytes, compiled.stream_bytes(histograms, lengths, of_block))
+    streams = reference.write_streams(symbols, lengths, of_block, num_bytes)
+    assert same(streams, compiled.write_streams(symbols, lengths, of_block, num_bytes))
+    octets = np.concatenate([np.zeros(3, np.uint8), streams, np.zeros(8, np.uint8)])
+    for each in BOTH:
+        assert same(each.read_streams(octets, 3, num, num_bytes, of_block, lengths), symbols)
+        if len(lengths) == 1 and num < 500:
+            string, _ = each.read_string(octets, 24, 8 * octets.size - 64, num // 4, lengths[0])
+            assert same(string, symbols[: num // 4])
+
+
+def test_streams_are_followed_alike_side_by_side_and_one_by_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    rng = np.random.default_rng(0)
+    scales = np.repeat(np.exp(rng.normal(2.5, 1, 17)), 8192)
+    drawn = np.clip(np.rint(rng.normal(0, scales)), -127, 127) + 127
+    symbols = (drawn[:-5].astype(np.uint8),)
+    layout = (Alphabet(255, symbols[0].size),)
+    with using(reference):
+        body = coding.encode(symbols, layout)
+        assert same(coding.decode(body, layout), symbols)
+        monkeypatch.setattr(huffman_reference, "_FEWEST_LANES", 10**9)
+        assert same(coding.decode(body, layout), symbols)
+
+
+# Numbers.
+
+
+@few
+@given(seeds, sizes, st.integers(0, 3))
+def test_numbers_are_the_same(seed: int, num: int, mantissa: int) -> None:
+    rng = np.random.default_rng(seed)
+    gaps = numbers_of(rng, num)
+    buckets, raw = reference.split(gaps, mantissa)
+    assert same((buckets, raw), compiled.split(gaps, mantissa))
+    widths = np.arange(256, dtype=np.int64) >> mantissa
+    data = reference.write_raw(buckets, raw, widths)
+    assert data == compiled.write_raw(buckets, raw, widths)
+    octets = np.array([*data, *bytes(8)], np.uint8)
+    for each in BOTH:
+        assert same(each.join(buckets, raw, mantissa), gaps)
+        found, end = each.read_raw(octets, 0, 8 * len(data), buckets, widths)
+        assert same(found, raw)
+        assert 0 <= 8 * len(data) - end < 8
+        assert raw[-1] == 0 or each.read_raw(octets, 0, end // 2, buckets, widths)[1] > end // 2
+    positions = reference.positions_of(gaps)
+    assert same(positions, compiled.positions_of(gaps))
+    for each in BOTH:
+        assert same(each.gaps_of(positions), gaps)
+        assert same(each.gaps_of(positions[:0]), positions[:0])
+
+
+@few
+@given(seeds, sizes, st.integers(0, 20))
+def test_rice_codes_are_the_same(seed: int, num: int, parameter: int) -> None:
+    gaps = np.minimum(numbers_of(np.random.default_rng(seed), num), 2000)
+    assert same(reference.rice_sums(gaps, 0, 5), compiled.rice_sums(gaps, 0, 5))
+    data = reference.write_rice(gaps, parameter)
+    assert data == compiled.write_rice(gaps, parameter)
+    octets = np.array([*data, *bytes(8)], np.uint8)
+    low = reference.read_fields(octets, 0, num, parameter)
+    assert same(low, compiled.read_fields(octets, 0, num, parameter))
+    for stop in (8 * len(data), num * parameter + 5):
+        args = (octets, num * parameter, stop, num)
+        assert same(reference.read_unary(*args), compiled.read_unary(*args))
+
+
+@few
+@given(seeds, sizes, st.sampled_from([2, 3, 5, 15, 16, 255, 256]))
+def test_groups_and_few_bits_are_the_same(seed: int, num: int, size: int) -> None:
+    symbols = symbols_of(np.random.default_rng(seed), num, size)
+    width = (size - 1).bit_length()
+    data = reference.write_octets(symbols, width)
+    assert data == compiled.write_octets(symbols, width)
+    octets = np.array([*data, *bytes(8)], np.uint8)
+    for each in BOTH:
+        assert same(each.read_octets(octets, 0, num, width), symbols)
+    for per_group in range(1, 9):
+        if size**per_group <= 256:
+            groups = reference.group(symbols, size, per_group)
+            assert same(groups, compiled.group(symbols, size, per_group))
+            for each in BOTH:
+                assert same(each.ungroup(groups, size, per_group, num), symbols)
+                if per_group > 1 and symbols[-1]:
+                    with pytest.raises(DecodingError):
+                        each.ungroup(groups, size, per_group, num - 1)
+
+
+@given(st.lists(st.tuples(st.integers(0, 2**63 - 1), st.integers(0, 63)), min_size=1))
+def test_packed_bits_are_the_same(pairs: list[tuple[int, int]]) -> None:
+    values = np.array([value & ((1 << width) - 1) for value, width in pairs], np.uint64)
+    widths = np.array([width for _, width in pairs], np.int64)
+    assert reference.pack(values, widths) == compiled.pack(values, widths)
+
+
+# Vectors.
+
+
+@few
+@given(seeds, st.sampled_from([1, 2, 63, 64, 1000, 70_000, 200_000]), st.integers(0, 3))
+def test_the_largest_are_the_same(seed: int, num: int, part: int) -> None:
+    rng = np.random.default_rng(seed)
+    vector, other = vector_of(rng, num), vector_of(rng, num)
+    k = (0, num // 100 + 1, num // 2, num)[part]
+    assert same(reference.largest(vector, k), compiled.largest(vector, k))
+    with np.errstate(invalid="ignore", over="ignore"):
+        totals = [np.empty_like(vector) for _ in BOTH]
+        found = [
+            each.add_largest(vector, other, k, total)
+            for each, total in zip(BOTH, totals, strict=True)
+        ]
+    if not np.isnan(totals[0]).any():  # the bits of a sum that is no number are anyone's
+        assert same(*found)
+        assert same(*totals)
+    assert same(reference.peak(vector), compiled.peak(vector))
+
+
+def test_a_layout_that_the_sample_misses_is_searched_again() -> None:
+    """All that is large lies where the sample does not look, or all of the sample is large."""
+    num, k = 1 << 20, 5000
+    drawn = np.zeros(num, np.uint32)
+    ramp = np.arange(num, dtype=np.uint32)
+    huffman = np.empty(1 << 14, np.uint32)
+    from fedpress_protocols.kernels import vectors_compiled
+
+    vectors_compiled._sample(ramp, huffman)
+    looked_at = huffman.astype(np.int64)
+    vector = np.full(num, 1e-3, np.float32)
+    vector[looked_at[:3000]] = 5.0
+    for misled in (vector, np.where(vector == 5, 0, 1 + ramp / num).astype(np.float32)):
+        found = compiled.largest(misled, k)
+        assert same(reference.largest(misled, k), found)
+        total = np.empty_like(misled)
+        assert same(found, compiled.add_largest(misled, drawn.view(np.float32), k, total))
+
+
+@few
+@given(seeds, st.integers(1, 3000), st.sampled_from([1, 7, 127]))
+def test_rounded_values_and_sums_are_the_same(seed: int, num: int, levels: int) -> None:
+    rng = np.random.default_rng(seed)
+    vector = np.nan_to_num(vector_of(rng, num), posinf=1, neginf=-1)
+    for step in (0.0, float(np.float32(np.abs(vector).max() / levels))):
+        for noise in (None, rng.random(num)):
+            args = (vector, step, levels, noise)
+            assert same(reference.quantise(*args), compiled.quantise(*args))
+    middles = np.sort(rng.random(15)).astype(np.float32)
+    magnitudes = np.abs(vector)
+    levelled = [each.nearest_levels(magnitudes, middles) for each in BOTH]
+    assert same(*levelled)
+    where = np.flatnonzero(rng.random(num) < 0.3)
+    table = rng.integers(-(2**40), 2**40, 16)
+    totals = [rng.integers(-(2**50), 2**50, num)] * 2
+    totals = [total.copy() for total in totals]
+    flats = [vector.copy(), vector.copy()]
+    for each, total, flat in zip(BOTH, totals, flats, strict=True):
+        each.add_scaled(total, vector, 2.0**30, 5)
+        each.add_scaled_at(total, where, vector[where], 2.0**30, 3)
+        each.add_table_at(total, where, levelled[0][where], table)
+        each.add_at(flat, where, vector[where], -1.0)
+    assert same(*totals)
+    assert same(*flats)
+
+
+# Whole messages.
+
+
+KINDS = {
+    "positions": Positions,
+    "alphabet": Alphabet,
+    "reals": coding.Reals,
+    "integers": coding.Integers,
+}
+
+
+def golden() -> Iterator[tuple[str, dict[str, Any]]]:
+    """Every vector of static codes; those under the range coder have a test of their own."""
+    for path in sorted(VECTORS.glob("*.json")):
+        vector = json.loads(path.read_text())
+        for case in vector if isinstance(vector, list) else [vector]:
+            given = [fields for field in case["layout"] for fields in field.values()]
+            if "contexts" not in case and not any("coder" in fields for fields in given):
+                yield f"{path.stem} {case.get('reason', '')}".strip(), case
+
+
+@pytest.mark.parametrize("case", [pytest.param(case, id=name) for name, case in golden()])
+def test_golden_bodies_are_the_same_under_both(case: dict[str, Any]) -> None:
+    layout = tuple(KINDS[kind](**given) for f in case["layout"] for kind, given in f.items())
+    body = bytes.fromhex(case["body"])
+    found = []
+    for each in BOTH:
+        with using(each):
+            found.append(outcome(coding.decode, body, layout))
+            if "symbols" in case:
+                assert coding.encode(found[-1], layout) == body
+    assert same(*found)
+
+
+SPEC = ModelSpec(
+    (TensorSpec("w", (300, 211)), TensorSpec("b", (7,)), TensorSpec("v", (64, 100, 1)))
+)
+METHODS: list[Compressor[Any]] = [
+    TopK(fraction=0.1),
+    TopK(fraction=0.2, magnitude_bits=4),
+    TopK(fraction=0.05, magnitude_bits=0),
+    TopK(fraction=0.1, scope="tensor"),
+    Quantize(bits=4),
+    Quantize(bits=2, rounding="stochastic"),
+    Quantize(bits=8),
+    Quantize(bits=4, clip=0.5),
+    Quantize(bits=4, grid="affine"),
+    Uncompressed(),
+    PerTensor(),
+    ErrorFeedback(TopK(fraction=0.1, magnitude_bits=4)),
+]
+
+
+def pressed(method: Compressor[Any], each: ModuleType) -> tuple[bytes, Any, Accumulator]:
+    """The body of an update, the state after it, and the sum it was added to."""
+    rng = np.random.default_rng(3)
+    update = rng.laplace(0, 0.1, SPEC.size).astype(np.float32)
+    public = Public(SPEC, PublicRandomness(bytes(32)))
+    accumulator = Accumulator(SPEC.size, FixedPoint(30, 100.0, 1000))
+    with using(each):
+        state = method.init(SPEC)
+        symbols, after = method.compress(update, state, public, rng)
+        body = coding.encode(symbols, method.layout(SPEC))
+        found = coding.decode(body, method.layout(SPEC))
+        accumulator.add(method.decompress(found, public), 7)
+    return body, after, accumulator
+
+
+@pytest.mark.parametrize("method", METHODS, ids=repr)
+def test_messages_and_sums_are_the_same(method: Compressor[Any]) -> None:
+    body, state, summed = pressed(method, reference)
+    other_body, other_state, other = pressed(method, compiled)
+    assert body == other_body
+    assert same(summed.total, other.total)
+    if isinstance(method, ErrorFeedback):
+        assert same(state.residual, other_state.residual)
+    public = Public(SPEC, PublicRandomness(bytes(32)))
+    for each in BOTH:
+        straight = Accumulator(SPEC.size, FixedPoint(30, 100.0, 1000))
+        with using(each):
+            found = coding.find(body, method.layout(SPEC))
+            decode_add(found, method, public, straight, 7)
+            with pytest.raises(InvalidUpdate):
+                decode_add(found, method, public, straight, 994)
+        assert same(straight.total, summed.total)
+        assert straight.weight == 7
+
+
+def test_values_beyond_the_plan_are_refused_on_the_straight_way_too() -> None:
+    public = Public(SPEC, PublicRandomness(bytes(32)))
+    for method in (TopK(fraction=0.2, magnitude_bits=4), Quantize(bits=4)):
+        body = pressed(method, compiled)[0]
+        accumulator = Accumulator(SPEC.size, FixedPoint(30, 0.01, 1000))
+        with pytest.raises(InvalidUpdate, match="larger than the plan's"):
+            decode_add(coding.find(body, method.layout(SPEC)), method, public, accumulator, 1)
+        assert not accumulator.total.any()
+
+
+@pytest.mark.parametrize("per_group", [1, 2, 5])
+def test_a_sum_that_fails_half_way_leaves_no_trace(per_group: int) -> None:
+    rng = np.random.default_rng(per_group)
+    size = 3
+    num = per_group * 20_000 - 1
+    symbols = rng.integers(0, size, num).astype(np.uint8)
+    groups = reference.group(symbols, size, per_group)
+    histograms = reference.count_streams(groups, size**per_group)
+    lengths, of_block = reference.choose_tables(histograms)
+    num_bytes = reference.stream_bytes(histograms, lengths, of_block)
+    streams = reference.write_streams(groups, lengths, of_block, num_bytes)
+    octets = np.concatenate([streams, np.zeros(8, np.uint8)])
+    ends = np.array([5, 5, num // 2, num])
+    tables = rng.integers(-(2**40), 2**40, (4, size))
+    due = np.zeros(num, np.int64)
+    args = (0, groups.size, num_bytes, of_block, lengths, per_group)
+    reference.add_streams(octets, *args, due, ends, tables)
+    for each in BOTH:
+        total = np.zeros(num, np.int64)
+        each.add_streams(octets, *args, total, ends, tables)
+        assert same(total, due)
+        for at in (10, streams.size - 10):
+            bad = octets.copy()
+            bad[at : at + 4] ^= 255
+            total = np.arange(num)
+            if outcome(each.add_streams, bad, *args, total, ends, tables):
+                assert same(total, np.arange(num))
+        if symbols[-1]:
+            total, short = np.zeros(num - 1, np.int64), np.array([5, 5, num // 2, num - 1])
+            if (num - 1) % per_group:
+                with pytest.raises(DecodingError, match="after the last"):
+                    each.add_streams(octets, *args, total, short, tables)
+                assert not total.any()
+
+
+# Damage.
+
+
+def guarded(num: int, dtype: Any) -> tuple[np.ndarray, np.ndarray]:
+    """An array within a larger one, whose ends are to stay as they are."""
+    whole = np.full(num + 2 * CANARY, 0x5A, dtype)
+    return whole, whole[CANARY : CANARY + num]
+
+
+def untouched(whole: np.ndarray) -> bool:
+    return bool((whole[:CANARY] == 0x5A).all() and (whole[-CANARY:] == 0x5A).all())
+
+
+def damaged(rng: np.random.Generator, octets: np.ndarray) -> np.ndarray:
+    """`octets`, less the guard, with bytes, bits or a stretch changed."""
+    changed = octets.copy()
+    body = changed[:-8]
+    at = int(rng.integers(0, body.size))
+    match int(rng.integers(0, 4)):
+        case 0:
+            body[at] ^= np.uint8(1 << int(rng.integers(0, 8)))
+        case 1:
+            body[at : at + 16] = rng.integers(0, 256, body[at : at + 16].size)
+        case 2:
+            body[at:] = rng.integers(0, 256, body[at:].size)
+        case _:
+            body[at:] = int(rng.choice([0, 255]))
+    return changed
+
+
+@pytest.mark.soak
+def test_damaged_blocks_are_refused_or_decoded_within_their_arrays(soak: bool) -> None:
+    """Straight to the compiled kernels, with lengths in the directory that are wrong as well."""
+    rng = np.random.default_rng(SEED)
+    cases = 1_000_000 if soak else 50_000
+    samples = []
+    for size, num in ((225, 600), (5, 900), (256, 2049), (2, 300), (40, 9000)):
+        symbols = symbols_of(rng, num, size)
+        histograms = reference.count_streams(symbols, size)
+        lengths, of_block = reference.choose_tables(histograms)
+        num_bytes = reference.stream_bytes(histograms, lengths, of_block)
+        streams = reference.write_streams(symbols, lengths, of_block, num_bytes)
+        lookups = (
+            np.empty((len(lengths), 4096), np.uint16),
+            np.empty((len(lengths), 4096), np.uint32),
+            np.empty(len(lengths), np.bool_),
+        )
+        huffman_compiled._lookups(lengths, *lookups)
+        octets = np.concatenate([streams, np.zeros(8, np.uint8)])
+        samples.append((octets, num_bytes, of_block, lookups, num, lengths))
+    from fedpress_protocols.kernels import numbers_compiled
+
+    widths = np.arange(256, dtype=np.int64) >> 2
+    refused = 0
+    picks = rng.choice(len(samples), cases, p=[0.4, 0.3, 0.02, 0.275, 0.005])
+    for case, pick in enumerate(picks.tolist()):
+        octets, num_bytes, of_block, lookups, num, lengths = samples[pick]
+        bad = damaged(rng, octets)
+        if case % 3 == 0:
+            num_bytes = num_bytes.copy()
+            moved = int(rng.integers(0, 1 + int(num_bytes[0, 1])))
+            num_bytes[0, 0] += moved
+            num_bytes[0, 1] -= moved
+        whole, symbols = guarded(num, np.uint8)
+        for pays in (lookups[2], ~lookups[2]) if lookups[2].all() else (lookups[2],):
+            args = (bad, 0, num_bytes, of_block, lookups[0], lookups[1], pays, symbols)
+            refused += huffman_compiled._read_streams(*args) > 0
+            assert untouched(whole)
+        if case % 4 == 0:
+            whole_raw, raw = guarded(num, np.int64)
+            stop = int(rng.integers(0, 8 * (bad.size - 8)))
+            end = numbers_compiled._read_raw(bad, 0, stop, symbols, widths, raw)
+            assert end <= stop + 64
+            assert untouched(whole_raw)
+            count, end = numbers_compiled._read_unary(bad, 0, min(stop, 3 * num), raw)
+            assert count <= num
+            assert end <= stop
+            assert untouched(whole_raw)
+        if case % 500 == 0:
+            args = (bad, 0, num, num_bytes, of_block, lengths)
+            assert same(*(outcome(each.read_streams, *args) for each in BOTH))
+    assert cases / 4 < refused
+
+
+# The choice, and what it costs.
+
+
+def run(code: str, **env: str) -> subprocess.CompletedProcess[str]:
+    """A fresh interpreter; in it, everything of this checkout can be imported."""
+    paths = [str(ROOT / folder) for folder in ("protocols", "client_sdk", "strategies", "server")]
+    given = {**os.environ, "PYTHONPATH": os.pathsep.join([*paths, str(ROOT)]), **env}
+    return subprocess.run(
+        [sys.executable, "-c", code], env=given, capture_output=True, text=True, check=False
+    )
+
+
+def test_importing_the_device_imports_no_numba() -> None:
+    code = """
+import sys, fedpress_client, fedpress_protocols.coding
+assert "numba" not in sys.modules
+from fedpress_protocols import kernels
+assert kernels.CHOSEN == "numba" and "numba" not in sys.modules
+kernels.peak(__import__("numpy").zeros(3, "f4"))
+assert "numba" in sys.modules
+"""
+    done = run(code, FEDPRESS_KERNELS="")
+    assert done.returncode == 0, done.stderr
+
+
+def test_numpy_can_be_forced() -> None:
+    code = """
+import sys, numpy as np
+from fedpress_protocols import kernels
+assert kernels.CHOSEN == "numpy"
+kernels.peak(np.zeros(3, "f4")); kernels.warm_up()
+assert "numba" not in sys.modules
+"""
+    done = run(code, FEDPRESS_KERNELS="numpy")
+    assert done.returncode == 0, done.stderr
+
+
+def test_the_choice_follows_the_setting_and_what_is_there() -> None:
+    assert kernels.choose("", installed=True, byte_order="little") == "numba"
+    assert kernels.choose("", installed=True, byte_order="big") == "numpy"
+    assert kernels.choose("", installed=False) == "numpy"
+    assert kernels.choose("numpy", installed=True) == "numpy"
+    assert kernels.choose("numba", installed=True) == "numba"
+    with pytest.raises(MissingExtra, match=r"fedpress\[fast\]"):
+        kernels.choose("numba", installed=False)
+    with pytest.raises(ConfigurationError, match="FEDPRESS_KERNELS is 'cuda'"):
+        kernels.choose("cuda", installed=True)
+    with pytest.raises(AttributeError):
+        _ = kernels.no_such_kernel
+
+
+def test_both_implementations_have_every_kernel() -> None:
+    assert reference.__all__ == compiled.__all__
+    assert {*reference.__all__, "CHOSEN", "choose", "warm_up"} >= set(kernels.__all__)
+    assert set(kernels.__all__) >= set(reference.__all__)
+
+
+def test_warming_up_runs_every_kernel() -> None:
+    kernels.warm_up()
