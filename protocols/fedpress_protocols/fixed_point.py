@@ -12,8 +12,10 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from fedpress_protocols import kernels
+from fedpress_protocols.coding.alphabets import Grouped
 from fedpress_protocols.errors import IncompatiblePlan, InvalidUpdate
-from fedpress_protocols.update import Update
+from fedpress_protocols.update import Tabled, Update
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,20 +59,42 @@ class Accumulator:
 
     def add(self, update: Update, weight: int) -> None:
         """Add `weight` times `update`; raises InvalidUpdate, and then nothing was added."""
-        if update.size != self.total.size:
-            raise InvalidUpdate(
-                f"an update of {update.size} values where {self.total.size} are due"
-            )
+        self._check(update.size, weight)
+        update.check(self.fixed_point.max_abs)
+        scale = 2.0**self.fixed_point.scale_bits
+        for piece in update.pieces:
+            if isinstance(piece.where, slice):
+                kernels.add_scaled(self.total[piece.where], piece.values, scale, weight)
+            else:
+                kernels.add_scaled_at(self.total, piece.where, piece.values, scale, weight)
+        self.weight += weight
+
+    def add_tabled(self, tabled: Tabled, weight: int) -> bool:
+        """`add` of the update that `tabled` stands for, with the same sum to the last bit, and no
+        values in between. False, and nothing is done, where that update might not be admitted.
+
+        Raises InvalidUpdate or DecodingError, and then nothing was added.
+        """
+        if not float(np.abs(tabled.tables).max(initial=0.0)) <= self.fixed_point.max_abs:
+            return False
+        self._check(tabled.size, weight)
+        scaled = np.rint(tabled.tables.astype(np.float64) * 2.0**self.fixed_point.scale_bits)
+        steps = scaled.astype(np.int64) * np.int64(weight)
+        if isinstance(tabled.symbols, Grouped):
+            tabled.symbols.add_to(self.total, tabled.ends, steps)
+        else:
+            kernels.add_table_at(self.total, tabled.where, tabled.symbols, steps[0])
+        self.weight += weight
+        return True
+
+    def _check(self, size: int, weight: int) -> None:
+        if size != self.total.size:
+            raise InvalidUpdate(f"an update of {size} values where {self.total.size} are due")
         if not 1 <= weight <= self.fixed_point.max_weight - self.weight:
             raise InvalidUpdate(
                 f"weight {weight} on top of {self.weight}, where the plan allows "
                 f"{self.fixed_point.max_weight} in all"
             )
-        update.check(self.fixed_point.max_abs)
-        for piece in update.pieces:
-            scaled = np.rint(piece.values.astype(np.float64) * 2.0**self.fixed_point.scale_bits)
-            self.total[piece.where] += scaled.astype(np.int64) * np.int64(weight)
-        self.weight += weight
 
     def mean(self) -> npt.NDArray[np.float64]:
         """The weighted mean [size]; zeros if nothing was added."""

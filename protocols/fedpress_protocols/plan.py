@@ -161,6 +161,12 @@ class RoundPlan(Term):
         return FixedPoint(terms.scale_bits, terms.max_abs, terms.max_examples * self.cohort.size)
 
     def _has_models(self) -> None:
+        if "own" in self.needs:
+            raise IncompatiblePlan(
+                "a profile codes the difference to each client's own last upload; the server keeps "
+                "no client's upload, so that its memory does not grow with their number; use ef21, "
+                "for which the mean is enough"
+            )
         named = {"previous": self.previous_model, "drift": self.first_model}
         for what in sorted(self.needs):
             if named[what] is None:
@@ -204,7 +210,7 @@ class RoundPlan(Term):
                 hint="fetch the plan's model",
             )
         randomness = PublicRandomness(bytes.fromhex(self.public_seed))
-        return Public(spec, randomness, previous, drift)
+        return Public(spec, randomness, previous, drift, self.round)
 
 
 def parsed(cls: type[TermT], text: str | bytes) -> TermT:

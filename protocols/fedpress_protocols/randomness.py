@@ -65,3 +65,25 @@ class PublicStream:
             missing -= kept.size
         empty = np.empty(0, np.uint64)
         return np.concatenate(found or [empty]).astype(np.int64)
+
+    def bits(self, count: int) -> npt.NDArray[np.uint8]:
+        """`count` fair bits from the next ceil(count / 64) words, each from its lowest bit up."""
+        words = self.words(-(-count // 64)).astype("<u8")
+        return np.unpackbits(words.view(np.uint8), count=count, bitorder="little")
+
+    def distinct(self, bound: int, count: int) -> npt.NDArray[np.int64]:
+        """`count` distinct integers of [0, bound), rising; every such set is as likely.
+
+        Integers are drawn by `below` until `count` different ones have come; if more than half are
+        wanted, those to be left out are drawn instead. O(bound) memory.
+        """
+        if not 0 <= count <= bound:
+            raise ConfigurationError(f"{count} distinct integers below {bound}")
+        left_out = 2 * count > bound
+        wanted = bound - count if left_out else count
+        drawn = np.zeros(bound, bool)
+        missing = wanted
+        while missing:  # never more than are missing, so the stream stops where the last is found
+            drawn[self.below(bound, missing)] = True
+            missing = wanted - int(np.count_nonzero(drawn))
+        return np.flatnonzero(drawn != left_out)

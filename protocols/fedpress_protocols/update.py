@@ -8,6 +8,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from fedpress_protocols import kernels
+from fedpress_protocols.coding.alphabets import Grouped
 from fedpress_protocols.errors import InvalidUpdate
 from fedpress_protocols.model import Vector
 
@@ -49,14 +51,17 @@ class Update:
     def add_to(self, flat: Vector, sign: float = 1.0) -> None:
         """flat += sign * self, in place."""
         for piece in self.pieces:
-            flat[piece.where] += np.float32(sign) * piece.values
+            if isinstance(piece.where, slice):
+                flat[piece.where] += np.float32(sign) * piece.values
+            else:
+                kernels.add_at(flat, piece.where, piece.values, sign)
 
     def check(self, max_abs: float) -> None:
         """Raise InvalidUpdate on NaN, infinity or any |value| > `max_abs`."""
         for piece in self.pieces:
-            if not np.isfinite(piece.values).all():
+            largest = kernels.peak(piece.values)
+            if not largest < np.inf:
                 raise InvalidUpdate("the update holds NaN or infinity")
-            largest = float(np.abs(piece.values).max(initial=0.0))
             if largest > max_abs:
                 raise InvalidUpdate(
                     f"the update holds {largest:g}, larger than the plan's {max_abs:g}",
@@ -70,6 +75,22 @@ class Update:
     @property
     def num_values(self) -> int:
         return sum(piece.values.size for piece in self.pieces)
+
+
+@dataclass(frozen=True, slots=True)
+class Tabled:
+    """An update whose values are few: symbols, and the float32 that each one stands for.
+
+    `tables` [tensors, symbols] are those of the tensors that end before `ends` [tensors], for
+    symbols of all coordinates, yet unread; or, for symbols in an array, there is one table, and
+    their coordinates rise in `where`.
+    """
+
+    size: int
+    symbols: npt.NDArray[np.uint8] | Grouped
+    where: Indices
+    ends: Indices
+    tables: npt.NDArray[np.float32]
 
 
 def _placed(piece: Piece, slices: tuple[slice, ...]) -> Iterator[Piece]:

@@ -12,7 +12,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from fedpress_protocols import coding
-from fedpress_protocols.coding.fields import Alphabet, Layout, Positions, Reals, Symbols
+from fedpress_protocols.coding.fields import (
+    Alphabet,
+    Contexts,
+    Integers,
+    Layout,
+    Positions,
+    Reals,
+    Symbols,
+)
 from fedpress_protocols.errors import DecodingError, InvalidUpdate, WireVersionMismatch
 
 WIRE_VERSION = 1
@@ -32,19 +40,25 @@ class Upload:
     num_examples: int
     symbols: Symbols
 
-    def to_bytes(self, layout: Layout) -> bytes:
-        """The body; raises InvalidUpdate if the symbols do not fill `layout`."""
+    def to_bytes(self, layout: Layout, contexts: Contexts = ()) -> bytes:
+        """The body; raises InvalidUpdate if the symbols do not fill `layout`.
+
+        `contexts` are those of `layout`, see `compression.contexts`.
+        """
         if not 1 <= self.num_examples <= MAX_EXAMPLES:
             raise InvalidUpdate(f"num_examples of {self.num_examples} outside [1, {MAX_EXAMPLES}]")
         head = bytes((WIRE_VERSION, self.profile))
-        return head + _uvarint(self.num_examples) + coding.encode(self.symbols, layout)
+        return head + _uvarint(self.num_examples) + coding.encode(self.symbols, layout, contexts)
 
     @classmethod
-    def from_bytes(cls, data: bytes, layouts: tuple[Layout, ...], profile: int) -> Upload:
+    def from_bytes(
+        cls, data: bytes, layouts: tuple[Layout, ...], profile: int, contexts: Contexts = ()
+    ) -> Upload:
         """Parse a body under the plan's `layouts`, one for each profile.
 
-        `profile` is the one assigned. Raises WireVersionMismatch or DecodingError; the work and the
-        memory are bounded by the layout, whatever the bytes.
+        `profile` is the one assigned, `contexts` are those of its layout. Raises
+        WireVersionMismatch or DecodingError; the work and the memory are bounded by the layout,
+        whatever the bytes.
         """
         if len(data) < 3:
             raise DecodingError(f"{len(data)} bytes where an upload has at least 3")
@@ -55,7 +69,8 @@ class Upload:
         num_examples, start = _read_uvarint(data, 2)
         if not num_examples:
             raise DecodingError("num_examples of 0 where at least 1 is due")
-        return cls(profile, num_examples, coding.decode(data[start:], layouts[profile]))
+        symbols = coding.decode(data[start:], layouts[profile], contexts)
+        return cls(profile, num_examples, symbols)
 
 
 def max_body_bytes(layout: Layout) -> int:
@@ -69,6 +84,8 @@ def max_body_bytes(layout: Layout) -> int:
                 total += -(-at_most * max(1, (size - 1).bit_length()) // 8)
             case Alphabet(_, count):
                 total += positions if count is None else count
+            case Integers(_, count):
+                total += 4 * (positions if count is None else count)
             case Reals(count, width):
                 total += count * width
     return total

@@ -18,7 +18,16 @@ from typing import Any
 
 import numpy as np
 
-from fedpress_protocols.coding import Alphabet, Layout, Positions, Reals, Symbols, encode
+from fedpress_protocols.coding import (
+    Alphabet,
+    Field,
+    Integers,
+    Layout,
+    Positions,
+    Reals,
+    Symbols,
+    encode,
+)
 
 WRITTEN_OUT = 700
 """A field of more values than this is given by its hash."""
@@ -73,6 +82,14 @@ def skewed(draw: Draw, num: int, mean: int, size: int) -> list[int]:
     return [min(size - 1, draw.geometric(mean)) for _ in range(num)]
 
 
+def runs(draw: Draw, num: int) -> list[int]:
+    """0 and 1 in turn, about five of each, at last a 1."""
+    found: list[int] = []
+    while len(found) < num:
+        found += [0] * (1 + draw.geometric(4)) + [1] * (1 + draw.geometric(4))
+    return [*found[: num - 1], 1]
+
+
 Vector = tuple[str, Layout, list[list[Any]]]
 
 
@@ -89,6 +106,8 @@ def vectors() -> Iterator[Vector]:
         yield f"positions-{name}", (Positions(size, at_most),), [positions]
     for name, symbols, size in alphabet_vectors():
         yield f"alphabet-{name}", (Alphabet(size, len(symbols)),), [symbols]
+    for name, integers, bound in integers_vectors():
+        yield f"integers-{name}", (Integers(bound, len(integers)),), [integers]
     yield "reals", (Reals(4), Reals(3, 2)), [[0.0, -1.5, 3.0517578125e-05, 2.0**127], [1, -0.5, 0]]
     yield "no-values", (Positions(0, 0), Alphabet(4), Alphabet(256, 0), Reals(0)), [[], [], [], []]
     yield from upload_vectors()
@@ -137,6 +156,23 @@ def alphabet_vectors() -> Iterator[tuple[str, list[int], int]]:
     yield "gaps-few", [0] * 500 + [4] + [0] * 500, 5
     yield "gaps-two", [int(not draw.below(30)) for _ in range(1000)], 2
     yield "gaps-in-blocks", ternary(draw, 30_000, 90), 3
+    yield "runs", runs(draw, 800), 2
+    yield "runs-one-first", runs(draw, 400)[::-1], 2
+    yield "runs-in-blocks", runs(draw, 12_000), 2
+    signs = runs(draw, 2000)
+    yield "gaps-and-runs", [2 * signs[i] if draw.below(12) == 0 else 1 for i in range(2000)], 3
+
+
+def integers_vectors() -> Iterator[tuple[str, list[int], int]]:
+    draw = Draw(4)
+    yield "none", [], 7
+    yield "stored", [draw.below(201) - 100 for _ in range(50)], 100
+    yield "wide", [2**31 - 1, 1 - 2**31, 5], 2**31 - 1
+    yield "buckets", [draw.bell(300) for _ in range(500)], 4000
+    yield "buckets-ternary", [draw.below(3) - 1 for _ in range(600)], 1
+    yield "buckets-in-blocks", [draw.bell(70) * draw.below(900) for _ in range(2500)], 2**20
+    few = [draw.bell(1000) if draw.below(40) == 0 else 0 for _ in range(3000)]
+    yield "gaps", few, 2**15
 
 
 def upload_vectors() -> Iterator[Vector]:
@@ -167,24 +203,40 @@ def upload_vectors() -> Iterator[Vector]:
 
 
 def as_symbols(values: list[list[Any]], layout: Layout) -> Symbols:
-    dtypes = [
-        field.dtype
-        if isinstance(field, Reals)
-        else np.dtype("<i8" if isinstance(field, Positions) else "u1")
-        for field in layout
-    ]
-    return tuple(np.array(v, dtype) for v, dtype in zip(values, dtypes, strict=True))
+    def dtype(field: Field) -> np.dtype[Any]:
+        match field:
+            case Positions():
+                return np.dtype("<i8")
+            case Alphabet():
+                return np.dtype("u1")
+            case Integers():
+                return np.dtype("<i4")
+            case Reals():
+                return field.dtype
+
+    return tuple(np.array(v, dtype(field)) for v, field in zip(values, layout, strict=True))
 
 
 def as_json(layout: Layout) -> list[dict[str, Any]]:
-    def field(of: Positions | Alphabet | Reals) -> dict[str, Any]:
+    """Fields as in the golden vectors: what a field has by default is left out."""
+
+    def field(of: Field) -> dict[str, Any]:
+        given: dict[str, Any]
         match of:
             case Positions(size, at_most):
-                return {"positions": {"size": size, "at_most": at_most}}
+                kind, given = "positions", {"size": size, "at_most": at_most}
             case Alphabet(size, count):
-                return {"alphabet": {"size": size, "count": count}}
+                kind, given = "alphabet", {"size": size, "count": count}
+            case Integers(bound, count):
+                kind, given = "integers", {"bound": bound, "count": count}
             case Reals(count, width):
                 return {"reals": {"count": count, "width": width}}
+        if of.coder != "huffman":
+            given["coder"] = of.coder
+        if of.grid is not None:
+            matrices = [list(matrix) for matrix in of.grid.matrices]
+            given["grid"] = {"matrices": matrices, "known": of.grid.known}
+        return {kind: given}
 
     return [field(of) for of in layout]
 
@@ -204,6 +256,7 @@ def malformed() -> Iterator[Malformed]:
     yield from malformed_alphabets()
     yield from malformed_tables()
     yield from malformed_blocks()
+    yield from malformed_integers()
     yield "a byte after no fields", (), "00"
     yield "a byte after the last field", (Positions(10, 4),), "00 00 00"
     yield "the body ends within reals", (Reals(2),), "0000803f 0000"
@@ -265,6 +318,11 @@ def malformed_alphabets() -> Iterator[Malformed]:
     yield "gaps with a parameter", five, "0b 00 00 00"
     yield "gaps about symbol 5 in 5", five, "03 05 00 00"
     yield "gaps with more than half of the symbols", five, "03 00 04 01 00 00 07"
+    yield "runs of 3 symbols", (Alphabet(3, 40),), "06 01" + bits("1 100000")
+    yield "runs with a parameter of 8", (Alphabet(2, 40),), "46 01 00"
+    yield "no runs", (Alphabet(2, 40),), "06 00"
+    yield "more runs than symbols", (Alphabet(2, 4),), "06 05 0000"
+    yield "runs of 2 symbols where 4 are due", (Alphabet(2, 4),), "06 01" + bits("1 10 0")
     yield "gaps within gaps", (Alphabet(5, 40),), "03 00 00 01 05 03 00 00 00"
 
 
@@ -322,6 +380,20 @@ def malformed_blocks() -> Iterator[Malformed]:
     yield "padding after raw bits", short, spaced(2049, (257,), (0,), "00" * 256 + "02")
 
 
+def malformed_integers() -> Iterator[Malformed]:
+    two = (Integers(2, 4),)
+    yield "the body ends before a head of integers", two, ""
+    yield "integers in mode 3", two, "03 00"
+    yield "stored integers with a parameter", two, "08 00 00"
+    yield "a stored integer of 3 in 2", two, "00" + bits("101 000 000 000")
+    yield "padding after stored integers", two, "00" + bits("000 000 000 000 1")
+    yield "4 mantissa bits of integers", two, "21 00"
+    yield "an integer of -3 in 2", (Integers(2, 1),), "01" + bits("1 010 1")
+    yield "gaps of more than half of the integers", two, "02 00 03 24 00 0000"
+    yield "gaps within gaps of integers", two, "02 00 01 00 02 00 00"
+    yield "an integer of 3 in 2, as a gap", two, "02 00 01 00 00" + bits("001")
+
+
 def main(folder: Path) -> None:
     """Write all vectors into `folder`."""
     folder.mkdir(parents=True, exist_ok=True)
@@ -340,15 +412,15 @@ def main(folder: Path) -> None:
             "body": encode(symbols, layout).hex(),
         }
         lines = [f"{json.dumps(key)}: {json.dumps(value)}" for key, value in vector.items()]
-        _write(folder / f"{name}.json", "{", lines, "}")
+        written(folder / f"{name}.json", "{", lines, "}")
     cases = [
         {"reason": reason, "layout": as_json(layout), "body": "".join(body.split())}
         for reason, layout, body in malformed()
     ]
-    _write(folder / "malformed.json", "[", [json.dumps(case) for case in cases], "]")
+    written(folder / "malformed.json", "[", [json.dumps(case) for case in cases], "]")
 
 
-def _write(path: Path, before: str, lines: list[str], after: str) -> None:
+def written(path: Path, before: str, lines: list[str], after: str) -> None:
     path.write_text(f"{before}\n" + ",\n".join(lines) + f"\n{after}\n")
 
 

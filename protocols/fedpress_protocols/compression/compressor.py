@@ -18,15 +18,17 @@ from typing import Any, Literal, Protocol, TypeVar
 
 import numpy as np
 
+from fedpress_protocols import kernels
 from fedpress_protocols.coding.fields import Layout, Symbols
-from fedpress_protocols.errors import IncompatiblePlan, InvalidUpdate
+from fedpress_protocols.errors import ConfigurationError, IncompatiblePlan, InvalidUpdate
 from fedpress_protocols.model import ModelSpec, Vector
-from fedpress_protocols.randomness import PublicRandomness
+from fedpress_protocols.randomness import PublicRandomness, PublicStream
 from fedpress_protocols.update import Update
 
 StateT = TypeVar("StateT")
 Config = Mapping[str, Any]
-Knowledge = Literal["previous", "drift"]
+Knowledge = Literal["previous", "drift", "own"]
+"""`Public`'s vectors; `own`, a client's own last upload, is public only where nobody streams."""
 _ID = "id"
 
 
@@ -37,13 +39,26 @@ class Public:
 
     `previous` is the round's model less the one before it, what the last aggregate made of the
     model; `drift` is the round's model less the task's first. Both are zero in the first round, and
-    None where nobody asked for them.
+    None where nobody asked for them. `round` counts from 1; its attempts share it.
     """
 
     spec: ModelSpec
     randomness: PublicRandomness
     previous: Vector | None = None
     drift: Vector | None = None
+    round: int = 1
+
+    def known(self, what: Literal["previous", "drift"]) -> Vector:
+        """The vector `what` [spec.size], which whoever made this was to give."""
+        vector = self.previous if what == "previous" else self.drift
+        if vector is None:
+            raise ConfigurationError(f"a compressor reads {what}, which it was not given")
+        return vector
+
+    def stream(self, wire_id: str, own: str = "") -> PublicStream:
+        """The stream that the compressor `wire_id` reads for these tensors; `own`: one client's."""
+        words = (wire_id, self.spec.digest, *([own] if own else []))
+        return self.randomness.stream(" ".join(words))
 
     def part(self, names: Sequence[str]) -> Public:
         """The same knowledge of the tensors `names` alone."""
@@ -53,7 +68,7 @@ class Public:
             return None if vector is None else np.concatenate([vector[row] for row in rows])
 
         part = self.spec.select(names)
-        return Public(part, self.randomness, cut(self.previous), cut(self.drift))
+        return Public(part, self.randomness, cut(self.previous), cut(self.drift), self.round)
 
 
 class Compressor(Protocol[StateT]):
@@ -93,6 +108,31 @@ class Compressor(Protocol[StateT]):
         commutes with the sum takes more than one.
         """
         ...
+
+
+@dataclass(frozen=True, slots=True)
+class Properties:
+    """What a compressor claims to be, for whoever has to choose one.
+
+    `unbiased`: over its randomness the mean of what is received is the update, wherever nothing is
+    clipped. `contractive`: in the mean over it, the squared norm of what is lost is below the
+    update's by a factor less than 1. The common tests prove both. `rate` names the bits that a
+    value costs before coding; the states say what either end keeps from round to round; `source`
+    is where the method is from.
+    """
+
+    rate: str = ""
+    unbiased: bool = False
+    contractive: bool = False
+    client_state: str = "none"
+    server_state: str = "none"
+    source: str = ""
+
+
+def properties(made: Any) -> Properties:
+    """What `made` claims in its attribute `properties`; nothing where it has none."""
+    claimed: Properties = getattr(made, "properties", Properties())
+    return claimed
 
 
 class Stateless:
@@ -185,11 +225,29 @@ def _plain(value: Any) -> Any:
 
 def check_finite(update: Vector, spec: ModelSpec) -> None:
     """Raise InvalidUpdate unless `update` is float32 [spec.size] without NaN or infinity."""
+    check_shape(update, spec)
+    check_values(update)
+
+
+def check_shape(update: Vector, spec: ModelSpec) -> None:
+    """Raise InvalidUpdate unless `update` is float32 [spec.size]."""
     if update.shape != (spec.size,) or update.dtype != np.float32:
         raise InvalidUpdate(
             f"an update of {update.dtype}{list(update.shape)} where float32[{spec.size}] is due"
         )
-    if not np.isfinite(update).all():
+
+
+def check_values(values: Vector) -> None:
+    """Raise InvalidUpdate on NaN or infinity."""
+    if not kernels.peak(values) < np.inf:
         raise InvalidUpdate(
             "the update holds NaN or infinity", hint="training diverged: lower the learning rate"
         )
+
+
+def check_inner(inner: Any, outer: str) -> None:
+    """Raise ValueError unless `inner` may stand inside the combinator `outer`."""
+    if not hasattr(inner, "wire_id"):
+        raise ValueError(f"{inner!r} is not a compressor")
+    if inner.wire_id == "error_feedback":
+        raise ValueError(f"error feedback goes around {outer}, not into it")

@@ -7,7 +7,13 @@ from dataclasses import dataclass
 import numpy as np
 
 from fedpress_protocols.coding.fields import Layout, Reals, Symbols
-from fedpress_protocols.compression.compressor import Public, Stateless, check_finite, compressor
+from fedpress_protocols.compression.compressor import (
+    Properties,
+    Public,
+    Stateless,
+    check_finite,
+    compressor,
+)
 from fedpress_protocols.model import ModelSpec, Vector
 from fedpress_protocols.update import Update
 
@@ -16,6 +22,10 @@ from fedpress_protocols.update import Update
 @dataclass(frozen=True, slots=True)
 class Uncompressed(Stateless):
     """Send every value, four bytes each, and lose nothing."""
+
+    @property
+    def properties(self) -> Properties:
+        return Properties(rate="32", unbiased=True, contractive=True, source="none")
 
     def layout(self, spec: ModelSpec) -> Layout:
         return (Reals(spec.size),)

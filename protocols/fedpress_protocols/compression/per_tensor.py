@@ -9,7 +9,14 @@ from typing import Any
 import numpy as np
 
 from fedpress_protocols.coding.fields import Layout, Symbols
-from fedpress_protocols.compression.compressor import Compressor, Knowledge, Public, compressor
+from fedpress_protocols.compression.compressor import (
+    Compressor,
+    Knowledge,
+    Properties,
+    Public,
+    compressor,
+    properties,
+)
 from fedpress_protocols.compression.quantize import Quantize
 from fedpress_protocols.compression.topk import TopK
 from fedpress_protocols.model import ModelSpec, TensorSpec, Vector
@@ -52,6 +59,22 @@ class PerTensor:
     @property
     def needs(self) -> frozenset[Knowledge]:
         return frozenset().union(*(inner.needs for inner in self._members()))
+
+    @property
+    def properties(self) -> Properties:
+        inner = [properties(member) for member in self._members()]
+
+        def together(states: list[str]) -> str:
+            return ", ".join(sorted({state for state in states if state != "none"})) or "none"
+
+        return Properties(
+            rate="that of its members",
+            unbiased=all(member.unbiased for member in inner),
+            contractive=all(member.contractive for member in inner),
+            client_state=together([member.client_state for member in inner]),
+            server_state=together([member.server_state for member in inner]),
+            source="that of its members",
+        )
 
     def layout(self, spec: ModelSpec) -> Layout:
         return tuple(

@@ -1,19 +1,31 @@
 """Top-k sparsification with few-bit magnitudes (Stich et al. 2018, arXiv:1809.07599; with no
-magnitude bits it is the sparse ternary compression of Sattler et al. 2019, arXiv:1903.02891)."""
+magnitude bits it is the sparse ternary compression of Sattler et al. 2019, arXiv:1903.02891; in
+chunks, that of SparseLoCo, Sarfi et al. 2025, arXiv:2508.15706, Section 3)."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal, cast
+from typing import Any, Literal, cast
 
 import numpy as np
 import numpy.typing as npt
 
+from fedpress_protocols import kernels
+from fedpress_protocols.coding.alphabets import Grouped
 from fedpress_protocols.coding.fields import Alphabet, Layout, Positions, Reals, Symbols
-from fedpress_protocols.compression.compressor import Public, Stateless, check_finite, compressor
+from fedpress_protocols.compression.compressor import (
+    Properties,
+    Public,
+    Stateless,
+    check_shape,
+    check_values,
+    compressor,
+)
+from fedpress_protocols.compression.values import check_share, check_whole
 from fedpress_protocols.model import ModelSpec, Vector
-from fedpress_protocols.update import Indices, Piece, Update
+from fedpress_protocols.update import Indices, Piece, Tabled, Update
 
 _LLOYD_STEPS = 12
 
@@ -24,7 +36,8 @@ class TopK(Stateless):
     """Keep the k entries largest in magnitude: where they are, their signs, few-bit magnitudes.
 
     k is `count`, or else `fraction` of the coordinates rounded up, over the whole model or in each
-    tensor. Exactly k are sent unless fewer differ from zero; of equal magnitudes the first count.
+    tensor, or, with `chunk`, in each run of so many coordinates of these (the last may be shorter).
+    Exactly k are sent unless fewer differ from zero; of equal magnitudes the first count.
     The 2**`magnitude_bits` levels are fitted to what was selected (Lloyd 1982), so the lowest lies
     at the selection threshold or above: a grid with a zero level would round a sixth of what was
     selected to nothing.
@@ -34,16 +47,26 @@ class TopK(Stateless):
     count: int | None = None
     magnitude_bits: int = 2
     scope: Literal["model", "tensor"] = "model"
+    chunk: int | None = None
 
     def __post_init__(self) -> None:
-        if not 0 < self.fraction <= 1:
-            raise ValueError(f"fraction must lie in (0, 1], not {self.fraction}")
+        check_share("fraction", self.fraction)
         if self.count is not None and (not isinstance(self.count, int) or self.count < 1):
             raise ValueError(f"count must be at least 1, not {self.count}")
         if not isinstance(self.magnitude_bits, int) or not 0 <= self.magnitude_bits <= 4:
             raise ValueError(f"magnitude_bits must be 0 to 4, not {self.magnitude_bits}")
         if self.scope not in ("model", "tensor"):
             raise ValueError(f"scope is model or tensor, not {self.scope!r}")
+        if self.chunk is not None:
+            check_whole("chunk", self.chunk, 1, 2**31)
+
+    @property
+    def properties(self) -> Properties:
+        return Properties(
+            rate="fraction * (log2(1 / fraction) + 1.4 + 1 + magnitude_bits)",
+            contractive=True,
+            source="Stich et al. 2018",
+        )
 
     @property
     def num_levels(self) -> int:
@@ -51,7 +74,9 @@ class TopK(Stateless):
 
     def layout(self, spec: ModelSpec) -> Layout:
         groups = self._groups(spec)
-        at_most = sum(self._k(group.stop - group.start) for group in groups)
+        at_most = sum(
+            self._k(chunk.stop - chunk.start) for g in groups for chunk in self._chunks(g)
+        )
         magnitudes = (Alphabet(self.num_levels),) if self.magnitude_bits else ()
         return (
             Positions(spec.size, at_most),
@@ -64,22 +89,46 @@ class TopK(Stateless):
     def compress(
         self, update: Vector, state: None, public: Public, rng: np.random.Generator
     ) -> tuple[Symbols, None]:
-        check_finite(update, public.spec)
-        positions, magnitudes, ratios, scales = [], [], [], []
-        for group in self._groups(public.spec):
-            part = update[group]
-            chosen = _largest(np.abs(part), self._k(part.size))
-            symbols, group_ratios, scale = _fit_levels(np.abs(part[chosen]), self.num_levels)
-            positions.append(chosen + group.start)
+        check_shape(update, public.spec)
+
+        def kept(chunk: slice, k: int) -> tuple[Indices, Vector]:
+            return kernels.largest(update[chunk], k)
+
+        return self._pressed(public.spec, kept), None
+
+    def compress_sum(self, update: Vector, other: Vector, public: Public) -> tuple[Vector, Symbols]:
+        """The sum of `update` and `other`, and the symbols that `compress` gives for it; one pass
+        over the vectors serves both."""
+        check_shape(update, public.spec)
+        total = np.empty_like(update)
+
+        def kept(chunk: slice, k: int) -> tuple[Indices, Vector]:
+            return kernels.add_largest(update[chunk], other[chunk], k, total[chunk])
+
+        return total, self._pressed(public.spec, kept)
+
+    def _pressed(
+        self, spec: ModelSpec, kept_of: Callable[[slice, int], tuple[Indices, Vector]]
+    ) -> Symbols:
+        """The symbols for what `kept_of` keeps of each chunk."""
+        positions, signs, magnitudes, ratios, scales = [], [], [], [], []
+        for group in self._groups(spec):
+            chunks = self._chunks(group)
+            kept = [kept_of(c, self._k(c.stop - c.start)) for c in chunks]
+            positions += [where + c.start for (where, _), c in zip(kept, chunks, strict=True)]
+            chosen = np.concatenate([values for _, values in kept] or [np.empty(0, np.float32)])
+            check_values(chosen)  # NaN and infinity are the largest of all
+            symbols, group_ratios, scale = fit_levels(np.abs(chosen), self.num_levels)
+            signs.append((chosen < 0).astype(np.uint8))
             magnitudes.append(symbols)
             ratios.append(group_ratios)
             scales.append(scale)
         where = np.concatenate(positions) if positions else np.empty(0, np.int64)
-        signs = (update[where] < 0).astype(np.uint8)
+        sign = np.concatenate(signs) if signs else np.empty(0, np.uint8)
         levels = np.concatenate(magnitudes) if magnitudes else np.empty(0, np.uint8)
         flat_ratios = np.concatenate(ratios) if ratios else np.empty(0, "<f2")
-        fields = (where, signs, *((levels,) if self.magnitude_bits else ()))
-        return (*fields, flat_ratios, np.array(scales, "<f4")), None
+        fields = (where, sign, *((levels,) if self.magnitude_bits else ()))
+        return (*fields, flat_ratios, np.array(scales, "<f4"))
 
     def decompress(self, symbols: Symbols, public: Public, num_summands: int = 1) -> Update:
         where = cast(Indices, symbols[0])
@@ -95,28 +144,41 @@ class TopK(Stateless):
         values = levels[group, magnitudes]
         return Update(public.spec.size, (Piece(where, np.where(symbols[1] == 1, -values, values)),))
 
+    def tabled(self, symbols: Sequence[Any], public: Public) -> Tabled | None:
+        """What `decompress` gives, as symbols and their values; None where tensors differ."""
+        if self.scope == "tensor" or self.magnitude_bits == 0:
+            return None
+        with np.errstate(over="ignore"):
+            levels = symbols[-2].astype(np.float32) * symbols[-1].astype(np.float32)
+        sign, level = (f.read() if isinstance(f, Grouped) else f for f in symbols[1:3])
+        signed = level + np.uint8(self.num_levels) * sign
+        table = np.concatenate([levels, -levels])[np.newaxis]
+        ends = np.array([public.spec.size], np.int64)
+        return Tabled(public.spec.size, signed, symbols[0], ends, table)
+
     def _groups(self, spec: ModelSpec) -> list[slice]:
         if self.scope == "tensor":
             return list(spec.slices.values())
         return [slice(0, spec.size)]
 
+    def _chunks(self, group: slice) -> list[slice]:
+        """The parts of `group` in each of which k are kept."""
+        size = group.stop - group.start if self.chunk is None else self.chunk
+        starts = range(group.start, group.stop, max(1, size))
+        return [slice(start, min(start + size, group.stop)) for start in starts]
+
     def _k(self, size: int) -> int:
         return min(size, math.ceil(self.fraction * size) if self.count is None else self.count)
 
 
-def _largest(magnitudes: Vector, k: int) -> Indices:
-    """The rising indices of the k largest, ties to the lower index, zeros left out."""
-    if k >= magnitudes.size:
-        return np.flatnonzero(magnitudes)
-    threshold = np.partition(magnitudes, magnitudes.size - k)[magnitudes.size - k]
-    if threshold == 0:
-        return np.flatnonzero(magnitudes)
-    above = np.flatnonzero(magnitudes > threshold)
-    ties = np.flatnonzero(magnitudes == threshold)[: k - above.size]
-    return np.sort(np.concatenate([above, ties]))
+def largest(values: npt.NDArray[np.floating], k: int) -> Indices:
+    """The rising indices of the k largest in magnitude, ties to the lower index, zeros left out."""
+    if not k:
+        return np.empty(0, np.int64)
+    return kernels.largest(values.astype(np.float32, copy=False), k)[0]
 
 
-def _fit_levels(
+def fit_levels(
     magnitudes: Vector, num_levels: int
 ) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.floating], float]:
     """Level of each magnitude, the levels as float16 ratios [num_levels] of a float32 scale.
@@ -142,5 +204,5 @@ def _fit_levels(
     scale = np.float32(centres[-1])
     ratios = (centres / np.float64(scale)).astype("<f2")
     levels = ratios.astype(np.float32) * scale
-    symbols = np.searchsorted((levels[1:] + levels[:-1]) / 2, magnitudes, side="right")
-    return symbols.astype(np.uint8), ratios, float(scale)
+    symbols = kernels.nearest_levels(magnitudes, cast(Vector, (levels[1:] + levels[:-1]) / 2))
+    return symbols, ratios, float(scale)

@@ -1,0 +1,84 @@
+"""What a compressor keeps on the device moves with an included upload, and with no other."""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Any
+
+import numpy as np
+import pytest
+
+from fedpress_client import Ledger
+from fedpress_protocols.compression.cafe import Cafe
+from fedpress_protocols.compression.compressor import Compressor
+from fedpress_protocols.compression.ef21 import EF21
+from fedpress_protocols.compression.error_feedback import ErrorFeedback
+from fedpress_protocols.compression.powersgd import PowerSGD
+from fedpress_protocols.compression.topk import TopK
+from fedpress_protocols.messages import Assignment, Receipt
+from fedpress_protocols.model import Model, Vector
+from fedpress_protocols.plan import RoundPlan
+from tests.client.fake_server import make_plan
+
+MODEL = Model.from_tensors({"w": np.zeros((20, 16), np.float32), "b": np.zeros(16, np.float32)})
+PREVIOUS = np.random.default_rng(9).normal(size=MODEL.spec.size).astype(np.float32)
+
+
+def draw(seed: int) -> Vector:
+    return np.random.default_rng(seed).normal(size=MODEL.spec.size).astype(np.float32)
+
+
+def prepared(
+    ledger: Ledger, made: Compressor[Any], number: int, update: Vector
+) -> tuple[Ledger, RoundPlan, bytes]:
+    plan = make_plan(MODEL, made, round_=number, previous_model="0" * 64)
+    about = {"client_id": ledger.client_id, "plan": plan, "profile": "p0"}
+    assignment = Assignment(assignment=f"a{number}", **about)
+    rng = np.random.default_rng(number)
+    ledger, body = ledger.prepare(assignment, update, 1, MODEL.spec, rng, previous=PREVIOUS)
+    return ledger, plan, body
+
+
+def settled(ledger: Ledger, plan: RoundPlan, body: bytes, *, included: bool) -> Ledger:
+    receipt = Receipt(
+        assignment=f"a{plan.round}",
+        client_id=ledger.client_id,
+        task=plan.task,
+        round=plan.round,
+        attempt=plan.attempt,
+        outcome="included" if included else "not-included",
+        reason="included" if included else "round-abandoned",
+        upload=hashlib.sha256(body).hexdigest(),
+        model="1" * 64 if included else None,
+        issued_at=0,
+    )
+    return Ledger.from_bytes(ledger.settle(receipt).to_bytes())
+
+
+@pytest.mark.parametrize(
+    "made",
+    [EF21(TopK(0.1)), PowerSGD(2), ErrorFeedback(PowerSGD(1, 2)), Cafe(PowerSGD(2))],
+)
+def test_states_obey_the_receipt_through_the_disk(made: Compressor[Any]) -> None:
+    task = make_plan(MODEL, made, previous_model="0" * 64).task
+    lossy = made.inner if isinstance(made, ErrorFeedback) else made
+    state: Any = lossy.init(MODEL.spec)
+    ledger = Ledger(task, "client")
+    for number, included in enumerate((True, False, True, True), 1):
+        residual = ledger.residual if isinstance(made, ErrorFeedback) else None
+        whole = draw(number) if residual is None else draw(number) + residual
+        ledger, plan, body = prepared(ledger, made, number, draw(number))
+        public = plan.public(MODEL.spec, previous=PREVIOUS)
+        _, after = lossy.compress(whole, state, public, np.random.default_rng(number))
+        ledger = settled(ledger, plan, body, included=included)
+        state = after if included else state
+        held = [held for _, held in ledger.states.values()]
+        assert flat(held[0]) == pytest.approx(flat(state)) if held else not included
+
+
+def flat(state: Any) -> Vector:
+    """Every number of a state, in order."""
+    if isinstance(state, np.ndarray):
+        return state.ravel()
+    parts = [flat(part) for part in state if part is not None]
+    return np.concatenate(parts) if parts else np.empty(0, np.float32)
