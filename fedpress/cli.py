@@ -30,8 +30,12 @@ app = typer.Typer(
 )
 task_app = typer.Typer(help="Start, list, watch and cancel tasks.", no_args_is_help=True)
 token_app = typer.Typer(help="Enrolment tokens.", no_args_is_help=True)
+compressors_app = typer.Typer(help="Every compression method, its cost and its settings.")
+bench_app = typer.Typer(help="Measure this machine.", no_args_is_help=True)
+app.add_typer(bench_app, name="bench")
 app.add_typer(task_app, name="task")
 app.add_typer(token_app, name="token")
+app.add_typer(compressors_app, name="compressors")
 
 Url = Annotated[str, typer.Option(envvar="FEDPRESS_URL", help="Where the server is.")]
 AdminToken = Annotated[
@@ -220,6 +224,63 @@ def create_token(
     """Print a new enrolment token; it is not stored and cannot be shown again."""
     with _operator(url, admin_token) as operator:
         typer.echo(operator.create_token(uses=uses, expires_in=3600 * hours, note=note))
+
+
+@compressors_app.callback(invoke_without_command=True)
+def list_compressors(context: typer.Context) -> None:
+    """List every method: what its defaults cost, what it claims, what it keeps, its source."""
+    if context.invoked_subcommand is None:
+        from fedpress.compressor_table import table
+
+        typer.echo(table())
+
+
+@compressors_app.command("show")
+def show_compressor(
+    name: Annotated[str, typer.Argument(help="A method's id.", metavar="NAME")],
+) -> None:
+    """Describe a method, with its settings, their defaults and an example."""
+    from fedpress.compressor_table import described
+
+    typer.echo(described(name))
+
+
+@app.command()
+def warmup() -> None:
+    """Compile the kernels once, so that the first round need not; fills numba's cache."""
+    from fedpress_protocols import kernels
+
+    kernels.warm_up()
+    typer.echo(f"{kernels.CHOSEN} kernels are ready")
+
+
+@bench_app.command("codec")
+def bench_codec(
+    json_file: Annotated[
+        Path | None, typer.Option("--json", help="Write the figures here.", metavar="FILE")
+    ] = None,
+    quick: Annotated[bool, typer.Option("--quick", help="1M values, few repeats.")] = False,
+) -> None:
+    """Measure compression and coding against the machine's limits and other coders."""
+    from fedpress.bench.codec import run
+
+    typer.echo(run(json_file, quick))
+
+
+@bench_app.command("rate-distortion")
+def bench_rate_distortion(
+    update: Annotated[
+        str, typer.Option(help="An .npz of updates, or the source tree's own.", metavar="FILE")
+    ] = "fixture",
+    only: Annotated[str | None, typer.Option(help="One method alone.", metavar="NAME")] = None,
+    json_file: Annotated[
+        Path | None, typer.Option("--json", help="Write the figures here.", metavar="FILE")
+    ] = None,
+) -> None:
+    """Measure what every method makes of real updates: bytes and error."""
+    from fedpress.bench.rate_distortion import run
+
+    typer.echo(run(update, json_file, only))
 
 
 @app.command()

@@ -5,8 +5,8 @@ topk                                   a method with its defaults
 topk:fraction=0.02,magnitude_bits=1    ... or with settings
 {"id": "error_feedback", ...}          any configuration, as a plan holds it
 
-A bare method other than `none` gets what a device should use with it: error feedback around, and
-8 bits for tensors too small to sparsify.
+A bare method other than `none` gets what a device should use with it: 8 bits for tensors too small
+to sparsify, and error feedback around, unless the method is unbiased and loses more than it keeps.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from fedpress_protocols.compression.compressor import Compressor, from_config
+from fedpress_protocols.compression.compressor import Compressor, from_config, properties
 from fedpress_protocols.errors import ConfigurationError, IncompatiblePlan
 
 
@@ -30,7 +30,10 @@ def compressor_from_option(text: str) -> Compressor[Any]:
     config = {"id": name.strip(), **dict(_setting(item) for item in settings.split(",") if item)}
     if name.strip() in ("none", "error_feedback"):
         return from_config(config)
+    claimed = properties(from_config(config))
     inner = config if name.strip() == "per_tensor" else {"id": "per_tensor", "large": config}
+    if claimed.unbiased and not claimed.contractive:  # under feedback its residual would grow
+        return from_config(inner)
     return from_config({"id": "error_feedback", "inner": inner})
 
 

@@ -1,0 +1,1 @@
+"""Measurements that anyone can print again: fedpress bench."""

@@ -1,0 +1,27 @@
+"""The benchmark of contexts runs, and contexts take a fifth off whole uploads within a few rounds."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_contexts_take_a_fifth_off_sparse_ternary_uploads() -> None:
+    script = ROOT / "benchmarks" / "context_positions.py"
+    answer = subprocess.run(
+        [sys.executable, script, "--rounds", "12"],
+        env={"PYTHONPATH": str(ROOT / "protocols"), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=240,
+    )
+    sizes = dict(re.findall(r"^(\S.*?)  +([\d.]+) bytes", answer.stdout, re.MULTILINE))
+    assert len(sizes) == 4, answer.stdout
+    previous = float(sizes["range coder, contexts: previous"])
+    assert previous <= 0.8 * float(sizes["static codes"])
+    assert previous < float(sizes["range coder, contexts: drift"]) < float(sizes["range coder"])

@@ -1,0 +1,53 @@
+"""`fedpress compressors`, as somebody who has to choose a method meets it."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from typer.testing import CliRunner
+
+from fedpress.cli import app
+from fedpress.compressor_option import compressor_from_option
+from fedpress.compressor_table import bits_per_value, by_default, described, table
+from fedpress_protocols.compression.compressor import compressors, from_config
+from fedpress_protocols.compression.eden import Eden
+from fedpress_protocols.compression.error_feedback import ErrorFeedback
+from fedpress_protocols.compression.per_tensor import PerTensor
+from fedpress_protocols.errors import ConfigurationError
+
+
+def test_the_table_has_a_line_for_every_method() -> None:
+    shown = CliRunner().invoke(app, ["compressors"])
+    assert shown.exit_code == 0
+    heading, *lines = shown.stdout.splitlines()
+    assert [line.split()[0] for line in lines] == list(compressors())
+    assert shown.stdout.rstrip() == table().rstrip()
+    column = heading.index("linear")
+    claims = {line.split()[0]: line[column:].split()[0] for line in lines}
+    assert (claims["shared_support"], claims["topk"]) == ("yes", "-")
+    costs = {line.split()[0]: float(line.split()[1]) for line in lines}
+    assert costs["none"] == 32
+    assert costs["stc"] < 0.1
+
+
+@pytest.mark.parametrize("name", compressors())
+def test_a_method_is_shown_with_an_example_that_works(name: str) -> None:
+    shown = CliRunner().invoke(app, ["compressors", "show", name])
+    assert shown.exit_code == 0
+    assert shown.stdout.startswith(f"{name}: ")
+    example = from_config(json.loads(shown.stdout.rstrip().splitlines()[-1]))
+    assert example == by_default(name)
+    assert f"{bits_per_value(example):.3f}" in shown.stdout
+
+
+def test_an_unknown_method_is_named_with_those_there_are() -> None:
+    with pytest.raises(ConfigurationError, match="no compressor has the id 'gzip'; known are "):
+        described("gzip")
+
+
+def test_an_unbiased_method_typed_bare_goes_without_feedback() -> None:
+    """Its error may exceed the update, and a residual of such errors grows without end."""
+    assert compressor_from_option("eden") == PerTensor(Eden())
+    mmse = ErrorFeedback(PerTensor(Eden(scale="mmse")))
+    assert compressor_from_option("eden:scale=mmse") == mmse
