@@ -3,9 +3,8 @@
 Bytes are those of whole upload bodies, each decoded again before its error is taken. NMSE is the
 squared error over the squared norm of the update. Every method is coded by the static codes
 (huffman), by these or the range coder, whichever is shorter (auto), and so in the context of the
-last step (auto+previous). An
-update file is an .npz: `updates` [clients, values], and, where known, `names` and `shapes` of the
-tensors ("256,64"), `previous` and `drift`.
+last step (auto+previous). An update file is an .npz: `updates` [clients, values], and, where known,
+`names` and `shapes` of the tensors ("256,64"), `previous` and `drift`.
 """
 
 from __future__ import annotations
@@ -60,6 +59,7 @@ SETTINGS: Mapping[str, tuple[dict[str, Any], ...]] = {
 }
 """What is measured besides a method's defaults, or in their place."""
 
+_UNREADABLE = (OSError, EOFError, KeyError, TypeError, ValueError, zipfile.BadZipFile)
 _HEADINGS = ("method", "coder", "bytes", "bits/value", "NMSE", "encode ms", "decode ms")
 
 
@@ -76,13 +76,13 @@ class Updates:
         """The file `name`, or the fixture of the source tree; raises ConfigurationError."""
         path = FIXTURE if name == "fixture" else Path(name)
         try:
-            with np.load(path) as file:
+            with path.open("rb") as opened, np.load(opened) as file:
                 arrays = {key: file[key] for key in file.files}
             updates = np.atleast_2d(arrays["updates"].astype(np.float32))
             spec = _spec(arrays, updates.shape[1])
             known = [arrays.get(key) for key in ("previous", "drift")]
             previous, drift = (None if v is None else v.astype(np.float32) for v in known)
-        except (OSError, KeyError, ValueError, zipfile.BadZipFile) as exc:
+        except _UNREADABLE as exc:
             raise ConfigurationError(
                 f"{path} is no file of updates: {exc}",
                 hint="benchmarks/make_update_fixture.py in the source tree writes one",

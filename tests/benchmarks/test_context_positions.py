@@ -1,4 +1,4 @@
-"""The benchmark of contexts runs, and contexts take a fifth off whole uploads within a few rounds."""
+"""The benchmark of contexts runs; within a few rounds they take a fifth off whole uploads."""
 
 from __future__ import annotations
 

@@ -14,6 +14,7 @@ import pytest
 
 from fedpress_protocols.coding import (
     Alphabet,
+    Integers,
     Layout,
     Positions,
     Reals,
@@ -91,6 +92,18 @@ def blocks(rng: Generator) -> tuple[Layout, Symbols]:
     return fields, (where, symbols, bell(rng, 2100, 5, 40))
 
 
+def whole(rng: Generator) -> tuple[Layout, Symbols]:
+    """Whole numbers, wide and narrow, sparse and not; signs that come in runs."""
+    num = int(rng.integers(0, 40))
+    where = clustered(rng, num, 2, 40)
+    wide = np.rint(rng.standard_cauchy(num) * 1000).clip(1 - 2**31, 2**31 - 1)
+    sparse = np.where(rng.random(150) < 0.1, np.rint(rng.normal(0, 30, 150)), 0).clip(-50, 50)
+    runs = np.repeat(np.arange(60) & 1, rng.integers(1, 12, 60))[:200]
+    layout = (Positions(5000, 40), Integers(2**31 - 1), Integers(50, 150), Alphabet(2, runs.size))
+    integers = wide.astype(np.int32), sparse.astype(np.int32)
+    return layout, (where, *integers, runs.astype(np.uint8))
+
+
 KINDS: list[tuple[Callable[[Generator], tuple[Layout, Symbols]], float]] = [
     (sparse, 0.3),
     (dense, 0.2),
@@ -98,6 +111,7 @@ KINDS: list[tuple[Callable[[Generator], tuple[Layout, Symbols]], float]] = [
     (full, 0.15),
     (small_code, 0.17),
     (blocks, 0.03),
+    (whole, 0.15),
 ]
 
 
@@ -152,6 +166,8 @@ def admitted(layout: Layout, data: bytes) -> int:
                 total += 8 * at_most + (size if 2 * at_most > size else 0)
             case Alphabet(_, count):
                 total += num_positions if count is None else count
+            case Integers(_, count):
+                total += 4 * (num_positions if count is None else count)
             case Reals(count, width):
                 total += count * width
     return total
