@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from fedpress_protocols.coding import decode, encode
-from fedpress_protocols.coding.fields import Positions, Symbols, check_symbols
+from fedpress_protocols.coding.fields import Positions, Reals, Symbols, check_symbols
 from fedpress_protocols.compression.bernoulli import Bernoulli
 from fedpress_protocols.compression.clip import Clip
 from fedpress_protocols.compression.compressor import (
@@ -27,7 +27,7 @@ from fedpress_protocols.compression.ecsq import Ecsq
 from fedpress_protocols.compression.eden import Eden
 from fedpress_protocols.compression.error_feedback import ErrorFeedback
 from fedpress_protocols.compression.none import Uncompressed
-from fedpress_protocols.compression.per_tensor import PerTensor
+from fedpress_protocols.compression.per_tensor import PerTensor, kind_of
 from fedpress_protocols.compression.qsgd import Qsgd
 from fedpress_protocols.compression.quantize import Quantize
 from fedpress_protocols.compression.randomk import RandomK
@@ -360,6 +360,8 @@ def test_one_tensor_of_one_value_works(made: Compressor[Any]) -> None:
         ({"id": "per_tensor", "large": 3}, "3 is not a compressor"),
         ({"id": "per_tensor", "min_size": -1}, "min_size must be 0 or more"),
         ({"id": "per_tensor", "rules": [["*"]]}, "rules are pairs"),
+        ({"id": "per_tensor", "rules": [[3, {"id": "none"}]]}, "rules are pairs"),
+        ({"id": "per_tensor", "rules": [["kind:conv", {"id": "none"}]]}, "no tensor is of kind"),
         (
             {"id": "per_tensor", "small": {"id": "error_feedback", "inner": {"id": "none"}}},
             "error feedback goes around per_tensor",
@@ -391,3 +393,25 @@ def test_installed_packages_bring_compressors_of_their_own(
     monkeypatch.setattr("fedpress_protocols.compression.compressor.entry_points", installed)
     assert "topk" in compressors()
     assert loaded == ["theirs"]
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "kind"),
+    [
+        ("fc.bias", (8,), "bias"),
+        ("rnn.bias_ih_l0", (8,), "bias"),
+        ("attention.in_proj_bias", (8,), "bias"),
+        ("bn.weight", (8,), "norm"),
+        ("gain", (), "norm"),
+        ("transformer.wte.weight", (50, 8), "embedding"),
+        ("Embedding.weight", (50, 8), "embedding"),
+        ("patch_embed.weight", (8, 3, 4, 4), "matrix"),
+        ("fc.weight", (8, 4), "matrix"),
+    ],
+)
+def test_a_rule_may_name_a_kind(name: str, shape: tuple[int, ...], kind: str) -> None:
+    tensor = TensorSpec(name, shape)
+    assert kind_of(tensor) == kind
+    spec = ModelSpec((tensor,))
+    made = PerTensor(rules=((f"kind:{kind}", Uncompressed()),))
+    assert made.layout(spec) == (Reals(spec.size),)

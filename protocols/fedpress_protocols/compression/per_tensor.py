@@ -22,13 +22,35 @@ from fedpress_protocols.compression.topk import TopK
 from fedpress_protocols.model import ModelSpec, TensorSpec, Vector
 from fedpress_protocols.update import Update
 
+KINDS = ("bias", "norm", "embedding", "matrix")
+_KIND = "kind:"
+_EMBEDDINGS = ("embed", "wte", "wpe")
+
+
+def kind_of(tensor: TensorSpec) -> str:
+    """What a tensor is, by its name and shape as the usual libraries give them.
+
+    A bias begins or ends the last part of its name with `bias`; anything else of fewer than two
+    dimensions scales or normalises; two dimensions under a name with embed, wte or wpe embed.
+    """
+    last = tensor.name.rpartition(".")[2]
+    if last.startswith("bias") or last.endswith("bias"):
+        return "bias"
+    if len(tensor.shape) < 2:
+        return "norm"
+    lowered = tensor.name.lower()
+    if len(tensor.shape) == 2 and any(word in lowered for word in _EMBEDDINGS):
+        return "embedding"
+    return "matrix"
+
 
 @compressor("per_tensor")
 @dataclass(frozen=True)
 class PerTensor:
     """Each tensor goes to the first of these that fits it:
 
-    the compressor in `rules` whose pattern (shell style, in the order given) matches its name;
+    the compressor in `rules` whose pattern (shell style, in the order given) matches its name, or
+    whose pattern is `kind:` and its kind (bias, norm, embedding, matrix; see `kind_of`);
     `small`, if it has fewer than `min_size` values or, with `spare_1d`, one dimension or none;
     `large`. The tensors of one compressor are compressed together, as one vector in the model's
     order. By default biases and norms are quantised to 8 bits, since sent raw they would dominate
@@ -42,8 +64,12 @@ class PerTensor:
     rules: tuple[tuple[str, Compressor[Any]], ...] = ()
 
     def __post_init__(self) -> None:
-        if any(not isinstance(rule, tuple) or len(rule) != 2 for rule in self.rules):
-            raise ValueError("rules are pairs of a name pattern and a compressor")
+        for rule in self.rules:
+            if not isinstance(rule, tuple) or len(rule) != 2 or not isinstance(rule[0], str):
+                raise ValueError("rules are pairs of a name pattern and a compressor")
+            kind = rule[0].removeprefix(_KIND)
+            if kind != rule[0] and kind not in KINDS:
+                raise ValueError(f"no tensor is of kind {kind!r}; kinds are {', '.join(KINDS)}")
         for inner in (self.large, self.small, *self._rule_members()):
             if not hasattr(inner, "wire_id"):
                 raise ValueError(f"{inner!r} is not a compressor")
@@ -117,7 +143,7 @@ class PerTensor:
 
     def _member_of(self, tensor: TensorSpec) -> int:
         for index, (pattern, _) in enumerate(self.rules):
-            if fnmatch.fnmatchcase(tensor.name, pattern):
+            if pattern == _KIND + kind_of(tensor) or fnmatch.fnmatchcase(tensor.name, pattern):
                 return index
         one_dimensional = self.spare_1d and len(tensor.shape) < 2
         return len(self.rules) + (0 if tensor.size < self.min_size or one_dimensional else 1)
