@@ -1,5 +1,7 @@
 """The round machine: every outcome by example, and what holds after any events in any order."""
 
+from pathlib import Path
+
 import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -194,6 +196,11 @@ def test_what_is_over_stays_over() -> None:
     round_ = after(three_assigned(), Cancelled("enough"))
     for event in (ClientCheckedIn("c9", "a9"), UploadStaged("a0", "x"), Folded("m"), Aborted("")):
         assert round_.on(event, 2.0) == (round_, ())
+
+
+def test_the_page_on_rounds_shows_the_diagram() -> None:
+    page = Path(__file__).parents[2] / "docs" / "rounds.md"
+    assert diagram().strip() in page.read_text()
 
 
 def test_the_diagram_draws_every_row() -> None:
