@@ -585,3 +585,16 @@ def test_both_implementations_have_every_kernel() -> None:
 
 def test_warming_up_runs_every_kernel() -> None:
     kernels.warm_up()
+
+
+def test_kernels_work_where_nothing_can_be_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A read-only install without a home: numba has no place for its cache, and says so."""
+    from fedpress_protocols.kernels import machine
+
+    def njit(*, cache: bool = False, **options: Any) -> Any:
+        if cache:
+            raise RuntimeError("cannot cache function: no locator available")
+        return lambda function: function
+
+    monkeypatch.setattr(machine.numba, "njit", njit)
+    assert machine.kernel(abs)(-3) == 3

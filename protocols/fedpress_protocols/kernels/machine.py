@@ -1,12 +1,14 @@
 """How kernels are compiled, and the few machine instructions that numba has no name for.
 
 Compiled once and kept in `__pycache__` beside the source, in the user's cache folder where that
-cannot be written, or in NUMBA_CACHE_DIR. numba checks no bounds: every kernel that reads a body
-does, and says so where it does.
+cannot be written, or in NUMBA_CACHE_DIR; where none of them can be written, anew by each process.
+numba checks no bounds: every kernel that reads a body does, and says so where it does.
 """
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Callable
 from typing import Any
 
 import numba
@@ -14,7 +16,17 @@ from llvmlite import ir
 from numba.core import cgutils, types
 from numba.extending import intrinsic
 
-kernel = numba.njit(nogil=True, cache=True, error_model="numpy")
+_log = logging.getLogger(__name__)
+
+
+def kernel(function: Callable[..., Any]) -> Any:
+    """Compile `function` when it is first called; kept from process to process where it can be."""
+    try:
+        return numba.njit(nogil=True, cache=True, error_model="numpy")(function)
+    except RuntimeError:  # numba's word for a cache that cannot be written anywhere
+        _log.info("%s is compiled anew: set NUMBA_CACHE_DIR to keep it", function.__name__)
+        return numba.njit(nogil=True, error_model="numpy")(function)
+
 
 _BYTE, _WORD = ir.IntType(8), ir.IntType(64)
 
