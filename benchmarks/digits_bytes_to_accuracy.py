@@ -38,6 +38,7 @@ from fedpress_protocols.compression.compressor import (
     from_config,
     properties,
 )
+from fedpress_protocols.errors import InvalidUpdate
 from fedpress_protocols.fixed_point import FixedPoint
 from fedpress_protocols.messages import Assignment, Receipt
 from fedpress_protocols.model import Model, ModelSpec, Vector
@@ -338,6 +339,8 @@ def train(method: Method, seed: int, rounds: int, folder: Path) -> Curve:
                 previous=terms.public.previous,
                 drift=terms.public.drift,
             )
+            if body is None:
+                raise InvalidUpdate(f"round {number}: an update beyond the plan's max_abs")
             ledgers[client] = ledgers[client].told()
             name = f"uploads/{assignment.assignment}"
             payloads.put(name, body)

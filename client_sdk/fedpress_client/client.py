@@ -300,6 +300,13 @@ class Client:
             self._decline(here, key, exc)
             raise
         self._save(here, ledger)
+        if body is None:
+            beyond = InvalidUpdate(
+                f"compressed, the update goes beyond the plan's {plan.fixed_point.max_abs:g}",
+                hint="raise the task's max_abs, or choose a compressor that scales less",
+            )
+            self._decline(here, key, beyond)
+            return False
         self._tell(
             "trained",
             assignment,

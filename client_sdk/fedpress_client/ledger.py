@@ -28,7 +28,7 @@ import safetensors
 from safetensors.numpy import load as load_arrays
 from safetensors.numpy import save as save_arrays
 
-from fedpress_protocols.compression.compressor import check_finite, to_config
+from fedpress_protocols.compression.compressor import check_finite, state_key
 from fedpress_protocols.compression.contexts import contexts_of
 from fedpress_protocols.compression.error_feedback import ErrorFeedback
 from fedpress_protocols.errors import (
@@ -36,6 +36,7 @@ from fedpress_protocols.errors import (
     Conflict,
     DigestMismatch,
     Forbidden,
+    InvalidUpdate,
     StateCorrupt,
 )
 from fedpress_protocols.messages import Assignment, Outcome, Receipt
@@ -87,7 +88,7 @@ KEEP_ALL = ResidualRules()
 class Discard:
     """Something computed that will not reach the model, and why.
 
-    not-sent      compression without error feedback lost it
+    not-sent      compression without error feedback lost it, or took it beyond the plan's bound
     not-included  an upload without error feedback came to nothing
     spec-changed  it was waiting for a model of other tensors
     decayed       ResidualRules.decay
@@ -151,9 +152,10 @@ class Ledger:
     """Of the newest update prepared."""
     residual: Vector | None = None
     states: Mapping[str, tuple[int, State]] = dataclasses.field(default_factory=dict)
-    """By compressor: the number of the last pending included, and the state it left."""
+    """By a compressor's `state_key`: the number of the last pending included, what it left."""
     pending: Mapping[str, Pending] = dataclasses.field(default_factory=dict)
     settled: Mapping[str, Outcome] = dataclasses.field(default_factory=dict)
+    """By assignment, with those for which nothing could be sent as not included."""
     discards: tuple[Discard, ...] = ()
     """Decided, and not yet known to have been told."""
     counter: int = 0
@@ -171,8 +173,11 @@ class Ledger:
         *,
         previous: Vector | None = None,
         drift: Vector | None = None,
-    ) -> tuple[Ledger, bytes]:
+    ) -> tuple[Ledger, bytes | None]:
         """The account once `update` [spec.size] is on its way, and the bytes to send.
+
+        None where compression, in scaling up what it sends, took it beyond the plan's `max_abs`:
+        then everything joins the residual or, without error feedback, is discarded.
 
         An assignment prepared before gives its first bytes again, whatever `update` is. Values
         beyond the plan's `max_abs` are clipped, and what that takes off is left over like all that
@@ -196,7 +201,7 @@ class Ledger:
             if ledger.residual is not None:
                 with np.errstate(over="ignore"):  # check_finite, when compressed
                     whole = update + ledger.residual
-        name = json.dumps(to_config(lossy), sort_keys=True)
+        name = json.dumps(state_key(lossy), sort_keys=True)
         before = _restored(ledger.states.get(name, (0, None))[1], lossy.init(spec))
         limit = np.float32(plan.fixed_point.max_abs)
         symbols, after = lossy.compress(np.clip(whole, -limit, limit), before, public, rng)
@@ -206,13 +211,15 @@ class Ledger:
         body = Upload(index, examples, symbols).to_bytes(layouts[index], contexts)
         received = Upload.from_bytes(body, layouts, index, contexts)
         sent = lossy.decompress(received.symbols, public)
-        sent.check(plan.fixed_point.max_abs)
+        ledger = replace(ledger, round=max(ledger.round, plan.round))
+        try:
+            sent.check(plan.fixed_point.max_abs)
+        except InvalidUpdate:
+            ledger = replace(ledger, settled=ledger._remembering(key, "not-included"))
+            return ledger._left(whole, key, feedback=feedback), None
         left = whole.copy()
         sent.add_to(left, sign=-1.0)
-        if feedback:
-            ledger = replace(ledger, residual=left)
-        else:
-            ledger = ledger._discarding("not-sent", Update.from_dense(left), key)
+        ledger = ledger._left(left, key, feedback=feedback)
         pending = Pending(
             body=body,
             update=sent,
@@ -230,7 +237,6 @@ class Ledger:
         ledger = replace(
             ledger,
             counter=ledger.counter + 1,
-            round=max(ledger.round, plan.round),
             pending={**ledger.pending, key: pending},
         )
         return ledger, body
@@ -271,11 +277,10 @@ class Ledger:
                 f"receipt {key} speaks of an upload {str(receipt.upload)[:12]}, sent was "
                 f"{held.digest[:12]}"
             )
-        recent = list(self.settled.items())[-(REMEMBERED - 1) :]
         ledger = replace(
             self,
             pending={other: item for other, item in self.pending.items() if other != key},
-            settled=dict(recent) | {key: receipt.outcome},
+            settled=self._remembering(key, receipt.outcome),
             included=self.included + is_included,
             not_included=self.not_included + (not is_included),
         )
@@ -288,6 +293,16 @@ class Ledger:
     def told(self) -> Ledger:
         """The account once every discard was reported."""
         return replace(self, discards=()) if self.discards else self
+
+    def _left(self, left: Vector, key: str, *, feedback: bool) -> Ledger:
+        """This account with `left` [spec.size], residual and all, for the next upload or lost."""
+        if feedback:
+            return replace(self, residual=left)
+        return self._discarding("not-sent", Update.from_dense(left), key)
+
+    def _remembering(self, key: str, outcome: Outcome) -> dict[str, Outcome]:
+        recent = list(self.settled.items())[-(REMEMBERED - 1) :]
+        return dict(recent) | {key: outcome}
 
     def _committed(self, held: Pending) -> Ledger:
         number, _ = self.states.get(held.compressor, (0, None))

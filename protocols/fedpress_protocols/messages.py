@@ -149,7 +149,7 @@ class RoundStatus(Term):
     deadline: float
     closed_at: float | None = None
     upload_bytes: int
-    """Body bytes of every upload received, late ones too."""
+    """Body bytes of every upload that was read."""
     wire_upload_bytes: int
     """The same with request lines and headers."""
     download_bytes: int

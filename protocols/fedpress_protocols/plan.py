@@ -143,6 +143,7 @@ class RoundPlan(Term):
         try:
             self.sum_bounds()
             self._has_models()
+            self._has_one_mean()
         except FedpressError as exc:
             raise ValueError(str(exc)) from exc
         return self
@@ -173,6 +174,16 @@ class RoundPlan(Term):
                 raise IncompatiblePlan(
                     f"a profile reads {what}, and the plan names no model for it"
                 )
+
+    def _has_one_mean(self) -> None:
+        needs = [getattr(each.compressor, "needs_plain_mean", False) for each in self.profiles]
+        if len(needs) > 1 and any(needs):
+            raise IncompatiblePlan(
+                f"the profile {self.profiles[needs.index(True)].name!r} follows the mean of all "
+                "clients' estimates by the model's last step, which the uploads of other profiles "
+                "move too; give the plan this profile alone and change its rate from round to "
+                "round, or use error_feedback, whose residual serves every profile"
+            )
 
     def profile_index(self, name: str) -> int:
         for index, profile in enumerate(self.profiles):

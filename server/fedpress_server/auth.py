@@ -76,15 +76,22 @@ class Gatekeeper:
         if device is None or device.revoked_at is not None:
             what = "was never enrolled" if device is None else "was revoked"
             raise UnknownDevice(f"device key {parsed.key_id} {what}")
-        return device, self._verify(request, parsed, headers, device.public_key)
+        now = self._clock()
+        content = self._verify(request, parsed, headers, device.public_key, now)
+        self._guard.check(parsed, now)
+        return device, content
 
     def check_key(self, request: Request, public_key: bytes) -> Content:
-        """That the request is signed by `public_key`, which is nobody's yet."""
+        """That the request is signed by `public_key`, which is nobody's yet.
+
+        It may come again: enrolment is idempotent, and the memory of nonces is for the devices,
+        so that strangers cannot fill it.
+        """
         headers = signed_headers(request.scope["headers"])
         parsed = parse_signature(headers)
         if parsed.key_id != key_id_of(public_key):
             raise InvalidSignature(f"signed by key {parsed.key_id}, not by the one to be enrolled")
-        return self._verify(request, parsed, headers, public_key)
+        return self._verify(request, parsed, headers, public_key, self._clock())
 
     def _verify(
         self,
@@ -92,9 +99,9 @@ class Gatekeeper:
         parsed: ParsedSignature,
         headers: dict[str, str],
         public_key: bytes,
+        now: float,
     ) -> Content:
-        now = self._clock()
-        content = verify_request(
+        return verify_request(
             parsed,
             public_key,
             target_of(request, headers),
@@ -102,8 +109,6 @@ class Gatekeeper:
             now=now,
             max_skew=self._clock_skew,
         )
-        self._guard.check(parsed, now)
-        return content
 
     def check_admin(self, request: Request) -> None:
         """Raises InvalidToken; where no admin token is set, always."""

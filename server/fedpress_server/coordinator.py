@@ -52,7 +52,15 @@ from fedpress_server.attempts import (
     write_step,
 )
 from fedpress_server.database import Database
-from fedpress_server.folding import FoldJob, FoldResult, RoundTerms, fold, model_name
+from fedpress_server.folding import (
+    FoldJob,
+    FoldResult,
+    RoundTerms,
+    check_strategy,
+    fold,
+    model_name,
+    optimizer_name,
+)
 from fedpress_server.metrics import Metrics
 from fedpress_server.payloads import Payloads
 from fedpress_server.records import AssignmentRecord, ModelRecord, RoundKey, TaskRecord
@@ -248,6 +256,7 @@ class Coordinator:
                 now=now,
             )
             bound = checked_bound(attempt.terms, self._settings.max_body_bytes)
+            await self._in_thread(check_strategy, attempt.terms, strategy)
             task.record = replace(record, max_body_bytes=bound)
 
             def write(connection: Connection) -> None:
@@ -401,12 +410,16 @@ class Coordinator:
         )
 
     async def _assignment_for(self, task: _Task, client_id: str) -> Assignment | None:
-        if task.is_due(self._clock()):
-            await self._apply(task, DeadlinePassed())
+        await self._pass_deadline(task)
         if task.attempt is not None and task.attempt.has_place_for(client_id):
             await self._apply(task, ClientCheckedIn(client_id, secrets.token_urlsafe(16)))
         found = task.attempt.assignment_of(client_id) if task.attempt else None
         return found
+
+    async def _pass_deadline(self, task: _Task) -> None:
+        """Let the deadline pass if it has, which ends the attempt or moves the deadline."""
+        if task.is_due(self._clock()):
+            await self._apply(task, DeadlinePassed())
 
     async def _receipts(
         self, client_id: str, pending: tuple[str, ...]
@@ -453,9 +466,11 @@ class Coordinator:
             raise Forbidden("the assignment is another device's")
         return record
 
-    def takes_upload(self, assignment: AssignmentRecord) -> RoundTerms | None:
+    async def takes_upload(self, assignment: AssignmentRecord) -> RoundTerms | None:
         """The terms of the upload that this assignment still awaits."""
-        attempt = self._task(assignment.task).attempt
+        task = self._task(assignment.task)
+        await self._pass_deadline(task)
+        attempt = task.attempt
         if attempt is None or attempt.key != assignment.key:
             return None
         is_awaited = attempt.takes_upload(assignment.assignment, self._clock())
@@ -549,7 +564,9 @@ class Coordinator:
             # Whether it is on the disk or not: what the disk says, goes.
             await self._reload(task)
             raise
-        task.record = record
+        replaced, task.record = task.record.optimizer_state, record
+        if replaced != record.optimizer_state:
+            self._drop_state(task, replaced)
         if after.round.is_over:
             task.attempt = follows
             self._end_attempt(task, after)
@@ -609,6 +626,24 @@ class Coordinator:
         # The rows stay, and with them the answers to repeated requests; the bytes have done
         # their work.
         self._spawn(self._in_thread(self._payloads.drop, uploads_folder(ended.key)))
+
+    def _drop_state(self, task: _Task, digest: str | None) -> None:
+        """Remove an optimizer state that `task` has replaced, unless another may lead to it.
+
+        A fold that is under way may be making the very same; what stays for it, the next start
+        sweeps. Nothing else may come in between, so this is not left to a thread.
+        """
+        others = [other for other in self._tasks.values() if other is not task]
+        if digest is None or any(
+            other.record.optimizer_state == digest
+            or (other.attempt is not None and other.attempt.round.phase == "folding")
+            for other in others
+        ):
+            return
+        try:
+            self._payloads.drop(optimizer_name(digest))
+        except OSError:  # the step is on the disk already
+            _log.exception("the optimizer state %s could not be removed", digest)
 
     async def _reload(self, task: _Task) -> None:
         """Make memory what the disk says."""

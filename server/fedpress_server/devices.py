@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 import re
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
@@ -14,8 +15,14 @@ from fastapi import APIRouter, Body, Depends, HTTPException, Request, Response
 from fastapi.responses import StreamingResponse
 from fastapi.security import HTTPBearer
 from prometheus_client import Gauge
+from pydantic import Field
 
-from fedpress_protocols.errors import BodyTooLarge, Unavailable
+from fedpress_protocols.errors import (
+    BodyTooLarge,
+    MalformedRequest,
+    RequestTimeout,
+    Unavailable,
+)
 from fedpress_protocols.messages import (
     CheckInRequest,
     CheckInResponse,
@@ -38,6 +45,7 @@ from fedpress_server.folding import model_name
 from fedpress_server.intake import Intake
 from fedpress_server.payloads import Payloads
 from fedpress_server.problems import responses
+from fedpress_server.records import MAX_METRIC
 from fedpress_server.routing import (
     AnyoneKnownRoute,
     BoundedRoute,
@@ -49,7 +57,7 @@ from fedpress_server.routing import (
 from fedpress_server.settings import Settings
 
 _CHUNK = 2**18
-_SPAN = re.compile(r"bytes=(\d*)-(\d*)")
+_SPAN = re.compile(r"bytes=([0-9]{0,18})-([0-9]{0,18})")
 BEARER = HTTPBearer(auto_error=False, description="The enrolment token, or the admin token.")
 
 enrolment = APIRouter(prefix="/v1", route_class=BoundedRoute, tags=["devices"])
@@ -68,23 +76,29 @@ shared_routes = APIRouter(
 
 
 class BytesInFlight:
-    """How many upload bytes are in memory, and no more than `limit`; a single one always fits."""
+    """How many upload bytes are in memory: one body at a time of each sender, and no more than
+    `limit` bytes in all; a single body always fits."""
 
     def __init__(self, limit: int, gauge: Gauge) -> None:
         self._limit = limit
         self._gauge = gauge
         self._held = 0
+        self._senders: set[str] = set()
 
     @contextmanager
-    def hold(self, num_bytes: int) -> Iterator[None]:
+    def hold(self, sender: str, num_bytes: int) -> Iterator[None]:
         """Raises Unavailable (with `retry_after`) rather than hold too many."""
+        if sender in self._senders:
+            raise Unavailable("another body is on its way from here", retry_after=1)
         if self._held and self._held + num_bytes > self._limit:
             raise Unavailable("too many uploads at a time", retry_after=2)
+        self._senders.add(sender)
         self._held += num_bytes
         self._gauge.set(self._held)
         try:
             yield
         finally:
+            self._senders.discard(sender)
             self._held -= num_bytes
             self._gauge.set(self._held)
 
@@ -270,6 +284,7 @@ async def _chunks(
         400,
         403,
         404,
+        408,
         409,
         411,
         413,
@@ -296,7 +311,8 @@ async def put_update(
     """Upload an assignment's update. 201 says that it lies on the disk, checked.
 
     The same bytes get the same answer, also long after the round; other bytes get 409. Before the
-    body is read, who sends it, its length and its place are checked.
+    body is read, who sends it, its length and its place are checked. An assignment has one body on
+    its way at a time: another is put off, 503.
     """
     content = content_of(request)
     slot = await uploads.slot(device_of(request).client_id, assignment)
@@ -306,13 +322,19 @@ async def put_update(
             limit=slot.max_body_bytes,
         )
     digest = content.sha256.hex()
-    if request.headers.get("expect", "").lower() == "100-continue":
-        refusal = await uploads.refusal(slot, digest)
-        if refusal is not None:
-            raise refusal  # the body has not left the device yet, and need not
+    await uploads.admit(slot, digest)
     in_flight = cast(BytesInFlight, request.app.state.bytes_in_flight)
-    with in_flight.hold(content.length):
-        body = await read_body(request, content.length, content)
+    settings = cast(Settings, request.app.state.settings)
+    # A device has any number of settled assignments, all of which it may repeat.
+    sender = assignment if slot.record.receipt is None else f"settled of {slot.record.client_id}"
+    with in_flight.hold(sender, content.length):
+        try:
+            async with asyncio.timeout(settings.upload_seconds):
+                body = await read_body(request, content.length, content)
+        except TimeoutError as exc:
+            raise RequestTimeout(
+                f"a body of {content.length} bytes did not come in {settings.upload_seconds:g} s"
+            ) from exc
         wire_bytes = _head_bytes(request) + len(body)
         ack, is_new = await uploads.stage(slot, body, digest, wire_bytes)
     if not is_new:
@@ -374,6 +396,9 @@ async def evaluate(
     rounds: Rounds,
 ) -> None:
     """Report how a model does on the device's own data; of several reports the last one counts."""
+    for name, value in body.metrics.items():
+        if abs(value) > MAX_METRIC:
+            raise MalformedRequest(f"{name} of {value} where {MAX_METRIC:g} is the most")
     await rounds.evaluate(device_of(request).client_id, task, body)
 
 
@@ -402,9 +427,11 @@ async def list_rounds(task: Name, rounds: Rounds) -> list[RoundStatus]:
 
 @shared_routes.get(
     "/tasks/{task}/rounds/{number}",
-    responses=responses(404, besides={200: answered(examples.ROUND)}),
+    responses=responses(400, 404, besides={200: answered(examples.ROUND)}),
 )
-async def get_round(task: Name, number: int, rounds: Rounds) -> RoundStatus:
+async def get_round(
+    task: Name, number: Annotated[int, Field(ge=1, lt=2**31)], rounds: Rounds
+) -> RoundStatus:
     """The latest attempt at a round."""
     return await rounds.round_status(task, number)
 

@@ -26,7 +26,7 @@ from fedpress_protocols.update import Update
 from fedpress_protocols.upload import Upload
 from fedpress_server.payloads import Payloads
 from fedpress_strategies import Strategy
-from fedpress_strategies.strategy import Delta, OptimizerState
+from fedpress_strategies.strategy import Delta, OptimizerState, ServerSGD, WeightedMean
 
 _MASTER = "parameters"
 _STATE = "state."
@@ -137,7 +137,7 @@ def fold(job: FoldJob, payloads: Payloads) -> FoldResult:
     base = Model.from_bytes(payloads.get(model_name(plan.model)))
     state, master = _load_state(job.optimizer_state, payloads)
     parameters = base.parameters if master is None else master
-    add, delta = _folds(job)
+    add, delta = _folds(job.terms, job.strategy)
     num_examples = 0
     for staged in job.uploads:
         body = payloads.get(staged.name)
@@ -155,11 +155,34 @@ def fold(job: FoldJob, payloads: Payloads) -> FoldResult:
     return FoldResult(digest, spec.digest, len(data), kept, num_examples)
 
 
-def _folds(job: FoldJob) -> tuple[Callable[[bytes, str], int], Callable[[], Delta]]:
+def check_strategy(terms: RoundTerms, strategy: Strategy) -> None:
+    """Raises IncompatiblePlan if the strategy cannot fold the plan's uploads."""
+    try:
+        _folds(terms, strategy)
+    except (TypeError, ValueError) as exc:
+        raise IncompatiblePlan(f"the strategy cannot fold the plan's uploads: {exc}") from exc
+    is_plain_mean = (
+        strategy.symbol_aggregator is None
+        and strategy.aggregator is WeightedMean
+        and strategy.optimizer == ServerSGD()
+        and not _is_rounded(terms.spec)
+    )
+    for profile in terms.plan.profiles:
+        if getattr(profile.compressor, "needs_plain_mean", False) and not is_plain_mean:
+            raise IncompatiblePlan(
+                f"profile {profile.name!r} counts on a model that moves by the very mean of the "
+                "updates: a strategy with learning_rate 1 and no momentum, a model in float32",
+                hint="choose fedavg with its defaults, or another compressor",
+            )
+
+
+def _folds(
+    terms: RoundTerms, strategy: Strategy
+) -> tuple[Callable[[bytes, str], int], Callable[[], Delta]]:
     """How one body is added, which returns its number of examples, and what all came to."""
-    terms, plan = job.terms, job.terms.plan
-    if job.strategy.symbol_aggregator is None:
-        aggregator = job.strategy.aggregator(terms.spec.size, plan.sum_bounds())
+    plan = terms.plan
+    if strategy.symbol_aggregator is None:
+        aggregator = strategy.aggregator(terms.spec.size, plan.sum_bounds())
 
         def add(body: bytes, profile: str) -> int:
             update, weight = terms.decoded(body, profile)
@@ -172,7 +195,7 @@ def _folds(job: FoldJob) -> tuple[Callable[[bytes, str], int], Callable[[], Delt
             f"a strategy that sums symbols takes one profile, the plan has {len(plan.profiles)}"
         )
     compressor = plan.compressor(plan.profiles[0].name)
-    sums = job.strategy.symbol_aggregator(compressor, terms.public, plan.sum_bounds())
+    sums = strategy.symbol_aggregator(compressor, terms.public, plan.sum_bounds())
 
     def add_symbols(body: bytes, profile: str) -> int:
         upload = terms.read(body, profile)

@@ -62,15 +62,21 @@ class Intake:
         record = await self._coordinator.assignment(client_id, assignment)
         return UploadSlot(record, self._coordinator.max_body_bytes(record.task))
 
-    async def refusal(self, slot: UploadSlot, digest: str) -> FedpressError | None:
-        """What is known against an upload of this SHA-256 before its body is read."""
+    async def admit(self, slot: UploadSlot, digest: str) -> None:
+        """Raises RoundClosed or UpdateConflict if an upload of this SHA-256 need not be read."""
+        refusal = await self._refusal(slot, digest)
+        if refusal is not None:
+            self._metrics.uploads.labels(slot.record.task, refusal.slug).inc()
+            raise refusal
+
+    async def _refusal(self, slot: UploadSlot, digest: str) -> FedpressError | None:
         staged = await self._staged(slot)
         if staged is not None and staged.digest != digest:
             return UpdateConflict(
                 f"an upload of SHA-256 {staged.digest} came under this assignment before",
                 upload=staged.digest,
             )
-        if staged is not None or self._coordinator.takes_upload(slot.record):
+        if staged is not None or await self._coordinator.takes_upload(slot.record):
             return None
         task, number, attempt = slot.record.key
         summary = self._coordinator.task(task)
@@ -98,7 +104,7 @@ class Intake:
             is_new = await self._stage_new(slot, body, digest, amounts)
             if not is_new:
                 await self._count(slot, amounts)
-                refusal = await self.refusal(slot, digest)
+                refusal = await self._refusal(slot, digest)
                 if refusal is not None:
                     raise refusal
         except FedpressError as exc:
@@ -117,7 +123,7 @@ class Intake:
         self, slot: UploadSlot, body: bytes, digest: str, amounts: dict[str, int]
     ) -> bool:
         """Whether the upload is one that was awaited, and is staged now."""
-        terms = self._coordinator.takes_upload(slot.record)
+        terms = await self._coordinator.takes_upload(slot.record)
         if terms is None:
             return False
         key, name = slot.record.key, slot.record.assignment
@@ -138,7 +144,13 @@ class Intake:
             records.count(connection, key, received=1, **amounts)
 
         effects = await self._coordinator.apply(key[0], UploadStaged(name, digest), key, also)
-        return Stage(name, digest) in effects
+        if Stage(name, digest) in effects:
+            return True
+        staged = await self._staged(slot)
+        if staged is None or staged.digest != digest:
+            # The round closed while the body was checked: nothing leads to the file.
+            await loop.run_in_executor(self._threads, self._payloads.drop, where)
+        return False
 
     async def _count(self, slot: UploadSlot, amounts: dict[str, int]) -> None:
         await self._database.write(lambda c: records.count(c, slot.record.key, **amounts))

@@ -24,6 +24,8 @@ from fedpress_server.database import (
 
 RoundKey = tuple[str, int, int]
 """Task, round, attempt."""
+MAX_METRIC = 1e15
+"""Larger metrics are refused, and left out of means: no sum of weighted ones overflows."""
 
 
 # Devices
@@ -388,6 +390,8 @@ def _metrics(connection: Connection, task: str, digests: set[str]) -> dict[str, 
     for digest, weight, metrics in found:
         of_model = sums.setdefault(digest, {})
         for name, value in metrics.items():
+            if not abs(value) <= MAX_METRIC:
+                continue
             total, weights = of_model.get(name, (0.0, 0))
             of_model[name] = (total + weight * value, weights + weight)
     return {

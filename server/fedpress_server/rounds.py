@@ -146,7 +146,7 @@ class StartFold:
 
 @dataclass(frozen=True, slots=True)
 class Extend:
-    """Nobody came: the deadline moves, and the attempt does not count."""
+    """Too few came: the deadline moves, and the attempt does not count."""
 
     deadline: float
 
@@ -353,8 +353,9 @@ def _has_minimum(round_: Round, event: DeadlinePassed, now: float) -> bool:
     return now >= round_.deadline and len(round_.staged) >= round_.minimum
 
 
-def _is_empty(round_: Round, event: DeadlinePassed, now: float) -> bool:
-    return now >= round_.deadline and not round_.parts
+def _has_few(round_: Round, event: DeadlinePassed, now: float) -> bool:
+    """Whether the minimum was out of reach, whatever those assigned had done."""
+    return now >= round_.deadline and len(round_.parts) < round_.minimum
 
 
 def _is_due(round_: Round, event: DeadlinePassed, now: float) -> bool:
@@ -380,11 +381,13 @@ TRANSITIONS: tuple[Transition, ...] = (
     Transition("collecting", UploadStaged, "the last of size", _fills_up, _stage_last, "folding"),
     Transition("collecting", UploadStaged, "awaited", _is_awaited, _stage, "collecting"),
     Transition("collecting", Declined, "awaited", _is_awaited, _decline, "collecting"),
-    Transition("collecting", DeadlinePassed, "nobody came", _is_empty, _extend, "collecting"),
+    Transition(
+        "collecting", DeadlinePassed, "fewer than minimum came", _has_few, _extend, "collecting"
+    ),
     Transition(
         "collecting", DeadlinePassed, "minimum reached", _has_minimum, _fold_at_deadline, "folding"
     ),
-    Transition("collecting", DeadlinePassed, "too few", _is_due, _miss, "abandoned"),
+    Transition("collecting", DeadlinePassed, "too few uploads", _is_due, _miss, "abandoned"),
     Transition("collecting", Aborted, "", _always, _give_up, "abandoned"),
     Transition("collecting", Cancelled, "", _always, _cancel, "abandoned"),
     Transition("folding", Folded, "", _always, _commit, "committed"),

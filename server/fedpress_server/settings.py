@@ -57,6 +57,9 @@ class Settings(BaseSettings):
     body_timeout: Seconds = Field(
         9.0, description="Seconds a body may stall before its connection is closed."
     )
+    upload_seconds: Seconds = Field(
+        600.0, description="Seconds an upload's body may take in all, however steadily it comes."
+    )
     shutdown_seconds: int = Field(
         10, ge=1, description="Seconds that running requests are given when the server stops."
     )

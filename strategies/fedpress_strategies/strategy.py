@@ -212,5 +212,5 @@ def from_config(config: Mapping[str, Any]) -> Strategy:
         )
     try:
         return build(**settings)
-    except TypeError as exc:
+    except (TypeError, ValueError) as exc:
         raise ConfigurationError(f"strategy {identifier!r} from {dict(config)}: {exc}") from exc

@@ -18,6 +18,7 @@ from fedpress_protocols.compression import compressor as registry
 from fedpress_protocols.compression.error_feedback import ErrorFeedback
 from fedpress_protocols.compression.none import Uncompressed
 from fedpress_protocols.compression.quantize import Quantize
+from fedpress_protocols.compression.randomk import RandomK
 from fedpress_protocols.compression.topk import TopK
 from fedpress_protocols.errors import (
     ConfigurationError,
@@ -441,6 +442,44 @@ def test_training_that_came_to_nothing_is_told(
         client.run()
     assert link.calls[-1] == "decline"
     assert [discard.reason for discard in discards] == (["invalid"] if "NaN" in message else [])
+
+
+@pytest.mark.parametrize("feedback", [True, False])
+def test_an_update_scaled_beyond_the_bound_ends_its_assignment_and_not_the_run(
+    tmp_path: Path, feedback: bool
+) -> None:
+    scaled = RandomK(fraction=0.1, unbiased=True)
+    made = ErrorFeedback(scaled) if feedback else scaled
+    server = FakeServer(
+        small(), lambda r, a: [made if a == 1 else Uncompressed()], rounds=1, auto=1, max_abs=1.0
+    )
+    events, discards = [], []
+
+    class Steady(RandomTrainer):
+        def train(self, model, work):
+            self.computed[work.round, work.attempt] = np.full(50, 0.5, np.float32)
+            return Trained(model.parameters + np.float32(0.5), 1)
+
+    trainer, link = Steady(50), FakeLink(server)
+
+    def sleep(seconds: float) -> None:
+        server.close()  # nothing came: attempt 2, with a compressor that scales nothing
+
+    client = make_client(
+        server, trainer, tmp_path, link, sleep=sleep, on_discard=discards.append,
+        on_event=events.append,
+    )  # fmt: skip
+    summary = client.run()
+    assert (summary.state, summary.included, summary.not_included) == ("finished", 1, 0)
+    assert list(trainer.computed) == [(1, 1), (1, 2)]
+    assert link.calls.count("decline") == 1
+    (declined,) = [event for event in events if event.kind == "declined"]
+    assert "goes beyond the plan's 1" in declined.details["reason"]
+    assert [discard.reason for discard in discards] == ([] if feedback else ["not-sent"])
+    sent = [part.update.dense() for part in server.parts.values() if part.update is not None]
+    kept = client.ledger.residual if feedback else discards[0].vector
+    np.testing.assert_array_equal(np.sum(sent, axis=0) + kept, sum(trainer.computed.values()))
+    client.close()
 
 
 # Joining

@@ -19,6 +19,7 @@ from fedpress_protocols.compression import compressor as registry
 from fedpress_protocols.compression.error_feedback import ErrorFeedback
 from fedpress_protocols.compression.none import Uncompressed
 from fedpress_protocols.compression.quantize import Quantize
+from fedpress_protocols.compression.randomk import RandomK
 from fedpress_protocols.compression.topk import TopK
 from fedpress_protocols.errors import (
     ConfigurationError,
@@ -216,6 +217,32 @@ def test_values_beyond_the_plans_bound_are_sent_in_parts() -> None:
     assert np.abs(ledger.pending["a1"].update.dense()).max() == 1.0
     assert ledger.pending["a1"].num_examples == 1000
     np.testing.assert_array_equal(ledger.pending["a1"].update.dense() + ledger.residual, update)
+
+
+@pytest.mark.parametrize("feedback", [True, False])
+def test_what_compression_takes_beyond_the_bound_is_not_sent_and_not_lost(feedback: bool) -> None:
+    scaled = RandomK(fraction=0.1, unbiased=True)
+    update, more = np.full((2, 40), 0.5, np.float32)
+    made = ErrorFeedback(scaled) if feedback else scaled
+    ledger, _ = prepared(EMPTY, made, 1, max_abs=64.0)
+    before = ledger
+    given_ = assignment(made, 2, max_abs=1.0)
+    ledger, body = ledger.prepare(given_, update, 1, model().spec, RNG)
+    assert body is None
+    assert (ledger.round, list(ledger.pending), ledger.states) == (2, ["a1"], before.states)
+    if feedback:
+        np.testing.assert_array_equal(ledger.residual, before.residual + update)
+        assert not ledger.discards
+    else:
+        (discard,) = ledger.discards[len(before.discards) :]
+        assert (discard.reason, discard.assignment) == ("not-sent", "a2")
+        np.testing.assert_array_equal(discard.vector, update)
+    ledger = Ledger.from_bytes(ledger.to_bytes())
+    with pytest.raises(Conflict, match="has its receipt"):
+        ledger.prepare(given_, more, 1, model().spec, RNG)
+    about = {"assignment": "a2", "round": 2, "reason": "declined", "upload": None}
+    declined = receipt(before, "a1", "not-included", **about)
+    assert ledger.settle(declined) is ledger
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -10,10 +11,14 @@ import pytest
 
 from fedpress_client import Ledger
 from fedpress_protocols.compression.cafe import Cafe
+from fedpress_protocols.compression.clip import Clip
+from fedpress_protocols.compression.coded import Coded
 from fedpress_protocols.compression.compressor import Compressor
 from fedpress_protocols.compression.ef21 import EF21
 from fedpress_protocols.compression.error_feedback import ErrorFeedback
+from fedpress_protocols.compression.per_tensor import PerTensor
 from fedpress_protocols.compression.powersgd import PowerSGD
+from fedpress_protocols.compression.quantize import Quantize
 from fedpress_protocols.compression.topk import TopK
 from fedpress_protocols.messages import Assignment, Receipt
 from fedpress_protocols.model import Model, Vector
@@ -29,13 +34,17 @@ def draw(seed: int) -> Vector:
 
 
 def prepared(
-    ledger: Ledger, made: Compressor[Any], number: int, update: Vector
+    ledger: Ledger,
+    made: Compressor[Any],
+    number: int,
+    update: Vector,
+    previous: Vector = PREVIOUS,
 ) -> tuple[Ledger, RoundPlan, bytes]:
     plan = make_plan(MODEL, made, round_=number, previous_model="0" * 64)
     about = {"client_id": ledger.client_id, "plan": plan, "profile": "p0"}
     assignment = Assignment(assignment=f"a{number}", **about)
     rng = np.random.default_rng(number)
-    ledger, body = ledger.prepare(assignment, update, 1, MODEL.spec, rng, previous=PREVIOUS)
+    ledger, body = ledger.prepare(assignment, update, 1, MODEL.spec, rng, previous=previous)
     return ledger, plan, body
 
 
@@ -76,9 +85,31 @@ def test_states_obey_the_receipt_through_the_disk(made: Compressor[Any]) -> None
         assert flat(held[0]) == pytest.approx(flat(state)) if held else not included
 
 
+@pytest.mark.parametrize(
+    "rates",
+    [
+        [EF21(TopK(0.25)), EF21(TopK(0.5))],
+        [EF21(TopK(0.25)), EF21(PowerSGD(1)), EF21(PowerSGD(2)), EF21(PerTensor())],
+        [EF21(TopK(0.25)), Coded(EF21(TopK(0.5))), Clip(EF21(TopK(0.5)), 1e3)],
+        [PerTensor(EF21(TopK(f)), Quantize(b), min_size=1) for f, b in ((0.25, 8), (0.5, 6))],
+    ],
+)
+def test_an_estimate_outlives_a_change_of_rate(rates: list[Compressor[Any]]) -> None:
+    """A lone client whose update is always `update`: its mean is the model's last step."""
+    ledger, update = Ledger("task", "client"), draw(1)
+    step = np.zeros_like(update)
+    for number in range(1, 41):
+        made = rates[number % len(rates)]
+        ledger, plan, body = prepared(ledger, made, number, update, step)
+        step = ledger.pending[f"a{number}"].update.dense()
+        ledger = settled(ledger, plan, body, included=True)
+    assert step == pytest.approx(update, abs=0.02)
+
+
 def flat(state: Any) -> Vector:
     """Every number of a state, in order."""
     if isinstance(state, np.ndarray):
         return state.ravel()
-    parts = [flat(part) for part in state if part is not None]
+    items = state.values() if isinstance(state, Mapping) else state
+    parts = [flat(part) for part in items if part is not None]
     return np.concatenate(parts) if parts else np.empty(0, np.float32)

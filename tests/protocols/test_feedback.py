@@ -9,13 +9,16 @@ import numpy as np
 import pytest
 
 from fedpress_protocols.compression.cafe import Cafe
-from fedpress_protocols.compression.compressor import Compressor, Public, from_config
+from fedpress_protocols.compression.clip import Clip
+from fedpress_protocols.compression.coded import Coded
+from fedpress_protocols.compression.compressor import Compressor, Public, from_config, state_key
 from fedpress_protocols.compression.count_sketch import CountSketch
 from fedpress_protocols.compression.delta import Delta
 from fedpress_protocols.compression.ef21 import EF21
 from fedpress_protocols.compression.error_feedback import ErrorFeedback
 from fedpress_protocols.compression.lowrank import LowRank
 from fedpress_protocols.compression.none import Uncompressed
+from fedpress_protocols.compression.per_tensor import PerTensor
 from fedpress_protocols.compression.powersgd import PowerSGD
 from fedpress_protocols.compression.powersgd_onesided import OneSidedPowerSGD
 from fedpress_protocols.compression.quantize import Quantize
@@ -133,6 +136,42 @@ def test_a_plan_refuses_what_would_have_the_server_keep_every_client(made: Compr
 def test_a_plan_without_the_model_that_a_compressor_reads_is_refused() -> None:
     with pytest.raises(ValueError, match="reads previous, and the plan names no model for it"):
         plan(Cafe(), None)
+
+
+@pytest.mark.parametrize(
+    "around",
+    [
+        lambda m: m,
+        Clip,
+        Coded,
+        Cafe,
+        ErrorFeedback,
+        PerTensor,
+        lambda m: PerTensor(rules=(("w", m),)),
+        lambda m: LowRank(rest=m),
+        lambda m: PowerSGD(rest=m),
+    ],
+)
+def test_a_wrapper_needs_the_plain_mean_if_a_member_does(around: Any) -> None:
+    assert around(EF21()).needs_plain_mean
+    assert not around(TopK()).needs_plain_mean
+
+
+@pytest.mark.parametrize("made", [EF21(), PerTensor(Clip(EF21()))])
+def test_who_follows_the_mean_is_alone_in_its_plan(made: Compressor[Any]) -> None:
+    fields = {name: getattr(plan(made), name) for name in RoundPlan.model_fields}
+    other = Profile(name="other", compressor=TopK())
+    for profiles in ((*fields["profiles"], other), (other, *fields["profiles"])):
+        with pytest.raises(ValueError, match="give the plan this profile alone"):
+            RoundPlan(**{**fields, "profiles": profiles})
+
+
+def test_a_state_goes_on_where_what_it_describes_does() -> None:
+    estimates = [EF21(TopK(0.1)), EF21(PowerSGD(2)), Clip(EF21()), Coded(EF21()), Cafe(EF21())]
+    assert [state_key(made) for made in estimates] == ["ef21"] * 5
+    assert state_key(PerTensor(EF21(TopK(0.1)))) == state_key(PerTensor(EF21(TopK(0.2))))
+    assert state_key(PerTensor(TopK(0.1))) == state_key(PerTensor(Quantize()))
+    assert state_key(PowerSGD(1)) != state_key(PowerSGD(2))
 
 
 def test_what_both_ends_know_names_the_round() -> None:

@@ -3,6 +3,7 @@
 import errno
 import os
 import stat
+import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -23,6 +24,7 @@ from fedpress_protocols.errors import (
     ConfigurationError,
     FedpressError,
     NotFound,
+    RoundClosed,
     ServerError,
     StorageFull,
 )
@@ -253,6 +255,7 @@ def test_a_deadline_that_passed_while_the_server_was_down_has_passed(
     with start() as http:
         begin(http, party, model)
         name = party.devices[0].assignment("digits").assignment
+        party.devices[1].assignment("digits")
     clock.advance(61)
     with start() as http:
         party.meet(http)
@@ -310,6 +313,44 @@ def test_what_nothing_leads_to_is_swept_at_the_start(
         finish(http, party)
     with start():
         assert list((data / "uploads/digits").iterdir()) == []
+
+
+def test_a_replaced_optimizer_state_is_dropped(
+    start: Start, clock: Clock, model: Model, tmp_path: Path
+) -> None:
+    party = Party(clock)
+    with start() as http:
+        begin(http, party, model)
+        finish(http, party)
+        assert len(list((tmp_path / "data/optimizers").iterdir())) == 1
+
+
+def test_an_upload_that_came_too_late_leaves_no_file(
+    start: Start, clock: Clock, model: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    party = Party(clock)
+    with start() as http:
+        begin(http, party, model)
+        device = party.devices[0]
+        assignment = device.assignment("digits")
+        body = device.body_for(assignment, np.ones(12, np.float32))
+        payloads, dropped = http.app.state.payloads, threading.Event()
+        put, drop = payloads.put, payloads.drop
+
+        def put_late(name: str, data: bytes) -> None:
+            Operator(http).post("/v1/admin/tasks/digits/cancel")
+            assert dropped.wait(30)
+            put(name, data)
+
+        def drop_and_tell(name: str) -> None:
+            drop(name)
+            dropped.set()
+
+        monkeypatch.setattr(payloads, "put", put_late)
+        monkeypatch.setattr(payloads, "drop", drop_and_tell)
+        with pytest.raises(RoundClosed):
+            device.upload(assignment.assignment, body)
+        assert list((tmp_path / "data/uploads/digits/1-1").iterdir()) == []
 
 
 def test_what_is_secret_is_the_owner_s_alone(start: Start, tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from fedpress_protocols.errors import (
     WireVersionMismatch,
 )
 from fedpress_protocols.model import Model
-from fedpress_protocols.signatures import Content, DeviceKey
+from fedpress_protocols.signatures import Content, DeviceKey, to_base64url
 from tests.devices import Device, Operator, checked
 from tests.server.in_process import Clock, Enrolled, Server, Start
 
@@ -94,6 +94,25 @@ def test_enrolment_needs_the_very_key(http: Server, operator: Operator, clock: C
 def test_enrolment_without_a_token_is_refused(http: Server, clock: Clock) -> None:
     with pytest.raises(InvalidToken, match="no bearer token"):
         Device(http, clock).json("POST", "/v1/enrol", '{"public_key": "' + "A" * 43 + '"}')
+
+
+def test_enrolling_takes_no_place_in_the_memory_of_nonces(
+    http: Server, operator: Operator, clock: Clock
+) -> None:
+    device = Device(http, clock)
+    body = f'{{"public_key": "{to_base64url(device.key.public)}"}}'.encode()
+    signed = device.sign("POST", "/v1/enrol", Content.of(body))
+    signed |= {"Content-Type": "application/json"}
+
+    def enrol(token: str) -> int:
+        headers = {**signed, "Authorization": f"Bearer {token}"}
+        return checked(http.post("/v1/enrol", headers=headers, content=body)).status_code
+
+    for _ in range(2):
+        with pytest.raises(InvalidToken, match="unknown"):
+            enrol("fpe_made_up")
+    token = operator.token()
+    assert [enrol(token), enrol(token)] == [201, 200]
 
 
 def test_a_revoked_device_is_a_stranger(

@@ -152,6 +152,15 @@ def test_a_deadline_that_nobody_met_because_nobody_came_is_moved() -> None:
     assert (round_.phase, round_.deadline, round_.attempt) == ("collecting", 22.0, 1)
 
 
+def test_a_deadline_out_of_reach_is_moved_and_keeps_who_came() -> None:
+    alone = after(opened(minimum=2), ClientCheckedIn("c0", "a0"), UploadStaged("a0", "x"))
+    round_, effects = alone.on(DeadlinePassed(), 12.0)
+    assert effects == (Extend(22.0),)
+    assert (round_.attempt, round_.staged) == (1, ("a0",))
+    joined = after(round_, ClientCheckedIn("c1", "a1"), now=13.0)
+    assert joined.on(DeadlinePassed(), 22.0)[0].phase == "abandoned"
+
+
 def test_a_fold_commits_the_round_and_opens_the_next() -> None:
     folding = after(three_assigned(), UploadStaged("a0", "x"), UploadStaged("a2", "y"))
     round_, effects = folding.on(Folded("m"), 2.0)
@@ -260,7 +269,7 @@ class AnyOrder(RuleBasedStateMachine):
                 case OpenRound() | EndTask():
                     self.sequels.append(effect)
                 case Extend():
-                    assert not self.assigned
+                    assert len(self.assigned) < self.round.minimum
 
     @rule(number=st.integers(0, 7))
     def check_in(self, number: int) -> None:

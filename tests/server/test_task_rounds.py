@@ -15,6 +15,7 @@ from fedpress_protocols.errors import (
     ConfigurationError,
     Conflict,
     FedpressError,
+    IncompatiblePlan,
     MalformedRequest,
     RoundClosed,
     UnknownModel,
@@ -168,6 +169,25 @@ def test_an_attempt_waits_for_its_first_client(
     assert assignment.plan.deadline == clock.now + 60
 
 
+def test_an_idle_device_alone_cancels_no_task(
+    http: Server, operator: Operator, enrolled: Enrolled, model: Model, clock: Clock
+) -> None:
+    operator.begin(model, max_attempts=1, cohort={"size": 2, "minimum": 2})
+    idle = enrolled()
+    assignment = idle.assignment("digits")
+    for _ in range(3):
+        clock.advance(60)
+        http.tick()
+    again = idle.assignment("digits")
+    assert (again.assignment, again.plan.attempt) == (assignment.assignment, 1)
+    clock.advance(60)  # nobody has looked at the deadline yet
+    idle.upload(again.assignment, idle.body_for(again, ones(model)))
+    include_one(enrolled(), model)
+    answer = idle.check_in("digits", again.assignment, wait=30)
+    assert answer is not None
+    assert answer.receipts[0].receipt.outcome == "included"
+
+
 def test_an_aborted_round_begins_again(
     operator: Operator, enrolled: Enrolled, model: Model
 ) -> None:
@@ -295,6 +315,9 @@ def test_what_is_unknown_is_not_found(operator: Operator, enrolled: Enrolled, mo
         with pytest.raises(missing) as caught:
             device.json("GET", path)
         assert caught.value.status == 404
+    for number in ("0", "9" * 23, "9" * 5000, "one"):
+        with pytest.raises(MalformedRequest, match="number"):
+            device.json("GET", f"/v1/tasks/digits/rounds/{number}")
     with pytest.raises(UnknownTask):
         device.check_in("nope")
 
@@ -318,6 +341,8 @@ def test_devices_and_operators_see_the_same_history(
         ({"cohort": {"size": 1, "minimum": 2}}, MalformedRequest, "minimum 2"),
         ({"max_abs": 1e15}, ConfigurationError, "overflow"),
         ({"rounds": 0}, MalformedRequest, "rounds"),
+        ({"strategy": {"id": "fetchsgd"}}, IncompatiblePlan, "takes count_sketch"),
+        ({"strategy": {"id": "fetchsgd", "rows": 0}}, ConfigurationError, "rows"),
     ],
 )
 def test_a_task_that_cannot_work_is_refused_with_the_reason(
@@ -330,6 +355,23 @@ def test_a_task_that_cannot_work_is_refused_with_the_reason(
     with pytest.raises(error, match=says):
         operator.begin(model, **config)
     assert operator.get("/v1/tasks") == []
+
+
+@pytest.mark.parametrize(
+    ("strategy", "dtype"),
+    [
+        ({"id": "fedavgm", "momentum": 0.5}, np.float32),
+        ({"id": "fedavg", "learning_rate": 0.5}, np.float32),
+        ({"id": "fedavg"}, np.float16),
+    ],
+)
+def test_a_profile_that_needs_the_plain_mean_gets_no_other(
+    operator: Operator, monkeypatch: pytest.MonkeyPatch, strategy: dict[str, Any], dtype: type
+) -> None:
+    monkeypatch.setattr(Uncompressed, "needs_plain_mean", True, raising=False)
+    with pytest.raises(IncompatiblePlan, match="'whole' counts on"):
+        operator.begin(Model.from_tensors({"w": np.zeros(4, dtype)}), strategy=strategy)
+    operator.begin(Model.from_tensors({"w": np.zeros(4, np.float32)}), strategy={"id": "fedavg"})
 
 
 def test_a_task_on_an_unknown_model_is_refused(operator: Operator, model: Model) -> None:
@@ -384,3 +426,25 @@ def test_evaluations_are_averaged_by_examples_and_the_last_counts(
     assert second.metrics == {}
     with pytest.raises(UnknownModel):
         report(devices[0], 1, model="0" * 64, accuracy=1.0)
+
+
+def test_a_metric_too_large_is_refused_and_counts_in_no_mean(
+    operator: Operator, enrolled: Enrolled, model: Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    operator.begin(model, cohort={"size": 1, "minimum": 1})
+    device, other = enrolled(), enrolled()
+    answer = device.check_in("digits", include_one(device, model), wait=30)
+    assert answer is not None
+    made = answer.task.model
+
+    def report(device: Device, value: float) -> None:
+        body = f'{{"model": "{made}", "num_examples": 99, "metrics": {{"loss": {value}}}}}'
+        device.json("POST", "/v1/tasks/digits/evaluations", body)
+
+    for value in (1e308, -1e16):
+        with pytest.raises(MalformedRequest, match="loss of"):
+            report(device, value)
+    monkeypatch.setattr("fedpress_server.devices.MAX_METRIC", np.inf)  # as an earlier server
+    report(device, 1e308)
+    report(other, 2.0)
+    assert history(operator)[0].metrics == {"loss": 2.0}

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import anyio
 import numpy as np
 import pytest
 
@@ -18,6 +19,7 @@ from fedpress_protocols.errors import (
     Forbidden,
     InvalidUpdate,
     LengthRequired,
+    RequestTimeout,
     RoundClosed,
     Unavailable,
     UnknownAssignment,
@@ -76,7 +78,9 @@ def test_uploads_at_once_are_counted_once(
 
     def put() -> int:
         gate.wait()
-        return device.put(assignment.assignment, body).status_code
+        while (status := device.put(assignment.assignment, body).status_code) == 503:
+            pass  # another is on its way
+        return status
 
     with ThreadPoolExecutor(8) as pool:
         statuses = [future.result() for future in [pool.submit(put) for _ in range(8)]]
@@ -87,15 +91,17 @@ def test_uploads_at_once_are_counted_once(
 def unread(
     server: Server, device: Device, method: str, path: str, content: Content, **more: Any
 ) -> FedpressError:
-    """The refusal of a request whose body the server must not touch."""
+    """The refusal of a request whose body the server must not touch, or `receive` says how."""
     signed = device.sign(method, path, content) | {"Host": "fedpress.test"}
     signed |= more.pop("headers", {})
     for name in more.pop("without", ()):
         del signed[name]
     sent: list[dict[str, Any]] = []
 
-    async def receive() -> dict[str, Any]:
+    async def untouched() -> dict[str, Any]:
         raise AssertionError("the body was read")
+
+    receive = more.pop("receive", untouched)
 
     async def send(message: Any) -> None:
         sent.append(message)
@@ -162,17 +168,41 @@ def test_a_stranger_s_upload_is_refused_unread(
     assert isinstance(refusal(device, "unheard-of"), UnknownAssignment)
 
 
-def test_a_device_that_expects_100_continue_need_not_send_in_vain(
-    http: Server, operator: Operator, enrolled: Enrolled, model: Model
+@pytest.mark.parametrize("headers", [{}, {"Expect": "100-continue"}])
+def test_what_is_not_awaited_is_refused_unread(
+    http: Server, operator: Operator, enrolled: Enrolled, model: Model, headers: dict[str, str]
 ) -> None:
     operator.begin(model)
     device = enrolled()
     assignment = device.assignment("digits").assignment
     device.json("DELETE", f"/v1/assignments/{assignment}")
     path = f"/v1/assignments/{assignment}/update"
-    expecting = {"headers": {"Expect": "100-continue"}}
-    error = unread(http, device, "PUT", path, Content(bytes(32), 10), **expecting)
+    error = unread(http, device, "PUT", path, Content(bytes(32), 10), headers=headers)
     assert isinstance(error, RoundClosed)
+    other = enrolled()
+    pending = include_one(other, model)
+    path = f"/v1/assignments/{pending}/update"
+    error = unread(http, other, "PUT", path, Content(bytes(32), 10), headers=headers)
+    assert isinstance(error, UpdateConflict)
+
+
+def test_a_body_has_its_time(start: Start, clock: Clock, model: Model) -> None:
+    with start(upload_seconds=0.05) as http:
+        operator = Operator(http)
+        operator.begin(model)
+        device = Device(http, clock)
+        device.enrol(operator.token())
+        assignment = device.assignment("digits")
+        path = f"/v1/assignments/{assignment.assignment}/update"
+
+        async def drip() -> dict[str, Any]:
+            await anyio.sleep(0.01)
+            return {"type": "http.request", "body": b"", "more_body": True}
+
+        error = unread(http, device, "PUT", path, Content(bytes(32), 10), receive=drip)
+        assert isinstance(error, RequestTimeout)
+        assert error.status == 408
+        device.upload(assignment.assignment, device.body_for(assignment, ones(model)))
 
 
 def test_a_wrong_digest_is_refused(
@@ -249,10 +279,34 @@ def test_too_many_bytes_at_once_are_put_off(start: Start, clock: Clock, model: M
         device = Device(http, clock)
         device.enrol(operator.token())
         assignment = device.assignment("digits")
-        with http.app.state.bytes_in_flight.hold(1000), pytest.raises(Unavailable) as caught:
+        in_flight = http.app.state.bytes_in_flight
+        with in_flight.hold("another", 1000), pytest.raises(Unavailable) as caught:
             device.upload(assignment.assignment, device.body_for(assignment, ones(model)))
         assert caught.value.members["retry_after"] > 0
         device.upload(assignment.assignment, device.body_for(assignment, ones(model)))
+
+
+def test_a_second_body_at_a_time_is_put_off_unread(
+    http: Server, operator: Operator, enrolled: Enrolled, model: Model
+) -> None:
+    operator.begin(model, cohort={"size": 1, "minimum": 1}, rounds=2)
+    device, hold = enrolled(), http.app.state.bytes_in_flight.hold
+
+    def refusal(name: str, body: bytes) -> FedpressError:
+        path = f"/v1/assignments/{name}/update"
+        return unread(http, device, "PUT", path, Content.of(body))
+
+    first = device.assignment("digits")
+    body = device.body_for(first, ones(model))
+    with hold(first.assignment, 0):
+        assert isinstance(refusal(first.assignment, body), Unavailable)
+    device.upload(first.assignment, body)
+    device.check_in("digits", first.assignment, wait=30)
+    second = device.assignment("digits")
+    with hold(f"settled of {device.client_id}", 0):
+        assert isinstance(refusal(first.assignment, body), Unavailable)
+        device.upload(second.assignment, device.body_for(second, ones(model)))
+    assert device.put(first.assignment, body).status_code == 200
 
 
 def test_wire_bytes_are_those_of_the_request(

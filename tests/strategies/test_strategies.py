@@ -71,6 +71,7 @@ def test_fedavgm_without_momentum_is_fedavg() -> None:
         ({"id": "fedavg", "momentum": 0.5}, "takes learning_rate, not momentum"),
         ({"id": "fedavg", "learning_rate": 0}, "learning_rate must be positive"),
         ({"id": "fedavg", "learning_rate": "fast"}, "strategy 'fedavg' from"),
+        ({"id": "fetchsgd", "rows": 0}, "strategy 'fetchsgd' from .*rows"),
         ({"id": "fedavgm", "momentum": 1}, r"momentum must lie in \[0, 1\)"),
     ],
 )

@@ -19,6 +19,7 @@ from fedpress_protocols.compression.compressor import (
     check_inner,
     compressor,
     properties,
+    state_key,
 )
 from fedpress_protocols.compression.topk import TopK
 from fedpress_protocols.model import ModelSpec, Vector
@@ -72,6 +73,10 @@ class Cafe:
             server_state="previous model",
             source="Ortega et al. 2024, Algorithm 1",
         )
+
+    @property
+    def state_key(self) -> Any:
+        return state_key(self.inner)
 
     def layout(self, spec: ModelSpec) -> Layout:
         says = () if self.guard is None else (Alphabet(2, 1),)

@@ -18,6 +18,7 @@ from fedpress_protocols.compression.compressor import (
     check_inner,
     compressor,
     properties,
+    state_key,
 )
 from fedpress_protocols.compression.topk import TopK
 from fedpress_protocols.compression.values import check_positive
@@ -61,6 +62,10 @@ class Clip:
             server_state=inner.server_state,
             source="Pascanu et al. 2013, Section 3.2",
         )
+
+    @property
+    def state_key(self) -> Any:
+        return state_key(self.inner)
 
     def layout(self, spec: ModelSpec) -> Layout:
         return self.inner.layout(spec)

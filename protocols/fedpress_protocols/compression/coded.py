@@ -27,6 +27,7 @@ from fedpress_protocols.compression.compressor import (
     check_inner,
     compressor,
     properties,
+    state_key,
 )
 from fedpress_protocols.compression.topk import TopK
 from fedpress_protocols.model import ModelSpec, TensorSpec, Vector
@@ -75,6 +76,10 @@ class Coded:
     def properties(self) -> Properties:
         inner = properties(self.inner)
         return replace(inner, rate=f"under that of its inner: {inner.rate}")
+
+    @property
+    def state_key(self) -> Any:
+        return state_key(self.inner)
 
     def layout(self, spec: ModelSpec) -> Layout:
         grid = Grid(

@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import pkgutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import entry_points
 from typing import Any, Literal, Protocol, TypeVar
@@ -72,7 +72,12 @@ class Public:
 
 
 class Compressor(Protocol[StateT]):
-    """Vectors of `spec.size` float32 values to symbols; lossy."""
+    """Vectors of `spec.size` float32 values to symbols; lossy.
+
+    Two attributes more are optional. `needs_plain_mean`: the server must apply the plain mean of
+    the uploads (learning rate 1, no momentum) to a float32 model, since its estimate of what the
+    clients hold is `previous`; without it, whether a member needs it. `state_key`: see `state_key`.
+    """
 
     @property
     def commutes_with_sum(self) -> bool:
@@ -135,10 +140,23 @@ def properties(made: Any) -> Properties:
     return claimed
 
 
+def state_key(made: Compressor[Any]) -> Any:
+    """Plain JSON; a state that one compressor left goes on with any other of an equal key.
+
+    Its attribute `state_key`, or else its configuration with the keys of its members.
+    """
+    own = getattr(made, "state_key", None)
+    return _config(made, state_key) if own is None else own
+
+
 class Stateless:
     """The half of a compressor that remembers nothing and does not commute with the sum."""
 
     __slots__ = ()
+
+    @property
+    def state_key(self) -> str:
+        return "none"
 
     @property
     def commutes_with_sum(self) -> bool:
@@ -157,13 +175,18 @@ ClassT = TypeVar("ClassT", bound=type[Any])
 
 
 def compressor(wire_id: str) -> Callable[[ClassT], ClassT]:
-    """Claim `wire_id` for a class, for ever: a new behaviour is a new id."""
+    """Claim `wire_id` for a class, for ever: a new behaviour is a new id.
+
+    A class that does not say whether it `needs_plain_mean` does if one of its members does.
+    """
 
     def claim(cls: ClassT) -> ClassT:
         holder = _by_id.setdefault(wire_id, cls)
         if holder.__qualname__ != cls.__qualname__:
             raise ValueError(f"wire id {wire_id!r} is {holder.__qualname__}'s")
         cls.wire_id = wire_id
+        if not hasattr(cls, "needs_plain_mean"):
+            cls.needs_plain_mean = property(_has_plain_mean_member)
         return cls
 
     return claim
@@ -203,8 +226,25 @@ def from_config(config: Config) -> Compressor[Any]:
 
 def to_config(made: Compressor[Any]) -> dict[str, Any]:
     """The inverse of `from_config`: plain JSON, defaults spelled out."""
-    fields = {f.name: _plain(getattr(made, f.name)) for f in dataclasses.fields(made)}  # type: ignore[arg-type]
-    return {_ID: made.wire_id, **fields}  # type: ignore[attr-defined]
+    return _config(made, to_config)
+
+
+def _config(made: Any, of_member: Callable[[Any], Any]) -> dict[str, Any]:
+    fields = {f.name: _plain(getattr(made, f.name), of_member) for f in dataclasses.fields(made)}
+    return {_ID: made.wire_id, **fields}
+
+
+def _has_plain_mean_member(made: Any) -> bool:
+    values = [getattr(made, f.name) for f in dataclasses.fields(made)]
+    return any(getattr(member, "needs_plain_mean", False) for member in _members(values))
+
+
+def _members(value: Any) -> Iterator[Any]:
+    if hasattr(value, "wire_id"):
+        yield value
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from _members(item)
 
 
 def _parsed(value: Any) -> Any:
@@ -215,11 +255,11 @@ def _parsed(value: Any) -> Any:
     return value
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: Any, of_member: Callable[[Any], Any]) -> Any:
     if hasattr(value, "wire_id"):
-        return to_config(value)
+        return of_member(value)
     if isinstance(value, list | tuple):
-        return [_plain(item) for item in value]
+        return [_plain(item, of_member) for item in value]
     return value
 
 

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -18,6 +20,7 @@ from fedpress_protocols.compression.compressor import (
     check_inner,
     compressor,
     properties,
+    state_key,
 )
 from fedpress_protocols.compression.topk import TopK
 from fedpress_protocols.compression.values import check_share
@@ -26,10 +29,14 @@ from fedpress_protocols.update import Update
 
 
 class Estimate(NamedTuple):
-    """`own` [spec.size] is what the included uploads of this client sum to, g_i in the paper."""
+    """`own` [spec.size] is what the included uploads of this client sum to, g_i in the paper.
+
+    `inner` has the state of the inner compressor under its key: another one begins anew, and `own`
+    stays, as the server's mean of all `own` does.
+    """
 
     own: Vector
-    inner: Any
+    inner: Mapping[str, Any]
 
 
 @compressor("ef21")
@@ -69,11 +76,19 @@ class EF21:
             source="Richtárik et al. 2021, Algorithm 2",
         )
 
+    @property
+    def needs_plain_mean(self) -> bool:
+        return True
+
+    @property
+    def state_key(self) -> str:
+        return "ef21"
+
     def layout(self, spec: ModelSpec) -> Layout:
         return self.inner.layout(spec)
 
     def init(self, spec: ModelSpec) -> Estimate:
-        return Estimate(np.zeros(spec.size, np.float32), self.inner.init(spec))
+        return Estimate(np.zeros(spec.size, np.float32), self._init_inner(spec))
 
     def compress(
         self, update: Vector, state: Estimate, public: Public, rng: np.random.Generator
@@ -81,10 +96,11 @@ class EF21:
         check_finite(update, public.spec)
         with np.errstate(over="ignore"):  # the inner compressor refuses infinity
             rest = update - state.own
-        symbols, inner = self.inner.compress(rest, state.inner, public, rng)
+        before = {**self._init_inner(public.spec), **state.inner}[self._inner_key]
+        symbols, inner = self.inner.compress(rest, before, public, rng)
         own = state.own.copy()
         self.inner.decompress(symbols, public).add_to(own)
-        return symbols, Estimate(own, inner)
+        return symbols, Estimate(own, {self._inner_key: inner})
 
     def decompress(self, symbols: Symbols, public: Public, num_summands: int = 1) -> Update:
         sent = self.inner.decompress(symbols, public, num_summands)
@@ -92,3 +108,10 @@ class EF21:
         with np.errstate(over="ignore"):  # forged symbols; Update.check refuses what comes of them
             sent.add_to(whole, self.participation)
         return Update.from_dense(whole)
+
+    @property
+    def _inner_key(self) -> str:
+        return json.dumps(state_key(self.inner), sort_keys=True)
+
+    def _init_inner(self, spec: ModelSpec) -> dict[str, Any]:
+        return {self._inner_key: self.inner.init(spec)}
