@@ -40,6 +40,7 @@ from fedpress_protocols.errors import (
     NotFound,
 )
 from fedpress_protocols.messages import (
+    RECEIPT_CONTEXT,
     Assignment,
     CheckInRequest,
     EnrolRequest,
@@ -57,7 +58,6 @@ _log = logging.getLogger(__name__)
 
 _random = SystemRandom().random
 
-RECEIPT_CONTEXT = "fedpress receipt v1"
 MAX_MODEL_BYTES = 4 * 2**30
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _REPORTED_PENDING = 1024

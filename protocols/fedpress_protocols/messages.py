@@ -76,6 +76,10 @@ class Assignment(Term):
     profile: Name
 
 
+RECEIPT_CONTEXT = "fedpress receipt v1"
+"""Under which the server signs receipts and a device verifies them."""
+
+
 class Receipt(Term):
     """What became of an assignment, once and for all; signed by the server.
 

@@ -14,7 +14,13 @@ from sqlalchemy.engine import Connection
 
 from fedpress_protocols.errors import ConfigurationError, IncompatiblePlan
 from fedpress_protocols.fixed_point import FixedPoint
-from fedpress_protocols.messages import Assignment, Receipt, SignedReceipt, TaskConfig
+from fedpress_protocols.messages import (
+    RECEIPT_CONTEXT,
+    Assignment,
+    Receipt,
+    SignedReceipt,
+    TaskConfig,
+)
 from fedpress_protocols.model import ModelSpec
 from fedpress_protocols.plan import FixedPointTerms, RoundPlan, explained
 from fedpress_protocols.signatures import DeviceKey, sign_document
@@ -33,8 +39,6 @@ from fedpress_server.rounds import (
     from_record,
     to_record,
 )
-
-RECEIPT_CONTEXT = "fedpress receipt v1"
 
 
 @dataclass(frozen=True)

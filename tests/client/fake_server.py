@@ -10,7 +10,6 @@ from pathlib import Path
 import numpy as np
 
 from fedpress_client import Client, Traffic, Trained, Work
-from fedpress_client.client import RECEIPT_CONTEXT
 from fedpress_client.transport import News
 from fedpress_protocols.compression.compressor import Compressor
 from fedpress_protocols.errors import (
@@ -22,6 +21,7 @@ from fedpress_protocols.errors import (
 )
 from fedpress_protocols.fixed_point import Accumulator
 from fedpress_protocols.messages import (
+    RECEIPT_CONTEXT,
     Assignment,
     CheckInRequest,
     CheckInResponse,

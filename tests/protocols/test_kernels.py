@@ -40,7 +40,7 @@ from fedpress_protocols.kernels import huffman_reference, reference
 from fedpress_protocols.model import ModelSpec, TensorSpec
 from fedpress_protocols.randomness import PublicRandomness
 
-pytest.importorskip("numba")
+pytest.importorskip("numba", reason="compares the compiled kernels of fedpress[fast]")
 from fedpress_protocols.kernels import compiled, huffman_compiled
 
 BOTH = [reference, compiled]

@@ -51,7 +51,9 @@ Generator = np.random.Generator
 
 
 def compiled() -> ModuleType:
-    return pytest.importorskip("fedpress_protocols.kernels.range_compiled")
+    return pytest.importorskip(
+        "fedpress_protocols.kernels.range_compiled", reason="compiled by fedpress[fast]"
+    )
 
 
 @pytest.fixture(params=["numpy", "numba"])

@@ -138,7 +138,7 @@ def wait_until(condition: Callable[[], Any]) -> None:
 @pytest.fixture(scope="module", params=["asyncio", "uvloop"])
 def loop(request: pytest.FixtureRequest) -> str:
     if request.param == "uvloop":
-        pytest.importorskip("uvloop")
+        pytest.importorskip("uvloop", reason="uvicorn[standard] has none on this platform")
     return str(request.param)
 
 
