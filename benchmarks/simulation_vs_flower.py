@@ -1,13 +1,15 @@
 """What the engines cost: ours against Flower's own, and both at the sizes that they are for.
 
     python benchmarks/simulation_vs_flower.py            # all of it, some minutes
-    python benchmarks/simulation_vs_flower.py overhead   # or one of overhead, ray, memory, bytes
+    python benchmarks/simulation_vs_flower.py overhead   # or of ray, masked, memory, bytes
     python benchmarks/simulation_vs_flower.py --json FILE
 
 overhead   an app that only echoes, 2,410 parameters, Flower's FedAvg, 1,000 clients, all of them in
            each of 3 rounds: CPU milliseconds a message of the whole process tree, in the rounds
            after the first, first on `processes`, then on Flower's engine by its own run_simulation
 ray        1,000 clients, 10 % a round, 5 rounds of the digits on Flower's engine
+masked     1,000 clients, 10 % a round, 5 rounds of the digits on `processes` under masks, a tenth
+           of the clients lost on the way: bytes and CPU milliseconds of a client that was asked
 memory     10,000 clients, 100 a round, 20 rounds of the digits on `processes`: the largest sum of
            what all processes hold, resident (RSS) and by share of what they share (PSS)
 bytes      examples/flower, 1.1 M parameters, 10 clients, 40 rounds: without fedpress and with it.
@@ -143,6 +145,34 @@ def on_ray() -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         history = simulate(settings, Path(folder))
     return history.summary()
+
+
+def masked() -> dict[str, Any]:
+    settings = Settings(
+        clients=1000,
+        fraction=0.1,
+        rounds=5,
+        workers=WORKERS,
+        partition="dirichlet:1",
+        secure=True,
+        dropout=0.1,
+    )
+    with tempfile.TemporaryDirectory() as folder:
+        before = cpu_of_tree()
+        history = simulate(settings, Path(folder))
+        cpu = cpu_of_tree() - before
+    asked = sum(row.asked for row in history.rows)
+    ups = sum(row.session_up_bytes or 0 for row in history.rows)
+    downs = sum(row.session_down_bytes or 0 for row in history.rows)
+    included = sum(row.included or 0 for row in history.rows)
+    return {
+        **history.summary(),
+        "included": included,
+        "cpu_ms_per_client": round(1e3 * cpu / asked, 1),
+        "session_up_bytes_per_client": round(ups / asked),
+        "session_down_bytes_per_client": round(downs / asked),
+        "abandoned": sum(bool(row.abandoned) for row in history.rows),
+    }
 
 
 def memory() -> dict[str, Any]:
@@ -284,10 +314,11 @@ def _apart(pipe: Any, work: Callable[[], dict[str, Any]]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("parts", nargs="*", choices=["overhead", "ray", "memory", "bytes", []])
+    known = ["overhead", "ray", "masked", "memory", "bytes"]
+    parser.add_argument("parts", nargs="*", choices=[*known, []])
     parser.add_argument("--json", type=Path)
     asked = parser.parse_args()
-    parts = asked.parts or ["overhead", "ray", "memory", "bytes"]
+    parts = asked.parts or known
     found: dict[str, Any] = {}
     if "overhead" in parts:
         for name, work in (("processes", overhead_ours), ("flower", overhead_flower)):
@@ -300,6 +331,9 @@ def main() -> None:
     if "ray" in parts:
         found["ray"] = apart(on_ray)
         print(f"1,000 clients on Ray: {found['ray']}", flush=True)
+    if "masked" in parts:
+        found["masked"] = apart(masked)
+        print(f"1,000 clients under masks: {found['masked']}", flush=True)
     if "memory" in parts:
         found["memory"] = apart(memory)
         print(f"10,000 clients on processes: {found['memory']}", flush=True)

@@ -13,11 +13,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any, Literal, Protocol
 
 from fedpress_client.ledger import Ledger
-from fedpress_client.state import Identity, TaskFiles
-from fedpress_client.transport import Transport
+from fedpress_client.state import Identity
 from fedpress_protocols.errors import (
     ConfigurationError,
     Conflict,
@@ -43,7 +42,7 @@ from fedpress_protocols.masking.transcript import (
     Text,
     blob,
 )
-from fedpress_protocols.messages import Membership, Receipt
+from fedpress_protocols.messages import Membership, Outcome, Receipt
 from fedpress_protocols.signatures import DeviceKey, from_base64url, to_base64url
 
 RENEW_SECONDS = 30 * 24 * 3600
@@ -174,6 +173,26 @@ class _Diary(Record):
     seen: tuple[_Seen, ...]
 
 
+class SessionFile(Protocol):
+    """Where the record of a session lies, durable once `save_session` returns."""
+
+    def session(self) -> bytes | None: ...
+
+    def save_session(self, data: bytes) -> None: ...
+
+
+class Relay(Protocol):
+    """The server, as far as sessions go: those verbs of `Transport`."""
+
+    def ready(self, assignment: str) -> None: ...
+
+    def hear(self, assignment: str, step: Any, wait: float) -> bytes | float: ...
+
+    def say(self, assignment: str, step: Any, message: bytes) -> None: ...
+
+    def upload(self, assignment: str, body: bytes) -> object: ...
+
+
 class MaskedPart:
     """A device's part in one task's sessions, one at a time.
 
@@ -183,10 +202,10 @@ class MaskedPart:
 
     def __init__(
         self,
-        files: TaskFiles,
+        files: SessionFile,
         key: DeviceKey,
         member: Member,
-        transport: Transport,
+        transport: Relay,
         *,
         ledger: Callable[[], Ledger],
         save: Callable[[Ledger], None],
@@ -236,6 +255,22 @@ class MaskedPart:
         seen = machine.survivors
         if seen and masked.survivors != survivors_digest(seen).hex():
             raise Conflict(f"receipt {receipt.assignment} is of a sum over other survivors")
+
+    def outcome(self, word: bytes | None) -> Outcome | Literal["pending"]:
+        """What became of the masked input, by the session's last word, a Receipt or Abandoned that
+        the server signed. Without one it is pending where a body may have left; where none has, the
+        device withdraws. Raises InvalidSignature for the word of anybody else."""
+        machine = self._machine
+        if machine is None:
+            return "not-included"
+        if word is not None:
+            message = parse(word)
+            if not isinstance(message, ServerMessage):
+                raise MalformedRequest(f"a message of kind {message.NAME!r}, which is a client's")
+            self._enter(machine.on(message, self._clock()))
+        elif machine.phase in ("advertised", "shared", "ready"):
+            self._enter(machine.give_up("the server went on to another session"))
+        return self._machine.outcome if self._machine is not None else "not-included"
 
     def advance(self, wait: float) -> float | None:
         """Go on as far as the server lets us, which may hold each answer for `wait` seconds.
@@ -371,7 +406,7 @@ class MaskedPart:
         self._diary = diary
 
 
-def _read(files: TaskFiles) -> _Diary:
+def _read(files: SessionFile) -> _Diary:
     data = files.session()
     if data is None:
         return _Diary("", b"", b"", ())

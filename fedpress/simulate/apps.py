@@ -21,7 +21,8 @@ from flwr.clientapp import ClientApp
 from flwr.serverapp import ServerApp
 
 from fedpress.simulate.tasks import Task
-from fedpress_client.flower import compression_mod
+from fedpress_client import MaskingRules
+from fedpress_client.flower import compression_mod, masking_mod
 from fedpress_client.trainer import Trainer, Work
 from fedpress_protocols import flower
 from fedpress_protocols.errors import ConfigurationError
@@ -46,11 +47,21 @@ class TrainerApp:
     state_dir: str
     task: Task | None = None
     factory: str = ""
+    masking: MaskingRules | None = None
+    """What its clients insist on in masked rounds; None: their uploads are not masked."""
 
     def client_app(self) -> ClientApp:
-        app = ClientApp(
-            mods=[compression_mod(state_dir=self.state_dir, seed=self.seed, durable=False)]
+        common: dict[str, Any] = {
+            "state_dir": self.state_dir,
+            "seed": self.seed,
+            "durable": False,
+        }
+        mod = (
+            compression_mod(**common)
+            if self.masking is None
+            else masking_mod(masking=self.masking, **common)
         )
+        app = ClientApp(mods=[mod])
         app.train()(_Train(self))
         app.evaluate()(_Evaluate(self))
         return app

@@ -17,13 +17,17 @@ from flwr.serverapp import Grid
 from fedpress.simulate import flower_runtime as runtime
 from fedpress.simulate.engines import Engine
 from fedpress.simulate.replies import Call, Record
+from fedpress_protocols import flower
 from fedpress_protocols.errors import ConfigurationError
+
+_TRAIN = "train"
 
 
 @dataclass(frozen=True, slots=True)
 class Chance:
     """Each client that is asked to train is lost with probability `dropout`: one half of them never
-    hears of it, the other trains, and its reply does not arrive."""
+    hears of it, the other trains, and its reply does not arrive. In a masked round each is lost at
+    one of the session's steps, by chance, and stays so."""
 
     dropout: float = 0.0
     seed: int = 0
@@ -32,18 +36,25 @@ class Chance:
         if not 0 <= self.dropout < 1:
             raise ConfigurationError(f"--dropout must lie in [0, 1), not {self.dropout:g}")
 
-    def fate(self, call: int, node: int) -> str:
-        """Of the node in the call of this number: "answers", "unreached" or "unheard"."""
+    def fate(
+        self, call: int, node: int, step: str = _TRAIN, steps: tuple[str, ...] = (_TRAIN,)
+    ) -> str:
+        """Of the node in the round whose training is the call of this number, at this one of its
+        `steps`: "answers", "unreached" or "unheard"."""
         drawn = hashlib.sha256(f"{self.seed}|{call}|{node}".encode()).digest()
         chance = int.from_bytes(drawn[:8], "big") / 2**64
-        if chance >= self.dropout:
+        lost_at = int.from_bytes(drawn[8:16], "big") % len(steps)
+        if chance >= self.dropout or steps.index(step) < lost_at:
             return "answers"
+        if steps.index(step) > lost_at:
+            return "unreached"
         return "unreached" if chance < self.dropout / 2 else "unheard"
 
 
 @dataclass
 class Exchange:
-    """One sending of messages and what came back; bytes are those of Flower's records.
+    """One sending of messages and what came back; bytes are those of Flower's records. `kind` is
+    the messages' category, train or evaluate, or the step of a masked session.
 
     `link_bytes`: those of the client that moved most, down and up, which a round waits for."""
 
@@ -59,6 +70,8 @@ class Exchange:
     seconds: float = 0.0
     metrics: dict[str, float] = field(default_factory=dict)
     """Means of what the clients measured, weighted by their examples."""
+    silent: frozenset[int] = frozenset()
+    """Of whom nothing came, once it is over."""
     is_over: bool = False
 
 
@@ -78,9 +91,14 @@ class SimulatedGrid(Grid):
         self._engine, self._clients, self._record, self._chance = engine, clients, record, chance
         self._on_change, self.round_closed = on_change, on_round
         self._calls = 0
+        self._training: tuple[int, tuple[str, ...]] = (0, (_TRAIN,))
         self._run: Any = None
         self._pushed: list[tuple[set[str], Iterator[Message]]] = []
         self._unpulled: dict[str, Message] = {}
+
+    def clock(self) -> float:
+        """What time it is for a strategy."""
+        return self._record.clock()
 
     def set_run(self, run: Any) -> None:
         self._run = run
@@ -149,15 +167,18 @@ class SimulatedGrid(Grid):
             return
         asked = sorted([m.metadata.dst_node_id, m.metadata.message_type] for m in sent)
         call = self._record.begin(asked)
-        kind = str(asked[0][1]).partition(".")[0]
+        kind = _kind(sent[0])
+        if kind == _TRAIN:
+            self._training = (number, _steps(sent[0]))
         exchange = Exchange(kind, number, len(sent))
         down = _Sizes().of_all(sent)
         exchange.down_bytes = sum(down.values())
         means = _Means()
         self._on_change(exchange)
-        started = time.monotonic()
+        started, came = time.monotonic(), set[int]()
         for reply in self._replies(sent, number, kind, call, timeout):
             node, up = reply.metadata.src_node_id, _Sizes().of(reply)
+            came.add(node)
             exchange.up_bytes += up
             exchange.link_bytes = max(exchange.link_bytes, up + down.get(node, 0))
             if reply.has_error():
@@ -167,7 +188,8 @@ class SimulatedGrid(Grid):
                 means.add(reply)
             self._on_change(exchange)
             yield reply
-        exchange.lost = exchange.asked - exchange.answered - len(exchange.failed)
+        exchange.silent = frozenset(down) - came
+        exchange.lost = len(exchange.silent)
         exchange.seconds, exchange.metrics = time.monotonic() - started, means.result()
         if call.figures is None:
             self._record.end(call, {"seconds": exchange.seconds})
@@ -184,8 +206,9 @@ class SimulatedGrid(Grid):
             yield runtime.from_bytes(self._record.reply(call, node))
         if call.figures is not None:
             return
+        (training, steps), fate = self._training, self._chance.fate
         fates = {
-            node: self._chance.fate(number, node) if kind == "train" else "answers"
+            node: fate(training, node, kind, steps) if kind in steps else "answers"
             for node in (message.metadata.dst_node_id for message in sent)
         }
         waiting = [
@@ -199,6 +222,18 @@ class SimulatedGrid(Grid):
             if fates[node] == "answers":
                 self._record.replied(call, node, runtime.to_bytes(reply))
                 yield reply
+
+
+def _kind(message: Message) -> str:
+    """A step of a masked session, or the category of the message."""
+    step = message.content.get(flower.RECORD, {}).get(flower.STEP)
+    return str(message.metadata.message_type).partition(".")[0] if step is None else str(step)
+
+
+def _steps(training: Message) -> tuple[str, ...]:
+    """The steps of a round, whose first is training."""
+    is_masked = flower.OFFER in training.content.get(flower.RECORD, {})
+    return (_TRAIN, *flower.STEPS) if is_masked else (_TRAIN,)
 
 
 class _Sizes:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from fedpress.simulate.grid import Exchange
+from fedpress_protocols.flower import JOIN, STEPS
 from fedpress_strategies.flower import NO_ANSWER
 
 
@@ -19,7 +20,10 @@ from fedpress_strategies.flower import NO_ANSWER
 class Row:
     """A round. `up_bytes` and `down_bytes` are of Flower's records, both ways; `upload_bytes` of
     the compressed bodies alone, None where nothing of fedpress was in the run, as `nmse` and
-    `model`. `link_seconds`: how long the slowest client's transfers take on the link asked for."""
+    `model`; `session_up_bytes` and `session_down_bytes` of the messages of a masked round's
+    session, bodies not among them, and `abandoned` why it gave no sum. A client that was lost at
+    any of its steps counts as lost. `link_seconds`: how long the slowest client's transfers take on
+    the link asked for."""
 
     round: int
     asked: int = 0
@@ -30,6 +34,9 @@ class Row:
     up_bytes: int = 0
     down_bytes: int = 0
     upload_bytes: int | None = None
+    session_up_bytes: int | None = None
+    session_down_bytes: int | None = None
+    abandoned: str | None = None
     nmse: float | None = None
     seconds: float = 0.0
     link_seconds: float | None = None
@@ -57,20 +64,33 @@ class History:
     seconds: float = 0.0
     complete: bool = False
     _training: Exchange | None = None
+    _lost: frozenset[int] = frozenset()
+    """In the newest round, of whom nothing came."""
+    _has_joined: bool = False
+    """Whether the newest round has begun with clients that gave their keys."""
 
     def change(self, exchange: Exchange) -> None:
         """Take in how far an exchange has come."""
+        if exchange.kind == JOIN and not self._has_joined:
+            self._has_joined = True
+            self.rows.append(Row(len(self.rows) + 1))
         if exchange.kind == "train":
             if exchange is not self._training:
-                self.rows.append(Row(len(self.rows) + 1))
-                self._training = exchange
+                if not self._has_joined:
+                    self.rows.append(Row(len(self.rows) + 1))
+                self._training, self._has_joined = exchange, False
             row = self.rows[-1]
             row.asked, row.answered, row.lost = exchange.asked, exchange.answered, exchange.lost
             row.failed, row.train = {**row.failed, **exchange.failed}, exchange.metrics
+            self._lost = exchange.silent
         elif not self.rows:
             return
         elif exchange.kind == "evaluate":
             self.rows[-1].evaluation = exchange.metrics
+        elif exchange.is_over and exchange.kind in STEPS:
+            self._lost |= exchange.silent
+            self.rows[-1].lost = len(self._lost)
+            self.rows[-1].failed = {**self.rows[-1].failed, **exchange.failed}
         if exchange.is_over:
             row = self.rows[-1]
             row.up_bytes += exchange.up_bytes
@@ -85,8 +105,12 @@ class History:
         row = self.rows[-1]
         row.included, row.upload_bytes = len(report.included), report.upload_bytes
         row.nmse = report.nmse if math.isfinite(report.nmse) else None
-        row.model = report.model
-        came = {node: why for node, why in report.dropped.items() if why != NO_ANSWER}
+        row.model, self._has_joined = report.model, False
+        if report.session_down_bytes:
+            row.session_up_bytes = report.session_up_bytes
+            row.session_down_bytes = report.session_down_bytes
+        row.abandoned = report.abandoned or None
+        came = {n: why for n, why in report.dropped.items() if not why.startswith(NO_ANSWER)}
         row.failed = {**row.failed, **came}
 
     def tested(self, number: int, metrics: dict[str, float]) -> None:
@@ -99,6 +123,11 @@ class History:
         """The figures of the whole run."""
         last = self.rows[-1] if self.rows else Row(0)
         bodies = [row.upload_bytes for row in self.rows if row.upload_bytes is not None]
+        sessions = [
+            row.session_up_bytes + (row.session_down_bytes or 0)
+            for row in self.rows
+            if row.session_up_bytes is not None
+        ]
         return {
             "name": self.name,
             "rounds": len(self.rows),
@@ -107,6 +136,7 @@ class History:
             "up_bytes": sum(row.up_bytes for row in self.rows),
             "down_bytes": sum(row.down_bytes for row in self.rows),
             "upload_bytes": sum(bodies) if bodies else None,
+            "session_bytes": sum(sessions) if sessions else None,
             "answered": sum(row.answered for row in self.rows),
             "lost": sum(row.lost for row in self.rows),
             "failed": sum(len(row.failed) for row in self.rows),

@@ -5,14 +5,16 @@ before is answered from the record, and the strategy comes to the very state tha
 whatever it keeps. Clients are asked again only from the first that had not answered.
 
 A file of entries: length (4 bytes, little-endian), CRC-32 (4), kind (1), payload. A torn entry at
-the end is cut off. Kinds: B begins a call, JSON {"asked": [[node, type], ...]}; R is a reply, after
-its node (8); E ends the call, JSON with what was measured of it.
+the end is cut off. Kinds: T says when the run began, JSON {"at": Unix seconds}; B begins a call,
+JSON {"asked": [[node, type], ...]}; R is a reply, after its node (8); E ends the call, JSON with
+what was measured of it, and `at`.
 """
 
 from __future__ import annotations
 
 import json
 import struct
+import time
 import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -41,6 +43,7 @@ class Record:
     def __init__(self, path: Path) -> None:
         self._path = path
         self.calls: list[Call] = []
+        self._times: list[float] = []
         path.parent.mkdir(parents=True, exist_ok=True)
         whole = 0
         if path.exists():
@@ -49,6 +52,9 @@ class Record:
         self._file.truncate(whole)
         self._file.seek(whole)
         self._next = 0
+        self._is_new = not self._times
+        if self._is_new:
+            self._times.append(time.time())
 
     def __enter__(self) -> Self:
         return self
@@ -60,6 +66,11 @@ class Record:
         trace: TracebackType | None,
     ) -> None:
         self._file.close()
+
+    def clock(self) -> float:
+        """Between two calls: Unix seconds when the last one had ended, or the run had begun; the
+        same at the same place of a run that goes on from its record."""
+        return self._times[min(self._next, len(self._times) - 1)]
 
     def begin(self, asked: list[list[Any]]) -> Call:
         """The next call: one that the record has, or a new one. Raises ConfigurationError if the
@@ -74,6 +85,9 @@ class Record:
                     hint="begin anew with --fresh, and draw clients by a seed",
                 )
             return call
+        if self._is_new:
+            self._append(b"T", json.dumps({"at": self._times[0]}).encode())
+            self._is_new = False
         self._append(b"B", json.dumps({"asked": asked}).encode())
         self.calls.append(Call(asked))
         return self.calls[-1]
@@ -85,7 +99,8 @@ class Record:
 
     def end(self, call: Call, figures: dict[str, Any]) -> None:
         call.figures = figures
-        self._append(b"E", json.dumps(figures).encode())
+        self._times.append(time.time())
+        self._append(b"E", json.dumps({**figures, "at": self._times[-1]}).encode())
 
     def reply(self, call: Call, node: int) -> bytes:
         """As it was kept."""
@@ -105,7 +120,9 @@ class Record:
         """Take in what is whole; where that ends."""
         whole = 0
         for kind, start, payload in self._entries():
-            if kind == b"B":
+            if kind == b"T":
+                self._times.append(json.loads(payload)["at"])
+            elif kind == b"B":
                 self.calls.append(Call(json.loads(payload)["asked"]))
             elif not self.calls:
                 raise StateCorrupt(f"{self._path} does not begin with a call")
@@ -113,7 +130,9 @@ class Record:
                 node = struct.unpack_from("<Q", payload)[0]
                 self.calls[-1].places[node] = (start + 8, len(payload) - 8)
             else:
-                self.calls[-1].figures = json.loads(payload)
+                figures = json.loads(payload)
+                self._times.append(figures.pop("at"))
+                self.calls[-1].figures = figures
             whole = start + len(payload)
         return whole
 

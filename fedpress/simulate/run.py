@@ -9,8 +9,6 @@ import os
 import random
 import shutil
 import time
-from collections.abc import Mapping
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,7 +19,6 @@ from flwr.serverapp import Grid, ServerApp
 from rich.console import Console
 from threadpoolctl import threadpool_limits
 
-from fedpress.compressor_option import compressor_from_option
 from fedpress.simulate import flower_runtime as runtime
 from fedpress.simulate.apps import FlowerApp, TrainerApp, parse_app
 from fedpress.simulate.engines import Engine, LocalEngine, ProcessEngine, Run
@@ -30,86 +27,19 @@ from fedpress.simulate.history import History, Row, draw
 from fedpress.simulate.partition import Partition
 from fedpress.simulate.replies import Record
 from fedpress.simulate.screen import Screen, print_summary
+from fedpress.simulate.settings import Settings as Settings
 from fedpress.simulate.tasks import Task
+from fedpress_client import MaskingRules
 from fedpress_client.flower import SEED, STATE_DIR
 from fedpress_protocols import flower
 from fedpress_protocols.errors import ConfigurationError
-from fedpress_protocols.plan import TrainingTerms
+from fedpress_protocols.plan import LEAST_MASKED
+from fedpress_protocols.signatures import DeviceKey
 from fedpress_strategies import from_config
-from fedpress_strategies.flower import FedpressStrategy, Plan
+from fedpress_strategies.flower import FedpressStrategy, MaskedStrategy, Plan
 
 TASK = "simulation"
-ENGINES = ("local", "processes", "ray")
 _SETTINGS, _REPLIES = "settings.json", "replies"
-
-
-@dataclass(frozen=True)
-class Settings:
-    """The options of `fedpress simulate`, as typed; see its help."""
-
-    clients: int = 100
-    fraction: float = 0.1
-    rounds: int = 20
-    engine: str = "processes"
-    compressor: str = "topk:fraction=0.02,magnitude_bits=1"
-    strategy: str = "fedavg"
-    data: str = "digits"
-    app: str | None = None
-    run_config: str = ""
-    partition: str = "dirichlet:0.3"
-    dropout: float = 0.0
-    link: float | None = None
-    seed: int = 0
-    timeout: float = 3600.0
-    workers: int | None = None
-    device: str = "cpu"
-    local_epochs: int | None = None
-    local_steps: int | None = None
-    batch_size: int | None = None
-    learning_rate: float | None = None
-
-    def __post_init__(self) -> None:
-        if not 1 <= self.clients <= 10**6:
-            raise ConfigurationError(f"--clients must lie in 1 to 1000000, not {self.clients}")
-        if not 0 < self.fraction <= 1:
-            raise ConfigurationError(f"--fraction must lie in (0, 1], not {self.fraction:g}")
-        if self.rounds < 1:
-            raise ConfigurationError(f"--rounds must be at least 1, not {self.rounds}")
-        if self.engine not in ENGINES:
-            raise ConfigurationError(f"no engine {self.engine!r}; known are {', '.join(ENGINES)}")
-        if self.link is not None and not self.link > 0:
-            raise ConfigurationError(f"--link must be more than 0 Mbit/s, not {self.link:g}")
-        if not 0 <= self.seed < 2**31:
-            raise ConfigurationError(f"--seed must lie in 0 to 2**31 - 1, not {self.seed}")
-        if not self.timeout > 0:
-            raise ConfigurationError(f"--timeout must be more than 0 s, not {self.timeout:g}")
-
-    @classmethod
-    def parse(cls, fields: Mapping[str, Any]) -> Settings:
-        """Raises ConfigurationError for a name or a value that does not fit."""
-        known = {each.name: each for each in dataclasses.fields(cls)}
-        unknown = sorted(set(fields) - set(known))
-        if unknown:
-            raise ConfigurationError(
-                f"no setting {', '.join(unknown)}; known are {', '.join(known)}"
-            )
-        try:
-            return cls(**fields)
-        except TypeError as exc:
-            raise ConfigurationError(f"settings {dict(fields)}: {exc}") from exc
-
-    @property
-    def terms(self) -> TrainingTerms:
-        asked = ("local_epochs", "local_steps", "batch_size", "learning_rate")
-        try:
-            return TrainingTerms(**{name: getattr(self, name) for name in asked})
-        except ValueError as exc:
-            raise ConfigurationError(f"the local training: {exc}") from exc
-
-    @property
-    def run_id(self) -> int:
-        """Of its own for each seed; the same when the run goes on."""
-        return int.from_bytes(hashlib.sha256(f"run {self.seed}".encode()).digest()[:7], "big")
 
 
 def simulate(
@@ -247,17 +177,23 @@ def _gpus_for_each(settings: Settings) -> float:
 def _apps(settings: Settings, folder: Path, history: History) -> tuple[Any, ServerApp]:
     """The client app's maker, and the server app."""
     common = (TASK, settings.terms, settings.seed, settings.clients, str(folder / "clients"))
+    rules = _rules(settings) if settings.secure else None
     if settings.app is not None:
         found = parse_app(settings.app)
         if isinstance(found, FlowerApp):
+            if settings.secure:
+                raise ConfigurationError(
+                    "--secure is for built-in tasks and for trainers; a Flower app masks by itself",
+                    hint="use MaskedStrategy and masking_mod in it, see docs/flower.md",
+                )
             return found, found.server_app()
-        app = TrainerApp(*common, factory=settings.app)
+        app = TrainerApp(*common, factory=settings.app, masking=rules)
     else:
         partition = Partition.parse(settings.partition)
         task = Task.parse(
             settings.data, settings.clients, partition, settings.seed, settings.device
         )
-        app = TrainerApp(*common, task=task)
+        app = TrainerApp(*common, task=task, masking=rules)
     app.trainer(0)  # what cannot be made fails here, and not at every client
     return app, _server_app(settings, app, history)
 
@@ -268,16 +204,27 @@ def _server_app(settings: Settings, app: TrainerApp, history: History) -> Server
         config = json.loads(settings.strategy) if is_json else {"id": settings.strategy}
     except ValueError as exc:
         raise ConfigurationError(f"--strategy is not JSON: {exc}") from exc
-    plan = Plan(compressor_from_option(settings.compressor), task=TASK, seed=settings.seed)
-    strategy = FedpressStrategy(
-        from_config(config, settings.terms),
-        plan,
-        fraction_train=settings.fraction,
-        fraction_evaluate=0.0 if app.task is not None else settings.fraction,
-        min_train_nodes=1,
-        min_evaluate_nodes=1,
-        min_available_nodes=1,
-    )
+    inner = from_config(config, settings.terms)
+    sampling: dict[str, Any] = {
+        "fraction_train": settings.fraction,
+        "fraction_evaluate": 0.0 if app.task is not None else settings.fraction,
+        "min_train_nodes": 1,
+        "min_evaluate_nodes": 1,
+        "min_available_nodes": 1,
+    }
+    strategy: FedpressStrategy | MaskedStrategy
+    if settings.secure:
+        strategy = MaskedStrategy(
+            inner,
+            Plan(settings.method, task=TASK, seed=settings.seed, minimum=LEAST_MASKED),
+            settings.masking_terms,
+            authority=_key(settings, "authority"),
+            key=_key(settings, "server"),
+            **sampling,
+        )
+    else:
+        plan = Plan(settings.method, task=TASK, seed=settings.seed)
+        strategy = FedpressStrategy(inner, plan, **sampling)
     server_app = ServerApp()
     task = app.task
 
@@ -304,6 +251,18 @@ def _server_app(settings: Settings, app: TrainerApp, history: History) -> Server
         )
 
     return server_app
+
+
+def _rules(settings: Settings) -> MaskingRules:
+    """What simulated clients insist on: the terms of the run. They tell what they measure."""
+    terms = settings.masking_terms
+    return MaskingRules(adversary=terms.adversary, corrupt=terms.corrupt, reports_evaluations=True)
+
+
+def _key(settings: Settings, whose: str) -> DeviceKey:
+    """A key that a run has again when it goes on. Of a simulation's keys nothing is secret."""
+    seed = f"fedpress simulation|{settings.seed}|{whose}"
+    return DeviceKey.from_bytes(hashlib.sha256(seed.encode()).digest())
 
 
 def run(

@@ -11,7 +11,25 @@ WEIGHT       under which name the number of examples is in the reply's metric re
 
 and an array record for each model besides that the plan needs, named by `model_record`. In the
 reply the model is replaced by one array of type STYPE, the upload's body, and RECORD holds
-ASSIGNMENT again and ERROR, the relative squared error of the upload. No Flower is imported here.
+ASSIGNMENT again and ERROR, the relative squared error of the upload.
+
+In a masked round RECORD has, in the place of RECEIPT:
+
+OFFER        the session's first message
+SERVER_KEY   the Ed25519 key that signs for the server, base64url
+MEMBERSHIP   a `Membership`, JSON: the population, its enrolment authority, the client's certificate
+ENDED        the last messages of sessions that the client may have sent a body in, and
+ENDED_FOR    the assignments that these were for
+
+and the reply says by SAID what the client has to say, its Advertise, and nothing else at all. The
+session goes on by messages whose RECORD has a STEP, one of STEPS or JOIN. They carry TASK, CLIENT,
+ASSIGNMENT and HEARD, the server's answer to the step before; the reply has ASSIGNMENT and SAID, and
+at the step MASKED a record BODY_RECORD with one array of type MASKED_STYPE, the body. Before a
+client's first round a server that holds the authority's key asks for the client's own by JOIN, with
+SERVER_KEY; the reply says it, and a signature of `joining`. All of these have the type of messages
+to train, the only ones that every app has mods for.
+
+No Flower is imported here.
 """
 
 from __future__ import annotations
@@ -23,6 +41,7 @@ import numpy as np
 import numpy.typing as npt
 
 from fedpress_protocols.errors import ConfigurationError
+from fedpress_protocols.masking.transcript import statement
 from fedpress_protocols.model import Model, ModelSpec, TensorSpec, Vector
 
 RECORD = "fedpress"
@@ -30,7 +49,19 @@ STYPE = "fedpress.upload.v1"
 BODY = "upload"
 PLAN, ASSIGNMENT, CLIENT, RECEIPT = "plan", "assignment", "client", "receipt"
 ARRAYS, WEIGHT, ERROR = "arrays", "weight", "nmse"
+OFFER, SERVER_KEY, MEMBERSHIP = "offer", "server-key", "membership"
+ENDED, ENDED_FOR = "ended", "ended-for"
+STEP, TASK, HEARD, SAID = "step", "task", "heard", "said"
+JOIN, SHARES, MASKED, CONSENT, REVEAL = "join", "shares", "masked", "consent", "reveal"
+STEPS = (SHARES, MASKED, CONSENT, REVEAL)
+"""What a client is asked for in a session, in order; its Advertise came with its training."""
+BODY_RECORD, MASKED_STYPE = "fedpress.body", "fedpress.masked.v1"
 Arrays = Mapping[str, npt.NDArray[Any]]
+
+
+def joining(server_key: str, task: str, client_id: str) -> bytes:
+    """What a client signs to show that the key it gives is its own, to this server alone."""
+    return statement("flower join", server_key.encode(), task.encode(), client_id.encode())
 
 
 def model_record(what: str) -> str:

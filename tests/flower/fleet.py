@@ -10,6 +10,7 @@ from flwr.serverapp import Grid
 
 from fedpress.simulate import flower_runtime as runtime
 from fedpress_client.ledger import Ledger
+from fedpress_protocols import flower
 
 Fate = Callable[[int, int], str]
 RUN = 7
@@ -22,7 +23,8 @@ def answers(call: int, node: int) -> str:
 class Fleet(Grid):
     """Nodes 1 to `count`. `fate(call, node)`, of the calls to train from 1, is "answers",
     "unreached", or "unheard" for a reply that is lost; what an app keeps in its state is kept. It
-    has no `stream`, as Flower's grids."""
+    has no `stream`, as Flower's grids. `on_way(message, reply)` may put another in a reply's
+    place."""
 
     def __init__(
         self,
@@ -58,16 +60,16 @@ class Fleet(Grid):
 
     def push_messages(self, messages: Iterable[Message]) -> list[str]:
         sent, names = list(messages), []
-        self.calls += bool(sent) and sent[0].metadata.message_type == "train"
+        self.calls += bool(sent) and step_of(sent[0]) == "train"
         for message in sent:
             node = message.metadata.dst_node_id
-            name = f"{self.calls}-{node}-{message.metadata.message_type}"
+            name = f"{self.calls}-{node}-{step_of(message)}"
             runtime.named(message, name)
             # As over a network: what arrives shares nothing with what was sent.
             arrived = runtime.from_bytes(runtime.to_bytes(message))
             self.sent.append(arrived)
             names.append(name)
-            fate = self.fate(self.calls, node)
+            fate = self.fate_of(arrived)
             if fate == "unreached":
                 continue
             try:
@@ -75,8 +77,15 @@ class Fleet(Grid):
             except Exception as exc:
                 reply = Message(Error(2, f"{type(exc).__name__}: {exc}"), reply_to=arrived)
             if fate == "answers":
+                reply = self.on_way(arrived, reply)
                 self._replies[name] = runtime.from_bytes(runtime.to_bytes(reply))
         return names
+
+    def fate_of(self, message: Message) -> str:
+        return self.fate(self.calls, message.metadata.dst_node_id)
+
+    def on_way(self, message: Message, reply: Message) -> Message:
+        return reply
 
     def pull_messages(self, message_ids: Iterable[str]) -> list[Message]:
         """One at a time, the last first, so that nothing may hang on the order."""
@@ -97,6 +106,12 @@ class Fleet(Grid):
         """The account of a client that has uploaded."""
         path = Path(str(self.contexts[node].state["fedpress"]["account"]))
         return Ledger.from_bytes(path.read_bytes())
+
+
+def step_of(message: Message) -> str:
+    """Of a masked session, or the message's own type."""
+    ours: Any = message.content.get(flower.RECORD, {})
+    return str(ours.get(flower.STEP, message.metadata.message_type))
 
 
 class StreamingFleet(Fleet):

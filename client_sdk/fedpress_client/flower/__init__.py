@@ -1,0 +1,23 @@
+"""fedpress's mods for any Flower ClientApp: uploads compressed, or compressed and masked."""
+
+from fedpress_protocols.errors import MissingExtra
+
+try:
+    import flwr  # noqa: F401
+except ModuleNotFoundError as exc:
+    raise MissingExtra(
+        "fedpress's mods need Flower", hint="pip install 'fedpress[flower]'"
+    ) from exc
+
+from fedpress_client.flower.account import SEED, STATE_DIR
+from fedpress_client.flower.compression import CompressionMod, compression_mod
+from fedpress_client.flower.masking import MaskingMod, masking_mod
+
+__all__ = [
+    "SEED",
+    "STATE_DIR",
+    "CompressionMod",
+    "MaskingMod",
+    "compression_mod",
+    "masking_mod",
+]

@@ -1,0 +1,117 @@
+"""What `fedpress simulate` is told."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from fedpress.compressor_option import compressor_from_option
+from fedpress_protocols.compression.compressor import Compressor
+from fedpress_protocols.errors import ConfigurationError
+from fedpress_protocols.masking.graph import COMPLETE_UP_TO
+from fedpress_protocols.plan import MaskingTerms, PhaseTerms, TrainingTerms, parsed
+
+ENGINES = ("local", "processes", "ray")
+_COMPRESSOR = "topk:fraction=0.02,magnitude_bits=1"
+_MASKED_COMPRESSOR = "shared_support:fraction=0.3,explore=0.25"
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The options of `fedpress simulate`, as typed; see its help."""
+
+    clients: int = 100
+    fraction: float = 0.1
+    rounds: int = 20
+    engine: str = "processes"
+    compressor: str | None = None
+    secure: bool = False
+    masking: str = ""
+    strategy: str = "fedavg"
+    data: str = "digits"
+    app: str | None = None
+    run_config: str = ""
+    partition: str = "dirichlet:0.3"
+    dropout: float = 0.0
+    link: float | None = None
+    seed: int = 0
+    timeout: float = 3600.0
+    workers: int | None = None
+    device: str = "cpu"
+    local_epochs: int | None = None
+    local_steps: int | None = None
+    batch_size: int | None = None
+    learning_rate: float | None = None
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.clients <= 10**6:
+            raise ConfigurationError(f"--clients must lie in 1 to 1000000, not {self.clients}")
+        if not 0 < self.fraction <= 1:
+            raise ConfigurationError(f"--fraction must lie in (0, 1], not {self.fraction:g}")
+        if self.rounds < 1:
+            raise ConfigurationError(f"--rounds must be at least 1, not {self.rounds}")
+        if self.engine not in ENGINES:
+            raise ConfigurationError(f"no engine {self.engine!r}; known are {', '.join(ENGINES)}")
+        if self.link is not None and not self.link > 0:
+            raise ConfigurationError(f"--link must be more than 0 Mbit/s, not {self.link:g}")
+        if not 0 <= self.seed < 2**31:
+            raise ConfigurationError(f"--seed must lie in 0 to 2**31 - 1, not {self.seed}")
+        if not self.timeout > 0:
+            raise ConfigurationError(f"--timeout must be more than 0 s, not {self.timeout:g}")
+        if self.masking and not self.secure:
+            raise ConfigurationError("--masking is for masked rounds", hint="add --secure")
+
+    @classmethod
+    def parse(cls, fields: Mapping[str, Any]) -> Settings:
+        """Raises ConfigurationError for a name or a value that does not fit."""
+        known = {each.name: each for each in dataclasses.fields(cls)}
+        unknown = sorted(set(fields) - set(known))
+        if unknown:
+            raise ConfigurationError(
+                f"no setting {', '.join(unknown)}; known are {', '.join(known)}"
+            )
+        try:
+            return cls(**fields)
+        except TypeError as exc:
+            raise ConfigurationError(f"settings {dict(fields)}: {exc}") from exc
+
+    @property
+    def terms(self) -> TrainingTerms:
+        asked = ("local_epochs", "local_steps", "batch_size", "learning_rate")
+        try:
+            return TrainingTerms(**{name: getattr(self, name) for name in asked})
+        except ValueError as exc:
+            raise ConfigurationError(f"the local training: {exc}") from exc
+
+    @property
+    def method(self) -> Compressor[Any]:
+        """The compressor asked for, or the lane's usual one."""
+        usual = _MASKED_COMPRESSOR if self.secure else _COMPRESSOR
+        return compressor_from_option(self.compressor or usual, masked=self.secure)
+
+    @property
+    def masking_terms(self) -> MaskingTerms:
+        """As asked for; a phase may take as long as a round, and where the cohort's graph is made
+        for a share of lost clients it is for the one that the settings have."""
+        try:
+            asked = json.loads(self.masking or "{}")
+            if not isinstance(asked, dict):
+                raise ValueError("no object")
+        except ValueError as exc:
+            raise ConfigurationError(f"--masking is not a JSON object: {exc}") from exc
+        seconds = dict.fromkeys(PhaseTerms.model_fields, max(1, math.ceil(self.timeout)))
+        terms: dict[str, Any] = {"seconds": seconds}
+        if self.clients * self.fraction > COMPLETE_UP_TO:
+            terms["dropout"] = max(MaskingTerms().dropout, self.dropout)
+        terms |= asked
+        return parsed(MaskingTerms, json.dumps(terms))
+
+    @property
+    def run_id(self) -> int:
+        """Of its own for each seed; the same when the run goes on."""
+        return int.from_bytes(hashlib.sha256(f"run {self.seed}".encode()).digest()[:7], "big")

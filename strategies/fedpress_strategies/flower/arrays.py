@@ -1,0 +1,39 @@
+"""Flower's records of arrays, and models."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from flwr.app import Array, ArrayRecord
+
+from fedpress_protocols import flower
+from fedpress_protocols.model import Model, ModelSpec, Vector
+
+
+def moved(
+    arrays: Mapping[str, npt.NDArray[Any]], spec: ModelSpec, parameters: Vector
+) -> ArrayRecord:
+    """`arrays` with these trained values [spec.size], each in the type that it had."""
+    whole = flower.moved(arrays, spec, parameters)
+    return ArrayRecord({name: Array(np.asarray(array)) for name, array in whole.items()})
+
+
+def retyped(arrays: ArrayRecord, like: Mapping[str, npt.NDArray[Any]]) -> ArrayRecord:
+    """In the types of `like`: strategies of Flower's turn integers, and some float32, to float64,
+    and a model that changes its types would lose what clients hold back of it."""
+    retyped = {}
+    for name, array in arrays.items():
+        values, dtype = array.numpy(), like[name].dtype
+        if values.dtype != dtype:
+            array = Array(
+                np.asarray((values if dtype.kind == "f" else np.rint(values)).astype(dtype))
+            )
+        retyped[name] = array
+    return ArrayRecord(retyped)
+
+
+def model_of(arrays: ArrayRecord) -> Model:
+    return flower.model_of({name: array.numpy() for name, array in arrays.items()})

@@ -1,0 +1,162 @@
+"""A Flower strategy around any of Flower's, or of one of ours, whose clients upload compressed.
+
+    strategy = FedpressStrategy(FedAvg(fraction_train=0.1), Plan(ErrorFeedback(TopK(0.01))))
+    strategy.start(grid, initial_arrays, num_rounds=20)
+
+What the inner strategy sends gains the round's plan and, for a client whose last upload has had its
+fate, the receipt; what comes back is decoded as it arrives. A strategy of Flower's is then given
+whole models, as if nothing had been compressed. One of ours folds as our server does, in int64
+fixed point, in memory that does not grow with the cohort.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Iterable
+from typing import Any, cast
+
+from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
+from flwr.serverapp import Grid
+from flwr.serverapp.strategy import FedAvg
+from flwr.serverapp.strategy import Strategy as FlowerStrategy
+
+from fedpress_protocols import flower
+from fedpress_protocols.errors import IncompatiblePlan
+from fedpress_protocols.messages import Receipt
+from fedpress_strategies.flower.arrays import model_of, retyped
+from fedpress_strategies.flower.plan import (
+    ANOTHER,
+    NO_ANSWER,
+    NOT_THE_MEAN,
+    Plan,
+    RoundReport,
+    needs_plain_mean,
+)
+from fedpress_strategies.flower.uploads import Uploads
+from fedpress_strategies.flower.wrapping import Wrapping, with_figures
+from fedpress_strategies.strategy import Strategy
+
+_log = logging.getLogger(__name__)
+
+
+class FedpressStrategy(Wrapping):
+    """`inner` chooses clients and configures them; if it is one of ours, an instance of FedAvg made
+    with `sampling` (fraction_train, min_train_nodes, weighted_by_key, ...) does.
+
+    A client that fails, answers with NaN, other tensors or nothing, is in the round's report with
+    the reason, and the round goes on without it. To a strategy of Flower's it is one that failed:
+    those for differential privacy then skip the round, as their noise is for all who were asked.
+
+    Every round adds fedpress-upload-bytes, fedpress-nmse, fedpress-included and fedpress-dropped
+    to Flower's metrics of training; `reports` has all of it.
+    """
+
+    def __init__(self, inner: FlowerStrategy | Strategy, plan: Plan, **sampling: Any) -> None:
+        super().__init__(inner, plan, sampling)
+        takes_the_mean = type(self.inner).aggregate_train is FedAvg.aggregate_train
+        if needs_plain_mean(plan) and not takes_the_mean:
+            raise IncompatiblePlan(NOT_THE_MEAN, hint=ANOTHER)
+        self._open: Uploads | None = None
+        self._receipts: dict[int, Receipt] = {}
+
+    def summary(self) -> None:
+        _log.info("compressed by %s", self.plan.compressor)
+        self.inner.summary()
+
+    def configure_train(
+        self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
+    ) -> Iterable[Message]:
+        messages = self._asked(server_round, arrays, config, grid)
+        self._open = None
+        if not messages:
+            return messages
+        report = () if self._ours is None else self._ours.strategy.report
+        here = Uploads.opened(
+            self.plan, server_round, arrays, messages, self._models, report=report
+        )
+        here.fold = None if self._ours is None else self._ours.begun(here)
+        beside = self._models_beside(here)
+        self._open = here
+        for message in messages:
+            node = message.metadata.dst_node_id
+            receipt = self._receipts.get(node)
+            message.content = RecordDict(
+                {
+                    **message.content,
+                    **beside,
+                    flower.RECORD: here.record(node, receipt, self._weight),
+                }
+            )
+        return messages
+
+    def aggregate_train(
+        self, server_round: int, replies: Iterable[Message]
+    ) -> tuple[ArrayRecord | None, MetricRecord | None]:
+        here, self._open = self._open, None
+        if here is None:
+            return self.inner.aggregate_train(server_round, list(replies))
+        for reply in replies:
+            here.take(reply, self._weight)
+        here.drop_the_odd()
+        included = sorted(here.taken)
+        if len(included) < self.plan.minimum:
+            for node in included:
+                here.drop(node, f"only {len(included)} of at least {self.plan.minimum} answered")
+            included = []
+        if here.fold is not None:
+            arrays = here.fold.result() if included else None
+            metrics = self._mean_metrics([here.taken[node].metrics for node in included])
+        else:
+            arrays, metrics = self.inner.aggregate_train(server_round, here.answers())
+            arrays = None if arrays is None else retyped(arrays, here.arrays)
+        report = self._closed(here, included, arrays)
+        return arrays, with_figures(metrics, report)
+
+    def _mean_metrics(self, found: list[MetricRecord]) -> MetricRecord | None:
+        if not found:
+            return None
+        records = [RecordDict({"metrics": metrics}) for metrics in found]
+        mean: MetricRecord = cast(FedAvg, self.inner).train_metrics_aggr_fn(records, self._weight)
+        return mean
+
+    def _closed(
+        self, here: Uploads, included: list[int], arrays: ArrayRecord | None
+    ) -> RoundReport:
+        """Settle with everybody who answered, and tell how the round went."""
+        after = here.model.digest if arrays is None else model_of(arrays).digest
+        if arrays is None:
+            for node in included:
+                here.drop(node, "the strategy made no model of this round")
+            included = []
+        for node, (assignment, digest) in here.bodies.items():
+            is_in = node in here.taken
+            self._receipts[node] = Receipt(
+                assignment=assignment,
+                client_id=str(node),
+                task=here.plan.task,
+                round=here.plan.round,
+                attempt=here.plan.attempt,
+                outcome="included" if is_in else "not-included",
+                reason="included" if is_in else "declined",
+                upload=digest if is_in else None,
+                model=after if is_in else None,
+                issued_at=0,
+            )
+        for node in here.asked:
+            if node not in here.taken and node not in here.dropped:
+                here.drop(node, NO_ANSWER)
+        errors = [here.taken[node].error for node in included]
+        errors = [error for error in errors if math.isfinite(error)]
+        report = RoundReport(
+            round=here.plan.round,
+            asked=tuple(sorted(here.asked)),
+            included=tuple(included),
+            dropped=dict(sorted(here.dropped.items())),
+            upload_bytes=here.upload_bytes,
+            nmse=math.fsum(errors) / len(errors) if errors else math.nan,
+            num_examples=sum(here.taken[node].examples for node in included),
+            model=after,
+        )
+        self._tell(report)
+        return report

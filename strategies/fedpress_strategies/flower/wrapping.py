@@ -1,0 +1,107 @@
+"""What our strategies have in common: an inner one, seeded cohorts, reports."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord
+from flwr.serverapp import Grid
+from flwr.serverapp.strategy import FedAvg, Result
+from flwr.serverapp.strategy import Strategy as FlowerStrategy
+
+from fedpress_protocols.errors import ConfigurationError
+from fedpress_protocols.model import Vector
+from fedpress_strategies.flower.folds import Fold
+from fedpress_strategies.flower.grid import Arriving, seeded
+from fedpress_strategies.flower.plan import Plan, RoundReport
+from fedpress_strategies.flower.rounds import Round
+from fedpress_strategies.strategy import Strategy
+
+_log = logging.getLogger(__name__)
+
+
+class Wrapping(FlowerStrategy):
+    """`inner` chooses clients and configures them; if it is one of ours, an instance of FedAvg made
+    with `sampling` does."""
+
+    def __init__(
+        self, inner: FlowerStrategy | Strategy, plan: Plan, sampling: Mapping[str, Any]
+    ) -> None:
+        self.plan = plan
+        self.reports: list[RoundReport] = []
+        self._ours: Fold | None = None
+        if isinstance(inner, Strategy):
+            self._ours = Fold(inner, plan)
+            self.inner: FlowerStrategy = FedAvg(**sampling)
+        elif sampling:
+            raise ConfigurationError(
+                f"{', '.join(sampling)}: these are for strategies of fedpress; give them to "
+                f"{type(inner).__name__}"
+            )
+        else:
+            self.inner = inner
+        self._weight = _weight_key(self.inner)
+        self._models: tuple[Vector, Vector] | None = None  # the first, and the one before
+        self._on_round: Callable[[RoundReport], None] | None = None
+
+    def start(self, grid: Grid, initial_arrays: ArrayRecord, *args: Any, **kwargs: Any) -> Result:
+        """Flower's `Strategy.start`. A grid with a method `round_closed` is told every report."""
+        self._on_round = getattr(grid, "round_closed", None)
+        return super().start(Arriving(grid), initial_arrays, *args, **kwargs)
+
+    def configure_evaluate(
+        self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
+    ) -> Iterable[Message]:
+        with seeded(self.plan.seed, server_round, "evaluate"):
+            return list(self.inner.configure_evaluate(server_round, arrays, config, grid))
+
+    def aggregate_evaluate(
+        self, server_round: int, replies: Iterable[Message]
+    ) -> MetricRecord | None:
+        ordered = sorted(replies, key=lambda reply: reply.metadata.src_node_id)
+        return self.inner.aggregate_evaluate(server_round, ordered)
+
+    def _asked(
+        self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
+    ) -> list[Message]:
+        """What the inner strategy would send to its clients."""
+        with seeded(self.plan.seed, server_round, "train"):
+            return list(self.inner.configure_train(server_round, arrays, config, grid))
+
+    def _models_beside(self, here: Round) -> dict[str, ArrayRecord]:
+        """The models that clients need beside the round's; called once a round."""
+        first = here.model.parameters if self._models is None else self._models[0]
+        before = here.model.parameters if self._models is None else self._models[1]
+        self._models = (first, here.model.parameters)
+        return here.beside(first, before)
+
+    def _tell(self, report: RoundReport) -> None:
+        self.reports.append(report)
+        if self._on_round is not None:
+            self._on_round(report)
+        for node, reason in report.dropped.items():
+            _log.warning("round %d: node %d dropped: %s", report.round, node, reason)
+
+
+def _weight_key(inner: Any) -> str:
+    """Under which name the strategy finds a reply's weight; the DP wrappers have it within."""
+    while not hasattr(inner, "weighted_by_key") and hasattr(inner, "strategy"):
+        inner = inner.strategy
+    return str(getattr(inner, "weighted_by_key", "num-examples"))
+
+
+def with_figures(metrics: MetricRecord | None, report: RoundReport) -> MetricRecord:
+    """`metrics` with those of the round's report."""
+    figures: dict[str, int | float] = {
+        "fedpress-upload-bytes": report.upload_bytes,
+        "fedpress-included": len(report.included),
+        "fedpress-dropped": len(report.dropped),
+    }
+    if math.isfinite(report.nmse):
+        figures["fedpress-nmse"] = report.nmse
+    if report.session_up_bytes or report.session_down_bytes:
+        figures["fedpress-session-bytes"] = report.session_up_bytes + report.session_down_bytes
+    return MetricRecord({**(metrics or {}), **figures})
