@@ -12,8 +12,6 @@ import json
 import math
 import os
 import platform
-import subprocess
-import sys
 import time
 import tracemalloc
 import zlib
@@ -26,6 +24,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from fedpress.bench import cold_start
 from fedpress_protocols import coding, kernels
 from fedpress_protocols.coding import Alphabet, Positions
 from fedpress_protocols.coding.sequences import plan
@@ -98,7 +97,7 @@ def measure(quick: bool = False, size: int | None = None) -> dict[str, Any]:
         "bytes": fields,
         "entropy": _entropies(min(1_000_000, sizes[-1])),
         "speeds": speeds,
-        "cold_start_seconds": _cold_start(),
+        **cold_start.measure(3 if quick else 15),
     }
     found["targets"] = _targets(found, f"{sizes[-1]:,}")
     return found
@@ -302,6 +301,9 @@ def _speeds(num: int, repeats: int) -> dict[str, Any]:
     ranged = kernels.encode_flags(flags, size, shape, no_contexts, 1 << 20)
     ranged_octets = np.concatenate([np.frombuffer(ranged or b"", np.uint8), np.zeros(8, np.uint8)])
     stop = ranged_octets.size - 8
+    where = kernels.largest(update, k)[0]
+    levels, table = np.zeros(where.size, np.uint8), np.ones(16, np.int64)
+    total = sums.total
     steps = rng.integers(-1000, 1000, num)
     words = kernels.pack_lanes(steps, _LANE_BITS)
 
@@ -323,6 +325,8 @@ def _speeds(num: int, repeats: int) -> dict[str, Any]:
         "encode_dense": encode_dense,
         "decode_add_sparse": add_sparse,
         "decode_add_dense": add_dense,
+        "scatter": lambda: kernels.add_table_at(total, where, levels, table),
+        "add_int64": lambda: np.add(total, 1, out=total),
         "range_decode": lambda: kernels.decode_flags(
             ranged_octets, 0, stop, flags.size, size, shape, no_contexts
         ),
@@ -397,32 +401,6 @@ def _others(cases: dict[str, Case], data: bytes) -> dict[str, int]:
     return sizes
 
 
-def _cold_start() -> float:
-    """CPU seconds of a fresh process that imports the SDK and encodes a first update of 1M."""
-    code = """
-import numpy as np, fedpress_client
-from fedpress_protocols import coding
-from fedpress_protocols.compression.compressor import Public
-from fedpress_protocols.compression.topk import TopK
-from fedpress_protocols.model import ModelSpec, TensorSpec
-from fedpress_protocols.randomness import PublicRandomness
-import time
-update = np.random.default_rng(0).normal(size=1_000_000).astype("f4")
-public = Public(ModelSpec((TensorSpec("w", (update.size,)),)), PublicRandomness(bytes(32)))
-method = TopK(magnitude_bits=4)
-coding.encode(method.compress(update, None, public, None)[0], method.layout(public.spec))
-print(time.process_time())
-"""
-    env = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
-    seconds = []
-    for _ in range(3):
-        done = subprocess.run(  # noqa: S603
-            [sys.executable, "-c", code], capture_output=True, text=True, check=True, env=env
-        )
-        seconds.append(float(done.stdout))
-    return min(seconds[1:])
-
-
 # What is due.
 
 
@@ -487,6 +465,12 @@ def _tables(found: dict[str, Any]) -> str:
             lines.append(
                 f"{name:24}{one[0]:>3}{1e3 * one[1]:>9.3f}{more[0]:>7}{1e3 * more[1]:>9.3f}"
             )
+    lines += [
+        "",
+        f"cold start {found['cold_start_seconds']:.2f} s, at most"
+        f" {found['cold_start_worst_seconds']:.2f}; beside all that is installed here"
+        f" {found['cold_start_here_seconds']:.2f}",
+    ]
     lines += ["", f"{'target':36}{'found':>9}{'due':>8}{'aim':>8}"]
     for row in found["targets"]:
         verdict = "" if row["met"] else "  missed"

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from fedpress.bench import codec
+from fedpress.bench import codec, cold_start
 from fedpress.cli import app
 from fedpress_protocols import kernels
 
@@ -19,7 +19,7 @@ ROOT = Path(__file__).parents[2]
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     whole = codec.measure
     monkeypatch.setattr(codec, "measure", lambda quick: whole(quick, size=20_000))
-    monkeypatch.setattr(codec, "_cold_start", lambda: 0.5)
+    monkeypatch.setattr(cold_start, "_seconds", lambda code: 0.5)
     monkeypatch.setattr(codec, "_trained", dict)  # half a minute of torch
 
 

@@ -28,6 +28,7 @@ from fedpress_protocols.coding import (
     encode,
     sequences,
 )
+from fedpress_protocols.coding.positions import plan_positions
 from fedpress_protocols.errors import ConfigurationError, DecodingError, InvalidUpdate
 from tests.protocols.coding_vectors import layout_of
 
@@ -381,3 +382,22 @@ def test_memory_is_a_small_multiple_of_what_the_layout_admits() -> None:
         assert peak_bytes(body, (field,)) < 2**20 + 30 * admitted, field
         junk = bytes(rng.integers(0, 256, 1000, np.uint8))
         assert peak_bytes(body[:8] + junk, (field,)) < 2**20 + 30 * admitted, field
+
+
+@pytest.mark.parametrize("clustered", [0.0, 0.3, 0.5, 0.55, 0.7, 0.95])
+@pytest.mark.parametrize("share", [0.02, 0.25, 0.5])
+def test_what_cannot_be_short_enough_is_left_out_and_nothing_else(
+    clustered: float, share: float
+) -> None:
+    rng = np.random.default_rng(7)
+    flags = rng.random(60_000) < share
+    stays = rng.random(flags.size) < clustered
+    for at in np.flatnonzero(stays[1:]).tolist():
+        flags[at + 1] = flags[at]
+    where = np.flatnonzero(flags).astype(np.int64)
+    shortest = plan_positions(where, flags.size)
+    for below in (1, shortest.size, shortest.size + 1, 10**6):
+        found = plan_positions(where, flags.size, below)
+        assert found.size >= min(below, shortest.size)
+        if shortest.size < below:
+            assert found.write() == shortest.write()

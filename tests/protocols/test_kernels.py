@@ -46,6 +46,7 @@ from fedpress_protocols.kernels import (
     huffman_compiled,
     machine,
     numbers_compiled,
+    tables_compiled,
     vectors_compiled,
 )
 
@@ -122,6 +123,8 @@ def vector_of(rng: np.random.Generator, num: int) -> np.ndarray:
 def test_codes_and_their_tables_are_the_same(seed: int, size: int, limit: int) -> None:
     rng = np.random.default_rng(seed)
     histogram = rng.integers(0, 10 ** int(rng.integers(1, 7)), size) * (rng.random(size) < 0.7)
+    if rng.random() < 0.5:  # codes that would be long
+        histogram = histogram.astype(np.int64) << rng.integers(0, 20, size)
     lengths = reference.code_lengths(histogram, limit)
     assert same(lengths, compiled.code_lengths(histogram, limit))
     if lengths.any():
@@ -623,7 +626,8 @@ def test_both_implementations_have_every_kernel() -> None:
 def three_threads(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Every call is cut into three, however short its arrays."""
     for module, limits in (
-        (huffman_compiled, {"_LONG": 1, "_BLOCKS": 1}),
+        (huffman_compiled, {"_BLOCKS": 1}),
+        (tables_compiled, {"_LONG": 1, "_BLOCKS": 1}),
         (numbers_compiled, {"_LONG": 1}),
         (vectors_compiled, {"_LONG": 1, "_MANY": 1}),
     ):

@@ -56,7 +56,7 @@ def plan_alphabet(symbols: Octets, size: int, nested: bool = False) -> Candidate
                 candidates.append(_headed(_Mode.BUCKETS, mantissa | folded, buckets))
     counts = kernels.count(symbols, size)
     if not nested and 2 * int(counts.max()) >= symbols.size:
-        gaps = _plan_gaps(symbols, size, int(counts.argmax()))
+        gaps = _plan_gaps(symbols, size, int(counts.argmax()), smallest(candidates).size)
         candidates.append(_headed(_Mode.GAPS, 0, gaps))
     if size == 2:
         candidates.extend(_plan_runs(symbols))
@@ -200,12 +200,13 @@ def _unfold(numbers: Ints, size: int) -> Ints:
 # The most frequent symbol left out.
 
 
-def _plan_gaps(symbols: Octets, size: int, common: int) -> Candidate:
-    """The most frequent symbol, the positions of the others, the others."""
+def _plan_gaps(symbols: Octets, size: int, common: int, below: int) -> Candidate:
+    """The most frequent symbol, the positions of the others, the others; of any form where that
+    cannot take less than `below` bytes."""
     where = kernels.others(symbols, common)
     others = symbols[where]
     others -= others > common
-    positions = plan_positions(where, symbols.size)
+    positions = plan_positions(where, symbols.size, below)
     which = plan_alphabet(others, size - 1, nested=True)
     size_in_all = 1 + positions.size + which.size
     return Candidate(size_in_all, lambda: bytes((common,)) + positions.write() + which.write())

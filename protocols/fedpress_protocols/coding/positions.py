@@ -28,15 +28,18 @@ class _Mode(IntEnum):
 
 _ABSENT = 4
 _PARAMETER_SHIFT = 3
+_LARGE = 63
+_LEAST_ROW = 12  # bytes: the lengths of four streams, the anchor
 
 
-def plan_positions(positions: Ints, size: int) -> Candidate:
-    """Strictly rising coordinates in [0, size), size <= 2**32."""
+def plan_positions(positions: Ints, size: int, below: int | None = None) -> Candidate:
+    """Strictly rising coordinates in [0, size), size <= 2**32. What does not take less than `below`
+    bytes is of no use, and need not be the shortest form."""
     if 2 * positions.size <= size:
-        return _plan(positions, size, 0)
+        return _plan(positions, size, 0, below)
     absent = np.ones(size, np.bool_)
     absent[positions] = False
-    return _plan(np.flatnonzero(absent), size, _ABSENT)
+    return _plan(np.flatnonzero(absent), size, _ABSENT, below)
 
 
 def read_positions(reader: Reader, size: int, at_most: int) -> Ints:
@@ -62,7 +65,7 @@ def read_positions(reader: Reader, size: int, at_most: int) -> Ints:
     return np.flatnonzero(present)
 
 
-def _plan(positions: Ints, size: int, absent: int) -> Candidate:
+def _plan(positions: Ints, size: int, absent: int, below: int | None) -> Candidate:
     num = positions.size
 
     def headed(mode: _Mode, parameter: int, body: Candidate) -> Candidate:
@@ -77,12 +80,27 @@ def _plan(positions: Ints, size: int, absent: int) -> Candidate:
         headed(_Mode.STORED, 0, _plan_stored(positions, size)),
         headed(_Mode.RICE, parameter, _plan_rice(gaps, parameter, rice_bits)),
     ]
+    best = smallest(candidates)
+    if below is not None and num > SMALL and best.size >= below <= _least_in_buckets(gaps):
+        return best
     anchors = np.append(0, positions[BLOCK - 1 : -1 : BLOCK] + 1)
     for mantissa in range(0 if num <= SMALL else 2, MAX_MANTISSA + 1):
         buckets = plan_numbers(gaps, size, mantissa, anchors)
         if 8 * buckets.size >= num:  # else read_positions would take it for a forgery
             candidates.append(headed(_Mode.BUCKETS, mantissa, buckets))
     return smallest(candidates)
+
+
+def _least_in_buckets(gaps: Ints) -> int:
+    """Bytes that buckets of more than 2048 gaps cannot go below: under one table, the gaps of a
+    block take their order-0 entropy or more, also if all large ones are taken for the same; and a
+    block has a row in the directory."""
+    counts = kernels.count_streams(np.minimum(gaps, _LARGE).astype(np.uint8), _LARGE + 1)
+    of_blocks = counts.sum(axis=1, dtype=np.int64)
+    totals = of_blocks.sum(axis=1)
+    bits = float((totals * np.log2(totals)).sum())
+    bits -= float((of_blocks * np.log2(np.maximum(of_blocks, 1))).sum())
+    return int(bits) // 8 + _LEAST_ROW * len(totals) - 1
 
 
 def _read(reader: Reader, mode: int, parameter: int, num: int, size: int) -> Ints:

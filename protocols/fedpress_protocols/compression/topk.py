@@ -116,20 +116,20 @@ class TopK(Stateless):
         for group in self._groups(spec):
             chunks = self._chunks(group)
             kept = [kept_of(c, self._k(c.stop - c.start)) for c in chunks]
-            positions += [where + c.start for (where, _), c in zip(kept, chunks, strict=True)]
-            chosen = np.concatenate([values for _, values in kept] or [np.empty(0, np.float32)])
+            positions += [
+                where + c.start if c.start else where
+                for (where, _), c in zip(kept, chunks, strict=True)
+            ]
+            chosen = _joined([values for _, values in kept], np.float32)
             check_values(chosen)  # NaN and infinity are the largest of all
             symbols, group_ratios, scale = fit_levels(np.abs(chosen), self.num_levels)
             signs.append((chosen < 0).astype(np.uint8))
             magnitudes.append(symbols)
             ratios.append(group_ratios)
             scales.append(scale)
-        where = np.concatenate(positions) if positions else np.empty(0, np.int64)
-        sign = np.concatenate(signs) if signs else np.empty(0, np.uint8)
-        levels = np.concatenate(magnitudes) if magnitudes else np.empty(0, np.uint8)
-        flat_ratios = np.concatenate(ratios) if ratios else np.empty(0, "<f2")
-        fields = (where, sign, *((levels,) if self.magnitude_bits else ()))
-        return (*fields, flat_ratios, np.array(scales, "<f4"))
+        where, sign = _joined(positions, np.int64), _joined(signs, np.uint8)
+        levels = (_joined(magnitudes, np.uint8),) if self.magnitude_bits else ()
+        return (where, sign, *levels, _joined(ratios, "<f2"), np.array(scales, "<f4"))
 
     def decompress(self, symbols: Symbols, public: Public, num_summands: int = 1) -> Update:
         where = cast(Indices, symbols[0])
@@ -139,11 +139,13 @@ class TopK(Stateless):
         with np.errstate(over="ignore"):  # a forged scale; Update.check refuses what comes of it
             levels = ratios * scales[:, np.newaxis]
         signed = np.concatenate([levels, -levels], axis=1)
-        which = magnitudes.astype(np.intp)
-        which += self.num_levels * symbols[1].astype(np.intp)
+        which: npt.NDArray[np.integer]
+        which = np.uint8(self.num_levels) * symbols[1].astype(np.uint8, copy=False)
+        which += magnitudes.astype(np.uint8, copy=False)
         if self.scope == "tensor":
             stops = [s.stop for s in self._groups(public.spec)]
-            which += 2 * self.num_levels * np.searchsorted(stops, where, side="right")
+            tensors = np.searchsorted(stops, where, side="right")
+            which = which + 2 * self.num_levels * tensors
         return Update(public.spec.size, (Piece(where, signed.ravel()[which]),))
 
     def tabled(self, symbols: Sequence[Any], public: Public) -> Tabled | None:
@@ -171,6 +173,11 @@ class TopK(Stateless):
 
     def _k(self, size: int) -> int:
         return min(size, math.ceil(self.fraction * size) if self.count is None else self.count)
+
+
+def _joined(arrays: Sequence[npt.NDArray[Any]], kind: npt.DTypeLike) -> npt.NDArray[Any]:
+    """All of them, end to end; one alone is not copied."""
+    return arrays[0] if len(arrays) == 1 else np.concatenate([*arrays, np.empty(0, kind)])
 
 
 def largest(values: npt.NDArray[np.floating], k: int) -> Indices:

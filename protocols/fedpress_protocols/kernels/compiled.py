@@ -1,107 +1,33 @@
 """Every kernel as machine code, by numba; the same results as `reference`, bit for bit."""
 
-from fedpress_protocols.kernels.field_compiled import evaluate, lagrange, weighted_sums
-from fedpress_protocols.kernels.huffman_compiled import (
-    add_streams,
-    choose_tables,
-    code_lengths,
-    count,
-    count_buckets,
-    count_streams,
-    read_streams,
-    read_string,
-    read_table,
-    stream_bytes,
-    table_bits,
-    write_streams,
-    write_tables,
-)
-from fedpress_protocols.kernels.numbers_compiled import (
-    gaps_of,
-    group,
-    join,
-    others,
-    pack,
-    pack_lanes,
-    positions_of,
-    read_fields,
-    read_octets,
-    read_raw,
-    read_rice,
-    rice_sums,
-    split,
-    ungroup,
-    unpack_lanes,
-    write_octets,
-    write_raw,
-    write_rice,
-)
-from fedpress_protocols.kernels.range_compiled import (
-    decode_flags,
-    decode_values,
-    encode_flags,
-    encode_values,
-)
-from fedpress_protocols.kernels.vectors_compiled import (
-    add_at,
-    add_largest,
-    add_scaled,
-    add_scaled_at,
-    add_table_at,
-    largest,
-    lloyd,
-    nearest_levels,
-    peak,
-    quantise,
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from fedpress_protocols.kernels import (
+    codes_compiled,
+    field_compiled,
+    huffman_compiled,
+    numbers_compiled,
+    range_compiled,
+    reference,
+    tables_compiled,
+    vectors_compiled,
 )
 
-__all__ = [
-    "add_at",
-    "add_largest",
-    "add_scaled",
-    "add_scaled_at",
-    "add_streams",
-    "add_table_at",
-    "choose_tables",
-    "code_lengths",
-    "count",
-    "count_buckets",
-    "count_streams",
-    "decode_flags",
-    "decode_values",
-    "encode_flags",
-    "encode_values",
-    "evaluate",
-    "gaps_of",
-    "group",
-    "join",
-    "lagrange",
-    "largest",
-    "lloyd",
-    "nearest_levels",
-    "others",
-    "pack",
-    "pack_lanes",
-    "peak",
-    "positions_of",
-    "quantise",
-    "read_fields",
-    "read_octets",
-    "read_raw",
-    "read_rice",
-    "read_streams",
-    "read_string",
-    "read_table",
-    "rice_sums",
-    "split",
-    "stream_bytes",
-    "table_bits",
-    "ungroup",
-    "unpack_lanes",
-    "weighted_sums",
-    "write_octets",
-    "write_raw",
-    "write_rice",
-    "write_streams",
-    "write_tables",
-]
+if TYPE_CHECKING:
+    from fedpress_protocols.kernels.reference import *  # noqa: F403
+
+__all__: list[str] = []
+__all__ += reference.__all__
+
+for _module in (
+    codes_compiled,
+    field_compiled,
+    huffman_compiled,
+    numbers_compiled,
+    range_compiled,
+    tables_compiled,
+    vectors_compiled,
+):
+    globals().update({name: vars(_module)[name] for name in __all__ if name in vars(_module)})

@@ -1,14 +1,11 @@
-"""Huffman codes as machine code: the same lengths, tables and bytes as `huffman_reference`."""
+"""Streams of Huffman codes as machine code: the same bytes as `huffman_reference`."""
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
-import numpy.typing as npt
 
 from fedpress_protocols.errors import DecodingError
-from fedpress_protocols.kernels import huffman_reference
+from fedpress_protocols.kernels.codes_compiled import codes_of, lookup_of
 from fedpress_protocols.kernels.machine import (
     add_two,
     kernel,
@@ -16,18 +13,14 @@ from fedpress_protocols.kernels.machine import (
     load64,
     prefetch,
     store64,
-    trailing_zeros,
 )
-from fedpress_protocols.kernels.numbers_compiled import digits_of, put, split_into
+from fedpress_protocols.kernels.numbers_compiled import digits_of
 from fedpress_protocols.kernels.scratch import lasting, scratch
 from fedpress_protocols.kernels.wire import (
     ALONE,
     BLOCK,
-    FIRST_GUESS,
     GUARD,
     MAX_LENGTH,
-    MAX_TABLES,
-    ROUNDS,
     STREAMS,
     Ints,
     Octets,
@@ -35,464 +28,18 @@ from fedpress_protocols.kernels.wire import (
 from fedpress_protocols.kernels.workers import each, parts
 
 _WINDOW = 1 << MAX_LENGTH
-_IMPOSSIBLE = 1 << 17
 _STREAM = BLOCK // STREAMS
-_LONG = 1 << 19
-"""Symbols from which a sequence is worth another thread."""
-_BLOCKS = _LONG // BLOCK
+_LINE = 64
+_SUMS_AHEAD = 32
+"""Places by which a stream's sums are asked for before they are added to."""
+_BLOCKS = (1 << 19) // BLOCK
+"""Blocks from which a sequence is worth another thread."""
 _RUNS_ON, _PADDED, _LEFT_OVER = 1, 2, 3
 
 _U = np.uint64
 _MASK, _BYTE, _TOP = _U(_WINDOW - 1), _U(255), _U(1 << 63)
 _REFILL = _U(4 * MAX_LENGTH)
 _0, _1, _2, _3, _4, _7, _8, _63, _64 = (_U(n) for n in (0, 1, 2, 3, 4, 7, 8, 63, 64))
-
-
-# Codes.
-
-
-def code_lengths(histogram: Ints, limit: int = MAX_LENGTH) -> Octets:
-    lengths = np.empty(histogram.size, np.uint8)
-    _code_lengths(np.ascontiguousarray(histogram, np.int64), limit, lengths)
-    return lengths
-
-
-@kernel
-def _sort(keys, num):
-    """Shell sort of the first `num` uint64, with Ciura's gaps."""
-    for gap in (132, 57, 23, 10, 4, 1):
-        for i in range(gap, num):
-            key = keys[i]
-            j = i
-            while j >= gap and keys[j - gap] > key:
-                keys[j] = keys[j - gap]
-                j -= gap
-            keys[j] = key
-
-
-@kernel
-def _code_lengths(histogram, limit, lengths):
-    """Package-merge; see the reference. Symbols come before pairs of the same weight."""
-    keys = np.empty(histogram.size, np.uint64)
-    used = 0
-    for symbol in range(histogram.size):
-        lengths[symbol] = 0
-        if histogram[symbol] > 0:
-            keys[used] = (_U(histogram[symbol]) << _8) | _U(symbol)
-            used += 1
-    if used <= 1:
-        if used == 1:
-            lengths[keys[0] & _BYTE] = ALONE
-        return
-    _sort(keys, used)
-    below = np.empty(2 * used, np.int64)
-    merged = np.empty(2 * used, np.int64)
-    pairs_among = np.empty((limit, 2 * used), np.int16)
-    num = 0
-    for level in range(limit):
-        num_pairs = num >> 1
-        leaf = pair = 0
-        while leaf < used or pair < num_pairs:
-            weight = below[2 * pair] + below[2 * pair + 1] if pair < num_pairs else -1
-            own = np.int64(keys[leaf] >> _8) if leaf < used else -1
-            if weight < 0 or (own >= 0 and own <= weight):
-                merged[leaf + pair] = own
-                leaf += 1
-            else:
-                merged[leaf + pair] = weight
-                pair += 1
-            pairs_among[level, leaf + pair - 1] = pair
-        num = leaf + pair
-        below, merged = merged, below
-    lightest = 2 * used - 2
-    for level in range(limit - 1, -1, -1):
-        num_pairs = pairs_among[level, lightest - 1] if lightest else 0
-        for leaf in range(lightest - num_pairs):
-            lengths[keys[leaf] & _BYTE] += 1
-        lightest = 2 * num_pairs
-
-
-@kernel
-def _codes(lengths, coded):
-    """For each symbol its code, first bit lowest, in the uppermost bits; in the lowest its bits."""
-    code = 0
-    for length in range(1, MAX_LENGTH + 1):
-        for symbol in range(lengths.size):
-            if lengths[symbol] == length:
-                turned, rest = 0, code
-                for _ in range(length):
-                    turned = (turned << 1) | (rest & 1)
-                    rest >>= 1
-                coded[symbol] = (_U(turned) << _U(64 - length)) | _U(length)
-                code += 1
-        code <<= 1
-
-
-@kernel
-def _lookup(lengths, singles):
-    """For each window the bits of the code it begins with; above them, from 8 up, its symbol."""
-    coded = np.zeros(lengths.size, np.uint64)
-    _codes(lengths, coded)
-    for symbol in range(lengths.size):
-        if lengths[symbol] == ALONE:
-            singles[:] = np.uint16(symbol << 8)
-        elif lengths[symbol]:
-            entry = np.uint16((symbol << 8) | np.int64(lengths[symbol]))
-            step = 1 << np.int64(lengths[symbol])
-            code = np.int64(coded[symbol] >> _U(64 - np.int64(lengths[symbol])))
-            for window in range(code, _WINDOW, step):
-                singles[window] = entry
-
-
-@kernel
-def _table_bits(lengths):
-    """How many bits describe a code; SPEC-coding.md, Prefix codes."""
-    used, only = 0, 0
-    for symbol in range(lengths.size):
-        if lengths[symbol]:
-            used += 1
-    if used == 1:
-        while (1 << only) < lengths.size:
-            only += 1
-        return 1 + only
-    bits, before, length = 1, -1, FIRST_GUESS
-    for symbol in range(lengths.size):
-        if not lengths[symbol]:
-            continue
-        run = symbol - before - 1
-        if run:
-            bits += 5
-            while run > 1:
-                bits += 2
-                run >>= 1
-        step = abs(np.int64(lengths[symbol]) - length)
-        bits += (1, 3, 4)[step] if step <= 2 else 8
-        before, length = symbol, np.int64(lengths[symbol])
-    return bits
-
-
-def table_bits(lengths: Octets) -> int:
-    return sum(_table_bits(row) for row in lengths)
-
-
-def write_tables(lengths: Octets) -> bytes:
-    out = np.empty(27 * lengths.size // 8 + 2 * GUARD, np.uint8)
-    return out[: _write_tables(lengths, out)].tobytes()
-
-
-@kernel
-def _write_tables(lengths, out):
-    held, num_held, at = put(_U(0), _U(0), _U(lengths.shape[0] - 1), _2, out, _U(0))
-    for row in range(lengths.shape[0]):
-        used, only = 0, 0
-        for symbol in range(lengths.shape[1]):
-            if lengths[row, symbol]:
-                used += 1
-                only = symbol
-        if used == 1:
-            width = 0
-            while (1 << width) < lengths.shape[1]:
-                width += 1
-            item = (_U(only) << _1) | _1
-            held, num_held, at = put(held, num_held, item, _U(1 + width), out, at)
-            continue
-        held, num_held, at = put(held, num_held, _U(0), _1, out, at)
-        before, length = -1, FIRST_GUESS
-        for symbol in range(lengths.shape[1]):
-            due = np.int64(lengths[row, symbol])
-            if not due:
-                continue
-            run = symbol - before - 1
-            if run:
-                zeros = 0
-                while run >> (zeros + 1):
-                    zeros += 1
-                item = _7 | (_1 << _U(zeros + 4)) | (_U(run - (1 << zeros)) << _U(zeros + 5))
-                held, num_held, at = put(held, num_held, item, _U(5 + 2 * zeros), out, at)
-            step = due - length
-            if step == 0:
-                item, width = _U(0), 1
-            elif abs(step) == 1:
-                item, width = _U(1 if step > 0 else 5), 3
-            elif abs(step) == 2:
-                item, width = _U(3 if step > 0 else 11), 4
-            else:
-                item, width = _U(15 | due << 4), 8
-            held, num_held, at = put(held, num_held, item, _U(width), out, at)
-            before, length = symbol, due
-    store64(out, at, held)
-    return np.int64(at + ((num_held + _7) >> _3))
-
-
-def read_table(octets: Octets, at: int, stop: int, alphabet: int) -> tuple[Octets, int]:
-    lengths = np.zeros(alphabet, np.uint8)
-    end = _read_table(octets, at, stop, lengths)
-    if end < 0:  # what is wrong with it, the reference says
-        return huffman_reference.read_table(octets, at, stop, alphabet)
-    return lengths, end
-
-
-@kernel
-def _read_table(octets, start, stop, lengths):
-    """The bit where the table ends, or -1. An item takes 4 + 4 bits or, of a run, 4 + 15."""
-    at, alphabet = _U(start), lengths.size
-    end = _U(stop)
-    window = load64(octets, at >> _3) >> (at & _7)
-    if window & _1:
-        width = 0
-        while (1 << width) < alphabet:
-            width += 1
-        symbol = np.int64((window >> _1) & ((_1 << _U(width)) - _1))
-        if symbol >= alphabet or start + 1 + width > stop:
-            return -1
-        lengths[symbol] = ALONE
-        return start + 1 + width
-    at += _1
-    symbol, length, room, after_run = 0, FIRST_GUESS, _WINDOW, False
-    while room > 0:
-        if at >= end:
-            return -1
-        window = load64(octets, at >> _3) >> (at & _7)
-        step = np.int64(trailing_zeros(~window | _U(16)))
-        if step == 3:
-            window >>= _U(4)
-            zeros = trailing_zeros(window | _U(256))
-            if after_run or zeros > _7:
-                return -1
-            symbol += np.int64(_1 << zeros | ((window >> (zeros + _1)) & ((_1 << zeros) - _1)))
-            at += _U(5) + zeros + zeros
-            after_run = True
-            continue
-        if symbol >= alphabet:
-            return -1
-        if step == 4:
-            given = np.int64((window >> _U(4)) & _U(15))
-            if abs(given - length) <= 2:
-                return -1
-            length = given
-            at += _8
-        elif step:
-            length += -step if (window >> _U(step + 1)) & _1 else step
-            at += _U(step + 2)
-        else:
-            at += _1
-        if not 1 <= length <= MAX_LENGTH:
-            return -1
-        lengths[symbol] = length
-        room -= _WINDOW >> length
-        symbol, after_run = symbol + 1, False
-    return np.int64(at) if room == 0 and at <= end else -1
-
-
-# Blocks and the tables that they share.
-
-
-def count(symbols: Octets, alphabet: int) -> Ints:
-    def count_part(begin: int, end: int) -> Ints:
-        counts, histogram = np.empty((4, 256), np.int64), np.empty(alphabet, np.int64)
-        _count(symbols, begin, end, counts, histogram)
-        return histogram
-
-    counted: Ints = np.sum(each(count_part, parts(symbols.size, _LONG)), axis=0)
-    return counted
-
-
-def count_streams(symbols: Octets, alphabet: int) -> Ints:
-    num_blocks = -(-symbols.size // BLOCK)
-    histograms: npt.NDArray[Any] = np.empty((num_blocks, STREAMS, alphabet), np.int32)
-    each(
-        lambda begin, end: _count_streams(symbols, begin, histograms[begin:end]),
-        parts(num_blocks, _BLOCKS),
-    )
-    return histograms
-
-
-@kernel
-def _count(symbols, begin, end, counts, histogram):
-    """Four counters for each symbol, so that runs of one do not wait for themselves."""
-    counts[:] = 0
-    at, stop = _U(begin), _U(end)
-    while at + _4 <= stop:
-        counts[0, symbols[at]] += 1
-        counts[1, symbols[at + _1]] += 1
-        counts[2, symbols[at + _2]] += 1
-        counts[3, symbols[at + _3]] += 1
-        at += _4
-    while at < stop:
-        counts[0, symbols[at]] += 1
-        at += _1
-    for symbol in range(histogram.size):
-        histogram[symbol] = (
-            counts[0, symbol] + counts[1, symbol] + counts[2, symbol] + counts[3, symbol]
-        )
-
-
-@kernel
-def _count_streams(symbols, first_block, histograms):
-    counts = np.empty((4, 256), np.int32)
-    for block in range(histograms.shape[0]):
-        begin = (first_block + block) * BLOCK
-        size = min(BLOCK, symbols.size - begin)
-        for stream in range(STREAMS):
-            first, last = size * stream // STREAMS, size * (stream + 1) // STREAMS
-            _count(symbols, begin + first, begin + last, counts, histograms[block, stream])
-
-
-def count_buckets(values: Ints, mantissa: int, alphabet: int) -> Ints:
-    num_blocks = -(-values.size // BLOCK)
-    histograms: npt.NDArray[Any] = np.empty((num_blocks, STREAMS, alphabet), np.int32)
-    each(
-        lambda begin, end: _count_buckets(values, mantissa, begin, histograms[begin:end]),
-        parts(num_blocks, _BLOCKS),
-    )
-    return histograms
-
-
-@kernel
-def _count_buckets(values, mantissa, first_block, histograms):
-    counts = np.empty((4, 256), np.int32)
-    buckets, raw = np.empty(_STREAM, np.uint8), np.empty(_STREAM, np.int64)
-    for block in range(histograms.shape[0]):
-        begin = (first_block + block) * BLOCK
-        size = min(BLOCK, values.size - begin)
-        for stream in range(STREAMS):
-            first, last = size * stream // STREAMS, size * (stream + 1) // STREAMS
-            num = last - first
-            split_into(values[begin + first : begin + last], mantissa, buckets[:num], raw[:num])
-            _count(buckets, 0, num, counts, histograms[block, stream])
-
-
-def stream_bytes(histograms: Ints, lengths: Octets, of_block: Ints) -> Ints:
-    found = np.empty(histograms.shape[:2], np.int64)
-    _stream_bytes(histograms.astype(np.int32, copy=False), lengths, of_block, found)
-    return found
-
-
-@kernel
-def _stream_bytes(histograms, lengths, of_block, found):
-    bits = np.empty(lengths.shape[1], np.int32)
-    total = 0
-    at = -1
-    for block in range(histograms.shape[0]):
-        if of_block[block] != at:
-            at = of_block[block]
-            for symbol in range(bits.size):
-                length = np.int64(lengths[at, symbol])
-                bits[symbol] = 0 if length == ALONE else length
-        for stream in range(STREAMS):
-            sum_of_bits = np.int32(0)
-            for symbol in range(bits.size):
-                sum_of_bits = np.int32(
-                    sum_of_bits + np.int32(histograms[block, stream, symbol] * bits[symbol])
-                )
-            found[block, stream] = (np.int64(sum_of_bits) + 7) >> 3
-            total += found[block, stream]
-    return total
-
-
-def choose_tables(histograms: Ints, at_most: int = MAX_TABLES) -> tuple[Octets, Ints]:
-    lengths = np.zeros((MAX_TABLES, histograms.shape[2]), np.uint8)
-    of_block = np.zeros(histograms.shape[0], np.int64)
-    counts = histograms.astype(np.int32, copy=False)
-    num_tables = _choose_tables(counts, at_most, lengths, of_block)
-    return lengths[:num_tables], of_block
-
-
-@kernel
-def _grouped(of_blocks, of_block, lengths):
-    """Number the groups in use anew, without gaps, and make each its code; how many there are."""
-    num_blocks, alphabet = of_blocks.shape
-    sums = np.zeros((MAX_TABLES, alphabet), np.int64)
-    filled = np.zeros(MAX_TABLES, np.int64)
-    for block in range(num_blocks):
-        table = of_block[block]
-        filled[table] += 1
-        for symbol in range(alphabet):
-            sums[table, symbol] += of_blocks[block, symbol]
-    num_tables = 0
-    for table in range(MAX_TABLES):
-        if filled[table]:
-            filled[table] = num_tables
-            _code_lengths(sums[table], MAX_LENGTH, lengths[num_tables])
-            num_tables += 1
-    for block in range(num_blocks):
-        of_block[block] = filled[of_block[block]]
-    return num_tables
-
-
-@kernel
-def _cheapest(of_blocks, lengths, num_tables, of_block):
-    """Each block goes to the table that codes it shortest; whether any moved."""
-    num_blocks, alphabet = of_blocks.shape
-    costs = np.empty((MAX_TABLES, alphabet), np.int32)
-    for table in range(num_tables):
-        for symbol in range(alphabet):
-            length = np.int32(lengths[table, symbol])
-            cost = np.int32(0) if length == ALONE else length
-            costs[table, symbol] = cost if length else np.int32(_IMPOSSIBLE)
-    moved = False
-    for block in range(num_blocks):
-        best, fewest = 0, np.int32(0x7FFFFFFF)
-        for table in range(num_tables):
-            bits = np.int32(0)
-            for symbol in range(alphabet):
-                bits = np.int32(bits + np.int32(of_blocks[block, symbol] * costs[table, symbol]))
-            if bits < fewest:
-                best, fewest = table, bits
-        moved |= of_block[block] != best
-        of_block[block] = best
-    return moved
-
-
-@kernel
-def _size(histograms, lengths, num_tables, of_block, found):
-    bits = 2
-    for table in range(num_tables):
-        bits += _table_bits(lengths[table])
-    return ((bits + 7) >> 3) + _stream_bytes(histograms, lengths, of_block, found)
-
-
-@kernel
-def _choose_tables(histograms, at_most, best_lengths, best_of_block):
-    num_blocks, _, alphabet = histograms.shape
-    of_blocks = np.empty((num_blocks, alphabet), np.int32)
-    for block in range(num_blocks):
-        for symbol in range(alphabet):
-            total = np.int64(0)
-            for stream in range(STREAMS):
-                total += histograms[block, stream, symbol]
-            of_blocks[block, symbol] = total
-    found = np.empty((num_blocks, STREAMS), np.int64)
-    num_best = _grouped(of_blocks, best_of_block, best_lengths)
-    smallest = _size(histograms, best_lengths, num_best, best_of_block, found)
-    if min(at_most, num_blocks) == 1:
-        return num_best
-    # Rank the blocks by their mean bits under the common table, of equals the first first.
-    means = np.empty(num_blocks, np.uint64)
-    for block in range(num_blocks):
-        bits, count = 0, 0
-        for symbol in range(alphabet):
-            length = np.int64(best_lengths[0, symbol])
-            bits += of_blocks[block, symbol] * (0 if length == ALONE else length)
-            count += of_blocks[block, symbol]
-        means[block] = (_U(bits * BLOCK // count) << _U(32)) | _U(block)
-    _sort(means, num_blocks)
-    lengths = np.zeros((MAX_TABLES, alphabet), np.uint8)
-    of_block = np.empty(num_blocks, np.int64)
-    for num_tables in range(2, min(at_most, num_blocks) + 1):
-        for rank in range(num_blocks):
-            of_block[np.int64(means[rank] & _U(0xFFFFFFFF))] = rank * num_tables // num_blocks
-        used = _grouped(of_blocks, of_block, lengths)
-        for _ in range(ROUNDS):
-            if not _cheapest(of_blocks, lengths, used, of_block):
-                break  # the same groups have the same codes
-            used = _grouped(of_blocks, of_block, lengths)
-        size = _size(histograms, lengths, used, of_block, found)
-        if size < smallest:
-            smallest, num_best = size, used
-            best_lengths[:] = lengths
-            best_of_block[:] = of_block
-    return num_best
 
 
 # Streams.
@@ -553,7 +100,7 @@ def _write_stream(symbols, begin, end, coded, out, at):
 def _write_streams(symbols, first_block, lengths, of_block, out, at):
     coded = np.zeros((lengths.shape[0], 256), np.uint64)
     for table in range(lengths.shape[0]):
-        _codes(lengths[table], coded[table])
+        codes_of(lengths[table], coded[table])
     for block in range(of_block.size):
         begin = (first_block + block) * BLOCK
         size = min(BLOCK, symbols.size - begin)
@@ -562,6 +109,8 @@ def _write_streams(symbols, first_block, lengths, of_block, out, at):
         codes = coded[of_block[block]]
         for stream in range(STREAMS):
             first, last = size * stream // STREAMS, size * (stream + 1) // STREAMS
+            for line in range(begin + first, begin + last, _LINE):
+                prefetch(symbols, line + 2 * _STREAM)
             at = _write_stream(symbols, begin + first, begin + last, codes, out, at)
     return at
 
@@ -601,7 +150,7 @@ def check(outcome: int) -> None:
 @kernel
 def _lookups(lengths, singles):
     for table in range(lengths.shape[0]):
-        _lookup(lengths[table], singles[table])
+        lookup_of(lengths[table], singles[table])
 
 
 @kernel
@@ -720,7 +269,8 @@ def _read_two(octets, start, num_bytes, first, second, target, wide, begin):
     before it in its stream, and eight streams leave no gaps in between. See `_take` for `wide`.
 
     The streams are too short for the machine to see where it will read and write next. So with each
-    refill the bytes are asked for that come as far into the next two blocks.
+    refill the bytes are asked for that come as far into the next two blocks; and of sums, those
+    that each stream comes to a few refills on.
     """
     a = _U(start) << _3
     b = a + (_U(num_bytes[0, 0]) << _3)
@@ -734,7 +284,7 @@ def _read_two(octets, start, num_bytes, first, second, target, wide, begin):
     h_end = h + (_U(num_bytes[1, 3]) << _3)
     i = _U(begin)
     input_at, input_stride = h_end >> _3, (h_end - a) // _U(8 * _STREAM // 4)
-    soon = (i + _U(2 * BLOCK)) << _U(wide is not None)
+    soon = i + _U(2 * BLOCK)
     lead = _0
     if wide is not None:
         # Sums at places that are a whole number of pages apart would be taken for one another.
@@ -765,9 +315,8 @@ def _read_two(octets, start, num_bytes, first, second, target, wide, begin):
                 prefetch(target, soon)
                 soon += _U(2 * STREAMS * 4)
             else:
-                for _ in range(8):
-                    prefetch(target, soon)
-                    soon += _8
+                for n in range(2 * STREAMS):
+                    prefetch(target, (i + _U(n * _STREAM + 4 * (7 - n) + _SUMS_AHEAD)) << _1)
             s, t = _window(octets, a), _window(octets, b)
             u, v = _window(octets, c), _window(octets, d)
             w, x = _window(octets, e), _window(octets, f)
@@ -994,7 +543,7 @@ def read_string(
 @kernel
 def _read_string(octets, start, end, lengths, symbols):
     singles = np.empty(_WINDOW, np.uint16)
-    _lookup(lengths, singles)
+    lookup_of(lengths, singles)
     at, stop = _U(start), _U(end)
     for place in range(symbols.size):
         if at > stop:

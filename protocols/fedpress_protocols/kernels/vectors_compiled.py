@@ -26,14 +26,17 @@ Entries = npt.NDArray[np.uint32]
 _U, _N = np.uint64, np.uint32
 _MAGNITUDE = _N(0x7FFFFFFF)
 _SAMPLES = 1 << 14
+_SAMPLES_AHEAD = 24
 _SAMPLED_FROM = 1 << 16
 """Below so many entries, all are candidates."""
-_CHUNK = 4096
+_CHUNK = 1 << 14
+_SOON = 4096
+"""Entries that are read next, and so long before they are."""
 _LONG = 1 << 20
 """Entries from which a vector is worth another thread."""
 _MANY = 1 << 16
 """Coordinates from which those in no order in memory are."""
-_SPARE = 4160
+_SPARE = _CHUNK + 64
 """Room that a chunk's search may need beyond what it finds."""
 _LAST = _U(1 << 63)
 _BIN_SHIFT = 15
@@ -137,6 +140,7 @@ def _sample(entries, sample):
     """Neighbours in twos: to get at memory is what takes time."""
     stride = entries.size // (sample.size // 2)
     for i in range(sample.size // 2):
+        prefetch(entries, _drawn(i + _SAMPLES_AHEAD, stride))
         at = _U(_drawn(i, stride)) | _U(1)
         sample[_U(2 * i)] = entries[at - _U(1)] & _MAGNITUDE
         sample[_U(2 * i + 1)] = entries[at] & _MAGNITUDE
@@ -147,6 +151,9 @@ def _sample_sums(vector, other, sample):
     stride = vector.size // (sample.size // 2)
     sums = sample.view(np.float32)
     for i in range(sample.size // 2):
+        soon = _drawn(i + _SAMPLES_AHEAD, stride)
+        prefetch(vector, soon)
+        prefetch(other, soon)
         at = _U(_drawn(i, stride)) | _U(1)
         sums[_U(2 * i)] = vector[at - _U(1)] + other[at - _U(1)]
         sums[_U(2 * i + 1)] = vector[at] + other[at]
@@ -199,8 +206,16 @@ def _spread(masks, begins, num, vector, other, where, kept, found):
 
 
 @kernel
+def _prefetch_soon(entries, at):
+    """Ask for 64 entries well after those from `at` on: memory would be idle while what a chunk's
+    masks stand for is collected."""
+    for line in range(0, 64, 16):
+        prefetch(entries, at + line + _SOON)
+
+
+@kernel
 def _reach_in(entries, begin, end, least, masks, begins, where, found_entries, found):
-    """Append the entries of up to 4096 that reach `least`; -1 if there may be no room for them.
+    """Append the entries of a chunk that reach `least`; -1 if there may be no room for them.
 
     First a mask for each 64, and the masks that are not empty side by side; then what they stand
     for.
@@ -208,6 +223,7 @@ def _reach_in(entries, begin, end, least, masks, begins, where, found_entries, f
     num = 0
     at = begin
     while at + 64 <= end:
+        _prefetch_soon(entries, at)
         masks[num] = (
             at_least16(entries, at, least)
             | (at_least16(entries, at + 16, least) << _U(16))
@@ -234,6 +250,8 @@ def _add_and_reach_in(
     num = 0
     at = begin
     while at + 64 <= end:
+        _prefetch_soon(vector, at)
+        _prefetch_soon(other, at)
         masks[num] = (
             add16(vector, other, total, at, least)
             | (add16(vector, other, total, at + 16, least) << _U(16))
@@ -301,17 +319,25 @@ def _refine(where, entries, threshold, chosen, values):
 
     The one more place at the end takes what comes after them.
     """
-    above = 0
+    above = reached = 0
     for i in range(entries.size):
-        above += np.int64((entries[i] & _MAGNITUDE) > threshold)
+        magnitude = entries[i] & _MAGNITUDE
+        above += np.int64(magnitude > threshold)
+        reached += np.int64(magnitude >= threshold)
     ties = chosen.size - 1 - above
-    at = 0
+    at = _U(0)
+    if above + ties == reached:
+        for i in range(entries.size):
+            chosen[at] = where[i]
+            values[at] = entries[i]
+            at += _U((entries[i] & _MAGNITUDE) >= threshold)
+        return
     for i in range(entries.size):
         magnitude = entries[i] & _MAGNITUDE
         tie = np.int64(magnitude == threshold)
         chosen[at] = where[i]
         values[at] = entries[i]
-        at += np.int64(magnitude > threshold) | (tie & np.int64(ties > 0))
+        at += _U(magnitude > threshold) | _U(tie & np.int64(ties > 0))
         ties -= tie
 
 
@@ -382,11 +408,16 @@ def _lloyd(rising, edges, steps, sums, centres):
 
 @kernel
 def _nearest_levels(magnitudes, middles, symbols):
-    for begin in range(0, symbols.size, _CHUNK):
-        some, found = magnitudes[begin : begin + _CHUNK], symbols[begin : begin + _CHUNK]
-        for middle in middles:
+    """Two middles in a pass; where they are odd in number, the last goes with one that no magnitude
+    reaches."""
+    for begin in range(0, symbols.size, _SOON):
+        some, found = magnitudes[begin : begin + _SOON], symbols[begin : begin + _SOON]
+        for j in range(0, middles.size, 2):
+            middle = middles[j]
+            after = middles[j + 1] if j + 1 < middles.size else np.float32(np.nan)
             for i in range(found.size):
                 found[i] += np.uint8(some[i] >= middle)
+                found[i] += np.uint8(some[i] >= after)
 
 
 def quantise(

@@ -76,6 +76,8 @@ def parts(num: int, least: int, unit: int = 1) -> list[tuple[int, int]]:
 def each(call: Callable[[int, int], T], among: list[tuple[int, int]]) -> list[T]:
     """`call(begin, end)` for all parts, side by side; raises what one of them raises, once all are
     done with."""
+    if len(among) == 1:
+        return [call(*among[0])]
     begun = [_workers.pool().submit(call, *part) for part in among[1:]]
     try:
         return [call(*among[0]), *(one.result() for one in begun)]
