@@ -39,10 +39,13 @@ from fedpress_protocols.errors import InvalidUpdate
 from fedpress_protocols.messages import Assignment, Receipt, TaskConfig
 from fedpress_protocols.model import Model
 from fedpress_protocols.signatures import DeviceKey
-from fedpress_server.attempts import Attempt, opened, upload_name
-from fedpress_server.folding import FoldJob, fold, model_name
+from fedpress_server.adding import FoldJob
+from fedpress_server.attempts import Attempt
+from fedpress_server.files import model_name, upload_name
+from fedpress_server.folding import fold
 from fedpress_server.masked import Host
 from fedpress_server.masked_membership import Authority
+from fedpress_server.opening import Legacy, opened
 from fedpress_server.rounds import (
     ClientCheckedIn,
     Effect,
@@ -234,17 +237,12 @@ class Simulation:
         return opened(
             self.config,
             self.strategy,
-            SPEC,
             self.payloads,
-            model=model,
-            previous=previous,
-            activity=None,
-            control=None,
-            bases={},
+            self.host,
+            left=Legacy(model, SPEC, previous),
             number=number,
             attempt=1,
             now=self.now,
-            host=self.host,
         )
 
     def _settle(self, number: int, attempt: int, settled: Settle, index: int) -> None:

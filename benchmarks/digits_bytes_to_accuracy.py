@@ -44,8 +44,11 @@ from fedpress_protocols.messages import Assignment, Receipt
 from fedpress_protocols.model import Model, ModelSpec, Vector
 from fedpress_protocols.plan import CohortRules, FixedPointTerms, Profile, RoundPlan
 from fedpress_protocols.update import Piece, Update
-from fedpress_server.folding import FoldJob, RoundTerms, StagedUpload, fold, model_name
-from fedpress_server.payloads import Payloads
+from fedpress_server.adding import FoldJob, StagedUpload
+from fedpress_server.files import model_name
+from fedpress_server.folding import fold
+from fedpress_server.payloads import LocalPayloads
+from fedpress_server.terms import RoundTerms
 from fedpress_strategies import from_config as strategy_from_config
 
 CLIENTS, COHORT, ROUNDS = 100, 10, 100
@@ -119,6 +122,15 @@ def in_context(inner: Config) -> Config:
     return {"id": "coded", "inner": inner, "contexts": "previous"}
 
 
+def by_tensor(large: Config) -> Config:
+    """8 bits for tensors too small to sparsify, as `fedpress plan` and the demo have it."""
+    return {"id": "per_tensor", "large": large}
+
+
+def bits(number: int) -> Config:
+    return feedback({"id": "quantize", "bits": number})
+
+
 FEDAVG: Config = {"id": "fedavg"}
 FLOAT32: Config = {"id": "none"}
 RAW: Config = {"id": "benchmark.raw_topk"}
@@ -137,6 +149,9 @@ FETCHSGD: Config = {"id": "fetchsgd", "momentum": 0.0}
 METHODS = (
     Method("float32, FedAvg", FLOAT32, FEDAVG, 0.3),
     Method("float32, M .8", FLOAT32, momentum(0.8), 0.3),
+    Method("8 bits, EF, M .8", bits(8), momentum(0.8), 0.3),
+    Method("4 bits, EF, M .8", bits(4), momentum(0.8), 0.3),
+    Method("top-k 2 % + 1 bit, EF, M .8", feedback(by_tensor(topk(0.02, 1))), momentum(0.8)),
     Method("top-k 1 % raw, EF", feedback(RAW), FEDAVG),
     Method("top-k 1 % raw, EF, M .8", feedback(RAW), momentum(0.8)),
     Method("stc 1 %, EF", feedback(STC), FEDAVG),
@@ -266,7 +281,7 @@ class Curve(NamedTuple):
         return float(np.mean(self.accuracies[-10:]))
 
 
-class _InMemory(Payloads):
+class _InMemory(LocalPayloads):
     """The server's files without the disk: a benchmark need not wait for fsync."""
 
     def __init__(self, root: Path) -> None:

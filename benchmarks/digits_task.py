@@ -126,3 +126,11 @@ def gradient_of(model: Vector, pixels: Vector, labels: Rows) -> Vector:
         if layer:
             back = (back @ tensors[f"{layer}.weight"]) * (outputs[layer] > 0)
     return SPEC.flatten(found)
+
+
+def loss_of(model: Vector, pixels: Vector, labels: Rows) -> float:
+    """The mean cross-entropy."""
+    scores = _forward(model, pixels)[-1]
+    scores = scores - scores.max(axis=1, keepdims=True)
+    told = np.log(np.exp(scores).sum(axis=1)) - scores[np.arange(labels.size), labels]
+    return float(told.mean())

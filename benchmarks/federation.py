@@ -27,19 +27,15 @@ from fedpress_protocols.plan import (
     RoundPlan,
     TrainingTerms,
 )
-from fedpress_server.folding import (
-    FoldJob,
-    RoundTerms,
-    StagedUpload,
-    artefact_name,
-    fold,
-    model_name,
-)
-from fedpress_server.payloads import Payloads
+from fedpress_server.adding import FoldJob, StagedUpload
+from fedpress_server.files import artefact_name, model_name
+from fedpress_server.folding import fold
+from fedpress_server.payloads import LocalPayloads
+from fedpress_server.terms import RoundTerms
 from fedpress_strategies import from_config
 
 
-class InMemory(Payloads):
+class InMemory(LocalPayloads):
     """Payloads that touch no disk."""
 
     def __init__(self, root: Path) -> None:

@@ -18,7 +18,7 @@ import os
 import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -37,10 +37,12 @@ from fedpress_protocols.model import Model
 from fedpress_protocols.plan import CohortRules, RoundPlan
 from fedpress_protocols.schedule import Period, sparsity_warm_up
 from fedpress_protocols.signatures import DeviceKey
-from fedpress_server.attempts import opened
-from fedpress_server.folding import FoldJob, StagedUpload, fold, model_name
+from fedpress_server.adding import FoldJob, StagedUpload
+from fedpress_server.files import model_name
+from fedpress_server.folding import fold
 from fedpress_server.masked import Host
 from fedpress_server.masked_membership import Authority
+from fedpress_server.opening import Legacy, opened
 from fedpress_strategies import from_config
 
 COHORT, ROUNDS, LAST = 10, 200, 10
@@ -171,18 +173,12 @@ def run(method: Method, seed: int, rounds: int, folder: Path) -> Run:
         attempt = opened(
             config,
             strategy,
-            SPEC,
             payloads,
-            model=model.digest,
-            previous=model.digest,
-            activity=None,
-            control=None,
-            bases={},
+            host,
+            left=replace(Legacy.beginning(model.digest, SPEC), uploaded=tuple(uploaded)),
             number=number,
             attempt=1,
             now=0.0,
-            host=host,
-            uploaded=uploaded,
         )
         cohort = chosen.choice(method.clients, COHORT, replace=False).tolist()
         plan, staged = attempt.terms.plan, []

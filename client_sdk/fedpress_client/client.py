@@ -18,6 +18,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from random import SystemRandom
+from statistics import median
 from time import time as _time
 from typing import Any, Literal
 
@@ -25,8 +26,10 @@ import numpy as np
 from pydantic import ValidationError
 
 from fedpress_client.client_terms import TermsAtWork, check_honoured, personalised
+from fedpress_client.downloads import BASES, download_model
 from fedpress_client.ledger import KEEP_ALL, Discard, Ledger, ResidualRules
 from fedpress_client.masking import RENEW_SECONDS, MaskedPart, MaskingRules, Member, joined
+from fedpress_client.outgoing import Outgoing, abandon_unfinished
 from fedpress_client.state import Identity, StateDirectory, TaskFiles
 from fedpress_client.trainer import Evaluation, Trained, Trainer, Work
 from fedpress_client.transport import HttpTransport, Traffic, Transport
@@ -49,6 +52,7 @@ from fedpress_protocols.masking.agreement import agreed
 from fedpress_protocols.masking.payload import SECRET_BYTES, Payload
 from fedpress_protocols.masking.transcript import SessionConfig
 from fedpress_protocols.messages import (
+    MAX_ATTRIBUTES,
     RECEIPT_CONTEXT,
     Assignment,
     Attribute,
@@ -63,7 +67,9 @@ from fedpress_protocols.messages import (
 )
 from fedpress_protocols.model import Model, ModelSpec, Vector
 from fedpress_protocols.plan import RoundPlan, TrainingTerms, agreed_version, explained
+from fedpress_protocols.policies.bandwidth_aware import TELLING, UPLINK
 from fedpress_protocols.signatures import from_base64url, to_base64url, verify_document
+from fedpress_protocols.upload import REPORT_BYTES, max_body_bytes
 
 _log = logging.getLogger(__name__)
 
@@ -73,6 +79,7 @@ MAX_MODEL_BYTES = 4 * 2**30
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _REPORTED_PENDING = 1024
 _SHORTEST_PAUSE = 0.05
+_UPLINKS = 5
 
 EventKind = Literal[
     "enrolled", "joined", "assigned", "evaluated", "trained", "uploaded", "refused", "declined",
@@ -156,6 +163,8 @@ class Client:
         self._wait, self._rules, self._max_model_bytes = wait, rules, max_model_bytes
         self._fine_tuning = fine_tuning
         self._attributes = _checked_attributes(attributes or {})
+        self._uplinks: list[float] = []
+        """In Mbit/s, of the newest uploads that tell of the link."""
         self._masking, self._clock = masking or MaskingRules(), clock
         self._on_event = on_event
         self._on_discard = on_discard or _warn_of_discard
@@ -262,7 +271,7 @@ class Client:
         request = CheckInRequest(
             pending=tuple(here.ledger.pending)[:_REPORTED_PENDING],
             wait=0.0 if unsent or here.hurry else self._wait,
-            attributes=self._attributes,
+            attributes=self._said,
         )
         here.hurry = False
         news = self._transport.check_in(here.task, request)
@@ -294,6 +303,15 @@ class Client:
 
     def _work(self, here: _Open, assignment: Assignment) -> bool:
         """Train and upload; False if nothing came of it."""
+        with Outgoing(here.files, self._transport, assignment.assignment) as outgoing:
+            is_due = self._prepare(here, assignment, outgoing)
+        if is_due and not self._stopping.is_set() and assignment.plan.lane == "clear":
+            self._upload(here, assignment.assignment)
+        return is_due
+
+    def _prepare(self, here: _Open, assignment: Assignment, outgoing: Outgoing) -> bool:
+        """Train, and have the account hold what comes of it; False if nothing does. A large body
+        may begin to leave by `outgoing` meanwhile."""
         key, plan = assignment.assignment, assignment.plan
         self._tell("assigned", assignment, profile=assignment.profile)
         try:
@@ -306,7 +324,7 @@ class Client:
             check_honoured(plan, self._trainer)
             compressor = plan.compressor(assignment.profile)
             named = (plan.model, *plan.sources.values(), *plan.artefacts)
-            here.files.drop_models(besides=named)
+            here.files.drop_models(besides={*named, *self._bases(here, plan.model)})
             model = self._fetch(here, plan.model)
             plan.public(model.spec)
             needs = plan.needs if plan.lane == "masked" else compressor.needs
@@ -317,7 +335,8 @@ class Client:
                 due = self._agreed(here, Payload(plan, public))
             support = plan.support(assignment.profile, model.spec, public)
             server = self._read_control(here, plan, public.spec)
-            terms = TermsAtWork(plan, model, here.ledger, server)
+            here.files.used(plan.model)
+            terms = TermsAtWork(plan, model, here.ledger, server, assignment.profile)
         except (ConfigurationError, MalformedRequest, NotFound) as exc:
             self._decline(here, key, exc)
             return False
@@ -330,6 +349,7 @@ class Client:
         try:
             trained = self._trainer.train(terms.model, work)
             change, metrics = _checked(trained, terms.model)
+            outgoing.expect(_most_bytes(assignment, model.spec))
             update = terms.update(change, trained)
             ledger, body = here.ledger.prepare(
                 assignment,
@@ -345,24 +365,29 @@ class Client:
                 report=terms.report(trained),
                 personal=terms.personal(trained),
                 secret=self._rounding_secret(assignment),
+                sections=outgoing.add,
             )
         except InvalidUpdate as exc:
+            outgoing.abandon()
             self._save(here, here.ledger.refuse(key, update))
             self._decline(here, key, exc)
             raise
         except Exception as exc:
+            outgoing.abandon()
             self._decline(here, key, exc)
             raise
         if body is not None and due is not None and here.part is not None:
             here.part.enter(key, due)
         self._save(here, ledger)
         if body is None:
+            outgoing.abandon()
             beyond = InvalidUpdate(
                 f"compressed, the update goes beyond the plan's {plan.fixed_point.max_abs:g}",
                 hint="raise the task's max_abs, or choose a compressor that scales less",
             )
             self._decline(here, key, beyond)
             return False
+        outgoing.finish()
         self._tell(
             "trained",
             assignment,
@@ -370,11 +395,7 @@ class Client:
             body_bytes=len(body),
             metrics=metrics,
         )
-        if self._stopping.is_set():
-            return False
-        if due is None:
-            self._upload(here, key)
-        return True
+        return not self._stopping.is_set()
 
     def _second(self, here: _Open, assignment: Assignment, digest: str) -> bool:
         """Make the second of two trips; False if there was nothing to do, or nothing came of it."""
@@ -499,7 +520,10 @@ class Client:
         about = {"assignment": key, "body_bytes": len(held.body)}
         try:
             send = self._transport.first if held.is_first else self._transport.upload
+            began_at, sent = self._clock(), self._transport.traffic.body_up
             ack = send(key, held.body)
+            sent = self._transport.traffic.body_up - sent
+            self._timed(sent, self._clock() - began_at)
             if (ack.assignment, ack.upload) != (key, held.digest):
                 raise DigestMismatch(
                     f"the server took {ack.upload[:12]} for {ack.assignment}, sent was "
@@ -518,6 +542,20 @@ class Client:
             self._tell("refused", held, **about, reason=exc.detail)
             self._decline(here, key, exc)
         here.sent.add(key)
+
+    def _timed(self, num_bytes: int, seconds: float) -> None:
+        """So many bytes of a body took so long, answer and repeats included."""
+        if num_bytes >= TELLING and seconds > 0:
+            recent = [*self._uplinks, 8e-6 * num_bytes / seconds]
+            self._uplinks = recent[-_UPLINKS:]
+
+    @property
+    def _said(self) -> dict[str, Attribute]:
+        """The device's attributes, with what its uplink was found to be: the median of its newest
+        uploads, which takes the place of what was declared."""
+        if not self._uplinks or len({*self._attributes, UPLINK}) > MAX_ATTRIBUTES:
+            return self._attributes
+        return {**self._attributes, UPLINK: round(median(self._uplinks), 6)}
 
     def _decline(self, here: _Open, key: str, why: Exception) -> None:
         _log.warning("assignment %s declined: %s", key, why)
@@ -607,9 +645,21 @@ class Client:
         """A model from the device's own files, or else from the server."""
         data = here.files.model(digest)
         if data is None:
-            data = self._transport.model(digest, self._max_model_bytes, here.task)
+            held = None
+            if self._heard is not None and self._heard.downlink:
+                found = ((base, here.files.model(base)) for base in here.files.newest())
+                held = ((base, data) for base, data in found if data is not None)
+            limit = self._max_model_bytes
+            data = download_model(self._transport, digest, here.task, limit, held)
             self._keep(here, digest, data)
         return Model.from_bytes(data)
+
+    def _bases(self, here: _Open, digest: str) -> list[str]:
+        """What is held that the model `digest` may be had from, if it is not held itself."""
+        held = here.files.newest()
+        if self._heard is None or not self._heard.downlink or digest in held:
+            return []
+        return held[:BASES]
 
     def _read_map(self, here: _Open, digest: str, spec: ModelSpec) -> Vector:
         """A map of activity, as a model is read; raises IncompatiblePlan if it is none."""
@@ -726,6 +776,7 @@ class Client:
                 raise
             here = _Open(task, files, ledger, from_base64url(identity.server_key, 32))
             self._open, self._account = here, ledger
+            abandon_unfinished(files, self._transport, frozenset(ledger.pending))
             if files.session() is not None:
                 here.part = self._part(here, may_ask=False)
             self._report_discards(self._open)
@@ -838,6 +889,16 @@ class _Open:
 
 class _Stopped(Exception):
     """`stop` was called during a pause."""
+
+
+def _most_bytes(assignment: Assignment, spec: ModelSpec) -> int:
+    """The largest body that may come of an assignment's update, where it may leave before it is
+    whole: not in the masked lane, nor in the first of two trips."""
+    plan = assignment.plan
+    if plan.lane == "masked" or plan.first_trip is not None:
+        return 0
+    layout = plan.layouts(spec)[plan.profile_index(assignment.profile)]
+    return max_body_bytes(layout) + REPORT_BYTES * len(plan.report)
 
 
 def _checked(trained: Trained, model: Model) -> tuple[Vector, dict[str, float]]:

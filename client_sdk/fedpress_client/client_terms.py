@@ -18,14 +18,21 @@ from fedpress_protocols.update import Indices
 class TermsAtWork:
     """A plan's client terms on the round's `model`, for the device whose account is `ledger`.
 
-    `server` is the server's control variate, None for zeros. `model` is where training begins: the
+    `server` is the server's control variate, None for zeros; `profile` what the device uses of the
+    plan's, which may correct the learning rate. `model` is where training begins: the
     round's, with the tensors that are personal as this device has them.
     """
 
     def __init__(
-        self, plan: RoundPlan, model: Model, ledger: Ledger, server: Vector | None
+        self,
+        plan: RoundPlan,
+        model: Model,
+        ledger: Ledger,
+        server: Vector | None,
+        profile: str | None = None,
     ) -> None:
         self._plan = plan
+        self._training = plan.training if profile is None else plan.training_of(profile)
         self.shared = plan.shared(model.spec)
         self.model = personalised(model, ledger, besides={t.name for t in self.shared.trained})
         self._server = np.zeros(self.shared.size, np.float32) if server is None else server
@@ -43,7 +50,7 @@ class TermsAtWork:
             plan.task,
             plan.round,
             plan.attempt,
-            plan.training,
+            self._training,
             seed,
             support,
             terms.proximal,

@@ -22,7 +22,7 @@ import hashlib
 import json
 import re
 import secrets
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any, Literal, cast
@@ -219,6 +219,7 @@ class Ledger:
         report: Mapping[str, float] = MappingProxyType({}),
         personal: Mapping[str, Vector] = MappingProxyType({}),
         secret: bytes | None = None,
+        sections: Callable[[bytes], None] | None = None,
     ) -> tuple[Ledger, bytes | None]:
         """The account once `update` is on its way, and the bytes to send; `spec` is the model's,
         `update` of the size that the plan's uploads are over.
@@ -235,6 +236,9 @@ class Ledger:
 
         In the masked lane the bytes are those to be masked, see `masked`; whole numbers are rounded
         by `secret` instead (SECRET_BYTES used once), or by the system's randomness.
+
+        `sections` is told of the clear lane's body section by section, each once it is coded; none
+        of it may be made to count before this account is durable, and None may come of it yet.
         """
         key, plan = assignment.assignment, assignment.plan
         if key in self.pending:
@@ -273,7 +277,7 @@ class Ledger:
             before = _restored(ledger.states.get(name, (0, None))[1], lossy.init(spec))
             symbols, after = lossy.compress(within, before, public, rng)
             upload = Upload(plan.profile_index(assignment.profile), examples, symbols, told)
-            body, sent = _as_received(upload, layouts, lossy, public, plan.report)
+            body, sent = _as_received(upload, layouts, lossy, public, plan.report, sections)
         ledger = replace(ledger, round=max(ledger.round, plan.round), personal=dict(personal))
         try:
             if plan.first_trip is None:
@@ -660,11 +664,17 @@ def _as_received(
     lossy: Compressor[Any],
     public: Public,
     report: tuple[str, ...],
+    sections: Callable[[bytes], None] | None = None,
 ) -> tuple[bytes, Update]:
     """The bytes to be sent, and what they stand for once they are decoded."""
     index = upload.profile
     contexts = contexts_of(layouts[index], public)
-    body = upload.to_bytes(layouts[index], contexts)
+    coded = []
+    for section in upload.sections(layouts[index], contexts):
+        if sections is not None:
+            sections(section)
+        coded.append(section)
+    body = b"".join(coded)
     received = Upload.from_bytes(body, layouts, index, contexts, report)
     return body, lossy.decompress(received.symbols, public)
 

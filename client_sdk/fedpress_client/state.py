@@ -5,6 +5,7 @@
     tasks/<task>/models/              a few models by digest, to spare a download
     tasks/<task>/own.safetensors      what the device made of the task's last model
     tasks/<task>/session              secrets of the masked session under way
+    tasks/<task>/outgoing, .json      the body being encoded, which upload its first parts are in
     tasks/<task>/lock, lock           held while in use; they never hold data
 
 Every file that matters is written whole beside the old one, synced, and renamed over it, so that at
@@ -15,6 +16,7 @@ from __future__ import annotations
 
 import fcntl
 import hashlib
+import json
 import logging
 import os
 import stat
@@ -186,6 +188,19 @@ class TaskFiles:
             with suppress(OSError):
                 temporary.unlink(missing_ok=True)
 
+    def used(self, digest: str) -> None:
+        """Have the model kept here come first among `newest`."""
+        with suppress(OSError):
+            os.utime(self._model_path(digest))
+
+    def newest(self) -> list[str]:
+        """The digests of the files kept, the last used first; not all need be models."""
+        found = [(path.stat().st_mtime_ns, path.stem) for path in self._kept()]
+        return [digest for _, digest in sorted(found, reverse=True)]
+
+    def _kept(self) -> list[Path]:
+        return [path for path in (self.folder / "models").iterdir() if path.suffix != ".tmp"]
+
     def drop_models(self, besides: Collection[str | None]) -> None:
         """Remove every model but these."""
         for path in (self.folder / "models").iterdir():
@@ -200,6 +215,29 @@ class TaskFiles:
     def save_session(self, data: bytes) -> None:
         """Durable when this returns."""
         write_durably(self.folder / "session", data)
+
+    def begin_outgoing(self) -> int:
+        """An empty file for a body that is being encoded, open for reading and writing."""
+        self.end_outgoing()
+        flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+        return os.open(self.folder / "outgoing", flags, 0o600)
+
+    def name_outgoing(self, assignment: str, partial: str) -> None:
+        """Durably: the outgoing body's first parts are in this upload of the server."""
+        named = json.dumps({"assignment": assignment, "partial": partial})
+        write_durably(self.folder / "outgoing.json", named.encode())
+
+    def outgoing(self) -> tuple[str, str] | None:
+        """The assignment and the upload that `name_outgoing` wrote."""
+        try:
+            named = json.loads((self.folder / "outgoing.json").read_bytes())
+        except FileNotFoundError:
+            return None
+        return str(named["assignment"]), str(named["partial"])
+
+    def end_outgoing(self) -> None:
+        for name in ("outgoing.json", "outgoing"):
+            (self.folder / name).unlink(missing_ok=True)
 
     def own_model(self) -> bytes | None:
         """What the device made of the task's last model; None before."""

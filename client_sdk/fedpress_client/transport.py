@@ -22,7 +22,9 @@ from time import time as _time
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 import httpx
+from pydantic import ValidationError
 
+from fedpress_client.parts import PART_SECONDS, PARTS_ABOVE, Delivery, PartSizes, PartsNotOffered
 from fedpress_protocols import __version__
 from fedpress_protocols.errors import (
     BodyTooLarge,
@@ -33,6 +35,7 @@ from fedpress_protocols.errors import (
     FedpressError,
     IncompatiblePlan,
     MalformedRequest,
+    NotFound,
     ReplayedRequest,
     ServerError,
     TransportError,
@@ -44,8 +47,12 @@ from fedpress_protocols.messages import (
     EnrolResponse,
     EvaluationReport,
     Membership,
+    PartialCompletion,
+    PartialIntent,
+    PartialUpload,
     SignedReceipt,
     TaskSummary,
+    Trip,
     UploadAck,
 )
 from fedpress_protocols.plan import Term, TermT, parsed
@@ -57,6 +64,7 @@ MAX_ANSWER_BYTES = 8 * 2**20
 """The largest JSON answer that is read."""
 MAX_RETRY_AFTER = 3600.0
 _OCTETS = "application/octet-stream"
+_OFFSET_OCTETS = "application/offset+octet-stream"
 _random = SystemRandom().random
 _AGAIN = frozenset({408, 425, 429, 500, 502, 503, 504, 507})
 _ResultT = TypeVar("_ResultT")
@@ -84,6 +92,10 @@ class Traffic:
     body_down: int = 0
     wire_up: int = 0
     wire_down: int = 0
+    coded_down: int = 0
+    """Of `body_down`: what came when a whole model was asked for, coded."""
+    difference_down: int = 0
+    """The same for differences to a model that is held."""
 
 
 class Transport(Protocol):
@@ -101,6 +113,14 @@ class Transport(Protocol):
 
     def model(self, digest: str, max_bytes: int, task: str) -> bytes:
         """The model's bytes; their SHA-256 is `digest`. They count as `task`'s."""
+        ...
+
+    def coded(self, digest: str, max_bytes: int, task: str) -> bytes:
+        """The coded form of the model `digest`; what it is, decoding and its digest tell."""
+        ...
+
+    def difference(self, digest: str, base: str, max_bytes: int, task: str) -> bytes:
+        """The same as the difference to the model `base`. Raises NotFound where there is none."""
         ...
 
     def artefact(self, digest: str, max_bytes: int, task: str) -> bytes:
@@ -169,7 +189,8 @@ class HttpTransport:
 
     `verify` is the path of a CA bundle, or an ssl.SSLContext; None trusts the usual ones. `proxy`
     overrides what HTTP_PROXY, HTTPS_PROXY and NO_PROXY say. `timeout` bounds, in seconds, every
-    wait for the network. `http` replaces the sockets in tests.
+    wait for the network. A body of more than `parts_above` bytes goes by parts, of some
+    `part_seconds` each, if the server takes it so. `http` replaces the sockets in tests.
     """
 
     def __init__(
@@ -181,6 +202,8 @@ class HttpTransport:
         proxy: str | None = None,
         timeout: float = 30.0,
         retries: Retries | None = None,
+        parts_above: int = PARTS_ABOVE,
+        part_seconds: float = PART_SECONDS,
         sleep: Callable[[float], None] = _sleep,
         clock: Callable[[], float] = _time,
         random: Callable[[], float] = _random,
@@ -193,6 +216,9 @@ class HttpTransport:
         self._retries = retries or Retries()
         self._sleep, self._clock, self._random = sleep, clock, random
         self._ahead = 0.0
+        self.parts_above = parts_above
+        self._sizes = PartSizes(part_seconds)
+        self._takes_parts = True
         if isinstance(verify, str):
             try:
                 verify = ssl.create_default_context(cafile=verify)
@@ -238,13 +264,102 @@ class HttpTransport:
         )
 
     def first(self, assignment: str, body: bytes) -> UploadAck:
-        path = f"/v1/assignments/{assignment}/first"
-        return self._call("PUT", path, body, {"Content-Type": _OCTETS}).parsed(UploadAck)
+        return self._deliver(assignment, "first", body)
 
     def upload(self, assignment: str, body: bytes) -> UploadAck:
-        headers = {"Content-Type": _OCTETS}
-        answer = self._call("PUT", f"/v1/assignments/{assignment}/update", body, headers)
+        return self._deliver(assignment, "update", body)
+
+    def _deliver(self, assignment: str, trip: Trip, body: bytes) -> UploadAck:
+        if len(body) > self.parts_above and self._takes_parts:
+            try:
+                return self._by_parts(assignment, trip, body)
+            except PartsNotOffered as exc:
+                _log.info("%s", exc.detail)
+                self._takes_parts = False
+        path = f"/v1/assignments/{assignment}/{trip}"
+        return self._call("PUT", path, body, {"Content-Type": _OCTETS}).parsed(UploadAck)
+
+    # Uploads by parts, see parts.py
+
+    def _by_parts(self, assignment: str, trip: Trip, body: bytes) -> UploadAck:
+        delivery = Delivery(self, assignment, trip, self._sizes, self._clock)
+
+        def attempt() -> UploadAck:
+            begun = delivery.offset
+            try:
+                return delivery.whole(body)
+            except _Again as again:
+                again.progress = delivery.offset > begun
+                delivery.cut()
+                raise
+
+        return self._retrying(attempt, _partials(assignment))
+
+    def ahead(
+        self,
+        assignment: str,
+        max_bytes: int,
+        source: Callable[[int, int], bytes],
+        begun: Callable[[str], None],
+    ) -> None:
+        """Send parts of an update that is not whole yet, see `Delivery.ahead`; nothing is tried
+        again. May run in a thread of its own, beside which nothing else is asked of this."""
+        if not self._takes_parts:
+            return
+        try:
+            delivery = Delivery(self, assignment, "update", self._sizes, self._clock)
+            delivery.ahead(source, max_bytes, begun)
+        except _Again as again:
+            raise again.error from again
+
+    def begin_parts(self, assignment: str, intent: PartialIntent) -> PartialUpload:
+        path = _partials(assignment)
+        try:
+            answer = self._once("POST", path, _json(intent))
+        except NotFound as exc:
+            if type(exc) is NotFound:
+                raise PartsNotOffered(f"the server has no {path}") from exc
+            raise
+        answer.check()
+        return answer.parsed(PartialUpload)
+
+    def held_parts(self, assignment: str, partial: str) -> PartialUpload:
+        path = _partials(assignment, partial)
+        with self._sent("HEAD", path, b"", {}) as response:
+            self._refused(response)
+            told = response.headers
+        try:
+            return PartialUpload(
+                partial=partial,
+                offset=int(told["upload-offset"]),
+                digest=told["upload-digest"],
+                part_bytes=int(told["upload-part-bytes"]),
+                expires_at=float(told["upload-expires"]),
+            )
+        except (KeyError, ValueError, ValidationError) as exc:
+            raise _Again(TransportError(f"{path} does not say where it stands")) from exc
+
+    def send_part(self, assignment: str, partial: str, offset: int, part: bytes) -> PartialUpload:
+        path = f"{_partials(assignment, partial)}?offset={offset}"
+        answer = self._once("PATCH", path, part, {"Content-Type": _OFFSET_OCTETS})
+        answer.check()
+        return answer.parsed(PartialUpload)
+
+    def complete_parts(
+        self, assignment: str, partial: str, completion: PartialCompletion
+    ) -> UploadAck:
+        path = f"{_partials(assignment, partial)}/completion"
+        answer = self._once("POST", path, _json(completion))
+        answer.check()
         return answer.parsed(UploadAck)
+
+    def drop_parts(self, assignment: str, partial: str) -> None:
+        try:
+            self._once("DELETE", _partials(assignment, partial), b"")
+        except NotFound:
+            pass
+        except _Again as again:
+            raise again.error from again
 
     def decline(self, assignment: str) -> SignedReceipt | None:
         answer = self._call("DELETE", f"/v1/assignments/{assignment}")
@@ -286,6 +401,20 @@ class HttpTransport:
     def model(self, digest: str, max_bytes: int, task: str) -> bytes:
         return self._file(f"/v1/models/{digest}?task={task}", digest, max_bytes)
 
+    def coded(self, digest: str, max_bytes: int, task: str) -> bytes:
+        before = self.traffic.body_down
+        try:
+            return self._file(f"/v1/models/{digest}/coded?task={task}", None, max_bytes)
+        finally:
+            self.traffic.coded_down += self.traffic.body_down - before
+
+    def difference(self, digest: str, base: str, max_bytes: int, task: str) -> bytes:
+        before = self.traffic.body_down
+        try:
+            return self._file(f"/v1/models/{digest}/from/{base}?task={task}", None, max_bytes)
+        finally:
+            self.traffic.difference_down += self.traffic.body_down - before
+
     def artefact(self, digest: str, max_bytes: int, task: str) -> bytes:
         return self._file(f"/v1/artefacts/{digest}?task={task}", digest, max_bytes)
 
@@ -295,7 +424,8 @@ class HttpTransport:
     def basis(self, assignment: str, digest: str, max_bytes: int, task: str) -> bytes:
         return self._file(f"/v1/assignments/{assignment}/basis?task={task}", digest, max_bytes)
 
-    def _file(self, path: str, digest: str, max_bytes: int) -> bytes:
+    def _file(self, path: str, digest: str | None, max_bytes: int) -> bytes:
+        """What lies at `path`, checked by its SHA-256 if that is known before."""
         received = bytearray()
 
         def fetch() -> bytes:
@@ -320,7 +450,7 @@ class HttpTransport:
             except _Again as again:
                 again.progress = len(received) > begun
                 raise
-            if hashlib.sha256(received).hexdigest() != digest:
+            if digest is not None and hashlib.sha256(received).hexdigest() != digest:
                 received.clear()
                 raise _Again(DigestMismatch(f"{path} came with other bytes"), at_most=3)
             return bytes(received)
@@ -556,6 +686,11 @@ class _Answer(NamedTuple):
             f"{self.path} answered {self.status} with something else: {found[:500]}",
             hint="is this a fedpress server, and is no proxy or portal in between?",
         )
+
+
+def _partials(assignment: str, partial: str = "") -> str:
+    path = f"/v1/assignments/{assignment}/partials"
+    return f"{path}/{partial}" if partial else path
 
 
 def _base_url(url: str) -> str:

@@ -28,10 +28,12 @@ FedpressError
 │   ├── UnknownTask
 │   ├── UnknownRound
 │   ├── UnknownModel
-│   └── UnknownAssignment
+│   ├── UnknownAssignment
+│   └── UnknownPartial          an upload by parts that was dropped, has expired or never began
 ├── Conflict
 │   ├── RoundClosed             the round takes no more updates
 │   ├── UpdateConflict          other bytes under an assignment already used
+│   ├── OffsetConflict          a part that does not begin where the parts before it end
 │   └── AlreadyExists           a name or key that is taken
 ├── Unavailable                 try again after a while
 │   └── StorageFull
@@ -220,6 +222,11 @@ class UnknownAssignment(NotFound):
     slug, title = "unknown-assignment", "There is no such assignment"
 
 
+class UnknownPartial(NotFound):
+    slug, title = "unknown-partial", "There is no such upload by parts"
+    default_hint = "begin it again: what was not completed has not been counted"
+
+
 class Conflict(FedpressError):
     slug, status, title = "conflict", 409, "The request conflicts with what is there"
 
@@ -234,6 +241,13 @@ class RoundClosed(Conflict):
 class UpdateConflict(Conflict):
     slug, title = "update-conflict", "Other bytes came under this assignment before"
     default_hint = "send the first bytes again, or check in for a new assignment"
+
+
+class OffsetConflict(Conflict):
+    """Carries `offset`, the bytes that the server holds."""
+
+    slug, title = "offset-conflict", "The part does not begin where the parts before it end"
+    default_hint = "go on from offset"
 
 
 class AlreadyExists(Conflict):

@@ -87,6 +87,14 @@ class Accumulator:
         self.weight += weight
         return True
 
+    def add_sums(self, total: npt.NDArray[np.int64], weight: int) -> None:
+        """Add what another accumulator of these bounds came to; raises InvalidUpdate, and then
+        nothing was added."""
+        if weight or total.any():
+            self._check(total.size, weight)
+            self.total += total
+            self.weight += weight
+
     def _check(self, size: int, weight: int) -> None:
         if size != self.total.size:
             raise InvalidUpdate(f"an update of {size} values where {self.total.size} are due")

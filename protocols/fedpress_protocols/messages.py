@@ -20,13 +20,18 @@ from fedpress_protocols.plan import (
     Term,
     TrainingTerms,
 )
+from fedpress_protocols.policies.course import Course
+from fedpress_protocols.policies.steering import Policies, check_policies, divergence_guard
 from fedpress_protocols.schedule import Schedule, check_schedule
 from fedpress_protocols.upload import WIRE_VERSIONS
 
+WITHOUT_NUL = r"^[^\x00]*$"
+"""No database's text holds the character 0."""
 Identifier = Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{1,64}$")]
 Metrics = Annotated[dict[Name, float], Field(max_length=64)]
-Attribute = float | Annotated[str, Field(max_length=64)]
-Attributes = Annotated[dict[Name, Attribute], Field(max_length=32)]
+Attribute = float | Annotated[str, Field(max_length=64, pattern=WITHOUT_NUL)]
+MAX_ATTRIBUTES = 32
+Attributes = Annotated[dict[Name, Attribute], Field(max_length=MAX_ATTRIBUTES)]
 """What a device says of itself, by name: its memory in GiB, its region."""
 Outcome = Literal["included", "not-included"]
 RoundState = Literal["collecting", "basing", "masking", "folding", "committed", "abandoned"]
@@ -42,7 +47,7 @@ class EnrolRequest(Term):
 
     public_key: Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{43}$")]
     """32 bytes, base64url without padding."""
-    name: Annotated[str, Field(max_length=128)] = ""
+    name: Annotated[str, Field(max_length=128, pattern=WITHOUT_NUL)] = ""
 
 
 class EnrolResponse(Term):
@@ -82,8 +87,10 @@ class TaskSummary(Term):
     rounds: Annotated[int, Field(ge=1)]
     """Rounds in all."""
     reason: str = ""
-    """Why it ended before its last round, if it did."""
+    """Why it ended before its last round, if it did; of a running task, why it does not go on."""
     lane: Literal["clear", "masked"] = "clear"
+    downlink: bool = False
+    """Whether its models are to be had coded, whole and as differences."""
 
 
 class CheckInRequest(Term):
@@ -187,6 +194,47 @@ class UploadAck(Term):
     received_at: float
 
 
+Trip = Literal["first", "update"]
+"""Which body of an assignment: the first of two trips, or the update."""
+
+
+class PartialIntent(Term):
+    """Begins an upload by parts of an assignment's body, or finds the one that was begun."""
+
+    trip: Trip = "update"
+    max_bytes: Annotated[int, Field(ge=1, lt=2**53)]
+    """What the body will not be longer than; its length, once that is known."""
+    upload: Digest | None = None
+    """SHA-256 of the whole body; None while it is still being made."""
+
+
+class PartialUpload(Term):
+    """How far an upload by parts has come: everything before `offset` is on the server's disk.
+
+    It is no upload before its completion, and is forgotten at `expires_at`, which every part puts
+    off.
+    """
+
+    partial: Identifier | None
+    """What names it; None where `ack` says that there is nothing to send."""
+    offset: Annotated[int, Field(ge=0)]
+    digest: Digest
+    """SHA-256 of the bytes before `offset`: a device whose body begins otherwise starts anew."""
+    part_bytes: Annotated[int, Field(ge=1)]
+    """The longest part that is taken."""
+    expires_at: float
+    ack: UploadAck | None = None
+    """Of the very body that was asked about, if it is staged already."""
+
+
+class PartialCompletion(Term):
+    """The device's signed word that the parts are the whole body: from here on it is an upload."""
+
+    num_bytes: Annotated[int, Field(ge=1, lt=2**53)]
+    upload: Digest
+    """SHA-256 of the whole body."""
+
+
 MAX_CLASSES = 1000
 
 
@@ -271,9 +319,15 @@ class RoundStatus(Term):
     """The same with request lines and headers."""
     download_bytes: int
     """Model bytes sent for this attempt."""
+    coded_download_bytes: int = 0
+    """Of them: of whole models, coded."""
+    difference_download_bytes: int = 0
+    """Of them: of differences to a model that the device held."""
     num_examples: int
     session: SessionStatus | None = None
     """In the masked lane, once a session has begun."""
+    course: Course | None = None
+    """What the task's policies made of the round, if it has any."""
     metrics: Metrics = Field(default_factory=dict)
     """Evaluation reports on the round's model, averaged by their examples."""
     groups: dict[str, Measured] = Field(default_factory=dict)
@@ -300,6 +354,22 @@ class AsynchronousTerms(Term):
 
     concurrency: Annotated[int, Field(ge=1, lt=2**31)]
     max_staleness: Annotated[int, Field(ge=0, lt=2**31)] = 10
+
+
+class DownlinkTerms(Term):
+    """How a task's models go down coded; docs/downlink.md says what each number costs.
+
+    Every published model lies on a grid: its tensors hold whole numbers of `bits` bits, and a step
+    from model to model takes at most `rate` bits a coordinate. What a step leaves out stays with
+    the server, for the next. A device that holds one of the last `keep` models before the newest
+    gets the difference, any other the newest whole, coded.
+    """
+
+    bits: Annotated[int, Field(ge=4, le=14)] = 12
+    rate: Annotated[float, Field(gt=0, le=3.2)] = 1.0
+    keep: Annotated[int, Field(ge=1, le=256)] = 8
+    coder: Literal["huffman", "auto"] = "huffman"
+    """"auto" gets more into the same bytes; slow to read on a device without fast kernels."""
 
 
 class SelectionTerms(Term):
@@ -366,6 +436,17 @@ class EvaluationTerms(Term):
         return value if self.goal == "lowest" else -value
 
 
+class RetentionTerms(Term):
+    """Which of a task's versions keep their files: the newest `last`, and one of `every`.
+
+    Besides, always: the first, the best, those that an alias has pointed to, and whatever a round
+    needs. Rows stay of all.
+    """
+
+    last: Annotated[int, Field(ge=1)] = 10
+    every: Annotated[int, Field(ge=1)] | None = None
+
+
 class TaskConfig(Term):
     """What an operator starts a task with; the initial model is registered before."""
 
@@ -380,6 +461,9 @@ class TaskConfig(Term):
     """Those of all rounds, or of those after the `schedule`."""
     schedule: Schedule = ()
     """What the rounds have before: warm-ups, other rates."""
+    policies: Policies = ()
+    """Which of `profiles` a round has, and each client of it. With any these are a ladder, the
+    gentlest first; without, the assignments of a round have them in turn."""
     schedule_after: Annotated[int, Field(ge=0)] = 0
     """Rounds before the schedule begins; a continuation, whose optimizer begins anew, sets it."""
     training: TrainingTerms = TrainingTerms()
@@ -399,6 +483,11 @@ class TaskConfig(Term):
     evaluation: EvaluationTerms = EvaluationTerms()
     asynchronous: AsynchronousTerms | None = None
     """None: round by round."""
+    downlink: DownlinkTerms | None = None
+    """None: models go down as they are. Else the first model is rounded to the grid, and has
+    another digest than `model`."""
+    retention: RetentionTerms | None = None
+    """None: the files of all versions stay."""
     seed: Annotated[int, Field(ge=0, lt=2**63)] | None = None
     """Derives the public seeds of the rounds; None draws one at random."""
 
@@ -422,14 +511,17 @@ class TaskConfig(Term):
 
     @property
     def every_profile(self) -> tuple[Profile, ...]:
-        """Those of the schedule's periods in order, and of the rounds after."""
+        """Those of the schedule's periods in order, of the rounds after, and of probes."""
         periods = [each for period in self.schedule for each in period.profiles]
-        return (*periods, *self.profiles)
+        guard = divergence_guard(self.policies)
+        return (*periods, *self.profiles, *([guard.reference] if guard is not None else []))
 
     @model_validator(mode="after")
     def _can_be_scheduled(self) -> TaskConfig:
         try:
             check_schedule(self.schedule, self.profiles)
+            size = self.cohort.size
+            check_policies(self.policies, self.profiles, lane=self.lane, size=size)
         except ConfigurationError as exc:
             raise ValueError(str(exc)) from exc
         return self

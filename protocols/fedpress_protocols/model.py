@@ -119,10 +119,32 @@ class ModelSpec:
 
     @cached_property
     def digest(self) -> str:
-        """SHA-256 (hex) of the names, shapes and dtypes in order, as JSON without spaces."""
+        """SHA-256 (hex) of `to_json`."""
+        return hashlib.sha256(self.to_json().encode()).hexdigest()
+
+    def to_json(self) -> str:
+        """The names, shapes and dtypes in order, as JSON without spaces."""
         rows = [[t.name, list(t.shape), t.dtype] for t in self.tensors]
-        text = json.dumps(rows, separators=(",", ":"), ensure_ascii=True)
-        return hashlib.sha256(text.encode()).hexdigest()
+        return json.dumps(rows, separators=(",", ":"), ensure_ascii=True)
+
+    @classmethod
+    def from_json(cls, text: str | bytes) -> ModelSpec:
+        """What `to_json` was called on; raises ConfigurationError for any other text."""
+        try:
+            rows = json.loads(text)
+            tensors = tuple(
+                TensorSpec(name, tuple(int(extent) for extent in shape), dtype)
+                for name, shape, dtype in rows
+            )
+            if any(name.encode() == b"__metadata__" for name, _, _ in rows):
+                raise ValueError("a tensor by the name of a safetensors file's metadata")
+            spec = cls(tensors)
+            is_same = spec.to_json().encode() == (text.encode() if isinstance(text, str) else text)
+        except (ValueError, TypeError, AttributeError, OverflowError, RecursionError) as exc:
+            raise ConfigurationError(f"no list of tensors: {exc}") from exc
+        if not is_same:
+            raise ConfigurationError("a list of tensors that is not in its one form")
+        return spec
 
     def select(self, names: Iterable[str]) -> ModelSpec:
         """The spec of the trained tensors named, in this spec's order."""
@@ -264,6 +286,11 @@ class Model:
             arrays[tensor.name] = array.reshape(tensor.shape)
         buffers = {t.name: arrays[t.name] for t in spec.tensors if not t.is_trained}
         return cls(spec, spec.flatten(arrays), buffers)
+
+
+def stored_dtype(tensor: TensorSpec) -> np.dtype[Any]:
+    """As numpy calls what a file holds of `tensor`; bfloat16 lies there as uint16."""
+    return np.dtype(_STORED_AS[tensor.dtype])
 
 
 def _order(data: bytes, entries: Mapping[str, Any]) -> list[str]:

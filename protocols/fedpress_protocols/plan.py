@@ -19,7 +19,9 @@ from pydantic import (
     ConfigDict,
     Field,
     PlainSerializer,
+    SerializerFunctionWrapHandler,
     ValidationError,
+    model_serializer,
     model_validator,
 )
 
@@ -63,6 +65,8 @@ TermT = TypeVar("TermT", bound=Term)
 
 
 def _compressor(value: Any) -> Any:
+    if not isinstance(value, dict) and not hasattr(value, "layout"):
+        raise ValueError(f"a compressor is an object with an id, not {str(value)[:32]!r}")
     try:
         return from_config(value) if isinstance(value, dict) else value
     except FedpressError as exc:  # pydantic gathers ValueErrors under the field's name
@@ -81,6 +85,15 @@ class Profile(Term):
 
     name: Name
     compressor: AnyCompressor
+    learning_rate_factor: Annotated[float, Field(gt=0, le=4)] = 1.0
+    """By which a client that uses this profile multiplies the plan's learning rate."""
+
+    @model_serializer(mode="wrap")
+    def _without_factor(self, serialize: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        fields: dict[str, Any] = serialize(self)
+        if fields.get("learning_rate_factor") == 1:  # so that who knows of none can read it
+            del fields["learning_rate_factor"]
+        return fields
 
 
 class TrainingTerms(Term):
@@ -267,6 +280,7 @@ class RoundPlan(Term):
             self._has_one_basis()
             self._has_one_mean()
             self._has_one_memory()
+            self._can_correct()
         except FedpressError as exc:
             raise ValueError(str(exc)) from exc
         return self
@@ -371,6 +385,29 @@ class RoundPlan(Term):
                     f"diverges; use {to_config(profile.compressor.inner)['id']} without error "
                     "feedback"
                 )
+
+    def _can_correct(self) -> None:
+        corrected = [each.name for each in self.profiles if each.learning_rate_factor != 1]
+        if not corrected:
+            return
+        if self.training.learning_rate is None:
+            raise IncompatiblePlan(
+                f"the profile {corrected[0]!r} corrects the learning rate, and the plan leaves "
+                "that to the trainers; set training.learning_rate"
+            )
+        if self.client_terms.control is not None:
+            raise IncompatiblePlan(
+                f"the profile {corrected[0]!r} corrects the learning rate, and the strategy's "
+                "control variates count on the plan's; leave learning_rate_factor out"
+            )
+
+    def training_of(self, name: str) -> TrainingTerms:
+        """What a client with the profile `name` does between two models."""
+        factor = self.profiles[self.profile_index(name)].learning_rate_factor
+        if factor == 1 or self.training.learning_rate is None:
+            return self.training
+        corrected = {"learning_rate": factor * self.training.learning_rate}
+        return self.training.model_copy(update=corrected)
 
     def profile_index(self, name: str) -> int:
         for index, profile in enumerate(self.profiles):

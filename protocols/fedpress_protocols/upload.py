@@ -11,7 +11,7 @@ offset  size  field
 from __future__ import annotations
 
 import struct
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
@@ -59,11 +59,15 @@ class Upload:
 
         `contexts` are those of `layout`, see `compression.contexts`.
         """
+        return b"".join(self.sections(layout, contexts))
+
+    def sections(self, layout: Layout, contexts: Contexts = ()) -> Iterator[bytes]:
+        """What `to_bytes` joins, each section once it is coded: the head, then the fields."""
         if not 1 <= self.num_examples <= MAX_EXAMPLES:
             raise InvalidUpdate(f"num_examples of {self.num_examples} outside [1, {MAX_EXAMPLES}]")
         head = bytes((WIRE_VERSION, self.profile)) + _uvarint(self.num_examples)
-        head += struct.pack(f"<{len(self.report)}f", *self.report)
-        return head + coding.encode(self.symbols, layout, contexts)
+        yield head + struct.pack(f"<{len(self.report)}f", *self.report)
+        yield from coding.encode_fields(self.symbols, layout, contexts)
 
     @classmethod
     def from_bytes(

@@ -27,7 +27,7 @@ from fedpress_protocols.compression.ecsq import Ecsq
 from fedpress_protocols.compression.eden import Eden
 from fedpress_protocols.compression.error_feedback import ErrorFeedback
 from fedpress_protocols.compression.none import Uncompressed
-from fedpress_protocols.compression.per_tensor import PerTensor, kind_of
+from fedpress_protocols.compression.per_tensor import KINDS, PerTensor, kinds_of
 from fedpress_protocols.compression.qsgd import Qsgd
 from fedpress_protocols.compression.quantize import Quantize
 from fedpress_protocols.compression.randomk import RandomK
@@ -407,12 +407,18 @@ def test_installed_packages_bring_compressors_of_their_own(
         ("transformer.wte.weight", (50, 8), "embedding"),
         ("Embedding.weight", (50, 8), "embedding"),
         ("patch_embed.weight", (8, 3, 4, 4), "matrix"),
+        ("patch_embed.weight", (8, 3, 4, 4), "convolution"),
+        ("conv1d.weight", (8, 3, 4), "convolution"),
         ("fc.weight", (8, 4), "matrix"),
+        ("fc.weight", (8, 4), "linear"),
     ],
 )
 def test_a_rule_may_name_a_kind(name: str, shape: tuple[int, ...], kind: str) -> None:
     tensor = TensorSpec(name, shape)
-    assert kind_of(tensor) == kind
+    assert kind in kinds_of(tensor)
     spec = ModelSpec((tensor,))
     made = PerTensor(rules=((f"kind:{kind}", Uncompressed()),))
     assert made.layout(spec) == (Reals(spec.size),)
+    for other in set(KINDS).difference(kinds_of(tensor)):
+        other_rule = PerTensor(rules=((f"kind:{other}", Uncompressed()),))
+        assert other_rule.layout(spec) != (Reals(spec.size),)

@@ -75,6 +75,13 @@ def test_a_plan_implies_layouts_bounds_and_randomness() -> None:
         plan.compressor("fast")
 
 
+@pytest.mark.parametrize("given", [None, 3, "topk", [PRESSED]])
+def test_a_compressor_is_told_by_its_id(given: Any) -> None:
+    profiles = [{"name": "pressed", "compressor": given}]
+    with pytest.raises(FedpressError, match="a compressor is an object with an id, not"):
+        RoundPlan.from_json(json.dumps(plan_fields(profiles=profiles)))
+
+
 @pytest.mark.parametrize(
     ("changes", "says"),
     [

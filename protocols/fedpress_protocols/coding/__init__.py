@@ -1,7 +1,7 @@
 """Lossless coding of compressed updates: symbols to bytes and back, under a layout."""
 
 from fedpress_protocols.coding.alphabets import Grouped
-from fedpress_protocols.coding.codec import Found, decode, encode, find
+from fedpress_protocols.coding.codec import Found, decode, encode, encode_fields, find
 from fedpress_protocols.coding.fields import (
     Alphabet,
     Coder,
@@ -34,5 +34,6 @@ __all__ = [
     "check_symbols",
     "decode",
     "encode",
+    "encode_fields",
     "find",
 ]

@@ -7,7 +7,7 @@ raises DecodingError.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import cast
 
@@ -40,6 +40,7 @@ Found = tuple[npt.NDArray[np.generic] | Grouped, ...]
 
 _SPARE = 8
 """Bytes that a field may take more than it does stored, before its static forms are tried."""
+_PIECE = 2**20
 
 
 def encode(symbols: Symbols, layout: Layout, contexts: Contexts = ()) -> bytes:
@@ -48,13 +49,19 @@ def encode(symbols: Symbols, layout: Layout, contexts: Contexts = ()) -> bytes:
     `contexts` may be left out where no grid of the layout has any. Raises InvalidUpdate unless the
     symbols fill the layout.
     """
+    return b"".join(encode_fields(symbols, layout, contexts))
+
+
+def encode_fields(symbols: Symbols, layout: Layout, contexts: Contexts = ()) -> Iterator[bytes]:
+    """What `encode` joins, each field once it is coded; plain numbers in pieces of a megabyte."""
     places = _Places(layout, contexts)
     check_symbols(symbols, layout)
-    parts = []
     for index, (field, array) in enumerate(zip(layout, symbols, strict=True)):
-        parts.append(_encode_field(field, array, places.of(index)))
+        if isinstance(field, Reals):
+            yield from _pieces(array)
+        else:
+            yield _encode_field(field, array, places.of(index))
         places.passed(index, array)
-    return b"".join(parts)
 
 
 def decode(data: bytes | memoryview, layout: Layout, contexts: Contexts = ()) -> Symbols:
@@ -178,7 +185,9 @@ def _plane(
     return ranged.Plane(matrices, contexts)
 
 
-def _encode_field(field: Field, array: npt.NDArray[np.generic], place: _Place) -> bytes:
+def _encode_field(
+    field: Positions | Alphabet | Integers, array: npt.NDArray[np.generic], place: _Place
+) -> bytes:
     match field:
         case Positions(size, _, coder):
             positions = array.astype(np.int64, copy=False)
@@ -205,8 +214,12 @@ def _encode_field(field: Field, array: npt.NDArray[np.generic], place: _Place) -
                 lambda plane, most: ranged.plan_integers(values, bound, place.where, plane, most),
                 (place.plane, 4 * values.size),
             )
-        case Reals():
-            return array.tobytes()
+
+
+def _pieces(array: npt.NDArray[np.generic]) -> Iterator[bytes]:
+    step = _PIECE // array.itemsize
+    for start in range(0, array.size, step):
+        yield array[start : start + step].tobytes()
 
 
 def _shortest(

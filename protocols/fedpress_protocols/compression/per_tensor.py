@@ -29,26 +29,29 @@ from fedpress_protocols.compression.topk import TopK
 from fedpress_protocols.model import ModelSpec, TensorSpec, Vector
 from fedpress_protocols.update import Indices, Update
 
-KINDS = ("bias", "norm", "embedding", "matrix")
+KINDS = ("bias", "norm", "embedding", "matrix", "linear", "convolution")
 _KIND = "kind:"
 _EMBEDDINGS = ("embed", "wte", "wpe")
 
 
-def kind_of(tensor: TensorSpec) -> str:
+def kinds_of(tensor: TensorSpec) -> tuple[str, ...]:
     """What a tensor is, by its name and shape as the usual libraries give them.
 
     A bias begins or ends the last part of its name with `bias`; anything else of fewer than two
-    dimensions scales or normalises; two dimensions under a name with embed, wte or wpe embed.
+    dimensions scales or normalises; two dimensions under a name with embed, wte or wpe embed. The
+    rest are matrices: linear ones of two dimensions, convolutions of more.
     """
     last = tensor.name.rpartition(".")[2]
     if last.startswith("bias") or last.endswith("bias"):
-        return "bias"
+        return ("bias",)
     if len(tensor.shape) < 2:
-        return "norm"
+        return ("norm",)
     lowered = tensor.name.lower()
-    if len(tensor.shape) == 2 and any(word in lowered for word in _EMBEDDINGS):
-        return "embedding"
-    return "matrix"
+    if len(tensor.shape) > 2:
+        return "matrix", "convolution"
+    if any(word in lowered for word in _EMBEDDINGS):
+        return ("embedding",)
+    return "matrix", "linear"
 
 
 @compressor("per_tensor")
@@ -57,7 +60,8 @@ class PerTensor:
     """Each tensor goes to the first of these that fits it:
 
     the compressor in `rules` whose pattern (shell style, in the order given) matches its name, or
-    whose pattern is `kind:` and its kind (bias, norm, embedding, matrix; see `kind_of`);
+    whose pattern is `kind:` and its kind (bias, norm, embedding, linear, convolution, or matrix for
+    either of the last two; see `kinds_of`);
     `small`, if it has fewer than `min_size` values or, with `spare_1d`, one dimension or none;
     `large`. The tensors of one compressor are compressed together, as one vector in the model's
     order. By default biases and norms are quantised to 8 bits, since sent raw they would dominate
@@ -173,8 +177,10 @@ class PerTensor:
         return tuple(inner for _, inner in self.rules)
 
     def _member_of(self, tensor: TensorSpec) -> int:
+        kinds = kinds_of(tensor)
         for index, (pattern, _) in enumerate(self.rules):
-            if pattern == _KIND + kind_of(tensor) or fnmatch.fnmatchcase(tensor.name, pattern):
+            is_kind = pattern.startswith(_KIND) and pattern.removeprefix(_KIND) in kinds
+            if is_kind or fnmatch.fnmatchcase(tensor.name, pattern):
                 return index
         one_dimensional = self.spare_1d and len(tensor.shape) < 2
         return len(self.rules) + (0 if tensor.size < self.min_size or one_dimensional else 1)

@@ -1,0 +1,189 @@
+"""A body that goes by parts, and goes on where the server's disk says that it stands.
+
+    begin or ask → part, part, part → completion
+
+What was acknowledged is not sent again, whoever went away in between: a cut costs the part in
+flight. A part's place and bytes are signed, and the completion names the whole; before it, nothing
+of what the server holds is an upload.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+from fedpress_protocols.errors import NotFound, OffsetConflict, TransportError, UnknownPartial
+from fedpress_protocols.messages import (
+    PartialCompletion,
+    PartialIntent,
+    PartialUpload,
+    Trip,
+    UploadAck,
+)
+
+PARTS_ABOVE = 8 * 2**20
+"""Bytes of a body beyond which it goes by parts."""
+FIRST_PART = 2**20
+LEAST_PART = 2**16
+PART_SECONDS = 4.0
+_DETOURS = 16
+
+
+class PartVerbs(Protocol):
+    """The verbs of uploads by parts; each is one request, tried once."""
+
+    def begin_parts(self, assignment: str, intent: PartialIntent) -> PartialUpload:
+        """Raises PartsNotOffered where the server has no such uploads."""
+        ...
+
+    def held_parts(self, assignment: str, partial: str) -> PartialUpload: ...
+
+    def send_part(
+        self, assignment: str, partial: str, offset: int, part: bytes
+    ) -> PartialUpload: ...
+
+    def complete_parts(
+        self, assignment: str, partial: str, completion: PartialCompletion
+    ) -> UploadAck: ...
+
+    def drop_parts(self, assignment: str, partial: str) -> None: ...
+
+
+class PartsNotOffered(TransportError):
+    """The server has no uploads by parts: the body is to go in one."""
+
+
+@dataclass(slots=True)
+class PartSizes:
+    """How long the next part is: about what the link carries in `seconds`.
+
+    Longer parts cost more when they are cut, shorter ones more waiting for answers. A part is at
+    most twice and at least half as long as the one before; after a cut it is half as long.
+    """
+
+    seconds: float = PART_SECONDS
+    num_bytes: int = FIRST_PART
+
+    def next(self, most: int) -> int:
+        """At least 1 byte, and `most`, which is the server's word, at most."""
+        self.num_bytes = max(1, min(self.num_bytes, most))
+        return self.num_bytes
+
+    def arrived(self, num_bytes: int, seconds: float) -> None:
+        """A part of `num_bytes` was acknowledged after `seconds`."""
+        carried: float = 2 * self.num_bytes
+        if seconds > 0:
+            carried = min(carried, num_bytes * self.seconds / seconds)
+        self.num_bytes = max(LEAST_PART, self.num_bytes // 2, int(carried))
+
+    def cut(self) -> None:
+        self.num_bytes = max(LEAST_PART, self.num_bytes // 2)
+
+
+class Delivery:
+    """One body on its way; after an error, calling again goes on."""
+
+    def __init__(
+        self,
+        verbs: PartVerbs,
+        assignment: str,
+        trip: Trip,
+        sizes: PartSizes,
+        clock: Callable[[], float],
+    ) -> None:
+        self._verbs, self._assignment, self._trip = verbs, assignment, trip
+        self._sizes, self._clock = sizes, clock
+        self._partial: str | None = None
+        self._part_bytes = 1
+        self.offset = 0
+        """Bytes known to be on the server's disk."""
+
+    def whole(self, body: bytes) -> UploadAck:
+        """Send what is missing of `body`, and say that it is whole."""
+        digest = hashlib.sha256(body).hexdigest()
+        for _ in range(_DETOURS):
+            try:
+                ack = self._find(body, digest)
+                if ack is not None:
+                    return ack
+                while self.offset < len(body):
+                    self._send(body[self.offset : self.offset + self._next])
+                completion = PartialCompletion(num_bytes=len(body), upload=digest)
+                return self._verbs.complete_parts(self._assignment, self._name, completion)
+            except OffsetConflict:
+                pass  # a part was kept, and its answer lost: ask where it stands
+            except UnknownPartial:
+                self._partial = None
+        raise TransportError(
+            f"the parts for {self._assignment} are where the server says they are not",
+            hint="does more than one device use this key?",
+        )
+
+    def ahead(
+        self, source: Callable[[int, int], bytes], max_bytes: int, begun: Callable[[str], None]
+    ) -> None:
+        """Send what there is of a body of at most `max_bytes` while it is still being made.
+
+        `source(offset, most)` waits for that many bytes; none of them end it. `begun` is told the
+        name of the upload before the first part goes. There is no completion here.
+        """
+        intent = PartialIntent(trip=self._trip, max_bytes=max_bytes)
+        told = self._verbs.begin_parts(self._assignment, intent)
+        if told.offset and told.partial is not None:
+            # Left by a process that ended before its account was saved: nobody knows that body.
+            self._verbs.drop_parts(self._assignment, told.partial)
+            told = self._verbs.begin_parts(self._assignment, intent)
+        self._at(told)
+        begun(self._name)
+        while part := source(self.offset, self._next):
+            self._send(part)
+
+    def cut(self) -> None:
+        """The link broke: the next part is a shorter one."""
+        self._sizes.cut()
+
+    def _find(self, body: bytes, digest: str) -> UploadAck | None:
+        """Be where the server is; the acknowledgement, if it has the whole."""
+        told = None
+        if self._partial is not None:
+            try:
+                told = self._verbs.held_parts(self._assignment, self._partial)
+            except NotFound:
+                told = None
+        if told is None:
+            told = self._begin(body, digest)
+        if told.ack is not None:
+            return told.ack
+        is_ours = told.offset <= len(body)
+        is_ours &= hashlib.sha256(memoryview(body)[: told.offset]).hexdigest() == told.digest
+        if not is_ours and told.partial is not None:
+            self._verbs.drop_parts(self._assignment, told.partial)
+            told = self._begin(body, digest)
+        self._at(told)
+        return told.ack
+
+    def _begin(self, body: bytes, digest: str) -> PartialUpload:
+        intent = PartialIntent(trip=self._trip, max_bytes=len(body), upload=digest)
+        return self._verbs.begin_parts(self._assignment, intent)
+
+    def _send(self, part: bytes) -> None:
+        begun = self._clock()
+        told = self._verbs.send_part(self._assignment, self._name, self.offset, part)
+        self._sizes.arrived(len(part), self._clock() - begun)
+        self._at(told)
+
+    def _at(self, told: PartialUpload) -> None:
+        self._partial, self.offset = told.partial, told.offset
+        self._part_bytes = told.part_bytes
+
+    @property
+    def _name(self) -> str:
+        if self._partial is None:
+            raise UnknownPartial("the server has named no upload")
+        return self._partial
+
+    @property
+    def _next(self) -> int:
+        return self._sizes.next(self._part_bytes)

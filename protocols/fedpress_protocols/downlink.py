@@ -1,0 +1,332 @@
+"""Models on their way down: whole, or as the difference to one that the device holds.
+
+A model on a grid has, in every trained tensor, whole multiples of some power of two. Those whole
+numbers are what is coded, so both forms are exact: whatever way a device has come by a model, its
+file is the same to the last bit, and so is its digest. SPEC.md, "Models on the way down", has the
+bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from fedpress_protocols import coding
+from fedpress_protocols.coding.bits import Reader, uvarint
+from fedpress_protocols.coding.fields import Alphabet, Coder, Integers, Layout
+from fedpress_protocols.compression.contexts import grid_of
+from fedpress_protocols.errors import BodyTooLarge, ConfigurationError, DecodingError
+from fedpress_protocols.model import Model, ModelSpec, TensorSpec, Vector, stored_dtype
+
+Whole = npt.NDArray[np.int64]
+
+LEAST_EXPONENT, MOST_EXPONENT = -100, 120
+"""A grid's step is 2**-exponent: a normal float32, and so is every multiple below `_BEYOND`."""
+_BEYOND = 2**24
+"""Multiples of a step are below this in magnitude: exact in float32."""
+_MOST_SHIFT = 24
+_MOST_SPEC = 2**20
+"""Bytes of a spec: more than 10,000 tensors."""
+_MODEL, _DIFFERENCE = 1, 2
+_ANY: Coder = "auto"
+DownlinkCoder = Literal["huffman", "auto"]
+
+
+def exponent_of(values: Vector) -> int | None:
+    """The least h for which every one of `values` is a whole multiple of 2**-h, within bounds of
+    the format; None for zeros. Raises ConfigurationError if there is none such."""
+    others = values[values != 0]
+    if np.signbit(values[values == 0]).any():
+        raise ConfigurationError("a model with a negative zero is on no grid")
+    if not others.size:
+        return None
+    fraction, power = np.frexp(others)
+    odd = np.ldexp(fraction, 24).astype(np.int64)  # float32 has 24 bits
+    _, lowest = np.frexp((odd & -odd).astype(np.float32))
+    exponent = int((24 - power - (lowest - 1)).max())
+    exponent = max(exponent, LEAST_EXPONENT)
+    largest = float(np.abs(others).max()) * 2.0**exponent
+    if exponent > MOST_EXPONENT or largest >= _BEYOND:
+        raise ConfigurationError(
+            f"values up to {np.abs(others).max():g} in steps of 2**-{exponent} are on no grid of "
+            f"less than {_BEYOND} steps",
+            hint="only models that a task with a downlink publishes have a coded form",
+        )
+    return exponent
+
+
+def multiples(values: Vector, exponent: int) -> Whole:
+    """`values` in steps of 2**-exponent, ties to the even one; exact for values on that grid.
+
+    Raises DecodingError for values of 2**31 steps and more.
+    """
+    with np.errstate(over="ignore"):
+        scaled = np.rint(values * np.float32(2.0**exponent))
+    if not (np.abs(scaled).max(initial=0.0) < 2.0**31):
+        raise DecodingError(f"a value of 2**31 steps of 2**-{exponent} or more")
+    whole: Whole = scaled.astype(np.int64)
+    return whole
+
+
+def valued(whole: Whole, exponent: int) -> Vector:
+    """What `whole` steps of 2**-exponent come to; raises DecodingError beyond 2**24 of them."""
+    if np.abs(whole).max(initial=0) >= _BEYOND:
+        raise DecodingError(f"{_BEYOND} steps of a grid or more")
+    return whole.astype(np.float32) * np.float32(2.0**-exponent)
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """One trained tensor as coded: whole numbers up to `bound`, in steps of 2**(shift - exponent)
+    of the tensor's grid of 2**-exponent; nothing is coded where `bound` is 0."""
+
+    tensor: TensorSpec
+    where: slice
+    exponent: int
+    shift: int
+    bound: int
+
+    def field(self, coder: Coder) -> Integers:
+        spec = ModelSpec((self.tensor,))
+        return Integers(self.bound, self.tensor.size, coder, grid_of(spec))
+
+    def head(self) -> bytes:
+        if not self.bound:
+            return uvarint(0)
+        return uvarint(self.bound) + bytes((self.exponent & 0xFF, self.shift))
+
+
+def encode_model(model: Model, coder: DownlinkCoder = "huffman") -> bytes:
+    """The coded form of a model on a grid; a function of the model and of `coder`.
+
+    Raises ConfigurationError for a model that is on none, or holds other than float32.
+    """
+    spec = model.spec
+    text = spec.to_json().encode()
+    if len(text) > _MOST_SPEC:
+        raise ConfigurationError(f"a spec of {len(text)} bytes where {_MOST_SPEC} are coded")
+    described = _coded_octets(np.frombuffer(text, np.uint8))
+    carried = _coded_octets(_buffers(model))
+    head = bytes((_MODEL,)) + uvarint(len(text)) + uvarint(len(described)) + described
+    head += uvarint(len(carried)) + carried
+    zeros = np.zeros(spec.size, np.float32)
+    return head + _encode(spec, *_parts(spec, zeros, model.parameters), coder)
+
+
+def decode_model(data: bytes, max_bytes: int) -> Model:
+    """The model that `encode_model` was given.
+
+    Raises DecodingError, or BodyTooLarge for one whose tensors are longer than `max_bytes`; both
+    before anything of that size is allocated.
+    """
+    reader = Reader(data)
+    _expect_form(reader, _MODEL)
+    length = reader.uvarint()
+    if length > _MOST_SPEC:
+        raise DecodingError(f"a spec of {length} bytes")
+    text = _octets(reader, length).tobytes()
+    try:
+        spec = ModelSpec.from_json(text)
+    except ConfigurationError as exc:
+        raise DecodingError(f"no spec of a model: {exc.detail}") from exc
+    total = sum(tensor.num_bytes for tensor in spec.tensors)
+    if total > max_bytes:
+        raise BodyTooLarge(f"a model of {total} bytes where {max_bytes} are allowed")
+    others = [tensor for tensor in spec.tensors if not tensor.is_trained]
+    carried = _octets(reader, sum(tensor.num_bytes for tensor in others)).tobytes()
+    try:
+        _check_dtypes(spec)
+        model = Model(spec, np.zeros(spec.size, np.float32), _split(carried, others))
+        model.tensors()  # which refuses shapes that no array has
+    except (ConfigurationError, ValueError) as exc:
+        raise DecodingError(f"no model: {exc}") from exc
+    _decode(reader, data, spec, model.parameters)
+    return model
+
+
+def encode_difference(base: Model, model: Model, coder: DownlinkCoder = "huffman") -> bytes:
+    """What leads from `base` to `model`; a function of the two and of `coder`.
+
+    Raises ConfigurationError for models of two specs, with other buffers, or on no grid.
+    """
+    spec = model.spec
+    if base.spec != spec or not np.array_equal(_buffers(base), _buffers(model)):
+        raise ConfigurationError("the models differ in more than trained values")
+    return bytes((_DIFFERENCE,)) + _encode(
+        spec, *_parts(spec, base.parameters, model.parameters), coder
+    )
+
+
+def decode_difference(data: bytes, base: Model) -> Model:
+    """The model that `encode_difference` led to from `base`; raises DecodingError.
+
+    From another base it comes to something else: check the digest.
+    """
+    reader = Reader(data)
+    _expect_form(reader, _DIFFERENCE)
+    try:
+        _check_dtypes(base.spec)
+    except ConfigurationError as exc:
+        raise DecodingError(exc.detail) from exc
+    parameters = base.parameters.copy()
+    _decode(reader, data, base.spec, parameters)
+    return base.with_parameters(parameters)
+
+
+def on_grid(values: Vector, bits: int) -> Vector:
+    """`values` of one tensor, rounded to the finest grid that has them in whole numbers of `bits`
+    bits with their sign; raises ConfigurationError for values too large or too small for one."""
+    exponent = finest(values, bits)
+    if exponent is None:
+        return np.zeros_like(values)
+    return valued(multiples(values, exponent), exponent)
+
+
+def finest(values: Vector, bits: int) -> int | None:
+    """The largest h for which `values` take less than 2**(bits - 1) steps of 2**-h; None for
+    zeros."""
+    largest = float(np.abs(values).max(initial=0.0))
+    if not largest:
+        return None
+    _, power = np.frexp(largest)  # largest < 2**power
+    exponent = bits - 1 - int(power)
+    if np.rint(largest * 2.0**exponent) >= 2 ** (bits - 1):
+        exponent -= 1
+    if exponent < LEAST_EXPONENT:
+        raise ConfigurationError(f"a value of {largest:g} is beyond what a grid is made for")
+    return min(exponent, MOST_EXPONENT)
+
+
+def _check_dtypes(spec: ModelSpec) -> None:
+    for tensor in spec.trained:
+        if tensor.dtype != "float32":
+            raise ConfigurationError(
+                f"tensor {tensor.name!r} is {tensor.dtype}; only float32 is coded on the way down",
+                hint="give the model in float32, which is coded in less than half",
+            )
+
+
+def _parts(spec: ModelSpec, base: Vector, values: Vector) -> tuple[list[_Part], list[Whole]]:
+    """How every tensor goes from `base` to `values`, and the whole numbers of those that do."""
+    _check_dtypes(spec)
+    parts, moves = [], []
+    for tensor, where in zip(spec.trained, spec.slices.values(), strict=True):
+        before, after = base[where], values[where]
+        exponent = exponent_of(after)
+        if before.tobytes() == after.tobytes():
+            parts.append(_Part(tensor, where, 0, 0, 0))
+            continue
+        if exponent is None:  # zeros now: on any grid, and so on that of what they were
+            exponent = exponent_of(before) or 0
+        try:
+            move = multiples(after, exponent) - multiples(before, exponent)
+        except DecodingError as exc:
+            raise ConfigurationError(f"tensor {tensor.name!r}: {exc.detail}") from exc
+        shift = min(_common_zeros(move), _MOST_SHIFT)
+        move >>= shift
+        bound = int(np.abs(move).max(initial=0))
+        if bound >= 2**31:
+            raise ConfigurationError(f"tensor {tensor.name!r} moves by {bound} steps")
+        # A tensor whose rounding to the new grid is all that moves it still has to be rounded.
+        parts.append(_Part(tensor, where, exponent, shift, max(bound, 1)))
+        moves.append(move)
+    return parts, moves
+
+
+def _common_zeros(whole: Whole) -> int:
+    """How many low bits are zero in every one of `whole`; 0 if all of them are."""
+    seen = int(np.bitwise_or.reduce(whole, initial=0))
+    return (seen & -seen).bit_length() - 1 if seen else 0
+
+
+def _encode(
+    spec: ModelSpec, parts: Sequence[_Part], moves: Sequence[Whole], coder: DownlinkCoder
+) -> bytes:
+    coded = [part for part in parts if part.bound]
+    symbols = tuple(move.astype(np.int32) for move in moves)
+    layout = tuple(part.field(coder) for part in coded)
+    heads = b"".join(part.head() for part in parts)
+    return uvarint(len(spec.trained)) + heads + coding.encode(symbols, layout)
+
+
+def _decode(reader: Reader, data: bytes, spec: ModelSpec, parameters: Vector) -> None:
+    """Move `parameters` [spec.size] by what is left to be read."""
+    if reader.uvarint() != len(spec.trained):
+        raise DecodingError(f"not of the model's {len(spec.trained)} trained tensors")
+    parts = [part for part in _heads(reader, spec) if part.bound]
+    layout: Layout = tuple(part.field(_ANY) for part in parts)
+    moves = coding.decode(memoryview(data)[reader.at >> 3 :], layout)
+    for part, move in zip(parts, moves, strict=True):
+        whole = multiples(parameters[part.where], part.exponent)
+        whole += move.astype(np.int64) << part.shift
+        parameters[part.where] = valued(whole, part.exponent)
+
+
+def _heads(reader: Reader, spec: ModelSpec) -> Iterator[_Part]:
+    for tensor, where in zip(spec.trained, spec.slices.values(), strict=True):
+        bound, exponent, shift = reader.uvarint(), 0, 0
+        if bound:
+            exponent = (reader.read(8) ^ 0x80) - 0x80
+            shift = reader.read(8)
+        if bound >= 2**31 or shift > _MOST_SHIFT or not tensor.size >= bool(bound):
+            raise DecodingError(f"tensor {tensor.name!r}: bound {bound}, shift {shift}")
+        if not LEAST_EXPONENT <= exponent <= MOST_EXPONENT:
+            raise DecodingError(f"tensor {tensor.name!r}: steps of 2**{-exponent}")
+        yield _Part(tensor, where, exponent, shift, bound)
+
+
+def _buffers(model: Model) -> npt.NDArray[np.uint8]:
+    """The bytes of every tensor that is not trained, in order."""
+    stored = [
+        np.ascontiguousarray(model.buffers[tensor.name], stored_dtype(tensor)).tobytes()
+        for tensor in model.spec.tensors
+        if not tensor.is_trained
+    ]
+    return np.frombuffer(b"".join(stored), np.uint8)
+
+
+def _split(carried: bytes, tensors: Sequence[TensorSpec]) -> dict[str, npt.NDArray[Any]]:
+    """The arrays whose bytes are `carried`, end to end."""
+    arrays, at = {}, 0
+    for tensor in tensors:
+        stored = np.frombuffer(carried, stored_dtype(tensor), tensor.size, at)
+        arrays[tensor.name] = stored.reshape(tensor.shape)
+        at += tensor.num_bytes
+    return arrays
+
+
+def _coded_octets(octets: npt.NDArray[np.uint8]) -> bytes:
+    return coding.encode((octets,), (Alphabet(256, octets.size),))
+
+
+def _octets(reader: Reader, num: int) -> npt.NDArray[np.uint8]:
+    """`num` bytes, after the number of bytes that they are coded in."""
+    length = reader.uvarint()
+    start = reader.skip(8 * length) >> 3
+    coded = reader.octets[start : start + length].tobytes()
+    (octets,) = coding.decode(coded, (Alphabet(256, num),))
+    return octets.astype(np.uint8)
+
+
+def _expect_form(reader: Reader, form: int) -> None:
+    found = reader.read(8)
+    if found != form:
+        raise DecodingError(f"form {found} where {form} is due")
+
+
+__all__ = [
+    "DownlinkCoder",
+    "decode_difference",
+    "decode_model",
+    "encode_difference",
+    "encode_model",
+    "exponent_of",
+    "finest",
+    "multiples",
+    "on_grid",
+    "valued",
+]

@@ -1,0 +1,94 @@
+"""Write the golden vectors of models on the way down.
+
+python protocols/vectors/make_downlink_vectors.py [folder]
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+sys.path.insert(0, str(Path(__file__).parent))
+from make_coding_vectors import Draw
+
+from fedpress_protocols.downlink import (
+    DownlinkCoder,
+    encode_difference,
+    encode_model,
+    multiples,
+    on_grid,
+    valued,
+)
+from fedpress_protocols.model import Model, Vector
+
+STEPS = {"nothing": 0, "few": 6, "most": 300}
+
+
+def first() -> Model:
+    """A matrix, a vector of zeros, a scalar, an empty tensor, and two tensors not trained."""
+    draw = Draw(31)
+    values = np.array([draw.bell(400) for _ in range(24 * 20)], np.float32) / 512
+    model = Model.from_tensors(
+        {
+            "w": values.reshape(24, 20),
+            "seen": np.array(3, np.int64),
+            "b": np.zeros(20, np.float32),
+            "scale": np.array(-1.25, np.float32),
+            "empty": np.zeros((0, 4), np.float32),
+            "mask": np.array([True, False, True]),
+        }
+    )
+    return model.with_parameters(each_on_grid(model, 12))
+
+
+def each_on_grid(model: Model, bits: int) -> Vector:
+    parts = [on_grid(model.parameters[where], bits) for where in model.spec.slices.values()]
+    return np.concatenate(parts)
+
+
+def moved(model: Model, num: int, exponent: int) -> Model:
+    """After `num` draws of a coordinate and a move, in steps of 2**-exponent."""
+    draw = Draw(32 + num)
+    whole = multiples(model.parameters, 12)
+    for _ in range(num):
+        whole[draw.below(whole.size)] += draw.bell(3) * 2 ** (12 - exponent)
+    return model.with_parameters(valued(whole, 12))
+
+
+def vectors() -> dict[str, Any]:
+    model = first()
+    coders: tuple[DownlinkCoder, ...] = ("huffman", "auto")
+    outgrown = model.with_parameters(model.parameters * np.float32(64))
+    found: dict[str, Any] = {
+        f"model-{coder}": {
+            "file": model.to_bytes().hex(),
+            "coded": encode_model(model, coder).hex(),
+        }
+        for coder in coders
+    }
+    pairs = {
+        **{name: (model, moved(model, num, 8)) for name, num in STEPS.items()},
+        "coarser": (moved(model, 50, 12), outgrown.with_parameters(each_on_grid(outgrown, 6))),
+        "finer": (outgrown, model),
+    }
+    for name, (base, other) in pairs.items():
+        for coder in coders:
+            found[f"difference-{name}-{coder}"] = {
+                "base": base.to_bytes().hex(),
+                "file": other.to_bytes().hex(),
+                "coded": encode_difference(base, other, coder).hex(),
+            }
+    return found
+
+
+def main(folder: Path) -> None:
+    folder.mkdir(exist_ok=True)
+    (folder / "downlink.json").write_text(json.dumps(vectors(), indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]) if len(sys.argv) > 1 else Path(__file__).parent)

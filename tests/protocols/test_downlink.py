@@ -1,0 +1,338 @@
+"""Whatever way a device comes by a model, it is the same file; and no bytes do harm."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import runpy
+import tracemalloc
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fedpress_protocols import coding
+from fedpress_protocols.coding.bits import uvarint
+from fedpress_protocols.downlink import (
+    MOST_EXPONENT,
+    DownlinkCoder,
+    decode_difference,
+    decode_model,
+    encode_difference,
+    encode_model,
+    exponent_of,
+    finest,
+    multiples,
+    on_grid,
+)
+from fedpress_protocols.errors import (
+    BodyTooLarge,
+    ConfigurationError,
+    DecodingError,
+)
+from fedpress_protocols.model import Model, ModelSpec
+from tests.protocols import spec_reader
+
+SCRIPT = Path(__file__).parents[2] / "protocols" / "vectors" / "make_downlink_vectors.py"
+VECTORS: dict[str, dict[str, str]] = json.loads((SCRIPT.parent / "downlink.json").read_text())
+PLENTY = 10**6
+CODERS: tuple[DownlinkCoder, ...] = ("huffman", "auto")
+
+
+def model_of(seed: int, bits: int = 12, scale: float = 0.05) -> Model:
+    rng = np.random.default_rng(seed)
+    made = Model.from_tensors(
+        {
+            "w": (scale * rng.standard_normal((40, 30))).astype(np.float32),
+            "n": np.array(seed, np.int64),
+            "b": np.zeros(30, np.float32),
+            "k": (scale * rng.standard_normal((4, 3, 5))).astype(np.float32),
+        }
+    )
+    return rounded(made, bits)
+
+
+def rounded(model: Model, bits: int) -> Model:
+    parts = [on_grid(model.parameters[where], bits) for where in model.spec.slices.values()]
+    return model.with_parameters(np.concatenate(parts))
+
+
+def test_golden_bytes_have_not_changed() -> None:
+    assert runpy.run_path(str(SCRIPT))["vectors"]() == VECTORS
+
+
+@pytest.mark.parametrize("name", VECTORS)
+def test_every_vector_decodes_to_its_file(name: str) -> None:
+    vector = {key: bytes.fromhex(value) for key, value in VECTORS[name].items()}
+    if "base" in vector:
+        found = decode_difference(vector["coded"], Model.from_bytes(vector["base"]))
+    else:
+        found = decode_model(vector["coded"], PLENTY)
+    assert found.to_bytes() == vector["file"]
+
+
+@pytest.mark.parametrize("name", [name for name in VECTORS if "huffman" in name])
+def test_the_text_is_enough_to_read_every_vector(name: str) -> None:
+    vector = VECTORS[name]
+    due = Model.from_bytes(bytes.fromhex(vector["file"]))
+    body = spec_reader.Body(bytes.fromhex(vector["coded"]))
+    values = np.zeros(due.spec.size)
+    spec = due.spec
+    if "base" in vector:
+        assert body.number(8) == 2
+        values = Model.from_bytes(bytes.fromhex(vector["base"])).parameters.astype(np.float64)
+    else:
+        assert body.number(8) == 1
+        text = bytes(octets(body, body.uvarint()))
+        assert hashlib.sha256(text).hexdigest() == spec.digest
+        rows = json.loads(text)
+        idle = [row for row in rows if row[2] in ("int64", "bool")]
+        carried = bytes(octets(body, sum(8 if row[2] == "int64" else 3 for row in idle)))
+        assert carried == due.buffers["seen"].tobytes() + due.buffers["mask"].tobytes()
+    assert body.uvarint() == len(spec.trained)
+    heads = []
+    for tensor in spec.trained:
+        bound = body.uvarint()
+        h, shift = (body.number(8), body.number(8)) if bound else (0, 0)
+        heads.append((tensor.name, bound, h - 256 if h > 127 else h, shift))
+    layout = [
+        {"integers": {"bound": bound, "count": spec.select([name]).size}}
+        for name, bound, _, _ in heads
+        if bound
+    ]
+    moves = iter(spec_reader.read(body.data[body.at >> 3 :], layout))
+    for name, bound, h, shift in heads:
+        if bound:
+            where = spec.slices[name]
+            steps = np.rint(values[where] * 2.0**h) + np.array(next(moves)) * 2.0**shift
+            values[where] = steps * 2.0**-h
+    assert values.astype(np.float32).tobytes() == due.parameters.tobytes()
+
+
+def octets(body: spec_reader.Body, num: int) -> list[int]:
+    length = body.uvarint()
+    coded = bytes(body.number(8) for _ in range(length))
+    (found,) = spec_reader.read(coded, [{"alphabet": {"size": 256, "count": num}}])
+    return list(found)
+
+
+@settings(deadline=None, max_examples=40)
+@given(st.data())
+def test_any_path_of_differences_and_wholes_comes_to_the_same_file(data: st.DataObject) -> None:
+    """Models on finer and coarser grids, that grow and shrink, reached in any way."""
+    line = [model_of(data.draw(st.integers(0, 9)))]
+    for _ in range(data.draw(st.integers(1, 5))):
+        rng = np.random.default_rng(data.draw(st.integers(0, 2**16)))
+        scale = 2.0 ** data.draw(st.integers(-14, 3))
+        step = scale * rng.standard_normal(line[0].spec.size)
+        step[rng.random(step.size) < 0.8] = 0
+        target = (line[-1].parameters + step).astype(np.float32)
+        line.append(rounded(line[-1].with_parameters(target), data.draw(st.integers(4, 14))))
+    at = data.draw(st.integers(0, len(line) - 1))
+    held = line[at]
+    for _ in range(6):
+        to = data.draw(st.integers(0, len(line) - 1))
+        coder = data.draw(st.sampled_from(CODERS))
+        if data.draw(st.booleans()):
+            held = decode_model(encode_model(line[to], coder), PLENTY)
+        else:
+            held = decode_difference(encode_difference(held, line[to], coder), held)
+        assert held.to_bytes() == line[to].to_bytes()
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    st.lists(st.floats(width=32, allow_nan=False, allow_infinity=False), min_size=1, max_size=30),
+    st.integers(4, 14),
+)
+def test_what_is_rounded_lies_on_its_grid(values: list[float], bits: int) -> None:
+    given_values = np.array(values, np.float32)
+    try:
+        found = on_grid(given_values, bits)
+    except ConfigurationError:
+        assert np.abs(given_values).max() > 2.0**100
+        return
+    exponent = finest(given_values, bits)
+    if exponent is None:
+        assert not given_values.any()
+        return
+    assert np.abs(multiples(found, exponent)).max() < 2 ** (bits - 1)
+    assert np.abs(found.astype(np.float64) - given_values).max() <= 2.0 ** -(exponent + 1)
+    assert exponent == MOST_EXPONENT or (
+        np.rint(np.abs(given_values).max() * 2.0 ** (exponent + 1)) >= 2 ** (bits - 1)
+    )
+    assert on_grid(found, bits).tobytes() == found.tobytes()
+    least = exponent_of(found)
+    assert least is None or least <= exponent
+
+
+@pytest.mark.parametrize("bits", [8, 12, 14])
+def test_a_whole_model_is_less_than_half_of_its_file_whatever_its_values(bits: int) -> None:
+    rng = np.random.default_rng(0)
+    model = Model.from_tensors({"w": rng.uniform(-1, 1, (200, 100)).astype(np.float32)})
+    coded = encode_model(rounded(model, bits))
+    assert len(coded) <= len(model.to_bytes()) * (bits + 0.1) / 32
+    assert len(coded) < len(model.to_bytes()) / 2
+
+
+def test_least_exponents_are_exact() -> None:
+    assert exponent_of(np.array([0.75, 8, 0], np.float32)) == 2
+    assert exponent_of(np.array([-96, 32], np.float32)) == -5
+    assert exponent_of(np.zeros(3, np.float32)) is None
+    assert exponent_of(np.array([2.0**120], np.float32)) == -100
+
+
+@pytest.mark.parametrize(
+    ("values", "reason"),
+    [
+        ([-0.0, 1.0], "negative zero"),
+        ([1.0, 2.0**-30], "no grid"),
+        ([2.0**-121], "no grid"),
+    ],
+)
+def test_values_on_no_grid_are_refused(values: list[float], reason: str) -> None:
+    with pytest.raises(ConfigurationError, match=reason):
+        exponent_of(np.array(values, np.float32))
+
+
+def test_models_without_a_coded_form_are_refused() -> None:
+    half = Model.from_tensors({"w": np.ones(3, np.float16)})
+    with pytest.raises(ConfigurationError, match="float16"):
+        encode_model(half)
+    with pytest.raises(ConfigurationError, match="more than trained values"):
+        encode_difference(model_of(1), model_of(2))
+    one = Model.from_tensors({"w": np.ones(3, np.float32)})
+    with pytest.raises(ConfigurationError, match="more than trained values"):
+        encode_difference(half, one)
+    far = one.with_parameters(np.full(3, 2.0**90, np.float32))
+    with pytest.raises(ConfigurationError, match="or more"):
+        encode_difference(far, one)
+    away = one.with_parameters(np.array([-(2.0**31) + 128, 0, 0], np.float32))
+    near = one.with_parameters(np.array([2.0**24 - 1, 3, 1], np.float32))
+    with pytest.raises(ConfigurationError, match="moves by"):
+        encode_difference(away, near)
+    names = {f"tensor-{index:060d}": np.ones(1, np.float32) for index in range(14000)}
+    with pytest.raises(ConfigurationError, match="a spec of"):
+        encode_model(Model.from_tensors(names))
+    with pytest.raises(ConfigurationError, match="beyond what a grid"):
+        on_grid(np.array([3e38], np.float32), 12)
+
+
+@pytest.mark.parametrize(
+    "kind", ["model-huffman", "difference-few-huffman", "difference-most-auto"]
+)
+def test_damaged_bytes_are_refused_or_come_to_another_model(kind: str) -> None:
+    """Never another error, a crash or much memory: the digest tells the rest."""
+    vector = {key: bytes.fromhex(value) for key, value in VECTORS[kind].items()}
+    base = Model.from_bytes(vector["base"]) if "base" in vector else None
+    rng = np.random.default_rng(1)
+    refused = 0
+    for case in range(600):
+        data = bytearray(vector["coded"])
+        if case % 3 == 0:
+            data = data[: rng.integers(0, len(data))]
+        elif case % 3 == 1:
+            data += bytes(rng.integers(0, 256, 1 + case % 5).astype(np.uint8))
+        for _ in range(int(rng.integers(0 if case % 3 < 2 else 1, 4))):
+            at = int(rng.integers(0, min(len(data), 60) if case % 2 else len(data)) if data else 0)
+            if data:
+                data[at] ^= 1 << int(rng.integers(0, 8))
+        if bytes(data) == vector["coded"]:
+            continue
+        try:
+            found = read(bytes(data), base)
+        except (DecodingError, BodyTooLarge):
+            refused += 1
+        else:
+            assert found.to_bytes() != vector["file"] or case % 3 == 2
+    assert refused > 300
+
+
+def read(data: bytes, base: Model | None) -> Model:
+    return decode_model(data, PLENTY) if base is None else decode_difference(data, base)
+
+
+def header(text: bytes, rest: bytes = b"", carried: bytes = b"\x00") -> bytes:
+    """A whole model with any text for its spec."""
+    layout = (coding.Alphabet(256, len(text)),)
+    coded = coding.encode((np.frombuffer(text, np.uint8),), layout)
+    return b"\x01" + uvarint(len(text)) + uvarint(len(coded)) + coded + carried + rest
+
+
+def move(bound: int, exponent: int, shift: int, whole: list[int]) -> bytes:
+    """A tensor's head and field, for a model of one."""
+    field = coding.Integers(bound, len(whole))
+    coded = coding.encode((np.array(whole, np.int32),), (field,))
+    return uvarint(bound) + bytes((exponent, shift)) + coded
+
+
+@pytest.mark.parametrize(
+    ("data", "reason"),
+    [
+        (b"", "bits left"),
+        (b"\x02", "form 2"),
+        (b"\x01\xff\xff\xff\x7f", "a spec of"),
+        (header(b"[]x"), "no spec"),
+        (header(b'[["a",[1],"bfloat16"]]'), "bfloat16"),
+        (header(b'[["a",[1],"float32"]]', b"\x02"), "trained tensors"),
+        (header(b'[["a",[1],"float32"]]', b"\x01\xff\xff\xff\xff\x0f\x00\x00"), "bound"),
+        (header(b'[["a",[1],"float32"]]', b"\x01\x01\x00\x19"), "shift 25"),
+        (header(b'[["a",[1],"float32"]]', b"\x01\x01\x7f\x00"), "steps of 2"),
+        (header(b'[["a",[0],"float32"],["b",[1],"float32"]]', b"\x02\x01\x00\x00"), "bound 1"),
+        (header(b'[["a",[0,9223372036854775808],"float32"]]', b""), "no model"),
+        (
+            header(b'[["a",[1],"float32"]]', b"\x01" + move(2, 0, 24, [1])),
+            "steps of a grid or more",
+        ),
+    ],
+)
+def test_forged_models_are_refused(data: bytes, reason: str) -> None:
+    with pytest.raises(DecodingError, match=reason):
+        decode_model(data, PLENTY)
+
+
+def test_a_difference_to_a_base_far_off_is_refused() -> None:
+    base = Model.from_tensors({"w": np.full(4, 2.0**40, np.float32)})
+    with pytest.raises(DecodingError, match="or more"):
+        decode_difference(b"\x02\x01" + move(1, 16, 0, [1, 0, 0, 0]), base)
+    half = Model.from_tensors({"w": np.ones(3, np.float16)})
+    with pytest.raises(DecodingError, match="float16"):
+        decode_difference(b"\x02\x01\x00", half)
+
+
+def test_a_model_longer_than_admitted_is_refused_before_it_is_made() -> None:
+    forged = header(b'[["a",[1000000000],"float32"]]', b"\x01\x00")
+    tracemalloc.start()
+    try:
+        with pytest.raises(BodyTooLarge, match="4000000000 bytes"):
+            decode_model(forged, 2**30)
+        assert tracemalloc.get_traced_memory()[1] < 2**22
+    finally:
+        tracemalloc.stop()
+
+
+def test_specs_have_one_text() -> None:
+    spec = model_of(0).spec
+    assert ModelSpec.from_json(spec.to_json()) == spec
+    assert ModelSpec.from_json(spec.to_json().encode()) == spec
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        '[["a",[1], "float32"]]',
+        '[["a",[Infinity],"float32"]]',
+        '[["\\ud800",[1],"float32"]]',
+        '[["__metadata__",[1],"float32"]]',
+        '[[1,[1],"float32"]]',
+        '[["a",[1],["float32"]]]',
+        "[" * 100_000,
+        "{}",
+        '[["a",[true],"float32"]]',
+    ],
+)
+def test_other_texts_are_no_specs(text: str) -> None:
+    with pytest.raises(ConfigurationError):
+        ModelSpec.from_json(text)
