@@ -13,81 +13,29 @@ import os
 import signal
 import sys
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
 import click
 
+from fedpress.cli_models import models
+from fedpress.cli_plan import plan
+from fedpress.cli_task_check import check_task
+from fedpress.command_line import PATH as _PATH
+from fedpress.command_line import Group as _Group
+from fedpress.command_line import admin_token as _admin_token
+from fedpress.command_line import argument as _argument
+from fedpress.command_line import figures as _figures
+from fedpress.command_line import needs as _needs
+from fedpress.command_line import operator as _operator
+from fedpress.command_line import read as _read
+from fedpress.command_line import url as _url
+from fedpress.command_line import verbose as _verbose
 from fedpress_protocols import __version__
-from fedpress_protocols.errors import ConfigurationError, FedpressError, MissingExtra
+from fedpress_protocols.errors import ConfigurationError, FedpressError
 
-if TYPE_CHECKING:
-    from fedpress.operator import Operator
-
-_LOCAL = "http://127.0.0.1:8080"
 _DEMO_COMPRESSOR = "topk:fraction=0.02,magnitude_bits=1"
 _SECURE_COMPRESSOR = "shared_support:fraction=0.3,explore=0.25"
-_PATH = click.Path(path_type=Path)
-
-
-class _Argument(click.Argument):
-    """With a line of help, which click's own has not."""
-
-    def __init__(self, declared: Sequence[str], help: str = "", **attributes: Any) -> None:
-        super().__init__(declared, **attributes)
-        self.help = help
-
-
-class _Command(click.Command):
-    """Its help explains the arguments before the options."""
-
-    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        explained = [
-            (each.human_readable_name, each.help)
-            for each in self.params
-            if isinstance(each, _Argument)
-        ]
-        if explained:
-            with formatter.section("Arguments"):
-                formatter.write_dl(explained)
-        super().format_options(ctx, formatter)
-
-
-class _Group(click.Group):
-    """Lists its commands in the order of their definition, each with its whole first sentence."""
-
-    command_class = _Command
-    group_class = type
-
-    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        with formatter.section("Commands"):
-            formatter.write_dl(
-                [(name, each.get_short_help_str(limit=500)) for name, each in self.commands.items()]
-            )
-
-    def invoke(self, ctx: click.Context) -> Any:
-        try:
-            return super().invoke(ctx)
-        except KeyboardInterrupt:
-            raise click.exceptions.Exit(130) from None
-
-
-_argument = partial(click.argument, cls=_Argument)
-_admin_token = click.option(
-    "--admin-token",
-    required=True,
-    envvar="FEDPRESS_ADMIN_TOKEN",
-    show_envvar=True,
-    help="The server's admin token.",
-)
-_url = click.option(
-    "--url", default=_LOCAL, envvar="FEDPRESS_URL", show_envvar=True, help="Where the server is."
-)
-_figures = click.option(
-    "--json", "json_file", type=_PATH, metavar="FILE", help="Write the figures here."
-)
-_verbose = click.option("--verbose", "-v", is_flag=True, help="Log every step.")
 
 
 @click.group(
@@ -118,35 +66,44 @@ def serve(context: click.Context) -> None:
     serve_main(context.args)
 
 
+@app.command(
+    "migrate",
+    context_settings={"ignore_unknown_options": True, "allow_extra_args": True},
+    add_help_option=False,
+)
+@click.pass_context
+def migrate(context: click.Context) -> None:
+    """Bring a server's database up to date; its settings are those of serve."""
+    try:
+        from fedpress_server.serve import migrate_main
+    except ModuleNotFoundError as exc:
+        _needs("server", exc)
+    migrate_main(context.args)
+
+
 @app.group("task")
 def tasks() -> None:
     """Start, list, watch and cancel tasks."""
 
 
 @tasks.command("create")
-@_argument("config", type=_PATH, help="The task's configuration, JSON.")
+@_argument("config", type=_PATH, help="The task's configuration, YAML or JSON.")
 @_argument("model", type=_PATH, help="The initial model, safetensors.")
 @_admin_token
 @_url
 def create_task(config: Path, model: Path, admin_token: str, url: str) -> None:
     """Register a model and start a task on it; the configuration's `model` is filled in."""
-    from pydantic import ValidationError
-
-    from fedpress_protocols.messages import TaskConfig
+    from fedpress.task_file import task_config
     from fedpress_protocols.model import Model
-    from fedpress_protocols.plan import explained
 
     initial = Model.from_bytes(_read(model))
-    try:
-        fields = json.loads(_read(config))
-        parsed = TaskConfig.model_validate({**fields, "model": initial.digest}, strict=False)
-    except ValidationError as exc:
-        raise ConfigurationError(f"{config}: {explained(exc)}") from exc
-    except (ValueError, TypeError) as exc:
-        raise ConfigurationError(f"{config} is not a JSON object: {exc}") from exc
+    parsed = task_config(config, initial.digest)
     with _operator(url, admin_token) as operator:
         operator.register_model(initial)
         click.echo(operator.create_task(parsed).model_dump_json(indent=2))
+
+
+tasks.add_command(check_task)
 
 
 @tasks.command("list")
@@ -156,7 +113,8 @@ def list_tasks(admin_token: str, url: str) -> None:
     """Every task and how far it is."""
     with _operator(url, admin_token) as operator:
         for task in operator.tasks():
-            click.echo(f"{task.task}  {task.state}  {task.round}/{task.rounds} rounds")
+            why = f"  {task.reason}" if task.reason else ""
+            click.echo(f"{task.task}  {task.state}  {task.round}/{task.rounds} rounds{why}")
 
 
 @tasks.command("rounds")
@@ -198,6 +156,26 @@ def continue_task(task: str, admin_token: str, rounds: int, model: Path | None, 
         click.echo(operator.continue_task(task, more).model_dump_json(indent=2))
 
 
+@tasks.command("pause")
+@click.argument("task")
+@_admin_token
+@_url
+def pause_task(task: str, admin_token: str, url: str) -> None:
+    """Give a running task's devices no work until it is resumed; nothing is lost."""
+    with _operator(url, admin_token) as operator:
+        operator.pause_task(task)
+
+
+@tasks.command("resume")
+@click.argument("task")
+@_admin_token
+@_url
+def resume_task(task: str, admin_token: str, url: str) -> None:
+    """Give a task's devices work again."""
+    with _operator(url, admin_token) as operator:
+        operator.resume_task(task)
+
+
 @tasks.command("finish")
 @click.argument("task")
 @_admin_token
@@ -237,6 +215,9 @@ def save_model(task: str, file: Path, admin_token: str, best: bool, url: str) ->
         model = operator.model(digest)
     file.write_bytes(model.to_bytes())
     click.echo(f"{file}: {model.digest}")
+
+
+app.add_command(models)
 
 
 @app.group("token")
@@ -563,7 +544,18 @@ def demo(
     help="local: one process; processes: a pool; ray: Flower's own engine.",
 )
 @click.option(
-    "--compressor", default=_DEMO_COMPRESSOR, help="none, NAME, NAME:key=value,... or JSON."
+    "--compressor",
+    help=f"none, NAME, NAME:key=value,... or JSON; {_DEMO_COMPRESSOR}, or {_SECURE_COMPRESSOR} "
+    "with --secure.",
+)
+@click.option(
+    "--secure", is_flag=True, help="Under masks: the server gets sums, and no client's update."
+)
+@click.option(
+    "--masking",
+    default="",
+    help="Terms of masked rounds that differ from their defaults, as JSON: "
+    '{"adversary": "semi-honest"}.',
 )
 @click.option("--strategy", default="fedavg", help="One of fedpress's: NAME or JSON.")
 @click.option("--data", default="digits", help="digits, fashion-mnist:DIR or shakespeare:DIR.")
@@ -582,7 +574,9 @@ def demo(
     help="iid, dirichlet:A, shards:K, quantity:A or natural.",
 )
 @click.option(
-    "--dropout", default=0.0, help="Chance that a client is lost before or after its training."
+    "--dropout",
+    default=0.0,
+    help="Chance that a client is lost before or after its training, or with --secure at any step.",
 )
 @click.option("--link", type=float, help="Each client's link: tells how long its transfers take.")
 @click.option("--seed", default=0, help="Of the split, the model, cohorts, training.")
@@ -641,6 +635,9 @@ def run_simulation(
         )
     except KeyboardInterrupt:
         _stopped()
+
+
+app.add_command(plan)
 
 
 @app.group("compressors", invoke_without_command=True)
@@ -760,23 +757,9 @@ def main() -> None:
         sys.exit(1)
 
 
-def _operator(url: str, admin_token: str) -> Operator:
-    from fedpress.operator import Operator
-
-    return Operator(url, admin_token)
-
-
 def _stopped() -> NoReturn:
     click.echo("stopped; the same command goes on from here", err=True)
     raise click.exceptions.Exit(130) from None
-
-
-def _needs(extra: str, exc: ModuleNotFoundError) -> NoReturn:
-    if exc.name and exc.name.startswith("fedpress"):
-        raise exc
-    raise MissingExtra(
-        f"{exc.name} is not installed", hint=f"pip install 'fedpress[{extra}]'"
-    ) from exc
 
 
 def _attributes(given: Sequence[str]) -> dict[str, float | str]:
@@ -794,13 +777,6 @@ def _attributes(given: Sequence[str]) -> dict[str, float | str]:
             number = math.nan
         attributes[name] = number if math.isfinite(number) else value
     return attributes
-
-
-def _read(path: Path) -> bytes:
-    try:
-        return path.read_bytes()
-    except OSError as exc:
-        raise ConfigurationError(f"{path} cannot be read: {exc.strerror}") from exc
 
 
 def _log(verbose: bool) -> None:

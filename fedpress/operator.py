@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Literal, Self
+from urllib.parse import quote
 
 import httpx
 from pydantic import TypeAdapter
@@ -11,9 +12,20 @@ from pydantic import TypeAdapter
 from fedpress_protocols.errors import FedpressError, TransportError, UnknownModel
 from fedpress_protocols.messages import Continuation, RoundStatus, TaskConfig, TaskSummary
 from fedpress_protocols.model import Model
+from fedpress_protocols.registry import (
+    Alias,
+    Collected,
+    CollectRequest,
+    ModelLineage,
+    ModelVersion,
+    Promotion,
+    Rollback,
+)
 
 _ROUNDS = TypeAdapter(list[RoundStatus])
 _TASKS = TypeAdapter(list[TaskSummary])
+_VERSIONS = TypeAdapter(list[ModelVersion])
+_ALIASES = TypeAdapter(list[Alias])
 
 
 class Operator:
@@ -80,6 +92,14 @@ class Operator:
         )
         return TaskSummary.model_validate_json(response.content)
 
+    def pause_task(self, task: str) -> None:
+        """Give its devices no work from now on; what is under way is taken."""
+        self._send("POST", f"/v1/admin/tasks/{task}/pause")
+
+    def resume_task(self, task: str) -> None:
+        """Give the devices of a paused, running task work again."""
+        self._send("POST", f"/v1/admin/tasks/{task}/resume")
+
     def finish_task(self, task: str) -> None:
         """End a paused task for good: its devices may go."""
         self._send("POST", f"/v1/admin/tasks/{task}/finish")
@@ -115,6 +135,46 @@ class Operator:
             raise UnknownModel(f"the server sent model {model.digest[:12]} for {digest[:12]}")
         return model
 
+    def versions(
+        self, task: str, *, before: int | None = None, limit: int = 1000
+    ) -> list[ModelVersion]:
+        """The newest versions of the task's model, those below `before`, the newest first."""
+        asked = {"limit": limit} if before is None else {"limit": limit, "before": before}
+        response = self._send("GET", f"/v1/admin/tasks/{task}/versions", params=asked)
+        return _VERSIONS.validate_json(response.content)
+
+    def version(self, task: str, which: str) -> ModelLineage:
+        """One version by its number, by an alias, or as newest or best."""
+        response = self._send("GET", f"/v1/admin/tasks/{task}/versions/{_segment(which)}")
+        return ModelLineage.model_validate_json(response.content)
+
+    def aliases(self, task: str) -> list[Alias]:
+        """Where the task's aliases point, and have pointed."""
+        response = self._send("GET", f"/v1/admin/tasks/{task}/aliases")
+        return _ALIASES.validate_json(response.content)
+
+    def promote(
+        self, task: str, alias: str, version: int, *, expect: int | Literal["any", "none"] = "any"
+    ) -> Alias:
+        """Point `alias` to `version` if it points to `expect`; Conflict if it does not."""
+        asked = Promotion(version=version, expect=expect)
+        path = f"/v1/admin/tasks/{task}/aliases/{_segment(alias)}"
+        response = self._send("PUT", path, json=asked.model_dump())
+        return Alias.model_validate_json(response.content)
+
+    def roll_back(self, task: str, alias: str, *, expect: int | Literal["any"] = "any") -> Alias:
+        """Point `alias` to where it pointed before; Conflict if it points elsewhere than expected,
+        or there is nothing before."""
+        path = f"/v1/admin/tasks/{task}/aliases/{_segment(alias)}/rollback"
+        response = self._send("POST", path, json=Rollback(expect=expect).model_dump())
+        return Alias.model_validate_json(response.content)
+
+    def collect(self, *, dry_run: bool = False) -> Collected:
+        """Remove the files of models that retention gives up; or only say which."""
+        asked = CollectRequest(dry_run=dry_run)
+        response = self._send("POST", "/v1/admin/models/collect", json=asked.model_dump())
+        return Collected.model_validate_json(response.content)
+
     def _json(self, method: str, path: str, **content: Any) -> dict[str, Any]:
         answer: dict[str, Any] = self._send(method, path, **content).json()
         return answer
@@ -133,3 +193,8 @@ class Operator:
         except ValueError:
             problem = {"detail": f"status {response.status_code} without a problem in its body"}
         raise FedpressError.from_problem(problem, response.status_code)
+
+
+def _segment(name: str) -> str:
+    """A name as one part of a path, whatever is in it."""
+    return quote(name, safe="") or "-"

@@ -28,9 +28,9 @@ from fedpress_protocols.errors import (
     Unavailable,
     UnknownTask,
 )
+from fedpress_protocols.faults import explained
 from fedpress_protocols.messages import Continuation, TaskConfig, TaskSummary
 from fedpress_protocols.model import Model
-from fedpress_protocols.plan import explained
 
 T = TypeVar("T")
 _log = logging.getLogger(__name__)

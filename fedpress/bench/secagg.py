@@ -156,6 +156,11 @@ def measure(quick: bool = False) -> dict[str, Any]:
     }
 
 
+def play(load: Workload) -> dict[str, Any]:
+    """The figures of one session of `load`."""
+    return _Session(load).play()
+
+
 @dataclass
 class _Client:
     """A device between two messages: its record, and what it has cost so far."""

@@ -15,9 +15,9 @@ from typing import Any
 from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
 
-from fedpress_protocols.errors import ConfigurationError, NotFound
-from fedpress_protocols.signatures import DeviceKey
+from fedpress_protocols.errors import ConfigurationError
 from fedpress_server.auth import Gatekeeper
+from fedpress_server.bucket import opened_payloads
 from fedpress_server.coordinator import Coordinator
 from fedpress_server.database import Database
 from fedpress_server.devices import BytesInFlight, device_routes, enrolment, shared_routes
@@ -28,11 +28,13 @@ from fedpress_server.masked_membership import Authority
 from fedpress_server.masked_routes import session_routes
 from fedpress_server.metrics import Metrics
 from fedpress_server.operators import operator_routes
-from fedpress_server.payloads import Payloads
-from fedpress_server.problems import Problem, RequestGuard, install
+from fedpress_server.problems import Problem, RequestGuard, install, responses
+from fedpress_server.registry_routes import registry_routes
+from fedpress_server.resumable import PartLimits, Resumable
+from fedpress_server.resumable_routes import resumable_routes
+from fedpress_server.server_keys import signing_key
 from fedpress_server.settings import Settings
 
-_KEY_FILE = "server-key.pem"
 _DESCRIPTION = """\
 Coordinates federated training with compressed uploads. Every device request is signed by the
 device's Ed25519 key: a fixed profile of RFC 9421, which `protocols/SPEC-signatures.md` describes.
@@ -43,17 +45,23 @@ Errors are RFC 9457 problems whose `type` never changes its meaning.
 def create_app(settings: Settings, *, clock: Callable[[], float] = time.time) -> FastAPI:
     """The server as an ASGI application; its lifespan opens the data folder, and holds it.
 
+    A worker's or a scheduler's answers nothing but /livez, /readyz and /metrics. Raises
+    ConfigurationError for a role that needs what the settings do not name.
+
     `clock` tells Unix seconds; deadlines, signatures and receipts go by it alone.
     """
     metrics = Metrics()
+    _check_role(settings)
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         with _held(settings.data_dir):
-            payloads = Payloads(settings.data_dir)
-            key = _server_key(payloads)
-            database = await asyncio.to_thread(Database, settings.resolved_database_url)
+            database = await asyncio.to_thread(_opened, settings, metrics)
             try:
+                payloads = await asyncio.to_thread(opened_payloads, settings)
+                key = await signing_key(
+                    "server", settings.server_key_file, settings.data_dir, database
+                )
                 token = settings.admin_token
                 gatekeeper = Gatekeeper(
                     database,
@@ -61,9 +69,7 @@ def create_app(settings: Settings, *, clock: Callable[[], float] = time.time) ->
                     admin_token=token.get_secret_value() if token else None,
                     clock_skew=settings.clock_skew,
                 )
-                authority = Authority.open(
-                    settings.population, settings.masking_authority, payloads
-                )
+                authority = await _authority(settings, database)
                 coordinator = Coordinator(
                     settings, database, payloads, key, authority, metrics, clock
                 )
@@ -77,11 +83,19 @@ def create_app(settings: Settings, *, clock: Callable[[], float] = time.time) ->
                 app.state.intake = intake = Intake(
                     coordinator, database, payloads, metrics, settings.worker_threads
                 )
+                part_limits = PartLimits(
+                    settings.max_part_bytes, settings.max_partial_bytes, settings.partial_seconds
+                )
+                app.state.resumable = resumable = Resumable(
+                    intake, database, payloads, metrics, clock, part_limits
+                )
                 await gatekeeper.start()
                 await coordinator.start()
+                await resumable.start()
                 try:
                     yield
                 finally:
+                    await resumable.stop()
                     await coordinator.stop()
                     await asyncio.to_thread(intake.stop)
             finally:
@@ -101,9 +115,11 @@ def create_app(settings: Settings, *, clock: Callable[[], float] = time.time) ->
     app.state.bytes_in_flight = BytesInFlight(settings.max_bytes_in_flight, metrics.bytes_in_flight)
     install(app, metrics)
     app.add_middleware(RequestGuard, metrics=metrics)
-    routers = (enrolment, device_routes, session_routes, shared_routes)
-    for router in (*routers, operator_routes, health_routes):
-        app.include_router(router)
+    routers = (enrolment, device_routes, resumable_routes, session_routes, shared_routes)
+    if settings.role in ("all", "api"):
+        for router in (*routers, operator_routes, registry_routes):
+            app.include_router(router)
+    app.include_router(health_routes)
     _describe(app)
     return app
 
@@ -141,6 +157,8 @@ def _correct(operation: dict[str, Any], path: str) -> None:
     answers = operation["responses"]
     if list(answers.get("422", {}).get("content", {})) == ["application/json"]:
         del answers["422"]  # FastAPI's own validation error, which is a 400 here
+    if operation.get("parameters") or "requestBody" in operation:
+        answers.update(responses(400) if "400" not in answers else {})
     if path == "/v1/enrol":
         operation["security"] = [{"HTTPBearer": [], "signature": []}]
     elif "devices" in operation["tags"]:
@@ -166,14 +184,39 @@ def _held(folder: Path) -> Iterator[None]:
         os.close(descriptor)
 
 
-def _server_key(payloads: Payloads) -> DeviceKey:
-    """The key that signs receipts; made at the first start, readable by its owner alone."""
-    try:
-        return DeviceKey.from_pem(payloads.get(_KEY_FILE))
-    except NotFound:
-        key = DeviceKey.generate()
-        payloads.put(_KEY_FILE, key.to_pem())
-        return key
+def _check_role(settings: Settings) -> None:
+    """Several servers meet in a database and a store, and nowhere else."""
+    if settings.role == "all":
+        return
+    if settings.resolved_database_url.startswith("sqlite"):
+        raise ConfigurationError(
+            f"role {settings.role!r} needs a database that several servers share, and SQLite is "
+            "one server's own",
+            hint="set FEDPRESS_DATABASE_URL to a postgresql:// URL, or leave the role at all",
+        )
+    if not settings.store_url:
+        raise ConfigurationError(
+            f"role {settings.role!r} needs a store that several servers share, and the data folder "
+            "is one server's own",
+            hint="set FEDPRESS_STORE_URL to s3://bucket/prefix, or leave the role at all",
+        )
+
+
+def _opened(settings: Settings, metrics: Metrics) -> Database:
+    return Database(
+        settings.resolved_database_url,
+        migrates=settings.role == "all",
+        retries=metrics.transaction_retries.inc,
+        batches=metrics.commit_batch.observe,
+    )
+
+
+async def _authority(settings: Settings, database: Database) -> Authority:
+    if settings.masking_authority:
+        return Authority.apart(settings.population, settings.masking_authority)
+    file = settings.authority_key_file
+    key = await signing_key("authority", file, settings.data_dir, database)
+    return Authority.here(settings.population, key)
 
 
 def _version() -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from fedpress_protocols.errors import IncompatiblePlan
 from fedpress_protocols.fixed_point import FixedPoint
 from fedpress_protocols.messages import AsynchronousTerms
-from fedpress_server.folding import RoundTerms
+from fedpress_server.terms import RoundTerms
 from fedpress_strategies import Strategy
 from fedpress_strategies.staleness import DiscountedMean
 

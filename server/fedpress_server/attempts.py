@@ -1,69 +1,35 @@
-"""An attempt at a round as it is kept: opened with a plan, written event by event, read by replay.
-
-An event is written with all that follows from it, receipts among it, in one transaction: the rows
-never tell of half a step.
-"""
+"""An attempt at a round as it is now: the machine, its plan's terms, and in the masked lane the
+session, which move in one step."""
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from math import inf
 
-from pydantic import ValidationError
-from sqlalchemy.engine import Connection
-
-from fedpress_protocols.errors import ConfigurationError, FedpressError, IncompatiblePlan
-from fedpress_protocols.fixed_point import FixedPoint
+from fedpress_protocols.errors import FedpressError
 from fedpress_protocols.masking.messages import ClientMessage
-from fedpress_protocols.messages import (
-    RECEIPT_CONTEXT,
-    Assignment,
-    Receipt,
-    SignedReceipt,
-    TaskConfig,
-)
-from fedpress_protocols.model import ModelSpec
-from fedpress_protocols.plan import FixedPointTerms, MaskingTerms, RoundPlan, explained
-from fedpress_protocols.schedule import period_at
-from fedpress_protocols.signatures import DeviceKey, sign_document
-from fedpress_server import records
-from fedpress_server.folding import (
-    FoldResult,
-    RoundTerms,
-    StagedUpload,
-    artefact_name,
-    base_name,
-    bases_folder,
-    optimizer_name,
-)
-from fedpress_server.masked import Host, Message, Session, read_message
-from fedpress_server.payloads import Payloads
-from fedpress_server.records import AssignmentRecord, RoundKey, TaskRecord
+from fedpress_protocols.messages import Assignment
+from fedpress_protocols.plan import RoundPlan
+from fedpress_protocols.policies.course import Course
+from fedpress_server.adding import StagedUpload
+from fedpress_server.files import upload_name, uploads_folder
+from fedpress_server.masked import Host, Message, Session
+from fedpress_server.records import RoundKey
 from fedpress_server.rounds import (
-    Assign,
-    BasisMade,
-    BeginSecond,
     BeginSession,
     CarriedOver,
     DeadlinePassed,
     Effect,
     Event,
-    Extend,
-    FirstStaged,
     Part,
     Round,
     Said,
     SessionEnded,
     SessionFailed,
-    Settle,
     UnmaskFailed,
     UploadStaged,
-    from_record,
-    to_record,
 )
-from fedpress_strategies import Strategy
+from fedpress_server.terms import RoundTerms
 
 
 @dataclass(frozen=True)
@@ -82,6 +48,8 @@ class Attempt:
     seq: int = 0
     host: Host | None = None
     session: Session | None = None
+    course: Course | None = None
+    """What the task's policies made of the round."""
     earlier: Mapping[tuple[int, int], RoundPlan] = field(default_factory=dict)
     """By round and attempt: the plans of assignments that were taken over."""
 
@@ -222,7 +190,7 @@ class Attempt:
             assignment=name,
             client_id=client_id,
             plan=self._plan_for(part),
-            profile=self.terms_of(name).profile(part.index),
+            profile=self.terms_of(name).profile(part.index, part.profile),
             own=self.terms.bases.get(client_id),
             basis=self.round.basis,
             turn=part.turn,
@@ -260,7 +228,9 @@ class Attempt:
         parts = self.round.parts
         return tuple(
             StagedUpload(
-                upload_name(self.key, name, digest), digest, self.terms.profile(parts[name].index)
+                upload_name(self.key, name, digest),
+                digest,
+                self.terms.profile(parts[name].index, parts[name].profile),
             )
             for name in self.round.firsts
             if (digest := parts[name].first) is not None
@@ -274,7 +244,8 @@ class Attempt:
             part, own = self.round.parts[name], self.terms_of(name)
             if part.upload is not None:
                 where = upload_name(self.key_of(name), name, part.upload)
-                profile, staleness = own.profile(part.index), self.round.staleness(part)
+                profile = own.profile(part.index, part.profile)
+                staleness = self.round.staleness(part)
                 found.append(
                     StagedUpload(where, part.upload, profile, part.client_id, own.plan, staleness)
                 )
@@ -291,309 +262,3 @@ class Attempt:
             if part.upload is not None and part.reason is not None and self.key_of(name) in kept
         ]
         return *map(uploads_folder, sorted(ours - kept)), *files
-
-
-def opened(
-    config: TaskConfig,
-    strategy: Strategy,
-    spec: ModelSpec,
-    payloads: Payloads,
-    *,
-    model: str,
-    previous: str | None,
-    activity: str | None,
-    control: str | None,
-    bases: Mapping[str, str],
-    number: int,
-    attempt: int,
-    now: float,
-    host: Host,
-    uploaded: Sequence[int] = (),
-) -> Attempt:
-    """A new attempt on `model`, which came after `previous`; raises IncompatiblePlan.
-
-    `activity` is the map of how its coordinates moved, `control` the strategy's vector for the
-    clients' control terms; both None in the first round. `bases` are those of RoundTerms.
-    `uploaded` has the bytes of each round since the schedule began, those of this one left out.
-    """
-    rounds = config.rounds - config.schedule_after
-    period = period_at(config.schedule, uploaded, 4 * spec.size * config.cohort.size * rounds)
-    profiles = config.profiles if period is None else period.profiles
-    bounds = FixedPoint.widest(
-        max_abs=config.max_abs, max_weight=config.max_examples * config.cohort.size
-    )
-    needs = frozenset().union(*(profile.compressor.needs for profile in profiles))
-    masking = config.masking
-    if config.lane == "masked":
-        masking, needs = masking or MaskingTerms(), needs | {"previous"}
-    seed = f"fedpress public seed v1|{config.seed}|{config.task}|{number}|{attempt}"
-    try:
-        plan = RoundPlan(
-            task=config.task,
-            round=number,
-            attempt=attempt,
-            model=model,
-            spec=spec.digest,
-            lane=config.lane,
-            masking=masking,
-            profiles=profiles,
-            training=config.training,
-            client_terms=strategy.client_terms.with_control(control),
-            report=strategy.report,
-            cohort=config.cohort,
-            fixed_cohort=bool(config.members),
-            deadline=now + config.round_seconds,
-            fixed_point=FixedPointTerms(
-                scale_bits=bounds.scale_bits,
-                max_abs=config.max_abs,
-                max_examples=config.max_examples,
-            ),
-            previous_model=previous if "previous" in needs else None,
-            first_model=config.model if "drift" in needs else None,
-            activity=activity if "activity" in needs else None,
-            warming=period is not None and period.warms_up,
-            public_seed=hashlib.sha256(seed.encode()).hexdigest(),
-        )
-    except ValidationError as exc:
-        raise IncompatiblePlan(explained(exc)) from exc
-    round_ = _round(config, plan, now)
-    return Attempt(round_, RoundTerms(plan, spec, payloads, bases), host=host)
-
-
-def reopened(
-    connection: Connection, config: TaskConfig, spec: ModelSpec, payloads: Payloads, host: Host
-) -> Attempt:
-    """The task's newest attempt, as its events have left it."""
-    newest = records.newest_round(connection, config.task)
-    plan = RoundPlan.from_json(newest.plan)
-    round_ = _round(config, plan, newest.opened_at)
-    bases = records.bases_of(connection, config.task)
-    attempt = Attempt(round_, RoundTerms(plan, spec, payloads, bases), host=host)
-    said = records.session_bodies(connection, attempt.key)
-    for at, record in records.events(connection, attempt.key):
-        event, message = from_record(record), None
-        if isinstance(event, Said):
-            message = read_message(event.step, said[event.assignment, event.step])
-        attempt, _ = attempt.after(event, at, message)
-    given = {part.given for part in attempt.round.parts.values() if part.given is not None}
-    plans = {key: records.plan_of(connection, (config.task, *key)) for key in sorted(given)}
-    return replace(attempt, earlier={key: RoundPlan.from_json(plans[key]) for key in plans})
-
-
-def later_periods(config: TaskConfig) -> Iterator[TaskConfig]:
-    """Tasks that begin where a later period of `config` does, by which it can be checked."""
-    for index in range(len(config.schedule)):
-        yield config.model_copy(update={"schedule": config.schedule[index + 1 :]})
-
-
-def check_warm_up(terms: RoundTerms, strategy: Strategy) -> None:
-    """Raise IncompatiblePlan if the first round, of these `terms`, is to be of a warm-up."""
-    if strategy.needs_warm_up and not terms.plan.warming:
-        raise IncompatiblePlan(
-            "the strategy freezes what a warm-up settles, and the first round is of none",
-            hint="begin the task's schedule with a period that warms_up",
-        )
-
-
-def _round(config: TaskConfig, plan: RoundPlan, opened_at: float) -> Round:
-    asynchronous = config.asynchronous
-    return Round(
-        number=plan.round,
-        attempt=plan.attempt,
-        last_round=config.rounds,
-        max_attempts=config.max_attempts,
-        size=config.cohort.size,
-        minimum=config.cohort.minimum,
-        places=asynchronous.concurrency if asynchronous else config.cohort.assigned,
-        seconds=config.round_seconds,
-        deadline=inf if asynchronous else opened_at + config.round_seconds,
-        members=frozenset(config.members) or None,
-        chooses=config.selection.policy != "first",
-        is_masked=config.lane == "masked",
-        at_end=config.at_end,
-        trips=2 if "basis" in plan.needs else 1,
-        max_staleness=asynchronous.max_staleness if asynchronous else None,
-    )
-
-
-def checked_bound(terms: RoundTerms, most: int) -> int:
-    """The plan's largest body; raises IncompatiblePlan for a profile the model does not fit."""
-    try:
-        if terms.plan.lane == "masked":
-            bound = terms.payload.packing.num_bytes
-        else:
-            bound = terms.plan.max_body_bytes(terms.spec)
-    except ValueError as exc:
-        raise IncompatiblePlan(f"a profile does not fit the model: {exc}") from exc
-    if bound > most:
-        raise ConfigurationError(
-            f"an upload may need {bound} bytes where the server takes {most}",
-            hint="raise max_body_bytes, or choose a profile that compresses more",
-        )
-    return bound
-
-
-# Writing
-
-
-def write_opening(connection: Connection, attempt: Attempt, now: float) -> None:
-    plan = attempt.terms.plan
-    records.open_round(
-        connection,
-        attempt.key,
-        plan=plan.to_json(),
-        base_model=plan.model,
-        size=plan.cohort.size,
-        minimum=plan.cohort.minimum,
-        opened_at=now,
-        deadline=plan.deadline,
-    )
-
-
-def write_step(
-    connection: Connection,
-    after: Attempt,
-    event: Event,
-    effects: tuple[Effect, ...],
-    now: float,
-    *,
-    key: DeviceKey,
-    result: FoldResult | None,
-) -> None:
-    """`event` and its `effects` on the attempt itself; `key` signs the receipts."""
-    round_, of = after.round, after.key
-    records.add_event(connection, of, after.seq, now, to_record(event))
-    for effect in effects:
-        match effect:
-            case Assign(name, client_id, index, turn):
-                profile = after.terms.profile(index)
-                given = AssignmentRecord(name, *of, client_id, index, profile, now, None, turn)
-                records.add_assignment(connection, given)
-                records.count(connection, of, assigned=1)
-            case Settle():
-                signed = _signed(_receipt(after, effect, now, result), key)
-                records.set_receipt(connection, effect.assignment, signed.model_dump_json())
-            case Extend(deadline) | BeginSecond(deadline):
-                plan = after.terms.plan.to_json()
-                records.update_round(connection, of, deadline=deadline, plan=plan)
-            case _:
-                pass
-    records.update_round(connection, of, state=round_.phase, reason=round_.reason)
-    if after.session is not None:
-        records.update_round(connection, of, session=after.session.status.model_dump())
-    if round_.is_over:
-        records.update_round(connection, of, closed_at=now)
-        records.drop_messages(connection, of)
-    if result is not None:
-        for client_id, digest in result.bases.items():
-            records.set_base(connection, of[0], client_id, digest)
-        records.update_round(
-            connection,
-            of,
-            model=result.model,
-            published={name: digest for name, (digest, _) in result.published.items()},
-            included=sum(part.reason == "included" for part in round_.parts.values()),
-            num_examples=result.num_examples,
-        )
-
-
-def _receipt(attempt: Attempt, settled: Settle, now: float, result: FoldResult | None) -> Receipt:
-    task, number, attempt_number = attempt.key_of(settled.assignment)
-    is_in = settled.reason == "included"
-    return Receipt(
-        assignment=settled.assignment,
-        client_id=attempt.round.parts[settled.assignment].client_id,
-        task=task,
-        round=number,
-        attempt=attempt_number,
-        outcome="included" if is_in else "not-included",
-        reason=settled.reason,
-        upload=settled.upload,
-        model=result.model if is_in and result else None,
-        issued_at=int(now),
-        masked=result.masked if is_in and result else None,
-    )
-
-
-def _signed(receipt: Receipt, key: DeviceKey) -> SignedReceipt:
-    """The signature is over the receipt's fields with `key_id` beside them."""
-    signed = sign_document(receipt.model_dump(mode="json"), key, context=RECEIPT_CONTEXT)
-    return SignedReceipt(receipt=receipt, key_id=signed["key_id"], signature=signed["signature"])
-
-
-# Files
-
-
-def uploads_folder(key: RoundKey) -> str:
-    task, number, attempt = key
-    return f"uploads/{task}/{number}-{attempt}"
-
-
-def upload_name(key: RoundKey, assignment: str, digest: str) -> str:
-    """Two different bodies sent at once under one assignment lie in two files."""
-    return f"{uploads_folder(key)}/{assignment}-{digest}"
-
-
-def sweep(connection: Connection, payloads: Payloads) -> None:
-    """Remove what a killed server left that nothing on record leads to; for a start."""
-    payloads.sweep_temporaries()
-    kept: set[str] = set()
-    for key in records.unfinished_rounds(connection):
-        kept.add(uploads_folder(key))
-        given: dict[str, RoundKey] = {}
-        for _, record in records.events(connection, key):
-            event = from_record(record)
-            if isinstance(event, UploadStaged | FirstStaged):
-                of = given.get(event.assignment, key)
-                kept.add(upload_name(of, event.assignment, event.upload))
-            elif isinstance(event, CarriedOver):
-                for each in event.carried:
-                    given[each.assignment] = of = (key[0], each.round, each.attempt)
-                    kept.add(uploads_folder(of))
-                    if each.upload is not None:
-                        kept.add(upload_name(of, each.assignment, each.upload))
-            elif isinstance(event, BasisMade):
-                kept.add(f"{uploads_folder(key)}/{event.basis}")
-    for of_task in list(payloads.names("uploads")):
-        for folder in list(payloads.names(of_task)):
-            for name in [folder, *payloads.names(folder)]:
-                if name not in kept:
-                    payloads.drop(name)
-    for name in list(payloads.names("models")):
-        if records.model(connection, _digest_in(name)) is None:
-            payloads.drop(name)
-    led_to: set[str] = set()
-    for task in records.task_records(connection):
-        plans = []
-        if task.state == "running":
-            texts = records.plans_in_use(connection, task.task)
-            plans = [RoundPlan.from_json(text) for text in texts]
-        led_to |= files_of(task, plans)
-    for name in [*payloads.names("optimizers"), *payloads.names("artefacts")]:
-        if name not in led_to:
-            payloads.drop(name)
-    for folder in list(payloads.names("bases")):
-        task_name = folder.partition("/")[2]
-        sweep_bases(payloads, task_name, records.bases_of(connection, task_name))
-
-
-def sweep_bases(payloads: Payloads, task: str, bases: Mapping[str, str]) -> None:
-    """Remove what uploads of the task stood for, but for `bases`."""
-    kept = {base_name(task, client_id, digest) for client_id, digest in bases.items()}
-    for name in list(payloads.names(bases_folder(task))):
-        if name not in kept:
-            payloads.drop(name)
-
-
-def files_of(record: TaskRecord, plans: Iterable[RoundPlan]) -> set[str]:
-    """What a task leads to besides models and uploads, with the plans under which uploads come."""
-    files = set()
-    if record.optimizer_state is not None:
-        files.add(optimizer_name(record.optimizer_state))
-    for plan in plans:
-        files |= {artefact_name(digest) for digest in plan.artefacts}
-    return files
-
-
-def _digest_in(name: str) -> str:
-    return name.rpartition("/")[2].partition(".")[0]

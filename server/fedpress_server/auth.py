@@ -1,6 +1,8 @@
 """Who is asking: enrolment, signed requests, the operator's token.
 
-Devices are kept in memory, as one process serves them all; what changes is on the disk first.
+Devices are kept in memory where one process serves them all; what changes is on the disk first.
+Where several do, each request asks the database who is enrolled, and one that may change something
+leaves its nonce there.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ from fedpress_protocols.errors import (
     InvalidToken,
     MalformedRequest,
     NotFound,
+    ReplayedRequest,
     UnknownDevice,
 )
 from fedpress_protocols.messages import EnrolRequest
@@ -32,12 +35,16 @@ from fedpress_protocols.signatures import (
     key_id_of,
     parse_signature,
     signed_headers,
+    to_base64url,
     verify_request,
 )
 from fedpress_server import records
 from fedpress_server.database import Database
 from fedpress_server.records import Device, EnrolmentToken
 
+_CHANGING = ("POST", "DELETE")
+"""Methods of requests that may do something more when they come again. To repeat a GET tells what
+it told; a PUT and a PATCH name the bytes and their place."""
 _DEFAULT_PORTS = {"http": ":80", "https": ":443"}
 
 
@@ -51,7 +58,10 @@ class Gatekeeper:
         *,
         admin_token: str | None,
         clock_skew: float,
+        is_shared: bool | None = None,
     ) -> None:
+        """`is_shared`: whether other servers see devices too; None: as the database says."""
+        self._is_shared = database.is_shared if is_shared is None else is_shared
         self._database = database
         self._clock = clock
         self._admin = _hash(admin_token) if admin_token else None
@@ -65,21 +75,37 @@ class Gatekeeper:
 
     # Requests
 
-    def check_device(self, request: Request) -> tuple[Device, Content]:
+    async def check_device(self, request: Request) -> tuple[Device, Content]:
         """The device that signed the request, and the body that it must turn out to have.
 
         Raises one of the Unauthorized family, LengthRequired or MalformedRequest.
         """
         headers = signed_headers(request.scope["headers"])
         parsed = parse_signature(headers)
-        device = self._devices.get(parsed.key_id)
+        device = await self._device(parsed.key_id)
         if device is None or device.revoked_at is not None:
             what = "was never enrolled" if device is None else "was revoked"
             raise UnknownDevice(f"device key {parsed.key_id} {what}")
         now = self._clock()
         content = self._verify(request, parsed, headers, device.public_key, now)
         self._guard.check(parsed, now)
+        if self._is_shared and request.method in _CHANGING:
+            await self._remember(parsed)
         return device, content
+
+    async def _device(self, key_id: str) -> Device | None:
+        if self._is_shared:
+            return await self._database.read(lambda c: records.device_by_key(c, key_id))
+        return self._devices.get(key_id)
+
+    async def _remember(self, parsed: ParsedSignature) -> None:
+        """Raises ReplayedRequest if another server has seen the request."""
+        nonce = to_base64url(parsed.nonce)
+        is_new = await self._database.write(
+            lambda c: records.add_nonce(c, parsed.key_id, nonce, parsed.expires)
+        )
+        if not is_new:
+            raise ReplayedRequest(f"nonce {nonce} of key {parsed.key_id} was used before")
 
     def check_key(self, request: Request, public_key: bytes) -> Content:
         """That the request is signed by `public_key`, which is nobody's yet.
@@ -168,7 +194,7 @@ class Gatekeeper:
             if known is not None:
                 raise AlreadyExists("this device key was enrolled with another token")
             device = Device(
-                client_id=secrets.token_urlsafe(12),
+                client_id=_client_id(public_key),
                 key_id=key_id_of(public_key),
                 public_key=public_key,
                 name=body.name,
@@ -183,12 +209,13 @@ class Gatekeeper:
         self._devices.setdefault(device.key_id, device)
         return device, is_new
 
-    def devices(self) -> list[Device]:
-        return sorted(self._devices.values(), key=lambda device: device.enrolled_at)
+    async def devices(self) -> list[Device]:
+        found = await self._database.read(records.devices)
+        return sorted(found, key=lambda device: device.enrolled_at)
 
     async def revoke(self, client_id: str) -> Device:
         """From now on the device is a stranger; what it has had acknowledged, stays."""
-        for device in self._devices.values():
+        for device in await self.devices():
             if device.client_id == client_id:
                 break
         else:
@@ -220,6 +247,12 @@ def target_of(request: Request, headers: dict[str, str]) -> Target:
     query: bytes = scope.get("query_string", b"")
     path = raw_path.partition(b"?")[0]
     return Target(scope["method"], authority, path.decode("latin-1"), query.decode("latin-1"))
+
+
+def _client_id(public_key: bytes) -> str:
+    """The same for a key that is enrolled again, after records that knew it were lost: what the
+    device has is under this name."""
+    return to_base64url(hashlib.sha256(b"fedpress client\x00" + public_key).digest()[:12])
 
 
 def _hash(token: str) -> str:

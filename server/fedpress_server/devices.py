@@ -7,7 +7,6 @@ import math
 import re
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Annotated, Any, cast
 
 import anyio
@@ -39,10 +38,10 @@ from fedpress_protocols.plan import Digest, Name
 from fedpress_protocols.signatures import DeviceKey, to_base64url
 from fedpress_server import examples
 from fedpress_server.auth import Gatekeeper
-from fedpress_server.coordinator import Coordinator
+from fedpress_server.coordinator import Coordinator, Form
 from fedpress_server.evaluation import MAX_METRIC
 from fedpress_server.examples import answered, asked
-from fedpress_server.folding import artefact_name, model_name
+from fedpress_server.files import artefact_name, model_name
 from fedpress_server.intake import Intake, UploadSlot
 from fedpress_server.payloads import Payloads
 from fedpress_server.problems import responses
@@ -175,7 +174,7 @@ async def check_in(
     often it asks. A pending id without a receipt in the answer is open, or not this device's:
     its receipt (202 or 404) tells which.
     """
-    answer = await rounds.check_in(device_of(request).client_id, task, body)
+    answer = await rounds.check_ins.check_in(device_of(request).client_id, task, body)
     if answer is None:
         settings = cast(Settings, request.app.state.settings)
         return Response(status_code=204, headers=_retry_after(settings.poll_seconds))
@@ -217,6 +216,35 @@ _FILE: dict[int | str, dict[str, Any]] = {
 }
 
 
+@shared_routes.get(
+    "/models/{digest}/coded",
+    response_class=StreamingResponse,
+    responses=responses(404, besides=_FILE),
+)
+async def get_coded_model(request: Request, digest: Digest, rounds: Rounds, task: Name) -> Response:
+    """A model of a task with a downlink, coded: what `digest` is the SHA-256 of, once it is decoded
+    (SPEC.md, "Models on the way down"). It never changes. One range is honoured, and the round of
+    `task` counts the bytes.
+    """
+    coded = await rounds.coded(task, digest, None)
+    return _immutable(request, coded.name, coded.tag, coded.num_bytes, task, "coded")
+
+
+@shared_routes.get(
+    "/models/{digest}/from/{base}",
+    response_class=StreamingResponse,
+    responses=responses(404, besides=_FILE),
+)
+async def get_difference(
+    request: Request, digest: Digest, base: Digest, rounds: Rounds, task: Name
+) -> Response:
+    """The same as the difference to a model `base` that the device holds; 404 where `base` is too
+    old, or the whole model is no longer than the difference.
+    """
+    coded = await rounds.coded(task, digest, base)
+    return _immutable(request, coded.name, coded.tag, coded.num_bytes, task, "difference")
+
+
 @device_routes.get(
     "/artefacts/{digest}",
     response_class=StreamingResponse,
@@ -228,11 +256,13 @@ async def get_artefact(
     """What the plan of an open round names besides models, by its SHA-256. As for a model, one
     range is honoured, and the round of `task` counts the bytes.
     """
-    size = rounds.artefact_bytes(digest)
+    size = await rounds.artefact_bytes(digest)
     return _immutable(request, artefact_name(digest), digest, size, task or "")
 
 
-def _immutable(request: Request, name: str, digest: str, size: int, task: str) -> Response:
+def _immutable(
+    request: Request, name: str, digest: str, size: int, task: str, form: Form = "plain"
+) -> Response:
     """The file `name`, or the range of it that the device asks for."""
     rounds = cast(Coordinator, request.app.state.coordinator)
     etag = f'"{digest}"'
@@ -254,11 +284,11 @@ def _immutable(request: Request, name: str, digest: str, size: int, task: str) -
 
     def count(num_bytes: int) -> Awaitable[None]:
         device = getattr(request.state, "device", None)
-        return rounds.count_download(device.client_id if device else "", task, num_bytes)
+        return rounds.count_download(device.client_id if device else "", task, num_bytes, form)
 
     payloads = cast(Payloads, request.app.state.payloads)
     return StreamingResponse(
-        _chunks(payloads.path(name), start, stop, count),
+        _chunks(payloads, name, start, stop, count),
         status_code=206 if span else 200,
         headers=headers,
         media_type="application/octet-stream",
@@ -287,12 +317,16 @@ def _span(header: str, size: int) -> tuple[int, int] | None:
 
 
 async def _chunks(
-    path: Path, start: int, stop: int, count: Callable[[int], Awaitable[None]]
+    payloads: Payloads,
+    name: str,
+    start: int,
+    stop: int,
+    count: Callable[[int], Awaitable[None]],
 ) -> AsyncIterator[bytes]:
     """The bytes [start, stop) of a file; tells `count` how many went out, before the last does."""
     sent, is_counted = 0, False
     try:
-        async with await anyio.open_file(path, "rb") as file:
+        async with anyio.wrap_file(await asyncio.to_thread(payloads.open, name)) as file:
             await file.seek(start)
             while start + sent < stop:
                 chunk = await file.read(min(_CHUNK, stop - start - sent))
@@ -384,20 +418,24 @@ async def _taken(
     sender = record.assignment if is_open else f"settled of {record.client_id}"
     with in_flight.hold(sender, content.length):
         try:
+            began_at = request.app.state.clock()
             async with asyncio.timeout(settings.upload_seconds):
                 body = await read_body(request, content.length, content)
         except TimeoutError as exc:
             raise RequestTimeout(
                 f"a body of {content.length} bytes did not come in {settings.upload_seconds:g} s"
             ) from exc
-        wire_bytes = _head_bytes(request) + len(body)
+        uploads = cast(Intake, request.app.state.intake)
+        seconds = request.app.state.clock() - began_at
+        uploads.arrived(record.assignment, len(body), began_at, seconds)
+        wire_bytes = head_bytes(request) + len(body)
         ack, is_new = await stage(slot, body, digest, wire_bytes)
     if not is_new:
         response.status_code = 200
     return ack
 
 
-def _head_bytes(request: Request) -> int:
+def head_bytes(request: Request) -> int:
     """The request line and the headers as HTTP/1.1 writes them, with the empty line after."""
     scope = request.scope
     target = len(scope.get("raw_path") or scope["path"].encode())
@@ -444,7 +482,7 @@ async def get_basis(
 )
 async def decline(request: Request, assignment: Identifier, rounds: Rounds) -> SignedReceipt:
     """Give an assignment back, so that another device may have its place."""
-    return await rounds.decline(device_of(request).client_id, assignment)
+    return await rounds.check_ins.decline(device_of(request).client_id, assignment)
 
 
 @device_routes.get(
@@ -463,7 +501,7 @@ async def get_receipt(
     request: Request, assignment: Identifier, rounds: Rounds
 ) -> SignedReceipt | Response:
     """What became of an assignment, signed; it never changes."""
-    receipt = await rounds.receipt(device_of(request).client_id, assignment)
+    receipt = await rounds.check_ins.receipt(device_of(request).client_id, assignment)
     if receipt is None:
         settings = cast(Settings, request.app.state.settings)
         return Response(status_code=202, headers=_retry_after(settings.poll_seconds))
@@ -492,7 +530,7 @@ async def evaluate(
 @shared_routes.get("/tasks", responses=responses(besides={200: answered([examples.TASK])}))
 async def list_tasks(rounds: Rounds) -> list[TaskSummary]:
     """Every task of this server."""
-    return rounds.tasks()
+    return await rounds.tasks()
 
 
 @shared_routes.get(
@@ -500,7 +538,7 @@ async def list_tasks(rounds: Rounds) -> list[TaskSummary]:
 )
 async def get_task(task: Name, rounds: Rounds) -> TaskSummary:
     """One task."""
-    return rounds.task(task)
+    return await rounds.task(task)
 
 
 @shared_routes.get(

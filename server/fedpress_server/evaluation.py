@@ -19,7 +19,8 @@ from fedpress_protocols.messages import (
     EvaluationTerms,
     Measured,
 )
-from fedpress_server.database import class_counts, evaluations, measures, rounds
+from fedpress_protocols.policies.course import Tally
+from fedpress_server.tables import class_counts, evaluations, measures, rounds
 
 MAX_METRIC = 1e15
 """Larger metrics are refused, and left out of means: no sum of weighted ones overflows."""
@@ -128,6 +129,27 @@ def classes(connection: Connection, task: str, model: str, least: int) -> dict[s
         label: Measured(num_clients=n, num_examples=num, metrics={"accuracy": correct / num})
         for label, n, num, correct in sorted(found, key=lambda row: _in_order(row.label))
     }
+
+
+def counted(connection: Connection, task: str, least: int) -> dict[str, dict[str, Tally]]:
+    """By model and class, for models that `least` devices or more counted: the examples, and how
+    many the model was right of."""
+    enough = (
+        sa.select(class_counts.c.model)
+        .where(class_counts.c.task == task)
+        .group_by(class_counts.c.model)
+        .having(sa.func.count(sa.distinct(class_counts.c.client_id)) >= least)
+    )
+    n, right = sa.func.sum(class_counts.c.num_examples), sa.func.sum(class_counts.c.correct)
+    found = connection.execute(
+        sa.select(class_counts.c.model, class_counts.c.label, n, right)
+        .where(class_counts.c.task == task, class_counts.c.model.in_(enough))
+        .group_by(class_counts.c.model, class_counts.c.label)
+    )
+    by_model: dict[str, dict[str, Tally]] = {}
+    for model, label, num_examples, correct in found:
+        by_model.setdefault(model, {})[label] = Tally(int(num_examples), int(correct))
+    return by_model
 
 
 def _in_order(label: str) -> tuple[int, str]:

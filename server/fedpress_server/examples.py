@@ -18,6 +18,9 @@ from fedpress_protocols.messages import (
     EvaluationReport,
     Measured,
     Membership,
+    PartialCompletion,
+    PartialIntent,
+    PartialUpload,
     Receipt,
     RoundStatus,
     SignedReceipt,
@@ -93,6 +96,15 @@ CHECKED_IN = CheckInResponse(
     server_time=_NOW,
 )
 ACK = UploadAck(assignment=_ASSIGNMENT, upload=_UPLOAD, received_at=_NOW)
+PARTIAL_INTENT = PartialIntent(max_bytes=40_000_003, upload=_UPLOAD)
+PARTIAL = PartialUpload(
+    partial="u7yYjk2kqWm8yJ0L",
+    offset=3_145_728,
+    digest=_SPEC,
+    part_bytes=8_388_608,
+    expires_at=_NOW + 3600,
+)
+COMPLETION = PartialCompletion(num_bytes=40_000_003, upload=_UPLOAD)
 MEMBERSHIP = Membership(population="fedpress", authority=_KEY, certificate="2c4Jw" * 52)
 EVALUATION = EvaluationReport(
     model=_NEXT,

@@ -32,7 +32,7 @@ async def livez() -> Health:
 
 @health_routes.get("/readyz", responses=responses(503))
 async def readyz(request: Request) -> Health:
-    """The database answers and the disk takes writes; looked at once a second at most."""
+    """The database answers and the store takes writes; looked at once a second at most."""
     state, now = request.app.state, asyncio.get_running_loop().time()
     if now >= state.ready_until:
         database, payloads = cast(Database, state.database), cast(Payloads, state.payloads)
@@ -40,7 +40,7 @@ async def readyz(request: Request) -> Health:
             await database.read(lambda connection: connection.execute(sa.select(1)).scalar())
             await asyncio.to_thread(payloads.check_writable)
         except Exception as exc:
-            raise Unavailable("the database or the disk does not work", retry_after=5) from exc
+            raise Unavailable("the database or the store does not work", retry_after=5) from exc
         state.ready_until = now + _FRESH
     return Health()
 

@@ -18,17 +18,20 @@ from fedpress_protocols.errors import (
     UnknownAssignment,
     UpdateConflict,
 )
-from fedpress_protocols.messages import UploadAck
-from fedpress_server import records
-from fedpress_server.attempts import upload_name
+from fedpress_protocols.messages import Trip, UploadAck
+from fedpress_server import failpoints, records
 from fedpress_server.coordinator import Coordinator
 from fedpress_server.database import Database
-from fedpress_server.folding import RoundTerms
+from fedpress_server.files import upload_name
 from fedpress_server.masked import Session, Words
 from fedpress_server.metrics import Metrics
 from fedpress_server.payloads import Payloads
 from fedpress_server.records import AssignmentRecord, UploadRecord
 from fedpress_server.rounds import FirstStaged, Stage, StageFirst, UploadStaged
+from fedpress_server.terms import RoundTerms
+
+_ARRIVALS = 65536
+"""Assignments whose bodies are remembered to be on their way."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +40,16 @@ class UploadSlot:
 
     record: AssignmentRecord
     max_body_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Arrival:
+    """How the bytes of an assignment's body have come so far: the first at `began_at`, and they
+    were on their way for so many `seconds`, pauses between parts not among them."""
+
+    num_bytes: int
+    began_at: float
+    seconds: float
 
 
 class Intake:
@@ -55,6 +68,8 @@ class Intake:
         self._payloads = payloads
         self._metrics = metrics
         self._threads = ThreadPoolExecutor(threads, "fedpress-check")
+        self._arrivals: dict[str, Arrival] = {}
+        """By assignment; lost in a restart, after which that upload tells nothing of a link."""
 
     def stop(self) -> None:
         self._threads.shutdown(cancel_futures=True)
@@ -62,7 +77,24 @@ class Intake:
     async def slot(self, client_id: str, assignment: str) -> UploadSlot:
         """Raises UnknownAssignment or Forbidden."""
         record = await self._coordinator.assignment(client_id, assignment)
-        return UploadSlot(record, self._coordinator.max_body_bytes(record.task))
+        return UploadSlot(record, await self._coordinator.max_body_bytes(record.task))
+
+    def arrived(self, assignment: str, num_bytes: int, began_at: float, seconds: float) -> None:
+        """Bytes of the assignment's body have come, its last ones or a part."""
+        before = self._arrivals.pop(assignment, Arrival(0, began_at, 0.0))
+        while len(self._arrivals) >= _ARRIVALS:
+            del self._arrivals[next(iter(self._arrivals))]
+        self._arrivals[assignment] = Arrival(
+            before.num_bytes + num_bytes, before.began_at, before.seconds + max(0.0, seconds)
+        )
+
+    def _travelled(self, assignment: str, num_bytes: int) -> tuple[float | None, float | None]:
+        """When the first byte of a body came, and how many seconds all of them took: those that
+        another process took in count at the speed of those that came here."""
+        found = self._arrivals.pop(assignment, None)
+        if found is None or not found.num_bytes:
+            return None, None
+        return found.began_at, found.seconds * num_bytes / found.num_bytes
 
     async def admit(self, slot: UploadSlot, digest: str) -> None:
         """Raises RoundClosed or UpdateConflict if an upload of this SHA-256 need not be read."""
@@ -72,19 +104,21 @@ class Intake:
             raise refusal
 
     async def _refusal(self, slot: UploadSlot, digest: str) -> FedpressError | None:
+        # In this order: one that is not awaited because it has just been staged is found then.
+        is_awaited = await self._coordinator.takes_upload(slot.record) is not None
         staged = await self._staged(slot)
         if staged is not None and staged.digest != digest:
             return UpdateConflict(
                 f"an upload of SHA-256 {staged.digest} came under this assignment before",
                 upload=staged.digest,
             )
-        if staged is not None or await self._coordinator.takes_upload(slot.record):
+        if staged is not None or is_awaited:
             return None
-        return self._closed(slot)
+        return await self._closed(slot)
 
-    def _closed(self, slot: UploadSlot) -> RoundClosed:
+    async def _closed(self, slot: UploadSlot) -> RoundClosed:
         task, number, attempt = slot.record.key
-        summary = self._coordinator.task(task)
+        summary = await self._coordinator.task(task)
         return RoundClosed(
             f"round {number}, attempt {attempt} of task {task!r} takes no update under this "
             "assignment any more",
@@ -95,15 +129,42 @@ class Intake:
             rounds_committed=summary.round,
         )
 
+    async def check_awaited(self, slot: UploadSlot, trip: Trip) -> None:
+        """Raises RoundClosed or UpdateConflict unless a body of this trip is still awaited."""
+        if trip == "first":
+            attempt = await self._coordinator.attempt_of(slot.record)
+            name, now = slot.record.assignment, self._coordinator.now
+            if attempt is None or not attempt.takes_first(name, now):
+                raise await self._closed(slot)
+        elif await self._coordinator.takes_upload(slot.record) is None:
+            staged = await self._staged(slot)
+            if staged is not None:
+                raise UpdateConflict("an upload came before", upload=staged.digest)
+            raise await self._closed(slot)
+
+    async def acknowledged(self, slot: UploadSlot, digest: str, trip: Trip) -> UploadAck | None:
+        """The acknowledgement of a body of this SHA-256, if it is staged."""
+        name = slot.record.assignment
+        if trip == "first":
+            attempt = await self._coordinator.attempt_of(slot.record)
+            if attempt is None or attempt.first_of(name) != digest:
+                return None
+            return UploadAck(assignment=name, upload=digest, received_at=self._coordinator.now)
+        staged = await self._staged(slot)
+        if staged is None or staged.digest != digest:
+            return None
+        return UploadAck(assignment=name, upload=digest, received_at=staged.received_at)
+
     async def stage(
-        self, slot: UploadSlot, body: bytes, digest: str, wire_bytes: int
+        self, slot: UploadSlot, body: bytes, digest: str, wire_bytes: int, counted: int = 0
     ) -> tuple[UploadAck, bool]:
         """Check an upload and keep it; True if it is new. It is on the disk when this returns.
 
-        Raises InvalidUpdate, RoundClosed or UpdateConflict. Its bytes are counted in any case.
+        Raises InvalidUpdate, RoundClosed or UpdateConflict. Its bytes are counted in any case, less
+        those `counted` before, as parts of it.
         """
         task = slot.record.task
-        amounts = {"upload_bytes": len(body), "wire_upload_bytes": wire_bytes}
+        amounts = {"upload_bytes": len(body) - counted, "wire_upload_bytes": wire_bytes}
         self._metrics.upload_size.labels(task).observe(len(body))
         try:
             is_new = await self._stage_new(slot, body, digest, amounts)
@@ -136,15 +197,15 @@ class Intake:
                 f"a first trip of SHA-256 {held} came under this assignment before", upload=held
             )
         if attempt is None or not attempt.takes_first(name, self._coordinator.now):
-            raise self._closed(slot)
+            raise await self._closed(slot)
         return True
 
     async def stage_first(
-        self, slot: UploadSlot, body: bytes, digest: str, wire_bytes: int
+        self, slot: UploadSlot, body: bytes, digest: str, wire_bytes: int, counted: int = 0
     ) -> tuple[UploadAck, bool]:
         """As `stage`, for the first of two trips: what a basis is made of."""
         key, name = slot.record.key, slot.record.assignment
-        amounts = {"upload_bytes": len(body), "wire_upload_bytes": wire_bytes}
+        amounts = {"upload_bytes": len(body) - counted, "wire_upload_bytes": wire_bytes}
         self._metrics.upload_size.labels(key[0]).observe(len(body))
         ack = UploadAck(assignment=name, upload=digest, received_at=self._coordinator.now)
         try:
@@ -167,15 +228,17 @@ class Intake:
         if not await self.admit_first(slot, digest):
             return False
         if attempt is None:
-            raise self._closed(slot)
+            raise await self._closed(slot)
         loop, where = asyncio.get_running_loop(), upload_name(key, name, digest)
         await loop.run_in_executor(self._threads, attempt.terms.first, body)
         await loop.run_in_executor(self._threads, self._payloads.put, where, body)
+        failpoints.reach("upload-kept")
 
         def also(connection: Connection, now: float) -> None:
             records.count(connection, key, **amounts)
 
         effects = await self._coordinator.apply(key[0], FirstStaged(name, digest), key, also)
+        failpoints.reach("upload-committed")
         if StageFirst(name, digest) in effects:
             return True
         try:
@@ -207,20 +270,23 @@ class Intake:
             raise
         where = upload_name(key, name, digest)
         await loop.run_in_executor(self._threads, self._payloads.put, where, body)
+        failpoints.reach("upload-kept")
+        travelled = self._travelled(name, len(body))
 
         def also(connection: Connection, now: float) -> None:
-            upload = UploadRecord(name, digest, len(body), num_examples, now, loss)
+            upload = UploadRecord(name, digest, len(body), num_examples, now, loss, *travelled)
             records.add_upload(connection, upload)
             records.count(connection, key, received=1, **amounts)
 
         effects = await self._coordinator.apply(key[0], UploadStaged(name, digest), key, also)
+        failpoints.reach("upload-committed")
         if Stage(name, digest) in effects:
             if words is not None:
                 await loop.run_in_executor(
-                    self._threads, self._coordinator.sums.add, key, where, words
+                    self._threads, self._coordinator.steps.sums.add, key, where, words
                 )
                 if await self._coordinator.attempt_of(slot.record) is None:
-                    self._coordinator.sums.drop(key)  # it was over before this was added
+                    self._coordinator.steps.sums.drop(key)  # it was over before this was added
             return True
         staged = await self._staged(slot)
         if staged is None or staged.digest != digest:

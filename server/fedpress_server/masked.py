@@ -50,11 +50,12 @@ from fedpress_protocols.masking.shamir import SHARE_BYTES
 from fedpress_protocols.messages import MaskedSum, SessionStatus
 from fedpress_protocols.plan import RoundPlan
 from fedpress_protocols.signatures import DeviceKey
-from fedpress_server.folding import FoldJob, RoundTerms, StagedUpload, Summed
+from fedpress_server.adding import FoldJob, StagedUpload, Summed
 from fedpress_server.masked_membership import Authority
 from fedpress_server.payloads import Payloads
 from fedpress_server.records import RoundKey
 from fedpress_server.rounds import SessionEnded, SessionFailed, Step
+from fedpress_server.terms import RoundTerms
 from fedpress_strategies import Strategy
 from fedpress_strategies.strategy import Tally
 

@@ -82,7 +82,7 @@ class SessionDesk:
             # Of a large cohort, all that was sealed for one client takes a while to write.
             return await asyncio.to_thread(session.answer, step, device.public_key)
 
-        return await self._coordinator.wait_for(record.task, look, wait)
+        return await self._coordinator.check_ins.wait_for(record.task, look, wait)
 
     async def _attempt(self, record: AssignmentRecord) -> Attempt:
         attempt = await self._coordinator.attempt_of(record)

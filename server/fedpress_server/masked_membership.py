@@ -9,15 +9,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from fedpress_protocols.errors import ConfigurationError, MalformedRequest, NotFound
+from fedpress_protocols.errors import ConfigurationError, MalformedRequest
 from fedpress_protocols.masking.certificates import Certificate
 from fedpress_protocols.messages import Membership
 from fedpress_protocols.signatures import DeviceKey, from_base64url, to_base64url
-from fedpress_server.payloads import Payloads
 from fedpress_server.records import Device
 
 CERTIFICATE_SECONDS = 90 * 24 * 3600
-_KEY_FILE = "authority-key.pem"
 
 
 @dataclass(frozen=True)
@@ -29,22 +27,19 @@ class Authority:
     key: DeviceKey | None
 
     @classmethod
-    def open(cls, population: str, public: str, payloads: Payloads) -> Authority:
-        """With `public`, base64url, that authority; with none, the server's own, made durable on
-        first use. Raises ConfigurationError."""
-        if public:
-            try:
-                return cls(population, from_base64url(public, 32), None)
-            except MalformedRequest as exc:
-                raise ConfigurationError(
-                    f"masking_authority: {exc.detail}",
-                    hint="give the public key that `fedpress ca init` printed",
-                ) from exc
+    def apart(cls, population: str, public: str) -> Authority:
+        """One whose private key is elsewhere; `public` in base64url. Raises ConfigurationError."""
         try:
-            key = DeviceKey.from_pem(payloads.get(_KEY_FILE))
-        except NotFound:
-            key = DeviceKey.generate()
-            payloads.put(_KEY_FILE, key.to_pem())
+            return cls(population, from_base64url(public, 32), None)
+        except MalformedRequest as exc:
+            raise ConfigurationError(
+                f"masking_authority: {exc.detail}",
+                hint="give the public key that `fedpress ca init` printed",
+            ) from exc
+
+    @classmethod
+    def here(cls, population: str, key: DeviceKey) -> Authority:
+        """The server itself."""
         return cls(population, key.public, key)
 
     def membership(self, device: Device, now: float) -> Membership:

@@ -7,7 +7,13 @@ from typing import Annotated, cast
 from fastapi import APIRouter, Body, Depends, Request, Response
 from pydantic import Field
 
-from fedpress_protocols.messages import Continuation, Identifier, TaskConfig, TaskSummary
+from fedpress_protocols.messages import (
+    WITHOUT_NUL,
+    Continuation,
+    Identifier,
+    TaskConfig,
+    TaskSummary,
+)
 from fedpress_protocols.plan import Digest, Name, Term
 from fedpress_server import examples
 from fedpress_server.auth import Gatekeeper
@@ -32,7 +38,7 @@ class TokenRequest(Term):
     """How many devices may enrol with it."""
     expires_in: Annotated[float, Field(gt=0, le=10 * 366 * 86400)] = 86400.0
     """Seconds."""
-    note: Annotated[str, Field(max_length=256)] = ""
+    note: Annotated[str, Field(max_length=256, pattern=WITHOUT_NUL)] = ""
 
 
 class TokenResponse(Term):
@@ -113,7 +119,7 @@ async def create_task(
     body: Annotated[TaskConfig, Body(openapi_examples=asked(examples.CONFIG))], rounds: Rounds
 ) -> TaskSummary:
     """Begin a task on a model that is here."""
-    return await rounds.create_task(body)
+    return await rounds.life.create(body)
 
 
 @operator_routes.post("/tasks/{task}/continue", responses=responses(400, 404, 409))
@@ -126,31 +132,44 @@ async def continue_task(
 
     The same call again changes nothing.
     """
-    return await rounds.continue_task(task, body)
+    return await rounds.life.go_on(task, body)
+
+
+@operator_routes.post("/tasks/{task}/pause", responses=responses(404, 409))
+async def pause_task(task: Name, rounds: Rounds) -> TaskSummary:
+    """Give no device work from now on. Uploads under way are taken, and with enough of them the
+    round ends; the next one waits. Nothing is lost: the optimizer, residuals and the round stay."""
+    return await rounds.life.hold(task)
+
+
+@operator_routes.post("/tasks/{task}/resume", responses=responses(404, 409))
+async def resume_task(task: Name, rounds: Rounds) -> TaskSummary:
+    """Give devices work again."""
+    return await rounds.life.release(task)
 
 
 @operator_routes.post("/tasks/{task}/finish", responses=responses(404, 409))
 async def finish_task(task: Name, rounds: Rounds) -> TaskSummary:
     """End a paused task for good: its devices may go."""
-    return await rounds.finish(task)
+    return await rounds.life.finish(task)
 
 
 @operator_routes.post("/tasks/{task}/cancel", responses=responses(404, 409))
 async def cancel_task(task: Name, rounds: Rounds, body: Reason | None = None) -> TaskSummary:
     """End a task; uploads of its open round are not included."""
-    return await rounds.cancel(task, "cancelled " + (body or Reason()).detail)
+    return await rounds.life.cancel(task, "cancelled " + (body or Reason()).detail)
 
 
 @operator_routes.post("/tasks/{task}/abort-round", responses=responses(404, 409))
 async def abort_round(task: Name, rounds: Rounds, body: Reason | None = None) -> TaskSummary:
     """Give the open attempt up and begin the next; it counts among the task's attempts."""
-    return await rounds.abort_round(task, "aborted " + (body or Reason()).detail)
+    return await rounds.life.abort_round(task, "aborted " + (body or Reason()).detail)
 
 
 @operator_routes.get("/clients")
 async def list_clients(gate: Gate) -> list[ClientStatus]:
     """Every device that was ever enrolled."""
-    return [_status(device) for device in gate.devices()]
+    return [_status(device) for device in await gate.devices()]
 
 
 @operator_routes.post("/clients/{client_id}/revoke", responses=responses(404))

@@ -1,40 +1,92 @@
-"""Bytes that stay: files that are on the disk, whole, before anybody is told of them.
+"""Bytes that stay: whole and durable before anybody is told of them.
 
-A file is written beside its place, synced, renamed into its place, and the folder is synced, so a
-name leads to all of its bytes or does not exist, whatever moment the power fails. Names are made
-of digests and ids; a file never changes.
+`Payloads` is what the server knows of a store; `LocalPayloads` is a folder, `bucket` an S3 store
+that several servers share. A name leads to all of its bytes or does not exist. Names are made of
+digests and ids; what a name stands for never changes.
 """
 
 from __future__ import annotations
 
 import errno
+import hashlib
 import os
 import secrets
 import shutil
+import time
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from pathlib import Path
+from typing import BinaryIO
 
-from fedpress_protocols.errors import NotFound, StorageFull
+from fedpress_protocols.errors import NotFound, ServerError, StorageFull
+from fedpress_server import failpoints
 
 _TEMPORARY = ".tmp"
 _FULL = (errno.ENOSPC, errno.EDQUOT)
+_BY_CONTENT = {"models", "optimizers", "artefacts", "bases", "uploads", "parts"}
+_HEX = frozenset("0123456789abcdef")
 
 
-class Payloads:
-    """A folder of durable files, by names such as `models/<digest>`. Safe in many threads."""
+class Payloads(ABC):
+    """Durable files by names such as `models/<digest>`. Safe in many threads; every method may
+    wait for a disk or a network, and raises Unavailable if the store is not to be reached."""
+
+    scratch: Path
+    """A folder of this machine for files that need not outlive the process."""
+
+    @abstractmethod
+    def put(self, name: str, data: bytes) -> None:
+        """Durable when it returns; raises StorageFull, and then nothing is left behind.
+
+        What is there under `name` already is replaced, by the same bytes where names are digests.
+        """
+
+    @abstractmethod
+    def get(self, name: str) -> bytes:
+        """Raises NotFound."""
+
+    @abstractmethod
+    def open(self, name: str) -> BinaryIO:
+        """The file, to be read here and closed, whatever becomes of the name; raises NotFound."""
+
+    @abstractmethod
+    def size(self, name: str) -> int:
+        """Bytes of the file; raises NotFound."""
+
+    @abstractmethod
+    def drop(self, name: str) -> None:
+        """Remove a file or a folder; nothing to remove is no error."""
+
+    @abstractmethod
+    def names(self, folder: str) -> Iterator[str]:
+        """The files and folders right under `folder`. What was put a moment ago may be missing."""
+
+    @abstractmethod
+    def settled(self, folder: str, older_than: float = 0.0) -> Iterator[str]:
+        """Of `names`, those that nobody can be about to write a row for: what may be swept if no
+        row leads to it. All have been there for `older_than` seconds."""
+
+    @abstractmethod
+    def sweep_temporaries(self) -> int:
+        """Remove what unfinished writes left behind; for a start, when nothing is being written."""
+
+    @abstractmethod
+    def check_writable(self) -> None:
+        """Raises OSError, Unavailable or StorageFull if nothing can be written."""
+
+
+class LocalPayloads(Payloads):
+    """A folder. A file is written beside its place, synced, renamed into its place, and the folder
+    is synced, so a name leads to all of its bytes whatever moment the power fails."""
 
     def __init__(self, root: Path) -> None:
-        self.root = root
+        self.root = self.scratch = root
         _make_folder(root)
 
     def path(self, name: str) -> Path:
         return self.root / name
 
     def put(self, name: str, data: bytes) -> None:
-        """Durable when it returns; raises StorageFull, and then nothing is left behind.
-
-        What is there under `name` already is replaced, by the same bytes where names are digests.
-        """
         place = self.path(name)
         _make_folder(place.parent)
         beside = place.parent / f"{secrets.token_hex(8)}{_TEMPORARY}"
@@ -45,8 +97,10 @@ class Payloads:
                 os.fsync(descriptor)
             finally:
                 os.close(descriptor)
+            failpoints.reach("file-written")
             beside.rename(place)
             _sync_folder(place.parent)
+            failpoints.reach("file-kept")
         except OSError as exc:
             beside.unlink(missing_ok=True)
             if exc.errno in _FULL:
@@ -54,21 +108,24 @@ class Payloads:
             raise
 
     def get(self, name: str) -> bytes:
-        """Raises NotFound."""
         try:
             return self.path(name).read_bytes()
         except FileNotFoundError as exc:
             raise NotFound(f"no file {name}") from exc
 
+    def open(self, name: str) -> BinaryIO:
+        try:
+            return self.path(name).open("rb")
+        except FileNotFoundError as exc:
+            raise NotFound(f"no file {name}") from exc
+
     def size(self, name: str) -> int:
-        """Bytes of the file; raises NotFound."""
         try:
             return self.path(name).stat().st_size
         except FileNotFoundError as exc:
             raise NotFound(f"no file {name}") from exc
 
     def drop(self, name: str) -> None:
-        """Remove a file or a folder; nothing to remove is no error."""
         place = self.path(name)
         if place.is_dir():
             shutil.rmtree(place, ignore_errors=True)
@@ -76,21 +133,49 @@ class Payloads:
             place.unlink(missing_ok=True)
 
     def names(self, folder: str) -> Iterator[str]:
-        """The files and folders right under `folder`."""
         place = self.path(folder)
         if place.is_dir():
             yield from (f"{folder}/{entry.name}" for entry in sorted(place.iterdir()))
 
+    def settled(self, folder: str, older_than: float = 0.0) -> Iterator[str]:
+        """All, at the start of the one server that has the folder; later, what is old enough. A
+        folder is as old as the newest file in it."""
+        before = time.time() - older_than
+        for name in self.names(folder):
+            if not older_than or self._touched(name) < before:
+                yield name
+
+    def _touched(self, name: str) -> float:
+        try:
+            return self.path(name).stat().st_mtime
+        except FileNotFoundError:
+            return time.time()
+
     def sweep_temporaries(self) -> int:
-        """Remove what unfinished writes left behind; for a start, when nothing is being written."""
         left = list(self.root.rglob(f"*{_TEMPORARY}"))
         for path in left:
             path.unlink(missing_ok=True)
         return len(left)
 
     def check_writable(self) -> None:
-        """Raises OSError or StorageFull if nothing can be written."""
         self.put("probe", b"\n")
+
+
+def digest_in(name: str) -> str | None:
+    """The SHA-256 that a name gives of its bytes, where names of its kind do."""
+    if name.partition("/")[0] not in _BY_CONTENT:
+        return None
+    last = name.rpartition("/")[2].partition(".")[0].rpartition("-")[2]
+    return last if len(last) == 64 and _HEX.issuperset(last) else None
+
+
+def check_digest(name: str, data: bytes) -> None:
+    """Raises ServerError unless `data` are the bytes that `name` stands for."""
+    expected = digest_in(name)
+    if expected is not None:
+        found = hashlib.sha256(data).hexdigest()
+        if found != expected:
+            raise ServerError(f"{name} came back from the store with SHA-256 {found}")
 
 
 def _write_all(descriptor: int, data: bytes) -> None:

@@ -30,6 +30,8 @@ from fedpress_protocols.errors import (
     ServerError,
     error_classes,
 )
+from fedpress_protocols.faults import told
+from fedpress_server import failpoints
 from fedpress_server.metrics import Metrics
 
 _log = logging.getLogger(__name__)
@@ -97,10 +99,7 @@ def install(app: FastAPI, metrics: Metrics) -> None:
 
     async def on_invalid(request: Request, exc: Exception) -> JSONResponse:
         faults = cast(RequestValidationError, exc).errors()
-        clauses = [
-            f"{'.'.join(str(part) for part in fault['loc'])}: {fault['msg']}" for fault in faults
-        ]
-        return await on_error(request, MalformedRequest("; ".join(clauses)))
+        return await on_error(request, MalformedRequest(told(faults)))
 
     async def on_http(request: Request, exc: Exception) -> JSONResponse:
         refused = cast(HTTPException, exc)
@@ -147,6 +146,7 @@ class RequestGuard:
         begun = time.perf_counter()
         try:
             await self._app(scope, receive, send_named)
+            failpoints.reach("request-answered")
         except ClientDisconnect:
             _log.info("request %s: the client went away", request_id)
         except Exception:

@@ -3,7 +3,7 @@ caller's transaction."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,19 +12,21 @@ from sqlalchemy.engine import Connection, Row
 
 from fedpress_protocols.messages import RoundStatus, TaskState
 from fedpress_server import evaluation
-from fedpress_server.database import (
+from fedpress_server.selection import Candidate
+from fedpress_server.tables import (
     assignments,
     bases,
     clients,
     enrolment_tokens,
     models,
+    request_nonces,
     round_events,
     rounds,
     session_messages,
     tasks,
     uploads,
+    waiting,
 )
-from fedpress_server.selection import Candidate
 
 RoundKey = tuple[str, int, int]
 """Task, round, attempt."""
@@ -123,6 +125,10 @@ class TaskRecord:
     ended_at: float | None
     best: str | None = None
     reason: str | None = None
+    version: int = 0
+    """Of what is kept of the task: every write that others must know of counts it up."""
+    held_at: float | None = None
+    """Since when no device is given work, by the operator's word; None if it is."""
 
 
 def model(connection: Connection, digest: str) -> ModelRecord | None:
@@ -151,9 +157,31 @@ def add_task(connection: Connection, record: TaskRecord) -> None:
 
 
 def set_task(connection: Connection, record: TaskRecord) -> None:
-    connection.execute(
-        sa.update(tasks).where(tasks.c.task == record.task).values(**_fields(record))
-    )
+    """All of the record but its version, which `claim_task` counts."""
+    values = _fields(record)
+    del values["version"]
+    connection.execute(sa.update(tasks).where(tasks.c.task == record.task).values(**values))
+
+
+def claim_task(connection: Connection, task: str, version: int) -> bool:
+    """Whether the task is still at `version`; if so it is now at the next one.
+
+    One statement is comparison, count and, where other servers write beside this transaction, a
+    lock: a second writer waits for the row, and then finds another version.
+    """
+    is_this = (tasks.c.task == task, tasks.c.version == version)
+    claimed = connection.execute(sa.update(tasks).where(*is_this).values(version=version + 1))
+    return claimed.rowcount == 1
+
+
+def task_version(connection: Connection, task: str) -> int | None:
+    """None for a task that there is not."""
+    query = sa.select(tasks.c.version).where(tasks.c.task == task)
+    return connection.execute(query).scalar_one_or_none()
+
+
+def task_versions(connection: Connection) -> dict[str, int]:
+    return {task: version for task, version in connection.execute(_VERSIONS)}
 
 
 # Rounds
@@ -169,6 +197,7 @@ def open_round(
     minimum: int,
     opened_at: float,
     deadline: float,
+    course: dict[str, Any] | None = None,
 ) -> None:
     task, number, attempt = key
     connection.execute(
@@ -191,6 +220,7 @@ def open_round(
             download_bytes=0,
             opened_at=opened_at,
             deadline=deadline,
+            course=course,
         )
     )
 
@@ -213,11 +243,14 @@ class OpenRoundRecord:
     attempt: int
     plan: str
     opened_at: float
+    course: dict[str, Any] | None = None
 
 
 def newest_round(connection: Connection, task: str) -> OpenRoundRecord:
     found = connection.execute(
-        sa.select(rounds.c.round, rounds.c.attempt, rounds.c.plan, rounds.c.opened_at)
+        sa.select(
+            rounds.c.round, rounds.c.attempt, rounds.c.plan, rounds.c.opened_at, rounds.c.course
+        )
         .where(rounds.c.task == task)
         .order_by(rounds.c.round.desc(), rounds.c.attempt.desc())
         .limit(1)
@@ -253,11 +286,13 @@ def add_event(
     )
 
 
-def events(connection: Connection, key: RoundKey) -> list[tuple[float, dict[str, Any]]]:
-    """Every event of the attempt and its time, in the order they came."""
+def events(
+    connection: Connection, key: RoundKey, after: int = 0
+) -> list[tuple[float, dict[str, Any]]]:
+    """Every event of the attempt later than its event `after`, and its time, in their order."""
     found = connection.execute(
         sa.select(round_events.c.at, round_events.c.event)
-        .where(*_is_round(round_events, key))
+        .where(*_is_round(round_events, key), round_events.c.seq > after)
         .order_by(round_events.c.seq)
     )
     return [(at, event) for at, event in found]
@@ -282,6 +317,21 @@ def round_history(
     rows = connection.execute(query.order_by(rounds.c.round, rounds.c.attempt)).all()
     means = evaluation.means(connection, task, {row.model for row in rows if row.model})
     return [_status(row, means.get(row.model, {})) for row in rows]
+
+
+def newest_models(connection: Connection, task: str, most: int) -> list[str]:
+    """The task's newest models, those that its rounds began with and made; the newest first."""
+    query = (
+        sa.select(rounds.c.model, rounds.c.base_model)
+        .where(rounds.c.task == task)
+        .order_by(rounds.c.round.desc(), rounds.c.attempt.desc())
+    )
+    found: dict[str, None] = {}
+    for row in connection.execute(query):
+        found.update(dict.fromkeys(digest for digest in row if digest is not None))
+        if len(found) >= most:
+            break
+    return list(found)[:most]
 
 
 def uploaded(connection: Connection, task: str, after: int) -> list[int]:
@@ -352,6 +402,9 @@ class UploadRecord:
     received_at: float
     loss: float | None = None
     """At the round's model, where the plan has it reported."""
+    began_at: float | None = None
+    seconds: float | None = None
+    """From the first byte, at `began_at`, to the last; None where the server did not see it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -450,6 +503,62 @@ def _newest(
     return {client_id: value for client_id, value in connection.execute(newest)}
 
 
+def set_waiting(
+    connection: Connection, task: str, client_id: str, is_eligible: bool, at: float
+) -> None:
+    """The device waits for a place in the task since its check-in `at`, if it is eligible."""
+    mine = (waiting.c.task == task, waiting.c.client_id == client_id)
+    values = {"is_eligible": is_eligible, "seen_at": at}
+    again = sa.update(waiting).where(*mine).values(looks=waiting.c.looks + 1, **values)
+    if not connection.execute(again).rowcount:
+        row = {"task": task, "client_id": client_id, "looks": 1, **values}
+        connection.execute(sa.insert(waiting), row)
+
+
+@dataclass(frozen=True, slots=True)
+class Waiting:
+    """A device that checked in and got no place, for the `looks`th time in a row."""
+
+    client_id: str
+    is_eligible: bool
+    seen_at: float
+    looks: int
+
+
+def waiting_since(connection: Connection, task: str, at: float) -> list[Waiting]:
+    """Who checked in after `at`, in the order of the times."""
+    row = waiting.c
+    found = connection.execute(
+        sa.select(row.client_id, row.is_eligible, row.seen_at, row.looks)
+        .where(row.task == task, row.seen_at > at)
+        .order_by(row.seen_at)
+    )
+    return [Waiting(*each) for each in found]
+
+
+def drop_waiting(connection: Connection, task: str, client_ids: Collection[str]) -> None:
+    mine = (waiting.c.task == task, waiting.c.client_id.in_(list(client_ids)))
+    connection.execute(sa.delete(waiting).where(*mine))
+
+
+def forget_waiting(connection: Connection, before: float) -> None:
+    connection.execute(sa.delete(waiting).where(waiting.c.seen_at <= before))
+
+
+def add_nonce(connection: Connection, key_id: str, nonce: str, expires: int) -> bool:
+    """False for a nonce that was there."""
+    mine = (request_nonces.c.key_id == key_id, request_nonces.c.nonce == nonce)
+    if connection.execute(sa.select(request_nonces.c.expires).where(*mine)).first():
+        return False
+    row = {"key_id": key_id, "nonce": nonce, "expires": expires}
+    connection.execute(sa.insert(request_nonces), row)
+    return True
+
+
+def forget_nonces(connection: Connection, before: float) -> None:
+    connection.execute(sa.delete(request_nonces).where(request_nonces.c.expires < before))
+
+
 # Masked sessions
 
 
@@ -463,14 +572,19 @@ def add_message(
     )
 
 
-def session_bodies(connection: Connection, key: RoundKey) -> dict[tuple[str, str], bytes]:
-    """By assignment and step: what clients of the round said in its session."""
-    found = connection.execute(
+def session_bodies(
+    connection: Connection, key: RoundKey, whose: Collection[str]
+) -> dict[tuple[str, str], bytes]:
+    """By assignment and step: what clients of the round said in its session; of a few assignments
+    `whose` alone."""
+    query = (
         sa.select(session_messages.c.assignment, session_messages.c.step, session_messages.c.body)
         .join(assignments, assignments.c.assignment == session_messages.c.assignment)
         .where(*_is_round(assignments, key))
     )
-    return {(assignment, step): body for assignment, step, body in found}
+    if len(whose) <= _FEW:
+        query = query.where(session_messages.c.assignment.in_(list(whose)))
+    return {(assignment, step): body for assignment, step, body in connection.execute(query)}
 
 
 def drop_messages(connection: Connection, key: RoundKey) -> None:
@@ -496,6 +610,8 @@ def _is_round(table: sa.Table, key: RoundKey) -> Iterable[sa.ColumnElement[bool]
 
 
 _KEY = ("task", "round", "attempt")
+_FEW = 100
+_VERSIONS = sa.select(tasks.c.task, tasks.c.version)
 
 
 def _fields(record: Any) -> dict[str, Any]:

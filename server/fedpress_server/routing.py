@@ -12,6 +12,7 @@ from starlette.types import Message
 
 from fedpress_protocols.errors import BodyTooLarge, DigestMismatch, MalformedRequest
 from fedpress_protocols.signatures import Content
+from fedpress_server import failpoints
 from fedpress_server.auth import Gatekeeper
 from fedpress_server.records import Device
 
@@ -26,7 +27,7 @@ class BoundedRoute(APIRoute):
         handle = super().get_route_handler()
 
         async def bounded(request: Request) -> Response:
-            content = self.admit(request)
+            content = await self.admit(request)
             if self.body_field is None:
                 return await handle(request)
             body = await read_body(request, MAX_JSON_BYTES)
@@ -37,7 +38,7 @@ class BoundedRoute(APIRoute):
 
         return bounded
 
-    def admit(self, request: Request) -> Content | None:
+    async def admit(self, request: Request) -> Content | None:
         """Raises unless the request may go on; what its body must be, if that is known."""
         return None
 
@@ -45,8 +46,8 @@ class BoundedRoute(APIRoute):
 class DeviceRoute(BoundedRoute):
     """For an enrolled device: `device_of(request)` and `content_of(request)` in the handler."""
 
-    def admit(self, request: Request) -> Content | None:
-        device, content = _gatekeeper(request).check_device(request)
+    async def admit(self, request: Request) -> Content | None:
+        device, content = await _gatekeeper(request).check_device(request)
         request.state.device, request.state.content = device, content
         if content.length and self.body_field is None and request.method in ("GET", "DELETE"):
             raise MalformedRequest(f"a {request.method} request with a body")
@@ -56,7 +57,7 @@ class DeviceRoute(BoundedRoute):
 class OperatorRoute(BoundedRoute):
     """For whoever holds the admin token."""
 
-    def admit(self, request: Request) -> Content | None:
+    async def admit(self, request: Request) -> Content | None:
         _gatekeeper(request).check_admin(request)
         return None
 
@@ -64,11 +65,11 @@ class OperatorRoute(BoundedRoute):
 class AnyoneKnownRoute(DeviceRoute):
     """For an enrolled device or the operator."""
 
-    def admit(self, request: Request) -> Content | None:
+    async def admit(self, request: Request) -> Content | None:
         if "authorization" in request.headers:
             _gatekeeper(request).check_admin(request)
             return None
-        return super().admit(request)
+        return await super().admit(request)
 
 
 def device_of(request: Request) -> Device:
@@ -89,6 +90,7 @@ async def read_body(request: Request, most: int, due: Content | None = None) -> 
     async for chunk in request.stream():
         received += chunk
         digest.update(chunk)
+        failpoints.reach("body-begun")
         if len(received) > most:
             raise BodyTooLarge(f"a body of more than {most} bytes", limit=most)
     if due is not None:

@@ -187,21 +187,30 @@ class Candidates:
     patience: float
     _seen: dict[str, float] = field(default_factory=dict)
     """By client, in the order of the times."""
+    _looks: dict[str, int] = field(default_factory=dict)
     _since: float | None = None
     """When the window began: when the first of them came, after the attempt's opening or the last
     choice."""
     _attempt: object = None
 
-    def add(self, client_id: str, attempt: object, now: float) -> None:
-        """A device with no place in `attempt` checks in."""
+    def add(self, client_id: str, attempt: object, now: float, looks: int = 0) -> None:
+        """A device with no place in `attempt` checks in, for the `looks`th time where that is
+        counted."""
         self._let_go(now)
         if not self._seen or self._since is None or self._attempt != attempt:
             self._since, self._attempt = now, attempt
         self._seen.pop(client_id, None)
         self._seen[client_id] = now
+        if looks:
+            self._looks[client_id] = looks
 
     def remove(self, client_id: str) -> None:
         self._seen.pop(client_id, None)
+        self._looks.pop(client_id, None)
+
+    def looks(self, client_id: str) -> int:
+        """The number that `add` was last given for the device; 0 if it does not wait."""
+        return self._looks.get(client_id, 0) if client_id in self._seen else 0
 
     def waiting(self, now: float) -> tuple[str, ...]:
         """Who waits, whoever has come back last last."""
@@ -213,7 +222,7 @@ class Candidates:
             client_id, seen = next(iter(self._seen.items()))
             if now < seen + self.patience:
                 break
-            del self._seen[client_id]
+            self.remove(client_id)
 
     def is_due(
         self, terms: SelectionTerms, attempt: object, places: int, most: int | None, now: float

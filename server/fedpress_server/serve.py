@@ -7,7 +7,7 @@ import asyncio
 import logging
 import os
 import socket
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import FrameType
 
@@ -15,16 +15,41 @@ import uvicorn
 from fastapi import FastAPI
 
 from fedpress_protocols.errors import ConfigurationError
+from fedpress_server import failpoints
 from fedpress_server.app import create_app
+from fedpress_server.database import migrate
 from fedpress_server.http_protocol import ConnectionLimits, bounded_protocol
 from fedpress_server.settings import Settings
+
+_log = logging.getLogger(__name__)
+_SECRETS = ("admin_token", "store_secret_access_key")
 
 
 def main(arguments: Sequence[str] | None = None, *, program: str = "fedpress serve") -> None:
     """Serve with the settings that `arguments`, the environment and a TOML file give."""
+    _with_settings(serve, "Run the aggregation server.", arguments, program)
+
+
+def migrate_main(arguments: Sequence[str] | None = None) -> None:
+    """Bring the database that such settings name up to date."""
+    what = "Bring the database up to date, which servers of a role of their own leave to this."
+    _with_settings(_migrate, what, arguments, "fedpress migrate")
+
+
+def _migrate(settings: Settings) -> None:
+    before, after = migrate(settings.resolved_database_url)
+    print(f"the database is at schema {after}" + (f", was at {before}" if before else ""))
+
+
+def _with_settings(
+    work: Callable[[Settings], None],
+    description: str,
+    arguments: Sequence[str] | None,
+    program: str,
+) -> None:
     parser = argparse.ArgumentParser(
         prog=program,
-        description="Run the aggregation server.",
+        description=description,
         epilog="A flag goes before its FEDPRESS_* variable, and that before the TOML file. "
         "The admin token itself is no flag, as other users could read it there: it comes from "
         "FEDPRESS_ADMIN_TOKEN or from a file.",
@@ -37,7 +62,7 @@ def main(arguments: Sequence[str] | None = None, *, program: str = "fedpress ser
         help="TOML file of settings, by the flags' names with underscores (FEDPRESS_CONFIG).",
     )
     for name, field in Settings.model_fields.items():
-        if name == "admin_token":
+        if name in _SECRETS:
             continue  # every process may read another's command line
         default = "" if field.default in (None, "") else f" Default: {field.default}."
         parser.add_argument(
@@ -48,7 +73,7 @@ def main(arguments: Sequence[str] | None = None, *, program: str = "fedpress ser
     flags = vars(parser.parse_args(arguments))
     try:
         config = flags.pop("config")
-        serve(Settings.load(Path(config) if config else None, **flags))
+        work(Settings.load(Path(config) if config else None, **flags))
     except ConfigurationError as exc:
         parser.exit(2, f"{program}: {exc}\n")
 
@@ -63,6 +88,9 @@ def serve(settings: Settings) -> None:
         format="%(asctime)s %(levelname)s %(name)s: %(message)s",
     )
     logging.getLogger("alembic").setLevel(logging.WARNING)
+    if settings.failpoint:
+        _log.warning("this server is to fail at %s", settings.failpoint)
+    failpoints.arm(settings.failpoint)
     app = create_app(settings)
     closed = app.state.metrics.closed_connections
     limits = ConnectionLimits(

@@ -14,7 +14,8 @@ from pydantic_settings import (
 )
 
 from fedpress_protocols.errors import ConfigurationError
-from fedpress_protocols.plan import explained
+from fedpress_protocols.faults import explained
+from fedpress_server import failpoints
 
 MIB = 2**20
 Seconds = Annotated[float, Field(gt=0)]
@@ -31,7 +32,50 @@ class Settings(BaseSettings):
         Path("fedpress-data"), description="Folder of the database, the models and the server key."
     )
     database_url: str = Field(
-        "", description="SQLAlchemy URL; empty is the SQLite file fedpress.db in the data folder."
+        "",
+        repr=False,
+        description="SQLAlchemy URL, sqlite:////folder/file.db or postgresql://...; empty is the "
+        "SQLite file fedpress.db in the data folder. With a password give it by variable or file.",
+    )
+    database_url_file: Path | None = Field(
+        None, description="File that holds the database's URL, in place of the URL itself."
+    )
+    store_url: str = Field(
+        "",
+        description="s3://bucket/prefix for models and uploads; empty keeps them in the data "
+        "folder. Servers that share a database share their store.",
+    )
+    store_endpoint: str = Field(
+        "", description="http(s) address of an S3 store other than Amazon's."
+    )
+    store_region: str = Field("", description="Region of the S3 store.")
+    store_access_key_id: str = Field(
+        "", description="Name of the store's key; without it as S3 clients do, from AWS_* on."
+    )
+    store_secret_access_key: SecretStr | None = Field(None, description="The store's secret key.")
+    store_secret_access_key_file: Path | None = Field(
+        None, description="File that holds the store's secret key, in place of the key itself."
+    )
+    store_timeout: Seconds = Field(
+        30.0, description="Seconds that the store may take for one file, all tries together."
+    )
+    store_cache_bytes: int = Field(
+        4096 * MIB, ge=0, description="Bytes of the store's files that lie in the data folder too."
+    )
+    server_key_file: Path | None = Field(
+        None,
+        description="PEM file of the key that signs receipts, the same for all servers of one "
+        "database; without it server-key.pem in the data folder, made at the first start.",
+    )
+    authority_key_file: Path | None = Field(
+        None,
+        description="PEM file of the key that certifies devices of the masked lane where the "
+        "server does; as server_key_file, with authority-key.pem.",
+    )
+    role: Literal["all", "api", "worker", "scheduler"] = Field(
+        "all",
+        description="What this server does: api answers devices and operators, worker makes the "
+        "models, scheduler sees to deadlines and choices; all does everything.",
     )
     admin_token: SecretStr | None = Field(
         None, description="Bearer token of the admin API, 16 characters at least; none closes it."
@@ -60,6 +104,15 @@ class Settings(BaseSettings):
     upload_seconds: Seconds = Field(
         600.0, description="Seconds an upload's body may take in all, however steadily it comes."
     )
+    max_part_bytes: int = Field(
+        8 * MIB, ge=64 * 1024, description="Longest part of an upload that comes by parts."
+    )
+    max_partial_bytes: int = Field(
+        4096 * MIB, ge=1024, description="Bytes that uploads by parts under way may come to in all."
+    )
+    partial_seconds: Seconds = Field(
+        3600.0, description="Seconds that an upload by parts is kept after its last part."
+    )
     shutdown_seconds: int = Field(
         10, ge=1, description="Seconds that running requests are given when the server stops."
     )
@@ -69,8 +122,22 @@ class Settings(BaseSettings):
     worker_threads: int = Field(
         2, ge=1, le=64, description="Threads that check and fold uploads beside the event loop."
     )
+    lease_seconds: Seconds = Field(
+        60.0, description="Seconds without a sign after which a worker's job is another's."
+    )
+    follow_seconds: Annotated[float, Field(gt=0, le=1)] = Field(
+        0.5, description="How often a server of several looks for what others wrote."
+    )
     fold_memory_bytes: int = Field(
         256 * MIB, ge=MIB, description="Memory of a fold by a strategy that compares updates."
+    )
+    retention_grace: Seconds = Field(
+        7 * 86400.0,
+        description="Seconds that every model stays, whatever its task's retention: longer than "
+        "the longest backup takes.",
+    )
+    retention_seconds: Seconds = Field(
+        3600.0, description="How often models that retention gives up are removed."
     )
     population: str = Field(
         "fedpress",
@@ -85,6 +152,11 @@ class Settings(BaseSettings):
     )
     log_level: Literal["debug", "info", "warning", "error"] = Field(
         "info", description="Least severe message that is logged."
+    )
+    failpoint: str = Field(
+        "",
+        description="For tests of crashes: name:kill, name:raise or name:pause, and at which pass; "
+        "docs/fault-table.md has the names.",
     )
 
     @classmethod
@@ -124,17 +196,23 @@ class Settings(BaseSettings):
         return loaded
 
     @model_validator(mode="after")
-    def _tokens(self) -> Settings:
-        if self.admin_token_file is not None:
-            if self.admin_token is not None:
-                raise ValueError("give admin_token or admin_token_file, not both")
+    def _secrets(self) -> Settings:
+        for name in ("admin_token", "store_secret_access_key", "database_url"):
+            file = getattr(self, f"{name}_file")
+            if file is None:
+                continue
+            if getattr(self, name):
+                raise ValueError(f"give {name} or {name}_file, not both")
             try:
-                token = self.admin_token_file.read_text().strip()
+                text = file.read_text().strip()
             except OSError as exc:
-                raise ValueError(f"admin_token_file: {exc}") from exc
-            object.__setattr__(self, "admin_token", SecretStr(token))
+                raise ValueError(f"{name}_file: {exc}") from exc
+            object.__setattr__(self, name, text if name == "database_url" else SecretStr(text))
+        if bool(self.store_access_key_id) != (self.store_secret_access_key is not None):
+            raise ValueError("store_access_key_id and store_secret_access_key are given together")
         if self.admin_token is not None and len(self.admin_token.get_secret_value()) < 16:
             raise ValueError("an admin token has 16 characters at least")
+        failpoints.parsed(self.failpoint)
         if (self.tls_certificate is None) != (self.tls_key is None):
             raise ValueError("tls_certificate and tls_key are given together")
         return self

@@ -11,8 +11,50 @@ import pytest
 
 from fedpress_protocols.model import Model
 from fedpress_server import Settings, create_app
+from tests import postgres
 from tests.devices import ADMIN_TOKEN, Device, Operator
 from tests.server.in_process import Clock, Server, Start, running
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    is_asked = metafunc.definition.get_closest_marker("both_databases") is not None
+    if is_asked and "dialect" in metafunc.fixturenames:
+        metafunc.parametrize("dialect", ["sqlite", "postgresql"], indirect=True)
+
+
+@pytest.fixture(scope="session")
+def cluster() -> Iterator[postgres.Cluster]:
+    """A PostgreSQL for as many tests as need it; each takes a database of its own."""
+    if postgres.binaries() is None:
+        pytest.skip(postgres.MISSING)
+    pytest.importorskip("psycopg")
+    with postgres.cluster() as running:
+        yield running
+
+
+@pytest.fixture
+def dialect(request: pytest.FixtureRequest) -> str:
+    """What the test's servers keep their records in; tests marked `both_databases` run on both."""
+    return getattr(request, "param", "sqlite")
+
+
+@pytest.fixture
+def database_url(
+    request: pytest.FixtureRequest, dialect: str, tmp_path: Path
+) -> Iterator[Callable[[Path], str]]:
+    """The database of the server whose data folder it is, empty as a setting for SQLite's."""
+    urls: dict[Path, str] = {}
+
+    def url(data_dir: Path) -> str:
+        if dialect == "sqlite":
+            return ""
+        if data_dir not in urls:
+            urls[data_dir] = request.getfixturevalue("cluster").new()
+        return urls[data_dir]
+
+    yield url
+    for used in urls.values():
+        request.getfixturevalue("cluster").give_back(used)
 
 
 @pytest.fixture
@@ -21,11 +63,17 @@ def clock() -> Clock:
 
 
 @pytest.fixture
-def start(tmp_path: Path, clock: Clock) -> Start:
+def start(tmp_path: Path, clock: Clock, database_url: Callable[[Path], str]) -> Start:
     """Starts the server on the test's data folder; ends it, and may be used again."""
 
     def started(**settings: Any) -> AbstractContextManager[Server]:
-        defaults = {"data_dir": tmp_path / "data", "admin_token": ADMIN_TOKEN, "tick_seconds": 3600}
+        data_dir = settings.get("data_dir", tmp_path / "data")
+        defaults = {
+            "data_dir": data_dir,
+            "database_url": database_url(data_dir),
+            "admin_token": ADMIN_TOKEN,
+            "tick_seconds": 3600,
+        }
         return running(create_app(Settings(**(defaults | settings)), clock=clock))
 
     return started

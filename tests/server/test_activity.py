@@ -14,7 +14,7 @@ from fedpress_protocols.errors import NotFound
 from fedpress_protocols.model import Model
 from fedpress_protocols.plan import RoundPlan
 from fedpress_server.database import Database
-from fedpress_server.payloads import Payloads
+from fedpress_server.payloads import LocalPayloads
 from tests.devices import Device, Operator
 from tests.server.in_process import Clock, Enrolled, Server, Start, history
 from tests.server.test_durability import Fails, Party, finish, outcome
@@ -155,7 +155,7 @@ def test_a_restart_keeps_the_map_and_sweeps_what_nothing_leads_to(
 
 @pytest.mark.soak(only=True)
 @pytest.mark.parametrize(
-    ("cls", "function"), [(Database, "_commit"), (Payloads, "put")], ids=["commit", "file"]
+    ("cls", "function"), [(Database, "_commit"), (LocalPayloads, "put")], ids=["commit", "file"]
 )
 def test_a_server_that_dies_at_any_write_names_the_same_maps(
     start: Start,

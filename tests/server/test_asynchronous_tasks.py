@@ -27,9 +27,9 @@ from fedpress_protocols.errors import (
 )
 from fedpress_protocols.messages import Assignment, Receipt
 from fedpress_protocols.model import Model, Vector
-from fedpress_server import coordinator
+from fedpress_server import work
 from fedpress_server.database import Database
-from fedpress_server.payloads import Payloads
+from fedpress_server.payloads import LocalPayloads
 from tests.devices import Device, Operator
 from tests.server.in_process import Clock, Enrolled, Server, Start, history, ones
 from tests.server.test_durability import Fails
@@ -219,14 +219,14 @@ class Held:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.begun, self.go = threading.Event(), threading.Event()
-        fold = coordinator.fold
+        fold = work.fold
 
         def held(*args: Any) -> Any:
             self.begun.set()
             assert self.go.wait(30)
             return fold(*args)
 
-        monkeypatch.setattr(coordinator, "fold", held)
+        monkeypatch.setattr(work, "fold", held)
 
 
 def test_uploads_that_come_during_a_fold_count_in_the_next(
@@ -343,7 +343,7 @@ class Fleet:
 @pytest.mark.soak
 @pytest.mark.parametrize("when", ["before", "after"])
 @pytest.mark.parametrize(
-    ("cls", "function"), [(Database, "_commit"), (Payloads, "put")], ids=["commit", "file"]
+    ("cls", "function"), [(Database, "_commit"), (LocalPayloads, "put")], ids=["commit", "file"]
 )
 def test_a_server_that_dies_at_any_write_counts_every_upload_once_or_not_at_all(
     start: Start,

@@ -19,6 +19,8 @@ from tests.devices import Device, Operator
 from tests.server.in_process import Clock, Enrolled, Server, Start, history, include_one, ones
 from tests.server.test_durability import Fails
 
+pytestmark = pytest.mark.both_databases
+
 ALONE = {"size": 1, "minimum": 1}
 
 

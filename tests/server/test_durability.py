@@ -14,10 +14,6 @@ import anyio
 import numpy as np
 import pytest
 import sqlalchemy as sa
-from alembic import command
-from alembic.autogenerate import compare_metadata
-from alembic.config import Config
-from alembic.migration import MigrationContext
 
 from fedpress_protocols.errors import (
     AlreadyExists,
@@ -30,8 +26,9 @@ from fedpress_protocols.errors import (
 )
 from fedpress_protocols.messages import Receipt
 from fedpress_protocols.model import Model
-from fedpress_server.database import Database, metadata, models
-from fedpress_server.payloads import Payloads
+from fedpress_server.database import Database
+from fedpress_server.payloads import LocalPayloads
+from fedpress_server.tables import models
 from tests.devices import Device, Operator
 from tests.server.in_process import Clock, Server, Start
 
@@ -141,7 +138,7 @@ def undisturbed(
 
 @pytest.mark.parametrize("when", ["before", "after"])
 @pytest.mark.parametrize(
-    ("cls", "function"), [(Database, "_commit"), (Payloads, "put")], ids=["commit", "file"]
+    ("cls", "function"), [(Database, "_commit"), (LocalPayloads, "put")], ids=["commit", "file"]
 )
 def test_a_server_that_dies_at_any_write_goes_on_where_it_was(
     start: Start,
@@ -196,6 +193,7 @@ def test_a_server_that_fails_at_any_commit_recovers_by_itself(
     assert at > 5
 
 
+@pytest.mark.both_databases
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_a_task_whose_beginning_failed_has_begun_or_not(
     http: Server, model: Model, monkeypatch: pytest.MonkeyPatch, when: str
@@ -217,6 +215,7 @@ def test_a_task_whose_beginning_failed_has_begun_or_not(
     assert len(operator.get("/v1/tasks/digits/rounds")) == 1
 
 
+@pytest.mark.both_databases
 def test_a_restart_keeps_assignments_acknowledgements_and_receipts(
     start: Start, clock: Clock, model: Model
 ) -> None:
@@ -248,6 +247,7 @@ def test_a_restart_keeps_assignments_acknowledgements_and_receipts(
         assert first.put(assignment.assignment, body).json() == ack.model_dump()
 
 
+@pytest.mark.both_databases
 def test_a_deadline_that_passed_while_the_server_was_down_has_passed(
     start: Start, clock: Clock, model: Model
 ) -> None:
@@ -325,6 +325,7 @@ def test_a_replaced_optimizer_state_is_dropped(
         assert len(list((tmp_path / "data/optimizers").iterdir())) == 1
 
 
+@pytest.mark.both_databases
 def test_an_upload_that_came_too_late_leaves_no_file(
     start: Start, clock: Clock, model: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -381,7 +382,7 @@ def test_a_full_disk_is_told_and_leaves_nothing(
         with monkeypatch.context() as patch:
             patch.setattr(os, "write", full)
             with pytest.raises(StorageFull) as caught:
-                Payloads(tmp_path / "data").put("file", b"data")
+                LocalPayloads(tmp_path / "data").put("file", b"data")
         assert caught.value.status == 507
         assert not (tmp_path / "data/file").exists()
         assert not list((tmp_path / "data").rglob("*.tmp"))
@@ -397,7 +398,7 @@ def test_a_full_disk_is_told_and_leaves_nothing(
 
 
 def test_payloads_are_found_or_not(tmp_path: Path) -> None:
-    payloads = Payloads(tmp_path / "p")
+    payloads = LocalPayloads(tmp_path / "p")
     payloads.put("a/b", b"1")
     payloads.put("a/b", b"1")
     assert payloads.get("a/b") == b"1"
@@ -413,12 +414,13 @@ def test_payloads_are_found_or_not(tmp_path: Path) -> None:
 
 
 @pytest.fixture
-def database(tmp_path: Path) -> Iterator[Database]:
-    opened = Database(f"sqlite:///{tmp_path / 'test.db'}")
+def database(tmp_path: Path, database_url: Callable[[Path], str]) -> Iterator[Database]:
+    opened = Database(database_url(tmp_path) or f"sqlite:///{tmp_path / 'test.db'}")
     yield opened
     opened.close()
 
 
+@pytest.mark.both_databases
 def test_writes_that_share_a_commit_fail_alone(database: Database) -> None:
     def add(connection: sa.Connection, number: int) -> int:
         row = {"digest": str(number), "spec": "", "num_bytes": 0, "created_at": 0.0}
@@ -449,29 +451,3 @@ def test_acknowledged_writes_outlive_a_power_cut(database: Database) -> None:
 
     assert anyio.run(database.read, pragmas) == ["wal", 2, 1]
     assert anyio.run(database.write, pragmas) == ["wal", 2, 1]
-
-
-def test_the_migrations_make_the_tables_of_the_code_and_can_be_undone(tmp_path: Path) -> None:
-    url = f"sqlite:///{tmp_path / 'test.db'}"
-    Database(url).close()
-    Database(url).close()
-    engine = sa.create_engine(url)
-    with engine.begin() as connection:
-        assert compare_metadata(MigrationContext.configure(connection), metadata) == []
-        config = Config()
-        config.set_main_option("script_location", "fedpress_server:migrations")
-        config.attributes["connection"] = connection
-        command.downgrade(config, "base")
-        assert sa.inspect(connection).get_table_names() == ["alembic_version"]
-    engine.dispose()
-
-
-def test_a_database_of_a_newer_release_is_left_alone(tmp_path: Path) -> None:
-    url = f"sqlite:///{tmp_path / 'test.db'}"
-    Database(url).close()
-    engine = sa.create_engine(url)
-    with engine.begin() as connection:
-        connection.execute(sa.text("UPDATE alembic_version SET version_num = '9999'"))
-    engine.dispose()
-    with pytest.raises(ConfigurationError, match="newer release"):
-        Database(url)

@@ -32,6 +32,8 @@ from fedpress_server.rounds import (
 from tests.devices import Device, Operator
 from tests.server.in_process import Clock, Enrolled, Start, include_one
 
+pytestmark = pytest.mark.both_databases
+
 ALONE = {"size": 1, "minimum": 1}
 
 

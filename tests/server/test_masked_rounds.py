@@ -38,6 +38,8 @@ from fedpress_server.rounds import (
     to_record,
 )
 
+pytestmark = pytest.mark.both_databases
+
 
 def opened(**changes: Any) -> Round:
     terms: dict[str, Any] = {

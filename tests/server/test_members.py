@@ -20,7 +20,7 @@ from fedpress_protocols.errors import (
 from fedpress_protocols.messages import Assignment
 from fedpress_protocols.model import Model, Vector
 from fedpress_server.database import Database
-from fedpress_server.payloads import Payloads
+from fedpress_server.payloads import LocalPayloads
 from tests.devices import Device, Operator
 from tests.server.in_process import Clock, Enrolled, Server, Start, history, include_one
 from tests.server.test_durability import Fails, Party, finish, outcome
@@ -243,7 +243,11 @@ def test_a_restart_keeps_the_bases_and_sweeps_what_nothing_leads_to(
 @pytest.mark.soak
 @pytest.mark.parametrize(
     ("cls", "function", "when"),
-    [(Database, "_commit", "before"), (Database, "_commit", "after"), (Payloads, "put", "after")],
+    [
+        (Database, "_commit", "before"),
+        (Database, "_commit", "after"),
+        (LocalPayloads, "put", "after"),
+    ],
 )
 def test_a_server_that_dies_at_any_write_keeps_both_ends_together(
     start: Start,

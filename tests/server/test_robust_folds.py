@@ -15,7 +15,7 @@ import pytest
 from fedpress_protocols.errors import IncompatiblePlan
 from fedpress_protocols.model import Model, Vector
 from fedpress_server.folding import FoldSpace
-from fedpress_server.payloads import Payloads
+from fedpress_server.payloads import LocalPayloads
 from fedpress_server.settings import MIB
 from fedpress_strategies.rows import Rows
 from tests.devices import Device, Operator
@@ -135,7 +135,7 @@ def test_where_files_cannot_be_without_names_a_start_sweeps_them(
     """A server killed between a file's making and its losing its name."""
     monkeypatch.setattr("tempfile._O_TMPFILE_WORKS", False)
     monkeypatch.setattr("os.unlink", lambda *args, **kwargs: None)
-    payloads = Payloads(tmp_path)
+    payloads = LocalPayloads(tmp_path)
     rows = Rows(10, FoldSpace(payloads.root))
     rows.add(np.ones(10, np.float32))
     monkeypatch.undo()

@@ -1,6 +1,7 @@
 """Who is assigned: the policies by their frequencies, the wait by its clock, the rest by replay."""
 
 import math
+import time
 from collections import Counter
 from itertools import combinations
 from typing import Any
@@ -38,6 +39,8 @@ from fedpress_server.rounds import (
 from fedpress_server.selection import Candidate, Candidates, choose, is_eligible, stream_of
 from tests.devices import Device, Operator
 from tests.server.in_process import Clock, Enrolled, Server, Start, history, ones
+
+pytestmark = pytest.mark.both_databases
 
 POLICIES = ("uniform", "weighted", "seldom", "reliable", "loss")
 CHI_SQUARE_19_DF_1_IN_1000 = 43.8
@@ -457,6 +460,8 @@ def test_an_asynchronous_task_chooses_for_each_place_that_comes_free(
         selection={"policy": "seldom", "candidates": 2},
     )
     for _ in range(12):
+        while history(operator)[-1].state != "collecting":
+            time.sleep(0.005)
         assigned(fleet)
         for device in assigned(fleet)[:1]:
             assignment = device.assignment("digits")

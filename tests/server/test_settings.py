@@ -39,6 +39,20 @@ def test_the_admin_token_may_lie_in_a_file(tmp_path: Path, monkeypatch: pytest.M
         Settings.load()
 
 
+def test_secrets_of_database_and_store_may_lie_in_files(tmp_path: Path) -> None:
+    url, key = tmp_path / "url", tmp_path / "key"
+    url.write_text("postgresql://ada:password@host/name\n")
+    key.write_text("secret key\n")
+    settings = Settings.load(
+        database_url_file=url, store_access_key_id="ada", store_secret_access_key_file=key
+    )
+    assert settings.resolved_database_url == "postgresql://ada:password@host/name"
+    assert settings.store_secret_access_key is not None
+    assert settings.store_secret_access_key.get_secret_value() == "secret key"
+    assert "password" not in repr(settings)
+    assert "secret key" not in repr(settings)
+
+
 @pytest.mark.parametrize(
     ("flags", "says"),
     [
@@ -48,6 +62,8 @@ def test_the_admin_token_may_lie_in_a_file(tmp_path: Path, monkeypatch: pytest.M
         ({"admin_token_file": "/nowhere"}, "admin_token_file"),
         ({"tls_key": "key.pem"}, "together"),
         ({"clock_skew": "301"}, "clock_skew"),
+        ({"database_url": "sqlite:////a.db", "database_url_file": "/nowhere"}, "not both"),
+        ({"store_access_key_id": "key"}, "together"),
     ],
 )
 def test_what_cannot_be_set_says_why(flags: dict[str, str], says: str) -> None:
@@ -77,4 +93,4 @@ def test_a_wrong_flag_ends_with_a_sentence(capsys: pytest.CaptureFixture[str]) -
     with pytest.raises(SystemExit) as caught:
         main(["--port", "many"])
     assert caught.value.code == 2
-    assert "port: Input should be a valid integer" in capsys.readouterr().err
+    assert "port: must be a whole number, not 'many'" in capsys.readouterr().err

@@ -19,9 +19,11 @@ from fedpress_protocols.errors import InvalidUpdate
 from fedpress_protocols.model import Model
 from fedpress_protocols.plan import CohortRules, FixedPointTerms, Profile, RoundPlan
 from fedpress_protocols.upload import Upload
-from fedpress_server import folding
-from fedpress_server.folding import FoldJob, RoundTerms, StagedUpload, fold, model_name
-from fedpress_server.payloads import Payloads
+from fedpress_server.adding import FoldJob, StagedUpload
+from fedpress_server.files import model_name
+from fedpress_server.folding import fold
+from fedpress_server.payloads import LocalPayloads, Payloads
+from fedpress_server.terms import RoundTerms
 from fedpress_strategies import from_config
 from fedpress_strategies.strategy import ServerSGD, Strategy, WeightedMean
 
@@ -89,7 +91,7 @@ def job(
 def test_the_model_is_the_same_to_the_last_bit(
     methods: list[Compressor[Any]], tmp_path: Path
 ) -> None:
-    payloads = Payloads(tmp_path)
+    payloads = LocalPayloads(tmp_path)
     straight = fold(job(payloads, methods, STRAIGHT), payloads)
     assert straight == fold(job(payloads, methods, AFTER_DECODING), payloads)
     assert straight.model != FIRST.digest
@@ -98,15 +100,15 @@ def test_the_model_is_the_same_to_the_last_bit(
 def test_the_fold_of_a_mean_decodes_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    payloads = Payloads(tmp_path)
+    payloads = LocalPayloads(tmp_path)
     made = job(payloads, [METHODS[0]], STRAIGHT)
-    monkeypatch.setattr(folding.RoundTerms, "read", None)
+    monkeypatch.setattr(RoundTerms, "read", None)
     fold(made, payloads)
 
 
 @pytest.mark.parametrize("method", METHODS, ids=repr)
 def test_values_beyond_the_plan_are_refused_alike(method: Compressor[Any], tmp_path: Path) -> None:
-    payloads = Payloads(tmp_path)
+    payloads = LocalPayloads(tmp_path)
     refusals = []
     for strategy in (STRAIGHT, AFTER_DECODING):
         made = job(payloads, [method], strategy, largest=1e6)
@@ -120,7 +122,7 @@ def test_values_beyond_the_plan_are_refused_alike(method: Compressor[Any], tmp_p
 
 
 def test_more_examples_than_the_plan_allows_are_refused(tmp_path: Path) -> None:
-    payloads = Payloads(tmp_path)
+    payloads = LocalPayloads(tmp_path)
     terms = job(payloads, [METHODS[0]], STRAIGHT).terms
     body = payloads.get("upload-0")
     with pytest.raises(InvalidUpdate, match="num_examples of 51 where 50 are allowed"):

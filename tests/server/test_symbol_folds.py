@@ -13,8 +13,11 @@ from fedpress_protocols.errors import IncompatiblePlan, InvalidUpdate
 from fedpress_protocols.model import Model
 from fedpress_protocols.plan import CohortRules, FixedPointTerms, Profile, RoundPlan
 from fedpress_protocols.upload import Upload
-from fedpress_server.folding import FoldJob, RoundTerms, StagedUpload, fold, model_name
-from fedpress_server.payloads import Payloads
+from fedpress_server.adding import FoldJob, StagedUpload
+from fedpress_server.files import model_name
+from fedpress_server.folding import fold
+from fedpress_server.payloads import LocalPayloads, Payloads
+from fedpress_server.terms import RoundTerms
 from fedpress_strategies import from_config
 
 MADE = CountSketch(fraction=0.5, seed=0)
@@ -50,7 +53,7 @@ def job(payloads: Payloads, *, profiles: int = 1, examples: int = 4) -> FoldJob:
 
 
 def test_sketches_become_the_next_model(tmp_path: Path) -> None:
-    payloads = Payloads(tmp_path)
+    payloads = LocalPayloads(tmp_path)
     result = fold(job(payloads), payloads)
     after = Model.from_bytes(payloads.get(model_name(result.model)))
     assert result.num_examples == 12
@@ -61,12 +64,12 @@ def test_sketches_become_the_next_model(tmp_path: Path) -> None:
 
 
 def test_bounds_hold_for_symbols_too(tmp_path: Path) -> None:
-    payloads = Payloads(tmp_path)
+    payloads = LocalPayloads(tmp_path)
     with pytest.raises(InvalidUpdate, match="num_examples of 5 where 4 are allowed"):
         fold(job(payloads, examples=5), payloads)
 
 
 def test_symbols_of_several_profiles_cannot_be_summed(tmp_path: Path) -> None:
-    payloads = Payloads(tmp_path)
+    payloads = LocalPayloads(tmp_path)
     with pytest.raises(IncompatiblePlan, match="takes one profile, the plan has 2"):
         fold(job(payloads, profiles=2), payloads)

@@ -27,6 +27,8 @@ from fedpress_protocols.update import Update
 from tests.devices import Device, Operator
 from tests.server.in_process import Clock, Enrolled, Server, Start, history, include_one, ones
 
+pytestmark = pytest.mark.both_databases
+
 # A round
 
 

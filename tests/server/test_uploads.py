@@ -31,6 +31,8 @@ from fedpress_protocols.signatures import Content
 from tests.devices import Device, Operator, checked
 from tests.server.in_process import Clock, Enrolled, Server, Start, history, include_one, ones
 
+pytestmark = pytest.mark.both_databases
+
 # Uploads
 
 

@@ -2,7 +2,7 @@
 
 from alembic import context
 
-from fedpress_server.database import metadata
+from fedpress_server.tables import metadata
 
 context.configure(
     connection=context.config.attributes["connection"],

@@ -1,0 +1,416 @@
+"""`fedpress bench ingest`: uploads taken for good, against the least that could take them so.
+
+Real processes on the loopback interface: the server as `fedpress serve` starts it, and beside it a
+prototype of some hundred lines (ingest_prototype.py), which get the very same signed requests in
+turns, so that ratios hold on a busy machine. Requests are made before the clock starts. CPU is what
+the process spent, PostgreSQL's own not among it. docs/bench-ingest.md says what each key is.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import re
+import secrets
+import select
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from statistics import median
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import numpy as np
+
+from fedpress.bench.ingest_load import Load, drive, plain_request, poll, request_of
+from fedpress_protocols.errors import ConfigurationError, FedpressError
+from fedpress_protocols.messages import Assignment, CheckInResponse
+from fedpress_protocols.model import Model, ModelSpec
+from fedpress_protocols.signatures import DeviceKey, to_base64url
+from fedpress_protocols.upload import Upload
+
+SIZES = {"14 kB": 14_000, "100 kB": 100_000}
+TARGETS = {
+    "rate / prototype": 0.8,
+    "CPU / prototype": 1.3,
+    "poll p99": 1.0,
+    "memory / of 100": 1.2,
+}
+"""At least the first, at most the others."""
+
+_TOKEN = "a-token-of-the-benchmark"  # noqa: S105
+_JSON = "application/json"
+_CONNECTIONS = 64
+_START_SECONDS = 120.0
+_READY = re.compile(r"ready on http://127\.0\.0\.1:([0-9]+)")
+_TICKS = os.sysconf("SC_CLK_TCK")
+
+
+@dataclass(frozen=True, slots=True)
+class Amounts:
+    """How much is measured."""
+
+    uploads: int
+    repeats: int
+    pollers: int
+    poll_seconds: float
+    crowd: int
+
+
+WHOLE = Amounts(uploads=512, repeats=5, pollers=10_000, poll_seconds=120.0, crowd=10_000)
+QUICK = Amounts(uploads=128, repeats=3, pollers=500, poll_seconds=10.0, crowd=1_000)
+
+
+def run(json_file: Path | None, quick: bool, postgresql: str | None, parts: Sequence[str]) -> str:
+    """Measure, write `json_file` if there is one, and return the tables for people."""
+    found = measure(QUICK if quick else WHOLE, postgresql, parts)
+    if json_file is not None:
+        json_file.write_text(json.dumps(found, indent=2) + "\n")
+    return _tables(found)
+
+
+def measure(amounts: Amounts, postgresql: str | None, parts: Sequence[str]) -> dict[str, Any]:
+    """The figures of `parts`: uploads, polls, memory."""
+    databases = {"sqlite": ""} | ({"postgresql": postgresql} if postgresql else {})
+    found: dict[str, Any] = {
+        "machine": {
+            "cpus": os.cpu_count(),
+            "python": platform.python_version(),
+            "load": os.getloadavg()[0],
+        },
+        "targets": TARGETS,
+    }
+    if "uploads" in parts:
+        found["uploads"] = [
+            row for name, url in databases.items() for row in _uploads(name, url, amounts)
+        ]
+    if "polls" in parts:
+        found["polls"] = _polls(amounts)
+    if "memory" in parts:
+        found["memory"] = _memory(amounts)
+    return found
+
+
+# The processes
+
+
+class _Process:
+    """A process that says where it is ready; ended at the end of the `with` block."""
+
+    def __init__(self, arguments: Sequence[str], folder: Path, **variables: str) -> None:
+        path = os.pathsep.join(filter(None, sys.path))
+        self._log = (folder / f"{secrets.token_hex(4)}.log").open("w+b")
+        self._process = subprocess.Popen(  # noqa: S603
+            [sys.executable, *arguments],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=self._log,
+            env={**os.environ, "PYTHONPATH": path, "PYTHONUNBUFFERED": "1", **variables},
+        )
+        self.port = self._ready()
+
+    def __enter__(self) -> _Process:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._process.terminate()
+        try:
+            self._process.wait(20)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        self._log.close()
+
+    def _ready(self) -> int:
+        pipe, said = self._process.stdout, ""
+        until = time.monotonic() + _START_SECONDS
+        while pipe is not None and time.monotonic() < until:
+            if select.select([pipe], [], [], 1.0)[0]:
+                line = pipe.readline().decode()
+                said += line
+                match = _READY.search(line)
+                if match is not None:
+                    return int(match[1])
+                if not line:
+                    break
+        self._process.kill()
+        self._log.seek(0)
+        raise ConfigurationError(f"a server did not start: {said}{self._log.read()[-3000:].decode()}")
+
+    @property
+    def cpu_seconds(self) -> float:
+        """That all its threads have spent."""
+        stat = Path(f"/proc/{self._process.pid}/stat").read_text()
+        user, system = stat.rpartition(")")[2].split()[11:13]
+        return (int(user) + int(system)) / _TICKS
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most memory that it has had resident."""
+        status = Path(f"/proc/{self._process.pid}/status").read_text()
+        return 1024 * int(status.partition("VmHWM:")[2].split()[0])
+
+    def timed(self, requests: Sequence[bytes], status: int) -> tuple[float, float, Load]:
+        """Requests per second and CPU seconds of a request; raises unless all are answered so."""
+        before = self.cpu_seconds
+        load = drive(self.port, requests, _CONNECTIONS)
+        spent = self.cpu_seconds - before
+        _check(load, status)
+        return len(requests) / load.seconds, spent / len(requests), load
+
+
+class _Fleet:
+    """A server with enrolled devices."""
+
+    def __init__(self, server: _Process, devices: int) -> None:
+        self.server = server
+        self.keys = [DeviceKey.generate() for _ in range(devices)]
+        wanted = {"uses": devices, "expires_in": 3600}
+        token = self.ask("POST", "/v1/admin/tokens", json.dumps(wanted).encode())["token"]
+        requests = []
+        for key in self.keys:
+            body = json.dumps({"public_key": to_base64url(key.public), "name": ""}).encode()
+            requests.append(request_of(key, "POST", "/v1/enrol", body, token=token, kind=_JSON))
+        _check(drive(server.port, requests, _CONNECTIONS), 201)
+
+    def ask(self, method: str, path: str, body: bytes = b"", kind: str = _JSON) -> Any:
+        """The operator's request and what it comes to."""
+        load = drive(self.server.port, [plain_request(method, path, _TOKEN, body, kind)], 1)
+        answer = load.answers[0]
+        if answer.status >= 400:
+            raise FedpressError.from_problem(json.loads(answer.body), answer.status)
+        return json.loads(answer.body)
+
+    def begin(self, task: str, model: Model, places: int) -> None:
+        """A task whose round waits for one more than will ever come."""
+        self.ask("PUT", f"/v1/admin/models/{model.digest}", model.to_bytes(), "")
+        config = {
+            "task": task,
+            "model": model.digest,
+            "rounds": 1,
+            "profiles": [{"name": "whole", "compressor": {"id": "none"}}],
+            "cohort": {"size": places, "minimum": 1},
+            "round_seconds": 36_000.0,
+            "seed": 7,
+        }
+        self.ask("POST", "/v1/admin/tasks", json.dumps(config).encode())
+
+    def check_in(self, key: DeviceKey, task: str) -> bytes:
+        return request_of(key, "POST", f"/v1/tasks/{task}/check-in", b"{}", kind=_JSON)
+
+    def assignments(self, task: str) -> list[Assignment]:
+        """One of each device's."""
+        requests = [self.check_in(key, task) for key in self.keys]
+        load = drive(self.server.port, requests, _CONNECTIONS)
+        _check(load, 200)
+        given = [
+            CheckInResponse.model_validate_json(answer.body).assignment for answer in load.answers
+        ]
+        return [each for each in given if each is not None]
+
+    def uploads(self, task: str, spec: ModelSpec) -> list[bytes]:
+        """A signed upload of each device's."""
+        given = self.assignments(task)
+        body = _body(given[0], spec)
+        return [
+            request_of(key, "PUT", f"/v1/assignments/{each.assignment}/update", body)
+            for key, each in zip(self.keys, given, strict=True)
+        ]
+
+
+@contextmanager
+def _server(folder: Path, database: str, **variables: str) -> Iterator[_Process]:
+    settings = {
+        "FEDPRESS_HOST": "127.0.0.1",
+        "FEDPRESS_PORT": "0",
+        "FEDPRESS_DATA_DIR": str(folder / "data"),
+        "FEDPRESS_DATABASE_URL": database,
+        "FEDPRESS_ADMIN_TOKEN": _TOKEN,
+        "FEDPRESS_LOG_LEVEL": "warning",
+    }
+    with _Process(["-m", "fedpress_server"], folder, **(settings | variables)) as server:
+        yield server
+
+
+def _model(num_bytes: int) -> Model:
+    values = np.linspace(-1, 1, num_bytes // 4, dtype=np.float32)
+    return Model.from_tensors({"weight": values})
+
+
+def _body(assignment: Assignment, spec: ModelSpec) -> bytes:
+    compressor = assignment.plan.compressor(assignment.profile)
+    rng = np.random.default_rng(0)
+    update = rng.standard_normal(spec.size).astype(np.float32)
+    public = assignment.plan.public(spec)
+    symbols, _ = compressor.compress(update, compressor.init(spec), public, rng)
+    index = assignment.plan.profile_index(assignment.profile)
+    return Upload(index, 10, symbols).to_bytes(compressor.layout(spec))
+
+
+def _check(load: Load, status: int) -> None:
+    for answer in load.answers:
+        if answer.status != status:
+            raise FedpressError(f"{answer.status} where {status} is due: {answer.body[:500]!r}")
+
+
+# What is measured
+
+
+def _uploads(name: str, url: str, amounts: Amounts) -> Iterator[dict[str, Any]]:
+    """Rates and CPU of uploads in turns, by size."""
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(TemporaryDirectory(prefix="fedpress-bench-")))
+        urls = [stack.enter_context(_database(url)) for _ in range(2)] if url else ["", "sqlite"]
+        server = stack.enter_context(_server(folder, urls[0]))
+        fleet = _Fleet(server, amounts.uploads)
+        others = {}
+        for other, kept in {"prototype": urls[1], "no row": "none"}.items():
+            place = folder / other.replace(" ", "-")
+            place.mkdir()
+            keys = {key.key_id: key.public.hex() for key in fleet.keys}
+            (place / "keys.json").write_text(json.dumps(keys))
+            arguments = ["-m", "fedpress.bench.ingest_prototype", str(place), kept]
+            others[other] = stack.enter_context(_Process(arguments, place))
+        for size, num_bytes in SIZES.items():
+            yield {"database": name, "size": size, **_turns(fleet, others, num_bytes, amounts)}
+
+
+def _turns(
+    fleet: _Fleet, others: dict[str, _Process], num_bytes: int, amounts: Amounts
+) -> dict[str, Any]:
+    model = _model(num_bytes)
+    places = amounts.uploads + 1
+    names = ["server", *others]
+    rates: dict[str, list[float]] = {each: [] for each in names}
+    cpu: dict[str, list[float]] = {each: [] for each in names}
+    shares = []
+    for turn in range(amounts.repeats + 1):
+        task = f"t{num_bytes}-{turn}"
+        fleet.begin(task, model, places)
+        requests = fleet.uploads(task, model.spec)
+        order = [("server", fleet.server), *others.items()]
+        for each, process in order if turn % 2 else reversed(order):
+            rate, seconds, load = process.timed(requests, 201)
+            if turn:  # the first one warms up
+                rates[each].append(rate)
+                cpu[each].append(seconds)
+                shares.append(load.cpu_seconds / load.seconds)
+        fleet.ask("POST", f"/v1/admin/tasks/{task}/cancel")
+    per_turn = [
+        (ours / theirs, mine / its)
+        for ours, theirs, mine, its in zip(
+            rates["server"], rates["prototype"], cpu["server"], cpu["prototype"], strict=True
+        )
+    ]
+    return {
+        "rate": {each: median(rates[each]) for each in names},
+        "cpu_ms": {each: 1000 * median(cpu[each]) for each in names},
+        "rate / prototype": median(ratio for ratio, _ in per_turn),
+        "CPU / prototype": median(ratio for _, ratio in per_turn),
+        "load_generator_share": median(shares),
+    }
+
+
+def _polls(amounts: Amounts) -> dict[str, Any]:
+    """Check-ins of devices for which there is no place, each when it was told to come."""
+    with TemporaryDirectory(prefix="fedpress-bench-") as place, _server(Path(place), "") as server:
+        fleet = _Fleet(server, amounts.pollers)
+        fleet.begin("busy", _model(400), 1)
+        _check(drive(server.port, [fleet.check_in(fleet.keys[0], "busy")], 1), 200)
+        requests = [partial(fleet.check_in, key, "busy") for key in fleet.keys]
+        before, spread = server.cpu_seconds, amounts.poll_seconds / 2
+        polls = poll(server.port, requests, spread, amounts.poll_seconds)
+        spent = server.cpu_seconds - before
+    seconds = sorted(polls.seconds)
+    return {
+        "clients": amounts.pollers,
+        "polls": len(seconds),
+        "failed": polls.failed,
+        "per_second": len(seconds) / amounts.poll_seconds,
+        "p50": seconds[len(seconds) // 2],
+        "p99": seconds[len(seconds) * 99 // 100],
+        "most": seconds[-1],
+        "cpu_ms": 1000 * spent / len(seconds),
+        "generator_late": polls.late,
+    }
+
+
+def _memory(amounts: Amounts) -> dict[str, Any]:
+    """The most memory of a server whose round a few clients take part in, or a crowd."""
+    peaks = {}
+    for clients in (100, amounts.crowd):
+        with (
+            TemporaryDirectory(prefix="fedpress-bench-") as place,
+            _server(Path(place), "") as server,
+        ):
+            fleet = _Fleet(server, clients)
+            model = _model(SIZES["14 kB"])
+            fleet.begin("crowd", model, clients + 1)
+            requests = fleet.uploads("crowd", model.spec)
+            rate, seconds, _ = server.timed(requests, 201)
+            peaks[clients] = server.peak_bytes
+    few, many = peaks.values()
+    return {
+        "peak_bytes": {str(clients): peak for clients, peak in peaks.items()},
+        "ratio": many / few,
+        "rate": rate,
+        "cpu_ms": 1000 * seconds,
+    }
+
+
+@contextmanager
+def _database(url: str) -> Iterator[str]:
+    """A new database in the PostgreSQL of `url`; removed at the end."""
+    import psycopg
+
+    name = f"fedpress_bench_{secrets.token_hex(4)}"
+    with psycopg.connect(url, autocommit=True) as connection:
+        connection.execute(f"CREATE DATABASE {name}".encode())
+        try:
+            head, _, query = url.partition("?")
+            scheme, _, rest = head.partition("://")
+            place = rest.partition("/")[0]
+            yield f"{scheme}://{place}/{name}" + (f"?{query}" if query else "")
+        finally:
+            connection.execute(f"DROP DATABASE {name} WITH (FORCE)".encode())
+
+
+# For people
+
+
+def _tables(found: dict[str, Any]) -> str:
+    lines = []
+    if "uploads" in found:
+        lines += [
+            f"{'':22} {'server':>9} {'prototype':>9} {'no row':>9}   {'ratio':>5} {'target':>6}"
+        ]
+    for row in found.get("uploads", []):
+        what = f"{row['database']}, {row['size']}"
+        for key, ratio, unit in (
+            ("rate", "rate / prototype", "uploads/s"),
+            ("cpu_ms", "CPU / prototype", "ms of CPU"),
+        ):
+            figures = " ".join(f"{value:9.2f}" for value in row[key].values())
+            target = ("≥ " if key == "rate" else "≤ ") + str(TARGETS[ratio])
+            lines.append(f"{what:22} {figures}   {row[ratio]:5.2f} {target:>6}  {unit}")
+    if "polls" in found:
+        polls = found["polls"]
+        lines.append(
+            f"{polls['clients']} clients poll {polls['per_second']:.0f} times a second: "
+            f"p50 {polls['p50']:.3f} s, p99 {polls['p99']:.3f} s (≤ {TARGETS['poll p99']}), "
+            f"{polls['cpu_ms']:.2f} ms of CPU each"
+        )
+    if "memory" in found:
+        memory = found["memory"]
+        sizes = ", ".join(f"{n} clients {b / 1e6:.0f} MB" for n, b in memory["peak_bytes"].items())
+        lines.append(
+            f"memory: {sizes}; ratio {memory['ratio']:.2f} (≤ {TARGETS['memory / of 100']}), "
+            f"{memory['rate']:.0f} uploads/s in the larger round"
+        )
+    return "\n".join(lines)

@@ -1,0 +1,90 @@
+"""The command `fedpress plan`."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import click
+
+from fedpress.command_line import Command, argument
+from fedpress_protocols.errors import ConfigurationError
+
+
+@click.command("plan", cls=Command)
+@argument("model", help="A safetensors file, or a number of parameters: 50826, 350k, 1.5M, 7G.")
+@click.option("--link", "uplink", type=float, required=True, help="A device's uplink, Mbit/s.")
+@click.option("--downlink", type=float, help="Its downlink, Mbit/s; as --link if left out.")
+@click.option("--lane", type=click.Choice(["clear", "masked"]), default="clear", help="The lane.")
+@click.option("--cohort", type=int, default=100, help="Devices whose uploads make a round.")
+@click.option("--rounds", type=int, default=100, help="Rounds of the task.")
+@click.option(
+    "--compute", type=float, default=30.0, help="Seconds of training a round, on a device."
+)
+@click.option("--deadline", type=float, default=600.0, help="Seconds that a round lasts at most.")
+@click.option(
+    "--device-slowdown",
+    "slowdown",
+    type=float,
+    default=1.0,
+    help="How many times slower than this machine a device compresses and codes.",
+)
+@click.option("--round-trip", type=float, default=0.05, help="Seconds there and back on the link.")
+@click.option(
+    "--server-link", type=float, default=1000.0, help="All devices together, Mbit/s each way."
+)
+@click.option(
+    "--most-loss", type=float, default=1.0, help="Points of accuracy that a profile may cost."
+)
+@click.option(
+    "--coded-downloads", is_flag=True, help="For a task with a downlink: models go down coded."
+)
+@click.option("--metered", is_flag=True, help="Bytes count more than seconds.")
+@click.option(
+    "--update",
+    metavar="FILE",
+    help="An .npz of real updates, as `fedpress bench rate-distortion` takes, to measure on.",
+)
+@click.option(
+    "--compressor",
+    "own",
+    multiple=True,
+    help="One more to look at: NAME, NAME:key=value,... or JSON. May be repeated.",
+)
+@click.option(
+    "--json", "json_file", metavar="FILE|-", help="Write the figures here; - prints them alone."
+)
+def plan(
+    model: str,
+    downlink: float | None,
+    update: str | None,
+    own: tuple[str, ...],
+    json_file: str | None,
+    **asked: Any,
+) -> None:
+    """Tell by real uploads what a task would cost, and which profile to use, or none."""
+    from fedpress.bench.rate_distortion import Updates
+    from fedpress.planning.report import planned
+    from fedpress.planning.situation import Situation, model_of
+    from fedpress.planning.updates import Drawn
+
+    spec, size = model_of(model)
+    given = asked["uplink"] if downlink is None else downlink
+    real = None if update is None else Drawn.real(Updates.load(update))
+    if real is not None and real.spec.size != spec.size:
+        raise ConfigurationError(
+            f"{update} has updates of {real.spec.size:,} values, the model has {spec.size:,}"
+        )
+    spec = spec if real is None else real.spec
+    report = planned(Situation(model, spec, size, downlink=given, **asked), own, real)
+    figures = json.dumps(report.to_json(), indent=2) + "\n"
+    if json_file == "-":
+        click.echo(figures, nl=False)
+        return
+    if json_file is not None:
+        try:
+            Path(json_file).write_text(figures)
+        except OSError as exc:
+            raise ConfigurationError(f"{json_file} cannot be written: {exc.strerror}") from exc
+    click.echo(report.to_text())

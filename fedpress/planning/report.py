@@ -1,0 +1,172 @@
+"""`fedpress plan`'s answer: a table for people, the same figures as JSON."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from fedpress.compressor_option import compressor_from_option
+from fedpress.compressor_table import aligned
+from fedpress.planning.choice import Choice, Row, choose, seconds
+from fedpress.planning.costs import cost
+from fedpress.planning.downlink import Downlink, downlink
+from fedpress.planning.profiles import MEASURED_ON, Candidate, candidates
+from fedpress.planning.situation import Situation
+from fedpress.planning.updates import Drawn
+from fedpress_protocols import kernels
+from fedpress_protocols.compression.compressor import to_config
+from fedpress_protocols.errors import ConfigurationError, IncompatiblePlan
+from fedpress_protocols.plan import MaskingTerms
+
+_HEADINGS = (
+    *("profile", "up", "times less", "down", "up s", "codec s", "round s", "in time"),
+    *("all up", "loss"),
+)
+
+
+@dataclass(frozen=True)
+class Report:
+    """The rows that could be measured, why others could not, and what follows."""
+
+    situation: Situation
+    down: Downlink
+    rows: tuple[Row, ...]
+    refused: dict[str, str]
+    choice: Choice
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain JSON; docs/planning.md says what each key is."""
+        asked, best = self.situation, self.choice.row
+        return {
+            "model": {
+                "name": asked.model,
+                "parameters": asked.spec.size,
+                "bytes": asked.model_bytes,
+            },
+            "lane": asked.lane,
+            "link_mbit": {"up": asked.up, "down": asked.down},
+            "cohort": asked.cohort,
+            "rounds": asked.rounds,
+            "compute_seconds": asked.compute,
+            "deadline_seconds": asked.deadline,
+            "device_slowdown": asked.slowdown,
+            "kernels": kernels.CHOSEN,
+            "download_bytes": {"each_round": self.down.each, "anew": self.down.anew},
+            "profiles": [_plain(row, self) for row in self.rows],
+            "refused": self.refused,
+            "recommended": "none" if best is None else best.candidate.name,
+            "reason": self.choice.reason,
+        }
+
+    def to_text(self) -> str:
+        """The table, the recommendation, and what the figures leave out."""
+        asked = self.situation
+        lines = [
+            f"{asked.model}: {asked.spec.size:,} parameters, {_bytes(self.down.anew)} to "
+            f"download anew; {asked.cohort} devices a round, {asked.rounds} rounds, "
+            f"{asked.lane} lane",
+            f"links {asked.up:g} Mbit/s up, {asked.down:g} down; {seconds(asked.compute)} of "
+            f"training; codec CPU of this machine ({kernels.CHOSEN}) x {asked.slowdown:g}",
+            "",
+            *aligned([_HEADINGS, *(self._cells(row) for row in self.rows)]),
+        ]
+        lines += [f"{name}: {why}" for name, why in self.refused.items()]
+        best = self.choice.row
+        lines += ["", f"recommended: {'none' if best is None else best.candidate.name}"]
+        lines.append(f"  {self.choice.reason}")
+        if best is not None:
+            if best.candidate.advice:
+                lines.append(f"  goes with: {best.candidate.advice}")
+            lines.append(f"  compressor: {json.dumps(best.candidate.config)}")
+        lines += ["", f"loss: {MEASURED_ON[asked.lane]}; another task may lose more"]
+        factor = max(row.cost.factor for row in self.rows)
+        if factor > 1:
+            lines.append(f"measured on a part of the model and multiplied by {factor:,.1f}")
+        return "\n".join(lines)
+
+    def _cells(self, row: Row) -> tuple[str, ...]:
+        asked, base = self.situation, self._baseline
+        loss = row.candidate.loss
+        return (
+            row.candidate.name,
+            _bytes(row.upload),
+            "" if row.candidate.baseline else f"{base.upload / row.upload:,.0f}",
+            _bytes(row.download),
+            _short(row.up_seconds),
+            _short(row.codec_seconds),
+            _short(row.round_seconds),
+            "yes" if row.in_time else "no",
+            _bytes(asked.cohort * asked.rounds * row.upload),
+            "" if row.candidate.baseline else "unknown" if loss is None else f"{loss:.1f}",
+        )
+
+    @property
+    def _baseline(self) -> Row:
+        return next(row for row in self.rows if row.candidate.baseline)
+
+
+def planned(situation: Situation, own: Sequence[str] = (), real: Drawn | None = None) -> Report:
+    """Measure every sensible profile in `situation`, and the compressors `own` besides; on `real`
+    updates if there are any, else on drawn ones.
+
+    Raises ConfigurationError for a compressor that is none, and where the lane takes no upload.
+    """
+    down = downlink(situation)
+    tried = [*candidates(situation.lane), *(_own(text, situation) for text in own)]
+    rows, refused = [], {}
+    for candidate in tried:
+        try:
+            rows.append(Row.of(candidate, cost(candidate, situation, real), down, situation))
+        except IncompatiblePlan as exc:
+            if candidate.baseline:
+                raise ConfigurationError(f"the {situation.lane} lane: {exc}") from exc
+            refused[candidate.name] = str(exc)
+    return Report(situation, down, tuple(rows), refused, choose(rows, situation))
+
+
+def _own(text: str, situation: Situation) -> Candidate:
+    masked = situation.lane == "masked"
+    made = compressor_from_option(text, masked=masked)
+    return Candidate(text, to_config(made), masking=MaskingTerms() if masked else None)
+
+
+def _plain(row: Row, report: Report) -> dict[str, Any]:
+    whole = report.situation.cohort * report.situation.rounds
+    return {
+        "name": row.candidate.name,
+        "compressor": to_config(row.candidate.made),
+        "body_bytes": round(row.cost.body),
+        "session_bytes": {"sent": row.cost.sent, "received": row.cost.received},
+        "upload_bytes": row.upload,
+        "download_bytes": row.download,
+        "all_rounds_bytes": {"up": whole * row.upload, "down": whole * row.download},
+        "seconds": {
+            "down": row.down_seconds,
+            "codec": row.codec_seconds,
+            "up": row.up_seconds,
+            "device": row.device_seconds,
+            "server": row.round_seconds - row.device_seconds,
+            "round": row.round_seconds,
+        },
+        "in_time": row.in_time,
+        "expected_loss_points": row.candidate.loss,
+        "goes_with": row.candidate.advice,
+        "measured_part": 1 / row.cost.factor,
+    }
+
+
+def _bytes(number: float) -> str:
+    for unit, size in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if number >= size:
+            return (
+                f"{number / size:.3g} {unit}"
+                if number < 1000 * size
+                else f"{number / size:,.0f} {unit}"
+            )
+    return f"{number:.0f} B"
+
+
+def _short(value: float) -> str:
+    return f"{value:.3g}" if value < 1000 else f"{value:,.0f}"

@@ -1,0 +1,189 @@
+"""A task's configuration as a file: JSON, or YAML with the extra `server`.
+
+YAML is read as JSON with another look: no anchors, no tags, no key twice, and 1e-3 is a number. So
+one file means the same in both.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from fedpress.command_line import needs, read
+from fedpress_protocols.errors import ConfigurationError
+from fedpress_protocols.faults import explained
+from fedpress_protocols.messages import TaskConfig
+from fedpress_protocols.model import Model
+from fedpress_strategies import from_config
+
+_YAML = (".yaml", ".yml")
+_UNNAMED = "0" * 64
+_MOST_BYTES = 16 * 2**20
+
+
+@dataclass(frozen=True, slots=True)
+class Checked:
+    """What is known of a task whose file is right; `max_upload` is None without its model."""
+
+    config: TaskConfig
+    max_upload: int | None
+
+
+def task_config(path: Path, model: str | None = None) -> TaskConfig:
+    """The task in the file; `model`, a digest, takes the place of the one it names.
+
+    Raises ConfigurationError that says where and what, MissingExtra for YAML without PyYAML.
+    """
+    fields = _fields(path)
+    given = model or fields.get("model", _UNNAMED)
+    try:
+        return TaskConfig.model_validate({**fields, "model": given}, strict=False)
+    except ValidationError as exc:
+        raise ConfigurationError(f"{path}: {explained(exc)}") from exc
+
+
+def checked(path: Path, model: Path | None) -> Checked:
+    """What a server with its usual settings would check when the task is created.
+
+    Without the model, what hangs on its tensors is left out. Raises ConfigurationError, or
+    MissingExtra where a model is given and the server is not installed.
+    """
+    initial = None if model is None else Model.from_bytes(read(model))
+    config = task_config(path, None if initial is None else initial.digest)
+    try:
+        strategy = from_config(config.strategy, config.training)
+    except ConfigurationError as exc:
+        raise ConfigurationError(f"{path}: strategy: {exc}") from exc
+    if initial is None:
+        return Checked(config, None)
+    try:
+        from fedpress_server.checking import check_plan
+        from fedpress_server.files import model_name
+        from fedpress_server.masked import Host
+        from fedpress_server.masked_membership import Authority
+        from fedpress_server.opening import Legacy, check_warm_up, later_periods, opened
+        from fedpress_server.payloads import LocalPayloads
+        from fedpress_server.settings import Settings
+    except ModuleNotFoundError as exc:
+        needs("server", exc)
+    from fedpress_protocols.signatures import DeviceKey
+
+    usual = Settings.model_fields
+    most, memory = usual["max_body_bytes"].default, usual["fold_memory_bytes"].default
+    seeded = config if config.seed is not None else config.model_copy(update={"seed": 0})
+    with tempfile.TemporaryDirectory() as folder:
+        payloads = LocalPayloads(Path(folder))
+        payloads.put(model_name(initial.digest), initial.to_bytes())
+        host = Host(DeviceKey.generate(), Authority.here("fedpress", DeviceKey.generate()))
+        bound = 0
+        try:
+            for each in (seeded, *later_periods(seeded)):
+                attempt = opened(
+                    each,
+                    strategy,
+                    payloads,
+                    host,
+                    left=Legacy.beginning(initial.digest, initial.spec),
+                    number=1,
+                    attempt=1,
+                    now=time.time(),
+                )
+                if each is seeded:
+                    check_warm_up(attempt.terms, strategy)
+                found = check_plan(attempt.terms, seeded, strategy, most=most, memory=memory)
+                bound = max(bound, found)
+        except ConfigurationError as exc:
+            raise ConfigurationError(f"{path}: {exc}") from exc
+    return Checked(config, bound)
+
+
+def summary(path: Path, found: Checked) -> Iterator[str]:
+    """For people, a line for each thing that is worth a second look."""
+    config = found.config
+    yield f"{path}: the task {config.task!r} is right"
+    lane = f"{config.lane} lane"
+    cohort = config.cohort
+    yield (
+        f"  {config.rounds} rounds of {cohort.size} uploads ({cohort.assigned} asked, "
+        f"{cohort.minimum} at least) in {config.round_seconds:g} s, {lane}, strategy "
+        f"{config.strategy['id']}"
+    )
+    names = dict.fromkeys(profile.name for profile in config.every_profile)
+    yield f"  profiles: {', '.join(names)}"
+    if config.retention is not None:
+        every = config.retention.every
+        besides = "" if every is None else f", one of every {every}"
+        yield f"  files stay of the newest {config.retention.last} versions{besides}"
+    if found.max_upload is None:
+        yield "  not checked against a model: give one with --model"
+    else:
+        yield f"  an upload takes {found.max_upload:,} bytes at most"
+
+
+def _fields(path: Path) -> dict[str, Any]:
+    data = read(path)
+    if len(data) > _MOST_BYTES:
+        raise ConfigurationError(f"{path} has {len(data)} bytes, more than any task's file")
+    is_yaml = path.suffix.lower() in _YAML
+    try:
+        text = data.decode()
+        fields = _from_yaml(text) if is_yaml else json.loads(text, object_pairs_hook=_once)
+    except (ValueError, RecursionError) as exc:
+        kind = "YAML" if is_yaml else "JSON"
+        said = " ".join(str(exc).split())
+        raise ConfigurationError(f"{path} is not {kind}: {said}") from exc
+    if not isinstance(fields, dict):
+        raise ConfigurationError(f"{path} holds a {type(fields).__name__}, not a task's fields")
+    return fields
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    fields = dict(pairs)
+    if len(fields) < len(pairs):
+        names = [name for name, _ in pairs]
+        raise ValueError(f"{next(n for n in names if names.count(n) > 1)} is there twice")
+    return fields
+
+
+def _from_yaml(text: str) -> Any:
+    try:
+        import yaml
+    except ModuleNotFoundError as exc:
+        needs("server", exc)
+
+    class Loader(yaml.SafeLoader):
+        def compose_node(self, parent: Any, index: Any) -> Any:
+            event = self.peek_event()  # type: ignore[no-untyped-call]
+            if isinstance(event, yaml.AliasEvent) or getattr(event, "anchor", None):
+                raise ValueError(f"line {event.start_mark.line + 1}: an anchor; write it out")
+            return super().compose_node(parent, index)
+
+        def construct_mapping(self, node: Any, deep: bool = False) -> Any:
+            seen = set()
+            for key, _ in node.value:
+                if repr(key.value) in seen:
+                    raise ValueError(f"line {key.start_mark.line + 1}: {key.value} is there twice")
+                seen.add(repr(key.value))
+            return super().construct_mapping(node, deep)
+
+    Loader.yaml_implicit_resolvers = {
+        first: [(tag, regexp) for tag, regexp in found if tag != "tag:yaml.org,2002:timestamp"]
+        for first, found in yaml.SafeLoader.yaml_implicit_resolvers.items()
+    }
+    Loader.add_implicit_resolver(
+        "tag:yaml.org,2002:float",
+        re.compile(r"^[-+]?[0-9]+(\.[0-9]*)?[eE][-+]?[0-9]+$"),
+        list("-+0123456789"),
+    )
+    try:
+        return yaml.load(text, Loader)  # noqa: S506
+    except yaml.YAMLError as exc:
+        raise ValueError(str(exc)) from exc

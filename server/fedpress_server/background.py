@@ -1,0 +1,51 @@
+"""What a server does beside requests: services that may be broken off, and work that may not."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+
+class Background:
+    """The asyncio tasks and the threads of one server."""
+
+    def __init__(self, threads: int) -> None:
+        self._threads = ThreadPoolExecutor(threads, "fedpress-fold")
+        self._services: set[asyncio.Task[Any]] = set()
+        self._running: set[asyncio.Task[Any]] = set()
+        self.stopping = False
+
+    def serve(self, work: Coroutine[Any, Any, None]) -> None:
+        """Start a service, which may be broken off at any await."""
+        self._start(work, self._services)
+
+    def finish(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
+        """Start what must come to its end, since disk and memory change in it together."""
+        return self._start(work, self._running)
+
+    async def shielded(self, work: Coroutine[Any, Any, T]) -> T:
+        """Memory and disk change together even if whoever asked goes away."""
+        return await asyncio.shield(self.finish(work))
+
+    async def in_thread(self, work: Callable[..., T], *args: Any) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._threads, work, *args)
+
+    async def stop(self) -> None:
+        self.stopping = True
+        for service in self._services:
+            service.cancel()
+        while left := self._services | self._running:
+            await asyncio.gather(*left, return_exceptions=True)
+        await asyncio.to_thread(self._threads.shutdown, cancel_futures=True)
+
+    def _start(
+        self, work: Coroutine[Any, Any, T], among: set[asyncio.Task[Any]]
+    ) -> asyncio.Task[T]:
+        task = asyncio.create_task(work)
+        among.add(task)
+        task.add_done_callback(among.discard)
+        return task

@@ -1,0 +1,7 @@
+"""Copies of a server, whole and checked: made while it runs, verified, and brought back."""
+
+from fedpress_server.backup.restoring import Restored, restore
+from fedpress_server.backup.taking import back_up
+from fedpress_server.backup.verifying import Report, verify
+
+__all__ = ["Report", "Restored", "back_up", "restore", "verify"]

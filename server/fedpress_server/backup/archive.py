@@ -1,0 +1,327 @@
+"""A backup on the disk: a folder or a tar file, and its signed list of contents.
+
+    manifest.json         every other file with its size and SHA-256, signed by the server's key
+    database.sqlite       the records, whatever database the server has
+    files/...             models and all else that the records lead to, by their names in the store
+    keys/...              only if they were asked for
+
+It is written beside its place and renamed into it when it is whole and on the disk, so what is
+there under the name is complete.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import os
+import re
+import secrets
+import shutil
+import tarfile
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated, Any, BinaryIO, Literal, Self
+
+from pydantic import Field, ValidationError
+
+from fedpress_protocols.errors import ConfigurationError, NotFound
+from fedpress_protocols.messages import Identifier
+from fedpress_protocols.plan import Digest, Term, explained
+from fedpress_protocols.signatures import DeviceKey, sign_document, verify_document
+from fedpress_server.payloads import Payloads
+
+MANIFEST = "manifest.json"
+DATABASE = "database.sqlite"
+FILES = "files/"
+KEYS = "keys/"
+_CONTEXT = "fedpress backup v1"
+_MAX_MANIFEST = 2**28
+_CHUNK = 2**20
+_NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]*(/[A-Za-z0-9_-][A-Za-z0-9._-]*)*")
+
+
+class Entry(Term):
+    name: Annotated[str, Field(pattern=f"^{_NAME.pattern}$", max_length=512)]
+    num_bytes: Annotated[int, Field(ge=0)]
+    sha256: Digest
+
+
+class Manifest(Term):
+    """What a backup holds. It goes back to `began_at`: what was committed before is in it."""
+
+    format: Literal[1] = 1
+    backup: Identifier
+    release: str
+    """Of fedpress, that made it."""
+    revision: str
+    """Of the schema of its records."""
+    dialect: Literal["sqlite", "postgresql"]
+    """Of the server's database."""
+    began_at: int
+    """Unix seconds."""
+    files: tuple[Entry, ...]
+
+    def to_bytes(self, key: DeviceKey) -> bytes:
+        signed = sign_document(self.model_dump(mode="json"), key, context=_CONTEXT)
+        return json.dumps(signed, indent=1).encode() + b"\n"
+
+    @classmethod
+    def parsed(cls, data: bytes) -> tuple[Self, dict[str, Any]]:
+        """The manifest, and the document whose signature is to be checked by `check_signature`.
+
+        Raises ConfigurationError for anything else.
+        """
+        try:
+            document = json.loads(data)
+            plain = {k: v for k, v in document.items() if k not in ("key_id", "signature")}
+            return cls.model_validate(plain), document
+        except ValidationError as exc:
+            raise ConfigurationError(f"{MANIFEST} is no list of a backup: {explained(exc)}") from exc
+        except (ValueError, AttributeError, RecursionError) as exc:
+            raise ConfigurationError(f"{MANIFEST} is no list of a backup: {exc}") from exc
+
+    @staticmethod
+    def check_signature(document: dict[str, Any], public: bytes) -> None:
+        """Raises InvalidSignature."""
+        verify_document(document, public, context=_CONTEXT)
+
+
+# Writing
+
+
+class Writer(ABC):
+    """Adds files one after another; `commit` puts the whole in its place, `abandon` removes it."""
+
+    def __init__(self, place: Path) -> None:
+        self.entries: list[Entry] = []
+        self._place = place
+        self._beside = place.with_name(f".{place.name}.{secrets.token_hex(4)}.partial")
+
+    def add(self, name: str, source: BinaryIO, num_bytes: int) -> Entry:
+        """Raises ConfigurationError if `source` is not of `num_bytes`."""
+        counted = _Counted(source)
+        self._add(name, counted, num_bytes)
+        if counted.num_bytes != num_bytes or source.read(1):
+            raise ConfigurationError(
+                f"{name} has another size than {num_bytes}: it changed while it was copied"
+            )
+        entry = Entry(name=name, num_bytes=num_bytes, sha256=counted.digest.hexdigest())
+        self.entries.append(entry)
+        return entry
+
+    @abstractmethod
+    def _add(self, name: str, source: _Counted, num_bytes: int) -> None: ...
+
+    @abstractmethod
+    def commit(self, manifest: bytes) -> None:
+        """Durable and in its place when it returns."""
+
+    @abstractmethod
+    def abandon(self) -> None: ...
+
+
+class _FolderWriter(Writer):
+    def __init__(self, place: Path) -> None:
+        super().__init__(place)
+        self._beside.mkdir(mode=0o700)
+
+    def _add(self, name: str, source: _Counted, num_bytes: int) -> None:
+        path = self._beside / name
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        with open(descriptor, "wb") as file:
+            shutil.copyfileobj(source, file, _CHUNK)
+            file.flush()
+            os.fsync(descriptor)
+
+    def commit(self, manifest: bytes) -> None:
+        self._add(MANIFEST, _Counted(io.BytesIO(manifest)), len(manifest))
+        for folder, _, _ in os.walk(self._beside):
+            _sync_folder(Path(folder))
+        self._beside.rename(self._place)
+        _sync_folder(self._place.parent)
+
+    def abandon(self) -> None:
+        shutil.rmtree(self._beside, ignore_errors=True)
+
+
+class _TarWriter(Writer):
+    def __init__(self, place: Path) -> None:
+        super().__init__(place)
+        descriptor = os.open(self._beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        self._file = open(descriptor, "wb")  # noqa: SIM115
+        self._tar = tarfile.open(fileobj=self._file, mode="w", format=tarfile.PAX_FORMAT)  # noqa: SIM115
+
+    def _add(self, name: str, source: _Counted, num_bytes: int) -> None:
+        told = tarfile.TarInfo(name)
+        told.size, told.mode = num_bytes, 0o600
+        try:
+            self._tar.addfile(told, source)
+        except OSError as exc:
+            if exc.errno is not None:
+                raise
+            raise ConfigurationError(f"{name} became shorter while it was copied") from exc
+
+    def commit(self, manifest: bytes) -> None:
+        self._add(MANIFEST, _Counted(io.BytesIO(manifest)), len(manifest))
+        self._tar.close()
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        self._file.close()
+        self._beside.rename(self._place)
+        _sync_folder(self._place.parent)
+
+    def abandon(self) -> None:
+        self._file.close()
+        self._beside.unlink(missing_ok=True)
+
+
+def writer(place: Path) -> Writer:
+    """A tar file if the name ends so, else a folder. Raises ConfigurationError if it is there."""
+    if place.exists() and (not place.is_dir() or any(place.iterdir())):
+        raise ConfigurationError(f"{place} is there already", hint="name one that is not")
+    if not place.parent.is_dir():
+        raise ConfigurationError(f"there is no folder {place.parent}", hint="make it first")
+    return _TarWriter(place) if place.suffix == ".tar" else _FolderWriter(place)
+
+
+class _Counted(io.RawIOBase):
+    """A source whose bytes are counted and digested as they are read."""
+
+    def __init__(self, source: BinaryIO) -> None:
+        self._source = source
+        self.digest = hashlib.sha256()
+        self.num_bytes = 0
+
+    def read(self, size: int = -1) -> bytes:
+        data = self._source.read(size)
+        self.digest.update(data)
+        self.num_bytes += len(data)
+        return data
+
+
+# Reading
+
+
+class Reader(ABC):
+    """Regular files by name, whatever else may be there."""
+
+    @abstractmethod
+    def names(self) -> set[str]: ...
+
+    @abstractmethod
+    def open(self, name: str) -> BinaryIO:
+        """Raises NotFound."""
+
+    @abstractmethod
+    def close(self) -> None: ...
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def manifest(self) -> bytes:
+        with self.open(MANIFEST) as file:
+            data = file.read(_MAX_MANIFEST + 1)
+        if len(data) > _MAX_MANIFEST:
+            raise ConfigurationError(f"{MANIFEST} is longer than {_MAX_MANIFEST} bytes")
+        return data
+
+
+class _FolderReader(Reader):
+    def __init__(self, place: Path) -> None:
+        self._place = place
+
+    def names(self) -> set[str]:
+        found = self._place.rglob("*")
+        return {str(p.relative_to(self._place)) for p in found if p.is_symlink() or p.is_file()}
+
+    def open(self, name: str) -> BinaryIO:
+        path = self._place / name
+        if not _NAME.fullmatch(name) or path.is_symlink() or not path.is_file():
+            raise NotFound(f"no file {name} in the backup")
+        return path.open("rb")
+
+    def close(self) -> None: ...
+
+
+class _TarReader(Reader):
+    def __init__(self, place: Path) -> None:
+        try:
+            self._tar = tarfile.open(place, "r:")  # noqa: SIM115
+            self._members = {each.name: each for each in self._tar.getmembers()}
+        except (tarfile.TarError, OSError, EOFError) as exc:
+            raise ConfigurationError(f"{place} is no tar file of a backup: {exc}") from exc
+
+    def names(self) -> set[str]:
+        return set(self._members)
+
+    def open(self, name: str) -> BinaryIO:
+        member = self._members.get(name)
+        file = self._tar.extractfile(member) if member is not None and member.isreg() else None
+        if file is None or not _NAME.fullmatch(name):
+            raise NotFound(f"no file {name} in the backup")
+        return file  # type: ignore[return-value]
+
+    def close(self) -> None:
+        self._tar.close()
+
+
+def reader(place: Path) -> Reader:
+    """Raises ConfigurationError where there is no backup."""
+    if place.is_dir():
+        return _FolderReader(place)
+    if place.is_file():
+        return _TarReader(place)
+    raise ConfigurationError(f"there is no backup {place}")
+
+
+class BackedUp(Payloads):
+    """The files of a backup, as a store that nothing is written to."""
+
+    def __init__(self, backup: Reader, scratch: Path) -> None:
+        self._backup = backup
+        self.scratch = scratch
+
+    def open(self, name: str) -> BinaryIO:
+        return self._backup.open(FILES + name)
+
+    def get(self, name: str) -> bytes:
+        with self.open(name) as file:
+            return file.read()
+
+    def size(self, name: str) -> int:
+        with self.open(name) as file:
+            return file.seek(0, os.SEEK_END)
+
+    def names(self, folder: str) -> Iterator[str]:
+        start = f"{FILES}{folder}/"
+        below = (n.removeprefix(start) for n in self._backup.names() if n.startswith(start))
+        yield from sorted({f"{folder}/{name.partition('/')[0]}" for name in below})
+
+    def settled(self, folder: str, older_than: float = 0.0) -> Iterator[str]:
+        yield from ()
+
+    def put(self, name: str, data: bytes) -> None:
+        raise AssertionError("a backup is not written to")
+
+    def drop(self, name: str) -> None:
+        raise AssertionError("a backup is not written to")
+
+    def sweep_temporaries(self) -> int:
+        return 0
+
+    def check_writable(self) -> None:
+        raise AssertionError("a backup is not written to")
+
+
+def _sync_folder(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

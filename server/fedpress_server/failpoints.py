@@ -1,0 +1,107 @@
+"""Named moments between two durable steps, at which a test may stop the process.
+
+`FEDPRESS_FAILPOINT=upload-kept:kill:3` kills the process the third time that it gets to
+`upload-kept`; without a number, the first. Several are separated by commas. Off, as they are unless
+set, a moment costs one look at an empty mapping. What every moment is for, docs/fault-table.md has.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from types import MappingProxyType
+
+from fedpress_protocols.errors import ConfigurationError
+
+POINTS: Mapping[str, str] = MappingProxyType(
+    {
+        "body-begun": "the first piece of an upload's body has come",
+        "file-written": "a file is written and synced beside its place, not in it",
+        "file-kept": "a file is durable in its place, no row leads to it",
+        "upload-kept": "an upload is durable, its row is not written",
+        "commit-due": "a transaction has done its work and is about to commit",
+        "committed": "a transaction is durable, nobody in the process knows",
+        "upload-committed": "an upload's row is durable, the device has no answer",
+        "request-answered": "a request's answer is sent",
+        "job-leased": "a worker holds a lease and has not begun",
+        "upload-added": "one more upload is added to a fold's sum",
+        "sum-kept": "the sum of a batch is durable, its row is not written",
+        "sum-committed": "the row of a batch's sum is durable",
+        "model-stepped": "the optimizer has made the next model, no file of it is written",
+        "model-kept": "the model and its state are durable, the version is not committed",
+        "basis-kept": "a basis is durable, the round does not know",
+        "round-committed": "what a job came to is durable",
+    }
+)
+"""By name: what is so when the process gets there."""
+ACTIONS = ("kill", "raise", "pause")
+"""SIGKILL; an exception; SIGSTOP, until somebody sends SIGCONT."""
+
+
+class FailpointReached(RuntimeError):
+    """What `raise` raises."""
+
+
+class Failpoint:
+    """What happens at the pass number `at` through one point, once."""
+
+    def __init__(self, action: str, at: int) -> None:
+        self._action, self._left = action, at
+        self._lock = threading.Lock()
+
+    def passed(self, name: str) -> None:
+        with self._lock:
+            self._left -= 1
+            if self._left:
+                return
+        if self._action == "raise":
+            raise FailpointReached(name)
+        os.kill(os.getpid(), signal.SIGKILL if self._action == "kill" else signal.SIGSTOP)
+
+
+_armed: dict[str, Failpoint] = {}
+
+
+def reach(name: str) -> None:
+    """The process has got to the moment `name` of POINTS."""
+    if _armed and name in _armed:
+        _armed[name].passed(name)
+
+
+def parsed(text: str) -> dict[str, Failpoint]:
+    """By name, what `name:action[:pass]` and so on says; raises ConfigurationError."""
+    found: dict[str, Failpoint] = {}
+    for each in filter(None, text.split(",")):
+        name, _, rest = each.strip().partition(":")
+        action, _, at = rest.partition(":")
+        if name not in POINTS:
+            raise ConfigurationError(
+                f"there is no failpoint {name!r}", hint=f"one of {', '.join(POINTS)}"
+            )
+        if action not in ACTIONS or not (at or "1").isdecimal() or int(at or "1") < 1:
+            raise ConfigurationError(
+                f"failpoint {each.strip()!r} is not name:action[:pass]",
+                hint=f"an action is one of {', '.join(ACTIONS)}, a pass a number from 1",
+            )
+        found[name] = Failpoint(action, int(at or "1"))
+    return found
+
+
+def arm(text: str) -> None:
+    """For this process from now on; "" disarms. Raises ConfigurationError."""
+    found = parsed(text)
+    _armed.clear()
+    _armed.update(found)
+
+
+@contextmanager
+def armed(text: str) -> Iterator[None]:
+    """As `arm`, while the block lasts."""
+    arm(text)
+    try:
+        yield
+    finally:
+        arm("")

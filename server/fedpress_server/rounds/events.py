@@ -1,0 +1,201 @@
+"""What happens to an attempt at a round, as plain data: what is written down, and replayed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from fedpress_server.rounds.parts import Carried, Step
+
+
+@dataclass(frozen=True, slots=True)
+class CarriedOver:
+    """The first event of an attempt of an asynchronous task: what it takes over from the one
+    before, and how many assignments the task has `given` so far."""
+
+    given: int = 0
+    carried: tuple[Carried, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class ClientCheckedIn:
+    """A client asks for work; `assignment` is the id it gets if there is any, and `profile` what it
+    is to use of the plan's, None for the next in turn."""
+
+    client_id: str
+    assignment: str
+    profile: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class CohortChosen:
+    """The task's policy gives places to clients that have checked in; see `selection`."""
+
+    chosen: tuple[ClientCheckedIn, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ClientReady:
+    """In the masked lane: a client has trained, and waits for the session to begin."""
+
+    assignment: str
+
+
+@dataclass(frozen=True, slots=True)
+class Said:
+    """A client's message of the session, admitted and kept; `digest` is its SHA-256."""
+
+    assignment: str
+    step: Step
+    digest: str
+
+
+@dataclass(frozen=True, slots=True)
+class SessionEnded:
+    """The uploads that are staged can be unmasked, and there will be no others."""
+
+
+@dataclass(frozen=True, slots=True)
+class UnmaskFailed:
+    """Shares were wrong; those of other clients may still do."""
+
+    detail: str
+
+
+@dataclass(frozen=True, slots=True)
+class SessionFailed:
+    """Those who are left in the session cannot bring it to its end."""
+
+    detail: str
+
+
+@dataclass(frozen=True, slots=True)
+class FirstStaged:
+    """The body of a first trip, checked, lies on disk; `upload` is its SHA-256."""
+
+    assignment: str
+    upload: str
+
+
+@dataclass(frozen=True, slots=True)
+class BasisMade:
+    """What the first trips came to lies on disk; `basis` is its SHA-256."""
+
+    basis: str
+
+
+@dataclass(frozen=True, slots=True)
+class UploadStaged:
+    """The body of an upload, checked, lies on disk; `upload` is its SHA-256."""
+
+    assignment: str
+    upload: str
+
+
+@dataclass(frozen=True, slots=True)
+class Declined:
+    assignment: str
+
+
+@dataclass(frozen=True, slots=True)
+class DeadlinePassed:
+    pass
+
+
+@dataclass(frozen=True, slots=True)
+class Folded:
+    """The next model lies on disk. With a reason to `stop` the task ends with it; `best` is the
+    model that devices measured best so far. `comparison`: of a probe, see `policies.course`."""
+
+    model: str
+    stop: str = ""
+    best: str | None = None
+    comparison: Mapping[str, Any] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class FoldFailed:
+    detail: str
+
+
+@dataclass(frozen=True, slots=True)
+class Aborted:
+    """An operator gives this attempt up; the next one follows."""
+
+    detail: str
+
+
+@dataclass(frozen=True, slots=True)
+class Restored:
+    """The attempt was open in the backup that the server came back from; devices may know another
+    end of it, so all of it is given up, and the next one follows, whatever their number."""
+
+    detail: str
+
+
+@dataclass(frozen=True, slots=True)
+class Cancelled:
+    """An operator ends the task."""
+
+    detail: str
+
+
+Event = (
+    CarriedOver
+    | ClientCheckedIn
+    | CohortChosen
+    | ClientReady
+    | Said
+    | SessionEnded
+    | UnmaskFailed
+    | SessionFailed
+    | FirstStaged
+    | BasisMade
+    | UploadStaged
+    | Declined
+    | DeadlinePassed
+    | Folded
+    | FoldFailed
+    | Aborted
+    | Restored
+    | Cancelled
+)
+_EVENTS: dict[str, type[Any]] = {
+    cls.__name__: cls
+    for cls in (
+        CarriedOver,
+        ClientCheckedIn,
+        CohortChosen,
+        ClientReady,
+        Said,
+        SessionEnded,
+        UnmaskFailed,
+        SessionFailed,
+        FirstStaged,
+        BasisMade,
+        UploadStaged,
+        Declined,
+        DeadlinePassed,
+        Folded,
+        FoldFailed,
+        Aborted,
+        Restored,
+        Cancelled,
+    )
+}
+
+
+def to_record(event: Event) -> dict[str, Any]:
+    """Plain JSON, from which `from_record` makes the event again."""
+    return {"event": type(event).__name__, **asdict(event)}
+
+
+def from_record(record: Mapping[str, Any]) -> Event:
+    fields = dict(record)
+    if "carried" in fields:
+        fields["carried"] = tuple(Carried(**each) for each in fields["carried"])
+    if "chosen" in fields:
+        fields["chosen"] = tuple(ClientCheckedIn(**each) for each in fields["chosen"])
+    event: Event = _EVENTS[fields.pop("event")](**fields)
+    return event

@@ -1,0 +1,483 @@
+"""The step that writes: an event, all that follows from it, and then the memory that it changes.
+
+Each event is written in one transaction with all that follows from it, before anybody is told; the
+attempt in memory is a value that is replaced after the commit. A restart replays the events, so
+there is nothing to save when the server stops, and nothing to lose when it is killed.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Awaitable, Callable
+from dataclasses import replace
+from functools import partial
+from typing import TypeVar
+
+from sqlalchemy.engine import Connection
+
+from fedpress_protocols.errors import FedpressError, UnknownTask
+from fedpress_protocols.messages import TaskConfig
+from fedpress_protocols.model import Model, ModelSpec
+from fedpress_protocols.signatures import DeviceKey
+from fedpress_server import leases, records, registry, restores
+from fedpress_server.attempts import Attempt
+from fedpress_server.background import Background
+from fedpress_server.batches import jobs_of
+from fedpress_server.database import Database
+from fedpress_server.files import artefact_name, model_name
+from fedpress_server.folding import FoldResult
+from fedpress_server.journal import continued, reopened, write_opening, write_step
+from fedpress_server.leases import LeaseLost
+from fedpress_server.live import LiveTask
+from fedpress_server.masked import Host, Message, Sums
+from fedpress_server.metrics import Metrics
+from fedpress_server.opening import Legacy, Told, opened, told_before
+from fedpress_server.payloads import Payloads
+from fedpress_server.records import ModelRecord, RoundKey, TaskRecord
+from fedpress_server.rounds import (
+    Assign,
+    DeadlinePassed,
+    Effect,
+    EndTask,
+    Event,
+    Folded,
+    Keep,
+    OpenRound,
+    Queue,
+    Stage,
+    StageFirst,
+)
+from fedpress_server.sweeping import sweep_bases
+from fedpress_strategies import Strategy
+
+T = TypeVar("T")
+Clock = Callable[[], float]
+Also = Callable[[Connection, float], None]
+_QUIET = Assign | Stage | StageFirst | Queue | Keep
+"""Effects that are news for nobody else."""
+
+_log = logging.getLogger(__name__)
+
+
+class Moved(Exception):
+    """Another server has written to the task since memory was like the disk."""
+
+
+class Steps:
+    """The tasks in memory, and the one way to change them.
+
+    Memory is a copy. What the disk has is told apart by one number, the task's version: every write
+    claims the version that memory has, and where the disk is ahead nothing is written, the newer
+    events are replayed, and the event is tried again or found to have no place.
+    """
+
+    def __init__(
+        self,
+        database: Database,
+        payloads: Payloads,
+        key: DeviceKey,
+        host: Host,
+        metrics: Metrics,
+        background: Background,
+        clock: Clock,
+        lease_time: Callable[[Connection], float],
+        *,
+        is_shared: bool,
+    ) -> None:
+        """`lease_time` is the one clock of all workers' leases; `is_shared`: whether other servers
+        may write to the same database."""
+        self.tasks: dict[str, LiveTask] = {}
+        self.left_files_at: float | None = None
+        """When files were last left for the sweeper, because a backup held them."""
+        self.sums = Sums()
+        self.is_shared = is_shared
+        self.lease_time = lease_time
+        self.epoch: str | None = None
+        """Of the last restore that the records have been through."""
+        self.live: Callable[[TaskRecord], LiveTask]
+        self.look_for_work: Callable[[LiveTask], None] = lambda task: None
+        """Told of every task that may have come to a fold or a basis."""
+        self._database = database
+        self._payloads = payloads
+        self._key = key
+        self._host = host
+        self._metrics = metrics
+        self._background = background
+        self._clock = clock
+
+    def get(self, name: str) -> LiveTask:
+        """The task as memory has it; raises UnknownTask."""
+        try:
+            return self.tasks[name]
+        except KeyError:
+            raise UnknownTask(f"no task {name[:64]!r}") from None
+
+    async def fresh(self, name: str) -> LiveTask:
+        """The task as the disk has it now; raises UnknownTask."""
+        if not self.is_shared:
+            return self.get(name)
+        version = await self._database.read(lambda c: records.task_version(c, name))
+        if version is None:
+            raise UnknownTask(f"no task {name[:64]!r}")
+        return await self._at_least(name, version)
+
+    async def follow(self) -> None:
+        """Catch up with whatever other servers have written."""
+        for name, version in (await self._database.read(records.task_versions)).items():
+            await self._at_least(name, version)
+
+    async def _at_least(self, name: str, version: int) -> LiveTask:
+        task = self.tasks.get(name)
+        if task is None:
+            record = await self._database.read(lambda c: records.task_record(c, name))
+            task = self.tasks.setdefault(name, self.live(record))
+        elif task.record.version >= version:
+            return task
+        async with task.lock:
+            await self._catch_up(task)
+        return task
+
+    async def alone(self, task: LiveTask, work: Callable[[], Awaitable[T]]) -> T:
+        """What `work` comes to under the task's lock; begun again with what is on the disk each
+        time that another server has written in between."""
+        async with task.lock:
+            while True:
+                try:
+                    return await work()
+                except Moved:
+                    await self._catch_up(task)
+
+    async def write(self, task: LiveTask, work: Callable[[Connection], None]) -> int:
+        """Let `work` write what changes the task, and return the version that this makes.
+
+        Raises Moved if the disk is ahead of memory, and then nothing was written; after any other
+        failure memory is what the disk says. `work` may be run more than once.
+        """
+        name, version = task.record.task, task.record.version
+
+        def claimed(connection: Connection) -> None:
+            if not records.claim_task(connection, name, version):
+                raise Moved(name)
+            work(connection)
+            self._database.notify(connection, name)
+
+        try:
+            await self._database.write(claimed)
+        except (Moved, LeaseLost):
+            raise
+        except BaseException:
+            # Whether it is on the disk or not: what the disk says, goes.
+            await self.reload(task)
+            raise
+        return version + 1
+
+    async def apply(
+        self,
+        task: str,
+        event: Event,
+        key: RoundKey,
+        also: Also | None = None,
+        said: Message | None = None,
+    ) -> tuple[Effect, ...]:
+        """Let `event` happen to the attempt `key`, and write `also` in the same transaction.
+
+        `said` is the message of the event `Said`. No effects: nothing happened, and nothing was
+        written. Raises what the session has against the message.
+        """
+        return await self.happen(self.get(task), event, key=key, also=also, said=said)
+
+    async def happen(
+        self,
+        task: LiveTask,
+        event: Event,
+        *,
+        key: RoundKey | None = None,
+        also: Also | None = None,
+        result: FoldResult | None = None,
+        said: Message | None = None,
+    ) -> tuple[Effect, ...]:
+        """As `apply`, to whatever attempt is open if there is no `key`."""
+
+        async def now() -> tuple[Effect, ...]:
+            attempt = task.attempt
+            if attempt and attempt.is_due(self._clock()) and not isinstance(event, DeadlinePassed):
+                await self.step(task, attempt, DeadlinePassed())
+            if task.attempt is None or not task.attempt.concerns(event, key):
+                return await self._no_place(task)
+            try:
+                effects = await self.step(task, task.attempt, event, also, result, said)
+            except FedpressError:
+                await self._no_place(task)
+                raise
+            return effects or await self._no_place(task)
+
+        return await self._background.shielded(self.alone(task, now))
+
+    async def _no_place(self, task: LiveTask) -> tuple[Effect, ...]:
+        """What has no place in the attempt that memory has may have one in the newest."""
+        if self.is_shared:
+            name, version = task.record.task, task.record.version
+            if await self._database.read(lambda c: records.task_version(c, name)) != version:
+                raise Moved(name)
+        return ()
+
+    async def step(
+        self,
+        task: LiveTask,
+        attempt: Attempt,
+        event: Event,
+        also: Also | None = None,
+        result: FoldResult | None = None,
+        said: Message | None = None,
+    ) -> tuple[Effect, ...]:
+        """To be called under `alone`, which repeats it where it raises Moved."""
+        now = self._clock()
+        if attempt.round.is_masked and attempt.session is None:
+            # A session may begin with it.
+            await self._background.in_thread(lambda: attempt.terms.payload)
+        if said is not None and not attempt.admits(event, said, now):
+            return ()
+        after, effects = attempt.after(event, now, said.message if said is not None else None)
+        if not effects:
+            return ()
+        told = await self._told(task.config, attempt, event, effects)
+        record, follows = self._consequences(task, attempt, effects, now, result, told)
+        if isinstance(event, Folded):
+            record = replace(record, best=event.best)
+        if record.state != "running":
+            record = replace(record, reason=after.round.reason)
+        begun: tuple[Effect, ...] = ()
+        opening = next((each.opening for each in effects if isinstance(each, OpenRound)), None)
+        if follows is not None and opening is not None:
+            follows, begun = follows.taking_over(attempt, opening, now)
+
+        is_held = False
+
+        def write(connection: Connection) -> None:
+            nonlocal is_held
+            is_held = restores.is_held(connection, now)
+            if result is not None:
+                made = {result.model: result.num_bytes, **dict(result.published.values())}
+                for digest, num_bytes in made.items():
+                    records.add_model(connection, ModelRecord(digest, result.spec, num_bytes, now))
+                registry.keep_again(connection, self._payloads, made)
+                registry.add_version(connection, record, after, result, now)
+            written = partial(write_step, connection, key=self._key, epoch=self.epoch)
+            written(after, event, effects, now, result=result)
+            if also is not None:
+                also(connection, now)
+            self._write_jobs(connection, task.strategy, attempt, after)
+            if record is not task.record:
+                records.set_task(connection, record)
+            if follows is not None:
+                write_opening(connection, follows, now)
+                if opening is not None:
+                    written(follows, opening, begun, now, result=None)
+                self._write_jobs(connection, task.strategy, None, follows)
+
+        version = await self.write(task, write)
+        files = task.files
+        if result is not None:
+            files |= {artefact_name(digest) for digest in result.artefacts}
+        task.record = replace(record, version=version)
+        task.attempt = follows if after.round.is_over else after
+        if is_held:  # by a backup under way, see restores.py: left to the sweeper
+            self.left_files_at = now
+        else:
+            self.drop_files(task, files - task.files)
+        needs_own = "own" in after.terms.plan.needs
+        if not self.is_shared and not is_held and after.round.is_over and needs_own:
+            # Nor is this left to a thread: the next fold may be writing there.
+            bases = follows.terms.bases if follows is not None else {}
+            sweep_bases(self._payloads, task.record.task, bases)
+        if after.round.is_over:
+            self._end_attempt(task, after, follows, keeps_files=is_held)
+        self._tell(task, attempt, effects)
+        return effects
+
+    def _write_jobs(
+        self, connection: Connection, strategy: Strategy, before: Attempt | None, after: Attempt
+    ) -> None:
+        """The jobs that an attempt has come to, or none once it is past them."""
+        due = jobs_of(after, strategy)
+        if before is not None and jobs_of(before, strategy) and not due:
+            leases.drop(connection, after.key)
+        elif due and (before is None or before.round.phase != after.round.phase):
+            leases.add(connection, due, self.lease_time(connection))
+
+    def _tell(self, task: LiveTask, before: Attempt | None, effects: tuple[Effect, ...]) -> None:
+        """Wake whoever waits for what changed since `before`."""
+        self.look_for_work(task)
+        after = task.attempt
+        is_other = before is None or after is None or before.key != after.key
+        is_news = is_other or any(not isinstance(each, _QUIET) for each in effects)
+        if before is not None and after is not None and not is_other:
+            is_news |= after.session_phase != before.session_phase
+            is_news |= before.round.places_left <= 0 < after.round.places_left
+        if is_news:
+            task.tell()
+
+    async def _told(
+        self, config: TaskConfig, attempt: Attempt, event: Event, effects: tuple[Effect, ...]
+    ) -> Told:
+        """See `opening.told_before`, of the round that opens, if one does."""
+        opens = next((each for each in effects if isinstance(each, OpenRound)), None)
+        if opens is None:
+            return Told()
+        spec = attempt.terms.spec
+        return await self._database.read(lambda c: told_before(c, config, spec, opens, event))
+
+    def _consequences(
+        self,
+        task: LiveTask,
+        attempt: Attempt,
+        effects: tuple[Effect, ...],
+        now: float,
+        result: FoldResult | None,
+        told: Told,
+    ) -> tuple[TaskRecord, Attempt | None]:
+        """The task after an attempt's step, and the attempt that follows if it was the last."""
+        record, follows = task.record, None
+        if result is not None:
+            record = replace(
+                record,
+                model=result.model,
+                optimizer_state=result.optimizer_state,
+                published={name: digest for name, (digest, _) in result.published.items()},
+                round=attempt.round.number,
+            )
+        for effect in effects:
+            match effect:
+                case EndTask(state):
+                    record = replace(record, state=state, ended_at=now)
+                case OpenRound(number, again):
+                    follows = opened(
+                        task.config,
+                        task.strategy,
+                        self._payloads,
+                        self._host,
+                        left=Legacy.after(attempt.terms, result, told),
+                        number=number,
+                        attempt=again,
+                        now=now,
+                    )
+                case _:
+                    pass
+        return record, follows
+
+    def _end_attempt(
+        self, task: LiveTask, ended: Attempt, follows: Attempt | None, *, keeps_files: bool
+    ) -> None:
+        name, number, attempt = ended.key
+        if follows is not None and follows.course is not None:
+            self._metrics.follow(name, follows.course)
+            for warning in follows.course.warnings:
+                _log.warning("task %s round %d: %s", name, follows.round.number, warning)
+        self._metrics.rounds.labels(name, ended.round.phase).inc()
+        self._metrics.round_number.labels(name).set(task.record.round)
+        why = f": {ended.round.reason}" if ended.round.reason else ""
+        _log.info("task %s round %d.%d %s%s", name, number, attempt, ended.round.phase, why)
+        if task.record.state != "running":
+            _log.info("task %s is %s", name, task.record.state)
+        self.sums.drop(ended.key)
+        for part in ended.round.parts.values():
+            if ended.round.is_asynchronous and part.reason == "included":
+                self._metrics.staleness.labels(name).observe(ended.round.staleness(part))
+        if ended.session is not None:
+            for step, lost in ended.session.silent.items():
+                self._metrics.dropped_out.labels(name, step).inc(lost)
+            self._metrics.session_seconds.labels(name).observe(ended.session.status.seconds or 0.0)
+        # The rows stay, and with them the answers to repeated requests; the bytes have done
+        # their work.
+        for spent in () if keeps_files else ended.spent(follows):
+            self._background.finish(self._background.in_thread(self._payloads.drop, spent))
+
+    def drop_files(self, task: LiveTask, files: set[str]) -> None:
+        """Remove what `task` led to and has replaced, unless another may lead to it.
+
+        A fold that is under way may be making the very same; what stays for it, the next start
+        sweeps. Nothing else may come in between, so this is not left to a thread.
+        """
+        if self.is_shared:  # another server's task may come to lead to it: left to the sweeper
+            return
+        others = [other for other in self.tasks.values() if other is not task]
+        if any(each.attempt and each.attempt.round.phase == "folding" for each in others):
+            return
+        for name in files.difference(*(other.files for other in others)):
+            try:
+                self._payloads.drop(name)
+            except OSError:  # the step is on the disk already
+                _log.exception("%s could not be removed", name)
+
+    async def recover_jobs(self, task: LiveTask) -> None:
+        """See to it that what the task has come to is among the jobs: an earlier release had
+        none."""
+
+        async def now() -> None:
+            attempt = task.attempt
+            due = [] if attempt is None else jobs_of(attempt, task.strategy)
+
+            def is_there(connection: Connection) -> bool:
+                return leases.are_there(connection, due)
+
+            if due and not await self._database.read(is_there):
+                version = await self.write(task, lambda c: leases.add(c, due, self.lease_time(c)))
+                task.record = replace(task.record, version=version)
+
+        await self._background.shielded(self.alone(task, now))
+
+    async def reload(self, task: LiveTask) -> None:
+        """Make memory what the disk says, whatever memory says. To be called under the lock."""
+        held, task.attempt = task.attempt, None
+        try:
+            await self._catch_up(task, held.terms.spec if held is not None else None)
+        except BaseException:
+            task.attempt = held
+            raise
+
+    async def _catch_up(self, task: LiveTask, spec: ModelSpec | None = None) -> None:
+        """Take up what the disk has and memory has not: the newer events, or another attempt."""
+        name, held = task.record.task, task.attempt
+        if held is not None:
+            spec = held.terms.spec
+        spec = spec or await self.spec(task.record.model)
+        found = await self._database.read(partial(self._newest, name, held, spec))
+        task.record, task.attempt, effects = found
+        task.config = TaskConfig.model_validate_json(task.record.config)
+        self._metrics.round_number.labels(name).set(task.record.round)
+        if held is not None and (task.attempt is None or task.attempt.key != held.key):
+            self.sums.drop(held.key)
+        self._tell(task, held, effects)
+
+    def _newest(
+        self, name: str, held: Attempt | None, spec: ModelSpec, connection: Connection
+    ) -> tuple[TaskRecord, Attempt | None, tuple[Effect, ...]]:
+        """Of one version of the task, also where every statement has a view of its own."""
+        while True:
+            record = records.task_record(connection, name)
+            config = TaskConfig.model_validate_json(record.config)
+            attempt, effects = None, tuple[Effect, ...]()
+            try:
+                if record.state == "running":
+                    newest = records.newest_round(connection, name)
+                    if held is not None and held.key[1:] == (newest.round, newest.attempt):
+                        attempt, effects = continued(connection, held)
+                    else:
+                        attempt = reopened(connection, config, spec, self._payloads, self._host)
+            except KeyError:
+                if records.task_version(connection, name) == record.version:
+                    raise
+                continue
+            if records.task_version(connection, name) == record.version:
+                return record, attempt, effects
+
+    async def spec(self, digest: str) -> ModelSpec:
+        def load() -> ModelSpec:
+            return Model.from_bytes(self._payloads.get(model_name(digest))).spec
+
+        return await self._background.in_thread(load)
+
+    async def pass_deadline(self, task: LiveTask) -> None:
+        """Let the deadline pass if it has, which ends the attempt or moves the deadline."""
+        if task.is_due(self._clock()):
+            await self.happen(task, DeadlinePassed())

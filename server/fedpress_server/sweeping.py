@@ -1,0 +1,117 @@
+"""What a start removes: files that a killed server left, and that nothing on record leads to."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from sqlalchemy.engine import Connection
+
+from fedpress_protocols.plan import RoundPlan
+from fedpress_server import leases, records, restores
+from fedpress_server.files import (
+    artefact_name,
+    base_name,
+    bases_folder,
+    optimizer_name,
+    upload_name,
+    uploads_folder,
+)
+from fedpress_server.payloads import Payloads
+from fedpress_server.records import RoundKey, TaskRecord
+from fedpress_server.rounds import (
+    BasisMade,
+    CarriedOver,
+    FirstStaged,
+    UploadStaged,
+    from_record,
+)
+
+
+def sweep(connection: Connection, payloads: Payloads, now: float, older_than: float = 0.0) -> None:
+    """Remove what nothing on record leads to: what a killed server left, and what steps left for a
+    backup that has ended since. Where it is not a start, `older_than` spares what may be about to
+    get its row (seconds). While a backup is under way, nothing is removed."""
+    if restores.is_held(connection, now):
+        return
+    if not older_than:
+        payloads.sweep_temporaries()
+    kept = needed_by_rounds(connection)
+    kept |= {name.rpartition("/")[0] for name in kept}
+    kept |= {uploads_folder(key) for key in records.unfinished_rounds(connection)}
+    for of_task in list(payloads.names("uploads")):
+        for folder in list(payloads.names(of_task)):
+            for name in list(payloads.settled(folder, older_than)):
+                if name not in kept:
+                    payloads.drop(name)
+        for folder in list(payloads.settled(of_task, older_than)):
+            if folder not in kept:
+                payloads.drop(folder)
+    for name in list(payloads.settled("models", older_than)):
+        if records.model(connection, _digest_in(name)) is None:
+            payloads.drop(name)
+    led_to = needed_by_tasks(connection)
+    for folder in ("optimizers", "artefacts"):
+        for name in list(payloads.settled(folder, older_than)):
+            if name not in led_to:
+                payloads.drop(name)
+    for folder in list(payloads.names("bases")):
+        task_name = folder.partition("/")[2]
+        sweep_bases(payloads, task_name, records.bases_of(connection, task_name), older_than)
+
+
+def needed_by_rounds(connection: Connection) -> set[str]:
+    """The files of bodies, bases and partial sums that the attempts under way go on from."""
+    kept: set[str] = set()
+    for key in records.unfinished_rounds(connection):
+        given: dict[str, RoundKey] = {}
+        for _, record in records.events(connection, key):
+            event = from_record(record)
+            if isinstance(event, UploadStaged | FirstStaged):
+                of = given.get(event.assignment, key)
+                kept.add(upload_name(of, event.assignment, event.upload))
+            elif isinstance(event, CarriedOver):
+                for each in event.carried:
+                    given[each.assignment] = of = (key[0], each.round, each.attempt)
+                    if each.upload is not None:
+                        kept.add(upload_name(of, each.assignment, each.upload))
+            elif isinstance(event, BasisMade):
+                kept.add(f"{uploads_folder(key)}/{event.basis}")
+    for key, output in leases.all_outputs(connection):
+        kept.add(f"{uploads_folder(key)}/{output}")
+    return kept
+
+
+def needed_by_tasks(connection: Connection) -> set[str]:
+    """The optimizers' states, and what open plans name besides models."""
+    led_to: set[str] = set()
+    for task in records.task_records(connection):
+        plans = []
+        if task.state == "running":
+            texts = records.plans_in_use(connection, task.task)
+            plans = [RoundPlan.from_json(text) for text in texts]
+        led_to |= files_of(task, plans)
+    return led_to
+
+
+def sweep_bases(
+    payloads: Payloads, task: str, bases: Mapping[str, str], older_than: float = 0.0
+) -> None:
+    """Remove what uploads of the task stood for, but for `bases`."""
+    kept = {base_name(task, client_id, digest) for client_id, digest in bases.items()}
+    for name in list(payloads.settled(bases_folder(task), older_than)):
+        if name not in kept:
+            payloads.drop(name)
+
+
+def files_of(record: TaskRecord, plans: Iterable[RoundPlan]) -> set[str]:
+    """What a task leads to besides models and uploads, with the plans under which uploads come."""
+    files = set()
+    if record.optimizer_state is not None:
+        files.add(optimizer_name(record.optimizer_state))
+    for plan in plans:
+        files |= {artefact_name(digest) for digest in plan.artefacts}
+    return files
+
+
+def _digest_in(name: str) -> str:
+    return name.rpartition("/")[2].partition(".")[0]

@@ -1,0 +1,131 @@
+"""`fedpress model ...`, and pausing a task, against a server in this process."""
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+from click.testing import CliRunner, Result
+
+from fedpress.cli import app
+from fedpress_protocols.errors import ConfigurationError, Conflict, NotFound
+from fedpress_protocols.model import Model
+from fedpress_server import Settings, create_app
+from tests.devices import ADMIN_TOKEN, Device, Operator
+from tests.server.in_process import Clock, Server, include_one, running
+
+Command = Callable[..., Result]
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def server(tmp_path: Path, clock: Clock) -> Iterator[Server]:
+    """With a task of four committed rounds, and a policy that keeps two."""
+    settings = Settings(data_dir=tmp_path / "data", admin_token=ADMIN_TOKEN, tick_seconds=3600)
+    with running(create_app(settings, clock=clock)) as server:
+        operator, device = Operator(server), Device(server, clock)
+        device.enrol(operator.token())
+        model = Model.from_tensors({"w": np.zeros((3, 4), np.float32)})
+        cohort = {"size": 1, "minimum": 1}
+        operator.begin(model, rounds=9, cohort=cohort, retention={"last": 2})
+        for _ in range(4):
+            device.check_in("digits", include_one(device, model), wait=30)
+        yield server
+
+
+@pytest.fixture
+def fedpress(server: Server, monkeypatch: pytest.MonkeyPatch) -> Command:
+    whole = httpx.Client
+
+    def client(**given: Any) -> httpx.Client:
+        return whole(**given | {"transport": server._transport})
+
+    monkeypatch.setattr("fedpress.operator.httpx.Client", client)
+    environment = {"FEDPRESS_ADMIN_TOKEN": ADMIN_TOKEN, "FEDPRESS_URL": str(server.base_url)}
+
+    def run(*arguments: str) -> Result:
+        return CliRunner().invoke(app, list(arguments), env=environment)
+
+    return run
+
+
+def said(done: Result) -> str:
+    assert done.exit_code == 0, (done.output, done.exception)
+    return done.output
+
+
+def test_versions_are_listed_with_what_stands_for_them(fedpress: Command) -> None:
+    said(fedpress("model", "promote", "digits", "2", "production"))
+    lines = said(fedpress("model", "list", "digits")).splitlines()
+    assert [line.split()[0] for line in lines] == ["version", "4", "3", "2", "1", "0"]
+    assert lines[1].endswith("newest")
+    assert "production" in lines[3]
+    rows = json.loads(said(fedpress("model", "list", "digits", "--json", "--limit", "2")))
+    assert [row["version"] for row in rows] == [4, 3]
+
+
+def test_promotion_and_rollback_by_command(fedpress: Command) -> None:
+    assert "version 4" in said(fedpress("model", "promote", "digits", "newest", "candidate"))
+    said(fedpress("model", "promote", "digits", "1", "production", "--expect", "none"))
+    refused = fedpress("model", "promote", "digits", "2", "production", "--expect", "3")
+    assert isinstance(refused.exception, Conflict)
+    said(fedpress("model", "promote", "digits", "candidate", "production", "--expect", "1"))
+    assert "version 1" in said(
+        fedpress("model", "rollback", "digits", "production", "--expect", "4")
+    )
+    told = [json.loads(line) for line in said(fedpress("model", "aliases", "digits")).splitlines()]
+    assert {each["alias"]: each["version"] for each in told} == {"candidate": 4, "production": 1}
+    for wrong in (("promote", "digits", "1", "a", "--expect", "x"),
+                  ("rollback", "digits", "production", "--expect", "none")):  # fmt: skip
+        assert isinstance(fedpress("model", *wrong).exception, ConfigurationError)
+    assert isinstance(fedpress("model", "show", "digits", "no/where").exception, NotFound)
+
+
+def test_an_export_is_the_file_of_that_digest_and_its_lineage(
+    fedpress: Command, tmp_path: Path
+) -> None:
+    file = tmp_path / "model.safetensors"
+    said(fedpress("model", "export", "digits", "3", str(file)))
+    lineage = json.loads((tmp_path / "model.safetensors.json").read_text())
+    assert Model.from_bytes(file.read_bytes()).digest == lineage["model"]
+    assert lineage["version"] == 3
+    assert len(lineage["updates"]) == 1
+    assert len(lineage["ancestors"]) == 3
+    assert json.loads(said(fedpress("model", "show", "digits", "3"))) == lineage
+
+
+def test_collection_says_what_would_go_and_then_takes_it(fedpress: Command, clock: Clock) -> None:
+    clock.advance(30 * 86400)
+    assert "2 models" in said(fedpress("model", "collect", "--dry-run"))
+    assert "would go" in said(fedpress("model", "collect", "--dry-run"))
+    assert "digits 2" in said(fedpress("model", "collect"))
+    assert "0 models, 0 bytes gone" in said(fedpress("model", "collect"))
+    assert "collected" in said(fedpress("model", "list", "digits"))
+    gone = fedpress("model", "export", "digits", "1", "anywhere")
+    assert isinstance(gone.exception, NotFound)
+    assert "given up by the retention" in str(gone.exception)
+
+
+def test_a_task_is_paused_and_resumed_by_command(fedpress: Command) -> None:
+    said(fedpress("task", "pause", "digits"))
+    assert "digits  running  4/9 rounds  held by the operator" in said(fedpress("task", "list"))
+    said(fedpress("task", "resume", "digits"))
+    assert said(fedpress("task", "list")) == "digits  running  4/9 rounds\n"
+
+
+def test_a_task_is_created_from_yaml(fedpress: Command, tmp_path: Path) -> None:
+    model, file = tmp_path / "first.safetensors", tmp_path / "task.yaml"
+    model.write_bytes(Model.from_tensors({"w": np.ones((3, 4), np.float32)}).to_bytes())
+    file.write_text(
+        "task: other\nrounds: 3\ncohort: {size: 2, minimum: 1}\n"
+        "profiles:\n- {name: p, compressor: {id: topk, fraction: 5e-1}}\n"
+    )
+    created = json.loads(said(fedpress("task", "create", str(file), str(model))))
+    assert (created["task"], created["rounds"]) == ("other", 3)

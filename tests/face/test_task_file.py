@@ -1,0 +1,153 @@
+"""A task's file: YAML and JSON say the same, and what is wrong is told before a server hears it."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from click.testing import CliRunner, Result
+
+from fedpress.cli import app
+from fedpress.task_file import task_config
+from fedpress_protocols.errors import ConfigurationError
+from fedpress_protocols.model import Model
+
+YAML = """
+# as in the README
+task: keyboard
+rounds: 100
+strategy: {id: fedavgm, momentum: 0.8}
+profiles:
+  - name: phone
+    compressor:
+      id: error_feedback
+      inner: {id: topk, fraction: 2e-2, magnitude_bits: 1}
+training: {local_epochs: 5, batch_size: 16, learning_rate: 1e-1}
+cohort: {size: 100, minimum: 60, over_selection: 1.2}
+round_seconds: 600
+retention: {last: 5, every: 10}
+"""
+FIELDS = {
+    "task": "keyboard",
+    "rounds": 100,
+    "strategy": {"id": "fedavgm", "momentum": 0.8},
+    "profiles": [
+        {
+            "name": "phone",
+            "compressor": {
+                "id": "error_feedback",
+                "inner": {"id": "topk", "fraction": 0.02, "magnitude_bits": 1},
+            },
+        }
+    ],
+    "training": {"local_epochs": 5, "batch_size": 16, "learning_rate": 0.1},
+    "cohort": {"size": 100, "minimum": 60, "over_selection": 1.2},
+    "round_seconds": 600,
+    "retention": {"last": 5, "every": 10},
+}
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    file = tmp_path / "model.safetensors"
+    made = Model.from_tensors(
+        {"weight": np.ones((64, 32), np.float32), "bias": np.zeros(32, np.float32)}
+    )
+    file.write_bytes(made.to_bytes())
+    return file
+
+
+def written(folder: Path, text: str, name: str = "task.yaml") -> Path:
+    file = folder / name
+    file.write_text(text)
+    return file
+
+
+def check(file: Path, *more: str) -> Result:
+    return CliRunner().invoke(app, ["task", "check", str(file), *more])
+
+
+def refused(file: Path, *more: str) -> str:
+    done = check(file, *more)
+    assert isinstance(done.exception, ConfigurationError), done.output
+    return str(done.exception)
+
+
+def test_yaml_and_json_say_the_same(tmp_path: Path) -> None:
+    as_json = written(tmp_path, json.dumps(FIELDS), "task.json")
+    assert task_config(written(tmp_path, YAML)) == task_config(as_json)
+
+
+def test_a_right_file_is_summed_up(tmp_path: Path, model: Path) -> None:
+    done = check(written(tmp_path, YAML))
+    assert done.exit_code == 0, done.output
+    assert "100 rounds of 100 uploads (120 asked, 60 at least) in 600 s" in done.output
+    assert "newest 5 versions, one of every 10" in done.output
+    assert "not checked against a model" in done.output
+    done = check(written(tmp_path, YAML), "--model", str(model))
+    assert done.exit_code == 0, done.output
+    assert "an upload takes" in done.output
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "says"),
+    [
+        ("rounds: 100", "rounds: 0", "rounds: must be 1 or more, not 0"),
+        ("rounds: 100", "rounds: 100\nrouns: 3", "rouns: there is no such field"),
+        ("rounds: 100", "rounds: 100\nrounds: 3", "line 5: rounds is there twice"),
+        ("id: topk", "id: topq", "no compressor has the id 'topq'"),
+        ("momentum: 0.8", "momentum: 8", "momentum"),
+        ("id: fedavgm", "id: fedavgn", "strategy"),
+        ("minimum: 60", "minimum: 160", "minimum 160 is larger than size 100"),
+        ("rounds: 100", "rounds: [", "is not YAML"),
+        ("rounds: 100", "rounds: &many 100", "an anchor; write it out"),
+        ("task: keyboard", "task: !!python/object:os.system x", "is not YAML"),
+        ("task: keyboard", "task: 2026-11-20 10:00", "task"),
+    ],
+)
+def test_what_is_wrong_is_told_with_its_place(
+    tmp_path: Path, old: str, new: str, says: str
+) -> None:
+    file = written(tmp_path, YAML.replace(old, new, 1))
+    told = refused(file)
+    assert says in told
+    assert str(file) in told
+
+
+def test_aliases_cannot_make_a_small_file_large(tmp_path: Path) -> None:
+    lines = ["a: &a [x, x]", *(f"{b}: &{b} [*{a}, *{a}]" for a, b in zip("abcdefg", "bcdefgh"))]  # noqa: B905
+    assert "an anchor" in refused(written(tmp_path, "\n".join(lines)))
+
+
+def test_a_file_that_is_no_mapping_or_no_text_is_refused(tmp_path: Path) -> None:
+    assert "holds a list" in refused(written(tmp_path, "- a\n- b"))
+    assert "holds a str" in refused(written(tmp_path, '"word"', "task.json"))
+    assert "is there twice" in refused(written(tmp_path, '{"a": 1, "a": 2}', "task.json"))
+    binary = tmp_path / "task.yml"
+    binary.write_bytes(b"\xff\xfe\x00")
+    assert "is not YAML" in refused(binary)
+    assert "cannot be read" in refused(tmp_path / "nowhere.yaml")
+    deep = written(tmp_path, "[" * 100_000, "deep.json")
+    assert "is not JSON" in refused(deep)
+    assert "is not YAML" in refused(written(tmp_path, "[" * 100_000, "deep.yaml"))
+
+
+def test_against_its_model_what_the_server_would_refuse_is_refused(
+    tmp_path: Path, model: Path
+) -> None:
+    masked = {
+        **FIELDS,
+        "lane": "masked",
+        "masking": {},
+        "strategy": {"id": "median"},
+        "profiles": [{"name": "p", "compressor": {"id": "shared_support", "fraction": 0.1}}],
+    }
+    file = written(tmp_path, json.dumps(masked), "task.json")
+    assert "sees the sum alone" in refused(file, "--model", str(model))
+    topk = masked | {"strategy": {"id": "fedavg"}, "profiles": FIELDS["profiles"]}
+    file = written(tmp_path, json.dumps(topk), "task.json")
+    assert "commute with the sum" in refused(file, "--model", str(model))
+    personal = FIELDS | {"strategy": {"id": "personal_layers", "patterns": ["nothing*"]}}
+    file = written(tmp_path, json.dumps(personal), "task.json")
+    refused(file, "--model", str(model))
+    assert "not a safetensors model" in refused(file, "--model", str(file))

@@ -1,0 +1,70 @@
+"""Every server of one database signs with one key."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fedpress_protocols.errors import ConfigurationError
+from fedpress_protocols.model import Model
+from fedpress_protocols.signatures import DeviceKey
+from tests.devices import Device, Operator
+from tests.server.in_process import Clock, Start
+
+
+@pytest.fixture
+def shared(database_url: Any, tmp_path: Path) -> dict[str, Any]:
+    """The database of two servers; in the tests they have it one after the other."""
+    return {"database_url": database_url(tmp_path) or f"sqlite:///{tmp_path / 'shared.db'}"}
+
+
+@pytest.mark.both_databases
+def test_a_second_server_without_the_key_is_told_what_to_give_it(
+    start: Start, tmp_path: Path, shared: dict[str, Any]
+) -> None:
+    first, second = tmp_path / "first", tmp_path / "second"
+    with start(data_dir=first, **shared):
+        pass
+    with (
+        pytest.raises(ConfigurationError, match=r"no server key.*FEDPRESS_SERVER_KEY_FILE"),
+        start(data_dir=second, **shared),
+    ):
+        pass
+    assert not (second / "server-key.pem").exists()
+    with (
+        pytest.raises(ConfigurationError, match=r"no authority key.*FEDPRESS_AUTHORITY_KEY_FILE"),
+        start(data_dir=second, server_key_file=first / "server-key.pem", **shared),
+    ):
+        pass
+    files = {f"{name}_key_file": first / f"{name}-key.pem" for name in ("server", "authority")}
+    with start(data_dir=second, **files, **shared) as http:
+        assert http.get("/readyz").status_code == 200
+
+
+def test_receipts_of_both_servers_are_signed_alike(
+    start: Start, clock: Clock, tmp_path: Path, shared: dict[str, Any], model: Model
+) -> None:
+    key = tmp_path / "key.pem"
+    key.write_bytes(DeviceKey.generate().to_pem())
+    keys = {"server_key_file": key, "authority_key_file": key}
+    told = []
+    for name in ("first", "second"):
+        with start(data_dir=tmp_path / name, **keys, **shared) as http:
+            told.append(Device(http, clock).enrol(Operator(http).token()).server_key)
+    assert told[0] == told[1]
+
+
+def test_another_key_than_the_database_knows_is_refused(start: Start, tmp_path: Path) -> None:
+    with start():
+        pass
+    (tmp_path / "data/server-key.pem").write_bytes(DeviceKey.generate().to_pem())
+    with pytest.raises(ConfigurationError, match=r"signed for with key.*the same"), start():
+        pass
+    (tmp_path / "data/server-key.pem").write_bytes(b"no key")
+    with pytest.raises(ConfigurationError, match="no Ed25519 private key"), start():
+        pass
+    with (
+        pytest.raises(ConfigurationError, match="server_key_file"),
+        start(server_key_file=tmp_path / "none.pem"),
+    ):
+        pass
