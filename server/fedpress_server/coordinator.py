@@ -388,6 +388,17 @@ class Coordinator:
             raise Forbidden("the assignment is another device's")
         return record
 
+    def held(self, assignment: str) -> tuple[LiveTask, Attempt] | None:
+        """The task in memory, and its attempt, in which the assignment awaits its upload.
+
+        Another server may be ahead. Whoever goes by this finds out when it writes.
+        """
+        for task in self.steps.tasks.values():
+            attempt = task.attempt
+            if attempt is not None and attempt.takes_upload(assignment, self._clock()):
+                return task, attempt
+        return None
+
     async def takes_upload(self, assignment: AssignmentRecord) -> RoundTerms | None:
         """The terms of the upload that this assignment still awaits."""
         task = await self.steps.fresh(assignment.task)

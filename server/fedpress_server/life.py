@@ -141,7 +141,8 @@ class TaskLife:
                     await self._steps.reload(task)
                 raise
             task.attempt = attempt
-            self._steps.tasks[config.task] = task
+            # A server of several may have seen its own row already.
+            task = self._steps.tasks.setdefault(config.task, task)
         _log.info("task %s begins: %d rounds", config.task, config.rounds)
         return task.summary
 

@@ -11,6 +11,7 @@ import logging
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from functools import partial
+from itertools import islice
 from typing import TypeVar
 
 from sqlalchemy.engine import Connection
@@ -48,6 +49,7 @@ from fedpress_server.rounds import (
     StageFirst,
 )
 from fedpress_server.sweeping import sweep_bases
+from fedpress_server.turns import TOGETHER, Wish, may_wait, turn_of
 from fedpress_strategies import Strategy
 
 T = TypeVar("T")
@@ -198,6 +200,9 @@ class Steps:
     ) -> tuple[Effect, ...]:
         """As `apply`, to whatever attempt is open if there is no `key`."""
 
+        if may_wait(event) and said is None and result is None:
+            return await self._background.shielded(self._in_turn(task, Wish(event, key, also)))
+
         async def now() -> tuple[Effect, ...]:
             attempt = task.attempt
             if attempt and attempt.is_due(self._clock()) and not isinstance(event, DeadlinePassed):
@@ -212,6 +217,68 @@ class Steps:
             return effects or await self._no_place(task)
 
         return await self._background.shielded(self.alone(task, now))
+
+    async def _in_turn(self, task: LiveTask, wish: Wish) -> tuple[Effect, ...]:
+        """What `wish` comes to, once whoever has the lock has granted it with all others that
+        wait."""
+
+        async def now() -> None:
+            while not wish.is_done:
+                await self._grant(task)
+
+        task.wishes.append(wish)
+        try:
+            await self.alone(task, now)
+        except BaseException:
+            if not wish.is_done:
+                task.wishes.remove(wish)
+            raise
+        if wish.error is not None:
+            raise wish.error
+        return wish.effects or ()
+
+    async def _grant(self, task: LiveTask) -> None:
+        """Grant the first wishes of those that wait; to be called under `alone`."""
+        now, attempt = self._clock(), task.attempt
+        if attempt is not None and attempt.is_due(now):
+            await self.step(task, attempt, DeadlinePassed())
+            attempt = task.attempt
+        turn = turn_of(attempt, islice(task.wishes, TOGETHER), now)
+        wishes = [wish for wish, _, _ in turn.outcomes] or [task.wishes[0]]
+        if len(turn.taken) < len(turn.outcomes):
+            await self._no_place(task)
+        try:
+            if not turn.outcomes and attempt is not None:
+                wishes[0].effects = await self._alone_of(task, attempt, wishes[0])
+            elif turn.taken and attempt is not None:
+                version = await self.write(task, lambda connection: turn.write(connection, now))
+                task.record = replace(task.record, version=version)
+                task.attempt = turn.after
+                self._tell(task, attempt, tuple(e for _, _, each in turn.taken for e in each))
+        except Moved:
+            raise
+        except BaseException as exc:
+            for wish in wishes:
+                wish.error = exc
+            if not isinstance(exc, Exception):
+                raise
+        else:
+            for wish, _, effects in turn.outcomes:
+                wish.effects = effects
+        finally:
+            while task.wishes and task.wishes[0].is_done:
+                task.wishes.popleft()
+
+    async def _alone_of(self, task: LiveTask, attempt: Attempt, wish: Wish) -> tuple[Effect, ...]:
+        """What a wish comes to with which more changes than places and uploads."""
+        if not attempt.concerns(wish.event, wish.key):
+            return await self._no_place(task)
+        try:
+            effects = await self.step(task, attempt, wish.event, wish.also)
+        except FedpressError:
+            await self._no_place(task)
+            raise
+        return effects or await self._no_place(task)
 
     async def _no_place(self, task: LiveTask) -> tuple[Effect, ...]:
         """What has no place in the attempt that memory has may have one in the newest."""

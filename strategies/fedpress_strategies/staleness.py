@@ -9,10 +9,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
+import numpy as np
+
 from fedpress_protocols.errors import ConfigurationError, InvalidUpdate
 from fedpress_protocols.fixed_point import Accumulator, FixedPoint
 from fedpress_protocols.update import Update
-from fedpress_strategies.strategy import NO_REPORT, Delta, Report
+from fedpress_strategies.strategy import NO_REPORT, Delta, Part, Report
 
 UNIT = 2**10
 """The weight of an example in an update that is not stale; older ones have a whole share of it."""
@@ -111,6 +113,20 @@ class DiscountedMean:
         nothing was added."""
         self.sums.add(update, self.weight_of(weight, staleness))
         self.count(weight)
+
+    def part(self) -> Part:
+        counts = np.array([self.sums.weight, self._counted])
+        return {"total": self.sums.total, "counts": counts}
+
+    def merge(self, part: Part) -> None:
+        weight, counted = map(int, part["counts"])
+        if counted > self._max_weight - self._counted:
+            raise InvalidUpdate(
+                f"weight {counted} on top of {self._counted}, where the plan allows "
+                f"{self._max_weight} in all"
+            )
+        self.sums.add_sums(part["total"], weight)
+        self._counted += counted
 
     def result(self) -> Delta:
         share = self.sums.weight / (UNIT * max(self._counted, 1))

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from importlib.metadata import entry_points
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
@@ -87,6 +87,24 @@ class Aggregator(Protocol):
         ...
 
 
+Part = Mapping[str, npt.NDArray[np.int64]]
+"""What a batch of uploads came to, in whole numbers, by names of the aggregator's own."""
+
+
+@runtime_checkable
+class Divisible(Protocol):
+    """A fold whose uploads may be added up in batches, apart from one another: its sums are exact,
+    so that any batches in any order come to the same."""
+
+    def part(self) -> Part:
+        """What was added so far."""
+        ...
+
+    def merge(self, part: Part) -> None:
+        """Add what another fold of the same round came to; raises InvalidUpdate beyond bounds."""
+        ...
+
+
 class ServerOptimizer(Protocol):
     """How the round's update moves the parameters.
 
@@ -121,6 +139,10 @@ class SymbolAggregator(Protocol):
     def result(self) -> Delta:
         """What the round's symbols come to, in whatever form the strategy's optimizer takes."""
         ...
+
+    def part(self) -> Part: ...
+
+    def merge(self, part: Part) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,6 +182,15 @@ class Strategy(NamedTuple):
         """Whether its rounds may be masked: it needs no more than weighted sums."""
         return self.aggregator(1, FixedPoint(0, 1.0, 1)).linear
 
+    @property
+    def divisible(self) -> bool:
+        """Whether its uploads may be added up in batches: see Divisible."""
+        if self.symbol_aggregator is not None:
+            return True
+        if self.planned_aggregator is not None:
+            return False
+        return isinstance(self.aggregator(1, FixedPoint(0, 1.0, 1)), Divisible)
+
     def asking(self, **terms: Any) -> Strategy:
         """This strategy with more client terms; raises ValueError if they cannot be."""
         whole = self.client_terms.model_dump() | terms
@@ -186,6 +217,12 @@ class WeightedMean:
 
     def result(self) -> Delta:
         return self.sums.mean()
+
+    def part(self) -> Part:
+        return {"total": self.sums.total, "weight": np.array([self.sums.weight])}
+
+    def merge(self, part: Part) -> None:
+        self.sums.add_sums(part["total"], int(part["weight"][0]))
 
 
 class UniformMean(WeightedMean):
@@ -228,6 +265,26 @@ class SymbolSum:
             self.total = tuple(np.zeros(array.size, np.int64) for array in symbols)
         for total, array in zip(self.total, symbols, strict=True):
             total += array.astype(np.int64) * np.int64(weight)
+        self.weight += weight
+
+    def part(self) -> Part:
+        totals = {f"total{index}": total for index, total in enumerate(self.total)}
+        return {**totals, "weight": np.array([self.weight])}
+
+    def merge(self, part: Part) -> None:
+        weight = int(part["weight"][0])
+        if not 0 <= weight <= self._max_weight - self.weight:
+            raise InvalidUpdate(
+                f"weight {weight} on top of {self.weight}, where the plan allows {self._max_weight}"
+            )
+        if not weight:
+            return
+        if not self.total:
+            self.total = tuple(
+                np.zeros(len(part[f"total{i}"]), np.int64) for i in range(len(part) - 1)
+            )
+        for index, total in enumerate(self.total):
+            total += part[f"total{index}"]
         self.weight += weight
 
     def result(self) -> Delta:
@@ -281,6 +338,8 @@ _by_id: dict[str, Builder] = {}
 _examples: dict[str, Mapping[str, Any]] = {}
 _TRAINING = "training"
 _NO_TERMS = TrainingTerms()
+_MOST_DEPTH = 16
+"""Of strategies within one another."""
 
 
 def strategy(identifier: str, **example: Any) -> Callable[[BuilderT], BuilderT]:
@@ -327,13 +386,20 @@ def example_of(identifier: str) -> dict[str, Any]:
 def from_config(config: Mapping[str, Any], training: TrainingTerms = _NO_TERMS) -> Strategy:
     """The strategy that {"id": ..., **settings} names, for tasks of these training terms; raises
     ConfigurationError."""
+    return _from_config(config, training, 1)
+
+
+def _from_config(config: Mapping[str, Any], training: TrainingTerms, depth: int) -> Strategy:
+    if depth > _MOST_DEPTH:
+        raise ConfigurationError(f"a strategy within more than {_MOST_DEPTH} others")
     settings = dict(config)
     identifier = settings.pop("id", None)
     known = strategies()
     if identifier not in known:
         raise ConfigurationError(f"no strategy {identifier!r}; known are {', '.join(known)}")
     build = known[identifier]
-    names = list(inspect.signature(build).parameters)
+    parameters = inspect.signature(build).parameters
+    names = list(parameters)
     is_given_training = _TRAINING in names
     names = [name for name in names if name != _TRAINING]
     unknown = sorted(set(settings) - set(names))
@@ -341,12 +407,24 @@ def from_config(config: Mapping[str, Any], training: TrainingTerms = _NO_TERMS) 
         raise ConfigurationError(
             f"strategy {identifier!r} takes {', '.join(names)}, not {', '.join(unknown)}"
         )
+    missing = [
+        name
+        for name in names
+        if name not in settings and parameters[name].default is inspect.Parameter.empty
+    ]
+    if missing:
+        raise ConfigurationError(f"strategy {identifier!r} needs {', '.join(missing)}")
     for name, value in settings.items():
         if isinstance(value, Mapping) and "id" in value:
-            settings[name] = from_config(value, training)
+            settings[name] = _from_config(value, training, depth + 1)
     if is_given_training:
         settings[_TRAINING] = training
     try:
         return build(**settings)
-    except (TypeError, ValueError) as exc:
+    except TypeError as exc:
+        raise ConfigurationError(
+            f"strategy {identifier!r} from {dict(config)}: a setting is of the wrong kind",
+            hint="`fedpress strategies` has each with its settings",
+        ) from exc
+    except ValueError as exc:
         raise ConfigurationError(f"strategy {identifier!r} from {dict(config)}: {exc}") from exc

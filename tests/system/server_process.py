@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
 
 from fedpress.operator import Operator
@@ -19,7 +20,9 @@ _START_SECONDS = 60.0
 class ServerProcess:
     """`python -m fedpress_server` on a fixed free port of the loopback interface."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, settings: Mapping[str, str] | None = None) -> None:
+        """`settings`: more variables than those that every server here has."""
+        self._settings = dict(settings or {})
         folder.mkdir(parents=True, exist_ok=True)
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
@@ -39,6 +42,7 @@ class ServerProcess:
             "FEDPRESS_POLL_SECONDS": "0.2",
             "PYTHONPATH": os.pathsep.join(sys.path),
             "PYTHONUNBUFFERED": "1",
+            **self._settings,
         }
         begin = self.log.stat().st_size if self.log.exists() else 0
         with self.log.open("ab") as log:

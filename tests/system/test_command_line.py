@@ -136,7 +136,7 @@ def test_wrong_input_is_refused_with_a_sentence(server: ServerProcess, tmp_path:
     config, model = write_task(tmp_path, rounds=0, size=2)
     code, _, err = shell.run("task", "create", config, model)
     assert code == 1
-    assert "rounds: Input should be greater than or equal to 1" in err
+    assert "rounds: must be 1 or more, not 0" in err
     code, _, err = shell.run("task", "create", config, config)
     assert code == 1
     assert "not a safetensors model" in err

@@ -26,7 +26,7 @@ from fedpress_protocols.compression.error_feedback import ErrorFeedback
 from fedpress_protocols.compression.per_tensor import PerTensor
 from fedpress_protocols.compression.powersgd import PowerSGD
 from fedpress_protocols.compression.topk import TopK
-from fedpress_protocols.messages import EnrolRequest, TaskConfig
+from fedpress_protocols.messages import DownlinkTerms, EnrolRequest, TaskConfig
 from fedpress_protocols.plan import CohortRules, Profile, TrainingTerms
 from fedpress_protocols.signatures import to_base64url
 from tests.system.server_process import ServerProcess
@@ -87,6 +87,7 @@ def federate(
     profile: Profile = PROFILE,
     strategy: dict[str, Any] = FEDAVGM,
     training: TrainingTerms = ONE_EPOCH,
+    downlink: DownlinkTerms | None = None,
 ) -> Outcome:
     """Run a task to its end; kill and restart the server `kills` times on the way."""
     pace = Pace(kills, rounds)
@@ -109,6 +110,7 @@ def federate(
                 strategy=strategy,
                 round_seconds=3600,
                 members=tuple(members) if profile is DIFFERENCES else (),
+                downlink=downlink,
                 seed=7,
             )
         )

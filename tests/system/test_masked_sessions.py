@@ -39,8 +39,8 @@ from fedpress_protocols.messages import MaskedSum, Membership, Receipt, RoundSta
 from fedpress_protocols.model import Model
 from fedpress_protocols.signatures import DeviceKey, to_base64url
 from fedpress_server import Settings, create_app
-from fedpress_server.folding import RoundTerms
 from fedpress_server.rounds import UnmaskFailed
+from fedpress_server.terms import RoundTerms
 from tests.devices import ADMIN_TOKEN, Device, Operator
 from tests.masked import TASK, Lost, Numbered, Participant, Unread, drive, masked_task, summed
 from tests.server.in_process import Clock, Server, history, running
@@ -100,19 +100,19 @@ class World:
 
     @property
     def attempt(self) -> Any:
-        return self.server.app.state.coordinator._tasks[TASK].attempt
+        return self.server.app.state.coordinator.steps.tasks[TASK].attempt
 
     @property
     def terms(self) -> RoundTerms:
         return self.terms_of(TASK)
 
     def terms_of(self, task: str) -> RoundTerms:
-        terms: RoundTerms = self.server.app.state.coordinator._tasks[task].attempt.terms
+        terms: RoundTerms = self.server.app.state.coordinator.steps.tasks[task].attempt.terms
         return terms
 
     def pass_time(self) -> None:
         """A while, in which deadlines pass; folds are given the time they need."""
-        tasks = self.server.app.state.coordinator._tasks.values()
+        tasks = self.server.app.state.coordinator.steps.tasks.values()
         if any(each.attempt and each.attempt.round.phase == "folding" for each in tasks):
             time.sleep(0.005)
             return
@@ -529,14 +529,14 @@ def test_a_wrong_share_is_made_up_for_by_another(world: World, waits: bool) -> N
         world.drive_until(lambda: world.attempt.session_phase == "revealing")
         last = next(each for each in devices[1:] if "reveal" not in each.steps)
         last.is_gone = True
-    seen = world.server.app.state.coordinator._apply
+    seen = world.server.app.state.coordinator.steps.happen
 
     async def apply(task: Any, event: Any, **more: Any) -> Any:
         if isinstance(event, UnmaskFailed):
             failed.append(event.detail)
         return await seen(task, event, **more)
 
-    world.server.app.state.coordinator._apply = apply
+    world.server.app.state.coordinator.steps.happen = apply
     if waits:
         for each in [each for each in devices if not each.is_gone] * 3:
             each.step()

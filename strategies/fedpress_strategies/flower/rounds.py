@@ -15,6 +15,7 @@ from pydantic import ValidationError
 from fedpress_protocols import flower
 from fedpress_protocols.compression.compressor import Public
 from fedpress_protocols.errors import ConfigurationError, IncompatiblePlan
+from fedpress_protocols.faults import explained
 from fedpress_protocols.fixed_point import FixedPoint
 from fedpress_protocols.messages import Receipt
 from fedpress_protocols.model import Model, Vector
@@ -24,7 +25,6 @@ from fedpress_protocols.plan import (
     MaskingTerms,
     Profile,
     RoundPlan,
-    explained,
 )
 from fedpress_strategies.flower.plan import PROFILE, Plan
 

@@ -1,0 +1,61 @@
+"""Every kind of body by parts, however small: two trips, masked words; and nothing else changes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from fedpress_client.parts import PartSizes
+from fedpress_client.transport import HttpTransport
+from tests.masked import TASK, drive
+from tests.server.in_process import Clock, history
+from tests.system import test_two_trips
+from tests.system.test_masked_sessions import World
+
+PART = 16
+
+
+@pytest.fixture
+def parts(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Makes every body go by parts of PART bytes; the assignments that they were of."""
+    sent: list[str] = []
+    send = HttpTransport.send_part
+
+    def counted(self: HttpTransport, assignment: str, *rest: object) -> object:
+        sent.append(assignment)
+        return send(self, assignment, *rest)
+
+    monkeypatch.setattr(PartSizes, "next", lambda self, most: PART)
+    monkeypatch.setattr(HttpTransport, "_deliver", HttpTransport._by_parts)
+    monkeypatch.setattr(HttpTransport, "send_part", counted)
+    return sent
+
+
+def test_two_trips_by_parts_are_the_group_in_process(tmp_path: Path, parts: list[str]) -> None:
+    test_two_trips.test_a_group_over_http_is_the_group_in_process(tmp_path)
+    assert len(parts) > 3 * 3 * 2
+
+
+def masked_model(folder: Path) -> str:
+    world = World(folder, Clock())
+    try:
+        world.begin(4)
+        devices = world.enrol(4)
+        drive(devices, lambda: None)
+        (status,) = history(world.operator, TASK)
+        assert (status.state, status.included) == ("committed", 4)
+        assert status.model is not None
+        return status.model
+    finally:
+        world.stop()
+
+
+def test_a_masked_sum_by_parts_is_the_one_without(
+    tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    whole = masked_model(tmp_path / "whole")
+    parts = request.getfixturevalue("parts")
+    assert masked_model(tmp_path / "parts") == whole
+    assert len(set(parts)) == 4
+    assert len(parts) > 4
