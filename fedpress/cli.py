@@ -18,6 +18,8 @@ from typing import Any, NoReturn
 
 import click
 
+from fedpress.cli_backup import backup, list_restores, restore, verify
+from fedpress.cli_doctor import doctor
 from fedpress.cli_models import models
 from fedpress.cli_plan import plan
 from fedpress.cli_task_check import check_task
@@ -79,6 +81,10 @@ def migrate(context: click.Context) -> None:
     except ModuleNotFoundError as exc:
         _needs("server", exc)
     migrate_main(context.args)
+
+
+for _command in (doctor, backup, verify, restore, list_restores):
+    app.add_command(_command)
 
 
 @app.group("task")
@@ -752,9 +758,23 @@ def main() -> None:
     except FedpressError as exc:
         click.echo(f"fedpress: {exc}", err=True)
         sys.exit(1)
+    except ValueError as exc:  # of an option that is no value of the field it stands for
+        click.echo(f"fedpress: {_fault(exc)}", err=True)
+        sys.exit(1)
     except OSError as exc:  # a path that is not what it was taken for, a disk that is full
         click.echo(f"fedpress: {exc.filename or 'input or output'}: {exc.strerror}", err=True)
         sys.exit(1)
+
+
+def _fault(exc: ValueError) -> str:
+    """What is wrong with a field; raises `exc` if it is about none."""
+    from pydantic import ValidationError
+
+    from fedpress_protocols.faults import explained
+
+    if not isinstance(exc, ValidationError):
+        raise exc
+    return explained(exc)
 
 
 def _stopped() -> NoReturn:

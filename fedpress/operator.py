@@ -21,11 +21,13 @@ from fedpress_protocols.registry import (
     Promotion,
     Rollback,
 )
+from fedpress_protocols.restores import RestoreStatus
 
 _ROUNDS = TypeAdapter(list[RoundStatus])
 _TASKS = TypeAdapter(list[TaskSummary])
 _VERSIONS = TypeAdapter(list[ModelVersion])
 _ALIASES = TypeAdapter(list[Alias])
+_RESTORES = TypeAdapter(list[RestoreStatus])
 
 
 class Operator:
@@ -174,6 +176,11 @@ class Operator:
         asked = CollectRequest(dry_run=dry_run)
         response = self._send("POST", "/v1/admin/models/collect", json=asked.model_dump())
         return Collected.model_validate_json(response.content)
+
+    def restores(self) -> list[RestoreStatus]:
+        """Every restore that the server has been through, the newest first, with the rounds that
+        devices have reported as committed after its backup."""
+        return _RESTORES.validate_json(self._send("GET", "/v1/admin/restores").content)
 
     def _json(self, method: str, path: str, **content: Any) -> dict[str, Any]:
         answer: dict[str, Any] = self._send(method, path, **content).json()

@@ -64,6 +64,12 @@ class RegionalTrainer:
                 f"the region's task sets {', '.join(strange)}" if strange else "it has no name",
                 hint="give it a task's name, profiles and cohort; the relay sets the rest",
             )
+        if template.get("downlink") is not None:
+            raise ConfigurationError(
+                "the region's task has a downlink, and what that has not sent down yet would be "
+                "lost with every leg, which begins at another model",
+                hint="leave it out: the upper task may have one, which its regions' models come by",
+            )
         self._region, self._template, self._rounds = region, template, rounds
         self._task = str(template["task"])
         self._file = folder / f"relay-{self._task}.json"

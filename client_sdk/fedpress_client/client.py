@@ -47,12 +47,15 @@ from fedpress_protocols.errors import (
     InvalidUpdate,
     MalformedRequest,
     NotFound,
+    UnknownDevice,
 )
+from fedpress_protocols.faults import explained
 from fedpress_protocols.masking.agreement import agreed
 from fedpress_protocols.masking.payload import SECRET_BYTES, Payload
 from fedpress_protocols.masking.transcript import SessionConfig
 from fedpress_protocols.messages import (
     MAX_ATTRIBUTES,
+    RECALL_CONTEXT,
     RECEIPT_CONTEXT,
     Assignment,
     Attribute,
@@ -60,13 +63,15 @@ from fedpress_protocols.messages import (
     ClassCount,
     EnrolRequest,
     EvaluationReport,
+    Recall,
     Receipt,
+    SignedRecall,
     SignedReceipt,
     TaskState,
     TaskSummary,
 )
 from fedpress_protocols.model import Model, ModelSpec, Vector
-from fedpress_protocols.plan import RoundPlan, TrainingTerms, agreed_version, explained
+from fedpress_protocols.plan import RoundPlan, TrainingTerms, agreed_version
 from fedpress_protocols.policies.bandwidth_aware import TELLING, UPLINK
 from fedpress_protocols.signatures import from_base64url, to_base64url, verify_document
 from fedpress_protocols.upload import REPORT_BYTES, max_body_bytes
@@ -83,7 +88,7 @@ _UPLINKS = 5
 
 EventKind = Literal[
     "enrolled", "joined", "assigned", "evaluated", "trained", "uploaded", "refused", "declined",
-    "settled", "waiting", "fine-tuned", "ended", "session",
+    "settled", "waiting", "fine-tuned", "ended", "session", "restored",
 ]  # fmt: skip
 
 
@@ -272,12 +277,20 @@ class Client:
             pending=tuple(here.ledger.pending)[:_REPORTED_PENDING],
             wait=0.0 if unsent or here.hurry else self._wait,
             attributes=self._said,
+            epoch=here.ledger.epoch,
         )
         here.hurry = False
-        news = self._transport.check_in(here.task, request)
+        try:
+            news = self._transport.check_in(here.task, request)
+        except UnknownDevice:
+            self._enrol_again()
+            return 0.0
         if news.response is not None:
             self._heard = news.response.task
-            self._settle(here, news.response.receipts)
+            if news.response.recall is not None:
+                is_done = self._reconcile(here, news.response.recall)
+                return 0.0 if is_done else max(news.retry_after, _SHORTEST_PAUSE)
+            self._settle(here, news.response.receipts, news.response.backup_at)
         for key in unsent:
             if key in here.ledger.pending:
                 self._upload(here, key)
@@ -570,8 +583,57 @@ class Client:
 
     # Receipts
 
-    def _settle(self, here: _Open, receipts: tuple[SignedReceipt, ...]) -> None:
-        ledger = here.ledger
+    def _reconcile(self, here: _Open, signed: SignedRecall) -> bool:
+        """Take account of a restore of the server: ask for the fate of all that is pending, or that
+        it may have undone. False if it does not know all of it yet.
+
+        The epoch is noted last, so that whatever comes in between it is asked again.
+        """
+        restore = self._verified_recall(here, signed).restore
+        if restore.epoch != here.ledger.epoch:
+            _log.warning("the server was restored from a backup (restore %d)", restore.number)
+        fates = here.ledger.fates
+        request = CheckInRequest(
+            pending=tuple(here.ledger.pending)[:_REPORTED_PENDING],
+            attributes=self._said,
+            epoch=here.ledger.epoch,
+            fates=fates,
+        )
+        response = self._transport.check_in(here.task, request).response
+        if response is None or response.recall is None:
+            return False
+        recall = self._verified_recall(here, response.recall)
+        ledger = self._settled(here, here.ledger, response.receipts)
+        before = len(ledger.pending) + ledger.included
+        ledger = ledger.recalled(recall)
+        answered = {each.receipt.assignment for each in response.receipts} | {*recall.unknown}
+        is_done = all(fate.assignment in answered for fate in fates)
+        if is_done:
+            ledger = ledger.in_epoch(recall.restore.epoch)
+        here.sent.clear()  # what is pending still, the backup may not have
+        self._save(here, ledger)
+        self._tell(
+            "restored",
+            restore=recall.restore.number,
+            undone=before - len(ledger.pending) - ledger.included,
+        )
+        return is_done
+
+    def _verified_recall(self, here: _Open, signed: SignedRecall) -> Recall:
+        document = signed.recall.model_dump(mode="json")
+        document |= {"key_id": signed.key_id, "signature": signed.signature}
+        verify_document(document, here.server_key, context=RECALL_CONTEXT)
+        return signed.recall
+
+    def _settle(
+        self, here: _Open, receipts: tuple[SignedReceipt, ...], backup_at: int | None = None
+    ) -> None:
+        ledger = here.ledger if backup_at is None else here.ledger.goes_back_to(backup_at)
+        ledger = self._settled(here, ledger, receipts)
+        if ledger is not here.ledger:
+            self._save(here, ledger)
+
+    def _settled(self, here: _Open, ledger: Ledger, receipts: tuple[SignedReceipt, ...]) -> Ledger:
         for signed in receipts:
             receipt = self._verified(here, signed)
             if here.part is not None:
@@ -580,8 +642,7 @@ class Client:
             if after is not ledger:
                 self._tell("settled", receipt, **receipt.model_dump(include={"outcome", "reason"}))
             ledger = after
-        if ledger is not here.ledger:
-            self._save(here, ledger)
+        return ledger
 
     def _verified(self, here: _Open, signed: SignedReceipt) -> Receipt:
         """The receipt, once it is sure that the server pinned at enrolment signed it."""
@@ -807,6 +868,26 @@ class Client:
         self._tell("enrolled", client_id=identity.client_id)
         return identity
 
+    def _enrol_again(self) -> None:
+        """For a server that came back from a backup of before this device was enrolled: the same
+        key has the same name. Raises UnknownDevice without a token, or if it has not."""
+        identity = self._enrolled()
+        if self._token is None:
+            raise UnknownDevice(
+                "the server does not know this device any more",
+                hint="ask the operator for an enrolment token, and give it to the client",
+            )
+        answer = self._transport.enrol(
+            self._token, EnrolRequest(public_key=to_base64url(self._key.public), name=self._name)
+        )
+        if (answer.client_id, answer.server_key) != (identity.client_id, identity.server_key):
+            raise UnknownDevice(
+                f"the server knows this device as {answer.client_id}, and it has been "
+                f"{identity.client_id}",
+                hint="is it the server that it enrolled with?",
+            )
+        self._tell("enrolled", client_id=identity.client_id)
+
     def _only_task(self) -> str:
         tasks = self._transport.tasks()
         running = [task.task for task in tasks if task.state in ("running", "paused")]
@@ -939,6 +1020,12 @@ def _report(
 
 
 def _checked_attributes(attributes: Mapping[str, Attribute]) -> dict[str, Attribute]:
+    uplink = attributes.get(UPLINK, 1.0)
+    if isinstance(uplink, str) or not uplink > 0:
+        raise ConfigurationError(
+            f"the attribute {UPLINK} is {uplink!r} where a number of Mbit/s is due",
+            hint="leave it out where it is not known: it is found from uploads",
+        )
     try:
         return CheckInRequest(attributes=dict(attributes)).attributes
     except ValidationError as exc:

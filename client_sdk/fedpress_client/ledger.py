@@ -4,6 +4,7 @@
     masked    session            →  the body under the masks of this session and of no other
     settle    receipt            →  included: pending is done with
                                     not included: pending goes back into the residual
+    recalled  the server's word  →  what a restore of the server undid goes back into the residual
 
 At every moment, for each coordinate and in unweighted units,
 
@@ -54,7 +55,7 @@ from fedpress_protocols.errors import (
 )
 from fedpress_protocols.kernels.scratch import lasting
 from fedpress_protocols.masking.payload import SECRET_BYTES, Payload
-from fedpress_protocols.messages import Assignment, Outcome, Receipt
+from fedpress_protocols.messages import Assignment, Fate, Outcome, Recall, Receipt
 from fedpress_protocols.model import ModelSpec, Vector
 from fedpress_protocols.update import Piece, Update
 from fedpress_protocols.upload import Upload, check_report
@@ -63,7 +64,9 @@ FORMAT = 1
 REMEMBERED = 256
 """Outcomes kept, so that a second receipt which contradicts the first is noticed."""
 
-Reason = Literal["not-sent", "not-included", "spec-changed", "decayed", "capped", "invalid"]
+Reason = Literal[
+    "not-sent", "not-included", "spec-changed", "decayed", "capped", "invalid", "rolled-back"
+]
 State = Any
 """A compressor's state in plain form: None, numbers, text, arrays, lists and dicts of them."""
 
@@ -110,6 +113,8 @@ class Discard:
     decayed       ResidualRules.decay
     capped        ResidualRules.max_ratio
     invalid       NaN, infinity or beyond float32: nothing of the update could be kept
+    rolled-back   a restore of the server undid it, and it was not kept: `lost_norm` is all of it
+                  that is known, and `update` is zeros
 
     A crash between deciding and telling has it told again, under the same `number`.
     """
@@ -118,10 +123,13 @@ class Discard:
     reason: Reason
     assignment: str | None
     update: Update
+    lost_norm: float | None = None
 
     @property
     def norm(self) -> float:
         """Euclidean."""
+        if self.lost_norm is not None:
+            return self.lost_norm
         squares = (np.square(p.values.astype(np.float64)).sum() for p in self.update.pieces)
         return float(np.sqrt(sum(squares)))
 
@@ -171,6 +179,32 @@ class Pending:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class Included:
+    """An upload that was included, for as long as a restore of the server may undo that."""
+
+    update: Update | None
+    """What it stood for; None if there was no room for it."""
+    norm: float
+    """Euclidean, of the update."""
+    round: int
+    attempt: int
+    model: str | None
+    """That it went into."""
+    issued_at: int
+    """Of its receipt, Unix seconds of the server."""
+    epoch: str | None
+    """Of the server's last restore before."""
+    spec: str
+    feedback: bool
+    number: int
+    control: float
+
+    @property
+    def num_values(self) -> int:
+        return 0 if self.update is None else sum(p.values.size for p in self.update.pieces)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class Ledger:
     """One device's account with one task. `residual` and `control` None stand for zeros.
 
@@ -202,6 +236,13 @@ class Ledger:
     counter: int = 0
     included: int = 0
     not_included: int = 0
+    epoch: str | None = None
+    """Of the server's last restore of which this account has taken account."""
+    backup_at: int | None = None
+    """The server may go back to here, Unix seconds; None if it has said nothing of backups."""
+    kept: Mapping[str, Included] = dataclasses.field(default_factory=dict)
+    """By assignment, what was included since, the oldest first: as many as REMEMBERED, of which the
+    newest have what they stood for, as many values in all as half a model has parameters."""
 
     def prepare(
         self,
@@ -399,11 +440,14 @@ class Ledger:
         if (receipt.outcome == "included") != (receipt.reason == "included"):
             raise Conflict(f"receipt {key} says {receipt.outcome}, because {receipt.reason}")
         if key in self.settled:
-            if self.settled[key] != receipt.outcome:
-                raise Conflict(
-                    f"receipt {key} says {receipt.outcome}; an earlier one said {self.settled[key]}"
-                )
-            return self
+            if self.settled[key] == receipt.outcome:
+                return self
+            kept = self.kept.get(key)
+            if kept is not None and receipt.epoch not in (None, kept.epoch):
+                return self._undone(key, kept)
+            raise Conflict(
+                f"receipt {key} says {receipt.outcome}; an earlier one said {self.settled[key]}"
+            )
         held = self.pending.get(key)
         if held is None:
             return self
@@ -425,7 +469,60 @@ class Ledger:
             included=self.included + is_included,
             not_included=self.not_included + (not is_included),
         )
-        return ledger._committed(held) if is_included else ledger._taken_back(held, key)
+        if not is_included:
+            return ledger._taken_back(held, key)
+        return ledger._committed(held)._keeping(held, receipt)
+
+    def goes_back_to(self, backup_at: int) -> Ledger:
+        """The account once it is known how far the server may go back, Unix seconds: of what was
+        included before, the norm is kept and no more, since an older backup may still come back."""
+        if self.backup_at is not None and self.backup_at >= backup_at:
+            return self
+        kept = {
+            key: each if each.issued_at >= backup_at else replace(each, update=None)
+            for key, each in self.kept.items()
+        }
+        return replace(self, backup_at=backup_at, kept=kept)
+
+    @property
+    def fates(self) -> tuple[Fate, ...]:
+        """What the account takes for included, and a restore may have undone."""
+        return tuple(
+            Fate(assignment=key, round=each.round, attempt=each.attempt, model=each.model)
+            for key, each in self.kept.items()
+        )
+
+    def recalled(self, recall: Recall) -> Ledger:
+        """The account once it is known what a restored server does not know.
+
+        The signature was verified before. What is pending returns to the residual, and so does what
+        was included and is kept; what was not kept is a discard. Without error feedback all of it
+        is. Seen before, a recall changes nothing. Raises Forbidden for another client's or task's.
+        """
+        if (recall.client_id, recall.task) != (self.client_id, self.task):
+            raise Forbidden(
+                f"a recall for client {recall.client_id} in task {recall.task} came to client "
+                f"{self.client_id} in task {self.task}"
+            )
+        ledger = self
+        for key in recall.unknown:
+            held, kept = ledger.pending.get(key), ledger.kept.get(key)
+            if held is not None:
+                pending = {other: each for other, each in ledger.pending.items() if other != key}
+                settled = ledger._remembering(key, "not-included")
+                ledger = replace(
+                    ledger,
+                    pending=pending,
+                    settled=settled,
+                    not_included=ledger.not_included + 1,
+                )._taken_back(held, key)
+            elif kept is not None:
+                ledger = ledger._undone(key, kept)
+        return ledger
+
+    def in_epoch(self, epoch: str) -> Ledger:
+        """The account once everything was asked about that the restore `epoch` may have undone."""
+        return replace(self, epoch=epoch)
 
     def refuse(self, assignment: str, update: Vector) -> Ledger:
         """The account once it is clear that `update` cannot be sent nor kept: a discard."""
@@ -464,15 +561,63 @@ class Ledger:
             return ledger
         return replace(ledger, states={**self.states, held.compressor: (held.number, held.state)})
 
+    def _keeping(self, held: Pending, receipt: Receipt) -> Ledger:
+        """With what `held` stood for, if the server may go back behind its receipt."""
+        if self.backup_at is None:
+            return self
+        norm = Discard(0, "rolled-back", None, held.update).norm
+        new = Included(
+            update=held.update if receipt.issued_at >= self.backup_at else None,
+            norm=norm,
+            round=held.round,
+            attempt=held.attempt,
+            model=receipt.model,
+            issued_at=receipt.issued_at,
+            epoch=receipt.epoch,
+            spec=held.spec,
+            feedback=held.feedback,
+            number=held.number,
+            control=held.control,
+        )
+        room, kept = held.update.size // 2, list[tuple[str, Included]]()
+        for key, each in [(receipt.assignment, new), *reversed(list(self.kept.items()))][
+            :REMEMBERED
+        ]:
+            room -= each.num_values
+            kept.append((key, each if room >= 0 else replace(each, update=None)))
+        return replace(self, kept=dict(reversed(kept)))
+
+    def _undone(self, key: str, undone: Included) -> Ledger:
+        """What counted as included is included no more."""
+        ledger = replace(
+            self,
+            kept={other: each for other, each in self.kept.items() if other != key},
+            settled=self._remembering(key, "not-included"),
+            included=self.included - 1,
+            not_included=self.not_included + 1,
+            own=None if self.own is not None and self.own[0] == undone.number else self.own,
+        )
+        if undone.update is None:
+            nothing = Update(0, ())
+            return ledger._adding(Discard(0, "rolled-back", key, nothing, undone.norm))
+        if undone.control and ledger.control is not None and undone.spec == self.spec:
+            control = ledger.control.copy()
+            undone.update.add_to(control, -undone.control)
+            ledger = replace(ledger, control=control)
+        return ledger._returned(undone.update, key, undone.spec, feedback=undone.feedback)
+
     def _taken_back(self, held: Pending, key: str) -> Ledger:
-        if not held.feedback:
-            return self._discarding("not-included", held.update, key)
-        if held.spec != self.spec:
-            return self._discarding("spec-changed", held.update, key)
-        residual = np.zeros(held.update.size, np.float32)
+        return self._returned(held.update, key, held.spec, feedback=held.feedback)
+
+    def _returned(self, update: Update, key: str, spec: str, *, feedback: bool) -> Ledger:
+        if not feedback:
+            return self._discarding("not-included", update, key)
+        if spec != self.spec:
+            return self._discarding("spec-changed", update, key)
+        residual = np.zeros(update.size, np.float32)
         if self.residual is not None:
             residual = self.residual.copy()
-        held.update.add_to(residual)
+        update.add_to(residual)
         return replace(self, residual=residual)
 
     def _for_spec(self, spec: ModelSpec) -> Ledger:
@@ -507,7 +652,11 @@ class Ledger:
     def _discarding(self, reason: Reason, update: Update, assignment: str | None) -> Ledger:
         if not any(piece.values.any() for piece in update.pieces):
             return self
-        discard = Discard(self.counter + 1, reason, assignment, update)
+        return self._adding(Discard(0, reason, assignment, update))
+
+    def _adding(self, discard: Discard) -> Ledger:
+        """With one discard more, which is numbered here."""
+        discard = replace(discard, number=self.counter + 1)
         return replace(self, counter=self.counter + 1, discards=(*self.discards, discard))
 
     def to_bytes(self) -> bytes:
@@ -544,8 +693,21 @@ class Ledger:
                     "reason": discard.reason,
                     "assignment": discard.assignment,
                     "update": _stored_update(discard.update, f"discards.{index}", arrays),
+                    "lost_norm": discard.lost_norm,
                 }
                 for index, discard in enumerate(self.discards)
+            ],
+            "epoch": self.epoch,
+            "backup_at": self.backup_at,
+            "kept": [
+                {
+                    "assignment": key,
+                    "update": None
+                    if each.update is None
+                    else _stored_update(each.update, f"kept.{index}", arrays),
+                    **{name: getattr(each, name) for name in _INCLUDED_SCALARS},
+                }
+                for index, (key, each) in enumerate(self.kept.items())
             ],
         }
         for index, held in enumerate(self.pending.values()):
@@ -621,12 +783,22 @@ class Ledger:
                     item["reason"],
                     item["assignment"],
                     _loaded_update(item["update"], arrays),
+                    item.get("lost_norm"),
                 )
                 for item in document["discards"]
             ),
             counter=document["counter"],
             included=document["included"],
             not_included=document["not_included"],
+            epoch=document.get("epoch"),
+            backup_at=document.get("backup_at"),
+            kept={
+                item["assignment"]: Included(
+                    update=item["update"] and _loaded_update(item["update"], arrays),
+                    **{name: item[name] for name in _INCLUDED_SCALARS},
+                )
+                for item in document.get("kept", ())
+            },
         )
 
 
@@ -647,6 +819,20 @@ _PENDING_SCALARS = (
     "report",
     "lane",
     "session",
+)
+
+
+_INCLUDED_SCALARS = (
+    "norm",
+    "round",
+    "attempt",
+    "model",
+    "issued_at",
+    "epoch",
+    "spec",
+    "feedback",
+    "number",
+    "control",
 )
 
 

@@ -51,7 +51,7 @@ class PartVerbs(Protocol):
     def drop_parts(self, assignment: str, partial: str) -> None: ...
 
 
-class PartsNotOffered(TransportError):
+class PartsNotOffered(Exception):
     """The server has no uploads by parts: the body is to go in one."""
 
 

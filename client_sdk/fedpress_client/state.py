@@ -29,6 +29,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from fedpress_client.ledger import Ledger
 from fedpress_protocols.errors import ConfigurationError, StateCorrupt, StateLocked
+from fedpress_protocols.faults import explained
 from fedpress_protocols.signatures import DeviceKey
 
 _log = logging.getLogger(__name__)
@@ -88,7 +89,7 @@ class StateDirectory:
             return Identity.model_validate_json(path.read_bytes())
         except ValidationError as exc:
             raise StateCorrupt(
-                f"{path}: {exc.errors(include_url=False)[0]['msg']}",
+                f"{path}: {explained(exc)}",
                 hint="restore it, or remove it and enrol again: the key is kept",
             ) from exc
 

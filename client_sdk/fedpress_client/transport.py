@@ -274,7 +274,7 @@ class HttpTransport:
             try:
                 return self._by_parts(assignment, trip, body)
             except PartsNotOffered as exc:
-                _log.info("%s", exc.detail)
+                _log.info("%s", exc)
                 self._takes_parts = False
         path = f"/v1/assignments/{assignment}/{trip}"
         return self._call("PUT", path, body, {"Content-Type": _OCTETS}).parsed(UploadAck)
@@ -309,6 +309,9 @@ class HttpTransport:
         try:
             delivery = Delivery(self, assignment, "update", self._sizes, self._clock)
             delivery.ahead(source, max_bytes, begun)
+        except PartsNotOffered as exc:
+            _log.info("%s", exc)
+            self._takes_parts = False
         except _Again as again:
             raise again.error from again
 

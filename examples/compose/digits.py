@@ -1,4 +1,4 @@
-"""The demo devices of docker-compose.yml: handwritten digits, a small perceptron, numpy alone.
+"""The demo devices of the compose files: handwritten digits, a small perceptron, numpy alone.
 
     fedpress join URL --app digits:trainer    one device; its host name decides which images it has
     python digits.py FILE                     write the initial model

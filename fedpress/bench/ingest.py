@@ -141,7 +141,9 @@ class _Process:
                     break
         self._process.kill()
         self._log.seek(0)
-        raise ConfigurationError(f"a server did not start: {said}{self._log.read()[-3000:].decode()}")
+        raise ConfigurationError(
+            f"a server did not start: {said}{self._log.read()[-3000:].decode()}"
+        )
 
     @property
     def cpu_seconds(self) -> float:

@@ -93,20 +93,18 @@ class _Line(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         self._data += data
         if self._end < 0:
-            head = self._data.find(_END)
-            if head < 0:
+            found = self._data.find(_END)
+            if found < 0:
                 return
-            length = _LENGTH.search(self._data, 0, head)
-            self._end = head + len(_END) + (int(length[1]) if length else 0)
+            length = _LENGTH.search(self._data, 0, found)
+            self._end = found + len(_END) + (int(length[1]) if length else 0)
         if len(self._data) < self._end or self._answered is None:
             return
         head, _, body = bytes(self._data[: self._end]).partition(_END)
         del self._data[: self._end]
         self._end = -1
         answered, self._answered = self._answered, None
-        answered.set_result(
-            Answer(int(head[9:12]), head, body, time.perf_counter() - self._sent)
-        )
+        answered.set_result(Answer(int(head[9:12]), head, body, time.perf_counter() - self._sent))
 
     def connection_lost(self, exc: Exception | None) -> None:
         if self._answered is not None and not self._answered.done():

@@ -75,18 +75,26 @@ class Updates:
     def load(cls, name: str) -> Updates:
         """The file `name`, or the fixture of the source tree; raises ConfigurationError."""
         path = FIXTURE if name == "fixture" else Path(name)
+        hint = "benchmarks/make_update_fixture.py in the source tree writes one"
         try:
             with path.open("rb") as opened, np.load(opened) as file:
                 arrays = {key: file[key] for key in file.files}
+        except _UNREADABLE as exc:
+            raise ConfigurationError(
+                f"{path} is no file of updates, nor any .npz", hint=hint
+            ) from exc
+        if "updates" not in arrays:
+            raise ConfigurationError(
+                f"{path} is no file of updates: it has no array [n, values] named updates",
+                hint=hint,
+            )
+        try:
             updates = np.atleast_2d(arrays["updates"].astype(np.float32))
             spec = _spec(arrays, updates.shape[1])
             known = [arrays.get(key) for key in ("previous", "drift")]
             previous, drift = (None if v is None else v.astype(np.float32) for v in known)
         except _UNREADABLE as exc:
-            raise ConfigurationError(
-                f"{path} is no file of updates: {exc}",
-                hint="benchmarks/make_update_fixture.py in the source tree writes one",
-            ) from exc
+            raise ConfigurationError(f"{path} is no file of updates: {exc}", hint=hint) from exc
         return cls(spec, updates, Public(spec, PublicRandomness(bytes(32)), previous, drift))
 
 

@@ -298,7 +298,7 @@ def error_classes() -> Iterator[type[FedpressError]]:
 
 
 def _by_slug() -> dict[str, type[FedpressError]]:
-    return {cls.slug: cls for cls in error_classes()}
+    return {cls.slug: cls for cls in error_classes() if "slug" in vars(cls)}
 
 
 def _nearest(status: int) -> type[FedpressError]:

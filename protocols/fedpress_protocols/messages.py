@@ -93,6 +93,34 @@ class TaskSummary(Term):
     """Whether its models are to be had coded, whole and as differences."""
 
 
+class Restore(Term):
+    """A server came back from a backup: what was committed after it is in no model of this server.
+
+    Each restore makes a new *epoch*.
+    """
+
+    number: Annotated[int, Field(ge=1)]
+    """Of restores that this server's records have been through."""
+    epoch: Identifier
+    """Drawn anew by each restore: of two restores of one backup too."""
+    backup_at: int
+    """Unix seconds; what was committed before is here."""
+    restored_at: int
+
+
+class Fate(Term):
+    """An upload that a device knows to have been included, by the receipt that it has."""
+
+    assignment: Identifier
+    round: Annotated[int, Field(ge=0, lt=2**31)]
+    attempt: Annotated[int, Field(ge=0, lt=2**31)]
+    model: Digest | None
+    """The one that it went into."""
+
+
+MAX_FATES = 1024
+
+
 class CheckInRequest(Term):
     wire_versions: tuple[int, ...] = WIRE_VERSIONS
     pending: Annotated[tuple[Identifier, ...], Field(max_length=1024)] = ()
@@ -101,6 +129,10 @@ class CheckInRequest(Term):
     """Seconds that the server may hold the answer until there is news."""
     attributes: Attributes = Field(default_factory=dict)
     """What the task's rules of eligibility read; the device's own word."""
+    epoch: Identifier | None = None
+    """Of the last restore that the device has taken account of; None: of none."""
+    fates: Annotated[tuple[Fate, ...], Field(max_length=MAX_FATES)] = ()
+    """What it was told since the last backup; asked once it hears of a restore."""
 
 
 class Assignment(Term):
@@ -160,17 +192,42 @@ class Receipt(Term):
     issued_at: int
     """Unix seconds."""
     masked: MaskedSum | None = None
+    epoch: Identifier | None = None
+    """Of the server's last restore before the receipt was issued; there only if there was one."""
 
     @model_serializer(mode="wrap")
     def _without_none(self, serialize: SerializerFunctionWrapHandler) -> dict[str, Any]:
         fields: dict[str, Any] = serialize(self)
-        if fields.get("masked", ...) is None:
-            del fields["masked"]
+        for name in ("masked", "epoch"):
+            if fields.get(name, ...) is None:
+                del fields[name]
         return fields
 
 
 class SignedReceipt(Term):
     receipt: Receipt
+    key_id: str
+    signature: str
+
+
+RECALL_CONTEXT = "fedpress recall v1"
+"""Under which the server signs what a restore undid."""
+
+
+class Recall(Term):
+    """The server's word to one device, signed: since `restore` it knows nothing of the assignments
+    `unknown`, and what was sent for them is in no model of it, nor will be."""
+
+    client_id: Identifier
+    task: Name
+    restore: Restore
+    unknown: Annotated[tuple[Identifier, ...], Field(max_length=1024 + MAX_FATES)] = ()
+    issued_at: int
+    """Unix seconds."""
+
+
+class SignedRecall(Term):
+    recall: Recall
     key_id: str
     signature: str
 
@@ -184,6 +241,12 @@ class CheckInResponse(Term):
     retry_after: float
     """Seconds until the next check-in is worth while; jitter is the device's."""
     server_time: float
+    recall: SignedRecall | None = None
+    """Where the server was restored since the device's `epoch`, or does not know what it asks of
+    because of that."""
+    backup_at: int | None = None
+    """The server may go back to here (Unix seconds): a device keeps what receipts of later say was
+    included. Told with receipts; None without a backup."""
 
 
 class UploadAck(Term):
@@ -339,8 +402,8 @@ class RoundStatus(Term):
 class Continuation(Term):
     """More rounds for a task that has stopped after `after_round` of them, beginning at `model`."""
 
-    after_round: Annotated[int, Field(ge=0)]
-    rounds: Annotated[int, Field(ge=1)]
+    after_round: Annotated[int, Field(ge=0, lt=2**30)]
+    rounds: Annotated[int, Field(ge=1, lt=2**30)]
     model: Digest
 
 
@@ -443,8 +506,8 @@ class RetentionTerms(Term):
     needs. Rows stay of all.
     """
 
-    last: Annotated[int, Field(ge=1)] = 10
-    every: Annotated[int, Field(ge=1)] | None = None
+    last: Annotated[int, Field(ge=1, lt=2**31)] = 10
+    every: Annotated[int, Field(ge=1, lt=2**31)] | None = None
 
 
 class TaskConfig(Term):
@@ -452,7 +515,7 @@ class TaskConfig(Term):
 
     task: Name
     model: Digest
-    rounds: Annotated[int, Field(ge=1)]
+    rounds: Annotated[int, Field(ge=1, lt=2**31)]
     strategy: dict[str, Any] = Field(default_factory=lambda: {"id": "fedavg"})
     lane: Literal["clear", "masked"] = "clear"
     masking: MaskingTerms | None = None
@@ -464,14 +527,14 @@ class TaskConfig(Term):
     policies: Policies = ()
     """Which of `profiles` a round has, and each client of it. With any these are a ladder, the
     gentlest first; without, the assignments of a round have them in turn."""
-    schedule_after: Annotated[int, Field(ge=0)] = 0
+    schedule_after: Annotated[int, Field(ge=0, lt=2**31)] = 0
     """Rounds before the schedule begins; a continuation, whose optimizer begins anew, sets it."""
     training: TrainingTerms = TrainingTerms()
     cohort: CohortRules
-    round_seconds: Annotated[float, Field(gt=0)] = 600.0
+    round_seconds: Annotated[float, Field(gt=0, lt=2**31)] = 600.0
     at_end: Literal["finished", "paused"] = "finished"
     """What becomes of the task after its last round."""
-    max_attempts: Annotated[int, Field(ge=1)] = 10
+    max_attempts: Annotated[int, Field(ge=1, lt=2**31)] = 10
     """Attempts at one round before the task is cancelled."""
     max_abs: Annotated[float, Field(gt=0)] = 256.0
     max_examples: Annotated[int, Field(ge=1, lt=2**32)] = 65536

@@ -37,6 +37,7 @@ from fedpress_protocols.compression.error_feedback import ErrorFeedback
 from fedpress_protocols.compression.linear import as_linear, restricts, support_of
 from fedpress_protocols.compression.powersgd import PowerSGD
 from fedpress_protocols.errors import FedpressError, IncompatiblePlan, WireVersionMismatch
+from fedpress_protocols.faults import explained
 from fedpress_protocols.fixed_point import FixedPoint
 from fedpress_protocols.masking.graph import Adversary, parameters
 from fedpress_protocols.masking.keystream import Suite
@@ -66,7 +67,8 @@ TermT = TypeVar("TermT", bound=Term)
 
 def _compressor(value: Any) -> Any:
     if not isinstance(value, dict) and not hasattr(value, "layout"):
-        raise ValueError(f"a compressor is an object with an id, not {str(value)[:32]!r}")
+        found = repr(value[:32]) if isinstance(value, str) else f"a {type(value).__name__}"
+        raise ValueError(f"a compressor is an object with an id, not {found}")
     try:
         return from_config(value) if isinstance(value, dict) else value
     except FedpressError as exc:  # pydantic gathers ValueErrors under the field's name
@@ -515,15 +517,6 @@ def parsed(cls: type[TermT], text: str | bytes) -> TermT:
         return cls.model_validate_json(text)
     except ValidationError as exc:
         raise IncompatiblePlan(explained(exc)) from exc
-
-
-def explained(exc: ValidationError) -> str:
-    """What pydantic found, one clause a field: where, what is wrong."""
-    clauses = []
-    for fault in exc.errors(include_url=False, include_input=False):
-        where = ".".join(str(part) for part in fault["loc"]) or "the whole"
-        clauses.append(f"{where}: {fault['msg']}")
-    return "; ".join(clauses)
 
 
 def agreed_version(offered: tuple[int, ...]) -> int:

@@ -20,7 +20,13 @@ from fedpress_server.auth import Gatekeeper
 from fedpress_server.bucket import opened_payloads
 from fedpress_server.coordinator import Coordinator
 from fedpress_server.database import Database
-from fedpress_server.devices import BytesInFlight, device_routes, enrolment, shared_routes
+from fedpress_server.devices import (
+    BytesInFlight,
+    device_routes,
+    enrolment,
+    shared_routes,
+    upload_routes,
+)
 from fedpress_server.health import health_routes
 from fedpress_server.intake import Intake
 from fedpress_server.masked_intake import SessionDesk
@@ -115,9 +121,9 @@ def create_app(settings: Settings, *, clock: Callable[[], float] = time.time) ->
     app.state.bytes_in_flight = BytesInFlight(settings.max_bytes_in_flight, metrics.bytes_in_flight)
     install(app, metrics)
     app.add_middleware(RequestGuard, metrics=metrics)
-    routers = (enrolment, device_routes, resumable_routes, session_routes, shared_routes)
+    devices = (upload_routes, device_routes, enrolment, resumable_routes, session_routes)
     if settings.role in ("all", "api"):
-        for router in (*routers, operator_routes, registry_routes):
+        for router in (*devices, shared_routes, operator_routes, registry_routes):
             app.include_router(router)
     app.include_router(health_routes)
     _describe(app)

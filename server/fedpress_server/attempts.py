@@ -14,7 +14,7 @@ from fedpress_protocols.policies.course import Course
 from fedpress_server.adding import StagedUpload
 from fedpress_server.files import upload_name, uploads_folder
 from fedpress_server.masked import Host, Message, Session
-from fedpress_server.records import RoundKey
+from fedpress_server.records import AssignmentRecord, RoundKey
 from fedpress_server.rounds import (
     BeginSession,
     CarriedOver,
@@ -70,6 +70,13 @@ class Attempt:
     def holds(self, assignment: str, key: RoundKey) -> bool:
         """Whether an assignment that the attempt `key` gave is one of this attempt's."""
         return assignment in self.round.parts and self.key_of(assignment) == key
+
+    def record_of(self, assignment: str) -> AssignmentRecord:
+        """As its row has it, but for the time at which it was given, which is not kept here: 0."""
+        part = self.round.parts[assignment]
+        profile = self.terms_of(assignment).profile(part.index, part.profile)
+        whose = (assignment, *self.key_of(assignment), part.client_id)
+        return AssignmentRecord(*whose, part.index, profile, 0.0, None, part.turn)
 
     def concerns(self, event: Event, key: RoundKey | None) -> bool:
         """Whether what happens to the attempt `key`, None for any, happens to this one."""

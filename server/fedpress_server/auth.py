@@ -45,6 +45,9 @@ from fedpress_server.records import Device, EnrolmentToken
 _CHANGING = ("POST", "DELETE")
 """Methods of requests that may do something more when they come again. To repeat a GET tells what
 it told; a PUT and a PATCH name the bytes and their place."""
+_REMEMBERED = 60.0
+"""Seconds for which a device is taken to be enrolled that is asked again before it matters."""
+_MOST_REMEMBERED = 65536
 _DEFAULT_PORTS = {"http": ":80", "https": ":443"}
 
 
@@ -67,6 +70,8 @@ class Gatekeeper:
         self._admin = _hash(admin_token) if admin_token else None
         self._clock_skew = clock_skew
         self._devices: dict[str, Device] = {}
+        self._read: dict[str, tuple[float, Device]] = {}
+        """Where other servers see devices too: whom this one read of, and when."""
         self._guard = ReplayGuard(opened=clock())
 
     async def start(self) -> None:
@@ -75,14 +80,18 @@ class Gatekeeper:
 
     # Requests
 
-    async def check_device(self, request: Request) -> tuple[Device, Content]:
+    async def check_device(
+        self, request: Request, *, is_asked_again: bool = False
+    ) -> tuple[Device, Content]:
         """The device that signed the request, and the body that it must turn out to have.
+
+        One that `is_asked_again`, when what it sends is written, may have been read a moment ago.
 
         Raises one of the Unauthorized family, LengthRequired or MalformedRequest.
         """
         headers = signed_headers(request.scope["headers"])
         parsed = parse_signature(headers)
-        device = await self._device(parsed.key_id)
+        device = await self._device(parsed.key_id, is_asked_again)
         if device is None or device.revoked_at is not None:
             what = "was never enrolled" if device is None else "was revoked"
             raise UnknownDevice(f"device key {parsed.key_id} {what}")
@@ -93,10 +102,19 @@ class Gatekeeper:
             await self._remember(parsed)
         return device, content
 
-    async def _device(self, key_id: str) -> Device | None:
-        if self._is_shared:
-            return await self._database.read(lambda c: records.device_by_key(c, key_id))
-        return self._devices.get(key_id)
+    async def _device(self, key_id: str, may_be_old: bool) -> Device | None:
+        if not self._is_shared:
+            return self._devices.get(key_id)
+        now = self._clock()
+        read_at, device = self._read.get(key_id, (0.0, None))
+        if not may_be_old or device is None or not 0 <= now - read_at < _REMEMBERED:
+            device = await self._database.read(lambda c: records.device_by_key(c, key_id))
+            self._read.pop(key_id, None)
+            while len(self._read) >= _MOST_REMEMBERED:
+                del self._read[next(iter(self._read))]
+            if device is not None:
+                self._read[key_id] = now, device
+        return device
 
     async def _remember(self, parsed: ParsedSignature) -> None:
         """Raises ReplayedRequest if another server has seen the request."""

@@ -2,9 +2,9 @@
 
 An object is there whole or not at all, and what an acknowledged put has stored is found by its
 name at once; listings may lag behind, so nothing but sweeping goes by them. What is named by its
-content is put only where nothing is (If-None-Match), with the checksum that the store verifies,
-and is held against its name when it comes back. A body goes up in one request: an upload in parts
-that was broken off would leave bytes which no name leads to.
+content is put with the checksum that the store verifies, at first only where nothing is
+(If-None-Match), and is held against its name when it comes back. A body goes up in one request: an
+upload in parts that was broken off would leave bytes which no name leads to.
 """
 
 from __future__ import annotations
@@ -36,6 +36,8 @@ _RETRY_AFTER = 5.0
 class Bucket(Payloads):
     """Objects under a prefix of a bucket. `grace`: seconds for which an object that no row leads to
     is left alone, since another server may be about to commit one."""
+
+    is_local = False
 
     def __init__(
         self,
@@ -105,8 +107,8 @@ class Bucket(Payloads):
         try:
             self._asked(name, lambda: self._put(name, data, "create"))
         except self._errors.AlreadyExistsError:
-            if self.size(name) != len(data):
-                self._asked(name, lambda: self._put(name, data, "overwrite"))
+            # Its age decides what is swept: it must not be as old as what a killed server left.
+            self._asked(name, lambda: self._put(name, data, "overwrite"))
         failpoints.reach("file-kept")
 
     def _put(self, name: str, data: bytes, mode: str) -> None:
@@ -140,14 +142,28 @@ class Bucket(Payloads):
         here = [each["path"] for each in found["objects"]]
         yield from sorted([*found["common_prefixes"], *here])
 
+    def drop_settled(self, name: str, older_than: float = 0.0) -> None:
+        below = [each["last_modified"] for each in self._listed(name)]
+        try:
+            if not below:
+                head = self._asked(name, lambda: self._api.head(self._store, name))
+                below = [head["last_modified"]]
+        except NotFound:
+            return
+        if max(below) < self._before(older_than):
+            self.drop(name)
+
     def settled(self, folder: str, older_than: float = 0.0) -> Iterator[str]:
         newest: dict[str, datetime] = {}
         for each in self._listed(folder):
             below = each["path"].removeprefix(f"{folder}/").partition("/")[0]
             name, at = f"{folder}/{below}", each["last_modified"]
             newest[name] = max(at, newest.get(name, at))
-        before = datetime.now(UTC) - max(self._grace, timedelta(seconds=older_than))
+        before = self._before(older_than)
         yield from sorted(name for name, at in newest.items() if at < before)
+
+    def _before(self, older_than: float) -> datetime:
+        return datetime.now(UTC) - max(self._grace, timedelta(seconds=older_than))
 
     def _listed(self, folder: str) -> list[Any]:
         def listed() -> list[Any]:

@@ -57,9 +57,11 @@ class CodedModels:
         if not await self._database.read(lambda c: evaluation.has_model(c, task, model)):
             raise NotFound(f"task {task!r} has no model {model[:12]}", task=task)
         name = coded_name(task, model, base, terms.coder)
-        async with self._making[name]:
-            size = await self._background.in_thread(self._kept, name, model, base, terms.coder)
-        self._making.pop(name, None)
+        try:
+            async with self._making[name]:
+                size = await self._background.in_thread(self._kept, name, model, base, terms.coder)
+        finally:
+            self._making.pop(name, None)
         if base is not None:
             whole = await self.find(config, model, None)
             if size >= whole.num_bytes:

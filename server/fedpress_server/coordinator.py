@@ -58,6 +58,8 @@ Form = Literal["plain", "coded", "difference"]
 """How a model is sent: as its file, or coded whole, or coded as a difference."""
 _FORGET_EVERY = 60.0
 _SWEEP_EVERY = 3600.0
+_CLOCKS_APART = 300.0
+"""Seconds by which another server's clock may be behind, which may still take what expired here."""
 
 _log = logging.getLogger(__name__)
 
@@ -126,7 +128,7 @@ class Coordinator:
         """Begin with what this server's role is."""
         role = self._settings.role
         if not self.is_shared:
-            await self._database.read(lambda c: sweep(c, self._payloads, self._clock()))
+            await sweep(self._database, self._payloads, self._clock())
         restore = self.check_ins.restore = await self._database.read(restores.newest)
         self.steps.epoch = None if restore is None else restore.epoch
         for record in await self._database.read(records.task_records):
@@ -147,8 +149,6 @@ class Coordinator:
         if role in ("all", "scheduler"):
             self._background.serve(self._tick_forever())
         if role in ("all", "worker"):
-            if not self.is_shared:
-                await self._database.write(lambda c: leases.void(c, self.steps.lease_time(c)))
             for task in list(self.steps.tasks.values()):
                 await self.steps.recover_jobs(task)
             self._background.serve(self.work.serve())
@@ -214,21 +214,22 @@ class Coordinator:
             left_at = self.steps.left_files_at
             if left_at is not None and now > left_at + _SWEEP_EVERY:
                 self.steps.left_files_at = None
-                await self._database.read(self._sweep_later)
+                if not await self._sweep_later():
+                    self.steps.left_files_at = now
             return
 
         def write(connection: Connection) -> None:
             records.forget_waiting(connection, now - self.check_ins.no_candidates().patience)
-            records.forget_nonces(connection, now)
+            records.forget_nonces(connection, now - _CLOCKS_APART)
 
         await self._database.write(write)
         if now >= self._swept_at + _SWEEP_EVERY:
             self._swept_at = now
-            await self._database.read(self._sweep_later)
+            await self._sweep_later()
 
-    def _sweep_later(self, connection: Connection) -> None:
-        """Sweep beside what is being written."""
-        sweep(connection, self._payloads, self._clock(), _SWEEP_EVERY)
+    async def _sweep_later(self) -> bool:
+        """Sweep beside what is being written, see `sweep`."""
+        return await sweep(self._database, self._payloads, self._clock(), _SWEEP_EVERY)
 
     async def _follow_forever(self) -> None:
         """Catch up with other servers as soon as they are heard of, and in any case soon."""
@@ -344,7 +345,7 @@ class Coordinator:
         for task in self.steps.tasks.values():
             plans = task.attempt.plans if task.attempt is not None else ()
             if any(digest in plan.artefacts for plan in plans):
-                return self._payloads.size(artefact_name(digest))
+                return await asyncio.to_thread(self._payloads.size, artefact_name(digest))
         raise NotFound(f"no open round names {digest[:12]}")
 
     def count_download(

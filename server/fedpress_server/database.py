@@ -16,6 +16,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import nullcontext
 from typing import Any, Literal, TypeVar
 
 import sqlalchemy as sa
@@ -206,12 +207,16 @@ class Database:
             self._backend.take_turn(connection, alone=again or any(job.alone for job in batch))
             for job in batch:
                 try:
-                    with connection.begin_nested():
+                    # One that is alone is undone with the transaction.
+                    with connection.begin_nested() if len(batch) > 1 else nullcontext():
                         job.result = job.work(connection)
                 except Exception as exc:
-                    if self._backend.is_passing(exc):
+                    if self._backend.is_passing(exc) or self._backend.is_undone(connection):
                         raise
                     job.error = exc
+                    if len(batch) == 1:
+                        transaction.rollback()
+                        return
             try:
                 failpoints.reach("commit-due")
                 self._commit(transaction)

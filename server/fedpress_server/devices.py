@@ -49,6 +49,7 @@ from fedpress_server.routing import (
     AnyoneKnownRoute,
     BoundedRoute,
     DeviceRoute,
+    UploadRoute,
     content_of,
     device_of,
     read_body,
@@ -63,6 +64,12 @@ enrolment = APIRouter(prefix="/v1", route_class=BoundedRoute, tags=["devices"])
 device_routes = APIRouter(
     prefix="/v1",
     route_class=DeviceRoute,
+    tags=["devices"],
+    responses=responses(401),
+)
+upload_routes = APIRouter(
+    prefix="/v1",
+    route_class=UploadRoute,
     tags=["devices"],
     responses=responses(401),
 )
@@ -342,6 +349,7 @@ async def _chunks(
 
 _UPLOAD: dict[str, Any] = {
     "status_code": 201,
+    "response_model": UploadAck,
     "responses": responses(
         400,
         403,
@@ -369,39 +377,36 @@ _UPLOAD: dict[str, Any] = {
 }
 
 
-@device_routes.put("/assignments/{assignment}/update", **_UPLOAD)
-async def put_update(
-    request: Request, response: Response, assignment: Identifier, uploads: Uploads
-) -> UploadAck:
+@upload_routes.put("/assignments/{assignment}/update", **_UPLOAD)
+async def put_update(request: Request, assignment: Identifier) -> Response:
     """Upload an assignment's update. 201 says that it lies on the disk, checked.
 
     The same bytes get the same answer, also long after the round; other bytes get 409. Before the
     body is read, who sends it, its length and its place are checked. An assignment has one body on
     its way at a time: another is put off, 503.
     """
+    uploads = await _intake(request)
     slot = await uploads.slot(device_of(request).client_id, assignment)
-    return await _taken(request, response, slot, uploads.admit, uploads.stage)
+    return await _taken(request, slot, uploads.admit, uploads.stage)
 
 
-@device_routes.put("/assignments/{assignment}/first", **_UPLOAD)
-async def put_first(
-    request: Request, response: Response, assignment: Identifier, uploads: Uploads
-) -> UploadAck:
+@upload_routes.put("/assignments/{assignment}/first", **_UPLOAD)
+async def put_first(request: Request, assignment: Identifier) -> Response:
     """Send the first of two trips: what the round's basis is made of. 201 says that it lies on the
     disk, checked; a later check-in brings the assignment again, with the basis, and then the update
     is due. The same bytes get the same answer while the round lasts; other bytes get 409.
     """
+    uploads = await _intake(request)
     slot = await uploads.slot(device_of(request).client_id, assignment)
-    return await _taken(request, response, slot, uploads.admit_first, uploads.stage_first)
+    return await _taken(request, slot, uploads.admit_first, uploads.stage_first)
 
 
 async def _taken(
     request: Request,
-    response: Response,
     slot: UploadSlot,
     admit: Callable[[UploadSlot, str], Awaitable[object]],
     stage: Callable[[UploadSlot, bytes, str, int], Awaitable[tuple[UploadAck, bool]]],
-) -> UploadAck:
+) -> Response:
     """The body of the request, once `admit` has let its SHA-256 pass, through `stage`."""
     content, record = content_of(request), slot.record
     if content.length > slot.max_body_bytes:
@@ -430,9 +435,8 @@ async def _taken(
         uploads.arrived(record.assignment, len(body), began_at, seconds)
         wire_bytes = head_bytes(request) + len(body)
         ack, is_new = await stage(slot, body, digest, wire_bytes)
-    if not is_new:
-        response.status_code = 200
-    return ack
+    status = 201 if is_new else 200
+    return Response(ack.model_dump_json(), status, media_type="application/json")
 
 
 def head_bytes(request: Request) -> int:
@@ -457,7 +461,8 @@ async def get_own(
     """
     name, digest = await rounds.own_name(device_of(request).client_id, assignment)
     payloads = cast(Payloads, request.app.state.payloads)
-    return _immutable(request, name, digest, payloads.size(name), task or "")
+    num_bytes = await asyncio.to_thread(payloads.size, name)
+    return _immutable(request, name, digest, num_bytes, task or "")
 
 
 @device_routes.get(
@@ -473,7 +478,8 @@ async def get_basis(
     """
     name, digest = await rounds.basis_name(device_of(request).client_id, assignment)
     payloads = cast(Payloads, request.app.state.payloads)
-    return _immutable(request, name, digest, payloads.size(name), task or "")
+    num_bytes = await asyncio.to_thread(payloads.size, name)
+    return _immutable(request, name, digest, num_bytes, task or "")
 
 
 @device_routes.delete(

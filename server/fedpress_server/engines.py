@@ -8,7 +8,7 @@ beside each other in PostgreSQL; in SQLite a turn is always alone.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, Literal, Protocol
 
 import sqlalchemy as sa
@@ -24,6 +24,7 @@ from fedpress_protocols.errors import (
 READERS = 4
 """Threads that read, each with a connection of its own."""
 
+_LOG_BYTES = 8 * 2**20
 _ALTERS = "fedpress_alters"
 _WRITES = "fedpress_writes"
 _TURNS = 0x66656470  # the number of an advisory lock; any will do
@@ -67,6 +68,10 @@ class Backend(Protocol):
 
     def is_passing(self, exc: BaseException) -> bool:
         """Whether the same transaction may succeed if it is run again from its beginning."""
+        ...
+
+    def is_undone(self, connection: Connection) -> bool:
+        """Whether the database itself has undone the transaction, and not a part of it alone."""
         ...
 
     def translated(self, exc: BaseException) -> BaseException:
@@ -147,6 +152,7 @@ class SQLite:
             "foreign_keys=ON",
             "secure_delete=ON",  # shares of masks are not left to be found in free pages
             "busy_timeout=10000",
+            f"journal_size_limit={_LOG_BYTES}",  # what a long reader let grow is cut back
         ):
             cursor.execute(f"PRAGMA {pragma}")
         cursor.close()
@@ -167,11 +173,16 @@ class SQLite:
     def is_passing(self, exc: BaseException) -> bool:
         return False  # busy_timeout has waited already
 
+    def is_undone(self, connection: Connection) -> bool:
+        """As on a full disk: savepoints and all that was written before are gone with it."""
+        driver: Any = connection.connection.driver_connection
+        return not driver.in_transaction
+
     def translated(self, exc: BaseException) -> BaseException:
         if not isinstance(exc, sa.exc.OperationalError):
             return exc
         said = str(exc.orig)
-        if "disk is full" in said or "No space left" in said:
+        if any("disk is full" in each or "No space left" in each for each in _reasons(exc)):
             return _caused(StorageFull("no space is left on the server", retry_after=60), exc)
         if "database is locked" in said:
             return _caused(Unavailable("the database is busy", retry_after=_AWAY), exc)
@@ -215,6 +226,7 @@ class PostgreSQL:
                 connect_args={
                     "options": " ".join(options).strip(),
                     "application_name": "fedpress",
+                    "client_encoding": "utf8",
                     "connect_timeout": 5,
                     "keepalives_idle": 10,
                     "keepalives_interval": 5,
@@ -261,6 +273,9 @@ class PostgreSQL:
             return False
         return exc.connection_invalidated or _state(exc) in _PASSING
 
+    def is_undone(self, connection: Connection) -> bool:
+        return False
+
     def translated(self, exc: BaseException) -> BaseException:
         if isinstance(exc, sa.exc.TimeoutError):
             return _caused(
@@ -294,6 +309,13 @@ class PostgreSQL:
 
     def dispose(self) -> None:
         self.writes.dispose()
+
+
+def _reasons(exc: BaseException | None) -> Iterator[str]:
+    """What was said last, and what came before it."""
+    while exc is not None:
+        yield str(exc)
+        exc = exc.__cause__ or exc.__context__
 
 
 def _state(exc: sa.exc.DBAPIError) -> str | None:

@@ -14,12 +14,14 @@ from sqlalchemy.engine import Connection
 
 from fedpress_protocols.errors import (
     FedpressError,
+    Forbidden,
     RoundClosed,
     UnknownAssignment,
     UpdateConflict,
 )
 from fedpress_protocols.messages import Trip, UploadAck
 from fedpress_server import failpoints, records
+from fedpress_server.attempts import Attempt
 from fedpress_server.coordinator import Coordinator
 from fedpress_server.database import Database
 from fedpress_server.files import upload_name
@@ -29,6 +31,7 @@ from fedpress_server.payloads import Payloads
 from fedpress_server.records import AssignmentRecord, UploadRecord
 from fedpress_server.rounds import FirstStaged, Stage, StageFirst, UploadStaged
 from fedpress_server.terms import RoundTerms
+from fedpress_server.turns import Received
 
 _ARRIVALS = 65536
 """Assignments whose bodies are remembered to be on their way."""
@@ -76,6 +79,13 @@ class Intake:
 
     async def slot(self, client_id: str, assignment: str) -> UploadSlot:
         """Raises UnknownAssignment or Forbidden."""
+        held = self._coordinator.held(assignment)
+        if held is not None:
+            task, attempt = held
+            record = attempt.record_of(assignment)
+            if record.client_id != client_id:
+                raise Forbidden("the assignment is another device's")
+            return UploadSlot(record, task.record.max_body_bytes)
         record = await self._coordinator.assignment(client_id, assignment)
         return UploadSlot(record, await self._coordinator.max_body_bytes(record.task))
 
@@ -106,6 +116,8 @@ class Intake:
     async def _refusal(self, slot: UploadSlot, digest: str) -> FedpressError | None:
         # In this order: one that is not awaited because it has just been staged is found then.
         is_awaited = await self._coordinator.takes_upload(slot.record) is not None
+        if self._awaited(slot) is not None:
+            return None
         staged = await self._staged(slot)
         if staged is not None and staged.digest != digest:
             return UpdateConflict(
@@ -115,6 +127,13 @@ class Intake:
         if staged is not None or is_awaited:
             return None
         return await self._closed(slot)
+
+    def _awaited(self, slot: UploadSlot) -> Attempt | None:
+        """The attempt in which memory has the upload still awaited."""
+        held = self._coordinator.held(slot.record.assignment)
+        if held is None or not held[1].holds(slot.record.assignment, slot.record.key):
+            return None
+        return held[1]
 
     async def _closed(self, slot: UploadSlot) -> RoundClosed:
         task, number, attempt = slot.record.key
@@ -167,8 +186,8 @@ class Intake:
         amounts = {"upload_bytes": len(body) - counted, "wire_upload_bytes": wire_bytes}
         self._metrics.upload_size.labels(task).observe(len(body))
         try:
-            is_new = await self._stage_new(slot, body, digest, amounts)
-            if not is_new:
+            received_at = await self._stage_new(slot, body, digest, amounts)
+            if received_at is None:
                 await self._count(slot, amounts)
                 refusal = await self._refusal(slot, digest)
                 if refusal is not None:
@@ -176,13 +195,14 @@ class Intake:
         except FedpressError as exc:
             self._metrics.uploads.labels(task, exc.slug).inc()
             raise
-        self._metrics.uploads.labels(task, "staged" if is_new else "repeated").inc()
-        staged = await self._staged(slot)
-        if staged is None:
-            raise UnknownAssignment(f"assignment {slot.record.assignment} has no upload")
-        ack = UploadAck(
-            assignment=staged.assignment, upload=staged.digest, received_at=staged.received_at
-        )
+        self._metrics.uploads.labels(task, "repeated" if received_at is None else "staged").inc()
+        is_new = received_at is not None
+        if received_at is None:
+            staged = await self._staged(slot)
+            if staged is None:
+                raise UnknownAssignment(f"assignment {slot.record.assignment} has no upload")
+            received_at = staged.received_at
+        ack = UploadAck(assignment=slot.record.assignment, upload=digest, received_at=received_at)
         return ack, is_new
 
     async def admit_first(self, slot: UploadSlot, digest: str) -> bool:
@@ -244,40 +264,47 @@ class Intake:
         try:
             await self.admit_first(slot, digest)  # passes if the same bytes came twice at once
         except FedpressError:
-            await loop.run_in_executor(self._threads, self._payloads.drop, where)
+            await self._drop(where)
             raise
         return False
 
     async def _stage_new(
         self, slot: UploadSlot, body: bytes, digest: str, amounts: dict[str, int]
-    ) -> bool:
-        """Whether the upload is one that was awaited, and is staged now."""
-        terms = await self._coordinator.takes_upload(slot.record)
-        if terms is None:
-            return False
+    ) -> float | None:
+        """When the upload was received, if it is one that was awaited, and is staged now."""
         key, name = slot.record.key, slot.record.assignment
-        loop = asyncio.get_running_loop()
-        attempt = await self._coordinator.attempt_of(slot.record)
-        session = attempt.session if attempt is not None else None
+        attempt = self._awaited(slot)
+        if attempt is None:
+            if await self._coordinator.takes_upload(slot.record) is None:
+                return None
+            attempt = await self._coordinator.attempt_of(slot.record)
+        if attempt is None:
+            return None
+        terms, session = attempt.terms_of(name), attempt.session
         if terms.plan.lane == "masked" and session is None:
-            return False
-        try:
-            num_examples, loss, words = await loop.run_in_executor(
-                self._threads, self._checked, slot.record, terms, session, body, digest
-            )
-        except FedpressError:
-            await self._count(slot, amounts)
-            raise
+            return None
         where = upload_name(key, name, digest)
-        await loop.run_in_executor(self._threads, self._payloads.put, where, body)
+
+        def kept() -> tuple[int, float | None, Words | None] | FedpressError:
+            """What the check finds; whatever passes it is on the disk then."""
+            try:
+                found = self._checked(slot.record, terms, session, body, digest)
+            except FedpressError as exc:
+                return exc
+            self._payloads.put(where, body)
+            return found
+
+        loop = asyncio.get_running_loop()
+        found = await loop.run_in_executor(self._threads, kept)
+        if isinstance(found, FedpressError):
+            await self._count(slot, amounts)
+            raise found
         failpoints.reach("upload-kept")
+        num_examples, loss, words = found
         travelled = self._travelled(name, len(body))
-
-        def also(connection: Connection, now: float) -> None:
-            upload = UploadRecord(name, digest, len(body), num_examples, now, loss, *travelled)
-            records.add_upload(connection, upload)
-            records.count(connection, key, received=1, **amounts)
-
+        upload = UploadRecord(name, digest, len(body), num_examples, 0.0, loss, *travelled)
+        amounts = {"received": 1, **amounts}
+        also = Received(key, upload, amounts, slot.record.client_id)
         effects = await self._coordinator.apply(key[0], UploadStaged(name, digest), key, also)
         failpoints.reach("upload-committed")
         if Stage(name, digest) in effects:
@@ -287,12 +314,12 @@ class Intake:
                 )
                 if await self._coordinator.attempt_of(slot.record) is None:
                     self._coordinator.steps.sums.drop(key)  # it was over before this was added
-            return True
+            return also.received_at
         staged = await self._staged(slot)
         if staged is None or staged.digest != digest:
             # The round closed while the body was checked: nothing leads to the file.
-            await loop.run_in_executor(self._threads, self._payloads.drop, where)
-        return False
+            await self._drop(where)
+        return None
 
     def _checked(
         self,
@@ -308,6 +335,13 @@ class Intake:
             return 0, None, session.words(record.assignment, body, digest)
         _, num_examples, report = terms.decoded(body, record.profile, record.client_id)
         return num_examples, report.get("loss"), None
+
+    async def _drop(self, where: str) -> None:
+        """Remove a body that came to nothing. Where another server may be about to write the row
+        of the same bytes, it goes with the attempt's folder instead, or is swept."""
+        if not self._coordinator.is_shared:
+            loop = asyncio.get_running_loop()
+            await loop.run_in_executor(self._threads, self._payloads.drop, where)
 
     async def _count(self, slot: UploadSlot, amounts: dict[str, int]) -> None:
         await self._database.write(lambda c: records.count(c, slot.record.key, **amounts))

@@ -7,14 +7,18 @@ however late it wakes. All times here are of one clock.
 
 from __future__ import annotations
 
+import re
 import secrets
 from collections.abc import Collection, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
 
 import sqlalchemy as sa
 from sqlalchemy.engine import Connection
 
+from fedpress_server.payloads import LocalPayloads
 from fedpress_server.records import RoundKey
 from fedpress_server.tables import jobs
 
@@ -23,6 +27,9 @@ Kind = Literal["sum", "fold", "basis"]
 two trips made."""
 JobKey = tuple[str, int, int, Kind, int]
 """Task, round, attempt, kind, batch."""
+
+
+_HOLDER = "worker"
 
 
 class LeaseLost(Exception):
@@ -106,7 +113,7 @@ def acquire(
     different jobs, and none waits for another.
 
     What `holder` has itself, and not among `but`, it has without knowing, as after a commit whose
-    outcome it was not told; it may have it again.
+    outcome it was not told, or since before it was killed; it may have it again at once.
     """
     row = _next(connection, holder, now, but, lock=True)
     if row is None:
@@ -169,15 +176,20 @@ def all_outputs(connection: Connection) -> list[tuple[RoundKey, str]]:
     return [((task, number, attempt), output) for task, number, attempt, output in found]
 
 
-def void(connection: Connection, now: float) -> None:
-    """No lease holds any more: for a start where no other server can be."""
-    is_held = jobs.c.lease_token.is_not(None)
-    connection.execute(sa.update(jobs).where(is_held).values(lease_token=None, lease_expiry=now))
+def holder_of(data_dir: Path) -> str:
+    """The name of the one worker that holds this folder, the same after a restart.
 
-
-def new_holder() -> str:
-    """A name for one worker, as no other has it."""
-    return secrets.token_hex(6)
+    Should a copy of the folder have another worker, the two take each other's leases: then work is
+    done twice, and still counts once.
+    """
+    file = data_dir / _HOLDER
+    with suppress(FileNotFoundError):
+        found = file.read_text("ascii", "replace").strip()
+        if re.fullmatch(r"[0-9a-f]{12}", found):
+            return found
+    made = secrets.token_hex(6)
+    LocalPayloads(data_dir).put(_HOLDER, f"{made}\n".encode())
+    return made
 
 
 def drop(connection: Connection, key: RoundKey) -> None:

@@ -137,8 +137,9 @@ class TaskLife:
             except BaseException:
                 written = await self._database.read(records.task_records)
                 if any(record.task == config.task for record in written):
-                    self._steps.tasks[config.task] = task
-                    await self._steps.reload(task)
+                    task = self._steps.tasks.setdefault(config.task, task)
+                    async with task.lock:
+                        await self._steps.reload(task)
                 raise
             task.attempt = attempt
             # A server of several may have seen its own row already.
@@ -271,10 +272,7 @@ class TaskLife:
             version = await self._steps.write(task, write)
             task.record = replace(after, version=version)
             task.config, task.attempt = config, follows
-            if is_held:
-                self._steps.left_files_at = at
-            else:
-                self._steps.drop_files(task, files - task.files)
+            self._steps.drop_files(task, files - task.files, is_held=is_held)
             task.tell()
             _log.info("task %s goes on for %d rounds", name, more.rounds)
             return task.summary

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from dataclasses import dataclass, field
 
 from fedpress_protocols.messages import TaskConfig, TaskSummary
@@ -10,6 +11,7 @@ from fedpress_server.attempts import Attempt
 from fedpress_server.records import TaskRecord
 from fedpress_server.selection import Candidates
 from fedpress_server.sweeping import files_of
+from fedpress_server.turns import Wish
 from fedpress_strategies import Strategy
 
 HELD = "held by the operator"
@@ -28,6 +30,10 @@ class LiveTask:
     """None once the task has ended."""
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
     news: asyncio.Event = field(default_factory=asyncio.Event)
+    wishes: deque[Wish] = field(default_factory=deque)
+    """Events that wait to be written, all that there are together."""
+    is_granting: bool = False
+    """Whether somebody sees to the wishes."""
 
     def tell(self) -> None:
         """Wake everybody who waits for news; the next news is another event."""

@@ -289,7 +289,8 @@ class Sums:
         payloads: Payloads,
         packing: Packing,
     ) -> Words:
-        """The sum over exactly `uploads`; raises ServerError for a file that was changed."""
+        """The sum over exactly `uploads`; raises ServerError for a file that was changed, or if the
+        attempt ended meanwhile."""
         due = {upload.name: upload for upload in uploads}
         with self._lock:
             _, added = self._sums.get(key, (None, set()))
@@ -302,7 +303,10 @@ class Sums:
                 raise ServerError(f"{name} was changed on the disk")
             self.add(key, name, packing.from_bytes(body))
         with self._lock:
-            return self._sums[key][0].copy()
+            total, added = self._sums.get(key, (None, set()))
+            if total is None or added != due.keys():
+                raise ServerError("the attempt ended while its bodies were added up")
+            return total.copy()
 
     def drop(self, key: RoundKey) -> None:
         with self._lock:

@@ -15,8 +15,10 @@ from fedpress_protocols.messages import (
     TaskSummary,
 )
 from fedpress_protocols.plan import Digest, Name, Term
-from fedpress_server import examples
+from fedpress_protocols.restores import RestoreStatus
+from fedpress_server import examples, restores
 from fedpress_server.auth import Gatekeeper
+from fedpress_server.database import Database
 from fedpress_server.devices import BEARER, Rounds
 from fedpress_server.examples import asked
 from fedpress_server.problems import responses
@@ -164,6 +166,14 @@ async def cancel_task(task: Name, rounds: Rounds, body: Reason | None = None) ->
 async def abort_round(task: Name, rounds: Rounds, body: Reason | None = None) -> TaskSummary:
     """Give the open attempt up and begin the next; it counts among the task's attempts."""
     return await rounds.life.abort_round(task, "aborted " + (body or Reason()).detail)
+
+
+@operator_routes.get("/restores")
+async def list_restores(request: Request) -> list[RestoreStatus]:
+    """Every restore from a backup, the newest first, with the rounds that devices have reported as
+    committed after it. What was in those is back at the devices, or reported as discarded there."""
+    database = cast(Database, request.app.state.database)
+    return await database.read(restores.listed)
 
 
 @operator_routes.get("/clients")

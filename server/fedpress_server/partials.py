@@ -125,6 +125,14 @@ def drop(connection: Connection, partials: Sequence[str]) -> None:
         connection.execute(sa.delete(table).where(table.c.partial.in_(partials)))
 
 
+def drop_spent(connection: Connection, partial: str, now: float) -> bool:
+    """As `drop`, if it is one of `spent` still."""
+    if partial not in spent(connection, now):
+        return False
+    drop(connection, [partial])
+    return True
+
+
 def names(connection: Connection) -> set[str]:
     return set(connection.execute(sa.select(partial_uploads.c.partial)).scalars())
 

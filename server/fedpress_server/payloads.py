@@ -15,6 +15,7 @@ import shutil
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import BinaryIO
 
@@ -22,6 +23,8 @@ from fedpress_protocols.errors import NotFound, ServerError, StorageFull
 from fedpress_server import failpoints
 
 _TEMPORARY = ".tmp"
+_FOLDER_GONE = 10
+"""How often a folder may be dropped while one file is written there."""
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 _BY_CONTENT = {"models", "optimizers", "artefacts", "bases", "uploads", "parts"}
 _HEX = frozenset("0123456789abcdef")
@@ -31,6 +34,9 @@ class Payloads(ABC):
     """Durable files by names such as `models/<digest>`. Safe in many threads; every method may
     wait for a disk or a network, and raises Unavailable if the store is not to be reached."""
 
+    is_local: bool
+    """Whether it is a disk of this machine, and no network is waited for."""
+
     scratch: Path
     """A folder of this machine for files that need not outlive the process."""
 
@@ -38,7 +44,8 @@ class Payloads(ABC):
     def put(self, name: str, data: bytes) -> None:
         """Durable when it returns; raises StorageFull, and then nothing is left behind.
 
-        What is there under `name` already is replaced, by the same bytes where names are digests.
+        What is there under `name` already is replaced, by the same bytes where names are digests,
+        and is as young as if it were new.
         """
 
     @abstractmethod
@@ -67,6 +74,10 @@ class Payloads(ABC):
         row leads to it. All have been there for `older_than` seconds."""
 
     @abstractmethod
+    def drop_settled(self, name: str, older_than: float = 0.0) -> None:
+        """Remove it if it is still one of `settled`: somebody may have put it again since."""
+
+    @abstractmethod
     def sweep_temporaries(self) -> int:
         """Remove what unfinished writes left behind; for a start, when nothing is being written."""
 
@@ -79,6 +90,8 @@ class LocalPayloads(Payloads):
     """A folder. A file is written beside its place, synced, renamed into its place, and the folder
     is synced, so a name leads to all of its bytes whatever moment the power fails."""
 
+    is_local = True
+
     def __init__(self, root: Path) -> None:
         self.root = self.scratch = root
         _make_folder(root)
@@ -87,6 +100,12 @@ class LocalPayloads(Payloads):
         return self.root / name
 
     def put(self, name: str, data: bytes) -> None:
+        for _ in range(_FOLDER_GONE):
+            with suppress(FileNotFoundError):  # its folder was dropped meanwhile
+                return self._put(name, data)
+        return self._put(name, data)
+
+    def _put(self, name: str, data: bytes) -> None:
         place = self.path(name)
         _make_folder(place.parent)
         beside = place.parent / f"{secrets.token_hex(8)}{_TEMPORARY}"
@@ -144,6 +163,10 @@ class LocalPayloads(Payloads):
         for name in self.names(folder):
             if not older_than or self._touched(name) < before:
                 yield name
+
+    def drop_settled(self, name: str, older_than: float = 0.0) -> None:
+        if not older_than or self._touched(name) < time.time() - older_than:
+            self.drop(name)
 
     def _touched(self, name: str) -> float:
         try:

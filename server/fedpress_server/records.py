@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import sqlalchemy as sa
@@ -85,6 +86,12 @@ def revoke_device(connection: Connection, client_id: str, at: float) -> None:
         .where(clients.c.client_id == client_id, clients.c.revoked_at.is_(None))
         .values(revoked_at=at)
     )
+
+
+def revoked_among(connection: Connection, client_ids: Sequence[str]) -> set[str]:
+    """Those of them that are strangers from now on."""
+    found = connection.execute(_REVOKED, {"client_ids": list(client_ids)})
+    return set(found.scalars())
 
 
 def add_token(connection: Connection, token: EnrolmentToken) -> None:
@@ -169,8 +176,7 @@ def claim_task(connection: Connection, task: str, version: int) -> bool:
     One statement is comparison, count and, where other servers write beside this transaction, a
     lock: a second writer waits for the row, and then finds another version.
     """
-    is_this = (tasks.c.task == task, tasks.c.version == version)
-    claimed = connection.execute(sa.update(tasks).where(*is_this).values(version=version + 1))
+    claimed = connection.execute(_CLAIM, {"of_task": task, "at_version": version})
     return claimed.rowcount == 1
 
 
@@ -231,8 +237,19 @@ def update_round(connection: Connection, key: RoundKey, **values: Any) -> None:
 
 def count(connection: Connection, key: RoundKey, **amounts: int) -> None:
     """Add `amounts` to the round's counters of those names."""
-    values = {name: rounds.c[name] + amount for name, amount in amounts.items()}
-    connection.execute(sa.update(rounds).where(*_is_round(rounds, key)).values(**values))
+    task, number, attempt = key
+    of = {"of_task": task, "of_round": number, "of_attempt": attempt}
+    added = {f"add_{name}": amount for name, amount in amounts.items()}
+    connection.execute(_counting(tuple(amounts)), {**of, **added})
+
+
+@cache
+def _counting(names: tuple[str, ...]) -> sa.Update:
+    """Made once: to make a statement costs more than to run it."""
+    of = zip(_KEY, ("of_task", "of_round", "of_attempt"), strict=True)
+    values = {name: rounds.c[name] + sa.bindparam(f"add_{name}") for name in names}
+    is_this = [rounds.c[name] == sa.bindparam(given) for name, given in of]
+    return sa.update(rounds).where(*is_this).values(**values)
 
 
 @dataclass(frozen=True, slots=True)
@@ -284,6 +301,15 @@ def add_event(
             task=task, round=number, attempt=attempt, seq=seq, at=at, event=event
         )
     )
+
+
+def add_events(
+    connection: Connection, key: RoundKey, at: float, numbered: Sequence[tuple[int, dict[str, Any]]]
+) -> None:
+    """Several events of an attempt by their numbers, all at one time."""
+    task, number, attempt = key
+    of = {"task": task, "round": number, "attempt": attempt, "at": at}
+    connection.execute(_ADD_EVENT, [{**of, "seq": seq, "event": event} for seq, event in numbered])
 
 
 def events(
@@ -384,6 +410,10 @@ def set_base(connection: Connection, task: str, client_id: str, digest: str) -> 
         connection.execute(sa.insert(bases), row)
 
 
+def drop_bases(connection: Connection, task: str) -> None:
+    connection.execute(sa.delete(bases).where(bases.c.task == task))
+
+
 def unenrolled(connection: Connection, client_ids: Iterable[str]) -> list[str]:
     """Those of `client_ids` that are no device's, in their order."""
     known = set(connection.execute(sa.select(clients.c.client_id)).scalars())
@@ -429,6 +459,10 @@ def add_assignment(connection: Connection, record: AssignmentRecord) -> None:
     connection.execute(sa.insert(assignments), _fields(record))
 
 
+def add_assignments(connection: Connection, given: Sequence[AssignmentRecord]) -> None:
+    connection.execute(_ADD_ASSIGNMENT, [_fields(each) for each in given])
+
+
 def assignment(connection: Connection, name: str) -> AssignmentRecord | None:
     found = connection.execute(
         sa.select(assignments).where(assignments.c.assignment == name)
@@ -438,6 +472,11 @@ def assignment(connection: Connection, name: str) -> AssignmentRecord | None:
 
 def add_upload(connection: Connection, record: UploadRecord) -> None:
     connection.execute(sa.insert(uploads), _fields(record))
+
+
+def add_uploads(connection: Connection, taken: Sequence[UploadRecord], now: float) -> None:
+    """All received `now`, whatever they say themselves."""
+    connection.execute(_ADD_UPLOAD, [{**_fields(each), "received_at": now} for each in taken])
 
 
 def upload(connection: Connection, name: str) -> UploadRecord | None:
@@ -611,6 +650,18 @@ def _is_round(table: sa.Table, key: RoundKey) -> Iterable[sa.ColumnElement[bool]
 
 _KEY = ("task", "round", "attempt")
 _FEW = 100
+_REVOKED = sa.select(clients.c.client_id).where(
+    clients.c.client_id.in_(sa.bindparam("client_ids", expanding=True)),
+    clients.c.revoked_at.is_not(None),
+)
+_CLAIM = (
+    sa.update(tasks)
+    .where(tasks.c.task == sa.bindparam("of_task"), tasks.c.version == sa.bindparam("at_version"))
+    .values(version=tasks.c.version + 1)
+)
+_ADD_EVENT = sa.insert(round_events)
+_ADD_ASSIGNMENT = sa.insert(assignments)
+_ADD_UPLOAD = sa.insert(uploads)
 _VERSIONS = sa.select(tasks.c.task, tasks.c.version)
 
 

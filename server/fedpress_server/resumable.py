@@ -153,8 +153,8 @@ class Resumable:
             await asyncio.to_thread(self._payloads.drop, folder)
         for name in await self._database.read(lambda c: partials.spent(c, now)):
             async with self._turn(name):
-                if name in await self._database.read(lambda c: partials.spent(c, now)):
-                    await self._drop(name)
+                if await self._drop_spent(name, now):
+                    await self._remove(name)
 
     async def _sweep_for_ever(self) -> None:
         while True:
@@ -406,6 +406,10 @@ class Resumable:
         self._digests[partial] = state
         if len(self._digests) > _REMEMBERED:
             del self._digests[next(iter(self._digests))]
+
+    async def _drop_spent(self, partial: str, now: float) -> bool:
+        """Drop its row, unless another replica has taken a part of it in the meantime."""
+        return await self._database.write(lambda c: partials.drop_spent(c, partial, now))
 
     async def _drop(self, partial: str) -> None:
         await self._database.write(lambda c: partials.drop(c, [partial]))

@@ -8,15 +8,18 @@ from typing import Any, cast
 
 from fastapi import Request, Response
 from fastapi.routing import APIRoute
+from pydantic import TypeAdapter, ValidationError
 from starlette.types import Message
 
 from fedpress_protocols.errors import BodyTooLarge, DigestMismatch, MalformedRequest
+from fedpress_protocols.messages import Identifier
 from fedpress_protocols.signatures import Content
 from fedpress_server import failpoints
 from fedpress_server.auth import Gatekeeper
 from fedpress_server.records import Device
 
 MAX_JSON_BYTES = 2**20
+_IDENTIFIER: TypeAdapter[str] = TypeAdapter(Identifier)
 Handler = Callable[[Request], Coroutine[Any, Any, Response]]
 
 
@@ -46,12 +49,35 @@ class BoundedRoute(APIRoute):
 class DeviceRoute(BoundedRoute):
     """For an enrolled device: `device_of(request)` and `content_of(request)` in the handler."""
 
+    is_asked_again = False
+    """Whether what the request does fails if its device was revoked, and so writes nothing."""
+
     async def admit(self, request: Request) -> Content | None:
-        device, content = await _gatekeeper(request).check_device(request)
+        gatekeeper = _gatekeeper(request)
+        device, content = await gatekeeper.check_device(request, is_asked_again=self.is_asked_again)
         request.state.device, request.state.content = device, content
         if content.length and self.body_field is None and request.method in ("GET", "DELETE"):
             raise MalformedRequest(f"a {request.method} request with a body")
         return content
+
+
+class UploadRoute(DeviceRoute):
+    """For an enrolled device's upload. The endpoint takes the request, whose body is not read yet,
+    and the assignment in its path, and answers itself: there is nothing else to be found for it,
+    and a server does little but this."""
+
+    is_asked_again = True
+
+    def get_route_handler(self) -> Handler:
+        async def admitted(request: Request) -> Response:
+            await self.admit(request)
+            try:
+                assignment = _IDENTIFIER.validate_python(request.path_params["assignment"])
+            except ValidationError as exc:
+                raise MalformedRequest(f"path.assignment: {exc.errors()[0]['msg']}") from exc
+            return cast(Response, await self.endpoint(request, assignment))
+
+        return admitted
 
 
 class OperatorRoute(BoundedRoute):

@@ -48,6 +48,14 @@ def check(backend: Backend) -> None:
         )
 
 
+def revision(connection: Connection) -> str:
+    """The version of the schema; raises ConfigurationError if there is none."""
+    found = MigrationContext.configure(connection).get_current_revision()
+    if found is None:
+        raise ConfigurationError("the database has no tables")
+    return found
+
+
 def _config() -> Config:
     config = Config()
     config.set_main_option("script_location", "fedpress_server:migrations")

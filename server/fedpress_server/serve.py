@@ -17,8 +17,9 @@ from fastapi import FastAPI
 from fedpress_protocols.errors import ConfigurationError
 from fedpress_server import failpoints
 from fedpress_server.app import create_app
-from fedpress_server.database import migrate
+from fedpress_server.database import Database, migrate
 from fedpress_server.http_protocol import ConnectionLimits, bounded_protocol
+from fedpress_server.server_keys import first_keys
 from fedpress_server.settings import Settings
 
 _log = logging.getLogger(__name__)
@@ -32,13 +33,26 @@ def main(arguments: Sequence[str] | None = None, *, program: str = "fedpress ser
 
 def migrate_main(arguments: Sequence[str] | None = None) -> None:
     """Bring the database that such settings name up to date."""
-    what = "Bring the database up to date, which servers of a role of their own leave to this."
+    what = (
+        "Bring the database up to date, which servers of a role of their own leave to this, and "
+        "make the key files that the settings name if the database has none yet."
+    )
     _with_settings(_migrate, what, arguments, "fedpress migrate")
 
 
 def _migrate(settings: Settings) -> None:
     before, after = migrate(settings.resolved_database_url)
     print(f"the database is at schema {after}" + (f", was at {before}" if before else ""))
+    for file in asyncio.run(_first_keys(settings)):
+        print(f"made {file}: keep a copy apart, nothing else signs for this database")
+
+
+async def _first_keys(settings: Settings) -> list[Path]:
+    database = Database(settings.resolved_database_url, migrates=False)
+    try:
+        return await first_keys(settings, database)
+    finally:
+        await asyncio.to_thread(database.close)
 
 
 def _with_settings(

@@ -7,6 +7,8 @@ a receipt signed by another key is none to a device.
 
 from __future__ import annotations
 
+import asyncio
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -17,9 +19,11 @@ from fedpress_protocols.errors import ConfigurationError, FedpressError, NotFoun
 from fedpress_protocols.signatures import DeviceKey, key_id_of
 from fedpress_server.database import Database
 from fedpress_server.payloads import LocalPayloads
+from fedpress_server.settings import Settings
 from fedpress_server.tables import server_keys
 
 Purpose = Literal["server", "authority"]
+PURPOSES: tuple[Purpose, ...] = ("server", "authority")
 
 
 async def signing_key(
@@ -28,7 +32,7 @@ async def signing_key(
     """From `file`, or from `<purpose>-key.pem` in the data folder, where the first server of a
     database makes it, readable by its owner alone. Raises ConfigurationError."""
     setting, default = f"{purpose}_key_file", f"{purpose}-key.pem"
-    known = await database.read(lambda c: _known(c, purpose))
+    known = await database.read(lambda c: known_key(c, purpose))
     key = _from_file(setting, file) if file else _from_folder(default, data_dir)
     if key is None:
         if known is not None:
@@ -42,7 +46,7 @@ async def signing_key(
         LocalPayloads(data_dir).put(default, key.to_pem())
     public = key.public
     if known is None:
-        known = await database.write(lambda c: _known(c, purpose) or _record(c, purpose, public))
+        known = await database.write(lambda c: known_key(c, purpose) or _record(c, purpose, public))
     if known != public:
         raise ConfigurationError(
             f"this server's {purpose} key is {key_id_of(public)}, and the database is signed for "
@@ -53,7 +57,34 @@ async def signing_key(
     return key
 
 
-def _known(connection: Connection, purpose: Purpose) -> bytes | None:
+async def first_keys(settings: Settings, database: Database) -> list[Path]:
+    """Make the key files that the settings name and that are not there, where the database is
+    signed for with no key yet, so that servers which share them find them. Returns those made."""
+    made = []
+    for purpose in PURPOSES:
+        file: Path | None = getattr(settings, f"{purpose}_key_file")
+        if file is None or (purpose == "authority" and settings.masking_authority):
+            continue
+        if (
+            await asyncio.to_thread(file.exists)
+            or await database.read(partial(known_key, purpose=purpose)) is not None
+        ):
+            continue  # of a key that is elsewhere whoever has it is to bring a copy
+        key = DeviceKey.generate()
+        LocalPayloads(file.parent).put(file.name, key.to_pem())
+        await signing_key(purpose, file, settings.data_dir, database)
+        made.append(file)
+    return made
+
+
+def key_file(purpose: Purpose, settings: Settings) -> Path:
+    """Where a server of these settings has the key, if it has one."""
+    given: Path | None = getattr(settings, f"{purpose}_key_file")
+    return given or settings.data_dir / f"{purpose}-key.pem"
+
+
+def known_key(connection: Connection, purpose: Purpose) -> bytes | None:
+    """The public half that the database remembers."""
     query = sa.select(server_keys.c.public_key).where(server_keys.c.purpose == purpose)
     found = connection.execute(query).scalar_one_or_none()
     return None if found is None else bytes(found)

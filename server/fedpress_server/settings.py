@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import re
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any, Literal
+from urllib.parse import unquote, urlsplit
 
 from pydantic import Field, SecretStr, ValidationError, model_validator
 from pydantic_settings import (
@@ -18,6 +21,11 @@ from fedpress_protocols.faults import explained
 from fedpress_server import failpoints
 
 MIB = 2**20
+_PLACEHOLDER = re.compile(
+    r"chang.{0,2}me|replace.?(me|this|with)|place.?holder|your.?(own.?)?(secret|token|password|key)"
+    r"|^<.*>$|^\[.*\]$|^(?P<one>.)(?P=one)*$|^(password|secret|postgres|fedpress|admin|todo|none|null)$",
+    re.IGNORECASE,
+)
 Seconds = Annotated[float, Field(gt=0)]
 
 
@@ -123,7 +131,7 @@ class Settings(BaseSettings):
         2, ge=1, le=64, description="Threads that check and fold uploads beside the event loop."
     )
     lease_seconds: Seconds = Field(
-        60.0, description="Seconds without a sign after which a worker's job is another's."
+        30.0, description="Seconds without a sign after which a worker's job is another's."
     )
     follow_seconds: Annotated[float, Field(gt=0, le=1)] = Field(
         0.5, description="How often a server of several looks for what others wrote."
@@ -207,15 +215,34 @@ class Settings(BaseSettings):
                 text = file.read_text().strip()
             except OSError as exc:
                 raise ValueError(f"{name}_file: {exc}") from exc
+            if not text:
+                raise ValueError(f"{name}_file: {file} is empty")
             object.__setattr__(self, name, text if name == "database_url" else SecretStr(text))
         if bool(self.store_access_key_id) != (self.store_secret_access_key is not None):
             raise ValueError("store_access_key_id and store_secret_access_key are given together")
         if self.admin_token is not None and len(self.admin_token.get_secret_value()) < 16:
             raise ValueError("an admin token has 16 characters at least")
+        self._refuse_placeholders()
         failpoints.parsed(self.failpoint)
         if (self.tls_certificate is None) != (self.tls_key is None):
             raise ValueError("tls_certificate and tls_key are given together")
         return self
+
+    def _refuse_placeholders(self) -> None:
+        """Raises ValueError for a secret that anybody who has read an example knows."""
+        secrets = {
+            "admin_token": self.admin_token,
+            "store_secret_access_key": self.store_secret_access_key,
+        }
+        found = {name: each.get_secret_value() for name, each in secrets.items() if each}
+        with suppress(ValueError):  # whoever opens the database says what is wrong with its URL
+            found["database_url's password"] = unquote(urlsplit(self.database_url).password or "")
+        for name, secret in found.items():
+            if secret and _PLACEHOLDER.search(secret):
+                raise ValueError(
+                    f"{name} is a placeholder: put a long random string in its place, such as "
+                    "openssl rand -hex 32 prints"
+                )
 
     @property
     def resolved_database_url(self) -> str:

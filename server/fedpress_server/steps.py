@@ -7,8 +7,9 @@ there is nothing to save when the server stops, and nothing to lose when it is k
 
 from __future__ import annotations
 
+import asyncio
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import islice
@@ -16,7 +17,7 @@ from typing import TypeVar
 
 from sqlalchemy.engine import Connection
 
-from fedpress_protocols.errors import FedpressError, UnknownTask
+from fedpress_protocols.errors import FedpressError, Unavailable, UnknownTask
 from fedpress_protocols.messages import TaskConfig
 from fedpress_protocols.model import Model, ModelSpec
 from fedpress_protocols.signatures import DeviceKey
@@ -90,7 +91,7 @@ class Steps:
         may write to the same database."""
         self.tasks: dict[str, LiveTask] = {}
         self.left_files_at: float | None = None
-        """When files were last left for the sweeper, because a backup held them."""
+        """When the first of the files were left that wait for the sweeper."""
         self.sums = Sums()
         self.is_shared = is_shared
         self.lease_time = lease_time
@@ -126,17 +127,23 @@ class Steps:
     async def follow(self) -> None:
         """Catch up with whatever other servers have written."""
         for name, version in (await self._database.read(records.task_versions)).items():
-            await self._at_least(name, version)
+            try:
+                await self._at_least(name, version)
+            except Unavailable:
+                raise
+            except Exception:  # one task that cannot be read keeps nobody from the others
+                _log.exception("task %s cannot be followed", name)
 
     async def _at_least(self, name: str, version: int) -> LiveTask:
-        task = self.tasks.get(name)
-        if task is None:
+        if name not in self.tasks:
             record = await self._database.read(lambda c: records.task_record(c, name))
-            task = self.tasks.setdefault(name, self.live(record))
-        elif task.record.version >= version:
-            return task
-        async with task.lock:
-            await self._catch_up(task)
+            found = self.live(record)
+            await self._catch_up(found)  # nobody sees it before it is whole
+            self.tasks.setdefault(name, found)
+        task = self.tasks[name]
+        if task.record.version < version:
+            async with task.lock:
+                await self._catch_up(task)
         return task
 
     async def alone(self, task: LiveTask, work: Callable[[], Awaitable[T]]) -> T:
@@ -201,7 +208,12 @@ class Steps:
         """As `apply`, to whatever attempt is open if there is no `key`."""
 
         if may_wait(event) and said is None and result is None:
-            return await self._background.shielded(self._in_turn(task, Wish(event, key, also)))
+            wish = Wish(event, key, also, asyncio.get_running_loop().create_future())
+            task.wishes.append(wish)
+            if not task.is_granting:
+                task.is_granting = True
+                self._background.finish(self._grant_all(task))
+            return await wish.outcome
 
         async def now() -> tuple[Effect, ...]:
             attempt = task.attempt
@@ -218,60 +230,64 @@ class Steps:
 
         return await self._background.shielded(self.alone(task, now))
 
-    async def _in_turn(self, task: LiveTask, wish: Wish) -> tuple[Effect, ...]:
-        """What `wish` comes to, once whoever has the lock has granted it with all others that
-        wait."""
-
-        async def now() -> None:
-            while not wish.is_done:
-                await self._grant(task)
-
-        task.wishes.append(wish)
+    async def _grant_all(self, task: LiveTask) -> None:
+        """Grant the wishes of a task as long as there are any, those that wait together."""
         try:
-            await self.alone(task, now)
-        except BaseException:
-            if not wish.is_done:
-                task.wishes.remove(wish)
-            raise
-        if wish.error is not None:
-            raise wish.error
-        return wish.effects or ()
+            while task.wishes:
+                wishes = list(islice(task.wishes, TOGETHER))
+                try:
+                    granted = await self.alone(task, partial(self._grant, task, wishes))
+                except Exception as exc:
+                    granted = wishes
+                    for wish in wishes:
+                        wish.fail(exc)
+                for _ in granted:
+                    task.wishes.popleft()
+        finally:
+            task.is_granting = False
 
-    async def _grant(self, task: LiveTask) -> None:
-        """Grant the first wishes of those that wait; to be called under `alone`."""
+    async def _grant(self, task: LiveTask, wishes: Sequence[Wish]) -> Sequence[Wish]:
+        """Grant the first of `wishes`, and return which; to be called under `alone`."""
         now, attempt = self._clock(), task.attempt
         if attempt is not None and attempt.is_due(now):
             await self.step(task, attempt, DeadlinePassed())
             attempt = task.attempt
-        turn = turn_of(attempt, islice(task.wishes, TOGETHER), now)
-        wishes = [wish for wish, _, _ in turn.outcomes] or [task.wishes[0]]
+        turn = turn_of(attempt, wishes, now)
+        if attempt is not None and not turn.outcomes:
+            return await self._grant_alone(task, wishes[:1])
         if len(turn.taken) < len(turn.outcomes):
             await self._no_place(task)
-        try:
-            if not turn.outcomes and attempt is not None:
-                wishes[0].effects = await self._alone_of(task, attempt, wishes[0])
-            elif turn.taken and attempt is not None:
+        granted = [wish for wish, _, _ in turn.outcomes]
+        if attempt is not None and turn.taken:
+            try:
                 version = await self.write(task, lambda connection: turn.write(connection, now))
-                task.record = replace(task.record, version=version)
-                task.attempt = turn.after
-                self._tell(task, attempt, tuple(e for _, _, each in turn.taken for e in each))
-        except Moved:
-            raise
-        except BaseException as exc:
-            for wish in wishes:
-                wish.error = exc
-            if not isinstance(exc, Exception):
-                raise
-        else:
-            for wish, _, effects in turn.outcomes:
-                wish.effects = effects
-        finally:
-            while task.wishes and task.wishes[0].is_done:
-                task.wishes.popleft()
+            except FedpressError as exc:
+                if exc.status >= 500 or len(granted) == 1:
+                    raise
+                return await self._grant_alone(task, granted)  # it concerns one of them
+            task.record = replace(task.record, version=version)
+            task.attempt = turn.after
+            self._tell(task, attempt, tuple(e for _, _, each in turn.taken for e in each))
+        for wish, _, effects in turn.outcomes:
+            wish.grant(effects)
+        return granted
 
-    async def _alone_of(self, task: LiveTask, attempt: Attempt, wish: Wish) -> tuple[Effect, ...]:
-        """What a wish comes to with which more changes than places and uploads."""
-        if not attempt.concerns(wish.event, wish.key):
+    async def _grant_alone(self, task: LiveTask, wishes: Sequence[Wish]) -> Sequence[Wish]:
+        """Grant `wishes` each by itself."""
+        for wish in wishes:
+            if wish.outcome.done():
+                continue  # before another server's write came in between
+            attempt = task.attempt
+            try:
+                wish.grant(await self._alone_of(task, attempt, wish))
+            except FedpressError as exc:
+                wish.fail(exc)
+        return wishes
+
+    async def _alone_of(
+        self, task: LiveTask, attempt: Attempt | None, wish: Wish
+    ) -> tuple[Effect, ...]:
+        if attempt is None or not attempt.concerns(wish.event, wish.key):
             return await self._no_place(task)
         try:
             effects = await self.step(task, attempt, wish.event, wish.also)
@@ -336,6 +352,8 @@ class Steps:
             self._write_jobs(connection, task.strategy, attempt, after)
             if record is not task.record:
                 records.set_task(connection, record)
+            if after.round.is_over and follows is None:
+                records.drop_bases(connection, record.task)
             if follows is not None:
                 write_opening(connection, follows, now)
                 if opening is not None:
@@ -348,12 +366,9 @@ class Steps:
             files |= {artefact_name(digest) for digest in result.artefacts}
         task.record = replace(record, version=version)
         task.attempt = follows if after.round.is_over else after
-        if is_held:  # by a backup under way, see restores.py: left to the sweeper
-            self.left_files_at = now
-        else:
-            self.drop_files(task, files - task.files)
+        self.drop_files(task, files - task.files, is_held=is_held)
         needs_own = "own" in after.terms.plan.needs
-        if not self.is_shared and not is_held and after.round.is_over and needs_own:
+        if self._drops_at_once and not is_held and after.round.is_over and needs_own:
             # Nor is this left to a thread: the next fold may be writing there.
             bases = follows.terms.bases if follows is not None else {}
             sweep_bases(self._payloads, task.record.task, bases)
@@ -459,13 +474,22 @@ class Steps:
         for spent in () if keeps_files else ended.spent(follows):
             self._background.finish(self._background.in_thread(self._payloads.drop, spent))
 
-    def drop_files(self, task: LiveTask, files: set[str]) -> None:
-        """Remove what `task` led to and has replaced, unless another may lead to it.
+    @property
+    def _drops_at_once(self) -> bool:
+        """Where other servers write, their tasks may come to lead to the very same file; and no
+        step waits for a network. There it is left to the sweeper."""
+        return not self.is_shared and self._payloads.is_local
+
+    def drop_files(self, task: LiveTask, files: set[str], *, is_held: bool) -> None:
+        """Remove what `task` led to and has replaced, unless another may lead to it; left to the
+        sweeper if it is held by a backup under way, see restores.py.
 
         A fold that is under way may be making the very same; what stays for it, the next start
         sweeps. Nothing else may come in between, so this is not left to a thread.
         """
-        if self.is_shared:  # another server's task may come to lead to it: left to the sweeper
+        if is_held or not self._drops_at_once:
+            if files and self.left_files_at is None:
+                self.left_files_at = self._clock()
             return
         others = [other for other in self.tasks.values() if other is not task]
         if any(each.attempt and each.attempt.round.phase == "folding" for each in others):
@@ -495,20 +519,15 @@ class Steps:
 
     async def reload(self, task: LiveTask) -> None:
         """Make memory what the disk says, whatever memory says. To be called under the lock."""
-        held, task.attempt = task.attempt, None
-        try:
-            await self._catch_up(task, held.terms.spec if held is not None else None)
-        except BaseException:
-            task.attempt = held
-            raise
+        await self._catch_up(task, anew=True)
 
-    async def _catch_up(self, task: LiveTask, spec: ModelSpec | None = None) -> None:
-        """Take up what the disk has and memory has not: the newer events, or another attempt."""
+    async def _catch_up(self, task: LiveTask, *, anew: bool = False) -> None:
+        """Take up what the disk has and memory has not: the newer events, or another attempt; or
+        all, `anew`."""
         name, held = task.record.task, task.attempt
-        if held is not None:
-            spec = held.terms.spec
-        spec = spec or await self.spec(task.record.model)
-        found = await self._database.read(partial(self._newest, name, held, spec))
+        spec = held.terms.spec if held is not None else await self.spec(task.record.model)
+        known = None if anew else held
+        found = await self._database.read(partial(self._newest, name, known, spec))
         task.record, task.attempt, effects = found
         task.config = TaskConfig.model_validate_json(task.record.config)
         self._metrics.round_number.labels(name).set(task.record.round)

@@ -1,13 +1,20 @@
-"""What a start removes: files that a killed server left, and that nothing on record leads to."""
+"""What is removed: files that a killed server left, and that nothing on record leads to.
+
+First the files that have lain there for a while are listed, then the records are asked which of
+them something leads to, and the others are removed. So a file whose row is written in between
+stays, and no transaction waits for a store. Who writes a file again makes it young again.
+"""
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterable, Mapping
 
 from sqlalchemy.engine import Connection
 
 from fedpress_protocols.plan import RoundPlan
 from fedpress_server import leases, records, restores
+from fedpress_server.database import Database
 from fedpress_server.files import (
     artefact_name,
     base_name,
@@ -27,36 +34,61 @@ from fedpress_server.rounds import (
 )
 
 
-def sweep(connection: Connection, payloads: Payloads, now: float, older_than: float = 0.0) -> None:
-    """Remove what nothing on record leads to: what a killed server left, and what steps left for a
-    backup that has ended since. Where it is not a start, `older_than` spares what may be about to
-    get its row (seconds). While a backup is under way, nothing is removed."""
+async def sweep(
+    database: Database, payloads: Payloads, now: float, older_than: float = 0.0
+) -> bool:
+    """Remove what nothing on record leads to: what a killed server left, and what steps left for
+    others or for a backup that has ended since. Where it is not a start, `older_than` spares what
+    may be about to get its row (seconds). While a backup is under way, nothing is removed: False.
+    """
+    listed = await asyncio.to_thread(_settled, payloads, older_than)
+    spent = await database.read(lambda connection: _led_to_by_nothing(connection, listed, now))
+    if spent is None:
+        return False
+
+    def remove() -> None:
+        if not older_than:
+            payloads.sweep_temporaries()
+        for name in spent:
+            payloads.drop_settled(name, older_than)
+
+    await asyncio.to_thread(remove)
+    return True
+
+
+def _settled(payloads: Payloads, older_than: float) -> list[str]:
+    """What may be swept if nothing leads to it: files, and the folders of attempts."""
+    found = []
+    for of_task in list(payloads.names("uploads")):
+        folders = list(payloads.names(of_task))
+        found += [name for each in folders for name in payloads.settled(each, older_than)]
+        found += payloads.settled(of_task, older_than)
+    for folder in ("models", "optimizers", "artefacts", *payloads.names("bases")):
+        found += payloads.settled(folder, older_than)
+    return found
+
+
+def _led_to_by_nothing(
+    connection: Connection, listed: Iterable[str], now: float
+) -> list[str] | None:
+    """Of the names `listed`; None while a backup holds them all."""
     if restores.is_held(connection, now):
-        return
-    if not older_than:
-        payloads.sweep_temporaries()
+        return None
     kept = needed_by_rounds(connection)
     kept |= {name.rpartition("/")[0] for name in kept}
     kept |= {uploads_folder(key) for key in records.unfinished_rounds(connection)}
-    for of_task in list(payloads.names("uploads")):
-        for folder in list(payloads.names(of_task)):
-            for name in list(payloads.settled(folder, older_than)):
-                if name not in kept:
-                    payloads.drop(name)
-        for folder in list(payloads.settled(of_task, older_than)):
-            if folder not in kept:
-                payloads.drop(folder)
-    for name in list(payloads.settled("models", older_than)):
-        if records.model(connection, _digest_in(name)) is None:
-            payloads.drop(name)
-    led_to = needed_by_tasks(connection)
-    for folder in ("optimizers", "artefacts"):
-        for name in list(payloads.settled(folder, older_than)):
-            if name not in led_to:
-                payloads.drop(name)
-    for folder in list(payloads.names("bases")):
-        task_name = folder.partition("/")[2]
-        sweep_bases(payloads, task_name, records.bases_of(connection, task_name), older_than)
+    kept |= needed_by_tasks(connection)
+    for task in records.task_records(connection):
+        bases = records.bases_of(connection, task.task)
+        kept |= {base_name(task.task, *of_client) for of_client in bases.items()}
+    return [
+        name
+        for name in listed
+        if name not in kept
+        and not (
+            name.startswith("models/") and records.model(connection, _digest_in(name)) is not None
+        )
+    ]
 
 
 def needed_by_rounds(connection: Connection) -> set[str]:
@@ -93,12 +125,10 @@ def needed_by_tasks(connection: Connection) -> set[str]:
     return led_to
 
 
-def sweep_bases(
-    payloads: Payloads, task: str, bases: Mapping[str, str], older_than: float = 0.0
-) -> None:
+def sweep_bases(payloads: Payloads, task: str, bases: Mapping[str, str]) -> None:
     """Remove what uploads of the task stood for, but for `bases`."""
     kept = {base_name(task, client_id, digest) for client_id, digest in bases.items()}
-    for name in list(payloads.settled(bases_folder(task), older_than)):
+    for name in list(payloads.settled(bases_folder(task))):
         if name not in kept:
             payloads.drop(name)
 

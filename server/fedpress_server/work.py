@@ -63,7 +63,7 @@ class Work:
         self._pause = settings.follow_seconds
         self._room = asyncio.Semaphore(settings.worker_threads)
         self._wake = asyncio.Event()
-        self._holder = leases.new_holder()
+        self._holder = leases.holder_of(settings.data_dir)
         self._ours: dict[JobKey, Lease | None] = {}
         """What this process has, or is to leave alone for a while after it has failed."""
 

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 
 from fedpress_client.transport import News
 from fedpress_protocols.compression.none import Uncompressed
+from fedpress_protocols.errors import ConfigurationError
 from fedpress_protocols.messages import Attribute, CheckInRequest, UploadAck
 from fedpress_protocols.model import Model
 from fedpress_protocols.policies.bandwidth_aware import TELLING, UPLINK
@@ -48,6 +51,12 @@ def test_a_device_tells_of_the_uplink_that_it_found(tmp_path: Path) -> None:
     told = said(tmp_path, TELLING, attributes={UPLINK: 900.0, "region": "north"})
     assert told[0] == {UPLINK: 900.0, "region": "north"}, "at first what it was declared to be"
     assert told[-1] == {UPLINK: 2.0, "region": "north"}
+
+
+@pytest.mark.parametrize("uplink", ["nan", "fast", 0.0, -5.0, math.nan])
+def test_an_uplink_that_is_no_speed_is_refused(tmp_path: Path, uplink: Attribute) -> None:
+    with pytest.raises(ConfigurationError, match="where a number of Mbit/s is due"):
+        said(tmp_path, 100, attributes={UPLINK: uplink})
 
 
 def test_small_bodies_tell_nothing(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""What docker-compose.yml's demo starts is valid and learns, so that it does not rot unseen."""
+"""What the compose files' demo starts is valid and learns, so that it does not rot unseen."""
 
 import importlib.util
 import json

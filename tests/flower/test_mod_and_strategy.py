@@ -1,5 +1,6 @@
 """Compression under Flower's own strategies and ours: nothing is lost, nothing is changed twice."""
 
+import json
 import logging
 import re
 from collections import defaultdict
@@ -381,6 +382,21 @@ def test_a_strategy_that_needs_a_number_takes_it_from_the_metrics(tmp_path: Path
 def test_what_no_flower_app_knows_is_refused(config: dict[str, Any], complaint: str) -> None:
     with pytest.raises(IncompatiblePlan, match=complaint):
         FedpressStrategy(from_config(config), Plan(FEEDBACK))
+
+
+def test_a_rate_that_only_the_app_could_correct_is_refused(tmp_path: Path) -> None:
+    fleet = fleet_of(tmp_path, 2)
+    strategy = FedpressStrategy(flowers.FedAvg(), Plan(FEEDBACK))
+    message = next(
+        iter(strategy.configure_train(1, record_of(start_arrays()), ConfigRecord(), fleet))
+    )
+    record = message.content[flower.RECORD]
+    plan = json.loads(record[flower.PLAN])
+    plan["training"]["learning_rate"] = 0.1
+    plan["profiles"][0]["learning_rate_factor"] = 1.1
+    record[flower.PLAN] = json.dumps(plan)
+    with pytest.raises(IncompatiblePlan, match="a Flower app sets for itself"):
+        fleet.app(message, fleet.contexts[message.metadata.dst_node_id])
 
 
 def test_a_plan_that_needs_what_messages_do_not_carry_is_refused() -> None:

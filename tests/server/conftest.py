@@ -14,6 +14,7 @@ from fedpress_server import Settings, create_app
 from tests import postgres
 from tests.devices import ADMIN_TOKEN, Device, Operator
 from tests.server.in_process import Clock, Server, Start, running
+from tests.server.replicated import Databases
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -55,6 +56,12 @@ def database_url(
     yield url
     for used in urls.values():
         request.getfixturevalue("cluster").give_back(used)
+
+
+@pytest.fixture
+def databases(request: pytest.FixtureRequest, dialect: str) -> Databases:
+    """For tests that open some themselves."""
+    return Databases(None if dialect == "sqlite" else request.getfixturevalue("cluster"))
 
 
 @pytest.fixture

@@ -441,7 +441,7 @@ EF21 = {"id": "ef21", "inner": {"id": "topk", "fraction": 0.5}}
             {"cohort": {"size": 2, "minimum": 2, "over_selection": 1.5}},
             "asynchronous.concurrency says",
         ),
-        ({"asynchronous": {"concurrency": 0}}, "greater than or equal to 1"),
+        ({"asynchronous": {"concurrency": 0}}, "must be 1 or more"),
         ({"strategy": {"id": "fedavg"}}, "choose fedbuff or fedasync"),
         ({"strategy": {"id": "median"}}, "choose fedbuff or fedasync"),
         ({"strategy": {"id": "fedasync"}}, "set cohort.size and cohort.minimum to 1"),
@@ -499,9 +499,11 @@ def test_rows_of_an_older_release_are_taken_over(tmp_path: Path) -> None:
     with engine.begin() as connection:
         config.attributes["connection"] = connection
         command.upgrade(config, "0004")
-        for name in ("enrolment_tokens", "clients", "models", "tasks", "rounds", "assignments"):
+        for name in ("enrolment_tokens", "clients", "models"):
             fill(connection, name)
-        fill(connection, "uploads")
+        fill(connection, "tasks", config='{"model": "x"}')
+        for name in ("rounds", "assignments", "uploads"):
+            fill(connection, name)
     engine.dispose()
     database = Database(url)
     row = anyio.run(database.read, lambda c: c.execute(sa.text("SELECT * FROM assignments")).one())
@@ -511,9 +513,9 @@ def test_rows_of_an_older_release_are_taken_over(tmp_path: Path) -> None:
     database.close()
 
 
-def fill(connection: sa.Connection, name: str) -> None:
-    """One row, of x and 1."""
+def fill(connection: sa.Connection, name: str, **values: Any) -> None:
+    """One row, of x and 1 but for `values`."""
     table = sa.Table(name, sa.MetaData(), autoload_with=connection)
     kinds: dict[type, Any] = {str: "x", bytes: b"x"}
     row = {c.name: kinds.get(c.type.python_type, 1) for c in table.columns if not c.nullable}
-    connection.execute(sa.insert(table), row)
+    connection.execute(sa.insert(table), row | values)

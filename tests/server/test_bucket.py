@@ -260,7 +260,7 @@ def test_a_federated_task_lives_in_the_store_and_waits_while_it_is_away(
     np.testing.assert_allclose(after.parameters - model.parameters, 1.0, atol=1e-6)
     assert http.get("/readyz").status_code == 200
     here = {path.name for path in (tmp_path / "data").iterdir()}
-    assert here <= {"lock", "cache", "server-key.pem", "authority-key.pem"} | {
+    assert here <= {"lock", "cache", "worker", "server-key.pem", "authority-key.pem"} | {
         name for name in here if name.startswith("fedpress.db")
     }
 

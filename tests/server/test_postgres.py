@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import anyio
@@ -17,7 +18,7 @@ import sqlalchemy as sa
 from fedpress_protocols.errors import ConfigurationError, MissingExtra, Unavailable
 from fedpress_protocols.model import Model
 from fedpress_server import records
-from fedpress_server.database import Database
+from fedpress_server.database import Database, migrate
 from fedpress_server.engines import opened
 from fedpress_server.records import EnrolmentToken, ModelRecord
 from fedpress_server.tables import enrolment_tokens, models
@@ -247,3 +248,24 @@ def test_a_missing_driver_is_told_by_the_extra(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setitem(sys.modules, "psycopg", None)
     with pytest.raises(MissingExtra, match=r"fedpress\[postgres\]"):
         opened("postgresql://ada:secret@host/name")
+
+
+def test_a_database_of_no_encoding_is_as_good_as_one_of_utf8(cluster: Cluster) -> None:
+    maintenance = sa.create_engine(
+        sa.make_url(cluster.url("postgres")).set(drivername="postgresql+psycopg"),
+        isolation_level="AUTOCOMMIT",
+        poolclass=sa.NullPool,
+        connect_args={"client_encoding": "utf8"},
+    )
+    with maintenance.connect() as connection:
+        connection.exec_driver_sql(
+            "CREATE DATABASE no_encoding ENCODING 'SQL_ASCII' LOCALE 'C' TEMPLATE template0"
+        )
+    url = cluster.url("no_encoding")
+    migrate(url)
+    with doors(url, 1) as [door]:
+        noted = replace(TOKEN, note="Zürich")
+        write(door, lambda connection: records.add_token(connection, noted))
+        query = sa.select(enrolment_tokens.c.note)
+        note = anyio.run(lambda: door.read(lambda c: c.execute(query).scalar_one()))
+        assert note == "Zürich"

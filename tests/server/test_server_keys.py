@@ -8,6 +8,7 @@ import pytest
 from fedpress_protocols.errors import ConfigurationError
 from fedpress_protocols.model import Model
 from fedpress_protocols.signatures import DeviceKey
+from fedpress_server.serve import migrate_main
 from tests.devices import Device, Operator
 from tests.server.in_process import Clock, Start
 
@@ -68,3 +69,29 @@ def test_another_key_than_the_database_knows_is_refused(start: Start, tmp_path: 
         start(server_key_file=tmp_path / "none.pem"),
     ):
         pass
+
+
+@pytest.mark.both_databases
+def test_migrate_makes_the_keys_that_all_servers_are_to_share_once(
+    start: Start, tmp_path: Path, shared: dict[str, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    files = {f"{name}_key_file": tmp_path / f"{name}.pem" for name in ("server", "authority")}
+    settings = {"data_dir": tmp_path / "none", **files, **shared}
+    arguments = [
+        part
+        for name, value in settings.items()
+        for part in (f"--{name.replace('_', '-')}", str(value))
+    ]
+    migrate_main(arguments)
+    assert f"made {files['server_key_file']}" in capsys.readouterr().out
+    made = {file: file.read_bytes() for file in files.values()}
+    assert {file.stat().st_mode & 0o777 for file in made} == {0o600}
+    migrate_main(arguments)
+    assert "made" not in capsys.readouterr().out
+    assert made == {file: file.read_bytes() for file in files.values()}
+    for name in ("first", "second"):
+        with start(data_dir=tmp_path / name, **files, **shared) as http:
+            assert http.get("/readyz").status_code == 200
+    files["server_key_file"].unlink()
+    migrate_main(arguments)  # the key is elsewhere: none is made in its place
+    assert not files["server_key_file"].exists()

@@ -41,15 +41,15 @@ def test_the_admin_token_may_lie_in_a_file(tmp_path: Path, monkeypatch: pytest.M
 
 def test_secrets_of_database_and_store_may_lie_in_files(tmp_path: Path) -> None:
     url, key = tmp_path / "url", tmp_path / "key"
-    url.write_text("postgresql://ada:password@host/name\n")
+    url.write_text("postgresql://ada:9f86d081884c@host/name\n")
     key.write_text("secret key\n")
     settings = Settings.load(
         database_url_file=url, store_access_key_id="ada", store_secret_access_key_file=key
     )
-    assert settings.resolved_database_url == "postgresql://ada:password@host/name"
+    assert settings.resolved_database_url == "postgresql://ada:9f86d081884c@host/name"
     assert settings.store_secret_access_key is not None
     assert settings.store_secret_access_key.get_secret_value() == "secret key"
-    assert "password" not in repr(settings)
+    assert "9f86d081884c" not in repr(settings)
     assert "secret key" not in repr(settings)
 
 
@@ -94,3 +94,25 @@ def test_a_wrong_flag_ends_with_a_sentence(capsys: pytest.CaptureFixture[str]) -
         main(["--port", "many"])
     assert caught.value.code == 2
     assert "port: must be a whole number, not 'many'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "secret", ["please-change-me-now", "<a long random string>", "x" * 32, "your_secret_token_here"]
+)
+def test_a_secret_that_is_a_placeholder_is_refused(secret: str, tmp_path: Path) -> None:
+    file = tmp_path / "secret"
+    file.write_text(secret + "\n")
+    for setting in ("admin_token", "store_secret_access_key"):
+        keys = {"store_access_key_id": "ada"} if setting.startswith("store") else {}
+        with pytest.raises(ConfigurationError, match=f"{setting} is a placeholder"):
+            Settings.load(**{f"{setting}_file": file}, **keys)
+    with pytest.raises(ConfigurationError, match="password is a placeholder"):
+        Settings.load(database_url="postgresql://ada:changeme@host/name")
+
+
+def test_a_file_of_a_secret_that_is_empty_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "secret"
+    file.write_text("\n")
+    for setting in ("admin_token_file", "database_url_file"):
+        with pytest.raises(ConfigurationError, match="is empty"):
+            Settings.load(**{setting: file})

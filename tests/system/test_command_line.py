@@ -137,6 +137,10 @@ def test_wrong_input_is_refused_with_a_sentence(server: ServerProcess, tmp_path:
     code, _, err = shell.run("task", "create", config, model)
     assert code == 1
     assert "rounds: must be 1 or more, not 0" in err
+    rest = write_task(tmp_path, rounds=2, size=2)
+    assert shell.run("task", "create", *rest)[0] == 0
+    code, _, err = shell.run("task", "continue", "clouds", "--rounds", "9" * 20)
+    assert (code, err) == (1, f"fedpress: rounds: must be less than 1073741824, not {'9' * 20}\n")
     code, _, err = shell.run("task", "create", config, config)
     assert code == 1
     assert "not a safetensors model" in err

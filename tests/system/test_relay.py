@@ -305,6 +305,8 @@ def test_a_relay_says_what_is_wrong(tmp_path: Path) -> None:
         RegionalTrainer(region, {**TEMPLATE, "model": "0" * 64}, 1, tmp_path)
     with pytest.raises(ConfigurationError, match="no name"):
         RegionalTrainer(region, {}, 1, tmp_path)
+    with pytest.raises(ConfigurationError, match="would be lost with every leg"):
+        RegionalTrainer(region, {**TEMPLATE, "downlink": {}}, 1, tmp_path)
     with pytest.raises(ConfigurationError, match="at least 1"):
         RegionalTrainer(region, TEMPLATE, 0, tmp_path)
     (tmp_path / "relay-digits.json").write_text("{")

@@ -13,6 +13,7 @@ from fedpress_client.ledger import Ledger
 from fedpress_client.state import Identity, write_durably
 from fedpress_protocols import flower
 from fedpress_protocols.errors import StateCorrupt
+from fedpress_protocols.faults import explained
 from fedpress_protocols.signatures import DeviceKey
 
 STATE_DIR = "fedpress-state-dir"
@@ -82,7 +83,7 @@ class Account:
         try:
             return Identity.model_validate_json(path.read_bytes())
         except ValidationError as exc:
-            raise StateCorrupt(f"{path}: {exc.errors(include_url=False)[0]['msg']}") from exc
+            raise StateCorrupt(f"{path}: {explained(exc)}") from exc
 
     def enrolled(self, identity: Identity) -> None:
         self._write(self.path.with_suffix(".identity"), identity.model_dump_json().encode())

@@ -10,7 +10,7 @@ import numpy as np
 from flwr.app import ArrayRecord, Context, Message, RecordDict
 
 from fedpress_protocols import flower
-from fedpress_protocols.errors import FedpressError, InvalidUpdate
+from fedpress_protocols.errors import FedpressError, IncompatiblePlan, InvalidUpdate
 from fedpress_protocols.messages import Assignment, Receipt
 from fedpress_protocols.model import ModelSpec, Vector
 from fedpress_protocols.plan import RoundPlan, parsed
@@ -36,6 +36,11 @@ class Terms:
         """Raises IncompatiblePlan or ConfigurationError if message and plan do not fit."""
         record = message.content[flower.RECORD]
         plan = _plan(str(record[flower.PLAN]))
+        if plan.profiles[0].learning_rate_factor != 1:
+            raise IncompatiblePlan(
+                "the profile corrects the learning rate, which a Flower app sets for itself",
+                hint="leave learning_rate_factor out, and say the rate in the run's configuration",
+            )
         assignment = Assignment(
             assignment=str(record[flower.ASSIGNMENT]),
             client_id=str(record[flower.CLIENT]),

@@ -30,6 +30,8 @@ Config = Mapping[str, Any]
 Knowledge = Known | Literal["own", "basis"]
 """`Public`'s vectors."""
 _ID = "id"
+_MOST_DEPTH = 16
+"""Of compressors within one another."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,7 +219,13 @@ def compressors() -> Mapping[str, type[Any]]:
 
 def from_config(config: Config) -> Compressor[Any]:
     """The compressor that {"id": ..., **fields} names; IncompatiblePlan says what is off."""
-    fields = {key: _parsed(value) for key, value in dict(config).items()}
+    return _from_config(config, 1)
+
+
+def _from_config(config: Config, depth: int) -> Compressor[Any]:
+    if depth > _MOST_DEPTH:
+        raise IncompatiblePlan(f"a compressor within more than {_MOST_DEPTH} others")
+    fields = {key: _parsed(value, depth + 1) for key, value in dict(config).items()}
     wire_id = fields.pop(_ID, None)
     known = compressors()
     if wire_id not in known:
@@ -230,11 +238,24 @@ def from_config(config: Config) -> Compressor[Any]:
     unknown = sorted(set(fields) - set(names))
     if unknown:
         raise IncompatiblePlan(f"{wire_id!r} takes {', '.join(names)}, not {', '.join(unknown)}")
+    due = [field.name for field in dataclasses.fields(cls) if _is_due(field)]
+    missing = [name for name in due if name not in fields]
+    if missing:
+        raise IncompatiblePlan(f"{wire_id!r} needs {', '.join(missing)}")
     try:
         made: Compressor[Any] = cls(**fields)
-    except (TypeError, ValueError) as exc:
+    except TypeError as exc:
+        raise IncompatiblePlan(
+            f"{wire_id!r} from {dict(config)}: a setting is of the wrong kind",
+            hint=f"`fedpress compressors show {wire_id}` has an example",
+        ) from exc
+    except ValueError as exc:
         raise IncompatiblePlan(f"{wire_id!r} from {dict(config)}: {exc}") from exc
     return made
+
+
+def _is_due(field: dataclasses.Field[Any]) -> bool:
+    return field.default is field.default_factory is dataclasses.MISSING
 
 
 def to_config(made: Compressor[Any]) -> dict[str, Any]:
@@ -264,11 +285,13 @@ def _members(value: Any) -> Iterator[Any]:
             yield from _members(item)
 
 
-def _parsed(value: Any) -> Any:
+def _parsed(value: Any, depth: int) -> Any:
     if isinstance(value, Mapping) and _ID in value:
-        return from_config(value)
+        return _from_config(value, depth)
     if isinstance(value, list | tuple):
-        return tuple(_parsed(item) for item in value)
+        if depth > _MOST_DEPTH:
+            raise IncompatiblePlan(f"lists within lists, more than {_MOST_DEPTH} deep")
+        return tuple(_parsed(item, depth + 1) for item in value)
     return value
 
 

@@ -123,7 +123,9 @@ def check_policies(
             f"a share of {guard.share:g} of a cohort of {size} is {of_reference} with the "
             f"reference and {size - of_reference} without, where {LEAST_COMPARED} of each are "
             "the least that can be compared",
-            hint="set share nearer to 0.5, or the cohort larger",
+            hint="set share nearer to 0.5"
+            if size >= 2 * LEAST_COMPARED
+            else f"make cohort.size {2 * LEAST_COMPARED} or more, or set share to 0",
         )
 
 

@@ -27,8 +27,9 @@ from typing import Annotated, Any, BinaryIO, Literal, Self
 from pydantic import Field, ValidationError
 
 from fedpress_protocols.errors import ConfigurationError, NotFound
+from fedpress_protocols.faults import explained
 from fedpress_protocols.messages import Identifier
-from fedpress_protocols.plan import Digest, Term, explained
+from fedpress_protocols.plan import Digest, Term
 from fedpress_protocols.signatures import DeviceKey, sign_document, verify_document
 from fedpress_server.payloads import Payloads
 
@@ -78,7 +79,9 @@ class Manifest(Term):
             plain = {k: v for k, v in document.items() if k not in ("key_id", "signature")}
             return cls.model_validate(plain), document
         except ValidationError as exc:
-            raise ConfigurationError(f"{MANIFEST} is no list of a backup: {explained(exc)}") from exc
+            raise ConfigurationError(
+                f"{MANIFEST} is no list of a backup: {explained(exc)}"
+            ) from exc
         except (ValueError, AttributeError, RecursionError) as exc:
             raise ConfigurationError(f"{MANIFEST} is no list of a backup: {exc}") from exc
 
@@ -251,10 +254,13 @@ class _FolderReader(Reader):
 
 class _TarReader(Reader):
     def __init__(self, place: Path) -> None:
+        file = place.open("rb")
         try:
-            self._tar = tarfile.open(place, "r:")  # noqa: SIM115
+            self._tar = tarfile.open(fileobj=file, mode="r:")  # noqa: SIM115
             self._members = {each.name: each for each in self._tar.getmembers()}
+            self._file = file
         except (tarfile.TarError, OSError, EOFError) as exc:
+            file.close()
             raise ConfigurationError(f"{place} is no tar file of a backup: {exc}") from exc
 
     def names(self) -> set[str]:
@@ -269,6 +275,7 @@ class _TarReader(Reader):
 
     def close(self) -> None:
         self._tar.close()
+        self._file.close()
 
 
 def reader(place: Path) -> Reader:
@@ -282,6 +289,8 @@ def reader(place: Path) -> Reader:
 
 class BackedUp(Payloads):
     """The files of a backup, as a store that nothing is written to."""
+
+    is_local = True
 
     def __init__(self, backup: Reader, scratch: Path) -> None:
         self._backup = backup
@@ -310,6 +319,9 @@ class BackedUp(Payloads):
         raise AssertionError("a backup is not written to")
 
     def drop(self, name: str) -> None:
+        raise AssertionError("a backup is not written to")
+
+    def drop_settled(self, name: str, older_than: float = 0.0) -> None:
         raise AssertionError("a backup is not written to")
 
     def sweep_temporaries(self) -> int:

@@ -1,9 +1,9 @@
 """The records at one moment, as a SQLite file, out of either database and into either.
 
-From SQLite they come by its own backup, pages in one step under a read transaction, beside which
-the server goes on to write. From PostgreSQL they come row by row in one REPEATABLE READ transaction,
-and go there in one transaction: no tool of PostgreSQL's need be there, a backup reads the same
-wherever it was made, and may be brought back to the other database.
+From SQLite they come by its own backup, all pages in one step under a read transaction, beside
+which the server goes on to write. From PostgreSQL they come row by row in one REPEATABLE READ
+transaction, and go there in one transaction: no tool of PostgreSQL's need be there, a backup reads
+the same wherever it was made, and may be brought back to the other database.
 """
 
 from __future__ import annotations
@@ -64,9 +64,12 @@ def put_into(file: Path, database_url: str) -> None:
         with source.reads.connect() as read, target.writes.connect() as written, written.begin():
             target.take_turn(written, alone=True)
             for table in metadata.sorted_tables:
-                if table.name != "schema_releases" and written.execute(
-                    sa.select(sa.literal(1)).select_from(table).limit(1)
-                ).first():
+                if (
+                    table.name != "schema_releases"
+                    and written.execute(
+                        sa.select(sa.literal(1)).select_from(table).limit(1)
+                    ).first()
+                ):
                     raise ConfigurationError(
                         f"the database has rows in {table.name} already",
                         hint="make a new database, and name that one",

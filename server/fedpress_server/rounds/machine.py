@@ -75,7 +75,9 @@ class Round:
                 if not row.guard(self, event, now):
                     continue
                 after, effects = row.action(self, event, now)
-                return replace(after, phase=row.target), tuple(effects)
+                if after.phase != row.target:
+                    after = replace(after, phase=row.target)
+                return after, tuple(effects)
         return self, ()
 
     @property
@@ -114,14 +116,21 @@ class Round:
         """How many models its own is behind the newest."""
         return 0 if part.given is None else self.number - part.given[0]
 
-    @cached_property
+    @property
     def places_left(self) -> int:
-        if self.basis is not None:
-            return 0
-        parts = self.parts.values()
-        if self.is_asynchronous:
-            return self.places - sum(part.is_open for part in parts)
-        return self.places - sum(part.reason != "declined" for part in parts)
+        return 0 if self.basis is not None else self.places - self._num_taken
+
+    @cached_property
+    def num_staged(self) -> int:
+        """As many as there are in `staged`."""
+        return sum(part.is_staged for part in self.parts.values())
+
+    @cached_property
+    def _num_taken(self) -> int:
+        return sum(map(self._takes_place, self.parts.values()))
+
+    def _takes_place(self, part: Part) -> bool:
+        return part.is_open if self.is_asynchronous else part.reason != "declined"
 
     @cached_property
     def may_come(self) -> int | None:
@@ -178,7 +187,19 @@ class Round:
         return CarriedOver(self.given + own, tuple(carried))
 
     def having(self, assignment: str, part: Part) -> Round:
-        return replace(self, parts={**self.parts, assignment: part})
+        """With `part` under `assignment`, be it new or not. What is counted of all parts is counted
+        on: a round of n clients makes some 2 n of these steps."""
+        before = self.parts.get(assignment)
+        after = replace(self, parts={**self.parts, assignment: part})
+        staged, taken = self.num_staged + part.is_staged, self._num_taken + self._takes_place(part)
+        by_client = self._by_client
+        if before is not None:
+            staged, taken = staged - before.is_staged, taken - self._takes_place(before)
+        elif part.client_id not in by_client or by_client[part.client_id] != assignment:
+            by_client = {**by_client, part.client_id: assignment}
+        known = {"num_staged": staged, "_num_taken": taken, "_by_client": by_client}
+        vars(after).update(known)  # where cached properties keep what they found
+        return after
 
     def settled(self, reasons: Mapping[str, Reason]) -> tuple[Round, list[Effect]]:
         parts = dict(self.parts)

@@ -78,18 +78,18 @@ def _takes_body(round_: Round, event: UploadStaged, now: float) -> bool:
 
 def _fills_up(round_: Round, event: UploadStaged, now: float) -> bool:
     size = round_.size if round_.basis is None else len(round_.firsts)
-    is_last = len(round_.staged) + 1 == size >= round_.minimum
+    is_last = round_.num_staged + 1 == size >= round_.minimum
     return is_last and _takes_body(round_, event, now)
 
 
 def _has_minimum(round_: Round, event: DeadlinePassed, now: float) -> bool:
     is_time = not round_.is_masked and not round_.is_first_trip
-    return is_time and now >= round_.deadline and len(round_.staged) >= round_.minimum
+    return is_time and now >= round_.deadline and round_.num_staged >= round_.minimum
 
 
 def _leaves_rest(round_: Round, event: Declined, now: float) -> bool:
     """Whether all others of the second trip have uploaded, and are enough."""
-    num_staged = len(round_.staged)
+    num_staged = round_.num_staged
     is_last = round_.basis is not None and num_staged + 1 == len(round_.firsts)
     return _is_awaited(round_, event, now) and is_last and num_staged >= round_.minimum
 

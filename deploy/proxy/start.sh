@@ -1,0 +1,16 @@
+#!/bin/sh
+# Start nginx, with TLS if /tls holds tls.crt and tls.key, and without if it holds neither.
+set -eu
+if [ -e /tls/tls.crt ] || [ -e /tls/tls.key ]; then
+  for file in /tls/tls.crt /tls/tls.key; do
+    [ -r "$file" ] || { echo "fedpress: the proxy cannot read $file: TLS needs tls.crt and tls.key, readable by user $(id -u)" >&2; exit 1; }
+  done
+  ssl=" ssl"
+  printf '%s\n' 'ssl_certificate /tls/tls.crt;' 'ssl_certificate_key /tls/tls.key;' > /tmp/tls.conf
+else
+  ssl=""
+  : > /tmp/tls.conf
+fi
+echo "listen 8080$ssl;" > /tmp/devices.conf
+echo "listen 8081$ssl;" > /tmp/operators.conf
+exec nginx -e stderr -c /etc/fedpress/nginx.conf -g 'daemon off;'

@@ -1,0 +1,59 @@
+"""The command `fedpress doctor`."""
+
+from __future__ import annotations
+
+import json
+import time
+from dataclasses import asdict
+from pathlib import Path
+
+import click
+
+from fedpress.command_line import PATH, Command, needs
+
+
+@click.command("doctor", cls=Command)
+@click.option(
+    "--config",
+    type=PATH,
+    envvar="FEDPRESS_CONFIG",
+    show_envvar=True,
+    help="TOML file of the server's settings; all others are read from FEDPRESS_* variables.",
+)
+@click.option("--data-dir", type=PATH, help="The server's folder.")
+@click.option(
+    "--url", default="", help="A server that runs: whether it can be reached and can work."
+)
+@click.option(
+    "--min-free-mib",
+    type=click.IntRange(0),
+    default=1024,
+    help="Free disk that is wanted, in MiB.",
+)
+@click.option("--json", "as_json", is_flag=True, help="Print JSON in place of the lines.")
+def doctor(
+    config: Path | None, data_dir: Path | None, url: str, min_free_mib: int, as_json: bool
+) -> None:
+    """Find what keeps a server from working, and how to mend it; exit code 1 if there is any."""
+    try:
+        from fedpress_server.doctor import examined
+        from fedpress_server.settings import Settings
+    except ModuleNotFoundError as exc:
+        needs("server", exc)
+    findings = list(
+        examined(
+            lambda: Settings.load(config, data_dir=data_dir),
+            url=url,
+            now=time.time(),
+            min_free_bytes=min_free_mib * 2**20,
+        )
+    )
+    if as_json:
+        click.echo(json.dumps([asdict(each) | {"is_fault": each.is_fault} for each in findings]))
+    else:
+        for each in findings:
+            click.echo(f"{'FAULT' if each.is_fault else 'ok':5}  {each.check}: {each.found}")
+            if each.is_fault:
+                click.echo(f"       mend: {each.mend}")
+    if any(each.is_fault for each in findings):
+        raise click.exceptions.Exit(1)

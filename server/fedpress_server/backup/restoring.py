@@ -1,0 +1,140 @@
+"""A server out of its backup, at a place where there is none: a new epoch of its records."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import shutil
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import sqlalchemy as sa
+
+from fedpress_protocols.errors import ConfigurationError
+from fedpress_protocols.messages import Restore
+from fedpress_server import database as door
+from fedpress_server import engines, restores
+from fedpress_server.backup import snapshots
+from fedpress_server.backup.archive import DATABASE, FILES, KEYS, Reader, reader
+from fedpress_server.backup.verifying import Report, verify
+from fedpress_server.bucket import opened_payloads
+from fedpress_server.payloads import LocalPayloads
+from fedpress_server.records import RoundKey
+from fedpress_server.server_keys import PURPOSES, Purpose, key_file, known_key
+from fedpress_server.settings import Settings
+from fedpress_server.tables import partial_parts, partial_uploads
+
+
+@dataclass(frozen=True, slots=True)
+class Restored:
+    """What was brought back, and what is left to do."""
+
+    restore: Restore
+    report: Report
+    open_rounds: tuple[RoundKey, ...]
+    """Under way in the backup; the server gives them up when it starts."""
+    missing_keys: tuple[str, ...]
+    """Files that the server needs before it starts."""
+
+
+def restore(
+    place: Path, settings: Settings, *, key_id: str = "", clock: Callable[[], float] = time.time
+) -> Restored:
+    """Bring the backup back as the server of `settings`, whose data folder is new or empty, as are
+    its database and its store.
+
+    The backup is verified first, against the server's key `key_id` if that is given. A folder is
+    filled beside its place and renamed into it. Raises ConfigurationError, and then the data folder
+    is as it was.
+    """
+    target = settings.data_dir
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+        raise ConfigurationError(
+            f"{target} is not empty", hint="name a new folder: nothing is written over"
+        )
+    url = sa.make_url(settings.resolved_database_url)
+    is_inside = url.get_backend_name() == "sqlite"
+    if is_inside and settings.database_url:
+        raise ConfigurationError(
+            "a SQLite database is brought back into the data folder",
+            hint="restore without database_url, and move fedpress.db afterwards",
+        )
+    report = verify(place, key_id=key_id)
+    if report.faults or report.manifest is None:
+        raise ConfigurationError(
+            f"{place} is damaged: {'; '.join(report.faults[:3])}",
+            hint="fedpress verify lists all of it; restore another backup",
+        )
+    target.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    beside = target.with_name(f".{target.name}.{secrets.token_hex(4)}.partial")
+    try:
+        folder = LocalPayloads(beside)
+        with reader(place) as backup:
+            at = beside / "fedpress.db"
+            _copy(backup, DATABASE, at)
+            door.migrate(f"sqlite:///{at}")
+            made, open_rounds = _in_new_epoch(at, report.manifest.began_at, clock())
+            purposes = _known_keys(at)
+            snapshots.settle(at)
+            for name in sorted(backup.names()):
+                if name.startswith(KEYS):
+                    _copy(backup, name, beside / name.removeprefix(KEYS))
+            # The cache of a store lies in the folder that is being made.
+            there = settings.model_copy(update={"data_dir": beside})
+            payloads = opened_payloads(there) if settings.store_url else folder
+            for entry in report.manifest.files:
+                if entry.name.startswith(FILES):
+                    with backup.open(entry.name) as file:
+                        payloads.put(entry.name.removeprefix(FILES), file.read())
+        if not is_inside:
+            snapshots.put_into(at, settings.resolved_database_url)
+            at.unlink()
+        _sync(beside)
+        beside.rename(target)
+        _sync(target.parent)
+    except BaseException:
+        shutil.rmtree(beside, ignore_errors=True)
+        raise
+    needed = [key_file(purpose, settings) for purpose in purposes]
+    missing = tuple(str(file) for file in needed if not file.is_file())
+    return Restored(made, report, tuple(open_rounds), missing)
+
+
+def _in_new_epoch(file: Path, backup_at: int, now: float) -> tuple[Restore, list[RoundKey]]:
+    """Note the restore in the records, and drop what cannot go on: uploads by parts."""
+    backend = engines.opened(f"sqlite:///{file}")
+    try:
+        with backend.writes.connect() as connection, connection.begin():
+            made = restores.add(connection, secrets.token_urlsafe(12), backup_at, now)
+            for table in (partial_parts, partial_uploads):
+                connection.execute(sa.delete(table))
+            return made, restores.open_rounds(connection)
+    finally:
+        backend.dispose()
+
+
+def _known_keys(file: Path) -> list[Purpose]:
+    backend = engines.opened(f"sqlite:///{file}")
+    try:
+        with backend.reads.connect() as connection:
+            return [each for each in PURPOSES if known_key(connection, each) is not None]
+    finally:
+        backend.dispose()
+
+
+def _copy(backup: Reader, name: str, place: Path) -> None:
+    descriptor = os.open(place, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    with backup.open(name) as source, open(descriptor, "wb") as file:
+        shutil.copyfileobj(source, file)
+        file.flush()
+        os.fsync(descriptor)
+
+
+def _sync(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,225 @@
+"""Whether a backup can be brought back, and if not, which part of it is at fault."""
+
+from __future__ import annotations
+
+import hashlib
+import shutil
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import sqlalchemy as sa
+from sqlalchemy.engine import Connection
+
+from fedpress_protocols.errors import ConfigurationError, FedpressError, NotFound
+from fedpress_protocols.messages import RECEIPT_CONTEXT, SignedReceipt, TaskConfig
+from fedpress_protocols.model import Model
+from fedpress_protocols.signatures import DeviceKey, key_id_of, verify_document
+from fedpress_server import database as door
+from fedpress_server import engines, records
+from fedpress_server.backup import snapshots
+from fedpress_server.backup.archive import (
+    DATABASE,
+    FILES,
+    KEYS,
+    MANIFEST,
+    BackedUp,
+    Manifest,
+    Reader,
+    reader,
+)
+from fedpress_server.backup.taking import needed
+from fedpress_server.files import model_name
+from fedpress_server.journal import reopened
+from fedpress_server.masked import Host
+from fedpress_server.masked_membership import Authority
+from fedpress_server.payloads import digest_in
+from fedpress_server.server_keys import known_key
+from fedpress_server.tables import assignments
+
+_CHUNK = 2**20
+_MOST = 100
+"""Faults that are told; the first of them say what is wrong."""
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """What was found. `faults` are sentences that begin with the part at fault."""
+
+    manifest: Manifest | None
+    key_id: str
+    """Of the server's key, which signed the manifest and the receipts; empty if it is not known."""
+    num_receipts: int
+    num_open: int
+    """Attempts that the backup has under way, all replayed."""
+    faults: tuple[str, ...]
+
+
+def verify(place: Path, *, key_id: str = "") -> Report:
+    """Look at every byte of a backup: the manifest and its signature, the size and the digest of
+    every file, the database as SQLite and then as a server sees it, whether there is a file for
+    every model, and the signature of every receipt.
+
+    `key_id`: of the server's key; without it the backup's own word is taken for which key is the
+    server's. Raises ConfigurationError if there is no backup at all.
+    """
+    with reader(place) as backup, tempfile.TemporaryDirectory() as scratch:
+        found = _Found(backup, Path(scratch), key_id)
+        found.look()
+        return Report(
+            found.manifest,
+            key_id_of(found.public) if found.public else "",
+            found.num_receipts,
+            found.num_open,
+            tuple(found.faults[:_MOST]),
+        )
+
+
+class _Found:
+    def __init__(self, backup: Reader, scratch: Path, key_id: str) -> None:
+        self._backup = backup
+        self._scratch = scratch
+        self._key_id = key_id
+        self.manifest: Manifest | None = None
+        self.public: bytes | None = None
+        self.num_receipts = 0
+        self.num_open = 0
+        self.faults: list[str] = []
+
+    def look(self) -> None:
+        try:
+            self.manifest, document = Manifest.parsed(self._backup.manifest())
+        except NotFound:
+            self.faults.append(f"{MANIFEST}: there is none")
+            return
+        except ConfigurationError as exc:
+            self.faults.append(exc.detail)
+            return
+        self.faults += self._files(self.manifest)
+        whole = self._scratch / DATABASE
+        if not self._opened(whole):
+            return
+        url = f"sqlite:///{whole}"
+        backend = engines.opened(url)
+        try:
+            with backend.reads.connect() as connection:
+                self._signatures(connection, document)
+                self.faults += self._led_to(connection)
+                self.faults += self._attempts(connection)
+        finally:
+            backend.dispose()
+
+    def _files(self, manifest: Manifest) -> Iterator[str]:
+        listed = {entry.name for entry in manifest.files}
+        for name in sorted(self._backup.names() - listed - {MANIFEST}):
+            yield f"{name}: it is not in the list"
+        for entry in manifest.files:
+            try:
+                with self._backup.open(entry.name) as file:
+                    digest, num_bytes = hashlib.sha256(), 0
+                    while chunk := file.read(_CHUNK):
+                        digest.update(chunk)
+                        num_bytes += len(chunk)
+            except NotFound:
+                yield f"{entry.name}: it is missing"
+                continue
+            except OSError as exc:
+                yield f"{entry.name}: it cannot be read: {exc}"
+                continue
+            if num_bytes != entry.num_bytes:
+                yield f"{entry.name}: {num_bytes} bytes where the list has {entry.num_bytes}"
+            elif digest.hexdigest() != entry.sha256:
+                yield f"{entry.name}: its SHA-256 is not the list's"
+            named = digest_in(entry.name.removeprefix(FILES))
+            if entry.name.startswith(FILES) and named not in (None, entry.sha256):
+                yield f"{entry.name}: its name is of other bytes"
+
+    def _opened(self, whole: Path) -> bool:
+        """A copy of the database with the newest schema, if the database is sound."""
+        try:
+            with self._backup.open(DATABASE) as source, whole.open("wb") as file:
+                shutil.copyfileobj(source, file, _CHUNK)
+        except NotFound:
+            return False
+        found = snapshots.faults(whole)
+        self.faults += [f"{DATABASE}: {fault}" for fault in found]
+        if found:
+            return False
+        try:
+            door.migrate(f"sqlite:///{whole}")
+        except (FedpressError, sa.exc.SQLAlchemyError) as exc:
+            self.faults.append(f"{DATABASE}: {exc}")
+            return False
+        return True
+
+    def _signatures(self, connection: Connection, document: dict[str, object]) -> None:
+        self.public = known_key(connection, "server")
+        if self.public is None:
+            self.faults.append(f"{DATABASE}: it does not say which key is the server's")
+            return
+        if self._key_id and key_id_of(self.public) != self._key_id:
+            self.faults.append(
+                f"{DATABASE}: its server's key is {key_id_of(self.public)}, not {self._key_id}"
+            )
+        try:
+            Manifest.check_signature(document, self.public)
+        except FedpressError as exc:
+            self.faults.append(f"{MANIFEST}: {exc.detail}")
+        if (pem := f"{KEYS}server-key.pem") in self._backup.names():
+            self._private_half(pem, self.public)
+        row = assignments.c
+        kept = sa.select(row.assignment, row.receipt).where(row.receipt.is_not(None))
+        for name, text in connection.execute(kept):
+            self.num_receipts += 1
+            fault = _receipt_fault(name, text, self.public)
+            if fault:
+                self.faults.append(f"{DATABASE}: the receipt of assignment {name}: {fault}")
+
+    def _private_half(self, name: str, public: bytes) -> None:
+        try:
+            with self._backup.open(name) as file:
+                is_its = DeviceKey.from_pem(file.read(_CHUNK)).public == public
+        except (FedpressError, ValueError) as exc:
+            self.faults.append(f"{name}: {exc}")
+            return
+        if not is_its:
+            self.faults.append(f"{name}: it is not the key that signed the receipts")
+
+    def _led_to(self, connection: Connection) -> Iterator[str]:
+        there = self._backup.names()
+        try:
+            names = sorted(needed(connection))
+        except FedpressError as exc:
+            yield f"{DATABASE}: what it leads to cannot be read: {exc.detail}"
+            return
+        for name in names:
+            if FILES + name not in there:
+                yield f"{FILES}{name}: the records lead to it, and it is missing"
+
+    def _attempts(self, connection: Connection) -> Iterator[str]:
+        payloads = BackedUp(self._backup, self._scratch)
+        nobody = DeviceKey.generate()
+        host = Host(nobody, Authority.here("fedpress", nobody))
+        for record in records.task_records(connection):
+            if record.state != "running":
+                continue
+            try:
+                spec = Model.from_bytes(payloads.get(model_name(record.model))).spec
+                config = TaskConfig.model_validate_json(record.config)
+                reopened(connection, config, spec, payloads, host)
+                self.num_open += 1
+            except Exception as exc:  # whatever it is, this round cannot go on
+                what = f"the open round of task {record.task!r} cannot be replayed"
+                yield f"{DATABASE}: {what}: {exc}"
+
+
+def _receipt_fault(name: str, text: str, public: bytes) -> str:
+    try:
+        signed = SignedReceipt.model_validate_json(text)
+        document = signed.receipt.model_dump(mode="json")
+        document |= {"key_id": signed.key_id, "signature": signed.signature}
+        verify_document(document, public, context=RECEIPT_CONTEXT)
+    except (FedpressError, ValueError) as exc:
+        return str(exc)
+    return "" if signed.receipt.assignment == name else "it is another assignment's"

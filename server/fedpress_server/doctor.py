@@ -1,0 +1,281 @@
+"""What keeps a server from working, found before it starts or while it runs, and how to mend it.
+
+Nothing is changed: no table, no key and no folder is made; a probe is written and taken away where
+the server would write.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+import ssl
+import stat
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
+from email.utils import parsedate_to_datetime
+from importlib.util import find_spec
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import httpx
+from cryptography import x509
+from cryptography.hazmat.primitives.serialization import (
+    Encoding,
+    PublicFormat,
+    load_pem_private_key,
+)
+
+from fedpress_protocols.errors import ConfigurationError, FedpressError
+from fedpress_server.bucket import opened_payloads
+from fedpress_server.database import Database
+from fedpress_server.server_keys import PURPOSES, key_file
+from fedpress_server.settings import MIB, Settings
+
+MIN_FREE_BYTES = 1024 * MIB
+_EXPIRES_SOON = timedelta(days=14)
+_PATIENCE = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """Of one check: what was `found`, and how to `mend` it; nothing to mend if all is well."""
+
+    check: str
+    found: str
+    mend: str = ""
+
+    @property
+    def is_fault(self) -> bool:
+        return bool(self.mend)
+
+
+def examined(
+    load: Callable[[], Settings],
+    *,
+    url: str = "",
+    now: float,
+    min_free_bytes: int = MIN_FREE_BYTES,
+) -> Iterator[Finding]:
+    """Findings about the server that `load` tells of, and about the one that answers at `url`.
+
+    `now`: this machine's clock, Unix seconds.
+    """
+    try:
+        settings = load()
+    except ConfigurationError as exc:
+        yield Finding("settings", exc.detail, exc.hint or "correct the setting; fedpress serve -h")
+        settings = None
+    else:
+        yield Finding("settings", "can be read, and no secret is a placeholder")
+    if settings is not None:
+        missing = list(_extras(settings))
+        yield from missing or [Finding("extras", "all that the settings need is installed")]
+        yield _state(settings.data_dir)
+        yield _disk(settings.data_dir, min_free_bytes)
+        yield from _keys(settings)
+        if settings.tls_certificate and settings.tls_key:
+            yield _certificate(settings.tls_certificate, settings.tls_key, now)
+        if not missing:
+            yield _database(settings)
+            if settings.store_url:
+                yield _store(settings)
+        if not url:
+            yield _port(settings.host, settings.port)
+    if url:
+        yield from _answer(url, now, settings.clock_skew if settings else 300.0)
+
+
+def _extras(settings: Settings) -> Iterator[Finding]:
+    needed = {
+        "postgres": ("psycopg", not settings.resolved_database_url.startswith("sqlite")),
+        "s3": ("obstore", bool(settings.store_url)),
+    }
+    for extra, (library, is_needed) in needed.items():
+        if is_needed and find_spec(library) is None:
+            yield Finding(
+                "extras",
+                f"the settings need {library}, which is not installed",
+                f"pip install 'fedpress[{extra}]'",
+            )
+
+
+def _state(folder: Path) -> Finding:
+    there = _nearest(folder)
+    if not there.is_dir():
+        return Finding("state", f"{there} is no folder", "name another as FEDPRESS_DATA_DIR")
+    try:
+        with tempfile.NamedTemporaryFile(dir=there):
+            pass
+    except OSError as exc:
+        return Finding(
+            "state",
+            f"user {os.getuid()} cannot write to {there}: {exc.strerror}",
+            f"chown {os.getuid()} {there}, or name another folder as FEDPRESS_DATA_DIR",
+        )
+    what = "can be written to" if there == folder else f"can be made in {there}"
+    return Finding("state", f"{folder} {what}")
+
+
+def _disk(folder: Path, min_free_bytes: int) -> Finding:
+    there = _nearest(folder)
+    free = shutil.disk_usage(there).free
+    found = f"{free // MIB:,} MiB are free where {folder} is"
+    if free >= min_free_bytes:
+        return Finding("disk", found)
+    return Finding(
+        "disk",
+        f"{found}, and {min_free_bytes // MIB:,} are wanted",
+        "make room, use a larger disk, or let tasks keep fewer models (docs/registry.md)",
+    )
+
+
+def _keys(settings: Settings) -> Iterator[Finding]:
+    """Private keys that others than their owner can read; a TLS key may be its group's."""
+    files = {key_file(purpose, settings): 0o077 for purpose in PURPOSES}
+    if settings.tls_key:
+        files[settings.tls_key] = 0o007
+    is_well = True
+    for file, forbidden in files.items():
+        try:
+            mode = stat.S_IMODE(file.stat().st_mode)
+            readable = os.access(file, os.R_OK)
+        except OSError:
+            continue  # there is none yet, or whoever needs it says so
+        if mode & forbidden:
+            is_well = False
+            yield Finding(
+                "keys",
+                f"{file} can be read by others: its mode is {mode:04o}",
+                f"chmod {mode & ~forbidden & 0o600 or 0o600:04o} {file}; if others use this "
+                "machine, take the key for known to them",
+            )
+        elif not readable:
+            is_well = False
+            yield Finding(
+                "keys",
+                f"user {os.getuid()} cannot read {file}",
+                f"chown {os.getuid()} {file}",
+            )
+    if is_well:
+        yield Finding("keys", "no private key can be read by others")
+
+
+def _certificate(certificate: Path, key: Path, now: float) -> Finding:
+    mend = "get a new certificate for the key, and name both files in the settings"
+    try:
+        first = x509.load_pem_x509_certificate(certificate.read_bytes())
+        private = load_pem_private_key(key.read_bytes(), None)
+    except (OSError, ValueError, TypeError) as exc:
+        return Finding("certificate", f"{certificate} and {key} cannot be used: {exc}", mend)
+    moment = datetime.fromtimestamp(now, UTC)
+    until = first.not_valid_after_utc
+    form = (Encoding.DER, PublicFormat.SubjectPublicKeyInfo)
+    if first.public_key().public_bytes(*form) != private.public_key().public_bytes(*form):
+        return Finding("certificate", f"{key} is not the key of {certificate}", mend)
+    if moment < first.not_valid_before_utc:
+        found = f"{certificate} is valid from {first.not_valid_before_utc:%Y-%m-%d %H:%M} UTC on"
+        return Finding("certificate", found, mend)
+    if moment > until - _EXPIRES_SOON:
+        verb = "expired" if moment > until else "expires"
+        return Finding("certificate", f"{certificate} {verb} on {until:%Y-%m-%d %H:%M} UTC", mend)
+    return Finding("certificate", f"{certificate} is valid until {until:%Y-%m-%d}")
+
+
+def _database(settings: Settings) -> Finding:
+    url = settings.resolved_database_url
+    file = Path(url.partition(":///")[2].partition("?")[0])
+    if url.startswith("sqlite") and not file.exists():
+        return Finding("database", f"{file} is not there yet: the first start makes it")
+    try:
+        Database(url, migrates=False).close()
+    except FedpressError as exc:
+        return Finding("database", exc.detail, exc.hint or "look at FEDPRESS_DATABASE_URL")
+    return Finding("database", "answers, and its schema is this release's")
+
+
+def _store(settings: Settings) -> Finding:
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            opened_payloads(settings.model_copy(update={"data_dir": Path(folder)}))
+        except FedpressError as exc:
+            return Finding("store", exc.detail, exc.hint or "look at FEDPRESS_STORE_URL")
+    return Finding("store", f"{settings.store_url} takes writes")
+
+
+def _port(host: str, port: int) -> Finding:
+    """Whether the server could listen there, if it is not what listens already."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError as exc:
+            return Finding(
+                "port",
+                f"the server cannot listen on {host}:{port}: {exc.strerror}",
+                "if it is not the server that runs already (--url says), stop what holds the "
+                "port, or choose another as FEDPRESS_PORT",
+            )
+    return Finding("port", f"{host}:{port} is free")
+
+
+def _answer(url: str, now: float, clock_skew: float) -> Iterator[Finding]:
+    """What a device would meet at `url`."""
+    where = urlsplit(url)
+    try:
+        ready = httpx.get(f"{url.rstrip('/')}/readyz", timeout=_PATIENCE, trust_env=False)
+    except (httpx.HTTPError, httpx.InvalidURL) as exc:
+        if _is_about_certificates(exc):
+            mend = "renew the certificate, for this very name, and give devices its CA (--ca)"
+            yield Finding("certificate", f"{url}: {exc}", mend)
+        else:
+            yield Finding(
+                "port",
+                f"nothing answers at {url}: {exc}",
+                f"start the server, and open port {where.port or where.scheme} on the way to it: "
+                "FEDPRESS_HOST, firewall, proxy",
+            )
+        return
+    yield Finding("port", f"{url} answers")
+    if ready.status_code != 200:
+        said = ready.json().get("detail") if "json" in ready.headers["content-type"] else ""
+        yield Finding(
+            "readiness",
+            f"{url}/readyz answers {ready.status_code}{': ' if said else ''}{said or ''}",
+            "look at the server's log: its database or its store fails",
+        )
+    else:
+        yield Finding("readiness", "the server can work")
+    try:
+        off = now - parsedate_to_datetime(ready.headers["date"]).timestamp()
+    except (KeyError, ValueError):
+        return
+    if abs(off) > clock_skew:
+        yield Finding(
+            "clock",
+            f"this machine's clock is {abs(off):.0f} s {'ahead of' if off > 0 else 'behind'} the "
+            f"server's, and {clock_skew:.0f} s are allowed",
+            "set both by NTP (timedatectl set-ntp true): signatures out of time are refused",
+        )
+    else:
+        yield Finding("clock", f"the two clocks are {abs(off):.0f} s apart")
+
+
+def _is_about_certificates(exc: BaseException) -> bool:
+    cause: BaseException | None = exc
+    while cause is not None:
+        if isinstance(cause, ssl.SSLError) or "CERTIFICATE" in str(cause):
+            return True
+        cause = cause.__cause__ or cause.__context__
+    return False
+
+
+def _nearest(folder: Path) -> Path:
+    """The folder itself, or the nearest above it that is there."""
+    place = folder.absolute()
+    while not place.exists():
+        place = place.parent
+    return place

@@ -1,0 +1,212 @@
+"""`fedpress doctor` finds what keeps a server from working, and says how to mend it."""
+
+import json
+import socket
+import sys
+import time
+import zipfile
+from collections.abc import Callable, Iterator
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
+
+from fedpress.cli import app
+from fedpress_server import Settings
+from fedpress_server.doctor import Finding, examined
+from tests.system.server_process import ServerProcess
+
+GOLDEN = Path(__file__).parents[1] / "golden" / "server-0.1.0.zip"
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+    process = ServerProcess(tmp_path_factory.mktemp("doctor"))
+    process.start()
+    yield process
+    process.stop()
+
+
+@pytest.fixture
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+@pytest.fixture
+def faults(tmp_path: Path, free_port: int) -> Callable[..., list[Finding]]:
+    """The faults found with settings, and with the options of `examined` among them."""
+
+    def found(**given: object) -> list[Finding]:
+        options = {"url": "", "now": time.time(), "min_free_bytes": 0}
+        options |= {name: given.pop(name) for name in list(given) if name in options}
+        settings = {"data_dir": tmp_path / "data", "port": free_port} | given
+        findings = examined(lambda: Settings.load(**settings), **options)  # type: ignore[arg-type]
+        return [each for each in findings if each.is_fault]
+
+    return found
+
+
+def signed_for(days: float, key: ec.EllipticCurvePrivateKey) -> x509.Certificate:
+    """A certificate for localhost that ends in so many days."""
+    name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "localhost")])
+    end = datetime.now(UTC) + timedelta(days=days)
+    return (
+        x509.CertificateBuilder()
+        .subject_name(name)
+        .issuer_name(name)
+        .public_key(key.public_key())
+        .serial_number(1)
+        .not_valid_before(end - timedelta(days=90))
+        .not_valid_after(end)
+        .sign(key, hashes.SHA256())
+    )
+
+
+def written(folder: Path, days: float, other_key: bool = False) -> dict[str, Path]:
+    key = ec.generate_private_key(ec.SECP256R1())
+    certificate = folder / "tls.crt"
+    certificate.write_bytes(signed_for(days, key).public_bytes(Encoding.PEM))
+    kept = ec.generate_private_key(ec.SECP256R1()) if other_key else key
+    file = folder / "tls.key"
+    file.write_bytes(kept.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption()))
+    file.chmod(0o600)
+    return {"tls_certificate": certificate, "tls_key": file}
+
+
+def only(faults: list[Finding], check: str) -> Finding:
+    assert [each.check for each in faults] == [check]
+    return faults[0]
+
+
+Faults = Callable[..., list[Finding]]
+
+
+def test_all_is_well_with_a_new_server_and_with_one_that_runs(
+    faults: Faults, server: ServerProcess, tmp_path: Path
+) -> None:
+    assert faults(**written(tmp_path, days=60)) == []
+    assert faults(url=server.url, data_dir=server.data_dir) == []
+
+
+def test_a_state_that_cannot_be_written(faults: Faults, tmp_path: Path) -> None:
+    fault = only(faults(data_dir=Path("/proc/fedpress")), "state")
+    assert "cannot write to /proc" in fault.found
+    (tmp_path / "file").touch()
+    assert "is no folder" in only(faults(data_dir=tmp_path / "file" / "data"), "state").found
+
+
+def test_a_wrong_clock(faults: Faults, server: ServerProcess) -> None:
+    ahead = only(faults(url=server.url, now=time.time() + 3600), "clock")
+    assert "ahead of" in ahead.found
+    assert "NTP" in ahead.mend
+    assert "behind" in only(faults(url=server.url, now=time.time() - 3600), "clock").found
+
+
+def test_a_closed_port(faults: Faults, server: ServerProcess, free_port: int) -> None:
+    fault = only(faults(url=f"http://127.0.0.1:{free_port}"), "port")
+    assert "nothing answers" in fault.found
+    assert "firewall" in fault.mend
+    assert "cannot listen" in only(faults(port=server.port), "port").found
+
+
+@pytest.mark.parametrize(
+    ("days", "other_key", "says"),
+    [(-1, False, "expired on"), (3, False, "expires on"), (120, False, "valid from"),
+     (60, True, "is not the key of")],
+)  # fmt: skip
+def test_a_bad_certificate(
+    faults: Faults, tmp_path: Path, days: float, other_key: bool, says: str
+) -> None:
+    assert says in only(faults(**written(tmp_path, days, other_key)), "certificate").found
+
+
+def test_a_certificate_that_nobody_signed(tmp_path: Path, faults: Faults) -> None:
+    files = written(tmp_path, days=60)
+    names = {f"FEDPRESS_{name.upper()}": str(path) for name, path in files.items()}
+    secure = ServerProcess(tmp_path, names)
+    secure.start()
+    try:
+        url = secure.url.replace("http://", "https://")
+        assert "--ca" in only(faults(url=url), "certificate").mend
+    finally:
+        secure.stop()
+
+
+def test_a_schema_that_is_behind(faults: Faults, tmp_path: Path) -> None:
+    with zipfile.ZipFile(GOLDEN) as golden:
+        golden.extractall(tmp_path / "old")
+    [file] = (tmp_path / "old").rglob("fedpress.db")
+    for key in file.parent.glob("*.pem"):
+        key.chmod(0o600)
+    before = file.read_bytes()
+    fault = only(faults(data_dir=file.parent), "database")
+    assert "has schema" in fault.found
+    assert "fedpress migrate" in fault.mend
+    assert file.read_bytes() == before
+
+
+def test_a_full_disk(faults: Faults) -> None:
+    fault = only(faults(min_free_bytes=2**62), "disk")
+    assert "are free" in fault.found
+    assert "make room" in fault.mend
+
+
+def test_a_placeholder_in_place_of_a_secret(faults: Faults) -> None:
+    fault = only(faults(admin_token="change-me-change-me"), "settings")
+    assert "placeholder" in fault.found
+    assert "openssl rand" in fault.found
+
+
+def test_a_missing_extra(faults: Faults, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "psycopg", None)
+    fault = only(faults(database_url="postgresql://ada@host/name"), "extras")
+    assert fault.mend == "pip install 'fedpress[postgres]'"
+
+
+def test_a_store_that_is_not_reached(faults: Faults, free_port: int) -> None:
+    fault = only(
+        faults(
+            store_url="s3://models",
+            store_endpoint=f"http://127.0.0.1:{free_port}",
+            store_access_key_id="ada",
+            store_secret_access_key="0123456789abcdef",
+            store_timeout=1.0,
+        ),
+        "store",
+    )
+    assert "FEDPRESS_STORE_ENDPOINT" in fault.mend
+
+
+def test_a_key_that_others_can_read(faults: Faults, tmp_path: Path) -> None:
+    (tmp_path / "data").mkdir()
+    key = tmp_path / "data" / "server-key.pem"
+    key.touch(mode=0o600)
+    assert faults() == []
+    key.chmod(0o644)
+    fault = only(faults(), "keys")
+    assert "0644" in fault.found
+    assert f"chmod 0600 {key}" in fault.mend
+
+
+def test_the_command_prints_what_it_found_and_fails_for_a_fault(
+    tmp_path: Path, free_port: int
+) -> None:
+    runner = CliRunner(env={"FEDPRESS_PORT": str(free_port)})
+    arguments = ["doctor", "--data-dir", str(tmp_path)]
+    good = runner.invoke(app, [*arguments, "--min-free-mib", "0"])
+    assert good.exit_code == 0, good.output
+    assert "FAULT" not in good.output
+    bad = runner.invoke(app, [*arguments, "--min-free-mib", str(2**40)])
+    assert bad.exit_code == 1
+    assert "FAULT  disk:" in bad.output
+    assert "mend: make room" in bad.output
+    told = json.loads(runner.invoke(app, [*arguments, "--json", "--min-free-mib", "0"]).output)
+    assert {each["check"] for each in told} >= {"settings", "state", "disk", "database", "port"}
+    assert not any(each["is_fault"] for each in told)
