@@ -736,6 +736,35 @@ def bench_secagg(json_file: Path | None, quick: bool) -> None:
     click.echo(run(json_file, quick))
 
 
+@benches.command("ingest")
+@_figures
+@click.option("--quick", is_flag=True, help="Few uploads, few clients.")
+@click.option(
+    "--postgresql",
+    metavar="URL",
+    envvar="FEDPRESS_BENCH_POSTGRESQL",
+    show_envvar=True,
+    help="A PostgreSQL whose user may create databases; without it SQLite alone.",
+)
+@click.option(
+    "--part",
+    "parts",
+    type=click.Choice(["uploads", "polls", "memory"]),
+    multiple=True,
+    default=("uploads", "polls", "memory"),
+    help="One part alone; may be given again.",
+)
+def bench_ingest(
+    json_file: Path | None, quick: bool, postgresql: str | None, parts: tuple[str, ...]
+) -> None:
+    """Measure the uploads that a server takes for good, beside the least that could take them."""
+    try:
+        from fedpress.bench.ingest import run
+    except ModuleNotFoundError as exc:
+        _needs("server", exc)
+    click.echo(run(json_file, quick, postgresql, parts))
+
+
 @app.command("warmup")
 def warmup() -> None:
     """Compile the kernels once, so that the first round need not; fills numba's cache."""

@@ -481,7 +481,10 @@ class HttpTransport:
         with self._sent(method, path, body, headers or {}, wait) as response:
             self._refused(response)
             data = b"".join(self._chunks(response, MAX_ANSWER_BYTES))
-            return _Answer(response.status_code, data, path, _retry_after(response, self._clock))
+            pause = _drawn(response, self._random)
+            if pause is None:
+                pause = _retry_after(response, self._clock)
+            return _Answer(response.status_code, data, path, pause)
 
     @contextmanager
     def _sent(
@@ -739,6 +742,18 @@ def _retry_after(response: httpx.Response, clock: Callable[[], float]) -> float 
             return None
         seconds = date - (_date(response.headers.get("date")) or clock())
     return _bounded(seconds) if math.isfinite(seconds) else None
+
+
+def _drawn(response: httpx.Response, chance: Callable[[], float]) -> float | None:
+    """A moment of the Retry-Window, in seconds from now; `chance` gives numbers in [0, 1)."""
+    least, _, most = response.headers.get("retry-window", "").partition("-")
+    try:
+        window = float(least), float(most)
+    except ValueError:
+        return None
+    if not all(map(math.isfinite, window)) or window[0] > window[1]:
+        return None
+    return _bounded(window[0] + chance() * (window[1] - window[0]))
 
 
 def _date(value: str | None) -> float | None:

@@ -168,7 +168,8 @@ def poll(
     port: int, requests: Sequence[Callable[[], bytes]], first_within: float, until: float
 ) -> Polls:
     """Clients that each keep a connection, come once `first_within` seconds and then as told."""
-    found, order, chance = Polls(), count(), random.Random(5)
+    found, order = Polls(), count()
+    chance = random.Random(5)  # noqa: S311
 
     async def work() -> None:
         lines = await _opened(port, len(requests))

@@ -115,6 +115,8 @@ def _does_not_pay(baseline: Row, rows: Sequence[Row], situation: Situation) -> s
     closest = min(rows, key=lambda row: row.round_seconds)
     saved = baseline.up_seconds - closest.up_seconds
     spent = closest.codec_seconds - baseline.codec_seconds
+    if saved <= 0:
+        return f"even {closest.candidate.name} would save nothing of the upload"
     if spent >= saved:
         return (
             f"even {closest.candidate.name} would save {seconds(saved)} of upload and cost the "

@@ -8,11 +8,14 @@ import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, get_type_hints
+
+from pydantic import ValidationError
 
 from fedpress.compressor_option import compressor_from_option
 from fedpress_protocols.compression.compressor import Compressor
 from fedpress_protocols.errors import ConfigurationError
+from fedpress_protocols.faults import explained
 from fedpress_protocols.masking.graph import COMPLETE_UP_TO
 from fedpress_protocols.plan import MaskingTerms, PhaseTerms, TrainingTerms, parsed
 
@@ -75,18 +78,21 @@ class Settings:
             raise ConfigurationError(
                 f"no setting {', '.join(unknown)}; known are {', '.join(known)}"
             )
-        try:
-            return cls(**fields)
-        except TypeError as exc:
-            raise ConfigurationError(f"settings {dict(fields)}: {exc}") from exc
+        for name, kind in get_type_hints(cls).items():
+            value = fields.get(name, known[name].default)
+            takes = kind | int if isinstance(1.0, kind) else kind
+            if not isinstance(value, takes) or isinstance(value, bool) != (kind is bool):
+                due = getattr(kind, "__name__", str(kind))
+                raise ConfigurationError(f"the setting {name} is {value!r}, where {due} is due")
+        return cls(**fields)
 
     @property
     def terms(self) -> TrainingTerms:
         asked = ("local_epochs", "local_steps", "batch_size", "learning_rate")
         try:
             return TrainingTerms(**{name: getattr(self, name) for name in asked})
-        except ValueError as exc:
-            raise ConfigurationError(f"the local training: {exc}") from exc
+        except ValidationError as exc:
+            raise ConfigurationError(f"the local training: {explained(exc)}") from exc
 
     @property
     def method(self) -> Compressor[Any]:

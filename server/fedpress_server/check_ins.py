@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
+import time
 from collections.abc import Awaitable, Callable, Sequence
 from typing import TypeVar
 
@@ -29,6 +30,7 @@ from fedpress_server.background import Background
 from fedpress_server.database import Database
 from fedpress_server.live import LiveTask
 from fedpress_server.metrics import Metrics
+from fedpress_server.pace import Outcome, Pace, Window
 from fedpress_server.records import AssignmentRecord
 from fedpress_server.rounds import ClientCheckedIn, CohortChosen, Declined
 from fedpress_server.selection import Candidates, choose, is_eligible, stream_of
@@ -69,6 +71,7 @@ class CheckIns:
         self.chooses = settings.role == "all"
         """Whether places are given as soon as enough wait, and not at the next tick alone."""
         self._rates = Rates(database, background)
+        self._pace = Pace(settings.check_ins_per_second, settings.poll_seconds)
         self.restore: Restore | None = None
         """The last that the records have been through."""
 
@@ -77,7 +80,25 @@ class CheckIns:
     ) -> CheckInResponse | None:
         """News for the device, or None after `request.wait` seconds without any."""
         agreed_version(request.wire_versions)
-        return await self.wait_for(name, lambda: self._look(name, client_id, request), request.wait)
+
+        async def look() -> CheckInResponse | None:
+            began = time.monotonic()
+            answer = await self._look(name, client_id, request)
+            self._pace = self._pace.heard(self._clock(), time.monotonic() - began)
+            return answer
+
+        return await self.wait_for(name, look, request.wait)
+
+    def window(self, client_id: str, name: str, request: CheckInRequest) -> Window:
+        """When a device that was told nothing is to come back."""
+        task = self._steps.get(name)
+        attempt, members = task.attempt, task.config.members
+        is_member = not members or client_id in members
+        if not is_member or not is_eligible(task.config.eligible, request.attributes):
+            return self._window("rejected")
+        if attempt is None or task.record.held_at is not None:
+            return self._window("none")
+        return self._window("full", attempt.round.next_deadline)
 
     async def wait_for(
         self, name: str, look: Callable[[], Awaitable[T | None]], seconds: float
@@ -120,11 +141,15 @@ class CheckIns:
             task=task.summary,
             receipts=receipts,
             assignment=assignment,
-            retry_after=self._settings.poll_seconds,
+            retry_after=self._window("accepted").least,
             server_time=self._clock(),
             recall=recall,
             backup_at=backup_at,
         )
+
+    def _window(self, outcome: Outcome, opens_at: float | None = None) -> Window:
+        self._pace, window = self._pace.window(self._clock(), outcome, opens_at)
+        return window
 
     async def _assignment_for(
         self, task: LiveTask, client_id: str, attributes: Attributes

@@ -165,7 +165,10 @@ async def enrol(
         404,
         besides={
             200: answered(examples.CHECKED_IN),
-            204: {"description": "Nothing to do: come back after Retry-After seconds"},
+            204: {
+                "description": "Nothing to do: come back after Retry-After seconds, or better at a "
+                "moment drawn from Retry-Window, seconds from least to most"
+            },
         },
     ),
 )
@@ -181,10 +184,12 @@ async def check_in(
     often it asks. A pending id without a receipt in the answer is open, or not this device's:
     its receipt (202 or 404) tells which.
     """
-    answer = await rounds.check_ins.check_in(device_of(request).client_id, task, body)
+    client_id = device_of(request).client_id
+    answer = await rounds.check_ins.check_in(client_id, task, body)
     if answer is None:
-        settings = cast(Settings, request.app.state.settings)
-        return Response(status_code=204, headers=_retry_after(settings.poll_seconds))
+        window = rounds.check_ins.window(client_id, task, body)
+        shown = {"Retry-Window": f"{window.least:.3f}-{window.most:.3f}"}
+        return Response(status_code=204, headers=_retry_after(window.least) | shown)
     return answer
 
 

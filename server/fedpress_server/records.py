@@ -509,8 +509,11 @@ def receipts(
 
 def candidates(connection: Connection, task: str, client_ids: Iterable[str]) -> list[Candidate]:
     """What the task's records tell of `client_ids`, in their order; see Candidate."""
-    of_task = assignments.c.task == task
+    client_ids = list(client_ids)
     whose, upload_of = assignments.c.client_id, assignments.c.assignment == uploads.c.assignment
+    of_task = assignments.c.task == task
+    if len(client_ids) <= _SOME:  # by their index, however long the task's history is
+        of_task = sa.and_(of_task, whose.in_(client_ids))
     given = connection.execute(
         sa.select(whose, sa.func.count(), sa.func.count(uploads.c.assignment))
         .select_from(assignments.outerjoin(uploads, upload_of))
@@ -650,6 +653,7 @@ def _is_round(table: sa.Table, key: RoundKey) -> Iterable[sa.ColumnElement[bool]
 
 _KEY = ("task", "round", "attempt")
 _FEW = 100
+_SOME = 5000
 _REVOKED = sa.select(clients.c.client_id).where(
     clients.c.client_id.in_(sa.bindparam("client_ids", expanding=True)),
     clients.c.revoked_at.is_not(None),

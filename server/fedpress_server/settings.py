@@ -102,6 +102,9 @@ class Settings(BaseSettings):
     poll_seconds: Seconds = Field(
         5.0, description="Pause that a device with nothing to do is asked to make."
     )
+    check_ins_per_second: Annotated[float, Field(gt=0)] = Field(
+        200.0, description="Check-ins per second that devices with nothing to do are spread over."
+    )
     tick_seconds: Seconds = Field(0.5, description="How often deadlines are looked at.")
     header_timeout: Seconds = Field(
         9.0, description="Seconds a connection may take to send a request's headers."

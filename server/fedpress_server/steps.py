@@ -338,7 +338,8 @@ class Steps:
 
         def write(connection: Connection) -> None:
             nonlocal is_held
-            is_held = restores.is_held(connection, now)
+            gives_up = after.round.is_over or record is not task.record
+            is_held = gives_up and restores.is_held(connection, now)
             if result is not None:
                 made = {result.model: result.num_bytes, **dict(result.published.values())}
                 for digest, num_bytes in made.items():
@@ -367,11 +368,13 @@ class Steps:
         task.record = replace(record, version=version)
         task.attempt = follows if after.round.is_over else after
         self.drop_files(task, files - task.files, is_held=is_held)
-        needs_own = "own" in after.terms.plan.needs
-        if self._drops_at_once and not is_held and after.round.is_over and needs_own:
-            # Nor is this left to a thread: the next fold may be writing there.
-            bases = follows.terms.bases if follows is not None else {}
-            sweep_bases(self._payloads, task.record.task, bases)
+        if after.round.is_over and "own" in after.terms.plan.needs:
+            if is_held or not self._drops_at_once:
+                self._leave_files()
+            else:
+                # Nor is this left to a thread: the next fold may be writing there.
+                bases = follows.terms.bases if follows is not None else {}
+                sweep_bases(self._payloads, task.record.task, bases)
         if after.round.is_over:
             self._end_attempt(task, after, follows, keeps_files=is_held)
         self._tell(task, attempt, effects)
@@ -471,8 +474,15 @@ class Steps:
             self._metrics.session_seconds.labels(name).observe(ended.session.status.seconds or 0.0)
         # The rows stay, and with them the answers to repeated requests; the bytes have done
         # their work.
+        if keeps_files:
+            self._leave_files()
         for spent in () if keeps_files else ended.spent(follows):
             self._background.finish(self._background.in_thread(self._payloads.drop, spent))
+
+    def _leave_files(self) -> None:
+        """To the sweeper."""
+        if self.left_files_at is None:
+            self.left_files_at = self._clock()
 
     @property
     def _drops_at_once(self) -> bool:
@@ -488,8 +498,8 @@ class Steps:
         sweeps. Nothing else may come in between, so this is not left to a thread.
         """
         if is_held or not self._drops_at_once:
-            if files and self.left_files_at is None:
-                self.left_files_at = self._clock()
+            if files:
+                self._leave_files()
             return
         others = [other for other in self.tasks.values() if other is not task]
         if any(each.attempt and each.attempt.round.phase == "folding" for each in others):

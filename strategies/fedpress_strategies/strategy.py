@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import math
 import pkgutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -20,10 +21,12 @@ from typing import Any, NamedTuple, Protocol, TypeVar, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
+from pydantic import ValidationError
 
 from fedpress_protocols.coding.fields import Symbols, check_symbols
 from fedpress_protocols.compression.compressor import Compressor, Public
 from fedpress_protocols.errors import ConfigurationError, IncompatiblePlan, InvalidUpdate
+from fedpress_protocols.faults import explained
 from fedpress_protocols.fixed_point import Accumulator, FixedPoint
 from fedpress_protocols.model import ModelSpec, Vector
 from fedpress_protocols.plan import ClientTerms, RoundPlan, TrainingTerms
@@ -415,16 +418,21 @@ def _from_config(config: Mapping[str, Any], training: TrainingTerms, depth: int)
     if missing:
         raise ConfigurationError(f"strategy {identifier!r} needs {', '.join(missing)}")
     for name, value in settings.items():
+        if isinstance(value, float) and not math.isfinite(value):
+            raise ConfigurationError(
+                f"strategy {identifier!r}: {name} must be a finite number, not {value}"
+            )
         if isinstance(value, Mapping) and "id" in value:
             settings[name] = _from_config(value, training, depth + 1)
     if is_given_training:
         settings[_TRAINING] = training
     try:
         return build(**settings)
-    except TypeError as exc:
+    except (TypeError, AttributeError) as exc:
         raise ConfigurationError(
             f"strategy {identifier!r} from {dict(config)}: a setting is of the wrong kind",
             hint="`fedpress strategies` has each with its settings",
         ) from exc
     except ValueError as exc:
-        raise ConfigurationError(f"strategy {identifier!r} from {dict(config)}: {exc}") from exc
+        said = explained(exc) if isinstance(exc, ValidationError) else exc
+        raise ConfigurationError(f"strategy {identifier!r} from {dict(config)}: {said}") from exc

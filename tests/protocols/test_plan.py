@@ -217,3 +217,30 @@ def test_error_slugs_are_unique_and_the_tree_is_the_documented_one() -> None:
 def test_an_unknown_problem_is_taken_for_the_nearest(status: int, name: str) -> None:
     received = FedpressError.from_problem({"type": "about:blank", "detail": "x"}, status)
     assert type(received).__name__ == name
+
+
+def test_compressors_within_one_another_are_bounded() -> None:
+    nested: dict[str, Any] = {"id": "topk"}
+    for _ in range(300):
+        nested = {"id": "clip", "inner": nested, "max_norm": 1.0}
+    with pytest.raises(IncompatiblePlan, match="within more than 16 others"):
+        from_config(nested)
+    deep: Any = []
+    for _ in range(300):
+        deep = [deep]
+    with pytest.raises(IncompatiblePlan, match="lists within lists"):
+        from_config({"id": "per_tensor", "rules": deep})
+
+
+@pytest.mark.parametrize(
+    ("compressor", "says"),
+    [
+        ({"id": "topk", "fraction": "much"}, "a setting is of the wrong kind"),
+        ({"id": "topk", "fraction": 2}, "fraction must lie in"),
+    ],
+)
+def test_settings_of_a_compressor_are_refused_in_plain_words(
+    compressor: dict[str, Any], says: str
+) -> None:
+    with pytest.raises(IncompatiblePlan, match=says):
+        make_plan(profiles=[{"name": "a", "compressor": compressor}])

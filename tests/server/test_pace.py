@@ -3,6 +3,7 @@
 import heapq
 import math
 import random
+from itertools import pairwise
 
 import pytest
 
@@ -42,7 +43,7 @@ def busiest(came: list[list[float]], since: float) -> int:
 def test_ten_thousand_who_come_at_once_are_spread_over_the_budget() -> None:
     came = arrivals([1000 + 0.0001 * device for device in range(10_000)], 1400.0)
     assert busiest(came, 1002.0) <= BUDGET
-    pauses = [after - before for times in came for before, after in zip(times, times[1:])]
+    pauses = [after - before for times in came for before, after in pairwise(times)]
     assert min(map(len, came)) >= 5
     assert max(pauses) <= 1.2 * 10_000 / (0.8 * BUDGET) + 2 * PAUSE
 

@@ -76,3 +76,8 @@ def test_the_event_loop_never_waits_for_the_store(
     given, _ = send(device, model, 3)
     assert settled(device, given) == "included"
     assert store.asked_by_the_loop == []
+    for name in list(store.names("bases/digits")):
+        os.utime(store.path(name), (at, at))
+    clock.advance(7200)
+    server.call(server.app.state.coordinator._forget)
+    assert list(store.names("bases/digits")) == []

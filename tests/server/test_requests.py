@@ -240,3 +240,15 @@ def test_a_wrong_admin_token_is_refused(http: Server, token: str) -> None:
 def test_a_device_has_no_business_with_the_admin_api(enrolled: Enrolled) -> None:
     with pytest.raises(InvalidToken):
         enrolled().json("POST", "/v1/admin/tokens", "{}")
+
+
+@pytest.mark.parametrize("body", [b"[" * 500_000, b'{"pending":' * 50_000])
+def test_nesting_without_end_is_refused(
+    http: Server, operator: Operator, enrolled: Enrolled, model: Model, body: bytes
+) -> None:
+    operator.begin(model)
+    headers = {"Content-Type": "application/json"}
+    answer = enrolled().request("POST", "/v1/tasks/digits/check-in", body, headers)
+    assert answer.status_code == 400
+    with pytest.raises(MalformedRequest):
+        checked(answer)

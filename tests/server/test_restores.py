@@ -21,10 +21,10 @@ from fedpress_protocols.model import Model, Vector
 from fedpress_protocols.signatures import DeviceKey
 from fedpress_protocols.update import Piece, Update
 from fedpress_server import Settings, check_ins, restores
-from fedpress_server.backup import back_up, restore
+from fedpress_server.backup import back_up, restore, verify
 from fedpress_server.tables import assignments
 from tests.devices import ADMIN_TOKEN, Operator
-from tests.masked import Unread
+from tests.masked import TASK, Participant, Unread, drive, masked_task
 from tests.server.in_process import Clock, Server, Start
 
 EPS = float(np.finfo(np.float32).eps)
@@ -464,3 +464,48 @@ def test_a_recall_that_the_server_did_not_sign_is_refused(
         with pytest.raises(InvalidSignature):
             fleet.devices[0].client.step()
         assert set(fleet.devices[0].ledger.pending) == pending
+
+
+def test_a_masked_session_of_the_backup_is_not_gone_on_with(
+    start: Start, clock: Clock, wide: Model, tmp_path: Path
+) -> None:
+    """Backed up in the middle of a session, which ends in the server before: going on with it might
+    ask for the other half of somebody's secrets. Its round begins anew, under new masks."""
+    link, size = Link(), 4
+    with start() as http:
+        link.server = http
+        operator = Operator(http)
+        masked_task(operator, wide, size, rounds=2)
+        token = operator.token(uses=size)
+        devices = [
+            Participant(tmp_path, number, token, lambda: link, clock, url="http://fedpress.test")
+            for number in range(size)
+        ]
+        for _ in range(40):
+            state = operator.get(f"/v1/tasks/{TASK}/rounds")[-1]["state"]
+            if state == "masking":
+                break
+            for device in devices:
+                device.step()
+        assert state == "masking"
+        place = tmp_path / "backup"
+        asyncio.run(back_up(http.app.state.settings, place, clock=clock, with_keys=True))
+        assert verify(place).faults == ()
+        assert verify(place).num_open == 1
+        for _ in range(200):
+            for device in devices:
+                device.step()
+            if operator.get(f"/v1/tasks/{TASK}")["round"] == 1:
+                break
+        for device in devices:
+            device.step()
+    settings = Settings(data_dir=tmp_path / "other", admin_token=ADMIN_TOKEN)
+    restore(place, settings, clock=clock)
+    with start(data_dir=settings.data_dir) as http:
+        link.server = http
+        drive(devices, lambda: clock.advance(61))
+        states = [each["state"] for each in Operator(http).get(f"/v1/tasks/{TASK}/rounds")]
+        assert states == ["abandoned", "committed", "committed"]
+        for device in devices:
+            assert device.ledger.included == 2
+            assert not device.ledger.pending

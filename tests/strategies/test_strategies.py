@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
@@ -102,3 +103,30 @@ def test_installed_packages_bring_strategies_of_their_own(monkeypatch: pytest.Mo
     monkeypatch.setattr("fedpress_strategies.strategy.entry_points", installed)
     assert "fedavgm" in strategies()
     assert loaded == ["theirs"]
+
+
+@pytest.mark.parametrize(
+    ("config", "says"),
+    [
+        ({"id": "scaffold"}, "'scaffold' needs clients"),
+        ({"id": "fedprox", "mu": -1}, "proximal: must be 0 or more, not -1"),
+        ({"id": "fedprox", "mu": math.nan}, "mu must be a finite number, not nan"),
+        ({"id": "fedavgm", "learning_rate": math.inf}, "learning_rate must be a finite number"),
+        ({"id": "fedper", "personal": 3}, "a setting is of the wrong kind"),
+        ({"id": "ema", "inner": 3}, "a setting is of the wrong kind"),
+    ],
+)
+def test_a_setting_that_cannot_be_is_refused_in_plain_words(
+    config: dict[str, Any], says: str
+) -> None:
+    with pytest.raises(ConfigurationError, match=says) as caught:
+        from_config(config)
+    assert "validation error" not in str(caught.value)
+
+
+def test_strategies_within_one_another_are_bounded() -> None:
+    config: dict[str, Any] = {"id": "fedavg"}
+    for _ in range(200):
+        config = {"id": "ema", "inner": config}
+    with pytest.raises(ConfigurationError, match="within more than 16 others"):
+        from_config(config)

@@ -193,6 +193,8 @@ def test_a_key_that_others_can_read(faults: Faults, tmp_path: Path) -> None:
     fault = only(faults(), "keys")
     assert "0644" in fault.found
     assert f"chmod 0600 {key}" in fault.mend
+    key.chmod(0o600)
+    assert "is not there" in only(faults(server_key_file=tmp_path / "other.pem"), "keys").found
 
 
 def test_the_command_prints_what_it_found_and_fails_for_a_fault(

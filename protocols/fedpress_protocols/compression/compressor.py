@@ -238,10 +238,6 @@ def _from_config(config: Config, depth: int) -> Compressor[Any]:
     unknown = sorted(set(fields) - set(names))
     if unknown:
         raise IncompatiblePlan(f"{wire_id!r} takes {', '.join(names)}, not {', '.join(unknown)}")
-    due = [field.name for field in dataclasses.fields(cls) if _is_due(field)]
-    missing = [name for name in due if name not in fields]
-    if missing:
-        raise IncompatiblePlan(f"{wire_id!r} needs {', '.join(missing)}")
     try:
         made: Compressor[Any] = cls(**fields)
     except TypeError as exc:
@@ -252,10 +248,6 @@ def _from_config(config: Config, depth: int) -> Compressor[Any]:
     except ValueError as exc:
         raise IncompatiblePlan(f"{wire_id!r} from {dict(config)}: {exc}") from exc
     return made
-
-
-def _is_due(field: dataclasses.Field[Any]) -> bool:
-    return field.default is field.default_factory is dataclasses.MISSING
 
 
 def to_config(made: Compressor[Any]) -> dict[str, Any]:
