@@ -229,12 +229,13 @@ class TaskFiles:
         write_durably(self.folder / "outgoing.json", named.encode())
 
     def outgoing(self) -> tuple[str, str] | None:
-        """The assignment and the upload that `name_outgoing` wrote."""
+        """The assignment and the upload that `name_outgoing` wrote; None too if it is damaged, since
+        an upload that nobody drops expires by itself."""
         try:
             named = json.loads((self.folder / "outgoing.json").read_bytes())
-        except FileNotFoundError:
+            return str(named["assignment"]), str(named["partial"])
+        except (FileNotFoundError, ValueError, TypeError, KeyError):
             return None
-        return str(named["assignment"]), str(named["partial"])
 
     def end_outgoing(self) -> None:
         for name in ("outgoing.json", "outgoing"):

@@ -353,3 +353,11 @@ def test_an_update_beyond_the_bound_takes_back_what_has_left(
     assert client.ledger.pending == {}
     assert [receipt for receipt in link.calls if receipt == "decline"]
     client.close()
+
+
+@pytest.mark.parametrize("damaged", [b"", b'{"assignment": "a"', b"[]", b'{"assignment": "a"}'])
+def test_a_damaged_name_stops_no_device(files: TaskFiles, damaged: bytes) -> None:
+    os.close(files.begin_outgoing())
+    (files.folder / "outgoing.json").write_bytes(damaged)
+    abandon_unfinished(files, Link(Store()), frozenset())
+    assert left(files) == []
