@@ -229,8 +229,8 @@ class TaskFiles:
         write_durably(self.folder / "outgoing.json", named.encode())
 
     def outgoing(self) -> tuple[str, str] | None:
-        """The assignment and the upload that `name_outgoing` wrote; None too if it is damaged, since
-        an upload that nobody drops expires by itself."""
+        """The assignment and the upload that `name_outgoing` wrote; None too if that is damaged: an
+        upload that nobody drops expires by itself."""
         try:
             named = json.loads((self.folder / "outgoing.json").read_bytes())
             return str(named["assignment"]), str(named["partial"])
