@@ -3,6 +3,7 @@ ways to the server and to files."""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -17,6 +18,9 @@ if TYPE_CHECKING:
 
 _LOCAL = "http://127.0.0.1:8080"
 PATH = click.Path(path_type=Path)
+DEMO_COMPRESSOR = "topk:fraction=0.02,magnitude_bits=1"
+SECURE_COMPRESSOR = "shared_support:fraction=0.3,explore=0.25"
+"""What demo and simulation press with unless told otherwise."""
 
 
 class Argument(click.Argument):
@@ -100,3 +104,15 @@ def read(path: Path) -> bytes:
         return path.read_bytes()
     except OSError as exc:
         raise ConfigurationError(f"{path} cannot be read: {exc.strerror}") from exc
+
+
+def stopped() -> NoReturn:
+    click.echo("stopped; the same command goes on from here", err=True)
+    raise click.exceptions.Exit(130) from None
+
+
+def log(verbose: bool) -> None:
+    logging.basicConfig(
+        format="%(asctime)s %(levelname)s %(name)s: %(message)s",
+        level=logging.DEBUG if verbose else logging.INFO,
+    )

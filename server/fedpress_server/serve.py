@@ -65,8 +65,9 @@ def _with_settings(
         prog=program,
         description=description,
         epilog="A flag goes before its FEDPRESS_* variable, and that before the TOML file. "
-        "The admin token itself is no flag, as other users could read it there: it comes from "
-        "FEDPRESS_ADMIN_TOKEN or from a file.",
+        "No secret is a flag itself, as other users could read it there: "
+        + ", ".join(f"FEDPRESS_{name.upper()}" for name in _SECRETS)
+        + " come from the environment or from a file.",
     )
     parser.add_argument(
         "--config",

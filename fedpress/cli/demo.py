@@ -1,0 +1,68 @@
+"""The command `fedpress demo`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from fedpress.command_line import DEMO_COMPRESSOR, PATH, SECURE_COMPRESSOR, Command, needs
+
+
+@click.command("demo", cls=Command)
+@click.option(
+    "--clients", type=int, help="Devices, each a process: 10, or 20 threads with --secure."
+)
+@click.option("--rounds", type=int, help="Rounds of each task: 30, or 10 with --secure.")
+@click.option(
+    "--compressor",
+    help=f"none, NAME, NAME:key=value,... or JSON; {DEMO_COMPRESSOR}, or {SECURE_COMPRESSOR} "
+    "with --secure.",
+)
+@click.option(
+    "--secure", is_flag=True, help="Under masks, with three devices that drop out on the way."
+)
+@click.option("--seed", default=0, help="Of the split, the model and the training.")
+@click.option("--json", "json_file", type=PATH, metavar="FILE", help="Write the figures here too.")
+@click.option(
+    "--out",
+    type=PATH,
+    default="demo-out",
+    metavar="DIR",
+    help="Folder for the plot and history.json.",
+)
+@click.option("--quick", is_flag=True, help="4 clients, 5 rounds; 10 and 3 with --secure.")
+def demo(
+    clients: int | None,
+    rounds: int | None,
+    compressor: str | None,
+    secure: bool,
+    seed: int,
+    json_file: Path | None,
+    out: Path,
+    quick: bool,
+) -> None:
+    """Federate handwritten digits twice, uncompressed and compressed, and compare."""
+    try:
+        from rich.console import Console
+
+        from fedpress.compressor_option import compressor_from_option
+        from fedpress.demo import run as compared
+        from fedpress.demo import secure as masked
+    except ModuleNotFoundError as exc:
+        needs("demo,torch", exc)
+    usual = (20, 10, SECURE_COMPRESSOR) if secure else (10, 30, DEMO_COMPRESSOR)
+    clients = usual[0] if clients is None else clients
+    rounds = usual[1] if rounds is None else rounds
+    if quick:
+        clients, rounds = min(clients, 10 if secure else 4), min(rounds, 3 if secure else 5)
+    made = compressor_from_option(compressor or usual[2], masked=secure)
+    console = Console()
+    try:
+        if secure:
+            masked.run(masked.Settings(made, clients, rounds, seed, out, json_file), console)
+        else:
+            compared.run(compared.Settings(made, clients, rounds, seed, out, json_file), console)
+    except KeyboardInterrupt:
+        console.print("stopped; all processes have ended", highlight=False)
+        raise click.exceptions.Exit(130) from None

@@ -1,0 +1,221 @@
+"""The commands by which a device, or a region as one, takes part."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import signal
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import click
+
+from fedpress.command_line import (
+    PATH,
+    Command,
+    admin_token,
+    argument,
+    log,
+    operator,
+    read,
+    stopped,
+    verbose,
+)
+from fedpress_protocols.errors import ConfigurationError
+
+
+@click.command("join", cls=Command)
+@argument("url", help="Where the server is.")
+@click.option(
+    "--app",
+    "app_path",
+    required=True,
+    metavar="MODULE:FACTORY",
+    help="The trainer, as module:factory.",
+)
+@click.option(
+    "--state-dir",
+    type=PATH,
+    default="fedpress-state",
+    help="Identity, outbox and residual; private to this device.",
+)
+@click.option("--task", help="The task to join; needed if several run.")
+@click.option(
+    "--token",
+    envvar="FEDPRESS_TOKEN",
+    show_envvar=True,
+    help="The enrolment token, on first contact.",
+)
+@click.option("--seed", type=int, help="Makes training repeatable.")
+@click.option("--ca", type=PATH, help="PEM file of the authority that signed the server.")
+@click.option("--proxy", help="Proxy, http://host:port.")
+@click.option(
+    "--fine-tune",
+    type=click.IntRange(min=0),
+    default=0,
+    help="Epochs to train the last model on, for this device alone.",
+)
+@click.option(
+    "--attribute", multiple=True, metavar="KEY=VALUE", help="Of this device, for a task's rules."
+)
+@click.option("--authority", help="Secure aggregation: public key of the enrolment authority.")
+@click.option(
+    "--certificate",
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    help="Secure aggregation: what `fedpress ca issue` wrote.",
+)
+@click.option(
+    "--least-cohort",
+    type=click.IntRange(min=3),
+    default=3,
+    help="Secure aggregation: clients in a sum, at least.",
+)
+@click.option(
+    "--semi-honest", is_flag=True, help="Secure aggregation: trust the server to only look."
+)
+@verbose
+def join(
+    url: str,
+    app_path: str,
+    state_dir: Path,
+    task: str | None,
+    token: str | None,
+    seed: int | None,
+    ca: Path | None,
+    proxy: str | None,
+    fine_tune: int,
+    attribute: tuple[str, ...],
+    authority: str | None,
+    certificate: Path | None,
+    least_cohort: int,
+    semi_honest: bool,
+    verbose: bool,
+) -> None:
+    """Take part in a task with your own trainer until the task ends."""
+    from fedpress_client import Client, MaskingRules
+    from fedpress_client.apps import load_trainer
+    from fedpress_protocols.plan import TrainingTerms
+    from fedpress_protocols.signatures import from_base64url
+
+    log(verbose)
+    attributes = _attributes(attribute)
+    if authority is not None:
+        from_base64url(authority, 32)  # refused here, before the token is used up
+    sys.path.insert(0, os.getcwd())
+    client = Client(
+        url,
+        load_trainer(app_path),
+        state_dir=state_dir,
+        task=task,
+        token=token,
+        seed=seed,
+        verify=str(ca) if ca else None,
+        proxy=proxy,
+        masking=MaskingRules(
+            authority=authority,
+            certificate=certificate,
+            minimum=least_cohort,
+            adversary="semi-honest" if semi_honest else "malicious",
+        ),
+        fine_tuning=TrainingTerms(local_epochs=fine_tune) if fine_tune else None,
+        attributes=attributes,
+    )
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        ended = client.run()
+    except KeyboardInterrupt:
+        stopped()
+    click.echo(
+        f"task {ended.task} {ended.state}: {ended.included} uploads included, "
+        f"{ended.not_included} not, {ended.pending} pending; model {ended.model}"
+    )
+
+
+@click.command("relay", cls=Command)
+@argument("upper", help="Where the upper server is.")
+@click.option("--region", required=True, metavar="URL", help="Where the region's own server is.")
+@admin_token
+@click.option(
+    "--config",
+    type=PATH,
+    required=True,
+    help="The region's task: a TaskConfig without model and rounds, JSON.",
+)
+@click.option(
+    "--rounds",
+    type=click.IntRange(min=1),
+    default=1,
+    help="The region's rounds for one upward.",
+)
+@click.option(
+    "--state-dir",
+    type=PATH,
+    default="fedpress-relay",
+    help="Identity, outbox and residual towards the upper server.",
+)
+@click.option("--task", help="The upper task; needed if several run.")
+@click.option(
+    "--token",
+    envvar="FEDPRESS_TOKEN",
+    show_envvar=True,
+    help="The upper server's enrolment token.",
+)
+@click.option("--ca", type=PATH, help="PEM file of the authority that signed the upper server.")
+@verbose
+def relay(
+    upper: str,
+    region: str,
+    admin_token: str,
+    config: Path,
+    rounds: int,
+    state_dir: Path,
+    task: str | None,
+    token: str | None,
+    ca: Path | None,
+    verbose: bool,
+) -> None:
+    """Take part in an upper server's task as a whole region, with the region's devices."""
+    from fedpress.relay import RegionalTrainer
+    from fedpress_client import Client
+
+    log(verbose)
+    try:
+        template = dict(json.loads(read(config)))
+    except (ValueError, TypeError) as exc:
+        raise ConfigurationError(f"{config} is not a JSON object: {exc}") from exc
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    with operator(region, admin_token) as server:
+        trainer = RegionalTrainer(server, template, rounds, state_dir)
+        client = Client(
+            upper,
+            trainer,
+            state_dir=state_dir,
+            task=task,
+            token=token,
+            verify=str(ca) if ca else None,
+        )
+        try:
+            ended = client.run()
+        except KeyboardInterrupt:
+            stopped()
+        trainer.finish()
+    click.echo(f"task {ended.task} {ended.state}: {ended.included} updates of the region included")
+
+
+def _attributes(given: Sequence[str]) -> dict[str, float | str]:
+    """`KEY=VALUE` each; a value that reads as a finite number is one."""
+    attributes: dict[str, float | str] = {}
+    for text in given:
+        name, has_value, value = text.partition("=")
+        if not has_value or name in attributes:
+            raise ConfigurationError(
+                f"--attribute {text!r}", hint="give KEY=VALUE, and each key once"
+            )
+        try:
+            number = float(value)
+        except ValueError:
+            number = math.nan
+        attributes[name] = number if math.isfinite(number) else value
+    return attributes

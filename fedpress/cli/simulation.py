@@ -1,0 +1,114 @@
+"""The command `fedpress simulate`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import click
+
+from fedpress.command_line import DEMO_COMPRESSOR, PATH, SECURE_COMPRESSOR, Command, needs, stopped
+
+
+@click.command("simulate", cls=Command)
+@click.option("--clients", type=click.IntRange(min=1), default=100, help="Simulated clients.")
+@click.option("--fraction", default=0.1, help="Of the clients, in each round.")
+@click.option("--rounds", type=click.IntRange(min=1), default=20, help="Rounds.")
+@click.option(
+    "--engine",
+    type=click.Choice(["local", "processes", "ray"]),
+    default="processes",
+    help="local: one process; processes: a pool; ray: Flower's own engine.",
+)
+@click.option(
+    "--compressor",
+    help=f"none, NAME, NAME:key=value,... or JSON; {DEMO_COMPRESSOR}, or {SECURE_COMPRESSOR} "
+    "with --secure.",
+)
+@click.option(
+    "--secure", is_flag=True, help="Under masks: the server gets sums, and no client's update."
+)
+@click.option(
+    "--masking",
+    default="",
+    help="Terms of masked rounds that differ from their defaults, as JSON: "
+    '{"adversary": "semi-honest"}.',
+)
+@click.option("--strategy", default="fedavg", help="One of fedpress's: NAME or JSON.")
+@click.option("--data", default="digits", help="digits, fashion-mnist:DIR or shakespeare:DIR.")
+@click.option(
+    "--app",
+    metavar="APP",
+    help="In place of data: a Flower app's folder, module:pair of a ServerApp and a ClientApp, or "
+    "module:factory of trainers, called with a client's index and the number of clients.",
+)
+@click.option(
+    "--run-config", default="", help="Of a Flower app: 'key=value ...', as flwr run has it."
+)
+@click.option(
+    "--partition",
+    default="dirichlet:0.3",
+    help="iid, dirichlet:A, shards:K, quantity:A or natural.",
+)
+@click.option(
+    "--dropout",
+    default=0.0,
+    help="Chance that a client is lost before or after its training, or with --secure at any step.",
+)
+@click.option("--link", type=float, help="Each client's link: tells how long its transfers take.")
+@click.option("--seed", default=0, help="Of the split, the model, cohorts, training.")
+@click.option("--timeout", default=3600.0, help="Seconds that a round waits at most.")
+@click.option("--workers", type=click.IntRange(min=1), help="Processes; one for each core.")
+@click.option(
+    "--device",
+    type=click.Choice(["cpu", "cuda", "auto"]),
+    default="cpu",
+    help="For tasks in torch.",
+)
+@click.option("--local-epochs", type=int, help="Between two models.")
+@click.option("--local-steps", type=int, help="In the place of epochs.")
+@click.option("--batch-size", type=click.IntRange(min=1), help="Of the local training.")
+@click.option("--learning-rate", type=float, help="Of the local training.")
+@click.option("--json", "json_file", type=PATH, metavar="FILE", help="Write the history here too.")
+@click.option("--plot", is_flag=True, help="Draw accuracy.png.")
+@click.option(
+    "--sweep",
+    "sweep_file",
+    type=PATH,
+    metavar="FILE",
+    help="Several runs: a JSON list of objects, a name and the settings that differ.",
+)
+@click.option(
+    "--out",
+    type=PATH,
+    default="simulate-out",
+    help="Folder for histories, and for a run that was stopped.",
+)
+@click.option("--fresh", is_flag=True, help="Begin anew where a run was stopped.")
+def run_simulation(
+    json_file: Path | None,
+    plot: bool,
+    sweep_file: Path | None,
+    out: Path,
+    fresh: bool,
+    **settings: Any,
+) -> None:
+    """Simulate clients by the thousand; what was stopped goes on by the same command."""
+    try:
+        from rich.console import Console
+
+        from fedpress.simulate import run as simulation
+    except ModuleNotFoundError as exc:
+        needs("flower,demo", exc)
+    try:
+        simulation.run(
+            simulation.Settings(**settings),
+            out,
+            Console(),
+            json_file=json_file,
+            plot=plot,
+            sweep_file=sweep_file,
+            fresh=fresh,
+        )
+    except KeyboardInterrupt:
+        stopped()
