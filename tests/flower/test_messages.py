@@ -43,3 +43,12 @@ def test_clients_of_one_run_have_seeds_of_their_own() -> None:
 
 def test_models_beside_the_rounds_own_have_names_of_ours() -> None:
     assert flower.model_record("previous") == "fedpress.previous"
+
+
+def test_what_a_joining_client_signs_is_for_one_server_task_and_client() -> None:
+    signed = {
+        flower.joining(*words)
+        for words in (("k", "t", "c"), ("x", "t", "c"), ("k", "x", "c"), ("k", "t", "x"))
+    }
+    assert len(signed) == 4
+    assert flower.joining("ab", "c", "d") != flower.joining("a", "bc", "d")
