@@ -575,7 +575,7 @@ def test_whatever_happens_every_upload_counts_once_or_not_at_all(
     run_state_machine_as_test(  # type: ignore[no-untyped-call]
         lambda: AnyOrder(place, done),
         settings=settings(
-            max_examples=300 if soak else 12,
+            max_examples=300 if soak else 6,
             stateful_step_count=50 if soak else 30,
             deadline=None,
             suppress_health_check=list(HealthCheck),
