@@ -171,15 +171,17 @@ class Place:
         async def idle(self: object) -> None:
             await asyncio.Event().wait()
 
-        with (
-            mock.patch.object(app, "opened_payloads", return_value=store),
-            mock.patch.object(app, "Coordinator", partial(Coordinator, is_shared=shared)),
-            mock.patch.object(app, "Gatekeeper", partial(Gatekeeper, is_shared=shared)),
-            mock.patch.object(Coordinator, "_tick_forever", idle),
-            mock.patch.object(Coordinator, "_follow_forever", idle),
-            mock.patch.object(Work, "serve", idle),
-            running(self._apps[number]) as server,
-        ):
+        with ExitStack() as stack:
+            # Undone as soon as it has started: servers end in any order, and patches may not.
+            with (
+                mock.patch.object(app, "opened_payloads", return_value=store),
+                mock.patch.object(app, "Coordinator", partial(Coordinator, is_shared=shared)),
+                mock.patch.object(app, "Gatekeeper", partial(Gatekeeper, is_shared=shared)),
+                mock.patch.object(Coordinator, "_tick_forever", idle),
+                mock.patch.object(Coordinator, "_follow_forever", idle),
+                mock.patch.object(Work, "serve", idle),
+            ):
+                server = stack.enter_context(running(self._apps[number]))
             yield server
 
 
