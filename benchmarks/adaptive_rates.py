@@ -49,13 +49,13 @@ from fedpress_protocols.policies.steering import (
     with_comparison,
 )
 from fedpress_protocols.signatures import DeviceKey
-from fedpress_server.adding import FoldJob, StagedUpload
-from fedpress_server.files import model_name
-from fedpress_server.folding import fold
-from fedpress_server.masked import Host
-from fedpress_server.masked_membership import Authority
-from fedpress_server.opening import Legacy, opened
-from fedpress_server.probing import compare
+from fedpress_server.coordination.opening import Legacy, opened
+from fedpress_server.folds.adding import FoldJob, StagedUpload
+from fedpress_server.folds.folding import fold
+from fedpress_server.folds.masked import Host
+from fedpress_server.folds.probing import compare
+from fedpress_server.identity.membership import Authority
+from fedpress_server.storage.files import model_name
 from fedpress_strategies import from_config
 
 CLIENTS, COHORT, ROUNDS, LAST, HELD_OUT = 100, 10, 100, 10, 240

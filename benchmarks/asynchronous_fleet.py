@@ -39,13 +39,12 @@ from fedpress_protocols.errors import InvalidUpdate
 from fedpress_protocols.messages import Assignment, Receipt, TaskConfig
 from fedpress_protocols.model import Model
 from fedpress_protocols.signatures import DeviceKey
-from fedpress_server.adding import FoldJob
-from fedpress_server.attempts import Attempt
-from fedpress_server.files import model_name, upload_name
-from fedpress_server.folding import fold
-from fedpress_server.masked import Host
-from fedpress_server.masked_membership import Authority
-from fedpress_server.opening import Legacy, opened
+from fedpress_server.coordination.attempts import Attempt
+from fedpress_server.coordination.opening import Legacy, opened
+from fedpress_server.folds.adding import FoldJob
+from fedpress_server.folds.folding import fold
+from fedpress_server.folds.masked import Host
+from fedpress_server.identity.membership import Authority
 from fedpress_server.rounds import (
     ClientCheckedIn,
     Effect,
@@ -56,6 +55,7 @@ from fedpress_server.rounds import (
     StartFold,
     UploadStaged,
 )
+from fedpress_server.storage.files import model_name, upload_name
 from fedpress_strategies import from_config
 
 CONCURRENCY, FASTEST, SPREAD, JITTER = 20, 1.0, 10.0, 0.1

@@ -44,11 +44,11 @@ from fedpress_protocols.messages import Assignment, Receipt
 from fedpress_protocols.model import Model, ModelSpec, Vector
 from fedpress_protocols.plan import CohortRules, FixedPointTerms, Profile, RoundPlan
 from fedpress_protocols.update import Piece, Update
-from fedpress_server.adding import FoldJob, StagedUpload
-from fedpress_server.files import model_name
-from fedpress_server.folding import fold
-from fedpress_server.payloads import LocalPayloads
-from fedpress_server.terms import RoundTerms
+from fedpress_server.folds.adding import FoldJob, StagedUpload
+from fedpress_server.folds.folding import fold
+from fedpress_server.folds.terms import RoundTerms
+from fedpress_server.storage.files import model_name
+from fedpress_server.storage.payloads import LocalPayloads
 from fedpress_strategies import from_config as strategy_from_config
 
 CLIENTS, COHORT, ROUNDS = 100, 10, 100

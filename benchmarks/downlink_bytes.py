@@ -37,7 +37,7 @@ from fedpress_protocols.errors import ConfigurationError
 from fedpress_protocols.messages import DownlinkTerms
 from fedpress_protocols.model import Model, Vector
 from fedpress_protocols.randomness import PublicRandomness
-from fedpress_server.downlink import rounded, stepped
+from fedpress_server.folds.downlink import rounded, stepped
 
 MOMENTUM = 0.8
 BACK = (1, 4, 8)

@@ -27,11 +27,11 @@ from fedpress_protocols.plan import (
     RoundPlan,
     TrainingTerms,
 )
-from fedpress_server.adding import FoldJob, StagedUpload
-from fedpress_server.files import artefact_name, model_name
-from fedpress_server.folding import fold
-from fedpress_server.payloads import LocalPayloads
-from fedpress_server.terms import RoundTerms
+from fedpress_server.folds.adding import FoldJob, StagedUpload
+from fedpress_server.folds.folding import fold
+from fedpress_server.folds.terms import RoundTerms
+from fedpress_server.storage.files import artefact_name, model_name
+from fedpress_server.storage.payloads import LocalPayloads
 from fedpress_strategies import from_config
 
 

@@ -65,13 +65,18 @@ def checked(path: Path, model: Path | None) -> Checked:
     if initial is None:
         return Checked(config, None)
     try:
-        from fedpress_server.checking import check_plan
-        from fedpress_server.files import model_name
-        from fedpress_server.masked import Host
-        from fedpress_server.masked_membership import Authority
-        from fedpress_server.opening import Legacy, check_warm_up, later_periods, opened
-        from fedpress_server.payloads import LocalPayloads
+        from fedpress_server.coordination.checking import check_plan
+        from fedpress_server.coordination.opening import (
+            Legacy,
+            check_warm_up,
+            later_periods,
+            opened,
+        )
+        from fedpress_server.folds.masked import Host
+        from fedpress_server.identity.membership import Authority
         from fedpress_server.settings import Settings
+        from fedpress_server.storage.files import model_name
+        from fedpress_server.storage.payloads import LocalPayloads
     except ModuleNotFoundError as exc:
         needs("server", exc)
     from fedpress_protocols.signatures import DeviceKey

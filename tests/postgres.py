@@ -14,7 +14,7 @@ from pathlib import Path
 
 import sqlalchemy as sa
 
-from fedpress_server import database
+from fedpress_server.storage import database
 
 MISSING = "PostgreSQL's initdb and postgres are not installed here"
 _DEBIAN = Path("/usr/lib/postgresql")

@@ -16,30 +16,30 @@ from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
 
 from fedpress_protocols.errors import ConfigurationError
-from fedpress_server.auth import Gatekeeper
-from fedpress_server.bucket import opened_payloads
-from fedpress_server.coordinator import Coordinator
-from fedpress_server.database import Database
-from fedpress_server.devices import (
+from fedpress_server.api.devices import (
     BytesInFlight,
     device_routes,
     enrolment,
     shared_routes,
     upload_routes,
 )
-from fedpress_server.health import health_routes
-from fedpress_server.intake import Intake
-from fedpress_server.masked_intake import SessionDesk
-from fedpress_server.masked_membership import Authority
-from fedpress_server.masked_routes import session_routes
+from fedpress_server.api.health import health_routes
+from fedpress_server.api.operators import operator_routes
+from fedpress_server.api.parts import resumable_routes
+from fedpress_server.api.problems import Problem, RequestGuard, install, responses
+from fedpress_server.api.registry import registry_routes
+from fedpress_server.api.sessions import session_routes
+from fedpress_server.coordination.coordinator import Coordinator
+from fedpress_server.identity.gatekeeper import Gatekeeper
+from fedpress_server.identity.membership import Authority
+from fedpress_server.identity.server_keys import signing_key
+from fedpress_server.intake.resumable import PartLimits, Resumable
+from fedpress_server.intake.sessions import SessionDesk
+from fedpress_server.intake.uploads import Intake
 from fedpress_server.metrics import Metrics
-from fedpress_server.operators import operator_routes
-from fedpress_server.problems import Problem, RequestGuard, install, responses
-from fedpress_server.registry_routes import registry_routes
-from fedpress_server.resumable import PartLimits, Resumable
-from fedpress_server.resumable_routes import resumable_routes
-from fedpress_server.server_keys import signing_key
 from fedpress_server.settings import Settings
+from fedpress_server.storage.bucket import opened_payloads
+from fedpress_server.storage.database import Database
 
 _DESCRIPTION = """\
 Coordinates federated training with compressed uploads. Every device request is signed by the

@@ -29,10 +29,10 @@ from cryptography.hazmat.primitives.serialization import (
 )
 
 from fedpress_protocols.errors import ConfigurationError, FedpressError
-from fedpress_server.bucket import opened_payloads
-from fedpress_server.database import Database
-from fedpress_server.server_keys import PURPOSES, key_file
+from fedpress_server.identity.server_keys import PURPOSES, key_file
 from fedpress_server.settings import MIB, Settings
+from fedpress_server.storage.bucket import opened_payloads
+from fedpress_server.storage.database import Database
 
 MIN_FREE_BYTES = 1024 * MIB
 _EXPIRES_SOON = timedelta(days=14)

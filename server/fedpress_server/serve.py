@@ -16,11 +16,11 @@ from fastapi import FastAPI
 
 from fedpress_protocols.errors import ConfigurationError
 from fedpress_server import failpoints
+from fedpress_server.api.http_protocol import ConnectionLimits, bounded_protocol
 from fedpress_server.app import create_app
-from fedpress_server.database import Database, migrate
-from fedpress_server.http_protocol import ConnectionLimits, bounded_protocol
-from fedpress_server.server_keys import first_keys
+from fedpress_server.identity.server_keys import first_keys
 from fedpress_server.settings import Settings
+from fedpress_server.storage.database import Database, migrate
 
 _log = logging.getLogger(__name__)
 _SECRETS = ("admin_token", "store_secret_access_key")

@@ -25,16 +25,18 @@ from fedpress_protocols.messages import Assignment, CheckInRequest, Receipt, Tas
 from fedpress_protocols.model import Model
 from fedpress_protocols.signatures import DeviceKey, key_id_of
 from fedpress_protocols.upload import Upload
-from fedpress_server import Settings, records, work
-from fedpress_server.coordinator import Coordinator
-from fedpress_server.database import Database
-from fedpress_server.files import model_name
-from fedpress_server.intake import Intake
-from fedpress_server.masked_membership import Authority
+from fedpress_server import Settings
+from fedpress_server.coordination import work
+from fedpress_server.coordination.coordinator import Coordinator
+from fedpress_server.identity.membership import Authority
+from fedpress_server.intake.uploads import Intake
 from fedpress_server.metrics import Metrics
-from fedpress_server.payloads import LocalPayloads
-from fedpress_server.records import Device, EnrolmentToken
-from fedpress_server.tables import round_events, uploads
+from fedpress_server.storage import records
+from fedpress_server.storage.database import Database
+from fedpress_server.storage.files import model_name
+from fedpress_server.storage.payloads import LocalPayloads
+from fedpress_server.storage.records import Device, EnrolmentToken
+from fedpress_server.storage.tables import round_events, uploads
 from tests.postgres import Cluster
 from tests.server.in_process import Clock
 

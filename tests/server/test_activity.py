@@ -13,8 +13,8 @@ from fedpress_protocols.compression import activity
 from fedpress_protocols.errors import NotFound
 from fedpress_protocols.model import Model
 from fedpress_protocols.plan import RoundPlan
-from fedpress_server.database import Database
-from fedpress_server.payloads import LocalPayloads
+from fedpress_server.storage.database import Database
+from fedpress_server.storage.payloads import LocalPayloads
 from tests.devices import Device, Operator
 from tests.server.in_process import Clock, Enrolled, Server, Start, history
 from tests.server.test_durability import Fails, Party, finish, outcome

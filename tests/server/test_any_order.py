@@ -47,11 +47,11 @@ from fedpress_protocols.model import Model
 from fedpress_protocols.signatures import DeviceKey
 from fedpress_protocols.upload import Upload
 from fedpress_server import Settings, app, create_app, failpoints
-from fedpress_server.auth import Gatekeeper
-from fedpress_server.coordinator import Coordinator
-from fedpress_server.database import migrate
-from fedpress_server.payloads import LocalPayloads
-from fedpress_server.work import Work
+from fedpress_server.coordination.coordinator import Coordinator
+from fedpress_server.coordination.work import Work
+from fedpress_server.identity.gatekeeper import Gatekeeper
+from fedpress_server.storage.database import migrate
+from fedpress_server.storage.payloads import LocalPayloads
 from tests.devices import ADMIN_TOKEN, Device, Operator, checked
 from tests.postgres import Cluster
 from tests.server.in_process import Clock, Server, running

@@ -27,9 +27,9 @@ from fedpress_protocols.errors import (
 )
 from fedpress_protocols.messages import Assignment, Receipt
 from fedpress_protocols.model import Model, Vector
-from fedpress_server import work
-from fedpress_server.database import Database
-from fedpress_server.payloads import LocalPayloads
+from fedpress_server.coordination import work
+from fedpress_server.storage.database import Database
+from fedpress_server.storage.payloads import LocalPayloads
 from tests.devices import Device, Operator
 from tests.server.in_process import Clock, Enrolled, Server, Start, history, ones
 from tests.server.test_durability import Fails

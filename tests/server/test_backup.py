@@ -31,11 +31,12 @@ from fedpress_protocols.messages import (
 from fedpress_protocols.model import Model
 from fedpress_protocols.restores import RestoreStatus
 from fedpress_protocols.signatures import DeviceKey, verify_document
-from fedpress_server import Settings, restores
+from fedpress_server import Settings
 from fedpress_server.backup import back_up, restore, verify
 from fedpress_server.backup.archive import Manifest
-from fedpress_server.files import model_name
-from fedpress_server.server_keys import known_key
+from fedpress_server.identity.server_keys import known_key
+from fedpress_server.registry import restores
+from fedpress_server.storage.files import model_name
 from tests.devices import ADMIN_TOKEN, Device, Operator
 from tests.server.in_process import Clock, Enrolled, Server, Start, history, include_one
 from tests.server.test_durability import Party, begin, finish, outcome

@@ -18,9 +18,9 @@ from fedpress_protocols.errors import (
     Unavailable,
 )
 from fedpress_protocols.model import Model
-from fedpress_server.bucket import Bucket
-from fedpress_server.files import artefact_name
-from fedpress_server.payloads import LocalPayloads, Payloads, digest_in
+from fedpress_server.storage.bucket import Bucket
+from fedpress_server.storage.files import artefact_name
+from fedpress_server.storage.payloads import LocalPayloads, Payloads, digest_in
 from tests.devices import Device, Operator
 from tests.s3 import KEYS, FaultProxy, make_bucket, store
 from tests.server.in_process import Clock, Enrolled, Server, Start, ones

@@ -14,7 +14,7 @@ from fedpress_protocols.errors import (
     UnknownTask,
 )
 from fedpress_protocols.model import Model
-from fedpress_server.database import Database
+from fedpress_server.storage.database import Database
 from tests.devices import Device, Operator
 from tests.server.in_process import Clock, Enrolled, Server, Start, history, include_one, ones
 from tests.server.test_durability import Fails

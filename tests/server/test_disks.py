@@ -19,9 +19,9 @@ import sqlalchemy as sa
 
 from fedpress_protocols.errors import ServerError, StorageFull
 from fedpress_protocols.model import Model
-from fedpress_server.database import Database
-from fedpress_server.payloads import LocalPayloads
-from fedpress_server.tables import models
+from fedpress_server.storage.database import Database
+from fedpress_server.storage.payloads import LocalPayloads
+from fedpress_server.storage.tables import models
 from tests.devices import Device, Operator
 from tests.server.in_process import Clock, Server, Start, history, ones
 

@@ -19,8 +19,6 @@ from fedpress_protocols.messages import (
     TaskSummary,
 )
 from fedpress_protocols.model import Model
-from fedpress_server.database import Database
-from fedpress_server.evaluation import MAX_GROUPS, Score, best, reason_to_stop
 from fedpress_server.rounds import (
     ClientCheckedIn,
     EndTask,
@@ -29,6 +27,8 @@ from fedpress_server.rounds import (
     Round,
     UploadStaged,
 )
+from fedpress_server.storage.database import Database
+from fedpress_server.storage.evaluation import MAX_GROUPS, Score, best, reason_to_stop
 from tests.devices import Device, Operator
 from tests.server.in_process import Clock, Enrolled, Start, include_one
 

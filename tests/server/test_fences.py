@@ -17,12 +17,12 @@ import pytest
 import sqlalchemy as sa
 
 from fedpress_protocols.errors import Unavailable
-from fedpress_server import leases, records
-from fedpress_server.leases import Lease, LeaseLost
-from fedpress_server.payloads import LocalPayloads
-from fedpress_server.steps import Moved
-from fedpress_server.sweeping import sweep
-from fedpress_server.tables import jobs
+from fedpress_server.coordination.steps import Moved
+from fedpress_server.registry.sweeping import sweep
+from fedpress_server.storage import leases, records
+from fedpress_server.storage.leases import Lease, LeaseLost
+from fedpress_server.storage.payloads import LocalPayloads
+from fedpress_server.storage.tables import jobs
 from tests.server.replicated import LEASE, Databases, Replica, Replicas, fill, replicas
 
 pytestmark = pytest.mark.both_databases

@@ -21,7 +21,7 @@ import pytest
 import uvicorn
 
 from fedpress_protocols.errors import ConfigurationError
-from fedpress_server.http_protocol import ConnectionLimits, bounded_protocol
+from fedpress_server.api.http_protocol import ConnectionLimits, bounded_protocol
 
 CAP = 10.0
 """Seconds, far above every limit here."""

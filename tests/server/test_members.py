@@ -19,8 +19,8 @@ from fedpress_protocols.errors import (
 )
 from fedpress_protocols.messages import Assignment
 from fedpress_protocols.model import Model, Vector
-from fedpress_server.database import Database
-from fedpress_server.payloads import LocalPayloads
+from fedpress_server.storage.database import Database
+from fedpress_server.storage.payloads import LocalPayloads
 from tests.devices import Device, Operator
 from tests.server.in_process import Clock, Enrolled, Server, Start, history, include_one
 from tests.server.test_durability import Fails, Party, finish, outcome

@@ -7,7 +7,7 @@ from itertools import pairwise
 
 import pytest
 
-from fedpress_server.pace import Outcome, Pace
+from fedpress_server.coordination.pace import Outcome, Pace
 
 BUDGET = 200.0
 PAUSE = 5.0

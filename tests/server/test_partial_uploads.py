@@ -36,8 +36,8 @@ from fedpress_protocols.messages import Assignment, PartialUpload, UploadAck
 from fedpress_protocols.model import Model
 from fedpress_protocols.signatures import Content
 from fedpress_protocols.upload import Upload
-from fedpress_server.payloads import Payloads
-from fedpress_server.resumable import MAX_PER_DEVICE, Resumable
+from fedpress_server.intake.resumable import MAX_PER_DEVICE, Resumable
+from fedpress_server.storage.payloads import Payloads
 from tests.devices import Device, Operator, checked
 from tests.server.in_process import Clock, Enrolled, Server, Start, history, ones
 
@@ -368,7 +368,7 @@ def test_a_part_has_a_length(
 def test_there_are_no_more_parts_than_so_many(
     parts: Parts, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("fedpress_server.resumable.MAX_PARTS", 3)
+    monkeypatch.setattr("fedpress_server.intake.resumable.MAX_PARTS", 3)
     parts.begin()
     for start in range(3):
         parts.send(start, start + 1)
@@ -627,7 +627,7 @@ def another(http: Server, payloads: Payloads | None = None) -> Resumable:
 def test_parts_lie_in_an_object_store_as_well(http: Server, parts: Parts, tmp_path: Path) -> None:
     pytest.importorskip("obstore")
     pytest.importorskip("moto")
-    from fedpress_server.bucket import Bucket
+    from fedpress_server.storage.bucket import Bucket
     from tests.s3 import KEYS, make_bucket, store
 
     with store() as endpoint:

@@ -14,7 +14,7 @@ from fedpress_protocols.messages import Assignment, CheckInResponse, RoundStatus
 from fedpress_protocols.model import Model
 from fedpress_protocols.policies import Link, Transfer
 from fedpress_protocols.signatures import Content
-from fedpress_server.adaptive import bodies_of, link_of
+from fedpress_server.coordination.adaptive import bodies_of, link_of
 from tests.devices import Device, Operator
 from tests.server.in_process import Clock, Enrolled, Server, Start, history
 

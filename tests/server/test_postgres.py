@@ -17,11 +17,11 @@ import sqlalchemy as sa
 
 from fedpress_protocols.errors import ConfigurationError, MissingExtra, Unavailable
 from fedpress_protocols.model import Model
-from fedpress_server import records
-from fedpress_server.database import Database, migrate
-from fedpress_server.engines import opened
-from fedpress_server.records import EnrolmentToken, ModelRecord
-from fedpress_server.tables import enrolment_tokens, models
+from fedpress_server.storage import records
+from fedpress_server.storage.database import Database, migrate
+from fedpress_server.storage.engines import opened
+from fedpress_server.storage.records import EnrolmentToken, ModelRecord
+from fedpress_server.storage.tables import enrolment_tokens, models
 from tests.devices import Operator
 from tests.postgres import Cluster
 from tests.server.in_process import Enrolled, Start, ones

@@ -27,10 +27,11 @@ from fedpress_protocols.errors import (
 from fedpress_protocols.messages import RetentionTerms, TaskSummary
 from fedpress_protocols.model import Model
 from fedpress_protocols.registry import Alias, Collected, ModelLineage, ModelVersion
-from fedpress_server import registry, schema
-from fedpress_server.files import model_name
-from fedpress_server.payloads import Payloads
-from fedpress_server.retention import keeps
+from fedpress_server.registry import versions as registry
+from fedpress_server.registry.retention import keeps
+from fedpress_server.storage import schema
+from fedpress_server.storage.files import model_name
+from fedpress_server.storage.payloads import Payloads
 from tests.devices import Device, Operator, checked
 from tests.server.in_process import Clock, Enrolled, Server, Start, include_one, ones
 

@@ -13,7 +13,7 @@ import pytest
 
 from fedpress_protocols.model import Model
 from fedpress_server import app
-from fedpress_server.payloads import LocalPayloads
+from fedpress_server.storage.payloads import LocalPayloads
 from tests.devices import Operator
 from tests.server.in_process import Clock, Enrolled, Start
 from tests.server.test_members import begin, send, settled

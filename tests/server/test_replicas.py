@@ -21,8 +21,9 @@ from fedpress_protocols.errors import (
     Conflict,
     Unavailable,
 )
-from fedpress_server import Settings, batches, create_app, work
-from fedpress_server.leases import LeaseLost
+from fedpress_server import Settings, create_app
+from fedpress_server.coordination import batches, work
+from fedpress_server.storage.leases import LeaseLost
 from tests.server.replicated import (
     FIRST,
     LEASE,

@@ -20,9 +20,11 @@ from fedpress_protocols.messages import Recall, Receipt, Restore, SignedReceipt
 from fedpress_protocols.model import Model, Vector
 from fedpress_protocols.signatures import DeviceKey
 from fedpress_protocols.update import Piece, Update
-from fedpress_server import Settings, check_ins, restores
+from fedpress_server import Settings
 from fedpress_server.backup import back_up, restore, verify
-from fedpress_server.tables import assignments
+from fedpress_server.coordination import check_ins
+from fedpress_server.registry import restores
+from fedpress_server.storage.tables import assignments
 from tests.devices import ADMIN_TOKEN, Operator
 from tests.masked import TASK, Participant, Unread, drive, masked_task
 from tests.server.in_process import Clock, Server, Start

@@ -14,9 +14,9 @@ import pytest
 
 from fedpress_protocols.errors import IncompatiblePlan
 from fedpress_protocols.model import Model, Vector
-from fedpress_server.folding import FoldSpace
-from fedpress_server.payloads import LocalPayloads
+from fedpress_server.folds.folding import FoldSpace
 from fedpress_server.settings import MIB
+from fedpress_server.storage.payloads import LocalPayloads
 from fedpress_strategies.rows import Rows
 from tests.devices import Device, Operator
 from tests.server.in_process import Clock, Server, Start, history

@@ -19,10 +19,10 @@ from alembic.script import ScriptDirectory
 
 from fedpress_protocols import __version__
 from fedpress_protocols.errors import ConfigurationError
-from fedpress_server import database
-from fedpress_server.database import Database
-from fedpress_server.engines import opened
-from fedpress_server.tables import metadata, schema_releases
+from fedpress_server.storage import database
+from fedpress_server.storage.database import Database
+from fedpress_server.storage.engines import opened
+from fedpress_server.storage.tables import metadata, schema_releases
 from tests.postgres import Cluster
 
 pytestmark = pytest.mark.both_databases

@@ -7,6 +7,13 @@ from itertools import combinations
 from typing import Any
 
 import pytest
+from fedpress_server.rounds.selection import (
+    Candidate,
+    Candidates,
+    choose,
+    is_eligible,
+    stream_of,
+)
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -20,7 +27,6 @@ from fedpress_protocols.messages import (
 from fedpress_protocols.model import Model
 from fedpress_protocols.randomness import PublicStream
 from fedpress_protocols.upload import Upload
-from fedpress_server import records
 from fedpress_server.rounds import (
     Assign,
     BasisMade,
@@ -36,7 +42,7 @@ from fedpress_server.rounds import (
     from_record,
     to_record,
 )
-from fedpress_server.selection import Candidate, Candidates, choose, is_eligible, stream_of
+from fedpress_server.storage import records
 from tests.devices import Device, Operator
 from tests.server.in_process import Clock, Enrolled, Server, Start, history, ones
 

@@ -13,11 +13,11 @@ from fedpress_protocols.errors import IncompatiblePlan, InvalidUpdate
 from fedpress_protocols.model import Model
 from fedpress_protocols.plan import CohortRules, FixedPointTerms, Profile, RoundPlan
 from fedpress_protocols.upload import Upload
-from fedpress_server.adding import FoldJob, StagedUpload
-from fedpress_server.files import model_name
-from fedpress_server.folding import fold
-from fedpress_server.payloads import LocalPayloads, Payloads
-from fedpress_server.terms import RoundTerms
+from fedpress_server.folds.adding import FoldJob, StagedUpload
+from fedpress_server.folds.folding import fold
+from fedpress_server.folds.terms import RoundTerms
+from fedpress_server.storage.files import model_name
+from fedpress_server.storage.payloads import LocalPayloads, Payloads
 from fedpress_strategies import from_config
 
 MADE = CountSketch(fraction=0.5, seed=0)

@@ -446,7 +446,7 @@ def test_a_metric_too_large_is_refused_and_counts_in_no_mean(
     for value in (1e308, -1e16):
         with pytest.raises(MalformedRequest, match="loss of"):
             report(device, value)
-    monkeypatch.setattr("fedpress_server.devices.MAX_METRIC", np.inf)  # as an earlier server
+    monkeypatch.setattr("fedpress_server.api.devices.MAX_METRIC", np.inf)  # as an earlier server
     report(device, 1e308)
     report(other, 2.0)
     assert history(operator)[0].metrics == {"loss": 2.0}

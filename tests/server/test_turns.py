@@ -11,9 +11,9 @@ import pytest
 from fedpress_protocols.errors import FedpressError, RoundClosed, UnknownDevice
 from fedpress_protocols.messages import UploadAck
 from fedpress_protocols.model import Model
-from fedpress_server.records import UploadRecord
+from fedpress_server.coordination.turns import Received
 from fedpress_server.rounds import UploadStaged
-from fedpress_server.turns import Received
+from fedpress_server.storage.records import UploadRecord
 from tests.devices import Device, Operator
 from tests.server.in_process import Server
 

@@ -22,7 +22,7 @@ from fedpress_protocols.compression.quantize import Quantize
 from fedpress_protocols.compression.topk import TopK
 from fedpress_protocols.model import Model
 from fedpress_protocols.plan import TrainingTerms
-from fedpress_server.files import optimizer_name
+from fedpress_server.storage.files import optimizer_name
 from tests.strategies.bowls import bowls
 
 CLIENTS = 5

@@ -11,7 +11,8 @@ from collections.abc import Mapping
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
-from fedpress_server import Settings, batches, serve
+from fedpress_server import Settings, serve
+from fedpress_server.coordination import batches
 from tests.system.server_process import ADMIN_TOKEN
 
 _START_SECONDS = 60.0

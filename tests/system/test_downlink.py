@@ -26,7 +26,7 @@ from fedpress_protocols.messages import DownlinkTerms, RoundStatus, TaskSummary
 from fedpress_protocols.model import Model
 from fedpress_protocols.plan import TrainingTerms
 from fedpress_server import Settings, create_app
-from fedpress_server.files import model_name, optimizer_name
+from fedpress_server.storage.files import model_name, optimizer_name
 from tests.devices import ADMIN_TOKEN, Device, Operator, checked
 from tests.masked import Participant, Unread, drive, masked_task
 from tests.server.in_process import Server, history, running

@@ -143,7 +143,7 @@ def until(is_so: Callable[[], bool]) -> None:
         time.sleep(0.02)
 
 
-FORGED = "2026-01-01 00:00:00,000 INFO fedpress_server.operators: forged"
+FORGED = "2026-01-01 00:00:00,000 INFO fedpress_server.api.operators: forged"
 
 
 def test_nothing_that_comes_in_forges_a_line_of_the_log_and_no_secret_is_in_it(

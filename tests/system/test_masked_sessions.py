@@ -39,8 +39,8 @@ from fedpress_protocols.messages import MaskedSum, Membership, Receipt, RoundSta
 from fedpress_protocols.model import Model
 from fedpress_protocols.signatures import DeviceKey, to_base64url
 from fedpress_server import Settings, create_app
+from fedpress_server.folds.terms import RoundTerms
 from fedpress_server.rounds import UnmaskFailed
-from fedpress_server.terms import RoundTerms
 from tests.devices import ADMIN_TOKEN, Device, Operator
 from tests.masked import TASK, Lost, Numbered, Participant, Unread, drive, masked_task, summed
 from tests.server.in_process import Clock, Server, history, running

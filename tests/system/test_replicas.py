@@ -19,7 +19,7 @@ import sqlalchemy as sa
 from fedpress_protocols.model import Model
 from fedpress_protocols.signatures import DeviceKey
 from fedpress_server import Settings, create_app
-from fedpress_server.tables import jobs
+from fedpress_server.storage.tables import jobs
 from tests import postgres, s3
 from tests.devices import Device, Operator
 from tests.server.in_process import running

@@ -31,7 +31,7 @@ from fedpress_protocols.faults import explained
 from fedpress_protocols.messages import Identifier
 from fedpress_protocols.plan import Digest, Term
 from fedpress_protocols.signatures import DeviceKey, sign_document, verify_document
-from fedpress_server.payloads import Payloads
+from fedpress_server.storage.payloads import Payloads
 
 MANIFEST = "manifest.json"
 DATABASE = "database.sqlite"

@@ -14,17 +14,18 @@ import sqlalchemy as sa
 
 from fedpress_protocols.errors import ConfigurationError
 from fedpress_protocols.messages import Restore
-from fedpress_server import database as door
-from fedpress_server import engines, restores
 from fedpress_server.backup import snapshots
 from fedpress_server.backup.archive import DATABASE, FILES, KEYS, Reader, reader
 from fedpress_server.backup.verifying import Report, verify
-from fedpress_server.bucket import opened_payloads
-from fedpress_server.payloads import LocalPayloads
-from fedpress_server.records import RoundKey
-from fedpress_server.server_keys import PURPOSES, Purpose, key_file, known_key
+from fedpress_server.identity.server_keys import PURPOSES, Purpose, key_file, known_key
+from fedpress_server.registry import restores
 from fedpress_server.settings import Settings
-from fedpress_server.tables import partial_parts, partial_uploads
+from fedpress_server.storage import database as door
+from fedpress_server.storage import engines
+from fedpress_server.storage.bucket import opened_payloads
+from fedpress_server.storage.payloads import LocalPayloads
+from fedpress_server.storage.records import RoundKey
+from fedpress_server.storage.tables import partial_parts, partial_uploads
 
 
 @dataclass(frozen=True, slots=True)

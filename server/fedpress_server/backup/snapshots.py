@@ -16,10 +16,10 @@ import sqlalchemy as sa
 from sqlalchemy.engine import Connection
 
 from fedpress_protocols.errors import ConfigurationError
-from fedpress_server import database as door
-from fedpress_server import engines
-from fedpress_server.database import Database
-from fedpress_server.tables import metadata
+from fedpress_server.storage import database as door
+from fedpress_server.storage import engines
+from fedpress_server.storage.database import Database
+from fedpress_server.storage.tables import metadata
 
 _ROWS = 500
 

@@ -17,17 +17,18 @@ from sqlalchemy.engine import Connection
 from fedpress_protocols import __version__
 from fedpress_protocols.errors import ConfigurationError, NotFound
 from fedpress_protocols.signatures import DeviceKey
-from fedpress_server import engines, restores, schema
 from fedpress_server.backup import snapshots
 from fedpress_server.backup.archive import DATABASE, FILES, KEYS, Manifest, Writer, writer
-from fedpress_server.bucket import opened_payloads
-from fedpress_server.database import Database
-from fedpress_server.files import base_name, model_name
-from fedpress_server.payloads import Payloads
-from fedpress_server.server_keys import PURPOSES, key_file, signing_key
+from fedpress_server.identity.server_keys import PURPOSES, key_file, signing_key
+from fedpress_server.registry import restores
+from fedpress_server.registry.sweeping import needed_by_rounds, needed_by_tasks
 from fedpress_server.settings import Settings
-from fedpress_server.sweeping import needed_by_rounds, needed_by_tasks
-from fedpress_server.tables import bases, model_files, models
+from fedpress_server.storage import engines, schema
+from fedpress_server.storage.bucket import opened_payloads
+from fedpress_server.storage.database import Database
+from fedpress_server.storage.files import base_name, model_name
+from fedpress_server.storage.payloads import Payloads
+from fedpress_server.storage.tables import bases, model_files, models
 
 HOLD_SECONDS = 600.0
 """The files are held for so long at a time: a backup that was killed lets go of them then."""

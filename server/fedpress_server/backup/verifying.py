@@ -16,8 +16,6 @@ from fedpress_protocols.errors import ConfigurationError, FedpressError, NotFoun
 from fedpress_protocols.messages import RECEIPT_CONTEXT, SignedReceipt, TaskConfig
 from fedpress_protocols.model import Model
 from fedpress_protocols.signatures import DeviceKey, key_id_of, verify_document
-from fedpress_server import database as door
-from fedpress_server import engines, records
 from fedpress_server.backup import snapshots
 from fedpress_server.backup.archive import (
     DATABASE,
@@ -30,13 +28,15 @@ from fedpress_server.backup.archive import (
     reader,
 )
 from fedpress_server.backup.taking import needed
-from fedpress_server.files import model_name
-from fedpress_server.journal import reopened
-from fedpress_server.masked import Host
-from fedpress_server.masked_membership import Authority
-from fedpress_server.payloads import digest_in
-from fedpress_server.server_keys import known_key
-from fedpress_server.tables import assignments
+from fedpress_server.coordination.journal import reopened
+from fedpress_server.folds.masked import Host
+from fedpress_server.identity.membership import Authority
+from fedpress_server.identity.server_keys import known_key
+from fedpress_server.storage import database as door
+from fedpress_server.storage import engines, records
+from fedpress_server.storage.files import model_name
+from fedpress_server.storage.payloads import digest_in
+from fedpress_server.storage.tables import assignments
 
 _CHUNK = 2**20
 _MOST = 100

@@ -2,7 +2,7 @@
 
 from alembic import context
 
-from fedpress_server.tables import metadata
+from fedpress_server.storage.tables import metadata
 
 context.configure(
     connection=context.config.attributes["connection"],

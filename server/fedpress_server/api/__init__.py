@@ -1,0 +1,1 @@
+"""The HTTP face: routes, problems, and bounds on what a request may take."""

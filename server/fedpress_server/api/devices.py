@@ -1,0 +1,576 @@
+"""The API of the devices: enrol, check in, fetch a model, upload, learn what became of it."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import re
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import contextmanager
+from typing import Annotated, Any, cast
+
+import anyio
+from fastapi import APIRouter, Body, Depends, HTTPException, Request, Response
+from fastapi.responses import StreamingResponse
+from fastapi.security import HTTPBearer
+from prometheus_client import Gauge
+from pydantic import Field
+
+from fedpress_protocols.errors import (
+    BodyTooLarge,
+    MalformedRequest,
+    RequestTimeout,
+    Unavailable,
+)
+from fedpress_protocols.messages import (
+    CheckInRequest,
+    CheckInResponse,
+    EnrolRequest,
+    EnrolResponse,
+    EvaluationReport,
+    Identifier,
+    RoundStatus,
+    SignedReceipt,
+    TaskSummary,
+    UploadAck,
+)
+from fedpress_protocols.plan import Digest, Name
+from fedpress_protocols.signatures import DeviceKey, to_base64url
+from fedpress_server.api import examples
+from fedpress_server.api.examples import answered, asked
+from fedpress_server.api.problems import responses
+from fedpress_server.api.routing import (
+    AnyoneKnownRoute,
+    BoundedRoute,
+    DeviceRoute,
+    UploadRoute,
+    content_of,
+    device_of,
+    read_body,
+)
+from fedpress_server.coordination.coordinator import Coordinator, Form
+from fedpress_server.identity.gatekeeper import Gatekeeper
+from fedpress_server.intake.uploads import Intake, UploadSlot
+from fedpress_server.settings import Settings
+from fedpress_server.storage.evaluation import MAX_METRIC
+from fedpress_server.storage.files import artefact_name, model_name
+from fedpress_server.storage.payloads import Payloads
+
+_CHUNK = 2**18
+_SPAN = re.compile(r"bytes=([0-9]{0,18})-([0-9]{0,18})")
+BEARER = HTTPBearer(auto_error=False, description="The enrolment token, or the admin token.")
+
+enrolment = APIRouter(prefix="/v1", route_class=BoundedRoute, tags=["devices"])
+device_routes = APIRouter(
+    prefix="/v1",
+    route_class=DeviceRoute,
+    tags=["devices"],
+    responses=responses(401),
+)
+upload_routes = APIRouter(
+    prefix="/v1",
+    route_class=UploadRoute,
+    tags=["devices"],
+    responses=responses(401),
+)
+shared_routes = APIRouter(
+    prefix="/v1",
+    route_class=AnyoneKnownRoute,
+    tags=["tasks"],
+    responses=responses(401),
+)
+
+
+class BytesInFlight:
+    """How many upload bytes are in memory: one body at a time of each sender, and no more than
+    `limit` bytes in all; a single body always fits."""
+
+    def __init__(self, limit: int, gauge: Gauge) -> None:
+        self._limit = limit
+        self._gauge = gauge
+        self._held = 0
+        self._senders: set[str] = set()
+
+    @contextmanager
+    def hold(self, sender: str, num_bytes: int) -> Iterator[None]:
+        """Raises Unavailable (with `retry_after`) rather than hold too many."""
+        if sender in self._senders:
+            raise Unavailable("another body is on its way from here", retry_after=1)
+        if self._held and self._held + num_bytes > self._limit:
+            raise Unavailable("too many uploads at a time", retry_after=2)
+        self._senders.add(sender)
+        self._held += num_bytes
+        self._gauge.set(self._held)
+        try:
+            yield
+        finally:
+            self._senders.discard(sender)
+            self._held -= num_bytes
+            self._gauge.set(self._held)
+
+
+async def _coordinator(request: Request) -> Coordinator:
+    return cast(Coordinator, request.app.state.coordinator)
+
+
+async def _intake(request: Request) -> Intake:
+    return cast(Intake, request.app.state.intake)
+
+
+Rounds = Annotated[Coordinator, Depends(_coordinator)]
+Uploads = Annotated[Intake, Depends(_intake)]
+
+
+@enrolment.post(
+    "/enrol",
+    status_code=201,
+    dependencies=[Depends(BEARER)],
+    responses=responses(
+        400,
+        401,
+        409,
+        besides={
+            201: answered(examples.ENROLLED),
+            200: {"model": EnrolResponse, "description": "This key was enrolled before"},
+        },
+    ),
+)
+async def enrol(
+    request: Request,
+    response: Response,
+    body: Annotated[EnrolRequest, Body(openapi_examples=asked(examples.ENROL))],
+) -> EnrolResponse:
+    """Register a device key with an enrolment token.
+
+    The request is signed by the very key, which proves that the device has it. The same key with
+    the same token gets the same answer again and uses the token up no further.
+    """
+    gatekeeper = cast(Gatekeeper, request.app.state.gatekeeper)
+    key = cast(DeviceKey, request.app.state.server_key)
+    device, is_new = await gatekeeper.enrol(request, body)
+    if not is_new:
+        response.status_code = 200
+    return EnrolResponse(
+        client_id=device.client_id,
+        server_key=to_base64url(key.public),
+        server_time=request.app.state.clock(),
+    )
+
+
+@device_routes.post(
+    "/tasks/{task}/check-in",
+    response_model=CheckInResponse,
+    responses=responses(
+        400,
+        404,
+        besides={
+            200: answered(examples.CHECKED_IN),
+            204: {
+                "description": "Nothing to do: come back after Retry-After seconds, or better at a "
+                "moment drawn from Retry-Window, seconds from least to most"
+            },
+        },
+    ),
+)
+async def check_in(
+    request: Request,
+    task: Name,
+    body: Annotated[CheckInRequest, Body(openapi_examples=asked(examples.CHECK_IN))],
+    rounds: Rounds,
+) -> CheckInResponse | Response:
+    """Ask for work and for the fate of what is pending; waits up to `wait` seconds for news.
+
+    A device has one assignment for each attempt at a round, and gets an open one again however
+    often it asks. A pending id without a receipt in the answer is open, or not this device's:
+    its receipt (202 or 404) tells which.
+    """
+    client_id = device_of(request).client_id
+    answer = await rounds.check_ins.check_in(client_id, task, body)
+    if answer is None:
+        window = rounds.check_ins.window(client_id, task, body)
+        shown = {"Retry-Window": f"{window.least:.3f}-{window.most:.3f}"}
+        return Response(status_code=204, headers=_retry_after(window.least) | shown)
+    return answer
+
+
+@shared_routes.get(
+    "/models/{digest}",
+    response_class=StreamingResponse,
+    responses=responses(
+        404,
+        besides={
+            200: {
+                "description": "The safetensors file",
+                "content": {"application/octet-stream": {}},
+            },
+            206: {"description": "The range asked for"},
+            304: {"description": "The copy that the device has is this model"},
+            416: {"description": "The range lies outside the file"},
+        },
+    ),
+)
+async def get_model(
+    request: Request, digest: Digest, rounds: Rounds, task: Name | None = None
+) -> Response:
+    """A model by the SHA-256 of its file; it never changes. One range is honoured.
+
+    `task` says on whose behalf: its round counts the bytes.
+    """
+    record = await rounds.model(digest)
+    return _immutable(request, model_name(digest), digest, record.num_bytes, task or "")
+
+
+_FILE: dict[int | str, dict[str, Any]] = {
+    200: {"description": "Its bytes", "content": {"application/octet-stream": {}}},
+    206: {"description": "The range asked for"},
+    304: {"description": "The copy that the device has is the one"},
+    416: {"description": "The range lies outside the file"},
+}
+
+
+@shared_routes.get(
+    "/models/{digest}/coded",
+    response_class=StreamingResponse,
+    responses=responses(404, besides=_FILE),
+)
+async def get_coded_model(request: Request, digest: Digest, rounds: Rounds, task: Name) -> Response:
+    """A model of a task with a downlink, coded: what `digest` is the SHA-256 of, once it is decoded
+    (SPEC.md, "Models on the way down"). It never changes. One range is honoured, and the round of
+    `task` counts the bytes.
+    """
+    coded = await rounds.coded(task, digest, None)
+    return _immutable(request, coded.name, coded.tag, coded.num_bytes, task, "coded")
+
+
+@shared_routes.get(
+    "/models/{digest}/from/{base}",
+    response_class=StreamingResponse,
+    responses=responses(404, besides=_FILE),
+)
+async def get_difference(
+    request: Request, digest: Digest, base: Digest, rounds: Rounds, task: Name
+) -> Response:
+    """The same as the difference to a model `base` that the device holds; 404 where `base` is too
+    old, or the whole model is no longer than the difference.
+    """
+    coded = await rounds.coded(task, digest, base)
+    return _immutable(request, coded.name, coded.tag, coded.num_bytes, task, "difference")
+
+
+@device_routes.get(
+    "/artefacts/{digest}",
+    response_class=StreamingResponse,
+    responses=responses(404, besides=_FILE),
+)
+async def get_artefact(
+    request: Request, digest: Digest, rounds: Rounds, task: Name | None = None
+) -> Response:
+    """What the plan of an open round names besides models, by its SHA-256. As for a model, one
+    range is honoured, and the round of `task` counts the bytes.
+    """
+    size = await rounds.artefact_bytes(digest)
+    return _immutable(request, artefact_name(digest), digest, size, task or "")
+
+
+def _immutable(
+    request: Request, name: str, digest: str, size: int, task: str, form: Form = "plain"
+) -> Response:
+    """The file `name`, or the range of it that the device asks for."""
+    rounds = cast(Coordinator, request.app.state.coordinator)
+    etag = f'"{digest}"'
+    headers = {
+        "ETag": etag,
+        "Cache-Control": "private, max-age=31536000, immutable",
+        "Accept-Ranges": "bytes",
+    }
+    held = request.headers.get("if-none-match", "")
+    if held.strip() == "*" or etag in [tag.strip().removeprefix("W/") for tag in held.split(",")]:
+        return Response(status_code=304, headers=headers)
+    span = None
+    if request.headers.get("if-range", etag) == etag:
+        span = _span(request.headers.get("range", ""), size)
+    start, stop = span or (0, size)
+    headers["Content-Length"] = str(stop - start)
+    if span is not None:
+        headers["Content-Range"] = f"bytes {start}-{stop - 1}/{size}"
+
+    def count(num_bytes: int) -> Awaitable[None]:
+        device = getattr(request.state, "device", None)
+        return rounds.count_download(device.client_id if device else "", task, num_bytes, form)
+
+    payloads = cast(Payloads, request.app.state.payloads)
+    return StreamingResponse(
+        _chunks(payloads, name, start, stop, count),
+        status_code=206 if span else 200,
+        headers=headers,
+        media_type="application/octet-stream",
+    )
+
+
+def _span(header: str, size: int) -> tuple[int, int] | None:
+    """The one range of `header`, [start, stop); None to send it all. 416 if it is outside."""
+    match = _SPAN.fullmatch(header.replace(" ", ""))
+    if match is None or not (match[1] or match[2]):
+        return None
+    if match[1]:
+        start = int(match[1])
+        stop = min(size, int(match[2]) + 1) if match[2] else size
+        if match[2] and int(match[2]) < start:
+            return None
+    else:
+        start, stop = max(0, size - int(match[2])), size
+    if start >= stop:
+        raise HTTPException(
+            416,
+            f"range {header[:64]!r} of a file of {size} bytes",
+            headers={"Content-Range": f"bytes */{size}"},
+        )
+    return start, stop
+
+
+async def _chunks(
+    payloads: Payloads,
+    name: str,
+    start: int,
+    stop: int,
+    count: Callable[[int], Awaitable[None]],
+) -> AsyncIterator[bytes]:
+    """The bytes [start, stop) of a file; tells `count` how many went out, before the last does."""
+    sent, is_counted = 0, False
+    try:
+        async with anyio.wrap_file(await asyncio.to_thread(payloads.open, name)) as file:
+            await file.seek(start)
+            while start + sent < stop:
+                chunk = await file.read(min(_CHUNK, stop - start - sent))
+                sent += len(chunk)
+                if start + sent == stop:
+                    is_counted = True
+                    await count(sent)
+                yield chunk
+    finally:
+        if not is_counted:
+            count(sent)
+
+
+_UPLOAD: dict[str, Any] = {
+    "status_code": 201,
+    "response_model": UploadAck,
+    "responses": responses(
+        400,
+        403,
+        404,
+        408,
+        409,
+        411,
+        413,
+        422,
+        503,
+        507,
+        besides={
+            201: answered(examples.ACK),
+            200: {"model": UploadAck, "description": "These bytes were staged before"},
+        },
+    ),
+    "openapi_extra": {
+        "requestBody": {
+            "required": True,
+            "content": {
+                "application/octet-stream": {"schema": {"type": "string", "format": "binary"}}
+            },
+        },
+    },
+}
+
+
+@upload_routes.put("/assignments/{assignment}/update", **_UPLOAD)
+async def put_update(request: Request, assignment: Identifier) -> Response:
+    """Upload an assignment's update. 201 says that it lies on the disk, checked.
+
+    The same bytes get the same answer, also long after the round; other bytes get 409. Before the
+    body is read, who sends it, its length and its place are checked. An assignment has one body on
+    its way at a time: another is put off, 503.
+    """
+    uploads = await _intake(request)
+    slot = await uploads.slot(device_of(request).client_id, assignment)
+    return await _taken(request, slot, uploads.admit, uploads.stage)
+
+
+@upload_routes.put("/assignments/{assignment}/first", **_UPLOAD)
+async def put_first(request: Request, assignment: Identifier) -> Response:
+    """Send the first of two trips: what the round's basis is made of. 201 says that it lies on the
+    disk, checked; a later check-in brings the assignment again, with the basis, and then the update
+    is due. The same bytes get the same answer while the round lasts; other bytes get 409.
+    """
+    uploads = await _intake(request)
+    slot = await uploads.slot(device_of(request).client_id, assignment)
+    return await _taken(request, slot, uploads.admit_first, uploads.stage_first)
+
+
+async def _taken(
+    request: Request,
+    slot: UploadSlot,
+    admit: Callable[[UploadSlot, str], Awaitable[object]],
+    stage: Callable[[UploadSlot, bytes, str, int], Awaitable[tuple[UploadAck, bool]]],
+) -> Response:
+    """The body of the request, once `admit` has let its SHA-256 pass, through `stage`."""
+    content, record = content_of(request), slot.record
+    if content.length > slot.max_body_bytes:
+        raise BodyTooLarge(
+            f"a body of {content.length} bytes where the plan allows {slot.max_body_bytes}",
+            limit=slot.max_body_bytes,
+        )
+    digest = content.sha256.hex()
+    await admit(slot, digest)
+    in_flight = cast(BytesInFlight, request.app.state.bytes_in_flight)
+    settings = cast(Settings, request.app.state.settings)
+    # A device has any number of settled assignments, all of which it may repeat.
+    is_open = record.receipt is None
+    sender = record.assignment if is_open else f"settled of {record.client_id}"
+    with in_flight.hold(sender, content.length):
+        try:
+            began_at = request.app.state.clock()
+            async with asyncio.timeout(settings.upload_seconds):
+                body = await read_body(request, content.length, content)
+        except TimeoutError as exc:
+            raise RequestTimeout(
+                f"a body of {content.length} bytes did not come in {settings.upload_seconds:g} s"
+            ) from exc
+        uploads = cast(Intake, request.app.state.intake)
+        seconds = request.app.state.clock() - began_at
+        uploads.arrived(record.assignment, len(body), began_at, seconds)
+        wire_bytes = head_bytes(request) + len(body)
+        ack, is_new = await stage(slot, body, digest, wire_bytes)
+    status = 201 if is_new else 200
+    return Response(ack.model_dump_json(), status, media_type="application/json")
+
+
+def head_bytes(request: Request) -> int:
+    """The request line and the headers as HTTP/1.1 writes them, with the empty line after."""
+    scope = request.scope
+    target = len(scope.get("raw_path") or scope["path"].encode())
+    target += len(scope["query_string"]) + 1 if scope["query_string"] else 0
+    line = len(scope["method"]) + len(" ") + target + len(" HTTP/1.1\r\n")
+    return line + sum(len(name) + len(value) + 4 for name, value in scope["headers"]) + 2
+
+
+@device_routes.get(
+    "/assignments/{assignment}/own",
+    response_class=StreamingResponse,
+    responses=responses(403, 404, besides=_FILE),
+)
+async def get_own(
+    request: Request, assignment: Identifier, rounds: Rounds, task: Name | None = None
+) -> Response:
+    """What the device's last included upload stood for, for one that has lost it: what `own` of
+    the open assignment is the SHA-256 of. As for a model, one range is honoured.
+    """
+    name, digest = await rounds.own_name(device_of(request).client_id, assignment)
+    payloads = cast(Payloads, request.app.state.payloads)
+    num_bytes = await asyncio.to_thread(payloads.size, name)
+    return _immutable(request, name, digest, num_bytes, task or "")
+
+
+@device_routes.get(
+    "/assignments/{assignment}/basis",
+    response_class=StreamingResponse,
+    responses=responses(403, 404, besides=_FILE),
+)
+async def get_basis(
+    request: Request, assignment: Identifier, rounds: Rounds, task: Name | None = None
+) -> Response:
+    """What the round's first trips came to, for the second. As for a model, one range is honoured,
+    and the round of `task` counts the bytes.
+    """
+    name, digest = await rounds.basis_name(device_of(request).client_id, assignment)
+    payloads = cast(Payloads, request.app.state.payloads)
+    num_bytes = await asyncio.to_thread(payloads.size, name)
+    return _immutable(request, name, digest, num_bytes, task or "")
+
+
+@device_routes.delete(
+    "/assignments/{assignment}",
+    responses=responses(403, 404, 409, besides={200: answered(examples.RECEIPT)}),
+)
+async def decline(request: Request, assignment: Identifier, rounds: Rounds) -> SignedReceipt:
+    """Give an assignment back, so that another device may have its place."""
+    return await rounds.check_ins.decline(device_of(request).client_id, assignment)
+
+
+@device_routes.get(
+    "/assignments/{assignment}/receipt",
+    response_model=SignedReceipt,
+    responses=responses(
+        403,
+        404,
+        besides={
+            200: answered(examples.RECEIPT),
+            202: {"description": "The round is not over: come back after Retry-After seconds"},
+        },
+    ),
+)
+async def get_receipt(
+    request: Request, assignment: Identifier, rounds: Rounds
+) -> SignedReceipt | Response:
+    """What became of an assignment, signed; it never changes."""
+    receipt = await rounds.check_ins.receipt(device_of(request).client_id, assignment)
+    if receipt is None:
+        settings = cast(Settings, request.app.state.settings)
+        return Response(status_code=202, headers=_retry_after(settings.poll_seconds))
+    return receipt
+
+
+@device_routes.post(
+    "/tasks/{task}/evaluations",
+    status_code=204,
+    response_class=Response,
+    responses=responses(400, 404),
+)
+async def evaluate(
+    request: Request,
+    task: Name,
+    body: Annotated[EvaluationReport, Body(openapi_examples=asked(examples.EVALUATION))],
+    rounds: Rounds,
+) -> None:
+    """Report how a model does on the device's own data; of several reports the last one counts."""
+    for name, value in body.metrics.items():
+        if abs(value) > MAX_METRIC:
+            raise MalformedRequest(f"{name} of {value} where {MAX_METRIC:g} is the most")
+    await rounds.evaluate(device_of(request).client_id, task, body)
+
+
+@shared_routes.get("/tasks", responses=responses(besides={200: answered([examples.TASK])}))
+async def list_tasks(rounds: Rounds) -> list[TaskSummary]:
+    """Every task of this server."""
+    return await rounds.tasks()
+
+
+@shared_routes.get(
+    "/tasks/{task}", responses=responses(404, besides={200: answered(examples.TASK)})
+)
+async def get_task(task: Name, rounds: Rounds) -> TaskSummary:
+    """One task."""
+    return await rounds.task(task)
+
+
+@shared_routes.get(
+    "/tasks/{task}/rounds",
+    responses=responses(404, besides={200: answered([examples.ROUND])}),
+)
+async def list_rounds(task: Name, rounds: Rounds) -> list[RoundStatus]:
+    """Every attempt at every round so far, oldest first."""
+    return await rounds.history(task)
+
+
+@shared_routes.get(
+    "/tasks/{task}/rounds/{number}",
+    responses=responses(400, 404, besides={200: answered(examples.ROUND)}),
+)
+async def get_round(
+    task: Name, number: Annotated[int, Field(ge=1, lt=2**31)], rounds: Rounds
+) -> RoundStatus:
+    """The latest attempt at a round."""
+    return await rounds.round_status(task, number)
+
+
+def _retry_after(seconds: float) -> dict[str, str]:
+    return {"Retry-After": str(math.ceil(seconds))}

@@ -1,0 +1,51 @@
+"""What supervisors ask: is it alive, can it work, what does it do."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import cast
+
+import sqlalchemy as sa
+from fastapi import APIRouter, Request, Response
+from prometheus_client import CONTENT_TYPE_LATEST
+
+from fedpress_protocols.errors import Unavailable
+from fedpress_protocols.plan import Term
+from fedpress_server.api.problems import responses
+from fedpress_server.metrics import Metrics
+from fedpress_server.storage.database import Database
+from fedpress_server.storage.payloads import Payloads
+
+health_routes = APIRouter(tags=["health"])
+_FRESH = 1.0
+
+
+class Health(Term):
+    status: str = "ok"
+
+
+@health_routes.get("/livez")
+async def livez() -> Health:
+    """The process answers."""
+    return Health()
+
+
+@health_routes.get("/readyz", responses=responses(503))
+async def readyz(request: Request) -> Health:
+    """The database answers and the store takes writes; looked at once a second at most."""
+    state, now = request.app.state, asyncio.get_running_loop().time()
+    if now >= state.ready_until:
+        database, payloads = cast(Database, state.database), cast(Payloads, state.payloads)
+        try:
+            await database.read(lambda connection: connection.execute(sa.select(1)).scalar())
+            await asyncio.to_thread(payloads.check_writable)
+        except Exception as exc:
+            raise Unavailable("the database or the store does not work", retry_after=5) from exc
+        state.ready_until = now + _FRESH
+    return Health()
+
+
+@health_routes.get("/metrics", response_class=Response)
+async def metrics(request: Request) -> Response:
+    """For Prometheus."""
+    return Response(cast(Metrics, request.app.state.metrics).text(), media_type=CONTENT_TYPE_LATEST)

@@ -1,0 +1,282 @@
+"""The routes of uploads by parts, for bodies that a link may not carry in one go.
+
+As in the tus protocol a part is taken at the exact offset and nowhere else, and HEAD tells where
+that is. The offset is in the query, because a signature covers the query and no header of that
+kind; and there is a completion, because a device's word that it has sent all is due under its key.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Annotated, Any, cast
+
+from fastapi import APIRouter, Body, Depends, Query, Request, Response
+
+from fedpress_protocols.errors import (
+    BodyTooLarge,
+    FedpressError,
+    MalformedRequest,
+    RequestTimeout,
+    UnknownPartial,
+)
+from fedpress_protocols.messages import (
+    Identifier,
+    PartialCompletion,
+    PartialIntent,
+    PartialUpload,
+    UploadAck,
+)
+from fedpress_server.api import examples
+from fedpress_server.api.devices import BytesInFlight, Uploads, head_bytes
+from fedpress_server.api.examples import answered, asked
+from fedpress_server.api.problems import responses
+from fedpress_server.api.routing import DeviceRoute, content_of, device_of, read_body
+from fedpress_server.intake.resumable import Resumable
+from fedpress_server.metrics import Metrics
+from fedpress_server.settings import Settings
+
+OFFSET_OCTETS = "application/offset+octet-stream"
+
+resumable_routes = APIRouter(
+    prefix="/v1",
+    route_class=DeviceRoute,
+    tags=["devices"],
+    responses=responses(401),
+)
+
+
+async def _resumable(request: Request) -> Resumable:
+    return cast(Resumable, request.app.state.resumable)
+
+
+Partials = Annotated[Resumable, Depends(_resumable)]
+_HEADERS: dict[str, Any] = {
+    "Upload-Offset": {
+        "description": "Bytes that the server holds",
+        "schema": {"type": "integer"},
+    },
+    "Upload-Digest": {
+        "description": "SHA-256 of these bytes, hex",
+        "schema": {"type": "string"},
+    },
+    "Upload-Expires": {
+        "description": "Unix seconds until which they are kept",
+        "schema": {"type": "number"},
+    },
+    "Upload-Part-Bytes": {
+        "description": "The longest part that is taken",
+        "schema": {"type": "integer"},
+    },
+}
+
+
+@resumable_routes.post(
+    "/assignments/{assignment}/partials",
+    status_code=201,
+    responses=responses(
+        400,
+        403,
+        404,
+        409,
+        413,
+        503,
+        besides={
+            201: answered(examples.PARTIAL),
+            200: {
+                "model": PartialUpload,
+                "description": "It was begun before: go on from its offset; or the body that was "
+                "asked about is staged, and `ack` says so",
+            },
+        },
+    ),
+)
+async def begin_partial(
+    request: Request,
+    response: Response,
+    assignment: Identifier,
+    body: Annotated[PartialIntent, Body(openapi_examples=asked(examples.PARTIAL_INTENT))],
+    uploads: Uploads,
+    partials: Partials,
+) -> PartialUpload:
+    """Begin an upload by parts, or find the one that was begun: there is one for each body.
+
+    A longer `max_bytes` than before begins it anew. Nothing of it counts as an upload before its
+    completion; it is forgotten once it has had no part for a while, or nobody awaits it any more.
+    """
+    slot = await uploads.slot(device_of(request).client_id, assignment)
+    told, is_new = await partials.begin(slot, body)
+    if not is_new:
+        response.status_code = 200
+    return told
+
+
+@resumable_routes.head(
+    "/assignments/{assignment}/partials/{partial}",
+    status_code=204,
+    response_class=Response,
+    responses=responses(
+        403, 404, 408, besides={204: {"description": "How far it has come", "headers": _HEADERS}}
+    ),
+)
+async def held_of_partial(
+    request: Request,
+    assignment: Identifier,
+    partial: Identifier,
+    uploads: Uploads,
+    partials: Partials,
+) -> Response:
+    """Where the next part is to begin. A part that is still being read is given up for it; one that
+    is being written is waited for."""
+    slot = await uploads.slot(device_of(request).client_id, assignment)
+    async with partials.turn(slot, partial):
+        told = await partials.held(slot, partial)
+    headers = {
+        "Upload-Offset": str(told.offset),
+        "Upload-Digest": told.digest,
+        "Upload-Expires": str(told.expires_at),
+        "Upload-Part-Bytes": str(told.part_bytes),
+        "Cache-Control": "no-store",
+    }
+    return Response(status_code=204, headers=headers)
+
+
+@resumable_routes.patch(
+    "/assignments/{assignment}/partials/{partial}",
+    responses=responses(
+        400,
+        403,
+        404,
+        408,
+        409,
+        411,
+        413,
+        503,
+        507,
+        besides={200: answered(examples.PARTIAL)},
+    ),
+    openapi_extra={
+        "requestBody": {
+            "required": True,
+            "content": {OFFSET_OCTETS: {"schema": {"type": "string", "format": "binary"}}},
+        },
+    },
+)
+async def append_part(
+    request: Request,
+    assignment: Identifier,
+    partial: Identifier,
+    offset: Annotated[int, Query(ge=0, lt=2**53)],
+    uploads: Uploads,
+    partials: Partials,
+) -> PartialUpload:
+    """Send the part that begins at `offset`. 200 says that it lies on the disk.
+
+    409 `offset-conflict` with the right `offset`, before the body is read, if it begins elsewhere
+    than the parts before it end. Of two requests for one upload the newer one counts: the other is
+    answered 408.
+    """
+    content, device = content_of(request), device_of(request)
+    slot = await uploads.slot(device.client_id, assignment)
+    metrics, task = cast(Metrics, request.app.state.metrics), slot.record.task
+    in_flight = cast(BytesInFlight, request.app.state.bytes_in_flight)
+    settings = cast(Settings, request.app.state.settings)
+    try:
+        async with partials.turn(slot, partial) as turn:
+            await partials.check_part(slot, partial, offset, content.length)
+            with in_flight.hold(f"part of {partial}", content.length):
+                clock = request.app.state.clock
+                began_at = clock()
+                try:
+                    async with asyncio.timeout(settings.upload_seconds):
+                        data = await turn.read(read_body(request, content.length, content))
+                except TimeoutError as exc:
+                    raise RequestTimeout(
+                        f"a part did not come in {settings.upload_seconds:g} s"
+                    ) from exc
+                uploads.arrived(assignment, len(data), began_at, clock() - began_at)
+                told = await partials.append(
+                    slot,
+                    partial,
+                    offset,
+                    data,
+                    content.sha256.hex(),
+                    head_bytes(request) + len(data),
+                )
+    except FedpressError as exc:
+        metrics.parts.labels(task, exc.slug).inc()
+        raise
+    metrics.parts.labels(task, "kept").inc()
+    return told
+
+
+@resumable_routes.post(
+    "/assignments/{assignment}/partials/{partial}/completion",
+    status_code=201,
+    responses=responses(
+        400,
+        403,
+        404,
+        408,
+        409,
+        413,
+        422,
+        503,
+        507,
+        besides={
+            201: answered(examples.ACK),
+            200: {"model": UploadAck, "description": "These bytes were staged before"},
+        },
+    ),
+)
+async def complete_partial(
+    request: Request,
+    response: Response,
+    assignment: Identifier,
+    partial: Identifier,
+    body: Annotated[PartialCompletion, Body(openapi_examples=asked(examples.COMPLETION))],
+    uploads: Uploads,
+    partials: Partials,
+) -> UploadAck:
+    """Say, signed, that the parts are the whole: from here on it is as if the body had come in one.
+
+    201 says that it lies on the disk, checked. It may be said again. 409 `offset-conflict` if the
+    server holds another number of bytes, 400 `digest-mismatch` if it holds others.
+    """
+    slot = await uploads.slot(device_of(request).client_id, assignment)
+    if body.num_bytes > slot.max_body_bytes:
+        raise BodyTooLarge(
+            f"a body of {body.num_bytes} bytes where the plan allows {slot.max_body_bytes}",
+            limit=slot.max_body_bytes,
+        )
+    in_flight = cast(BytesInFlight, request.app.state.bytes_in_flight)
+    wire_bytes = head_bytes(request) + content_of(request).length
+    try:
+        async with partials.turn(slot, partial):
+            with in_flight.hold(slot.record.assignment, body.num_bytes):
+                ack, is_new = await partials.complete(slot, partial, body, wire_bytes)
+    except UnknownPartial:
+        ack, is_new = await partials.completed(slot, body.upload), False
+    if not is_new:
+        response.status_code = 200
+    return ack
+
+
+@resumable_routes.delete(
+    "/assignments/{assignment}/partials/{partial}",
+    status_code=204,
+    response_class=Response,
+    responses=responses(403, 404, 408),
+)
+async def drop_partial(
+    request: Request,
+    assignment: Identifier,
+    partial: Identifier,
+    uploads: Uploads,
+    partials: Partials,
+) -> None:
+    """Have the server forget an upload by parts. The assignment stays open."""
+    if content_of(request).length:
+        raise MalformedRequest("a body where none is due")
+    slot = await uploads.slot(device_of(request).client_id, assignment)
+    async with partials.turn(slot, partial):
+        await partials.drop(partial)

@@ -1,0 +1,233 @@
+"""What policies over rounds go by, as the records tell it; see `fedpress_protocols.policies`.
+
+A course is made once, when its round opens, and kept in the round's row; the profile that a client
+is given is part of the event that gives it. Nothing here is asked again by a replay.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from statistics import median
+from typing import NamedTuple
+
+import sqlalchemy as sa
+from sqlalchemy.engine import Connection
+
+from fedpress_protocols.messages import Attributes, EvaluationTerms, TaskConfig
+from fedpress_protocols.model import ModelSpec
+from fedpress_protocols.policies.bandwidth_aware import UPLINK, Link, Transfer
+from fedpress_protocols.policies.course import Comparison, Course, Facts
+from fedpress_protocols.policies.sizes import expected_bytes
+from fedpress_protocols.policies.steering import (
+    bandwidth_aware,
+    divergence_guard,
+    steered,
+    with_comparison,
+)
+from fedpress_server.coordination.attempts import Attempt
+from fedpress_server.coordination.background import Background
+from fedpress_server.storage import evaluation
+from fedpress_server.storage.database import Database
+from fedpress_server.storage.tables import assignments, rounds, uploads
+
+_NEWEST = 256
+"""Uploads of a task that tell how large its bodies are."""
+_OF_CLIENT = 32
+"""Assignments of a client that tell of its link."""
+_MBIT = 1e6 / 8
+
+
+# Rounds
+
+
+def course_of(
+    connection: Connection,
+    config: TaskConfig,
+    number: int,
+    attempt: int,
+    comparison: Comparison | None = None,
+) -> Course | None:
+    """What the task's policies make of attempt `attempt` at round `number`; None without any.
+
+    `comparison` is of the round before, if that was a probe and ends in this very transaction. An
+    attempt made again has the course of the first, and a continued task begins anew.
+    """
+    if not config.policies:
+        return None
+    before = None
+    if attempt > 1:
+        before = _course_in(connection, config.task, number)
+        if before is not None:
+            return with_comparison(before, None)
+    if number > config.schedule_after + 1:
+        before = _course_in(connection, config.task, number - 1)
+        if before is not None and comparison is not None:
+            before = with_comparison(before, comparison)
+    facts = _facts(connection, config, number)
+    return steered(config.policies, len(config.profiles), before, facts)
+
+
+def _course_in(connection: Connection, task: str, number: int) -> Course | None:
+    """That of the newest attempt at a round."""
+    query = (
+        sa.select(rounds.c.course)
+        .where(rounds.c.task == task, rounds.c.round == number)
+        .order_by(rounds.c.attempt.desc())
+    )
+    found = connection.execute(query.limit(1)).scalar_one_or_none()
+    return None if found is None else Course.model_validate(found)
+
+
+def _facts(connection: Connection, config: TaskConfig, number: int) -> Facts:
+    """Losses whatever the task's own metric is, of models that enough devices have measured."""
+    terms = EvaluationTerms(least_clients=config.evaluation.least_clients)
+    losses: list[float | None] = [None] * number
+    names: dict[str, int] = {}
+    for score in evaluation.scores(connection, config.task, terms):
+        if 0 <= score.round < number:
+            losses[score.round] = score.value
+            names[score.model] = score.round
+    classes = {}
+    if divergence_guard(config.policies) is not None:
+        counted = evaluation.counted(connection, config.task, terms.least_clients)
+        classes = {names[model]: found for model, found in counted.items() if model in names}
+    return Facts(number, config.rounds, losses, classes)
+
+
+# Clients
+
+
+def link_of(connection: Connection, task: str, client_id: str) -> Link:
+    """What a client's last assignments in the task tell of its way to the server."""
+    found = connection.execute(
+        sa.select(
+            assignments.c.assigned_at,
+            assignments.c.receipt,
+            uploads.c.num_bytes,
+            uploads.c.began_at,
+            uploads.c.seconds,
+        )
+        .select_from(assignments.outerjoin(uploads))
+        .where(assignments.c.client_id == client_id, assignments.c.task == task)
+        .order_by(assignments.c.assigned_at.desc(), assignments.c.assignment)
+        .limit(_OF_CLIENT)
+    )
+    transfers, missed, has_come = [], 0, False
+    for row in found:
+        has_come |= row.num_bytes is not None
+        if row.began_at is not None:
+            before = max(0.0, row.began_at - row.assigned_at)
+            transfers.append(Transfer(row.num_bytes, row.seconds, before))
+        elif not has_come and row.receipt is not None:
+            missed += json.loads(row.receipt)["receipt"]["reason"] == "missed-deadline"
+    return Link(tuple(transfers), missed)
+
+
+class Bodies(NamedTuple):
+    """Of a task's newest uploads: by profile the median of their bytes, and of the seconds that
+    passed from an assignment to the first byte."""
+
+    sizes: Mapping[str, int]
+    before: float | None
+
+
+def bodies_of(connection: Connection, task: str) -> Bodies:
+    found = connection.execute(
+        sa.select(
+            assignments.c.profile,
+            uploads.c.num_bytes,
+            (uploads.c.began_at - assignments.c.assigned_at).label("before"),
+        )
+        .select_from(uploads.join(assignments))
+        .where(assignments.c.task == task)
+        .order_by(uploads.c.received_at.desc(), uploads.c.assignment)
+        .limit(_NEWEST)
+    )
+    sizes: dict[str, list[int]] = {}
+    waits = []
+    for profile, num_bytes, before in found:
+        sizes.setdefault(profile, []).append(num_bytes)
+        if before is not None:
+            waits.append(max(0.0, before))
+    medians = {profile: round(median(each)) for profile, each in sizes.items()}
+    return Bodies(medians, median(waits) if waits else None)
+
+
+class Rates:
+    """Gives each client of a round its profile, where a policy does."""
+
+    def __init__(self, database: Database, background: Background) -> None:
+        self._database = database
+        self._background = background
+        self._said: dict[str, float] = {}
+        """By client: the uplink that it spoke of last, in bytes a second. Lost in a restart, after
+        which devices check in again."""
+        self._expected: dict[tuple[str, str], int] = {}
+        """By model spec and profile: the bytes of a body before the first has come."""
+
+    def heard(self, client_id: str, attributes: Attributes) -> None:
+        """A device checks in, and may say what its uplink is."""
+        value = attributes.get(UPLINK)
+        if isinstance(value, float) and 0 < value < 1e9:
+            self._said[client_id] = value * _MBIT
+
+    async def profiles_for(
+        self, config: TaskConfig, attempt: Attempt, client_ids: Sequence[str], now: float
+    ) -> list[str | None]:
+        """What each of these clients is to use in the attempt, if it is given a place: the name of
+        a profile, None where the plan has but one or gives them in turn."""
+        course, plan = attempt.course, attempt.terms.plan
+        policy, guard = bandwidth_aware(config.policies), divergence_guard(config.policies)
+        if course is None or len(plan.profiles) == 1:
+            return [None] * len(client_ids)
+        names = [each.name for each in plan.profiles]
+        reference = names.pop() if course.probe and guard is not None else None
+        own = [part for part in attempt.round.parts.values() if part.given is None]
+        referring = sum(part.profile == reference for part in own) if reference else 0
+        bodies, links = await self._known(config.task, client_ids if policy is not None else ())
+        sizes = await self._sizes(attempt, bodies) if policy is not None else {}
+        left = config.round_seconds if config.asynchronous else attempt.round.deadline - now
+        chosen: list[str | None] = []
+        for place, client_id in enumerate(client_ids, len(own)):
+            name, may_refer = names[0], True
+            if policy is not None:
+                link = links[client_id]
+                in_order = [sizes[each] for each in names]
+                name = names[policy.choose(link, in_order, left, bodies.before)]
+                if reference is not None:
+                    may_refer = policy.fits(link, sizes[reference], left, bodies.before)
+            due = guard.references_among(place + 1) if guard is not None else 0
+            if reference is not None and may_refer and referring < due:
+                name, referring = reference, referring + 1
+            chosen.append(name)
+        return chosen
+
+    async def _known(self, task: str, client_ids: Sequence[str]) -> tuple[Bodies, dict[str, Link]]:
+        if not client_ids:
+            return Bodies({}, None), {}
+
+        def read(connection: Connection) -> tuple[Bodies, dict[str, Link]]:
+            links = {each: link_of(connection, task, each) for each in client_ids}
+            return bodies_of(connection, task), links
+
+        bodies, links = await self._database.read(read)
+        said = self._said.get
+        return bodies, {
+            each: Link(link.transfers, link.missed, said(each)) for each, link in links.items()
+        }
+
+    async def _sizes(self, attempt: Attempt, bodies: Bodies) -> dict[str, int]:
+        """The bytes of each of the plan's profiles: as they came, or else as they may be."""
+        plan, spec = attempt.terms.plan, attempt.terms.shared
+        sizes = dict(bodies.sizes)
+        for profile in plan.profiles:
+            if profile.name not in sizes:
+                sizes[profile.name] = await self._guess(spec, profile.name, profile.compressor)
+        return sizes
+
+    async def _guess(self, spec: ModelSpec, name: str, compressor: object) -> int:
+        key = (spec.digest, f"{name} {compressor!r}")
+        if key not in self._expected:
+            self._expected[key] = await self._background.in_thread(expected_bytes, compressor, spec)
+        return self._expected[key]

@@ -1,0 +1,344 @@
+"""What devices ask for: news, work, the fate of what they sent; and who of them gets work."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from typing import TypeVar
+
+from sqlalchemy.engine import Connection
+
+from fedpress_protocols.errors import Conflict
+from fedpress_protocols.messages import (
+    Assignment,
+    Attributes,
+    CheckInRequest,
+    CheckInResponse,
+    Restore,
+    SignedRecall,
+    SignedReceipt,
+)
+from fedpress_protocols.plan import agreed_version
+from fedpress_protocols.signatures import DeviceKey
+from fedpress_server.coordination.adaptive import Rates
+from fedpress_server.coordination.attempts import Attempt
+from fedpress_server.coordination.background import Background
+from fedpress_server.coordination.live import LiveTask
+from fedpress_server.coordination.pace import Outcome, Pace, Window
+from fedpress_server.coordination.steps import Clock, Steps
+from fedpress_server.metrics import Metrics
+from fedpress_server.registry import restores
+from fedpress_server.rounds import ClientCheckedIn, CohortChosen, Declined
+from fedpress_server.rounds.selection import Candidates, choose, is_eligible, stream_of
+from fedpress_server.settings import Settings
+from fedpress_server.storage import records
+from fedpress_server.storage.database import Database
+from fedpress_server.storage.records import AssignmentRecord
+
+_LONGEST_WAIT = 30.0
+"""Seconds that a check-in may be held."""
+
+T = TypeVar("T")
+_log = logging.getLogger(__name__)
+
+
+class CheckIns:
+    """What devices are told, and how places are given to them."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        steps: Steps,
+        database: Database,
+        metrics: Metrics,
+        background: Background,
+        clock: Clock,
+        assignment: Callable[[str, str], Awaitable[AssignmentRecord]],
+        key: DeviceKey,
+    ) -> None:
+        """`assignment` finds a device's own, or raises UnknownAssignment or Forbidden; `key` signs
+        what the server says."""
+        self._key = key
+        self._settings = settings
+        self._steps = steps
+        self._database = database
+        self._metrics = metrics
+        self._background = background
+        self._clock = clock
+        self._assignment = assignment
+        self.chooses = settings.role == "all"
+        """Whether places are given as soon as enough wait, and not at the next tick alone."""
+        self._rates = Rates(database, background)
+        self._pace = Pace(settings.check_ins_per_second, settings.poll_seconds)
+        self.restore: Restore | None = None
+        """The last that the records have been through."""
+
+    async def check_in(
+        self, client_id: str, name: str, request: CheckInRequest
+    ) -> CheckInResponse | None:
+        """News for the device, or None after `request.wait` seconds without any."""
+        agreed_version(request.wire_versions)
+
+        async def look() -> CheckInResponse | None:
+            began = time.monotonic()
+            answer = await self._look(name, client_id, request)
+            self._pace = self._pace.heard(self._clock(), time.monotonic() - began)
+            return answer
+
+        return await self.wait_for(name, look, request.wait)
+
+    def window(self, client_id: str, name: str, request: CheckInRequest) -> Window:
+        """When a device that was told nothing is to come back."""
+        task = self._steps.get(name)
+        attempt, members = task.attempt, task.config.members
+        is_member = not members or client_id in members
+        if not is_member or not is_eligible(task.config.eligible, request.attributes):
+            return self._window("rejected")
+        if attempt is None or task.record.held_at is not None:
+            return self._window("none")
+        return self._window("full", attempt.round.next_deadline)
+
+    async def wait_for(
+        self, name: str, look: Callable[[], Awaitable[T | None]], seconds: float
+    ) -> T | None:
+        """What `look` finds, now or at the task's next news; None after `seconds` without any."""
+        task = await self._steps.fresh(name)
+        loop = asyncio.get_running_loop()
+        until = loop.time() + seconds
+        while True:
+            news = task.news
+            answer = await look()
+            if answer is not None:
+                return answer
+            left = until - loop.time()
+            if left <= 0 or self._background.stopping:
+                return None
+            try:
+                with self._metrics.waiting.track_inprogress():
+                    async with asyncio.timeout(left):
+                        await news.wait()
+            except TimeoutError:
+                return None
+
+    async def _look(
+        self, name: str, client_id: str, request: CheckInRequest
+    ) -> CheckInResponse | None:
+        task = await self._steps.fresh(name)
+        assignment = await self._assignment_for(task, client_id, request.attributes)
+        receipts, strange, backup_at = await self._receipts(client_id, request)
+        recall = await self._recall(client_id, name, request, receipts, strange)
+        if receipts:
+            # They are on the disk a moment before the task in memory has moved on with them.
+            await self._steps.fresh(name)
+            async with task.lock:
+                pass
+        is_over = task.record.state not in ("running", "paused")
+        if assignment is None and not receipts and not is_over and recall is None:
+            return None
+        return CheckInResponse(
+            task=task.summary,
+            receipts=receipts,
+            assignment=assignment,
+            retry_after=self._window("accepted").least,
+            server_time=self._clock(),
+            recall=recall,
+            backup_at=backup_at,
+        )
+
+    def _window(self, outcome: Outcome, opens_at: float | None = None) -> Window:
+        self._pace, window = self._pace.window(self._clock(), outcome, opens_at)
+        return window
+
+    async def _assignment_for(
+        self, task: LiveTask, client_id: str, attributes: Attributes
+    ) -> Assignment | None:
+        await self._steps.pass_deadline(task)
+        attempt = task.attempt
+        self._rates.heard(client_id, attributes)
+        is_held = task.record.held_at is not None
+        if attempt is not None and not is_held and attempt.has_place_for(client_id):
+            eligible = is_eligible(task.config.eligible, attributes)
+            if attempt.round.chooses:
+                await self._waits(task, attempt, client_id, eligible)
+            elif eligible and attempt.course is not None:
+                await self._background.shielded(self._give(task, client_id))
+            elif eligible:
+                await self._steps.happen(task, _check_in_of(client_id))
+        found = task.attempt.assignment_of(client_id) if task.attempt else None
+        return found
+
+    async def _waits(
+        self, task: LiveTask, attempt: Attempt, client_id: str, eligible: bool
+    ) -> None:
+        """The client waits for a place, or no longer. Where several servers see devices, whoever
+        chooses reads from the disk who waits."""
+        name, now = task.record.task, self._clock()
+        if self._steps.is_shared:
+            await self._database.write(
+                lambda c: records.set_waiting(c, name, client_id, eligible, now)
+            )
+        elif eligible:
+            task.candidates.add(client_id, attempt.key, now)
+        else:
+            task.candidates.remove(client_id)
+        if eligible and self.chooses:
+            await self.choose(task)
+
+    async def _give(self, task: LiveTask, client_id: str) -> None:
+        """A place, and the profile that policies choose for it: one client after the other, since
+        the choice may hang on what those before have."""
+
+        async def now() -> None:
+            attempt = task.attempt
+            if attempt is None or not attempt.has_place_for(client_id):
+                return
+            profiles = await self._profiles_for(task, attempt, (client_id,))
+            await self._steps.step(task, attempt, _check_in_of(client_id, profiles[0]))
+
+        await self._steps.alone(task, now)
+
+    async def _profiles_for(
+        self, task: LiveTask, attempt: Attempt, client_ids: Sequence[str]
+    ) -> list[str | None]:
+        """See `Rates.profiles_for`."""
+        now = self._clock()
+        return await self._rates.profiles_for(task.config, attempt, client_ids, now)
+
+    def no_candidates(self) -> Candidates:
+        """Who comes back as told to waits on between two check-ins."""
+        return Candidates(_LONGEST_WAIT + 2 * self._settings.poll_seconds)
+
+    async def choose(self, task: LiveTask) -> None:
+        """Let the task's policy give the places that are left, if it is time to."""
+        if self._steps.is_shared:
+            await self._read_waiting(task)
+        if self._may_choose(task):
+            await self._background.shielded(self._choose_now(task))
+
+    async def _read_waiting(self, task: LiveTask) -> None:
+        attempt, name = task.attempt, task.record.task
+        if attempt is None or not attempt.round.chooses:
+            return
+        since = self._clock() - task.candidates.patience
+        for each in await self._database.read(lambda c: records.waiting_since(c, name, since)):
+            if not each.is_eligible or not attempt.round.admits(each.client_id):
+                task.candidates.remove(each.client_id)
+            elif each.looks != task.candidates.looks(each.client_id):
+                task.candidates.add(each.client_id, attempt.key, each.seen_at, each.looks)
+
+    def _may_choose(self, task: LiveTask) -> bool:
+        attempt, now = task.attempt, self._clock()
+        if attempt is None or not attempt.round.chooses or attempt.round.phase != "collecting":
+            return False
+        if task.record.held_at is not None:
+            return False
+        places, most = attempt.round.places_left, attempt.round.may_come
+        return task.candidates.is_due(task.config.selection, attempt.key, places, most, now)
+
+    async def _choose_now(self, task: LiveTask) -> None:
+        async def now() -> None:
+            attempt = task.attempt
+            if attempt is None or not self._may_choose(task):
+                return
+            name, number, again = attempt.key
+            waiting = [
+                each
+                for each in task.candidates.waiting(self._clock())
+                if attempt.round.admits(each)
+            ]
+            table = await self._database.read(lambda c: records.candidates(c, name, waiting))
+            stream = stream_of(task.config.seed or 0, name, number, again, attempt.seq + 1)
+            chosen = choose(task.config.selection, table, attempt.round.places_left, stream)
+            profiles = await self._profiles_for(task, attempt, chosen)
+            event = CohortChosen(tuple(map(_check_in_of, chosen, profiles)))
+
+            def also(connection: Connection, at: float) -> None:
+                records.drop_waiting(connection, name, chosen)
+
+            if await self._steps.step(
+                task, attempt, event, also if self._steps.is_shared else None
+            ):
+                task.candidates.chosen(chosen)
+
+        await self._steps.alone(task, now)
+
+    async def _receipts(
+        self, client_id: str, request: CheckInRequest
+    ) -> tuple[tuple[SignedReceipt, ...], tuple[str, ...], int | None]:
+        """The receipts there are, oldest first; the ids that are nobody's; where a backup goes back
+        to, see `restores.goes_back_to`.
+
+        An id that is not this device's is passed over: a receipt for it would say what nobody
+        knows. To ask for that very receipt, and to be told 404, settles it; and where the server
+        was restored, a recall does, if it is nobody's.
+        """
+        asked = (*request.pending, *(fate.assignment for fate in request.fates))
+        if not asked:
+            return (), (), None
+
+        def read(
+            connection: Connection,
+        ) -> tuple[list[str], set[str], tuple[str, ...], int | None]:
+            found, known = records.receipts(connection, client_id, asked)
+            others = [name for name in asked if name not in known]
+            nobodys = restores.unknown(connection, others) if others else ()
+            backup_at = restores.goes_back_to(connection) if found else None
+            return found, known, nobodys, backup_at
+
+        found, known, nobodys, backup_at = await self._database.read(read)
+        strange = set(asked) - known
+        if strange and (self.restore is None or strange != set(nobodys)):
+            _log.warning("client %s asks for %d assignments not its own", client_id, len(strange))
+        receipts = tuple(SignedReceipt.model_validate_json(text) for text in found)
+        return receipts, nobodys, backup_at
+
+    async def _recall(
+        self,
+        client_id: str,
+        task: str,
+        request: CheckInRequest,
+        receipts: tuple[SignedReceipt, ...],
+        strange: tuple[str, ...],
+    ) -> SignedRecall | None:
+        """The word that the server was restored, and what it does not know because of that; None
+        for a device that has taken account of it. What the device says was included after the
+        backup is kept, for operators to see."""
+        restore, now = self.restore, self._clock()
+        if restore is None or (request.epoch == restore.epoch and not strange):
+            return None
+        included = {each.receipt.assignment for each in receipts if each.receipt.model is not None}
+        lost = [fate for fate in request.fates if fate.assignment not in included]
+        if lost:
+            await self._database.write(
+                lambda c: restores.add_undone(c, restore, client_id, task, lost, now)
+            )
+        return restores.signed(self._key, restore, client_id, task, strange, now)
+
+    async def receipt(self, client_id: str, assignment: str) -> SignedReceipt | None:
+        """None while the assignment is open. Raises UnknownAssignment or Forbidden."""
+        record = await self._assignment(client_id, assignment)
+        return SignedReceipt.model_validate_json(record.receipt) if record.receipt else None
+
+    async def decline(self, client_id: str, assignment: str) -> SignedReceipt:
+        """Give an assignment back; the receipt it had already if it was settled.
+
+        Raises Conflict once there is an upload.
+        """
+        record = await self._assignment(client_id, assignment)
+        if record.receipt is None:
+            await self._steps.happen(
+                await self._steps.fresh(record.task), Declined(assignment), key=record.key
+            )
+        receipt = await self.receipt(client_id, assignment)
+        if receipt is None:
+            raise Conflict(
+                "the assignment has an upload already", hint="wait for its receipt instead"
+            )
+        return receipt
+
+
+def _check_in_of(client_id: str, profile: str | None = None) -> ClientCheckedIn:
+    return ClientCheckedIn(client_id, secrets.token_urlsafe(16), profile)

@@ -1,0 +1,31 @@
+"""All that can be checked of a task before it begins: each of its plans against its model, its
+strategy and this server's bounds."""
+
+from __future__ import annotations
+
+from fedpress_protocols.messages import TaskConfig
+from fedpress_server.coordination.opening import checked_bound
+from fedpress_server.folds.asynchronous import check_asynchronous
+from fedpress_server.folds.downlink import check_downlink
+from fedpress_server.folds.folding import check_strategy
+from fedpress_server.folds.masked import check_masked_strategy
+from fedpress_server.folds.terms import RoundTerms
+from fedpress_strategies import Strategy
+
+
+def check_plan(
+    terms: RoundTerms, config: TaskConfig, strategy: Strategy, *, most: int, memory: int
+) -> int:
+    """The bytes of the plan's largest upload.
+
+    `most` is what the server takes in one, `memory` what it gives a strategy that compares uploads.
+    Raises ConfigurationError with the reason. It takes a thread's time: the strategy is tried.
+    """
+    bound = checked_bound(terms, most)
+    check_asynchronous(terms, strategy, config.asynchronous)
+    check_strategy(terms, strategy, memory)
+    if terms.plan.lane == "masked":
+        check_masked_strategy(terms, strategy)
+    if config.downlink is not None:
+        check_downlink(terms, strategy)
+    return bound

@@ -1,0 +1,65 @@
+"""A task in memory: what the disk says of it, and who waits for news of it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from dataclasses import dataclass, field
+
+from fedpress_protocols.messages import TaskConfig, TaskSummary
+from fedpress_server.coordination.attempts import Attempt
+from fedpress_server.coordination.turns import Wish
+from fedpress_server.registry.sweeping import files_of
+from fedpress_server.rounds.selection import Candidates
+from fedpress_server.storage.records import TaskRecord
+from fedpress_strategies import Strategy
+
+HELD = "held by the operator"
+"""The reason that a running task gives for not going on."""
+
+
+@dataclass
+class LiveTask:
+    """A task in memory. What changes is replaced under `lock`, after it is on the disk."""
+
+    record: TaskRecord
+    config: TaskConfig
+    strategy: Strategy
+    candidates: Candidates
+    attempt: Attempt | None = None
+    """None once the task has ended."""
+    lock: asyncio.Lock = field(default_factory=asyncio.Lock)
+    news: asyncio.Event = field(default_factory=asyncio.Event)
+    wishes: deque[Wish] = field(default_factory=deque)
+    """Events that wait to be written, all that there are together."""
+    is_granting: bool = False
+    """Whether somebody sees to the wishes."""
+
+    def tell(self) -> None:
+        """Wake everybody who waits for news; the next news is another event."""
+        self.news.set()
+        self.news = asyncio.Event()
+
+    def is_due(self, now: float) -> bool:
+        return self.attempt is not None and self.attempt.is_due(now)
+
+    @property
+    def files(self) -> set[str]:
+        return files_of(self.record, self.attempt.plans if self.attempt else ())
+
+    @property
+    def summary(self) -> TaskSummary:
+        record = self.record
+        return TaskSummary(
+            task=record.task,
+            state=record.state,
+            model=record.model,
+            published=record.published or {},
+            best=record.best,
+            spec=record.spec,
+            round=record.round,
+            rounds=record.rounds,
+            reason=record.reason or (HELD if record.held_at is not None else ""),
+            lane=self.config.lane,
+            downlink=self.config.downlink is not None,
+        )

@@ -1,0 +1,254 @@
+"""How an attempt begins: what the round before has left it, and the profiles chosen for it."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from math import inf
+from typing import NamedTuple
+
+from pydantic import ValidationError
+from sqlalchemy.engine import Connection
+
+from fedpress_protocols.errors import ConfigurationError, IncompatiblePlan
+from fedpress_protocols.faults import explained
+from fedpress_protocols.fixed_point import FixedPoint
+from fedpress_protocols.messages import TaskConfig
+from fedpress_protocols.model import ModelSpec
+from fedpress_protocols.plan import FixedPointTerms, MaskingTerms, Profile, RoundPlan
+from fedpress_protocols.policies.course import Comparison, Course, Facts
+from fedpress_protocols.policies.steering import every_choice, profiles_of, steered
+from fedpress_protocols.schedule import Period, period_at
+from fedpress_server.coordination.adaptive import course_of
+from fedpress_server.coordination.attempts import Attempt
+from fedpress_server.folds.folding import FoldResult
+from fedpress_server.folds.masked import Host
+from fedpress_server.folds.terms import RoundTerms
+from fedpress_server.rounds import Event, Folded, OpenRound, Round
+from fedpress_server.storage import records
+from fedpress_server.storage.payloads import Payloads
+from fedpress_strategies import Strategy
+
+
+class Told(NamedTuple):
+    """What the records tell of the rounds before: the fields of Legacy of these names."""
+
+    uploaded: tuple[int, ...] = ()
+    course: Course | None = None
+
+
+@dataclass(frozen=True)
+class Legacy:
+    """What a round leaves the next one, and with the first round the task's beginning.
+
+    What is new here is one field more, with its value at the beginning and, in `after`, what
+    becomes of it; the plan or the task's row keeps it over a restart.
+    """
+
+    model: str
+    """The digest of the model to begin with."""
+    spec: ModelSpec
+    previous: str
+    """The digest of the model before `model`; at the beginning the same."""
+    activity: str | None = None
+    """The digest of the map of how the coordinates moved; None before the first fold."""
+    control: str | None = None
+    """The digest of the strategy's vector for the clients' control terms; None as above."""
+    bases: Mapping[str, str] = field(default_factory=dict)
+    """Those of RoundTerms."""
+    uploaded: tuple[int, ...] = ()
+    """The bytes of each round since the schedule began; read where a schedule hangs on them."""
+    course: Course | None = None
+    """What the task's policies make of the round to open; None where they begin with it."""
+
+    @classmethod
+    def beginning(cls, model: str, spec: ModelSpec) -> Legacy:
+        """What a task has that begins, or goes on, with this model."""
+        return cls(model, spec, model)
+
+    @classmethod
+    def after(cls, terms: RoundTerms, result: FoldResult | None, told: Told) -> Legacy:
+        """Of an attempt under these terms that made `result`, None if it was given up."""
+        plan = terms.plan
+        if result is not None:
+            return cls(
+                model=result.model,
+                spec=terms.spec,
+                previous=plan.model,
+                activity=result.activity,
+                control=result.control,
+                bases={**terms.bases, **result.bases},
+                uploaded=told.uploaded,
+                course=told.course,
+            )
+        held = plan.client_terms.control
+        return cls(
+            model=plan.model,
+            spec=terms.spec,
+            previous=plan.previous_model or plan.model,
+            activity=plan.activity,
+            control=held.server if held is not None else None,
+            bases=terms.bases,
+            uploaded=told.uploaded,
+            course=told.course,
+        )
+
+
+class Chosen(NamedTuple):
+    """The profiles of a round, whether it is of a warm-up, and what policies made of it."""
+
+    profiles: tuple[Profile, ...]
+    warms_up: bool = False
+    course: Course | None = None
+
+
+def chosen_profiles(config: TaskConfig, left: Legacy, number: int) -> Chosen:
+    """Which profiles round `number` has: the schedule's, and after it those that policies choose.
+
+    It is decided once, when the round is opened; the plan keeps the answer, and no replay asks.
+    """
+    period = _period(config, left.spec, left.uploaded)
+    if period is not None:
+        return Chosen(period.profiles, period.warms_up)
+    if not config.policies:
+        return Chosen(config.profiles)
+    course = left.course
+    if course is None:
+        facts = Facts(number, config.rounds)
+        course = steered(config.policies, len(config.profiles), None, facts)
+    return Chosen(profiles_of(config.policies, config.profiles, course), course=course)
+
+
+def _period(config: TaskConfig, spec: ModelSpec, uploaded: tuple[int, ...]) -> Period | None:
+    rounds = config.rounds - config.schedule_after
+    return period_at(config.schedule, uploaded, 4 * spec.size * config.cohort.size * rounds)
+
+
+def told_before(
+    connection: Connection, config: TaskConfig, spec: ModelSpec, opens: OpenRound, ended: Event
+) -> Told:
+    """What the profiles of the round that `opens` hang on; `ended` ends the one before."""
+    after = config.schedule_after
+    uploaded: tuple[int, ...] = ()
+    if config.schedule:
+        found = records.uploaded(connection, config.task, after)
+        uploaded = tuple(found[: opens.number - after - 1])
+    if _period(config, spec, uploaded) is not None:
+        return Told(uploaded)
+    compared = ended.comparison if isinstance(ended, Folded) else None
+    probed = None if compared is None else Comparison.model_validate(dict(compared))
+    return Told(uploaded, course_of(connection, config, opens.number, opens.attempt, probed))
+
+
+def opened(
+    config: TaskConfig,
+    strategy: Strategy,
+    payloads: Payloads,
+    host: Host,
+    *,
+    left: Legacy,
+    number: int,
+    attempt: int,
+    now: float,
+) -> Attempt:
+    """Attempt `attempt` at round `number`, with what was left to it; raises IncompatiblePlan."""
+    profiles, warms_up, course = chosen_profiles(config, left, number)
+    bounds = FixedPoint.widest(
+        max_abs=config.max_abs, max_weight=config.max_examples * config.cohort.size
+    )
+    needs = frozenset().union(*(profile.compressor.needs for profile in profiles))
+    masking = config.masking
+    if config.lane == "masked":
+        masking, needs = masking or MaskingTerms(), needs | {"previous"}
+    seed = f"fedpress public seed v1|{config.seed}|{config.task}|{number}|{attempt}"
+    try:
+        plan = RoundPlan(
+            task=config.task,
+            round=number,
+            attempt=attempt,
+            model=left.model,
+            spec=left.spec.digest,
+            lane=config.lane,
+            masking=masking,
+            profiles=profiles,
+            training=config.training,
+            client_terms=strategy.client_terms.with_control(left.control),
+            report=strategy.report,
+            cohort=config.cohort,
+            fixed_cohort=bool(config.members),
+            deadline=now + config.round_seconds,
+            fixed_point=FixedPointTerms(
+                scale_bits=bounds.scale_bits,
+                max_abs=config.max_abs,
+                max_examples=config.max_examples,
+            ),
+            previous_model=left.previous if "previous" in needs else None,
+            first_model=config.model if "drift" in needs else None,
+            activity=left.activity if "activity" in needs else None,
+            warming=warms_up,
+            public_seed=hashlib.sha256(seed.encode()).hexdigest(),
+        )
+    except ValidationError as exc:
+        raise IncompatiblePlan(explained(exc)) from exc
+    round_ = round_of(config, plan, now)
+    terms = RoundTerms(plan, left.spec, payloads, left.bases)
+    return Attempt(round_, terms, host=host, course=course)
+
+
+def later_periods(config: TaskConfig) -> Iterator[TaskConfig]:
+    """Tasks that begin where a later period of `config` does, or with what its policies may choose,
+    by which it can be checked."""
+    for index in range(len(config.schedule)):
+        yield config.model_copy(update={"schedule": config.schedule[index + 1 :]})
+    if config.policies:
+        for profiles in every_choice(config.policies, config.profiles):
+            changes = {"schedule": (), "policies": (), "profiles": profiles}
+            yield config.model_copy(update=changes)
+
+
+def check_warm_up(terms: RoundTerms, strategy: Strategy) -> None:
+    """Raise IncompatiblePlan if the first round, of these `terms`, is to be of a warm-up."""
+    if strategy.needs_warm_up and not terms.plan.warming:
+        raise IncompatiblePlan(
+            "the strategy freezes what a warm-up settles, and the first round is of none",
+            hint="begin the task's schedule with a period that warms_up",
+        )
+
+
+def round_of(config: TaskConfig, plan: RoundPlan, opened_at: float) -> Round:
+    asynchronous = config.asynchronous
+    return Round(
+        number=plan.round,
+        attempt=plan.attempt,
+        last_round=config.rounds,
+        max_attempts=config.max_attempts,
+        size=config.cohort.size,
+        minimum=config.cohort.minimum,
+        places=asynchronous.concurrency if asynchronous else config.cohort.assigned,
+        seconds=config.round_seconds,
+        deadline=inf if asynchronous else opened_at + config.round_seconds,
+        members=frozenset(config.members) or None,
+        chooses=config.selection.policy != "first",
+        is_masked=config.lane == "masked",
+        at_end=config.at_end,
+        trips=2 if "basis" in plan.needs else 1,
+        max_staleness=asynchronous.max_staleness if asynchronous else None,
+    )
+
+
+def checked_bound(terms: RoundTerms, most: int) -> int:
+    """The plan's largest body; raises IncompatiblePlan for a profile the model does not fit."""
+    try:
+        if terms.plan.lane == "masked":
+            bound = terms.payload.packing.num_bytes
+        else:
+            bound = terms.plan.max_body_bytes(terms.spec)
+    except ValueError as exc:
+        raise IncompatiblePlan(f"a profile does not fit the model: {exc}") from exc
+    if bound > most:
+        raise ConfigurationError(
+            f"an upload may need {bound} bytes where the server takes {most}",
+            hint="raise max_body_bytes, or choose a profile that compresses more",
+        )
+    return bound

@@ -1,0 +1,308 @@
+"""The long work of tasks, under leases: folds, in batches or whole; bases between two trips."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from contextlib import suppress
+from dataclasses import replace
+from typing import Any
+
+from sqlalchemy.engine import Connection
+
+from fedpress_protocols.errors import FedpressError, InvalidShare, Unavailable
+from fedpress_protocols.policies.steering import divergence_guard
+from fedpress_server import failpoints
+from fedpress_server.coordination.attempts import Attempt
+from fedpress_server.coordination.background import Background
+from fedpress_server.coordination.live import LiveTask
+from fedpress_server.coordination.steps import Steps
+from fedpress_server.folds.adding import FoldJob, StagedUpload, add_batch
+from fedpress_server.folds.folding import FoldResult, fold, make_basis
+from fedpress_server.folds.masked import Session, unmasked
+from fedpress_server.folds.probing import compare
+from fedpress_server.metrics import Metrics
+from fedpress_server.rounds import BasisMade, Event, Folded, FoldFailed, UnmaskFailed
+from fedpress_server.settings import Settings
+from fedpress_server.storage import evaluation, leases
+from fedpress_server.storage.database import Database
+from fedpress_server.storage.files import uploads_folder
+from fedpress_server.storage.leases import JobKey, Lease, LeaseLost
+from fedpress_server.storage.payloads import Payloads
+from fedpress_server.storage.records import RoundKey
+
+_RETRY_AT_MOST = 60.0
+_TRIES = 10
+"""Leases that a job has before the round is given up for it."""
+
+_log = logging.getLogger(__name__)
+
+
+class Work:
+    """Takes jobs under leases, does them in threads, and tells the attempt what they came to.
+
+    Whatever is done twice comes to the same bytes, and is written once: in the transaction that
+    writes it the lease is held up to the newest, see `leases`.
+    """
+
+    def __init__(
+        self,
+        steps: Steps,
+        database: Database,
+        payloads: Payloads,
+        metrics: Metrics,
+        background: Background,
+        settings: Settings,
+    ) -> None:
+        self._steps = steps
+        self._database = database
+        self._payloads = payloads
+        self._metrics = metrics
+        self._background = background
+        self._memory = settings.fold_memory_bytes
+        self._seconds = settings.lease_seconds
+        self._pause = settings.follow_seconds
+        self._room = asyncio.Semaphore(settings.worker_threads)
+        self._wake = asyncio.Event()
+        self._holder = leases.holder_of(settings.data_dir)
+        self._ours: dict[JobKey, Lease | None] = {}
+        """What this process has, or is to leave alone for a while after it has failed."""
+
+    def look(self, task: LiveTask) -> None:
+        """Wake up if the task may have come to a job."""
+        if task.attempt is not None and task.attempt.round.phase in ("folding", "basing"):
+            self._wake.set()
+
+    async def serve(self) -> None:
+        """Do jobs as they come due, several at a time."""
+        while True:
+            await self._room.acquire()
+            lease = None
+            try:
+                self._wake.clear()
+                lease = await self._background.shielded(self._acquire())
+            except Exception:  # the database is away: a moment later, again
+                _log.exception("no job could be leased")
+            if lease is None:
+                self._room.release()
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(self._pause):
+                        await self._wake.wait()
+            else:
+                self._background.serve(self._hold(lease))
+
+    async def give_back(self) -> None:
+        """Put back what is held, so that nobody has to wait for the leases to run out."""
+        for lease in [lease for lease in self._ours.values() if lease is not None]:
+            with suppress(Exception):
+                await self._put_back(lease, "the worker was stopped", counts=False)
+
+    async def _acquire(self) -> Lease | None:
+        ours = tuple(self._ours)
+
+        def read(connection: Connection) -> bool:
+            return leases.is_any_due(
+                connection, self._holder, self._steps.lease_time(connection), ours
+            )
+
+        def write(connection: Connection) -> Lease | None:
+            now = self._steps.lease_time(connection)
+            return leases.acquire(connection, self._holder, now, self._seconds, ours)
+
+        if not await self._database.read(read):
+            return None
+        lease = await self._database.write(write, locks=True)
+        if lease is not None:
+            failpoints.reach("job-leased")
+            self._ours[lease.job.job_key] = lease
+            if lease.has_expired:
+                self._metrics.lease_expired.inc()
+        return lease
+
+    async def once(self) -> bool:
+        """Do one job, if one is due; whether it was."""
+        lease = await self._background.shielded(self._acquire())
+        if lease is not None:
+            await self._try(lease)
+            del self._ours[lease.job.job_key]
+        return lease is not None
+
+    async def _hold(self, lease: Lease) -> None:
+        """Try a job; if it fails, this worker leaves it alone for a while."""
+        try:
+            pause = await self._try(lease)
+        finally:
+            self._room.release()
+        self._ours[lease.job.job_key] = None
+        await asyncio.sleep(pause)
+        del self._ours[lease.job.job_key]
+        self._wake.set()
+
+    async def _try(self, lease: Lease) -> float:
+        """Do the job, renewing its lease meanwhile. What fails is there for any worker at once, and
+        for this one after the seconds that are returned."""
+        pause = 0.0
+        renewing = asyncio.create_task(self._renew(lease))
+        try:
+            await self._do(lease)
+        except LeaseLost:
+            _log.warning("the lease of %s was lost; what it came to is dropped", lease.job)
+        except Exception as exc:
+            _log.exception("%s could not be done yet", lease.job)
+            pause = min(2.0 ** (lease.tries - 1), _RETRY_AT_MOST)
+            # A store or a database that is away says nothing against the job.
+            with suppress(Exception):
+                await self._put_back(lease, str(exc), counts=not isinstance(exc, Unavailable))
+        finally:
+            renewing.cancel()
+        return pause
+
+    async def _renew(self, lease: Lease) -> None:
+        def write(connection: Connection) -> bool:
+            until = self._steps.lease_time(connection) + self._seconds
+            return leases.renew(connection, lease, until)
+
+        while True:
+            await asyncio.sleep(self._seconds / 3)
+            try:
+                if not await self._database.write(write, locks=True):
+                    return
+            except Exception:
+                _log.warning("the lease of %s could not be renewed yet", lease.job)
+
+    async def _put_back(self, lease: Lease, reason: str, *, counts: bool) -> None:
+        def write(connection: Connection) -> None:
+            now = self._steps.lease_time(connection)
+            leases.put_back(connection, lease, now, reason[:1000], counts=counts)
+
+        await self._database.write(write, locks=True)
+
+    async def _do(self, lease: Lease) -> None:
+        job = lease.job
+        task = await self._steps.fresh(job.key[0])
+        async with task.lock:  # the job is on the disk a moment before memory has come to it
+            attempt = task.attempt
+        if attempt is None or attempt.key != job.key:
+            raise LeaseLost(f"{job} is of an attempt that is over")
+        if lease.tries > _TRIES:
+            self._metrics.jobs_abandoned.inc()
+            why = f"{job.kind} failed {_TRIES} times: {lease.reason or 'the worker fell silent'}"
+            await self._tell(task, lease, FoldFailed(why))
+        elif job.kind == "sum":
+            await self._sum(task, attempt, lease)
+        elif job.kind == "basis":
+            await self._tell(task, lease, await self._basis_of(attempt))
+        else:
+            await self._fold(task, attempt, lease)
+
+    async def _tell(
+        self, task: LiveTask, lease: Lease, event: Event, result: FoldResult | None = None
+    ) -> None:
+        """Let the attempt know, if the lease is ours still."""
+
+        def also(connection: Connection, now: float) -> None:
+            leases.finish(connection, lease)
+
+        await self._steps.happen(task, event, key=lease.job.key, also=also, result=result)
+        failpoints.reach("round-committed")
+
+    async def _sum(self, task: LiveTask, attempt: Attempt, lease: Lease) -> None:
+        job = self._job(task, attempt, attempt.staged[lease.job.start : lease.job.stop])
+        folder = uploads_folder(attempt.key)
+        try:
+            digest = await self._background.in_thread(add_batch, job, self._payloads, folder)
+        except (Unavailable, OSError, MemoryError):
+            raise
+        except Exception as exc:
+            _log.exception("task %s round %d.%d cannot be folded", *attempt.key)
+            await self._tell(task, lease, FoldFailed(f"the fold failed: {exc}"))
+            return
+
+        def write(connection: Connection) -> None:
+            leases.finish(connection, lease, digest)
+
+        failpoints.reach("sum-kept")
+        await self._database.write(write, locks=True)
+        failpoints.reach("sum-committed")
+
+    async def _basis_of(self, attempt: Attempt) -> Event:
+        """That there is one; raises what waiting may mend."""
+        folder = uploads_folder(attempt.key)
+        try:
+            digest = await self._background.in_thread(
+                make_basis, attempt.terms, attempt.firsts, folder
+            )
+        except (Unavailable, OSError, MemoryError):
+            raise
+        except Exception as exc:
+            _log.exception("task %s round %d.%d can have no basis", *attempt.key)
+            return FoldFailed(f"no basis could be made: {exc}")
+        failpoints.reach("basis-kept")
+        return BasisMade(digest)
+
+    async def _fold(self, task: LiveTask, attempt: Attempt, lease: Lease) -> None:
+        digests = await self._database.read(lambda c: leases.outputs(c, attempt.key))
+        folder = uploads_folder(attempt.key)
+        sums = tuple(f"{folder}/{digest}" for digest in digests)
+        job = replace(self._job(task, attempt, attempt.staged), sums=sums)
+        event: Event
+        result: FoldResult | None = None
+        with self._metrics.fold_seconds.labels(attempt.key[0]).time():
+            try:
+                result = await self._background.in_thread(self._folded, job, attempt.session)
+                event = Folded(result.model)
+            except (Unavailable, OSError, MemoryError):
+                raise
+            except InvalidShare as exc:
+                event = UnmaskFailed(exc.detail)
+            except Exception as exc:
+                _log.exception("task %s round %d.%d cannot be folded", *attempt.key)
+                event = FoldFailed(f"the fold failed: {exc}")
+        if result is not None:
+            failpoints.reach("model-kept")
+            comparison = await self._compared(task, attempt.key, job)
+            event = replace(await self._rated(task, result.model), comparison=comparison)
+        await self._tell(task, lease, event, result)
+
+    def _job(self, task: LiveTask, attempt: Attempt, uploads: tuple[StagedUpload, ...]) -> FoldJob:
+        state, downlink = task.record.optimizer_state, task.config.downlink
+        return FoldJob(attempt.terms, task.strategy, state, uploads, downlink)
+
+    async def _rated(self, task: LiveTask, made: str) -> Folded:
+        """That the model `made` is there, and what devices have measured of those before it."""
+        name, terms = task.record.task, task.config.evaluation
+
+        def read(connection: Connection) -> tuple[list[evaluation.Score], int]:
+            rated = evaluation.scores(connection, name, terms)
+            return rated, evaluation.last_stop(connection, name)
+
+        rated, begun = await self._database.read(read)
+        begun = max(begun, task.config.schedule_after)
+        since = [score for score in rated if score.round >= begun]
+        stop = evaluation.reason_to_stop(since, terms)
+        return Folded(made, stop, evaluation.best(rated, terms))
+
+    async def _compared(self, task: LiveTask, key: RoundKey, job: FoldJob) -> dict[str, Any] | None:
+        """What the attempt came to as a probe, if it is one; the model does not hang on it."""
+        guard, attempt = divergence_guard(task.config.policies), task.attempt
+        course = attempt.course if attempt is not None and attempt.key == key else None
+        if guard is None or course is None or not course.probe:
+            return None
+        try:
+            found = await self._background.in_thread(
+                compare, job.terms, job.uploads, guard.reference.name
+            )
+        except FedpressError:
+            _log.exception("task %s round %d.%d cannot be compared", *key)
+            return None
+        if found is None:
+            return None
+        if found.progress is not None:
+            self._metrics.progress.labels(key[0]).set(found.progress)
+        return found.model_dump(mode="json")
+
+    def _folded(self, job: FoldJob, session: Session | None) -> FoldResult:
+        if session is None:
+            return fold(job, self._payloads, self._memory)
+        summed, masked = unmasked(job, session, self._steps.sums, self._payloads)
+        return replace(fold(job, self._payloads, self._memory, summed), masked=masked)

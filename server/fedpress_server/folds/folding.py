@@ -1,0 +1,248 @@
+"""From staged bytes to the next model: decode, add, apply, one upload at a time.
+
+The memory is that of a few models, whatever the number of uploads, and what `FoldSpace` grants to
+strategies that ask for more. Everything here is a function of bytes on the disk, and sums are
+exact, so a fold that is run again gives the same model to the last bit.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
+
+import numpy as np
+import safetensors
+import safetensors.numpy
+
+from fedpress_protocols.compression import activity
+from fedpress_protocols.errors import IncompatiblePlan
+from fedpress_protocols.fixed_point import Accumulator
+from fedpress_protocols.messages import DownlinkTerms, MaskedSum
+from fedpress_protocols.model import Model, ModelSpec, Vector
+from fedpress_server import failpoints
+from fedpress_server.folds.adding import FoldJob, StagedUpload, Summed, added, adding, body_of
+from fedpress_server.folds.downlink import rounded, stepped
+from fedpress_server.folds.terms import RoundTerms
+from fedpress_server.storage.files import (
+    artefact_name,
+    model_name,
+    optimizer_name,
+)
+from fedpress_server.storage.payloads import Payloads
+from fedpress_strategies import Strategy
+from fedpress_strategies.strategy import (
+    CONTROL,
+    FoldSpace,
+    OptimizerState,
+    UniformMean,
+    WeightedMean,
+    published,
+)
+
+_DEFAULT_SPACE = FoldSpace()
+_MASTER = "parameters"
+_ACTIVITY = "activity"
+_STATE = "state."
+
+
+@dataclass(frozen=True, slots=True)
+class FoldResult:
+    """Names of what lies on the disk now."""
+
+    model: str
+    spec: str
+    num_bytes: int
+    optimizer_state: str | None
+    num_examples: int
+    activity: str | None = None
+    control: str | None = None
+    published: Mapping[str, tuple[str, int]] = field(default_factory=dict)
+    """The models besides: by name, the digest and the size in bytes."""
+    bases: Mapping[str, str] = field(default_factory=dict)
+    """As those of RoundTerms, for the clients whose uploads were folded."""
+    masked: MaskedSum | None = None
+    """Which sum it was, in the masked lane."""
+
+    @property
+    def artefacts(self) -> frozenset[str]:
+        return frozenset(digest for digest in (self.activity, self.control) if digest)
+
+
+def fold(
+    job: FoldJob,
+    payloads: Payloads,
+    memory: int = _DEFAULT_SPACE.memory,
+    summed: Summed | None = None,
+) -> FoldResult:
+    """Make the round's model, durably; raises FedpressError if these uploads make none.
+
+    `memory`: bytes for strategies that compare updates; their files are in the payloads' folder.
+    `summed` is what the uploads come to, where they were added up under masks.
+    """
+    plan, spec = job.terms.plan, job.terms.spec
+    base = Model.from_bytes(payloads.get(model_name(plan.model)))
+    kept = _load_state(job.optimizer_state, payloads)
+    shared = job.terms.shared
+    before = spec.part(base.parameters, shared) if kept.master is None else kept.master
+    bases: dict[str, str] = {}
+    if summed is None:
+        summed = added(job, payloads, FoldSpace(payloads.scratch, memory), bases)
+    optimizer = job.strategy.optimizer
+    state = kept.optimizer or optimizer.init(before)
+    tally = replace(summed.tally, warming=plan.warming, spec=shared)
+    parameters, state = optimizer.apply(before, summed.delta, state, tally)
+    failpoints.reach("model-stepped")
+
+    def with_shared(values: Vector) -> Vector:
+        return spec.with_part(base.parameters, shared, values)
+
+    def kept_model(values: Vector) -> tuple[str, int]:
+        return _store_model(base.with_parameters(with_shared(values)), payloads)
+
+    if job.downlink is None:
+        digest, num_bytes = kept_model(parameters)
+    else:
+        next_model = stepped(base, with_shared(parameters), job.downlink)
+        digest, num_bytes = _store_model(next_model, payloads)
+    public = dict(published(optimizer, state))
+    control = public.pop(CONTROL, None)
+    control_digest = None if control is None else _store(control.astype("<f4").tobytes(), payloads)
+    average, map_digest = None, None
+    if "activity" in plan.needs:
+        average = activity.averaged(kept.activity, parameters - before)
+        map_digest = _store(activity.to_bytes(average, shared), payloads)
+    master = parameters if _is_rounded(spec) or job.downlink is not None else None
+    state_digest = _store_state(_Kept(state, master, average), payloads)
+    return FoldResult(
+        digest,
+        spec.digest,
+        num_bytes,
+        state_digest,
+        summed.num_examples,
+        map_digest,
+        control_digest,
+        {name: kept_model(values) for name, values in public.items()},
+        bases,
+    )
+
+
+def make_basis(terms: RoundTerms, firsts: tuple[StagedUpload, ...], folder: str) -> str:
+    """Of the mean of the round's first trips, durably: its digest, under which it lies in `folder`.
+
+    Raises FedpressError if these make none.
+    """
+    made, payloads = terms.plan.first_trip, terms.payloads
+    if made is None:
+        raise IncompatiblePlan("the plan has one trip, and no basis is made")
+    total = Accumulator(made.basis_size(terms.shared), terms.image_bounds)
+    for staged in firsts:
+        total.add(*terms.first(body_of(staged, payloads)))
+    data = made.basis(total.mean(), terms.shared).astype("<f4").tobytes()
+    digest = hashlib.sha256(data).hexdigest()
+    payloads.put(f"{folder}/{digest}", data)
+    return digest
+
+
+def first_model(digest: str, downlink: DownlinkTerms, payloads: Payloads) -> tuple[str, int]:
+    """Round the model `digest` to the grid, durably: the digest and the bytes of what a task with
+    this downlink begins with. Raises ConfigurationError."""
+    model = Model.from_bytes(payloads.get(model_name(digest)))
+    return _store_model(rounded(model, downlink), payloads)
+
+
+def first_state(
+    digest: str, shared: ModelSpec, payloads: Payloads, last_state: str | None = None
+) -> str | None:
+    """What the rounding of the model `digest` has taken off it, kept for the first fold as the
+    state that this is the digest of.
+
+    `last_state` is that of a task that goes on from its own last model: its optimizer begins anew,
+    what was not sent down stays.
+    """
+    parameters = _load_state(last_state, payloads).master
+    if parameters is None:
+        model = Model.from_bytes(payloads.get(model_name(digest)))
+        parameters = model.spec.part(model.parameters, shared)
+    return _store_state(_Kept(None, parameters, None), payloads)
+
+
+def _store_model(model: Model, payloads: Payloads) -> tuple[str, int]:
+    """Keep a model; its digest and its bytes."""
+    data = model.to_bytes()
+    digest = hashlib.sha256(data).hexdigest()
+    payloads.put(model_name(digest), data)
+    return digest, len(data)
+
+
+def _store(data: bytes, payloads: Payloads) -> str:
+    """Keep an artefact; its digest."""
+    digest = hashlib.sha256(data).hexdigest()
+    payloads.put(artefact_name(digest), data)
+    return digest
+
+
+def check_strategy(
+    terms: RoundTerms, strategy: Strategy, memory: int = _DEFAULT_SPACE.memory
+) -> None:
+    """Raises IncompatiblePlan if the strategy cannot fold the plan's uploads in this `memory`."""
+    masking = terms.plan.masking
+    if masking is not None and masking.max_weight and strategy.aggregator is UniformMean:
+        raise IncompatiblePlan(
+            "the strategy counts all clients the same, and masking.max_weight counts them by their "
+            "examples; leave max_weight out"
+        )
+    try:
+        adding(terms, strategy, FoldSpace(terms.payloads.scratch, memory), {})
+    except (TypeError, ValueError) as exc:
+        raise IncompatiblePlan(f"the strategy cannot fold the plan's uploads: {exc}") from exc
+    is_plain_mean = (
+        strategy.symbol_aggregator is None
+        and strategy.aggregator is WeightedMean
+        and getattr(strategy.optimizer, "is_plain", False)
+        and not _is_rounded(terms.spec)
+    )
+    for profile in terms.plan.profiles:
+        if getattr(profile.compressor, "needs_plain_mean", False) and not is_plain_mean:
+            raise IncompatiblePlan(
+                f"profile {profile.name!r} counts on a model that moves by the very mean of the "
+                "updates: a strategy with learning_rate 1 and no momentum, a model in float32",
+                hint="choose fedavg with its defaults, or another compressor",
+            )
+
+
+def _is_rounded(spec: ModelSpec) -> bool:
+    """Whether the model's file holds less than float32, so that small steps would be lost in it."""
+    return any(tensor.dtype != "float32" for tensor in spec.trained)
+
+
+class _Kept(NamedTuple):
+    """What one fold leaves to the next: the optimizer's state, None before the first fold; the
+    parameters in float32, where the model's file rounds them; the average step that the map of
+    activity is drawn from, where a profile reads it."""
+
+    optimizer: OptimizerState | None
+    master: Vector | None
+    activity: Vector | None
+
+
+def _load_state(digest: str | None, payloads: Payloads) -> _Kept:
+    if digest is None:
+        return _Kept(None, None, None)
+    arrays = safetensors.numpy.load(payloads.get(optimizer_name(digest)))
+    master, average = arrays.pop(_MASTER, None), arrays.pop(_ACTIVITY, None)
+    state = {name.removeprefix(_STATE): array for name, array in arrays.items()}
+    return _Kept(state, master, average)
+
+
+def _store_state(kept: _Kept, payloads: Payloads) -> str | None:
+    arrays = {_STATE + name: array for name, array in (kept.optimizer or {}).items()}
+    named = {_MASTER: kept.master, _ACTIVITY: kept.activity}
+    arrays |= {name: array for name, array in named.items() if array is not None}
+    if not arrays:
+        return None
+    data = safetensors.numpy.save({n: np.ascontiguousarray(a) for n, a in arrays.items()})
+    digest = hashlib.sha256(data).hexdigest()
+    payloads.put(optimizer_name(digest), data)
+    return digest

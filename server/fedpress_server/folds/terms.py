@@ -1,0 +1,173 @@
+"""What a plan says with the model and the artefacts that it names: enough to read any upload."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+
+import numpy as np
+
+from fedpress_protocols.coding import Found
+from fedpress_protocols.coding.fields import Contexts, Layout
+from fedpress_protocols.compression import activity
+from fedpress_protocols.compression.compressor import Public
+from fedpress_protocols.compression.contexts import contexts_of
+from fedpress_protocols.errors import InvalidUpdate, ServerError
+from fedpress_protocols.fixed_point import FixedPoint
+from fedpress_protocols.masking.payload import Payload
+from fedpress_protocols.model import Model, ModelSpec, Vector
+from fedpress_protocols.plan import RoundPlan
+from fedpress_protocols.update import Update
+from fedpress_protocols.upload import Upload
+from fedpress_server.storage.files import (
+    artefact_name,
+    base_name,
+    model_name,
+)
+from fedpress_server.storage.payloads import Payloads
+from fedpress_strategies.strategy import (
+    Report,
+)
+
+
+@dataclass(frozen=True)
+class RoundTerms:
+    """A plan with the spec of its model and the place of the models it names: enough to read any
+    upload. What is derived is made once, in the thread that asks first."""
+
+    plan: RoundPlan
+    spec: ModelSpec
+    payloads: Payloads
+    bases: Mapping[str, str] = field(default_factory=dict)
+    """By client: the digest of what its last included upload stood for, where the plan reads it."""
+    basis: str | None = None
+    """The file of the basis that the round's first trips came to, once there is one."""
+
+    @cached_property
+    def shared(self) -> ModelSpec:
+        """The tensors that uploads are over."""
+        return self.plan.shared(self.spec)
+
+    @cached_property
+    def layouts(self) -> tuple[Layout, ...]:
+        return self.plan.layouts(self.spec)
+
+    @cached_property
+    def public(self) -> Public:
+        known = {
+            what: self._map(digest) if what == "activity" else self.since(digest)
+            for what, digest in self.plan.sources.items()
+        }
+        return replace(self.plan.public(self.spec, **known), basis=self._basis())
+
+    def _basis(self) -> Vector | None:
+        if self.basis is None:
+            return None
+        return np.frombuffer(self.payloads.get(self.basis), "<f4").astype(np.float32)
+
+    @cached_property
+    def payload(self) -> Payload:
+        """Of a plan of the masked lane."""
+        return Payload(self.plan, self.public)
+
+    @cached_property
+    def contexts(self) -> tuple[Contexts, ...]:
+        """Those of each profile's layout."""
+        return tuple(contexts_of(layout, self.public) for layout in self.layouts)
+
+    def since(self, earlier: str | None) -> Vector:
+        """The plan's model less an `earlier` one, in float32, as the device subtracts them."""
+        if earlier is None or earlier == self.plan.model:
+            return np.zeros(self.shared.size, np.float32)
+        after, before = (
+            Model.from_bytes(self.payloads.get(model_name(digest))).parameters
+            for digest in (self.plan.model, earlier)
+        )
+        return self.spec.part(after - before, self.shared)
+
+    def _map(self, digest: str | None) -> Vector:
+        if digest is None:  # the first round
+            return np.zeros(self.shared.size, np.float32)
+        return activity.from_bytes(self.payloads.get(artefact_name(digest)), self.shared)
+
+    def first(self, body: bytes) -> tuple[Update, int]:
+        """The images in the body of a first trip, and its number of examples, within
+        `image_bounds`; raises as `read` does."""
+        made = self.plan.first_trip
+        if made is None:
+            raise InvalidUpdate("the plan has one trip")
+        upload = Upload.from_bytes(body, (made.first_layout(self.shared),), 0)
+        self._check(upload.num_examples)
+        images = Update.from_dense(made.images(upload.symbols, self.shared))
+        images.check(self.image_bounds.max_abs)
+        return images, upload.num_examples
+
+    @property
+    def image_bounds(self) -> FixedPoint:
+        """In which first trips are summed: no update within the plan's bounds has a row longer."""
+        bounds = self.plan.sum_bounds()
+        longest = bounds.max_abs * float(np.sqrt(self.shared.size))
+        return FixedPoint.widest(max_abs=longest, max_weight=bounds.max_weight)
+
+    def known_to(self, client_id: str) -> Public:
+        """What the server and this client know; `public` where no profile reads more."""
+        if "own" not in self.plan.needs:
+            return self.public
+        own, digest = np.zeros(self.shared.size, np.float32), self.bases.get(client_id)
+        if digest is not None:
+            name = base_name(self.plan.task, client_id, digest)
+            data = self.payloads.get(name)
+            if hashlib.sha256(data).hexdigest() != digest:
+                raise ServerError(f"{name} was changed on the disk")
+            own = np.frombuffer(data, "<f4").astype(np.float32)
+        return replace(self.public, own=own)
+
+    def keep_base(self, client_id: str, update: Update) -> str:
+        """Keep what a client's included upload stands for; its digest."""
+        data = update.dense().astype("<f4").tobytes()
+        digest = hashlib.sha256(data).hexdigest()
+        self.payloads.put(base_name(self.plan.task, client_id, digest), data)
+        return digest
+
+    def profile(self, index: int, named: str | None = None) -> str:
+        """The profile of the assignment at `index`: the one `named` when it was given, if the plan
+        has it, or else the plan's in turn."""
+        names = [each.name for each in self.plan.profiles]
+        return named if named in names else names[index % len(names)]
+
+    def read(self, body: bytes, profile: str) -> Upload:
+        """The symbols in `body` and the number of examples, as the plan allows them.
+
+        Raises InvalidUpdate, DecodingError among it, or WireVersionMismatch.
+        """
+        index = self.plan.profile_index(profile)
+        report = self.plan.report
+        upload = Upload.from_bytes(body, self.layouts, index, self.contexts[index], report)
+        self._check(upload.num_examples)
+        return upload
+
+    def found(self, body: bytes, profile: str) -> tuple[Found, int, Report]:
+        """What `decode_add` takes, the number of examples and what is reported; raises as `read`
+        does."""
+        index, names = self.plan.profile_index(profile), self.plan.report
+        num_examples, told, found = Upload.find(
+            body, self.layouts, index, self.contexts[index], names
+        )
+        self._check(num_examples)
+        return found, num_examples, dict(zip(names, told, strict=True))
+
+    def _check(self, num_examples: int) -> None:
+        most = self.plan.fixed_point.max_examples
+        if num_examples > most:
+            raise InvalidUpdate(f"num_examples of {num_examples} where {most} are allowed")
+
+    def decoded(self, body: bytes, profile: str, client_id: str) -> tuple[Update, int, Report]:
+        """The update in `body`, its number of examples and what is reported, within the plan's
+        bounds; raises as `read` does."""
+        upload, public = self.read(body, profile), self.known_to(client_id)
+        with np.errstate(over="ignore", invalid="ignore"):  # forged values; check refuses them
+            update = self.plan.compressor(profile).decompress(upload.symbols, public)
+            update.check(self.plan.fixed_point.max_abs)
+        return update, upload.num_examples, dict(zip(self.plan.report, upload.report, strict=True))

@@ -1,0 +1,1 @@
+"""Who is who: devices, operators, and the keys that this server signs with."""

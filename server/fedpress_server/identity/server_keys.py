@@ -1,0 +1,120 @@
+"""The keys that this server signs with: receipts, and where it is the authority certificates.
+
+They are files of this machine, never of the store, whose privacy they do not depend on. The
+database remembers their public halves, so that every server of one database signs with the same:
+a receipt signed by another key is none to a device.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from functools import partial
+from pathlib import Path
+from typing import Literal
+
+import sqlalchemy as sa
+from sqlalchemy.engine import Connection
+
+from fedpress_protocols.errors import ConfigurationError, FedpressError, NotFound
+from fedpress_protocols.signatures import DeviceKey, key_id_of
+from fedpress_server.settings import Settings
+from fedpress_server.storage.database import Database
+from fedpress_server.storage.payloads import LocalPayloads
+from fedpress_server.storage.tables import server_keys
+
+Purpose = Literal["server", "authority"]
+PURPOSES: tuple[Purpose, ...] = ("server", "authority")
+
+
+async def signing_key(
+    purpose: Purpose, file: Path | None, data_dir: Path, database: Database
+) -> DeviceKey:
+    """From `file`, or from `<purpose>-key.pem` in the data folder, where the first server of a
+    database makes it, readable by its owner alone. Raises ConfigurationError."""
+    setting, default = f"{purpose}_key_file", f"{purpose}-key.pem"
+    known = await database.read(lambda c: known_key(c, purpose))
+    key = _from_file(setting, file) if file else _from_folder(default, data_dir)
+    if key is None:
+        if known is not None:
+            raise ConfigurationError(
+                f"this server has no {purpose} key, and the database is signed for with key "
+                f"{key_id_of(known)}",
+                hint=f"copy {default} from a server of this database and name it as {setting} "
+                f"(FEDPRESS_{setting.upper()})",
+            )
+        key = DeviceKey.generate()
+        LocalPayloads(data_dir).put(default, key.to_pem())
+    public = key.public
+    if known is None:
+        known = await database.write(lambda c: known_key(c, purpose) or _record(c, purpose, public))
+    if known != public:
+        raise ConfigurationError(
+            f"this server's {purpose} key is {key_id_of(public)}, and the database is signed for "
+            f"with key {key_id_of(known)}",
+            hint=f"give every server of one database the same {setting} "
+            f"(FEDPRESS_{setting.upper()})",
+        )
+    return key
+
+
+async def first_keys(settings: Settings, database: Database) -> list[Path]:
+    """Make the key files that the settings name and that are not there, where the database is
+    signed for with no key yet, so that servers which share them find them. Returns those made."""
+    made = []
+    for purpose in PURPOSES:
+        file: Path | None = getattr(settings, f"{purpose}_key_file")
+        if file is None or (purpose == "authority" and settings.masking_authority):
+            continue
+        if (
+            await asyncio.to_thread(file.exists)
+            or await database.read(partial(known_key, purpose=purpose)) is not None
+        ):
+            continue  # of a key that is elsewhere whoever has it is to bring a copy
+        key = DeviceKey.generate()
+        LocalPayloads(file.parent).put(file.name, key.to_pem())
+        await signing_key(purpose, file, settings.data_dir, database)
+        made.append(file)
+    return made
+
+
+def key_file(purpose: Purpose, settings: Settings) -> Path:
+    """Where a server of these settings has the key, if it has one."""
+    given: Path | None = getattr(settings, f"{purpose}_key_file")
+    return given or settings.data_dir / f"{purpose}-key.pem"
+
+
+def known_key(connection: Connection, purpose: Purpose) -> bytes | None:
+    """The public half that the database remembers."""
+    query = sa.select(server_keys.c.public_key).where(server_keys.c.purpose == purpose)
+    found = connection.execute(query).scalar_one_or_none()
+    return None if found is None else bytes(found)
+
+
+def _record(connection: Connection, purpose: Purpose, public: bytes) -> bytes:
+    connection.execute(sa.insert(server_keys), {"purpose": purpose, "public_key": public})
+    return public
+
+
+def _from_folder(name: str, data_dir: Path) -> DeviceKey | None:
+    try:
+        pem = LocalPayloads(data_dir).get(name)
+    except NotFound:
+        return None
+    return _parsed(pem, str(data_dir / name))
+
+
+def _from_file(setting: str, file: Path) -> DeviceKey:
+    try:
+        pem = file.read_bytes()
+    except OSError as exc:
+        raise ConfigurationError(f"{setting}: {exc}") from exc
+    return _parsed(pem, str(file))
+
+
+def _parsed(pem: bytes, where: str) -> DeviceKey:
+    try:
+        return DeviceKey.from_pem(pem)
+    except (FedpressError, ValueError) as exc:
+        raise ConfigurationError(
+            f"{where} holds no Ed25519 private key in PEM", hint="put the server's own back"
+        ) from exc

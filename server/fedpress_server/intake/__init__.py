@@ -1,0 +1,1 @@
+"""Uploads on their way in: whole, by parts, or a masked session's messages."""

@@ -1,0 +1,351 @@
+"""From a body to an acknowledgement: check, keep, count once.
+
+The body is on the disk before its row, and both are before the answer. Whatever happens between,
+the same bytes may come again, and are then either new or known.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+from sqlalchemy.engine import Connection
+
+from fedpress_protocols.errors import (
+    FedpressError,
+    Forbidden,
+    RoundClosed,
+    UnknownAssignment,
+    UpdateConflict,
+)
+from fedpress_protocols.messages import Trip, UploadAck
+from fedpress_server import failpoints
+from fedpress_server.coordination.attempts import Attempt
+from fedpress_server.coordination.coordinator import Coordinator
+from fedpress_server.coordination.turns import Received
+from fedpress_server.folds.masked import Session, Words
+from fedpress_server.folds.terms import RoundTerms
+from fedpress_server.metrics import Metrics
+from fedpress_server.rounds import FirstStaged, Stage, StageFirst, UploadStaged
+from fedpress_server.storage import records
+from fedpress_server.storage.database import Database
+from fedpress_server.storage.files import upload_name
+from fedpress_server.storage.payloads import Payloads
+from fedpress_server.storage.records import AssignmentRecord, UploadRecord
+
+_ARRIVALS = 65536
+"""Assignments whose bodies are remembered to be on their way."""
+
+
+@dataclass(frozen=True, slots=True)
+class UploadSlot:
+    """Where an upload may go: an assignment of the device that asks."""
+
+    record: AssignmentRecord
+    max_body_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Arrival:
+    """How the bytes of an assignment's body have come so far: the first at `began_at`, and they
+    were on their way for so many `seconds`, pauses between parts not among them."""
+
+    num_bytes: int
+    began_at: float
+    seconds: float
+
+
+class Intake:
+    """Takes the uploads of every task; `threads` check them beside the event loop."""
+
+    def __init__(
+        self,
+        coordinator: Coordinator,
+        database: Database,
+        payloads: Payloads,
+        metrics: Metrics,
+        threads: int,
+    ) -> None:
+        self._coordinator = coordinator
+        self._database = database
+        self._payloads = payloads
+        self._metrics = metrics
+        self._threads = ThreadPoolExecutor(threads, "fedpress-check")
+        self._arrivals: dict[str, Arrival] = {}
+        """By assignment; lost in a restart, after which that upload tells nothing of a link."""
+
+    def stop(self) -> None:
+        self._threads.shutdown(cancel_futures=True)
+
+    async def slot(self, client_id: str, assignment: str) -> UploadSlot:
+        """Raises UnknownAssignment or Forbidden."""
+        held = self._coordinator.held(assignment)
+        if held is not None:
+            task, attempt = held
+            record = attempt.record_of(assignment)
+            if record.client_id != client_id:
+                raise Forbidden("the assignment is another device's")
+            return UploadSlot(record, task.record.max_body_bytes)
+        record = await self._coordinator.assignment(client_id, assignment)
+        return UploadSlot(record, await self._coordinator.max_body_bytes(record.task))
+
+    def arrived(self, assignment: str, num_bytes: int, began_at: float, seconds: float) -> None:
+        """Bytes of the assignment's body have come, its last ones or a part."""
+        before = self._arrivals.pop(assignment, Arrival(0, began_at, 0.0))
+        while len(self._arrivals) >= _ARRIVALS:
+            del self._arrivals[next(iter(self._arrivals))]
+        self._arrivals[assignment] = Arrival(
+            before.num_bytes + num_bytes, before.began_at, before.seconds + max(0.0, seconds)
+        )
+
+    def _travelled(self, assignment: str, num_bytes: int) -> tuple[float | None, float | None]:
+        """When the first byte of a body came, and how many seconds all of them took: those that
+        another process took in count at the speed of those that came here."""
+        found = self._arrivals.pop(assignment, None)
+        if found is None or not found.num_bytes:
+            return None, None
+        return found.began_at, found.seconds * num_bytes / found.num_bytes
+
+    async def admit(self, slot: UploadSlot, digest: str) -> None:
+        """Raises RoundClosed or UpdateConflict if an upload of this SHA-256 need not be read."""
+        refusal = await self._refusal(slot, digest)
+        if refusal is not None:
+            self._metrics.uploads.labels(slot.record.task, refusal.slug).inc()
+            raise refusal
+
+    async def _refusal(self, slot: UploadSlot, digest: str) -> FedpressError | None:
+        # In this order: one that is not awaited because it has just been staged is found then.
+        is_awaited = await self._coordinator.takes_upload(slot.record) is not None
+        if self._awaited(slot) is not None:
+            return None
+        staged = await self._staged(slot)
+        if staged is not None and staged.digest != digest:
+            return UpdateConflict(
+                f"an upload of SHA-256 {staged.digest} came under this assignment before",
+                upload=staged.digest,
+            )
+        if staged is not None or is_awaited:
+            return None
+        return await self._closed(slot)
+
+    def _awaited(self, slot: UploadSlot) -> Attempt | None:
+        """The attempt in which memory has the upload still awaited."""
+        held = self._coordinator.held(slot.record.assignment)
+        if held is None or not held[1].holds(slot.record.assignment, slot.record.key):
+            return None
+        return held[1]
+
+    async def _closed(self, slot: UploadSlot) -> RoundClosed:
+        task, number, attempt = slot.record.key
+        summary = await self._coordinator.task(task)
+        return RoundClosed(
+            f"round {number}, attempt {attempt} of task {task!r} takes no update under this "
+            "assignment any more",
+            task=task,
+            round=number,
+            attempt=attempt,
+            task_state=summary.state,
+            rounds_committed=summary.round,
+        )
+
+    async def check_awaited(self, slot: UploadSlot, trip: Trip) -> None:
+        """Raises RoundClosed or UpdateConflict unless a body of this trip is still awaited."""
+        if trip == "first":
+            attempt = await self._coordinator.attempt_of(slot.record)
+            name, now = slot.record.assignment, self._coordinator.now
+            if attempt is None or not attempt.takes_first(name, now):
+                raise await self._closed(slot)
+        elif await self._coordinator.takes_upload(slot.record) is None:
+            staged = await self._staged(slot)
+            if staged is not None:
+                raise UpdateConflict("an upload came before", upload=staged.digest)
+            raise await self._closed(slot)
+
+    async def acknowledged(self, slot: UploadSlot, digest: str, trip: Trip) -> UploadAck | None:
+        """The acknowledgement of a body of this SHA-256, if it is staged."""
+        name = slot.record.assignment
+        if trip == "first":
+            attempt = await self._coordinator.attempt_of(slot.record)
+            if attempt is None or attempt.first_of(name) != digest:
+                return None
+            return UploadAck(assignment=name, upload=digest, received_at=self._coordinator.now)
+        staged = await self._staged(slot)
+        if staged is None or staged.digest != digest:
+            return None
+        return UploadAck(assignment=name, upload=digest, received_at=staged.received_at)
+
+    async def stage(
+        self, slot: UploadSlot, body: bytes, digest: str, wire_bytes: int, counted: int = 0
+    ) -> tuple[UploadAck, bool]:
+        """Check an upload and keep it; True if it is new. It is on the disk when this returns.
+
+        Raises InvalidUpdate, RoundClosed or UpdateConflict. Its bytes are counted in any case, less
+        those `counted` before, as parts of it.
+        """
+        task = slot.record.task
+        amounts = {"upload_bytes": len(body) - counted, "wire_upload_bytes": wire_bytes}
+        self._metrics.upload_size.labels(task).observe(len(body))
+        try:
+            received_at = await self._stage_new(slot, body, digest, amounts)
+            if received_at is None:
+                await self._count(slot, amounts)
+                refusal = await self._refusal(slot, digest)
+                if refusal is not None:
+                    raise refusal
+        except FedpressError as exc:
+            self._metrics.uploads.labels(task, exc.slug).inc()
+            raise
+        self._metrics.uploads.labels(task, "repeated" if received_at is None else "staged").inc()
+        is_new = received_at is not None
+        if received_at is None:
+            staged = await self._staged(slot)
+            if staged is None:
+                raise UnknownAssignment(f"assignment {slot.record.assignment} has no upload")
+            received_at = staged.received_at
+        ack = UploadAck(assignment=slot.record.assignment, upload=digest, received_at=received_at)
+        return ack, is_new
+
+    async def admit_first(self, slot: UploadSlot, digest: str) -> bool:
+        """Whether a first trip of this SHA-256 is new; raises RoundClosed or UpdateConflict."""
+        attempt = await self._coordinator.attempt_of(slot.record)
+        name = slot.record.assignment
+        held = None if attempt is None else attempt.first_of(name)
+        if held == digest:
+            return False
+        if held is not None:
+            raise UpdateConflict(
+                f"a first trip of SHA-256 {held} came under this assignment before", upload=held
+            )
+        if attempt is None or not attempt.takes_first(name, self._coordinator.now):
+            raise await self._closed(slot)
+        return True
+
+    async def stage_first(
+        self, slot: UploadSlot, body: bytes, digest: str, wire_bytes: int, counted: int = 0
+    ) -> tuple[UploadAck, bool]:
+        """As `stage`, for the first of two trips: what a basis is made of."""
+        key, name = slot.record.key, slot.record.assignment
+        amounts = {"upload_bytes": len(body) - counted, "wire_upload_bytes": wire_bytes}
+        self._metrics.upload_size.labels(key[0]).observe(len(body))
+        ack = UploadAck(assignment=name, upload=digest, received_at=self._coordinator.now)
+        try:
+            is_new = await self._stage_new_first(slot, body, digest, amounts)
+        except FedpressError as exc:
+            self._metrics.uploads.labels(key[0], exc.slug).inc()
+            await self._count(slot, amounts)
+            raise
+        if not is_new:
+            await self._count(slot, amounts)
+        self._metrics.uploads.labels(key[0], "first" if is_new else "repeated").inc()
+        return ack, is_new
+
+    async def _stage_new_first(
+        self, slot: UploadSlot, body: bytes, digest: str, amounts: dict[str, int]
+    ) -> bool:
+        """Whether the first trip was awaited, and is staged now; False for one that was before."""
+        key, name = slot.record.key, slot.record.assignment
+        attempt = await self._coordinator.attempt_of(slot.record)
+        if not await self.admit_first(slot, digest):
+            return False
+        if attempt is None:
+            raise await self._closed(slot)
+        loop, where = asyncio.get_running_loop(), upload_name(key, name, digest)
+        await loop.run_in_executor(self._threads, attempt.terms.first, body)
+        await loop.run_in_executor(self._threads, self._payloads.put, where, body)
+        failpoints.reach("upload-kept")
+
+        def also(connection: Connection, now: float) -> None:
+            records.count(connection, key, **amounts)
+
+        effects = await self._coordinator.apply(key[0], FirstStaged(name, digest), key, also)
+        failpoints.reach("upload-committed")
+        if StageFirst(name, digest) in effects:
+            return True
+        try:
+            await self.admit_first(slot, digest)  # passes if the same bytes came twice at once
+        except FedpressError:
+            await self._drop(where)
+            raise
+        return False
+
+    async def _stage_new(
+        self, slot: UploadSlot, body: bytes, digest: str, amounts: dict[str, int]
+    ) -> float | None:
+        """When the upload was received, if it is one that was awaited, and is staged now."""
+        key, name = slot.record.key, slot.record.assignment
+        attempt = self._awaited(slot)
+        if attempt is None:
+            if await self._coordinator.takes_upload(slot.record) is None:
+                return None
+            attempt = await self._coordinator.attempt_of(slot.record)
+        if attempt is None:
+            return None
+        terms, session = attempt.terms_of(name), attempt.session
+        if terms.plan.lane == "masked" and session is None:
+            return None
+        where = upload_name(key, name, digest)
+
+        def kept() -> tuple[int, float | None, Words | None] | FedpressError:
+            """What the check finds; whatever passes it is on the disk then."""
+            try:
+                found = self._checked(slot.record, terms, session, body, digest)
+            except FedpressError as exc:
+                return exc
+            self._payloads.put(where, body)
+            return found
+
+        loop = asyncio.get_running_loop()
+        found = await loop.run_in_executor(self._threads, kept)
+        if isinstance(found, FedpressError):
+            await self._count(slot, amounts)
+            raise found
+        failpoints.reach("upload-kept")
+        num_examples, loss, words = found
+        travelled = self._travelled(name, len(body))
+        upload = UploadRecord(name, digest, len(body), num_examples, 0.0, loss, *travelled)
+        amounts = {"received": 1, **amounts}
+        also = Received(key, upload, amounts, slot.record.client_id)
+        effects = await self._coordinator.apply(key[0], UploadStaged(name, digest), key, also)
+        failpoints.reach("upload-committed")
+        if Stage(name, digest) in effects:
+            if words is not None:
+                await loop.run_in_executor(
+                    self._threads, self._coordinator.steps.sums.add, key, where, words
+                )
+                if await self._coordinator.attempt_of(slot.record) is None:
+                    self._coordinator.steps.sums.drop(key)  # it was over before this was added
+            return also.received_at
+        staged = await self._staged(slot)
+        if staged is None or staged.digest != digest:
+            # The round closed while the body was checked: nothing leads to the file.
+            await self._drop(where)
+        return None
+
+    def _checked(
+        self,
+        record: AssignmentRecord,
+        terms: RoundTerms,
+        session: Session | None,
+        body: bytes,
+        digest: str,
+    ) -> tuple[int, float | None, Words | None]:
+        """The number of examples in an upload and the loss that it reports, if it does; or the
+        words of a masked one, which tells neither."""
+        if session is not None:
+            return 0, None, session.words(record.assignment, body, digest)
+        _, num_examples, report = terms.decoded(body, record.profile, record.client_id)
+        return num_examples, report.get("loss"), None
+
+    async def _drop(self, where: str) -> None:
+        """Remove a body that came to nothing. Where another server may be about to write the row
+        of the same bytes, it goes with the attempt's folder instead, or is swept."""
+        if not self._coordinator.is_shared:
+            loop = asyncio.get_running_loop()
+            await loop.run_in_executor(self._threads, self._payloads.drop, where)
+
+    async def _count(self, slot: UploadSlot, amounts: dict[str, int]) -> None:
+        await self._database.write(lambda c: records.count(c, slot.record.key, **amounts))
+
+    async def _staged(self, slot: UploadSlot) -> UploadRecord | None:
+        return await self._database.read(lambda c: records.upload(c, slot.record.assignment))

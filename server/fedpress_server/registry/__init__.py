@@ -1,0 +1,1 @@
+"""Models that stay: versions, aliases, retention, and what a restore undid."""

@@ -1,0 +1,173 @@
+"""What the records say of backups and restores; each statement runs in its caller's transaction.
+
+A backup under way holds every file: between the row that says so and the snapshot no step removes
+what the snapshot leads to, since a step looks for the row in its own transaction. A restore is a
+new epoch. Whatever was open in the backup is given up before the restored server answers anybody,
+so an upload is in its models if, and only if, it has a receipt that says so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+
+import sqlalchemy as sa
+from sqlalchemy.engine import Connection
+
+from fedpress_protocols.messages import RECALL_CONTEXT, Fate, Recall, Restore, SignedRecall
+from fedpress_protocols.restores import RestoreStatus, UndoneRound
+from fedpress_protocols.signatures import DeviceKey, sign_document
+from fedpress_server.storage.records import RoundKey, unfinished_rounds
+from fedpress_server.storage.tables import assignments, backups, restores, undone
+
+_COLUMNS = [restores.c[name] for name in Restore.model_fields]
+_MARGIN = 60
+"""Seconds between a transaction's idea of the time and its commit, at most."""
+
+# Backups
+
+
+def begin_backup(connection: Connection, backup: str, now: float, holds_until: float) -> None:
+    row = {"backup": backup, "began_at": now, "holds_until": holds_until, "finished_at": None}
+    connection.execute(sa.insert(backups), row)
+
+
+def hold_on(connection: Connection, backup: str, now: float, holds_until: float) -> bool:
+    """Hold the files for longer; False if the hold was over, and they may be gone."""
+    is_held = (backups.c.backup == backup, backups.c.holds_until > now)
+    changed = connection.execute(sa.update(backups).where(*is_held).values(holds_until=holds_until))
+    return changed.rowcount == 1
+
+
+def end_backup(connection: Connection, backup: str, now: float, *, is_whole: bool) -> bool:
+    """Let go of the files; False if the hold was over before. One that is not whole is forgotten,
+    and so are those before one that is."""
+    if not is_whole:
+        connection.execute(sa.delete(backups).where(backups.c.backup == backup))
+        return True
+    is_held = (backups.c.backup == backup, backups.c.holds_until > now)
+    ended = sa.update(backups).where(*is_held).values(holds_until=now, finished_at=now)
+    if connection.execute(ended).rowcount != 1:
+        return False
+    is_old = (backups.c.backup != backup, backups.c.holds_until <= now)
+    connection.execute(sa.delete(backups).where(*is_old))
+    return True
+
+
+def is_held(connection: Connection, now: float) -> bool:
+    """Whether a backup under way may need what nothing else leads to any more."""
+    query = sa.select(backups.c.backup).where(backups.c.holds_until > now).limit(1)
+    return connection.execute(query).first() is not None
+
+
+def goes_back_to(connection: Connection) -> int | None:
+    """Unix seconds before which every commit is in the newest backup, or in the first one if that
+    is still under way; None if there is none."""
+    finished = sa.select(sa.func.max(backups.c.began_at)).where(backups.c.finished_at.is_not(None))
+    found = connection.execute(finished).scalar_one()
+    if found is None:
+        found = connection.execute(sa.select(sa.func.min(backups.c.began_at))).scalar_one()
+    return None if found is None else int(found) - _MARGIN
+
+
+# Restores
+
+
+def newest(connection: Connection) -> Restore | None:
+    query = sa.select(*_COLUMNS).order_by(restores.c.number.desc()).limit(1)
+    found = connection.execute(query).one_or_none()
+    return None if found is None else Restore(**found._mapping)
+
+
+def add(connection: Connection, epoch: str, backup_at: float, now: float) -> Restore:
+    """The restore that brings these records back; what they have open is noted, to be given up."""
+    before = newest(connection)
+    made = Restore(
+        number=1 if before is None else before.number + 1,
+        epoch=epoch,
+        backup_at=int(backup_at),
+        restored_at=int(now),
+    )
+    left = sorted(unfinished_rounds(connection))
+    row = {**made.model_dump(), "open_rounds": [list(key) for key in left]}
+    connection.execute(sa.insert(restores), row)
+    connection.execute(sa.delete(backups).where(backups.c.finished_at.is_(None)))
+    return made
+
+
+def open_rounds(connection: Connection) -> list[RoundKey]:
+    """What was open when the newest restore was made."""
+    query = sa.select(restores.c.open_rounds).order_by(restores.c.number.desc()).limit(1)
+    found = connection.execute(query).scalar_one_or_none() or []
+    return [(task, number, attempt) for task, number, attempt in found]
+
+
+def unknown(connection: Connection, names: Collection[str]) -> tuple[str, ...]:
+    """Those that are no assignment of any device, in their order."""
+    query = sa.select(assignments.c.assignment).where(assignments.c.assignment.in_(list(names)))
+    known = set(connection.execute(query).scalars())
+    return tuple(dict.fromkeys(name for name in names if name not in known))
+
+
+def signed(
+    key: DeviceKey, restore: Restore, client_id: str, task: str, names: Sequence[str], now: float
+) -> SignedRecall:
+    recall = Recall(
+        client_id=client_id,
+        task=task,
+        restore=restore,
+        unknown=tuple(names),
+        issued_at=int(now),
+    )
+    document = sign_document(recall.model_dump(mode="json"), key, context=RECALL_CONTEXT)
+    return SignedRecall(recall=recall, key_id=document["key_id"], signature=document["signature"])
+
+
+def add_undone(
+    connection: Connection,
+    restore: Restore,
+    client_id: str,
+    task: str,
+    fates: Sequence[Fate],
+    now: float,
+) -> None:
+    """Keep what a device knows to have been included and these records do not; once."""
+    of_now = undone.c.number == restore.number
+    names = [fate.assignment for fate in fates]
+    query = sa.select(undone.c.assignment).where(of_now, undone.c.assignment.in_(names))
+    known = set(connection.execute(query).scalars())
+    rows = [
+        {
+            "number": restore.number,
+            "task": task,
+            "client_id": client_id,
+            "reported_at": now,
+            **fate.model_dump(),
+        }
+        for fate in {fate.assignment: fate for fate in fates}.values()
+        if fate.assignment not in known
+    ]
+    if rows:
+        connection.execute(sa.insert(undone), rows)
+
+
+def listed(connection: Connection) -> list[RestoreStatus]:
+    """Every restore that these records have been through, the newest first."""
+    row = undone.c
+    of_round = (row.number, row.task, row.round, row.attempt, row.model)
+    query = (
+        sa.select(
+            *of_round,
+            sa.func.count(sa.distinct(row.client_id)).label("devices"),
+            sa.func.min(row.reported_at).label("reported_at"),
+        )
+        .group_by(*of_round)
+        .order_by(row.task, row.round, row.attempt, row.model)
+    )
+    lost: dict[int, list[UndoneRound]] = {}
+    for number, *fields in connection.execute(query):
+        named = dict(zip(UndoneRound.model_fields, fields, strict=True))
+        lost.setdefault(number, []).append(UndoneRound(**named))
+    rows = connection.execute(sa.select(*_COLUMNS).order_by(restores.c.number.desc()))
+    return [
+        RestoreStatus(**found._mapping, undone=tuple(lost.get(found.number, ()))) for found in rows
+    ]

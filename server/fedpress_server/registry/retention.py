@@ -1,0 +1,199 @@
+"""Which models' files are given up, and when: never what a round, an alias or a backup needs.
+
+First it is written down what is given up, then the files are removed, each in a transaction beside
+which no other server writes. Who makes or brings such a model again finds that out in a transaction
+too, see `registry.keep_again`, and so no file is missing that the database says is there.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+
+import sqlalchemy as sa
+from sqlalchemy.engine import Connection
+
+from fedpress_protocols.messages import RetentionTerms, TaskConfig
+from fedpress_protocols.plan import RoundPlan
+from fedpress_protocols.registry import Collected, CollectedModel
+from fedpress_server.registry import restores
+from fedpress_server.storage import records
+from fedpress_server.storage.database import Database
+from fedpress_server.storage.payloads import Payloads
+from fedpress_server.storage.records import TaskRecord
+from fedpress_server.storage.tables import alias_moves, model_files, model_versions
+
+_TOGETHER = 32
+"""Files removed in one transaction: others wait that long to write."""
+
+_log = logging.getLogger(__name__)
+
+
+class Retention:
+    """Gives up models once every `every` seconds, and when it is asked to.
+
+    A model that is younger than `grace` seconds stays: whoever was told of it has time to fetch it.
+    While a backup is under way files stay, and go with the next collection.
+    """
+
+    def __init__(
+        self,
+        database: Database,
+        payloads: Payloads,
+        clock: Callable[[], float],
+        *,
+        grace: float,
+        every: float,
+    ) -> None:
+        self._database = database
+        self._payloads = payloads
+        self._clock = clock
+        self._grace = grace
+        self._every = every
+        self._due = clock() + every
+        self._collecting = asyncio.Lock()
+
+    def is_due(self) -> bool:
+        """Whether it is time to collect; asked again, it is not before `every` seconds are over."""
+        now = self._clock()
+        if now < self._due:
+            return False
+        self._due = now + self._every
+        return True
+
+    async def collect(self, *, dry_run: bool = False) -> Collected:
+        """Give up what no policy keeps and nothing needs; done again, it changes nothing."""
+        since = self._clock() - self._grace
+        if dry_run:
+            found = await self._database.read(lambda c: collectable(c, since))
+            return _told(found, dry_run=True)
+        async with self._collecting:
+            now = self._clock()
+
+            def give_up(connection: Connection) -> list[CollectedModel]:
+                chosen = collectable(connection, since)
+                for each in chosen:
+                    _set_collected(connection, each.model, now)
+                return chosen
+
+            found = await self._database.write(give_up)
+            given_up = await self._database.read(_given_up)
+            names = await asyncio.to_thread(lambda: list(self._files_of(given_up)))
+            for start in range(0, len(names), _TOGETHER):
+                chunk = names[start : start + _TOGETHER]
+                await self._database.write(partial(self._remove, chunk))
+        if found:
+            told = _told(found, dry_run=False)
+            _log.info("%d models given up, %d bytes", len(told.models), told.num_bytes)
+        return _told(found, dry_run=False)
+
+    def _files_of(self, given_up: set[str]) -> Iterable[str]:
+        """What lies there of models that are given up, also what a killed server left."""
+        folders = ["models", *self._payloads.names("coded")]
+        for folder in folders:
+            for name in self._payloads.names(folder):
+                if given_up.intersection(_digests_in(name)):
+                    yield name
+
+    def _remove(self, names: Sequence[str], connection: Connection) -> None:
+        if restores.is_held(connection, self._clock()):
+            return
+        given_up = _given_up(connection)
+        for name in names:
+            if given_up.intersection(_digests_in(name)):
+                self._payloads.drop(name)
+
+
+def collectable(connection: Connection, since: float) -> list[CollectedModel]:
+    """The models that may be given up: versions of tasks with terms of retention, and needed by
+    nothing. Those made after `since` are too young."""
+    brought_or_gone = sa.select(model_files.c.digest).where(
+        sa.or_(model_files.c.brought_at.is_not(None), model_files.c.collected_at.is_not(None))
+    )
+    kept = set(connection.execute(brought_or_gone).scalars()) | set(_promoted(connection))
+    made: dict[str, dict[str, int]] = {}
+    for record in records.task_records(connection):
+        config = TaskConfig.model_validate_json(record.config)
+        kept |= _in_use(connection, record, config)
+        rows = connection.execute(
+            sa.select(
+                model_versions.c.version,
+                model_versions.c.model,
+                model_versions.c.published,
+                model_versions.c.created_at,
+            )
+            .where(model_versions.c.task == record.task)
+            .order_by(model_versions.c.version.desc())
+        )
+        for place, (version, model, published, created_at) in enumerate(rows):
+            digests = {model, *published.values()}
+            if created_at > since or keeps(config.retention, version, place):
+                kept |= digests
+                continue
+            for digest in digests:
+                made.setdefault(digest, {})[record.task] = version
+    left = {digest: made[digest] for digest in made.keys() - kept}
+    return sorted(_sized(connection, left), key=lambda each: sorted(each.versions.items()))
+
+
+def keeps(terms: RetentionTerms | None, version: int, place: int) -> bool:
+    """Whether a version stays by the policy; `place` counts from the newest, 0."""
+    if terms is None or version == 0 or place < terms.last:
+        return True
+    return terms.every is not None and version % terms.every == 0
+
+
+def _promoted(connection: Connection) -> Iterable[str]:
+    """What an alias points to or may be rolled back to, and has pointed to."""
+    same = sa.and_(
+        model_versions.c.task == alias_moves.c.task,
+        model_versions.c.version == alias_moves.c.version,
+    )
+    query = sa.select(model_versions.c.model, model_versions.c.published).join(alias_moves, same)
+    for model, published in connection.execute(query):
+        yield from (model, *published.values())
+
+
+def _in_use(connection: Connection, record: TaskRecord, config: TaskConfig) -> set[str]:
+    """What a task reads, publishes, has devices measure, or sends differences to."""
+    used = {config.model, record.model, *(record.published or {}).values()}
+    if record.best is not None:
+        used.add(record.best)
+    for text in records.plans_in_use(connection, record.task):
+        plan = RoundPlan.from_json(text)
+        named = (plan.model, plan.previous_model, plan.first_model)
+        used |= {digest for digest in named if digest is not None}
+    if config.downlink is not None:
+        used |= set(records.newest_models(connection, record.task, config.downlink.keep + 1))
+    return used
+
+
+def _sized(connection: Connection, left: dict[str, dict[str, int]]) -> Iterable[CollectedModel]:
+    for digest, versions in left.items():
+        record = records.model(connection, digest)
+        if record is not None:
+            yield CollectedModel(model=digest, num_bytes=record.num_bytes, versions=versions)
+
+
+def _set_collected(connection: Connection, digest: str, now: float) -> None:
+    row = {"digest": digest, "brought_at": None, "collected_at": now}
+    changed = sa.update(model_files).where(model_files.c.digest == digest)
+    if not connection.execute(changed.values(collected_at=now)).rowcount:
+        connection.execute(sa.insert(model_files), row)
+
+
+def _given_up(connection: Connection) -> set[str]:
+    query = sa.select(model_files.c.digest).where(model_files.c.collected_at.is_not(None))
+    return set(connection.execute(query).scalars())
+
+
+def _digests_in(name: str) -> list[str]:
+    """Of the model that a file is of, and of the one that it is the difference to."""
+    return name.rpartition("/")[2].partition(".")[0].split("-")
+
+
+def _told(found: list[CollectedModel], *, dry_run: bool) -> Collected:
+    total = sum(each.num_bytes for each in found)
+    return Collected(dry_run=dry_run, models=tuple(found), num_bytes=total)

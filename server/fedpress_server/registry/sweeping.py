@@ -1,0 +1,148 @@
+"""What is removed: files that a killed server left, and that nothing on record leads to.
+
+First the files that have lain there for a while are listed, then the records are asked which of
+them something leads to, and the others are removed. So a file whose row is written in between
+stays, and no transaction waits for a store. Who writes a file again makes it young again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable, Mapping
+
+from sqlalchemy.engine import Connection
+
+from fedpress_protocols.plan import RoundPlan
+from fedpress_server.registry import restores
+from fedpress_server.rounds import (
+    BasisMade,
+    CarriedOver,
+    FirstStaged,
+    UploadStaged,
+    from_record,
+)
+from fedpress_server.storage import leases, records
+from fedpress_server.storage.database import Database
+from fedpress_server.storage.files import (
+    artefact_name,
+    base_name,
+    bases_folder,
+    optimizer_name,
+    upload_name,
+    uploads_folder,
+)
+from fedpress_server.storage.payloads import Payloads
+from fedpress_server.storage.records import RoundKey, TaskRecord
+
+
+async def sweep(
+    database: Database, payloads: Payloads, now: float, older_than: float = 0.0
+) -> bool:
+    """Remove what nothing on record leads to: what a killed server left, and what steps left for
+    others or for a backup that has ended since. Where it is not a start, `older_than` spares what
+    may be about to get its row (seconds). While a backup is under way, nothing is removed: False.
+    """
+    listed = await asyncio.to_thread(_settled, payloads, older_than)
+    spent = await database.read(lambda connection: _led_to_by_nothing(connection, listed, now))
+    if spent is None:
+        return False
+
+    def remove() -> None:
+        if not older_than:
+            payloads.sweep_temporaries()
+        for name in spent:
+            payloads.drop_settled(name, older_than)
+
+    await asyncio.to_thread(remove)
+    return True
+
+
+def _settled(payloads: Payloads, older_than: float) -> list[str]:
+    """What may be swept if nothing leads to it: files, and the folders of attempts."""
+    found = []
+    for of_task in list(payloads.names("uploads")):
+        folders = list(payloads.names(of_task))
+        found += [name for each in folders for name in payloads.settled(each, older_than)]
+        found += payloads.settled(of_task, older_than)
+    for folder in ("models", "optimizers", "artefacts", *payloads.names("bases")):
+        found += payloads.settled(folder, older_than)
+    return found
+
+
+def _led_to_by_nothing(
+    connection: Connection, listed: Iterable[str], now: float
+) -> list[str] | None:
+    """Of the names `listed`; None while a backup holds them all."""
+    if restores.is_held(connection, now):
+        return None
+    kept = needed_by_rounds(connection)
+    kept |= {name.rpartition("/")[0] for name in kept}
+    kept |= {uploads_folder(key) for key in records.unfinished_rounds(connection)}
+    kept |= needed_by_tasks(connection)
+    for task in records.task_records(connection):
+        bases = records.bases_of(connection, task.task)
+        kept |= {base_name(task.task, *of_client) for of_client in bases.items()}
+    return [
+        name
+        for name in listed
+        if name not in kept
+        and not (
+            name.startswith("models/") and records.model(connection, _digest_in(name)) is not None
+        )
+    ]
+
+
+def needed_by_rounds(connection: Connection) -> set[str]:
+    """The files of bodies, bases and partial sums that the attempts under way go on from."""
+    kept: set[str] = set()
+    for key in records.unfinished_rounds(connection):
+        given: dict[str, RoundKey] = {}
+        for _, record in records.events(connection, key):
+            event = from_record(record)
+            if isinstance(event, UploadStaged | FirstStaged):
+                of = given.get(event.assignment, key)
+                kept.add(upload_name(of, event.assignment, event.upload))
+            elif isinstance(event, CarriedOver):
+                for each in event.carried:
+                    given[each.assignment] = of = (key[0], each.round, each.attempt)
+                    if each.upload is not None:
+                        kept.add(upload_name(of, each.assignment, each.upload))
+            elif isinstance(event, BasisMade):
+                kept.add(f"{uploads_folder(key)}/{event.basis}")
+    for key, output in leases.all_outputs(connection):
+        kept.add(f"{uploads_folder(key)}/{output}")
+    return kept
+
+
+def needed_by_tasks(connection: Connection) -> set[str]:
+    """The optimizers' states, and what open plans name besides models."""
+    led_to: set[str] = set()
+    for task in records.task_records(connection):
+        plans = []
+        if task.state == "running":
+            texts = records.plans_in_use(connection, task.task)
+            plans = [RoundPlan.from_json(text) for text in texts]
+        led_to |= files_of(task, plans)
+    return led_to
+
+
+def sweep_bases(payloads: Payloads, task: str, bases: Mapping[str, str]) -> None:
+    """Remove what uploads of the task stood for, but for `bases`."""
+    kept = {base_name(task, client_id, digest) for client_id, digest in bases.items()}
+    for name in list(payloads.settled(bases_folder(task))):
+        if name not in kept:
+            payloads.drop(name)
+
+
+def files_of(record: TaskRecord, plans: Iterable[RoundPlan]) -> set[str]:
+    """What a task leads to besides models and uploads, with the plans under which uploads come."""
+    files = set()
+    if record.optimizer_state is not None:
+        files.add(optimizer_name(record.optimizer_state))
+    for plan in plans:
+        files |= {artefact_name(digest) for digest in plan.artefacts}
+    return files
+
+
+def _digest_in(name: str) -> str:
+    return name.rpartition("/")[2].partition(".")[0]

@@ -1,0 +1,364 @@
+"""The registry of models: versions that never change, and aliases that move between them.
+
+A version is written in the transaction that commits its round. An alias is a stack of moves: a
+promotion adds one, a rollback undoes the last, and nothing is removed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import sqlalchemy as sa
+from sqlalchemy.engine import Connection, Row
+
+from fedpress_protocols import __version__
+from fedpress_protocols.errors import ConfigurationError, Conflict, NotFound, Unavailable
+from fedpress_protocols.registry import (
+    RESERVED,
+    Alias,
+    AliasMove,
+    ModelLineage,
+    ModelVersion,
+    Promotion,
+    Rollback,
+)
+from fedpress_server.storage.files import model_name
+from fedpress_server.storage.payloads import Payloads
+from fedpress_server.storage.records import TaskRecord
+from fedpress_server.storage.tables import alias_moves, model_files, model_versions, models, tasks
+
+# Versions
+
+
+def add_first_version(connection: Connection, record: TaskRecord, now: float) -> None:
+    """Version 0: the model that a new task begins with."""
+    row = {
+        "task": record.task,
+        "version": 0,
+        "attempt": 0,
+        "model": record.model,
+        "parent": None,
+        "published": {},
+        "updates": [],
+        "num_updates": 0,
+        "config": _digest(record.config),
+        "code": __version__,
+        "created_at": now,
+    }
+    connection.execute(sa.insert(model_versions), row)
+
+
+def add_version(
+    connection: Connection,
+    record: TaskRecord,
+    *,
+    version: int,
+    attempt: int,
+    model: str,
+    parent: str,
+    published: Mapping[str, str],
+    updates: Iterable[str],
+    now: float,
+) -> None:
+    """The version that a round of `record`'s task has made of the model `parent` and `updates`;
+    `published` are the digests of the models besides, by name."""
+    included = sorted(updates)
+    row = {
+        "task": record.task,
+        "version": version,
+        "attempt": attempt,
+        "model": model,
+        "parent": parent,
+        "published": dict(published),
+        "updates": included,
+        "num_updates": len(included),
+        "config": _digest(record.config),
+        "code": __version__,
+        "created_at": now,
+    }
+    connection.execute(sa.insert(model_versions), row)
+
+
+def versions(
+    connection: Connection, task: str, before: int | None, limit: int
+) -> list[ModelVersion]:
+    """The task's versions below `before`, the newest first; raises NotFound without the task."""
+    newest, best = _newest_and_best(connection, task)
+    query = _described().where(model_versions.c.task == task)
+    if before is not None:
+        query = query.where(model_versions.c.version < before)
+    rows = connection.execute(query.order_by(model_versions.c.version.desc()).limit(limit)).all()
+    names = _aliases_by_version(connection, task)
+    return [ModelVersion(**_fields(row, newest, best, names)) for row in rows]
+
+
+def lineage(connection: Connection, task: str, which: str) -> ModelLineage:
+    """The version `which`: a number, an alias, newest or best. Raises NotFound."""
+    newest, best = _newest_and_best(connection, task)
+    number = _number(connection, task, which, newest, best)
+    query = _described(model_versions.c.updates).where(
+        model_versions.c.task == task, model_versions.c.version == number
+    )
+    row = connection.execute(query).one_or_none()
+    if row is None:
+        raise NotFound(f"task {task!r} has no version {number}", task=task)
+    fields = _fields(row, newest, best, _aliases_by_version(connection, task))
+    return ModelLineage(
+        **fields,
+        updates=tuple(row.updates),
+        ancestors=tuple(_ancestors(connection, task, number, row.parent)),
+    )
+
+
+def _described(*more: sa.Column[Any]) -> sa.Select[Any]:
+    versions = model_versions.c
+    plain = [column for column in versions if column.name != "updates"]
+    joined = model_versions.join(models, models.c.digest == versions.model).outerjoin(
+        model_files, model_files.c.digest == versions.model
+    )
+    return sa.select(*plain, *more, models.c.num_bytes, model_files.c.collected_at).select_from(
+        joined
+    )
+
+
+def _fields(
+    row: Row[Any], newest: str, best: str | None, names: dict[int, list[str]]
+) -> dict[str, Any]:
+    known = {name: row._mapping[name] for name in ModelVersion.model_fields if name in row._mapping}
+    return known | {
+        "aliases": tuple(names.get(row.version, [])),
+        "is_newest": row.model == newest,
+        "is_best": row.model == best,
+    }
+
+
+def _newest_and_best(connection: Connection, task: str) -> tuple[str, str | None]:
+    query = sa.select(tasks.c.model, tasks.c.best).where(tasks.c.task == task)
+    found = connection.execute(query).one_or_none()
+    if found is None:
+        raise NotFound(f"no task {task!r}", task=task)
+    return found.model, found.best
+
+
+def _number(connection: Connection, task: str, which: str, newest: str, best: str | None) -> int:
+    if which.isdecimal() and len(which) < 10:
+        return int(which)
+    if which in RESERVED:
+        digest = newest if which == "newest" else best
+        query = sa.select(sa.func.max(model_versions.c.version)).where(
+            model_versions.c.task == task, model_versions.c.model == digest
+        )
+        found = None if digest is None else connection.execute(query).scalar_one()
+        if found is None:
+            raise NotFound(f"task {task!r} has no {which} version", task=task)
+        return int(found)
+    moves = _standing(connection, task, which)
+    if not moves:
+        raise NotFound(
+            f"task {task!r} has no alias {which!r}",
+            hint="give a version's number, newest, best or an alias; fedpress model promote "
+            "makes one",
+            task=task,
+        )
+    return int(moves[-1].version)
+
+
+def _ancestors(connection: Connection, task: str, number: int, parent: str | None) -> Iterable[str]:
+    """From the parent to the task's first, or to a model that another task made."""
+    query = (
+        sa.select(model_versions.c.model, model_versions.c.parent)
+        .where(model_versions.c.task == task, model_versions.c.version < number)
+        .order_by(model_versions.c.version.desc())
+    )
+    for row in connection.execute(query):
+        if parent is None:
+            return
+        if row.model == parent:
+            yield parent
+            parent = row.parent
+    if parent is not None:
+        yield parent
+
+
+# Aliases
+
+
+def aliases(connection: Connection, task: str) -> list[Alias]:
+    """All that point to a version, by name."""
+    _newest_and_best(connection, task)
+    moves = _moves(connection, task)
+    found = []
+    for name in sorted({move.alias for move in moves}):
+        of_name = [move for move in moves if move.alias == name]
+        if any(move.undone_at is None for move in of_name):
+            found.append(_alias(task, name, of_name))
+    return found
+
+
+def promote(connection: Connection, task: str, name: str, asked: Promotion, now: float) -> Alias:
+    """Move an alias; the same move again changes nothing.
+
+    Raises NotFound for what is not there, Conflict if the alias points elsewhere than expected or
+    the version's file was given up, ConfigurationError for a name that is no alias's.
+    """
+    _newest_and_best(connection, task)
+    if name in RESERVED or name.isdecimal():
+        raise ConfigurationError(
+            f"{name!r} names a version already", hint="choose a word such as production"
+        )
+    query = (
+        sa.select(model_files.c.collected_at)
+        .select_from(
+            model_versions.outerjoin(model_files, model_files.c.digest == model_versions.c.model)
+        )
+        .where(model_versions.c.task == task, model_versions.c.version == asked.version)
+    )
+    found = connection.execute(query).one_or_none()
+    if found is None:
+        raise NotFound(f"task {task!r} has no version {asked.version}", task=task)
+    if found.collected_at is not None:
+        raise Conflict(f"the model of version {asked.version} was given up by the task's retention")
+    standing = _standing(connection, task, name)
+    points_to = standing[-1].version if standing else "none"
+    if asked.expect not in ("any", points_to):
+        raise Conflict(
+            f"{name} points to {_said(points_to)}, not to {_said(asked.expect)}",
+            hint="look what was promoted since, and say what you expect now",
+            version=points_to,
+        )
+    if points_to != asked.version:
+        seq = sa.select(sa.func.coalesce(sa.func.max(alias_moves.c.seq), 0)).where(
+            alias_moves.c.task == task, alias_moves.c.alias == name
+        )
+        row = {
+            "task": task,
+            "alias": name,
+            "seq": connection.execute(seq).scalar_one() + 1,
+            "version": asked.version,
+            "moved_at": now,
+            "undone_at": None,
+        }
+        connection.execute(sa.insert(alias_moves), row)
+    return _alias(task, name, _moves(connection, task, name))
+
+
+def rollback(connection: Connection, task: str, name: str, asked: Rollback, now: float) -> Alias:
+    """Undo the last move of an alias that was not undone. Raises NotFound, or Conflict if it points
+    elsewhere than expected, or there is nothing before."""
+    _newest_and_best(connection, task)
+    standing = _standing(connection, task, name)
+    if not standing:
+        raise NotFound(f"task {task!r} has no alias {name!r}", task=task)
+    if asked.expect not in ("any", standing[-1].version):
+        raise Conflict(
+            f"{name} points to {_said(standing[-1].version)}, not to {_said(asked.expect)}",
+            version=standing[-1].version,
+        )
+    if len(standing) == 1:
+        raise Conflict(
+            f"{name} has pointed to version {standing[-1].version} alone",
+            hint="there is nothing to roll back to; promote another version",
+        )
+    connection.execute(
+        sa.update(alias_moves)
+        .where(
+            alias_moves.c.task == task,
+            alias_moves.c.alias == name,
+            alias_moves.c.seq == standing[-1].seq,
+        )
+        .values(undone_at=now)
+    )
+    return _alias(task, name, _moves(connection, task, name))
+
+
+def _moves(connection: Connection, task: str, name: str | None = None) -> list[Row[Any]]:
+    """Every move of the task's aliases, or of one, in order, with the model it leads to."""
+    same = sa.and_(
+        model_versions.c.task == alias_moves.c.task,
+        model_versions.c.version == alias_moves.c.version,
+    )
+    query = (
+        sa.select(alias_moves, model_versions.c.model)
+        .join(model_versions, same)
+        .where(alias_moves.c.task == task)
+        .order_by(alias_moves.c.alias, alias_moves.c.seq)
+    )
+    if name is not None:
+        query = query.where(alias_moves.c.alias == name)
+    return list(connection.execute(query))
+
+
+def _standing(connection: Connection, task: str, name: str) -> list[Row[Any]]:
+    return [move for move in _moves(connection, task, name) if move.undone_at is None]
+
+
+def _aliases_by_version(connection: Connection, task: str) -> dict[int, list[str]]:
+    last = {move.alias: move.version for move in _moves(connection, task) if not move.undone_at}
+    found: dict[int, list[str]] = {}
+    for name, version in last.items():
+        found.setdefault(version, []).append(name)
+    return found
+
+
+def _alias(task: str, name: str, moves: list[Row[Any]]) -> Alias:
+    last = [move for move in moves if move.undone_at is None][-1]
+    return Alias(
+        task=task,
+        alias=name,
+        version=last.version,
+        model=last.model,
+        history=tuple(
+            AliasMove(
+                version=move.version,
+                model=move.model,
+                moved_at=move.moved_at,
+                undone_at=move.undone_at,
+            )
+            for move in moves
+        ),
+    )
+
+
+def _said(version: object) -> str:
+    return "nothing" if version == "none" else f"version {version}"
+
+
+# Files
+
+
+def is_collected(connection: Connection, digest: str) -> bool:
+    query = sa.select(model_files.c.collected_at).where(model_files.c.digest == digest)
+    return connection.execute(query).scalar_one_or_none() is not None
+
+
+def keep_again(connection: Connection, payloads: Payloads, digests: Iterable[str]) -> None:
+    """For models whose files were just written: they are not given up any more.
+
+    Raises Unavailable for one whose file was removed in the meantime: write it again.
+    """
+    given_up = sa.and_(
+        model_files.c.digest.in_(list(digests)), model_files.c.collected_at.is_not(None)
+    )
+    for digest in connection.execute(sa.select(model_files.c.digest).where(given_up)).scalars():
+        try:
+            payloads.size(model_name(digest))
+        except NotFound as exc:
+            raise Unavailable(
+                f"the file of {digest[:12]} was being removed", retry_after=1
+            ) from exc
+    connection.execute(sa.update(model_files).where(given_up).values(collected_at=None))
+
+
+def was_brought(connection: Connection, digest: str, now: float) -> None:
+    """What an operator brings is the operator's, and never given up."""
+    row = sa.update(model_files).where(model_files.c.digest == digest)
+    if not connection.execute(row.values(brought_at=now)).rowcount:
+        connection.execute(
+            sa.insert(model_files), {"digest": digest, "brought_at": now, "collected_at": None}
+        )
+
+
+def _digest(config: str) -> str:
+    return hashlib.sha256(config.encode()).hexdigest()

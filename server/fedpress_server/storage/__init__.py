@@ -1,0 +1,1 @@
+"""Where the server's truth is kept: the database's rows and the store's files."""

@@ -1,0 +1,298 @@
+"""Payloads in an S3 store that several servers share, by way of obstore.
+
+An object is there whole or not at all, and what an acknowledged put has stored is found by its
+name at once; listings may lag behind, so nothing but sweeping goes by them. What is named by its
+content is put with the checksum that the store verifies, at first only where nothing is
+(If-None-Match), and is held against its name when it comes back. A body goes up in one request: an
+upload in parts that was broken off would leave bytes which no name leads to.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import tempfile
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from datetime import UTC, datetime, timedelta
+from functools import partial
+from pathlib import Path
+from typing import Any, BinaryIO, TypeVar
+from urllib.parse import urlsplit
+
+from fedpress_protocols.errors import ConfigurationError, MissingExtra, NotFound, Unavailable
+from fedpress_server import failpoints
+from fedpress_server.settings import Settings
+from fedpress_server.storage.payloads import LocalPayloads, Payloads, check_digest, digest_in
+
+_log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+_RETRY_AFTER = 5.0
+
+
+class Bucket(Payloads):
+    """Objects under a prefix of a bucket. `grace`: seconds for which an object that no row leads to
+    is left alone, since another server may be about to commit one."""
+
+    is_local = False
+
+    def __init__(
+        self,
+        url: str,
+        cache: Path,
+        *,
+        endpoint: str = "",
+        region: str = "",
+        access_key_id: str = "",
+        secret_access_key: str = "",
+        timeout: float = 30.0,
+        cache_bytes: int = 2**32,
+        grace: float = 3600.0,
+    ) -> None:
+        """`url`: s3://bucket/prefix. Without keys obstore looks for them where S3 clients do, from
+        AWS_* variables to the machine's role. Raises ConfigurationError or MissingExtra."""
+        try:
+            import obstore
+            import obstore.exceptions
+            import obstore.store
+        except ModuleNotFoundError as exc:
+            raise MissingExtra(
+                "an S3 store needs obstore", hint="pip install fedpress[s3]"
+            ) from exc
+        self._api: Any = obstore
+        self._errors: Any = obstore.exceptions
+        bucket, prefix = _parsed(url)
+        config: Any = {
+            "endpoint": endpoint,
+            "region": region or ("us-east-1" if endpoint else ""),
+            "access_key_id": access_key_id,
+            "secret_access_key": secret_access_key,
+        }
+        config = {name: value for name, value in config.items() if value}
+        config["checksum_algorithm"] = "sha256"
+        config["virtual_hosted_style_request"] = not endpoint
+        self._where = f"{url.rstrip('/')} at {endpoint}" if endpoint else url
+        self._store = obstore.store.S3Store(
+            bucket,
+            prefix=prefix or None,
+            config=config,
+            client_options={
+                "allow_http": endpoint.startswith("http://"),
+                "connect_timeout": timedelta(seconds=min(5.0, timeout)),
+                "timeout": timedelta(seconds=timeout),
+            },
+            retry_config={
+                "max_retries": 4,
+                "retry_timeout": timedelta(seconds=timeout),
+                "backoff": {
+                    "init_backoff": timedelta(seconds=0.05),
+                    "max_backoff": timedelta(seconds=2),
+                    "base": 2,
+                },
+            },
+        )
+        self._grace = timedelta(seconds=grace)
+        self._cache = _Cache(cache, cache_bytes)
+        self.scratch = cache
+
+    def put(self, name: str, data: bytes) -> None:
+        if digest_in(name) is None:
+            self._asked(name, lambda: self._put(name, data, "overwrite"))
+            failpoints.reach("file-kept")
+            return
+        check_digest(name, data)
+        try:
+            self._asked(name, lambda: self._put(name, data, "create"))
+        except self._errors.AlreadyExistsError:
+            # Its age decides what is swept: it must not be as old as what a killed server left.
+            self._asked(name, lambda: self._put(name, data, "overwrite"))
+        failpoints.reach("file-kept")
+
+    def _put(self, name: str, data: bytes, mode: str) -> None:
+        self._api.put(self._store, name, data, mode=mode, use_multipart=False)
+
+    def get(self, name: str) -> bytes:
+        data: bytes = self._asked(name, lambda: self._api.get(self._store, name).bytes().to_bytes())
+        check_digest(name, data)
+        return data
+
+    def open(self, name: str) -> BinaryIO:
+        """From the local folder, where it lies until others need its room."""
+        return self._cache.open(name) or self._cache.keep(name, self.get(name))
+
+    def size(self, name: str) -> int:
+        return int(self._asked(name, lambda: self._api.head(self._store, name))["size"])
+
+    def drop(self, name: str) -> None:
+        self._cache.drop(name)
+        below = [each["path"] for each in self._listed(name)]
+        for start in range(0, len(below), 1000):
+            chunk = below[start : start + 1000]
+            self._asked(name, partial(self._api.delete, self._store, chunk))
+        if not below:
+            self._asked(name, lambda: self._api.delete(self._store, [name]))
+
+    def names(self, folder: str) -> Iterator[str]:
+        found = self._asked(
+            folder, lambda: self._api.list_with_delimiter(self._store, f"{folder}/")
+        )
+        here = [each["path"] for each in found["objects"]]
+        yield from sorted([*found["common_prefixes"], *here])
+
+    def drop_settled(self, name: str, older_than: float = 0.0) -> None:
+        below = [each["last_modified"] for each in self._listed(name)]
+        try:
+            if not below:
+                head = self._asked(name, lambda: self._api.head(self._store, name))
+                below = [head["last_modified"]]
+        except NotFound:
+            return
+        if max(below) < self._before(older_than):
+            self.drop(name)
+
+    def settled(self, folder: str, older_than: float = 0.0) -> Iterator[str]:
+        newest: dict[str, datetime] = {}
+        for each in self._listed(folder):
+            below = each["path"].removeprefix(f"{folder}/").partition("/")[0]
+            name, at = f"{folder}/{below}", each["last_modified"]
+            newest[name] = max(at, newest.get(name, at))
+        before = self._before(older_than)
+        yield from sorted(name for name, at in newest.items() if at < before)
+
+    def _before(self, older_than: float) -> datetime:
+        return datetime.now(UTC) - max(self._grace, timedelta(seconds=older_than))
+
+    def _listed(self, folder: str) -> list[Any]:
+        def listed() -> list[Any]:
+            return [each for page in self._api.list(self._store, f"{folder}/") for each in page]
+
+        return list(self._asked(folder, listed))
+
+    def sweep_temporaries(self) -> int:
+        return self._cache.clear()
+
+    def check_writable(self) -> None:
+        self.put("probe", b"\n")
+
+    def check_settings(self) -> None:
+        """Raises ConfigurationError if nothing can be stored, for whatever reason."""
+        try:
+            self.put("probe", b"\n")
+        except NotFound as exc:
+            raise ConfigurationError(
+                f"the store {self._where} has no such bucket", hint="make the bucket first"
+            ) from exc
+        except Unavailable as exc:
+            raise ConfigurationError(
+                f"the store {self._where} cannot be used: {_said(exc.__cause__ or exc)}",
+                hint="look at FEDPRESS_STORE_URL, FEDPRESS_STORE_ENDPOINT and the keys",
+            ) from exc
+
+    def _asked(self, name: str, ask: Callable[[], T]) -> T:
+        """What the store answers, after as many tries as there is time for."""
+        try:
+            return ask()
+        except FileNotFoundError as exc:
+            raise NotFound(f"no file {name}") from exc
+        except self._errors.AlreadyExistsError:
+            raise
+        except (self._errors.BaseError, OSError) as exc:
+            _log.warning("the store failed at %s: %s", name, _said(exc))
+            raise Unavailable("the store does not answer", retry_after=_RETRY_AFTER) from exc
+
+
+def opened_payloads(settings: Settings) -> Payloads:
+    """The data folder, or the S3 store of the settings; raises ConfigurationError."""
+    if not settings.store_url:
+        return LocalPayloads(settings.data_dir)
+    secret = settings.store_secret_access_key
+    bucket = Bucket(
+        settings.store_url,
+        settings.data_dir / "cache",
+        endpoint=settings.store_endpoint,
+        region=settings.store_region,
+        access_key_id=settings.store_access_key_id,
+        secret_access_key=secret.get_secret_value() if secret else "",
+        timeout=settings.store_timeout,
+        cache_bytes=settings.store_cache_bytes,
+    )
+    bucket.check_settings()
+    return bucket
+
+
+class _Cache:
+    """Files of the store in a local folder, as many as `room` bytes hold; those least lately used
+    go first. A file that is open can be read to its end."""
+
+    def __init__(self, folder: Path, room: int) -> None:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self._folder, self._room = folder, room
+        self._sizes: OrderedDict[str, int] = OrderedDict()
+        self._lock = threading.Lock()
+        self.clear()
+
+    def open(self, name: str) -> BinaryIO | None:
+        with self._lock:
+            if name not in self._sizes:
+                return None
+            self._sizes.move_to_end(name)
+            return self._path(name).open("rb")
+
+    def keep(self, name: str, data: bytes) -> BinaryIO:
+        """Opened at its beginning; kept only if there can be room."""
+        file: BinaryIO = tempfile.NamedTemporaryFile(dir=self._folder, delete=False)  # type: ignore[assignment] # noqa: SIM115
+        beside = Path(file.name)
+        try:
+            file.write(data)
+            file.seek(0)
+            with self._lock:
+                if len(data) <= self._room and digest_in(name) is not None:
+                    beside.rename(self._path(name))
+                    self._sizes[name] = len(data)
+                    self._sizes.move_to_end(name)
+                    self._make_room()
+        except BaseException:
+            file.close()
+            raise
+        finally:
+            beside.unlink(missing_ok=True)
+        return file
+
+    def drop(self, name: str) -> None:
+        with self._lock:
+            if self._sizes.pop(name, None) is not None:
+                self._path(name).unlink(missing_ok=True)
+
+    def clear(self) -> int:
+        with self._lock:
+            self._sizes.clear()
+            left = list(self._folder.iterdir())
+            for path in left:
+                path.unlink(missing_ok=True)
+            return len(left)
+
+    def _make_room(self) -> None:
+        while sum(self._sizes.values()) > self._room:
+            name, _ = self._sizes.popitem(last=False)
+            self._path(name).unlink(missing_ok=True)
+
+    def _path(self, name: str) -> Path:
+        return self._folder / hashlib.sha256(os.fsencode(name)).hexdigest()
+
+
+def _parsed(url: str) -> tuple[str, str]:
+    parts = urlsplit(url)
+    if parts.scheme != "s3" or not parts.netloc or "@" in parts.netloc or parts.query:
+        raise ConfigurationError(
+            "store_url is not of the form s3://bucket/prefix",
+            hint="the endpoint and the keys are settings of their own",
+        )
+    return parts.netloc, parts.path.strip("/")
+
+
+def _said(exc: BaseException) -> str:
+    """The store's own sentence, without the library's account of its tries."""
+    return " ".join(str(exc).partition("Debug source")[0].split())[:300]

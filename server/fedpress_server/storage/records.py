@@ -1,0 +1,673 @@
+"""Every SQL statement of the server but those of `evaluation`, by what it means; each runs in its
+caller's transaction."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import sqlalchemy as sa
+from sqlalchemy.engine import Connection, Row
+
+from fedpress_protocols.messages import RoundStatus, TaskState
+from fedpress_server.rounds.selection import Candidate
+from fedpress_server.storage import evaluation
+from fedpress_server.storage.tables import (
+    assignments,
+    bases,
+    clients,
+    enrolment_tokens,
+    models,
+    request_nonces,
+    round_events,
+    rounds,
+    session_messages,
+    tasks,
+    uploads,
+    waiting,
+)
+
+RoundKey = tuple[str, int, int]
+"""Task, round, attempt."""
+
+
+# Devices
+
+
+@dataclass(frozen=True, slots=True)
+class Device:
+    """An enrolled device and the key that signs its requests."""
+
+    client_id: str
+    key_id: str
+    public_key: bytes
+    name: str
+    token_id: str
+    enrolled_at: float
+    revoked_at: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class EnrolmentToken:
+    token_id: str
+    token_hash: str
+    uses: int
+    used: int
+    created_at: float
+    expires_at: float
+    note: str
+
+
+def devices(connection: Connection) -> list[Device]:
+    return [Device(*row) for row in connection.execute(sa.select(clients))]
+
+
+def device_by_key(connection: Connection, key_id: str) -> Device | None:
+    found = connection.execute(sa.select(clients).where(clients.c.key_id == key_id)).one_or_none()
+    return Device(*found) if found else None
+
+
+def add_device(connection: Connection, device: Device) -> None:
+    """Add it and count one use of its token."""
+    token = enrolment_tokens.c
+    connection.execute(
+        sa.update(enrolment_tokens)
+        .where(token.token_id == device.token_id)
+        .values(used=token.used + 1)
+    )
+    connection.execute(sa.insert(clients), _fields(device))
+
+
+def revoke_device(connection: Connection, client_id: str, at: float) -> None:
+    connection.execute(
+        sa.update(clients)
+        .where(clients.c.client_id == client_id, clients.c.revoked_at.is_(None))
+        .values(revoked_at=at)
+    )
+
+
+def revoked_among(connection: Connection, client_ids: Sequence[str]) -> set[str]:
+    """Those of them that are strangers from now on."""
+    found = connection.execute(_REVOKED, {"client_ids": list(client_ids)})
+    return set(found.scalars())
+
+
+def add_token(connection: Connection, token: EnrolmentToken) -> None:
+    connection.execute(sa.insert(enrolment_tokens), _fields(token))
+
+
+def token_by_hash(connection: Connection, token_hash: str) -> EnrolmentToken | None:
+    found = connection.execute(
+        sa.select(enrolment_tokens).where(enrolment_tokens.c.token_hash == token_hash)
+    ).one_or_none()
+    return EnrolmentToken(*found) if found else None
+
+
+# Models and tasks
+
+
+@dataclass(frozen=True, slots=True)
+class ModelRecord:
+    digest: str
+    spec: str
+    num_bytes: int
+    created_at: float
+
+
+@dataclass(frozen=True, slots=True)
+class TaskRecord:
+    task: str
+    config: str
+    state: TaskState
+    model: str
+    spec: str
+    optimizer_state: str | None
+    published: dict[str, str] | None
+    round: int
+    rounds: int
+    max_body_bytes: int
+    created_at: float
+    ended_at: float | None
+    best: str | None = None
+    reason: str | None = None
+    version: int = 0
+    """Of what is kept of the task: every write that others must know of counts it up."""
+    held_at: float | None = None
+    """Since when no device is given work, by the operator's word; None if it is."""
+
+
+def model(connection: Connection, digest: str) -> ModelRecord | None:
+    found = connection.execute(sa.select(models).where(models.c.digest == digest)).one_or_none()
+    return ModelRecord(*found) if found else None
+
+
+def add_model(connection: Connection, record: ModelRecord) -> bool:
+    """False if it was there: the same digest is the same model."""
+    if model(connection, record.digest):
+        return False
+    connection.execute(sa.insert(models), _fields(record))
+    return True
+
+
+def task_records(connection: Connection) -> list[TaskRecord]:
+    return [TaskRecord(*row) for row in connection.execute(sa.select(tasks))]
+
+
+def task_record(connection: Connection, task: str) -> TaskRecord:
+    return TaskRecord(*connection.execute(sa.select(tasks).where(tasks.c.task == task)).one())
+
+
+def add_task(connection: Connection, record: TaskRecord) -> None:
+    connection.execute(sa.insert(tasks), _fields(record))
+
+
+def set_task(connection: Connection, record: TaskRecord) -> None:
+    """All of the record but its version, which `claim_task` counts."""
+    values = _fields(record)
+    del values["version"]
+    connection.execute(sa.update(tasks).where(tasks.c.task == record.task).values(**values))
+
+
+def claim_task(connection: Connection, task: str, version: int) -> bool:
+    """Whether the task is still at `version`; if so it is now at the next one.
+
+    One statement is comparison, count and, where other servers write beside this transaction, a
+    lock: a second writer waits for the row, and then finds another version.
+    """
+    claimed = connection.execute(_CLAIM, {"of_task": task, "at_version": version})
+    return claimed.rowcount == 1
+
+
+def task_version(connection: Connection, task: str) -> int | None:
+    """None for a task that there is not."""
+    query = sa.select(tasks.c.version).where(tasks.c.task == task)
+    return connection.execute(query).scalar_one_or_none()
+
+
+def task_versions(connection: Connection) -> dict[str, int]:
+    return {task: version for task, version in connection.execute(_VERSIONS)}
+
+
+# Rounds
+
+
+def open_round(
+    connection: Connection,
+    key: RoundKey,
+    *,
+    plan: str,
+    base_model: str,
+    size: int,
+    minimum: int,
+    opened_at: float,
+    deadline: float,
+    course: dict[str, Any] | None = None,
+) -> None:
+    task, number, attempt = key
+    connection.execute(
+        sa.insert(rounds).values(
+            task=task,
+            round=number,
+            attempt=attempt,
+            plan=plan,
+            state="collecting",
+            reason="",
+            base_model=base_model,
+            size=size,
+            minimum=minimum,
+            assigned=0,
+            received=0,
+            included=0,
+            num_examples=0,
+            upload_bytes=0,
+            wire_upload_bytes=0,
+            download_bytes=0,
+            opened_at=opened_at,
+            deadline=deadline,
+            course=course,
+        )
+    )
+
+
+def update_round(connection: Connection, key: RoundKey, **values: Any) -> None:
+    connection.execute(sa.update(rounds).where(*_is_round(rounds, key)).values(**values))
+
+
+def count(connection: Connection, key: RoundKey, **amounts: int) -> None:
+    """Add `amounts` to the round's counters of those names."""
+    task, number, attempt = key
+    of = {"of_task": task, "of_round": number, "of_attempt": attempt}
+    added = {f"add_{name}": amount for name, amount in amounts.items()}
+    connection.execute(_counting(tuple(amounts)), {**of, **added})
+
+
+@cache
+def _counting(names: tuple[str, ...]) -> sa.Update:
+    """Made once: to make a statement costs more than to run it."""
+    of = zip(_KEY, ("of_task", "of_round", "of_attempt"), strict=True)
+    values = {name: rounds.c[name] + sa.bindparam(f"add_{name}") for name in names}
+    is_this = [rounds.c[name] == sa.bindparam(given) for name, given in of]
+    return sa.update(rounds).where(*is_this).values(**values)
+
+
+@dataclass(frozen=True, slots=True)
+class OpenRoundRecord:
+    """What a restart needs of the newest attempt of a task."""
+
+    round: int
+    attempt: int
+    plan: str
+    opened_at: float
+    course: dict[str, Any] | None = None
+
+
+def newest_round(connection: Connection, task: str) -> OpenRoundRecord:
+    found = connection.execute(
+        sa.select(
+            rounds.c.round, rounds.c.attempt, rounds.c.plan, rounds.c.opened_at, rounds.c.course
+        )
+        .where(rounds.c.task == task)
+        .order_by(rounds.c.round.desc(), rounds.c.attempt.desc())
+        .limit(1)
+    ).one()
+    return OpenRoundRecord(*found)
+
+
+def plan_of(connection: Connection, key: RoundKey) -> str:
+    query = sa.select(rounds.c.plan).where(*_is_round(rounds, key))
+    return str(connection.execute(query).scalar_one())
+
+
+def plans_in_use(connection: Connection, task: str) -> list[str]:
+    """Of the task's newest attempt, and of every other of which an assignment has no receipt."""
+    newest = newest_round(connection, task)
+    query = (
+        sa.select(rounds.c.plan)
+        .distinct()
+        .join(assignments, sa.and_(*(rounds.c[name] == assignments.c[name] for name in _KEY)))
+        .where(rounds.c.task == task, assignments.c.receipt.is_(None))
+    )
+    return [newest.plan, *connection.execute(query).scalars()]
+
+
+def add_event(
+    connection: Connection, key: RoundKey, seq: int, at: float, event: dict[str, Any]
+) -> None:
+    task, number, attempt = key
+    connection.execute(
+        sa.insert(round_events).values(
+            task=task, round=number, attempt=attempt, seq=seq, at=at, event=event
+        )
+    )
+
+
+def add_events(
+    connection: Connection, key: RoundKey, at: float, numbered: Sequence[tuple[int, dict[str, Any]]]
+) -> None:
+    """Several events of an attempt by their numbers, all at one time."""
+    task, number, attempt = key
+    of = {"task": task, "round": number, "attempt": attempt, "at": at}
+    connection.execute(_ADD_EVENT, [{**of, "seq": seq, "event": event} for seq, event in numbered])
+
+
+def events(
+    connection: Connection, key: RoundKey, after: int = 0
+) -> list[tuple[float, dict[str, Any]]]:
+    """Every event of the attempt later than its event `after`, and its time, in their order."""
+    found = connection.execute(
+        sa.select(round_events.c.at, round_events.c.event)
+        .where(*_is_round(round_events, key), round_events.c.seq > after)
+        .order_by(round_events.c.seq)
+    )
+    return [(at, event) for at, event in found]
+
+
+def unfinished_rounds(connection: Connection) -> set[RoundKey]:
+    found = connection.execute(
+        sa.select(rounds.c.task, rounds.c.round, rounds.c.attempt).where(
+            rounds.c.state.in_(["collecting", "basing", "masking", "folding"])
+        )
+    )
+    return {(task, number, attempt) for task, number, attempt in found}
+
+
+def round_history(
+    connection: Connection, task: str, number: int | None = None
+) -> list[RoundStatus]:
+    """Every attempt at every round, or at round `number`, oldest first."""
+    query = sa.select(rounds).where(rounds.c.task == task)
+    if number is not None:
+        query = query.where(rounds.c.round == number)
+    rows = connection.execute(query.order_by(rounds.c.round, rounds.c.attempt)).all()
+    means = evaluation.means(connection, task, {row.model for row in rows if row.model})
+    return [_status(row, means.get(row.model, {})) for row in rows]
+
+
+def newest_models(connection: Connection, task: str, most: int) -> list[str]:
+    """The task's newest models, those that its rounds began with and made; the newest first."""
+    query = (
+        sa.select(rounds.c.model, rounds.c.base_model)
+        .where(rounds.c.task == task)
+        .order_by(rounds.c.round.desc(), rounds.c.attempt.desc())
+    )
+    found: dict[str, None] = {}
+    for row in connection.execute(query):
+        found.update(dict.fromkeys(digest for digest in row if digest is not None))
+        if len(found) >= most:
+            break
+    return list(found)[:most]
+
+
+def uploaded(connection: Connection, task: str, after: int) -> list[int]:
+    """The bytes of the uploads that were taken for each round later than `after`, all its attempts
+    together, in order. What a device repeats, or sends in vain, is not among them."""
+    of_attempt = sa.and_(
+        assignments.c.task == rounds.c.task,
+        assignments.c.round == rounds.c.round,
+        assignments.c.attempt == rounds.c.attempt,
+    )
+    query = (
+        sa.select(sa.func.coalesce(sa.func.sum(uploads.c.num_bytes), 0))
+        .select_from(rounds.outerjoin(assignments, of_attempt).outerjoin(uploads))
+        .where(rounds.c.task == task, rounds.c.round > after)
+        .group_by(rounds.c.round)
+        .order_by(rounds.c.round)
+    )
+    return [int(total) for total in connection.scalars(query)]
+
+
+def _status(row: Row[Any], metrics: dict[str, float]) -> RoundStatus:
+    fields = {name: row._mapping[name] for name in RoundStatus.model_fields if name in row._mapping}
+    fields["published"] = row.published or {}
+    return RoundStatus(**fields, metrics=metrics)
+
+
+def newest_attempt(
+    connection: Connection, task: str, number: int, least: int
+) -> RoundStatus | None:
+    """At round `number`, with what `least` devices or more measured by group and by class."""
+    found = round_history(connection, task, number)
+    if not found or found[-1].model is None:
+        return found[-1] if found else None
+    of_model = (connection, task, found[-1].model, least)
+    groups, classes = evaluation.groups(*of_model), evaluation.classes(*of_model)
+    return found[-1].model_copy(update={"groups": groups, "classes": classes})
+
+
+def bases_of(connection: Connection, task: str) -> dict[str, str]:
+    """By client: the digest of what its last included upload stood for, where that is kept."""
+    query = sa.select(bases.c.client_id, bases.c.digest).where(bases.c.task == task)
+    return {client_id: digest for client_id, digest in connection.execute(query)}
+
+
+def set_base(connection: Connection, task: str, client_id: str, digest: str) -> None:
+    mine = (bases.c.task == task, bases.c.client_id == client_id)
+    changed = connection.execute(sa.update(bases).where(*mine).values(digest=digest))
+    if not changed.rowcount:
+        row = {"task": task, "client_id": client_id, "digest": digest}
+        connection.execute(sa.insert(bases), row)
+
+
+def drop_bases(connection: Connection, task: str) -> None:
+    connection.execute(sa.delete(bases).where(bases.c.task == task))
+
+
+def unenrolled(connection: Connection, client_ids: Iterable[str]) -> list[str]:
+    """Those of `client_ids` that are no device's, in their order."""
+    known = set(connection.execute(sa.select(clients.c.client_id)).scalars())
+    return [client_id for client_id in client_ids if client_id not in known]
+
+
+# Assignments and uploads
+
+
+@dataclass(frozen=True, slots=True)
+class UploadRecord:
+    assignment: str
+    digest: str
+    num_bytes: int
+    num_examples: int
+    received_at: float
+    loss: float | None = None
+    """At the round's model, where the plan has it reported."""
+    began_at: float | None = None
+    seconds: float | None = None
+    """From the first byte, at `began_at`, to the last; None where the server did not see it."""
+
+
+@dataclass(frozen=True, slots=True)
+class AssignmentRecord:
+    assignment: str
+    task: str
+    round: int
+    attempt: int
+    client_id: str
+    position: int
+    profile: str
+    assigned_at: float
+    receipt: str | None
+    turn: int = 0
+
+    @property
+    def key(self) -> RoundKey:
+        return self.task, self.round, self.attempt
+
+
+def add_assignment(connection: Connection, record: AssignmentRecord) -> None:
+    connection.execute(sa.insert(assignments), _fields(record))
+
+
+def add_assignments(connection: Connection, given: Sequence[AssignmentRecord]) -> None:
+    connection.execute(_ADD_ASSIGNMENT, [_fields(each) for each in given])
+
+
+def assignment(connection: Connection, name: str) -> AssignmentRecord | None:
+    found = connection.execute(
+        sa.select(assignments).where(assignments.c.assignment == name)
+    ).one_or_none()
+    return AssignmentRecord(*found) if found else None
+
+
+def add_upload(connection: Connection, record: UploadRecord) -> None:
+    connection.execute(sa.insert(uploads), _fields(record))
+
+
+def add_uploads(connection: Connection, taken: Sequence[UploadRecord], now: float) -> None:
+    """All received `now`, whatever they say themselves."""
+    connection.execute(_ADD_UPLOAD, [{**_fields(each), "received_at": now} for each in taken])
+
+
+def upload(connection: Connection, name: str) -> UploadRecord | None:
+    found = connection.execute(sa.select(uploads).where(uploads.c.assignment == name)).one_or_none()
+    return UploadRecord(*found) if found else None
+
+
+def set_receipt(connection: Connection, name: str, receipt: str) -> None:
+    """Once and for all: a second receipt for one assignment is a bug, and raises."""
+    changed = connection.execute(
+        sa.update(assignments)
+        .where(assignments.c.assignment == name, assignments.c.receipt.is_(None))
+        .values(receipt=receipt)
+    )
+    if changed.rowcount != 1:
+        raise AssertionError(f"assignment {name} has a receipt, or does not exist")
+
+
+def receipts(
+    connection: Connection, client_id: str, names: Sequence[str]
+) -> tuple[list[str], set[str]]:
+    """The client's receipts among the assignments `names`, and which of these are the client's."""
+    found = connection.execute(
+        sa.select(assignments.c.assignment, assignments.c.receipt)
+        .where(assignments.c.assignment.in_(names), assignments.c.client_id == client_id)
+        .order_by(assignments.c.assigned_at, assignments.c.assignment)
+    ).all()
+    return [receipt for _, receipt in found if receipt], {name for name, _ in found}
+
+
+def candidates(connection: Connection, task: str, client_ids: Iterable[str]) -> list[Candidate]:
+    """What the task's records tell of `client_ids`, in their order; see Candidate."""
+    client_ids = list(client_ids)
+    whose, upload_of = assignments.c.client_id, assignments.c.assignment == uploads.c.assignment
+    of_task = assignments.c.task == task
+    if len(client_ids) <= _SOME:  # by their index, however long the task's history is
+        of_task = sa.and_(of_task, whose.in_(client_ids))
+    given = connection.execute(
+        sa.select(whose, sa.func.count(), sa.func.count(uploads.c.assignment))
+        .select_from(assignments.outerjoin(uploads, upload_of))
+        .where(of_task)
+        .group_by(whose)
+    )
+    counts = {client_id: (num_given, delivered) for client_id, num_given, delivered in given}
+    staged = sa.select(whose, uploads.c.received_at.label("at")).join(uploads, upload_of)
+    staged = staged.where(of_task)
+    examples = staged.add_columns(uploads.c.num_examples.label("value"))
+    reported = staged.add_columns(uploads.c.loss.label("value")).where(uploads.c.loss.is_not(None))
+    losses = sa.union_all(reported, evaluation.losses(task))
+    num_examples = _newest(connection, examples.where(uploads.c.num_examples > 0))
+    loss = _newest(connection, losses)
+    return [
+        Candidate(each, num_examples.get(each), loss.get(each), *counts.get(each, (0, 0)))
+        for each in client_ids
+    ]
+
+
+def _newest(
+    connection: Connection, told: sa.Select[Any] | sa.CompoundSelect[Any]
+) -> dict[str, Any]:
+    """By client, the newest value of `told`, whose columns are client_id, at and value."""
+    row = told.subquery().c
+    rank = sa.func.row_number().over(partition_by=row.client_id, order_by=row.at.desc())
+    ranked = sa.select(row.client_id, row.value, rank.label("rank")).subquery().c
+    newest = sa.select(ranked.client_id, ranked.value).where(ranked.rank == 1)
+    return {client_id: value for client_id, value in connection.execute(newest)}
+
+
+def set_waiting(
+    connection: Connection, task: str, client_id: str, is_eligible: bool, at: float
+) -> None:
+    """The device waits for a place in the task since its check-in `at`, if it is eligible."""
+    mine = (waiting.c.task == task, waiting.c.client_id == client_id)
+    values = {"is_eligible": is_eligible, "seen_at": at}
+    again = sa.update(waiting).where(*mine).values(looks=waiting.c.looks + 1, **values)
+    if not connection.execute(again).rowcount:
+        row = {"task": task, "client_id": client_id, "looks": 1, **values}
+        connection.execute(sa.insert(waiting), row)
+
+
+@dataclass(frozen=True, slots=True)
+class Waiting:
+    """A device that checked in and got no place, for the `looks`th time in a row."""
+
+    client_id: str
+    is_eligible: bool
+    seen_at: float
+    looks: int
+
+
+def waiting_since(connection: Connection, task: str, at: float) -> list[Waiting]:
+    """Who checked in after `at`, in the order of the times."""
+    row = waiting.c
+    found = connection.execute(
+        sa.select(row.client_id, row.is_eligible, row.seen_at, row.looks)
+        .where(row.task == task, row.seen_at > at)
+        .order_by(row.seen_at)
+    )
+    return [Waiting(*each) for each in found]
+
+
+def drop_waiting(connection: Connection, task: str, client_ids: Collection[str]) -> None:
+    mine = (waiting.c.task == task, waiting.c.client_id.in_(list(client_ids)))
+    connection.execute(sa.delete(waiting).where(*mine))
+
+
+def forget_waiting(connection: Connection, before: float) -> None:
+    connection.execute(sa.delete(waiting).where(waiting.c.seen_at <= before))
+
+
+def add_nonce(connection: Connection, key_id: str, nonce: str, expires: int) -> bool:
+    """False for a nonce that was there."""
+    mine = (request_nonces.c.key_id == key_id, request_nonces.c.nonce == nonce)
+    if connection.execute(sa.select(request_nonces.c.expires).where(*mine)).first():
+        return False
+    row = {"key_id": key_id, "nonce": nonce, "expires": expires}
+    connection.execute(sa.insert(request_nonces), row)
+    return True
+
+
+def forget_nonces(connection: Connection, before: float) -> None:
+    connection.execute(sa.delete(request_nonces).where(request_nonces.c.expires < before))
+
+
+# Masked sessions
+
+
+def add_message(
+    connection: Connection, assignment: str, step: str, digest: str, body: bytes
+) -> None:
+    connection.execute(
+        sa.insert(session_messages).values(
+            assignment=assignment, step=step, digest=digest, body=body
+        )
+    )
+
+
+def session_bodies(
+    connection: Connection, key: RoundKey, whose: Collection[str]
+) -> dict[tuple[str, str], bytes]:
+    """By assignment and step: what clients of the round said in its session; of a few assignments
+    `whose` alone."""
+    query = (
+        sa.select(session_messages.c.assignment, session_messages.c.step, session_messages.c.body)
+        .join(assignments, assignments.c.assignment == session_messages.c.assignment)
+        .where(*_is_round(assignments, key))
+    )
+    if len(whose) <= _FEW:
+        query = query.where(session_messages.c.assignment.in_(list(whose)))
+    return {(assignment, step): body for assignment, step, body in connection.execute(query)}
+
+
+def drop_messages(connection: Connection, key: RoundKey) -> None:
+    """For the end of a round: what was said held shares of its clients' masks."""
+    of_round = sa.select(assignments.c.assignment).where(*_is_round(assignments, key))
+    connection.execute(
+        sa.delete(session_messages).where(session_messages.c.assignment.in_(of_round))
+    )
+
+
+def public_keys(connection: Connection, key: RoundKey) -> dict[str, bytes]:
+    """By assignment of the round: the public key of the device it is for."""
+    found = connection.execute(
+        sa.select(assignments.c.assignment, clients.c.public_key)
+        .join(clients, clients.c.client_id == assignments.c.client_id)
+        .where(*_is_round(assignments, key))
+    )
+    return {assignment: public_key for assignment, public_key in found}
+
+
+def _is_round(table: sa.Table, key: RoundKey) -> Iterable[sa.ColumnElement[bool]]:
+    return [table.c[name] == value for name, value in zip(_KEY, key, strict=True)]
+
+
+_KEY = ("task", "round", "attempt")
+_FEW = 100
+_SOME = 5000
+_REVOKED = sa.select(clients.c.client_id).where(
+    clients.c.client_id.in_(sa.bindparam("client_ids", expanding=True)),
+    clients.c.revoked_at.is_not(None),
+)
+_CLAIM = (
+    sa.update(tasks)
+    .where(tasks.c.task == sa.bindparam("of_task"), tasks.c.version == sa.bindparam("at_version"))
+    .values(version=tasks.c.version + 1)
+)
+_ADD_EVENT = sa.insert(round_events)
+_ADD_ASSIGNMENT = sa.insert(assignments)
+_ADD_UPLOAD = sa.insert(uploads)
+_VERSIONS = sa.select(tasks.c.task, tasks.c.version)
+
+
+def _fields(record: Any) -> dict[str, Any]:
+    return {name: getattr(record, name) for name in record.__slots__}
