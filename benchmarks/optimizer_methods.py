@@ -85,8 +85,8 @@ SERVER_RATES = {"adam": 0.01, "lamb": 0.005}
 ALWAYS = period(FLOAT32, rounds=100_000, warms_up=True)
 
 
-def dgc(name: str, *schedule: Period) -> Method:
-    return Method(name, SILOS, SGD_RATE, FEDAVG, to_config(DGC), schedule, "momentum, float32")
+def dgc(name: str, *schedule: Period, method: Dgc = DGC) -> Method:
+    return Method(name, SILOS, SGD_RATE, FEDAVG, to_config(method), schedule, "momentum, float32")
 
 
 def onebit(name: str, optimizer: str, warm_up: Period, compressor: Config = ONE_BIT) -> Method:
@@ -98,10 +98,11 @@ def onebit(name: str, optimizer: str, warm_up: Period, compressor: Config = ONE_
 TENTH = ROUNDS // 10
 METHODS = (
     Method("momentum, float32", SILOS, SGD_RATE, MOMENTUM, FLOAT32),
-    dgc("DGC, no warm-up"),
-    dgc("DGC, a tenth in float32", period(FLOAT32, rounds=TENTH)),
-    dgc("DGC, sparsities by rounds", *sparsity_warm_up(DGC, rounds=TENTH // 4)),
-    dgc("DGC, sparsities on a budget", *sparsity_warm_up(DGC, budget=0.001)),
+    dgc("DGC, .5 %", method=Dgc(TopK(0.005))),
+    dgc("DGC, .2 %, no warm-up"),
+    dgc("DGC, .2 %, a tenth in float32", period(FLOAT32, rounds=TENTH)),
+    dgc("DGC, .2 %, sparsities by rounds", *sparsity_warm_up(DGC, rounds=TENTH // 4)),
+    dgc("DGC, .2 %, sparsities on a budget", *sparsity_warm_up(DGC, budget=0.001)),
     *(
         method
         for optimizer in ("adam", "lamb")

@@ -4,12 +4,14 @@ ways to the server and to files."""
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
-from functools import partial
+import math
+from collections.abc import Callable, Sequence
+from functools import partial, wraps
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 import click
+from click.core import ParameterSource
 
 from fedpress_protocols.errors import ConfigurationError, MissingExtra
 
@@ -23,12 +25,27 @@ SECURE_COMPRESSOR = "shared_support:fraction=0.3,explore=0.25"
 """What demo and simulation press with unless told otherwise."""
 
 
+C = TypeVar("C", bound=Callable[..., Any])
+
+
 class Argument(click.Argument):
     """With a line of help, which click's own has not."""
 
     def __init__(self, declared: Sequence[str], help: str = "", **attributes: Any) -> None:
         super().__init__(declared, **attributes)
         self.help = help
+
+
+class Number(click.FloatRange):
+    """A number in a range; click's own lets what is no number through."""
+
+    def convert(
+        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
+    ) -> float:
+        number: float = super().convert(value, param, ctx)
+        if not math.isfinite(number):
+            self.fail(f"{value} is no finite number", param, ctx)
+        return number
 
 
 class Command(click.Command):
@@ -66,27 +83,128 @@ class Group(click.Group):
 
 
 argument = partial(click.argument, cls=Argument)
-admin_token = click.option(
-    "--admin-token",
-    required=True,
-    envvar="FEDPRESS_ADMIN_TOKEN",
-    show_envvar=True,
-    help="The server's admin token.",
-)
 url = click.option(
     "--url", default=_LOCAL, envvar="FEDPRESS_URL", show_envvar=True, help="Where the server is."
 )
+ca = click.option(
+    "--ca",
+    type=PATH,
+    envvar="FEDPRESS_CA",
+    show_envvar=True,
+    help="PEM file of the authority that signed the server.",
+)
 figures = click.option(
-    "--json", "json_file", type=PATH, metavar="FILE", help="Write the figures here."
+    "--json",
+    "json_file",
+    type=click.Path(dir_okay=False, allow_dash=True, path_type=Path),
+    metavar="FILE|-",
+    help="Write the figures here; - prints them alone.",
 )
 verbose = click.option("--verbose", "-v", is_flag=True, help="Log every step.")
 
 
-def operator(url: str, admin_token: str) -> Operator:
-    """The operator's way to the server at `url`."""
+class Invocation:
+    """What is to be known of a command after it has failed: whether it was to print JSON."""
+
+    def __init__(self) -> None:
+        self.as_json = False
+
+
+def _wants_json(ctx: click.Context, parameter: click.Parameter, value: bool) -> bool:
+    if isinstance(ctx.obj, Invocation):
+        ctx.obj.as_json = value
+    return value
+
+
+as_json = click.option(
+    "--json",
+    "as_json",
+    is_flag=True,
+    callback=_wants_json,
+    help="Print one JSON document in place of the text.",
+)
+
+
+def secret_option(name: str, what: str, *, is_needed: bool) -> Callable[[C], C]:
+    """The options of a secret, `--name` and `--name-file`, with their variables FEDPRESS_NAME and
+    FEDPRESS_NAME_FILE, as the one parameter `name`; `what` it is, for help and errors."""
+    parameter, file_key = name.replace("-", "_"), f"fedpress.{name}-file"
+
+    def remember(ctx: click.Context, option: click.Parameter, value: Path | None) -> None:
+        ctx.meta[file_key] = value
+
+    def found(ctx: click.Context, option: click.Parameter, value: str | None) -> str | None:
+        """What was given on the command line goes before the environment, of either form."""
+        file: Path | None = ctx.meta.get(file_key)
+        if ctx.resilient_parsing:
+            return value or ""
+        if file is not None and value:
+            is_given = [
+                ctx.get_parameter_source(each) is ParameterSource.COMMANDLINE
+                for each in (parameter, f"{parameter}_file")
+            ]
+            if is_given[0] == is_given[1]:
+                raise click.UsageError(f"give --{name} or --{name}-file, not both", ctx)
+            if is_given[0]:
+                return value
+        if file is not None:
+            return _secret_in(file, name)
+        if not value and is_needed:
+            raise click.MissingParameter(ctx=ctx, param=option)
+        return value
+
+    def options(command: C) -> C:
+        variable = f"FEDPRESS_{parameter.upper()}"
+        from_file = click.option(
+            f"--{name}-file",
+            type=PATH,
+            envvar=f"{variable}_FILE",
+            show_envvar=True,
+            is_eager=True,
+            expose_value=False,
+            callback=remember,
+            help="File that holds it, in its place.",
+        )
+        itself = click.option(
+            f"--{name}", envvar=variable, show_envvar=True, callback=found, help=what
+        )
+        return itself(from_file(command))
+
+    return options
+
+
+admin_token = secret_option(
+    "admin-token", "The server's admin token, or an operator's own.", is_needed=True
+)
+
+
+def _secret_in(file: Path, name: str) -> str:
+    from fedpress_protocols.private_files import check_private
+
+    check_private(file, f"--{name}-file")
+    found = read(file).decode("utf-8", "replace").strip()
+    if not found:
+        raise ConfigurationError(f"{file} is empty", hint=f"it should hold the {name}")
+    return found
+
+
+def operates(work: Callable[..., None]) -> Callable[..., None]:
+    """A command that asks a server that runs: it gets the options that say where and who, and
+    `work` the open Operator as its first argument. To be the innermost decorator."""
+
+    @wraps(work)
+    def command(*given: Any, url: str, admin_token: str, ca: Path | None, **named: Any) -> None:
+        with operator(url, admin_token, ca=ca) as server:
+            work(server, *given, **named)
+
+    return admin_token(url(ca(command)))
+
+
+def operator(url: str, admin_token: str, *, ca: Path | None = None) -> Operator:
+    """The operator's way to the server at `url`; `ca`: PEM file of whom to believe about it."""
     from fedpress.operator import Operator
 
-    return Operator(url, admin_token)
+    return Operator(url, admin_token, ca=ca)
 
 
 def needs(extra: str, exc: ModuleNotFoundError) -> NoReturn:

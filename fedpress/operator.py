@@ -2,16 +2,35 @@
 
 from __future__ import annotations
 
+import ssl
+from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal, Self
-from urllib.parse import quote
+from typing import Any, Literal, Self, TypeVar
+from urllib.parse import quote, urlsplit
 
 import httpx
-from pydantic import TypeAdapter
+from pydantic import BaseModel, TypeAdapter, ValidationError
 
-from fedpress_protocols.errors import FedpressError, TransportError, UnknownModel
+from fedpress_protocols.audit import AuditPage
+from fedpress_protocols.enrolment import (
+    ClientDetails,
+    ClientStatus,
+    DeviceState,
+    TokenResponse,
+    TokenStatus,
+)
+from fedpress_protocols.errors import (
+    ConfigurationError,
+    Conflict,
+    FedpressError,
+    TransportError,
+    Unavailable,
+    UnknownModel,
+)
+from fedpress_protocols.fleet import FleetStatus, LogLevel, LogLevelStatus
 from fedpress_protocols.messages import Continuation, RoundStatus, TaskConfig, TaskSummary
 from fedpress_protocols.model import Model
+from fedpress_protocols.operators import OperatorRequest, OperatorStatus, OperatorToken, Role
 from fedpress_protocols.registry import (
     Alias,
     Collected,
@@ -23,24 +42,39 @@ from fedpress_protocols.registry import (
 )
 from fedpress_protocols.restores import RestoreStatus
 
+T = TypeVar("T")
 _ROUNDS = TypeAdapter(list[RoundStatus])
 _TASKS = TypeAdapter(list[TaskSummary])
+_TASK = TypeAdapter(TaskSummary)
 _VERSIONS = TypeAdapter(list[ModelVersion])
 _ALIASES = TypeAdapter(list[Alias])
+_ALIAS = TypeAdapter(Alias)
+_OPERATORS = TypeAdapter(list[OperatorStatus])
+_TOKENS = TypeAdapter(list[TokenStatus])
+_CLIENTS = TypeAdapter(list[ClientStatus])
 _RESTORES = TypeAdapter(list[RestoreStatus])
 
 
 class Operator:
     """Talks to the server at `url` with its admin token.
 
-    Every method raises the error that the server sent, or TransportError without an answer.
+    `ca` is a PEM file of whom to believe about a server on https, in place of the system's list.
+    Raises ConfigurationError for a URL, a token or a file that cannot be one. Every method raises
+    the error that the server sent, or TransportError without an answer of a fedpress server.
     """
 
-    def __init__(self, url: str, admin_token: str, *, timeout: float = 30.0) -> None:
+    def __init__(
+        self, url: str, admin_token: str, *, timeout: float = 30.0, ca: Path | None = None
+    ) -> None:
+        if not (admin_token.isascii() and admin_token.isprintable()):
+            raise ConfigurationError("an admin token is printable ASCII, and this one is not")
+        self._url = _checked(url)
+        trusted: dict[str, Any] = {} if ca is None else {"verify": _trusting(ca)}
         self._http = httpx.Client(
-            base_url=url,
+            base_url=self._url,
             headers={"Authorization": f"Bearer {admin_token}"},
             timeout=timeout,
+            **trusted,
         )
 
     def __enter__(self) -> Self:
@@ -59,80 +93,155 @@ class Operator:
     ) -> str:
         """An enrolment token for `uses` devices, valid for `expires_in` seconds (None: the
         server's default). It is shown here and never again."""
-        body: dict[str, Any] = {"uses": uses, "note": note}
-        if expires_in is not None:
-            body["expires_in"] = expires_in
-        return str(self._json("POST", "/v1/admin/tokens", json=body)["token"])
+        return self.new_token(uses=uses, expires_in=expires_in, note=note).token
+
+    def new_token(
+        self,
+        *,
+        uses: int = 1,
+        expires_in: float | None = None,
+        note: str = "",
+        approve_each: bool = False,
+    ) -> TokenResponse:
+        """As `create_token`, with what is told of it later. With `approve_each` every device that
+        it brings waits for `approve_client`."""
+        given: dict[str, Any] = {} if expires_in is None else {"expires_in": expires_in}
+        if approve_each:
+            given["approve_each"] = True
+        body = {"uses": uses, "note": note, **given}
+        return self._read(TypeAdapter(TokenResponse), "POST", "/v1/admin/tokens", json=body)
+
+    def tokens(self) -> list[TokenStatus]:
+        """Every enrolment token without its secret, the newest first."""
+        found: list[TokenStatus] = []
+        asked: dict[str, str] = {}
+        while True:
+            response = self._send("GET", "/v1/admin/tokens", params=asked)
+            page = self._parsed(_TOKENS, response)
+            found += page
+            if not page or "next" not in response.links:
+                return found
+            asked = {"before": page[-1].token_id}
+
+    def revoke_token(self, token_id: str) -> TokenStatus:
+        """Let no more devices enrol with it; those that have, stay."""
+        path = f"/v1/admin/tokens/{_segment(token_id)}/revoke"
+        return self._read(TypeAdapter(TokenStatus), "POST", path)
+
+    def clients(self, state: DeviceState | None = None) -> list[ClientStatus]:
+        """The devices that have enrolled, in that order; of one state alone, or of all."""
+        found: list[ClientStatus] = []
+        asked: dict[str, str] = {} if state is None else {"state": state}
+        while True:
+            response = self._send("GET", "/v1/admin/clients", params=asked)
+            page = self._parsed(_CLIENTS, response)
+            found += page
+            if not page or "next" not in response.links:
+                return found
+            asked["after"] = page[-1].client_id
+
+    def client(self, client_id: str) -> ClientDetails:
+        """One device, with the keys that it has left."""
+        path = f"/v1/admin/clients/{_segment(client_id)}"
+        return self._read(TypeAdapter(ClientDetails), "GET", path)
+
+    def approve_client(self, client_id: str, *, key_id: str | None = None) -> ClientStatus:
+        """Let a device in that waits. Raises Conflict where its key is not `key_id`, which the
+        device itself has shown."""
+        if key_id is not None and (found := self.client(client_id).key_id) != key_id:
+            raise Conflict(
+                f"client {client_id} has key {found}, and not {key_id}",
+                hint="somebody else may have used the token: reject this client",
+            )
+        return self._decide(client_id, "approve")
+
+    def reject_client(self, client_id: str) -> ClientStatus:
+        """Turn a device away that waits."""
+        return self._decide(client_id, "reject")
+
+    def revoke_client(self, client_id: str) -> ClientStatus:
+        """Turn a device away for good; what it has contributed stays."""
+        return self._decide(client_id, "revoke")
+
+    def _decide(self, client_id: str, word: str) -> ClientStatus:
+        path = f"/v1/admin/clients/{_segment(client_id)}/{word}"
+        return self._read(TypeAdapter(ClientStatus), "POST", path)
 
     def register_model(self, model: Model) -> str:
         """Store `model`; returns the digest that tasks call it by. Idempotent."""
-        body = model.to_bytes()
         self._send(
             "PUT",
             f"/v1/admin/models/{model.digest}",
-            content=body,
+            content=model.to_bytes(),
             headers={"Content-Type": "application/octet-stream"},
         )
         return model.digest
 
     def create_task(self, config: TaskConfig) -> TaskSummary:
-        response = self._send(
-            "POST",
-            "/v1/admin/tasks",
-            content=config.model_dump_json(),
-            headers={"Content-Type": "application/json"},
-        )
-        return TaskSummary.model_validate_json(response.content)
+        return self._read(_TASK, "POST", "/v1/admin/tasks", **_document(config))
 
     def continue_task(self, task: str, more: Continuation) -> TaskSummary:
         """More rounds for a task that has stopped; repeating it changes nothing."""
-        response = self._send(
-            "POST",
-            f"/v1/admin/tasks/{task}/continue",
-            content=more.model_dump_json(),
-            headers={"Content-Type": "application/json"},
-        )
-        return TaskSummary.model_validate_json(response.content)
+        return self._read(_TASK, "POST", _admin(task, "continue"), **_document(more))
 
-    def pause_task(self, task: str) -> None:
+    def pause_task(self, task: str) -> TaskSummary:
         """Give its devices no work from now on; what is under way is taken."""
-        self._send("POST", f"/v1/admin/tasks/{task}/pause")
+        return self._read(_TASK, "POST", _admin(task, "pause"))
 
-    def resume_task(self, task: str) -> None:
+    def resume_task(self, task: str) -> TaskSummary:
         """Give the devices of a paused, running task work again."""
-        self._send("POST", f"/v1/admin/tasks/{task}/resume")
+        return self._read(_TASK, "POST", _admin(task, "resume"))
 
-    def finish_task(self, task: str) -> None:
+    def finish_task(self, task: str) -> TaskSummary:
         """End a paused task for good: its devices may go."""
-        self._send("POST", f"/v1/admin/tasks/{task}/finish")
+        return self._read(_TASK, "POST", _admin(task, "finish"))
 
-    def cancel_task(self, task: str) -> None:
+    def cancel_task(self, task: str, why: str = "") -> TaskSummary:
         """End a task; the model of its last committed round stays."""
-        self._send("POST", f"/v1/admin/tasks/{task}/cancel")
+        return self._read(_TASK, "POST", _admin(task, "cancel"), **_reason(why))
 
-    def abort_round(self, task: str) -> None:
+    def abort_round(self, task: str, why: str = "") -> TaskSummary:
         """Abandon the open attempt and begin the round again."""
-        self._send("POST", f"/v1/admin/tasks/{task}/abort-round")
+        return self._read(_TASK, "POST", _admin(task, "abort-round"), **_reason(why))
 
     def tasks(self) -> list[TaskSummary]:
-        return _TASKS.validate_json(self._send("GET", "/v1/tasks").content)
+        found, asked = list[TaskSummary](), dict[str, str]()
+        while True:
+            response = self._send("GET", "/v1/tasks", params=asked)
+            page = self._parsed(_TASKS, response)
+            found += page
+            if not page or "next" not in response.links:
+                return found
+            asked = {"after": page[-1].task}
 
     def task(self, task: str) -> TaskSummary:
-        return TaskSummary.model_validate_json(self._send("GET", f"/v1/tasks/{task}").content)
+        return self._read(_TASK, "GET", f"/v1/tasks/{_segment(task)}")
 
-    def rounds(self, task: str) -> list[RoundStatus]:
-        """Every attempt at every round so far, in order."""
-        return _ROUNDS.validate_json(self._send("GET", f"/v1/tasks/{task}/rounds").content)
+    def rounds(
+        self, task: str, *, before: str | None = None, limit: int | None = None
+    ) -> list[RoundStatus]:
+        """The newest attempts at the task's rounds, in order: `limit` of them, at most 1000, or
+        every one. `before`: only those before a round, `"12"`, or before an attempt, `"12.1"`."""
+        path = f"/v1/tasks/{_segment(task)}/rounds"
+        found: list[RoundStatus] = []
+        while True:
+            asked = {"before": before, "limit": limit}
+            params = {name: value for name, value in asked.items() if value is not None}
+            response = self._send("GET", path, params=params)
+            page = self._parsed(_ROUNDS, response)
+            found = page + found
+            if limit is not None or not page or "next" not in response.links:
+                return found
+            before = f"{page[0].round}.{page[0].attempt}"
 
     def round(self, task: str, number: int) -> RoundStatus:
         """The newest attempt at a round, with what devices measured by group and by class."""
-        return RoundStatus.model_validate_json(
-            self._send("GET", f"/v1/tasks/{task}/rounds/{number}").content
-        )
+        path = f"/v1/tasks/{_segment(task)}/rounds/{number}"
+        return self._read(TypeAdapter(RoundStatus), "GET", path)
 
     def model(self, digest: str) -> Model:
         """The model, checked against its digest."""
-        model = Model.from_bytes(self._send("GET", f"/v1/models/{digest}").content)
+        model = Model.from_bytes(self._send("GET", f"/v1/models/{_segment(digest)}").content)
         if model.digest != digest:
             raise UnknownModel(f"the server sent model {model.digest[:12]} for {digest[:12]}")
         return model
@@ -142,66 +251,172 @@ class Operator:
     ) -> list[ModelVersion]:
         """The newest versions of the task's model, those below `before`, the newest first."""
         asked = {"limit": limit} if before is None else {"limit": limit, "before": before}
-        response = self._send("GET", f"/v1/admin/tasks/{task}/versions", params=asked)
-        return _VERSIONS.validate_json(response.content)
+        return self._read(_VERSIONS, "GET", _admin(task, "versions"), params=asked)
 
     def version(self, task: str, which: str) -> ModelLineage:
         """One version by its number, by an alias, or as newest or best."""
-        response = self._send("GET", f"/v1/admin/tasks/{task}/versions/{_segment(which)}")
-        return ModelLineage.model_validate_json(response.content)
+        path = _admin(task, "versions", which)
+        return self._read(TypeAdapter(ModelLineage), "GET", path)
 
     def aliases(self, task: str) -> list[Alias]:
         """Where the task's aliases point, and have pointed."""
-        response = self._send("GET", f"/v1/admin/tasks/{task}/aliases")
-        return _ALIASES.validate_json(response.content)
+        return self._read(_ALIASES, "GET", _admin(task, "aliases"))
 
     def promote(
         self, task: str, alias: str, version: int, *, expect: int | Literal["any", "none"] = "any"
     ) -> Alias:
         """Point `alias` to `version` if it points to `expect`; Conflict if it does not."""
         asked = Promotion(version=version, expect=expect)
-        path = f"/v1/admin/tasks/{task}/aliases/{_segment(alias)}"
-        response = self._send("PUT", path, json=asked.model_dump())
-        return Alias.model_validate_json(response.content)
+        return self._read(_ALIAS, "PUT", _admin(task, "aliases", alias), **_document(asked))
 
     def roll_back(self, task: str, alias: str, *, expect: int | Literal["any"] = "any") -> Alias:
         """Point `alias` to where it pointed before; Conflict if it points elsewhere than expected,
         or there is nothing before."""
-        path = f"/v1/admin/tasks/{task}/aliases/{_segment(alias)}/rollback"
-        response = self._send("POST", path, json=Rollback(expect=expect).model_dump())
-        return Alias.model_validate_json(response.content)
+        path = _admin(task, "aliases", alias, "rollback")
+        return self._read(_ALIAS, "POST", path, **_document(Rollback(expect=expect)))
 
     def collect(self, *, dry_run: bool = False) -> Collected:
         """Remove the files of models that retention gives up; or only say which."""
-        asked = CollectRequest(dry_run=dry_run)
-        response = self._send("POST", "/v1/admin/models/collect", json=asked.model_dump())
-        return Collected.model_validate_json(response.content)
+        asked = _document(CollectRequest(dry_run=dry_run))
+        return self._read(TypeAdapter(Collected), "POST", "/v1/admin/models/collect", **asked)
+
+    def create_operator(
+        self, role: Role, *, expires_in: float | None = None, note: str = ""
+    ) -> OperatorToken:
+        """A token for somebody with `role`, valid for `expires_in` seconds (None: the server's
+        default). It is shown here and never again."""
+        given = {} if expires_in is None else {"expires_in": expires_in}
+        asked = _document(OperatorRequest(role=role, note=note, **given))
+        return self._read(TypeAdapter(OperatorToken), "POST", "/v1/admin/operators", **asked)
+
+    def operators(self) -> list[OperatorStatus]:
+        """Whoever has or had a token, besides the one of the server's settings."""
+        found: list[OperatorStatus] = []
+        asked: dict[str, str] = {}
+        while True:
+            response = self._send("GET", "/v1/admin/operators", params=asked)
+            page = self._parsed(_OPERATORS, response)
+            found += page
+            if not page or "next" not in response.links:
+                return found
+            asked = {"after": page[-1].operator_id}
+
+    def revoke_operator(self, operator_id: str) -> OperatorStatus:
+        """Refuse somebody's token from now on; done again, it changes nothing."""
+        path = f"/v1/admin/operators/{_segment(operator_id)}"
+        return self._read(TypeAdapter(OperatorStatus), "DELETE", path)
+
+    def audit(self, *, after: int = 0, limit: int = 1000) -> AuditPage:
+        """Entries of the audit log later than `after`, and where it ends."""
+        asked = {"after": after, "limit": limit}
+        return self._read(TypeAdapter(AuditPage), "GET", "/v1/admin/audit", params=asked)
 
     def restores(self) -> list[RestoreStatus]:
         """Every restore that the server has been through, the newest first, with the rounds that
         devices have reported as committed after its backup."""
-        return _RESTORES.validate_json(self._send("GET", "/v1/admin/restores").content)
+        return self._read(_RESTORES, "GET", "/v1/admin/restores")
 
-    def _json(self, method: str, path: str, **content: Any) -> dict[str, Any]:
-        answer: dict[str, Any] = self._send(method, path, **content).json()
-        return answer
+    def fleet(self) -> FleetStatus:
+        """Links and clocks of the devices as the server that answers has measured them, and what
+        it has sent, since it was started."""
+        return self._read(TypeAdapter(FleetStatus), "GET", "/v1/admin/fleet")
+
+    def log_level(self) -> LogLevelStatus:
+        """The least severe message that the server that answers logs."""
+        return self._read(TypeAdapter(LogLevelStatus), "GET", "/v1/admin/log-level")
+
+    def set_log_level(self, level: LogLevel) -> LogLevelStatus:
+        """Have the server that answers log from another level on."""
+        asked = {"level": level}
+        return self._read(TypeAdapter(LogLevelStatus), "PUT", "/v1/admin/log-level", json=asked)
+
+    def _read(self, kind: TypeAdapter[T], method: str, path: str, **content: Any) -> T:
+        """The answer as what it should be."""
+        return self._parsed(kind, self._send(method, path, **content))
+
+    def _parsed(self, kind: TypeAdapter[T], response: httpx.Response) -> T:
+        try:
+            return kind.validate_json(response.content)
+        except ValidationError as exc:
+            raise self._stranger(response) from exc
 
     def _send(self, method: str, path: str, **content: Any) -> httpx.Response:
         try:
             response = self._http.request(method, path, **content)
         except httpx.HTTPError as exc:
             raise TransportError(
-                f"no answer from {self._http.base_url}: {exc}", hint="is the server running?"
+                f"no answer from {self._url}: {exc}", hint="is the server running?"
             ) from exc
         if response.is_success:
             return response
         try:
             problem = response.json()
         except ValueError:
-            problem = {"detail": f"status {response.status_code} without a problem in its body"}
+            problem = None
+        if not isinstance(problem, dict) or "detail" not in problem:
+            raise self._stranger(response)
         raise FedpressError.from_problem(problem, response.status_code)
+
+    def _stranger(self, response: httpx.Response) -> FedpressError:
+        """What to raise for an answer that no fedpress server gives."""
+        asked, status = response.request.url, response.status_code
+        if response.is_redirect:
+            to = response.headers.get("location", "nowhere")
+            return TransportError(
+                f"{asked} redirects to {to}", hint="give the server's own address as the URL"
+            )
+        if status in (502, 503, 504):
+            return Unavailable(
+                f"{self._url} answers {status}, and not by the server itself",
+                hint="what stands before the server does not reach it; is the server running?",
+            )
+        return TransportError(
+            f"{self._url} is no fedpress server: it answers {status} without what was asked for",
+            hint="look at the URL, and at the proxy if one is before the server",
+        )
+
+
+def _checked(url: str) -> str:
+    """The URL; raises ConfigurationError if nobody can be asked there."""
+    try:
+        parts = urlsplit(url)
+        is_one = parts.scheme in ("http", "https") and bool(parts.hostname)
+        _ = parts.port, httpx.URL(url)
+    except (ValueError, httpx.InvalidURL):
+        is_one = False
+    if not is_one or parts.query or parts.fragment or parts.username:
+        raise ConfigurationError(
+            f"{url!r} is no server's URL", hint="such as http://127.0.0.1:8080"
+        )
+    return url
+
+
+def _trusting(ca: Path) -> ssl.SSLContext:
+    """Raises ConfigurationError."""
+    try:
+        return ssl.create_default_context(cafile=ca)
+    except OSError as exc:  # ssl.SSLError, too
+        reason = "holds no certificate" if isinstance(exc, ssl.SSLError) else exc.strerror
+        raise ConfigurationError(f"{ca}: {reason}", hint="give a PEM file") from exc
+
+
+def _document(content: BaseModel) -> dict[str, Any]:
+    """As the body of a request."""
+    headers = {"Content-Type": "application/json"}
+    return {"content": content.model_dump_json(), "headers": headers}
+
+
+def _reason(why: str) -> dict[str, Any]:
+    return {"json": {"detail": why}} if why else {}
+
+
+def _admin(task: str, *rest: str) -> str:
+    """The path of what operators ask of a task."""
+    return "/".join(("/v1/admin/tasks", *map(_segment, (task, *rest))))
 
 
 def _segment(name: str) -> str:
     """A name as one part of a path, whatever is in it."""
-    return quote(name, safe="") or "-"
+    if not name.strip("."):  # which a path would take for its own folder or the one above
+        return "%2E" * len(name) or "-"
+    return quote(name, safe="")

@@ -74,6 +74,7 @@ def checked(path: Path, model: Path | None) -> Checked:
         )
         from fedpress_server.folds.masked import Host
         from fedpress_server.identity.membership import Authority
+        from fedpress_server.identity.signing import SigningKeys
         from fedpress_server.settings import Settings
         from fedpress_server.storage.files import model_name
         from fedpress_server.storage.payloads import LocalPayloads
@@ -87,7 +88,8 @@ def checked(path: Path, model: Path | None) -> Checked:
     with tempfile.TemporaryDirectory() as folder:
         payloads = LocalPayloads(Path(folder))
         payloads.put(model_name(initial.digest), initial.to_bytes())
-        host = Host(DeviceKey.generate(), Authority.here("fedpress", DeviceKey.generate()))
+        nobody = DeviceKey.generate()
+        host = Host(SigningKeys.of(nobody), Authority.here("fedpress", nobody))
         bound = 0
         try:
             for each in (seeded, *later_periods(seeded)):

@@ -25,14 +25,17 @@ from typing import Any, Literal
 import numpy as np
 from pydantic import ValidationError
 
+from fedpress_client import tracing
 from fedpress_client.client_terms import TermsAtWork, check_honoured, personalised
+from fedpress_client.device_key import change_key, is_changing, is_known_after, rotations
 from fedpress_client.downloads import BASES, download_model
 from fedpress_client.ledger import KEEP_ALL, Discard, Ledger, ResidualRules
 from fedpress_client.masking import RENEW_SECONDS, MaskedPart, MaskingRules, Member, joined
 from fedpress_client.outgoing import Outgoing, abandon_unfinished
+from fedpress_client.server_trust import ServerTrust, pinned_anew
 from fedpress_client.state import Identity, StateDirectory, TaskFiles
 from fedpress_client.trainer import Evaluation, Trained, Trainer, Work
-from fedpress_client.transport import HttpTransport, Traffic, Transport
+from fedpress_client.transport import MAX_RETRY_AFTER, HttpTransport, Traffic, Transport
 from fedpress_protocols.coding.fields import Known
 from fedpress_protocols.compression import activity
 from fedpress_protocols.compression.compressor import Knowledge
@@ -40,6 +43,7 @@ from fedpress_protocols.errors import (
     ConfigurationError,
     Conflict,
     DecodingError,
+    DeviceNotApproved,
     DigestMismatch,
     FedpressError,
     IncompatiblePlan,
@@ -73,7 +77,7 @@ from fedpress_protocols.messages import (
 from fedpress_protocols.model import Model, ModelSpec, Vector
 from fedpress_protocols.plan import RoundPlan, TrainingTerms, agreed_version
 from fedpress_protocols.policies.bandwidth_aware import TELLING, UPLINK
-from fedpress_protocols.signatures import from_base64url, to_base64url, verify_document
+from fedpress_protocols.signatures import DeviceKey, from_base64url, to_base64url
 from fedpress_protocols.upload import REPORT_BYTES, max_body_bytes
 
 _log = logging.getLogger(__name__)
@@ -84,11 +88,13 @@ MAX_MODEL_BYTES = 4 * 2**30
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _REPORTED_PENDING = 1024
 _SHORTEST_PAUSE = 0.05
+_APPROVAL_PAUSE = 30.0
 _UPLINKS = 5
 
 EventKind = Literal[
     "enrolled", "joined", "assigned", "evaluated", "trained", "uploaded", "refused", "declined",
-    "settled", "waiting", "fine-tuned", "ended", "session", "restored",
+    "settled", "waiting", "fine-tuned", "ended", "session", "restored", "unapproved", "approved",
+    "rotated",
 ]  # fmt: skip
 
 
@@ -123,12 +129,14 @@ class Client:
 
     `task` None stands for the single one that is running. `token` is needed once, to enrol. `seed`
     makes training and compression repeat exactly; without it they draw on the system's randomness.
-    `verify`, `proxy` and `timeout` are HttpTransport's; `transport` takes its place. `rules` limit
-    the residual; `masking` is what the device insists on in the masked lane. `attributes`, numbers
-    and short texts by name, are what a task's rules of eligibility and groups of metrics may read
-    of it. With `fine_tuning` the task's last model is trained on as these terms say, for this
-    device alone: see `own_model`. `on_event` and `on_discard` are called from the thread that runs.
-    One thread runs a client; any may `stop` it.
+    `server_key` (base64url) names the server's key by a way that is not the server's own; a device
+    that has pinned another, which no chain leads to from this one, believes this one from then on.
+    `verify`, `client_certificate`, `client_key`, `proxy` and `timeout` are HttpTransport's;
+    `transport` takes its place. `rules` limit the residual; `masking` is what the device insists on
+    in the masked lane. `attributes`, numbers and short texts by name, are what a task's rules of
+    eligibility and groups of metrics may read of it. With `fine_tuning` the task's last model is
+    trained on as these terms say, for this device alone: see `own_model`. `on_event` and
+    `on_discard` are called from the thread that runs. One thread runs a client; any may `stop` it.
     """
 
     def __init__(
@@ -142,6 +150,8 @@ class Client:
         name: str = "",
         seed: int | None = None,
         verify: str | None = None,
+        client_certificate: str | Path | None = None,
+        client_key: str | Path | None = None,
         proxy: str | None = None,
         timeout: float = 30.0,
         wait: float = 20.0,
@@ -152,6 +162,7 @@ class Client:
         attributes: Mapping[str, Attribute] | None = None,
         on_event: Callable[[Event], None] | None = None,
         on_discard: Callable[[Discard], None] | None = None,
+        server_key: str | None = None,
         transport: Transport | None = None,
         sleep: Callable[[float], None] | None = None,
         clock: Callable[[], float] = _time,
@@ -163,6 +174,9 @@ class Client:
             raise ConfigurationError(f"seed must be 0 or more, not {seed}")
         if not 0 <= wait <= 30:
             raise ConfigurationError(f"wait must lie in [0, 30] seconds, not {wait}")
+        if server_key is not None:
+            _checked_key(server_key)
+        self._server_key = server_key
         self._url, self._trainer, self._task = url, trainer, task
         self._token, self._name, self._seed = token, name, seed
         self._wait, self._rules, self._max_model_bytes = wait, rules, max_model_bytes
@@ -182,6 +196,8 @@ class Client:
             url,
             self._key,
             verify=verify,
+            client_certificate=client_certificate,
+            client_key=client_key,
             proxy=proxy,
             timeout=timeout,
             sleep=self._pause,
@@ -194,6 +210,7 @@ class Client:
         self._model: tuple[str, Model] | None = None
         self._evaluated: str | None = None
         self._can_evaluate = True
+        self._is_unapproved = False
 
     # Running
 
@@ -239,6 +256,24 @@ class Client:
             traffic=replace(self._transport.traffic),
         )
 
+    @property
+    def key_id(self) -> str:
+        """Of the device's key: what an operator sees of it too, and compares."""
+        return self._key.key_id
+
+    def rotate_key(self) -> str:
+        """Have the server know this device by a new key; its id. The one before is refused from
+        then on, wherever a copy of it is; the device stays who it is, with all that it has.
+
+        Not while another thread runs the client. Raises as `device_key.change_key` does; whatever
+        it raises, the next run goes on, and ends the change that was begun.
+        """
+        self._drop()
+        if self._directory.identity() is None:
+            self._enrolled()
+        self._take_key(change_key(self._directory, self._transport))
+        return self.key_id
+
     def own_model(self) -> Model | None:
         """The task's last model as this device uses it: with its personal tensors, and trained on
         if `fine_tuning` was given. None before the task has ended, or if it is everybody's."""
@@ -257,12 +292,34 @@ class Client:
         upload has its receipt. Whatever it raises, the state on disk is consistent.
         """
         try:
-            return self._step(self._joined())
+            pause = self._step(self._joined())
         except _Stopped:
             raise
+        except DeviceNotApproved as exc:
+            self._drop()
+            return self._await_approval(exc)
+        except UnknownDevice as exc:
+            self._drop()
+            self._become_known(exc)
+            return _SHORTEST_PAUSE
         except BaseException:
             self._drop()  # memory may be ahead of the disk or behind; the disk is right
             raise
+        if self._is_unapproved:
+            self._is_unapproved = False
+            self._tell("approved")
+        return pause
+
+    def _await_approval(self, refusal: DeviceNotApproved) -> float:
+        """The seconds until it is worth while to ask again; that it waits is told once."""
+        if not self._is_unapproved:
+            self._is_unapproved = True
+            _log.warning("waiting for an operator to approve this device, key %s", self.key_id)
+            self._tell("unapproved", key_id=self.key_id)
+        after = refusal.members.get("retry_after")
+        if not isinstance(after, int | float) or not math.isfinite(after) or after <= 0:
+            return _APPROVAL_PAUSE
+        return min(float(after), MAX_RETRY_AFTER)
 
     def _step(self, here: _Open) -> float | None:
         pause = self._take_part(here)
@@ -280,11 +337,7 @@ class Client:
             epoch=here.ledger.epoch,
         )
         here.hurry = False
-        try:
-            news = self._transport.check_in(here.task, request)
-        except UnknownDevice:
-            self._enrol_again()
-            return 0.0
+        news = self._transport.check_in(here.task, request)
         if news.response is not None:
             self._heard = news.response.task
             if news.response.recall is not None:
@@ -322,6 +375,7 @@ class Client:
             self._upload(here, assignment.assignment)
         return is_due
 
+    @tracing.traced("prepare")
     def _prepare(self, here: _Open, assignment: Assignment, outgoing: Outgoing) -> bool:
         """Train, and have the account hold what comes of it; False if nothing does. A large body
         may begin to leave by `outgoing` meanwhile."""
@@ -360,7 +414,8 @@ class Client:
         work = terms.work(seed, support)
         update = np.empty(0, np.float32)
         try:
-            trained = self._trainer.train(terms.model, work)
+            with tracing.span("train"):
+                trained = self._trainer.train(terms.model, work)
             change, metrics = _checked(trained, terms.model)
             outgoing.expect(_most_bytes(assignment, model.spec))
             update = terms.update(change, trained)
@@ -504,9 +559,12 @@ class Client:
                 "session", here.ledger.pending.get(key), step=step, detail=detail
             ),
             clock=self._clock,
+            believes=here.trust.believes,
         )
 
     def _is_old(self, member: Member) -> bool:
+        if member.certificate.identity != self._key.public:
+            return True
         return member.certificate.expires < self._clock() + RENEW_SECONDS
 
     def _take_part(self, here: _Open) -> float | None:
@@ -527,6 +585,7 @@ class Client:
             self._decline(here, key, exc)
             return None
 
+    @tracing.traced("upload")
     def _upload(self, here: _Open, key: str) -> None:
         """Send the bytes of a pending upload; whatever the answer, its receipt decides."""
         held = here.ledger.pending[key]
@@ -622,7 +681,7 @@ class Client:
     def _verified_recall(self, here: _Open, signed: SignedRecall) -> Recall:
         document = signed.recall.model_dump(mode="json")
         document |= {"key_id": signed.key_id, "signature": signed.signature}
-        verify_document(document, here.server_key, context=RECALL_CONTEXT)
+        here.trust.verify(document, RECALL_CONTEXT)
         return signed.recall
 
     def _settle(
@@ -648,7 +707,7 @@ class Client:
         """The receipt, once it is sure that the server pinned at enrolment signed it."""
         document = signed.receipt.model_dump(mode="json")
         document |= {"key_id": signed.key_id, "signature": signed.signature}
-        verify_document(document, here.server_key, context=RECEIPT_CONTEXT)
+        here.trust.verify(document, RECEIPT_CONTEXT)
         return signed.receipt
 
     def _ending(self, here: _Open, summary: TaskSummary) -> float | None:
@@ -695,6 +754,7 @@ class Client:
 
     # Models
 
+    @tracing.traced("fetch")
     def _fetch(self, here: _Open, digest: str) -> Model:
         """A model, which stays in memory until another is fetched."""
         if self._model is None or self._model[0] != digest:
@@ -835,8 +895,10 @@ class Client:
             except BaseException:
                 files.close()
                 raise
-            here = _Open(task, files, ledger, from_base64url(identity.server_key, 32))
+            trust = ServerTrust(self._directory, identity, self._transport, self._clock)
+            here = _Open(task, files, ledger, trust)
             self._open, self._account = here, ledger
+            self._task = task  # what it was, should the state be dropped and read again
             abandon_unfinished(files, self._transport, frozenset(ledger.pending))
             if files.session() is not None:
                 here.part = self._part(here, may_ask=False)
@@ -846,7 +908,10 @@ class Client:
 
     def _enrolled(self) -> Identity:
         identity = self._directory.identity()
+        if identity is not None and self._server_key is not None:
+            identity = pinned_anew(self._directory, identity, self._server_key, self._transport)
         if identity is not None:
+            self._end_key_change()
             return identity
         with self._directory.alone():
             identity = self._directory.identity()
@@ -865,22 +930,61 @@ class Client:
                 url=self._url, client_id=answer.client_id, server_key=answer.server_key
             )
             self._directory.enrolled(identity)
-        self._tell("enrolled", client_id=identity.client_id)
+        if self._server_key is not None:
+            identity = pinned_anew(self._directory, identity, self._server_key, self._transport)
+        self._tell("enrolled", client_id=identity.client_id, key_id=self.key_id)
         return identity
 
-    def _enrol_again(self) -> None:
+    def _take_key(self, key: DeviceKey) -> None:
+        self._key = key
+        self._transport.use_key(key)
+        self._tell("rotated", key_id=key.key_id)
+
+    def _end_key_change(self) -> None:
+        """Bring in the key whose change was begun; where it cannot be now, the old one goes on."""
+        if is_changing(self._directory):
+            try:
+                self._take_key(change_key(self._directory, self._transport))
+            except FedpressError as exc:
+                _log.warning("the change of this device's key is not at its end: %s", exc)
+
+    def _follows_key(self) -> bool:
+        """Whether another process of this device has brought in a key, which this one takes."""
+        key = self._directory.key()
+        if key.key_id == self._key.key_id:
+            return False
+        self._take_key(key)
+        return True
+
+    def _become_known(self, refusal: UnknownDevice) -> None:
+        """For a key that the server does not know: another process may have changed it, or the
+        server came back from a backup of before the change, or of before the enrolment. Raises as
+        `_enrol_again` does."""
+        before = self.key_id
+        if self._follows_key():
+            return
+        self._end_key_change()
+        if self.key_id == before and not is_known_after(self._directory, self._transport):
+            self._enrol_again(refusal)
+
+    def _enrol_again(self, refusal: UnknownDevice) -> None:
         """For a server that came back from a backup of before this device was enrolled: the same
         key has the same name. Raises UnknownDevice without a token, or if it has not."""
         identity = self._enrolled()
         if self._token is None:
             raise UnknownDevice(
-                "the server does not know this device any more",
+                f"the server does not know this device any more: {refusal.detail}",
                 hint="ask the operator for an enrolment token, and give it to the client",
-            )
-        answer = self._transport.enrol(
-            self._token, EnrolRequest(public_key=to_base64url(self._key.public), name=self._name)
+            ) from refusal
+        request = EnrolRequest(
+            public_key=to_base64url(self._key.public),
+            name=self._name,
+            rotations=rotations(self._directory),
         )
-        if (answer.client_id, answer.server_key) != (identity.client_id, identity.server_key):
+        answer = self._transport.enrol(self._token, request)
+        trust = ServerTrust(self._directory, identity, self._transport, self._clock)
+        is_its = trust.believes(from_base64url(answer.server_key, 32))
+        if answer.client_id != identity.client_id or not is_its:
             raise UnknownDevice(
                 f"the server knows this device as {answer.client_id}, and it has been "
                 f"{identity.client_id}",
@@ -958,7 +1062,7 @@ class _Open:
     task: str
     files: TaskFiles
     ledger: Ledger
-    server_key: bytes
+    trust: ServerTrust
     sent: set[str] = field(default_factory=set)
     """Pending uploads that the server has answered."""
     declined: set[str] = field(default_factory=set)
@@ -1030,6 +1134,15 @@ def _checked_attributes(attributes: Mapping[str, Attribute]) -> dict[str, Attrib
         return CheckInRequest(attributes=dict(attributes)).attributes
     except ValidationError as exc:
         raise ConfigurationError(explained(exc)) from exc
+
+
+def _checked_key(server_key: str) -> None:
+    try:
+        from_base64url(server_key, 32)
+    except MalformedRequest as exc:
+        raise ConfigurationError(
+            f"server_key: {exc.detail}", hint="give what fedpress server-key show prints"
+        ) from exc
 
 
 def _finite(metrics: Mapping[str, float]) -> dict[str, float]:

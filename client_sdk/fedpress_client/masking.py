@@ -211,18 +211,28 @@ class MaskedPart:
         save: Callable[[Ledger], None],
         tell: Callable[[str, str, str], None],
         clock: Callable[[], float],
+        believes: Callable[[bytes], bool] = lambda key: False,
     ) -> None:
+        """`believes`: whether a key other than the pinned one is the server's, too: it may change
+        its key while an update is being trained."""
         self.member = member
+        self._believes = believes
         self._files, self._key, self._transport = files, key, transport
         self._ledger, self._save, self._tell, self._clock = ledger, save, tell, clock
         self._diary = _read(files)
         self._machine: MaskingClient | None = None
         if self._diary.record:
             self._machine = MaskingClient.from_bytes(
-                self._diary.record, identity=key, policy=member.policy
+                self._diary.record, identity=key, policy=self._policy
             )
         self._said: set[str] = set()
         """Steps that the server has acknowledged to this process."""
+
+    @property
+    def _policy(self) -> ClientPolicy:
+        """The device's own, under the server's key that this session is signed with."""
+        due = SessionConfig.from_bytes(self._diary.due)
+        return replace(self.member.policy, server_key=due.server_key)
 
     @property
     def assignment(self) -> str | None:
@@ -328,6 +338,9 @@ class MaskedPart:
             raise MalformedRequest(f"a message of kind {offer.NAME!r} where an offer is due")
         config, now = offer.config, self._clock()
         due = SessionConfig.from_bytes(self._diary.due)
+        if config.server_key != due.server_key and self._believes(config.server_key):
+            due = replace(due, server_key=config.server_key)
+            self._diary = replace(self._diary, due=due.to_bytes())
         check_agreed(config, due)
         if config.expires > now + _LONGEST_SECONDS:
             raise IncompatiblePlan(
@@ -341,7 +354,7 @@ class MaskedPart:
             offer,
             identity=self._key,
             certificate=self.member.certificate,
-            policy=self.member.policy,
+            policy=self._policy,
             trained=Trained(due.model, due.support, due.plan),
             now=now,
         )
@@ -406,6 +419,11 @@ class MaskedPart:
         self._diary = diary
 
 
+def session_under_way(files: SessionFile) -> str | None:
+    """The assignment of the masked session that the device is in; raises StateCorrupt."""
+    return _read(files).assignment or None
+
+
 def _read(files: SessionFile) -> _Diary:
     data = files.session()
     if data is None:
@@ -425,7 +443,11 @@ def _check(certificate: str, told: Membership, key: bytes, now: float) -> None:
     except MalformedRequest as exc:
         raise ConfigurationError(f"not a certificate: {exc.detail}") from exc
     if found.identity != key:
-        raise ConfigurationError("the certificate is of another key than this device's")
+        raise ConfigurationError(
+            "the certificate is of another key than this device's",
+            hint="after a change of key have one issued for the new key, which `fedpress ca "
+            "request` prints, and give its file",
+        )
     try:
         authority = from_base64url(told.authority, 32)
         found.check(authority, population=told.population, now=now)

@@ -1,6 +1,7 @@
 """The device's folder: its key, its ledgers, one process at a time.
 
     identity.json, key.pem            who this device is, and the server's key that it pinned
+    next-key.pem, rotations.json      a change of key under way, and those before; see device_key.py
     tasks/<task>/ledger.safetensors   the account, see ledger.py
     tasks/<task>/models/              a few models by digest, to spare a download
     tasks/<task>/own.safetensors      what the device made of the task's last model
@@ -36,7 +37,9 @@ _log = logging.getLogger(__name__)
 
 
 class Identity(BaseModel):
-    """What enrolment settled: `server_key` is pinned, every receipt must be signed by it.
+    """What enrolment settled: `server_key` is pinned, every receipt must be signed by it. Where the
+    device has followed it to another, `former_server_key` is the one before, left at `followed_at`
+    (Unix seconds).
 
     For the masked lane: the `population`, the key of its enrolment `authority`, pinned too, and the
     device's certificate; empty until they are needed.
@@ -50,6 +53,8 @@ class Identity(BaseModel):
     population: str = ""
     authority: str = ""
     certificate: str = ""
+    former_server_key: str = ""
+    followed_at: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +100,10 @@ class StateDirectory:
 
     def enrolled(self, identity: Identity) -> None:
         """Remember `identity`, durably."""
-        write_durably(self.path / "identity.json", identity.model_dump_json().encode())
+        since = {"former_server_key", "followed_at"}  # an earlier release cannot read them
+        unused = {name for name in since if not getattr(identity, name)}
+        text = identity.model_dump_json(exclude=unused)
+        write_durably(self.path / "identity.json", text.encode())
 
     @contextmanager
     def alone(self) -> Iterator[None]:
@@ -259,7 +267,7 @@ def write_durably(path: Path, data: bytes) -> None:
     temporary = path.with_name(path.name + ".tmp")
     _write(temporary, data, sync=True)
     os.replace(temporary, path)
-    _sync_folder(path.parent)
+    sync_folder(path.parent)
 
 
 def _write(path: Path, data: bytes, *, sync: bool) -> None:
@@ -280,7 +288,8 @@ def _open_lock(path: Path) -> int:
     return os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
 
 
-def _sync_folder(path: Path) -> None:
+def sync_folder(path: Path) -> None:
+    """Make what was renamed in it durable."""
     folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(folder)
@@ -296,7 +305,7 @@ def _private_folder(path: Path) -> None:
     missing = [folder for folder in (path, *path.parents) if not folder.exists()]
     for folder in reversed(missing):
         folder.mkdir(mode=0o700, exist_ok=True)
-        _sync_folder(folder.parent)  # or a power cut could take the folder with all in it
+        sync_folder(folder.parent)  # or a power cut could take the folder with all in it
     _private(path, 0o700)
 
 

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from email.utils import parsedate_to_datetime
+from pathlib import Path
 from random import SystemRandom
 from time import sleep as _sleep
 from time import time as _time
@@ -24,6 +25,7 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 import httpx
 from pydantic import ValidationError
 
+from fedpress_client import tls, tracing
 from fedpress_client.parts import PART_SECONDS, PARTS_ABOVE, Delivery, PartSizes, PartsNotOffered
 from fedpress_protocols import __version__
 from fedpress_protocols.errors import (
@@ -50,6 +52,8 @@ from fedpress_protocols.messages import (
     PartialCompletion,
     PartialIntent,
     PartialUpload,
+    RotationRequest,
+    RotationResponse,
     SignedReceipt,
     TaskSummary,
     Trip,
@@ -57,12 +61,15 @@ from fedpress_protocols.messages import (
 )
 from fedpress_protocols.plan import Term, TermT, parsed
 from fedpress_protocols.signatures import NONCE_BYTES, Content, DeviceKey, Target, sign_request
+from fedpress_protocols.succession import ServerKeys
 
 _log = logging.getLogger(__name__)
 
 MAX_ANSWER_BYTES = 8 * 2**20
 """The largest JSON answer that is read."""
 MAX_RETRY_AFTER = 3600.0
+_TASKS_SHOWN, _MOST_TASKS = 1000, 100_000
+"""Of one answer, and of all that are asked for."""
 _OCTETS = "application/octet-stream"
 _OFFSET_OCTETS = "application/offset+octet-stream"
 _random = SystemRandom().random
@@ -104,6 +111,14 @@ class Transport(Protocol):
     traffic: Traffic
 
     def enrol(self, token: str, request: EnrolRequest) -> EnrolResponse: ...
+
+    def rotate(self, request: RotationRequest) -> RotationResponse:
+        """Bring in another key; it may be said again."""
+        ...
+
+    def use_key(self, key: DeviceKey) -> None:
+        """Sign with `key` from now on."""
+        ...
 
     def tasks(self) -> tuple[TaskSummary, ...]: ...
 
@@ -155,6 +170,10 @@ class Transport(Protocol):
         """The server's word, or its authority's, that this device is one of the population."""
         ...
 
+    def server_keys(self) -> ServerKeys:
+        """The key that the server signs with, and how it came to it from earlier ones."""
+        ...
+
     def ready(self, assignment: str) -> None:
         """In the masked lane: trained, and waiting for the session."""
         ...
@@ -187,9 +206,10 @@ class Retries:
 class HttpTransport:
     """The API over httpx; one connection, kept alive. Not for several threads at once.
 
-    `verify` is the path of a CA bundle, or an ssl.SSLContext; None trusts the usual ones. `proxy`
-    overrides what HTTP_PROXY, HTTPS_PROXY and NO_PROXY say. `timeout` bounds, in seconds, every
-    wait for the network. A body of more than `parts_above` bytes goes by parts, of some
+    `verify` is the path of a CA bundle, or an ssl.SSLContext; None trusts the usual ones.
+    `client_certificate` and `client_key` are PEM files for a server that asks devices for one.
+    `proxy` overrides what HTTP_PROXY, HTTPS_PROXY and NO_PROXY say. `timeout` bounds, in seconds,
+    every wait for the network. A body of more than `parts_above` bytes goes by parts, of some
     `part_seconds` each, if the server takes it so. `http` replaces the sockets in tests.
     """
 
@@ -199,6 +219,8 @@ class HttpTransport:
         key: DeviceKey,
         *,
         verify: str | ssl.SSLContext | None = None,
+        client_certificate: str | Path | None = None,
+        client_key: str | Path | None = None,
         proxy: str | None = None,
         timeout: float = 30.0,
         retries: Retries | None = None,
@@ -219,13 +241,11 @@ class HttpTransport:
         self.parts_above = parts_above
         self._sizes = PartSizes(part_seconds)
         self._takes_parts = True
-        if isinstance(verify, str):
-            try:
-                verify = ssl.create_default_context(cafile=verify)
-            except (OSError, ssl.SSLError) as exc:
-                raise ConfigurationError(f"CA bundle {verify}: {exc}") from exc
+        self._certificate = Path(client_certificate) if client_certificate else None
+        if not isinstance(verify, ssl.SSLContext):
+            verify = tls.context_of(verify, client_certificate, client_key)
         self._http = httpx.Client(
-            verify=True if verify is None else verify,
+            verify=verify,
             proxy=proxy,
             transport=http,
             timeout=timeout,
@@ -245,8 +265,20 @@ class HttpTransport:
         answer = self._call("POST", "/v1/enrol", _json(request), headers)
         return answer.parsed(EnrolResponse)
 
+    def rotate(self, request: RotationRequest) -> RotationResponse:
+        return self._call("POST", "/v1/key-rotation", _json(request)).parsed(RotationResponse)
+
+    def use_key(self, key: DeviceKey) -> None:
+        self._key = key
+
     def tasks(self) -> tuple[TaskSummary, ...]:
-        return self._call("GET", "/v1/tasks").all_parsed(TaskSummary)
+        found = page = self._call("GET", "/v1/tasks").all_parsed(TaskSummary)
+        while len(page) >= _TASKS_SHOWN and len(found) < _MOST_TASKS:
+            last = found[-1].task
+            more = self._call("GET", f"/v1/tasks?after={last}").all_parsed(TaskSummary)
+            page = tuple(each for each in more if each.task > last)
+            found += page
+        return found
 
     def task(self, task: str) -> TaskSummary:
         return self._call("GET", f"/v1/tasks/{task}").parsed(TaskSummary)
@@ -378,6 +410,9 @@ class HttpTransport:
     def certificate(self) -> Membership:
         return self._call("GET", "/v1/membership").parsed(Membership)
 
+    def server_keys(self) -> ServerKeys:
+        return self._call("GET", "/v1/server-keys").parsed(ServerKeys)
+
     def ready(self, assignment: str) -> None:
         self._call("POST", f"/v1/assignments/{assignment}/ready")
 
@@ -501,7 +536,7 @@ class HttpTransport:
             method,
             self._url + path,
             content=body,
-            headers={**content, **headers},
+            headers={**content, **headers, **tracing.carried()},
             timeout=httpx.Timeout(self._timeout, read=self._timeout + wait),
         )
         signature = sign_request(
@@ -523,14 +558,27 @@ class HttpTransport:
             finally:
                 response.close()
         except (httpx.ConnectError, httpx.ConnectTimeout) as exc:
-            raise _Again(TransportError(f"{self._url}: {exc}")) from exc
+            raise self._no_connection(exc) from exc
         except httpx.TransportError as exc:
             if not answered:
                 self._count_up(request, len(body))
             reason = str(exc) or type(exc).__name__
-            raise _Again(TransportError(f"{method} {self._url}{path}: {reason}")) from exc
+            if tls.explained(exc) is not None:
+                raise self._no_connection(exc) from exc
+            hint = ""
+            if not answered and isinstance(exc, httpx.RemoteProtocolError | httpx.ReadError):
+                hint = tls.silence(self._url, self._certificate, self._clock())
+            told = TransportError(f"{method} {self._url}{path}: {reason}", hint=hint)
+            raise _Again(told) from exc
         except httpx.HTTPError as exc:
             raise TransportError(f"{method} {self._url}{path}: {exc}") from exc
+
+    def _no_connection(self, exc: httpx.TransportError) -> _Again:
+        told = tls.explained(exc)
+        if told is None:
+            return _Again(TransportError(f"{self._url}: {exc}"))
+        error = TransportError(f"{self._url}: {told[0]}", hint=told[1])
+        return _Again(error, at_most=3 if tls.is_about_this_device(told) else math.inf)
 
     def _refused(self, response: httpx.Response) -> None:
         """Raise what an answer other than 2xx stands for, as _Again where trying again helps."""

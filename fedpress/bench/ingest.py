@@ -8,6 +8,7 @@ the process spent, PostgreSQL's own not among it. docs/bench-ingest.md says what
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import platform
@@ -24,16 +25,19 @@ from functools import partial
 from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
+from sqlalchemy.engine import Connection
 
-from fedpress.bench.ingest_load import Load, drive, plain_request, poll, request_of
+from fedpress.bench.ingest_load import Answer, Load, drive, plain_request, poll, request_of
 from fedpress_protocols.errors import ConfigurationError, FedpressError
 from fedpress_protocols.messages import Assignment, CheckInResponse
 from fedpress_protocols.model import Model, ModelSpec
 from fedpress_protocols.signatures import DeviceKey, to_base64url
 from fedpress_protocols.upload import Upload
+from fedpress_server.storage import records
+from fedpress_server.storage.database import Database
 
 SIZES = {"14 kB": 14_000, "100 kB": 100_000}
 TARGETS = {
@@ -44,9 +48,13 @@ TARGETS = {
 }
 """At least the first, at most the others."""
 
+T = TypeVar("T")
 _TOKEN = "a-token-of-the-benchmark"  # noqa: S105
 _JSON = "application/json"
 _CONNECTIONS = 64
+_SIGNED_AHEAD = 512
+_HELD = 20.0
+"""Seconds for which the SDK asks that a check-in be held, by default."""
 _START_SECONDS = 120.0
 _READY = re.compile(r"ready on http://127\.0\.0\.1:([0-9]+)")
 _TICKS = os.sysconf("SC_CLK_TCK")
@@ -170,16 +178,22 @@ class _Process:
 class _Fleet:
     """A server with enrolled devices."""
 
-    def __init__(self, server: _Process, devices: int) -> None:
+    def __init__(self, server: _Process, keys: Sequence[DeviceKey]) -> None:
         self.server = server
-        self.keys = [DeviceKey.generate() for _ in range(devices)]
+        self.keys = keys
+
+    @classmethod
+    def enrolled(cls, server: _Process, devices: int) -> _Fleet:
+        """So many new devices, by the server's own way."""
+        fleet = cls(server, [DeviceKey.generate() for _ in range(devices)])
         wanted = {"uses": devices, "expires_in": 3600}
-        token = self.ask("POST", "/v1/admin/tokens", json.dumps(wanted).encode())["token"]
+        token = fleet.ask("POST", "/v1/admin/tokens", json.dumps(wanted).encode())["token"]
         requests = []
-        for key in self.keys:
+        for key in fleet.keys:
             body = json.dumps({"public_key": to_base64url(key.public), "name": ""}).encode()
             requests.append(request_of(key, "POST", "/v1/enrol", body, token=token, kind=_JSON))
         _check(drive(server.port, requests, _CONNECTIONS), 201)
+        return fleet
 
     def ask(self, method: str, path: str, body: bytes = b"", kind: str = _JSON) -> Any:
         """The operator's request and what it comes to."""
@@ -203,27 +217,58 @@ class _Fleet:
         }
         self.ask("POST", "/v1/admin/tasks", json.dumps(config).encode())
 
-    def check_in(self, key: DeviceKey, task: str) -> bytes:
-        return request_of(key, "POST", f"/v1/tasks/{task}/check-in", b"{}", kind=_JSON)
+    def check_in(self, key: DeviceKey, task: str, held: float = 0.0) -> bytes:
+        body = json.dumps({"wait": held}).encode()
+        return request_of(key, "POST", f"/v1/tasks/{task}/check-in", body, kind=_JSON)
 
-    def assignments(self, task: str) -> list[Assignment]:
-        """One of each device's."""
-        requests = [self.check_in(key, task) for key in self.keys]
-        load = drive(self.server.port, requests, _CONNECTIONS)
-        _check(load, 200)
-        given = [
-            CheckInResponse.model_validate_json(answer.body).assignment for answer in load.answers
-        ]
-        return [each for each in given if each is not None]
+    def assignments(self, task: str) -> tuple[Assignment, list[str]]:
+        """One of each device's: the first, and the names of all. To read a plan takes longer than
+        to give it out."""
+        answers = list[Answer]()
+        for keys in _in_parts(self.keys):
+            load = drive(self.server.port, [self.check_in(key, task) for key in keys], _CONNECTIONS)
+            _check(load, 200)
+            answers += load.answers
+        first = CheckInResponse.model_validate_json(answers[0].body).assignment
+        names = [json.loads(answer.body)["assignment"]["assignment"] for answer in answers]
+        if first is None:
+            raise FedpressError("a device was given nothing to do")
+        return first, names
 
     def uploads(self, task: str, spec: ModelSpec) -> list[bytes]:
         """A signed upload of each device's."""
-        given = self.assignments(task)
-        body = _body(given[0], spec)
-        return [
-            request_of(key, "PUT", f"/v1/assignments/{each.assignment}/update", body)
-            for key, each in zip(self.keys, given, strict=True)
-        ]
+        first, names = self.assignments(task)
+        body = _body(first, spec)
+        return [self.upload(*whose, body) for whose in zip(self.keys, names, strict=True)]
+
+    def upload(self, key: DeviceKey, assignment: str, body: bytes) -> bytes:
+        return request_of(key, "PUT", f"/v1/assignments/{assignment}/update", body)
+
+
+def _in_parts(whole: Sequence[T]) -> Iterator[Sequence[T]]:
+    """Few enough at a time that what was signed is not too old when it is sent."""
+    for start in range(0, len(whole), _SIGNED_AHEAD):
+        yield whole[start : start + _SIGNED_AHEAD]
+
+
+def _crowd(folder: Path, devices: int) -> list[DeviceKey]:
+    """So many devices, enrolled in the records of a server that has not begun."""
+    keys, now = [DeviceKey.generate() for _ in range(devices)], time.time()
+    (folder / "data").mkdir(mode=0o700)
+    database = Database(f"sqlite:///{folder / 'data' / 'fedpress.db'}")
+
+    def write(connection: Connection) -> None:
+        token = records.EnrolmentToken("crowd", "0" * 64, devices, 0, now, now + 3600, "")
+        records.add_token(connection, token)
+        for key in keys:
+            whose = (secrets.token_urlsafe(12), key.key_id, key.public, "", token.token_id)
+            records.add_device(connection, records.Device(*whose, now, None))
+
+    try:
+        asyncio.run(database.write(write))
+    finally:
+        database.close()
+    return keys
 
 
 @contextmanager
@@ -235,6 +280,8 @@ def _server(folder: Path, database: str, **variables: str) -> Iterator[_Process]
         "FEDPRESS_DATABASE_URL": database,
         "FEDPRESS_ADMIN_TOKEN": _TOKEN,
         "FEDPRESS_LOG_LEVEL": "warning",
+        "FEDPRESS_ENROLMENTS_PER_SECOND": "1000000",
+        "FEDPRESS_ENROLMENT_FAILURES_PER_MINUTE": "1000000",
     }
     with _Process(["-m", "fedpress_server"], folder, **(settings | variables)) as server:
         yield server
@@ -270,7 +317,7 @@ def _uploads(name: str, url: str, amounts: Amounts) -> Iterator[dict[str, Any]]:
         folder = Path(stack.enter_context(TemporaryDirectory(prefix="fedpress-bench-")))
         urls = [stack.enter_context(_database(url)) for _ in range(2)] if url else ["", "sqlite"]
         server = stack.enter_context(_server(folder, urls[0]))
-        fleet = _Fleet(server, amounts.uploads)
+        fleet = _Fleet.enrolled(server, amounts.uploads)
         others = {}
         for other, kept in {"prototype": urls[1], "no row": "none"}.items():
             place = folder / other.replace(" ", "-")
@@ -320,26 +367,41 @@ def _turns(
 
 
 def _polls(amounts: Amounts) -> dict[str, Any]:
-    """Check-ins of devices for which there is no place, each when it was told to come."""
-    with TemporaryDirectory(prefix="fedpress-bench-") as place, _server(Path(place), "") as server:
-        fleet = _Fleet(server, amounts.pollers)
+    """Check-ins of devices for which there is no place, each when it was told to come: answered at
+    once, and then held as the SDK asks, until the task ends."""
+    with TemporaryDirectory(prefix="fedpress-bench-") as place, ExitStack() as stack:
+        keys = _crowd(Path(place), amounts.pollers)
+        server = stack.enter_context(_server(Path(place), ""))
+        fleet = _Fleet(server, keys)
         fleet.begin("busy", _model(400), 1)
         _check(drive(server.port, [fleet.check_in(fleet.keys[0], "busy")], 1), 200)
-        requests = [partial(fleet.check_in, key, "busy") for key in fleet.keys]
-        before, spread = server.cpu_seconds, amounts.poll_seconds / 2
-        polls = poll(server.port, requests, spread, amounts.poll_seconds)
-        spent = server.cpu_seconds - before
-    seconds = sorted(polls.seconds)
+        found: dict[str, Any] = {"clients": amounts.pollers}
+        ending = partial(fleet.ask, "POST", "/v1/admin/tasks/busy/cancel")
+        for name, held, news in (("at once", 0.0, None), ("held", _HELD, ending)):
+            requests = [partial(fleet.check_in, key, "busy", held) for key in fleet.keys]
+            before, spread = server.cpu_seconds, amounts.poll_seconds / 2
+            polls = poll(server.port, requests, spread, amounts.poll_seconds, held, news)
+            spent = server.cpu_seconds - before
+            figures = {
+                "polls": len(polls.seconds) + len(polls.told),
+                "failed": polls.failed.total(),
+                "failures": dict(polls.failed),
+                "connections": polls.open,
+                "cpu_ms": 1000 * spent / (len(polls.seconds) + len(polls.told)),
+                "generator_late": polls.late,
+            }
+            found[name] = figures | _spread_of(polls.seconds)
+            if polls.told:
+                found["news"] = {"told": len(polls.told)} | _spread_of(polls.told)
+    return found
+
+
+def _spread_of(seconds: Sequence[float]) -> dict[str, float]:
+    ordered = sorted(seconds)
     return {
-        "clients": amounts.pollers,
-        "polls": len(seconds),
-        "failed": polls.failed,
-        "per_second": len(seconds) / amounts.poll_seconds,
-        "p50": seconds[len(seconds) // 2],
-        "p99": seconds[len(seconds) * 99 // 100],
-        "most": seconds[-1],
-        "cpu_ms": 1000 * spent / len(seconds),
-        "generator_late": polls.late,
+        "p50": ordered[len(ordered) // 2],
+        "p99": ordered[len(ordered) * 99 // 100],
+        "most": ordered[-1],
     }
 
 
@@ -347,22 +409,28 @@ def _memory(amounts: Amounts) -> dict[str, Any]:
     """The most memory of a server whose round a few clients take part in, or a crowd."""
     peaks = {}
     for clients in (100, amounts.crowd):
-        with (
-            TemporaryDirectory(prefix="fedpress-bench-") as place,
-            _server(Path(place), "") as server,
-        ):
-            fleet = _Fleet(server, clients)
+        with TemporaryDirectory(prefix="fedpress-bench-") as place, ExitStack() as stack:
+            keys = _crowd(Path(place), clients)
+            server = stack.enter_context(_server(Path(place), ""))
+            fleet = _Fleet(server, keys)
             model = _model(SIZES["14 kB"])
             fleet.begin("crowd", model, clients + 1)
-            requests = fleet.uploads("crowd", model.spec)
-            rate, seconds, _ = server.timed(requests, 201)
+            first, names = fleet.assignments("crowd")
+            body = _body(first, model.spec)
+            before, seconds = server.cpu_seconds, 0.0
+            for part in _in_parts(list(zip(keys, names, strict=True))):
+                requests = [fleet.upload(*whose, body) for whose in part]
+                load = drive(server.port, requests, _CONNECTIONS)
+                _check(load, 201)
+                seconds += load.seconds
+            cpu, rate = (server.cpu_seconds - before) / clients, clients / seconds
             peaks[clients] = server.peak_bytes
     few, many = peaks.values()
     return {
         "peak_bytes": {str(clients): peak for clients, peak in peaks.items()},
         "ratio": many / few,
         "rate": rate,
-        "cpu_ms": 1000 * seconds,
+        "cpu_ms": 1000 * cpu,
     }
 
 
@@ -403,11 +471,18 @@ def _tables(found: dict[str, Any]) -> str:
             lines.append(f"{what:22} {figures}   {row[ratio]:5.2f} {target:>6}  {unit}")
     if "polls" in found:
         polls = found["polls"]
-        lines.append(
-            f"{polls['clients']} clients poll {polls['per_second']:.0f} times a second: "
-            f"p50 {polls['p50']:.3f} s, p99 {polls['p99']:.3f} s (≤ {TARGETS['poll p99']}), "
-            f"{polls['cpu_ms']:.2f} ms of CPU each"
-        )
+        for name in ("at once", "held"):
+            row = polls[name]
+            lines.append(
+                f"{polls['clients']} clients poll, answered {name}: {row['polls']} polls, "
+                f"{row['failed']} failed, p50 {row['p50']:.3f} s, p99 {row['p99']:.3f} s "
+                f"(≤ {TARGETS['poll p99']}), {row['cpu_ms']:.2f} ms of CPU each"
+            )
+        news = polls.get("news")
+        if news is not None:
+            lines.append(
+                f"{news['told']} of them held: all know the end within {news['most']:.2f} s"
+            )
     if "memory" in found:
         memory = found["memory"]
         sizes = ", ".join(f"{n} clients {b / 1e6:.0f} MB" for n, b in memory["peak_bytes"].items())

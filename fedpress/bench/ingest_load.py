@@ -9,10 +9,12 @@ import random
 import re
 import secrets
 import time
+from collections import Counter
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from itertools import count
+from math import inf
 from typing import Any, NamedTuple, TypeVar
 
 from fedpress_protocols.signatures import Content, DeviceKey, Target, sign_request
@@ -27,6 +29,8 @@ _WINDOW = re.compile(rb"retry-window: *([0-9.]+)-([0-9.]+)", re.IGNORECASE)
 _AFTER = re.compile(rb"retry-after: *([0-9]+)", re.IGNORECASE)
 _OPENING = 200
 """Connections that are opened at a time."""
+_IDLE = 5.0
+"""Seconds for which httpx, and so the SDK, keeps a connection that nothing is asked over."""
 
 
 def request_of(
@@ -155,38 +159,93 @@ def drive(port: int, requests: Sequence[bytes], connections: int) -> Load:
 
 @dataclass
 class Polls:
-    """Seconds that each poll took, by when it was sent; `late`: seconds that this process itself
-    was late, the most of all."""
+    """Seconds that polls took, beyond those that the server was asked to hold them; of those that
+    news ended, seconds since the news."""
 
     seconds: list[float] = field(default_factory=list)
-    sent_at: list[float] = field(default_factory=list)
+    told: list[float] = field(default_factory=list)
     late: float = 0.0
-    failed: int = 0
+    """Seconds that this process itself was late, the most of all."""
+    failed: Counter[str] = field(default_factory=Counter)
+    """By the status of the answer, or by what became of the connection."""
+    open: int = 0
+    """The most connections at a time."""
+
+
+class _Kept:
+    """One client's connection: closed when it has been idle for as long as the SDK keeps one, or
+    by the server, and made again when it is needed."""
+
+    def __init__(self, port: int, found: Polls, lines: set[_Line]) -> None:
+        self._port, self._found, self._lines = port, found, lines
+        self._line: _Line | None = None
+        self._ends: asyncio.TimerHandle | None = None
+
+    async def ask(self, request: bytes) -> Answer:
+        if self._ends is not None:
+            self._ends.cancel()
+        loop = asyncio.get_running_loop()
+        line = self._line
+        if line is None or line.transport.is_closing():
+            self.close()
+            _, line = await loop.create_connection(_Line, "127.0.0.1", self._port)
+            self._line = line
+            self._lines.add(line)
+            self._found.open = max(self._found.open, len(self._lines))
+        answer = await line.ask(request)
+        self._ends = loop.call_later(_IDLE, self.close)
+        return answer
+
+    def close(self) -> None:
+        if self._line is not None:
+            self._lines.discard(self._line)
+            self._line.transport.close()
+            self._line = None
 
 
 def poll(
-    port: int, requests: Sequence[Callable[[], bytes]], first_within: float, until: float
+    port: int,
+    requests: Sequence[Callable[[], bytes]],
+    first_within: float,
+    until: float,
+    held: float = 0.0,
+    news: Callable[[], object] | None = None,
 ) -> Polls:
-    """Clients that each keep a connection, come once `first_within` seconds and then as told."""
+    """Clients that come once within `first_within` seconds and then as told, until `until`; each
+    asks to be held for `held` seconds. At the end `news` are made, which those who are held hear.
+    """
     found, order = Polls(), count()
     chance = random.Random(5)  # noqa: S311
 
     async def work() -> None:
-        lines = await _opened(port, len(requests))
+        lines: set[_Line] = set()
+        clients = [_Kept(port, found, lines) for _ in requests]
         began, loop = time.perf_counter(), asyncio.get_running_loop()
-        due = [(began + chance.uniform(0, first_within), next(order), n) for n in range(len(lines))]
+        due = [
+            (began + chance.uniform(0, first_within), next(order), n) for n in range(len(clients))
+        ]
         heapq.heapify(due)
         open_polls: set[asyncio.Task[None]] = set()
+        news_at = inf
 
         async def ask(number: int) -> None:
             sent = time.perf_counter()
-            answer = await lines[number].ask(requests[number]())
-            found.seconds.append(answer.seconds)
-            found.sent_at.append(sent - began)
-            found.failed += answer.status not in (200, 204)
+            try:
+                answer = await clients[number].ask(requests[number]())
+            except OSError as exc:
+                found.failed[type(exc).__name__] += 1
+                clients[number].close()
+                heapq.heappush(due, (time.perf_counter() + 5.0, next(order), number))
+                return
+            now = time.perf_counter()
+            if answer.status not in (200, 204):
+                found.failed[str(answer.status)] += 1
+            if now > news_at and answer.status == 200:
+                found.told.append(now - news_at)
+            else:
+                found.seconds.append(max(0.0, now - sent - held))
             least, most = told(answer)
-            at = time.perf_counter() + chance.uniform(least, most)
-            heapq.heappush(due, (at, next(order), number))
+            heapq.heappush(due, (now + chance.uniform(least, most), next(order), number))
 
         while (now := time.perf_counter()) < began + until:
             if due and due[0][0] <= now:
@@ -198,9 +257,12 @@ def poll(
                 if len(open_polls) % 32:
                     continue
             await asyncio.sleep(0.001 if due and due[0][0] > now else 0)
+        if news is not None:
+            news_at = time.perf_counter()
+            await loop.run_in_executor(None, news)
         await asyncio.gather(*open_polls)
-        for line in lines:
-            line.transport.close()
+        for client in clients:
+            client.close()
 
     running(work())
     return found

@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import cache
+from pathlib import Path
 from statistics import NormalDist, mean
 from typing import Any
 
@@ -102,11 +103,10 @@ class Row:
     lost: float
 
 
-def run(as_json: bool = False, seeds: Sequence[int] = SEEDS, rounds: int = ROUNDS) -> str:
-    """Measure every strategy under every attack; a table, or JSON."""
+def run(json_file: Path | None = None, seeds: Sequence[int] = SEEDS, rounds: int = ROUNDS) -> str:
+    """Measure every strategy under every attack, write `json_file` if there is one, and return the
+    table for people."""
     rows = list(measured(seeds, rounds))
-    if not as_json:
-        return "\n".join(_table(rows))
     setting = {
         "clients": CLIENTS,
         "forgers": FORGERS,
@@ -118,7 +118,10 @@ def run(as_json: bool = False, seeds: Sequence[int] = SEEDS, rounds: int = ROUND
         "seeds": seeds,
         "counted_rounds": COUNTED_ROUNDS,
     }
-    return json.dumps({"setting": setting, "rows": [asdict(row) for row in rows]}, indent=2)
+    if json_file is not None:
+        found = {"setting": setting, "rows": [asdict(row) for row in rows]}
+        json_file.write_text(json.dumps(found, indent=2) + "\n")
+    return "\n".join(_table(rows))
 
 
 def measured(seeds: Sequence[int], rounds: int) -> Iterator[Row]:

@@ -2,11 +2,32 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from time import gmtime, strftime
+from typing import TYPE_CHECKING, TypeVar
 
 import click
 
-from fedpress.command_line import PATH, Group, argument
+from fedpress.cli.tables import fields, table, tell, terminal_width
+from fedpress.command_line import PATH, Group, Number, argument, as_json, read, secret_option
+from fedpress_protocols.errors import ConfigurationError
+
+if TYPE_CHECKING:
+    from fedpress.authority import EnrolmentAuthority, Entry
+    from fedpress_protocols.masking.certificates import Certificate
+
+C = TypeVar("C", bound=Callable[..., object])
+_key_file = argument("authority_file", type=PATH, help="The authority's private key.")
+_days = click.option(
+    "--days",
+    type=Number(min=0.01, max=36_500),
+    default=365.0,
+    help="How long certificates are good for.",
+)
+_passphrase = secret_option(
+    "ca-passphrase", "Of a key that is encrypted; asked for otherwise.", is_needed=False
+)
 
 
 @click.group("ca", cls=Group)
@@ -16,11 +37,27 @@ def authorities() -> None:
 
 @authorities.command("init")
 @argument("file", type=PATH, help="Where to write the private key.")
-def make_authority(file: Path) -> None:
+@click.option("--encrypt", is_flag=True, help="Protect it with a passphrase.")
+@_passphrase
+def make_authority(file: Path, encrypt: bool, ca_passphrase: str | None) -> None:
     """Make an authority's key and print its public half, for the server and the devices."""
     from fedpress import authority
 
-    click.echo(authority.make_authority(file))
+    if encrypt and not ca_passphrase:
+        ca_passphrase = click.prompt(
+            "passphrase", hide_input=True, confirmation_prompt=True, err=True
+        )
+    if encrypt and not ca_passphrase:
+        raise ConfigurationError("an empty passphrase protects nothing")
+    click.echo(authority.make_authority(file, str(ca_passphrase) if encrypt else ""))
+
+
+@authorities.command("public")
+@_key_file
+@_passphrase
+def show_public(authority_file: Path, ca_passphrase: str | None) -> None:
+    """Print the authority's public key again."""
+    click.echo(_opened(authority_file, ca_passphrase).public)
 
 
 @authorities.command("request")
@@ -33,32 +70,142 @@ def request_certificate(state_dir: Path) -> None:
 
 
 @authorities.command("issue")
-@argument("authority_file", type=PATH, help="The authority's private key.")
-@argument("public_key", help="The device's public key.")
-@click.option("--out", type=PATH, required=True, help="Where to write the certificate.")
+@_key_file
+@argument("public_key", required=False, metavar="[PUBLIC_KEY]", help="The device's public key.")
+@click.option("--requests", type=PATH, help="In its place: a file with a line KEY NAME for each.")
+@click.option(
+    "--out", type=PATH, required=True, help="The certificate's file; with --requests their folder."
+)
 @click.option("--name", default="", show_default=False, help="What the device is called in it.")
 @click.option("--population", default="fedpress", help="As the server's --population.")
-@click.option(
-    "--days",
-    type=click.FloatRange(min=0.01, max=36_500),
-    default=365.0,
-    help="How long it is good for.",
-)
+@click.option("--new-key", is_flag=True, help="The device of this name has changed its key.")
+@_days
+@_passphrase
 def issue_certificate(
-    authority_file: Path, public_key: str, out: Path, name: str, population: str, days: float
+    authority_file: Path,
+    public_key: str | None,
+    requests: Path | None,
+    out: Path,
+    name: str,
+    population: str,
+    new_key: bool,
+    days: float,
+    ca_passphrase: str | None,
 ) -> None:
-    """Certify a device's key; the file goes to the device."""
-    from time import time
-
+    """Certify a device's key, or many; the files go to the devices."""
     from fedpress import authority
 
-    made = authority.issue(
-        authority_file,
-        public_key=public_key,
-        name=name,
-        population=population,
-        days=days,
-        now=time(),
+    if (public_key is None) == (requests is None):
+        raise click.UsageError("give PUBLIC_KEY or --requests FILE")
+    opened = _opened(authority_file, ca_passphrase)
+    if requests is not None:
+        try:
+            asked = authority.read_requests(read(requests).decode("utf-8", "replace"))
+        except ConfigurationError as exc:
+            raise ConfigurationError(f"{requests}, {exc.detail}", hint=exc.hint) from exc
+    else:
+        asked = [authority.Request(str(public_key), name)]
+    made = opened.issue(asked, population=population, days=days, new_key=new_key)
+    if requests is None:
+        out.write_bytes(made[0].to_bytes())
+        click.echo(f"{out}: good for {days:g} days")
+    else:
+        _write_all(made, out)
+
+
+@authorities.command("renew")
+@_key_file
+@click.option("--out", type=PATH, required=True, help="Folder for the new certificates.")
+@click.option("--within", type=Number(min=0), default=30.0, help="Those that end in so many days.")
+@_days
+@_passphrase
+def renew_certificates(
+    authority_file: Path, out: Path, within: float, days: float, ca_passphrase: str | None
+) -> None:
+    """Issue anew what expires soon, or has: for all devices that were not revoked."""
+    made = _opened(authority_file, ca_passphrase).renew(within_days=within, days=days)
+    _write_all(made, out)
+
+
+@authorities.command("revoke")
+@_key_file
+@argument("which", help="A device's key, its id, the name, or a certificate's serial.")
+@as_json
+def revoke_certificates(authority_file: Path, which: str, as_json: bool) -> None:
+    """Renew a device's certificates no more; the server keeps the device out until they expire."""
+    left = _opened(authority_file, None).revoke(which)
+    lines = [
+        f"key {each.key_id} {each.name}: its certificate is good until {_day(each.expires)}; "
+        "revoke the device on the server now: fedpress client revoke"
+        for each in left
+    ]
+    tell(left, lines or ["its certificates have expired already"], as_json=as_json)
+
+
+@authorities.command("list")
+@_key_file
+@click.option("--all", "every", is_flag=True, help="Also what has a later certificate.")
+@as_json
+def list_certificates(authority_file: Path, every: bool, as_json: bool) -> None:
+    """List what was issued, from the register beside the key; no passphrase is needed."""
+    entries = _opened(authority_file, None).entries()
+    found = [each for each in entries if every or each.state != "superseded"]
+    headings = ("key", "state", "expires", "population", "name")
+    lines = table(headings, list(map(_row, found)), width=terminal_width())
+    tell(found, lines if found else ["nothing was issued yet"], as_json=as_json)
+
+
+@authorities.command("inspect")
+@argument("certificate", type=PATH, help="A certificate's file.")
+@click.option("--authority", help="The public key of the authority it should be of.")
+@as_json
+def inspect_certificate(certificate: Path, authority: str | None, as_json: bool) -> None:
+    """Show what a certificate says, and with --authority whether it is signed and good."""
+    import time
+
+    from fedpress.authority import inspected, said_by
+    from fedpress_protocols.signatures import from_base64url
+
+    found = inspected(certificate)
+    if authority is not None:
+        key = from_base64url(authority, 32)
+        found.check(key, population=found.population, now=time.time())
+    told = said_by(found)
+    pairs = (
+        ("serial", told.serial),
+        ("key", f"{told.key} (id {told.key_id})"),
+        ("name", told.name),
+        ("population", told.population),
+        ("expires", strftime("%Y-%m-%d %H:%M:%S UTC", gmtime(told.expires))),
+        ("signature", "of this authority, and good" if authority else ""),
     )
-    out.write_bytes(made)
-    click.echo(f"{out}: good for {days:g} days")
+    tell(told, fields(pairs), as_json=as_json)
+
+
+def _opened(file: Path, passphrase: str | None) -> EnrolmentAuthority:
+    from time import time
+
+    from fedpress.authority import EnrolmentAuthority
+
+    def ask() -> str:
+        return passphrase or str(click.prompt(f"passphrase of {file}", hide_input=True, err=True))
+
+    return EnrolmentAuthority(file, ask, time)
+
+
+def _write_all(made: Sequence[Certificate], folder: Path) -> None:
+    """A file for each, by its name or else by its key's id."""
+    from fedpress.authority import file_name
+
+    folder.mkdir(parents=True, exist_ok=True)
+    for each in made:
+        (folder / file_name(each)).write_bytes(each.to_bytes())
+    click.echo(f"{folder}: {len(made)} certificates")
+
+
+def _row(each: Entry) -> tuple[str, ...]:
+    return each.key_id, each.state, _day(each.expires), each.population, each.name
+
+
+def _day(seconds: int) -> str:
+    return strftime("%Y-%m-%d", gmtime(seconds))

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
-import time
+import json
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
-from fedpress.command_line import PATH, Command, admin_token, argument, needs, operator, url
+from fedpress.cli.outcomes import FAILED
+from fedpress.cli.tables import moment, tell
+from fedpress.command_line import PATH, Command, argument, as_json, needs, operates
 
 if TYPE_CHECKING:
+    from fedpress.operator import Operator
+    from fedpress_protocols.restores import RestoreStatus
     from fedpress_server.settings import Settings
 
 _PLACE = "A folder, or a file that ends in .tar."
@@ -34,7 +39,10 @@ _key = click.option(
 @click.option("--data-dir", type=PATH, help="The server's folder.")
 @click.option("--with-keys", is_flag=True, help="Copy the keys that sign receipts, too.")
 @_config
-def backup(place: Path, data_dir: Path | None, with_keys: bool, config: Path | None) -> None:
+@as_json
+def backup(
+    place: Path, data_dir: Path | None, with_keys: bool, config: Path | None, as_json: bool
+) -> None:
     """Copy a server to PLACE, whole; it may run meanwhile."""
     import asyncio
 
@@ -43,7 +51,18 @@ def backup(place: Path, data_dir: Path | None, with_keys: bool, config: Path | N
 
     made = asyncio.run(back_up(settings, place, with_keys=with_keys))
     size = sum(entry.num_bytes for entry in made.files)
-    click.echo(f"{place}: {len(made.files)} files, {size:,} bytes, as of {_said(made.began_at)}")
+    if as_json:
+        told = {
+            "place": str(place),
+            "backup": made.backup,
+            "began_at": made.began_at,
+            "num_files": len(made.files),
+            "num_bytes": size,
+            "has_keys": with_keys,
+        }
+        click.echo(json.dumps(told, indent=2))
+        return
+    click.echo(f"{place}: {len(made.files)} files, {size:,} bytes, as of {moment(made.began_at)}")
     if not with_keys:
         click.echo("the keys are not in it: keep server-key.pem apart, receipts are signed with it")
 
@@ -51,22 +70,39 @@ def backup(place: Path, data_dir: Path | None, with_keys: bool, config: Path | N
 @click.command("verify", cls=Command)
 @argument("place", type=PATH, help=_PLACE)
 @_key
-def verify(place: Path, key_id: str) -> None:
+@as_json
+def verify(place: Path, key_id: str, as_json: bool) -> None:
     """Check every byte of a backup; tell which part is damaged."""
     _settings_are_there()
     from fedpress_server.backup import verify as verified
 
     report = verified(place, key_id=key_id)
-    for fault in report.faults:
-        click.echo(fault)
-    if report.faults or report.manifest is None:
-        raise click.exceptions.Exit(1)
     made = report.manifest
-    click.echo(
-        f"{place}: whole, {len(made.files)} files as of {_said(made.began_at)}, "
-        f"{report.num_receipts} receipts and the list signed by key {report.key_id}, "
-        f"{report.num_open} open rounds replayed"
-    )
+    is_whole = made is not None and not report.faults
+    if as_json:
+        told = {
+            "place": str(place),
+            "is_whole": is_whole,
+            "faults": report.faults,
+            "backup": made and made.backup,
+            "began_at": made and made.began_at,
+            "num_files": len(made.files) if made else 0,
+            "key_id": report.key_id,
+            "num_receipts": report.num_receipts,
+            "num_open": report.num_open,
+        }
+        click.echo(json.dumps(told, indent=2))
+    else:
+        for fault in report.faults:
+            click.echo(fault)
+        if made is not None and is_whole:
+            click.echo(
+                f"{place}: whole, {len(made.files)} files as of {moment(made.began_at)}, "
+                f"{report.num_receipts} receipts and the list signed by key {report.key_id}, "
+                f"{report.num_open} open rounds replayed"
+            )
+    if not is_whole:
+        raise click.exceptions.Exit(FAILED)
 
 
 @click.command("restore", cls=Command)
@@ -74,15 +110,29 @@ def verify(place: Path, key_id: str) -> None:
 @click.option("--data-dir", type=PATH, help="The new server's folder: not there, or empty.")
 @_key
 @_config
-def restore(place: Path, data_dir: Path | None, key_id: str, config: Path | None) -> None:
+@as_json
+def restore(
+    place: Path, data_dir: Path | None, key_id: str, config: Path | None, as_json: bool
+) -> None:
     """Bring a backup back as a server that is new."""
     settings = _settings(config, data_dir)
     from fedpress_server.backup import restore as restored
 
     done = restored(place, settings, key_id=key_id)
     made = done.restore
+    if as_json:
+        told = made.model_dump(mode="json") | {
+            "data_dir": str(settings.data_dir),
+            "open_rounds": [
+                {"task": task, "round": number, "attempt": attempt}
+                for task, number, attempt in done.open_rounds
+            ],
+            "missing_keys": done.missing_keys,
+        }
+        click.echo(json.dumps(told, indent=2))
+        return
     click.echo(
-        f"{settings.data_dir}: restore {made.number}, as of {_said(made.backup_at)}; what was "
+        f"{settings.data_dir}: restore {made.number}, as of {moment(made.backup_at)}; what was "
         "committed after that is in no model any more"
     )
     for task, number, attempt in done.open_rounds:
@@ -93,26 +143,29 @@ def restore(place: Path, data_dir: Path | None, key_id: str, config: Path | None
 
 
 @click.command("restores", cls=Command)
-@admin_token
-@url
-def list_restores(admin_token: str, url: str) -> None:
+@as_json
+@operates
+def list_restores(server: Operator, as_json: bool) -> None:
     """Show the rounds that devices report as committed after a backup that came back."""
-    with operator(url, admin_token) as server:
-        found = server.restores()
+    found = server.restores()
+    tell(found, _undone(found), as_json=as_json)
+
+
+def _undone(found: Sequence[RestoreStatus]) -> Iterator[str]:
     for each in found:
-        click.echo(
-            f"restore {each.number}: {_said(each.restored_at)}, from a backup as of "
-            f"{_said(each.backup_at)}"
+        yield (
+            f"restore {each.number}: {moment(each.restored_at)}, from a backup as of "
+            f"{moment(each.backup_at)}"
         )
         for lost in each.undone:
-            click.echo(
+            yield (
                 f"  task {lost.task} round {lost.round}.{lost.attempt} model "
                 f"{(lost.model or 'unknown')[:12]}: {lost.devices} devices"
             )
         if not each.undone:
-            click.echo("  no device has reported a round that was committed after it")
+            yield "  no device has reported a round that was committed after it"
     if not found:
-        click.echo("this server was never restored")
+        yield "this server was never restored"
 
 
 def _settings(config: Path | None, data_dir: Path | None) -> Settings:
@@ -127,7 +180,3 @@ def _settings_are_there() -> None:
         import fedpress_server.app  # noqa: F401
     except ModuleNotFoundError as exc:
         needs("server", exc)
-
-
-def _said(seconds: float) -> str:
-    return time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(seconds))

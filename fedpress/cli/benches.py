@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import click
 
@@ -21,7 +24,7 @@ def bench_codec(json_file: Path | None, quick: bool) -> None:
     """Measure compression and coding against the machine's limits and other coders."""
     from fedpress.bench.codec import run
 
-    click.echo(run(json_file, quick))
+    _measure(partial(run, quick=quick), json_file)
 
 
 @benches.command("rate-distortion")
@@ -37,18 +40,18 @@ def bench_rate_distortion(update: str, only: str | None, json_file: Path | None)
     """Measure what every method makes of real updates: bytes and error."""
     from fedpress.bench.rate_distortion import run
 
-    click.echo(run(update, json_file, only))
+    _measure(lambda file: run(update, file, only), json_file)
 
 
 @benches.command("robustness")
-@click.option("--json", "as_json", is_flag=True, help="Print JSON in place of the table.")
-def bench_robustness(as_json: bool) -> None:
+@figures
+def bench_robustness(json_file: Path | None) -> None:
     """Measure what forged updates do to each strategy; takes a minute or two."""
     try:
         from fedpress.bench.robustness import run
     except ModuleNotFoundError as exc:
         needs("demo,torch", exc)
-    click.echo(run(as_json))
+    _measure(run, json_file)
 
 
 @benches.command("secagg")
@@ -58,7 +61,7 @@ def bench_secagg(json_file: Path | None, quick: bool) -> None:
     """Measure what secure aggregation costs clients and server, against its masks alone."""
     from fedpress.bench.secagg import run
 
-    click.echo(run(json_file, quick))
+    _measure(partial(run, quick=quick), json_file)
 
 
 @benches.command("ingest")
@@ -87,4 +90,18 @@ def bench_ingest(
         from fedpress.bench.ingest import run
     except ModuleNotFoundError as exc:
         needs("server", exc)
-    click.echo(run(json_file, quick, postgresql, parts))
+    _measure(lambda file: run(file, quick, postgresql, parts), json_file)
+
+
+def _measure(run: Callable[[Path | None], str], json_file: Path | None) -> None:
+    """Print the text that `run` returns, and have it write its figures to the file, which is tried
+    before anything is measured; `-` prints the figures alone."""
+    if json_file == Path("-"):
+        with TemporaryDirectory(prefix="fedpress-") as folder:
+            file = Path(folder) / "figures.json"
+            run(file)
+            click.echo(file.read_text(), nl=False)
+        return
+    if json_file is not None:
+        json_file.touch()
+    click.echo(run(json_file))

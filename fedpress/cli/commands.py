@@ -10,30 +10,37 @@ import sys
 
 import click
 
+from fedpress.cli.audit import audits
 from fedpress.cli.authority import authorities
 from fedpress.cli.backup import backup, list_restores, restore, verify
 from fedpress.cli.benches import benches
+from fedpress.cli.clients import clients
+from fedpress.cli.completion import completion
 from fedpress.cli.demo import demo
 from fedpress.cli.devices import join, relay
 from fedpress.cli.doctor import doctor
 from fedpress.cli.methods import compressors, strategies
 from fedpress.cli.models import models
+from fedpress.cli.observing import fleet, log_level
+from fedpress.cli.operators import operators
+from fedpress.cli.outcomes import as_family, exit_code, said
+from fedpress.cli.own_key import device
 from fedpress.cli.plan import plan
+from fedpress.cli.rounds import rounds
+from fedpress.cli.server_keys import server_keys
 from fedpress.cli.simulation import run_simulation
-from fedpress.cli.tasks import tasks, tokens
-from fedpress.command_line import Command, Group, needs
+from fedpress.cli.tasks import tasks
+from fedpress.cli.tokens import tokens
+from fedpress.command_line import Command, Group, Invocation, needs
 from fedpress_protocols import __version__
-from fedpress_protocols.errors import FedpressError
 
 
 @click.group(
     "fedpress",
     cls=Group,
     context_settings={"help_option_names": ["-h", "--help"], "show_default": True},
-    epilog="""\b
-    Completion in bash; elsewhere zsh_source or fish_source:
-      eval "$(_FEDPRESS_COMPLETE=bash_source fedpress)"
-    """,
+    epilog="Exit codes: 0 done, 1 failed or refused, 2 wrong use or settings, 3 no answer, "
+    "4 not allowed, 130 interrupted. fedpress completion: commands completed by your shell.",
 )
 def app() -> None:
     """Federated learning with updates pressed to the entropy limit."""
@@ -85,36 +92,24 @@ def version() -> None:
 
 
 for _command in (
-    *(doctor, backup, verify, restore, list_restores),
-    *(tasks, models, tokens),
-    *(join, relay, authorities),
+    *(doctor, backup, verify, restore, list_restores, audits, operators, fleet, log_level),
+    *(tasks, rounds, models, tokens, clients),
+    *(join, device, relay, authorities, server_keys),
     *(demo, run_simulation, plan, compressors, strategies, benches),
-    *(warmup, version),
+    *(warmup, completion, version),
 ):
     app.add_command(_command)
 
 
 def main() -> None:
-    """Entry point: an error of the family is one sentence on stderr and exit code 1."""
+    """Entry point: what goes wrong is one sentence on stderr, and the exit code says of which kind;
+    see `outcomes`."""
+    invocation = Invocation()
     try:
-        app()
-    except FedpressError as exc:
-        click.echo(f"fedpress: {exc}", err=True)
-        sys.exit(1)
-    except ValueError as exc:  # of an option that is no value of the field it stands for
-        click.echo(f"fedpress: {_fault(exc)}", err=True)
-        sys.exit(1)
-    except OSError as exc:  # a path that is not what it was taken for, a disk that is full
-        click.echo(f"fedpress: {exc.filename or 'input or output'}: {exc.strerror}", err=True)
-        sys.exit(1)
-
-
-def _fault(exc: ValueError) -> str:
-    """What is wrong with a field; raises `exc` if it is about none."""
-    from pydantic import ValidationError
-
-    from fedpress_protocols.faults import explained
-
-    if not isinstance(exc, ValidationError):
-        raise exc
-    return explained(exc)
+        app(obj=invocation, prog_name="fedpress")
+    except Exception as exc:
+        error = as_family(exc)
+        if error is None:
+            raise
+        click.echo(said(error, invocation.as_json), err=True)
+        sys.exit(exit_code(error))

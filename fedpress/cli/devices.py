@@ -9,6 +9,7 @@ import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
@@ -20,10 +21,19 @@ from fedpress.command_line import (
     log,
     operator,
     read,
+    secret_option,
     stopped,
     verbose,
 )
 from fedpress_protocols.errors import ConfigurationError
+
+if TYPE_CHECKING:
+    from fedpress_client import Event
+
+client_certificate = click.option(
+    "--client-certificate", type=PATH, help="PEM file, for a server that asks devices for one."
+)
+client_key = click.option("--client-key", type=PATH, help="PEM file of the certificate's key.")
 
 
 @click.command("join", cls=Command)
@@ -42,14 +52,15 @@ from fedpress_protocols.errors import ConfigurationError
     help="Identity, outbox and residual; private to this device.",
 )
 @click.option("--task", help="The task to join; needed if several run.")
-@click.option(
-    "--token",
-    envvar="FEDPRESS_TOKEN",
-    show_envvar=True,
-    help="The enrolment token, on first contact.",
-)
+@secret_option("token", "The enrolment token, on first contact.", is_needed=False)
 @click.option("--seed", type=int, help="Makes training repeatable.")
+@click.option(
+    "--server-key",
+    help="The server's public key, if you know it from its operator: this one is believed.",
+)
 @click.option("--ca", type=PATH, help="PEM file of the authority that signed the server.")
+@client_certificate
+@client_key
 @click.option("--proxy", help="Proxy, http://host:port.")
 @click.option(
     "--fine-tune",
@@ -83,7 +94,10 @@ def join(
     task: str | None,
     token: str | None,
     seed: int | None,
+    server_key: str | None,
     ca: Path | None,
+    client_certificate: Path | None,
+    client_key: Path | None,
     proxy: str | None,
     fine_tune: int,
     attribute: tuple[str, ...],
@@ -111,7 +125,10 @@ def join(
         task=task,
         token=token,
         seed=seed,
+        server_key=server_key,
         verify=str(ca) if ca else None,
+        client_certificate=client_certificate,
+        client_key=client_key,
         proxy=proxy,
         masking=MaskingRules(
             authority=authority,
@@ -121,6 +138,7 @@ def join(
         ),
         fine_tuning=TrainingTerms(local_epochs=fine_tune) if fine_tune else None,
         attributes=attributes,
+        on_event=_tell_of_key,
     )
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
@@ -131,6 +149,19 @@ def join(
         f"task {ended.task} {ended.state}: {ended.included} uploads included, "
         f"{ended.not_included} not, {ended.pending} pending; model {ended.model}"
     )
+
+
+def _tell_of_key(event: Event) -> None:
+    """What an operator who approves devices waits to hear, or to compare."""
+    key = event.details.get("key_id")
+    said = {
+        "enrolled": f"enrolled as client {event.details.get('client_id')}, key {key}",
+        "unapproved": f"this device waits until an operator has approved it; its key is {key}",
+        "approved": "this device was approved",
+        "rotated": f"this device signs with key {key} from now on",
+    }
+    if event.kind in said:
+        click.echo(said[event.kind], err=True)
 
 
 @click.command("relay", cls=Command)
@@ -156,13 +187,10 @@ def join(
     help="Identity, outbox and residual towards the upper server.",
 )
 @click.option("--task", help="The upper task; needed if several run.")
-@click.option(
-    "--token",
-    envvar="FEDPRESS_TOKEN",
-    show_envvar=True,
-    help="The upper server's enrolment token.",
-)
+@secret_option("token", "The upper server's enrolment token.", is_needed=False)
 @click.option("--ca", type=PATH, help="PEM file of the authority that signed the upper server.")
+@client_certificate
+@client_key
 @verbose
 def relay(
     upper: str,
@@ -174,6 +202,8 @@ def relay(
     task: str | None,
     token: str | None,
     ca: Path | None,
+    client_certificate: Path | None,
+    client_key: Path | None,
     verbose: bool,
 ) -> None:
     """Take part in an upper server's task as a whole region, with the region's devices."""
@@ -195,6 +225,8 @@ def relay(
             task=task,
             token=token,
             verify=str(ca) if ca else None,
+            client_certificate=client_certificate,
+            client_key=client_key,
         )
         try:
             ended = client.run()

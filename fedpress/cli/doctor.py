@@ -9,7 +9,7 @@ from pathlib import Path
 
 import click
 
-from fedpress.command_line import PATH, Command, needs
+from fedpress.command_line import PATH, Command, as_json, needs
 
 
 @click.command("doctor", cls=Command)
@@ -30,7 +30,7 @@ from fedpress.command_line import PATH, Command, needs
     default=1024,
     help="Free disk that is wanted, in MiB.",
 )
-@click.option("--json", "as_json", is_flag=True, help="Print JSON in place of the lines.")
+@as_json
 def doctor(
     config: Path | None, data_dir: Path | None, url: str, min_free_mib: int, as_json: bool
 ) -> None:
@@ -49,7 +49,8 @@ def doctor(
         )
     )
     if as_json:
-        click.echo(json.dumps([asdict(each) | {"is_fault": each.is_fault} for each in findings]))
+        rows = [asdict(each) | {"is_fault": each.is_fault} for each in findings]
+        click.echo(json.dumps(rows, indent=2))
     else:
         for each in findings:
             click.echo(f"{'FAULT' if each.is_fault else 'ok':5}  {each.check}: {each.found}")

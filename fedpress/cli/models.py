@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
-import json
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import click
 
-from fedpress.command_line import PATH, Group, admin_token, argument, operator, url
-from fedpress_protocols.errors import ConfigurationError
+from fedpress.cli.tables import fields, moment, table, tell, terminal_width
+from fedpress.command_line import PATH, Group, argument, as_json, operates
+from fedpress_protocols.errors import ConfigurationError, Conflict
+
+if TYPE_CHECKING:
+    from fedpress.operator import Operator
+    from fedpress.promotion_gate import Finding, Requirement
+    from fedpress_protocols.registry import Alias, ModelLineage
 
 _WHICH = "A version's number, an alias, newest or best."
 
@@ -23,130 +28,216 @@ def models() -> None:
 
 @models.command("list")
 @click.argument("task")
-@admin_token
 @click.option("--limit", type=click.IntRange(1, 1000), default=50, help="Versions, the newest.")
-@click.option("--json", "as_json", is_flag=True, help="Print JSON in place of the table.")
-@url
-def list_models(task: str, admin_token: str, limit: int, as_json: bool, url: str) -> None:
+@click.option("--before", type=click.IntRange(min=0), help="Only versions older than this one.")
+@as_json
+@operates
+def list_models(server: Operator, task: str, limit: int, before: int | None, as_json: bool) -> None:
     """List a task's versions with their aliases, the newest first."""
-    from fedpress.compressor_table import aligned
-
-    with operator(url, admin_token) as server:
-        found = server.versions(task, limit=limit)
-    if as_json:
-        rows = [version.model_dump(mode="json") for version in found]
-        click.echo(json.dumps(rows, indent=2))
-        return
-    table: list[Sequence[str]] = [("version", "model", "updates", "bytes", "made", "aliases", "")]
+    found = server.versions(task, before=before, limit=limit)
+    rows: list[Sequence[str]] = []
     for each in found:
-        marks = [name for name in ("newest", "best") if getattr(each, f"is_{name}")]
+        marks = [
+            *each.aliases,
+            *(name for name in ("newest", "best") if getattr(each, f"is_{name}")),
+        ]
         if each.collected_at is not None:
             marks.append("collected")
-        table.append(
+        rows.append(
             (
                 str(each.version),
                 each.model[:12],
                 str(each.num_updates),
                 f"{each.num_bytes:,}",
                 time.strftime("%Y-%m-%d %H:%M", time.gmtime(each.created_at)),
-                ", ".join(each.aliases),
                 ", ".join(marks),
             )
         )
-    for line in aligned(table):
-        click.echo(line)
+    headings = ("version", "model", "updates", "bytes", "made, UTC", "called")
+    tell(found, table(headings, rows, width=terminal_width()), as_json=as_json)
 
 
 @models.command("show")
 @click.argument("task")
 @argument("which", help=_WHICH)
-@admin_token
-@url
-def show_model(task: str, which: str, admin_token: str, url: str) -> None:
-    """Show what a version was made of, as JSON."""
-    with operator(url, admin_token) as server:
-        click.echo(server.version(task, which).model_dump_json(indent=2))
+@as_json
+@operates
+def show_model(server: Operator, task: str, which: str, as_json: bool) -> None:
+    """Show what a version was made of."""
+    found = server.version(task, which)
+    tell(found, _lineage(found), as_json=as_json)
 
 
 @models.command("aliases")
 @click.argument("task")
-@admin_token
-@url
-def list_aliases(task: str, admin_token: str, url: str) -> None:
-    """Show where aliases point and have pointed, one JSON object a line."""
-    with operator(url, admin_token) as server:
-        for alias in server.aliases(task):
-            click.echo(alias.model_dump_json())
+@as_json
+@operates
+def list_aliases(server: Operator, task: str, as_json: bool) -> None:
+    """Show where aliases point and have pointed."""
+    found = server.aliases(task)
+    rows = [
+        (each.alias, str(each.version), each.model[:12], moment(each.history[-1].moved_at),
+         ", ".join(f"{move.version}{' (undone)' if move.undone_at else ''}"
+                   for move in each.history))
+        for each in found
+    ]  # fmt: skip
+    headings = ("alias", "version", "model", "last moved", "moves, the oldest first")
+    lines = table(headings, rows, width=terminal_width()) if rows else ["no alias yet"]
+    tell(found, lines, as_json=as_json)
 
 
 @models.command("promote")
 @click.argument("task")
 @argument("which", help=_WHICH)
 @argument("alias", help="Such as candidate or production.")
-@admin_token
 @click.option(
     "--expect",
     metavar="N|none",
     help="Only if the alias points to version N now; none: only if it is new.",
 )
-@url
+@click.option(
+    "--require",
+    "required",
+    multiple=True,
+    metavar="WHAT>=N",
+    help="Only if devices measured that of the version: 'accuracy>=0.95', 'groups.accuracy>=0.9' "
+    "for each group, 'classes[7].accuracy>=0.8', 'devices>=20'. May be repeated.",
+)
+@click.option("--dry-run", is_flag=True, help="Only look whether it would be pointed there.")
+@as_json
+@operates
 def promote_model(
-    task: str, which: str, alias: str, admin_token: str, expect: str | None, url: str
+    server: Operator,
+    task: str,
+    which: str,
+    alias: str,
+    expect: str | None,
+    required: tuple[str, ...],
+    dry_run: bool,
+    as_json: bool,
 ) -> None:
-    """Point an alias to a version."""
-    with operator(url, admin_token) as server:
-        version = server.version(task, which).version
-        moved = server.promote(task, alias, version, expect=_expected(expect))
-    click.echo(f"{moved.alias}: version {moved.version}, {moved.model}")
+    """Point an alias to a version, if it has shown what is required of it."""
+    from fedpress.promotion_gate import Requirement
+
+    requirements = [Requirement.parsed(text) for text in required]
+    expected = _expected(expect)
+    version = server.version(task, which)
+    if requirements:
+        for finding in _measured(server, version, requirements):
+            if not as_json:
+                click.echo(f"{'ok' if finding.holds else 'NO':3} {finding}")
+    if dry_run:
+        line = f"{alias} would be version {version.version}, {version.model}"
+        tell(version, [line], as_json=as_json)
+    else:
+        _tell(server.promote(task, alias, version.version, expect=expected), as_json)
+
+
+def _measured(
+    server: Operator, version: ModelLineage, requirements: Sequence[Requirement]
+) -> list[Finding]:
+    """What was found of the version; raises Conflict unless all of it holds."""
+    from fedpress.promotion_gate import examined
+
+    named = f"version {version.version} of task {version.task!r}"
+    if version.version == 0:
+        raise Conflict(
+            f"{named} is the one that the task began with, and no round has figures of it",
+            hint="promote it without --require, or a version that a round has made",
+        )
+    status = server.round(version.task, version.version)
+    if status.model != version.model:
+        raise Conflict(f"round {status.round} has made another model than {named}")
+    findings = examined(requirements, status)
+    failed = [each for each in findings if not each.holds]
+    if failed:
+        raise Conflict(
+            f"{named} is not promoted: " + "; ".join(map(str, failed)),
+            hint="fedpress round show has all figures; devices that come back report more",
+            version=version.version,
+            findings=[
+                {"requirement": each.requirement.text, "of": each.whose, "found": each.found,
+                 "holds": each.holds}
+                for each in findings
+            ],
+        )  # fmt: skip
+    return findings
 
 
 @models.command("rollback")
 @click.argument("task")
 @click.argument("alias")
-@admin_token
 @click.option("--expect", metavar="N", help="Only if the alias points to version N now.")
-@url
-def roll_back_model(task: str, alias: str, admin_token: str, expect: str | None, url: str) -> None:
+@as_json
+@operates
+def roll_back_model(
+    server: Operator, task: str, alias: str, expect: str | None, as_json: bool
+) -> None:
     """Point an alias to where it pointed before."""
     expected = _expected(expect)
     if expected == "none":
         raise ConfigurationError("--expect none, and what points nowhere cannot be rolled back")
-    with operator(url, admin_token) as server:
-        moved = server.roll_back(task, alias, expect=expected)
-    click.echo(f"{moved.alias}: version {moved.version}, {moved.model}")
+    _tell(server.roll_back(task, alias, expect=expected), as_json)
 
 
 @models.command("export")
 @click.argument("task")
 @argument("which", help=_WHICH)
 @argument("file", type=PATH, help="Where to write the safetensors file.")
-@admin_token
-@url
-def export_model(task: str, which: str, file: Path, admin_token: str, url: str) -> None:
+@as_json
+@operates
+def export_model(server: Operator, task: str, which: str, file: Path, as_json: bool) -> None:
     """Save a version, and beside it FILE.json with its lineage."""
-    with operator(url, admin_token) as server:
-        lineage = server.version(task, which)
-        data = server.model(lineage.model).to_bytes()
+    lineage = server.version(task, which)
+    data = server.model(lineage.model).to_bytes()
     beside = file.with_name(file.name + ".json")
     file.write_bytes(data)
     beside.write_text(lineage.model_dump_json(indent=2) + "\n")
-    click.echo(f"{file}: version {lineage.version} of {task}, {lineage.model}")
-    click.echo(f"{beside}: {lineage.num_updates} updates, {len(lineage.ancestors)} models before")
+    lines = [
+        f"{file}: version {lineage.version} of {task}, {lineage.model}",
+        f"{beside}: {lineage.num_updates} updates, {len(lineage.ancestors)} models before",
+    ]
+    tell(lineage, lines, as_json=as_json)
 
 
 @models.command("collect")
-@admin_token
 @click.option("--dry-run", is_flag=True, help="Only say what would go.")
-@url
-def collect_models(admin_token: str, dry_run: bool, url: str) -> None:
+@as_json
+@operates
+def collect_models(server: Operator, dry_run: bool, as_json: bool) -> None:
     """Remove the files of models that tasks' retention gives up, now and not within the hour."""
-    with operator(url, admin_token) as server:
-        found = server.collect(dry_run=dry_run)
+    found = server.collect(dry_run=dry_run)
+    lines = []
     for each in found.models:
         named = ", ".join(f"{task} {version}" for task, version in sorted(each.versions.items()))
-        click.echo(f"{each.model[:12]}  {each.num_bytes:,} bytes  {named}")
+        lines.append(f"{each.model[:12]}  {each.num_bytes:,} bytes  {named}")
     verb = "would go" if dry_run else "gone"
-    click.echo(f"{len(found.models)} models, {found.num_bytes:,} bytes {verb}")
+    lines.append(f"{len(found.models)} models, {found.num_bytes:,} bytes {verb}")
+    tell(found, lines, as_json=as_json)
+
+
+def _tell(moved: Alias, as_json: bool) -> None:
+    line = f"{moved.alias}: version {moved.version}, {moved.model}"
+    tell(moved, [line], as_json=as_json)
+
+
+def _lineage(found: ModelLineage) -> Iterator[str]:
+    marks = [name for name in ("newest", "best") if getattr(found, f"is_{name}")]
+    pairs = [
+        ("version", f"{found.version} of {found.task}"),
+        ("called", ", ".join((*found.aliases, *marks))),
+        ("model", found.model),
+        ("parent", found.parent or "none: the task began with it"),
+        *((f"  {name}", digest) for name, digest in found.published.items()),
+        ("bytes", f"{found.num_bytes:,}"),
+        ("made", f"{moment(found.created_at)}, at attempt {found.attempt}"),
+        ("file", f"given up {moment(found.collected_at)}" if found.collected_at else ""),
+        ("updates", f"{found.num_updates}; --json has the SHA-256 of each"),
+        ("before it", f"{len(found.ancestors)} models"),
+        ("task file", found.config),
+        ("release", found.code),
+    ]
+    return fields(pairs, width=terminal_width())
 
 
 def _expected(text: str | None) -> int | Literal["any", "none"]:

@@ -1,14 +1,22 @@
-"""The commands `fedpress task ...` and `fedpress token ...`."""
+"""The commands `fedpress task ...`."""
 
 from __future__ import annotations
 
+import json
+from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
+from fedpress.cli.tables import fields, table, tell, terminal_width
 from fedpress.cli.task_check import check_task
-from fedpress.command_line import PATH, Group, admin_token, argument, operator, read, url
+from fedpress.command_line import PATH, Group, argument, as_json, operates, read
 from fedpress_protocols.errors import ConfigurationError
+
+if TYPE_CHECKING:
+    from fedpress.operator import Operator
+    from fedpress_protocols.messages import TaskSummary
 
 
 @click.group("task", cls=Group)
@@ -19,148 +27,140 @@ def tasks() -> None:
 @tasks.command("create")
 @argument("config", type=PATH, help="The task's configuration, YAML or JSON.")
 @argument("model", type=PATH, help="The initial model, safetensors.")
-@admin_token
-@url
-def create_task(config: Path, model: Path, admin_token: str, url: str) -> None:
+@as_json
+@operates
+def create_task(server: Operator, config: Path, model: Path, as_json: bool) -> None:
     """Register a model and start a task on it; the configuration's `model` is filled in."""
     from fedpress.task_file import task_config
     from fedpress_protocols.model import Model
 
     initial = Model.from_bytes(read(model))
     parsed = task_config(config, initial.digest)
-    with operator(url, admin_token) as server:
-        server.register_model(initial)
-        click.echo(server.create_task(parsed).model_dump_json(indent=2))
+    server.register_model(initial)
+    _tell(server.create_task(parsed), as_json)
 
 
 tasks.add_command(check_task)
 
 
 @tasks.command("list")
-@admin_token
-@url
-def list_tasks(admin_token: str, url: str) -> None:
+@as_json
+@operates
+def list_tasks(server: Operator, as_json: bool) -> None:
     """Every task and how far it is."""
-    with operator(url, admin_token) as server:
-        for task in server.tasks():
-            why = f"  {task.reason}" if task.reason else ""
-            click.echo(f"{task.task}  {task.state}  {task.round}/{task.rounds} rounds{why}")
+    found = server.tasks()
+    rows = [
+        (each.task, each.state, f"{each.round}/{each.rounds}", each.lane, each.model[:12],
+         each.reason)
+        for each in found
+    ]  # fmt: skip
+    headings = ("task", "state", "rounds", "lane", "model", "why")
+    lines = table(headings, rows, width=terminal_width()) if rows else ["no task yet"]
+    tell(found, lines, as_json=as_json)
 
 
-@tasks.command("rounds")
+@tasks.command("show")
 @click.argument("task")
-@admin_token
-@click.option(
-    "--round",
-    "number",
-    type=click.IntRange(min=1),
-    help="Only this one, with metrics by group and by class.",
-)
-@url
-def show_rounds(task: str, admin_token: str, number: int | None, url: str) -> None:
-    """Every attempt at every round of a task, one JSON object a line."""
-    with operator(url, admin_token) as server:
-        for status in server.rounds(task) if number is None else [server.round(task, number)]:
-            click.echo(status.model_dump_json())
+@as_json
+@operates
+def show_task(server: Operator, task: str, as_json: bool) -> None:
+    """One task: how far it is, and its models."""
+    _tell(server.task(task), as_json)
 
 
 @tasks.command("continue")
 @click.argument("task")
-@admin_token
 @click.option("--rounds", type=click.IntRange(min=1), default=1, help="How many more.")
 @click.option("--model", type=PATH, help="Begin at this safetensors file, not at the task's model.")
-@url
-def continue_task(task: str, admin_token: str, rounds: int, model: Path | None, url: str) -> None:
+@as_json
+@operates
+def continue_task(
+    server: Operator, task: str, rounds: int, model: Path | None, as_json: bool
+) -> None:
     """Give a task that has stopped more rounds; its optimizer begins anew."""
     from fedpress_protocols.messages import Continuation
     from fedpress_protocols.model import Model
 
-    with operator(url, admin_token) as server:
-        before = server.task(task)
-        digest = before.model
-        if model is not None:
-            digest = server.register_model(Model.from_bytes(read(model)))
-        more = Continuation(after_round=before.round, rounds=rounds, model=digest)
-        click.echo(server.continue_task(task, more).model_dump_json(indent=2))
+    before = server.task(task)
+    digest = before.model
+    if model is not None:
+        digest = server.register_model(Model.from_bytes(read(model)))
+    more = Continuation(after_round=before.round, rounds=rounds, model=digest)
+    _tell(server.continue_task(task, more), as_json)
 
 
 @tasks.command("pause")
 @click.argument("task")
-@admin_token
-@url
-def pause_task(task: str, admin_token: str, url: str) -> None:
+@as_json
+@operates
+def pause_task(server: Operator, task: str, as_json: bool) -> None:
     """Give a running task's devices no work until it is resumed; nothing is lost."""
-    with operator(url, admin_token) as server:
-        server.pause_task(task)
+    _tell(server.pause_task(task), as_json)
 
 
 @tasks.command("resume")
 @click.argument("task")
-@admin_token
-@url
-def resume_task(task: str, admin_token: str, url: str) -> None:
+@as_json
+@operates
+def resume_task(server: Operator, task: str, as_json: bool) -> None:
     """Give a task's devices work again."""
-    with operator(url, admin_token) as server:
-        server.resume_task(task)
+    _tell(server.resume_task(task), as_json)
 
 
 @tasks.command("finish")
 @click.argument("task")
-@admin_token
-@url
-def finish_task(task: str, admin_token: str, url: str) -> None:
+@as_json
+@operates
+def finish_task(server: Operator, task: str, as_json: bool) -> None:
     """End a paused task for good, so that its devices may go."""
-    with operator(url, admin_token) as server:
-        server.finish_task(task)
+    _tell(server.finish_task(task), as_json)
 
 
 @tasks.command("cancel")
 @click.argument("task")
-@admin_token
-@url
-def cancel_task(task: str, admin_token: str, url: str) -> None:
+@click.option("--why", default="", show_default=False, help="For the task's record.")
+@as_json
+@operates
+def cancel_task(server: Operator, task: str, why: str, as_json: bool) -> None:
     """End a task before its last round; its last model stays."""
-    with operator(url, admin_token) as server:
-        server.cancel_task(task)
+    _tell(server.cancel_task(task, why), as_json)
 
 
 @tasks.command("model")
 @click.argument("task")
 @argument("file", type=PATH, help="Where to write the safetensors file.")
-@admin_token
 @click.option("--best", is_flag=True, help="The one that devices measured best so far.")
-@url
-def save_model(task: str, file: Path, admin_token: str, best: bool, url: str) -> None:
+@as_json
+@operates
+def save_model(server: Operator, task: str, file: Path, best: bool, as_json: bool) -> None:
     """Save a task's newest model."""
-    with operator(url, admin_token) as server:
-        found = server.task(task)
-        digest = found.best if best else found.model
-        if digest is None:
-            raise ConfigurationError(
-                f"no model of {task!r} has been measured",
-                hint="devices must report the metric that the task's evaluation terms name",
-            )
-        model = server.model(digest)
-    file.write_bytes(model.to_bytes())
-    click.echo(f"{file}: {model.digest}")
+    found = server.task(task)
+    digest = found.best if best else found.model
+    if digest is None:
+        raise ConfigurationError(
+            f"no model of {task!r} has been measured",
+            hint="devices must report the metric that the task's evaluation terms name",
+        )
+    data = server.model(digest).to_bytes()
+    file.write_bytes(data)
+    saved = {"task": task, "model": digest, "file": str(file), "num_bytes": len(data)}
+    click.echo(json.dumps(saved, indent=2) if as_json else f"{file}: {digest}")
 
 
-@click.group("token", cls=Group)
-def tokens() -> None:
-    """Enrolment tokens."""
+def _tell(task: TaskSummary, as_json: bool) -> None:
+    tell(task, _said(task), as_json=as_json)
 
 
-@tokens.command("create")
-@admin_token
-@url
-@click.option(
-    "--uses", type=click.IntRange(min=1), default=1, help="Devices that may enrol with it."
-)
-@click.option(
-    "--hours", type=click.FloatRange(min=0.01), default=24.0, help="How long it is valid."
-)
-@click.option("--note", default="", show_default=False, help="For your own records.")
-def create_token(admin_token: str, url: str, uses: int, hours: float, note: str) -> None:
-    """Print a new enrolment token; it is not stored and cannot be shown again."""
-    with operator(url, admin_token) as server:
-        click.echo(server.create_token(uses=uses, expires_in=3600 * hours, note=note))
+def _said(task: TaskSummary) -> Iterator[str]:
+    pairs = [
+        ("task", task.task),
+        ("state", task.state),
+        ("why", task.reason),
+        ("rounds", f"{task.round} of {task.rounds}"),
+        ("lane", task.lane),
+        ("model", task.model),
+        *((f"  {name}", digest) for name, digest in task.published.items()),
+        ("best", task.best or ""),
+        ("downloads", "coded" if task.downlink else "plain"),
+    ]
+    return fields(pairs, width=terminal_width())

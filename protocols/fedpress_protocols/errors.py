@@ -24,6 +24,9 @@ FedpressError
 │   ├── ReplayedRequest         a signed request seen before
 │   └── ClockSkew               a request signed too long ago, or in the future
 ├── Forbidden                   a device at another device's door
+│   ├── RoleRequired            an operator whose role does not reach so far
+│   ├── DeviceNotApproved       a device that waits for an operator's word
+│   └── DeviceRejected          a device that an operator does not want
 ├── NotFound
 │   ├── UnknownTask
 │   ├── UnknownRound
@@ -36,8 +39,10 @@ FedpressError
 │   ├── OffsetConflict          a part that does not begin where the parts before it end
 │   └── AlreadyExists           a name or key that is taken
 ├── Unavailable                 try again after a while
-│   └── StorageFull
+│   ├── StorageFull
+│   └── TooManyRequests         more of a kind than the server takes in a while
 ├── ServerError                 the server's own fault
+├── BrokenChain                 an audit log that was changed; found at home, never sent
 └── DeviceError                 on the device alone, never sent
     ├── StateLocked             another process holds the state directory
     ├── StateCorrupt            a state file that cannot be read
@@ -202,6 +207,24 @@ class Forbidden(FedpressError):
     slug, status, title = "forbidden", 403, "Not yours"
 
 
+class RoleRequired(Forbidden):
+    """Carries `role`, the operator's, and `roles`, those that may."""
+
+    slug, title = "role-required", "The operator's role does not allow it"
+
+
+class DeviceNotApproved(Forbidden):
+    """Carries `retry_after` (seconds) and `key_id`, by which operator and device know it is it."""
+
+    slug, title = "device-not-approved", "The device waits for an operator's approval"
+    default_hint = "have an operator compare the key id and approve the device; then ask again"
+
+
+class DeviceRejected(Forbidden):
+    slug, title = "device-rejected", "An operator has rejected the device"
+    default_hint = "ask the operator; asking the server again changes nothing"
+
+
 class NotFound(FedpressError):
     slug, status, title = "not-found", 404, "There is no such thing"
 
@@ -265,8 +288,19 @@ class StorageFull(Unavailable):
     slug, status, title = "storage-full", 507, "The server's storage is full"
 
 
+class TooManyRequests(Unavailable):
+    slug, status, title = "too-many-requests", 429, "Too many requests of this kind"
+
+
 class ServerError(FedpressError):
     slug, status, title = "server-error", 500, "The server failed"
+
+
+class BrokenChain(FedpressError):
+    """Carries `seq`, the entry at which the chain breaks."""
+
+    slug, title = "broken-chain", "The audit log was changed"
+    default_hint = "docs/audit.md says what each kind of break may come from"
 
 
 class DeviceError(FedpressError):

@@ -39,6 +39,50 @@ TaskState = Literal["running", "paused", "finished", "cancelled"]
 """A paused task has had its rounds and may get more; to a device it is as good as running."""
 
 
+PublicKey = Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{42}[AEIMQUYcgkosw048]$")]
+"""32 bytes, base64url without padding, in its one spelling."""
+_Signature = Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{85}[AQgw]$")]
+"""64 bytes, likewise."""
+MAX_ROTATIONS = 256
+"""How often a device may change its key."""
+
+
+class KeyRotation(Term):
+    """That the device `client_id` signs with `new_key` from now on, and with `old_key` no more."""
+
+    client_id: Identifier
+    old_key: PublicKey
+    new_key: PublicKey
+
+
+class SignedRotation(Term):
+    """Signed by both keys: the old one says which comes next, the new one that it is there.
+
+    See `device_keys` for what is signed.
+    """
+
+    rotation: KeyRotation
+    old_signature: _Signature
+    new_signature: _Signature
+
+
+class RotationRequest(Term):
+    """Brings in a device's newest key; the request is signed by it, or by the one before it.
+
+    `rotations` is the chain of all that led to it, or the end of that: a server which came back
+    from a backup knows an earlier key.
+    """
+
+    rotations: Annotated[tuple[SignedRotation, ...], Field(min_length=1, max_length=MAX_ROTATIONS)]
+
+
+class RotationResponse(Term):
+    client_id: Identifier
+    key_id: Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{22}$")]
+    """Of the key that the server knows the device by now."""
+    server_time: float
+
+
 class EnrolRequest(Term):
     """Registers the Ed25519 key that signed this very request: its signature proves possession.
 
@@ -48,6 +92,16 @@ class EnrolRequest(Term):
     public_key: Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{43}$")]
     """32 bytes, base64url without padding."""
     name: Annotated[str, Field(max_length=128, pattern=WITHOUT_NUL)] = ""
+    rotations: Annotated[tuple[SignedRotation, ...], Field(max_length=MAX_ROTATIONS)] = ()
+    """From the key with which the device first enrolled to this one, if it is another: the device
+    is the one that it was, to a server that has lost its records. Left out where it is empty."""
+
+    @model_serializer(mode="wrap")
+    def _without_empty(self, serialize: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        fields: dict[str, Any] = serialize(self)
+        if not fields.get("rotations", True):
+            del fields["rotations"]
+        return fields
 
 
 class EnrolResponse(Term):
@@ -393,6 +447,8 @@ class RoundStatus(Term):
     """What the task's policies made of the round, if it has any."""
     metrics: Metrics = Field(default_factory=dict)
     """Evaluation reports on the round's model, averaged by their examples."""
+    measured: Measured | None = None
+    """The same with how many devices and examples they are of; asked for one round."""
     groups: dict[str, Measured] = Field(default_factory=dict)
     """The same by the value of the task's attribute, see EvaluationTerms; asked for one round."""
     classes: dict[Name, Measured] = Field(default_factory=dict)

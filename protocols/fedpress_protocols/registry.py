@@ -51,7 +51,8 @@ class ModelLineage(ModelVersion):
     updates: tuple[Digest, ...]
     """SHA-256 of every upload that is in it, sorted; in the masked lane, of the masked bodies."""
     ancestors: tuple[Digest, ...]
-    """The models before it, from its parent to the first, as far as they are the task's."""
+    """The models before it, from its parent to the first, as far as they are the task's; of more
+    than a thousand the nearest."""
 
 
 class AliasMove(Term):

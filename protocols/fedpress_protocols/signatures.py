@@ -14,11 +14,13 @@ No clock and no randomness in here: `now`, in Unix seconds, and nonces come in b
 from __future__ import annotations
 
 import base64
+import binascii
 import hashlib
 import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from heapq import heappop, heappush
 from typing import Any
 from urllib.parse import urlsplit
@@ -55,6 +57,7 @@ _PATH = re.compile(r"/[!\"$->@-~]*")  # printable ASCII without # and ?
 _QUERY = re.compile(r"[!\"$-~]*")
 _URL = re.compile(r"[!-~]+")
 _BASE64URL = re.compile(r"[A-Za-z0-9_-]*")
+_BYTES = re.compile(r"([a-z0-9-]+)=:([A-Za-z0-9+/]+={0,2}):")
 _CONTEXT = re.compile(r"[ -~]{1,64}")
 _DEFAULT_PORTS = {"http": ":80", "https": ":443"}
 _BODILESS = frozenset({"GET", "HEAD", "DELETE", "OPTIONS"})
@@ -156,9 +159,15 @@ class DeviceKey:
 def verify_signature(public_key: bytes, message: bytes, signature: bytes) -> None:
     """Raises InvalidSignature unless `public_key` (32 bytes) made `signature` of `message`."""
     try:
-        Ed25519PublicKey.from_public_bytes(public_key).verify(signature, message)
+        _public_key(public_key).verify(signature, message)
     except (_Refused, ValueError) as exc:
         raise InvalidSignature(f"key {key_id_of(public_key)} did not make this signature") from exc
+
+
+@lru_cache(maxsize=16384)
+def _public_key(public_key: bytes) -> Ed25519PublicKey:
+    """Raises ValueError unless there is such a key. Of 32 bytes each, which is not much to keep."""
+    return Ed25519PublicKey.from_public_bytes(public_key)
 
 
 # What a signature covers
@@ -413,6 +422,8 @@ def _declared_content(method: str, headers: Mapping[str, str]) -> Content:
 
 def _expect(kind: str, found: Sequence[str], expected: Sequence[str]) -> None:
     """Raises InvalidSignature, saying how `found` departs from `expected`."""
+    if tuple(found) == tuple(expected):
+        return
     for name in found:
         if name not in expected:
             raise InvalidSignature(f"unknown {kind} {name[:64]!r}")
@@ -421,8 +432,7 @@ def _expect(kind: str, found: Sequence[str], expected: Sequence[str]) -> None:
     for name in expected:
         if name not in found:
             raise InvalidSignature(f"{kind} {name} is missing")
-    if list(found) != list(expected):
-        raise InvalidSignature(f"{kind}s out of order: {' '.join(expected)} is due")
+    raise InvalidSignature(f"{kind}s out of order: {' '.join(expected)} is due")
 
 
 def _seconds(values: Mapping[str, str], name: str) -> int:
@@ -443,14 +453,14 @@ def _quoted_bytes(values: Mapping[str, str], name: str) -> bytes:
 
 def _sf_bytes(header: str, name: str, length: int) -> bytes | None:
     """The bytes of a dictionary with one member, a byte sequence (RFC 8941); None if it is not."""
-    match = re.fullmatch(rf"{name}=:([A-Za-z0-9+/]+={{0,2}}):", header)
-    if match is None:
+    match = _BYTES.fullmatch(header)
+    if match is None or match[1] != name:
         return None
     try:
-        data = base64.b64decode(match[1], validate=True)
+        data = binascii.a2b_base64(match[2])
     except ValueError:
         return None
-    canonical = base64.b64encode(data).decode() == match[1]
+    canonical = base64.b64encode(data).decode() == match[2]
     return data if canonical and len(data) == length else None
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import fcntl
 import os
+import socket
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
@@ -12,31 +13,46 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from fastapi import FastAPI
+from fastapi import APIRouter, FastAPI
 from fastapi.openapi.utils import get_openapi
 
 from fedpress_protocols.errors import ConfigurationError
+from fedpress_server.api.administration import administration_routes
 from fedpress_server.api.devices import (
     BytesInFlight,
     device_routes,
     enrolment,
+    rotation,
     shared_routes,
     upload_routes,
 )
-from fedpress_server.api.health import health_routes
+from fedpress_server.api.health import health_routes, metrics_routes
+from fedpress_server.api.listeners import Listener, Listening
+from fedpress_server.api.observing import observing_routes
 from fedpress_server.api.operators import operator_routes
 from fedpress_server.api.parts import resumable_routes
 from fedpress_server.api.problems import Problem, RequestGuard, install, responses
 from fedpress_server.api.registry import registry_routes
+from fedpress_server.api.roster import roster_routes
+from fedpress_server.api.server_keys import server_key_routes
 from fedpress_server.api.sessions import session_routes
 from fedpress_server.coordination.coordinator import Coordinator
+from fedpress_server.coordination.figures import Figures
+from fedpress_server.identity.admission import EnrolmentLimits
+from fedpress_server.identity.enrolment import Enrolment
 from fedpress_server.identity.gatekeeper import Gatekeeper
 from fedpress_server.identity.membership import Authority
-from fedpress_server.identity.server_keys import signing_key
+from fedpress_server.identity.operators import Operators
+from fedpress_server.identity.refusals import Refusals
+from fedpress_server.identity.roster import Roster
+from fedpress_server.identity.server_keys import signing_key, signing_keys
 from fedpress_server.intake.resumable import PartLimits, Resumable
 from fedpress_server.intake.sessions import SessionDesk
 from fedpress_server.intake.uploads import Intake
 from fedpress_server.metrics import Metrics
+from fedpress_server.observing import traces
+from fedpress_server.observing.logs import Lines, Pseudonyms
+from fedpress_server.observing.requests import RequestObserver
 from fedpress_server.settings import Settings
 from fedpress_server.storage.bucket import opened_payloads
 from fedpress_server.storage.database import Database
@@ -48,15 +64,20 @@ Errors are RFC 9457 problems whose `type` never changes its meaning.
 """
 
 
-def create_app(settings: Settings, *, clock: Callable[[], float] = time.time) -> FastAPI:
+def create_app(
+    settings: Settings, *, clock: Callable[[], float] = time.time, lines: Lines | None = None
+) -> FastAPI:
     """The server as an ASGI application; its lifespan opens the data folder, and holds it.
 
-    A worker's or a scheduler's answers nothing but /livez, /readyz and /metrics. Raises
-    ConfigurationError for a role that needs what the settings do not name.
+    With `admin_port` it is the devices' listener, and `app.state.for_operators` the operators', to
+    be served beside it within the one lifespan. A worker's or a scheduler's answers nothing but
+    /livez, /readyz and /metrics. Raises ConfigurationError for a role that needs what the settings
+    do not name.
 
-    `clock` tells Unix seconds; deadlines, signatures and receipts go by it alone.
+    `clock` tells Unix seconds; deadlines, signatures and receipts go by it alone. `lines` are those
+    of the log, which name devices once the server's key is there.
     """
-    metrics = Metrics()
+    metrics = Metrics(price=settings.egress_price, currency=settings.egress_currency)
     _check_role(settings)
 
     @asynccontextmanager
@@ -65,27 +86,53 @@ def create_app(settings: Settings, *, clock: Callable[[], float] = time.time) ->
             database = await asyncio.to_thread(_opened, settings, metrics)
             try:
                 payloads = await asyncio.to_thread(opened_payloads, settings)
-                key = await signing_key(
-                    "server", settings.server_key_file, settings.data_dir, database
+                keys = await signing_keys(
+                    settings.server_key_file, settings.data_dir, database, clock
                 )
-                token = settings.admin_token
+                if lines is not None:
+                    lines.pseudonyms = Pseudonyms(keys.current.to_bytes())
+                    lines.tracing = traces.ids
+                if settings.otlp_endpoint:
+                    traces.start(
+                        traces.to_collector(
+                            settings.otlp_endpoint,
+                            settings.role,
+                            _version(),
+                            keys.first,
+                            settings.trace_share,
+                        )
+                    )
                 gatekeeper = Gatekeeper(
                     database,
                     clock,
-                    admin_token=token.get_secret_value() if token else None,
                     clock_skew=settings.clock_skew,
+                    skewed=metrics.skewed,
+                    approval_poll=settings.approval_poll_seconds,
                 )
                 authority = await _authority(settings, database)
                 coordinator = Coordinator(
-                    settings, database, payloads, key, authority, metrics, clock
+                    settings, database, payloads, keys, authority, metrics, clock
                 )
                 app.state.database = database
                 app.state.payloads = payloads
-                app.state.server_key = key
+                app.state.server_keys = keys
                 app.state.gatekeeper = gatekeeper
+                app.state.operators = operators = _operators(settings, database, clock, metrics)
+                app.state.roster = Roster(gatekeeper, database, clock)
+                app.state.enrolment = Enrolment(
+                    gatekeeper,
+                    database,
+                    clock,
+                    EnrolmentLimits(
+                        settings.enrolments_per_second, settings.enrolment_failures_per_minute
+                    ),
+                    approve_each=settings.approve_each_device,
+                )
                 app.state.authority = authority
                 app.state.sessions = SessionDesk(coordinator)
                 app.state.coordinator = coordinator
+                figures = Figures(metrics, settings, database, coordinator.steps.tasks, _version())
+                metrics.sources.append(figures.set)
                 app.state.intake = intake = Intake(
                     coordinator, database, payloads, metrics, settings.worker_threads
                 )
@@ -98,35 +145,59 @@ def create_app(settings: Settings, *, clock: Callable[[], float] = time.time) ->
                 await gatekeeper.start()
                 await coordinator.start()
                 await resumable.start()
+                await operators.start(
+                    socket.gethostname(),
+                    release=_version(),
+                    role=settings.role,
+                    settings=settings.public_digest,
+                )
                 try:
                     yield
                 finally:
+                    await operators.stop()
                     await resumable.stop()
                     await coordinator.stop()
                     await asyncio.to_thread(intake.stop)
             finally:
                 await asyncio.to_thread(database.close)
+                await asyncio.to_thread(traces.stop)
 
-    app = FastAPI(
-        title="fedpress",
-        version=_version(),
-        description=_DESCRIPTION,
-        lifespan=lifespan,
-        separate_input_output_schemas=False,
-    )
+    observer = RequestObserver(metrics.requests, metrics.egress)
+
+    def listening(listener: Listener, *routers: APIRouter) -> Listening:
+        made = Listening(
+            listener,
+            routers,
+            title="fedpress",
+            version=_version(),
+            description=_DESCRIPTION,
+            lifespan=lifespan,
+            separate_input_output_schemas=False,
+        )
+        install(made, metrics)
+        made.add_middleware(RequestGuard, observer=observer)
+        _describe(made)
+        return made
+
+    shared, devices = [health_routes], list[APIRouter]()
+    operators = list[APIRouter]()
+    if settings.role in ("all", "api"):
+        devices += [upload_routes, device_routes, enrolment, rotation, resumable_routes]
+        devices += [session_routes, server_key_routes]
+        operators += [observing_routes, operator_routes, roster_routes, registry_routes]
+        operators += [administration_routes]
+        shared += [shared_routes]
+    if settings.admin_port is None:
+        app = listening("everybody", *devices, *shared, *operators, metrics_routes)
+    else:
+        app = listening("devices", *devices, *shared)
+        app.state.for_operators = listening("operators", *shared, *operators, metrics_routes)
+        app.state.for_operators.state = app.state
     app.state.settings = settings
     app.state.clock = clock
     app.state.metrics = metrics
     app.state.ready_until = 0.0
     app.state.bytes_in_flight = BytesInFlight(settings.max_bytes_in_flight, metrics.bytes_in_flight)
-    install(app, metrics)
-    app.add_middleware(RequestGuard, metrics=metrics)
-    devices = (upload_routes, device_routes, enrolment, resumable_routes, session_routes)
-    if settings.role in ("all", "api"):
-        for router in (*devices, shared_routes, operator_routes, registry_routes):
-            app.include_router(router)
-    app.include_router(health_routes)
-    _describe(app)
     return app
 
 
@@ -212,8 +283,20 @@ def _opened(settings: Settings, metrics: Metrics) -> Database:
     return Database(
         settings.resolved_database_url,
         migrates=settings.role == "all",
-        retries=metrics.transaction_retries.inc,
+        retries=lambda kind: metrics.transaction_retries.labels(kind).inc(),
         batches=metrics.commit_batch.observe,
+    )
+
+
+def _operators(
+    settings: Settings, database: Database, clock: Callable[[], float], metrics: Metrics
+) -> Operators:
+    token = settings.admin_token
+    return Operators(
+        database,
+        clock,
+        Refusals(clock, lambda reason: metrics.operator_refusals.labels(reason).inc()),
+        settings_token=token.get_secret_value() if token else None,
     )
 
 

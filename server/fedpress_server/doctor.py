@@ -6,6 +6,7 @@ the server would write.
 
 from __future__ import annotations
 
+import asyncio
 import os
 import shutil
 import socket
@@ -29,7 +30,8 @@ from cryptography.hazmat.primitives.serialization import (
 )
 
 from fedpress_protocols.errors import ConfigurationError, FedpressError
-from fedpress_server.identity.server_keys import PURPOSES, key_file
+from fedpress_server.identity.rotation import Standing, former_file, next_file, standing
+from fedpress_server.identity.server_keys import PURPOSES, key_file, known_key
 from fedpress_server.settings import MIB, Settings
 from fedpress_server.storage.bucket import opened_payloads
 from fedpress_server.storage.database import Database
@@ -83,7 +85,9 @@ def examined(
             if settings.store_url:
                 yield _store(settings)
         if not url:
-            yield _port(settings.host, settings.port)
+            yield _port(settings.host, settings.port, "FEDPRESS_PORT")
+            if settings.admin_port is not None:
+                yield _port(settings.admin_host, settings.admin_port, "FEDPRESS_ADMIN_PORT")
     if url:
         yield from _answer(url, now, settings.clock_skew if settings else 300.0)
 
@@ -92,6 +96,7 @@ def _extras(settings: Settings) -> Iterator[Finding]:
     needed = {
         "postgres": ("psycopg", not settings.resolved_database_url.startswith("sqlite")),
         "s3": ("obstore", bool(settings.store_url)),
+        "otel": ("opentelemetry", bool(settings.otlp_endpoint)),
     }
     for extra, (library, is_needed) in needed.items():
         if is_needed and find_spec(library) is None:
@@ -135,6 +140,8 @@ def _disk(folder: Path, min_free_bytes: int) -> Finding:
 def _keys(settings: Settings) -> Iterator[Finding]:
     """Private keys that others than their owner can read; a TLS key may be its group's."""
     files = {key_file(purpose, settings): 0o077 for purpose in PURPOSES}
+    place = key_file("server", settings)
+    files |= {file: 0o077 for file in (next_file(place), former_file(place))}
     if settings.tls_key:
         files[settings.tls_key] = 0o007
     named = {settings.server_key_file, settings.authority_key_file}
@@ -183,10 +190,32 @@ def _database(settings: Settings) -> Finding:
     if url.startswith("sqlite") and not file.exists():
         return Finding("database", f"{file} is not there yet: the first start makes it")
     try:
-        Database(url, migrates=False).close()
+        found = asyncio.run(_standing(url, key_file("server", settings)))
     except FedpressError as exc:
         return Finding("database", exc.detail, exc.hint or "look at FEDPRESS_DATABASE_URL")
+    if found is not None and found.current not in found.here:
+        return Finding(
+            "keys",
+            f"the database is signed for with server key {found.current}, which is not here",
+            "copy its file from a server that has it; fedpress server-key show tells which",
+        )
+    if found is not None and found.next not in (None, *found.here):
+        return Finding(
+            "keys",
+            f"the next server key {found.next} is not here, and will sign once it is switched to",
+            "copy the file that ends in .next from where fedpress server-key rotate made it",
+        )
     return Finding("database", "answers, and its schema is this release's")
+
+
+async def _standing(url: str, place: Path) -> Standing | None:
+    """How the server's key stands; None before there is one."""
+    database = Database(url, migrates=False)
+    try:
+        known = await database.read(lambda c: known_key(c, "server"))
+        return None if known is None else await standing(database, place)
+    finally:
+        await asyncio.to_thread(database.close)
 
 
 def _store(settings: Settings) -> Finding:
@@ -198,7 +227,7 @@ def _store(settings: Settings) -> Finding:
     return Finding("store", f"{settings.store_url} takes writes")
 
 
-def _port(host: str, port: int) -> Finding:
+def _port(host: str, port: int, setting: str) -> Finding:
     """Whether the server could listen there, if it is not what listens already."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family) as probe:
@@ -210,7 +239,7 @@ def _port(host: str, port: int) -> Finding:
                 "port",
                 f"the server cannot listen on {host}:{port}: {exc.strerror}",
                 "if it is not the server that runs already (--url says), stop what holds the "
-                "port, or choose another as FEDPRESS_PORT",
+                f"port, or choose another as {setting}",
             )
     return Finding("port", f"{host}:{port} is free")
 

@@ -34,6 +34,8 @@ POINTS: Mapping[str, str] = MappingProxyType(
         "model-kept": "the model and its state are durable, the version is not committed",
         "basis-kept": "a basis is durable, the round does not know",
         "round-committed": "what a job came to is durable",
+        "device-changed": "an operator's word on a device, or its next key, is durable, and nobody "
+        "knows",
     }
 )
 """By name: what is so when the process gets there."""

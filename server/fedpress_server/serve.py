@@ -6,24 +6,32 @@ import argparse
 import asyncio
 import logging
 import os
+import signal
 import socket
+import threading
 from collections.abc import Callable, Sequence
+from contextlib import suppress
+from contextvars import Context
 from pathlib import Path
 from types import FrameType
+from urllib.parse import unquote, urlsplit
 
 import uvicorn
 from fastapi import FastAPI
+from pydantic import SecretStr
 
 from fedpress_protocols.errors import ConfigurationError
 from fedpress_server import failpoints
 from fedpress_server.api.http_protocol import ConnectionLimits, bounded_protocol
 from fedpress_server.app import create_app
 from fedpress_server.identity.server_keys import first_keys
-from fedpress_server.settings import Settings
+from fedpress_server.observing import logs
+from fedpress_server.settings import Settings, secret_settings
 from fedpress_server.storage.database import Database, migrate
+from fedpress_server.tls import Certificates, certificates_of
 
 _log = logging.getLogger(__name__)
-_SECRETS = ("admin_token", "store_secret_access_key")
+_SECRETS = tuple(name for name in secret_settings() if name != "database_url")
 
 
 def main(arguments: Sequence[str] | None = None, *, program: str = "fedpress serve") -> None:
@@ -98,24 +106,58 @@ def serve(settings: Settings) -> None:
 
     Raises ConfigurationError if the data folder or the database is not to be had.
     """
-    logging.basicConfig(
-        level=settings.log_level.upper(),
-        format="%(asctime)s %(levelname)s %(name)s: %(message)s",
+    lines = logs.install(
+        settings.log_level, settings.log_format, role=settings.role, secrets=_spelt(settings)
     )
-    logging.getLogger("alembic").setLevel(logging.WARNING)
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGUSR1, lambda *_: _toggle(settings.log_level))
     if settings.failpoint:
         _log.warning("this server is to fail at %s", settings.failpoint)
     failpoints.arm(settings.failpoint)
-    app = create_app(settings)
+    app = create_app(settings, lines=lines)
     closed = app.state.metrics.closed_connections
     limits = ConnectionLimits(
         header_timeout=settings.header_timeout, body_timeout=settings.body_timeout
     )
+    protocol = bounded_protocol(limits, lambda reason: closed.labels(reason).inc())
+    shown, to_operators = certificates_of(settings)
+    config = _listening(settings, app, settings.host, settings.port, protocol, shown)
+    apart = None
+    if settings.admin_port is not None:
+        where = (settings.admin_host, settings.admin_port)
+        apart = _listening(settings, app.state.for_operators, *where, protocol, to_operators)
+
+    async def run() -> None:
+        async with app.router.lifespan_context(app):
+            renewing = [
+                asyncio.create_task(each.renew_forever())
+                for each in (shown, to_operators)
+                if each is not None
+            ]
+            try:
+                await _Server(config, app, apart).serve()
+            finally:
+                for task in renewing:
+                    task.cancel()
+
+    with asyncio.Runner(loop_factory=config.get_loop_factory()) as runner:
+        runner.run(run())
+
+
+def _listening(
+    settings: Settings,
+    app: FastAPI,
+    host: str,
+    port: int,
+    protocol: type[asyncio.Protocol],
+    certificates: Certificates | None,
+) -> uvicorn.Config:
+    """How `app` is served there; both listeners have the same limits."""
     config = uvicorn.Config(
         app,
-        host=settings.host,
-        port=settings.port,
-        http=bounded_protocol(limits, lambda reason: closed.labels(reason).inc()),
+        host=host,
+        port=port,
+        http=protocol,
         ws="none",
         lifespan="off",  # run below, so that a fault at the start comes out as itself
         log_config=None,
@@ -127,19 +169,33 @@ def serve(settings: Settings) -> None:
         ssl_certfile=settings.tls_certificate,
         ssl_keyfile=settings.tls_key,
     )
+    config.load()
+    config.ssl = certificates.context if certificates else None
+    return config
 
-    async def run() -> None:
-        async with app.router.lifespan_context(app):
-            await _Server(config, app).serve()
 
-    with asyncio.Runner(loop_factory=config.get_loop_factory()) as runner:
-        runner.run(run())
+def _toggle(configured: logs.Level) -> None:
+    level = logs.toggle(configured)
+    Context().run(_log.warning, "the log level is %s now", level)  # it concerns no request
+
+
+def _spelt(settings: Settings) -> list[str]:
+    """The secrets that these settings hold."""
+    given = [each for _, each in settings if isinstance(each, SecretStr)]
+    found = [each.get_secret_value() for each in given]
+    with suppress(ValueError):
+        password = urlsplit(settings.database_url).password or ""
+        found += [password, unquote(password)]
+    return [each for each in found if each]
 
 
 class _Server(uvicorn.Server):
-    def __init__(self, config: uvicorn.Config, app: FastAPI) -> None:
+    """One server with one or two listeners: `apart` is the operators' own."""
+
+    def __init__(self, config: uvicorn.Config, app: FastAPI, apart: uvicorn.Config | None) -> None:
         super().__init__(config)
         self._app = app
+        self._apart = apart
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """Stop, and be done with the signal: a server told to stop has not failed."""
@@ -148,11 +204,43 @@ class _Server(uvicorn.Server):
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
-        host, port = self.servers[0].sockets[0].getsockname()[:2]
-        scheme = "https" if self.config.is_ssl else "http"
-        shown = f"[{host}]" if ":" in host else host
-        print(f"fedpress server ready on {scheme}://{shown}:{port}", flush=True)
+        if self._apart is not None:
+            self.servers.append(await self._listen_apart(self._apart))
+            self._tell(f"fedpress operators' listener on {_address(self._apart, self.servers[1])}")
+        self._tell(f"fedpress server ready on {_address(self.config, self.servers[0])}")
+
+    async def _listen_apart(self, config: uvicorn.Config) -> asyncio.Server:
+        """Its connections count with the others', and end with them."""
+
+        def made() -> asyncio.Protocol:
+            protocol: asyncio.Protocol = config.http_protocol_class(  # type: ignore[call-arg]
+                config=config, server_state=self.server_state, app_state=self.lifespan.state
+            )
+            return protocol
+
+        try:
+            return await asyncio.get_running_loop().create_server(
+                made, host=config.host, port=config.port, ssl=config.ssl, backlog=config.backlog
+            )
+        except OSError as exc:
+            await self.shutdown()
+            raise ConfigurationError(
+                f"operators cannot be listened to on {config.host}:{config.port}: {exc.strerror}",
+                hint="choose another admin_port (FEDPRESS_ADMIN_PORT) or admin_host",
+            ) from exc
+
+    def _tell(self, line: str) -> None:
+        if self._app.state.settings.log_format == "json":
+            _log.warning(line)
+        else:
+            print(line, flush=True)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         self._app.state.coordinator.release()
         await super().shutdown(sockets)
+
+
+def _address(config: uvicorn.Config, server: asyncio.Server) -> str:
+    host, port = server.sockets[0].getsockname()[:2]
+    shown = f"[{host}]" if ":" in host else host
+    return f"{'https' if config.is_ssl else 'http'}://{shown}:{port}"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import re
 from contextlib import suppress
 from pathlib import Path
@@ -18,6 +20,7 @@ from pydantic_settings import (
 
 from fedpress_protocols.errors import ConfigurationError
 from fedpress_protocols.faults import explained
+from fedpress_protocols.private_files import check_private
 from fedpress_server import failpoints
 
 MIB = 2**20
@@ -91,8 +94,23 @@ class Settings(BaseSettings):
     admin_token_file: Path | None = Field(
         None, description="File that holds the admin token, in place of the token itself."
     )
+    admin_host: str = Field(
+        "127.0.0.1", description="Address of the operators' own listener, if it has a port."
+    )
+    admin_port: int | None = Field(
+        None,
+        ge=0,
+        le=65535,
+        description="Port of a listener for operators alone: the admin API, what operators read "
+        "and /metrics are answered there and no longer on the port; 0 takes a free one.",
+    )
     tls_certificate: Path | None = Field(None, description="PEM certificate chain; turns on TLS.")
     tls_key: Path | None = Field(None, description="PEM private key of the certificate.")
+    tls_client_ca: Path | None = Field(
+        None,
+        description="PEM certificates of authorities: devices are answered only with a certificate "
+        "that one of them has signed. The operators' own listener asks for none.",
+    )
     max_body_bytes: int = Field(
         1024 * MIB, ge=1024, description="Largest body of any request; a plan's bound is tighter."
     )
@@ -104,6 +122,24 @@ class Settings(BaseSettings):
     )
     check_ins_per_second: Annotated[float, Field(gt=0)] = Field(
         200.0, description="Check-ins per second that devices with nothing to do are spread over."
+    )
+    approve_each_device: bool = Field(
+        False,
+        description="Whether an operator has to approve every device that enrols, whatever its "
+        "token says.",
+    )
+    approval_poll_seconds: Seconds = Field(
+        30.0, description="Pause that a device which waits for approval is asked to make."
+    )
+    enrolments_per_second: Annotated[float, Field(gt=0)] = Field(
+        100.0,
+        description="Devices per second that enrol with good tokens, after the first of a crowd; "
+        "more are put off.",
+    )
+    enrolment_failures_per_minute: Annotated[float, Field(gt=0)] = Field(
+        30.0,
+        description="Enrolments with bad tokens that one address may try, and that one token may "
+        "be tried for; more are put off. Good tokens pass all the same.",
     )
     tick_seconds: Seconds = Field(0.5, description="How often deadlines are looked at.")
     header_timeout: Seconds = Field(
@@ -162,7 +198,27 @@ class Settings(BaseSettings):
         "only looks.",
     )
     log_level: Literal["debug", "info", "warning", "error"] = Field(
-        "info", description="Least severe message that is logged."
+        "info",
+        description="Least severe message that is logged; SIGUSR1 switches to debug and back.",
+    )
+    log_format: Literal["text", "json"] = Field(
+        "text",
+        description="text for people, on stderr; json for machines, an object a line, on stdout.",
+    )
+    egress_price: Annotated[float, Field(ge=0, allow_inf_nan=False)] = Field(
+        0.0, description="What a GiB that this server sends costs, for its metrics and reports."
+    )
+    egress_currency: str = Field(
+        "EUR", pattern=r"^[A-Za-z0-9 ./_-]{1,16}$", description="What egress_price is counted in."
+    )
+    otlp_endpoint: str = Field(
+        "",
+        pattern=r"^(https?://[^@]+)?$",
+        description="Where traces are sent by OTLP over HTTP, as http://collector:4318/v1/traces; "
+        "empty: nowhere. Needs fedpress[otel].",
+    )
+    trace_share: Annotated[float, Field(ge=0, le=1)] = Field(
+        1.0, description="Share of the requests that are traced; rounds all are."
     )
     failpoint: str = Field(
         "",
@@ -189,10 +245,15 @@ class Settings(BaseSettings):
                 dotenv_settings: PydanticBaseSettingsSource,
                 file_secret_settings: PydanticBaseSettingsSource,
             ) -> tuple[PydanticBaseSettingsSource, ...]:
-                toml = TomlConfigSettingsSource(settings_cls, file)
+                try:
+                    toml = TomlConfigSettingsSource(settings_cls, file)
+                except ValueError as exc:  # of TOML, or of UTF-8
+                    raise ConfigurationError(f"{file} is not TOML: {exc}") from exc
                 unknown = sorted(set(toml.toml_data) - set(Settings.model_fields))
                 if unknown:
                     raise ConfigurationError(f"{file} sets {', '.join(unknown)}: no such setting")
+                if file is not None and set(secret_settings()) & toml.toml_data.keys():
+                    check_private(file, "a secret among the settings")
                 return init_settings, env_settings, toml
 
         if config is not None and not config.is_file():
@@ -208,14 +269,17 @@ class Settings(BaseSettings):
 
     @model_validator(mode="after")
     def _secrets(self) -> Settings:
-        for name in ("admin_token", "store_secret_access_key", "database_url"):
+        for name in secret_settings():
             file = getattr(self, f"{name}_file")
             if file is None:
                 continue
             if getattr(self, name):
                 raise ValueError(f"give {name} or {name}_file, not both")
             try:
+                check_private(file, f"{name}_file")
                 text = file.read_text().strip()
+            except ConfigurationError as exc:
+                raise ValueError(str(exc)) from exc
             except OSError as exc:
                 raise ValueError(f"{name}_file: {exc}") from exc
             if not text:
@@ -229,6 +293,10 @@ class Settings(BaseSettings):
         failpoints.parsed(self.failpoint)
         if (self.tls_certificate is None) != (self.tls_key is None):
             raise ValueError("tls_certificate and tls_key are given together")
+        if self.admin_port == self.port != 0 and self.admin_host == self.host:
+            raise ValueError(f"port and admin_port are both {self.port}: operators need one apart")
+        if self.tls_client_ca is not None and self.tls_certificate is None:
+            raise ValueError("tls_client_ca needs tls_certificate and tls_key")
         return self
 
     def _refuse_placeholders(self) -> None:
@@ -248,5 +316,21 @@ class Settings(BaseSettings):
                 )
 
     @property
+    def public_digest(self) -> str:
+        """SHA-256, hex, of all settings that hold no secret: whether two servers have the same."""
+        told = self.model_dump(mode="json", exclude=set(secret_settings()))
+        return hashlib.sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()
+
+    @property
     def resolved_database_url(self) -> str:
         return self.database_url or f"sqlite:///{self.data_dir.absolute() / 'fedpress.db'}"
+
+
+def secret_settings() -> list[str]:
+    """The settings that hold a secret; each may come from a file, which is named by the setting of
+    its name and `_file`."""
+    return [
+        name
+        for name, field in Settings.model_fields.items()
+        if field.annotation == SecretStr | None or not field.repr
+    ]

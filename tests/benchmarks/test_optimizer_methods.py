@@ -39,14 +39,14 @@ def test_bytes_are_the_bodies_and_runs_repeat(tmp_path: Path) -> None:
     dense = benchmark.run(method("momentum, float32"), 0, ROUNDS, tmp_path)
     assert WHOLE < dense.uploaded < 1.001 * WHOLE
     assert dense.warm_up_rounds == 0
-    pressed = benchmark.run(method("DGC, no warm-up"), 0, ROUNDS, tmp_path)
+    pressed = benchmark.run(method("DGC, .2 %, no warm-up"), 0, ROUNDS, tmp_path)
     assert 500 < WHOLE / pressed.uploaded < 2000
-    assert benchmark.run(method("DGC, no warm-up"), 0, ROUNDS, tmp_path) == pressed
+    assert benchmark.run(method("DGC, .2 %, no warm-up"), 0, ROUNDS, tmp_path) == pressed
 
 
 def test_a_budget_too_small_for_its_rounds_has_one_of_each_period(tmp_path: Path) -> None:
     found = benchmark.run(method("1-bit adam, 8 bits on a budget"), 0, ROUNDS, tmp_path)
     assert found.warm_up_rounds == 1
     assert 0 < found.warm_up_bytes < 0.25 * WHOLE / 4
-    ladder = benchmark.run(method("DGC, sparsities on a budget"), 0, ROUNDS, tmp_path)
+    ladder = benchmark.run(method("DGC, .2 %, sparsities on a budget"), 0, ROUNDS, tmp_path)
     assert ladder.warm_up_rounds == 4

@@ -44,6 +44,7 @@ from fedpress_protocols.plan import (
     TrainingTerms,
 )
 from fedpress_protocols.signatures import DeviceKey, sign_document, to_base64url
+from fedpress_protocols.succession import ServerKeys
 from fedpress_protocols.update import Update
 from fedpress_protocols.upload import Upload
 
@@ -304,6 +305,11 @@ class FakeLink:
         self.fault(f"before {verb}")
         yield
         self.fault(f"after {verb}")
+
+    def server_keys(self) -> ServerKeys:
+        for _ in self._around("server-keys"):
+            pass
+        return ServerKeys(server_key=to_base64url(self.server.key.public))
 
     def enrol(self, token: str, request: EnrolRequest) -> EnrolResponse:
         assert token == "token"

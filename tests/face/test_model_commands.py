@@ -80,7 +80,7 @@ def test_promotion_and_rollback_by_command(fedpress: Command) -> None:
     assert "version 1" in said(
         fedpress("model", "rollback", "digits", "production", "--expect", "4")
     )
-    told = [json.loads(line) for line in said(fedpress("model", "aliases", "digits")).splitlines()]
+    told = json.loads(said(fedpress("model", "aliases", "digits", "--json")))
     assert {each["alias"]: each["version"] for each in told} == {"candidate": 4, "production": 1}
     for wrong in (("promote", "digits", "1", "a", "--expect", "x"),
                   ("rollback", "digits", "production", "--expect", "none")):  # fmt: skip
@@ -98,7 +98,7 @@ def test_an_export_is_the_file_of_that_digest_and_its_lineage(
     assert lineage["version"] == 3
     assert len(lineage["updates"]) == 1
     assert len(lineage["ancestors"]) == 3
-    assert json.loads(said(fedpress("model", "show", "digits", "3"))) == lineage
+    assert json.loads(said(fedpress("model", "show", "digits", "3", "--json"))) == lineage
 
 
 def test_collection_says_what_would_go_and_then_takes_it(fedpress: Command, clock: Clock) -> None:
@@ -114,10 +114,13 @@ def test_collection_says_what_would_go_and_then_takes_it(fedpress: Command, cloc
 
 
 def test_a_task_is_paused_and_resumed_by_command(fedpress: Command) -> None:
-    said(fedpress("task", "pause", "digits"))
-    assert "digits  running  4/9 rounds  held by the operator" in said(fedpress("task", "list"))
-    said(fedpress("task", "resume", "digits"))
-    assert said(fedpress("task", "list")) == "digits  running  4/9 rounds\n"
+    assert "held by the operator" in said(fedpress("task", "pause", "digits"))
+    [row] = said(fedpress("task", "list")).splitlines()[1:]
+    assert row.split()[:3] == ["digits", "running", "4/9"]
+    assert row.endswith("held by the operator")
+    assert "held" not in said(fedpress("task", "resume", "digits"))
+    [task] = json.loads(said(fedpress("task", "list", "--json")))
+    assert (task["state"], task["round"], task["reason"]) == ("running", 4, "")
 
 
 def test_a_task_is_created_from_yaml(fedpress: Command, tmp_path: Path) -> None:
@@ -127,5 +130,5 @@ def test_a_task_is_created_from_yaml(fedpress: Command, tmp_path: Path) -> None:
         "task: other\nrounds: 3\ncohort: {size: 2, minimum: 1}\n"
         "profiles:\n- {name: p, compressor: {id: topk, fraction: 5e-1}}\n"
     )
-    created = json.loads(said(fedpress("task", "create", str(file), str(model))))
+    created = json.loads(said(fedpress("task", "create", str(file), str(model), "--json")))
     assert (created["task"], created["rounds"]) == ("other", 3)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from functools import partial
+from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
@@ -18,14 +19,17 @@ def short(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("short")
-def test_every_strategy_meets_every_attack() -> None:
-    table = CliRunner().invoke(app, ["bench", "robustness"])
+def test_every_strategy_meets_every_attack(tmp_path: Path) -> None:
+    file = tmp_path / "figures.json"
+    table = CliRunner().invoke(app, ["bench", "robustness", "--json", str(file)])
     assert table.exit_code == 0, table.output
     lines = table.output.splitlines()
     assert [line.split()[0] for line in lines[1:-1]] == [s["id"] for s in robustness.STRATEGIES]
     assert all(name in lines[0] for name in robustness.ATTACKS)
 
-    found = json.loads(CliRunner().invoke(app, ["bench", "robustness", "--json"]).output)
+    found = json.loads(file.read_text())
+    printed = CliRunner().invoke(app, ["bench", "robustness", "--json", "-"]).output
+    assert json.loads(printed) == found
     assert found["setting"]["rounds"] == 1
     assert len(found["rows"]) == len(robustness.STRATEGIES) * len(robustness.ATTACKS)
     page = robustness.__doc__ or ""

@@ -29,6 +29,7 @@ from fedpress_server import Settings
 from fedpress_server.coordination import work
 from fedpress_server.coordination.coordinator import Coordinator
 from fedpress_server.identity.membership import Authority
+from fedpress_server.identity.signing import SigningKeys
 from fedpress_server.intake.uploads import Intake
 from fedpress_server.metrics import Metrics
 from fedpress_server.storage import records
@@ -75,7 +76,14 @@ class Replica:
         self.metrics = Metrics()
         authority = Authority.here("fedpress", AUTHORITY)
         self.coordinator = Coordinator(
-            options, self.database, payloads, KEY, authority, self.metrics, clock, is_shared=True
+            options,
+            self.database,
+            payloads,
+            SigningKeys.of(KEY),
+            authority,
+            self.metrics,
+            clock,
+            is_shared=True,
         )
         self.intake = Intake(self.coordinator, self.database, payloads, self.metrics, 1)
 

@@ -548,7 +548,7 @@ def test_the_records_of_a_backup_know_the_servers_key(
 ) -> None:
     with start() as http:
         taken(http, tmp_path / "backup", clock)
-        public = http.app.state.server_key.public
+        public = http.app.state.server_keys.current.public
     engine = sa.create_engine(f"sqlite:///{tmp_path / 'backup' / 'database.sqlite'}")
     with engine.connect() as connection:
         assert known_key(connection, "server") == public

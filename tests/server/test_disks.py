@@ -4,6 +4,7 @@ The disk is a real one, a small tmpfs, where this user may mount; else the tests
 """
 
 import asyncio
+import sqlite3
 import subprocess
 import time
 from collections.abc import Iterator
@@ -17,7 +18,7 @@ import numpy as np
 import pytest
 import sqlalchemy as sa
 
-from fedpress_protocols.errors import ServerError, StorageFull
+from fedpress_protocols.errors import ServerError, StorageFull, Unavailable
 from fedpress_protocols.model import Model
 from fedpress_server.storage.database import Database
 from fedpress_server.storage.payloads import LocalPayloads
@@ -244,3 +245,38 @@ def test_a_log_is_bounded_by_checkpoints(tmp_path: Path) -> None:
         reader.dispose()
         database.close()
     assert not log.exists() or log.stat().st_size == 0
+
+
+def test_a_database_that_is_busy_is_waited_for_and_then_said_to_be(tmp_path: Path) -> None:
+    file = tmp_path / "test.db"
+    database = Database(f"sqlite:///{file}")
+    row = {"spec": "0" * 64, "num_bytes": 1, "created_at": 0.0}
+
+    def written(number: int) -> None:
+        values = row | {"digest": f"{number:064d}"}
+        anyio.run(database.write, lambda c: c.execute(sa.insert(models), values))
+
+    other = sqlite3.connect(file, isolation_level=None)
+    try:
+        with ThreadPoolExecutor(1) as pool:
+            other.execute("BEGIN IMMEDIATE")
+            waiting = pool.submit(written, 1)
+            with pytest.raises(TimeoutError):
+                waiting.result(timeout=0.3)
+            other.execute("ROLLBACK")
+            waiting.result(timeout=60)
+
+        def hurry(connection: sqlite3.Connection, *_: object) -> None:
+            connection.execute("PRAGMA busy_timeout = 50")
+
+        sa.event.listen(database._backend.reads, "checkout", hurry)
+        other.execute("BEGIN IMMEDIATE")
+        with pytest.raises(Unavailable, match="busy"):
+            written(2)
+        other.execute("ROLLBACK")
+        written(3)
+        found = other.execute("SELECT digest FROM models ORDER BY digest").fetchall()
+        assert found == [(f"{number:064d}",) for number in (1, 3)]
+    finally:
+        other.close()
+        database.close()

@@ -83,6 +83,9 @@ def test_groups_and_classes_are_means_by_examples_of_the_last_reports(
     report(devices[3], made, 10, accuracy=0.9)
     found = status(operator)
     assert found.metrics == pytest.approx({"accuracy": 24 / 30, "loss": 2.0})
+    assert found.measured is not None
+    assert found.measured.metrics == found.metrics
+    assert (found.measured.num_clients, found.measured.num_examples) == (4, 30)
     assert list(found.groups) == ["north", "south"]
     assert found.groups["north"].metrics == pytest.approx({"accuracy": 11 / 16, "loss": 2.0})
     assert (found.groups["north"].num_clients, found.groups["north"].num_examples) == (2, 16)
@@ -97,6 +100,7 @@ def test_groups_and_classes_are_means_by_examples_of_the_last_reports(
     listed = operator.get("/v1/tasks/digits/rounds")
     assert listed[0]["metrics"] == found.metrics
     assert listed[0]["groups"] == listed[0]["classes"] == {}
+    assert listed[0]["measured"] is None
 
 
 def test_what_too_few_report_is_not_shown_by_group_or_class(

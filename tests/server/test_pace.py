@@ -1,5 +1,6 @@
 """Pace steering: the few meet, the many are spread, and nobody is forgotten."""
 
+import asyncio
 import heapq
 import math
 import random
@@ -7,7 +8,11 @@ from itertools import pairwise
 
 import pytest
 
+from fedpress_protocols.model import Model
+from fedpress_server.coordination.load import Load
 from fedpress_server.coordination.pace import Outcome, Pace
+from tests.devices import Operator
+from tests.server.in_process import Clock, Enrolled, Server
 
 BUDGET = 200.0
 PAUSE = 5.0
@@ -96,3 +101,33 @@ def test_no_device_is_sent_away_for_longer_than_an_hour() -> None:
     for _ in range(1000):
         pace, window = pace.heard(1000.0, 0.0).window(1000.0, "full")
     assert window.least <= 3600.0
+
+
+def test_how_late_the_event_loop_is_gets_noticed() -> None:
+    clock, load, slept = Clock(), Load(), 0
+
+    async def sleep(seconds: float) -> None:
+        nonlocal slept
+        slept += 1
+        if slept == 3:
+            raise asyncio.CancelledError
+        clock.advance(seconds + (2.5 if slept == 2 else 0.0))
+
+    with pytest.raises(asyncio.CancelledError):
+        asyncio.run(load.watch(clock, sleep))
+    assert load.late == pytest.approx(2.5)
+
+
+def test_a_server_whose_event_loop_is_late_asks_fewer_to_come(
+    http: Server, operator: Operator, enrolled: Enrolled, model: Model
+) -> None:
+    operator.begin(model, cohort={"size": 1, "minimum": 1})
+    device, other = enrolled(), enrolled()
+    device.assignment("digits")
+    check_ins = http.app.state.coordinator.check_ins
+    assert other.check_in("digits") is None
+    assert check_ins._pace.affordable == check_ins._pace.budget
+    check_ins.load = Load()  # and what watches, watches another
+    check_ins.load.late = 60.0
+    assert other.check_in("digits") is None
+    assert check_ins._pace.affordable == pytest.approx(0.1 * check_ins._pace.budget)

@@ -1,6 +1,8 @@
 """What releases have left behind: their migrations, and a server of theirs in mid-round.
 
-`golden/server-<release>.zip` is a data folder of that release, and the devices of its task.
+`golden/server-<release>.zip` is a data folder of that release, and the devices of its task; in
+`golden/server-<release>-postgresql.zip` there is a dump of its database too. `golden/make.py` makes
+both.
 """
 
 import hashlib
@@ -11,9 +13,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from fedpress_protocols import __version__
 from fedpress_protocols.signatures import DeviceKey
 from fedpress_server import migrations
 from tests.devices import Device, Operator
+from tests.postgres import Cluster
 from tests.server.in_process import Clock, Start, history
 
 GOLDEN = Path(__file__).parents[1] / "golden"
@@ -31,13 +35,18 @@ def test_a_released_migration_does_not_change() -> None:
 
 @pytest.mark.parametrize("release", sorted(path.stem for path in GOLDEN.glob("server-*.zip")))
 def test_a_task_goes_on_under_the_next_release(
-    start: Start, clock: Clock, tmp_path: Path, release: str
+    start: Start, clock: Clock, tmp_path: Path, release: str, request: pytest.FixtureRequest
 ) -> None:
     with zipfile.ZipFile(GOLDEN / f"{release}.zip") as golden:
         golden.extractall(tmp_path)
+    settings = {}
+    if release.endswith("-postgresql"):
+        settings["database_url"] = restored(
+            request.getfixturevalue("cluster"), (tmp_path / "database.sql").read_text()
+        )
     told = json.loads((tmp_path / "devices.json").read_text())
     clock.now = told["now"] + 60
-    with start() as http:
+    with start(**settings) as http:
         operator = Operator(http)
         devices = []
         for each in told["devices"]:
@@ -67,3 +76,18 @@ def test_a_task_goes_on_under_the_next_release(
         assert answer.task.state == "finished"
         ended = [(each.round, each.state, each.included) for each in history(operator)]
         assert ended == [(number, "committed", 2) for number in (1, 2, 3)]
+
+
+def restored(cluster: Cluster, dump: str) -> str:
+    """A database from what pg_dump wrote."""
+    import psycopg
+
+    url = cluster.new(is_migrated=False)
+    with psycopg.connect(url, autocommit=True) as connection:
+        connection.execute(dump.encode())
+    return url
+
+
+def test_a_release_leaves_one_behind_for_each_database() -> None:
+    made = {path.stem for path in GOLDEN.glob("server-*.zip")}
+    assert {f"server-{__version__}", f"server-{__version__}-postgresql"} <= made

@@ -33,7 +33,7 @@ OLDEST = "0007"
 _DIES = """
 import os, signal, sys
 import sqlalchemy as sa
-from fedpress_server import database
+from fedpress_server.storage import database
 
 url, at = sys.argv[1:]
 count = 0

@@ -7,13 +7,6 @@ from itertools import combinations
 from typing import Any
 
 import pytest
-from fedpress_server.rounds.selection import (
-    Candidate,
-    Candidates,
-    choose,
-    is_eligible,
-    stream_of,
-)
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -42,7 +35,14 @@ from fedpress_server.rounds import (
     from_record,
     to_record,
 )
-from fedpress_server.storage import records
+from fedpress_server.rounds.selection import (
+    Candidate,
+    Candidates,
+    choose,
+    is_eligible,
+    stream_of,
+)
+from fedpress_server.storage import participants
 from tests.devices import Device, Operator
 from tests.server.in_process import Clock, Enrolled, Server, Start, history, ones
 
@@ -446,7 +446,7 @@ def test_a_loss_that_an_upload_reports_counts_as_one_that_was_measured(
         device.upload(assignment.assignment, upload.to_bytes(layout))
     names = [*(device.client_id for device in fleet), "stranger"]
     database = http.app.state.database
-    found = http.call(database.read, lambda c: records.candidates(c, "digits", names))
+    found = http.call(database.read, lambda c: participants.candidates(c, "digits", names))
     assert [each.client_id for each in found] == names
     assert [each.loss for each in found[:4]] == pytest.approx([0.5, 1.0, 3.0, 0.1])
     assert [each.num_examples for each in found] == [5, 5, 5, 5, None]

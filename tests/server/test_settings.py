@@ -7,6 +7,7 @@ import pytest
 from fedpress_protocols.errors import ConfigurationError
 from fedpress_server import Settings
 from fedpress_server.serve import main
+from fedpress_server.settings import secret_settings
 
 
 @pytest.fixture
@@ -51,6 +52,44 @@ def test_secrets_of_database_and_store_may_lie_in_files(tmp_path: Path) -> None:
     assert settings.store_secret_access_key.get_secret_value() == "secret key"
     assert "9f86d081884c" not in repr(settings)
     assert "secret key" not in repr(settings)
+
+
+def test_every_secret_has_a_file_and_none_is_printed(tmp_path: Path) -> None:
+    secret = "9f86d081884c7d659a2feaa0c55ad015"
+    named = secret_settings()
+    looks_secret = [
+        name
+        for name in Settings.model_fields
+        if any(word in name for word in ("token", "secret", "password", "database_url"))
+    ]
+    assert {name.removesuffix("_file") for name in looks_secret} == set(named)
+    file = tmp_path / "secret"
+    file.write_text(secret)
+    for name in named:
+        besides = {"store_access_key_id": "ada"} if name == "store_secret_access_key" else {}
+        settings = Settings.load(**{f"{name}_file": file}, **besides)
+        found = getattr(settings, name)
+        assert (found if isinstance(found, str) else found.get_secret_value()) == secret
+        assert secret not in repr(settings)
+        with pytest.raises(ConfigurationError, match="not both"):
+            Settings.load(**{f"{name}_file": file, name: secret}, **besides)
+
+
+def test_a_secret_that_everybody_can_read_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("fedpress_protocols.private_files.is_exposed", lambda file: True)
+    file = tmp_path / "secret"
+    file.write_text("9f86d081884c7d659a2feaa0c55ad015")
+    for name in ("admin_token_file", "database_url_file"):
+        with pytest.raises(ConfigurationError, match=rf"{name}: every user.*chmod 0600"):
+            Settings.load(**{name: file})
+    toml = tmp_path / "fedpress.toml"
+    toml.write_text("port = 1\n")
+    assert Settings.load(toml).port == 1
+    toml.write_text('admin_token = "9f86d081884c7d659a2feaa0c55ad015"\n')
+    with pytest.raises(ConfigurationError, match="a secret among the settings"):
+        Settings.load(toml)
 
 
 @pytest.mark.parametrize(

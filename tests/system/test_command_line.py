@@ -83,7 +83,7 @@ def join(shell: Shell, url: str, index: int, token: str = "") -> subprocess.Pope
 
 def test_a_task_from_the_command_line_alone(server: ServerProcess, tmp_path: Path) -> None:
     shell = Shell(server, tmp_path)
-    code, out, err = shell.run("task", "create", *write_task(tmp_path, rounds=4, size=2))
+    code, out, err = shell.run("task", "create", *write_task(tmp_path, rounds=4, size=2), "--json")
     assert code == 0, err
     assert json.loads(out)["state"] == "running"
     code, token, err = shell.run("token", "create", "--uses", "2", "--note", "two devices")
@@ -93,11 +93,10 @@ def test_a_task_from_the_command_line_alone(server: ServerProcess, tmp_path: Pat
         out, err = device.communicate(timeout=120)
         assert device.returncode == 0, err
         assert "task clouds finished: 4 uploads included, 0 not, 0 pending" in out
-    assert shell.run("task", "list")[1] == "clouds  finished  4/4 rounds\n"
-    states = [
-        json.loads(line)["state"] for line in shell.run("task", "rounds", "clouds")[1].split()
-    ]
-    assert states == ["committed"] * 4
+    assert shell.run("task", "list")[1].splitlines()[1].split()[:3] == ["clouds", "finished", "4/4"]
+    listed = json.loads(shell.run("round", "list", "clouds", "--json")[1])
+    assert [each["round"] for each in listed] == [4, 3, 2, 1]
+    assert {each["state"] for each in listed} == {"committed"}
     saved = tmp_path / "out.safetensors"
     code, out, err = shell.run("task", "model", "clouds", str(saved))
     assert code == 0, err
@@ -128,19 +127,19 @@ def test_wrong_input_is_refused_with_a_sentence(server: ServerProcess, tmp_path:
     shell = Shell(server, tmp_path)
     device = join(shell, server.url, 0, "no such token")
     _, err = device.communicate(timeout=60)
-    assert device.returncode == 1
+    assert device.returncode == 4
     assert "ask the operator for a new token" in err
     code, _, err = shell.run("task", "list", FEDPRESS_ADMIN_TOKEN="a token of nobody at all")
-    assert code == 1
+    assert code == 4
     assert "token" in err
     config, model = write_task(tmp_path, rounds=0, size=2)
     code, _, err = shell.run("task", "create", config, model)
-    assert code == 1
+    assert code == 2
     assert "rounds: must be 1 or more, not 0" in err
     rest = write_task(tmp_path, rounds=2, size=2)
     assert shell.run("task", "create", *rest)[0] == 0
     code, _, err = shell.run("task", "continue", "clouds", "--rounds", "9" * 20)
-    assert (code, err) == (1, f"fedpress: rounds: must be less than 1073741824, not {'9' * 20}\n")
+    assert (code, err) == (2, f"fedpress: rounds: must be less than 1073741824, not {'9' * 20}\n")
     code, _, err = shell.run("task", "create", config, config)
     assert code == 1
     assert "not a safetensors model" in err

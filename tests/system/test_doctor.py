@@ -184,6 +184,17 @@ def test_a_store_that_is_not_reached(faults: Faults, free_port: int) -> None:
     assert "FEDPRESS_STORE_ENDPOINT" in fault.mend
 
 
+def test_an_operators_port_that_is_taken(faults: Faults, free_port: int) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        fault = only(faults(admin_port=port), "port")
+    assert f"127.0.0.1:{port}" in fault.found
+    assert "FEDPRESS_ADMIN_PORT" in fault.mend
+    assert faults(admin_port=0) == []
+
+
 def test_a_key_that_others_can_read(faults: Faults, tmp_path: Path) -> None:
     (tmp_path / "data").mkdir()
     key = tmp_path / "data" / "server-key.pem"

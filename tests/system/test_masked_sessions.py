@@ -610,7 +610,7 @@ def test_a_device_withdraws_from_a_server_that_lies(world: World) -> None:
             return heard
         machine = session_of(victim)._machine
         assert machine is not None
-        key: DeviceKey = world.server.app.state.server_key
+        key: DeviceKey = world.server.app.state.server_keys.current
         return Inbox(frozenset({0, 1, 2}), ()).signed(key, machine.sid).to_bytes()
 
     transport.hear = hear  # type: ignore[method-assign]

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from typing import Annotated, Any, cast
 
 import anyio
-from fastapi import APIRouter, Body, Depends, HTTPException, Request, Response
+from fastapi import APIRouter, Body, Depends, HTTPException, Query, Request, Response
 from fastapi.responses import StreamingResponse
 from fastapi.security import HTTPBearer
 from prometheus_client import Gauge
@@ -29,28 +29,36 @@ from fedpress_protocols.messages import (
     EnrolResponse,
     EvaluationReport,
     Identifier,
+    RotationRequest,
+    RotationResponse,
     RoundStatus,
     SignedReceipt,
     TaskSummary,
     UploadAck,
 )
 from fedpress_protocols.plan import Digest, Name
-from fedpress_protocols.signatures import DeviceKey, to_base64url
+from fedpress_protocols.signatures import to_base64url
 from fedpress_server.api import examples
 from fedpress_server.api.examples import answered, asked
+from fedpress_server.api.paging import LINKED, MOST, Limit, link_next
 from fedpress_server.api.problems import responses
 from fedpress_server.api.routing import (
     AnyoneKnownRoute,
     BoundedRoute,
+    CheckInRoute,
     DeviceRoute,
+    SignedRoute,
     UploadRoute,
     content_of,
     device_of,
     read_body,
 )
 from fedpress_server.coordination.coordinator import Coordinator, Form
-from fedpress_server.identity.gatekeeper import Gatekeeper
+from fedpress_server.identity.enrolment import Enrolment
+from fedpress_server.identity.roster import Roster
+from fedpress_server.identity.signing import SigningKeys
 from fedpress_server.intake.uploads import Intake, UploadSlot
+from fedpress_server.observing import traces
 from fedpress_server.settings import Settings
 from fedpress_server.storage.evaluation import MAX_METRIC
 from fedpress_server.storage.files import artefact_name, model_name
@@ -61,6 +69,7 @@ _SPAN = re.compile(r"bytes=([0-9]{0,18})-([0-9]{0,18})")
 BEARER = HTTPBearer(auto_error=False, description="The enrolment token, or the admin token.")
 
 enrolment = APIRouter(prefix="/v1", route_class=BoundedRoute, tags=["devices"])
+rotation = APIRouter(prefix="/v1", route_class=SignedRoute, tags=["devices"])
 device_routes = APIRouter(
     prefix="/v1",
     route_class=DeviceRoute,
@@ -77,7 +86,7 @@ shared_routes = APIRouter(
     prefix="/v1",
     route_class=AnyoneKnownRoute,
     tags=["tasks"],
-    responses=responses(401),
+    responses=responses(401, 403, 429),
 )
 
 
@@ -129,6 +138,7 @@ Uploads = Annotated[Intake, Depends(_intake)]
         400,
         401,
         409,
+        429,
         besides={
             201: answered(examples.ENROLLED),
             200: {"model": EnrolResponse, "description": "This key was enrolled before"},
@@ -143,11 +153,12 @@ async def enrol(
     """Register a device key with an enrolment token.
 
     The request is signed by the very key, which proves that the device has it. The same key with
-    the same token gets the same answer again and uses the token up no further.
+    the same token gets the same answer again and uses the token up no further. Where devices have
+    to be approved, this one's other requests are refused with 403 until it is.
     """
-    gatekeeper = cast(Gatekeeper, request.app.state.gatekeeper)
-    key = cast(DeviceKey, request.app.state.server_key)
-    device, is_new = await gatekeeper.enrol(request, body)
+    door = cast(Enrolment, request.app.state.enrolment)
+    key = cast(SigningKeys, request.app.state.server_keys).current
+    device, is_new = await door.enrol(request, body)
     if not is_new:
         response.status_code = 200
     return EnrolResponse(
@@ -157,8 +168,51 @@ async def enrol(
     )
 
 
-@device_routes.post(
+@rotation.post(
+    "/key-rotation",
+    responses=responses(400, 401, 403, 409, besides={200: answered(examples.ROTATED)}),
+)
+async def rotate_key(
+    request: Request,
+    body: Annotated[RotationRequest, Body(openapi_examples=asked(examples.ROTATE))],
+) -> RotationResponse:
+    """Go on with another key as the same device; from now on the one before is refused.
+
+    The request is signed by either of the two, and the change by both. It may be sent again.
+    """
+    roster = cast(Roster, request.app.state.roster)
+    device = await roster.rotate(request, body)
+    return RotationResponse(
+        client_id=device.client_id, key_id=device.key_id, server_time=request.app.state.clock()
+    )
+
+
+async def check_in(
+    request: Request,
+    task: Name,
+    body: Annotated[CheckInRequest, Body(openapi_examples=asked(examples.CHECK_IN))],
+) -> Response:
+    """Ask for work and for the fate of what is pending; waits up to `wait` seconds for news.
+
+    A device has one assignment for each attempt at a round, and gets an open one again however
+    often it asks. A pending id without a receipt in the answer is open, or not this device's:
+    its receipt (202 or 404) tells which.
+    """
+    rounds = cast(Coordinator, request.app.state.coordinator)
+    client_id = device_of(request).client_id
+    answer = await rounds.check_ins.check_in(client_id, task, body)
+    if answer is None:
+        window = rounds.check_ins.window(client_id, task, body)
+        shown = {"Retry-Window": f"{window.least:.3f}-{window.most:.3f}"}
+        return Response(status_code=204, headers=_retry_after(window.least) | shown)
+    return Response(answer.model_dump_json(), media_type="application/json")
+
+
+device_routes.add_api_route(
     "/tasks/{task}/check-in",
+    check_in,
+    methods=["POST"],
+    route_class_override=CheckInRoute,
     response_model=CheckInResponse,
     responses=responses(
         400,
@@ -172,25 +226,6 @@ async def enrol(
         },
     ),
 )
-async def check_in(
-    request: Request,
-    task: Name,
-    body: Annotated[CheckInRequest, Body(openapi_examples=asked(examples.CHECK_IN))],
-    rounds: Rounds,
-) -> CheckInResponse | Response:
-    """Ask for work and for the fate of what is pending; waits up to `wait` seconds for news.
-
-    A device has one assignment for each attempt at a round, and gets an open one again however
-    often it asks. A pending id without a receipt in the answer is open, or not this device's:
-    its receipt (202 or 404) tells which.
-    """
-    client_id = device_of(request).client_id
-    answer = await rounds.check_ins.check_in(client_id, task, body)
-    if answer is None:
-        window = rounds.check_ins.window(client_id, task, body)
-        shown = {"Retry-Window": f"{window.least:.3f}-{window.most:.3f}"}
-        return Response(status_code=204, headers=_retry_after(window.least) | shown)
-    return answer
 
 
 @shared_routes.get(
@@ -391,7 +426,8 @@ async def put_update(request: Request, assignment: Identifier) -> Response:
     its way at a time: another is put off, 503.
     """
     uploads = await _intake(request)
-    slot = await uploads.slot(device_of(request).client_id, assignment)
+    device = device_of(request)
+    slot = await uploads.slot(device.client_id, assignment, device.key_id)
     return await _taken(request, slot, uploads.admit, uploads.stage)
 
 
@@ -402,7 +438,8 @@ async def put_first(request: Request, assignment: Identifier) -> Response:
     is due. The same bytes get the same answer while the round lasts; other bytes get 409.
     """
     uploads = await _intake(request)
-    slot = await uploads.slot(device_of(request).client_id, assignment)
+    device = device_of(request)
+    slot = await uploads.slot(device.client_id, assignment, device.key_id)
     return await _taken(request, slot, uploads.admit_first, uploads.stage_first)
 
 
@@ -410,10 +447,11 @@ async def _taken(
     request: Request,
     slot: UploadSlot,
     admit: Callable[[UploadSlot, str], Awaitable[object]],
-    stage: Callable[[UploadSlot, bytes, str, int], Awaitable[tuple[UploadAck, bool]]],
+    stage: Callable[..., Awaitable[tuple[UploadAck, bool]]],
 ) -> Response:
     """The body of the request, once `admit` has let its SHA-256 pass, through `stage`."""
     content, record = content_of(request), slot.record
+    request.state.round_key = record.key
     if content.length > slot.max_body_bytes:
         raise BodyTooLarge(
             f"a body of {content.length} bytes where the plan allows {slot.max_body_bytes}",
@@ -429,8 +467,9 @@ async def _taken(
     with in_flight.hold(sender, content.length):
         try:
             began_at = request.app.state.clock()
-            async with asyncio.timeout(settings.upload_seconds):
-                body = await read_body(request, content.length, content)
+            with traces.span("read"):
+                async with asyncio.timeout(settings.upload_seconds):
+                    body = await read_body(request, content.length)
         except TimeoutError as exc:
             raise RequestTimeout(
                 f"a body of {content.length} bytes did not come in {settings.upload_seconds:g} s"
@@ -439,7 +478,7 @@ async def _taken(
         seconds = request.app.state.clock() - began_at
         uploads.arrived(record.assignment, len(body), began_at, seconds)
         wire_bytes = head_bytes(request) + len(body)
-        ack, is_new = await stage(slot, body, digest, wire_bytes)
+        ack, is_new = await stage(slot, body, digest, wire_bytes, due=content)
     status = 201 if is_new else 200
     return Response(ack.model_dump_json(), status, media_type="application/json")
 
@@ -538,10 +577,24 @@ async def evaluate(
     await rounds.evaluate(device_of(request).client_id, task, body)
 
 
-@shared_routes.get("/tasks", responses=responses(besides={200: answered([examples.TASK])}))
-async def list_tasks(rounds: Rounds) -> list[TaskSummary]:
-    """Every task of this server."""
-    return await rounds.tasks()
+@shared_routes.get(
+    "/tasks", responses=responses(400, besides={200: answered([examples.TASK]) | LINKED})
+)
+async def list_tasks(
+    request: Request,
+    response: Response,
+    rounds: Rounds,
+    after: Annotated[
+        Name | None, Query(description="A task: those after it in the alphabet are shown.")
+    ] = None,
+    limit: Limit = MOST,
+) -> list[TaskSummary]:
+    """The tasks of this server, by name."""
+    found = await rounds.tasks(after, limit + 1)
+    if len(found) > limit:
+        found = found[:limit]
+        link_next(request, response, after=found[-1].task)
+    return found
 
 
 @shared_routes.get(
@@ -554,11 +607,32 @@ async def get_task(task: Name, rounds: Rounds) -> TaskSummary:
 
 @shared_routes.get(
     "/tasks/{task}/rounds",
-    responses=responses(404, besides={200: answered([examples.ROUND])}),
+    responses=responses(400, 404, besides={200: answered([examples.ROUND]) | LINKED}),
 )
-async def list_rounds(task: Name, rounds: Rounds) -> list[RoundStatus]:
-    """Every attempt at every round so far, oldest first."""
-    return await rounds.history(task)
+async def list_rounds(
+    request: Request,
+    response: Response,
+    task: Name,
+    rounds: Rounds,
+    before: Annotated[
+        str | None,
+        Query(
+            pattern=r"^[0-9]{1,9}(\.[0-9]{1,9})?$",
+            description="A round, or an attempt as ROUND.ATTEMPT: those before it are shown.",
+        ),
+    ] = None,
+    limit: Limit = MOST,
+) -> list[RoundStatus]:
+    """The newest attempts at the task's rounds, oldest first; the link leads to those before."""
+    at = None
+    if before is not None:
+        number, _, attempt = before.partition(".")
+        at = int(number), int(attempt or 0)
+    found = await rounds.history(task, at, limit + 1)
+    if len(found) > limit:
+        found = found[1:]
+        link_next(request, response, before=f"{found[0].round}.{found[0].attempt}")
+    return found
 
 
 @shared_routes.get(

@@ -7,6 +7,7 @@ from typing import Any
 
 from pydantic import BaseModel
 
+from fedpress_protocols.device_keys import signed_rotation
 from fedpress_protocols.messages import (
     Assignment,
     CheckInRequest,
@@ -22,6 +23,8 @@ from fedpress_protocols.messages import (
     PartialIntent,
     PartialUpload,
     Receipt,
+    RotationRequest,
+    RotationResponse,
     RoundStatus,
     SignedReceipt,
     TaskConfig,
@@ -35,6 +38,7 @@ from fedpress_protocols.plan import (
     RoundPlan,
     TrainingTerms,
 )
+from fedpress_protocols.signatures import DeviceKey
 
 _NOW = 1_800_000_000
 _BASE, _NEXT, _SPEC, _UPLOAD = ("0" * 62 + pair for pair in ("a1", "a2", "b1", "c1"))
@@ -65,6 +69,9 @@ _plan = RoundPlan(
 
 ENROL = EnrolRequest(public_key=_KEY, name="kitchen-camera")
 ENROLLED = EnrolResponse(client_id=_CLIENT, server_key=_KEY, server_time=_NOW)
+_before, _after = (DeviceKey.from_bytes(bytes([number]) * 32) for number in (1, 2))
+ROTATE = RotationRequest(rotations=(signed_rotation(_CLIENT, _before, _after),))
+ROTATED = RotationResponse(client_id=_CLIENT, key_id=_after.key_id, server_time=_NOW)
 TASK = TaskSummary(task="digits", state="running", model=_BASE, spec=_SPEC, round=2, rounds=30)
 CONTINUATION = Continuation(after_round=30, rounds=10, model=_BASE)
 CHECK_IN = CheckInRequest(
@@ -136,6 +143,9 @@ ROUND = RoundStatus(
     download_bytes=1_340_560,
     num_examples=1_203,
     metrics={"accuracy": 0.94, "loss": 0.21},
+    measured=Measured(
+        num_clients=12, num_examples=1_405, metrics={"accuracy": 0.94, "loss": 0.21}
+    ),
     groups={"north": Measured(num_clients=7, num_examples=820, metrics={"accuracy": 0.95})},
     classes={"0": Measured(num_clients=10, num_examples=640, metrics={"accuracy": 0.97})},
 )

@@ -12,11 +12,14 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from fedpress_protocols.errors import Unavailable
 from fedpress_protocols.plan import Term
 from fedpress_server.api.problems import responses
+from fedpress_server.identity.signing import SigningKeys
 from fedpress_server.metrics import Metrics
 from fedpress_server.storage.database import Database
 from fedpress_server.storage.payloads import Payloads
 
 health_routes = APIRouter(tags=["health"])
+metrics_routes = APIRouter(tags=["health"])
+"""Answered where operators come."""
 _FRESH = 1.0
 
 
@@ -32,7 +35,8 @@ async def livez() -> Health:
 
 @health_routes.get("/readyz", responses=responses(503))
 async def readyz(request: Request) -> Health:
-    """The database answers and the store takes writes; looked at once a second at most."""
+    """The database answers, the store takes writes, and the key that should sign is here; looked at
+    once a second at most."""
     state, now = request.app.state, asyncio.get_running_loop().time()
     if now >= state.ready_until:
         database, payloads = cast(Database, state.database), cast(Payloads, state.payloads)
@@ -41,11 +45,18 @@ async def readyz(request: Request) -> Health:
             await asyncio.to_thread(payloads.check_writable)
         except Exception as exc:
             raise Unavailable("the database or the store does not work", retry_after=5) from exc
+        keys = cast(SigningKeys, state.server_keys)
+        if keys.missing is not None:
+            raise Unavailable(
+                f"server key {keys.missing} is not on this machine",
+                hint="copy the new key's file beside the old one",
+                retry_after=5,
+            )
         state.ready_until = now + _FRESH
     return Health()
 
 
-@health_routes.get("/metrics", response_class=Response)
+@metrics_routes.get("/metrics", response_class=Response)
 async def metrics(request: Request) -> Response:
     """For Prometheus."""
     return Response(cast(Metrics, request.app.state.metrics).text(), media_type=CONTENT_TYPE_LATEST)

@@ -412,7 +412,7 @@ class _BoundedProtocol(HttpToolsProtocol):
         if self._deaf:
             return  # what follows a refused header in the same packet may be refused once more
         self._observe(reason)
-        self.logger.info("%s: connection refused: %s", self.client, reason)
+        self.logger.debug("%s: connection refused: %s", self.client, reason)
         self._deaf = True
         self._unset_keepalive_if_required()
         if self._awaited == "body":

@@ -103,7 +103,8 @@ async def begin_partial(
     A longer `max_bytes` than before begins it anew. Nothing of it counts as an upload before its
     completion; it is forgotten once it has had no part for a while, or nobody awaits it any more.
     """
-    slot = await uploads.slot(device_of(request).client_id, assignment)
+    device = device_of(request)
+    slot = await uploads.slot(device.client_id, assignment, device.key_id)
     told, is_new = await partials.begin(slot, body)
     if not is_new:
         response.status_code = 200
@@ -127,7 +128,8 @@ async def held_of_partial(
 ) -> Response:
     """Where the next part is to begin. A part that is still being read is given up for it; one that
     is being written is waited for."""
-    slot = await uploads.slot(device_of(request).client_id, assignment)
+    device = device_of(request)
+    slot = await uploads.slot(device.client_id, assignment, device.key_id)
     async with partials.turn(slot, partial):
         told = await partials.held(slot, partial)
     headers = {
@@ -176,7 +178,8 @@ async def append_part(
     answered 408.
     """
     content, device = content_of(request), device_of(request)
-    slot = await uploads.slot(device.client_id, assignment)
+    slot = await uploads.slot(device.client_id, assignment, device.key_id)
+    request.state.round_key = slot.record.key
     metrics, task = cast(Metrics, request.app.state.metrics), slot.record.task
     in_flight = cast(BytesInFlight, request.app.state.bytes_in_flight)
     settings = cast(Settings, request.app.state.settings)
@@ -242,7 +245,8 @@ async def complete_partial(
     201 says that it lies on the disk, checked. It may be said again. 409 `offset-conflict` if the
     server holds another number of bytes, 400 `digest-mismatch` if it holds others.
     """
-    slot = await uploads.slot(device_of(request).client_id, assignment)
+    device = device_of(request)
+    slot = await uploads.slot(device.client_id, assignment, device.key_id)
     if body.num_bytes > slot.max_body_bytes:
         raise BodyTooLarge(
             f"a body of {body.num_bytes} bytes where the plan allows {slot.max_body_bytes}",
@@ -277,6 +281,7 @@ async def drop_partial(
     """Have the server forget an upload by parts. The assignment stays open."""
     if content_of(request).length:
         raise MalformedRequest("a body where none is due")
-    slot = await uploads.slot(device_of(request).client_id, assignment)
+    device = device_of(request)
+    slot = await uploads.slot(device.client_id, assignment, device.key_id)
     async with partials.turn(slot, partial):
         await partials.drop(partial)

@@ -8,11 +8,9 @@ from __future__ import annotations
 
 import logging
 import math
-import secrets
 import time
 from collections.abc import Mapping
 from http import HTTPStatus
-from itertools import count
 from typing import Any, cast
 
 from fastapi import FastAPI, Request
@@ -29,16 +27,19 @@ from fedpress_protocols.errors import (
     MalformedRequest,
     NotFound,
     ServerError,
+    Unauthorized,
+    Unavailable,
     error_classes,
 )
 from fedpress_protocols.faults import told
 from fedpress_server import failpoints
 from fedpress_server.metrics import Metrics
+from fedpress_server.observing import traces
+from fedpress_server.observing.requests import RequestObserver, SeenRequest, current
 
 _log = logging.getLogger(__name__)
-_PROCESS = secrets.token_hex(4)
-_NUMBERS = count()
-"""With these a request has a name of its own, and costs no call of the system's."""
+_PAUSE = 1.0
+"""Seconds between two lines on failures of the same kind."""
 
 
 class Problem(BaseModel):
@@ -93,12 +94,16 @@ def _response(problem: dict[str, Any], headers: dict[str, str]) -> JSONResponse:
 
 def install(app: FastAPI, metrics: Metrics) -> None:
     """Every error of `app` becomes a problem."""
+    failures = _Failures()
 
     async def on_error(request: Request, exc: Exception) -> JSONResponse:
         error = cast(FedpressError, exc)
         metrics.refused.labels(error.slug).inc()
+        request.state.problem = error.slug
+        if isinstance(error, Unauthorized):
+            metrics.auth_failures.labels(error.slug).inc()
         if error.status >= 500:
-            _log.error("request %s: %s", request.state.request_id, exc, exc_info=exc)
+            failures.tell(error)
         return problem_response(error, request.state.request_id)
 
     async def on_invalid(request: Request, exc: Exception) -> JSONResponse:
@@ -124,45 +129,68 @@ def install(app: FastAPI, metrics: Metrics) -> None:
     app.add_exception_handler(HTTPException, on_http)
 
 
+class _Failures:
+    """Writes down requests that the server could not serve. What is expected under load or without
+    a database is a line a second for each kind at most, and names the reason alone."""
+
+    def __init__(self) -> None:
+        self._told: dict[str, tuple[float, int]] = {}
+
+    def tell(self, error: FedpressError) -> None:
+        if not isinstance(error, Unavailable):
+            _log.error("%s: %s", error.title, error, exc_info=error)
+            return
+        now = time.monotonic()
+        at, untold = self._told.get(error.slug, (-math.inf, 0))
+        if now < at + _PAUSE:
+            self._told[error.slug] = at, untold + 1
+            return
+        self._told[error.slug] = now, 0
+        extra = {"problem": error.slug}
+        cause = error.__cause__
+        if cause is not None:
+            extra["cause"] = f"{type(cause).__name__}: {cause}"[:500]
+        if untold:
+            extra["untold"] = str(untold)
+        _log.warning("put off: %s", error, extra=extra)
+
+
 class RequestGuard:
     """The outermost layer. Puts `request_id` into the request's state and X-Request-Id out."""
 
-    def __init__(self, app: ASGIApp, metrics: Metrics) -> None:
+    def __init__(self, app: ASGIApp, observer: RequestObserver) -> None:
         self._app = app
-        self._metrics = metrics
+        self._observer = observer
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        request_id = f"{_PROCESS}{next(_NUMBERS) & 0xFFFFFFFF:08x}"
-        scope.setdefault("state", {})["request_id"] = request_id
-        status = 0
+        request = SeenRequest(scope)
+        scope.setdefault("state", {})["request_id"] = request.request_id
+        before = current.set(request)
 
         async def send_named(message: Message) -> None:
-            nonlocal status
-            if message["type"] == "http.response.start":
-                status = message["status"]
-                named = (b"x-request-id", request_id.encode())
-                message = {**message, "headers": [*message["headers"], named]}
-            await send(message)
+            await send(request.tell(message))
 
-        begun = time.perf_counter()
         try:
-            await self._app(scope, receive, send_named)
+            with traces.of_request(request):
+                await self._answered(request, receive, send_named)
+        finally:
+            current.reset(before)
+
+    async def _answered(self, request: SeenRequest, receive: Receive, send: Send) -> None:
+        try:
+            await self._app(request.scope, receive, send)
             failpoints.reach("request-answered")
         except ClientDisconnect:
-            _log.info("request %s: the client went away", request_id)
+            _log.debug("the client went away")
         except Exception:
-            _log.exception("request %s failed", request_id)
-            if not status:
+            _log.exception("the request failed")
+            if not request.status:
                 answer = problem_response(
-                    ServerError("the server failed; its log has more"), request_id
+                    ServerError("the server failed; its log has more"), request.request_id
                 )
-                await answer(scope, receive, send_named)
+                await answer(request.scope, receive, send)
         finally:
-            route = scope.get("route")
-            path = getattr(route, "path", "unknown")
-            seconds = time.perf_counter() - begun
-            self._metrics.requests.labels(scope["method"], path, status).observe(seconds)
-            _log.debug("%s %s %s: %d in %.3f s", request_id, scope["method"], path, status, seconds)
+            self._observer.ended(request)

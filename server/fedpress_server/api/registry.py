@@ -18,7 +18,7 @@ from fedpress_protocols.registry import (
 )
 from fedpress_server.api.devices import BEARER, Rounds
 from fedpress_server.api.problems import responses
-from fedpress_server.api.routing import OperatorRoute
+from fedpress_server.api.routing import By, OperatorRoute
 from fedpress_server.registry import versions as registry
 from fedpress_server.storage.database import Database
 
@@ -29,7 +29,7 @@ registry_routes = APIRouter(
     route_class=OperatorRoute,
     tags=["operators"],
     dependencies=[Depends(BEARER)],
-    responses=responses(401),
+    responses=responses(401, 403, 429),
 )
 
 
@@ -65,24 +65,26 @@ async def list_aliases(task: Name, disk: Disk) -> list[Alias]:
 
 
 @registry_routes.put("/tasks/{task}/aliases/{alias}", responses=responses(400, 404, 409, 422))
-async def promote(task: Name, alias: Name, body: Promotion, disk: Disk, rounds: Rounds) -> Alias:
+async def promote(
+    task: Name, alias: Name, body: Promotion, disk: Disk, rounds: Rounds, by: By
+) -> Alias:
     """Move an alias to a version. The same move again changes nothing; 409 says where the alias
     points if that is not what was expected."""
     now = rounds.now
-    return await disk.write(lambda c: registry.promote(c, task, alias, body, now))
+    return await disk.write(lambda c: registry.promote(c, task, alias, body, now, by=by))
 
 
 @registry_routes.post("/tasks/{task}/aliases/{alias}/rollback", responses=responses(400, 404, 409))
 async def roll_back(
-    task: Name, alias: Name, disk: Disk, rounds: Rounds, body: Rollback | None = None
+    task: Name, alias: Name, disk: Disk, rounds: Rounds, by: By, body: Rollback | None = None
 ) -> Alias:
     """Move an alias back to where it pointed before its last move. Say what you expect, so that a
     repeated request does not go back twice."""
     now, asked = rounds.now, body or Rollback()
-    return await disk.write(lambda c: registry.rollback(c, task, alias, asked, now))
+    return await disk.write(lambda c: registry.rollback(c, task, alias, asked, now, by=by))
 
 
 @registry_routes.post("/models/collect")
-async def collect(rounds: Rounds, body: CollectRequest | None = None) -> Collected:
+async def collect(rounds: Rounds, by: By, body: CollectRequest | None = None) -> Collected:
     """Give up the files of models that no policy keeps and nothing needs, now."""
-    return await rounds.retention.collect(dry_run=(body or CollectRequest()).dry_run)
+    return await rounds.retention.collect(dry_run=(body or CollectRequest()).dry_run, by=by)

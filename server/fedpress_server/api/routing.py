@@ -4,22 +4,30 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Coroutine
-from typing import Any, cast
+from typing import Annotated, Any, TypeVar, cast
 
-from fastapi import Request, Response
+from fastapi import Depends, Request, Response
 from fastapi.routing import APIRoute
 from pydantic import TypeAdapter, ValidationError
 from starlette.types import Message
 
-from fedpress_protocols.errors import BodyTooLarge, DigestMismatch, MalformedRequest
-from fedpress_protocols.messages import Identifier
+from fedpress_protocols.errors import BodyTooLarge, DigestMismatch, MalformedRequest, NotFound
+from fedpress_protocols.faults import told
+from fedpress_protocols.messages import CheckInRequest, Identifier
+from fedpress_protocols.plan import Name
 from fedpress_protocols.signatures import Content
 from fedpress_server import failpoints
+from fedpress_server.api.listeners import listener_of
+from fedpress_server.api.permissions import permission_of
 from fedpress_server.identity.gatekeeper import Gatekeeper
+from fedpress_server.identity.operators import Operators
+from fedpress_server.observing import traces
 from fedpress_server.storage.records import Device
 
 MAX_JSON_BYTES = 2**20
 _IDENTIFIER: TypeAdapter[str] = TypeAdapter(Identifier)
+_NAME: TypeAdapter[str] = TypeAdapter(Name)
+T = TypeVar("T")
 Handler = Callable[[Request], Coroutine[Any, Any, Response]]
 
 
@@ -54,11 +62,49 @@ class DeviceRoute(BoundedRoute):
 
     async def admit(self, request: Request) -> Content | None:
         gatekeeper = _gatekeeper(request)
-        device, content = await gatekeeper.check_device(request, is_asked_again=self.is_asked_again)
+        with traces.span("verify"):
+            device, content = await gatekeeper.check_device(
+                request, is_asked_again=self.is_asked_again
+            )
         request.state.device, request.state.content = device, content
         if content.length and self.body_field is None and request.method in ("GET", "DELETE"):
             raise MalformedRequest(f"a {request.method} request with a body")
         return content
+
+
+class SignedRoute(BoundedRoute):
+    """For whoever signs; with which key, and whether that may do it, the handler finds out."""
+
+    async def admit(self, request: Request) -> Content | None:
+        _gatekeeper(request).signer_of(request)
+        return None
+
+
+class CheckInRoute(DeviceRoute):
+    """For what devices send most of all: the endpoint takes the request, the task and the message.
+    What FastAPI finds out of an endpoint's parameters with every request costs as much as the
+    signature, and here it is known."""
+
+    def get_route_handler(self) -> Handler:
+        async def admitted(request: Request) -> Response:
+            content = await self.admit(request)
+            body = await read_body(request, MAX_JSON_BYTES, content)
+            task = _parsed(("path", "task"), _NAME.validate_python, request.path_params["task"])
+            message = _parsed(("body",), CheckInRequest.model_validate_json, body)
+            return cast(Response, await self.endpoint(request, task, message))
+
+        return admitted
+
+
+def _parsed(place: tuple[str, ...], parse: Callable[[Any], T], value: Any) -> T:
+    """Raises MalformedRequest, with the fault's place after `place`."""
+    try:
+        return parse(value)
+    except ValidationError as exc:
+        faults = exc.errors(include_url=False)
+        raise MalformedRequest(
+            told([{**fault, "loc": (*place, *fault["loc"])} for fault in faults])
+        ) from exc
 
 
 class UploadRoute(DeviceRoute):
@@ -81,21 +127,50 @@ class UploadRoute(DeviceRoute):
 
 
 class OperatorRoute(BoundedRoute):
-    """For whoever holds the admin token."""
+    """For an operator with the permission that `PERMISSIONS` asks for: `actor_of(request)`."""
+
+    def get_route_handler(self) -> Handler:
+        permission_of(self.methods, self.path)  # a route without one is not made
+        return super().get_route_handler()
 
     async def admit(self, request: Request) -> Content | None:
-        _gatekeeper(request).check_admin(request)
+        await _admit_operator(request, self)
         return None
 
 
 class AnyoneKnownRoute(DeviceRoute):
-    """For an enrolled device or the operator."""
+    """For an enrolled device, or an operator with the permission; where operators have a listener
+    of their own, for one of the two."""
+
+    def get_route_handler(self) -> Handler:
+        permission_of(self.methods, self.path)
+        return super().get_route_handler()
 
     async def admit(self, request: Request) -> Content | None:
-        if "authorization" in request.headers:
-            _gatekeeper(request).check_admin(request)
+        has_token, listener = "authorization" in request.headers, listener_of(request)
+        if has_token and listener == "devices":
+            raise NotFound(
+                f"no route {request.url.path[:200]!r} for operators",
+                hint="they have a listener of their own here: FEDPRESS_ADMIN_PORT",
+            )
+        if has_token or listener == "operators":
+            await _admit_operator(request, self)
             return None
         return await super().admit(request)
+
+
+async def _admit_operator(request: Request, route: APIRoute) -> None:
+    operators = cast(Operators, request.app.state.operators)
+    permission = permission_of(route.methods, route.path)
+    request.state.actor = await operators.check(request, permission)
+
+
+async def actor_of(request: Request) -> str:
+    """The operator who asks, as the audit log names one."""
+    return cast(str, request.state.actor)
+
+
+By = Annotated[str, Depends(actor_of)]
 
 
 def device_of(request: Request) -> Device:
@@ -108,20 +183,23 @@ def content_of(request: Request) -> Content:
 
 
 async def read_body(request: Request, most: int, due: Content | None = None) -> bytes:
-    """The body; raises BodyTooLarge past `most` bytes, DigestMismatch unless it is `due`."""
+    """The body; raises BodyTooLarge past `most` bytes, DigestMismatch unless it is what is `due`,
+    where it is not left to others to find out."""
     declared = request.headers.get("content-length", "")
     if declared.isdecimal() and int(declared) > most:
         raise BodyTooLarge(f"a body of {declared} bytes where {most} are allowed", limit=most)
-    received, digest = bytearray(), hashlib.sha256()
+    received, num_bytes, digest = list[bytes](), 0, hashlib.sha256()
     async for chunk in request.stream():
-        received += chunk
-        digest.update(chunk)
+        received.append(chunk)
+        num_bytes += len(chunk)
+        if due is not None:
+            digest.update(chunk)
         failpoints.reach("body-begun")
-        if len(received) > most:
+        if num_bytes > most:
             raise BodyTooLarge(f"a body of more than {most} bytes", limit=most)
     if due is not None:
-        due.check(Content(digest.digest(), len(received)))
-    return bytes(received)
+        due.check(Content(digest.digest(), num_bytes))
+    return b"".join(received)
 
 
 def check_digest(data: bytes, digest: str) -> None:

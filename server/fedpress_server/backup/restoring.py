@@ -17,6 +17,7 @@ from fedpress_protocols.messages import Restore
 from fedpress_server.backup import snapshots
 from fedpress_server.backup.archive import DATABASE, FILES, KEYS, Reader, reader
 from fedpress_server.backup.verifying import Report, verify
+from fedpress_server.identity import audit
 from fedpress_server.identity.server_keys import PURPOSES, Purpose, key_file, known_key
 from fedpress_server.registry import restores
 from fedpress_server.settings import Settings
@@ -109,6 +110,8 @@ def _in_new_epoch(file: Path, backup_at: int, now: float) -> tuple[Restore, list
     try:
         with backend.writes.connect() as connection, connection.begin():
             made = restores.add(connection, secrets.token_urlsafe(12), backup_at, now)
+            told = {"number": made.number, "backup_at": made.backup_at}
+            audit.add(connection, now, audit.COMMAND, "server.restored", made.epoch, **told)
             for table in (partial_parts, partial_uploads):
                 connection.execute(sa.delete(table))
             return made, restores.open_rounds(connection)

@@ -4,6 +4,7 @@ they lead to, which never change and which no step removes while the backup is u
 from __future__ import annotations
 
 import asyncio
+import io
 import secrets
 import tempfile
 import time
@@ -19,7 +20,7 @@ from fedpress_protocols.errors import ConfigurationError, NotFound
 from fedpress_protocols.signatures import DeviceKey
 from fedpress_server.backup import snapshots
 from fedpress_server.backup.archive import DATABASE, FILES, KEYS, Manifest, Writer, writer
-from fedpress_server.identity.server_keys import PURPOSES, key_file, signing_key
+from fedpress_server.identity.server_keys import PURPOSES, key_file, signing_keys
 from fedpress_server.registry import restores
 from fedpress_server.registry.sweeping import needed_by_rounds, needed_by_tasks
 from fedpress_server.settings import Settings
@@ -51,7 +52,7 @@ async def back_up(
     _check(settings, place)
     database = await asyncio.to_thread(Database, settings.resolved_database_url, migrates=False)
     try:
-        key = await signing_key("server", settings.server_key_file, settings.data_dir, database)
+        keys = await signing_keys(settings.server_key_file, settings.data_dir, database, clock)
         with tempfile.TemporaryDirectory(dir=place.parent, prefix=f".{place.name}.") as scratch:
             # A store's cache is its server's own.
             apart = settings.model_copy(update={"data_dir": Path(scratch) / "store"})
@@ -59,7 +60,9 @@ async def back_up(
             payloads = await asyncio.to_thread(opened_payloads, of)
             copy = await asyncio.to_thread(writer, place)
             try:
-                taken = _Taking(settings, database, payloads, key, copy, clock, before_files)
+                taken = _Taking(
+                    settings, database, payloads, keys.current, copy, clock, before_files
+                )
                 return await taken.run(Path(scratch) / DATABASE, with_keys=with_keys)
             except BaseException:
                 await asyncio.to_thread(copy.abandon)
@@ -174,9 +177,11 @@ class _Taking:
             ) from exc
 
     def _add_keys(self) -> None:
+        pem = self._key.to_pem()
+        self._copy.add(f"{KEYS}server-key.pem", io.BytesIO(pem), len(pem))
         for purpose in PURPOSES:
             file = key_file(purpose, self._settings)
-            if file.is_file():
+            if purpose != "server" and file.is_file():
                 with file.open("rb") as source:
                     self._copy.add(f"{KEYS}{purpose}-key.pem", source, file.stat().st_size)
 

@@ -5,14 +5,15 @@ from __future__ import annotations
 import hashlib
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 import sqlalchemy as sa
 from sqlalchemy.engine import Connection
 
-from fedpress_protocols.errors import ConfigurationError, FedpressError, NotFound
+from fedpress_protocols.audit import checked, end_of
+from fedpress_protocols.errors import BrokenChain, ConfigurationError, FedpressError, NotFound
 from fedpress_protocols.messages import RECEIPT_CONTEXT, SignedReceipt, TaskConfig
 from fedpress_protocols.model import Model
 from fedpress_protocols.signatures import DeviceKey, key_id_of, verify_document
@@ -30,8 +31,10 @@ from fedpress_server.backup.archive import (
 from fedpress_server.backup.taking import needed
 from fedpress_server.coordination.journal import reopened
 from fedpress_server.folds.masked import Host
+from fedpress_server.identity import audit
 from fedpress_server.identity.membership import Authority
 from fedpress_server.identity.server_keys import known_key
+from fedpress_server.identity.signing import SigningKeys, history
 from fedpress_server.storage import database as door
 from fedpress_server.storage import engines, records
 from fedpress_server.storage.files import model_name
@@ -105,6 +108,7 @@ class _Found:
         try:
             with backend.reads.connect() as connection:
                 self._signatures(connection, document)
+                self.faults += self._chain(connection)
                 self.faults += self._led_to(connection)
                 self.faults += self._attempts(connection)
         finally:
@@ -158,12 +162,13 @@ class _Found:
         if self.public is None:
             self.faults.append(f"{DATABASE}: it does not say which key is the server's")
             return
-        if self._key_id and key_id_of(self.public) != self._key_id:
+        known = {key_id_of(key): key for key in history(connection, self.public).keys}
+        if self._key_id and self._key_id not in known:
             self.faults.append(
                 f"{DATABASE}: its server's key is {key_id_of(self.public)}, not {self._key_id}"
             )
         try:
-            Manifest.check_signature(document, self.public)
+            Manifest.check_signature(document, known.get(str(document.get("key_id")), self.public))
         except FedpressError as exc:
             self.faults.append(f"{MANIFEST}: {exc.detail}")
         if (pem := f"{KEYS}server-key.pem") in self._backup.names():
@@ -172,7 +177,7 @@ class _Found:
         kept = sa.select(row.assignment, row.receipt).where(row.receipt.is_not(None))
         for name, text in connection.execute(kept):
             self.num_receipts += 1
-            fault = _receipt_fault(name, text, self.public)
+            fault = _receipt_fault(name, text, known)
             if fault:
                 self.faults.append(f"{DATABASE}: the receipt of assignment {name}: {fault}")
 
@@ -185,6 +190,12 @@ class _Found:
             return
         if not is_its:
             self.faults.append(f"{name}: it is not the key that signed the receipts")
+
+    def _chain(self, connection: Connection) -> Iterator[str]:
+        try:
+            end_of(checked(audit.entries(connection)))
+        except BrokenChain as exc:
+            yield f"{DATABASE}: the audit log was changed: {exc.detail}"
 
     def _led_to(self, connection: Connection) -> Iterator[str]:
         there = self._backup.names()
@@ -200,7 +211,7 @@ class _Found:
     def _attempts(self, connection: Connection) -> Iterator[str]:
         payloads = BackedUp(self._backup, self._scratch)
         nobody = DeviceKey.generate()
-        host = Host(nobody, Authority.here("fedpress", nobody))
+        host = Host(SigningKeys.of(nobody), Authority.here("fedpress", nobody))
         for record in records.task_records(connection):
             if record.state != "running":
                 continue
@@ -214,11 +225,15 @@ class _Found:
                 yield f"{DATABASE}: {what}: {exc}"
 
 
-def _receipt_fault(name: str, text: str, public: bytes) -> str:
+def _receipt_fault(name: str, text: str, known: Mapping[str, bytes]) -> str:
+    """`known`: the keys that signed for this database, by their ids."""
     try:
         signed = SignedReceipt.model_validate_json(text)
         document = signed.receipt.model_dump(mode="json")
         document |= {"key_id": signed.key_id, "signature": signed.signature}
+        public = known.get(signed.key_id)
+        if public is None:
+            return f"signed by key {signed.key_id[:22]!r}, which is not the server's"
         verify_document(document, public, context=RECEIPT_CONTEXT)
     except (FedpressError, ValueError) as exc:
         return str(exc)

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import sqlalchemy as sa
 from sqlalchemy.engine import Connection
 
-from fedpress_protocols.messages import Attributes, EvaluationTerms, TaskConfig
+from fedpress_protocols.messages import Attributes, TaskConfig
 from fedpress_protocols.model import ModelSpec
 from fedpress_protocols.policies.bandwidth_aware import UPLINK, Link, Transfer
 from fedpress_protocols.policies.course import Comparison, Course, Facts
@@ -27,8 +27,8 @@ from fedpress_protocols.policies.steering import (
 )
 from fedpress_server.coordination.attempts import Attempt
 from fedpress_server.coordination.background import Background
-from fedpress_server.storage import evaluation
 from fedpress_server.storage.database import Database
+from fedpress_server.storage.scoreboard import Scoreboard
 from fedpress_server.storage.tables import assignments, rounds, uploads
 
 _NEWEST = 256
@@ -44,6 +44,7 @@ _MBIT = 1e6 / 8
 def course_of(
     connection: Connection,
     config: TaskConfig,
+    board: Scoreboard,
     number: int,
     attempt: int,
     comparison: Comparison | None = None,
@@ -64,7 +65,7 @@ def course_of(
         before = _course_in(connection, config.task, number - 1)
         if before is not None and comparison is not None:
             before = with_comparison(before, comparison)
-    facts = _facts(connection, config, number)
+    facts = _facts(connection, config, board, number)
     return steered(config.policies, len(config.profiles), before, facts)
 
 
@@ -79,19 +80,17 @@ def _course_in(connection: Connection, task: str, number: int) -> Course | None:
     return None if found is None else Course.model_validate(found)
 
 
-def _facts(connection: Connection, config: TaskConfig, number: int) -> Facts:
+def _facts(connection: Connection, config: TaskConfig, board: Scoreboard, number: int) -> Facts:
     """Losses whatever the task's own metric is, of models that enough devices have measured."""
-    terms = EvaluationTerms(least_clients=config.evaluation.least_clients)
+    least = config.evaluation.least_clients
     losses: list[float | None] = [None] * number
-    names: dict[str, int] = {}
-    for score in evaluation.scores(connection, config.task, terms):
+    for score in board.scores(connection, "loss", least):
         if 0 <= score.round < number:
             losses[score.round] = score.value
-            names[score.model] = score.round
     classes = {}
     if divergence_guard(config.policies) is not None:
-        counted = evaluation.counted(connection, config.task, terms.least_clients)
-        classes = {names[model]: found for model, found in counted.items() if model in names}
+        counted = board.counted(connection, least)
+        classes = {model: found for model, found in counted.items() if 0 <= model < number}
     return Facts(number, config.rounds, losses, classes)
 
 

@@ -52,6 +52,7 @@ class Attempt:
     """What the task's policies made of the round."""
     earlier: Mapping[tuple[int, int], RoundPlan] = field(default_factory=dict)
     """By round and attempt: the plans of assignments that were taken over."""
+    opened_at: float = 0.0
 
     @property
     def key(self) -> RoundKey:
@@ -153,7 +154,8 @@ class Attempt:
         session, verdict = self.session, None
         try:
             if BeginSession() in effects and self.host is not None:
-                session = Session.begun(self.host, self.terms, self.round.queue, now)
+                queue = self.round.queue
+                session = Session.begun(self.host, self.terms, queue, self.opened_at, now)
         except FedpressError as exc:
             verdict = SessionFailed(f"no session can begin: {exc.detail}")
         if session is None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
+from contextvars import copy_context
 from typing import Any, TypeVar
 
 T = TypeVar("T")
@@ -32,7 +33,9 @@ class Background:
         return await asyncio.shield(self.finish(work))
 
     async def in_thread(self, work: Callable[..., T], *args: Any) -> T:
-        return await asyncio.get_running_loop().run_in_executor(self._threads, work, *args)
+        """What is logged there is about what is logged here."""
+        run = copy_context().run
+        return await asyncio.get_running_loop().run_in_executor(self._threads, run, work, *args)
 
     async def stop(self) -> None:
         self.stopping = True

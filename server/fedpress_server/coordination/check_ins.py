@@ -22,19 +22,21 @@ from fedpress_protocols.messages import (
     SignedReceipt,
 )
 from fedpress_protocols.plan import agreed_version
-from fedpress_protocols.signatures import DeviceKey
 from fedpress_server.coordination.adaptive import Rates
 from fedpress_server.coordination.attempts import Attempt
 from fedpress_server.coordination.background import Background
+from fedpress_server.coordination.journal import signed_receipt
 from fedpress_server.coordination.live import LiveTask
+from fedpress_server.coordination.load import Load
 from fedpress_server.coordination.pace import Outcome, Pace, Window
 from fedpress_server.coordination.steps import Clock, Steps
+from fedpress_server.identity.signing import SigningKeys
 from fedpress_server.metrics import Metrics
 from fedpress_server.registry import restores
 from fedpress_server.rounds import ClientCheckedIn, CohortChosen, Declined
 from fedpress_server.rounds.selection import Candidates, choose, is_eligible, stream_of
 from fedpress_server.settings import Settings
-from fedpress_server.storage import records
+from fedpress_server.storage import participants, records
 from fedpress_server.storage.database import Database
 from fedpress_server.storage.records import AssignmentRecord
 
@@ -57,11 +59,11 @@ class CheckIns:
         background: Background,
         clock: Clock,
         assignment: Callable[[str, str], Awaitable[AssignmentRecord]],
-        key: DeviceKey,
+        keys: SigningKeys,
     ) -> None:
         """`assignment` finds a device's own, or raises UnknownAssignment or Forbidden; `key` signs
         what the server says."""
-        self._key = key
+        self._keys = keys
         self._settings = settings
         self._steps = steps
         self._database = database
@@ -73,6 +75,9 @@ class CheckIns:
         """Whether places are given as soon as enough wait, and not at the next tick alone."""
         self._rates = Rates(database, background)
         self._pace = Pace(settings.check_ins_per_second, settings.poll_seconds)
+        self.load = Load()
+        """A check-in that waits to be begun takes as long as one that is worked on: fewer are to
+        come in either case."""
         self.restore: Restore | None = None
         """The last that the records have been through."""
 
@@ -85,7 +90,7 @@ class CheckIns:
         async def look() -> CheckInResponse | None:
             began = time.monotonic()
             answer = await self._look(name, client_id, request)
-            self._pace = self._pace.heard(self._clock(), time.monotonic() - began)
+            self._pace = self._pace.heard(self._clock(), time.monotonic() - began + self.load.late)
             return answer
 
         return await self.wait_for(name, look, request.wait)
@@ -249,7 +254,7 @@ class CheckIns:
                 for each in task.candidates.waiting(self._clock())
                 if attempt.round.admits(each)
             ]
-            table = await self._database.read(lambda c: records.candidates(c, name, waiting))
+            table = await self._database.read(lambda c: participants.candidates(c, name, waiting))
             stream = stream_of(task.config.seed or 0, name, number, again, attempt.seq + 1)
             chosen = choose(task.config.selection, table, attempt.round.places_left, stream)
             profiles = await self._profiles_for(task, attempt, chosen)
@@ -292,7 +297,7 @@ class CheckIns:
         strange = set(asked) - known
         if strange and (self.restore is None or strange != set(nobodys)):
             _log.warning("client %s asks for %d assignments not its own", client_id, len(strange))
-        receipts = tuple(SignedReceipt.model_validate_json(text) for text in found)
+        receipts = tuple(map(self._signed_anew, found))
         return receipts, nobodys, backup_at
 
     async def _recall(
@@ -315,12 +320,20 @@ class CheckIns:
             await self._database.write(
                 lambda c: restores.add_undone(c, restore, client_id, task, lost, now)
             )
-        return restores.signed(self._key, restore, client_id, task, strange, now)
+        return restores.signed(self._keys.current, restore, client_id, task, strange, now)
 
     async def receipt(self, client_id: str, assignment: str) -> SignedReceipt | None:
         """None while the assignment is open. Raises UnknownAssignment or Forbidden."""
         record = await self._assignment(client_id, assignment)
-        return SignedReceipt.model_validate_json(record.receipt) if record.receipt else None
+        return self._signed_anew(record.receipt) if record.receipt else None
+
+    def _signed_anew(self, text: str) -> SignedReceipt:
+        """A receipt, with the signature of the key that signs by now: a device that has followed it
+        may not believe the one before any more."""
+        found = SignedReceipt.model_validate_json(text)
+        if found.key_id == self._keys.current.key_id or not self._keys.is_former(found.key_id):
+            return found
+        return signed_receipt(found.receipt, self._keys.current)
 
     async def decline(self, client_id: str, assignment: str) -> SignedReceipt:
         """Give an assignment back; the receipt it had already if it was settled.

@@ -54,7 +54,7 @@ class CodedModels:
                 f"{model[:12]} and {base[:12]} are not both among the newest models of the task",
                 hint="fetch the model whole",
             )
-        if not await self._database.read(lambda c: evaluation.has_model(c, task, model)):
+        if await self._database.read(lambda c: evaluation.place_of(c, task, model)) is None:
             raise NotFound(f"task {task!r} has no model {model[:12]}", task=task)
         name = coded_name(task, model, base, terms.coder)
         try:

@@ -30,7 +30,6 @@ from fedpress_protocols.messages import (
     TaskSummary,
 )
 from fedpress_protocols.model import Model
-from fedpress_protocols.signatures import DeviceKey
 from fedpress_server.coordination.attempts import Attempt
 from fedpress_server.coordination.background import Background
 from fedpress_server.coordination.check_ins import CheckIns
@@ -41,7 +40,9 @@ from fedpress_server.coordination.steps import Also, Clock, Steps
 from fedpress_server.coordination.work import Work
 from fedpress_server.folds.masked import Host, Message
 from fedpress_server.folds.terms import RoundTerms
+from fedpress_server.identity import audit
 from fedpress_server.identity.membership import Authority
+from fedpress_server.identity.signing import SigningKeys
 from fedpress_server.metrics import Metrics
 from fedpress_server.registry import restores
 from fedpress_server.registry import versions as registry
@@ -60,6 +61,7 @@ Form = Literal["plain", "coded", "difference"]
 """How a model is sent: as its file, or coded whole, or coded as a difference."""
 _FORGET_EVERY = 60.0
 _SWEEP_EVERY = 3600.0
+_FOLLOW_KEYS_EVERY = 2.0
 _CLOCKS_APART = 300.0
 """Seconds by which another server's clock may be behind, which may still take what expired here."""
 
@@ -74,7 +76,7 @@ class Coordinator:
         settings: Settings,
         database: Database,
         payloads: Payloads,
-        key: DeviceKey,
+        keys: SigningKeys,
         authority: Authority,
         metrics: Metrics,
         clock: Clock,
@@ -89,13 +91,13 @@ class Coordinator:
         self._metrics = metrics
         self._clock = clock
         self._background = background = Background(settings.worker_threads)
-        host = Host(key, authority)
+        self._keys = keys
+        host = Host(keys, authority)
         lease_time = leases.now_of if clock is time.time else lambda connection: clock()
         self.is_shared = database.is_shared if is_shared is None else is_shared
         self.steps = steps = Steps(
             database,
             payloads,
-            key,
             host,
             metrics,
             background,
@@ -105,7 +107,7 @@ class Coordinator:
         )
         steps.live = self._live
         self.check_ins = CheckIns(
-            settings, steps, database, metrics, background, clock, self.assignment, key
+            settings, steps, database, metrics, background, clock, self.assignment, keys
         )
         self.life = TaskLife(
             settings, steps, database, payloads, host, background, clock, self._live, self.model
@@ -148,6 +150,9 @@ class Coordinator:
 
             self._database.listen(heard)
             self._background.serve(self._follow_forever())
+        self._background.serve(self._follow_keys_forever())
+        if role in ("all", "api"):
+            self._background.serve(self.check_ins.load.watch())
         if role in ("all", "scheduler"):
             self._background.serve(self._tick_forever())
         if role in ("all", "worker"):
@@ -233,6 +238,15 @@ class Coordinator:
         """Sweep beside what is being written, see `sweep`."""
         return await sweep(self._database, self._payloads, self._clock(), _SWEEP_EVERY)
 
+    async def _follow_keys_forever(self) -> None:
+        """Take in a change of the key soon also where no task changes."""
+        while True:
+            await asyncio.sleep(_FOLLOW_KEYS_EVERY)
+            try:
+                await self._database.read(self._keys.read)
+            except Exception:  # the database is away for a while
+                _log.exception("the server's keys could not be looked at")
+
     async def _follow_forever(self) -> None:
         """Catch up with other servers as soon as they are heard of, and in any case soon."""
         while True:
@@ -251,20 +265,26 @@ class Coordinator:
         """Raises UnknownTask."""
         return (await self.steps.fresh(name)).summary
 
-    async def tasks(self) -> list[TaskSummary]:
+    async def tasks(self, after: str | None = None, limit: int = 1000) -> list[TaskSummary]:
+        """The first `limit` of those whose names come after `after`, in their order."""
         if self.is_shared:
             await self.steps.follow()
-        return [self.steps.tasks[name].summary for name in sorted(self.steps.tasks)]
+        names = sorted(name for name in self.steps.tasks if after is None or name > after)
+        return [self.steps.tasks[name].summary for name in names[:limit]]
 
-    async def history(self, name: str) -> list[RoundStatus]:
-        """Every attempt at every round, oldest first."""
+    async def history(
+        self, name: str, before: tuple[int, int] | None = None, limit: int = 1000
+    ) -> list[RoundStatus]:
+        """See `records.round_history`; raises UnknownTask."""
         await self.steps.fresh(name)
-        return await self._database.read(lambda c: records.round_history(c, name))
+        return await self._database.read(lambda c: records.round_history(c, name, before, limit))
 
     async def round_status(self, name: str, number: int) -> RoundStatus:
         """The latest attempt at the round; raises UnknownRound."""
         least = (await self.steps.fresh(name)).config.evaluation.least_clients
-        found = await self._database.read(lambda c: records.newest_attempt(c, name, number, least))
+        found = await self._database.read(
+            lambda c: records.measured_attempt(c, name, number, least)
+        )
         if found is None:
             raise UnknownRound(f"task {name!r} has no round {number}", task=name)
         return found
@@ -279,9 +299,11 @@ class Coordinator:
         def write(connection: Connection) -> None:
             if members and client_id not in members:
                 raise Forbidden(f"task {name!r} is for its members alone, to measure too")
-            if not evaluation.has_model(connection, name, report.model):
+            if evaluation.place_of(connection, name, report.model) is None:
                 raise UnknownModel(f"task {name!r} has no model {report.model[:12]}")
             evaluation.keep(connection, name, client_id, report, by, now)
+            if task.config.selection.policy != "first":
+                evaluation.note_loss(connection, name, client_id, report, now)
 
         await self._database.write(write)
         if task.attempt is None:
@@ -292,7 +314,7 @@ class Coordinator:
 
         async def now() -> None:
             record, terms = task.record, task.config.evaluation
-            rated = await self._database.read(lambda c: evaluation.scores(c, record.task, terms))
+            rated = await self._database.read(lambda c: task.scoreboard.rated(c, terms))
             after = replace(record, best=evaluation.best(rated, terms))
             if task.attempt is None and after != record:
                 version = await self.steps.write(task, lambda c: records.set_task(c, after))
@@ -316,7 +338,9 @@ class Coordinator:
             raise UnknownModel(f"no model {digest[:12]} is on this server")
         return found
 
-    async def add_model(self, data: bytes, digest: str) -> tuple[ModelRecord, bool]:
+    async def add_model(
+        self, data: bytes, digest: str, *, by: str = audit.SERVER
+    ) -> tuple[ModelRecord, bool]:
         """Keep a model that an operator brings; True if it is new. Raises ConfigurationError."""
 
         def store() -> str:
@@ -332,6 +356,8 @@ class Coordinator:
             is_new = records.add_model(connection, record)
             registry.keep_again(connection, self._payloads, {digest})
             registry.was_brought(connection, digest, now)
+            if is_new:
+                audit.add(connection, now, by, "model.brought", digest, bytes=len(data))
             return is_new
 
         return record, await self._database.write(write)

@@ -38,7 +38,7 @@ from fedpress_server.rounds import (
     from_record,
     to_record,
 )
-from fedpress_server.storage import records
+from fedpress_server.storage import participants, records
 from fedpress_server.storage.payloads import Payloads
 from fedpress_server.storage.records import AssignmentRecord
 
@@ -52,7 +52,8 @@ def reopened(
     round_ = round_of(config, plan, newest.opened_at)
     bases = records.bases_of(connection, config.task)
     course = None if newest.course is None else Course.model_validate(newest.course)
-    begun = Attempt(round_, RoundTerms(plan, spec, payloads, bases), host=host, course=course)
+    terms = RoundTerms(plan, spec, payloads, bases)
+    begun = Attempt(round_, terms, host=host, course=course, opened_at=newest.opened_at)
     attempt, _ = continued(connection, begun)
     given = {part.given for part in attempt.round.parts.values() if part.given is not None}
     plans = {key: records.plan_of(connection, (config.task, *key)) for key in sorted(given)}
@@ -113,9 +114,11 @@ def write_step(
                 profile = after.terms.profile(index, named)
                 given = AssignmentRecord(name, *of, client_id, index, profile, now, None, turn)
                 records.add_assignment(connection, given)
+                if round_.chooses:
+                    participants.was_given(connection, of[0], client_id)
                 records.count(connection, of, assigned=1)
             case Settle():
-                signed = _signed(_receipt(after, effect, now, result, epoch), key)
+                signed = signed_receipt(_receipt(after, effect, now, result, epoch), key)
                 records.set_receipt(connection, effect.assignment, signed.model_dump_json())
             case Extend(deadline) | BeginSecond(deadline):
                 plan = after.terms.plan.to_json()
@@ -165,7 +168,7 @@ def _receipt(
     )
 
 
-def _signed(receipt: Receipt, key: DeviceKey) -> SignedReceipt:
+def signed_receipt(receipt: Receipt, key: DeviceKey) -> SignedReceipt:
     """The signature is over the receipt's fields with `key_id` beside them."""
     signed = sign_document(receipt.model_dump(mode="json"), key, context=RECEIPT_CONTEXT)
     return SignedReceipt(receipt=receipt, key_id=signed["key_id"], signature=signed["signature"])

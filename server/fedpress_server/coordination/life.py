@@ -22,6 +22,7 @@ from fedpress_server.coordination.opening import Legacy, check_warm_up, later_pe
 from fedpress_server.coordination.steps import Clock, Steps
 from fedpress_server.folds.folding import first_model, first_state
 from fedpress_server.folds.masked import Host
+from fedpress_server.identity import audit
 from fedpress_server.registry import restores
 from fedpress_server.registry import versions as registry
 from fedpress_server.rounds import Aborted, Cancelled
@@ -62,16 +63,16 @@ class TaskLife:
         self._model = model
         self._creating = asyncio.Lock()
 
-    async def create(self, config: TaskConfig) -> TaskSummary:
-        """Check all that can be checked and open round 1.
+    async def create(self, config: TaskConfig, *, by: str = audit.SERVER) -> TaskSummary:
+        """Check all that can be checked and open round 1; `by` is who asks, for the audit log.
 
         Raises AlreadyExists, UnknownModel, or ConfigurationError with the reason.
         """
         if config.seed is None:
             config = config.model_copy(update={"seed": secrets.randbelow(2**63)})
-        return await self._background.shielded(self._create(config))
+        return await self._background.shielded(self._create(config, by))
 
-    async def _create(self, config: TaskConfig) -> TaskSummary:
+    async def _create(self, config: TaskConfig, by: str) -> TaskSummary:
         async with self._creating:
             if (
                 await self._database.read(lambda c: records.task_version(c, config.task))
@@ -124,6 +125,7 @@ class TaskLife:
             task.record = replace(record, max_body_bytes=bound, optimizer_state=state)
 
             def write(connection: Connection) -> None:
+                self._host.keys.read(connection)  # of which the new task's version cannot tell
                 if records.task_version(connection, config.task) is not None:
                     raise AlreadyExists(f"there is a task {config.task!r} already")
                 records.add_model(connection, model)
@@ -131,6 +133,8 @@ class TaskLife:
                 records.add_task(connection, task.record)
                 registry.add_first_version(connection, task.record, now)
                 write_opening(connection, attempt, now)
+                told = {"model": model.digest, "rounds": config.rounds}
+                audit.add(connection, now, by, "task.created", config.task, **told)
 
             try:
                 await self._database.write(write)
@@ -144,6 +148,7 @@ class TaskLife:
                         await self._steps.reload(task)
                 raise
             task.attempt = attempt
+            self._steps.phases.saw(config.task, attempt, now, began=True)
             # A server of several may have seen its own row already.
             task = self._steps.tasks.setdefault(config.task, task)
         _log.info("task %s begins: %d rounds", config.task, config.rounds)
@@ -187,15 +192,19 @@ class TaskLife:
                 f"no device is enrolled as {', '.join(strange[:5])}", hint="enrol members first"
             )
 
-    async def go_on(self, name: str, more: Continuation) -> TaskSummary:
+    async def go_on(
+        self, name: str, more: Continuation, *, by: str = audit.SERVER
+    ) -> TaskSummary:
         """More rounds for a task that has stopped; once it has them, the same call changes nothing.
 
         Its optimizer begins anew. Raises Conflict if the task is running or is not where `more`
         takes it to be, ConfigurationError if it cannot go on from the model.
         """
-        return await self._background.shielded(self._go_on(await self._steps.fresh(name), more))
+        return await self._background.shielded(
+            self._go_on(await self._steps.fresh(name), more, by)
+        )
 
-    async def _go_on(self, task: LiveTask, more: Continuation) -> TaskSummary:
+    async def _go_on(self, task: LiveTask, more: Continuation, by: str) -> TaskSummary:
         name, last = task.record.task, more.after_round + more.rounds
         brought = await self._model(more.model)
 
@@ -205,10 +214,10 @@ class TaskLife:
                 raise ConfigurationError(f"model {more.model[:12]} has other tensors than the task")
             model = await self._on_grid(brought, task.config, self._clock())
             begun = await self._database.read(
-                lambda c: records.round_history(c, name, more.after_round + 1)
+                lambda c: records.newest_attempt(c, name, more.after_round + 1)
             )
             is_same = record.rounds == last and record.state != "cancelled"
-            if is_same and begun and begun[-1].base_model == model.digest:
+            if is_same and begun is not None and begun.base_model == model.digest:
                 return task.summary
             if record.state == "running" or record.round != more.after_round:
                 raise Conflict(
@@ -223,7 +232,7 @@ class TaskLife:
                     "models they were made on",
                     hint="begin a new task from the model",
                 )
-            tried = begun[-1].attempt if begun else 0
+            tried = 0 if begun is None else begun.attempt
             changes = {
                 "rounds": last,
                 "schedule_after": more.after_round,
@@ -269,11 +278,14 @@ class TaskLife:
                 registry.keep_again(connection, self._payloads, {model.digest})
                 records.set_task(connection, after)
                 write_opening(connection, follows, at)
+                told = {"model": model.digest, "rounds": last}
+                audit.add(connection, at, by, "task.continued", name, **told)
 
             files = task.files
             version = await self._steps.write(task, write)
             task.record = replace(after, version=version)
             task.config, task.attempt = config, follows
+            self._steps.phases.saw(name, follows, self._clock(), began=True)
             self._steps.drop_files(task, files - task.files, is_held=is_held)
             task.tell()
             _log.info("task %s goes on for %d rounds", name, more.rounds)
@@ -281,20 +293,24 @@ class TaskLife:
 
         return await self._steps.alone(task, now)
 
-    async def hold(self, name: str) -> TaskSummary:
+    async def hold(self, name: str, *, by: str = audit.SERVER) -> TaskSummary:
         """Give no device work from now on; what was given is taken, and may end the round.
 
         Done again, it changes nothing. Raises Conflict unless the task is running.
         """
         return await self._background.shielded(
-            self._hold(await self._steps.fresh(name), self._clock())
+            self._hold(await self._steps.fresh(name), self._clock(), by)
         )
 
-    async def release(self, name: str) -> TaskSummary:
+    async def release(self, name: str, *, by: str = audit.SERVER) -> TaskSummary:
         """Give devices work again, where the task was held. Raises Conflict as `hold`."""
-        return await self._background.shielded(self._hold(await self._steps.fresh(name), None))
+        return await self._background.shielded(
+            self._hold(await self._steps.fresh(name), None, by)
+        )
 
-    async def _hold(self, task: LiveTask, since: float | None) -> TaskSummary:
+    async def _hold(self, task: LiveTask, since: float | None, by: str) -> TaskSummary:
+        action: audit.Action = "task.resumed" if since is None else "task.paused"
+
         async def now() -> TaskSummary:
             record = task.record
             if record.state != "running":
@@ -306,38 +322,56 @@ class TaskLife:
                 )
             if (record.held_at is None) != (since is None):
                 after = replace(record, held_at=since)
-                version = await self._steps.write(task, lambda c: records.set_task(c, after))
+                version = await self._write(task, after, by, action)
                 task.record = replace(after, version=version)
                 task.tell()
             return task.summary
 
         return await self._steps.alone(task, now)
 
-    async def finish(self, name: str) -> TaskSummary:
+    async def finish(self, name: str, *, by: str = audit.SERVER) -> TaskSummary:
         """End a paused task for good. Raises Conflict unless it is paused or finished."""
-        return await self._background.shielded(self._finish(await self._steps.fresh(name)))
+        return await self._background.shielded(self._finish(await self._steps.fresh(name), by))
 
-    async def _finish(self, task: LiveTask) -> TaskSummary:
+    async def _finish(self, task: LiveTask, by: str) -> TaskSummary:
         async def now() -> TaskSummary:
             state, name = task.record.state, task.record.task
             if state not in ("paused", "finished"):
                 raise Conflict(f"task {name!r} is {state}; finish a paused one", task=name)
-            after = replace(task.record, state="finished")
-            version = await self._steps.write(task, lambda c: records.set_task(c, after))
-            task.record = replace(after, version=version)
-            task.tell()
+            if state == "paused":
+                after = replace(task.record, state="finished")
+                version = await self._write(task, after, by, "task.finished")
+                task.record = replace(after, version=version)
+                task.tell()
             return task.summary
 
         return await self._steps.alone(task, now)
 
-    async def cancel(self, name: str, detail: str) -> TaskSummary:
+    async def _write(self, task: LiveTask, after: TaskRecord, by: str, action: audit.Action) -> int:
+        at = self._clock()
+
+        def write(connection: Connection) -> None:
+            records.set_task(connection, after)
+            audit.add(connection, at, by, action, after.task)
+
+        return await self._steps.write(task, write)
+
+    async def cancel(self, name: str, detail: str, *, by: str = audit.SERVER) -> TaskSummary:
         task = await self._steps.fresh(name)
-        if not await self._steps.happen(task, Cancelled(detail)):
+        also = partial(_audited, by, "task.cancelled", name, detail)
+        if not await self._steps.happen(task, Cancelled(detail), also=also):
             raise Conflict(f"task {name!r} is {task.record.state}", task=name)
         return task.summary
 
-    async def abort_round(self, name: str, detail: str) -> TaskSummary:
+    async def abort_round(self, name: str, detail: str, *, by: str = audit.SERVER) -> TaskSummary:
         task = await self._steps.fresh(name)
-        if not await self._steps.happen(task, Aborted(detail)):
+        also = partial(_audited, by, "round.aborted", name, detail)
+        if not await self._steps.happen(task, Aborted(detail), also=also):
             raise Conflict(f"task {name!r} is {task.record.state}", task=name)
         return task.summary
+
+
+def _audited(
+    by: str, action: audit.Action, task: str, detail: str, connection: Connection, now: float
+) -> None:
+    audit.add(connection, now, by, action, task, reason=detail)

@@ -7,11 +7,13 @@ from collections import deque
 from dataclasses import dataclass, field
 
 from fedpress_protocols.messages import TaskConfig, TaskSummary
+from fedpress_protocols.policies.steering import divergence_guard
 from fedpress_server.coordination.attempts import Attempt
 from fedpress_server.coordination.turns import Wish
 from fedpress_server.registry.sweeping import files_of
 from fedpress_server.rounds.selection import Candidates
 from fedpress_server.storage.records import TaskRecord
+from fedpress_server.storage.scoreboard import Scoreboard
 from fedpress_strategies import Strategy
 
 HELD = "held by the operator"
@@ -34,6 +36,12 @@ class LiveTask:
     """Events that wait to be written, all that there are together."""
     is_granting: bool = False
     """Whether somebody sees to the wishes."""
+    scoreboard: Scoreboard = field(init=False)
+
+    def __post_init__(self) -> None:
+        metrics = (self.config.evaluation.metric, "loss")
+        guards = divergence_guard(self.config.policies) is not None
+        self.scoreboard = Scoreboard(self.record.task, metrics, has_classes=guards)
 
     def tell(self) -> None:
         """Wake everybody who waits for news; the next news is another event."""

@@ -28,6 +28,7 @@ from fedpress_server.folds.terms import RoundTerms
 from fedpress_server.rounds import Event, Folded, OpenRound, Round
 from fedpress_server.storage import records
 from fedpress_server.storage.payloads import Payloads
+from fedpress_server.storage.scoreboard import Scoreboard
 from fedpress_strategies import Strategy
 
 
@@ -126,9 +127,15 @@ def _period(config: TaskConfig, spec: ModelSpec, uploaded: tuple[int, ...]) -> P
 
 
 def told_before(
-    connection: Connection, config: TaskConfig, spec: ModelSpec, opens: OpenRound, ended: Event
+    connection: Connection,
+    config: TaskConfig,
+    spec: ModelSpec,
+    board: Scoreboard,
+    opens: OpenRound,
+    ended: Event,
 ) -> Told:
-    """What the profiles of the round that `opens` hang on; `ended` ends the one before."""
+    """What the profiles of the round that `opens` hang on; `ended` ends the one before. `board` is
+    the task's."""
     after = config.schedule_after
     uploaded: tuple[int, ...] = ()
     if config.schedule:
@@ -138,7 +145,8 @@ def told_before(
         return Told(uploaded)
     compared = ended.comparison if isinstance(ended, Folded) else None
     probed = None if compared is None else Comparison.model_validate(dict(compared))
-    return Told(uploaded, course_of(connection, config, opens.number, opens.attempt, probed))
+    course = course_of(connection, config, board, opens.number, opens.attempt, probed)
+    return Told(uploaded, course)
 
 
 def opened(
@@ -193,7 +201,7 @@ def opened(
         raise IncompatiblePlan(explained(exc)) from exc
     round_ = round_of(config, plan, now)
     terms = RoundTerms(plan, left.spec, payloads, left.bases)
-    return Attempt(round_, terms, host=host, course=course)
+    return Attempt(round_, terms, host=host, course=course, opened_at=now)
 
 
 def later_periods(config: TaskConfig) -> Iterator[TaskConfig]:

@@ -20,22 +20,31 @@ from sqlalchemy.engine import Connection
 from fedpress_protocols.errors import FedpressError, Unavailable, UnknownTask
 from fedpress_protocols.messages import TaskConfig
 from fedpress_protocols.model import Model, ModelSpec
-from fedpress_protocols.signatures import DeviceKey
 from fedpress_server.coordination.attempts import Attempt
 from fedpress_server.coordination.background import Background
 from fedpress_server.coordination.batches import jobs_of
+from fedpress_server.coordination.figures import Phases
 from fedpress_server.coordination.journal import continued, reopened, write_opening, write_step
 from fedpress_server.coordination.live import LiveTask
 from fedpress_server.coordination.opening import Legacy, Told, opened, told_before
-from fedpress_server.coordination.turns import TOGETHER, Wish, may_wait, turn_of
+from fedpress_server.coordination.turns import (
+    TOGETHER,
+    Received,
+    Wish,
+    may_wait,
+    note_delivered,
+    turn_of,
+)
 from fedpress_server.folds.folding import FoldResult
 from fedpress_server.folds.masked import Host, Message, Sums
+from fedpress_server.identity import audit
 from fedpress_server.metrics import Metrics
 from fedpress_server.registry import restores
 from fedpress_server.registry import versions as registry
 from fedpress_server.registry.sweeping import sweep_bases
 from fedpress_server.rounds import (
     Assign,
+    Cancelled,
     DeadlinePassed,
     Effect,
     EndTask,
@@ -80,7 +89,6 @@ class Steps:
         self,
         database: Database,
         payloads: Payloads,
-        key: DeviceKey,
         host: Host,
         metrics: Metrics,
         background: Background,
@@ -95,6 +103,7 @@ class Steps:
         self.left_files_at: float | None = None
         """When the first of the files were left that wait for the sweeper."""
         self.sums = Sums()
+        self.phases = Phases(metrics)
         self.is_shared = is_shared
         self.lease_time = lease_time
         self.epoch: str | None = None
@@ -104,7 +113,6 @@ class Steps:
         """Told of every task that may have come to a fold or a basis."""
         self._database = database
         self._payloads = payloads
-        self._key = key
         self._host = host
         self._metrics = metrics
         self._background = background
@@ -325,7 +333,7 @@ class Steps:
         after, effects = attempt.after(event, now, said.message if said is not None else None)
         if not effects:
             return ()
-        told = await self._told(task.config, attempt, event, effects)
+        told = await self._told(task, attempt, event, effects)
         record, follows = self._consequences(task, attempt, effects, now, result, told)
         if isinstance(event, Folded):
             record = replace(record, best=event.best)
@@ -342,19 +350,25 @@ class Steps:
             nonlocal is_held
             gives_up = after.round.is_over or record is not task.record
             is_held = gives_up and restores.is_held(connection, now)
+            key = self._host.keys.current
             if result is not None:
                 made = {result.model: result.num_bytes, **dict(result.published.values())}
                 for digest, num_bytes in made.items():
                     records.add_model(connection, ModelRecord(digest, result.spec, num_bytes, now))
                 registry.keep_again(connection, self._payloads, made)
                 self._add_version(connection, record, after, result, now)
-            written = partial(write_step, connection, key=self._key, epoch=self.epoch)
+            written = partial(write_step, connection, key=key, epoch=self.epoch)
             written(after, event, effects, now, result=result)
             if also is not None:
                 also(connection, now)
+            if isinstance(also, Received) and after.round.chooses:
+                note_delivered(connection, [also], now)
             self._write_jobs(connection, task.strategy, attempt, after)
             if record is not task.record:
                 records.set_task(connection, record)
+            if record.state != task.record.state and not isinstance(event, Cancelled):
+                told = {"state": record.state, "reason": record.reason or ""}
+                audit.add(connection, now, audit.SERVER, "task.ended", record.task, **told)
             if after.round.is_over and follows is None:
                 records.drop_bases(connection, record.task)
             if follows is not None:
@@ -369,6 +383,8 @@ class Steps:
             files |= {artefact_name(digest) for digest in result.artefacts}
         task.record = replace(record, version=version)
         task.attempt = follows if after.round.is_over else after
+        self.phases.wrote(task.record.task, attempt, after, now)
+        self.phases.saw(task.record.task, task.attempt, now, began=True)
         self.drop_files(task, files - task.files, is_held=is_held)
         if after.round.is_over and "own" in after.terms.plan.needs:
             if is_held or not self._drops_at_once:
@@ -422,14 +438,16 @@ class Steps:
             task.tell()
 
     async def _told(
-        self, config: TaskConfig, attempt: Attempt, event: Event, effects: tuple[Effect, ...]
+        self, task: LiveTask, attempt: Attempt, event: Event, effects: tuple[Effect, ...]
     ) -> Told:
         """See `opening.told_before`, of the round that opens, if one does."""
         opens = next((each for each in effects if isinstance(each, OpenRound)), None)
         if opens is None:
             return Told()
-        spec = attempt.terms.spec
-        return await self._database.read(lambda c: told_before(c, config, spec, opens, event))
+        config, spec, board = task.config, attempt.terms.spec, task.scoreboard
+        return await self._database.read(
+            lambda c: told_before(c, config, spec, board, opens, event)
+        )
 
     def _consequences(
         self,
@@ -560,6 +578,7 @@ class Steps:
         task.record, task.attempt, effects = found
         task.config = TaskConfig.model_validate_json(task.record.config)
         self._metrics.round_number.labels(name).set(task.record.round)
+        self.phases.saw(name, task.attempt, self._clock(), began=held is not None and not anew)
         if held is not None and (task.attempt is None or task.attempt.key != held.key):
             self.sums.drop(held.key)
         self._tell(task, held, effects)
@@ -570,6 +589,7 @@ class Steps:
         """Of one version of the task, also where every statement has a view of its own."""
         while True:
             record = records.task_record(connection, name)
+            self._host.keys.read(connection)
             config = TaskConfig.model_validate_json(record.config)
             attempt, effects = None, tuple[Effect, ...]()
             try:

@@ -25,7 +25,7 @@ from fedpress_server.rounds import (
     UploadStaged,
     to_record,
 )
-from fedpress_server.storage import records
+from fedpress_server.storage import identities, participants, records
 from fedpress_server.storage.records import AssignmentRecord, RoundKey, UploadRecord
 
 TOGETHER = 64
@@ -44,6 +44,8 @@ class Received:
     """Without the time at which it was received."""
     amounts: dict[str, int]
     client_id: str
+    key_id: str | None = None
+    """Of the key that signed it; None where the sender is told by another way than a request."""
     received_at: float = 0.0
     """Once it is written."""
 
@@ -52,10 +54,8 @@ class Received:
 
 
 def write_received(connection: Connection, received: Sequence[Received], now: float) -> None:
-    """Raises UnknownDevice if one of the devices was revoked."""
-    revoked = records.revoked_among(connection, [each.client_id for each in received])
-    if revoked:
-        raise UnknownDevice(f"{len(revoked)} of these devices were revoked")
+    """Raises UnknownDevice if one of the devices was revoked, or has left the key that signed."""
+    check_senders(connection, [(each.client_id, each.key_id) for each in received])
     counts: dict[RoundKey, dict[str, int]] = {}
     for each in received:
         each.received_at = now
@@ -65,6 +65,31 @@ def write_received(connection: Connection, received: Sequence[Received], now: fl
     records.add_uploads(connection, [each.upload for each in received], now)
     for key, sums in counts.items():
         records.count(connection, key, **sums)
+
+
+def check_senders(connection: Connection, senders: Sequence[tuple[str, str | None]]) -> None:
+    """That all of them, clients and the keys that they signed with, may still send; raises
+    UnknownDevice."""
+    key_ids = {key_id for _, key_id in senders if key_id is not None}
+    strangers = identities.strangers_among(connection, key_ids) if key_ids else set[str]()
+    others = [client_id for client_id, key_id in senders if key_id is None]
+    revoked = records.revoked_among(connection, others) if others else set[str]()
+    if strangers or revoked:
+        num = len(strangers) + len(revoked)
+        raise UnknownDevice(f"{num} of these devices were revoked, or signed with a former key")
+
+
+def note_delivered(connection: Connection, received: Sequence[Received], now: float) -> None:
+    """For choices among the clients to come; see `participants`."""
+    for each in received:
+        participants.has_delivered(
+            connection,
+            each.key[0],
+            each.client_id,
+            num_examples=each.upload.num_examples,
+            loss=each.upload.loss,
+            at=now,
+        )
 
 
 @dataclass(slots=True, eq=False)
@@ -126,6 +151,8 @@ class Turn:
             records.count(connection, key, assigned=len(given))
         if received:
             write_received(connection, received, now)
+            if self.after.round.chooses:
+                note_delivered(connection, received, now)
         for also in others:
             also(connection, now)
 

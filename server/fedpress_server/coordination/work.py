@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any
@@ -22,6 +23,8 @@ from fedpress_server.folds.folding import FoldResult, fold, make_basis
 from fedpress_server.folds.masked import Session, unmasked
 from fedpress_server.folds.probing import compare
 from fedpress_server.metrics import Metrics
+from fedpress_server.observing import traces
+from fedpress_server.observing.logs import about
 from fedpress_server.rounds import BasisMade, Event, Folded, FoldFailed, UnmaskFailed
 from fedpress_server.settings import Settings
 from fedpress_server.storage import evaluation, leases
@@ -141,10 +144,16 @@ class Work:
     async def _try(self, lease: Lease) -> float:
         """Do the job, renewing its lease meanwhile. What fails is there for any worker at once, and
         for this one after the seconds that are returned."""
-        pause = 0.0
+        key, kind = lease.job.key, lease.job.kind
+        with about(*key, job=kind), traces.in_round(key, f"job: {kind}"):
+            return await self._tried(lease)
+
+    async def _tried(self, lease: Lease) -> float:
+        pause, begun = 0.0, time.perf_counter()
         renewing = asyncio.create_task(self._renew(lease))
         try:
             await self._do(lease)
+            self._metrics.job_seconds.labels(lease.job.kind).observe(time.perf_counter() - begun)
         except LeaseLost:
             _log.warning("the lease of %s was lost; what it came to is dropped", lease.job)
         except Exception as exc:
@@ -203,7 +212,8 @@ class Work:
         def also(connection: Connection, now: float) -> None:
             leases.finish(connection, lease)
 
-        await self._steps.happen(task, event, key=lease.job.key, also=also, result=result)
+        with traces.span("publish" if result is not None else "tell"):
+            await self._steps.happen(task, event, key=lease.job.key, also=also, result=result)
         failpoints.reach("round-committed")
 
     async def _sum(self, task: LiveTask, attempt: Attempt, lease: Lease) -> None:
@@ -273,7 +283,7 @@ class Work:
         name, terms = task.record.task, task.config.evaluation
 
         def read(connection: Connection) -> tuple[list[evaluation.Score], int]:
-            rated = evaluation.scores(connection, name, terms)
+            rated = task.scoreboard.rated(connection, terms)
             return rated, evaluation.last_stop(connection, name)
 
         rated, begun = await self._database.read(read)

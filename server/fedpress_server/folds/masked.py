@@ -49,10 +49,10 @@ from fedpress_protocols.masking.server import MaskingServer
 from fedpress_protocols.masking.shamir import SHARE_BYTES
 from fedpress_protocols.messages import MaskedSum, SessionStatus
 from fedpress_protocols.plan import RoundPlan
-from fedpress_protocols.signatures import DeviceKey
 from fedpress_server.folds.adding import FoldJob, StagedUpload, Summed
 from fedpress_server.folds.terms import RoundTerms
 from fedpress_server.identity.membership import Authority
+from fedpress_server.identity.signing import SigningKeys
 from fedpress_server.rounds import SessionEnded, SessionFailed, Step
 from fedpress_server.storage.payloads import Payloads
 from fedpress_server.storage.records import RoundKey
@@ -97,7 +97,7 @@ class Host:
     """What every session of this server has: the key that speaks for it, and who vouches for its
     devices."""
 
-    key: DeviceKey
+    keys: SigningKeys
     authority: Authority
 
 
@@ -143,21 +143,26 @@ class Session:
 
     @classmethod
     def begun(
-        cls, host: Host, terms: RoundTerms, assignments: Iterable[str], now: float
+        cls,
+        host: Host,
+        terms: RoundTerms,
+        assignments: Iterable[str],
+        opened_at: float,
+        now: float,
     ) -> Session:
-        """With the clients of these assignments; raises IncompatiblePlan.
+        """With the clients of these assignments; raises IncompatiblePlan. `opened_at`, of the attempt,
+        decides which of the server's keys signs.
 
         The assignments were drawn at random for this attempt alone, and so is the nonce that is
         made of them: it is on the disk with them, and in no other session.
         """
         queue = sorted(assignments)
-        config = agreed(
-            terms.payload, population=host.authority.population, server_key=host.key.public
-        )
+        key, population = host.keys.at(opened_at), host.authority.population
+        config = agreed(terms.payload, population=population, server_key=key.public)
         nonce = hashlib.sha256("|".join(["fedpress session", *queue]).encode()).digest()
         lasts = sum(asdict(config.seconds).values()) + _LASTS
         config = chosen(config, nonce=nonce, expires=int(now) + lasts)
-        machine = MaskingServer.open(config, host.key, authority=host.authority.public, now=now)
+        machine = MaskingServer.open(config, key, authority=host.authority.public, now=now)
         return cls(machine, len(queue), now)
 
     @property

@@ -1,46 +1,45 @@
-"""Who is asking: enrolment, signed requests, the operator's token.
+"""Which device is asking: signed requests.
 
 Devices are kept in memory where one process serves them all; what changes is on the disk first.
 Where several do, each request asks the database who is enrolled, and one that may change something
-leaves its nonce there.
+leaves its nonce there. What is asked again when it is written may be remembered for a while; a
+server that changes a device has the others forget it.
 """
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
-import hmac
-import secrets
 from collections.abc import Callable
-from dataclasses import replace
+from contextlib import suppress
 
 from sqlalchemy.engine import Connection
 from starlette.requests import Request
 
 from fedpress_protocols.errors import (
-    AlreadyExists,
+    DeviceNotApproved,
+    DeviceRejected,
+    FedpressError,
     InvalidSignature,
     InvalidToken,
     MalformedRequest,
-    NotFound,
     ReplayedRequest,
     UnknownDevice,
 )
-from fedpress_protocols.messages import EnrolRequest
 from fedpress_protocols.signatures import (
     Content,
     ParsedSignature,
     ReplayGuard,
     Target,
-    from_base64url,
     key_id_of,
     parse_signature,
     signed_headers,
     to_base64url,
     verify_request,
 )
-from fedpress_server.storage import records
+from fedpress_server.storage import identities, records
 from fedpress_server.storage.database import Database
-from fedpress_server.storage.records import Device, EnrolmentToken
+from fedpress_server.storage.records import Device
 
 _CHANGING = ("POST", "DELETE")
 """Methods of requests that may do something more when they come again. To repeat a GET tells what
@@ -48,6 +47,8 @@ it told; a PUT and a PATCH name the bytes and their place."""
 _REMEMBERED = 60.0
 """Seconds for which a device is taken to be enrolled that is asked again before it matters."""
 _MOST_REMEMBERED = 65536
+_TOPIC = "@devices"
+"""What other servers hear when a device is not what it was; no task's name begins so."""
 _DEFAULT_PORTS = {"http": ":80", "https": ":443"}
 
 
@@ -59,24 +60,67 @@ class Gatekeeper:
         database: Database,
         clock: Callable[[], float],
         *,
-        admin_token: str | None,
         clock_skew: float,
+        approval_poll: float = 30.0,
         is_shared: bool | None = None,
+        skewed: Callable[[float], None] = lambda seconds: None,
     ) -> None:
-        """`is_shared`: whether other servers see devices too; None: as the database says."""
+        """`is_shared`: whether other servers see devices too; None: as the database says.
+        `approval_poll`: seconds after which a device that waits for approval may ask again.
+        `skewed` is told how far each device's clock is ahead of this one, in seconds."""
         self._is_shared = database.is_shared if is_shared is None else is_shared
         self._database = database
         self._clock = clock
-        self._admin = _hash(admin_token) if admin_token else None
         self._clock_skew = clock_skew
+        self._approval_poll = approval_poll
+        self._skewed = skewed
         self._devices: dict[str, Device] = {}
+        """By key id. Where other servers see devices too, nobody's."""
+        self._former: set[str] = set()
+        """Ids of keys that their devices have left; likewise."""
         self._read: dict[str, tuple[float, Device]] = {}
         """Where other servers see devices too: whom this one read of, and when."""
         self._guard = ReplayGuard(opened=clock())
 
     async def start(self) -> None:
+        if self._is_shared:
+            loop = asyncio.get_running_loop()
+
+            def heard(topic: str | None) -> None:
+                if topic in (None, _TOPIC):
+                    with suppress(RuntimeError):  # the loop has ended
+                        loop.call_soon_threadsafe(self._read.clear)
+
+            self._database.listen(heard)
+            return
         for device in await self._database.read(records.devices):
             self._devices[device.key_id] = device
+        self._former.update(await self._database.read(identities.former_key_ids))
+
+    # What changes
+
+    def announce(self, connection: Connection) -> None:
+        """Have other servers forget what they remember of devices, once this is committed."""
+        self._database.notify(connection, _TOPIC)
+
+    def know(self, device: Device) -> None:
+        """One that was enrolled just now."""
+        if not self._is_shared:
+            self._devices[device.key_id] = device
+
+    async def look_again(self, client_id: str) -> Device | None:
+        """Know a device by what the database says now, whatever became of a write."""
+        self._read.clear()
+        device = await self._database.read(lambda c: identities.device(c, client_id))
+        if self._is_shared:
+            return device
+        former = await self._database.read(lambda c: identities.former_of(c, client_id))
+        for each in former:
+            self._devices.pop(each.key_id, None)
+            self._former.add(each.key_id)
+        if device is not None:
+            self._devices[device.key_id] = device
+        return device
 
     # Requests
 
@@ -92,12 +136,16 @@ class Gatekeeper:
         headers = signed_headers(request.scope["headers"])
         parsed = parse_signature(headers)
         device = await self._device(parsed.key_id, is_asked_again)
-        if device is None or device.revoked_at is not None:
-            what = "was never enrolled" if device is None else "was revoked"
-            raise UnknownDevice(f"device key {parsed.key_id} {what}")
+        if device is None:
+            raise await self.stranger(parsed.key_id)
+        if device.revoked_at is not None:
+            raise revoked(device)
         now = self._clock()
         content = self._verify(request, parsed, headers, device.public_key, now)
         self._guard.check(parsed, now)
+        self._skewed(parsed.created - now)
+        if device.approval != "approved":
+            raise self.unapproved(device)
         if self._is_shared and request.method in _CHANGING:
             await self._remember(parsed)
         return device, content
@@ -125,11 +173,39 @@ class Gatekeeper:
         if not is_new:
             raise ReplayedRequest(f"nonce {nonce} of key {parsed.key_id} was used before")
 
-    def check_key(self, request: Request, public_key: bytes) -> Content:
-        """That the request is signed by `public_key`, which is nobody's yet.
+    async def stranger(self, key_id: str) -> UnknownDevice:
+        """The error for a key that is no device's."""
+        was_known = key_id in self._former
+        if self._is_shared:
+            found = await self._database.read(lambda c: identities.former_by_key(c, [key_id]))
+            was_known = key_id in found
+        if was_known:
+            return UnknownDevice(
+                f"device key {key_id} was replaced by another",
+                hint="if this device has not done that, somebody else has a copy of its key: have "
+                "the operator revoke the device",
+            )
+        return UnknownDevice(f"device key {key_id} was never enrolled")
 
-        It may come again: enrolment is idempotent, and the memory of nonces is for the devices,
-        so that strangers cannot fill it.
+    def unapproved(self, device: Device) -> FedpressError:
+        """The error for a device that was not let in, or is not to be."""
+        if device.approval == "rejected":
+            return DeviceRejected(f"an operator has rejected this device, key {device.key_id}")
+        return DeviceNotApproved(
+            f"this device, key {device.key_id}, waits for an operator's approval",
+            retry_after=self._approval_poll,
+            key_id=device.key_id,
+        )
+
+    def signer_of(self, request: Request) -> str:
+        """The id of the key by which the request says it is signed; nothing is verified."""
+        return parse_signature(signed_headers(request.scope["headers"])).key_id
+
+    def check_key(self, request: Request, public_key: bytes) -> Content:
+        """That the request is signed by `public_key`, whoever's that is.
+
+        It may come again: enrolment and changes of key are idempotent, and the memory of nonces is
+        for the devices, so that strangers cannot fill it.
         """
         headers = signed_headers(request.scope["headers"])
         parsed = parse_signature(headers)
@@ -154,97 +230,6 @@ class Gatekeeper:
             max_skew=self._clock_skew,
         )
 
-    def check_admin(self, request: Request) -> None:
-        """Raises InvalidToken; where no admin token is set, always."""
-        token = bearer_token(request)
-        if self._admin is None:
-            raise InvalidToken(
-                "this server has no admin token",
-                hint="set FEDPRESS_ADMIN_TOKEN or FEDPRESS_ADMIN_TOKEN_FILE and restart it",
-            )
-        if not hmac.compare_digest(_hash(token).encode(), self._admin.encode()):
-            raise InvalidToken("the admin token is wrong", hint="use the server's own")
-
-    # Enrolment
-
-    async def make_token(self, *, uses: int, expires_in: float, note: str) -> tuple[str, float]:
-        """A new enrolment token, of which only the hash is kept, and when it expires."""
-        token, now = "fpe_" + secrets.token_urlsafe(24), self._clock()
-        record = EnrolmentToken(
-            token_id=secrets.token_urlsafe(12),
-            token_hash=_hash(token),
-            uses=uses,
-            used=0,
-            created_at=now,
-            expires_at=now + expires_in,
-            note=note,
-        )
-        await self._database.write(lambda c: records.add_token(c, record))
-        return token, record.expires_at
-
-    async def enrol(self, request: Request, body: EnrolRequest) -> tuple[Device, bool]:
-        """The device, and whether it is new.
-
-        The same key with the same token is the same device, and uses the token up no further.
-        Raises InvalidToken, or AlreadyExists for a key enrolled with another token.
-        """
-        token_hash = _hash(bearer_token(request))
-        public_key = from_base64url(body.public_key, 32)
-        content = self.check_key(request, public_key)
-        content.check(Content.of(await request.body()))
-        now = self._clock()
-
-        def write(connection: Connection) -> tuple[Device, bool]:
-            token = records.token_by_hash(connection, token_hash)
-            if token is None:
-                raise InvalidToken("the enrolment token is unknown")
-            known = records.device_by_key(connection, key_id_of(public_key))
-            if known is not None and known.revoked_at is not None:
-                raise UnknownDevice(
-                    "this device key was revoked", hint="make a new key and ask for a new token"
-                )
-            if known is not None and known.token_id == token.token_id:
-                return known, False
-            if now >= token.expires_at:
-                raise InvalidToken("the enrolment token has expired")
-            if token.used >= token.uses:
-                raise InvalidToken("the enrolment token is used up")
-            if known is not None:
-                raise AlreadyExists("this device key was enrolled with another token")
-            device = Device(
-                client_id=_client_id(public_key),
-                key_id=key_id_of(public_key),
-                public_key=public_key,
-                name=body.name,
-                token_id=token.token_id,
-                enrolled_at=now,
-                revoked_at=None,
-            )
-            records.add_device(connection, device)
-            return device, True
-
-        device, is_new = await self._database.write(write)
-        self._devices.setdefault(device.key_id, device)
-        return device, is_new
-
-    async def devices(self) -> list[Device]:
-        found = await self._database.read(records.devices)
-        return sorted(found, key=lambda device: device.enrolled_at)
-
-    async def revoke(self, client_id: str) -> Device:
-        """From now on the device is a stranger; what it has had acknowledged, stays."""
-        for device in await self.devices():
-            if device.client_id == client_id:
-                break
-        else:
-            raise NotFound(f"no client {client_id[:64]!r}")
-        if device.revoked_at is None:
-            device = replace(device, revoked_at=self._clock())
-            at = device.revoked_at
-            await self._database.write(lambda c: records.revoke_device(c, client_id, at or 0.0))
-            self._devices[device.key_id] = device
-        return device
-
 
 def bearer_token(request: Request) -> str:
     """Raises InvalidToken if there is none."""
@@ -267,11 +252,14 @@ def target_of(request: Request, headers: dict[str, str]) -> Target:
     return Target(scope["method"], authority, path.decode("latin-1"), query.decode("latin-1"))
 
 
-def _client_id(public_key: bytes) -> str:
-    """The same for a key that is enrolled again, after records that knew it were lost: what the
-    device has is under this name."""
-    return to_base64url(hashlib.sha256(b"fedpress client\x00" + public_key).digest()[:12])
+def revoked(device: Device) -> UnknownDevice:
+    """The error for a device that an operator has turned away for good."""
+    return UnknownDevice(
+        f"device key {device.key_id} was revoked",
+        hint="an operator may enrol the device anew, with a new state directory and a new token",
+    )
 
 
-def _hash(token: str) -> str:
+def hash_of(token: str) -> str:
+    """What the server keeps of a token."""
     return hashlib.sha256(token.encode("utf-8", "surrogateescape")).hexdigest()

@@ -8,6 +8,8 @@ a receipt signed by another key is none to a device.
 from __future__ import annotations
 
 import asyncio
+import time
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Literal
@@ -16,7 +18,10 @@ import sqlalchemy as sa
 from sqlalchemy.engine import Connection
 
 from fedpress_protocols.errors import ConfigurationError, FedpressError, NotFound
+from fedpress_protocols.private_files import check_private
 from fedpress_protocols.signatures import DeviceKey, key_id_of
+from fedpress_server.identity import rotation
+from fedpress_server.identity.signing import SigningKeys, history
 from fedpress_server.settings import Settings
 from fedpress_server.storage.database import Database
 from fedpress_server.storage.payloads import LocalPayloads
@@ -55,6 +60,32 @@ async def signing_key(
             f"(FEDPRESS_{setting.upper()})",
         )
     return key
+
+
+async def signing_keys(
+    file: Path | None, data_dir: Path, database: Database, clock: Callable[[], float] = time.time
+) -> SigningKeys:
+    """The server's keys, as `signing_key` finds the first; of those that the database has been
+    signed for with, this machine needs the newest, and that of each open masked round.
+
+    Where the key's own record of its predecessors is ahead of the database, as after a restore,
+    the database is brought forward. Raises ConfigurationError.
+    """
+    place = file or data_dir / "server-key.pem"
+    ring = await asyncio.to_thread(rotation.ring, place)
+    await rotation.bring_forward(database, place, ring, clock)
+    known = await database.read(lambda c: known_key(c, "server"))
+    if known is None or known not in ring:
+        key = await signing_key("server", file, data_dir, database)
+        known, ring = key.public, {key.public: key}
+    first = known
+    if (earliest := await database.read(rotation.first_key)) is not None:
+        first = earliest
+    keys = SigningKeys(
+        ring, await database.read(lambda c: history(c, first)), lambda: rotation.ring(place)
+    )
+    await database.read(lambda c: rotation.check_open_sessions(c, keys))
+    return keys
 
 
 async def first_keys(settings: Settings, database: Database) -> list[Path]:
@@ -96,6 +127,7 @@ def _record(connection: Connection, purpose: Purpose, public: bytes) -> bytes:
 
 
 def _from_folder(name: str, data_dir: Path) -> DeviceKey | None:
+    check_private(data_dir / name, "the server's key")
     try:
         pem = LocalPayloads(data_dir).get(name)
     except NotFound:
@@ -104,6 +136,7 @@ def _from_folder(name: str, data_dir: Path) -> DeviceKey | None:
 
 
 def _from_file(setting: str, file: Path) -> DeviceKey:
+    check_private(file, setting)
     try:
         pem = file.read_bytes()
     except OSError as exc:

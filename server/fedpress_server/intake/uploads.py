@@ -6,9 +6,8 @@ the same bytes may come again, and are then either new or known.
 
 from __future__ import annotations
 
-import asyncio
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 
 from sqlalchemy.engine import Connection
 
@@ -20,13 +19,16 @@ from fedpress_protocols.errors import (
     UpdateConflict,
 )
 from fedpress_protocols.messages import Trip, UploadAck
+from fedpress_protocols.signatures import Content
 from fedpress_server import failpoints
 from fedpress_server.coordination.attempts import Attempt
 from fedpress_server.coordination.coordinator import Coordinator
-from fedpress_server.coordination.turns import Received
+from fedpress_server.coordination.turns import Received, check_senders
 from fedpress_server.folds.masked import Session, Words
 from fedpress_server.folds.terms import RoundTerms
+from fedpress_server.intake.keeping import Keeper
 from fedpress_server.metrics import Metrics
+from fedpress_server.observing import traces
 from fedpress_server.rounds import FirstStaged, Stage, StageFirst, UploadStaged
 from fedpress_server.storage import records
 from fedpress_server.storage.database import Database
@@ -44,6 +46,8 @@ class UploadSlot:
 
     record: AssignmentRecord
     max_body_bytes: int
+    key_id: str | None = None
+    """Of the key that signs what comes; it is looked at again when that is written."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,14 +75,14 @@ class Intake:
         self._database = database
         self._payloads = payloads
         self._metrics = metrics
-        self._threads = ThreadPoolExecutor(threads, "fedpress-check")
+        self._keeper = Keeper(payloads, threads)
         self._arrivals: dict[str, Arrival] = {}
         """By assignment; lost in a restart, after which that upload tells nothing of a link."""
 
     def stop(self) -> None:
-        self._threads.shutdown(cancel_futures=True)
+        self._keeper.stop()
 
-    async def slot(self, client_id: str, assignment: str) -> UploadSlot:
+    async def slot(self, client_id: str, assignment: str, key_id: str | None = None) -> UploadSlot:
         """Raises UnknownAssignment or Forbidden."""
         held = self._coordinator.held(assignment)
         if held is not None:
@@ -86,12 +90,14 @@ class Intake:
             record = attempt.record_of(assignment)
             if record.client_id != client_id:
                 raise Forbidden("the assignment is another device's")
-            return UploadSlot(record, task.record.max_body_bytes)
+            return UploadSlot(record, task.record.max_body_bytes, key_id)
         record = await self._coordinator.assignment(client_id, assignment)
-        return UploadSlot(record, await self._coordinator.max_body_bytes(record.task))
+        most = await self._coordinator.max_body_bytes(record.task)
+        return UploadSlot(record, most, key_id)
 
     def arrived(self, assignment: str, num_bytes: int, began_at: float, seconds: float) -> None:
         """Bytes of the assignment's body have come, its last ones or a part."""
+        self._metrics.arrived(num_bytes, seconds)
         before = self._arrivals.pop(assignment, Arrival(0, began_at, 0.0))
         while len(self._arrivals) >= _ARRIVALS:
             del self._arrivals[next(iter(self._arrivals))]
@@ -115,6 +121,8 @@ class Intake:
             raise refusal
 
     async def _refusal(self, slot: UploadSlot, digest: str) -> FedpressError | None:
+        if self._awaited(slot) is not None:
+            return None  # another server may know better; what is written asks the disk
         # In this order: one that is not awaited because it has just been staged is found then.
         is_awaited = await self._coordinator.takes_upload(slot.record) is not None
         if self._awaited(slot) is not None:
@@ -176,19 +184,26 @@ class Intake:
         return UploadAck(assignment=name, upload=digest, received_at=staged.received_at)
 
     async def stage(
-        self, slot: UploadSlot, body: bytes, digest: str, wire_bytes: int, counted: int = 0
+        self,
+        slot: UploadSlot,
+        body: bytes,
+        digest: str,
+        wire_bytes: int,
+        counted: int = 0,
+        due: Content | None = None,
     ) -> tuple[UploadAck, bool]:
         """Check an upload and keep it; True if it is new. It is on the disk when this returns.
 
         Raises InvalidUpdate, RoundClosed or UpdateConflict. Its bytes are counted in any case, less
-        those `counted` before, as parts of it.
+        those `counted` before, as parts of it; unless it is not what is `due`, DigestMismatch.
         """
         task = slot.record.task
         amounts = {"upload_bytes": len(body) - counted, "wire_upload_bytes": wire_bytes}
         self._metrics.upload_size.labels(task).observe(len(body))
         try:
-            received_at = await self._stage_new(slot, body, digest, amounts)
+            received_at = await self._stage_new(slot, body, digest, amounts, due)
             if received_at is None:
+                await self._keeper.run(_check_content, body, due)
                 await self._count(slot, amounts)
                 refusal = await self._refusal(slot, digest)
                 if refusal is not None:
@@ -222,7 +237,13 @@ class Intake:
         return True
 
     async def stage_first(
-        self, slot: UploadSlot, body: bytes, digest: str, wire_bytes: int, counted: int = 0
+        self,
+        slot: UploadSlot,
+        body: bytes,
+        digest: str,
+        wire_bytes: int,
+        counted: int = 0,
+        due: Content | None = None,
     ) -> tuple[UploadAck, bool]:
         """As `stage`, for the first of two trips: what a basis is made of."""
         key, name = slot.record.key, slot.record.assignment
@@ -230,6 +251,7 @@ class Intake:
         self._metrics.upload_size.labels(key[0]).observe(len(body))
         ack = UploadAck(assignment=name, upload=digest, received_at=self._coordinator.now)
         try:
+            await self._keeper.run(_check_content, body, due)
             is_new = await self._stage_new_first(slot, body, digest, amounts)
         except FedpressError as exc:
             self._metrics.uploads.labels(key[0], exc.slug).inc()
@@ -250,12 +272,14 @@ class Intake:
             return False
         if attempt is None:
             raise await self._closed(slot)
-        loop, where = asyncio.get_running_loop(), upload_name(key, name, digest)
-        await loop.run_in_executor(self._threads, attempt.terms.first, body)
-        await loop.run_in_executor(self._threads, self._payloads.put, where, body)
+        where = upload_name(key, name, digest)
+        await self._keeper.keep(where, body, partial(attempt.terms.first, body))
         failpoints.reach("upload-kept")
 
+        sender = slot.record.client_id, slot.key_id
+
         def also(connection: Connection, now: float) -> None:
+            check_senders(connection, [sender])
             records.count(connection, key, **amounts)
 
         effects = await self._coordinator.apply(key[0], FirstStaged(name, digest), key, also)
@@ -270,7 +294,12 @@ class Intake:
         return False
 
     async def _stage_new(
-        self, slot: UploadSlot, body: bytes, digest: str, amounts: dict[str, int]
+        self,
+        slot: UploadSlot,
+        body: bytes,
+        digest: str,
+        amounts: dict[str, int],
+        due: Content | None,
     ) -> float | None:
         """When the upload was received, if it is one that was awaited, and is staged now."""
         key, name = slot.record.key, slot.record.assignment
@@ -286,17 +315,15 @@ class Intake:
             return None
         where = upload_name(key, name, digest)
 
-        def kept() -> tuple[int, float | None, Words | None] | FedpressError:
-            """What the check finds; whatever passes it is on the disk then."""
+        def checked() -> tuple[int, float | None, Words | None] | FedpressError:
+            _check_content(body, due)
             try:
-                found = self._checked(slot.record, terms, session, body, digest)
+                return self._checked(slot.record, terms, session, body, digest)
             except FedpressError as exc:
                 return exc
-            self._payloads.put(where, body)
-            return found
 
-        loop = asyncio.get_running_loop()
-        found = await loop.run_in_executor(self._threads, kept)
+        with traces.span("stage"):
+            found = await self._keeper.keep(where, body, checked)
         if isinstance(found, FedpressError):
             await self._count(slot, amounts)
             raise found
@@ -305,14 +332,14 @@ class Intake:
         travelled = self._travelled(name, len(body))
         upload = UploadRecord(name, digest, len(body), num_examples, 0.0, loss, *travelled)
         amounts = {"received": 1, **amounts}
-        also = Received(key, upload, amounts, slot.record.client_id)
-        effects = await self._coordinator.apply(key[0], UploadStaged(name, digest), key, also)
+        also = Received(key, upload, amounts, slot.record.client_id, slot.key_id)
+        with traces.span("commit"):
+            effects = await self._coordinator.apply(key[0], UploadStaged(name, digest), key, also)
         failpoints.reach("upload-committed")
         if Stage(name, digest) in effects:
+            self._metrics.staged(key[0], len(body), terms.spec.size)
             if words is not None:
-                await loop.run_in_executor(
-                    self._threads, self._coordinator.steps.sums.add, key, where, words
-                )
+                await self._keeper.run(self._coordinator.steps.sums.add, key, where, words)
                 if await self._coordinator.attempt_of(slot.record) is None:
                     self._coordinator.steps.sums.drop(key)  # it was over before this was added
             return also.received_at
@@ -341,11 +368,16 @@ class Intake:
         """Remove a body that came to nothing. Where another server may be about to write the row
         of the same bytes, it goes with the attempt's folder instead, or is swept."""
         if not self._coordinator.is_shared:
-            loop = asyncio.get_running_loop()
-            await loop.run_in_executor(self._threads, self._payloads.drop, where)
+            await self._keeper.run(self._payloads.drop, where)
 
     async def _count(self, slot: UploadSlot, amounts: dict[str, int]) -> None:
         await self._database.write(lambda c: records.count(c, slot.record.key, **amounts))
 
     async def _staged(self, slot: UploadSlot) -> UploadRecord | None:
         return await self._database.read(lambda c: records.upload(c, slot.record.assignment))
+
+
+def _check_content(body: bytes, due: Content | None) -> None:
+    """Raises DigestMismatch unless the body is what is `due`, if that is known."""
+    if due is not None:
+        due.check(Content.of(body))

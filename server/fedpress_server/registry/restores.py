@@ -150,24 +150,31 @@ def add_undone(
         connection.execute(sa.insert(undone), rows)
 
 
-def listed(connection: Connection) -> list[RestoreStatus]:
-    """Every restore that these records have been through, the newest first."""
+def listed(
+    connection: Connection, before: int | None = None, limit: int = 1000
+) -> list[RestoreStatus]:
+    """The newest restores that these records have been through, of those before the number
+    `before`; the newest first."""
+    query = sa.select(*_COLUMNS).order_by(restores.c.number.desc()).limit(limit)
+    if before is not None:
+        query = query.where(restores.c.number < before)
+    rows = connection.execute(query).all()
     row = undone.c
     of_round = (row.number, row.task, row.round, row.attempt, row.model)
-    query = (
+    reported = (
         sa.select(
             *of_round,
             sa.func.count(sa.distinct(row.client_id)).label("devices"),
             sa.func.min(row.reported_at).label("reported_at"),
         )
+        .where(row.number.in_([found.number for found in rows]))
         .group_by(*of_round)
         .order_by(row.task, row.round, row.attempt, row.model)
     )
     lost: dict[int, list[UndoneRound]] = {}
-    for number, *fields in connection.execute(query):
+    for number, *fields in connection.execute(reported):
         named = dict(zip(UndoneRound.model_fields, fields, strict=True))
         lost.setdefault(number, []).append(UndoneRound(**named))
-    rows = connection.execute(sa.select(*_COLUMNS).order_by(restores.c.number.desc()))
     return [
         RestoreStatus(**found._mapping, undone=tuple(lost.get(found.number, ()))) for found in rows
     ]

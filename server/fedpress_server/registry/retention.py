@@ -18,6 +18,7 @@ from sqlalchemy.engine import Connection
 from fedpress_protocols.messages import RetentionTerms, TaskConfig
 from fedpress_protocols.plan import RoundPlan
 from fedpress_protocols.registry import Collected, CollectedModel
+from fedpress_server.identity import audit
 from fedpress_server.registry import restores
 from fedpress_server.storage import records
 from fedpress_server.storage.database import Database
@@ -63,7 +64,7 @@ class Retention:
         self._due = now + self._every
         return True
 
-    async def collect(self, *, dry_run: bool = False) -> Collected:
+    async def collect(self, *, dry_run: bool = False, by: str = audit.SERVER) -> Collected:
         """Give up what no policy keeps and nothing needs; done again, it changes nothing."""
         since = self._clock() - self._grace
         if dry_run:
@@ -76,6 +77,9 @@ class Retention:
                 chosen = collectable(connection, since)
                 for each in chosen:
                     _set_collected(connection, each.model, now)
+                if chosen:
+                    told = {"models": len(chosen), "bytes": sum(each.num_bytes for each in chosen)}
+                    audit.add(connection, now, by, "models.collected", "", **told)
                 return chosen
 
             found = await self._database.write(give_up)

@@ -24,10 +24,14 @@ from fedpress_protocols.registry import (
     Promotion,
     Rollback,
 )
+from fedpress_server.identity import audit
 from fedpress_server.storage.files import model_name
 from fedpress_server.storage.payloads import Payloads
 from fedpress_server.storage.records import TaskRecord
 from fedpress_server.storage.tables import alias_moves, model_files, model_versions, models, tasks
+
+MOST_ANCESTORS = 1000
+"""Of one version that are shown, the nearest."""
 
 # Versions
 
@@ -166,20 +170,22 @@ def _number(connection: Connection, task: str, which: str, newest: str, best: st
 
 
 def _ancestors(connection: Connection, task: str, number: int, parent: str | None) -> Iterable[str]:
-    """From the parent to the task's first, or to a model that another task made."""
-    query = (
-        sa.select(model_versions.c.model, model_versions.c.parent)
-        .where(model_versions.c.task == task, model_versions.c.version < number)
-        .order_by(model_versions.c.version.desc())
-    )
-    for row in connection.execute(query):
-        if parent is None:
-            return
-        if row.model == parent:
+    """From the parent to the task's first, or to a model that another task made; as many as are
+    shown."""
+    row, shown = model_versions.c, 0
+    while parent is not None and shown < MOST_ANCESTORS:
+        query = sa.select(row.version, row.model, row.parent).where(
+            row.task == task, row.version < number
+        )
+        rows = connection.execute(query.order_by(row.version.desc()).limit(MOST_ANCESTORS)).all()
+        for each in rows:
+            if each.model == parent and shown < MOST_ANCESTORS:
+                yield parent
+                parent, shown = each.parent, shown + 1
+        if not rows:
             yield parent
-            parent = row.parent
-    if parent is not None:
-        yield parent
+            return
+        number = rows[-1].version
 
 
 # Aliases
@@ -197,7 +203,15 @@ def aliases(connection: Connection, task: str) -> list[Alias]:
     return found
 
 
-def promote(connection: Connection, task: str, name: str, asked: Promotion, now: float) -> Alias:
+def promote(
+    connection: Connection,
+    task: str,
+    name: str,
+    asked: Promotion,
+    now: float,
+    *,
+    by: str = audit.SERVER,
+) -> Alias:
     """Move an alias; the same move again changes nothing.
 
     Raises NotFound for what is not there, Conflict if the alias points elsewhere than expected or
@@ -241,10 +255,20 @@ def promote(connection: Connection, task: str, name: str, asked: Promotion, now:
             "undone_at": None,
         }
         connection.execute(sa.insert(alias_moves), row)
+        told = {"version": asked.version, "before": points_to}
+        audit.add(connection, now, by, "alias.promoted", f"{task}/{name}", **told)
     return _alias(task, name, _moves(connection, task, name))
 
 
-def rollback(connection: Connection, task: str, name: str, asked: Rollback, now: float) -> Alias:
+def rollback(
+    connection: Connection,
+    task: str,
+    name: str,
+    asked: Rollback,
+    now: float,
+    *,
+    by: str = audit.SERVER,
+) -> Alias:
     """Undo the last move of an alias that was not undone. Raises NotFound, or Conflict if it points
     elsewhere than expected, or there is nothing before."""
     _newest_and_best(connection, task)
@@ -270,6 +294,8 @@ def rollback(connection: Connection, task: str, name: str, asked: Rollback, now:
         )
         .values(undone_at=now)
     )
+    told = {"version": standing[-2].version, "before": standing[-1].version}
+    audit.add(connection, now, by, "alias.rolled-back", f"{task}/{name}", **told)
     return _alias(task, name, _moves(connection, task, name))
 
 

@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import nullcontext
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import sqlalchemy as sa
 from sqlalchemy.engine import Connection
@@ -30,6 +30,7 @@ from fedpress_server.storage.engines import READERS, Backend, opened
 _log = logging.getLogger(__name__)
 
 T = TypeVar("T")
+Kind = Literal["read", "write"]
 _COMMIT_TOGETHER = 64
 _PAUSES = (0.0, 0.03, 0.1, 0.3)
 _PATIENCE = 15.0
@@ -46,6 +47,17 @@ class _Job:
         self.error: BaseException | None = None
 
 
+class Load(NamedTuple):
+    """How busy a database is, as one process sees it."""
+
+    used: int
+    idle: int
+    """Connections of the pool."""
+    waiting_writes: int
+    wal_bytes: int
+    """Of SQLite's write-ahead log; 0 elsewhere."""
+
+
 class _CommitFailed(Exception):
     """Nobody knows what became of the transaction; it must not be run again."""
 
@@ -53,9 +65,9 @@ class _CommitFailed(Exception):
 class Database:
     """Of the newest schema, or else `migrates` brings it there; `close()` ends its threads.
 
-    `retries` is told of every transaction that is run again, `batches` of how many writes went
-    into a commit. Raises ConfigurationError if there is no such database or its schema does not
-    fit, MissingExtra if its driver is not installed.
+    `retries` is told the kind of every transaction that is run again, `batches` of how many writes
+    went into a commit. Raises ConfigurationError if there is no such database or its schema does
+    not fit, MissingExtra if its driver is not installed.
     """
 
     def __init__(
@@ -63,7 +75,7 @@ class Database:
         url: str,
         *,
         migrates: bool = True,
-        retries: Callable[[], None] = lambda: None,
+        retries: Callable[[Kind], None] = lambda kind: None,
         batches: Callable[[int], None] = lambda size: None,
     ) -> None:
         self._backend = _reachable(url, schema.migrate if migrates else schema.check)
@@ -71,7 +83,8 @@ class Database:
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._readers = ThreadPoolExecutor(READERS, "fedpress-read")
         self._closing = threading.Event()
-        self._listeners: list[threading.Thread] = []
+        self._hearers: list[Callable[[str | None], None]] = []
+        self._listener: threading.Thread | None = None
         self._writer = threading.Thread(target=self._write_jobs, name="fedpress-write", daemon=True)
         self._writer.start()
 
@@ -84,6 +97,13 @@ class Database:
         """Whether other servers may write to it."""
         return self.dialect == "postgresql"
 
+    def load(self) -> Load:
+        """Asks nobody but this process and its file system."""
+        pool = self._backend.writes.pool
+        used = pool.checkedout() if isinstance(pool, sa.pool.QueuePool) else 0
+        idle = pool.checkedin() if isinstance(pool, sa.pool.QueuePool) else 0
+        return Load(used, idle, self._jobs.qsize(), self._backend.log_bytes())
+
     async def read(self, work: Callable[[Connection], T]) -> T:
         """What `work` makes of a consistent view, in a thread; Unavailable without a database."""
 
@@ -93,7 +113,7 @@ class Database:
 
         def patiently() -> T:
             try:
-                return self._tried(lambda again: run())
+                return self._tried(lambda again: run(), "read")
             except Exception as exc:
                 failure = self._backend.translated(exc)
                 if failure is exc:
@@ -125,36 +145,44 @@ class Database:
         self._backend.notify(connection, topic)
 
     def listen(self, heard: Callable[[str | None], None]) -> None:
-        """Tell `heard` every topic, in a thread of its own; None when some may have been missed.
+        """Tell `heard` every topic, in a thread of its own; None when some may have been missed,
+        and once at the beginning.
 
         With SQLite there is nobody to listen to, and no thread.
         """
         if not self.is_shared:
             return
-        listener = threading.Thread(
-            target=self._listen, args=(heard,), name="fedpress-listen", daemon=True
-        )
-        self._listeners.append(listener)
-        listener.start()
+        self._hearers.append(heard)
+        if self._listener is None:
+            self._listener = threading.Thread(
+                target=self._listen, name="fedpress-listen", daemon=True
+            )
+            self._listener.start()
+        else:
+            heard(None)
 
     def close(self) -> None:
         self._closing.set()
         self._jobs.put(None)
         self._writer.join()
-        for listener in self._listeners:
-            listener.join()
+        if self._listener is not None:
+            self._listener.join()
         self._readers.shutdown()
         self._backend.dispose()
 
-    def _listen(self, heard: Callable[[str | None], None]) -> None:
+    def _listen(self) -> None:
+        def tell(topic: str | None) -> None:
+            for heard in tuple(self._hearers):
+                heard(topic)
+
         while not self._closing.is_set():
             try:
-                self._backend.listen(heard, self._closing.is_set)
+                self._backend.listen(tell, self._closing.is_set)
             except Exception as exc:
                 _log.warning("not listening to the database for a while: %s", _said(exc))
             self._closing.wait(1.0)
 
-    def _tried(self, attempt: Callable[[bool], T]) -> T:
+    def _tried(self, attempt: Callable[[bool], T], kind: Kind) -> T:
         """`attempt`, told whether it is not the first, again where that may help."""
         began = time.monotonic()
         for number, pause in enumerate(_PAUSES):
@@ -164,7 +192,7 @@ class Database:
                 is_late = time.monotonic() - began > _PATIENCE
                 if is_late or not self._backend.is_passing(exc):
                     raise
-            self._retries()
+            self._retries(kind)
             time.sleep(pause * random.uniform(0.5, 1.5))  # noqa: S311
         return attempt(True)
 
@@ -184,7 +212,7 @@ class Database:
 
     def _write_batch(self, batch: list[_Job]) -> None:
         try:
-            self._tried(lambda again: self._run(batch, again))
+            self._tried(lambda again: self._run(batch, again), "write")
             self._batches(len(batch))
         except Exception as exc:
             cause = exc.__cause__ if isinstance(exc, _CommitFailed) else exc

@@ -8,7 +8,9 @@ beside each other in PostgreSQL; in SQLite a turn is always alone.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from typing import Any, Literal, Protocol
 
 import sqlalchemy as sa
@@ -87,6 +89,10 @@ class Backend(Protocol):
         connection is lost."""
         ...
 
+    def log_bytes(self) -> int:
+        """Length of the write-ahead log, where it is a file of this machine."""
+        ...
+
     def dispose(self) -> None: ...
 
 
@@ -135,7 +141,7 @@ class SQLite:
     dialect: Literal["sqlite", "postgresql"] = "sqlite"
 
     def __init__(self, url: URL) -> None:
-        engine = sa.create_engine(url)
+        engine = sa.create_engine(url, hide_parameters=True)
         sa.event.listen(engine, "connect", self._prepare)
         sa.event.listen(engine, "begin", self._begin)
         self.reads: Engine = engine
@@ -194,6 +200,11 @@ class SQLite:
     def listen(self, heard: Callable[[str | None], None], is_over: Callable[[], bool]) -> None:
         """Nobody else writes."""
 
+    def log_bytes(self) -> int:
+        with suppress(OSError):
+            return os.stat(f"{self.reads.url.database}-wal").st_size
+        return 0
+
     def dispose(self) -> None:
         self.reads.dispose()
 
@@ -220,6 +231,7 @@ class PostgreSQL:
             engine = sa.create_engine(
                 url.difference_update_query(["options"]),
                 isolation_level="READ COMMITTED",
+                hide_parameters=True,
                 pool_size=READERS + 1,
                 max_overflow=0,
                 pool_timeout=10,
@@ -306,6 +318,9 @@ class PostgreSQL:
             while not is_over():
                 for said in driver.notifies(timeout=_HEARS):
                     heard(said.payload)
+
+    def log_bytes(self) -> int:
+        return 0
 
     def dispose(self) -> None:
         self.writes.dispose()

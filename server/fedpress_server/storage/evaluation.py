@@ -20,7 +20,15 @@ from fedpress_protocols.messages import (
     Measured,
 )
 from fedpress_protocols.policies.course import Tally
-from fedpress_server.storage.tables import class_counts, evaluations, measures, rounds
+from fedpress_server.storage import participants
+from fedpress_server.storage.tables import (
+    STOPPED,
+    class_counts,
+    evaluations,
+    measured_models,
+    measures,
+    rounds,
+)
 
 MAX_METRIC = 1e15
 """Larger metrics are refused, and left out of means: no sum of weighted ones overflows."""
@@ -34,7 +42,7 @@ def keep(
     connection: Connection, task: str, client_id: str, report: EvaluationReport, by: str, at: float
 ) -> None:
     """One report for each client and model: the last one counts, in the group of its attribute
-    `by`."""
+    `by`. The model is noted as measured anew, see `Scoreboard`."""
     mine = {"task": task, "model": report.model, "client_id": client_id}
     for table in (measures, class_counts, evaluations):
         is_mine = (table.c[name] == value for name, value in mine.items())
@@ -48,18 +56,79 @@ def keep(
     counts = [{**mine, "label": label, **n.model_dump()} for label, n in report.classes.items()]
     if counts:
         connection.execute(sa.insert(class_counts), counts)
+    _note_change(connection, task, report.model)
+
+
+def _note_change(connection: Connection, task: str, model: str) -> None:
+    row = measured_models.c
+    newest = sa.select(sa.func.max(row.change)).where(row.task == task)
+    change = (connection.execute(newest).scalar_one() or 0) + 1
+    mine = (row.task == task, row.model == model)
+    noted = connection.execute(sa.update(measured_models).where(*mine).values(change=change))
+    if not noted.rowcount:
+        values = {"task": task, "model": model, "change": change}
+        connection.execute(sa.insert(measured_models), values)
+
+
+def note_loss(
+    connection: Connection, task: str, client_id: str, report: EvaluationReport, at: float
+) -> None:
+    """For choices among clients: what the client's newest loss is after `report`, kept just now."""
+    loss = report.metrics.get("loss")
+    known = participants.measured_model(connection, task, client_id)
+    is_counted = loss is not None and -MAX_METRIC <= loss <= MAX_METRIC
+    if loss is not None and is_counted and (known is None or known[1] <= at):
+        participants.measured(connection, task, client_id, (report.model, loss, at))
+        return
+    if known is not None and known[0] == report.model:
+        told = _losses(task, client_id).order_by(evaluations.c.reported_at.desc()).limit(1)
+        found = connection.execute(told).one_or_none()
+        newest = None if found is None else (found.model, found.value, found.reported_at)
+        participants.measured(connection, task, client_id, newest)
+
+
+def _losses(task: str, client_id: str) -> sa.Select[Any]:
+    """The query of every loss that a client has reported and not replaced."""
+    return (
+        sa.select(measures.c.model, measures.c.value, evaluations.c.reported_at)
+        .join(evaluations, _SAME)
+        .where(
+            measures.c.task == task,
+            measures.c.client_id == client_id,
+            measures.c.metric == "loss",
+            _IS_COUNTED,
+        )
+    )
 
 
 def _group(value: Attribute | None) -> str | None:
     return value if value is None or isinstance(value, str) else f"{value:g}"
 
 
-def has_model(connection: Connection, task: str, digest: str) -> bool:
-    """Whether the task began with this model, or made it."""
-    query = sa.select(sa.literal(1)).where(
-        rounds.c.task == task, sa.or_(rounds.c.base_model == digest, rounds.c.model == digest)
-    )
-    return connection.execute(query.limit(1)).first() is not None
+@dataclass(frozen=True, slots=True, order=True)
+class Place:
+    """Where a model comes first in a task's history: in which attempt, as the one it began with or
+    the one it made."""
+
+    round: int
+    attempt: int
+    is_made: bool
+
+    @property
+    def number(self) -> int:
+        """Of the round that made it, 0 for the task's first model."""
+        return self.round if self.is_made else self.round - 1
+
+
+def place_of(connection: Connection, task: str, digest: str) -> Place | None:
+    """None for a model that no round of the task began with or made."""
+    row, found = rounds.c, []
+    for column, is_made in ((row.base_model, False), (row.model, True)):
+        query = sa.select(row.round, row.attempt).where(row.task == task, column == digest)
+        first = connection.execute(query.order_by(row.round, row.attempt).limit(1)).one_or_none()
+        if first is not None:
+            found.append(Place(*first, is_made))
+    return min(found, default=None)
 
 
 # Aggregates
@@ -84,6 +153,59 @@ def means(connection: Connection, task: str, digests: Iterable[str]) -> dict[str
     for model, metric, mean in found:
         by_model.setdefault(model, {})[metric] = mean
     return by_model
+
+
+def counted_means(
+    connection: Connection, task: str, models: Sequence[str], metrics: Sequence[str]
+) -> dict[str, dict[str, tuple[int, float]]]:
+    """By model and metric: over how many reports, and the mean as of `means`."""
+    found = connection.execute(
+        sa.select(measures.c.model, measures.c.metric, sa.func.count(), _MEAN)
+        .join(evaluations, _SAME)
+        .where(
+            measures.c.task == task,
+            measures.c.model.in_(models),
+            measures.c.metric.in_(metrics),
+            _IS_COUNTED,
+        )
+        .group_by(measures.c.model, measures.c.metric)
+    )
+    by_model: dict[str, dict[str, tuple[int, float]]] = {}
+    for model, metric, num, mean in found:
+        by_model.setdefault(model, {})[metric] = num, mean
+    return by_model
+
+
+def counted_classes(
+    connection: Connection, task: str, models: Sequence[str]
+) -> dict[str, tuple[dict[str, Tally], int]]:
+    """By model: by class the examples and how many the model was right of; and how many devices
+    have counted."""
+    row = class_counts.c
+    is_asked = (row.task == task, row.model.in_(models))
+    devices = sa.select(row.model, sa.func.count(sa.distinct(row.client_id)))
+    counted_by = dict(
+        (model, num)
+        for model, num in connection.execute(devices.where(*is_asked).group_by(row.model))
+    )
+    sums = sa.select(row.model, row.label, sa.func.sum(row.num_examples), sa.func.sum(row.correct))
+    by_model: dict[str, tuple[dict[str, Tally], int]] = {}
+    found = connection.execute(sums.where(*is_asked).group_by(row.model, row.label))
+    for model, label, num_examples, correct in found:
+        classes, _ = by_model.setdefault(model, ({}, counted_by[model]))
+        classes[label] = Tally(int(num_examples), int(correct))
+    return by_model
+
+
+def measured(connection: Connection, task: str, model: str) -> Measured | None:
+    """Over every report on the model, as `means`; None if there is none."""
+    of_model = (evaluations.c.task == task, evaluations.c.model == model)
+    query = sa.select(sa.func.count(), _WEIGHT).where(*of_model)
+    num_clients, num_examples = connection.execute(query).one()
+    if not num_clients:
+        return None
+    metrics = means(connection, task, [model]).get(model, {})
+    return Measured(num_clients=num_clients, num_examples=int(num_examples), metrics=metrics)
 
 
 def groups(connection: Connection, task: str, model: str, least: int) -> dict[str, Measured]:
@@ -131,39 +253,9 @@ def classes(connection: Connection, task: str, model: str, least: int) -> dict[s
     }
 
 
-def counted(connection: Connection, task: str, least: int) -> dict[str, dict[str, Tally]]:
-    """By model and class, for models that `least` devices or more counted: the examples, and how
-    many the model was right of."""
-    enough = (
-        sa.select(class_counts.c.model)
-        .where(class_counts.c.task == task)
-        .group_by(class_counts.c.model)
-        .having(sa.func.count(sa.distinct(class_counts.c.client_id)) >= least)
-    )
-    n, right = sa.func.sum(class_counts.c.num_examples), sa.func.sum(class_counts.c.correct)
-    found = connection.execute(
-        sa.select(class_counts.c.model, class_counts.c.label, n, right)
-        .where(class_counts.c.task == task, class_counts.c.model.in_(enough))
-        .group_by(class_counts.c.model, class_counts.c.label)
-    )
-    by_model: dict[str, dict[str, Tally]] = {}
-    for model, label, num_examples, correct in found:
-        by_model.setdefault(model, {})[label] = Tally(int(num_examples), int(correct))
-    return by_model
-
-
 def _in_order(label: str) -> tuple[int, str]:
     """2 before 10."""
     return len(label) if label.isdecimal() else 0, label
-
-
-def losses(task: str) -> sa.Select[Any]:
-    """The query of every loss that was measured: client_id, at, value."""
-    return (
-        sa.select(measures.c.client_id, evaluations.c.reported_at.label("at"), measures.c.value)
-        .join(evaluations, _SAME)
-        .where(measures.c.task == task, measures.c.metric == "loss", _IS_COUNTED)
-    )
 
 
 # What follows
@@ -171,42 +263,17 @@ def losses(task: str) -> sa.Select[Any]:
 
 @dataclass(frozen=True, slots=True)
 class Score:
-    """What the task's metric came to for the model that `round` made, 0 the first one; None: too
-    few devices have measured it."""
+    """What a metric came to for the model that `round` made, 0 the first one; None: too few devices
+    have measured it."""
 
     round: int
     model: str
     value: float | None
 
 
-def scores(connection: Connection, task: str, terms: EvaluationTerms) -> list[Score]:
-    """Of every model that a round of the task began with or made, in the order of the rounds."""
-    found = connection.execute(
-        sa.select(measures.c.model, _MEAN)
-        .join(evaluations, _SAME)
-        .where(measures.c.task == task, measures.c.metric == terms.metric, _IS_COUNTED)
-        .group_by(measures.c.model)
-        .having(sa.func.count() >= terms.least_clients)
-    )
-    values = {model: mean for model, mean in found}
-    history = connection.execute(
-        sa.select(rounds.c.round, rounds.c.base_model, rounds.c.model)
-        .where(rounds.c.task == task)
-        .order_by(rounds.c.round, rounds.c.attempt)
-    ).all()
-    models: dict[str, int] = {}
-    for row in history:
-        models.setdefault(row.base_model, row.round - 1)
-        if row.model is not None:
-            models.setdefault(row.model, row.round)
-    return [Score(number, model, values.get(model)) for model, number in models.items()]
-
-
 def last_stop(connection: Connection, task: str) -> int:
     """The last round after which the task was stopped before its time, 0 if it never was."""
-    query = sa.select(sa.func.max(rounds.c.round)).where(
-        rounds.c.task == task, rounds.c.state == "committed", rounds.c.reason != ""
-    )
+    query = sa.select(sa.func.max(rounds.c.round)).where(rounds.c.task == task, STOPPED)
     return connection.execute(query).scalar_one() or 0
 
 

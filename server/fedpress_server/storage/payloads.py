@@ -14,7 +14,7 @@ import secrets
 import shutil
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import BinaryIO
@@ -26,6 +26,7 @@ _TEMPORARY = ".tmp"
 _FOLDER_GONE = 10
 """How often a folder may be dropped while one file is written there."""
 _FULL = (errno.ENOSPC, errno.EDQUOT)
+_NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL
 _BY_CONTENT = {"models", "optimizers", "artefacts", "bases", "uploads", "parts"}
 _HEX = frozenset("0123456789abcdef")
 
@@ -47,6 +48,17 @@ class Payloads(ABC):
         What is there under `name` already is replaced, by the same bytes where names are digests,
         and is as young as if it were new.
         """
+
+    def put_all(self, files: Sequence[tuple[str, bytes]]) -> list[Exception | None]:
+        """Several by their names, each as by `put`; what it raised for each, in their order."""
+        return [self._failure(name, data) for name, data in files]
+
+    def _failure(self, name: str, data: bytes) -> Exception | None:
+        try:
+            self.put(name, data)
+        except Exception as exc:
+            return exc
+        return None
 
     @abstractmethod
     def get(self, name: str) -> bytes:
@@ -105,26 +117,68 @@ class LocalPayloads(Payloads):
                 return self._put(name, data)
         return self._put(name, data)
 
+    def put_all(self, files: Sequence[tuple[str, bytes]]) -> list[Exception | None]:
+        """As `put`, and each folder is synced once. What the disk refuses has another try by
+        itself: a folder may have been dropped meanwhile."""
+        if len(files) < 2:
+            return super().put_all(files)
+        placed: dict[str, list[int]] = {}
+        found: dict[int, Exception | None] = {}
+        for index, (name, data) in enumerate(files):
+            try:
+                placed.setdefault(self._place(name, data), []).append(index)
+            except OSError:
+                continue
+            except Exception as exc:
+                found[index] = exc
+        for folder, indices in placed.items():
+            with suppress(OSError):
+                _sync_folder(folder)
+                found.update((index, _passed("file-kept")) for index in indices)
+        return [
+            found[index] if index in found else self._failure(name, data)
+            for index, (name, data) in enumerate(files)
+        ]
+
     def _put(self, name: str, data: bytes) -> None:
-        place = self.path(name)
-        _make_folder(place.parent)
-        beside = place.parent / f"{secrets.token_hex(8)}{_TEMPORARY}"
         try:
-            descriptor = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+            _sync_folder(self._place(name, data))
+        except OSError as exc:
+            if exc.errno in _FULL:
+                raise StorageFull("no space is left on the server", retry_after=60) from exc
+            raise
+        failpoints.reach("file-kept")
+
+    def _place(self, name: str, data: bytes) -> str:
+        """Write and sync a file in its place; its folder, which is not synced yet.
+
+        Paths are texts here: to make `Path`s takes longer than to write a small file.
+        """
+        place = f"{self.root}/{name}"
+        folder = place.rpartition("/")[0]
+        beside = f"{folder}/{secrets.token_hex(8)}{_TEMPORARY}"
+        try:
+            descriptor = self._opened(beside)
             try:
                 _write_all(descriptor, data)
                 os.fsync(descriptor)
             finally:
                 os.close(descriptor)
             failpoints.reach("file-written")
-            beside.rename(place)
-            _sync_folder(place.parent)
-            failpoints.reach("file-kept")
-        except OSError as exc:
-            beside.unlink(missing_ok=True)
-            if exc.errno in _FULL:
-                raise StorageFull("no space is left on the server", retry_after=60) from exc
+            os.rename(beside, place)
+        except OSError:
+            with suppress(FileNotFoundError):
+                os.unlink(beside)
             raise
+        return folder
+
+    @staticmethod
+    def _opened(beside: str) -> int:
+        try:
+            return os.open(beside, _NEW, 0o600)
+        except FileNotFoundError:
+            _make_folder(Path(beside).parent)
+            return os.open(beside, _NEW, 0o600)
 
     def get(self, name: str) -> bytes:
         try:
@@ -201,6 +255,15 @@ def check_digest(name: str, data: bytes) -> None:
             raise ServerError(f"{name} came back from the store with SHA-256 {found}")
 
 
+def _passed(point: str) -> Exception | None:
+    """What was raised at a failpoint."""
+    try:
+        failpoints.reach(point)
+    except Exception as exc:
+        return exc
+    return None
+
+
 def _write_all(descriptor: int, data: bytes) -> None:
     left = memoryview(data)
     while left:
@@ -216,7 +279,7 @@ def _make_folder(folder: Path) -> None:
     _sync_folder(folder.parent)
 
 
-def _sync_folder(folder: Path) -> None:
+def _sync_folder(folder: Path | str) -> None:
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(descriptor)

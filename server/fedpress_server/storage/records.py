@@ -3,17 +3,18 @@ caller's transaction."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
-from typing import Any
+from typing import Any, Literal
 
 import sqlalchemy as sa
 from sqlalchemy.engine import Connection, Row
 
 from fedpress_protocols.messages import RoundStatus, TaskState
-from fedpress_server.rounds.selection import Candidate
 from fedpress_server.storage import evaluation
+from fedpress_server.storage.prepared import Prepared, Rows, each_of
 from fedpress_server.storage.tables import (
     assignments,
     bases,
@@ -31,6 +32,8 @@ from fedpress_server.storage.tables import (
 
 RoundKey = tuple[str, int, int]
 """Task, round, attempt."""
+Approval = Literal["waiting", "approved", "rejected"]
+"""What an operator has said of a device; of most nobody has to say anything."""
 
 
 # Devices
@@ -47,6 +50,11 @@ class Device:
     token_id: str
     enrolled_at: float
     revoked_at: float | None
+    approval: Approval = "approved"
+    decided_at: float | None = None
+    """When somebody approved or rejected it."""
+    rotated_at: float | None = None
+    """Since when this is its key, if another was before."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +66,9 @@ class EnrolmentToken:
     created_at: float
     expires_at: float
     note: str
+    approve_each: bool = False
+    """Whether every device that it brings waits for an operator's word."""
+    revoked_at: float | None = None
 
 
 def devices(connection: Connection) -> list[Device]:
@@ -90,8 +101,7 @@ def revoke_device(connection: Connection, client_id: str, at: float) -> None:
 
 def revoked_among(connection: Connection, client_ids: Sequence[str]) -> set[str]:
     """Those of them that are strangers from now on."""
-    found = connection.execute(_REVOKED, {"client_ids": list(client_ids)})
-    return set(found.scalars())
+    return set(_REVOKED.run(connection, client_ids=json.dumps(list(client_ids))).scalars())
 
 
 def add_token(connection: Connection, token: EnrolmentToken) -> None:
@@ -176,8 +186,7 @@ def claim_task(connection: Connection, task: str, version: int) -> bool:
     One statement is comparison, count and, where other servers write beside this transaction, a
     lock: a second writer waits for the row, and then finds another version.
     """
-    claimed = connection.execute(_CLAIM, {"of_task": task, "at_version": version})
-    return claimed.rowcount == 1
+    return _CLAIM.run(connection, of_task=task, at_version=version).rowcount == 1
 
 
 def task_version(connection: Connection, task: str) -> int | None:
@@ -238,18 +247,17 @@ def update_round(connection: Connection, key: RoundKey, **values: Any) -> None:
 def count(connection: Connection, key: RoundKey, **amounts: int) -> None:
     """Add `amounts` to the round's counters of those names."""
     task, number, attempt = key
-    of = {"of_task": task, "of_round": number, "of_attempt": attempt}
     added = {f"add_{name}": amount for name, amount in amounts.items()}
-    connection.execute(_counting(tuple(amounts)), {**of, **added})
+    counting = _counting(tuple(amounts))
+    counting.run(connection, of_task=task, of_round=number, of_attempt=attempt, **added)
 
 
 @cache
-def _counting(names: tuple[str, ...]) -> sa.Update:
-    """Made once: to make a statement costs more than to run it."""
+def _counting(names: tuple[str, ...]) -> Prepared:
     of = zip(_KEY, ("of_task", "of_round", "of_attempt"), strict=True)
     values = {name: rounds.c[name] + sa.bindparam(f"add_{name}") for name in names}
     is_this = [rounds.c[name] == sa.bindparam(given) for name, given in of]
-    return sa.update(rounds).where(*is_this).values(**values)
+    return Prepared(sa.update(rounds).where(*is_this).values(**values))
 
 
 @dataclass(frozen=True, slots=True)
@@ -307,9 +315,7 @@ def add_events(
     connection: Connection, key: RoundKey, at: float, numbered: Sequence[tuple[int, dict[str, Any]]]
 ) -> None:
     """Several events of an attempt by their numbers, all at one time."""
-    task, number, attempt = key
-    of = {"task": task, "round": number, "attempt": attempt, "at": at}
-    connection.execute(_ADD_EVENT, [{**of, "seq": seq, "event": event} for seq, event in numbered])
+    _EVENTS.add(connection, [(*key, seq, at, event) for seq, event in numbered])
 
 
 def events(
@@ -334,13 +340,18 @@ def unfinished_rounds(connection: Connection) -> set[RoundKey]:
 
 
 def round_history(
-    connection: Connection, task: str, number: int | None = None
+    connection: Connection, task: str, before: tuple[int, int] | None, limit: int
 ) -> list[RoundStatus]:
-    """Every attempt at every round, or at round `number`, oldest first."""
-    query = sa.select(rounds).where(rounds.c.task == task)
-    if number is not None:
-        query = query.where(rounds.c.round == number)
-    rows = connection.execute(query.order_by(rounds.c.round, rounds.c.attempt)).all()
+    """The newest `limit` attempts of those before the attempt `before`, (round, attempt), or of
+    all; oldest first."""
+    row = rounds.c
+    query = sa.select(*_SHOWN).where(row.task == task)
+    if before is not None:
+        number, attempt = before
+        is_before = sa.or_(row.round < number, row.attempt < attempt)
+        query = query.where(row.round <= number, is_before)
+    newest_first = query.order_by(row.round.desc(), row.attempt.desc()).limit(limit)
+    rows = connection.execute(newest_first).all()[::-1]
     means = evaluation.means(connection, task, {row.model for row in rows if row.model})
     return [_status(row, means.get(row.model, {})) for row in rows]
 
@@ -384,16 +395,27 @@ def _status(row: Row[Any], metrics: dict[str, float]) -> RoundStatus:
     return RoundStatus(**fields, metrics=metrics)
 
 
-def newest_attempt(
+def newest_attempt(connection: Connection, task: str, number: int) -> RoundStatus | None:
+    """At round `number`; None if there is none."""
+    found = round_history(connection, task, (number + 1, 0), 1)
+    return found[0] if found and found[0].round == number else None
+
+
+def measured_attempt(
     connection: Connection, task: str, number: int, least: int
 ) -> RoundStatus | None:
-    """At round `number`, with what `least` devices or more measured by group and by class."""
-    found = round_history(connection, task, number)
-    if not found or found[-1].model is None:
-        return found[-1] if found else None
-    of_model = (connection, task, found[-1].model, least)
-    groups, classes = evaluation.groups(*of_model), evaluation.classes(*of_model)
-    return found[-1].model_copy(update={"groups": groups, "classes": classes})
+    """The newest at round `number`, with what `least` devices or more measured by group and by
+    class."""
+    found = newest_attempt(connection, task, number)
+    if found is None or found.model is None:
+        return found
+    of_model = (connection, task, found.model, least)
+    measured = {
+        "measured": evaluation.measured(connection, task, found.model),
+        "groups": evaluation.groups(*of_model),
+        "classes": evaluation.classes(*of_model),
+    }
+    return found.model_copy(update=measured)
 
 
 def bases_of(connection: Connection, task: str) -> dict[str, str]:
@@ -460,7 +482,7 @@ def add_assignment(connection: Connection, record: AssignmentRecord) -> None:
 
 
 def add_assignments(connection: Connection, given: Sequence[AssignmentRecord]) -> None:
-    connection.execute(_ADD_ASSIGNMENT, [_fields(each) for each in given])
+    _ASSIGNMENTS.add(connection, [_values(each) for each in given])
 
 
 def assignment(connection: Connection, name: str) -> AssignmentRecord | None:
@@ -476,7 +498,7 @@ def add_upload(connection: Connection, record: UploadRecord) -> None:
 
 def add_uploads(connection: Connection, taken: Sequence[UploadRecord], now: float) -> None:
     """All received `now`, whatever they say themselves."""
-    connection.execute(_ADD_UPLOAD, [{**_fields(each), "received_at": now} for each in taken])
+    _UPLOADS.add(connection, [_values(replace(each, received_at=now)) for each in taken])
 
 
 def upload(connection: Connection, name: str) -> UploadRecord | None:
@@ -505,44 +527,6 @@ def receipts(
         .order_by(assignments.c.assigned_at, assignments.c.assignment)
     ).all()
     return [receipt for _, receipt in found if receipt], {name for name, _ in found}
-
-
-def candidates(connection: Connection, task: str, client_ids: Iterable[str]) -> list[Candidate]:
-    """What the task's records tell of `client_ids`, in their order; see Candidate."""
-    client_ids = list(client_ids)
-    whose, upload_of = assignments.c.client_id, assignments.c.assignment == uploads.c.assignment
-    of_task = assignments.c.task == task
-    if len(client_ids) <= _SOME:  # by their index, however long the task's history is
-        of_task = sa.and_(of_task, whose.in_(client_ids))
-    given = connection.execute(
-        sa.select(whose, sa.func.count(), sa.func.count(uploads.c.assignment))
-        .select_from(assignments.outerjoin(uploads, upload_of))
-        .where(of_task)
-        .group_by(whose)
-    )
-    counts = {client_id: (num_given, delivered) for client_id, num_given, delivered in given}
-    staged = sa.select(whose, uploads.c.received_at.label("at")).join(uploads, upload_of)
-    staged = staged.where(of_task)
-    examples = staged.add_columns(uploads.c.num_examples.label("value"))
-    reported = staged.add_columns(uploads.c.loss.label("value")).where(uploads.c.loss.is_not(None))
-    losses = sa.union_all(reported, evaluation.losses(task))
-    num_examples = _newest(connection, examples.where(uploads.c.num_examples > 0))
-    loss = _newest(connection, losses)
-    return [
-        Candidate(each, num_examples.get(each), loss.get(each), *counts.get(each, (0, 0)))
-        for each in client_ids
-    ]
-
-
-def _newest(
-    connection: Connection, told: sa.Select[Any] | sa.CompoundSelect[Any]
-) -> dict[str, Any]:
-    """By client, the newest value of `told`, whose columns are client_id, at and value."""
-    row = told.subquery().c
-    rank = sa.func.row_number().over(partition_by=row.client_id, order_by=row.at.desc())
-    ranked = sa.select(row.client_id, row.value, rank.label("rank")).subquery().c
-    newest = sa.select(ranked.client_id, ranked.value).where(ranked.rank == 1)
-    return {client_id: value for client_id, value in connection.execute(newest)}
 
 
 def set_waiting(
@@ -652,22 +636,26 @@ def _is_round(table: sa.Table, key: RoundKey) -> Iterable[sa.ColumnElement[bool]
 
 
 _KEY = ("task", "round", "attempt")
+_SHOWN = [column for column in rounds.c if column.name in RoundStatus.model_fields]
 _FEW = 100
-_SOME = 5000
-_REVOKED = sa.select(clients.c.client_id).where(
-    clients.c.client_id.in_(sa.bindparam("client_ids", expanding=True)),
-    clients.c.revoked_at.is_not(None),
+_REVOKED = Prepared(
+    lambda dialect: sa.select(clients.c.client_id).where(
+        clients.c.client_id.in_(each_of(dialect, "client_ids")), clients.c.revoked_at.is_not(None)
+    )
 )
-_CLAIM = (
+_CLAIM = Prepared(
     sa.update(tasks)
     .where(tasks.c.task == sa.bindparam("of_task"), tasks.c.version == sa.bindparam("at_version"))
     .values(version=tasks.c.version + 1)
 )
-_ADD_EVENT = sa.insert(round_events)
-_ADD_ASSIGNMENT = sa.insert(assignments)
-_ADD_UPLOAD = sa.insert(uploads)
+_EVENTS, _ASSIGNMENTS, _UPLOADS = Rows(round_events), Rows(assignments), Rows(uploads)
 _VERSIONS = sa.select(tasks.c.task, tasks.c.version)
 
 
 def _fields(record: Any) -> dict[str, Any]:
     return {name: getattr(record, name) for name in record.__slots__}
+
+
+def _values(record: Any) -> tuple[Any, ...]:
+    """In the order of its table's columns."""
+    return tuple([getattr(record, name) for name in record.__slots__])

@@ -20,6 +20,8 @@ enrolment_tokens = sa.Table(
     sa.Column("created_at", _TIME, nullable=False),
     sa.Column("expires_at", _TIME, nullable=False),
     sa.Column("note", sa.Text, nullable=False),
+    sa.Column("approve_each", sa.Boolean, nullable=False, server_default=sa.false()),
+    sa.Column("revoked_at", _TIME),
 )
 
 clients = sa.Table(
@@ -32,6 +34,22 @@ clients = sa.Table(
     sa.Column("token_id", _ID, sa.ForeignKey("enrolment_tokens.token_id"), nullable=False),
     sa.Column("enrolled_at", _TIME, nullable=False),
     sa.Column("revoked_at", _TIME),
+    sa.Column("approval", sa.String(16), nullable=False, server_default="approved"),
+    sa.Column("decided_at", _TIME),
+    sa.Column("rotated_at", _TIME),
+    sa.Index("clients_by_enrolment", "enrolled_at", "client_id"),
+)
+
+former_keys = sa.Table(
+    "former_keys",
+    metadata,
+    sa.Column("key_id", _ID, primary_key=True),
+    sa.Column("client_id", _ID, sa.ForeignKey("clients.client_id"), nullable=False),
+    sa.Column("public_key", sa.LargeBinary(32), nullable=False),
+    sa.Column("next_key_id", _ID, nullable=False),
+    sa.Column("retired_at", _TIME, nullable=False),
+    sa.Column("rotation", sa.JSON, nullable=False),
+    sa.Index("former_keys_by_client", "client_id"),
 )
 
 models = sa.Table(
@@ -64,6 +82,9 @@ tasks = sa.Table(
     sa.Column("held_at", _TIME),
 )
 
+STOPPED = sa.text("state = 'committed' AND reason <> ''")
+"""Of rounds: a task was stopped before its time after them."""
+
 rounds = sa.Table(
     "rounds",
     metadata,
@@ -92,6 +113,9 @@ rounds = sa.Table(
     sa.Column("closed_at", _TIME),
     sa.Column("session", sa.JSON),
     sa.Column("course", sa.JSON(none_as_null=True)),
+    sa.Index("rounds_by_base", "task", "base_model", "round", "attempt"),
+    sa.Index("rounds_by_model", "task", "model", "round", "attempt"),
+    sa.Index("rounds_stopped", "task", "round", sqlite_where=STOPPED, postgresql_where=STOPPED),
 )
 
 _OF_ROUND = (["task", "round", "attempt"], ["rounds.task", "rounds.round", "rounds.attempt"])
@@ -217,6 +241,31 @@ class_counts = sa.Table(
     sa.ForeignKeyConstraint(*_OF_REPORT),
 )
 
+measured_models = sa.Table(
+    "measured_models",
+    metadata,
+    sa.Column("task", _ID, sa.ForeignKey("tasks.task"), primary_key=True),
+    sa.Column("model", _DIGEST, sa.ForeignKey("models.digest"), primary_key=True),
+    sa.Column("change", sa.BigInteger, nullable=False),
+    sa.Index("measured_models_by_change", "task", "change"),
+)
+
+participants = sa.Table(
+    "participants",
+    metadata,
+    sa.Column("task", _ID, sa.ForeignKey("tasks.task"), primary_key=True),
+    sa.Column("client_id", _ID, sa.ForeignKey("clients.client_id"), primary_key=True),
+    sa.Column("given", sa.Integer, nullable=False),
+    sa.Column("delivered", sa.Integer, nullable=False),
+    sa.Column("num_examples", sa.BigInteger),
+    sa.Column("examples_at", _TIME),
+    sa.Column("loss", sa.Double),
+    sa.Column("loss_at", _TIME),
+    sa.Column("measured_loss", sa.Double),
+    sa.Column("measured_at", _TIME),
+    sa.Column("measured_model", _DIGEST),
+)
+
 jobs = sa.Table(
     "jobs",
     metadata,
@@ -269,6 +318,15 @@ server_keys = sa.Table(
     metadata,
     sa.Column("purpose", sa.String(16), primary_key=True),
     sa.Column("public_key", sa.LargeBinary(32), nullable=False),
+)
+
+server_key_successions = sa.Table(
+    "server_key_successions",
+    metadata,
+    sa.Column("public_key", sa.LargeBinary(32), primary_key=True),
+    sa.Column("successor", sa.LargeBinary(32), nullable=False, unique=True),
+    sa.Column("statement", sa.Text, nullable=False),
+    sa.Column("active_at", sa.Double),
 )
 
 model_versions = sa.Table(
@@ -336,4 +394,30 @@ undone = sa.Table(
     sa.Column("attempt", sa.Integer, nullable=False),
     sa.Column("model", _DIGEST),
     sa.Column("reported_at", _TIME, nullable=False),
+)
+
+operators = sa.Table(
+    "operators",
+    metadata,
+    sa.Column("operator_id", _ID, primary_key=True),
+    sa.Column("token_hash", _DIGEST, nullable=False, unique=True),
+    sa.Column("role", sa.String(16), nullable=False),
+    sa.Column("note", sa.Text, nullable=False),
+    sa.Column("created_at", _TIME, nullable=False),
+    sa.Column("created_by", sa.String(80), nullable=False),
+    sa.Column("expires_at", _TIME, nullable=False),
+    sa.Column("revoked_at", _TIME),
+)
+
+audit_log = sa.Table(
+    "audit_log",
+    metadata,
+    sa.Column("seq", sa.BigInteger, primary_key=True, autoincrement=False),
+    sa.Column("at", sa.BigInteger, nullable=False),
+    sa.Column("actor", sa.String(80), nullable=False),
+    sa.Column("action", sa.String(64), nullable=False),
+    sa.Column("subject", sa.Text, nullable=False),
+    sa.Column("details", sa.Text, nullable=False),
+    sa.Column("previous", _DIGEST, nullable=False),
+    sa.Column("hash", _DIGEST, nullable=False),
 )

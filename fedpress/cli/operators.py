@@ -1,0 +1,81 @@
+"""The commands `fedpress operator ...`: who else operates the server, and with which role."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+import click
+
+from fedpress.cli.tables import moment, table, tell, terminal_width
+from fedpress.command_line import Group, argument, as_json, operates
+from fedpress_protocols.errors import ConfigurationError
+from fedpress_protocols.operators import ROLES, Role
+
+if TYPE_CHECKING:
+    from fedpress.operator import Operator
+    from fedpress_protocols.operators import OperatorStatus, OperatorToken
+
+_DAY = 86400.0
+
+
+@click.group("operator", cls=Group)
+def operators() -> None:
+    """Tokens for people who operate the server: create, list, revoke."""
+
+
+@operators.command("create")
+@argument(
+    "role",
+    type=click.Choice(ROLES),
+    help="viewer reads; operator runs tasks and moves models; registrar lets devices in and out; "
+    "admin does all of it.",
+)
+@click.option("--note", default="", show_default=False, help="Whose it is, or what for.")
+@click.option("--days", type=float, default=90.0, help="How long it is valid.")
+@as_json
+@operates
+def create_operator(server: Operator, role: Role, note: str, days: float, as_json: bool) -> None:
+    """Print a new token, once; the server keeps only its hash."""
+    if not 0 < days <= 10 * 366:
+        raise ConfigurationError(f"--days {days:g}", hint="above 0, and 3660 at most")
+    made = server.create_operator(role, expires_in=days * _DAY, note=note)
+    tell(made, _new(made), as_json=as_json)
+
+
+@operators.command("list")
+@as_json
+@operates
+def list_operators(server: Operator, as_json: bool) -> None:
+    """List who has or had a token; the server's admin token is not among them."""
+    found = server.operators()
+    rows = [
+        (each.operator_id, each.role, _state(each), moment(each.expires_at), each.note)
+        for each in found
+    ]
+    headings = ("operator", "role", "state", "until", "note")
+    lines = table(headings, rows, width=terminal_width()) if rows else ["there are none"]
+    tell(found, lines, as_json=as_json)
+
+
+@operators.command("revoke")
+@argument("operator_id", metavar="OPERATOR", help="As list shows it.")
+@as_json
+@operates
+def revoke_operator(server: Operator, operator_id: str, as_json: bool) -> None:
+    """Refuse somebody's token from now on."""
+    done = server.revoke_operator(operator_id)
+    line = f"{done.operator_id}, {done.role}: revoked since {moment(done.revoked_at)}"
+    tell(done, [line], as_json=as_json)
+
+
+def _new(made: OperatorToken) -> Iterator[str]:
+    yield made.token
+    click.echo(f"{made.role} {made.operator_id}, until {moment(made.expires_at)}", err=True)
+
+
+def _state(each: OperatorStatus) -> str:
+    if each.revoked_at is not None:
+        return "revoked"
+    return "good" if time.time() < each.expires_at else "expired"

@@ -1,0 +1,168 @@
+"""The commands `fedpress round ...`: what became of a task's rounds, and what is open now."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
+
+import click
+
+from fedpress.cli.tables import fields, lasting, moment, size, table, tell, terminal_width
+from fedpress.cli.watching import watch
+from fedpress.command_line import Group, argument, as_json, operates
+
+if TYPE_CHECKING:
+    from fedpress.operator import Operator
+    from fedpress_protocols.messages import Measured, RoundStatus
+
+
+@click.group("round", cls=Group)
+def rounds() -> None:
+    """A task's rounds: list, show, watch, abort."""
+
+
+@rounds.command("list")
+@click.argument("task")
+@click.option("--limit", type=click.IntRange(1, 1000), default=20, help="Attempts, the newest.")
+@click.option(
+    "--before", type=click.IntRange(min=1), metavar="ROUND", help="Only rounds older than this one."
+)
+@as_json
+@operates
+def list_rounds(server: Operator, task: str, limit: int, before: int | None, as_json: bool) -> None:
+    """List the attempts at a task's rounds, the newest first."""
+    found = newest(server, task, limit, before)
+    headings = ("round", "state", "included", "up", "down", "took", "measured", "why")
+    lines = (
+        table(headings, [_row(each) for each in found], width=terminal_width())
+        if found
+        else ["no round before that" if before else "no round yet"]
+    )
+    tell(found, lines, as_json=as_json)
+
+
+@rounds.command("show")
+@click.argument("task")
+@argument(
+    "number",
+    metavar="[ROUND]",
+    type=click.IntRange(min=1),
+    required=False,
+    help="The newest if left out.",
+)
+@as_json
+@operates
+def show_round(server: Operator, task: str, number: int | None, as_json: bool) -> None:
+    """Show the last attempt at a round, with what devices measured by group and by class."""
+    if number is None:
+        newest_attempts = newest(server, task, 1, None)
+        number = newest_attempts[0].round if newest_attempts else 1
+    found = server.round(task, number)
+    tell(found, _whole(found), as_json=as_json)
+
+
+rounds.add_command(watch)
+
+
+@rounds.command("abort")
+@click.argument("task")
+@click.option("--why", default="", show_default=False, help="For the round's record.")
+@as_json
+@operates
+def abort_round(server: Operator, task: str, why: str, as_json: bool) -> None:
+    """Give up the attempt that is open and begin the round again; devices keep their updates."""
+    summary = server.abort_round(task, why)
+    lines = [f"task {task}: {summary.state}, {summary.round} of {summary.rounds} rounds"]
+    aborted = next((a for a in newest(server, task, 4, None) if a.state == "abandoned"), None)
+    if aborted is not None:
+        lines.insert(0, f"round {_name(aborted)} is abandoned: {aborted.reason}")
+    tell(summary, lines, as_json=as_json)
+
+
+def newest(server: Operator, task: str, limit: int, before: int | None) -> list[RoundStatus]:
+    """Of the attempts at rounds below `before` the last `limit`, the newest first."""
+    at = None if before is None else str(before)
+    return server.rounds(task, before=at, limit=limit)[::-1]
+
+
+def _name(attempt: RoundStatus) -> str:
+    return f"{attempt.round}.{attempt.attempt}"
+
+
+def _row(attempt: RoundStatus) -> Sequence[str]:
+    is_over = attempt.closed_at is not None
+    counted = attempt.included if is_over else attempt.received
+    return (
+        _name(attempt),
+        attempt.state,
+        f"{counted} of {attempt.assigned}",
+        size(attempt.wire_upload_bytes),
+        size(attempt.download_bytes),
+        lasting(attempt.closed_at - attempt.opened_at) if attempt.closed_at else "open",
+        _measured(attempt.metrics, most=2),
+        attempt.reason,
+    )
+
+
+def _measured(metrics: dict[str, float], most: int = 100) -> str:
+    return ", ".join(f"{name} {value:.4g}" for name, value in list(metrics.items())[:most])
+
+
+def _whole(attempt: RoundStatus) -> Iterator[str]:
+    width = terminal_width()
+    session, course = attempt.session, attempt.course
+    pairs = [
+        ("round", f"{attempt.round} of task {attempt.task}, attempt {attempt.attempt}"),
+        ("state", attempt.state),
+        ("why", attempt.reason),
+        ("opened", moment(attempt.opened_at)),
+        ("deadline", "" if attempt.closed_at else moment(attempt.deadline)),
+        ("closed", moment(attempt.closed_at)),
+        ("cohort", f"{attempt.size} wanted, {attempt.minimum} at least"),
+        (
+            "uploads",
+            f"{attempt.assigned} assigned, {attempt.received} received, "
+            f"{attempt.included} included",
+        ),
+        ("examples", f"{attempt.num_examples:,}"),
+        (
+            "up",
+            f"{attempt.upload_bytes:,} bytes, {attempt.wire_upload_bytes:,} with headers",
+        ),
+        ("down", f"{attempt.download_bytes:,} bytes" + _forms(attempt)),
+        ("made from", attempt.base_model),
+        ("model", attempt.model or ""),
+        *((f"  {name}", digest) for name, digest in attempt.published.items()),
+        ("measured", _measured(attempt.metrics) + _by_whom(attempt.measured)),
+        *([] if session is None else [("session", _steps(session.began, session.answered))]),
+        *([] if course is None else [("policies", course.why)]),
+        *((("warning", each) for each in course.warnings) if course is not None else ()),
+    ]
+    yield from fields(pairs, width=width)
+    for heading, found in (("group", attempt.groups), ("class", attempt.classes)):
+        if found:
+            yield ""
+            yield from table((heading, "devices", "examples", "measured"), _by(found), width=width)
+
+
+def _by_whom(measured: Measured | None) -> str:
+    if measured is None:
+        return ""
+    return f"; by {measured.num_clients} devices on {measured.num_examples:,} examples"
+
+
+def _by(found: dict[str, Measured]) -> list[Sequence[str]]:
+    return [
+        (name, str(each.num_clients), f"{each.num_examples:,}", _measured(each.metrics))
+        for name, each in found.items()
+    ]
+
+
+def _forms(attempt: RoundStatus) -> str:
+    coded = attempt.coded_download_bytes, attempt.difference_download_bytes
+    return f", {coded[0]:,} of them coded whole, {coded[1]:,} as differences" if any(coded) else ""
+
+
+def _steps(began: int, answered: dict[str, int]) -> str:
+    steps = ", ".join(f"{step} {number}" for step, number in answered.items())
+    return f"{began} began" + (f"; answered: {steps}" if steps else "")

@@ -1,0 +1,148 @@
+"""The commands `fedpress server-key ...`: the key that signs receipts, and the one after it."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeVar
+
+import click
+
+from fedpress.cli.tables import tell
+from fedpress.command_line import PATH, Group, as_json, needs
+
+if TYPE_CHECKING:
+    from fedpress_server.identity.rotation import Standing
+    from fedpress_server.storage.database import Database
+
+T = TypeVar("T")
+_config = click.option(
+    "--config",
+    type=PATH,
+    envvar="FEDPRESS_CONFIG",
+    show_envvar=True,
+    help="TOML file of the server's settings; all others are read from FEDPRESS_* variables.",
+)
+_data_dir = click.option("--data-dir", type=PATH, help="The server's folder.")
+
+
+@click.group("server-key", cls=Group)
+def server_keys() -> None:
+    """The key that signs receipts, where a server has its files: show, rotate, switch, retire."""
+
+
+@server_keys.command("show")
+@_data_dir
+@_config
+@as_json
+def show(data_dir: Path | None, config: Path | None, as_json: bool) -> None:
+    """Show which key signs, which is next, and which are on this machine."""
+    from fedpress_server.identity import rotation
+
+    found = _with(config, data_dir, rotation.standing)
+    tell(found, _lines(found), as_json=as_json)
+
+
+@server_keys.command("rotate")
+@_data_dir
+@_config
+@as_json
+def rotate(data_dir: Path | None, config: Path | None, as_json: bool) -> None:
+    """Make the next key beside the one that signs, and have this one name it."""
+    from time import time
+
+    from fedpress_server.identity import rotation
+
+    place: list[Path] = []
+
+    def work(database: Database, file: Path) -> Awaitable[Standing]:
+        place.append(rotation.next_file(file))
+        return rotation.rotate(database, file, time)
+
+    found = _with(config, data_dir, work)
+    lines = (
+        f"made {place[0]}: key {found.next}, which signs nothing yet",
+        "copy it beside the key of every server that has files of its own, then:",
+        "  fedpress server-key switch",
+    )
+    tell(found, lines, as_json=as_json)
+
+
+@server_keys.command("switch")
+@_data_dir
+@_config
+@as_json
+def switch(data_dir: Path | None, config: Path | None, as_json: bool) -> None:
+    """Sign with the next key from now on; on the other machines, give its file its name."""
+    from time import time
+
+    from fedpress_server.identity import rotation
+
+    found = _with(config, data_dir, lambda base, file: rotation.switch(base, file, time))
+    tell(found, _lines(found), as_json=as_json)
+
+
+@server_keys.command("replace")
+@_data_dir
+@_config
+@click.confirmation_option(prompt="Devices will believe nothing before they are given it. Go on?")
+@as_json
+def replace(data_dir: Path | None, config: Path | None, as_json: bool) -> None:
+    """After a leak: sign with a new key that nothing leads to, and erase the old one."""
+    from time import time
+
+    from fedpress_server.identity import rotation
+
+    found = _with(config, data_dir, lambda base, file: rotation.replace(base, file, time))
+    lines = [*_lines(found), "each device now needs: fedpress join --server-key " + found.public]
+    tell(found, lines, as_json=as_json)
+
+
+@server_keys.command("retire")
+@_data_dir
+@_config
+@as_json
+def retire(data_dir: Path | None, config: Path | None, as_json: bool) -> None:
+    """Erase this machine's copy of the key before, once no masked round needs it."""
+    from time import time
+
+    from fedpress_server.identity import rotation
+
+    found = _with(config, data_dir, lambda base, file: rotation.retire(base, file, time))
+    line = f"key {found.erased} is erased" if found.erased else "no former key is on this machine"
+    tell(found, (line,), as_json=as_json)
+
+
+def _lines(found: Standing) -> list[str]:
+    def where(key: str) -> str:
+        return "on this machine" if key in found.here else "not on this machine"
+
+    lines = [f"signs    {found.current}  {where(found.current)}", f"public   {found.public}"]
+    if found.next is not None:
+        lines.append(f"next     {found.next}  {where(found.next)}")
+    lines += [f"former   {key}  {where(key)}" for key in reversed(found.former)]
+    return lines
+
+
+def _with(
+    config: Path | None, data_dir: Path | None, work: Callable[[Database, Path], Awaitable[T]]
+) -> T:
+    """What `work` makes of the database and of the place of the server's key."""
+    import asyncio
+
+    try:
+        from fedpress_server.identity.server_keys import key_file
+        from fedpress_server.settings import Settings
+        from fedpress_server.storage.database import Database
+    except ModuleNotFoundError as exc:
+        needs("server", exc)
+    settings = Settings.load(config, data_dir=data_dir)
+
+    async def run() -> T:
+        database = Database(settings.resolved_database_url, migrates=False)
+        try:
+            return await work(database, key_file("server", settings))
+        finally:
+            await asyncio.to_thread(database.close)
+
+    return asyncio.run(run())

@@ -1,0 +1,67 @@
+"""What an operator has to be allowed for each route, in one table.
+
+A route that operators come to cannot be made without a line here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from fedpress_server.identity.operators import Permission
+
+PERMISSIONS: Mapping[tuple[str, str], Permission] = {
+    # What devices read too.
+    ("GET", "/v1/tasks"): "see",
+    ("GET", "/v1/tasks/{task}"): "see",
+    ("GET", "/v1/tasks/{task}/rounds"): "see",
+    ("GET", "/v1/tasks/{task}/rounds/{number}"): "see",
+    ("GET", "/v1/models/{digest}"): "see",
+    ("GET", "/v1/models/{digest}/coded"): "see",
+    ("GET", "/v1/models/{digest}/from/{base}"): "see",
+    # Tasks and their rounds.
+    ("POST", "/v1/admin/tasks"): "run",
+    ("POST", "/v1/admin/tasks/{task}/continue"): "run",
+    ("POST", "/v1/admin/tasks/{task}/pause"): "run",
+    ("POST", "/v1/admin/tasks/{task}/resume"): "run",
+    ("POST", "/v1/admin/tasks/{task}/finish"): "run",
+    ("POST", "/v1/admin/tasks/{task}/cancel"): "run",
+    ("POST", "/v1/admin/tasks/{task}/abort-round"): "run",
+    # Models.
+    ("PUT", "/v1/admin/models/{digest}"): "run",
+    ("POST", "/v1/admin/models/collect"): "administer",
+    ("GET", "/v1/admin/tasks/{task}/versions"): "see",
+    ("GET", "/v1/admin/tasks/{task}/versions/{which}"): "see",
+    ("GET", "/v1/admin/tasks/{task}/aliases"): "see",
+    ("PUT", "/v1/admin/tasks/{task}/aliases/{alias}"): "run",
+    ("POST", "/v1/admin/tasks/{task}/aliases/{alias}/rollback"): "run",
+    # Devices.
+    ("GET", "/v1/admin/tokens"): "see",
+    ("POST", "/v1/admin/tokens"): "enrol",
+    ("POST", "/v1/admin/tokens/{token_id}/revoke"): "enrol",
+    ("GET", "/v1/admin/clients"): "see",
+    ("GET", "/v1/admin/clients/{client_id}"): "see",
+    ("POST", "/v1/admin/clients/{client_id}/approve"): "enrol",
+    ("POST", "/v1/admin/clients/{client_id}/reject"): "enrol",
+    ("POST", "/v1/admin/clients/{client_id}/revoke"): "enrol",
+    # The server itself.
+    ("GET", "/v1/admin/restores"): "see",
+    ("GET", "/v1/admin/operators"): "administer",
+    ("POST", "/v1/admin/operators"): "administer",
+    ("DELETE", "/v1/admin/operators/{operator_id}"): "administer",
+    ("GET", "/v1/admin/audit"): "administer",
+    ("GET", "/v1/admin/fleet"): "see",
+    ("GET", "/v1/admin/log-level"): "see",
+    ("PUT", "/v1/admin/log-level"): "administer",
+}
+
+
+def permission_of(methods: Iterable[str] | None, path: str) -> Permission:
+    """What the route asks for; raises LookupError for one that has no line."""
+    of = sorted(methods or ())
+    needed = {PERMISSIONS.get((method, path)) for method in of}
+    if len(needed) != 1 or (permission := needed.pop()) is None:
+        raise LookupError(
+            f"{'/'.join(of)} {path}: say in api/permissions.py what an operator has "
+            "to be allowed for it"
+        )
+    return permission

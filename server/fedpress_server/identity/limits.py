@@ -1,0 +1,65 @@
+"""How often somebody may try: a budget for each address, bounded in memory."""
+
+from __future__ import annotations
+
+import ipaddress
+
+from starlette.requests import Request
+
+_MOST_KEYS = 4096
+
+
+class Budgets:
+    """Token buckets by key: `burst` at once, then `per_second`.
+
+    A key that nobody has spent from for long has its whole budget again and is forgotten. Beyond
+    4,096 keys the one that has spent the least goes first, so a flood of new ones pushes out no
+    one who is held back. To be called from one thread.
+    """
+
+    def __init__(self, *, burst: float, per_second: float) -> None:
+        self._burst = burst
+        self._per_second = per_second
+        self._spent: dict[str, tuple[float, float]] = {}
+        """By key: what was spent, and at which time."""
+
+    def wait(self, key: str, now: float, cost: float = 1.0) -> float:
+        """Seconds until `cost` can be spent; 0 if it can be now."""
+        return max(0.0, (self._left_over(key, now) + cost - self._burst) / self._per_second)
+
+    def spend(self, key: str, now: float, cost: float = 1.0) -> None:
+        """Spend `cost`, or what is left of it."""
+        spent = self._left_over(key, now)
+        if key not in self._spent and len(self._spent) >= _MOST_KEYS:
+            self._forget(now)
+        self._spent[key] = min(self._burst, spent + cost), now
+
+    def give_back(self, key: str, cost: float = 1.0) -> None:
+        """Take back what was spent."""
+        if key in self._spent:
+            spent, at = self._spent[key]
+            self._spent[key] = max(0.0, spent - cost), at
+
+    def _left_over(self, key: str, now: float) -> float:
+        """What is not won back yet of what the key has spent."""
+        spent, at = self._spent.get(key, (0.0, now))
+        return max(0.0, spent - max(0.0, now - at) * self._per_second)
+
+    def _forget(self, now: float) -> None:
+        spent = {key: self._left_over(key, now) for key in self._spent}
+        least = sorted(spent, key=spent.__getitem__)[: _MOST_KEYS // 4]
+        gone = {key for key in spent if not spent[key]} | set(least)
+        self._spent = {key: kept for key, kept in self._spent.items() if key not in gone}
+
+
+def address_of(request: Request) -> str:
+    """Whose budget a request spends from: the address of the other end, of IPv6 its network of 64
+    bits. Behind a proxy all have the proxy's."""
+    host = request.client.host if request.client else ""
+    try:
+        address = ipaddress.ip_address(host)
+    except ValueError:
+        return host[:64]
+    if address.version == 4:
+        return str(address)
+    return str(ipaddress.ip_network((address, 64), strict=False))

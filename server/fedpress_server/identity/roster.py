@@ -1,0 +1,217 @@
+"""The devices that are enrolled, and what becomes of them: approved, rejected, revoked, rotated.
+
+    enrolled → waiting → approved → revoked
+                      ↘ rejected ↗
+
+Whom nobody has to approve begins as approved. A rejected device may be approved after all; from
+revoked no way leads back. A change of key is of an approved device alone, and leaves it as it is.
+Every change is in the audit log, by the same transaction.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from sqlalchemy.engine import Connection
+from starlette.requests import Request
+
+from fedpress_protocols.device_keys import Link, chain
+from fedpress_protocols.enrolment import DeviceState
+from fedpress_protocols.errors import (
+    AlreadyExists,
+    Conflict,
+    InvalidSignature,
+    MalformedRequest,
+    NotFound,
+    UnknownDevice,
+)
+from fedpress_protocols.messages import RotationRequest
+from fedpress_protocols.signatures import Content
+from fedpress_server import failpoints
+from fedpress_server.identity import audit
+from fedpress_server.identity.enrolment import former
+from fedpress_server.identity.gatekeeper import Gatekeeper, revoked
+from fedpress_server.storage import identities
+from fedpress_server.storage.database import Database
+from fedpress_server.storage.identities import FormerKey
+from fedpress_server.storage.records import Approval, Device
+
+
+class Roster:
+    """What operators decide of devices, and devices of their keys."""
+
+    def __init__(self, gate: Gatekeeper, database: Database, clock: Callable[[], float]) -> None:
+        self._gate = gate
+        self._database = database
+        self._clock = clock
+
+    async def device(self, client_id: str) -> tuple[Device, list[FormerKey]]:
+        """With the keys that it has left; raises NotFound."""
+
+        def read(connection: Connection) -> tuple[Device, list[FormerKey]]:
+            return _known(connection, client_id), identities.former_of(connection, client_id)
+
+        return await self._database.read(read)
+
+    async def devices(
+        self, state: DeviceState | None, after: str | None, limit: int
+    ) -> list[Device]:
+        """In the order in which they enrolled, those after the client `after`. Raises NotFound."""
+
+        def read(connection: Connection) -> list[Device]:
+            at = None if after is None else _known(connection, after)
+            return identities.devices(connection, state, at, limit)
+
+        return await self._database.read(read)
+
+    # Decisions
+
+    async def approve(self, client_id: str, by: str) -> Device:
+        """Let a device in that waits, or was rejected. Raises NotFound; Conflict if revoked."""
+        return await self._decide(client_id, "approved", by)
+
+    async def reject(self, client_id: str, by: str) -> Device:
+        """Turn a device away that waits. Raises NotFound; Conflict if it was let in before."""
+        return await self._decide(client_id, "rejected", by)
+
+    async def _decide(self, client_id: str, approval: Approval, by: str) -> Device:
+        now = self._clock()
+
+        def write(connection: Connection) -> Device:
+            device = _known(connection, client_id)
+            if device.revoked_at is not None:
+                raise Conflict(
+                    f"client {client_id} was revoked, which is for good",
+                    hint="have it enrolled anew, with a new state directory",
+                )
+            if device.approval == approval:
+                return device
+            if device.approval == "approved":
+                raise Conflict(f"client {client_id} was let in before", hint="revoke it")
+            identities.decide(connection, client_id, approval, now)
+            action: audit.Action = (
+                "device.approved" if approval == "approved" else "device.rejected"
+            )
+            audit.add(connection, now, by, action, client_id, key_id=device.key_id)
+            self._gate.announce(connection)
+            return replace(device, approval=approval, decided_at=now)
+
+        return await self._changed(client_id, write)
+
+    async def revoke(self, client_id: str, by: str) -> Device:
+        """From now on the device is a stranger; what it has had acknowledged, stays."""
+        now = self._clock()
+
+        def write(connection: Connection) -> Device:
+            device = _known(connection, client_id)
+            if device.revoked_at is not None:
+                return device
+            identities.revoke(connection, client_id, now)
+            audit.add(connection, now, by, "device.revoked", client_id, key_id=device.key_id)
+            self._gate.announce(connection)
+            return replace(device, revoked_at=now)
+
+        return await self._changed(client_id, write)
+
+    async def _changed(self, client_id: str, write: Callable[[Connection], Device]) -> Device:
+        """What `write` makes of a device. The gate knows it afterwards, also where nobody waits for
+        the answer any more, or the database did not say what became of it."""
+
+        async def change() -> Device:
+            try:
+                device = await self._database.write(write)
+                failpoints.reach("device-changed")
+                return device
+            finally:
+                await self._gate.look_again(client_id)
+
+        return await asyncio.shield(asyncio.ensure_future(change()))
+
+    # Keys
+
+    async def rotate(self, request: Request, body: RotationRequest) -> Device:
+        """The device, known by its newest key from now on. The same change may come again, signed
+        by either key. Raises one of the Unauthorized family, the errors of a device that is not
+        let in, MalformedRequest, AlreadyExists for a key that is, or was, a device's."""
+        links = chain(body.rotations)
+        newest = links[-1]
+        signer = self._gate.signer_of(request)
+        if signer not in (newest.old_id, newest.new_id):
+            raise InvalidSignature(
+                f"signed by key {signer}, which is neither the newest key nor the one before it"
+            )
+        keys = [link.old_id for link in links] + [newest.new_id]
+        known = await self._database.read(lambda c: identities.devices_by_key(c, keys))
+        if not known:
+            raise await self._gate.stranger(keys[0])
+        public_key = newest.new if signer == newest.new_id else newest.old
+        content = self._gate.check_key(request, public_key)
+        content.check(Content.of(await request.body()))
+        await asyncio.to_thread(_check, links)
+        now = self._clock()
+
+        def write(connection: Connection) -> Device:
+            return self._rotated(connection, links, now)
+
+        return await self._changed(next(iter(known.values())).client_id, write)
+
+    def _rotated(self, connection: Connection, links: Sequence[Link], now: float) -> Device:
+        newest = links[-1]
+        keys = [link.old_id for link in links] + [newest.new_id]
+        current = identities.devices_by_key(connection, keys)
+        past = identities.former_by_key(connection, keys)
+        done = current.get(newest.new_id)
+        if done is not None:
+            left = past.get(newest.old_id)
+            if left is None or left.client_id != done.client_id:
+                raise _taken(newest.new_id)
+            return self._welcome(done, links)
+        here = max((n for n, key in enumerate(keys[:-1]) if key in current), default=None)
+        if here is None:
+            raise UnknownDevice("none of these keys is a device's now")
+        device = self._welcome(current[keys[here]], links)
+        for link in links[here:]:
+            if link.new_id in current or link.new_id in past:
+                raise _taken(link.new_id)
+        identities.retire_keys(connection, former(tuple(links[here:]), device.client_id, now))
+        identities.set_key(connection, device.client_id, newest.new_id, newest.new, now)
+        audit.add(
+            connection,
+            now,
+            audit.by_device(device.client_id),
+            "device.key-rotated",
+            device.client_id,
+            keys=keys[here:],
+        )
+        self._gate.announce(connection)
+        return replace(device, key_id=newest.new_id, public_key=newest.new, rotated_at=now)
+
+    def _welcome(self, device: Device, links: Sequence[Link]) -> Device:
+        """The device, if it may change its key by these statements."""
+        if device.revoked_at is not None:
+            raise revoked(device)
+        if device.approval != "approved":
+            raise self._gate.unapproved(device)
+        if links[0].signed.rotation.client_id != device.client_id:
+            raise MalformedRequest("the changes of key name another device than the one they move")
+        return device
+
+
+def _known(connection: Connection, client_id: str) -> Device:
+    found = identities.device(connection, client_id)
+    if found is None:
+        raise NotFound(f"no client {client_id[:64]!r}")
+    return found
+
+
+def _taken(key_id: str) -> AlreadyExists:
+    return AlreadyExists(
+        f"key {key_id} is, or was, a device's", hint="make a new key: no key comes back"
+    )
+
+
+def _check(links: Sequence[Link]) -> None:
+    for link in links:
+        link.check()

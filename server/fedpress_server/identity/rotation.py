@@ -1,0 +1,423 @@
+"""To sign with another key: made beside the old one, named by it, and then put in its place.
+
+    rotate → (copy the file to every machine that has one of its own) → switch → retire
+
+The server's key lies in FILE. The next one is FILE.next, the one before FILE.former, and FILE.chain
+has the statements by which each handed over to the next. A server takes whichever of the three the
+database says, so files and database need not change at one moment; each step may be repeated, and
+killed anywhere is only to be repeated.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+import os
+from collections.abc import Callable, Collection
+from pathlib import Path
+
+import sqlalchemy as sa
+from pydantic import TypeAdapter, ValidationError
+from sqlalchemy.engine import Connection
+
+from fedpress_protocols.errors import ConfigurationError, Conflict, FedpressError
+from fedpress_protocols.faults import explained
+from fedpress_protocols.plan import Term
+from fedpress_protocols.private_files import check_private
+from fedpress_protocols.signatures import DeviceKey, key_id_of, to_base64url
+from fedpress_protocols.succession import (
+    MAX_SUCCESSIONS,
+    SignedSuccession,
+    followed,
+    signed_succession,
+    verify_succession,
+)
+from fedpress_server.identity import audit
+from fedpress_server.identity.signing import KeyIsElsewhere, Ring, SigningKeys, statements
+from fedpress_server.storage.database import Database
+from fedpress_server.storage.payloads import LocalPayloads
+from fedpress_server.storage.tables import rounds, server_keys, tasks
+from fedpress_server.storage.tables import server_key_successions as successions
+
+_MAX_CHAIN = 2**20
+_STATEMENTS = TypeAdapter(list[SignedSuccession])
+
+
+class Standing(Term):
+    """The server's key, by ids. `here` are those whose private half this machine has."""
+
+    current: str
+    next: str | None
+    """Made, and not in force."""
+    former: tuple[str, ...]
+    here: tuple[str, ...]
+    public: str
+    """The current key itself, base64url, as devices are given it."""
+
+
+class Retired(Term):
+    erased: str | None
+    """The id of the key; None if there was none to erase."""
+
+
+# The files
+
+
+def next_file(place: Path) -> Path:
+    return place.with_name(place.name + ".next")
+
+
+def former_file(place: Path) -> Path:
+    return place.with_name(place.name + ".former")
+
+
+def chain_file(place: Path) -> Path:
+    return place.with_name(place.name + ".chain")
+
+
+def ring(place: Path) -> Ring:
+    """Every key of the server that lies at `place` or beside it; raises ConfigurationError for a
+    file that holds none."""
+    found: dict[bytes, DeviceKey] = {}
+    for file in (place, next_file(place), former_file(place)):
+        check_private(file, "the server's key")
+        try:
+            key = DeviceKey.from_pem(file.read_bytes())
+        except FileNotFoundError:
+            continue
+        except OSError as exc:
+            raise ConfigurationError(f"{file}: {exc.strerror}") from exc
+        except (FedpressError, ValueError) as exc:
+            raise ConfigurationError(
+                f"{file} holds no Ed25519 private key in PEM", hint="put the server's own back"
+            ) from exc
+        found[key.public] = key
+    return found
+
+
+def chain(place: Path) -> list[SignedSuccession]:
+    """The statements that lie beside the key; none where there is no file."""
+    file = chain_file(place)
+    try:
+        with file.open("rb") as opened:
+            data = opened.read(_MAX_CHAIN + 1)
+    except FileNotFoundError:
+        return []
+    except OSError as exc:
+        raise ConfigurationError(f"{file}: {exc.strerror}") from exc
+    try:
+        found = _STATEMENTS.validate_json(data)
+        for each in found:
+            verify_succession(each)
+    except (ValidationError, FedpressError) as exc:
+        why = explained(exc) if isinstance(exc, ValidationError) else exc.detail
+        raise ConfigurationError(
+            f"{file} is no chain of server keys: {why}", hint="bring it back from a copy"
+        ) from exc
+    return found
+
+
+def _settle(place: Path, current: bytes, said: Collection[SignedSuccession]) -> None:
+    """Give each file its name by what the database says; the statements come first."""
+    folder, on_disk = LocalPayloads(place.parent), ring(place)
+    if said:
+        text = json.dumps([each.model_dump(mode="json") for each in said], indent=1) + "\n"
+        folder.put(chain_file(place).name, text.encode())
+    following = next_file(place)
+    if current not in on_disk or not following.exists():
+        return
+    if DeviceKey.from_pem(following.read_bytes()).public != current:
+        return
+    if place.exists() and DeviceKey.from_pem(place.read_bytes()).public != current:
+        os.replace(place, former_file(place))
+    os.replace(following, place)
+    descriptor = os.open(place.parent, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+# The database
+
+
+def first_key(connection: Connection) -> bytes | None:
+    """The key that signed before any change; None if there was none."""
+    query = (
+        sa.select(successions.c.public_key)
+        .where(successions.c.active_at.is_not(None))
+        .order_by(successions.c.active_at)
+        .limit(1)
+    )
+    found = connection.execute(query).scalar_one_or_none()
+    return None if found is None else bytes(found)
+
+
+def check_open_sessions(connection: Connection, keys: SigningKeys) -> None:
+    """Raises ConfigurationError where an open masked round needs a key that is not here."""
+    for opened_at in _open_masked(connection):
+        try:
+            keys.at(opened_at)
+        except KeyIsElsewhere as exc:
+            raise ConfigurationError(str(exc)) from exc
+
+
+def _current(connection: Connection) -> bytes | None:
+    query = sa.select(server_keys.c.public_key).where(server_keys.c.purpose == "server")
+    found = connection.execute(query).scalar_one_or_none()
+    return None if found is None else bytes(found)
+
+
+def _prepared(connection: Connection) -> SignedSuccession | None:
+    query = sa.select(successions.c.statement).where(successions.c.active_at.is_(None))
+    found = connection.execute(query).scalar_one_or_none()
+    return None if found is None else SignedSuccession.model_validate_json(found)
+
+
+def _open_masked(connection: Connection) -> list[float]:
+    """When the open attempts of masked tasks were opened."""
+    query = (
+        sa.select(rounds.c.opened_at, tasks.c.config)
+        .join(tasks, tasks.c.task == rounds.c.task)
+        .where(rounds.c.closed_at.is_(None), tasks.c.state == "running")
+    )
+    return [
+        row.opened_at
+        for row in connection.execute(query)
+        if json.loads(row.config).get("lane") == "masked"
+    ]
+
+
+def _write(connection: Connection, signed: SignedSuccession, active_at: float | None) -> None:
+    key, successor = verify_succession(signed)
+    row = {
+        "public_key": key,
+        "successor": successor,
+        "statement": signed.model_dump_json(),
+        "active_at": active_at,
+    }
+    connection.execute(sa.insert(successions), row)
+
+
+def _put_in_force(connection: Connection, signed: SignedSuccession, now: float, by: str) -> None:
+    """From here on the successor signs. Every task is new to whoever holds it in memory, so that
+    nobody writes another step before having read which key it is."""
+    key, successor = verify_succession(signed)
+    opened = connection.execute(sa.select(sa.func.max(rounds.c.opened_at))).scalar() or 0.0
+    before = connection.execute(sa.select(sa.func.max(successions.c.active_at))).scalar()
+    later = 0.0 if before is None else math.nextafter(before, math.inf)
+    at = max(now, opened, later)
+    changed = connection.execute(
+        sa.update(successions)
+        .where(successions.c.public_key == key, successions.c.active_at.is_(None))
+        .values(active_at=at)
+    )
+    if changed.rowcount != 1:
+        raise Conflict("somebody else changed the server's key meanwhile", hint="look again")
+    connection.execute(
+        sa.update(server_keys).where(server_keys.c.purpose == "server").values(public_key=successor)
+    )
+    connection.execute(sa.update(tasks).values(version=tasks.c.version + 1))
+    audit.add(
+        connection, now, by, "server-key.activated", key_id_of(successor), former=signed.key_id
+    )
+
+
+async def bring_forward(
+    database: Database, place: Path, held: Ring, clock: Callable[[], float]
+) -> None:
+    """Have a database that came back from before changes of the key take them from FILE.chain."""
+    said = await asyncio.to_thread(chain, place)
+    if not said:
+        return
+
+    def write(connection: Connection) -> None:
+        known, last = _current(connection), verify_succession(said[-1])[1]
+        if known is None or known == last or last not in held:
+            return
+        already = {each.succession.successor for each in statements(connection)}
+        if said[-1].succession.successor in already:
+            return  # the database is ahead of the file
+        try:
+            followed(known, key_id_of(last), said)
+        except FedpressError as exc:
+            raise ConfigurationError(
+                f"the database is signed for with key {key_id_of(known)}, and {chain_file(place)} "
+                f"does not lead from it to {key_id_of(last)}",
+                hint="are both of one server? Bring back the chain that belongs to the key",
+            ) from exc
+        by_key = {verify_succession(each)[0]: each for each in said}
+        connection.execute(sa.delete(successions).where(successions.c.active_at.is_(None)))
+        while known != last:
+            _write(connection, by_key[known], None)
+            _put_in_force(connection, by_key[known], clock(), audit.SERVER)
+            known = verify_succession(by_key[known])[1]
+
+    await database.write(write)
+
+
+# What an operator does
+
+
+async def standing(database: Database, place: Path) -> Standing:
+    held = await asyncio.to_thread(ring, place)
+
+    def read(connection: Connection) -> Standing:
+        current, prepared = _current(connection), _prepared(connection)
+        if current is None:
+            raise ConfigurationError(
+                "the database is signed for with no key yet", hint="start the server once"
+            )
+        return Standing(
+            current=key_id_of(current),
+            next=None if prepared is None else key_id_of(verify_succession(prepared)[1]),
+            former=tuple(each.key_id for each in statements(connection)),
+            here=tuple(map(key_id_of, held)),
+            public=to_base64url(current),
+        )
+
+    return await database.read(read)
+
+
+async def rotate(database: Database, place: Path, clock: Callable[[], float]) -> Standing:
+    """Make the next key, FILE.next, and the statement that names it. Nothing signs with it yet."""
+    before = await standing(database, place)
+    held = {
+        key_id_of(public): key for public, key in (await asyncio.to_thread(ring, place)).items()
+    }
+    if before.next is not None:
+        if before.next not in held:
+            raise ConfigurationError(
+                f"the next key is {before.next}, and it was made on another machine",
+                hint=f"copy {next_file(place).name} from there, then fedpress server-key switch",
+            )
+        return before
+    if before.current not in held:
+        raise ConfigurationError(
+            f"server key {before.current} is not at {place}: only it can name the next",
+            hint="run this where a server of this database has its key",
+        )
+    if len(before.former) >= MAX_SUCCESSIONS:
+        raise ConfigurationError(f"the server's key was changed {MAX_SUCCESSIONS} times already")
+    said = await database.read(statements)
+    current = held[before.current]
+    await asyncio.to_thread(_settle, place, current.public, said)
+    following = next_file(place)
+    if following.exists():  # of an attempt that was killed before the database had it
+        made = DeviceKey.from_pem(following.read_bytes())
+    else:
+        made = DeviceKey.generate()
+        await asyncio.to_thread(LocalPayloads(place.parent).put, following.name, made.to_pem())
+    signed = signed_succession(current, made.public, int(clock()))
+
+    def write(connection: Connection) -> None:
+        if _current(connection) != current.public or _prepared(connection) is not None:
+            raise Conflict("somebody else changed the server's key meanwhile", hint="look again")
+        _write(connection, signed, None)
+        audit.add(
+            connection,
+            clock(),
+            audit.COMMAND,
+            "server-key.announced",
+            made.key_id,
+            former=current.key_id,
+        )
+
+    await database.write(write)
+    return await standing(database, place)
+
+
+async def switch(database: Database, place: Path, clock: Callable[[], float]) -> Standing:
+    """Have the next key sign from now on, and give this machine's files their names."""
+    before = await standing(database, place)
+    if before.next is not None:
+        if before.next not in before.here:
+            raise ConfigurationError(
+                f"the next key {before.next} is not at {next_file(place)}",
+                hint="copy it from the machine where it was made; every server needs it",
+            )
+
+        def write(connection: Connection) -> None:
+            prepared = _prepared(connection)
+            if prepared is None or key_id_of(verify_succession(prepared)[1]) != before.next:
+                raise Conflict("somebody else changed the server's key meanwhile")
+            _put_in_force(connection, prepared, clock(), audit.COMMAND)
+
+        await database.write(write)
+    current = await database.read(_current)
+    said = await database.read(statements)
+    if current is not None:
+        await asyncio.to_thread(_settle, place, current, said)
+    return await standing(database, place)
+
+
+async def replace(database: Database, place: Path, clock: Callable[[], float]) -> Standing:
+    """Sign with a new key that no chain leads to, after a leak: devices believe nothing more before
+    they are given it. The old key and its chain go. Raises Conflict while a masked round goes on.
+    """
+
+    def current_of(connection: Connection) -> bytes:
+        current = _current(connection)
+        if current is None:
+            raise ConfigurationError(
+                "the database is signed for with no key yet", hint="start the server once"
+            )
+        if _open_masked(connection):
+            raise Conflict(
+                "a masked round goes on, which the old key signs",
+                hint="abort it first (fedpress round abort)",
+            )
+        return current
+
+    await database.read(current_of)
+    made = DeviceKey.generate()
+    await asyncio.to_thread(LocalPayloads(place.parent).put, next_file(place).name, made.to_pem())
+
+    def write(connection: Connection) -> None:
+        current = current_of(connection)
+        connection.execute(sa.delete(successions))
+        connection.execute(
+            sa.update(server_keys)
+            .where(server_keys.c.purpose == "server")
+            .values(public_key=made.public)
+        )
+        connection.execute(sa.update(tasks).values(version=tasks.c.version + 1))
+        details = {"former": key_id_of(current), "chain": False}
+        audit.add(
+            connection, clock(), audit.COMMAND, "server-key.activated", made.key_id, **details
+        )
+
+    await database.write(write)
+    chain_file(place).unlink(missing_ok=True)
+    await asyncio.to_thread(_settle, place, made.public, ())
+    former_file(place).unlink(missing_ok=True)
+    return await standing(database, place)
+
+
+async def retire(database: Database, place: Path, clock: Callable[[], float]) -> Retired:
+    """Erase FILE.former. Raises Conflict while a masked round goes on that began under it."""
+    file = former_file(place)
+    if not file.exists():
+        return Retired(erased=None)
+    key = DeviceKey.from_pem(file.read_bytes())
+    current = await database.read(_current)
+    if current is None or key.public == current:
+        raise ConfigurationError(
+            f"{file} is the key that signs, and not a former one", hint="name the files anew"
+        )
+
+    def newest_change(connection: Connection) -> float:
+        return connection.execute(sa.select(sa.func.max(successions.c.active_at))).scalar() or 0.0
+
+    changed_at = await database.read(newest_change)
+    if any(each <= changed_at for each in await database.read(_open_masked)):
+        raise Conflict(
+            f"a masked round goes on that began under key {key.key_id}",
+            hint="wait until it is over, or abort it (fedpress round abort)",
+        )
+    file.unlink()
+    await database.write(
+        lambda c: audit.add(c, clock(), audit.COMMAND, "server-key.retired", key.key_id)
+    )
+    return Retired(erased=key.key_id)

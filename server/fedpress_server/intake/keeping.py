@@ -1,0 +1,119 @@
+"""Bodies checked and put on the disk beside the event loop, those that wait together.
+
+The way to a thread and back, and the sync of a folder, cost the same for one body as for many.
+While a thread has some in hand, others gather, and the next to be free takes its share of them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from fedpress_protocols.errors import FedpressError
+from fedpress_server.storage.payloads import Payloads
+
+T = TypeVar("T")
+_TOGETHER = 16
+"""Bodies that a thread takes at a time: with a slow disk the first waits for the last."""
+
+
+@dataclass(slots=True, eq=False)
+class _Body:
+    """One that waits for a thread, and then what was found."""
+
+    name: str
+    data: bytes
+    check: Callable[[], Any]
+    kept: asyncio.Future[Any]
+    found: Any = None
+    failure: Exception | None = None
+
+    def tell(self) -> None:
+        if self.kept.done():  # nobody waits any more
+            return
+        if self.failure is not None:
+            self.kept.set_exception(self.failure)
+        else:
+            self.kept.set_result(self.found)
+
+
+class Keeper:
+    """`threads` of its own, for whatever else there is to do about bodies too."""
+
+    def __init__(self, payloads: Payloads, threads: int) -> None:
+        self._payloads = payloads
+        self._num_threads = threads
+        self._threads = ThreadPoolExecutor(threads, "fedpress-check")
+        self._most = _TOGETHER if payloads.is_local else 1  # a network is waited for by each
+        self._waiting: deque[_Body] = deque()
+        self._num_busy = 0
+
+    def stop(self) -> None:
+        self._threads.shutdown(cancel_futures=True)
+
+    async def run(self, work: Callable[..., T], *given: object) -> T:
+        """What `work` comes to in a thread."""
+        return await asyncio.get_running_loop().run_in_executor(self._threads, work, *given)
+
+    async def keep(
+        self, name: str, data: bytes, check: Callable[[], T | FedpressError]
+    ) -> T | FedpressError:
+        """What `check` finds in a thread; unless that is an error, `data` is durable under `name`
+        when this returns. Raises what `check` raises, and what `Payloads.put` does."""
+        loop = asyncio.get_running_loop()
+        body = _Body(name, data, check, loop.create_future())
+        self._waiting.append(body)
+        if self._num_busy < self._num_threads:
+            self._num_busy += 1
+            self._threads.submit(self._work, loop)
+        found: T | FedpressError = await body.kept
+        return found
+
+    def _work(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Keep some of those that wait, in a thread, and see to the rest after others' work."""
+        some = self._taken()
+        self._keep_all(some)
+        goes_on = False
+        if self._waiting:
+            with suppress(RuntimeError):  # no work is taken any more
+                self._threads.submit(self._work, loop)
+                goes_on = True
+        with suppress(RuntimeError):  # the loop has ended, and nobody waits
+            loop.call_soon_threadsafe(self._tell, loop, some, goes_on)
+
+    def _taken(self) -> list[_Body]:
+        share = -(-len(self._waiting) // self._num_threads)
+        some: list[_Body] = []
+        with suppress(IndexError):  # another thread was faster
+            while len(some) < max(1, min(share, self._most)):
+                some.append(self._waiting.popleft())
+        return some
+
+    def _keep_all(self, some: list[_Body]) -> None:
+        passed = []
+        for body in some:
+            try:
+                body.found = body.check()
+            except Exception as exc:
+                body.failure = exc
+                continue
+            if not isinstance(body.found, FedpressError):
+                passed.append(body)
+        failures = self._payloads.put_all([(body.name, body.data) for body in passed])
+        for body, failure in zip(passed, failures, strict=True):
+            body.failure = failure
+
+    def _tell(self, loop: asyncio.AbstractEventLoop, some: list[_Body], goes_on: bool) -> None:
+        for body in some:
+            body.tell()
+        if goes_on:
+            return
+        if self._waiting:  # they came while the thread was on its way out
+            self._threads.submit(self._work, loop)
+        else:
+            self._num_busy -= 1

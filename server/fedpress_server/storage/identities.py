@@ -1,0 +1,173 @@
+"""The SQL of who is let in: tokens given back, devices decided on, keys that others came after.
+
+What every request asks of a device is in `records`; each function runs in its caller's transaction.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import Any
+
+import sqlalchemy as sa
+from sqlalchemy.engine import Connection
+
+from fedpress_protocols.enrolment import DeviceState
+from fedpress_server.storage.prepared import Prepared, each_of
+from fedpress_server.storage.records import Approval, Device, EnrolmentToken
+from fedpress_server.storage.tables import clients, enrolment_tokens, former_keys
+
+
+@dataclass(frozen=True, slots=True)
+class FormerKey:
+    """A key that its device has left, and which never signs for anybody again."""
+
+    key_id: str
+    client_id: str
+    public_key: bytes
+    next_key_id: str
+    retired_at: float
+    rotation: dict[str, Any]
+    """The statement with which the device left it."""
+
+
+# Tokens
+
+
+def token(connection: Connection, token_id: str) -> EnrolmentToken | None:
+    query = sa.select(enrolment_tokens).where(enrolment_tokens.c.token_id == token_id)
+    found = connection.execute(query).one_or_none()
+    return EnrolmentToken(*found) if found else None
+
+
+def tokens(
+    connection: Connection, before: EnrolmentToken | None, limit: int
+) -> list[EnrolmentToken]:
+    """The newest ones, those made before `before` or all; the newest first."""
+    row = enrolment_tokens.c
+    query = sa.select(enrolment_tokens)
+    if before is not None:
+        at = sa.tuple_(before.created_at, before.token_id)
+        query = query.where(sa.tuple_(row.created_at, row.token_id) < at)
+    query = query.order_by(row.created_at.desc(), row.token_id.desc()).limit(limit)
+    return [EnrolmentToken(*each) for each in connection.execute(query)]
+
+
+def live_tokens(connection: Connection, now: float, most: int) -> list[str]:
+    """The hashes of tokens with which a device may enrol, of the newest ones at `most`."""
+    row = enrolment_tokens.c
+    query = (
+        sa.select(row.token_hash)
+        .where(row.revoked_at.is_(None), row.expires_at > now, row.used < row.uses)
+        .order_by(row.created_at.desc())
+        .limit(most)
+    )
+    return list(connection.scalars(query))
+
+
+def revoke_token(connection: Connection, token_id: str, at: float) -> None:
+    row = enrolment_tokens.c
+    connection.execute(
+        sa.update(enrolment_tokens)
+        .where(row.token_id == token_id, row.revoked_at.is_(None))
+        .values(revoked_at=at)
+    )
+
+
+# Devices
+
+
+def device(connection: Connection, client_id: str) -> Device | None:
+    query = sa.select(clients).where(clients.c.client_id == client_id)
+    found = connection.execute(query).one_or_none()
+    return Device(*found) if found else None
+
+
+def devices(
+    connection: Connection, state: DeviceState | None, after: Device | None, limit: int
+) -> list[Device]:
+    """In the order in which they enrolled, those after `after`; of one state alone, or of all."""
+    row = clients.c
+    query = sa.select(clients)
+    if state == "revoked":
+        query = query.where(row.revoked_at.is_not(None))
+    elif state is not None:
+        query = query.where(row.revoked_at.is_(None), row.approval == state)
+    if after is not None:
+        at = sa.tuple_(after.enrolled_at, after.client_id)
+        query = query.where(sa.tuple_(row.enrolled_at, row.client_id) > at)
+    query = query.order_by(row.enrolled_at, row.client_id).limit(limit)
+    return [Device(*each) for each in connection.execute(query)]
+
+
+def decide(connection: Connection, client_id: str, approval: Approval, at: float) -> None:
+    connection.execute(
+        sa.update(clients)
+        .where(clients.c.client_id == client_id)
+        .values(approval=approval, decided_at=at)
+    )
+
+
+def revoke(connection: Connection, client_id: str, at: float) -> None:
+    connection.execute(
+        sa.update(clients).where(clients.c.client_id == client_id).values(revoked_at=at)
+    )
+
+
+# Keys
+
+
+def devices_by_key(connection: Connection, key_ids: Collection[str]) -> dict[str, Device]:
+    """By key id: whose key it is now."""
+    query = sa.select(clients).where(clients.c.key_id.in_(list(key_ids)))
+    return {each.key_id: each for each in (Device(*row) for row in connection.execute(query))}
+
+
+def former_by_key(connection: Connection, key_ids: Collection[str]) -> dict[str, FormerKey]:
+    """By key id: whose key it was."""
+    query = sa.select(former_keys).where(former_keys.c.key_id.in_(list(key_ids)))
+    return {each.key_id: each for each in (FormerKey(*row) for row in connection.execute(query))}
+
+
+def former_key_ids(connection: Connection) -> list[str]:
+    return list(connection.scalars(sa.select(former_keys.c.key_id)))
+
+
+def former_of(connection: Connection, client_id: str) -> list[FormerKey]:
+    """The keys that a device has left, the first one first."""
+    row = former_keys.c
+    query = sa.select(former_keys).where(row.client_id == client_id)
+    return [FormerKey(*each) for each in connection.execute(query.order_by(row.retired_at))]
+
+
+def retire_keys(connection: Connection, given: Collection[FormerKey]) -> None:
+    fields = FormerKey.__slots__
+    rows = [{name: getattr(each, name) for name in fields} for each in given]
+    connection.execute(sa.insert(former_keys), rows)
+
+
+def set_key(
+    connection: Connection, client_id: str, key_id: str, public_key: bytes, at: float
+) -> None:
+    connection.execute(
+        sa.update(clients)
+        .where(clients.c.client_id == client_id)
+        .values(key_id=key_id, public_key=public_key, rotated_at=at)
+    )
+
+
+def strangers_among(connection: Connection, key_ids: Collection[str]) -> set[str]:
+    """Those of `key_ids` that may do nothing from now on: of no device, of one that was revoked or
+    is not approved, or left for another."""
+    known = _WELCOME.run(connection, key_ids=json.dumps(list(key_ids))).scalars()
+    return set(key_ids) - set(known)
+
+
+_WELCOME = Prepared(
+    lambda dialect: sa.select(clients.c.key_id).where(
+        clients.c.key_id.in_(each_of(dialect, "key_ids")),
+        clients.c.revoked_at.is_(None),
+        clients.c.approval == "approved",
+    )
+)

@@ -1,0 +1,108 @@
+"""What each client has done in a task whose policy chooses: one row each, kept as it happens, so
+that a choice among n candidates reads n rows, however long the task's history is.
+
+A task that takes whoever comes first has no rows: nobody would read them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import sqlalchemy as sa
+from sqlalchemy.engine import Connection
+
+from fedpress_server.rounds.selection import Candidate
+from fedpress_server.storage.tables import participants
+
+_TOGETHER = 1000
+"""Clients that one statement asks for."""
+
+
+def was_given(connection: Connection, task: str, client_id: str) -> None:
+    """An assignment."""
+    _add(connection, task, client_id, {"given": participants.c.given + 1}, {"given": 1})
+
+
+def has_delivered(
+    connection: Connection,
+    task: str,
+    client_id: str,
+    *,
+    num_examples: int,
+    loss: float | None,
+    at: float,
+) -> None:
+    """An upload, taken `at`, that tells of so many examples and, if the plan has it told, a loss.
+    Of two values the one that was taken later counts, by the clock."""
+    row = participants.c
+    changes: dict[str, Any] = {"delivered": row.delivered + 1}
+    first: dict[str, Any] = {"given": 1, "delivered": 1}
+    told: dict[str, float] = {"num_examples": num_examples} if num_examples > 0 else {}
+    told |= {"loss": loss} if loss is not None else {}
+    for name, value in told.items():
+        told_at = row["examples_at" if name == "num_examples" else "loss_at"]
+        is_newest = sa.or_(told_at.is_(None), told_at <= at)
+        changes[name] = sa.case((is_newest, value), else_=row[name])
+        changes[told_at.name] = sa.case((is_newest, at), else_=told_at)
+        first |= {name: value, told_at.name: at}
+    _add(connection, task, client_id, changes, first)
+
+
+def measured(
+    connection: Connection, task: str, client_id: str, newest: tuple[str, float, float] | None
+) -> None:
+    """The `newest` loss that the client has reported on a model, and when: its digest, the loss,
+    the time; None for none."""
+    model, loss, at = newest if newest is not None else (None, None, None)
+    values = {"measured_model": model, "measured_loss": loss, "measured_at": at}
+    _add(connection, task, client_id, values, values)
+
+
+def measured_model(connection: Connection, task: str, client_id: str) -> tuple[str, float] | None:
+    """What the client's newest loss is of, and when it told it."""
+    row = participants.c
+    query = sa.select(row.measured_model, row.measured_at).where(
+        row.task == task, row.client_id == client_id, row.measured_model.is_not(None)
+    )
+    found = connection.execute(query).one_or_none()
+    return None if found is None else (found.measured_model, found.measured_at)
+
+
+def candidates(connection: Connection, task: str, client_ids: Iterable[str]) -> list[Candidate]:
+    """What is known of `client_ids`, in their order; see Candidate."""
+    client_ids = list(client_ids)
+    found: dict[str, Candidate] = {}
+    for start in range(0, len(client_ids), _TOGETHER):
+        found |= _known(connection, task, client_ids[start : start + _TOGETHER])
+    return [found.get(client_id, Candidate(client_id)) for client_id in client_ids]
+
+
+def _known(connection: Connection, task: str, client_ids: Sequence[str]) -> dict[str, Candidate]:
+    row = participants.c
+    query = sa.select(participants).where(row.task == task, row.client_id.in_(client_ids))
+    found = {}
+    for each in connection.execute(query):
+        told = [
+            (at, loss)
+            for at, loss in ((each.loss_at, each.loss), (each.measured_at, each.measured_loss))
+            if at is not None
+        ]
+        loss = max(told)[1] if told else None
+        counts = (each.given, each.delivered)
+        found[each.client_id] = Candidate(each.client_id, each.num_examples, loss, *counts)
+    return found
+
+
+def _add(
+    connection: Connection,
+    task: str,
+    client_id: str,
+    changes: dict[str, Any],
+    first: dict[str, Any],
+) -> None:
+    mine = (participants.c.task == task, participants.c.client_id == client_id)
+    changed = connection.execute(sa.update(participants).where(*mine).values(**changes))
+    if not changed.rowcount:
+        row = {"task": task, "client_id": client_id, "given": 0, "delivered": 0, **first}
+        connection.execute(sa.insert(participants), row)

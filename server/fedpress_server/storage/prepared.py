@@ -1,0 +1,110 @@
+"""Statements made once and given to the driver as they are, for what every request comes to.
+
+To find a statement in SQLAlchemy's cache, to bind its values by their types and to wrap what comes
+back takes several times as long as to run it. Here values go to the driver by their places, so they
+must be what it takes: texts, numbers, bytes and None. Errors are SQLAlchemy's all the same.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import sqlalchemy as sa
+from sqlalchemy.dialects.postgresql import psycopg
+from sqlalchemy.engine import Connection, CursorResult, Dialect
+from sqlalchemy.sql.base import Executable
+
+_BY_PLACE: Dialect = psycopg.dialect(paramstyle="format")  # type: ignore[no-untyped-call]
+
+
+class _Compiled(NamedTuple):
+    text: str
+    order: list[str]
+    """The names of its values by their places."""
+    constants: dict[str, Any]
+    """Values that the statement came with."""
+
+
+class Prepared:
+    """A statement, or one for each dialect by its name."""
+
+    def __init__(self, statement: Executable | Callable[[str], Executable]) -> None:
+        self._statement = statement
+        self._known: dict[str, _Compiled] = {}
+
+    def run(self, connection: Connection, **values: Any) -> CursorResult[Any]:
+        """With a value for each of its parameters."""
+        name = connection.dialect.name
+        text, order, constants = self._known.get(name) or self._compiled(connection)
+        found = [values[each] if each in values else constants[each] for each in order]
+        return connection.exec_driver_sql(text, tuple(found))
+
+    def _compiled(self, connection: Connection) -> _Compiled:
+        name, statement = connection.dialect.name, self._statement
+        if not isinstance(statement, Executable):
+            statement = statement(name)
+        made = statement.compile(dialect=_dialect(connection))  # type: ignore[attr-defined]
+        order = list(made.positiontup or ())
+        self._known[name] = _Compiled(str(made), order, dict(made.params))
+        return self._known[name]
+
+
+class Rows:
+    """Rows of a table, all of its columns, added by one statement however many they are."""
+
+    def __init__(self, table: sa.Table) -> None:
+        self._table = table
+        self._names = table.columns.keys()
+        self._json = [isinstance(column.type, sa.JSON) for column in table.columns]
+        self._known: dict[str, str] = {}
+
+    def add(self, connection: Connection, rows: Sequence[tuple[Any, ...]]) -> None:
+        """Each has its values in the order of the columns; JSON is what `json` takes."""
+        if connection.dialect.name == "postgresql":
+            told = json.dumps([dict(zip(self._names, row, strict=True)) for row in rows])
+            connection.exec_driver_sql(self._text(connection), (told,))
+            return
+        if any(self._json):
+            rows = [
+                tuple(
+                    json.dumps(value) if is_json and value is not None else value
+                    for value, is_json in zip(row, self._json, strict=True)
+                )
+                for row in rows
+            ]
+        connection.exec_driver_sql(self._text(connection), list(rows))
+
+    def _text(self, connection: Connection) -> str:
+        name = connection.dialect.name
+        if name not in self._known:
+            made = self._records if name == "postgresql" else self._places
+            self._known[name] = made(_dialect(connection))
+        return self._known[name]
+
+    def _places(self, dialect: Dialect) -> str:
+        return str(sa.insert(self._table).compile(dialect=dialect))
+
+    def _records(self, dialect: Dialect) -> str:
+        """One value for all rows: a message for each takes longer than to write it."""
+        columns = self._table.columns
+        typed = ", ".join(f"{each.name} {each.type.compile(dialect)}" for each in columns)
+        names = ", ".join(self._names)
+        return (
+            f"INSERT INTO {self._table.name} ({names}) "  # noqa: S608
+            f"SELECT {names} FROM json_to_recordset(%s::JSON) AS found ({typed})"
+        )
+
+
+def each_of(dialect: str, name: str) -> sa.Select[Any]:
+    """The texts in the value `name`, a JSON array of them, as rows."""
+    given = sa.bindparam(name, type_=sa.Text)
+    if dialect == "postgresql":
+        items = sa.func.json_array_elements_text(sa.cast(given, sa.JSON))
+        return sa.select(items.table_valued("value").c.value)
+    return sa.select(sa.func.json_each(given).table_valued("value").c.value)
+
+
+def _dialect(connection: Connection) -> Dialect:
+    return _BY_PLACE if connection.dialect.name == "postgresql" else connection.dialect

@@ -1,0 +1,154 @@
+"""`fedpress token`, `fedpress client` and `fedpress device` against a server in this process."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from click.testing import CliRunner, Result
+
+from fedpress.cli import app
+from fedpress_client.state import Identity, StateDirectory
+from fedpress_protocols.errors import ConfigurationError, Conflict, InvalidToken, NotFound
+from fedpress_protocols.signatures import to_base64url
+from fedpress_server import Settings, create_app
+from tests.devices import ADMIN_TOKEN, Device, Operator
+from tests.server.in_process import Clock, Server, running
+
+Command = Callable[..., Result]
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def server(tmp_path: Path, clock: Clock) -> Iterator[Server]:
+    settings = Settings(data_dir=tmp_path / "data", admin_token=ADMIN_TOKEN, tick_seconds=3600)
+    with running(create_app(settings, clock=clock)) as server:
+        yield server
+
+
+@pytest.fixture
+def fedpress(server: Server, monkeypatch: pytest.MonkeyPatch) -> Command:
+    whole = httpx.Client
+
+    class Streaming(httpx.BaseTransport):
+        def handle_request(self, request: httpx.Request) -> httpx.Response:
+            found = server._transport.handle_request(request)
+            stream = httpx.ByteStream(found.content)
+            return httpx.Response(found.status_code, headers=found.headers, stream=stream)
+
+    def client(**given: Any) -> httpx.Client:
+        return whole(**given | {"transport": Streaming()})
+
+    monkeypatch.setattr("fedpress.operator.httpx.Client", client)
+    environment = {"FEDPRESS_ADMIN_TOKEN": ADMIN_TOKEN, "FEDPRESS_URL": str(server.base_url)}
+
+    def run(*arguments: str) -> Result:
+        return CliRunner().invoke(app, list(arguments), env=environment)
+
+    return run
+
+
+def said(done: Result) -> str:
+    assert done.exit_code == 0, (done.output, done.exception)
+    return done.stdout
+
+
+def test_tokens_are_made_listed_and_revoked(
+    fedpress: Command, server: Server, clock: Clock
+) -> None:
+    made = fedpress("token", "create", "--uses", "3", "--note", "batch 7", "--approve-each")
+    token = said(made).strip()
+    assert "each to be approved" in made.stderr
+    Device(server, clock).enrol(token)
+    (row,) = json.loads(said(fedpress("token", "list", "--json")))
+    assert (row["used"], row["uses"], row["state"], row["note"]) == (1, 3, "good", "batch 7")
+    shown = said(fedpress("token", "list"))
+    assert token not in shown
+    assert "1/3" in shown
+    assert "each approved; batch 7" in shown
+    assert "revoked since" in said(fedpress("token", "revoke", row["token_id"]))
+    with pytest.raises(InvalidToken, match="revoked"):
+        Device(server, clock).enrol(token)
+    assert isinstance(fedpress("token", "revoke", token).exception, NotFound)
+    whole = json.loads(said(fedpress("token", "create", "--json")))
+    assert whole["token"].startswith("fpe_")
+
+
+def test_devices_are_listed_shown_and_decided_on(
+    fedpress: Command, server: Server, clock: Clock
+) -> None:
+    token = said(fedpress("token", "create", "--uses", "3", "--approve-each")).strip()
+    devices = [Device(server, clock) for _ in range(3)]
+    for device in devices:
+        device.enrol(token, "kitchen")
+    rows = json.loads(said(fedpress("client", "list", "--state", "waiting", "--json")))
+    assert [row["client_id"] for row in rows] == sorted(each.client_id for each in devices)
+    good, bad, lost = devices
+    refused = fedpress("client", "approve", good.client_id, "--key", bad.key.key_id)
+    assert isinstance(refused.exception, Conflict)
+    approve = ("client", "approve", good.client_id, "--key", good.key.key_id)
+    assert "approved" in said(fedpress(*approve))
+    assert "rejected" in said(fedpress("client", "reject", bad.client_id))
+    assert "revoked" in said(fedpress("client", "revoke", lost.client_id))
+    good.json("GET", "/v1/tasks")
+    listed = said(fedpress("client", "list"))
+    assert [listed.count(word) for word in ("approved", "rejected", "revoked")] == [1, 1, 1]
+    assert good.key.key_id in listed
+    shown = said(fedpress("client", "show", good.client_id))
+    assert "kitchen" in shown
+    assert "decided" in shown
+    for word in ("show", "approve", "reject", "revoke"):
+        assert isinstance(fedpress("client", word, "no/body").exception, NotFound)
+    assert fedpress("client", "list", "--state", "wild").exit_code == 2
+
+
+@pytest.fixture
+def device(server: Server, clock: Clock, tmp_path: Path) -> Device:
+    """Enrolled, its folder `device` in the test's own."""
+    directory = StateDirectory.open(tmp_path / "device")
+    device = Device(server, clock, directory.key())
+    answer = device.enrol(Operator(server).token())
+    directory.enrolled(
+        Identity(url=str(server.base_url), client_id=answer.client_id, server_key=answer.server_key)
+    )
+    return device
+
+
+def test_a_device_shows_itself_and_changes_its_key(
+    fedpress: Command, device: Device, server: Server, tmp_path: Path
+) -> None:
+    folder = str(tmp_path / "device")
+    shown = json.loads(said(fedpress("device", "show", "--state-dir", folder, "--json")))
+    assert shown["key_id"] == device.key.key_id
+    assert shown["public_key"] == to_base64url(device.key.public)
+    assert device.key.key_id in said(fedpress("device", "show", "--state-dir", folder))
+    line = said(fedpress("device", "rotate-key", "--state-dir", folder))
+    assert f"in place of {device.key.key_id}" in line
+    more = json.loads(said(fedpress("device", "rotate-key", "--state-dir", folder, "--json")))
+    found = Operator(server).get(f"/v1/admin/clients/{device.client_id}")
+    assert found["key_id"] == more["key_id"]
+    assert [each["key_id"] for each in found["former_keys"]] == [
+        device.key.key_id,
+        more["former_key_id"],
+    ]
+    assert "2 times" in said(fedpress("device", "show", "--state-dir", folder))
+    assert more["former_key_id"] in said(fedpress("client", "show", device.client_id))
+
+
+def test_a_folder_without_a_device_is_left_alone(fedpress: Command, tmp_path: Path) -> None:
+    for word in ("show", "rotate-key"):
+        done = fedpress("device", word, "--state-dir", str(tmp_path / "none"))
+        assert isinstance(done.exception, ConfigurationError)
+    assert not (tmp_path / "none").exists()
+    StateDirectory.open(tmp_path / "new").key()
+    done = fedpress("device", "rotate-key", "--state-dir", str(tmp_path / "new"))
+    assert isinstance(done.exception, ConfigurationError)
+    assert "not enrolled" in said(fedpress("device", "show", "--state-dir", str(tmp_path / "new")))

@@ -1,0 +1,252 @@
+"""`fedpress round ...` and the gate before a promotion, against a server in this process."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+from click.testing import CliRunner, Result
+
+from fedpress.cli import app, watching
+from fedpress.cli.outcomes import FAILED
+from fedpress.promotion_gate import Requirement, examined
+from fedpress_protocols.errors import ConfigurationError, Conflict, NotFound, TransportError
+from fedpress_protocols.messages import Measured, RoundStatus
+from fedpress_protocols.model import Model
+from fedpress_server import Settings, create_app
+from tests.devices import ADMIN_TOKEN, Device, Operator
+from tests.server.in_process import Clock, Server, include_one, running
+
+Command = Callable[..., Result]
+MODEL = Model.from_tensors({"w": np.zeros((3, 4), np.float32)})
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def server(tmp_path_factory: pytest.TempPathFactory, clock: Clock) -> Iterator[Server]:
+    folder = tmp_path_factory.mktemp("server")
+    settings = Settings(data_dir=folder, admin_token=ADMIN_TOKEN, tick_seconds=3600)
+    with running(create_app(settings, clock=clock)) as server:
+        yield server
+
+
+@pytest.fixture(autouse=True)
+def trainer(server: Server, clock: Clock) -> Device:
+    """The device that has trained three rounds of a task, the last one at its second attempt, each
+    measured by it and by another."""
+    operator = Operator(server)
+    trainer, other = Device(server, clock), Device(server, clock)
+    for device in (trainer, other):
+        device.enrol(operator.token())
+    evaluation = {"metric": "accuracy", "goal": "highest", "group_by": "region"}
+    cohort = {"size": 1, "minimum": 1}
+    operator.begin(MODEL, rounds=4, cohort=cohort, max_attempts=5, evaluation=evaluation)
+    for number in range(3):
+        if number == 2:
+            operator.post("/v1/admin/tasks/digits/abort-round", {"detail": "to see it"})
+        told = trainer.check_in("digits", include_one(trainer, MODEL, value=number + 1), wait=30)
+        assert told is not None
+        for device, region, accuracy in ((trainer, "north", 0.9), (other, "south", 0.8)):
+            report = {
+                "model": told.task.model,
+                "num_examples": 10,
+                "metrics": {"accuracy": accuracy},
+                "attributes": {"region": region},
+            }
+            device.json("POST", "/v1/tasks/digits/evaluations", json.dumps(report))
+    return trainer
+
+
+@pytest.fixture
+def fedpress(server: Server, monkeypatch: pytest.MonkeyPatch) -> Command:
+    whole = httpx.Client
+
+    def client(**given: Any) -> httpx.Client:
+        return whole(**given | {"transport": server._transport})
+
+    monkeypatch.setattr("fedpress.operator.httpx.Client", client)
+    environment = {"FEDPRESS_ADMIN_TOKEN": ADMIN_TOKEN, "FEDPRESS_URL": str(server.base_url)}
+
+    def run(*arguments: str) -> Result:
+        return CliRunner().invoke(app, list(arguments), env=environment)
+
+    return run
+
+
+def said(done: Result) -> str:
+    assert done.exit_code == 0, (done.output, done.exception)
+    return done.stdout
+
+
+def test_attempts_are_listed_the_newest_first(fedpress: Command) -> None:
+    lines = said(fedpress("round", "list", "digits")).splitlines()
+    assert [line.split()[0] for line in lines] == ["round", "4.1", "3.2", "3.1", "2.1", "1.1"]
+    assert lines[3].endswith("aborted to see it")
+    assert "accuracy 0.85" in lines[2]
+    assert "\x1b" not in "".join(lines)
+    page = json.loads(said(fedpress("round", "list", "digits", "--limit", "2", "--json")))
+    assert [(each["round"], each["attempt"]) for each in page] == [(4, 1), (3, 2)]
+    assert len(page[1]["model"]) == 64
+    before = json.loads(said(fedpress("round", "list", "digits", "--before", "3", "--json")))
+    assert [each["round"] for each in before] == [2, 1]
+    assert "no round before" in said(fedpress("round", "list", "digits", "--before", "1"))
+
+
+def test_a_round_is_shown_with_what_was_measured(fedpress: Command) -> None:
+    told = said(fedpress("round", "show", "digits", "3"))
+    assert "3 of task digits, attempt 2" in told
+    assert "accuracy 0.85; by 2 devices on 20 examples" in told
+    rows = [line.split() for line in told.splitlines() if line.startswith(("north", "south"))]
+    assert rows == [
+        ["north", "1", "10", "accuracy", "0.9"],
+        ["south", "1", "10", "accuracy", "0.8"],
+    ]
+    assert "4 of task digits" in said(fedpress("round", "show", "digits"))
+    shown = json.loads(said(fedpress("round", "show", "digits", "3", "--json")))
+    assert RoundStatus.model_validate_json(json.dumps(shown)).model in told
+    assert isinstance(fedpress("round", "show", "digits", "9").exception, NotFound)
+
+
+def test_a_round_is_aborted_with_a_reason(fedpress: Command) -> None:
+    told = said(fedpress("round", "abort", "digits", "--why", "worker replaced"))
+    assert "round 4.1 is abandoned: aborted worker replaced" in told
+    assert "task digits: running, 3 of 4 rounds" in told
+    newest = json.loads(said(fedpress("round", "list", "digits", "--limit", "1", "--json")))[0]
+    assert (newest["attempt"], newest["state"]) == (2, "collecting")
+
+
+def test_a_watch_tells_each_change_and_ends_with_the_task(
+    fedpress: Command, server: Server, trainer: Device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Through a while without the server, too."""
+    transport, steps = server._transport, iter(range(10))
+
+    class Away(httpx.BaseTransport):
+        def handle_request(self, request: httpx.Request) -> httpx.Response:
+            raise httpx.ConnectError("away")
+
+    def sleep(seconds: float) -> None:
+        match next(steps):
+            case 0:
+                fedpress_sees(Away())
+            case 1:
+                fedpress_sees(transport)
+                trainer.check_in("digits", include_one(trainer, MODEL), wait=30)
+
+    def fedpress_sees(seen: httpx.BaseTransport) -> None:
+        monkeypatch.setattr(Switch, "behind", seen)
+
+    class Switch(httpx.BaseTransport):
+        behind: httpx.BaseTransport = transport
+
+        def handle_request(self, request: httpx.Request) -> httpx.Response:
+            return type(self).behind.handle_request(request)
+
+    monkeypatch.setattr(server, "_transport", Switch())
+    monkeypatch.setattr(watching.time, "sleep", sleep)
+    done = fedpress("round", "watch", "digits")
+    lines = said(done).splitlines()
+    assert lines[0].split()[1:4] == ["round", "4.1", "collecting"]
+    assert "round 4.1  committed  1 included" in lines[-2]
+    assert lines[-1] == "task digits finished, 4/4"
+    assert "asking again" in done.stderr
+
+
+def test_a_watch_of_a_cancelled_task_has_failed(fedpress: Command) -> None:
+    assert "cancelled by the operator" in said(fedpress("task", "cancel", "digits"))
+    done = fedpress("round", "watch", "digits")
+    assert done.exit_code == FAILED
+    assert "task digits cancelled, 3/4" in done.stdout
+    assert fedpress("round", "watch", "digits", "--round", "3").exit_code == 0
+
+
+def test_a_watch_of_nothing_ends_at_once(fedpress: Command, server: Server) -> None:
+    assert isinstance(fedpress("round", "watch", "nothing").exception, NotFound)
+
+    class Away(httpx.BaseTransport):
+        def handle_request(self, request: httpx.Request) -> httpx.Response:
+            raise httpx.ConnectError("away")
+
+    server._transport = Away()
+    assert isinstance(fedpress("round", "watch", "digits").exception, TransportError)
+
+
+@pytest.mark.parametrize("name", ["..", ".", "../models", "a/b", "a?b", "a#b", "ä", "%2e%2e", " "])
+def test_no_name_leads_to_another_route(fedpress: Command, name: str) -> None:
+    for command in (("round", "list"), ("round", "abort"), ("task", "show"), ("task", "cancel"),
+                    ("model", "list"), ("model", "aliases")):  # fmt: skip
+        done = fedpress(*command, name)
+        assert done.exit_code == 1
+        assert type(done.exception).__name__ in ("NotFound", "UnknownTask", "MalformedRequest")
+    assert "4 rounds" in said(fedpress("round", "abort", "digits"))
+
+
+# The gate
+
+
+def test_a_promotion_waits_for_what_is_required(fedpress: Command) -> None:
+    promote = ("model", "promote", "digits", "3", "production")
+    refused = fedpress(*promote, "--require", "accuracy>=0.85", "--require", "groups.accuracy>.8")
+    assert isinstance(refused.exception, Conflict)
+    assert "groups.accuracy>.8: found 0.8, group south" in refused.exception.detail
+    assert "accuracy>=0.85" not in refused.exception.detail
+    found = refused.exception.members["findings"]
+    assert [(each["of"], each["holds"]) for each in found] == [
+        ("", True), ("north", True), ("south", False)
+    ]  # fmt: skip
+    assert json.loads(said(fedpress("model", "aliases", "digits", "--json"))) == []
+    looked = fedpress(*promote, "--require", "devices>=2", "--dry-run")
+    assert "ok  devices>=2: found 2" in said(looked)
+    assert json.loads(said(fedpress("model", "aliases", "digits", "--json"))) == []
+    told = said(fedpress(*promote, "--require", "examples>=20", "--require", "accuracy<1"))
+    assert "production: version 3" in told
+
+
+def test_what_nobody_measured_fulfils_nothing(fedpress: Command) -> None:
+    for required, says in (
+        ("loss<1", "loss<1: was not measured"),
+        ("classes.accuracy>=0", "no class was measured"),
+        ("groups[west].accuracy>=0", "no group 'west'"),
+    ):
+        refused = fedpress("model", "promote", "digits", "3", "production", "--require", required)
+        assert isinstance(refused.exception, Conflict)
+        assert says in refused.exception.detail
+    first = fedpress("model", "promote", "digits", "0", "production", "--require", "devices>=0")
+    assert isinstance(first.exception, Conflict)
+    assert "began with" in first.exception.detail
+
+
+def test_every_form_of_a_requirement() -> None:
+    def measured(devices: int, **metrics: float) -> Measured:
+        return Measured(num_clients=devices, num_examples=10 * devices, metrics=metrics)
+
+    status = RoundStatus.model_construct(
+        measured=measured(5, accuracy=0.9, loss=0.5),
+        groups={"north": measured(2, accuracy=0.95), "south": measured(3, accuracy=0.85)},
+        classes={"7": measured(4, accuracy=0.6)},
+    )
+
+    def holds(text: str) -> bool:
+        return all(each.holds for each in examined([Requirement.parsed(text)], status))
+
+    for text in ("accuracy>=0.9", "accuracy <= .9", "loss<0.6", "loss>-1e0", "devices>=5",
+                 "examples>=50", "groups.accuracy>=0.85", "groups[north].accuracy>0.9",
+                 "groups.devices>=2", "classes[7].accuracy>=0.6"):  # fmt: skip
+        assert holds(text), text
+    for text in ("accuracy>0.9", "accuracy<.9", "loss<=0.4", "devices>=6", "groups.accuracy>=0.9",
+                 "groups[south].accuracy>0.9", "groups.devices>2", "classes.accuracy>0.6",
+                 "classes[8].accuracy>=0"):  # fmt: skip
+        assert not holds(text), text
+    for text in ("", "accuracy", "accuracy=1", "accuracy>=", ">=1", "accuracy>=nan",
+                 "accuracy>=inf", "accuracy>=1 and loss<1", "groups[].accuracy>1", "a b>1",
+                 ):  # fmt: skip
+        with pytest.raises(ConfigurationError, match="is no requirement"):
+            Requirement.parsed(text)

@@ -1,0 +1,60 @@
+"""A secret that everybody can read is refused, and one that an orchestrator gives is not."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+from fedpress_protocols import private_files
+from fedpress_protocols.errors import ConfigurationError
+from fedpress_protocols.private_files import check_private, is_exposed
+
+
+@pytest.fixture
+def secret(tmp_path: Path) -> Path:
+    """Readable by everybody, in folders that let everybody through."""
+    for folder in (tmp_path, *tmp_path.parents):
+        if folder.stat().st_uid == os.getuid() and folder != Path("/"):
+            folder.chmod(folder.stat().st_mode | 0o011)
+    file = tmp_path / "secret"
+    file.write_text("secret")
+    file.chmod(0o644)
+    return file
+
+
+def test_a_file_is_exposed_if_others_can_read_and_reach_it(secret: Path, tmp_path: Path) -> None:
+    assert is_exposed(secret)
+    with pytest.raises(ConfigurationError, match=r"admin_token.*mode is 0644.*chmod 0600"):
+        check_private(secret, "admin_token")
+    tmp_path.chmod(0o700)
+    assert not is_exposed(secret)
+    tmp_path.chmod(0o711)
+    for mode in (0o600, 0o640):
+        secret.chmod(mode)
+        check_private(secret, "admin_token")
+
+
+def test_a_link_is_as_exposed_as_what_it_leads_to(secret: Path, tmp_path: Path) -> None:
+    link, private = tmp_path / "link", tmp_path / "private"
+    link.symlink_to(secret)
+    assert is_exposed(link)
+    private.mkdir(mode=0o700)
+    secret.rename(private / "secret")
+    link.unlink()
+    link.symlink_to(private / "secret")
+    assert not is_exposed(link)
+
+
+def test_what_is_no_file_or_is_not_there_is_for_others_to_say(tmp_path: Path) -> None:
+    check_private(tmp_path / "none", "a key")
+    check_private(tmp_path, "a key")
+
+
+def test_a_read_only_mount_holds_what_an_orchestrator_gave(
+    secret: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = os.statvfs(secret)
+    fields = list(found)
+    fields[8] = found.f_flag | os.ST_RDONLY
+    monkeypatch.setattr(private_files.os, "statvfs", lambda path: os.statvfs_result(fields))
+    assert not is_exposed(secret)
