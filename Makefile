@@ -29,7 +29,7 @@ $(VENV)/demo.stamp: pyproject.toml constraints.txt | $(BIN)/python
 	@touch $@
 
 $(VENV)/test.stamp: pyproject.toml constraints.txt | $(BIN)/python
-	$(PIP_INSTALL) -e '.[server,postgres,s3,torch,demo,fast,dev]'
+	$(PIP_INSTALL) -e '.[server,postgres,s3,otel,torch,demo,fast,dev]'
 	@touch $@
 
 demo: $(VENV)/demo.stamp

@@ -58,7 +58,11 @@ def show_device(state_dir: Path, as_json: bool) -> None:
         click.echo(line)
 
 
-@device.command("rotate-key")
+@device.command(
+    "rotate-key",
+    epilog="A process of this device that is running goes on with the new key by itself. Where the "
+    "command does not get to its end, it, or the next fedpress join, goes on from there.",
+)
 @state_dir
 @click.option("--ca", type=PATH, help="PEM file of the authority that signed the server.")
 @client_certificate
@@ -73,11 +77,7 @@ def rotate_key(
     proxy: str | None,
     as_json: bool,
 ) -> None:
-    """Give this device a new key; copies of the old one are refused from then on.
-
-    A process of this device that is running goes on with the new key by itself. Where the command
-    does not get to its end, it, or the next fedpress join, goes on from there.
-    """
+    """Give this device a new key; copies of the old one are refused from then on."""
     from fedpress_client.device_key import change_key
     from fedpress_client.state import StateDirectory
     from fedpress_client.transport import HttpTransport, Retries

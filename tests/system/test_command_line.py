@@ -141,6 +141,6 @@ def test_wrong_input_is_refused_with_a_sentence(server: ServerProcess, tmp_path:
     code, _, err = shell.run("task", "continue", "clouds", "--rounds", "9" * 20)
     assert (code, err) == (2, f"fedpress: rounds: must be less than 1073741824, not {'9' * 20}\n")
     code, _, err = shell.run("task", "create", config, config)
-    assert code == 1
+    assert code == 2
     assert "not a safetensors model" in err
     assert "Traceback" not in err
