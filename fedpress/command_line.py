@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import logging
 import math
+import re
 from collections.abc import Callable, Sequence
 from functools import partial, wraps
 from pathlib import Path
@@ -48,8 +49,30 @@ class Number(click.FloatRange):
         return number
 
 
+_KEY_OR_ID = re.compile(r"-[A-Za-z0-9_-]{15}|-[A-Za-z0-9_-]{42}")
+"""One in 64 public keys and client ids begins as an option does."""
+
+
 class Command(click.Command):
-    """Its help explains the arguments before the options."""
+    """Its help explains the arguments before the options; an argument may be a key or a client id
+    that begins with a dash."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        if "--" in args:
+            return super().parse_args(ctx, args)
+        options = [each for each in self.get_params(ctx) if isinstance(each, click.Option)]
+        known = {name for each in options for name in (*each.opts, *each.secondary_opts)}
+        valued = {name for each in options if not each.is_flag for name in each.opts}
+        before = ["", *args]
+        dashed = [
+            place
+            for place, (last, text) in enumerate(zip(before, args, strict=False))
+            if _KEY_OR_ID.fullmatch(text) and text not in known and last not in valued
+        ]
+        if dashed:
+            rest = [text for place, text in enumerate(args) if place not in dashed]
+            args = [*rest, "--", *(args[place] for place in dashed)]
+        return super().parse_args(ctx, args)
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         explained = [

@@ -16,6 +16,7 @@ import pytest
 
 import fedpress
 from fedpress.cli import main
+from fedpress.cli.outcomes import FAILED, NO_ANSWER, WRONG_USE
 from fedpress.compressor_option import compressor_from_option
 from fedpress.demo.history import Curve, History
 from fedpress_protocols.compression.error_feedback import ErrorFeedback
@@ -112,7 +113,7 @@ def test_wrong_input_is_one_sentence_on_stderr(
     monkeypatch.setattr(sys, "argv", ["fedpress", *arguments])
     with pytest.raises(SystemExit) as ended:
         main()
-    assert ended.value.code in (1, 2)
+    assert ended.value.code in (FAILED, WRONG_USE, NO_ANSWER)
     assert says in capsys.readouterr().err
 
 

@@ -54,6 +54,15 @@ def test_what_cannot_be_certified_is_refused(tmp_path: Path) -> None:
     assert not out.exists()
 
 
+def test_a_key_that_begins_with_a_dash_is_a_key(tmp_path: Path) -> None:
+    key, out = tmp_path / "authority.pem", tmp_path / "certificate"
+    run("ca", "init", key)
+    dashed = next(each for each in iter(lambda: keys(1)[0], "") if each.startswith("-"))
+    run("ca", "issue", key, dashed, "--out", out, "--name", "oven")
+    assert json.loads(run("ca", "inspect", out, "--json"))["key"] == dashed
+    assert CliRunner().invoke(app, ["ca", "issue", str(key), "-o"]).exit_code == 2
+
+
 def run_with(text: str, *arguments: object) -> str:
     result = CliRunner().invoke(app, [str(each) for each in arguments], input=text)
     assert result.exception is None, result.output

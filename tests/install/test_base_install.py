@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from fedpress.cli.outcomes import WRONG_USE
+
 # One group: the wheel and the bare environment are made once, by one worker.
 pytestmark = [pytest.mark.install, pytest.mark.xdist_group("install")]
 
@@ -127,6 +129,6 @@ def test_a_command_of_an_extra_says_which(
 ) -> None:
     fedpress = bare_python.parent / "fedpress"
     done = subprocess.run([fedpress, command], cwd=tmp_path, capture_output=True, text=True)
-    assert done.returncode == 1
+    assert done.returncode == WRONG_USE
     assert len(done.stderr.splitlines()) == 1, done.stderr
     assert f"pip install 'fedpress[{extra}]'" in done.stderr

@@ -359,8 +359,7 @@ def test_a_database_of_before_tells_the_same(http: Server, begun: Callable[[int]
 
 
 def work_of(connection: Connection, read: Callable[[Connection], Any]) -> int:
-    """What SQLite did for it, in hundreds of its machine's instructions: the same every time, and
-    at least one for each row that was looked at."""
+    """Instructions of its machine that SQLite spent: some for each row that it looked at."""
     raw = connection.connection.dbapi_connection
     assert isinstance(raw, sqlite3.Connection)
     done = 0
@@ -369,9 +368,9 @@ def work_of(connection: Connection, read: Callable[[Connection], Any]) -> int:
         nonlocal done
         done += 1
 
-    raw.set_progress_handler(count, 100)
+    raw.set_progress_handler(count, 1)
     read(connection)
-    raw.set_progress_handler(None, 100)
+    raw.set_progress_handler(None, 1)
     return done
 
 
@@ -443,9 +442,8 @@ def test_a_step_reads_no_more_where_the_history_is_ten_times_as_long(
 
         found.append(history.read(measured))
     few, many = found
-    assert len(few) == 5
-    for what, work in many.items():
-        assert work <= 1.3 * few[what] + 2, (what, few, many)
+    assert min(few.values()) > 0
+    assert many == few
 
 
 # Pages
@@ -480,7 +478,7 @@ def test_a_task_of_a_hundred_thousand_rounds_is_shown_page_by_page(
     newest = records.round_history
     work = history.read(lambda c: work_of(c, lambda c: newest(c, TASK, None, 1000)))
     middle = history.read(lambda c: work_of(c, lambda c: newest(c, TASK, (50_000, 0), 1000)))
-    assert max(work, middle) < 5_000  # instructions, in hundreds: 1,000 rows of some 40 columns
+    assert max(work, middle) < 200_000  # for 1,000 rows of some 30 columns
     answer = operator.http.get(f"/v1/tasks/{TASK}/rounds", headers=operator.headers)
     page = [RoundStatus.model_validate(each) for each in answer.json()]
     assert [each.round for each in page] == list(range(99_001, 100_001))

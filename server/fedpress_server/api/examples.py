@@ -143,9 +143,7 @@ ROUND = RoundStatus(
     download_bytes=1_340_560,
     num_examples=1_203,
     metrics={"accuracy": 0.94, "loss": 0.21},
-    measured=Measured(
-        num_clients=12, num_examples=1_405, metrics={"accuracy": 0.94, "loss": 0.21}
-    ),
+    measured=Measured(num_clients=12, num_examples=1_405, metrics={"accuracy": 0.94, "loss": 0.21}),
     groups={"north": Measured(num_clients=7, num_examples=820, metrics={"accuracy": 0.95})},
     classes={"0": Measured(num_clients=10, num_examples=640, metrics={"accuracy": 0.97})},
 )

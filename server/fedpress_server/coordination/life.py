@@ -192,17 +192,13 @@ class TaskLife:
                 f"no device is enrolled as {', '.join(strange[:5])}", hint="enrol members first"
             )
 
-    async def go_on(
-        self, name: str, more: Continuation, *, by: str = audit.SERVER
-    ) -> TaskSummary:
+    async def go_on(self, name: str, more: Continuation, *, by: str = audit.SERVER) -> TaskSummary:
         """More rounds for a task that has stopped; once it has them, the same call changes nothing.
 
         Its optimizer begins anew. Raises Conflict if the task is running or is not where `more`
         takes it to be, ConfigurationError if it cannot go on from the model.
         """
-        return await self._background.shielded(
-            self._go_on(await self._steps.fresh(name), more, by)
-        )
+        return await self._background.shielded(self._go_on(await self._steps.fresh(name), more, by))
 
     async def _go_on(self, task: LiveTask, more: Continuation, by: str) -> TaskSummary:
         name, last = task.record.task, more.after_round + more.rounds
@@ -304,9 +300,7 @@ class TaskLife:
 
     async def release(self, name: str, *, by: str = audit.SERVER) -> TaskSummary:
         """Give devices work again, where the task was held. Raises Conflict as `hold`."""
-        return await self._background.shielded(
-            self._hold(await self._steps.fresh(name), None, by)
-        )
+        return await self._background.shielded(self._hold(await self._steps.fresh(name), None, by))
 
     async def _hold(self, task: LiveTask, since: float | None, by: str) -> TaskSummary:
         action: audit.Action = "task.resumed" if since is None else "task.paused"

@@ -188,7 +188,10 @@ _EVENTS: dict[str, type[Any]] = {
 
 def to_record(event: Event) -> dict[str, Any]:
     """Plain JSON, from which `from_record` makes the event again."""
-    return {"event": type(event).__name__, **asdict(event)}
+    name = type(event).__name__
+    if isinstance(event, UploadStaged | ClientCheckedIn):  # of which there are many: all plain
+        return {"event": name, **{each: getattr(event, each) for each in event.__slots__}}
+    return {"event": name, **asdict(event)}
 
 
 def from_record(record: Mapping[str, Any]) -> Event:

@@ -57,23 +57,19 @@ class Rows:
     def __init__(self, table: sa.Table) -> None:
         self._table = table
         self._names = table.columns.keys()
-        self._json = [isinstance(column.type, sa.JSON) for column in table.columns]
+        found = enumerate(table.columns)
+        self._json = [place for place, column in found if isinstance(column.type, sa.JSON)]
         self._known: dict[str, str] = {}
 
     def add(self, connection: Connection, rows: Sequence[tuple[Any, ...]]) -> None:
-        """Each has its values in the order of the columns; JSON is what `json` takes."""
+        """Each has its values in the order of the columns; JSON is what `json` takes, and there:
+        None is JSON's null."""
         if connection.dialect.name == "postgresql":
             told = json.dumps([dict(zip(self._names, row, strict=True)) for row in rows])
             connection.exec_driver_sql(self._text(connection), (told,))
             return
-        if any(self._json):
-            rows = [
-                tuple(
-                    json.dumps(value) if is_json and value is not None else value
-                    for value, is_json in zip(row, self._json, strict=True)
-                )
-                for row in rows
-            ]
+        for place in self._json:
+            rows = [(*row[:place], json.dumps(row[place]), *row[place + 1 :]) for row in rows]
         connection.exec_driver_sql(self._text(connection), list(rows))
 
     def _text(self, connection: Connection) -> str:

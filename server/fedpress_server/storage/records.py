@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 from typing import Any, Literal
 
@@ -498,7 +498,7 @@ def add_upload(connection: Connection, record: UploadRecord) -> None:
 
 def add_uploads(connection: Connection, taken: Sequence[UploadRecord], now: float) -> None:
     """All received `now`, whatever they say themselves."""
-    _UPLOADS.add(connection, [_values(replace(each, received_at=now)) for each in taken])
+    _UPLOADS.add(connection, [_values(each, received_at=now) for each in taken])
 
 
 def upload(connection: Connection, name: str) -> UploadRecord | None:
@@ -656,6 +656,7 @@ def _fields(record: Any) -> dict[str, Any]:
     return {name: getattr(record, name) for name in record.__slots__}
 
 
-def _values(record: Any) -> tuple[Any, ...]:
-    """In the order of its table's columns."""
-    return tuple([getattr(record, name) for name in record.__slots__])
+def _values(record: Any, **other: Any) -> tuple[Any, ...]:
+    """In the order of its table's columns, some of them `other` than the record says."""
+    names = record.__slots__
+    return tuple([other[name] if name in other else getattr(record, name) for name in names])
