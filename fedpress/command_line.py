@@ -157,7 +157,8 @@ def secret_option(name: str, what: str, *, is_needed: bool) -> Callable[[C], C]:
         ctx.meta[file_key] = value
 
     def found(ctx: click.Context, option: click.Parameter, value: str | None) -> str | None:
-        """What was given on the command line goes before the environment, of either form."""
+        """What was given on the command line goes before the environment, of either form; there
+        the secret goes before a file, which may be everybody's in a container."""
         file: Path | None = ctx.meta.get(file_key)
         if ctx.resilient_parsing:
             return value or ""
@@ -166,9 +167,9 @@ def secret_option(name: str, what: str, *, is_needed: bool) -> Callable[[C], C]:
                 ctx.get_parameter_source(each) is ParameterSource.COMMANDLINE
                 for each in (parameter, f"{parameter}_file")
             ]
-            if is_given[0] == is_given[1]:
+            if all(is_given):
                 raise click.UsageError(f"give --{name} or --{name}-file, not both", ctx)
-            if is_given[0]:
+            if not is_given[1]:
                 return value
         if file is not None:
             return _secret_in(file, name)

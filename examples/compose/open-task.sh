@@ -2,8 +2,6 @@
 # Registers the demo's model, starts its task and leaves an enrolment token for the devices.
 set -eu
 [ ! -s /data/token ] || exit 0  # a second `docker compose up` goes on with the first one's task
-: "${FEDPRESS_ADMIN_TOKEN:=$(cat "$FEDPRESS_ADMIN_TOKEN_FILE")}"
-export FEDPRESS_ADMIN_TOKEN
 python /app/digits.py /tmp/model.safetensors
 fedpress task create /app/task.json /tmp/model.safetensors
 (umask 077; fedpress token create --uses 100 --note "compose demo" > /data/token.new)

@@ -213,6 +213,8 @@ def test_a_token_and_where_it_is_from(
     assert (both[0], "not both" in both[2]) == (WRONG_USE, True), both[2]
     monkeypatch.setenv("FEDPRESS_ADMIN_TOKEN", "of the environment")
     assert run(*where, "--admin-token-file", str(file))[0] == NO_ANSWER
+    monkeypatch.setenv("FEDPRESS_ADMIN_TOKEN_FILE", str(tmp_path / "nowhere"))
+    assert run(*where)[0] == NO_ANSWER
     assert run(*where, "--admin-token", "a\ntoken")[0] == WRONG_USE
 
 

@@ -25,11 +25,12 @@ from tests.server.in_process import Clock, Enrolled, Server, Start, include_one,
 @contextmanager
 def logged(form: str = "json", level: logs.Level = "debug", **how: Any) -> Iterator[io.StringIO]:
     """What this process logs meanwhile; `lines` of it is what `install` returned."""
-    names = ("", *logs.OURS)
+    names = ("", *logs.OURS, "uvicorn.error")
     before = {name: logging.getLogger(name).level for name in names}
     handlers, raises = logging.getLogger().handlers[:], logging.raiseExceptions
     stream = io.StringIO()
     try:
+        logging.getLogger("uvicorn.error").setLevel(logging.NOTSET)  # as serve leaves it
         stream.lines = logs.install(level, form, stream=stream, **how)  # type: ignore[attr-defined, arg-type]
         yield stream
     finally:

@@ -141,5 +141,5 @@ def check(server: ServerProcess, ended: dict[int, Summary], folder: Path) -> Non
     saved = CliRunner().invoke(app, ["task", "model", "chosen", str(file), *how])
     assert saved.exit_code == 0, saved.output
     assert Model.from_bytes(file.read_bytes()).digest == task.best
-    shown = CliRunner().invoke(app, ["task", "rounds", "chosen", "--round", "3", *how[1:]])
+    shown = CliRunner().invoke(app, ["round", "show", "chosen", "3", "--json", *how[1:]])
     assert json.loads(shown.output)["classes"] == last.model_dump(mode="json")["classes"]

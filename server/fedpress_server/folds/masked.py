@@ -150,8 +150,8 @@ class Session:
         opened_at: float,
         now: float,
     ) -> Session:
-        """With the clients of these assignments, signed for by the server's key of `opened_at`, when
-        the attempt began; raises IncompatiblePlan.
+        """With the clients of these assignments, under the server's key of `opened_at`, when the
+        attempt began; raises IncompatiblePlan.
 
         The assignments were drawn at random for this attempt alone, and so is the nonce that is
         made of them: it is on the disk with them, and in no other session.

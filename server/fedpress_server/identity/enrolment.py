@@ -83,6 +83,7 @@ class Enrolment:
             )
 
         await self._database.write(write)
+        self._limits.learn(record.token_hash)
         return token, record
 
     async def tokens(self, before: str | None, limit: int) -> list[EnrolmentToken]:
