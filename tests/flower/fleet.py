@@ -53,7 +53,7 @@ class Fleet(Grid):
         return None
 
     def create_message(self, *args: Any, **kwargs: Any) -> Message:
-        raise NotImplementedError
+        raise AssertionError("Message(...) makes messages, and no grid")
 
     def get_node_ids(self) -> set[int]:
         return set(self.contexts)

@@ -12,6 +12,7 @@ import logging
 import re
 import sys
 import traceback
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -75,7 +76,7 @@ class Redaction:
         return self._shape.sub("[secret]", line)
 
 
-class Lines(logging.Formatter):
+class Lines(logging.Formatter, ABC):
     """What a log record says, as one event; `JsonLines` and `TextLines` spell it."""
 
     def __init__(self, role: str, hide: Redaction) -> None:
@@ -90,8 +91,8 @@ class Lines(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
         return self._hide(self.spelt(record, self._fields(record)))
 
-    def spelt(self, record: logging.LogRecord, fields: Mapping[str, object]) -> str:
-        raise NotImplementedError
+    @abstractmethod
+    def spelt(self, record: logging.LogRecord, fields: Mapping[str, object]) -> str: ...
 
     def _fields(self, record: logging.LogRecord) -> dict[str, object]:
         request = current.get()
