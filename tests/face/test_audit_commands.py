@@ -2,16 +2,11 @@
 
 import json
 import sqlite3
-from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
-from typing import Any
 
-import httpx
 import pytest
-from click.testing import CliRunner, Result
 
-from fedpress.cli import app
 from fedpress_protocols.errors import (
     BrokenChain,
     ConfigurationError,
@@ -19,39 +14,9 @@ from fedpress_protocols.errors import (
     NotFound,
     RoleRequired,
 )
-from fedpress_server import Settings, create_app
-from tests.devices import ADMIN_TOKEN, Operator
-from tests.server.in_process import Server, running
-
-Command = Callable[..., Result]
-
-
-@pytest.fixture
-def server(tmp_path: Path) -> Iterator[Server]:
-    settings = Settings(data_dir=tmp_path / "data", admin_token=ADMIN_TOKEN, tick_seconds=3600)
-    with running(create_app(settings)) as server:
-        yield server
-
-
-@pytest.fixture
-def fedpress(server: Server, monkeypatch: pytest.MonkeyPatch) -> Command:
-    whole = httpx.Client
-
-    def client(**given: Any) -> httpx.Client:
-        return whole(**given | {"transport": server._transport})
-
-    monkeypatch.setattr("fedpress.operator.httpx.Client", client)
-
-    def run(*arguments: str, token: str = ADMIN_TOKEN) -> Result:
-        environment = {"FEDPRESS_ADMIN_TOKEN": token, "FEDPRESS_URL": str(server.base_url)}
-        return CliRunner().invoke(app, list(arguments), env=environment)
-
-    return run
-
-
-def said(done: Result) -> str:
-    assert done.exit_code == 0, (done.output, done.exception)
-    return done.stdout
+from tests.devices import Operator
+from tests.face.commands import Command, said
+from tests.server.in_process import Server
 
 
 def test_an_operator_is_made_listed_and_revoked(fedpress: Command) -> None:

@@ -1,6 +1,6 @@
 """`fedpress backup`, `verify`, `restore` and `restores`, beside a server in this process."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,18 +18,6 @@ from tests.devices import ADMIN_TOKEN, Device, Operator
 from tests.server.in_process import Clock, Server, include_one, running
 
 Command = Callable[..., Result]
-
-
-@pytest.fixture
-def clock() -> Clock:
-    return Clock()
-
-
-@pytest.fixture
-def server(tmp_path: Path, clock: Clock) -> Iterator[Server]:
-    settings = Settings(data_dir=tmp_path / "data", admin_token=ADMIN_TOKEN, tick_seconds=3600)
-    with running(create_app(settings, clock=clock)) as server:
-        yield server
 
 
 @pytest.fixture

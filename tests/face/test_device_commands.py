@@ -3,62 +3,16 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
-import httpx
 import pytest
-from click.testing import CliRunner, Result
 
-from fedpress.cli import app
 from fedpress_client.state import Identity, StateDirectory
 from fedpress_protocols.errors import ConfigurationError, Conflict, InvalidToken, NotFound
 from fedpress_protocols.signatures import to_base64url
-from fedpress_server import Settings, create_app
-from tests.devices import ADMIN_TOKEN, Device, Operator
-from tests.server.in_process import Clock, Server, running
-
-Command = Callable[..., Result]
-
-
-@pytest.fixture
-def clock() -> Clock:
-    return Clock()
-
-
-@pytest.fixture
-def server(tmp_path: Path, clock: Clock) -> Iterator[Server]:
-    settings = Settings(data_dir=tmp_path / "data", admin_token=ADMIN_TOKEN, tick_seconds=3600)
-    with running(create_app(settings, clock=clock)) as server:
-        yield server
-
-
-@pytest.fixture
-def fedpress(server: Server, monkeypatch: pytest.MonkeyPatch) -> Command:
-    whole = httpx.Client
-
-    class Streaming(httpx.BaseTransport):
-        def handle_request(self, request: httpx.Request) -> httpx.Response:
-            found = server._transport.handle_request(request)
-            stream = httpx.ByteStream(found.content)
-            return httpx.Response(found.status_code, headers=found.headers, stream=stream)
-
-    def client(**given: Any) -> httpx.Client:
-        return whole(**given | {"transport": Streaming()})
-
-    monkeypatch.setattr("fedpress.operator.httpx.Client", client)
-    environment = {"FEDPRESS_ADMIN_TOKEN": ADMIN_TOKEN, "FEDPRESS_URL": str(server.base_url)}
-
-    def run(*arguments: str) -> Result:
-        return CliRunner().invoke(app, list(arguments), env=environment)
-
-    return run
-
-
-def said(done: Result) -> str:
-    assert done.exit_code == 0, (done.output, done.exception)
-    return done.stdout
+from tests.devices import Device, Operator
+from tests.face.commands import Command, said
+from tests.server.in_process import Clock, Server
 
 
 def test_tokens_are_made_listed_and_revoked(

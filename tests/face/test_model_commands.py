@@ -1,64 +1,28 @@
 """`fedpress model ...`, and pausing a task, against a server in this process."""
 
 import json
-from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
-import httpx
 import numpy as np
 import pytest
-from click.testing import CliRunner, Result
 
-from fedpress.cli import app
 from fedpress_protocols.errors import ConfigurationError, Conflict, NotFound
 from fedpress_protocols.model import Model
-from fedpress_server import Settings, create_app
-from tests.devices import ADMIN_TOKEN, Device, Operator
-from tests.server.in_process import Clock, Server, include_one, running
-
-Command = Callable[..., Result]
+from tests.devices import Device, Operator
+from tests.face.commands import Command, said
+from tests.server.in_process import Clock, Server, include_one
 
 
-@pytest.fixture
-def clock() -> Clock:
-    return Clock()
-
-
-@pytest.fixture
-def server(tmp_path: Path, clock: Clock) -> Iterator[Server]:
-    """With a task of four committed rounds, and a policy that keeps two."""
-    settings = Settings(data_dir=tmp_path / "data", admin_token=ADMIN_TOKEN, tick_seconds=3600)
-    with running(create_app(settings, clock=clock)) as server:
-        operator, device = Operator(server), Device(server, clock)
-        device.enrol(operator.token())
-        model = Model.from_tensors({"w": np.zeros((3, 4), np.float32)})
-        cohort = {"size": 1, "minimum": 1}
-        operator.begin(model, rounds=9, cohort=cohort, retention={"last": 2})
-        for _ in range(4):
-            device.check_in("digits", include_one(device, model), wait=30)
-        yield server
-
-
-@pytest.fixture
-def fedpress(server: Server, monkeypatch: pytest.MonkeyPatch) -> Command:
-    whole = httpx.Client
-
-    def client(**given: Any) -> httpx.Client:
-        return whole(**given | {"transport": server._transport})
-
-    monkeypatch.setattr("fedpress.operator.httpx.Client", client)
-    environment = {"FEDPRESS_ADMIN_TOKEN": ADMIN_TOKEN, "FEDPRESS_URL": str(server.base_url)}
-
-    def run(*arguments: str) -> Result:
-        return CliRunner().invoke(app, list(arguments), env=environment)
-
-    return run
-
-
-def said(done: Result) -> str:
-    assert done.exit_code == 0, (done.output, done.exception)
-    return done.output
+@pytest.fixture(autouse=True)
+def task(server: Server, clock: Clock) -> None:
+    """A task of four committed rounds, and a policy that keeps two."""
+    operator, device = Operator(server), Device(server, clock)
+    device.enrol(operator.token())
+    model = Model.from_tensors({"w": np.zeros((3, 4), np.float32)})
+    cohort = {"size": 1, "minimum": 1}
+    operator.begin(model, rounds=9, cohort=cohort, retention={"last": 2})
+    for _ in range(4):
+        device.check_in("digits", include_one(device, model), wait=30)
 
 
 def test_versions_are_listed_with_what_stands_for_them(fedpress: Command) -> None:

@@ -3,39 +3,22 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
-from typing import Any
 
 import httpx
 import numpy as np
 import pytest
-from click.testing import CliRunner, Result
 
-from fedpress.cli import app, watching
+from fedpress.cli import watching
 from fedpress.cli.outcomes import FAILED
 from fedpress.promotion_gate import Requirement, examined
 from fedpress_protocols.errors import ConfigurationError, Conflict, NotFound, TransportError
 from fedpress_protocols.messages import Measured, RoundStatus
 from fedpress_protocols.model import Model
-from fedpress_server import Settings, create_app
-from tests.devices import ADMIN_TOKEN, Device, Operator
-from tests.server.in_process import Clock, Server, include_one, running
+from tests.devices import Device, Operator
+from tests.face.commands import Command, said
+from tests.server.in_process import Clock, Server, include_one
 
-Command = Callable[..., Result]
 MODEL = Model.from_tensors({"w": np.zeros((3, 4), np.float32)})
-
-
-@pytest.fixture
-def clock() -> Clock:
-    return Clock()
-
-
-@pytest.fixture
-def server(tmp_path_factory: pytest.TempPathFactory, clock: Clock) -> Iterator[Server]:
-    folder = tmp_path_factory.mktemp("server")
-    settings = Settings(data_dir=folder, admin_token=ADMIN_TOKEN, tick_seconds=3600)
-    with running(create_app(settings, clock=clock)) as server:
-        yield server
 
 
 @pytest.fixture(autouse=True)
@@ -63,27 +46,6 @@ def trainer(server: Server, clock: Clock) -> Device:
             }
             device.json("POST", "/v1/tasks/digits/evaluations", json.dumps(report))
     return trainer
-
-
-@pytest.fixture
-def fedpress(server: Server, monkeypatch: pytest.MonkeyPatch) -> Command:
-    whole = httpx.Client
-
-    def client(**given: Any) -> httpx.Client:
-        return whole(**given | {"transport": server._transport})
-
-    monkeypatch.setattr("fedpress.operator.httpx.Client", client)
-    environment = {"FEDPRESS_ADMIN_TOKEN": ADMIN_TOKEN, "FEDPRESS_URL": str(server.base_url)}
-
-    def run(*arguments: str) -> Result:
-        return CliRunner().invoke(app, list(arguments), env=environment)
-
-    return run
-
-
-def said(done: Result) -> str:
-    assert done.exit_code == 0, (done.output, done.exception)
-    return done.stdout
 
 
 def test_attempts_are_listed_the_newest_first(fedpress: Command) -> None:
