@@ -704,7 +704,8 @@ class Client:
         return ledger
 
     def _verified(self, here: _Open, signed: SignedReceipt) -> Receipt:
-        """The receipt, once it is sure that the server pinned at enrolment signed it."""
+        """The receipt, once it is sure that the server signed it, with a key that `ServerTrust`
+        believes."""
         document = signed.receipt.model_dump(mode="json")
         document |= {"key_id": signed.key_id, "signature": signed.signature}
         here.trust.verify(document, RECEIPT_CONTEXT)

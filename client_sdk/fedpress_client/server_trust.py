@@ -79,11 +79,13 @@ class ServerTrust:
             except NotFound:  # a server that has never heard of changing its key
                 told = ()
             passed = (pinned, *followed(pinned, key_id, told))
+            left = (*self._identity.left_server_keys, *map(to_base64url, passed[:-1]))
             self._identity = self._identity.model_copy(
                 update={
                     "server_key": to_base64url(passed[-1]),
                     "former_server_key": to_base64url(passed[-2]),
                     "followed_at": self._now(),
+                    "left_server_keys": tuple(dict.fromkeys(left)),
                 }
             )
             self._directory.enrolled(self._identity)
@@ -97,10 +99,12 @@ def pinned_anew(
     """`identity` with the key that somebody who knows names as the server's (base64url), durably.
 
     Where a chain leads from that key to the one that is pinned, the latter is the newer, and stays.
+    So it does where this device has left that key by a chain before: who has copied the old key
+    need only keep silent about the chain.
     """
     given = from_base64url(server_key, 32)
     pinned = from_base64url(identity.server_key, 32)
-    if given == pinned:
+    if given == pinned or server_key in {identity.former_server_key, *identity.left_server_keys}:
         return identity
     try:
         followed(given, key_id_of(pinned), source.server_keys().successions)

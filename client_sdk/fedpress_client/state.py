@@ -39,7 +39,7 @@ _log = logging.getLogger(__name__)
 class Identity(BaseModel):
     """What enrolment settled: `server_key` is pinned, every receipt must be signed by it. Where the
     device has followed it to another, `former_server_key` is the one before, left at `followed_at`
-    (Unix seconds).
+    (Unix seconds), and `left_server_keys` are all that a chain has led away from, the oldest first.
 
     For the masked lane: the `population`, the key of its enrolment `authority`, pinned too, and the
     device's certificate; empty until they are needed.
@@ -55,6 +55,7 @@ class Identity(BaseModel):
     certificate: str = ""
     former_server_key: str = ""
     followed_at: float = 0.0
+    left_server_keys: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +101,8 @@ class StateDirectory:
 
     def enrolled(self, identity: Identity) -> None:
         """Remember `identity`, durably."""
-        since = {"former_server_key", "followed_at"}  # an earlier release cannot read them
+        # An earlier release cannot read them.
+        since = {"former_server_key", "followed_at", "left_server_keys"}
         unused = {name for name in since if not getattr(identity, name)}
         text = identity.model_dump_json(exclude=unused)
         write_durably(self.path / "identity.json", text.encode())

@@ -30,7 +30,7 @@ _key = click.option(
     "--key-id",
     default="",
     show_default=False,
-    help="The id of the server's key, to be sure whose backup it is; backup prints it.",
+    help="The id of the server's key, to be sure whose backup it is; verify prints it.",
 )
 
 

@@ -30,7 +30,7 @@ from cryptography.hazmat.primitives.serialization import (
 )
 
 from fedpress_protocols.errors import ConfigurationError, FedpressError
-from fedpress_server.identity.rotation import Standing, former_file, next_file, standing
+from fedpress_server.identity.rotation import Standing, key_files, standing
 from fedpress_server.identity.server_keys import PURPOSES, key_file, known_key
 from fedpress_server.settings import MIB, Settings
 from fedpress_server.storage.bucket import opened_payloads
@@ -141,7 +141,7 @@ def _keys(settings: Settings) -> Iterator[Finding]:
     """Private keys that others than their owner can read; a TLS key may be its group's."""
     files = {key_file(purpose, settings): 0o077 for purpose in PURPOSES}
     place = key_file("server", settings)
-    files |= {file: 0o077 for file in (next_file(place), former_file(place))}
+    files |= dict.fromkeys(key_files(place), 0o077)
     if settings.tls_key:
         files[settings.tls_key] = 0o007
     named = {settings.server_key_file, settings.authority_key_file}

@@ -61,7 +61,10 @@ class Certificates:
     async def renew_forever(self) -> None:
         while True:
             await asyncio.sleep(LOOK_EVERY)
-            await asyncio.to_thread(self.renew)
+            try:
+                await asyncio.to_thread(self.renew)
+            except Exception:  # a file that went away while it was read: the next look finds it
+                _log.exception("the certificate is not renewed")
 
     def _choose(
         self, connection: ssl.SSLSocket | ssl.SSLObject, name: str | None, _: ssl.SSLContext
@@ -145,9 +148,9 @@ def _certificates(text: str) -> str:
 
 
 def _look(file: Path) -> object:
-    """What changes when a file is replaced or written to."""
+    """What changes when a file is replaced, written to, or made private."""
     try:
         found = file.stat()
     except OSError:
         return None
-    return found.st_ino, found.st_size, found.st_mtime_ns
+    return found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import threading
 from collections.abc import Callable, Iterator
@@ -127,6 +128,29 @@ def test_a_folder_that_was_dropped_meanwhile_is_made_again(
     monkeypatch.setattr(os, "rename", dropping)
     assert payloads.put_all([("f/1", b"1"), ("f/2", b"2")]) == [None, None]
     assert payloads.get("f/2") == b"2"
+
+
+def test_a_folder_that_somebody_else_made_is_named_before_a_file_in_it_counts(
+    payloads: LocalPayloads, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    synced = list[str]()
+    fsync = os.fsync
+
+    def noted(descriptor: int) -> None:
+        synced.append(os.readlink(f"/proc/self/fd/{descriptor}"))
+        if len(synced) == 1:  # the parent's, of whoever makes the folder
+            raise OSError(errno.EIO, "the disk")
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", noted)
+    with pytest.raises(OSError, match="the disk"):
+        payloads.put("f/1", b"1")
+    assert (payloads.root / "f").is_dir()
+    payloads.put("f/2", b"2")
+    assert synced[1] == str(payloads.root)
+    again = len(synced)
+    payloads.put("f/3", b"3")
+    assert str(payloads.root) not in synced[again:]
 
 
 def test_a_failpoint_in_a_group_strikes_one(payloads: LocalPayloads) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from fedpress_protocols.errors import ConfigurationError, Conflict, InvalidSignature
+from fedpress_protocols.errors import ConfigurationError, Conflict, InvalidSignature, Unavailable
 from fedpress_protocols.messages import SignedReceipt
 from fedpress_protocols.model import Model
 from fedpress_protocols.signatures import DeviceKey, from_base64url, key_id_of
@@ -155,7 +155,7 @@ class Killed(Exception):
     pass
 
 
-def killed(*_: Any) -> None:
+def killed(*_: Any, **__: Any) -> None:
     raise Killed
 
 
@@ -333,3 +333,129 @@ def test_a_key_that_leaked_is_replaced_by_one_that_nothing_leads_to(
         device.verify(receipt)
     with start(**shared) as http:
         assert http.get("/readyz").status_code == 200
+
+
+def collected(device: Device, receipt: SignedReceipt) -> SignedReceipt:
+    """The same receipt, asked for again."""
+    name = receipt.receipt.assignment
+    answer = device.json("GET", f"/v1/assignments/{name}/receipt")
+    return SignedReceipt.model_validate_json(answer.content)
+
+
+@pytest.mark.parametrize("rotates", [False, True])
+def test_receipts_of_before_a_leak_go_out_signed_by_the_new_key(
+    start: Start, keys: Keys, clock: Clock, shared: dict[str, Any], model: Model, rotates: bool
+) -> None:
+    with start(**shared) as http:
+        device = Device(http, clock)
+        device.enrol(Operator(http).token())
+        Operator(http).begin(model)
+        before = settled(http, device)
+        if rotates:
+            keys.changed()
+        after = keys.do("replace")
+        held = http.app.state.server_keys
+        http.call(http.app.state.database.read, held.read)
+        device.server_key = from_base64url(after.public, 32)
+        again = collected(device, before)
+        assert (again.receipt, again.key_id) == (before.receipt, after.current)
+        device.verify(again)
+        told = device.check_in("digits", before.receipt.assignment)
+        assert told is not None
+        assert [each.receipt for each in told.receipts] == [before.receipt]
+        device.verify(told.receipts[0])
+
+
+def test_a_server_with_none_of_the_keys_says_so_until_it_has_one(
+    start: Start, keys: Keys, clock: Clock, shared: dict[str, Any], model: Model, tmp_path: Path
+) -> None:
+    with start(**shared) as http:
+        device = Device(http, clock)
+        device.enrol(Operator(http).token())
+        Operator(http).begin(model)
+        before = settled(http, device)
+        elsewhere = tmp_path / "other/server-key.pem"
+        elsewhere.parent.mkdir(mode=0o700)
+        after = Keys(keys.url, elsewhere, clock).do("replace")
+        held = http.app.state.server_keys
+        http.call(http.app.state.database.read, held.read)
+        assert held.missing == after.current
+        with pytest.raises(Unavailable, match=f"{after.current}.*copy the new key's file"):
+            _ = held.current
+        with pytest.raises(Unavailable, match=after.current):
+            collected(device, before)
+        answer = http.get("/readyz")
+        assert answer.status_code == 503
+        assert after.current in answer.json()["detail"]
+        keys.place.write_bytes(elsewhere.read_bytes())
+        http.call(http.app.state.database.read, held.read)
+        assert (held.current.key_id, held.missing) == (after.current, None)
+        device.server_key = from_base64url(after.public, 32)
+        device.verify(collected(device, before))
+        device.verify(settled(http, device))
+
+
+@pytest.mark.usefixtures("started")
+@pytest.mark.parametrize("is_written", [False, True])
+@pytest.mark.parametrize("is_settled", [False, True])
+def test_a_replacement_that_was_killed_is_only_to_be_repeated(
+    keys: Keys,
+    is_written: bool,
+    is_settled: bool,
+    start: Start,
+    shared: dict[str, Any],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    keys.changed()
+    keys.do("rotate")
+    settle = rotation._settle
+    if not is_settled:  # FILE.next is then the only copy of the key that signs
+        with monkeypatch.context() as patched:
+            patched.setattr(rotation, "_settle", killed)
+            with pytest.raises(Killed):
+                keys.do("switch")
+    else:
+        keys.do("switch")
+    before = keys.do("standing").current
+
+    def killed_after(place: Path, current: bytes, said: Any) -> None:
+        if key_id_of(current) != before:
+            raise Killed
+        settle(place, current, said)
+
+    with monkeypatch.context() as patched:
+        if is_written:
+            patched.setattr(rotation, "_settle", killed_after)
+        else:
+            patched.setattr(rotation.audit, "add", killed)
+        with pytest.raises(Killed):
+            keys.do("replace")
+    now = keys.do("standing").current
+    assert (now != before) == is_written
+    with start(**shared) as http:
+        assert http.get("/readyz").status_code == 200
+        assert http.app.state.server_keys.current.key_id == now
+    assert keys.do("switch").current == now
+    assert DeviceKey.from_pem(keys.place.read_bytes()).key_id == now
+    assert len(rotation.chain(keys.place)) == (0 if is_written else 2)
+    after = keys.do("replace")
+    assert after.current != now
+    assert (after.former, after.next, after.here) == ((), None, (after.current,))
+    assert [file.name for file in rotation.key_files(keys.place) if file.exists()] == [
+        keys.place.name
+    ]
+
+
+@pytest.mark.usefixtures("started")
+def test_a_key_is_erased_only_once_the_log_has_it(
+    keys: Keys, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = keys.do("standing").current
+    keys.changed()
+    with monkeypatch.context() as patched:
+        patched.setattr(rotation.audit, "add", killed)
+        with pytest.raises(Killed):
+            keys.do("retire")
+    assert rotation.former_file(keys.place).exists()
+    assert keys.do("retire").erased == before
+    assert not rotation.former_file(keys.place).exists()

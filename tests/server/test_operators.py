@@ -1,6 +1,7 @@
 """Operators' tokens: made, shown once, expired, revoked, and wrong ones slowed down."""
 
 import sqlite3
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack, closing
 from pathlib import Path
@@ -17,7 +18,7 @@ from fedpress_protocols.errors import (
 )
 from fedpress_server.identity.limits import Budgets
 from fedpress_server.identity.operators import SEEN_WITHIN
-from fedpress_server.identity.refusals import BURST, PER_SECOND
+from fedpress_server.identity.refusals import BURST, PER_SECOND, Refusals
 from fedpress_server.settings import Settings
 from tests.devices import ADMIN_TOKEN, Operator, checked
 from tests.server.in_process import Clock, Server, Start
@@ -52,6 +53,28 @@ def test_a_token_is_made_used_listed_and_revoked(
         viewer.get("/v1/tasks")
     with pytest.raises(NotFound):
         revoke(operator, "nobody")
+
+
+@pytest.mark.both_databases
+def test_the_last_round_that_can_be_asked_for_is_nobody_s(operator: Operator) -> None:
+    for number in (2**31 - 1, 2**31 - 2):
+        with pytest.raises(NotFound):
+            operator.get(f"/v1/tasks/digits/rounds/{number}")
+
+
+def test_refusals_that_could_not_be_written_are_told_later(clock: Clock) -> None:
+    counted = Counter[str]()
+    refusals = Refusals(clock, lambda reason: counted.update([reason]))
+    for _ in range(3):
+        refusals.note("role", "10.0.0.1", "ada")
+    assert refusals.take() is not None
+    assert refusals.take() is None
+    refusals.note("role", "10.0.0.1", "ada")
+    assert refusals.take() is not None
+    refusals.put_back()
+    refusals.note("role", "10.0.0.1", "ada")
+    assert refusals._refused.total() == 2
+    assert counted.total() == 5
 
 
 def test_a_token_expires(operator: Operator, clock: Clock) -> None:

@@ -156,6 +156,16 @@ def test_a_pair_that_does_not_fit_is_refused_and_never_replaces_one_that_does(
         assert asked(url, authority) == ()
 
 
+def test_a_key_that_was_made_private_is_looked_at_again(authority: TestAuthority) -> None:
+    """As a key is that came readable by all, and was refused until somebody mended that."""
+    shown = authority.issue(HOST)
+    shown.key.chmod(0o644)
+    certificates = Certificates(*shown)
+    assert not certificates.renew()
+    shown.key.chmod(0o600)
+    assert certificates.renew()
+
+
 def broken(text: str) -> Callable[[Pair], None]:
     def harm(pair: Pair) -> None:
         pair.certificate.write_text(text)

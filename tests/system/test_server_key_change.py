@@ -210,12 +210,32 @@ def test_a_key_that_is_given_takes_the_place_of_one_that_no_chain_leads_to(
         trust(directory, leaked, Clock()).verify(statement(keys[2]), CONTEXT)
 
 
+def test_a_key_that_a_chain_has_left_is_not_pinned_again_by_a_server_that_hides_the_chain(
+    directory: StateDirectory, keys: list[DeviceKey]
+) -> None:
+    standing = to_base64url(keys[0].public)
+    for number in (1, 2):
+        source = Told(signed_succession(keys[number - 1], keys[number].public, 0))
+        trust(directory, source, Clock()).verify(statement(keys[number]), CONTEXT)
+        newest = directory.identity()
+        assert newest is not None
+        assert newest.server_key == to_base64url(keys[number].public)
+        for left in (standing, to_base64url(keys[number - 1].public)):
+            assert pinned_anew(directory, newest, left, Nobody()) == newest
+    given = to_base64url(keys[3].public)
+    assert pinned_anew(directory, newest, given, Nobody()).server_key == given
+    after = directory.identity()
+    assert after is not None
+    assert pinned_anew(directory, after, standing, Nobody()) == after
+
+
 def test_an_identity_of_before_can_be_read_and_one_without_a_change_looks_the_same(
     directory: StateDirectory, keys: list[DeviceKey]
 ) -> None:
     text = (directory.path / "identity.json").read_text()
     assert "former_server_key" not in text
     assert "followed_at" not in text
+    assert "left_server_keys" not in text
     trust(directory, Told(signed_succession(keys[0], keys[1].public, 0)), Clock()).verify(
         statement(keys[1]), CONTEXT
     )

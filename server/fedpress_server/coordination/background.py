@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
-from contextvars import copy_context
+from contextvars import Context, copy_context
 from typing import Any, TypeVar
 
 T = TypeVar("T")
@@ -24,9 +24,12 @@ class Background:
         """Start a service, which may be broken off at any await."""
         self._start(work, self._services)
 
-    def finish(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
-        """Start what must come to its end, since disk and memory change in it together."""
-        return self._start(work, self._running)
+    def finish(
+        self, work: Coroutine[Any, Any, T], *, on_behalf_of_all: bool = False
+    ) -> asyncio.Task[T]:
+        """Start what must come to its end, since disk and memory change in it together. What is
+        done `on_behalf_of_all` is logged and traced on behalf of nobody."""
+        return self._start(work, self._running, Context() if on_behalf_of_all else None)
 
     async def shielded(self, work: Coroutine[Any, Any, T]) -> T:
         """Memory and disk change together even if whoever asked goes away."""
@@ -46,9 +49,12 @@ class Background:
         await asyncio.to_thread(self._threads.shutdown, cancel_futures=True)
 
     def _start(
-        self, work: Coroutine[Any, Any, T], among: set[asyncio.Task[Any]]
+        self,
+        work: Coroutine[Any, Any, T],
+        among: set[asyncio.Task[Any]],
+        context: Context | None = None,
     ) -> asyncio.Task[T]:
-        task = asyncio.create_task(work)
+        task = asyncio.create_task(work, context=context)
         among.add(task)
         task.add_done_callback(among.discard)
         return task

@@ -61,7 +61,7 @@ class CheckIns:
         assignment: Callable[[str, str], Awaitable[AssignmentRecord]],
         keys: SigningKeys,
     ) -> None:
-        """`assignment` finds a device's own, or raises UnknownAssignment or Forbidden; `key` signs
+        """`assignment` finds a device's own, or raises UnknownAssignment or Forbidden; `keys` sign
         what the server says."""
         self._keys = keys
         self._settings = settings
@@ -296,7 +296,7 @@ class CheckIns:
         found, known, nobodys, backup_at = await self._database.read(read)
         strange = set(asked) - known
         if strange and (self.restore is None or strange != set(nobodys)):
-            _log.warning("client %s asks for %d assignments not its own", client_id, len(strange))
+            _log.warning("a client asks for %d assignments not its own", len(strange))
         receipts = tuple(map(self._signed_anew, found))
         return receipts, nobodys, backup_at
 
@@ -328,10 +328,10 @@ class CheckIns:
         return self._signed_anew(record.receipt) if record.receipt else None
 
     def _signed_anew(self, text: str) -> SignedReceipt:
-        """A receipt, with the signature of the key that signs by now: a device that has followed it
-        may not believe the one before any more."""
+        """A receipt, with the signature of the key that signs by now: a device that has followed
+        it, or was given it after a leak, may not believe the one before any more."""
         found = SignedReceipt.model_validate_json(text)
-        if found.key_id == self._keys.current.key_id or not self._keys.is_former(found.key_id):
+        if not self._keys.is_outdated(found.key_id):
             return found
         return signed_receipt(found.receipt, self._keys.current)
 

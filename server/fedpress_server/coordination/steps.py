@@ -222,7 +222,7 @@ class Steps:
             task.wishes.append(wish)
             if not task.is_granting:
                 task.is_granting = True
-                self._background.finish(self._grant_all(task))
+                self._background.finish(self._grant_all(task), on_behalf_of_all=True)
             return await wish.outcome
 
         async def now() -> tuple[Effect, ...]:

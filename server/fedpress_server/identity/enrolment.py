@@ -14,6 +14,7 @@ from starlette.requests import Request
 from fedpress_protocols.device_keys import Link, chain
 from fedpress_protocols.errors import (
     AlreadyExists,
+    InvalidSignature,
     InvalidToken,
     MalformedRequest,
     NotFound,
@@ -107,7 +108,9 @@ class Enrolment:
             audit.add(connection, now, by, "token.revoked", token_id, used=found.used)
             return replace(found, revoked_at=now)
 
-        return await self._database.write(write)
+        revoked = await self._database.write(write)
+        self._limits.forget(revoked.token_hash)
+        return revoked
 
     # Devices
 
@@ -131,8 +134,8 @@ class Enrolment:
             self._limits.admit(now)
         try:
             device, is_new = await self._enrolled(request, body, token_hash, now)
-        except InvalidToken:
-            self._limits.forget(token_hash)
+        except (InvalidToken, InvalidSignature, MalformedRequest):
+            self._limits.forget(token_hash)  # who sends it now pays for failures again
             raise
         if place is not None:
             place.was_good()

@@ -142,10 +142,10 @@ class Gatekeeper:
             raise revoked(device)
         now = self._clock()
         content = self._verify(request, parsed, headers, device.public_key, now)
+        if device.approval != "approved":  # before its nonce takes any memory
+            raise self.unapproved(device)
         self._guard.check(parsed, now)
         self._skewed(parsed.created - now)
-        if device.approval != "approved":
-            raise self.unapproved(device)
         if self._is_shared and request.method in _CHANGING:
             await self._remember(parsed)
         return device, content

@@ -18,7 +18,7 @@ import sqlalchemy as sa
 from sqlalchemy.engine import Connection
 from starlette.requests import Request
 
-from fedpress_protocols.errors import FedpressError, InvalidToken, NotFound, RoleRequired
+from fedpress_protocols.errors import InvalidToken, NotFound, RoleRequired
 from fedpress_protocols.operators import (
     ROLES,
     OperatorRequest,
@@ -169,9 +169,9 @@ class Operators:
         async with self._reading:
             if self._begun > asked_at:
                 return
-            self._begun += 1
             now = self._clock()
             self._known = await self._database.read(_by_hash)
+            self._begun += 1  # after it succeeded: a reading that failed is nobody's
             self._read_at = now
 
     async def create(self, asked: OperatorRequest, by: str) -> OperatorToken:
@@ -229,7 +229,8 @@ class Operators:
         if write := self._refusals.take():
             try:
                 await self._database.write(write)
-            except FedpressError:  # the log of the server has it, the audit log has not
+            except Exception:  # tried again with the next window
+                self._refusals.put_back()
                 _log.exception("refused attempts to operate the server could not be written down")
 
 

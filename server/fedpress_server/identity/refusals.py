@@ -39,6 +39,8 @@ class Refusals:
         self._since = clock()
         self._refused: Counter[Refused] = Counter()
         self._others = 0
+        self._taken = self._since, self._refused, self._others
+        """The window that was taken last."""
 
     def may_try(self, address: str) -> bool:
         """Whether the address has not spent its budget of wrong tokens."""
@@ -67,10 +69,21 @@ class Refusals:
         else:
             self._others += 1
 
+    def put_back(self) -> None:
+        """What was taken last was not written: it belongs to the window that goes on."""
+        self._since, refused, others = self._taken
+        self._others += others
+        for each, times in refused.items():
+            if each in self._refused or len(self._refused) < _MOST_TOLD:
+                self._refused[each] += times
+            else:
+                self._others += times
+
     def take(self) -> Callable[[Connection], None] | None:
         """What writes the window that ends now; None if nothing was refused in it."""
         since, now = self._since, self._clock()
         refused, others = self._refused, self._others
+        self._taken = since, refused, others
         self._since, self._refused, self._others = now, Counter(), 0
         if not refused:
             return None

@@ -3,9 +3,10 @@
     rotate → (copy the file to every machine that has one of its own) → switch → retire
 
 The server's key lies in FILE. The next one is FILE.next, the one before FILE.former, and FILE.chain
-has the statements by which each handed over to the next. A server takes whichever of the three the
-database says, so files and database need not change at one moment; each step may be repeated, and
-killed anywhere is only to be repeated.
+has the statements by which each handed over to the next; FILE.replacing is one that `replace` has
+made, until it is FILE. A server takes whichever of them the database says, so files and database
+need not change at one moment; each step may be repeated, and killed anywhere is only to be
+repeated.
 """
 
 from __future__ import annotations
@@ -72,6 +73,15 @@ def former_file(place: Path) -> Path:
     return place.with_name(place.name + ".former")
 
 
+def replacing_file(place: Path) -> Path:
+    return place.with_name(place.name + ".replacing")
+
+
+def key_files(place: Path) -> tuple[Path, ...]:
+    """Where a private key of the server may lie, `place` first."""
+    return place, next_file(place), former_file(place), replacing_file(place)
+
+
 def chain_file(place: Path) -> Path:
     return place.with_name(place.name + ".chain")
 
@@ -80,7 +90,7 @@ def ring(place: Path) -> Ring:
     """Every key of the server that lies at `place` or beside it; raises ConfigurationError for a
     file that holds none."""
     found: dict[bytes, DeviceKey] = {}
-    for file in (place, next_file(place), former_file(place)):
+    for file in key_files(place):
         check_private(file, "the server's key")
         try:
             key = DeviceKey.from_pem(file.read_bytes())
@@ -124,12 +134,16 @@ def _settle(place: Path, current: bytes, said: Collection[SignedSuccession]) -> 
     if said:
         text = json.dumps([each.model_dump(mode="json") for each in said], indent=1) + "\n"
         folder.put(chain_file(place).name, text.encode())
-    following = next_file(place)
-    if current not in on_disk or not following.exists():
+    if current not in on_disk:
         return
-    if DeviceKey.from_pem(following.read_bytes()).public != current:
+
+    def has(file: Path) -> bool:
+        return file.exists() and DeviceKey.from_pem(file.read_bytes()).public == current
+
+    following = next(filter(has, (next_file(place), replacing_file(place))), None)
+    if following is None:
         return
-    if place.exists() and DeviceKey.from_pem(place.read_bytes()).public != current:
+    if place.exists() and not has(place):
         os.replace(place, former_file(place))
     os.replace(following, place)
     descriptor = os.open(place.parent, os.O_RDONLY | os.O_DIRECTORY)
@@ -355,6 +369,9 @@ async def switch(database: Database, place: Path, clock: Callable[[], float]) ->
 async def replace(database: Database, place: Path, clock: Callable[[], float]) -> Standing:
     """Sign with a new key that no chain leads to, after a leak: devices believe nothing more before
     they are given it. The old key and its chain go. Raises Conflict while a masked round goes on.
+
+    The chain's file goes before the database's statements, which would be found beside it as those
+    of another server; the new key is FILE.replacing until the database has it, and FILE then.
     """
 
     def current_of(connection: Connection) -> bytes:
@@ -370,9 +387,11 @@ async def replace(database: Database, place: Path, clock: Callable[[], float]) -
             )
         return current
 
-    await database.read(current_of)
+    before = await database.read(current_of)
+    await asyncio.to_thread(_settle, place, before, ())
     made = DeviceKey.generate()
-    await asyncio.to_thread(LocalPayloads(place.parent).put, next_file(place).name, made.to_pem())
+    folder = LocalPayloads(place.parent)
+    await asyncio.to_thread(folder.put, replacing_file(place).name, made.to_pem())
 
     def write(connection: Connection) -> None:
         current = current_of(connection)
@@ -388,10 +407,11 @@ async def replace(database: Database, place: Path, clock: Callable[[], float]) -
             connection, clock(), audit.COMMAND, "server-key.activated", made.key_id, **details
         )
 
-    await database.write(write)
     chain_file(place).unlink(missing_ok=True)
+    await database.write(write)
     await asyncio.to_thread(_settle, place, made.public, ())
-    former_file(place).unlink(missing_ok=True)
+    for file in (former_file(place), next_file(place)):
+        file.unlink(missing_ok=True)
     return await standing(database, place)
 
 
@@ -416,8 +436,8 @@ async def retire(database: Database, place: Path, clock: Callable[[], float]) ->
             f"a masked round goes on that began under key {key.key_id}",
             hint="wait until it is over, or abort it (fedpress round abort)",
         )
-    file.unlink()
     await database.write(
         lambda c: audit.add(c, clock(), audit.COMMAND, "server-key.retired", key.key_id)
     )
+    file.unlink()
     return Retired(erased=key.key_id)

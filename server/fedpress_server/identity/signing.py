@@ -15,11 +15,14 @@ from dataclasses import dataclass
 import sqlalchemy as sa
 from sqlalchemy.engine import Connection
 
+from fedpress_protocols.errors import Unavailable
 from fedpress_protocols.signatures import DeviceKey, key_id_of
 from fedpress_protocols.succession import SignedSuccession
 from fedpress_server.storage.tables import server_key_successions as successions
 from fedpress_server.storage.tables import server_keys
 
+_RETRY_AFTER = 5
+"""Seconds."""
 _log = logging.getLogger(__name__)
 Ring = Mapping[bytes, DeviceKey]
 """The private keys of this machine, by their public halves."""
@@ -91,13 +94,25 @@ class SigningKeys:
 
     @property
     def current(self) -> DeviceKey:
-        """What signs receipts: the newest key of the database that is here."""
-        ring = self._ring
-        return next(ring[key] for key in reversed(self._known.keys) if key in ring)
+        """What signs receipts: the newest key of the database that is here.
+
+        Raises Unavailable where none of them is, as after a change without a chain.
+        """
+        ring, known = self._ring, self._known
+        found = next((ring[key] for key in reversed(known.keys) if key in ring), None)
+        if found is None:
+            raise Unavailable(
+                f"the database is signed for with server key {key_id_of(known.newest)}, and this "
+                "machine has none of its keys",
+                hint="copy the new key's file to this machine",
+                retry_after=_RETRY_AFTER,
+            )
+        return found
 
     @property
     def first(self) -> bytes:
-        """The public key that signed first for this database: it stays the same."""
+        """The public key that signed first, as far as the database says: changes with a chain
+        leave it as it is, and one without (`rotation.replace`) begins anew."""
         return self._known.keys[0]
 
     @property
@@ -120,10 +135,14 @@ class SigningKeys:
                 "this machine: put its file back beside the newer one, or abort the round"
             ) from None
 
-    def is_former(self, key_id: str) -> bool:
-        """Whether the key of this id signed before the current one."""
+    def is_outdated(self, key_id: str) -> bool:
+        """Whether what the key of this id has signed is to be signed anew: it is neither the
+        current key nor one after it, of which this machine may not have the file yet.
+
+        Raises Unavailable as `current` does.
+        """
         ids = [key_id_of(key) for key in self._known.keys]
-        return key_id in ids[: ids.index(self.current.key_id)]
+        return key_id not in ids[ids.index(self.current.key_id) :]
 
     def read(self, connection: Connection) -> None:
         """Take in what the database says by now."""
@@ -138,8 +157,8 @@ class SigningKeys:
             _log.warning("signing with server key %s from now on", self.current.key_id)
         elif is_news:
             _log.error(
-                "the database is signed for with server key %s, which is not on this machine; "
-                "signing with %s, which devices believe for a day: copy the new key's file here",
+                "the database is signed for with server key %s, which is not on this machine: copy "
+                "the new key's file here; until then the newest of its keys that is here signs, "
+                "which devices believe for a day, and where there is none nothing is signed",
                 self.missing,
-                self.current.key_id,
             )

@@ -1,6 +1,6 @@
 """Uploads by parts: what was acknowledged is never sent again, and only the whole counts.
 
-    begin → append, part by part → complete → the acceptance of every upload, see intake.py
+    begin → append, part by part → complete → the acceptance of every upload, see uploads.py
 
 A part is a file of its own that never changes, so that any store will do; the parts are joined when
 the device has signed for the whole. Before that nothing of them is an upload: they are bounded in

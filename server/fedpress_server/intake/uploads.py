@@ -12,10 +12,12 @@ from functools import partial
 from sqlalchemy.engine import Connection
 
 from fedpress_protocols.errors import (
+    DigestMismatch,
     FedpressError,
     Forbidden,
     RoundClosed,
     UnknownAssignment,
+    UnknownDevice,
     UpdateConflict,
 )
 from fedpress_protocols.messages import Trip, UploadAck
@@ -255,7 +257,8 @@ class Intake:
             is_new = await self._stage_new_first(slot, body, digest, amounts)
         except FedpressError as exc:
             self._metrics.uploads.labels(key[0], exc.slug).inc()
-            await self._count(slot, amounts)
+            if not isinstance(exc, (DigestMismatch, UnknownDevice)):
+                await self._count(slot, amounts)
             raise
         if not is_new:
             await self._count(slot, amounts)

@@ -179,8 +179,9 @@ def counted_means(
 def counted_classes(
     connection: Connection, task: str, models: Sequence[str]
 ) -> dict[str, tuple[dict[str, Tally], int]]:
-    """By model: by class the examples and how many the model was right of; and how many devices
-    have counted."""
+    """By model: by class the examples and how many the model was right of, for the MAX_CLASSES
+    with the most examples, since labels are the devices' choice; and how many devices have
+    counted."""
     row = class_counts.c
     is_asked = (row.task == task, row.model.in_(models))
     devices = sa.select(row.model, sa.func.count(sa.distinct(row.client_id)))
@@ -188,9 +189,19 @@ def counted_classes(
         (model, num)
         for model, num in connection.execute(devices.where(*is_asked).group_by(row.model))
     )
-    sums = sa.select(row.model, row.label, sa.func.sum(row.num_examples), sa.func.sum(row.correct))
+    total = sa.func.sum(row.num_examples)
+    order = sa.func.row_number().over(partition_by=row.model, order_by=(total.desc(), row.label))
+    sums = sa.select(
+        row.model,
+        row.label,
+        total.label("examples"),
+        sa.func.sum(row.correct).label("correct"),
+        order.label("place"),
+    )
+    ranked = sums.where(*is_asked).group_by(row.model, row.label).subquery()
+    shown = sa.select(ranked.c.model, ranked.c.label, ranked.c.examples, ranked.c.correct)
     by_model: dict[str, tuple[dict[str, Tally], int]] = {}
-    found = connection.execute(sums.where(*is_asked).group_by(row.model, row.label))
+    found = connection.execute(shown.where(ranked.c.place <= MAX_CLASSES))
     for model, label, num_examples, correct in found:
         classes, _ = by_model.setdefault(model, ({}, counted_by[model]))
         classes[label] = Tally(int(num_examples), int(correct))

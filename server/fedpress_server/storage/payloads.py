@@ -106,7 +106,9 @@ class LocalPayloads(Payloads):
 
     def __init__(self, root: Path) -> None:
         self.root = self.scratch = root
-        _make_folder(root)
+        self._named: set[str] = set()
+        """Folders whose own names are known to be durable."""
+        self._make_folder(root)
 
     def path(self, name: str) -> Path:
         return self.root / name
@@ -158,7 +160,7 @@ class LocalPayloads(Payloads):
         folder = place.rpartition("/")[0]
         beside = f"{folder}/{secrets.token_hex(8)}{_TEMPORARY}"
         try:
-            descriptor = self._opened(beside)
+            descriptor = self._opened(folder, beside)
             try:
                 _write_all(descriptor, data)
                 os.fsync(descriptor)
@@ -172,13 +174,12 @@ class LocalPayloads(Payloads):
             raise
         return folder
 
-    @staticmethod
-    def _opened(beside: str) -> int:
-        try:
-            return os.open(beside, _NEW, 0o600)
-        except FileNotFoundError:
-            _make_folder(Path(beside).parent)
-            return os.open(beside, _NEW, 0o600)
+    def _opened(self, folder: str, beside: str) -> int:
+        if folder in self._named:
+            with suppress(FileNotFoundError):  # it was dropped meanwhile
+                return os.open(beside, _NEW, 0o600)
+        self._make_folder(Path(folder))
+        return os.open(beside, _NEW, 0o600)
 
     def get(self, name: str) -> bytes:
         try:
@@ -198,10 +199,29 @@ class LocalPayloads(Payloads):
         except FileNotFoundError as exc:
             raise NotFound(f"no file {name}") from exc
 
+    def _make_folder(self, folder: Path) -> None:
+        """The folder and its parents, private to their owner and durable, whoever made them: one
+        that another thread has made may not have its name on the disk yet."""
+        if str(folder) in self._named and folder.is_dir():
+            return
+        is_ours = folder != self.root and folder.is_relative_to(self.root)
+        if not is_ours and folder.is_dir():
+            return
+        self._make_folder(folder.parent)
+        folder.mkdir(mode=0o700, exist_ok=True)
+        _sync_folder(folder.parent)
+        self._named.add(str(folder))
+
+    def _forget_folders(self, place: Path) -> None:
+        gone = [each for each in list(self._named) if Path(each).is_relative_to(place)]
+        self._named.difference_update(gone)
+
     def drop(self, name: str) -> None:
         place = self.path(name)
         if place.is_dir():
+            self._forget_folders(place)
             shutil.rmtree(place, ignore_errors=True)
+            self._forget_folders(place)
         else:
             place.unlink(missing_ok=True)
 
@@ -268,15 +288,6 @@ def _write_all(descriptor: int, data: bytes) -> None:
     left = memoryview(data)
     while left:
         left = left[os.write(descriptor, left) :]
-
-
-def _make_folder(folder: Path) -> None:
-    """The folder and its parents, private to their owner and durable."""
-    if folder.is_dir():
-        return
-    _make_folder(folder.parent)
-    folder.mkdir(mode=0o700, exist_ok=True)
-    _sync_folder(folder.parent)
 
 
 def _sync_folder(folder: Path | str) -> None:

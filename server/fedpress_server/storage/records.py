@@ -1,4 +1,4 @@
-"""Every SQL statement of the server but those of `evaluation`, by what it means; each runs in its
+"""The SQL statements of rounds, uploads, tasks and receipts, by what they mean; each runs in its
 caller's transaction."""
 
 from __future__ import annotations
@@ -395,9 +395,13 @@ def _status(row: Row[Any], metrics: dict[str, float]) -> RoundStatus:
     return RoundStatus(**fields, metrics=metrics)
 
 
+_BEYOND = 2**31 - 1
+"""After every attempt, and still an INTEGER of the database."""
+
+
 def newest_attempt(connection: Connection, task: str, number: int) -> RoundStatus | None:
     """At round `number`; None if there is none."""
-    found = round_history(connection, task, (number + 1, 0), 1)
+    found = round_history(connection, task, (number, _BEYOND), 1)
     return found[0] if found and found[0].round == number else None
 
 
