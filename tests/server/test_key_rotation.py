@@ -13,7 +13,7 @@ from fedpress_protocols.signatures import DeviceKey, from_base64url, key_id_of
 from fedpress_protocols.succession import ServerKeys, followed
 from fedpress_server import Settings
 from fedpress_server.backup import back_up, verify
-from fedpress_server.identity import rotation
+from fedpress_server.identity import audit, rotation
 from fedpress_server.storage.database import Database
 from tests.devices import Device, Operator
 from tests.masked import masked_task
@@ -392,7 +392,9 @@ def test_a_server_with_none_of_the_keys_says_so_until_it_has_one(
         assert (held.current.key_id, held.missing) == (after.current, None)
         device.server_key = from_base64url(after.public, 32)
         device.verify(collected(device, before))
-        device.verify(settled(http, device))
+        late = Device(http, clock)
+        late.enrol(Operator(http).token())
+        late.verify(settled(http, late))
 
 
 @pytest.mark.usefixtures("started")
@@ -408,7 +410,6 @@ def test_a_replacement_that_was_killed_is_only_to_be_repeated(
 ) -> None:
     keys.changed()
     keys.do("rotate")
-    settle = rotation._settle
     if not is_settled:  # FILE.next is then the only copy of the key that signs
         with monkeypatch.context() as patched:
             patched.setattr(rotation, "_settle", killed)
@@ -418,16 +419,17 @@ def test_a_replacement_that_was_killed_is_only_to_be_repeated(
         keys.do("switch")
     before = keys.do("standing").current
 
-    def killed_after(place: Path, current: bytes, said: Any) -> None:
-        if key_id_of(current) != before:
-            raise Killed
-        settle(place, current, said)
+    write = Database.write
+
+    async def killed_after(self: Database, work: Any) -> None:
+        await write(self, work)
+        raise Killed
 
     with monkeypatch.context() as patched:
         if is_written:
-            patched.setattr(rotation, "_settle", killed_after)
+            patched.setattr(Database, "write", killed_after)
         else:
-            patched.setattr(rotation.audit, "add", killed)
+            patched.setattr(audit, "add", killed)
         with pytest.raises(Killed):
             keys.do("replace")
     now = keys.do("standing").current
@@ -453,7 +455,7 @@ def test_a_key_is_erased_only_once_the_log_has_it(
     before = keys.do("standing").current
     keys.changed()
     with monkeypatch.context() as patched:
-        patched.setattr(rotation.audit, "add", killed)
+        patched.setattr(audit, "add", killed)
         with pytest.raises(Killed):
             keys.do("retire")
     assert rotation.former_file(keys.place).exists()

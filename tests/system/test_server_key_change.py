@@ -145,10 +145,14 @@ def directory(tmp_path: Path, keys: list[DeviceKey]) -> StateDirectory:
     return made
 
 
-def trust(directory: StateDirectory, source: Any, clock: Clock) -> ServerTrust:
+def identity_of(directory: StateDirectory) -> Identity:
     identity = directory.identity()
     assert identity is not None
-    return ServerTrust(directory, identity, source, clock)
+    return identity
+
+
+def trust(directory: StateDirectory, source: Any, clock: Clock) -> ServerTrust:
+    return ServerTrust(directory, identity_of(directory), source, clock)
 
 
 def statement(key: DeviceKey) -> dict[str, Any]:
@@ -217,15 +221,13 @@ def test_a_key_that_a_chain_has_left_is_not_pinned_again_by_a_server_that_hides_
     for number in (1, 2):
         source = Told(signed_succession(keys[number - 1], keys[number].public, 0))
         trust(directory, source, Clock()).verify(statement(keys[number]), CONTEXT)
-        newest = directory.identity()
-        assert newest is not None
+        newest = identity_of(directory)
         assert newest.server_key == to_base64url(keys[number].public)
         for left in (standing, to_base64url(keys[number - 1].public)):
             assert pinned_anew(directory, newest, left, Nobody()) == newest
     given = to_base64url(keys[3].public)
     assert pinned_anew(directory, newest, given, Nobody()).server_key == given
-    after = directory.identity()
-    assert after is not None
+    after = identity_of(directory)
     assert pinned_anew(directory, after, standing, Nobody()) == after
 
 

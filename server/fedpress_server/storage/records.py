@@ -91,14 +91,6 @@ def add_device(connection: Connection, device: Device) -> None:
     connection.execute(sa.insert(clients), _fields(device))
 
 
-def revoke_device(connection: Connection, client_id: str, at: float) -> None:
-    connection.execute(
-        sa.update(clients)
-        .where(clients.c.client_id == client_id, clients.c.revoked_at.is_(None))
-        .values(revoked_at=at)
-    )
-
-
 def revoked_among(connection: Connection, client_ids: Sequence[str]) -> set[str]:
     """Those of them that are strangers from now on."""
     return set(_REVOKED.run(connection, client_ids=json.dumps(list(client_ids))).scalars())
