@@ -179,7 +179,13 @@ def test_ctrl_c_stops_every_process(tmp_path: Path) -> None:
         "TMPDIR": str(tmp_path),
     }
     process = subprocess.Popen(
-        arguments, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        arguments,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        # A job in the background of a script begins with Ctrl-C ignored, and so do its children.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     ready = tmp_path / "out" / "logs" / "device-9.log"
     give_up = time.monotonic() + 60

@@ -14,7 +14,7 @@ pytest.importorskip("flwr")
 
 from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Error, Message, RecordDict
 
-from fedpress.authority import device_key, issue, make_authority
+from fedpress.authority import EnrolmentAuthority, Request, device_key, make_authority
 from fedpress_client import MaskingRules
 from fedpress_protocols import flower
 from fedpress_protocols.masking.messages import MaskedInput, Reveal, Shares, parse
@@ -280,6 +280,7 @@ def test_one_identity_serves_one_node(tmp_path: Path) -> None:
 def apart(folder: Path, fleet: MaskedFleet, certified: int, population: str = "fedpress") -> str:
     """An authority elsewhere: it certifies the first nodes' keys, whose owners name it."""
     public = make_authority(folder / "authority.key")
+    authority = EnrolmentAuthority(folder / "authority.key", lambda: "", time.time)
     for node, context in fleet.contexts.items():
         state = folder / f"node-{node}"
         certificate = state / "device.cert"
@@ -288,16 +289,9 @@ def apart(folder: Path, fleet: MaskedFleet, certified: int, population: str = "f
         context.node_config["fedpress-certificate"] = str(certificate)
         key = device_key(state)
         if node <= certified:
-            certificate.write_bytes(
-                issue(
-                    folder / "authority.key",
-                    public_key=key,
-                    name=f"site-{node}",
-                    population=population,
-                    days=1,
-                    now=time.time(),
-                )
-            )
+            asked = Request(key, f"site-{node}")
+            (made,) = authority.issue([asked], population=population, days=1)
+            certificate.write_bytes(made.to_bytes())
     return public
 
 

@@ -30,7 +30,10 @@ def logged(form: str = "json", level: logs.Level = "debug", **how: Any) -> Itera
     handlers, raises = logging.getLogger().handlers[:], logging.raiseExceptions
     stream = io.StringIO()
     try:
-        logging.getLogger("uvicorn.error").setLevel(logging.NOTSET)  # as serve leaves it
+        for name in ("uvicorn", "uvicorn.error"):  # as serve leaves them
+            logging.getLogger(name).setLevel(logging.NOTSET)
+            logging.getLogger(name).propagate = True
+            logging.getLogger(name).disabled = False
         stream.lines = logs.install(level, form, stream=stream, **how)  # type: ignore[attr-defined, arg-type]
         yield stream
     finally:
