@@ -344,7 +344,13 @@ def collected(device: Device, receipt: SignedReceipt) -> SignedReceipt:
 
 @pytest.mark.parametrize("rotates", [False, True])
 def test_receipts_of_before_a_leak_go_out_signed_by_the_new_key(
-    start: Start, keys: Keys, clock: Clock, shared: dict[str, Any], model: Model, rotates: bool
+    start: Start,
+    keys: Keys,
+    clock: Clock,
+    shared: dict[str, Any],
+    model: Model,
+    tmp_path: Path,
+    rotates: bool,
 ) -> None:
     with start(**shared) as http:
         device = Device(http, clock)
@@ -364,6 +370,11 @@ def test_receipts_of_before_a_leak_go_out_signed_by_the_new_key(
         assert told is not None
         assert [each.receipt for each in told.receipts] == [before.receipt]
         device.verify(told.receipts[0])
+    settings = Settings(data_dir=tmp_path / "data", **shared)
+    asyncio.run(back_up(settings, tmp_path / "backup", with_keys=True, clock=clock))
+    report = verify(tmp_path / "backup")
+    assert (report.faults, report.key_id, report.num_receipts) == ((), after.current, 1)
+    assert "server's key" in verify(tmp_path / "backup", key_id=before.key_id).faults[0]
 
 
 def test_a_server_with_none_of_the_keys_says_so_until_it_has_one(

@@ -33,6 +33,7 @@ from fedpress_server.coordination.journal import reopened
 from fedpress_server.folds.masked import Host
 from fedpress_server.identity import audit
 from fedpress_server.identity.membership import Authority
+from fedpress_server.identity.rotation import replaced
 from fedpress_server.identity.server_keys import known_key
 from fedpress_server.identity.signing import SigningKeys, history
 from fedpress_server.storage import database as door
@@ -175,6 +176,7 @@ class _Found:
             self._private_half(pem, self.public)
         row = assignments.c
         kept = sa.select(row.assignment, row.receipt).where(row.receipt.is_not(None))
+        known |= {key_id_of(key): key for key in replaced(connection)}
         for name, text in connection.execute(kept):
             self.num_receipts += 1
             fault = _receipt_fault(name, text, known)

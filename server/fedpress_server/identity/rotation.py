@@ -26,7 +26,7 @@ from fedpress_protocols.errors import ConfigurationError, Conflict, FedpressErro
 from fedpress_protocols.faults import explained
 from fedpress_protocols.plan import Term
 from fedpress_protocols.private_files import check_private
-from fedpress_protocols.signatures import DeviceKey, key_id_of, to_base64url
+from fedpress_protocols.signatures import DeviceKey, from_base64url, key_id_of, to_base64url
 from fedpress_protocols.succession import (
     MAX_SUCCESSIONS,
     SignedSuccession,
@@ -35,10 +35,16 @@ from fedpress_protocols.succession import (
     verify_succession,
 )
 from fedpress_server.identity import audit
-from fedpress_server.identity.signing import KeyIsElsewhere, Ring, SigningKeys, statements
+from fedpress_server.identity.signing import (
+    KeyIsElsewhere,
+    Ring,
+    SigningKeys,
+    history,
+    statements,
+)
 from fedpress_server.storage.database import Database
 from fedpress_server.storage.payloads import LocalPayloads
-from fedpress_server.storage.tables import rounds, server_keys, tasks
+from fedpress_server.storage.tables import audit_log, rounds, server_keys, tasks
 from fedpress_server.storage.tables import server_key_successions as successions
 
 _MAX_CHAIN = 2**20
@@ -395,6 +401,7 @@ async def replace(database: Database, place: Path, clock: Callable[[], float]) -
 
     def write(connection: Connection) -> None:
         current = current_of(connection)
+        gone = [to_base64url(key) for key in history(connection, current).keys]
         connection.execute(sa.delete(successions))
         connection.execute(
             sa.update(server_keys)
@@ -402,9 +409,15 @@ async def replace(database: Database, place: Path, clock: Callable[[], float]) -
             .values(public_key=made.public)
         )
         connection.execute(sa.update(tasks).values(version=tasks.c.version + 1))
-        details = {"former": key_id_of(current), "chain": False}
         audit.add(
-            connection, clock(), audit.COMMAND, "server-key.activated", made.key_id, **details
+            connection,
+            clock(),
+            audit.COMMAND,
+            "server-key.activated",
+            made.key_id,
+            former=key_id_of(current),
+            chain=False,
+            replaced=gone,
         )
 
     chain_file(place).unlink(missing_ok=True)
@@ -413,6 +426,18 @@ async def replace(database: Database, place: Path, clock: Callable[[], float]) -
     for file in (former_file(place), next_file(place)):
         file.unlink(missing_ok=True)
     return await standing(database, place)
+
+
+def replaced(connection: Connection) -> list[bytes]:
+    """The public keys that were replaced, and those before them: nobody is to believe them any
+    more, and receipts of their time are signed by them."""
+    row = audit_log.c
+    activated = sa.select(row.details).where(row.action == "server-key.activated").order_by(row.seq)
+    return [
+        from_base64url(key, 32)
+        for details in connection.scalars(activated)
+        for key in json.loads(details).get("replaced", ())
+    ]
 
 
 async def retire(database: Database, place: Path, clock: Callable[[], float]) -> Retired:
