@@ -25,6 +25,7 @@ from fedpress_protocols.compression.per_tensor import PerTensor
 from fedpress_protocols.compression.quantize import Quantize
 from fedpress_protocols.compression.topk import TopK
 from fedpress_protocols.errors import ConfigurationError
+from tests.processes import heed_ctrl_c
 
 
 def command(*arguments: str, **more: Any) -> subprocess.CompletedProcess[str]:
@@ -184,8 +185,7 @@ def test_ctrl_c_stops_every_process(tmp_path: Path) -> None:
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        # A job in the background of a script begins with Ctrl-C ignored, and so do its children.
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+        preexec_fn=heed_ctrl_c,
     )
     ready = tmp_path / "out" / "logs" / "device-9.log"
     give_up = time.monotonic() + 60

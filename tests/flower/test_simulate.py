@@ -33,6 +33,7 @@ from fedpress_protocols.model import Model
 from fedpress_server import Settings as ServerSettings
 from fedpress_server import create_app
 from tests.devices import ADMIN_TOKEN, Operator
+from tests.processes import heed_ctrl_c
 from tests.server.in_process import Server, running
 
 logging.getLogger("flwr").setLevel(logging.ERROR)
@@ -279,7 +280,13 @@ def test_the_command_stops_at_ctrl_c_and_goes_on(tmp_path: Path) -> None:
     command += ["--rounds", "12", "--local-steps", "200", "--engine", "local"]
     command += ["--out", str(tmp_path), "--json", str(tmp_path / "figures.json"), "--plot"]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    stopped = subprocess.Popen(command, stdout=subprocess.PIPE, env=environment, text=True)
+    stopped = subprocess.Popen(
+        command,
+        stdout=subprocess.PIPE,
+        env=environment,
+        text=True,
+        preexec_fn=heed_ctrl_c,
+    )
     assert stopped.stdout is not None
     with stopped.stdout as lines:
         assert "round   1" in next(line for line in lines if "round" in line)
