@@ -1,5 +1,6 @@
 """Uploads through the API: what is taken, what is refused and why, what became of it."""
 
+import gc
 import json
 import threading
 from collections.abc import Callable
@@ -205,6 +206,44 @@ def test_a_body_has_its_time(start: Start, clock: Clock, model: Model) -> None:
         assert isinstance(error, RequestTimeout)
         assert error.status == 408
         device.upload(assignment.assignment, device.body_for(assignment, ones(model)))
+
+
+@pytest.mark.parametrize("what", ["invalid", "another digest", "late"])
+def test_a_refused_body_waits_for_no_collector(
+    http: Server, operator: Operator, enrolled: Enrolled, what: str
+) -> None:
+    """An error leads to the frames that it passed. Where one of these held the error, its body would
+    be in memory, and counted nowhere, until the collector came."""
+    model = Model.from_tensors({"weight": np.zeros(100_000, np.float32)})
+    operator.begin(model)
+    device = enrolled()
+    assignment = device.assignment("digits").assignment
+    body = device.body_for(device.assignment("digits"), ones(model))
+    if what == "late":
+        operator.post("/v1/admin/tasks/digits/cancel")
+    sent = bytes([255]) + body[1:] if what == "invalid" else body
+    signed = Content(bytes(32), len(sent)) if what == "another digest" else Content.of(sent)
+    path = f"/v1/assignments/{assignment}/update"
+    headers = device.sign("PUT", path, signed)
+    gc.collect()
+    gc.disable()
+    try:
+        refused = http.request("PUT", path, content=sent, headers=headers)
+        gc.set_debug(gc.DEBUG_SAVEALL)
+        gc.collect()
+        holders = [each for each in gc.garbage if has_bytes(each, len(sent))]
+        ours = [each for each in holders if not type(each).__module__.startswith("httpx")]
+    finally:
+        gc.set_debug(0)
+        gc.garbage.clear()
+        gc.enable()
+    assert refused.status_code in (400, 409)
+    assert not ours
+
+
+def has_bytes(holder: object, num_bytes: int) -> bool:
+    held = gc.get_referents(holder)
+    return any(isinstance(each, bytes) and len(each) == num_bytes for each in held)
 
 
 def test_a_wrong_digest_is_refused(

@@ -29,17 +29,25 @@ class _Body:
     name: str
     data: bytes
     check: Callable[[], Any]
-    kept: asyncio.Future[Any]
+    kept: asyncio.Future[None]
     found: Any = None
     failure: Exception | None = None
 
     def tell(self) -> None:
-        if self.kept.done():  # nobody waits any more
-            return
-        if self.failure is not None:
-            self.kept.set_exception(self.failure)
-        else:
-            self.kept.set_result(self.found)
+        if not self.kept.done():  # or nobody waits any more
+            self.kept.set_result(None)
+
+    def outcome(self) -> Any:
+        """What was found; raises the failure. Neither is kept: an error leads to the frames that it
+        passed, and from there here, and the body would outlive them all in that cycle."""
+        found, failure = self.found, self.failure
+        self.found = self.failure = None
+        if failure is None:
+            return found
+        try:
+            raise failure
+        finally:
+            del failure
 
 
 class Keeper:
@@ -71,7 +79,8 @@ class Keeper:
         if self._num_busy < self._num_threads:
             self._num_busy += 1
             self._threads.submit(self._work, loop)
-        found: T | FedpressError = await body.kept
+        await body.kept
+        found: T | FedpressError = body.outcome()
         return found
 
     def _work(self, loop: asyncio.AbstractEventLoop) -> None:

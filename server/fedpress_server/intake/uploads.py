@@ -117,27 +117,27 @@ class Intake:
 
     async def admit(self, slot: UploadSlot, digest: str) -> None:
         """Raises RoundClosed or UpdateConflict if an upload of this SHA-256 need not be read."""
-        refusal = await self._refusal(slot, digest)
-        if refusal is not None:
-            self._metrics.uploads.labels(slot.record.task, refusal.slug).inc()
-            raise refusal
+        try:
+            await self._refuse(slot, digest)
+        except FedpressError as exc:
+            self._metrics.uploads.labels(slot.record.task, exc.slug).inc()
+            raise
 
-    async def _refusal(self, slot: UploadSlot, digest: str) -> FedpressError | None:
+    async def _refuse(self, slot: UploadSlot, digest: str) -> None:
         if self._awaited(slot) is not None:
-            return None  # another server may know better; what is written asks the disk
+            return  # another server may know better; what is written asks the disk
         # In this order: one that is not awaited because it has just been staged is found then.
         is_awaited = await self._coordinator.takes_upload(slot.record) is not None
         if self._awaited(slot) is not None:
-            return None
+            return
         staged = await self._staged(slot)
         if staged is not None and staged.digest != digest:
-            return UpdateConflict(
+            raise UpdateConflict(
                 f"an upload of SHA-256 {staged.digest} came under this assignment before",
                 upload=staged.digest,
             )
-        if staged is not None or is_awaited:
-            return None
-        return await self._closed(slot)
+        if staged is None and not is_awaited:
+            raise await self._closed(slot)
 
     def _awaited(self, slot: UploadSlot) -> Attempt | None:
         """The attempt in which memory has the upload still awaited."""
@@ -207,9 +207,7 @@ class Intake:
             if received_at is None:
                 await self._keeper.run(_check_content, body, due)
                 await self._count(slot, amounts)
-                refusal = await self._refusal(slot, digest)
-                if refusal is not None:
-                    raise refusal
+                await self._refuse(slot, digest)
         except FedpressError as exc:
             self._metrics.uploads.labels(task, exc.slug).inc()
             raise
@@ -329,7 +327,10 @@ class Intake:
             found = await self._keeper.keep(where, body, checked)
         if isinstance(found, FedpressError):
             await self._count(slot, amounts)
-            raise found
+            try:
+                raise found
+            finally:
+                del found  # or the error, this frame and the body would be a cycle
         failpoints.reach("upload-kept")
         num_examples, loss, words = found
         travelled = self._travelled(name, len(body))
