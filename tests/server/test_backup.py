@@ -425,6 +425,39 @@ def test_nothing_is_written_over(start: Start, clock: Clock, model: Model, tmp_p
     assert not list(tmp_path.glob(".*"))
 
 
+def test_a_folder_that_is_there_is_filled_from_inside_as_a_volume_has_to_be(
+    start: Start, clock: Clock, model: Model, tmp_path: Path
+) -> None:
+    place, party = tmp_path / "backup", Party(clock)
+    with start() as http:
+        begin(http, party, model)
+        finish(http, party, lambda: len(history(Operator(http))) > 1)
+        taken(http, place, clock, with_keys=True)
+    volume = tmp_path / "volume"
+    volume.mkdir()
+    before = volume.stat()
+    nowhere = settings_of(
+        volume,
+        store_url="s3://bucket",
+        store_endpoint="http://127.0.0.1:9",
+        store_access_key_id="name",
+        store_secret_access_key="long enough to be one",
+        store_timeout=0.1,
+    )
+    with pytest.raises(ConfigurationError, match="cannot be used"):
+        restore(place, nowhere, clock=clock)
+    assert not list(volume.iterdir())
+    (tmp_path / "link").symlink_to(volume)
+    restore(place, settings_of(tmp_path / "link"), clock=clock)
+    after = volume.stat()
+    assert (after.st_ino, after.st_mode) == (before.st_ino, before.st_mode)
+    assert {path.name for path in volume.iterdir()} > {"fedpress.db", "server-key.pem", "models"}
+    assert not list(volume.glob(".*"))
+    with start(data_dir=volume) as http:
+        assert finish(http, party)
+        outcome(http, party)
+
+
 def test_keys_are_copied_if_asked_for_alone(start: Start, clock: Clock, tmp_path: Path) -> None:
     with start() as http:
         taken(http, tmp_path / "without", clock)

@@ -28,6 +28,8 @@ from fedpress_server.storage.payloads import LocalPayloads
 from fedpress_server.storage.records import RoundKey
 from fedpress_server.storage.tables import partial_parts, partial_uploads
 
+_RECORDS = "fedpress.db"
+
 
 @dataclass(frozen=True, slots=True)
 class Restored:
@@ -47,9 +49,9 @@ def restore(
     """Bring the backup back as the server of `settings`, whose data folder is new or empty, as are
     its database and its store.
 
-    The backup is verified first, against the server's key `key_id` if that is given. A folder is
-    filled beside its place and renamed into it. Raises ConfigurationError, and then the data folder
-    is as it was.
+    The backup is verified first, against the server's key `key_id` if that is given. A new folder
+    is filled beside its place and renamed into it; one that is there, which may be a volume, is
+    filled from inside. Raises ConfigurationError, and then the data folder is as it was.
     """
     target = settings.data_dir
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
@@ -70,11 +72,12 @@ def restore(
             hint="fedpress verify lists all of it; restore another backup",
         )
     target.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    beside = target.with_name(f".{target.name}.{secrets.token_hex(4)}.partial")
+    parent = target if target.is_dir() else target.parent
+    beside = parent / f".{target.name}.{secrets.token_hex(4)}.partial"
     try:
         folder = LocalPayloads(beside)
         with reader(place) as backup:
-            at = beside / "fedpress.db"
+            at = beside / _RECORDS
             _copy(backup, DATABASE, at)
             door.migrate(f"sqlite:///{at}")
             made, open_rounds = _in_new_epoch(at, report.manifest.began_at, clock())
@@ -94,14 +97,30 @@ def restore(
             snapshots.put_into(at, settings.resolved_database_url)
             at.unlink()
         _sync(beside)
-        beside.rename(target)
-        _sync(target.parent)
+        if parent == target:
+            _move_up(beside)
+        else:
+            beside.rename(target)
+        _sync(parent)
     except BaseException:
         shutil.rmtree(beside, ignore_errors=True)
         raise
     needed = [key_file(purpose, settings) for purpose in purposes]
     missing = tuple(str(file) for file in needed if not file.is_file())
     return Restored(made, report, tuple(open_rounds), missing)
+
+
+def _move_up(filled: Path) -> None:
+    """What is in `filled` to where `filled` is, the records last: no server finds a part of it."""
+    moved: list[Path] = []
+    try:
+        for entry in sorted(filled.iterdir(), key=lambda each: each.name == _RECORDS):
+            moved.append(entry.rename(filled.parent / entry.name))
+        filled.rmdir()
+    except BaseException:
+        for entry in moved:
+            entry.rename(filled / entry.name)
+        raise
 
 
 def _in_new_epoch(file: Path, backup_at: int, now: float) -> tuple[Restore, list[RoundKey]]:
