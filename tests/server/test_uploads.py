@@ -212,7 +212,7 @@ def test_a_body_has_its_time(start: Start, clock: Clock, model: Model) -> None:
 def test_a_refused_body_waits_for_no_collector(
     http: Server, operator: Operator, enrolled: Enrolled, what: str
 ) -> None:
-    """An error leads to the frames that it passed. Where one of these held the error, its body would
+    """An error leads to the frames that it passed. If one of these held the error, the body would
     be in memory, and counted nowhere, until the collector came."""
     model = Model.from_tensors({"weight": np.zeros(100_000, np.float32)})
     operator.begin(model)
