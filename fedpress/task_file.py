@@ -65,7 +65,7 @@ def checked(path: Path, model: Path | None) -> Checked:
     if initial is None:
         return Checked(config, None)
     try:
-        from fedpress_server.coordination.checking import check_plan
+        from fedpress_server.coordination.checking import check_ladder, check_plan
         from fedpress_server.coordination.opening import (
             Legacy,
             check_warm_up,
@@ -92,6 +92,7 @@ def checked(path: Path, model: Path | None) -> Checked:
         host = Host(SigningKeys.of(nobody), Authority.here("fedpress", nobody))
         bound = 0
         try:
+            check_ladder(seeded, initial.spec)
             for each in (seeded, *later_periods(seeded)):
                 attempt = opened(
                     each,

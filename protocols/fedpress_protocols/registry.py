@@ -65,7 +65,7 @@ class AliasMove(Term):
 
 
 class Alias(Term):
-    """Where an alias points, and every move that it has made, the oldest first."""
+    """Where an alias points, and its newest moves, 1,000 at most, in their order."""
 
     task: Name
     alias: Name

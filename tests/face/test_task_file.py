@@ -150,4 +150,13 @@ def test_against_its_model_what_the_server_would_refuse_is_refused(
     personal = FIELDS | {"strategy": {"id": "personal_layers", "patterns": ["nothing*"]}}
     file = written(tmp_path, json.dumps(personal), "task.json")
     refused(file, "--model", str(model))
+    inner = FIELDS["profiles"][0]["compressor"]["inner"]  # type: ignore[index]
+    ladder = [
+        {"name": f"p{share}", "compressor": {**inner, "fraction": share}} for share in (0.02, 0.2)
+    ]
+    walked = FIELDS | {"profiles": ladder, "policies": [{"id": "accuracy_driven"}]}
+    file = written(tmp_path, json.dumps(walked), "task.json")
+    assert "'p0.02' comes before 'p0.2'" in refused(file, "--model", str(model))
+    file = written(tmp_path, json.dumps(walked | {"policies": []}), "task.json")
+    assert check(file, "--model", str(model)).exit_code == 0
     assert "not a safetensors model" in refused(file, "--model", str(file))

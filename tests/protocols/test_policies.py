@@ -14,9 +14,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
+from fedpress_protocols.compression.error_feedback import ErrorFeedback
 from fedpress_protocols.compression.none import Uncompressed
 from fedpress_protocols.compression.powersgd import PowerSGD
 from fedpress_protocols.compression.topk import TopK
+from fedpress_protocols.errors import ConfigurationError
 from fedpress_protocols.messages import TaskConfig
 from fedpress_protocols.model import Model, ModelSpec, TensorSpec
 from fedpress_protocols.plan import Profile, RoundPlan
@@ -34,7 +36,7 @@ from fedpress_protocols.policies import (
     steered,
 )
 from fedpress_protocols.policies.course import Trend, Watch
-from fedpress_protocols.policies.sizes import expected_bytes
+from fedpress_protocols.policies.sizes import check_order, expected_bytes
 from fedpress_protocols.policies.steering import (
     bandwidth_aware,
     divergence_guard,
@@ -418,6 +420,33 @@ def test_what_cannot_be_is_refused_in_a_sentence(changes: dict[str, Any], words:
 def test_a_masked_task_may_have_a_loop_and_a_guard_that_does_not_probe() -> None:
     policies = [{"id": "accuracy_driven"}, {"id": "divergence_guard", "share": 0}]
     assert len(config(policies=policies, lane="masked").policies) == 2
+
+
+# The order of a ladder
+
+
+def test_a_harder_profile_before_a_gentler_one_of_its_kind_is_refused() -> None:
+    spec = Model.from_tensors({"w": np.zeros((20, 30), np.float32)}).spec
+    check_order(LADDER, spec)
+    with pytest.raises(ConfigurationError, match=r"'p2' comes before 'p1'.*put the gentlest first"):
+        check_order((LADDER[0], LADDER[2], LADDER[1]), spec)
+    fed_back = [
+        Profile(name=f"k{share}", compressor=ErrorFeedback(TopK(share))) for share in (0.01, 0.5)
+    ]
+    with pytest.raises(ConfigurationError, match=r"'k0\.01' comes before 'k0\.5'"):
+        check_order(fed_back, spec)
+
+
+def test_the_order_of_two_methods_is_left_to_whoever_chose_it() -> None:
+    """Nobody knows which of them is the gentler, and sizes of a sample do not tell."""
+    spec = Model.from_tensors({"w": np.zeros((20, 30), np.float32)}).spec
+    whole = Profile(name="whole", compressor=Uncompressed())
+    check_order((LADDER[2], whole), spec)
+    check_order((whole, whole), spec)
+    more = Profile(name="more", compressor=TopK(0.4, magnitude_bits=0))
+    finer = Profile(name="finer", compressor=TopK(0.35, magnitude_bits=4))
+    assert expected_bytes(finer.compressor, spec) > 1.3 * expected_bytes(more.compressor, spec)
+    check_order((more, finer), spec)
 
 
 # The learning rate

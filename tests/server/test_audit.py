@@ -27,6 +27,7 @@ from fedpress_protocols.errors import (
     RoleRequired,
 )
 from fedpress_protocols.model import Model
+from fedpress_server import Settings
 from fedpress_server.backup import back_up, restore, verify
 from fedpress_server.identity import audit
 from fedpress_server.storage import engines
@@ -314,8 +315,8 @@ def test_a_restore_adds_an_entry_and_a_changed_log_is_no_whole_backup(
     with start() as http:
         settings = http.app.state.settings
         Operator(http).token()
-        asyncio.run(back_up(settings, tmp_path / "backup", with_keys=True, clock=clock))
         before = log_of(Operator(http))
+        asyncio.run(back_up(settings, tmp_path / "backup", with_keys=True, clock=clock))
     other = settings.model_copy(update={"data_dir": tmp_path / "other"})
     done = restore(tmp_path / "backup", other, clock=clock)
     with start(data_dir=other.data_dir) as http:
@@ -332,6 +333,43 @@ def test_a_restore_adds_an_entry_and_a_changed_log_is_no_whole_backup(
     asyncio.run(back_up(other, tmp_path / "changed", with_keys=True, clock=clock))
     (fault,) = verify(tmp_path / "changed").faults
     assert "the audit log was changed: entry 2 has hash" in fault
+
+
+@pytest.mark.both_databases
+def test_a_backup_is_written_down_once_it_is_whole(
+    start: Start, clock: Clock, tmp_path: Path, dialect: str
+) -> None:
+    def fails() -> None:
+        raise OSError("no space left on the device")
+
+    place = tmp_path / os.fsdecode(b"nightly-\xff.tar")  # no UTF-8, which the log is
+    with start() as http:
+        settings, operator = http.app.state.settings, Operator(http)
+        before = log_of(operator)
+        with pytest.raises(OSError, match="no space"):
+            asyncio.run(back_up(settings, place, clock=clock, before_files=fails))
+        assert log_of(operator) == before
+        first = asyncio.run(back_up(settings, place, with_keys=True, clock=clock))
+        entry = log_of(operator)[-1]
+    assert (entry.actor, entry.action) == ("command-line", "server.backed-up")
+    assert entry.subject == "nightly-?.tar"
+    assert entry.details == {
+        "backup": first.backup,
+        "backup_at": first.began_at,
+        "epoch": "",
+        "files": len(first.files),
+        "keys": True,
+    }
+    other = Settings(data_dir=tmp_path / "other", admin_token=ADMIN_TOKEN)
+    done = restore(place, other, clock=clock)
+    second = asyncio.run(back_up(other, tmp_path / "second", clock=clock))
+    with start(data_dir=other.data_dir, database_url="") as http:
+        log = log_of(Operator(http))
+    restored, backed_up, _ = log[len(before) :]
+    assert (restored.action, backed_up.action) == ("server.restored", "server.backed-up")
+    assert backed_up.subject == "second"
+    assert backed_up.details["backup"] == second.backup
+    assert backed_up.details["epoch"] == done.restore.epoch
 
 
 def test_refused_attempts_are_told_in_windows(start: Start, clock: Clock) -> None:

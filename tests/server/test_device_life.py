@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import shutil
+import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
@@ -539,6 +542,64 @@ def test_a_former_key_uploads_nothing_from_a_server_that_remembers_it(
 
 
 # Tokens
+
+
+class Held:
+    """The first call of an async function stops with its result, until `go`."""
+
+    def __init__(self, of: Callable[..., Any]) -> None:
+        self._of = of
+        self._has_stopped, self._may_go = threading.Event(), threading.Event()
+
+    async def __call__(self, *given: Any, **named: Any) -> Any:
+        found = await self._of(*given, **named)
+        if not self._has_stopped.is_set():
+            self._has_stopped.set()
+            assert await asyncio.to_thread(self._may_go.wait, 30)
+        return found
+
+    def wait(self) -> None:
+        assert self._has_stopped.wait(30)
+
+    def go(self) -> None:
+        self._may_go.set()
+
+
+@pytest.mark.parametrize("stops", ["before it is known again", "while it is known again"])
+def test_a_device_that_is_revoked_while_it_enrols_again_is_no_device(
+    http: Server, clock: Clock, monkeypatch: pytest.MonkeyPatch, stops: str
+) -> None:
+    """What the enrolment has read of it by then is old."""
+    operator, device = Operator(http), Device(http, clock)
+    token = operator.token()
+    device.enrol(token)
+    if stops == "before it is known again":
+        door = http.app.state.enrolment
+        held = Held(door._enrolled)
+        monkeypatch.setattr(door, "_enrolled", held)
+    else:
+        database = http.app.state.database
+        held = Held(database.read)
+
+        async def look_again(client_id: str) -> Any:
+            with monkeypatch.context() as patch:
+                patch.setattr(database, "read", held)
+                return await real(client_id)
+
+        real = http.app.state.gatekeeper.look_again
+        monkeypatch.setattr(http.app.state.gatekeeper, "look_again", look_again)
+    revoke = f"/v1/admin/clients/{device.client_id}/revoke"
+    with ThreadPoolExecutor(2) as pool:
+        enrolling = pool.submit(device.enrol, token)
+        held.wait()
+        revoking = pool.submit(operator.post, revoke)
+        with suppress(TimeoutError):  # it may have to wait until the enrolment is through
+            revoking.result(timeout=0.5)
+        held.go()
+        enrolling.result(timeout=30)
+        revoking.result(timeout=30)
+    with pytest.raises(UnknownDevice, match="revoked"):
+        device.check_in("digits")
 
 
 def test_a_token_that_was_revoked_brings_nobody(http: Server, clock: Clock) -> None:

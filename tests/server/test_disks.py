@@ -145,6 +145,44 @@ def test_a_round_that_cannot_be_written_down_is_folded_once_there_is_room(
         np.testing.assert_allclose(after - heavy.parameters, 1.0, atol=1e-5)
 
 
+def test_a_full_disk_is_two_lines_of_the_log(
+    disk: Disk,
+    start: Start,
+    clock: Clock,
+    heavy: Model,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Of each of its doors, and no traceback, whatever is tried again meanwhile."""
+    with start(data_dir=disk.folder / "data", follow_seconds=0.05, tick_seconds=0.05) as http:
+        operator = Operator(http)
+        operator.begin(heavy, rounds=1, cohort={"size": 1, "minimum": 1})
+        device = Device(http, clock)
+        device.enrol(operator.token())
+        given = device.assignment("digits")
+        body = device.body_for(given, ones(heavy))
+        doors = (http.app.state.database, http.app.state.payloads)
+        for door in doors:
+            monkeypatch.setattr(door._full, "_quiet", 4.0)
+        disk.fill(leave=len(body) + 100_000)
+        assert device.put(given.assignment, body).status_code == 201
+        disk.fill()
+        for _ in range(20):  # deadlines that cannot pass, jobs that cannot be done
+            clock.advance(600)
+            http.call(anyio.sleep, 0.1)
+        meanwhile = [each for each in caplog.messages if "make room" not in each]
+        assert is_ready(http) == 503
+        disk.free()
+        http.call(anyio.sleep, 4.1)
+        assert is_ready(http) == 200
+        operator.token()
+    assert not [each for each in caplog.records if each.exc_info]
+    full = [line for line in caplog.messages if "make room, and all goes on by itself" in line]
+    over = [line for line in caplog.messages if line.startswith("there is room")]
+    assert len(full) == len(over) == 2
+    assert meanwhile == []
+
+
 def test_a_full_disk_of_the_database_is_said_and_heals_by_itself(disk: Disk) -> None:
     """A transaction that does not fit is undone as a whole."""
     database = Database(f"sqlite:///{disk.folder / 'test.db'}")

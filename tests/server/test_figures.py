@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from hashlib import sha256
+from statistics import median
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from sqlalchemy.engine import Connection
 from fedpress_protocols.messages import EvaluationReport, EvaluationTerms, RoundStatus
 from fedpress_protocols.model import Model
 from fedpress_protocols.policies.course import Tally
+from fedpress_server.coordination.adaptive import Bodies, bodies_of
 from fedpress_server.coordination.turns import Received, note_delivered, write_received
 from fedpress_server.rounds.selection import Candidate
 from fedpress_server.storage import evaluation, participants, records
@@ -30,6 +32,7 @@ from fedpress_server.storage.tables import (
     class_counts,
     evaluations,
     measures,
+    models,
     rounds,
     uploads,
 )
@@ -451,6 +454,108 @@ def test_a_step_reads_no_more_where_the_history_is_ten_times_as_long(
     few, many = found
     assert min(few.values()) > 0
     assert many == few
+
+
+# Reads that do not grow with the history
+
+
+def committed(history: History, numbers: range) -> None:
+    """Rounds of one update each, every fourth after an attempt that was given up."""
+    row = {
+        "task": TASK,
+        "plan": "p",
+        "reason": "",
+        "size": 1,
+        "minimum": 1,
+        "assigned": 1,
+        "received": 1,
+        "included": 1,
+        "num_examples": 1,
+        "upload_bytes": 1,
+        "wire_upload_bytes": 1,
+        "download_bytes": 1,
+        "opened_at": 1.0,
+        "deadline": 2.0,
+    }
+    made, given, staged, ended = [], [], [], []
+    for number in numbers:
+        base = history.models[-1]
+        history.models.append(digest_of(f"model {number}"))
+        made.append(
+            {"digest": history.models[-1], "spec": digest_of(0), "num_bytes": 1, "created_at": 0.0}
+        )
+        attempts = 2 if number % 4 == 0 else 1
+        for attempt in range(1, attempts + 1):
+            is_last = attempt == attempts
+            ended.append(
+                row
+                | {"round": number, "attempt": attempt, "base_model": base}
+                | {"state": "committed" if is_last else "abandoned"}
+                | {"model": history.models[-1] if is_last else None}
+            )
+        name = f"round-{number}"
+        given.append(
+            {"assignment": name, "task": TASK, "round": number, "attempt": attempts}
+            | {"client_id": history.clients[0], "position": 0, "profile": f"p{number % 2}"}
+            | {"assigned_at": float(number)}
+        )
+        staged.append(
+            {"assignment": name, "digest": digest_of(name), "num_bytes": 100 + number}
+            | {"num_examples": 1, "received_at": number + 0.5, "began_at": number + 0.25}
+        )
+
+    def work(connection: Connection) -> None:
+        for table, rows in ((models, made), (rounds, ended), (assignments, given)):
+            connection.execute(sa.insert(table), rows)
+        connection.execute(sa.insert(uploads), staged)
+
+    history.write(work)
+
+
+@both_databases
+def test_the_newest_models_are_found_page_by_page(
+    begun: Callable[[int], History], dialect: str
+) -> None:
+    history = begun(1)
+    committed(history, range(2, 60))
+    in_order = history.models[::-1]
+    for most in (1, 2, 7, 50):
+        found = history.read(lambda c, most=most: records.newest_models(c, TASK, most))
+        assert found == in_order[:most]
+    everything = history.read(lambda c: records.newest_models(c, TASK, 1000))
+    assert everything == in_order
+
+
+@both_databases
+def test_the_bodies_of_the_newest_uploads_tell(
+    begun: Callable[[int], History], dialect: str
+) -> None:
+    history = begun(1)
+    assert history.read(lambda c: bodies_of(c, TASK)) == Bodies({}, None)
+    committed(history, range(2, 402))
+    found = history.read(lambda c: bodies_of(c, TASK))
+    newest = {f"p{odd}": [100 + n for n in range(146, 402) if n % 2 == odd] for odd in (0, 1)}
+    assert found == Bodies({name: median(sizes) for name, sizes in newest.items()}, 0.25)
+
+
+def test_what_is_read_for_a_round_does_not_grow_with_the_rounds_before(
+    begun: Callable[[int], History],
+) -> None:
+    history = begun(1)
+    committed(history, range(2, 1002))
+
+    def works() -> list[int]:
+        return [
+            history.read(lambda c, read=read: work_of(c, read))
+            for read in (
+                lambda c: bodies_of(c, TASK),
+                lambda c: records.newest_models(c, TASK, 5),
+            )
+        ]
+
+    before = works()
+    committed(history, range(1002, 6002))
+    assert [after < 1.2 * least for after, least in zip(works(), before, strict=True)] == [True] * 2
 
 
 # Pages

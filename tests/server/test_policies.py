@@ -9,7 +9,7 @@ import httpx
 import numpy as np
 import pytest
 
-from fedpress_protocols.errors import IncompatiblePlan
+from fedpress_protocols.errors import ConfigurationError, IncompatiblePlan
 from fedpress_protocols.messages import Assignment, CheckInResponse, RoundStatus
 from fedpress_protocols.model import Model
 from fedpress_protocols.policies import Link, Transfer
@@ -355,6 +355,17 @@ def test_a_ladder_that_a_guard_cannot_probe_is_refused_at_the_beginning(
     with pytest.raises(IncompatiblePlan, match="follows the mean of all clients' estimates"):
         operator.begin(model, profiles=follows, policies=[GUARD], cohort={"size": 4, "minimum": 4})
     operator.begin(model, profiles=follows, policies=[{"id": "accuracy_driven"}])
+
+
+def test_a_ladder_that_begins_with_the_hardest_is_refused(operator: Operator) -> None:
+    large = Model.from_tensors({"weight": np.zeros((40, 50), np.float32)})
+    upside_down = [
+        {"name": f"p{share}", "compressor": {"id": "topk", "fraction": share}}
+        for share in (0.01, 0.1)
+    ]
+    with pytest.raises(ConfigurationError, match=r"'p0\.01' comes before 'p0\.1'"):
+        operator.begin(large, profiles=upside_down, policies=AWARE, cohort=ALONE)
+    operator.begin(large, profiles=upside_down, cohort=ALONE)
 
 
 def test_a_task_without_policies_gives_profiles_in_turn_as_ever(

@@ -24,7 +24,7 @@ from fedpress_server.storage.records import EnrolmentToken, ModelRecord
 from fedpress_server.storage.tables import enrolment_tokens, models
 from tests.devices import Operator
 from tests.postgres import Cluster
-from tests.server.in_process import Enrolled, Start, ones
+from tests.server.in_process import Enrolled, Server, ones
 
 TOKEN = EnrolmentToken(
     "one", "0" * 64, uses=10_000, used=0, created_at=0.0, expires_at=1.0, note=""
@@ -158,12 +158,19 @@ def test_connections_that_are_cut_are_made_again(url: str) -> None:
 
 @pytest.mark.parametrize("dialect", ["postgresql"], indirect=True)
 def test_while_the_database_is_away_a_server_says_so_and_then_goes_on(
-    cluster: Cluster, start: Start, enrolled: Enrolled, operator: Operator, model: Model
+    cluster: Cluster,
+    http: Server,
+    enrolled: Enrolled,
+    operator: Operator,
+    model: Model,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     operator.begin(model, rounds=2, cohort={"size": 1, "minimum": 1})
     device = enrolled()
     assignment = device.assignment("digits")
     body = device.body_for(assignment, ones(model))
+    monkeypatch.setattr(http.app.state.database._away, "_quiet", 0.0)
     cluster.stop()
     try:
         answer = device.put(assignment.assignment, body)
@@ -179,6 +186,15 @@ def test_while_the_database_is_away_a_server_says_so_and_then_goes_on(
         device.model(answer.task.model).parameters - model.parameters, 1.0, atol=1e-6
     )
     assert device.http.get("/readyz").status_code == 200
+    assert not [each for each in caplog.records if each.exc_info]
+    begun = [each for each in caplog.messages if each.startswith("the database does not answer")]
+    assert len(begun) == caplog.messages.count("the database answers again") == 1
+    for _ in range(300):
+        if "listening to the database again" in caplog.messages:
+            break
+        time.sleep(0.1)
+    heard = [each for each in caplog.messages if "listening to the database" in each]
+    assert [each.partition(" ")[0] for each in heard] == ["not", "listening"]
 
 
 def test_a_database_that_crashes_keeps_what_was_acknowledged(cluster: Cluster, url: str) -> None:

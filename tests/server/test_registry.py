@@ -29,9 +29,11 @@ from fedpress_protocols.model import Model
 from fedpress_protocols.registry import Alias, Collected, ModelLineage, ModelVersion
 from fedpress_server.registry import versions as registry
 from fedpress_server.registry.retention import keeps
+from fedpress_server.registry.versions import MOST_MOVES
 from fedpress_server.storage import schema
 from fedpress_server.storage.files import model_name
 from fedpress_server.storage.payloads import Payloads
+from fedpress_server.storage.tables import alias_moves
 from tests.devices import Device, Operator, checked
 from tests.server.in_process import Clock, Enrolled, Server, Start, include_one, ones
 
@@ -248,6 +250,30 @@ def test_of_two_promotions_that_expect_the_same_one_moves_the_alias(
     for thread in threads:
         thread.join()
     assert sorted(outcomes) == ["moved", "refused"]
+
+
+@pytest.mark.both_databases
+def test_of_an_alias_that_moves_often_the_newest_moves_are_shown(
+    http: Server, operator: Operator, enrolled: Enrolled, model: Model, dialect: str
+) -> None:
+    """And it points to where it has stood before them, if all of them were undone."""
+    begin(operator, model)
+    train(enrolled(), model, 2)
+    promote(operator, 1)
+    promote(operator, 2)
+    promote(operator, 0, "candidate")
+    move = {"task": "digits", "alias": "production", "version": 0, "moved_at": 1.0}
+    undone = [move | {"seq": seq, "undone_at": 2.0} for seq in range(3, 1503)]
+    http.call(http.app.state.database.write, lambda c: c.execute(sa.insert(alias_moves), undone))
+    found = [Alias.model_validate(each) for each in operator.get("/v1/admin/tasks/digits/aliases")]
+    assert [(each.alias, each.version) for each in found] == [("candidate", 0), ("production", 2)]
+    assert len(found[1].history) == MOST_MOVES
+    assert {each.version for each in found[1].history} == {0}
+    assert version(operator, "production").version == 2
+    assert roll_back(operator, expect=2).version == 1
+    with pytest.raises(Conflict, match="alone"):
+        roll_back(operator, expect=1)
+    assert version(operator, "1").aliases == ("production",)
 
 
 def test_a_promotion_again_is_no_move(operator: Operator, enrolled: Enrolled, model: Model) -> None:

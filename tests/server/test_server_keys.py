@@ -1,6 +1,13 @@
 """Every server of one database signs with one key."""
 
+import asyncio
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from threading import Barrier
 from typing import Any
 
 import pytest
@@ -8,8 +15,11 @@ import pytest
 from fedpress_protocols.errors import ConfigurationError
 from fedpress_protocols.model import Model
 from fedpress_protocols.signatures import DeviceKey
+from fedpress_server import Settings
+from fedpress_server.identity.server_keys import first_keys, known_key
 from fedpress_server.serve import migrate_main
-from tests.devices import Device, Operator
+from fedpress_server.storage.database import Database
+from tests.devices import ADMIN_TOKEN, Device, Operator
 from tests.server.in_process import Clock, Start
 
 
@@ -95,3 +105,74 @@ def test_migrate_makes_the_keys_that_all_servers_are_to_share_once(
     files["server_key_file"].unlink()
     migrate_main(arguments)  # the key is elsewhere: none is made in its place
     assert not files["server_key_file"].exists()
+
+
+@pytest.mark.both_databases
+def test_of_migrations_at_one_time_one_makes_the_keys(
+    tmp_path: Path, shared: dict[str, Any]
+) -> None:
+    files = {
+        f"{name}_key_file": tmp_path / "keys" / f"{name}.pem" for name in ("server", "authority")
+    }
+    settings = Settings(data_dir=tmp_path / "data", admin_token=ADMIN_TOKEN, **files, **shared)
+    Database(settings.resolved_database_url).close()
+    ready = Barrier(4)
+
+    async def made() -> list[Path]:
+        database = Database(settings.resolved_database_url, migrates=False)
+        try:
+            ready.wait(30)
+            return await first_keys(settings, database)
+        finally:
+            database.close()
+
+    with ThreadPoolExecutor(4) as pool:
+        found = list(pool.map(lambda _: asyncio.run(made()), range(4)))
+    assert sorted(map(len, found)) == [0, 0, 0, 2]
+    assert known(settings) == [
+        DeviceKey.from_pem(each.read_bytes()).public for each in files.values()
+    ]
+
+
+@pytest.mark.both_databases
+def test_two_migrations_of_one_volume_both_end_well(
+    tmp_path: Path,
+    database_url: Callable[[Path], str],
+    dialect: str,
+    request: pytest.FixtureRequest,
+) -> None:
+    if dialect == "sqlite":
+        url = f"sqlite:///{tmp_path / 'fedpress.db'}"
+    else:
+        url = request.getfixturevalue("cluster").new(is_migrated=False)
+    keys = tmp_path / "keys"
+    command = [
+        *(sys.executable, "-m", "fedpress", "migrate", "--data-dir", str(tmp_path)),
+        *("--server-key-file", str(keys / "server.pem")),
+        *("--authority-key-file", str(keys / "authority.pem")),
+    ]
+    environment = os.environ | {
+        "FEDPRESS_DATABASE_URL": url,
+        "PYTHONPATH": os.pathsep.join(sys.path),
+    }
+    running = [
+        subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True)
+        for _ in range(2)
+    ]
+    said = [each.communicate(timeout=120)[0] for each in running]
+    assert [each.returncode for each in running] == [0, 0]
+    assert sum(each.count("made ") for each in said) == 2
+    Database(url, migrates=False).close()
+
+
+def known(settings: Settings) -> list[bytes | None]:
+    async def read() -> list[bytes | None]:
+        database = Database(settings.resolved_database_url, migrates=False)
+        try:
+            return await database.read(
+                lambda c: [known_key(c, "server"), known_key(c, "authority")]
+            )
+        finally:
+            database.close()
+
+    return asyncio.run(read())

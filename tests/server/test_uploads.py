@@ -258,7 +258,9 @@ def test_a_wrong_digest_is_refused(
     with pytest.raises(DigestMismatch) as caught:
         checked(http.put(path, headers=signed, content=body))
     assert caught.value.status == 400
+    assert history(operator)[0].upload_bytes == 0, "what the device has not signed is not counted"
     device.upload(assignment.assignment, body)
+    assert history(operator)[0].upload_bytes == len(body)
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf, 257.0, 3e38])

@@ -21,15 +21,18 @@ from fedpress_protocols.compression.matrices import Matrix, public_basis
 from fedpress_protocols.compression.powersgd import two_trips
 from fedpress_protocols.errors import (
     Conflict,
+    DigestMismatch,
     IncompatiblePlan,
     InvalidUpdate,
     NotFound,
     RoundClosed,
+    StorageFull,
     UpdateConflict,
 )
 from fedpress_protocols.messages import CheckInRequest
 from fedpress_protocols.model import Model, Vector
 from fedpress_protocols.plan import RoundPlan
+from fedpress_protocols.signatures import Content
 from fedpress_protocols.upload import Upload
 from fedpress_server import Settings, create_app
 from tests.devices import ADMIN_TOKEN, Device, Operator, checked
@@ -330,6 +333,31 @@ def first_body(device: Device, seed: int, scale: float = 1.0) -> tuple[str, byte
 
 def put_first(device: Device, assignment: str, body: bytes) -> httpx.Response:
     return checked(device.request("PUT", f"/v1/assignments/{assignment}/first", body))
+
+
+def test_of_a_first_trip_as_much_is_counted_as_of_an_upload(
+    alone: tuple[Operator, Device, Group], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing of one that the device has not signed, nor of one that finds no room."""
+    operator, device, group = alone
+    name, body = first_body(device, 0)
+    path = f"/v1/assignments/{name}/first"
+    signed = device.sign("PUT", path, Content(bytes(32), len(body)))
+    with pytest.raises(DigestMismatch):
+        checked(device.http.put(path, headers=signed, content=body))
+    assert group.http is not None
+    payloads = group.http.app.state.payloads
+
+    def full(*given: object) -> None:
+        raise StorageFull("no space is left on the server", retry_after=60)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(payloads, "put", full)
+        with pytest.raises(StorageFull):
+            put_first(device, name, body)
+    assert history(operator)[0].upload_bytes == 0
+    assert put_first(device, name, body).status_code == 201
+    assert history(operator)[0].upload_bytes == len(body)
 
 
 def test_a_first_trip_is_staged_once(alone: tuple[Operator, Device, Group]) -> None:

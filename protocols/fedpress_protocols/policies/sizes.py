@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from itertools import combinations
 from typing import Any
 
 import numpy as np
@@ -10,13 +12,16 @@ import numpy as np
 from fedpress_protocols import coding
 from fedpress_protocols.compression.compressor import Compressor, Public
 from fedpress_protocols.compression.contexts import contexts_of
-from fedpress_protocols.errors import FedpressError
+from fedpress_protocols.errors import ConfigurationError, FedpressError
 from fedpress_protocols.model import ModelSpec, TensorSpec, Vector
+from fedpress_protocols.plan import Profile
 from fedpress_protocols.randomness import PublicRandomness
 
 _SAMPLE = 2**20
 """Values of a model that are compressed; of larger ones a part stands for the whole."""
 _HEAD = 4
+_LARGER = 1.25
+"""By so many times, where less may be the sample's doing."""
 
 
 def expected_bytes(compressor: Compressor[Any], spec: ModelSpec) -> int:
@@ -46,6 +51,49 @@ def expected_bytes(compressor: Compressor[Any], spec: ModelSpec) -> int:
     except (FedpressError, ValueError):
         return 4 * spec.size
     return _HEAD + round(len(body) * scale)
+
+
+def check_order(ladder: Sequence[Profile], spec: ModelSpec) -> None:
+    """Raise ConfigurationError for a ladder with a harder profile before a gentler one.
+
+    Only profiles that are the same but for one number are compared: of these the gentler is what
+    sends more, whatever the data. Which of two methods is the gentler, nobody knows before.
+    """
+    sizes: dict[str, int] = {}
+
+    def size(profile: Profile) -> int:
+        if profile.name not in sizes:
+            sizes[profile.name] = expected_bytes(profile.compressor, spec)
+        return sizes[profile.name]
+
+    for before, after in combinations(ladder, 2):
+        if _by_one_number(before, after) and size(after) > _LARGER * size(before):
+            raise ConfigurationError(
+                f"profile {before.name!r} comes before {after.name!r}, and its bodies are some "
+                f"{size(before):,} bytes where those of {after.name!r} are {size(after):,}",
+                hint="policies take the profiles for a ladder: put the gentlest first, the one "
+                "that sends most",
+            )
+
+
+def _by_one_number(one: Profile, other: Profile) -> bool:
+    """Whether that is all in which their compressors differ."""
+    mine, theirs = (
+        dict(_leaves(each.model_dump(mode="json")["compressor"])) for each in (one, other)
+    )
+    changed = [place for place in mine | theirs if mine.get(place) != theirs.get(place)]
+    return len(changed) == 1 and all(
+        type(each.get(changed[0])) in (int, float) for each in (mine, theirs)
+    )
+
+
+def _leaves(value: Any, place: str = "") -> Iterator[tuple[str, Any]]:
+    """What a configuration holds, by where it is."""
+    if not isinstance(value, dict | list):
+        yield place, value
+        return
+    for name, each in value.items() if isinstance(value, dict) else enumerate(value):
+        yield from _leaves(each, f"{place}.{name}")
 
 
 def _sample(spec: ModelSpec) -> tuple[ModelSpec, float]:

@@ -20,6 +20,7 @@ from fedpress_protocols.errors import ConfigurationError, NotFound
 from fedpress_protocols.signatures import DeviceKey
 from fedpress_server.backup import snapshots
 from fedpress_server.backup.archive import DATABASE, FILES, KEYS, Manifest, Writer, writer
+from fedpress_server.identity import audit
 from fedpress_server.identity.server_keys import PURPOSES, key_file, signing_keys
 from fedpress_server.registry import restores
 from fedpress_server.registry.sweeping import needed_by_rounds, needed_by_tasks
@@ -47,7 +48,7 @@ async def back_up(
 
     The server may run. Keys are left out unless `with_keys`. Raises ConfigurationError; then, as
     after any other error, nothing is left behind. `before_files` is called between the snapshot and
-    the first file.
+    the first file. That it was taken is in the audit log once it is whole.
     """
     _check(settings, place)
     database = await asyncio.to_thread(Database, settings.resolved_database_url, migrates=False)
@@ -61,7 +62,7 @@ async def back_up(
             copy = await asyncio.to_thread(writer, place)
             try:
                 taken = _Taking(
-                    settings, database, payloads, keys.current, copy, clock, before_files
+                    settings, database, payloads, keys.current, copy, clock, before_files, place
                 )
                 return await taken.run(Path(scratch) / DATABASE, with_keys=with_keys)
             except BaseException:
@@ -93,6 +94,7 @@ class _Taking:
         copy: Writer,
         clock: Callable[[], float],
         before_files: Callable[[], None],
+        place: Path,
     ) -> None:
         self._settings = settings
         self._database = database
@@ -102,6 +104,8 @@ class _Taking:
         self._clock = clock
         self._before_files = before_files
         self._name = secrets.token_urlsafe(12)
+        # The audit log holds Unicode alone, and the name of a file may be any bytes.
+        self._file_name = place.name.encode(errors="replace").decode()
 
     async def run(self, file: Path, *, with_keys: bool) -> Manifest:
         name, began_at = self._name, self._clock()
@@ -130,13 +134,13 @@ class _Taking:
             await self._hold_on()
             await asyncio.to_thread(self._copy.commit, manifest.to_bytes(self._key))
         except BaseException:
-            await self._end(is_whole=False)
+            await self._forget()
             raise
         finally:
             holding.cancel()
             with suppress(asyncio.CancelledError, ConfigurationError):
                 await holding
-        await self._end(is_whole=True)
+        await self._finish(manifest, with_keys=with_keys)
         return manifest
 
     async def _hold(self) -> None:
@@ -156,11 +160,32 @@ class _Taking:
                 hint="make another",
             )
 
-    async def _end(self, *, is_whole: bool) -> None:
+    async def _forget(self) -> None:
         now = self._clock()
         await self._database.write(
-            lambda c: restores.end_backup(c, self._name, now, is_whole=is_whole)
+            lambda c: restores.end_backup(c, self._name, now, is_whole=False)
         )
+
+    async def _finish(self, manifest: Manifest, *, with_keys: bool) -> None:
+        now = self._clock()
+
+        def write(connection: Connection) -> None:
+            restores.end_backup(connection, self._name, now, is_whole=True)
+            restore = restores.newest(connection)
+            audit.add(
+                connection,
+                now,
+                audit.COMMAND,
+                "server.backed-up",
+                self._file_name,
+                backup=self._name,
+                backup_at=manifest.began_at,
+                epoch="" if restore is None else restore.epoch,
+                files=len(manifest.files),
+                keys=with_keys,
+            )
+
+        await self._database.write(write)
 
     def _add_database(self, file: Path) -> None:
         with file.open("rb") as source:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from statistics import median
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import sqlalchemy as sa
 from sqlalchemy.engine import Connection
@@ -32,7 +32,7 @@ from fedpress_server.storage.scoreboard import Scoreboard
 from fedpress_server.storage.tables import assignments, rounds, uploads
 
 _NEWEST = 256
-"""Uploads of a task that tell how large its bodies are."""
+"""Uploads of a task that tell how large its bodies are, of as many rounds at most."""
 _OF_CLIENT = 32
 """Assignments of a client that tell of its link."""
 _MBIT = 1e6 / 8
@@ -132,17 +132,25 @@ class Bodies(NamedTuple):
 
 
 def bodies_of(connection: Connection, task: str) -> Bodies:
-    found = connection.execute(
+    """No more of the task's history is read than tells: the last round, the last four and so on."""
+    row = assignments.c
+    query = (
         sa.select(
-            assignments.c.profile,
+            row.profile,
             uploads.c.num_bytes,
-            (uploads.c.began_at - assignments.c.assigned_at).label("before"),
+            (uploads.c.began_at - row.assigned_at).label("before"),
         )
         .select_from(uploads.join(assignments))
-        .where(assignments.c.task == task)
+        .where(row.task == task)
         .order_by(uploads.c.received_at.desc(), uploads.c.assignment)
         .limit(_NEWEST)
     )
+    newest = connection.execute(sa.select(sa.func.max(row.round)).where(row.task == task)).scalar()
+    found: Sequence[Any] = ()
+    num_rounds = 1
+    while newest is not None and len(found) < _NEWEST and num_rounds <= _NEWEST:
+        found = connection.execute(query.where(row.round > newest - num_rounds)).all()
+        num_rounds *= 4
     sizes: dict[str, list[int]] = {}
     waits = []
     for profile, num_bytes, before in found:

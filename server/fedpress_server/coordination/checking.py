@@ -4,6 +4,8 @@ strategy and this server's bounds."""
 from __future__ import annotations
 
 from fedpress_protocols.messages import TaskConfig
+from fedpress_protocols.model import ModelSpec
+from fedpress_protocols.policies.sizes import check_order
 from fedpress_server.coordination.opening import checked_bound
 from fedpress_server.folds.asynchronous import check_asynchronous
 from fedpress_server.folds.downlink import check_downlink
@@ -29,3 +31,10 @@ def check_plan(
     if config.downlink is not None:
         check_downlink(terms, strategy)
     return bound
+
+
+def check_ladder(config: TaskConfig, spec: ModelSpec) -> None:
+    """Raises ConfigurationError for profiles in an order in which the task's policies would press
+    harder where they mean to be gentle. It takes a thread's time: updates are really encoded."""
+    if config.policies:
+        check_order(config.profiles, spec)

@@ -44,6 +44,7 @@ from fedpress_server.identity import audit
 from fedpress_server.identity.membership import Authority
 from fedpress_server.identity.signing import SigningKeys
 from fedpress_server.metrics import Metrics
+from fedpress_server.observing import outages
 from fedpress_server.registry import restores
 from fedpress_server.registry import versions as registry
 from fedpress_server.registry.retention import Retention
@@ -191,16 +192,16 @@ class Coordinator:
             try:
                 await self.steps.pass_deadline(task)
                 await self.check_ins.choose(task)
-            except Exception:  # the next tick tries again
-                _log.exception("task %s: its deadline could not pass", task.record.task)
+            except Exception as exc:  # the next tick tries again
+                outages.tell(_log, exc, "task %s: its deadline could not pass", task.record.task)
         if self.retention.is_due():
             self._background.serve(self._collect())
 
     async def _collect(self) -> None:
         try:
             await self.retention.collect()
-        except Exception:  # what is left over is removed the next time
-            _log.exception("retention could not give up models")
+        except Exception as exc:  # what is left over is removed the next time
+            outages.tell(_log, exc, "retention could not give up models")
 
     async def _tick_forever(self) -> None:
         while True:
@@ -208,8 +209,8 @@ class Coordinator:
             try:
                 await self.tick()
                 await self._forget()
-            except Exception:  # the database is away for a while
-                _log.exception("deadlines could not be looked at")
+            except Exception as exc:  # the database is away for a while
+                outages.tell(_log, exc, "deadlines could not be looked at")
 
     async def _forget(self) -> None:
         """Drop the rows and the files that have done their work, now and then."""
@@ -244,8 +245,8 @@ class Coordinator:
             await asyncio.sleep(_FOLLOW_KEYS_EVERY)
             try:
                 await self._database.read(self._keys.read)
-            except Exception:  # the database is away for a while
-                _log.exception("the server's keys could not be looked at")
+            except Exception as exc:  # the database is away for a while
+                outages.tell(_log, exc, "the server's keys could not be looked at")
 
     async def _follow_forever(self) -> None:
         """Catch up with other servers as soon as they are heard of, and in any case soon."""
@@ -256,8 +257,8 @@ class Coordinator:
             self._heard.clear()
             try:
                 await self.steps.follow()
-            except Exception:  # the database is away: a moment later, again
-                _log.exception("could not catch up with other servers")
+            except Exception as exc:  # the database is away: a moment later, again
+                outages.tell(_log, exc, "could not catch up with other servers")
 
     # Tasks
 
@@ -396,8 +397,8 @@ class Coordinator:
             return
         try:
             await self._database.write(lambda c: records.count(c, key, **amounts))
-        except Exception:  # the device has its model all the same
-            _log.exception("%d bytes sent could not be booked", num_bytes)
+        except Exception as exc:  # the device has its model all the same
+            outages.tell(_log, exc, "%d bytes sent could not be booked", num_bytes)
 
     def _downloader(self, client_id: str, task: str) -> RoundKey | None:
         found = self.steps.tasks.get(task)

@@ -15,7 +15,7 @@ from fedpress_protocols.errors import AlreadyExists, ConfigurationError, Conflic
 from fedpress_protocols.messages import Continuation, TaskConfig, TaskSummary
 from fedpress_server.coordination.attempts import Attempt
 from fedpress_server.coordination.background import Background
-from fedpress_server.coordination.checking import check_plan
+from fedpress_server.coordination.checking import check_ladder, check_plan
 from fedpress_server.coordination.journal import write_opening
 from fedpress_server.coordination.live import LiveTask
 from fedpress_server.coordination.opening import Legacy, check_warm_up, later_periods, opened
@@ -117,6 +117,7 @@ class TaskLife:
 
             attempt, bound = begun(config), 0
             check_warm_up(attempt.terms, strategy)
+            await self._background.in_thread(check_ladder, config, spec)
             most, memory = self._settings.max_body_bytes, self._settings.fold_memory_bytes
             for each in (attempt, *map(begun, later_periods(config))):
                 check = partial(check_plan, each.terms, config, strategy, most=most, memory=memory)

@@ -59,7 +59,8 @@ class Legacy:
     bases: Mapping[str, str] = field(default_factory=dict)
     """Those of RoundTerms."""
     uploaded: tuple[int, ...] = ()
-    """The bytes of each round since the schedule began; read where a schedule hangs on them."""
+    """The bytes of each round since the schedule began, zeros where the schedule does not hang on
+    them; empty without a schedule."""
     course: Course | None = None
     """What the task's policies make of the round to open; None where they begin with it."""
 
@@ -139,14 +140,21 @@ def told_before(
     after = config.schedule_after
     uploaded: tuple[int, ...] = ()
     if config.schedule:
-        found = records.uploaded(connection, config.task, after)
-        uploaded = tuple(found[: opens.number - after - 1])
+        uploaded = _uploaded(connection, config, opens.number - after - 1)
     if _period(config, spec, uploaded) is not None:
         return Told(uploaded)
     compared = ended.comparison if isinstance(ended, Folded) else None
     probed = None if compared is None else Comparison.model_validate(dict(compared))
     course = course_of(connection, config, board, opens.number, opens.attempt, probed)
     return Told(uploaded, course)
+
+
+def _uploaded(connection: Connection, config: TaskConfig, num: int) -> tuple[int, ...]:
+    """The bytes of the schedule's `num` rounds so far. Where no period hangs on them, how many
+    rounds there were is all that tells, and no upload is looked at."""
+    if all(period.budget is None for period in config.schedule):
+        return (0,) * num
+    return tuple(records.uploaded(connection, config.task, config.schedule_after)[:num])
 
 
 def opened(

@@ -23,7 +23,7 @@ from fedpress_server.folds.folding import FoldResult, fold, make_basis
 from fedpress_server.folds.masked import Session, unmasked
 from fedpress_server.folds.probing import compare
 from fedpress_server.metrics import Metrics
-from fedpress_server.observing import traces
+from fedpress_server.observing import outages, traces
 from fedpress_server.observing.logs import about
 from fedpress_server.rounds import BasisMade, Event, Folded, FoldFailed, UnmaskFailed
 from fedpress_server.settings import Settings
@@ -84,8 +84,8 @@ class Work:
             try:
                 self._wake.clear()
                 lease = await self._background.shielded(self._acquire())
-            except Exception:  # the database is away: a moment later, again
-                _log.exception("no job could be leased")
+            except Exception as exc:  # the database is away: a moment later, again
+                outages.tell(_log, exc, "no job could be leased")
             if lease is None:
                 self._room.release()
                 with suppress(TimeoutError):
@@ -157,7 +157,7 @@ class Work:
         except LeaseLost:
             _log.warning("the lease of %s was lost; what it came to is dropped", lease.job)
         except Exception as exc:
-            _log.exception("%s could not be done yet", lease.job)
+            outages.tell(_log, exc, "%s could not be done yet", lease.job)
             pause = min(2.0 ** (lease.tries - 1), _RETRY_AT_MOST)
             # A store or a database that is away says nothing against the job.
             with suppress(Exception):

@@ -40,6 +40,7 @@ COMMAND = "command-line"
 
 Action = Literal[
     "server.started",
+    "server.backed-up",
     "server.restored",
     "server-key.announced",
     "server-key.activated",

@@ -141,7 +141,7 @@ class Enrolment:
             place.was_good()
         if is_new:
             self._limits.learn(token_hash)
-        self._gate.know(device)
+        await self._gate.know(device.client_id)
         return device, is_new
 
     async def _read_list(self, now: float) -> None:

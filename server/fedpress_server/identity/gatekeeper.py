@@ -39,6 +39,7 @@ from fedpress_protocols.signatures import (
 )
 from fedpress_server.storage import identities, records
 from fedpress_server.storage.database import Database
+from fedpress_server.storage.identities import FormerKey
 from fedpress_server.storage.records import Device
 
 _CHANGING = ("POST", "DELETE")
@@ -80,6 +81,7 @@ class Gatekeeper:
         """Ids of keys that their devices have left; likewise."""
         self._read: dict[str, tuple[float, Device]] = {}
         """Where other servers see devices too: whom this one read of, and when."""
+        self._looking = asyncio.Lock()
         self._guard = ReplayGuard(opened=clock())
 
     async def start(self) -> None:
@@ -103,23 +105,28 @@ class Gatekeeper:
         """Have other servers forget what they remember of devices, once this is committed."""
         self._database.notify(connection, _TOPIC)
 
-    def know(self, device: Device) -> None:
-        """One that was enrolled just now."""
+    async def know(self, client_id: str) -> None:
+        """One that is enrolled, as it is by now: it may have been revoked since that was read."""
         if not self._is_shared:
-            self._devices[device.key_id] = device
+            await self.look_again(client_id)
 
     async def look_again(self, client_id: str) -> Device | None:
         """Know a device by what the database says now, whatever became of a write."""
         self._read.clear()
-        device = await self._database.read(lambda c: identities.device(c, client_id))
         if self._is_shared:
-            return device
-        former = await self._database.read(lambda c: identities.former_of(c, client_id))
-        for each in former:
-            self._devices.pop(each.key_id, None)
-            self._former.add(each.key_id)
-        if device is not None:
-            self._devices[device.key_id] = device
+            return await self._database.read(lambda c: identities.device(c, client_id))
+
+        def read(connection: Connection) -> tuple[Device | None, list[FormerKey]]:
+            device = identities.device(connection, client_id)
+            return device, identities.former_of(connection, client_id)
+
+        async with self._looking:  # what was read first is not to be known last
+            device, former = await self._database.read(read)
+            for each in former:
+                self._devices.pop(each.key_id, None)
+                self._former.add(each.key_id)
+            if device is not None:
+                self._devices[device.key_id] = device
         return device
 
     # Requests

@@ -30,6 +30,7 @@ from fedpress_server.identity import audit
 from fedpress_server.identity.gatekeeper import bearer_token, hash_of
 from fedpress_server.identity.limits import address_of
 from fedpress_server.identity.refusals import WINDOW_SECONDS, Refusals
+from fedpress_server.observing import outages
 from fedpress_server.storage.database import Database
 from fedpress_server.storage.tables import operators
 
@@ -229,9 +230,10 @@ class Operators:
         if write := self._refusals.take():
             try:
                 await self._database.write(write)
-            except Exception:  # tried again with the next window
+            except Exception as exc:  # tried again with the next window
                 self._refusals.put_back()
-                _log.exception("refused attempts to operate the server could not be written down")
+                told = "refused attempts to operate the server could not be written down"
+                outages.tell(_log, exc, told)
 
 
 def _by_hash(connection: Connection) -> dict[str, OperatorStatus]:

@@ -90,22 +90,38 @@ async def signing_keys(
 
 async def first_keys(settings: Settings, database: Database) -> list[Path]:
     """Make the key files that the settings name and that are not there, where the database is
-    signed for with no key yet, so that servers which share them find them. Returns those made."""
+    signed for with no key yet, so that servers which share them find them. Returns those made.
+
+    Whoever does so at the same time, here or elsewhere, waits for its turn at the database.
+    """
     made = []
     for purpose in PURPOSES:
         file: Path | None = getattr(settings, f"{purpose}_key_file")
         if file is None or (purpose == "authority" and settings.masking_authority):
             continue
-        if (
-            await asyncio.to_thread(file.exists)
-            or await database.read(partial(known_key, purpose=purpose)) is not None
-        ):
-            continue  # of a key that is elsewhere whoever has it is to bring a copy
-        key = DeviceKey.generate()
-        LocalPayloads(file.parent).put(file.name, key.to_pem())
-        await signing_key(purpose, file, settings.data_dir, database)
-        made.append(file)
+        if await database.write(partial(_make, purpose, file, DeviceKey.generate())):
+            made.append(file)
     return made
+
+
+def _make(purpose: Purpose, file: Path, key: DeviceKey, connection: Connection) -> bool:
+    """Whether there was neither a file nor a key on record, and `key` is both now. The file is on
+    the disk before the record is: a key on record that nobody has could never sign."""
+    if known_key(connection, purpose) is not None:
+        return False  # of a key that is elsewhere whoever has it is to bring a copy
+    if not file.exists():
+        LocalPayloads(file.parent).put(file.name, key.to_pem())
+    elif not _holds(file, key):  # unless this is done once more
+        return False
+    _record(connection, purpose, key.public)
+    return True
+
+
+def _holds(file: Path, key: DeviceKey) -> bool:
+    try:
+        return file.read_bytes() == key.to_pem()
+    except OSError:
+        return False
 
 
 def key_file(purpose: Purpose, settings: Settings) -> Path:

@@ -42,6 +42,7 @@ from fedpress_protocols.messages import (
 )
 from fedpress_server.intake.uploads import Intake, UploadSlot
 from fedpress_server.metrics import Metrics
+from fedpress_server.observing import outages
 from fedpress_server.storage import partials, records
 from fedpress_server.storage.database import Database
 from fedpress_server.storage.files import part_name, parts_folder
@@ -161,8 +162,8 @@ class Resumable:
             await asyncio.sleep(_SWEEP_SECONDS)
             try:
                 await self.sweep()
-            except Exception:  # the next time is soon
-                _log.exception("uploads by parts could not be swept")
+            except Exception as exc:  # the next time is soon
+                outages.tell(_log, exc, "uploads by parts could not be swept")
 
     # The verbs
 

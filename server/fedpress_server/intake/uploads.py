@@ -16,6 +16,7 @@ from fedpress_protocols.errors import (
     FedpressError,
     Forbidden,
     RoundClosed,
+    Unavailable,
     UnknownAssignment,
     UnknownDevice,
     UpdateConflict,
@@ -197,7 +198,8 @@ class Intake:
         """Check an upload and keep it; True if it is new. It is on the disk when this returns.
 
         Raises InvalidUpdate, RoundClosed or UpdateConflict. Its bytes are counted in any case, less
-        those `counted` before, as parts of it; unless it is not what is `due`, DigestMismatch.
+        those `counted` before, as parts of it; unless it is not what is `due`, DigestMismatch: what
+        the device has not signed may be anybody's. Nor are they where the server could not keep it.
         """
         task = slot.record.task
         amounts = {"upload_bytes": len(body) - counted, "wire_upload_bytes": wire_bytes}
@@ -245,7 +247,8 @@ class Intake:
         counted: int = 0,
         due: Content | None = None,
     ) -> tuple[UploadAck, bool]:
-        """As `stage`, for the first of two trips: what a basis is made of."""
+        """As `stage`, for the first of two trips: what a basis is made of. Its bytes are counted as
+        there."""
         key, name = slot.record.key, slot.record.assignment
         amounts = {"upload_bytes": len(body) - counted, "wire_upload_bytes": wire_bytes}
         self._metrics.upload_size.labels(key[0]).observe(len(body))
@@ -255,7 +258,7 @@ class Intake:
             is_new = await self._stage_new_first(slot, body, digest, amounts)
         except FedpressError as exc:
             self._metrics.uploads.labels(key[0], exc.slug).inc()
-            if not isinstance(exc, (DigestMismatch, UnknownDevice)):
+            if not isinstance(exc, (DigestMismatch, Unavailable, UnknownDevice)):
                 await self._count(slot, amounts)
             raise
         if not is_new:

@@ -32,6 +32,8 @@ from fedpress_server.storage.tables import alias_moves, model_files, model_versi
 
 MOST_ANCESTORS = 1000
 """Of one version that are shown, the nearest."""
+MOST_MOVES = 1000
+"""Of one alias that are shown, the newest."""
 
 # Versions
 
@@ -192,15 +194,10 @@ def _ancestors(connection: Connection, task: str, number: int, parent: str | Non
 
 
 def aliases(connection: Connection, task: str) -> list[Alias]:
-    """All that point to a version, by name."""
+    """All that point to a version, by name. There are as many as operators have thought of names
+    for, and of each the newest moves alone are read."""
     _newest_and_best(connection, task)
-    moves = _moves(connection, task)
-    found = []
-    for name in sorted({move.alias for move in moves}):
-        of_name = [move for move in moves if move.alias == name]
-        if any(move.undone_at is None for move in of_name):
-            found.append(_alias(task, name, of_name))
-    return found
+    return [_alias(connection, task, name) for name in sorted(_points(connection, task))]
 
 
 def promote(
@@ -257,7 +254,7 @@ def promote(
         connection.execute(sa.insert(alias_moves), row)
         told = {"version": asked.version, "before": points_to}
         audit.add(connection, now, by, "alias.promoted", f"{task}/{name}", **told)
-    return _alias(task, name, _moves(connection, task, name))
+    return _alias(connection, task, name)
 
 
 def rollback(
@@ -296,11 +293,14 @@ def rollback(
     )
     told = {"version": standing[-2].version, "before": standing[-1].version}
     audit.add(connection, now, by, "alias.rolled-back", f"{task}/{name}", **told)
-    return _alias(task, name, _moves(connection, task, name))
+    return _alias(connection, task, name)
 
 
-def _moves(connection: Connection, task: str, name: str | None = None) -> list[Row[Any]]:
-    """Every move of the task's aliases, or of one, in order, with the model it leads to."""
+def _moves(
+    connection: Connection, task: str, name: str, most: int, *conditions: sa.ColumnElement[bool]
+) -> list[Row[Any]]:
+    """The newest moves of an alias that meet the conditions, in order, with the model that each
+    leads to."""
     same = sa.and_(
         model_versions.c.task == alias_moves.c.task,
         model_versions.c.version == alias_moves.c.version,
@@ -308,28 +308,41 @@ def _moves(connection: Connection, task: str, name: str | None = None) -> list[R
     query = (
         sa.select(alias_moves, model_versions.c.model)
         .join(model_versions, same)
-        .where(alias_moves.c.task == task)
-        .order_by(alias_moves.c.alias, alias_moves.c.seq)
+        .where(alias_moves.c.task == task, alias_moves.c.alias == name, *conditions)
+        .order_by(alias_moves.c.seq.desc())
+        .limit(most)
     )
-    if name is not None:
-        query = query.where(alias_moves.c.alias == name)
-    return list(connection.execute(query))
+    return list(connection.execute(query))[::-1]
 
 
 def _standing(connection: Connection, task: str, name: str) -> list[Row[Any]]:
-    return [move for move in _moves(connection, task, name) if move.undone_at is None]
+    """The last two moves that were not undone, if there are so many."""
+    return _moves(connection, task, name, 2, alias_moves.c.undone_at.is_(None))
+
+
+def _points(connection: Connection, task: str) -> dict[str, int]:
+    """By alias: the version that it points to."""
+    row = alias_moves.c
+    last = (
+        sa.select(row.alias, sa.func.max(row.seq).label("seq"))
+        .where(row.task == task, row.undone_at.is_(None))
+        .group_by(row.alias)
+        .subquery()
+    )
+    same = sa.and_(row.task == task, row.alias == last.c.alias, row.seq == last.c.seq)
+    query = sa.select(row.alias, row.version).select_from(alias_moves.join(last, same))
+    return {name: version for name, version in connection.execute(query)}
 
 
 def _aliases_by_version(connection: Connection, task: str) -> dict[int, list[str]]:
-    last = {move.alias: move.version for move in _moves(connection, task) if not move.undone_at}
     found: dict[int, list[str]] = {}
-    for name, version in last.items():
+    for name, version in sorted(_points(connection, task).items()):
         found.setdefault(version, []).append(name)
     return found
 
 
-def _alias(task: str, name: str, moves: list[Row[Any]]) -> Alias:
-    last = [move for move in moves if move.undone_at is None][-1]
+def _alias(connection: Connection, task: str, name: str) -> Alias:
+    last = _standing(connection, task, name)[-1]
     return Alias(
         task=task,
         alias=name,
@@ -342,7 +355,7 @@ def _alias(task: str, name: str, moves: list[Row[Any]]) -> Alias:
                 moved_at=move.moved_at,
                 undone_at=move.undone_at,
             )
-            for move in moves
+            for move in _moves(connection, task, name, MOST_MOVES)
         ),
     )
 

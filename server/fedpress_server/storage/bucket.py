@@ -24,6 +24,7 @@ from urllib.parse import urlsplit
 
 from fedpress_protocols.errors import ConfigurationError, MissingExtra, NotFound, Unavailable
 from fedpress_server import failpoints
+from fedpress_server.observing.outages import Outage
 from fedpress_server.settings import Settings
 from fedpress_server.storage.payloads import LocalPayloads, Payloads, check_digest, digest_in
 
@@ -96,6 +97,13 @@ class Bucket(Payloads):
         )
         self._grace = timedelta(seconds=grace)
         self._cache = _Cache(cache, cache_bytes)
+        self._away = Outage(
+            _log,
+            "the store failed at %s; see whether it runs and can be reached: all goes on by itself "
+            "then",
+            "the store answers again",
+            quiet=_RETRY_AFTER,
+        )
         self.scratch = cache
 
     def put(self, name: str, data: bytes) -> None:
@@ -194,14 +202,18 @@ class Bucket(Payloads):
     def _asked(self, name: str, ask: Callable[[], T]) -> T:
         """What the store answers, after as many tries as there is time for."""
         try:
-            return ask()
+            answer = ask()
         except FileNotFoundError as exc:
+            self._away.worked()
             raise NotFound(f"no file {name}") from exc
         except self._errors.AlreadyExistsError:
+            self._away.worked()
             raise
         except (self._errors.BaseError, OSError) as exc:
-            _log.warning("the store failed at %s: %s", name, _said(exc))
+            self._away.failed(f"{name}: {_said(exc)}")
             raise Unavailable("the store does not answer", retry_after=_RETRY_AFTER) from exc
+        self._away.worked()
+        return answer
 
 
 def opened_payloads(settings: Settings) -> Payloads:

@@ -22,8 +22,9 @@ from typing import Any, Literal, NamedTuple, TypeVar
 import sqlalchemy as sa
 from sqlalchemy.engine import Connection
 
-from fedpress_protocols.errors import ConfigurationError
+from fedpress_protocols.errors import ConfigurationError, StorageFull, Unavailable
 from fedpress_server import failpoints
+from fedpress_server.observing.outages import MAKE_ROOM, Outage
 from fedpress_server.storage import schema
 from fedpress_server.storage.engines import READERS, Backend, opened
 
@@ -34,6 +35,8 @@ Kind = Literal["read", "write"]
 _COMMIT_TOGETHER = 64
 _PAUSES = (0.0, 0.03, 0.1, 0.3)
 _PATIENCE = 15.0
+_SURE = 5.0
+"""Seconds without a failure after which a database that answers is said to be back."""
 
 
 class _Job:
@@ -83,6 +86,19 @@ class Database:
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._readers = ThreadPoolExecutor(READERS, "fedpress-read")
         self._closing = threading.Event()
+        self._full = Outage(_log, MAKE_ROOM, "there is room for the database again")
+        self._away = Outage(
+            _log,
+            "%s; see whether the database runs and can be reached: all goes on by itself then",
+            "the database answers again",
+            quiet=_SURE,
+        )
+        self._deaf = Outage(
+            _log,
+            "not listening to the database for a while: %s",
+            "listening to the database again",
+            quiet=0.0,
+        )
         self._hearers: list[Callable[[str | None], None]] = []
         self._listener: threading.Thread | None = None
         self._writer = threading.Thread(target=self._write_jobs, name="fedpress-write", daemon=True)
@@ -113,12 +129,14 @@ class Database:
 
         def patiently() -> T:
             try:
-                return self._tried(lambda again: run(), "read")
+                found = self._tried(lambda again: run(), "read")
             except Exception as exc:
-                failure = self._backend.translated(exc)
+                failure = self._failure(exc)
                 if failure is exc:
                     raise
                 raise failure from exc
+            self._away.worked()
+            return found
 
         return await asyncio.get_running_loop().run_in_executor(self._readers, patiently)
 
@@ -172,6 +190,7 @@ class Database:
 
     def _listen(self) -> None:
         def tell(topic: str | None) -> None:
+            self._deaf.worked()
             for heard in tuple(self._hearers):
                 heard(topic)
 
@@ -179,7 +198,7 @@ class Database:
             try:
                 self._backend.listen(tell, self._closing.is_set)
             except Exception as exc:
-                _log.warning("not listening to the database for a while: %s", _said(exc))
+                self._deaf.failed(_said(exc))
             self._closing.wait(1.0)
 
     def _tried(self, attempt: Callable[[bool], T], kind: Kind) -> T:
@@ -220,9 +239,19 @@ class Database:
                 job.error = job.error or cause
         for job in batch:
             if job.error is not None:
-                job.future.set_exception(self._backend.translated(job.error))
+                job.future.set_exception(self._failure(job.error))
             else:
+                self._full.worked()
+                self._away.worked()
                 job.future.set_result(job.result)
+
+    def _failure(self, exc: BaseException) -> BaseException:
+        """What a caller is told; an outage is told of in the log, too."""
+        failure = self._backend.translated(exc)
+        if failure is not exc and isinstance(failure, Unavailable):
+            outage = self._full if isinstance(failure, StorageFull) else self._away
+            outage.failed(f"{failure.detail} ({_said(exc)})")
+        return failure
 
     def _run(self, batch: list[_Job], again: bool) -> None:
         """All of the batch in one transaction. What locks rows in another's way cannot do so a

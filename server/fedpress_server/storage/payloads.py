@@ -7,8 +7,8 @@ digests and ids; what a name stands for never changes.
 
 from __future__ import annotations
 
-import errno
 import hashlib
+import logging
 import os
 import secrets
 import shutil
@@ -21,11 +21,13 @@ from typing import BinaryIO
 
 from fedpress_protocols.errors import NotFound, ServerError, StorageFull
 from fedpress_server import failpoints
+from fedpress_server.observing.outages import FULL, MAKE_ROOM, Outage
+
+_log = logging.getLogger(__name__)
 
 _TEMPORARY = ".tmp"
 _FOLDER_GONE = 10
 """How often a folder may be dropped while one file is written there."""
-_FULL = (errno.ENOSPC, errno.EDQUOT)
 _NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL
 _BY_CONTENT = {"models", "optimizers", "artefacts", "bases", "uploads", "parts"}
 _HEX = frozenset("0123456789abcdef")
@@ -108,6 +110,7 @@ class LocalPayloads(Payloads):
         self.root = self.scratch = root
         self._named: set[str] = set()
         """Folders whose own names are known to be durable."""
+        self._full = Outage(_log, MAKE_ROOM, f"there is room in {root} again")
         self._make_folder(root)
 
     def path(self, name: str) -> Path:
@@ -146,8 +149,10 @@ class LocalPayloads(Payloads):
         try:
             _sync_folder(self._place(name, data))
         except OSError as exc:
-            if exc.errno in _FULL:
-                raise StorageFull("no space is left on the server", retry_after=60) from exc
+            if exc.errno in FULL:
+                full = StorageFull("no space is left on the server", retry_after=60)
+                self._full.failed(f"{full.detail} ({self.root})")
+                raise full from exc
             raise
         failpoints.reach("file-kept")
 
@@ -168,6 +173,7 @@ class LocalPayloads(Payloads):
                 os.close(descriptor)
             failpoints.reach("file-written")
             os.rename(beside, place)
+            self._full.worked()
         except OSError:
             with suppress(FileNotFoundError):
                 os.unlink(beside)

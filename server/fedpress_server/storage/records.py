@@ -350,22 +350,35 @@ def round_history(
 
 def newest_models(connection: Connection, task: str, most: int) -> list[str]:
     """The task's newest models, those that its rounds began with and made; the newest first."""
+    row = rounds.c
     query = (
-        sa.select(rounds.c.model, rounds.c.base_model)
-        .where(rounds.c.task == task)
-        .order_by(rounds.c.round.desc(), rounds.c.attempt.desc())
+        sa.select(row.round, row.attempt, row.model, row.base_model)
+        .where(row.task == task)
+        .order_by(row.round.desc(), row.attempt.desc())
+        .limit(most)
     )
     found: dict[str, None] = {}
-    for row in connection.execute(query):
-        found.update(dict.fromkeys(digest for digest in row if digest is not None))
-        if len(found) >= most:
+    before = _BEYOND, _BEYOND
+    while len(found) < most:
+        page = connection.execute(
+            query.where(sa.tuple_(row.round, row.attempt) < sa.tuple_(*before))
+        ).all()
+        for number, attempt, *digests in page:
+            before = number, attempt
+            found.update(dict.fromkeys(digest for digest in digests if digest is not None))
+        if len(page) < most:
             break
     return list(found)[:most]
 
 
 def uploaded(connection: Connection, task: str, after: int) -> list[int]:
     """The bytes of the uploads that were taken for each round later than `after`, all its attempts
-    together, in order. What a device repeats, or sends in vain, is not among them."""
+    together, in order. What a device repeats, or sends in vain, is not among them.
+
+    A number for each round of the task, 2^30 at most, out of one sum over their uploads: for
+    schedules with a budget alone, once for each round that opens, in a read beside which others
+    write.
+    """
     of_attempt = sa.and_(
         assignments.c.task == rounds.c.task,
         assignments.c.round == rounds.c.round,
