@@ -110,11 +110,17 @@ class World:
         terms: RoundTerms = self.server.app.state.coordinator.steps.tasks[task].attempt.terms
         return terms
 
+    @property
+    def is_folding(self) -> bool:
+        tasks = self.server.app.state.coordinator.steps.tasks.values()
+        return any(each.attempt and each.attempt.round.phase == "folding" for each in tasks)
+
     def pass_time(self) -> None:
         """A while, in which deadlines pass; folds are given the time they need."""
-        tasks = self.server.app.state.coordinator.steps.tasks.values()
-        if any(each.attempt and each.attempt.round.phase == "folding" for each in tasks):
-            time.sleep(0.005)
+        if self.is_folding:
+            give_up = time.monotonic() + 10.0
+            while self.is_folding and time.monotonic() < give_up:
+                time.sleep(0.005)
             return
         self.clock.advance(121)
         self.server.tick()
