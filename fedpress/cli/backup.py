@@ -139,6 +139,10 @@ def restore(
         click.echo(f"task {task}: round {number}.{attempt} was open, and will be begun anew")
     for file in done.missing_keys:
         click.echo(f"before it starts it needs its key again: {file}")
+    click.echo(
+        "devices, tokens and operators that were revoked after that are good again: revoke them "
+        "once more"
+    )
     click.echo("never start the old server again; devices report what is lost: fedpress restores")
 
 

@@ -29,12 +29,14 @@ from cryptography.hazmat.primitives.serialization import (
     load_pem_private_key,
 )
 
-from fedpress_protocols.errors import ConfigurationError, FedpressError
+from fedpress_protocols.errors import ConfigurationError, FedpressError, NotFound
 from fedpress_server.identity.rotation import Standing, key_files, standing
 from fedpress_server.identity.server_keys import PURPOSES, key_file, known_key
 from fedpress_server.settings import MIB, Settings
 from fedpress_server.storage.bucket import opened_payloads
 from fedpress_server.storage.database import Database
+from fedpress_server.storage.files import model_name
+from fedpress_server.storage.records import TaskRecord, task_records
 
 MIN_FREE_BYTES = 1024 * MIB
 _EXPIRES_SOON = timedelta(days=14)
@@ -81,9 +83,12 @@ def examined(
         if settings.tls_certificate and settings.tls_key:
             yield _certificate(settings.tls_certificate, settings.tls_key, now)
         if not missing:
-            yield _database(settings)
+            needed = [_database(settings)]
             if settings.store_url:
-                yield _store(settings)
+                needed.append(_store(settings))
+            yield from needed
+            if not any(each.is_fault for each in needed):
+                yield from _lost_models(settings)
         if not url:
             yield _port(settings.host, settings.port, "FEDPRESS_PORT")
             if settings.admin_port is not None:
@@ -184,10 +189,19 @@ def _certificate(certificate: Path, key: Path, now: float) -> Finding:
     return Finding("certificate", f"{certificate} is valid until {until:%Y-%m-%d}")
 
 
+def _is_new(url: str) -> bool:
+    """Whether it is a SQLite database that the first start is to make."""
+    return url.startswith("sqlite") and not _file_of(url).exists()
+
+
+def _file_of(url: str) -> Path:
+    return Path(url.partition(":///")[2].partition("?")[0])
+
+
 def _database(settings: Settings) -> Finding:
     url = settings.resolved_database_url
-    file = Path(url.partition(":///")[2].partition("?")[0])
-    if url.startswith("sqlite") and not file.exists():
+    file = _file_of(url)
+    if _is_new(url):
         return Finding("database", f"{file} is not there yet: the first start makes it")
     try:
         found = asyncio.run(_standing(url, key_file("server", settings)))
@@ -225,6 +239,35 @@ def _store(settings: Settings) -> Finding:
         except FedpressError as exc:
             return Finding("store", exc.detail, exc.hint or "look at FEDPRESS_STORE_URL")
     return Finding("store", f"{settings.store_url} takes writes")
+
+
+def _lost_models(settings: Settings) -> Iterator[Finding]:
+    """Models of tasks that are not in the store any more: no server starts without them."""
+    url = settings.resolved_database_url
+    if _is_new(url):
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        place = Path(folder) if settings.store_url else settings.data_dir
+        payloads = opened_payloads(settings.model_copy(update={"data_dir": place}))
+        for record in asyncio.run(_tasks(url)):
+            try:
+                payloads.size(model_name(record.model))
+            except NotFound:
+                yield Finding(
+                    "models",
+                    f"task {record.task} is at model {record.model}, which is not in "
+                    f"{settings.store_url or settings.data_dir}",
+                    f"bring the file {model_name(record.model)} back, or restore a backup; a disk "
+                    "or a store that has lost one file may have lost others",
+                )
+
+
+async def _tasks(url: str) -> list[TaskRecord]:
+    database = Database(url, migrates=False)
+    try:
+        return await database.read(task_records)
+    finally:
+        await asyncio.to_thread(database.close)
 
 
 def _port(host: str, port: int, setting: str) -> Finding:

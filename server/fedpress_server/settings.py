@@ -35,7 +35,9 @@ Seconds = Annotated[float, Field(gt=0)]
 class Settings(BaseSettings):
     """The server's settings; every field is a flag, a variable and a key of the TOML file."""
 
-    model_config = SettingsConfigDict(env_prefix="FEDPRESS_", extra="ignore", frozen=True)
+    model_config = SettingsConfigDict(
+        env_prefix="FEDPRESS_", env_ignore_empty=True, extra="ignore", frozen=True
+    )
 
     host: str = Field("127.0.0.1", description="Address to listen on; 0.0.0.0 for every one.")
     port: int = Field(8080, ge=0, le=65535, description="Port to listen on; 0 takes a free one.")
@@ -287,9 +289,9 @@ class Settings(BaseSettings):
             object.__setattr__(self, name, text if name == "database_url" else SecretStr(text))
         if bool(self.store_access_key_id) != (self.store_secret_access_key is not None):
             raise ValueError("store_access_key_id and store_secret_access_key are given together")
-        if self.admin_token is not None and len(self.admin_token.get_secret_value()) < 16:
-            raise ValueError("an admin token has 16 characters at least")
         self._refuse_placeholders()
+        if self.admin_token is not None and len(self.admin_token.get_secret_value()) < 16:
+            raise ValueError("admin_token: an admin token has 16 characters at least")
         failpoints.parsed(self.failpoint)
         if (self.tls_certificate is None) != (self.tls_key is None):
             raise ValueError("tls_certificate and tls_key are given together")

@@ -40,6 +40,15 @@ def test_the_admin_token_may_lie_in_a_file(tmp_path: Path, monkeypatch: pytest.M
         Settings.load()
 
 
+def test_an_empty_variable_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As `-e FEDPRESS_ADMIN_TOKEN_FILE=` takes a file's name out of a container's settings."""
+    monkeypatch.setenv("FEDPRESS_ADMIN_TOKEN_FILE", "")
+    monkeypatch.setenv("FEDPRESS_ADMIN_TOKEN", "0123456789abcdef")
+    loaded = Settings.load()
+    assert loaded.admin_token_file is None
+    assert loaded.admin_token is not None
+
+
 def test_secrets_of_database_and_store_may_lie_in_files(tmp_path: Path) -> None:
     url, key = tmp_path / "url", tmp_path / "key"
     url.write_text("postgresql://ada:9f86d081884c@host/name\n")
@@ -136,7 +145,14 @@ def test_a_wrong_flag_ends_with_a_sentence(capsys: pytest.CaptureFixture[str]) -
 
 
 @pytest.mark.parametrize(
-    "secret", ["please-change-me-now", "<a long random string>", "x" * 32, "your_secret_token_here"]
+    "secret",
+    [
+        "changeme",
+        "please-change-me-now",
+        "<a long random string>",
+        "x" * 32,
+        "your_secret_token_here",
+    ],
 )
 def test_a_secret_that_is_a_placeholder_is_refused(secret: str, tmp_path: Path) -> None:
     file = tmp_path / "secret"

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
+import numpy as np
 import pytest
 from click.testing import CliRunner
 from cryptography import x509
@@ -17,6 +18,10 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
 
 from fedpress.cli import app
+from fedpress_protocols.compression.none import Uncompressed
+from fedpress_protocols.messages import TaskConfig
+from fedpress_protocols.model import Model
+from fedpress_protocols.plan import CohortRules, Profile
 from fedpress_server import Settings
 from fedpress_server.doctor import Finding, examined
 from tests.system.server_process import ServerProcess
@@ -182,6 +187,33 @@ def test_a_store_that_is_not_reached(faults: Faults, free_port: int) -> None:
         "store",
     )
     assert "FEDPRESS_STORE_ENDPOINT" in fault.mend
+
+
+def test_a_model_that_is_lost(tmp_path: Path, faults: Faults) -> None:
+    """No server starts without it, and says which task is concerned."""
+    server = ServerProcess(tmp_path)
+    server.start()
+    with server.operator() as operator:
+        model = Model.from_tensors({"w": np.zeros(4, np.float32)})
+        operator.register_model(model)
+        rules = CohortRules(size=1, minimum=1)
+        whole = Profile(name="whole", compressor=Uncompressed())
+        operator.create_task(
+            TaskConfig(task="digits", model=model.digest, rounds=1, profiles=(whole,), cohort=rules)
+        )
+    server.stop()
+    [file] = (server.data_dir / "models").glob(f"{model.digest}*")
+    held = file.read_bytes()
+    file.unlink()
+    fault = only(faults(data_dir=server.data_dir), "models")
+    assert "task digits" in fault.found
+    assert f"models/{file.name}" in fault.mend
+    with pytest.raises(AssertionError, match="task digits cannot go on"):
+        server.start()
+    file.write_bytes(held)
+    assert not faults(data_dir=server.data_dir)
+    server.start()
+    server.stop()
 
 
 def test_an_operators_port_that_is_taken(faults: Faults, free_port: int) -> None:

@@ -16,6 +16,7 @@ from typing import Literal
 from sqlalchemy.engine import Connection
 
 from fedpress_protocols.errors import (
+    ConfigurationError,
     Forbidden,
     NotFound,
     UnknownAssignment,
@@ -138,8 +139,15 @@ class Coordinator:
         self.steps.epoch = None if restore is None else restore.epoch
         for record in await self._database.read(records.task_records):
             self.steps.tasks[record.task] = task = self._live(record)
-            async with task.lock:
-                await self.steps.reload(task)
+            try:
+                async with task.lock:
+                    await self.steps.reload(task)
+            except NotFound as exc:
+                raise ConfigurationError(
+                    f"task {record.task} cannot go on: {exc.detail}",
+                    hint="bring it back into the store, or restore a backup; fedpress doctor tells "
+                    "of every task whose model is not there",
+                ) from exc
         if restore is not None:
             await self._begin_anew(restore)
         if self.is_shared:
