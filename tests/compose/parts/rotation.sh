@@ -11,7 +11,7 @@ done
 backups_of backup /backups/today.tar
 backed_up=$(committed) # or less
 key switch
-signs() { docker logs "$1" 2>&1 | grep -q "signing with server key $current from now on"; }
+signs() { docker logs "$1" 2>&1 | grep "signing with server key $current from now on"; }
 for server in $(compose ps -q api worker scheduler); do until_true 30 "a server's change of its key" signs "$server"; done
 followed() { [ "$(compose --profile demo logs device 2>&1 | grep -c "the server signs with key $current now")" -eq 3 ]; }
 until_true 120 "the devices' change of their server's key" followed
