@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from pydantic import ValidationError
 
 from fedpress.command_line import needs, read
@@ -27,6 +28,7 @@ from fedpress_strategies import from_config
 _YAML = (".yaml", ".yml")
 _UNNAMED = "0" * 64
 _MOST_BYTES = 16 * 2**20
+_STAND_IN = {"weight": np.ones((64, 64), np.float32), "bias": np.ones(64, np.float32)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,10 +53,11 @@ def task_config(path: Path, model: str | None = None) -> TaskConfig:
 
 
 def checked(path: Path, model: Path | None) -> Checked:
-    """What a server with its usual settings would check when the task is created.
+    """Check a task as a server with its usual settings does when the task is created.
 
-    Without the model, what hangs on its tensors is left out. Raises ConfigurationError, or
-    MissingExtra where a model is given and the server is not installed.
+    Without `model`, lane, compressors and strategy are checked on tensors that stand in for it, and
+    what hangs on the model's own tensors is left out: patterns of names, sizes, the order of
+    profiles. Raises ConfigurationError, or MissingExtra where the server is not installed.
     """
     initial = None if model is None else Model.from_bytes(read(model))
     config = task_config(path, None if initial is None else initial.digest)
@@ -62,10 +65,8 @@ def checked(path: Path, model: Path | None) -> Checked:
         strategy = from_config(config.strategy, config.training)
     except ConfigurationError as exc:
         raise ConfigurationError(f"{path}: strategy: {exc}") from exc
-    if initial is None:
-        return Checked(config, None)
     try:
-        from fedpress_server.coordination.checking import check_ladder, check_plan
+        from fedpress_server.coordination.checking import check_ladder, check_plan, check_rules
         from fedpress_server.coordination.opening import (
             Legacy,
             check_warm_up,
@@ -82,35 +83,43 @@ def checked(path: Path, model: Path | None) -> Checked:
         needs("server", exc)
     from fedpress_protocols.signatures import DeviceKey
 
+    if initial is None:
+        anything = strategy.client_terms.model_copy(update={"personal": ()})
+        strategy = strategy._replace(client_terms=anything)
+    begun = initial or Model.from_tensors(_STAND_IN)
     usual = Settings.model_fields
     most, memory = usual["max_body_bytes"].default, usual["fold_memory_bytes"].default
     seeded = config if config.seed is not None else config.model_copy(update={"seed": 0})
     with tempfile.TemporaryDirectory() as folder:
         payloads = LocalPayloads(Path(folder))
-        payloads.put(model_name(initial.digest), initial.to_bytes())
+        payloads.put(model_name(begun.digest), begun.to_bytes())
         nobody = DeviceKey.generate()
         host = Host(SigningKeys.of(nobody), Authority.here("fedpress", nobody))
         bound = 0
         try:
-            check_ladder(seeded, initial.spec)
+            if initial is not None:
+                check_ladder(seeded, initial.spec)
             for each in (seeded, *later_periods(seeded)):
                 attempt = opened(
                     each,
                     strategy,
                     payloads,
                     host,
-                    left=Legacy.beginning(initial.digest, initial.spec),
+                    left=Legacy.beginning(begun.digest, begun.spec),
                     number=1,
                     attempt=1,
                     now=time.time(),
                 )
                 if each is seeded:
                     check_warm_up(attempt.terms, strategy)
-                found = check_plan(attempt.terms, seeded, strategy, most=most, memory=memory)
-                bound = max(bound, found)
+                if initial is None:
+                    check_rules(attempt.terms, seeded, strategy, memory=memory)
+                else:
+                    required = check_plan(attempt.terms, seeded, strategy, most=most, memory=memory)
+                    bound = max(bound, required)
         except ConfigurationError as exc:
             raise ConfigurationError(f"{path}: {exc}") from exc
-    return Checked(config, bound)
+    return Checked(config, None if initial is None else bound)
 
 
 def summary(path: Path, found: Checked) -> Iterator[str]:
@@ -131,7 +140,7 @@ def summary(path: Path, found: Checked) -> Iterator[str]:
         besides = "" if every is None else f", one of every {every}"
         yield f"  files stay of the newest {config.retention.last} versions{besides}"
     if found.max_upload is None:
-        yield "  not checked against a model: give one with --model"
+        yield "  sizes and names of tensors are not checked: give the model with --model"
     else:
         yield f"  an upload takes {found.max_upload:,} bytes at most"
 

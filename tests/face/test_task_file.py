@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -9,8 +10,11 @@ from click.testing import CliRunner, Result
 
 from fedpress.cli import app
 from fedpress.task_file import task_config
+from fedpress_protocols.compression.compressor import compressors
 from fedpress_protocols.errors import ConfigurationError
 from fedpress_protocols.model import Model
+from fedpress_strategies import strategies
+from fedpress_strategies.strategy import example_of
 
 YAML = """
 # as in the README
@@ -83,7 +87,7 @@ def test_a_right_file_is_summed_up(tmp_path: Path, model: Path) -> None:
     assert done.exit_code == 0, done.output
     assert "100 rounds of 100 uploads (120 asked, 60 at least) in 600 s" in done.output
     assert "newest 5 versions, one of every 10" in done.output
-    assert "not checked against a model" in done.output
+    assert "sizes and names of tensors are not checked" in done.output
     done = check(written(tmp_path, YAML), "--model", str(model))
     assert done.exit_code == 0, done.output
     assert "an upload takes" in done.output
@@ -130,6 +134,76 @@ def test_a_file_that_is_no_mapping_or_no_text_is_refused(tmp_path: Path) -> None
     deep = written(tmp_path, "[" * 100_000, "deep.json")
     assert "is not JSON" in refused(deep)
     assert "is not YAML" in refused(written(tmp_path, "[" * 100_000, "deep.yaml"))
+
+
+@pytest.mark.parametrize("with_model", [False, True])
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"lane": "masked", "masking": {}}, "commute with the sum"),
+        (
+            {
+                "lane": "masked",
+                "masking": {},
+                "strategy": {"id": "median"},
+                "profiles": [
+                    {"name": "p", "compressor": {"id": "shared_support", "fraction": 0.1}}
+                ],
+            },
+            "sees the sum alone",
+        ),
+        ({"strategy": {"id": "median"}}, "coordinate"),
+        (
+            {
+                "strategy": {"id": "scaffold", "clients": 200},
+                "training": {"local_steps": 5, "learning_rate": 0.1},
+            },
+            "control variate",
+        ),
+        ({"strategy": {"id": "fedbuff"}}, "asynchronous"),
+        ({"strategy": {"id": "onebit_adam"}}, "warm-up"),
+        (
+            {
+                "strategy": {"id": "fedavg"},
+                "downlink": {},
+                "profiles": [{"name": "p", "compressor": {"id": "ef21", "inner": {"id": "topk"}}}],
+            },
+            "counts on a model",
+        ),
+    ],
+)
+def test_parts_that_cannot_work_together_are_refused_without_the_model_too(
+    tmp_path: Path, model: Path, changes: dict[str, Any], says: str, with_model: bool
+) -> None:
+    file = written(tmp_path, json.dumps(FIELDS | changes), "task.json")
+    assert says in refused(file, *(["--model", str(model)] if with_model else []))
+
+
+@pytest.mark.parametrize("wire_id", sorted(compressors()))
+def test_a_compressor_is_judged_alike_with_and_without_the_model(
+    tmp_path: Path, model: Path, wire_id: str
+) -> None:
+    profile = {"name": "p", "compressor": {"id": wire_id}}
+    file = written(tmp_path, json.dumps(FIELDS | {"profiles": [profile]}), "task.json")
+    assert check(file).exit_code == check(file, "--model", str(model)).exit_code
+
+
+@pytest.mark.parametrize("identifier", sorted(strategies()))
+def test_a_strategy_is_judged_alike_with_and_without_the_model(
+    tmp_path: Path, model: Path, identifier: str
+) -> None:
+    config = {"id": identifier, **example_of(identifier)}
+    if identifier == "fedper":
+        config["personal"] = ["bias"]
+    file = written(tmp_path, json.dumps(FIELDS | {"strategy": config}), "task.json")
+    assert check(file).exit_code == check(file, "--model", str(model)).exit_code
+
+
+def test_patterns_of_names_wait_for_the_model(tmp_path: Path, model: Path) -> None:
+    personal = FIELDS | {"strategy": {"id": "fedper", "personal": ["nothing*"]}}
+    file = written(tmp_path, json.dumps(personal), "task.json")
+    assert check(file).exit_code == 0
+    assert "no trained tensor" in refused(file, "--model", str(model))
 
 
 def test_against_its_model_what_the_server_would_refuse_is_refused(

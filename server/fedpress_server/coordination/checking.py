@@ -24,13 +24,21 @@ def check_plan(
     Raises ConfigurationError with the reason. It takes a thread's time: the strategy is tried.
     """
     bound = checked_bound(terms, most)
+    check_rules(terms, config, strategy, memory=memory)
+    return bound
+
+
+def check_rules(terms: RoundTerms, config: TaskConfig, strategy: Strategy, *, memory: int) -> None:
+    """Check that lane, compressors and strategy work together, whatever the model's size.
+
+    Raises ConfigurationError with the reason. It takes a thread's time: the strategy is tried.
+    """
     check_asynchronous(terms, strategy, config.asynchronous)
     check_strategy(terms, strategy, memory)
     if terms.plan.lane == "masked":
         check_masked_strategy(terms, strategy)
     if config.downlink is not None:
         check_downlink(terms, strategy)
-    return bound
 
 
 def check_ladder(config: TaskConfig, spec: ModelSpec) -> None:
