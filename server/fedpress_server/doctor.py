@@ -7,7 +7,9 @@ the server would write.
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
+import random
 import shutil
 import socket
 import ssl
@@ -19,28 +21,47 @@ from datetime import UTC, datetime, timedelta
 from email.utils import parsedate_to_datetime
 from importlib.util import find_spec
 from pathlib import Path
+from typing import NamedTuple, TypeVar
 from urllib.parse import urlsplit
 
 import httpx
+import sqlalchemy as sa
 from cryptography import x509
 from cryptography.hazmat.primitives.serialization import (
     Encoding,
     PublicFormat,
     load_pem_private_key,
 )
+from sqlalchemy.engine import Connection
 
-from fedpress_protocols.errors import ConfigurationError, FedpressError, NotFound
+from fedpress_protocols.audit import checked, end_of
+from fedpress_protocols.errors import (
+    BrokenChain,
+    ConfigurationError,
+    FedpressError,
+    NotFound,
+    ServerError,
+)
+from fedpress_server.identity import audit
 from fedpress_server.identity.rotation import Standing, key_files, standing
 from fedpress_server.identity.server_keys import PURPOSES, key_file, known_key
 from fedpress_server.settings import MIB, Settings
 from fedpress_server.storage.bucket import opened_payloads
 from fedpress_server.storage.database import Database
 from fedpress_server.storage.files import model_name
-from fedpress_server.storage.records import TaskRecord, task_records
+from fedpress_server.storage.payloads import Payloads, check_digest
+from fedpress_server.storage.records import task_records
+from fedpress_server.storage.tables import model_files, models
 
 MIN_FREE_BYTES = 1024 * MIB
+MIN_FREE_FILES = 10_000
+_SAMPLED_MODELS = 20
+_SAMPLED_BYTES = 1024 * MIB
+"""Models that are read besides those that tasks are at, and bytes of all that are read."""
 _EXPIRES_SOON = timedelta(days=14)
 _PATIENCE = 5.0
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,8 +108,11 @@ def examined(
             if settings.store_url:
                 needed.append(_store(settings))
             yield from needed
-            if not any(each.is_fault for each in needed):
-                yield from _lost_models(settings)
+            if not any(each.is_fault for each in needed) and not _is_new(
+                settings.resolved_database_url
+            ):
+                yield _audit_log(settings.resolved_database_url)
+                yield from _models(settings)
         if not url:
             yield _port(settings.host, settings.port, "FEDPRESS_PORT")
             if settings.admin_port is not None:
@@ -120,10 +144,18 @@ def _state(folder: Path) -> Finding:
         with tempfile.NamedTemporaryFile(dir=there):
             pass
     except OSError as exc:
-        return Finding(
-            "state",
-            f"user {os.getuid()} cannot write to {there}: {exc.strerror}",
+        advice = {
+            errno.ENOSPC: "see `disk`: the file system has no room or no inodes left",
+            errno.EDQUOT: f"raise the disk quota of user {os.getuid()}",
+            errno.EROFS: "mount the file system for writing: it may have been remounted "
+            "read-only after an error, which the kernel's log tells",
+            errno.EMFILE: "raise the limit of open files (ulimit -n, LimitNOFILE)",
+        }.get(
+            exc.errno or 0,
             f"chown {os.getuid()} {there}, or name another folder as FEDPRESS_DATA_DIR",
+        )
+        return Finding(
+            "state", f"user {os.getuid()} cannot write to {there}: {exc.strerror}", advice
         )
     what = "can be written to" if there == folder else f"can be made in {there}"
     return Finding("state", f"{folder} {what}")
@@ -133,6 +165,15 @@ def _disk(folder: Path, min_free_bytes: int) -> Finding:
     there = _nearest(folder)
     free = shutil.disk_usage(there).free
     found = f"{free // MIB:,} MiB are free where {folder} is"
+    system = os.statvfs(there)
+    if system.f_files and system.f_favail < min(MIN_FREE_FILES, system.f_files // 10):
+        return Finding(
+            "disk",
+            f"{system.f_favail:,} of {system.f_files:,} inodes are free where {folder} is: soon no "
+            "file can be made, however many bytes are free",
+            "remove files (`df -i` and `du --inodes` show where they are), or make a file system "
+            "with more inodes and move the folder there",
+        )
     if free >= min_free_bytes:
         return Finding("disk", found)
     return Finding(
@@ -203,33 +244,63 @@ def _database(settings: Settings) -> Finding:
     file = _file_of(url)
     if _is_new(url):
         return Finding("database", f"{file} is not there yet: the first start makes it")
+    damaged = "stop the server, keep a copy of the file, and restore a backup: "
+    damaged += "docs/operations/restore.md"
     try:
-        found = asyncio.run(_standing(url, key_file("server", settings)))
+        found = asyncio.run(_opened(url, key_file("server", settings)))
     except FedpressError as exc:
         return Finding("database", exc.detail, exc.hint or "look at FEDPRESS_DATABASE_URL")
-    if found is not None and found.current not in found.here:
+    except sa.exc.DatabaseError as exc:
+        return Finding("database", f"{file} is damaged: {exc.orig}", damaged)
+    if found.damage:
+        return Finding("database", f"{file} is damaged: {found.damage}", damaged)
+    standing_ = found.standing
+    if standing_ is not None and standing_.current not in standing_.here:
         return Finding(
             "keys",
-            f"the database is signed for with server key {found.current}, which is not here",
+            f"the database is signed for with server key {standing_.current}, which is not here",
             "copy its file from a server that has it; fedpress server-key show tells which",
         )
-    if found is not None and found.next not in (None, *found.here):
+    if standing_ is not None and standing_.next not in (None, *standing_.here):
         return Finding(
             "keys",
-            f"the next server key {found.next} is not here, and will sign once it is switched to",
+            f"the next server key {standing_.next} is not here, and will sign once it is "
+            "switched to",
             "copy the file that ends in .next from where fedpress server-key rotate made it",
         )
     return Finding("database", "answers, and its schema is this release's")
 
 
-async def _standing(url: str, place: Path) -> Standing | None:
+class _Opened(NamedTuple):
+    standing: Standing | None
     """How the server's key stands; None before there is one."""
+    damage: str
+    """The first faults that SQLite finds in its file; empty if there are none."""
+
+
+async def _opened(url: str, place: Path) -> _Opened:
     database = Database(url, migrates=False)
     try:
+        damage = await database.read(_damage)
         known = await database.read(lambda c: known_key(c, "server"))
-        return None if known is None else await standing(database, place)
+        return _Opened(None if known is None else await standing(database, place), damage)
     finally:
         await asyncio.to_thread(database.close)
+
+
+def _damage(connection: Connection) -> str:
+    if connection.dialect.name != "sqlite":
+        return ""
+    rows = connection.exec_driver_sql("PRAGMA integrity_check(3)").scalars().all()
+    return "" if rows == ["ok"] else "; ".join(map(str, rows))
+
+
+def _audit_log(url: str) -> Finding:
+    try:
+        head = asyncio.run(_read(url, lambda c: end_of(checked(audit.entries(c)))))
+    except BrokenChain as exc:
+        return Finding("audit", f"the audit log was changed: {exc.detail}", exc.hint)
+    return Finding("audit", f"the audit log is whole; it ends at {head}")
 
 
 def _store(settings: Settings) -> Finding:
@@ -241,31 +312,59 @@ def _store(settings: Settings) -> Finding:
     return Finding("store", f"{settings.store_url} takes writes")
 
 
-def _lost_models(settings: Settings) -> Iterator[Finding]:
-    """Models of tasks that are not in the store any more: no server starts without them."""
+def _models(settings: Settings) -> Iterator[Finding]:
+    """Models that are not in the store, or are there with other bytes: those that tasks are at,
+    without which no server starts, and a sample of the others."""
     url = settings.resolved_database_url
-    if _is_new(url):
-        return
+    at = {record.model: record.task for record in asyncio.run(_read(url, task_records))}
+    others = [digest for digest in asyncio.run(_read(url, _kept_models)) if digest not in at]
+    sample = random.sample(others, min(_SAMPLED_MODELS, len(others)))
+    faults, num_read, left = [], 0, _SAMPLED_BYTES
+    where = settings.store_url or settings.data_dir
     with tempfile.TemporaryDirectory() as folder:
         place = Path(folder) if settings.store_url else settings.data_dir
         payloads = opened_payloads(settings.model_copy(update={"data_dir": place}))
-        for record in asyncio.run(_tasks(url)):
+        for digest in (*at, *sample):
+            whose = f"task {at[digest]} is at model {digest}" if digest in at else f"model {digest}"
             try:
-                payloads.size(model_name(record.model))
+                size = payloads.size(model_name(digest))
+                if size <= left:
+                    left -= size
+                    num_read += 1
+                    _check_bytes(payloads, model_name(digest))
             except NotFound:
-                yield Finding(
+                what = f"{whose}, which is not in {where}"
+            except ServerError:
+                what = f"{whose}, and its file in {where} holds other bytes than those"
+            else:
+                continue
+            faults.append(
+                Finding(
                     "models",
-                    f"task {record.task} is at model {record.model}, which is not in "
-                    f"{settings.store_url or settings.data_dir}",
-                    f"bring the file {model_name(record.model)} back, or restore a backup; a disk "
+                    what,
+                    f"bring the file {model_name(digest)} back, or restore a backup; a disk "
                     "or a store that has lost one file may have lost others",
                 )
+            )
+    well = f"{num_read} of {len(at) + len(others)} models were read, and are whole"
+    yield from faults or [Finding("models", well)]
 
 
-async def _tasks(url: str) -> list[TaskRecord]:
+def _check_bytes(payloads: Payloads, name: str) -> None:
+    check_digest(name, payloads.get(name))
+
+
+def _kept_models(connection: Connection) -> list[str]:
+    """The digests of models whose files are kept."""
+    gone = sa.select(model_files.c.digest).where(model_files.c.collected_at.is_not(None))
+    query = sa.select(models.c.digest).where(models.c.digest.not_in(gone))
+    return list(connection.execute(query).scalars())
+
+
+async def _read(url: str, work: Callable[[Connection], T]) -> T:
     database = Database(url, migrates=False)
     try:
-        return await database.read(task_records)
+        return await database.read(work)
     finally:
         await asyncio.to_thread(database.close)
 

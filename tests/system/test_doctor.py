@@ -1,11 +1,16 @@
 """`fedpress doctor` finds what keeps a server from working, and says how to mend it."""
 
+import errno
 import json
+import os
 import socket
+import sqlite3
 import sys
+import tempfile
 import time
 import zipfile
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
@@ -189,13 +194,15 @@ def test_a_store_that_is_not_reached(faults: Faults, free_port: int) -> None:
     assert "FEDPRESS_STORE_ENDPOINT" in fault.mend
 
 
-def test_a_model_that_is_lost(tmp_path: Path, faults: Faults) -> None:
-    """No server starts without it, and says which task is concerned."""
+@pytest.fixture
+def begun(tmp_path: Path) -> tuple[ServerProcess, Path]:
+    """A server, stopped, that has had a task; the file of the task's model."""
     server = ServerProcess(tmp_path)
     server.start()
     with server.operator() as operator:
         model = Model.from_tensors({"w": np.zeros(4, np.float32)})
         operator.register_model(model)
+        operator.register_model(model.with_parameters(np.ones(4, np.float32)))
         rules = CohortRules(size=1, minimum=1)
         whole = Profile(name="whole", compressor=Uncompressed())
         operator.create_task(
@@ -203,6 +210,12 @@ def test_a_model_that_is_lost(tmp_path: Path, faults: Faults) -> None:
         )
     server.stop()
     [file] = (server.data_dir / "models").glob(f"{model.digest}*")
+    return server, file
+
+
+def test_a_model_that_is_lost(begun: tuple[ServerProcess, Path], faults: Faults) -> None:
+    """No server starts without it, and says which task is concerned."""
+    server, file = begun
     held = file.read_bytes()
     file.unlink()
     fault = only(faults(data_dir=server.data_dir), "models")
@@ -214,6 +227,71 @@ def test_a_model_that_is_lost(tmp_path: Path, faults: Faults) -> None:
     assert not faults(data_dir=server.data_dir)
     server.start()
     server.stop()
+
+
+def test_a_model_with_a_flipped_byte(begun: tuple[ServerProcess, Path], faults: Faults) -> None:
+    server, file = begun
+    for damaged, whose in ((file, "task digits"), (other_than(file), "model ")):
+        held = damaged.read_bytes()
+        damaged.write_bytes(held[:-1] + bytes([held[-1] ^ 1]))
+        fault = only(faults(data_dir=server.data_dir), "models")
+        assert fault.found.startswith(whose)
+        assert "other bytes" in fault.found
+        damaged.write_bytes(held)
+    assert faults(data_dir=server.data_dir) == []
+
+
+def other_than(file: Path) -> Path:
+    [other] = set(file.parent.iterdir()) - {file}
+    return other
+
+
+def test_an_altered_row_of_the_audit_log(begun: tuple[ServerProcess, Path], faults: Faults) -> None:
+    server, _ = begun
+    with closing(sqlite3.connect(server.data_dir / "fedpress.db")) as database, database:
+        database.execute("UPDATE audit_log SET actor = 'nobody' WHERE seq = 2")
+    fault = only(faults(data_dir=server.data_dir), "audit")
+    assert "entry 2" in fault.found
+    assert "docs/audit.md" in fault.mend
+
+
+@pytest.mark.parametrize("where", ["header", "page"])
+def test_a_damaged_database(begun: tuple[ServerProcess, Path], faults: Faults, where: str) -> None:
+    server, _ = begun
+    file = server.data_dir / "fedpress.db"
+    data = bytearray(file.read_bytes())
+    if where == "header":
+        data[:16] = bytes(16)
+    else:  # the page of the table's index, so that reads of rows do not meet it
+        with closing(sqlite3.connect(file)) as database:
+            page, size = database.execute(
+                "SELECT rootpage, (SELECT page_size FROM pragma_page_size) FROM sqlite_master "
+                "WHERE type = 'index' AND tbl_name = 'operators'"
+            ).fetchone()
+        data = bytearray(file.read_bytes())
+        data[(page - 1) * size : page * size] = bytes(size)
+    file.write_bytes(data)
+    fault = only(faults(data_dir=server.data_dir), "database")
+    assert "is damaged" in fault.found
+    assert "restore.md" in fault.mend
+
+
+def test_inodes_that_run_out_are_no_matter_of_ownership(
+    faults: Faults, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    usual = os.statvfs("/")
+    fields = [*usual[:5], 1_000_000, 12, 12, *usual[8:]]
+    monkeypatch.setattr(os, "statvfs", lambda place: os.statvfs_result(fields))
+
+    def refused(*arguments: object, **more: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(tempfile, "NamedTemporaryFile", refused)
+    told = {each.check: each for each in faults()}
+    assert "12 of 1,000,000 inodes" in told["disk"].found
+    assert "df -i" in told["disk"].mend
+    assert "chown" not in told["state"].mend
+    assert "inodes" in told["state"].mend
 
 
 def test_an_operators_port_that_is_taken(faults: Faults, free_port: int) -> None:
