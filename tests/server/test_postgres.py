@@ -96,6 +96,21 @@ def test_the_same_row_brought_by_several_at_once_is_new_to_one(url: str) -> None
         assert sorted(each.result() for each in brought) == [False] * 15 + [True]
 
 
+def test_a_read_ends_with_a_commit(url: str) -> None:
+    with doors(url, 1) as (door,):
+        ended: list[str] = []
+        for how in ("commit", "rollback"):
+            sa.event.listen(door._backend.reads, how, lambda c, how=how: ended.append(how))
+        for _ in range(3):
+            anyio.run(lambda: door.read(used_tokens))
+    assert ended == ["commit"] * 3
+
+
+def used_tokens(connection: sa.Connection) -> int:
+    count = sa.select(sa.func.count()).select_from(enrolment_tokens)
+    return int(connection.execute(count).scalar_one())
+
+
 def test_a_reader_sees_one_moment(url: str) -> None:
     with doors(url, 2) as (one, other):
         write(one, lambda c: records.add_token(c, TOKEN))

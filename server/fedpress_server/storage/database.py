@@ -125,7 +125,9 @@ class Database:
 
         def run() -> T:
             with self._backend.reads.connect() as connection:
-                return work(connection)
+                result = work(connection)
+                connection.commit()  # PostgreSQL would count the end of every read as a rollback
+                return result
 
         def patiently() -> T:
             try:
