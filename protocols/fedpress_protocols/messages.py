@@ -605,7 +605,7 @@ class TaskConfig(Term):
     downlink: DownlinkTerms | None = None
     """None: models go down as they are. Else the first model is rounded to the grid, and has
     another digest than `model`."""
-    retention: RetentionTerms | None = None
+    retention: RetentionTerms | None = RetentionTerms()
     """None: the files of all versions stay."""
     seed: Annotated[int, Field(ge=0, lt=2**63)] | None = None
     """Derives the public seeds of the rounds; None draws one at random."""

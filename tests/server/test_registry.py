@@ -351,9 +351,17 @@ def test_a_policy_gives_up_what_it_does_not_keep_and_nothing_else(
     assert train(device, model, 1)
 
 
-def test_without_a_policy_everything_stays(kept: Server, clock: Clock, model: Model) -> None:
+def test_by_default_the_newest_ten_versions_stay(kept: Server, clock: Clock, model: Model) -> None:
     operator, device = Operator(kept), device_of(kept, clock)
     begin(operator, model)
+    train(device, model, 13)
+    clock.advance(MONTH)
+    assert gone(collect(operator)) == [1, 2, 3]
+
+
+def test_without_a_policy_everything_stays(kept: Server, clock: Clock, model: Model) -> None:
+    operator, device = Operator(kept), device_of(kept, clock)
+    begin(operator, model, retention=None)
     train(device, model, 12)
     clock.advance(MONTH)
     assert collect(operator).models == ()
