@@ -217,6 +217,11 @@ class Operator:
     def task(self, task: str) -> TaskSummary:
         return self._read(_TASK, "GET", f"/v1/tasks/{_segment(task)}")
 
+    def configuration(self, task: str) -> TaskConfig:
+        """The task's configuration as it stands, with every default written out."""
+        path = f"/v1/admin/tasks/{_segment(task)}/configuration"
+        return self._read(TypeAdapter(TaskConfig), "GET", path)
+
     def rounds(
         self, task: str, *, before: str | None = None, limit: int | None = None
     ) -> list[RoundStatus]:

@@ -135,7 +135,9 @@ def summary(path: Path, found: Checked) -> Iterator[str]:
     )
     names = dict.fromkeys(profile.name for profile in config.every_profile)
     yield f"  profiles: {', '.join(names)}"
-    if config.retention is not None:
+    if config.retention is None:
+        yield "  files stay of all versions"
+    else:
         every = config.retention.every
         besides = "" if every is None else f", one of every {every}"
         yield f"  files stay of the newest {config.retention.last} versions{besides}"

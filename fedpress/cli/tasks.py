@@ -61,11 +61,17 @@ def list_tasks(server: Operator, as_json: bool) -> None:
 
 @tasks.command("show")
 @click.argument("task")
+@click.option(
+    "--configuration", is_flag=True, help="Its configuration instead: JSON, defaults written out."
+)
 @as_json
 @operates
-def show_task(server: Operator, task: str, as_json: bool) -> None:
+def show_task(server: Operator, task: str, configuration: bool, as_json: bool) -> None:
     """One task: how far it is, and its models."""
-    _tell(server.task(task), as_json)
+    if configuration:
+        click.echo(server.configuration(task).model_dump_json(indent=2))
+    else:
+        _tell(server.task(task), as_json)
 
 
 @tasks.command("continue")

@@ -15,7 +15,10 @@ from fedpress_protocols.errors import (
     NotFound,
     RoleRequired,
     TooManyRequests,
+    UnknownTask,
 )
+from fedpress_protocols.messages import TaskConfig
+from fedpress_protocols.model import Model
 from fedpress_server.identity.limits import Budgets
 from fedpress_server.identity.operators import SEEN_WITHIN
 from fedpress_server.identity.refusals import BURST, PER_SECOND, Refusals
@@ -241,3 +244,17 @@ def test_the_digest_of_the_settings_tells_them_apart_and_holds_no_secret(tmp_pat
     assert digest() == digest(admin_token="x" * 16 + "y")
     assert digest(database_url="postgresql://a:4f0c9d2b@h/d") == digest()
     assert digest(port=8181) != digest()
+
+
+@pytest.mark.both_databases
+def test_a_task_s_configuration_can_be_read_as_it_stands(operator: Operator, model: Model) -> None:
+    operator.begin(model, rounds=3, cohort={"size": 2, "minimum": 1}, round_seconds=60)
+    task = operator.get("/v1/tasks")[0]["task"]
+    found = operator.get(f"/v1/admin/tasks/{task}/configuration")
+    assert (found["rounds"], found["round_seconds"]) == (3, 60)
+    assert found["cohort"]["minimum"] == 1
+    assert found["retention"] == {"last": 10, "every": None}  # a default, written out
+    assert isinstance(found["seed"], int)  # drawn, where the creator gave none
+    assert TaskConfig.model_validate(found, strict=False).task == task
+    with pytest.raises(UnknownTask):
+        operator.get("/v1/admin/tasks/nobody/configuration")

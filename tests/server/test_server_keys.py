@@ -128,8 +128,8 @@ def test_of_migrations_at_one_time_each_key_is_made_by_one(
 
     with ThreadPoolExecutor(4) as pool:
         found = list(pool.map(lambda _: asyncio.run(made()), range(4)))
-    made = [file for files_of_one in found for file in files_of_one]
-    assert sorted(made) == sorted(files.values())  # by one or by two of them, each once
+    each_once = [file for files_of_one in found for file in files_of_one]
+    assert sorted(each_once) == sorted(files.values())  # by one or by two of them, each once
     assert known(settings) == [
         DeviceKey.from_pem(each.read_bytes()).public for each in files.values()
     ]

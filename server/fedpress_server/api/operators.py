@@ -85,6 +85,13 @@ async def create_task(
     return await rounds.life.create(body, by=by)
 
 
+@operator_routes.get("/tasks/{task}/configuration", responses=responses(404))
+async def get_configuration(task: Name, rounds: Rounds) -> TaskConfig:
+    """A task's configuration as it stands, every default written out: what created it, with the
+    seed that was drawn, and the rounds and the model of its newest continuation."""
+    return await rounds.configuration(task)
+
+
 @operator_routes.post("/tasks/{task}/continue", responses=responses(400, 404, 409))
 async def continue_task(
     task: Name,

@@ -20,6 +20,7 @@ PERMISSIONS: Mapping[tuple[str, str], Permission] = {
     ("GET", "/v1/models/{digest}/from/{base}"): "see",
     # Tasks and their rounds.
     ("POST", "/v1/admin/tasks"): "run",
+    ("GET", "/v1/admin/tasks/{task}/configuration"): "see",
     ("POST", "/v1/admin/tasks/{task}/continue"): "run",
     ("POST", "/v1/admin/tasks/{task}/pause"): "run",
     ("POST", "/v1/admin/tasks/{task}/resume"): "run",

@@ -274,6 +274,10 @@ class Coordinator:
         """Raises UnknownTask."""
         return (await self.steps.fresh(name)).summary
 
+    async def configuration(self, name: str) -> TaskConfig:
+        """Raises UnknownTask."""
+        return (await self.steps.fresh(name)).config
+
     async def tasks(self, after: str | None = None, limit: int = 1000) -> list[TaskSummary]:
         """The first `limit` of those whose names come after `after`, in their order."""
         if self.is_shared:
