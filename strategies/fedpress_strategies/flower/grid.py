@@ -4,21 +4,30 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 from flwr.app import Message
 from flwr.serverapp import Grid
 
-_PULL_SECONDS = 0.05
+_FIRST_PAUSE, _LONGEST_PAUSE = 0.05, 3.0
+"""Seconds between two pulls; the longest is that of Flower's own grids."""
+_PAUSE_SHARE = 0.1
+"""Of the time waited so far: a pause delays a reply by a tenth at most."""
 
 
 class Arriving(Grid):
     """A grid whose replies come one by one, as they arrive, and whose nodes come in order."""
 
-    def __init__(self, grid: Grid) -> None:
-        self._grid = grid
+    def __init__(
+        self,
+        grid: Grid,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> None:
+        self._grid, self._clock, self._sleep = grid, clock, sleep
 
     def set_run(self, run: Any) -> None:
         self._grid.set_run(run)
@@ -43,19 +52,23 @@ class Arriving(Grid):
         self, messages: Iterable[Message], *, timeout: float | None = None
     ) -> Iterator[Message]:
         """A grid that has a method `stream` with this signature is taken at its word; of any other
-        replies are pulled until all have come or `timeout` seconds are over."""
+        replies are pulled until all have come or `timeout` seconds are over. Every pull is a
+        request to the SuperLink, so the pauses between them grow with the time waited."""
         stream = getattr(self._grid, "stream", None)
         if stream is not None:
             yield from stream(messages, timeout=timeout)
             return
         waiting = set(self._grid.push_messages(messages))
-        deadline = None if timeout is None else time.monotonic() + timeout
-        while waiting and (deadline is None or time.monotonic() < deadline):
-            came = list(self._grid.pull_messages(waiting))
-            waiting.difference_update(reply.metadata.reply_to_message_id for reply in came)
-            yield from came
-            if not came:
-                time.sleep(_PULL_SECONDS)
+        start = self._clock()
+        while waiting:
+            elapsed = self._clock() - start
+            replies = list(self._grid.pull_messages(waiting))
+            waiting.difference_update(reply.metadata.reply_to_message_id for reply in replies)
+            yield from replies
+            if not waiting or (timeout is not None and elapsed >= timeout):
+                return
+            pause = min(max(_PAUSE_SHARE * elapsed, _FIRST_PAUSE), _LONGEST_PAUSE)
+            self._sleep(pause if timeout is None else min(pause, max(timeout - elapsed, 0.0)))
 
 
 @contextmanager
