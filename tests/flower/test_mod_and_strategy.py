@@ -293,6 +293,29 @@ def test_compressed_they_still_learn(name: str, tmp_path: Path) -> None:
     assert all(report.upload_bytes < 8 * SIZE for report in strategy.reports)
 
 
+@pytest.mark.parametrize("name", ["FedMedian", "FedTrimmedAvg", "Bulyan", "DP around FedMedian"])
+def test_rules_for_single_coordinates_refuse_those_that_clients_choose(
+    name: str, tmp_path: Path
+) -> None:
+    """The median of client-chosen top-k is zero nearly everywhere."""
+
+    def made() -> Any:
+        if name in STRATEGIES:
+            return STRATEGIES[name][0]()
+        wrapper = flowers.DifferentialPrivacyServerSideFixedClipping
+        return wrapper(flowers.FedMedian(), **CLIPPED)
+
+    for refused in (FEEDBACK, TopK(0.1), RandomK(fraction=0.2, shared=False)):
+        fleet = fleet_of(tmp_path / str(hash(refused)), 8)
+        with pytest.raises(IncompatiblePlan, match="coordinate-wise rules need dense or shared"):
+            run(FedpressStrategy(made(), Plan(refused)), fleet, 1)
+        assert not fleet.sent
+    fleet = fleet_of(tmp_path / "shared", 8)
+    strategy = FedpressStrategy(made(), Plan(ErrorFeedback(RandomK(fraction=0.2))))
+    run(strategy, fleet, 2)
+    assert [len(report.included) for report in strategy.reports] == [8, 8]
+
+
 def test_trees_are_refused() -> None:
     strategy = FedpressStrategy(flowers.FedXgbBagging(), Plan(FEEDBACK))
     trees = ArrayRecord({"0": Array(np.zeros(9, np.uint8))})

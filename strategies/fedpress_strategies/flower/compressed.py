@@ -18,7 +18,7 @@ from typing import Any, cast
 
 from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
 from flwr.serverapp import Grid
-from flwr.serverapp.strategy import FedAvg
+from flwr.serverapp.strategy import Bulyan, FedAvg, FedMedian, FedTrimmedAvg
 from flwr.serverapp.strategy import Strategy as FlowerStrategy
 
 from fedpress_protocols import flower
@@ -34,9 +34,11 @@ from fedpress_strategies.flower.plan import (
     needs_plain_mean,
 )
 from fedpress_strategies.flower.uploads import Uploads
-from fedpress_strategies.flower.wrapping import Wrapping, with_figures
+from fedpress_strategies.flower.wrapping import Wrapping, innermost, with_figures
+from fedpress_strategies.robust import common_support
 from fedpress_strategies.strategy import Strategy
 
+_COORDINATEWISE = (FedMedian, FedTrimmedAvg, Bulyan)
 _log = logging.getLogger(__name__)
 
 
@@ -75,6 +77,8 @@ class FedpressStrategy(Wrapping):
         here = Uploads.opened(
             self.plan, server_round, arrays, messages, self._models, report=report
         )
+        if isinstance(innermost(self.inner), _COORDINATEWISE):
+            common_support(here.plan, here.public)  # refuses coordinates that clients choose
         here.fold = None if self._ours is None else self._ours.begun(here)
         beside = self._models_beside(here)
         self._open = here

@@ -65,10 +65,12 @@ class Arriving(Grid):
             replies = list(self._grid.pull_messages(waiting))
             waiting.difference_update(reply.metadata.reply_to_message_id for reply in replies)
             yield from replies
-            if not waiting or (timeout is not None and elapsed >= timeout):
+            if replies:
+                continue
+            if timeout is not None and elapsed >= timeout:
                 return
             pause = min(max(_PAUSE_SHARE * elapsed, _FIRST_PAUSE), _LONGEST_PAUSE)
-            self._sleep(pause if timeout is None else min(pause, max(timeout - elapsed, 0.0)))
+            self._sleep(pause if timeout is None else min(pause, timeout - elapsed))
 
 
 @contextmanager

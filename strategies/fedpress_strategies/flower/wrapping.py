@@ -43,7 +43,7 @@ class Wrapping(FlowerStrategy):
             )
         else:
             self.inner = inner
-        self._weight = _weight_key(self.inner)
+        self._weight = str(getattr(innermost(self.inner), "weighted_by_key", "num-examples"))
         self._models: tuple[Vector, Vector] | None = None  # the first, and the one before
         self._on_round: Callable[[RoundReport], None] | None = None
 
@@ -86,11 +86,11 @@ class Wrapping(FlowerStrategy):
             _log.warning("round %d: node %d dropped: %s", report.round, node, reason)
 
 
-def _weight_key(inner: Any) -> str:
-    """Under which name the strategy finds a reply's weight; the DP wrappers have it within."""
-    while not hasattr(inner, "weighted_by_key") and hasattr(inner, "strategy"):
-        inner = inner.strategy
-    return str(getattr(inner, "weighted_by_key", "num-examples"))
+def innermost(strategy: Any) -> Any:
+    """The strategy inside the wrappers for differential privacy."""
+    while isinstance(getattr(strategy, "strategy", None), FlowerStrategy):
+        strategy = strategy.strategy
+    return strategy
 
 
 def with_figures(metrics: MetricRecord | None, report: RoundReport) -> MetricRecord:
