@@ -6,12 +6,26 @@ PLAN         the round's plan, JSON
 ASSIGNMENT   the client's assignment
 CLIENT       the client, as the server knows it
 RECEIPT      what became of an upload before this one, JSON; left out if there was none
+RECEIPTS     what became of the uploads that the client's last reply asked about, a list of JSON
 ARRAYS       under which name the model is among the message's array records
 WEIGHT       under which name the number of examples is in the reply's metric record
 
 and an array record for each model besides that the plan needs, named by `model_record`. In the
 reply the model is replaced by one array of type STYPE, the upload's body, and RECORD holds
-ASSIGNMENT again and ERROR, the relative squared error of the upload.
+ASSIGNMENT again and ERROR, the relative squared error of the upload; and ASKS, a list of the
+assignments, of a node that this client was before, whose uploads it has no receipt of.
+
+With a downlink a message to train or to evaluate has in the place of the model's arrays one array
+MODEL of type MODEL_STYPE, a model on its way down as SPEC.md has it, and RECORD has besides:
+
+TASK         the task
+DIGEST       the model's digest
+BASE         that of the model that MODEL is a difference to; left out where it is whole
+DOUBLES      the arrays that are float64 for the app; left out if there are none
+
+Models that the plan needs beside it are differences to the message's own model. The reply's RECORD
+has HOLDS, the digest of the model that the client has kept; or nothing but HOLDS, empty, where it
+lacks the base: then nothing was done, and the server sends the model whole.
 
 In a masked round RECORD has, in the place of RECEIPT:
 
@@ -49,6 +63,9 @@ STYPE = "fedpress.upload.v1"
 BODY = "upload"
 PLAN, ASSIGNMENT, CLIENT, RECEIPT = "plan", "assignment", "client", "receipt"
 ARRAYS, WEIGHT, ERROR = "arrays", "weight", "nmse"
+RECEIPTS, ASKS, MOST_ASKS = "receipts", "asks", 16
+MODEL, MODEL_STYPE = "model", "fedpress.model.v1"
+DIGEST, BASE, DOUBLES, HOLDS = "digest", "base", "doubles", "holds"
 OFFER, SERVER_KEY, MEMBERSHIP = "offer", "server-key", "membership"
 ENDED, ENDED_FOR = "ended", "ended-for"
 STEP, TASK, HEARD, SAID = "step", "task", "heard", "said"

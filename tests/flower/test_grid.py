@@ -1,5 +1,6 @@
 """How replies are pulled from a grid that cannot stream them."""
 
+import itertools
 from collections.abc import Iterable
 
 import pytest
@@ -45,7 +46,7 @@ def test_a_long_round_is_asked_after_no_more_often_than_flower_does() -> None:
     fleet = SlowFleet(ready=600.0)
     assert len(replies_of(fleet, None)) == 3
     asked = fleet.pulled_at
-    pauses = [after - before for before, after in zip(asked, asked[1:], strict=False)]
+    pauses = [after - before for before, after in itertools.pairwise(asked)]
     assert max(pauses) == pytest.approx(3.0)
     assert len([at for at in asked if at < 600.0]) < 600 / 3 + 50  # Flower: 200; 0.05 s: 12,000
 

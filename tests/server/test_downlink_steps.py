@@ -12,7 +12,7 @@ from fedpress_protocols.downlink import encode_difference, encode_model, finest
 from fedpress_protocols.errors import ConfigurationError
 from fedpress_protocols.messages import DownlinkTerms
 from fedpress_protocols.model import Model, Vector
-from fedpress_server.folds.downlink import rounded, stepped
+from fedpress_strategies.downlink import rounded, stepped
 
 TERMS = DownlinkTerms()
 

@@ -12,14 +12,24 @@ is committed, and what it did not, or never answered for, goes back.
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message
+from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, RecordDict
 
-from fedpress_client.flower.account import SEED, Account, state_folder
+from fedpress_client.flower.account import (
+    DEVICE_ID,
+    KEEP_DAYS,
+    SEED,
+    Account,
+    collect,
+    device_name,
+    state_folder,
+)
+from fedpress_client.flower.models import LacksBase, Models, holding, model_in_message, with_arrays
 from fedpress_client.flower.terms import (
     Terms,
     examples_of,
@@ -51,6 +61,8 @@ def compression_mod(
     rules: ResidualRules = KEEP_ALL,
     durable: bool = True,
     on_discard: Callable[[Discard], None] = warn,
+    keep_days: float = KEEP_DAYS,
+    clock: Callable[[], float] = time.time,
 ) -> CompressionMod:
     """The mod. Accounts lie in `state_dir`, a folder for each run, a file for each client; in a
     simulation on several machines it must be one folder to all of them. None stands for what the
@@ -58,11 +70,15 @@ def compression_mod(
 
     `seed`, or the run's SEED, makes compression repeat exactly. Without `durable` a power cut, not
     a crash, may lose what the last rounds left over. `rules` and `on_discard` are `Client`'s.
+
+    An account is named by DEVICE_ID in the node's configuration, or by its partition-id, so that a
+    SuperNode finds it again after a restart; by the node's id where neither is there. Accounts of
+    other runs that nothing was written to for `keep_days` are removed when a run begins.
     """
     if seed is not None and seed < 0:
         raise ConfigurationError(f"seed must be 0 or more, not {seed}")
     folder = None if state_dir is None else str(state_dir)
-    return CompressionMod(folder, seed, rules, durable, on_discard)
+    return CompressionMod(folder, seed, rules, durable, on_discard, keep_days, clock)
 
 
 @dataclass(frozen=True)
@@ -74,6 +90,8 @@ class CompressionMod:
     rules: ResidualRules
     durable: bool
     on_discard: Callable[[Discard], None]
+    keep_days: float
+    clock: Callable[[], float]
 
     def __call__(self, message: Message, context: Context, call_next: CallNext) -> Message:
         """Train by `call_next`; the reply carries the upload in the place of the model.
@@ -83,33 +101,66 @@ class CompressionMod:
         """
         if not message.has_content() or flower.RECORD not in message.content:
             return call_next(message, context)
+        digest = str(message.content[flower.RECORD].get(flower.DIGEST, ""))
+        if digest:
+            models = Models.of(self._account(context, message.content[flower.RECORD]))
+            try:
+                model = model_in_message(message, models)
+            except LacksBase as exc:
+                _log.warning("the model %.12s is not here any more; asking for the whole", exc)
+                return Message(RecordDict({flower.RECORD: holding("")}), reply_to=message)
+            message.content = with_arrays(message, model)
+        if flower.PLAN in message.content[flower.RECORD]:
+            reply = self._trained(message, context, call_next)
+        else:
+            message.content = without_ours(message.content)
+            reply = call_next(message, context)
+        if digest and not reply.has_error():
+            ours = reply.content.get(flower.RECORD, {})
+            reply.content[flower.RECORD] = ConfigRecord({**ours, **holding(digest)})
+        return reply
+
+    def _account(self, context: Context, ours: ConfigRecord) -> Account:
+        task, client_id = str(ours[flower.TASK]), str(ours[flower.CLIENT])
+        folder, name = state_folder(context, self.state_dir), device_name(context)
+        account = Account.of(context, folder, task, client_id, durable=self.durable, name=name)
+        if not account.path.parent.exists():
+            collect(folder, context.run_id, self.clock() - self.keep_days * 24 * 3600)
+        return account
+
+    def _trained(self, message: Message, context: Context, call_next: CallNext) -> Message:
         terms = Terms.of(message)
         task, client_id = terms.assignment.plan.task, terms.assignment.client_id
-        folder = state_folder(context, self.state_dir)
-        account = Account.of(context, folder, task, client_id, durable=self.durable)
-        ledger = _settled(account.load(task, client_id), terms)
+        names = ConfigRecord({flower.TASK: task, flower.CLIENT: client_id})
+        account = self._account(context, names)
+        if device_name(context) is None:
+            account.warn_of_others()
+        _settled(account.load(task, client_id, adopt=True), terms)
         message.content = without_ours(message.content)
         reply = call_next(message, context)
         if reply.has_error():
             return reply
         name, arrays = model_in(reply, terms)
         update, examples = update_of(arrays, terms), examples_of(reply, terms)
-        try:
-            ledger, body = ledger.prepare(
-                terms.assignment,
-                update,
-                examples,
-                terms.spec,
-                self._rng(context, terms.assignment.plan),
-                self.rules,
-                previous=terms.previous,
-                drift=terms.drift,
-                report=report_of(reply, terms),
-            )
-        except InvalidUpdate:
-            account.save(self._told(ledger.refuse(terms.assignment.assignment, update)))
-            raise
-        account.save(self._told(ledger))
+        report = report_of(reply, terms)
+        with account.alone():  # another node may go by the same name
+            ledger = _settled(account.load(task, client_id, adopt=True), terms)
+            try:
+                ledger, body = ledger.prepare(
+                    terms.assignment,
+                    update,
+                    examples,
+                    terms.spec,
+                    self._rng(context, terms.assignment.plan),
+                    self.rules,
+                    previous=terms.previous,
+                    drift=terms.drift,
+                    report=report,
+                )
+            except InvalidUpdate:
+                account.save(self._told(ledger.refuse(terms.assignment.assignment, update)))
+                raise
+            account.save(self._told(ledger))
         if body is None:
             most = terms.assignment.plan.fixed_point.max_abs
             raise InvalidUpdate(
@@ -121,8 +172,10 @@ class CompressionMod:
             {flower.BODY: Array("uint8", (len(body),), flower.STYPE, body)}
         )
         key = terms.assignment.assignment
-        error = _error(ledger, key, update)
-        reply.content[flower.RECORD] = ConfigRecord({flower.ASSIGNMENT: key, flower.ERROR: error})
+        ours = ConfigRecord({flower.ASSIGNMENT: key, flower.ERROR: _error(ledger, key, update)})
+        if asked := [other for other in ledger.pending if other != key][: flower.MOST_ASKS]:
+            ours[flower.ASKS] = asked
+        reply.content[flower.RECORD] = ours
         return reply
 
     def _rng(self, context: Context, plan: RoundPlan) -> np.random.Generator:
@@ -140,14 +193,18 @@ class CompressionMod:
 
 def _settled(ledger: Ledger, terms: Terms) -> Ledger:
     """The account once everything pending has its fate: that of the receipt, or, where the server
-    has none to tell of, not included. Raises Conflict for a message that later ones overtook."""
+    has none to tell of, not included. What the device sent when it was another node waits for the
+    server's answer. Raises Conflict for a message that later ones overtook."""
     key, plan = terms.assignment.assignment, terms.assignment.plan
     if key not in ledger.pending and plan.round <= ledger.round:
-        raise Conflict(f"round {plan.round} came after round {ledger.round} was answered")
-    if terms.receipt is not None:
-        ledger = ledger.settle(terms.receipt)
+        raise Conflict(
+            f"round {plan.round} came after round {ledger.round} was answered",
+            hint=f"if two nodes use one account, give each a {DEVICE_ID} of its own",
+        )
+    for receipt in terms.receipts:
+        ledger = ledger.settle(receipt)
     for unanswered, held in list(ledger.pending.items()):
-        if unanswered == key:
+        if unanswered == key or not unanswered.endswith(f"-{ledger.client_id}"):
             continue
         lost = Receipt(
             assignment=unanswered,

@@ -9,13 +9,12 @@ from typing import Any
 import numpy as np
 from flwr.app import ArrayRecord, Context, Message, RecordDict
 
+from fedpress_client.flower.account import PARTITION
 from fedpress_protocols import flower
 from fedpress_protocols.errors import FedpressError, IncompatiblePlan, InvalidUpdate
 from fedpress_protocols.messages import Assignment, Receipt
 from fedpress_protocols.model import ModelSpec, Vector
 from fedpress_protocols.plan import RoundPlan, parsed
-
-_PARTITION = "partition-id"
 
 
 @dataclass(frozen=True)
@@ -23,7 +22,7 @@ class Terms:
     """What a message asks, and the model [spec.size] that it carries."""
 
     assignment: Assignment
-    receipt: Receipt | None
+    receipts: tuple[Receipt, ...]
     arrays: str
     weight: str
     spec: ModelSpec
@@ -58,10 +57,11 @@ class Terms:
             if named in records:
                 earlier = {key: array.numpy() for key, array in records[named].items()}
                 known[what] = model - spec.flatten(earlier)
-        receipt = record.get(flower.RECEIPT)
+        receipts: list[Any] = [record.get(flower.RECEIPT)]
+        receipts += list(record.get(flower.RECEIPTS, []))
         return cls(
             assignment,
-            None if receipt is None else parsed(Receipt, str(receipt)),
+            tuple(parsed(Receipt, str(each)) for each in receipts if each is not None),
             name,
             str(record[flower.WEIGHT]),
             spec,
@@ -79,7 +79,7 @@ def _plan(text: str) -> RoundPlan:
 
 def own_seed(context: Context, seed: int) -> int:
     """The seed of this client in a run of `seed`."""
-    return flower.client_seed(seed, int(context.node_config.get(_PARTITION, context.node_id)))
+    return flower.client_seed(seed, int(context.node_config.get(PARTITION, context.node_id)))
 
 
 def without_ours(content: RecordDict) -> RecordDict:

@@ -1,37 +1,13 @@
-"""What a task with a downlink publishes: models that lie on a grid, each a few bits from the last.
-
-The strategy goes on with its own parameters, in float32, as if nothing were rounded. Published is
-what a device has that follows the coded steps, and whatever a step leaves out is in the difference
-of the two, from which the next step is taken: error feedback on the server's side (DoubleSqueeze,
-Tang et al. 2019, arXiv:1905.05957, Algorithm 1), with the parameters kept in place of the error.
-"""
+"""Which tasks may have a downlink; fedpress_strategies.downlink has what such a task publishes."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-
 import numpy as np
-import numpy.typing as npt
 
-from fedpress_protocols.downlink import (
-    encode_difference,
-    finest,
-    multiples,
-    on_grid,
-    valued,
-)
-from fedpress_protocols.errors import ConfigurationError, IncompatiblePlan
-from fedpress_protocols.messages import DownlinkTerms
-from fedpress_protocols.model import Model, Vector
+from fedpress_protocols.errors import IncompatiblePlan
 from fedpress_server.folds.terms import RoundTerms
 from fedpress_strategies import Strategy
 from fedpress_strategies.strategy import CONTROL, published
-
-_DROPPED = 16
-"""Bits of a float32 that a threshold leaves zero: it has seven of its fraction."""
-_BITS_OF_A_MOVE = 40
-"""More than the position and the length of one are coded in."""
 
 
 def check_downlink(terms: RoundTerms, strategy: Strategy) -> None:
@@ -57,102 +33,4 @@ def check_downlink(terms: RoundTerms, strategy: Strategy) -> None:
             )
 
 
-def rounded(model: Model, terms: DownlinkTerms) -> Model:
-    """The first model of a task: every tensor on the finest grid of `terms.bits` bits; a model
-    that such a task has published stays as it is. Raises ConfigurationError."""
-    found = np.empty_like(model.parameters)
-    for where in model.spec.slices.values():
-        found[where] = on_grid(model.parameters[where], terms.bits)
-    return model.with_parameters(found)
-
-
-def stepped(base: Model, target: Vector, terms: DownlinkTerms) -> Model:
-    """The model to publish after `base`: as near to `target` [size] as `terms.rate` allows.
-
-    Only coordinates move that are a threshold or more from their target, all tensors in multiples
-    of one power of two between the threshold and twice that: what is left out costs the same
-    wherever it is. The threshold is the lowest, of 128 to the octave, whose coded difference
-    fits; the farthest coordinates move in any case. A function of its arguments, and of integers
-    and exact sums alone: the same bits on every machine.
-    """
-    if not np.isfinite(target).all():
-        raise ConfigurationError("the model holds NaN or infinity")
-    budget = int(terms.rate * base.spec.size / 8)
-    parts = _parts(base, target, terms)
-    least, most = _thresholds(parts, 8 * budget)
-    found = _moved(base, parts, most)
-    while least < most:  # `most` fits, as far as is known; what is below `least` does not
-        middle = (least + most) // 2
-        tried = _moved(base, parts, middle)
-        if len(encode_difference(base, tried, terms.coder)) <= budget:
-            found, most = tried, middle
-        else:
-            least = middle + 1
-    return found
-
-
-@dataclass(frozen=True, slots=True)
-class _Part:
-    """A tensor that is not zero before and after: the published values in steps of the grid of
-    2**-exponent, and how far the target is from them, in these steps."""
-
-    where: slice
-    exponent: int
-    whole: npt.NDArray[np.int64]
-    gap: npt.NDArray[np.float64]
-
-    @property
-    def distances(self) -> npt.NDArray[np.uint32]:
-        """The magnitudes of the gaps, as bits of float32, which rank as they do."""
-        far = np.abs(self.gap) * 2.0**-self.exponent
-        return far.astype(np.float32).view(np.uint32)
-
-    def moved(self, threshold: np.uint32, exponent: int) -> Vector:
-        """The values after all that are `threshold` or more away have moved in steps of
-        2**-exponent, or of the grid where that is coarser."""
-        shift = max(0, self.exponent - exponent)
-        moves = np.where(self.distances >= threshold, self.gap, 0.0) * 2.0**-shift
-        return valued(self.whole + (np.rint(moves).astype(np.int64) << shift), self.exponent)
-
-
-def _parts(base: Model, target: Vector, terms: DownlinkTerms) -> list[_Part]:
-    parts = []
-    for where in base.spec.slices.values():
-        before, after = base.parameters[where], target[where]
-        largest = np.maximum(np.abs(before), np.abs(after)).max(initial=np.float32(0))
-        exponent = finest(np.array([largest], np.float32), terms.bits)
-        if exponent is None:
-            continue
-        whole = multiples(before, exponent)
-        gap = (after.astype(np.float64) - valued(whole, exponent)) * 2.0**exponent
-        parts.append(_Part(where, exponent, whole, gap))
-    return parts
-
-
-def _thresholds(parts: Sequence[_Part], num_bits: int) -> tuple[int, int]:
-    """The least and the most that a threshold may be, as the upper half of a float32:
-    no more than `num_bits` coordinates move, a bit each being the least that they cost, and at the
-    other end so few that they cost less in any code, or the farthest alone."""
-    counts = np.zeros(1 << (32 - _DROPPED), np.int64)
-    for part in parts:
-        counts += np.bincount(part.distances >> np.uint32(_DROPPED), minlength=counts.size)
-    at_least = np.cumsum(counts[::-1])[::-1]
-    finest_move = min((2.0 ** -(part.exponent + 1) for part in parts), default=1.0)
-    floor = int(np.float32(finest_move).view(np.uint32)) >> _DROPPED
-    farthest = int(np.flatnonzero(counts).max(initial=0))
-    least = int(np.argmax(at_least <= num_bits))
-    most = int(np.argmax(at_least <= num_bits // _BITS_OF_A_MOVE))
-    most = max(floor, min(most, farthest))
-    return min(max(least, floor), most), most
-
-
-def _moved(base: Model, parts: Sequence[_Part], threshold: int) -> Model:
-    bits = np.uint32(threshold << _DROPPED)
-    _, power = np.frexp(bits.view(np.float32))
-    parameters = np.zeros_like(base.parameters)
-    for part in parts:
-        parameters[part.where] = part.moved(bits, -int(power))
-    return base.with_parameters(parameters)
-
-
-__all__ = ["check_downlink", "rounded", "stepped"]
+__all__ = ["check_downlink"]

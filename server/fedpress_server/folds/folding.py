@@ -23,7 +23,6 @@ from fedpress_protocols.messages import DownlinkTerms, MaskedSum
 from fedpress_protocols.model import Model, ModelSpec, Vector
 from fedpress_server import failpoints
 from fedpress_server.folds.adding import FoldJob, StagedUpload, Summed, added, adding, body_of
-from fedpress_server.folds.downlink import rounded, stepped
 from fedpress_server.folds.terms import RoundTerms
 from fedpress_server.storage.files import (
     artefact_name,
@@ -32,6 +31,7 @@ from fedpress_server.storage.files import (
 )
 from fedpress_server.storage.payloads import Payloads
 from fedpress_strategies import Strategy
+from fedpress_strategies.downlink import rounded, stepped
 from fedpress_strategies.strategy import (
     CONTROL,
     FoldSpace,

@@ -13,6 +13,16 @@ from fedpress_protocols import flower
 from fedpress_protocols.model import Model, ModelSpec, Vector
 
 
+def record_of(vector: Vector, spec: ModelSpec) -> ArrayRecord:
+    """The trained tensors of a model [spec.size], in float32."""
+    return ArrayRecord({name: Array(array) for name, array in spec.unflatten(vector).items()})
+
+
+def num_bytes(record: ArrayRecord) -> int:
+    """Those that travel."""
+    return sum(len(array.data) for array in record.values())
+
+
 def moved(
     arrays: Mapping[str, npt.NDArray[Any]], spec: ModelSpec, parameters: Vector
 ) -> ArrayRecord:

@@ -13,7 +13,8 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Iterable, Mapping
 from typing import Any, cast
 
 from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
@@ -23,8 +24,10 @@ from flwr.serverapp.strategy import Strategy as FlowerStrategy
 
 from fedpress_protocols import flower
 from fedpress_protocols.errors import IncompatiblePlan
-from fedpress_protocols.messages import Receipt
-from fedpress_strategies.flower.arrays import model_of, retyped
+from fedpress_protocols.messages import DownlinkTerms, Receipt
+from fedpress_protocols.model import ModelSpec, Vector
+from fedpress_strategies.flower.arrays import model_of, num_bytes, record_of, retyped
+from fedpress_strategies.flower.downlink import Downlink
 from fedpress_strategies.flower.plan import (
     ANOTHER,
     NO_ANSWER,
@@ -33,11 +36,12 @@ from fedpress_strategies.flower.plan import (
     RoundReport,
     needs_plain_mean,
 )
-from fedpress_strategies.flower.uploads import Uploads
+from fedpress_strategies.flower.uploads import Uploads, asked_in
 from fedpress_strategies.flower.wrapping import Wrapping, innermost, with_figures
 from fedpress_strategies.robust import common_support
 from fedpress_strategies.strategy import Strategy
 
+DOWNLOAD_BYTES = "fedpress-download-bytes"
 _COORDINATEWISE = (FedMedian, FedTrimmedAvg, Bulyan)
 _log = logging.getLogger(__name__)
 
@@ -50,17 +54,34 @@ class FedpressStrategy(Wrapping):
     the reason, and the round goes on without it. To a strategy of Flower's it is one that failed:
     those for differential privacy then skip the round, as their noise is for all who were asked.
 
-    Every round adds fedpress-upload-bytes, fedpress-nmse, fedpress-included and fedpress-dropped
-    to Flower's metrics of training; `reports` has all of it.
+    With a `downlink` models go down coded, to train and to evaluate: what clients get lies on a
+    grid, as near to the strategy's own parameters as the terms allow, and the rest waits for later
+    rounds. `Result.arrays` is the model that clients have. Clients run `compression_mod` around
+    both functions; one that does not is sent the arrays, after a failure at first.
+
+    Every round adds fedpress-upload-bytes, fedpress-download-bytes, fedpress-nmse,
+    fedpress-included and fedpress-dropped to Flower's metrics of training, and
+    fedpress-download-bytes to those of evaluation; `reports` has all of it.
     """
 
-    def __init__(self, inner: FlowerStrategy | Strategy, plan: Plan, **sampling: Any) -> None:
+    def __init__(
+        self,
+        inner: FlowerStrategy | Strategy,
+        plan: Plan,
+        *,
+        downlink: DownlinkTerms | None = None,
+        **sampling: Any,
+    ) -> None:
         super().__init__(inner, plan, sampling)
         takes_the_mean = type(self.inner).aggregate_train is FedAvg.aggregate_train
-        if needs_plain_mean(plan) and not takes_the_mean:
+        if needs_plain_mean(plan) and (not takes_the_mean or downlink is not None):
             raise IncompatiblePlan(NOT_THE_MEAN, hint=ANOTHER)
+        self._downlink = None if downlink is None else Downlink(downlink, plan.task)
+        self._downloads = Counter[str]()
         self._open: Uploads | None = None
         self._receipts: dict[int, Receipt] = {}
+        self._asks: dict[int, tuple[str, ...]] = {}
+        """By node: assignments of nodes that it was before, whose receipts it lacks."""
 
     def summary(self) -> None:
         _log.info("compressed by %s", self.plan.compressor)
@@ -69,30 +90,86 @@ class FedpressStrategy(Wrapping):
     def configure_train(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[Message]:
-        messages = self._asked(server_round, arrays, config, grid)
+        published = arrays if self._downlink is None else self._downlink.published(arrays)
+        own = arrays if self._downlink is None else self._downlink.own
+        messages = self._asked(server_round, own, config, grid)
         self._open = None
         if not messages:
             return messages
         report = () if self._ours is None else self._ours.strategy.report
         here = Uploads.opened(
-            self.plan, server_round, arrays, messages, self._models, report=report
+            self.plan, server_round, published, messages, self._models, report=report
         )
+        if self._downlink is not None:
+            here.own = model_of(own).parameters
         if isinstance(innermost(self.inner), _COORDINATEWISE):
             common_support(here.plan, here.public)  # refuses coordinates that clients choose
         here.fold = None if self._ours is None else self._ours.begun(here)
-        beside = self._models_beside(here)
+        beside = self._vectors_beside(here)
         self._open = here
         for message in messages:
             node = message.metadata.dst_node_id
-            receipt = self._receipts.get(node)
+            record = here.record(node, self._receipts.get(node), self._weight)
+            if asks := self._asks.get(node):
+                record[flower.RECEIPTS] = [self._answered(node, each) for each in asks]
             message.content = RecordDict(
-                {
-                    **message.content,
-                    **beside,
-                    flower.RECORD: here.record(node, receipt, self._weight),
-                }
+                {**message.content, here.key: published, flower.RECORD: record}
             )
+        self._send(messages, here.key, beside, here.model.spec)
         return messages
+
+    def configure_evaluate(
+        self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
+    ) -> Iterable[Message]:
+        published = arrays if self._downlink is None else self._downlink.published(arrays)
+        messages = list(super().configure_evaluate(server_round, published, config, grid))
+        self._downloads.clear()
+        keys = {key for message in messages for key in message.content.array_records}
+        if len(keys) == 1:
+            self._send(messages, keys.pop(), {}, model_of(published).spec)
+        return messages
+
+    def aggregate_evaluate(
+        self, server_round: int, replies: Iterable[Message]
+    ) -> MetricRecord | None:
+        answers = list(replies)
+        for reply in answers:
+            if reply.has_content() and flower.RECORD in reply.content:
+                content = {n: each for n, each in reply.content.items() if n != flower.RECORD}
+                reply.content = RecordDict(content)
+        metrics = super().aggregate_evaluate(server_round, answers)
+        if metrics is not None and self._downloads:
+            metrics = MetricRecord({**metrics, DOWNLOAD_BYTES: self._downloads["all"]})
+        return metrics
+
+    def _send(
+        self, messages: list[Message], key: str, beside: Mapping[str, Vector], spec: ModelSpec
+    ) -> None:
+        """Give the messages the models `beside`, code what goes down, and count it."""
+        self._downloads.clear()
+        if self._downlink is not None:
+            self._downlink.send(messages, key, beside)
+        else:
+            records = {name: record_of(vector, spec) for name, vector in beside.items()}
+            for message in messages:
+                message.content = RecordDict({**message.content, **records})
+        self._count(messages)
+
+    def _count(self, messages: Iterable[Message]) -> None:
+        for message in messages:
+            for record in message.content.array_records.values():
+                size = num_bytes(record)
+                self._downloads["all"] += size
+                if flower.MODEL in record and record[flower.MODEL].stype == flower.MODEL_STYPE:
+                    self._downloads["coded"] += size
+                    if flower.BASE in cast(ConfigRecord, message.content[flower.RECORD]):
+                        self._downloads["difference"] += size
+
+    def _again(self, reply: Message) -> Message | None:
+        message = None if self._downlink is None else self._downlink.again(reply)
+        if message is not None:
+            self._count([message])
+        return message
 
     def aggregate_train(
         self, server_round: int, replies: Iterable[Message]
@@ -102,6 +179,8 @@ class FedpressStrategy(Wrapping):
             return self.inner.aggregate_train(server_round, list(replies))
         for reply in replies:
             here.take(reply, self._weight)
+            if reply.has_content():
+                self._asks[reply.metadata.src_node_id] = asked_in(reply)
         here.drop_the_odd()
         included = sorted(here.taken)
         if len(included) < self.plan.minimum:
@@ -114,8 +193,29 @@ class FedpressStrategy(Wrapping):
         else:
             arrays, metrics = self.inner.aggregate_train(server_round, here.answers())
             arrays = None if arrays is None else retyped(arrays, here.arrays)
+        if self._downlink is not None and arrays is not None:
+            arrays = self._downlink.step(arrays)
         report = self._closed(here, included, arrays)
         return arrays, with_figures(metrics, report)
+
+    def _answered(self, node: int, assignment: str) -> str:
+        """What became of the upload of an assignment, as a receipt (JSON) for `node`."""
+        number, before = (int(each) for each in assignment.split("-"))
+        receipt = self._receipts.get(before)
+        if receipt is None or receipt.assignment != assignment:
+            receipt = Receipt(
+                assignment=assignment,
+                client_id=str(before),
+                task=self.plan.task,
+                round=number,
+                attempt=1,
+                outcome="not-included",
+                reason="missed-deadline",
+                upload=None,
+                model=None,
+                issued_at=0,
+            )
+        return receipt.model_copy(update={"client_id": str(node)}).model_dump_json()
 
     def _mean_metrics(self, found: list[MetricRecord]) -> MetricRecord | None:
         if not found:
@@ -161,6 +261,9 @@ class FedpressStrategy(Wrapping):
             nmse=math.fsum(errors) / len(errors) if errors else math.nan,
             num_examples=sum(here.taken[node].examples for node in included),
             model=after,
+            download_bytes=self._downloads["all"],
+            coded_download_bytes=self._downloads["coded"],
+            difference_download_bytes=self._downloads["difference"],
         )
         self._tell(report)
         return report

@@ -69,6 +69,8 @@ class Fold:
         """The parameters in float32; the model's arrays may hold less."""
 
     def begun(self, here: Uploads) -> StreamedFold:
+        if here.own is not None:
+            self.master = here.own
         return StreamedFold(self, here)
 
     def check_masked(self, masking: MaskingTerms) -> None:

@@ -18,16 +18,19 @@ _PAUSE_SHARE = 0.1
 
 
 class Arriving(Grid):
-    """A grid whose replies come one by one, as they arrive, and whose nodes come in order."""
+    """A grid whose replies come one by one, as they arrive, and whose nodes come in order. Where
+    `again` has another message for a client than the one that it replied to, that is sent, and the
+    reply to it counts."""
 
     def __init__(
         self,
         grid: Grid,
+        again: Callable[[Message], Message | None] = lambda reply: None,
         *,
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
-        self._grid, self._clock, self._sleep = grid, clock, sleep
+        self._grid, self._again, self._clock, self._sleep = grid, again, clock, sleep
 
     def set_run(self, run: Any) -> None:
         self._grid.set_run(run)
@@ -51,6 +54,22 @@ class Arriving(Grid):
     def send_and_receive(
         self, messages: Iterable[Message], *, timeout: float | None = None
     ) -> Iterator[Message]:
+        start = self._clock()
+        left: list[Message] = []
+        for reply in self._replies(messages, timeout):
+            message = self._again(reply)
+            if message is None:
+                yield reply
+            else:
+                left.append(message)
+        if left:
+            if timeout is not None:
+                timeout = max(timeout - (self._clock() - start), 0.0)
+            for reply in self._replies(left, timeout):
+                if self._again(reply) is None:
+                    yield reply
+
+    def _replies(self, messages: Iterable[Message], timeout: float | None) -> Iterator[Message]:
         """A grid that has a method `stream` with this signature is taken at its word; of any other
         replies are pulled until all have come or `timeout` seconds are over. Every pull is a
         request to the SuperLink, so the pauses between them grow with the time waited."""

@@ -46,7 +46,9 @@ class RoundReport:
     """What became of one round of training. `asked` and `included` name nodes, `dropped` says why
     the others are not included. `upload_bytes` are those of all bodies that came, and of models
     that came uncompressed; `nmse` is the mean over the uploads included, NaN if there are none, or
-    if they were masked; `model` is the digest of the model after the round.
+    if they were masked; `model` is the digest of the model after the round. `download_bytes` are
+    those of all models in the round's messages to train; of these `coded_download_bytes` were
+    coded, and `difference_download_bytes` as the difference to a model that the client holds.
 
     Of a masked round: `session_up_bytes` and `session_down_bytes` are those of the session's
     messages, bodies not among them; `silent` tells by step how many of those who were asked did not
@@ -62,6 +64,9 @@ class RoundReport:
     nmse: float
     num_examples: int
     model: str
+    download_bytes: int = 0
+    coded_download_bytes: int = 0
+    difference_download_bytes: int = 0
     session_up_bytes: int = 0
     session_down_bytes: int = 0
     silent: Mapping[str, int] = field(default_factory=dict)

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any, Self
 
 import numpy.typing as npt
-from flwr.app import Array, ArrayRecord, ConfigRecord, Message
+from flwr.app import ArrayRecord, ConfigRecord, Message
 from pydantic import ValidationError
 
 from fedpress_protocols import flower
@@ -108,13 +108,10 @@ class Round:
         asked = {message.metadata.dst_node_id: message for message in messages}
         return cls(plan, model, found, names[0], asked, public)
 
-    def beside(self, first: Vector, before: Vector) -> dict[str, ArrayRecord]:
-        """The models that the compressor reads, for clients that have seen none of them."""
-        spec = self.model.spec
+    def beside(self, first: Vector, before: Vector) -> dict[str, Vector]:
+        """The models [spec.size] that the compressor reads, by the names of their records."""
         return {
-            flower.model_record(what): ArrayRecord(
-                {name: Array(array) for name, array in spec.unflatten(vector).items()}
-            )
+            flower.model_record(what): vector
             for what, vector in (("previous", before), ("drift", first))
             if what in self.plan.needs
         }

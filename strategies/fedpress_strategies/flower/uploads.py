@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+import re
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -16,6 +17,7 @@ from fedpress_protocols import flower
 from fedpress_protocols.coding.fields import Contexts, Layout
 from fedpress_protocols.compression.contexts import contexts_of
 from fedpress_protocols.errors import FedpressError, InvalidUpdate
+from fedpress_protocols.model import Vector
 from fedpress_protocols.plan import RoundPlan
 from fedpress_protocols.update import Update
 from fedpress_protocols.upload import Upload
@@ -23,6 +25,7 @@ from fedpress_strategies.flower.arrays import moved
 from fedpress_strategies.flower.plan import PROFILE
 from fedpress_strategies.flower.rounds import Round
 
+_ASSIGNMENT = re.compile(r"[0-9]{1,10}-[0-9]{1,20}")
 _FAILED = 2
 """Flower's code for a client app that raised."""
 
@@ -55,6 +58,8 @@ class Uploads(Round):
     taken: dict[int, Taken] = field(default_factory=dict)
     bodies: dict[int, tuple[str, str]] = field(default_factory=dict)
     """By node: the assignment that it answered, and the body's SHA-256."""
+    own: Vector | None = None
+    """The strategy's own parameters [size], where the model is what a downlink made of them."""
     fold: Folding | None = None
     """Where uploads are added up, if the strategy is one of ours."""
     layouts: tuple[Layout, ...] = field(init=False)
@@ -105,7 +110,7 @@ class Uploads(Round):
         if self.fold is not None:
             self.fold.add(update, found)
             return found
-        parameters = self.model.parameters.copy()
+        parameters = (self.model.parameters if self.own is None else self.own).copy()
         update.add_to(parameters)
         whole = moved(self.arrays, self.model.spec, parameters)
         content = {key: each for key, each in reply.content.items() if key != flower.RECORD}
@@ -168,6 +173,14 @@ class Uploads(Round):
         for node, reason in self.dropped.items():
             found[node] = Message(Error(_FAILED, reason), reply_to=self.asked[node])
         return [found[node] for node in sorted(found)]
+
+
+def asked_in(reply: Message) -> tuple[str, ...]:
+    """The assignments that a reply asks about; what has not their form is passed over."""
+    ours: Any = reply.content.get(flower.RECORD, {})
+    asks = ours.get(flower.ASKS, [])
+    names = asks[: flower.MOST_ASKS] if isinstance(asks, list) else []
+    return tuple(each for each in names if isinstance(each, str) and _ASSIGNMENT.fullmatch(each))
 
 
 def metrics_of(reply: Message, weight: str) -> tuple[MetricRecord, float]:

@@ -14,6 +14,7 @@ from flwr.serverapp.strategy import Strategy as FlowerStrategy
 
 from fedpress_protocols.errors import ConfigurationError
 from fedpress_protocols.model import Vector
+from fedpress_strategies.flower.arrays import record_of
 from fedpress_strategies.flower.folds import Fold
 from fedpress_strategies.flower.grid import Arriving, seeded
 from fedpress_strategies.flower.plan import Plan, RoundReport
@@ -50,7 +51,7 @@ class Wrapping(FlowerStrategy):
     def start(self, grid: Grid, initial_arrays: ArrayRecord, *args: Any, **kwargs: Any) -> Result:
         """Flower's `Strategy.start`. A grid with a method `round_closed` is told every report."""
         self._on_round = getattr(grid, "round_closed", None)
-        return super().start(Arriving(grid), initial_arrays, *args, **kwargs)
+        return super().start(Arriving(grid, self._again), initial_arrays, *args, **kwargs)
 
     def configure_evaluate(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
@@ -71,8 +72,19 @@ class Wrapping(FlowerStrategy):
         with seeded(self.plan.seed, server_round, "train"):
             return list(self.inner.configure_train(server_round, arrays, config, grid))
 
+    def _again(self, reply: Message) -> Message | None:
+        """The message to send to a client in the place of the one that it could not read."""
+        return None
+
     def _models_beside(self, here: Round) -> dict[str, ArrayRecord]:
-        """The models that clients need beside the round's; called once a round."""
+        """The records of `_vectors_beside`."""
+        return {
+            name: record_of(vector, here.model.spec)
+            for name, vector in self._vectors_beside(here).items()
+        }
+
+    def _vectors_beside(self, here: Round) -> dict[str, Vector]:
+        """The models [size] that clients need beside the round's; called once a round."""
         first = here.model.parameters if self._models is None else self._models[0]
         before = here.model.parameters if self._models is None else self._models[1]
         self._models = (first, here.model.parameters)
@@ -99,6 +111,7 @@ def with_figures(metrics: MetricRecord | None, report: RoundReport) -> MetricRec
         "fedpress-upload-bytes": report.upload_bytes,
         "fedpress-included": len(report.included),
         "fedpress-dropped": len(report.dropped),
+        "fedpress-download-bytes": report.download_bytes,
     }
     if math.isfinite(report.nmse):
         figures["fedpress-nmse"] = report.nmse
