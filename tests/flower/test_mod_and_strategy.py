@@ -569,6 +569,40 @@ def test_metrics_by_other_names_do_not_stop_a_strategy_of_flowers(tmp_path: Path
     assert "most measured" in strategy.reports[0].dropped[2]
 
 
+@pytest.mark.parametrize("inner", ["flower", "ours"])
+@pytest.mark.parametrize("with_mod", [True, False], ids=["mod", "bare"])
+def test_a_metric_that_is_no_number_costs_the_metric_and_not_the_update(
+    inner: str, with_mod: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def train(message: Message, context: Context) -> Message:
+        loss = float("nan") if context.node_id == 2 else float(context.node_id)
+        return reply(message, start_arrays(float(context.node_id)), loss=loss, each=[1.0, 2.0])
+
+    mods = [compression_mod(state_dir=tmp_path)] if with_mod else []
+    made = flowers.FedAvg() if inner == "flower" else from_config({"id": "fedavg"})
+    strategy = FedpressStrategy(made, Plan(Uncompressed()))
+    result = run(strategy, Fleet(app_of(*mods, train=train), 4), 1)
+    (report,) = strategy.reports
+    assert report.included == (1, 2, 3, 4)
+    assert flat(result.arrays) == pytest.approx(2.5)
+    assert report.left_out == {2: ("loss",)}
+    measured = result.train_metrics_clientapp[1]
+    assert measured["loss"] == pytest.approx((1 + 3 + 4) / 3)
+    assert measured["each"] == pytest.approx([1.0, 2.0])
+    assert "node 2 measured loss that is NaN" in caplog.text
+
+
+def test_a_loss_that_the_strategy_weighs_by_has_to_be_a_number(tmp_path: Path) -> None:
+    def train(message: Message, context: Context) -> Message:
+        loss = float("inf") if context.node_id == 2 else 0.5
+        return reply(message, start_arrays(1.0), train_loss=loss)
+
+    strategy = FedpressStrategy(STRATEGIES["QFedAvg"][0](), Plan(Uncompressed()))
+    run(strategy, Fleet(app_of(train=train), 4), 1)
+    assert strategy.reports[0].included == (1, 3, 4)
+    assert "needs 'train_loss', which is inf" in strategy.reports[0].dropped[2]
+
+
 def test_with_a_seed_the_cohort_hangs_on_the_round_alone(tmp_path: Path) -> None:
     found = []
     for turn in range(2):

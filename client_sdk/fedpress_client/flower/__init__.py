@@ -9,11 +9,12 @@ except ModuleNotFoundError as exc:
         "fedpress's mods need Flower", hint="pip install 'fedpress[flower]'"
     ) from exc
 
-from fedpress_client.flower.account import SEED, STATE_DIR
+from fedpress_client.flower.account import DEVICE_ID, SEED, STATE_DIR
 from fedpress_client.flower.compression import CompressionMod, compression_mod
 from fedpress_client.flower.masking import MaskingMod, masking_mod
 
 __all__ = [
+    "DEVICE_ID",
     "SEED",
     "STATE_DIR",
     "CompressionMod",

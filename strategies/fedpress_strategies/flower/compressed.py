@@ -21,6 +21,7 @@ from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDic
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Bulyan, FedAvg, FedMedian, FedTrimmedAvg
 from flwr.serverapp.strategy import Strategy as FlowerStrategy
+from flwr.serverapp.strategy.strategy_utils import aggregate_metricrecords
 
 from fedpress_protocols import flower
 from fedpress_protocols.errors import IncompatiblePlan
@@ -78,6 +79,8 @@ class FedpressStrategy(Wrapping):
             raise IncompatiblePlan(NOT_THE_MEAN, hint=ANOTHER)
         self._downlink = None if downlink is None else Downlink(downlink, plan.task)
         self._downloads = Counter[str]()
+        needed = getattr(innermost(self.inner), "train_loss_key", None)
+        self._needed = frozenset() if needed is None else frozenset({str(needed)})
         self._open: Uploads | None = None
         self._receipts: dict[int, Receipt] = {}
         self._asks: dict[int, tuple[str, ...]] = {}
@@ -100,6 +103,7 @@ class FedpressStrategy(Wrapping):
         here = Uploads.opened(
             self.plan, server_round, published, messages, self._models, report=report
         )
+        here.needed = self._needed
         if self._downlink is not None:
             here.own = model_of(own).parameters
         if isinstance(innermost(self.inner), _COORDINATEWISE):
@@ -189,12 +193,13 @@ class FedpressStrategy(Wrapping):
             included = []
         if here.fold is not None:
             arrays = here.fold.result() if included else None
-            metrics = self._mean_metrics([here.taken[node].metrics for node in included])
+            metrics = self._mean_metrics(here.metrics_of_all()) if included else None
         else:
             arrays, metrics = self.inner.aggregate_train(server_round, here.answers())
             arrays = None if arrays is None else retyped(arrays, here.arrays)
         if self._downlink is not None and arrays is not None:
             arrays = self._downlink.step(arrays)
+        metrics = self._with_means_of_some(here, metrics)
         report = self._closed(here, included, arrays)
         return arrays, with_figures(metrics, report)
 
@@ -217,11 +222,31 @@ class FedpressStrategy(Wrapping):
             )
         return receipt.model_copy(update={"client_id": str(node)}).model_dump_json()
 
-    def _mean_metrics(self, found: list[MetricRecord]) -> MetricRecord | None:
-        if not found:
-            return None
+    def _with_means_of_some(
+        self, here: Uploads, metrics: MetricRecord | None
+    ) -> MetricRecord | None:
+        """`metrics` with the means of those that some left out, over the clients that have them;
+        without them if the metrics are averaged by a function of the user's own."""
+        for node, names in here.left_out.items():
+            _log.warning(
+                "round %d: node %d measured %s that is NaN or infinite; that is left out of the "
+                "round's mean, its update is kept",
+                here.plan.round,
+                node,
+                ", ".join(names),
+            )
+        average = getattr(innermost(self.inner), "train_metrics_aggr_fn", None)
+        if metrics is None or average is not aggregate_metricrecords:
+            return metrics
+        for records in here.metrics_of_some(self._weight).values():
+            if records:
+                metrics = MetricRecord({**metrics, **(self._mean_metrics(records) or {})})
+        return metrics
+
+    def _mean_metrics(self, found: list[MetricRecord]) -> MetricRecord:
         records = [RecordDict({"metrics": metrics}) for metrics in found]
-        mean: MetricRecord = cast(FedAvg, self.inner).train_metrics_aggr_fn(records, self._weight)
+        average = innermost(self.inner).train_metrics_aggr_fn
+        mean: MetricRecord = average(records, self._weight)
         return mean
 
     def _closed(
@@ -264,6 +289,7 @@ class FedpressStrategy(Wrapping):
             download_bytes=self._downloads["all"],
             coded_download_bytes=self._downloads["coded"],
             difference_download_bytes=self._downloads["difference"],
+            left_out=here.left_out,
         )
         self._tell(report)
         return report

@@ -49,6 +49,7 @@ class RoundReport:
     if they were masked; `model` is the digest of the model after the round. `download_bytes` are
     those of all models in the round's messages to train; of these `coded_download_bytes` were
     coded, and `difference_download_bytes` as the difference to a model that the client holds.
+    `left_out` names by node the metrics that were NaN or infinite; its update was taken in.
 
     Of a masked round: `session_up_bytes` and `session_down_bytes` are those of the session's
     messages, bodies not among them; `silent` tells by step how many of those who were asked did not
@@ -67,6 +68,7 @@ class RoundReport:
     download_bytes: int = 0
     coded_download_bytes: int = 0
     difference_download_bytes: int = 0
+    left_out: Mapping[int, tuple[str, ...]] = field(default_factory=dict)
     session_up_bytes: int = 0
     session_down_bytes: int = 0
     silent: Mapping[str, int] = field(default_factory=dict)

@@ -6,7 +6,7 @@ import hashlib
 import math
 import re
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol, cast
 
@@ -38,6 +38,8 @@ class Taken:
     metrics: MetricRecord
     error: float
     report: Mapping[str, float]
+    left_out: tuple[str, ...] = ()
+    """The metrics that were NaN or infinite, which are not in `metrics`."""
     decoded: Message | None = None
 
 
@@ -60,6 +62,8 @@ class Uploads(Round):
     """By node: the assignment that it answered, and the body's SHA-256."""
     own: Vector | None = None
     """The strategy's own parameters [size], where the model is what a downlink made of them."""
+    needed: frozenset[str] = frozenset()
+    """Metrics that the strategy cannot do without."""
     fold: Folding | None = None
     """Where uploads are added up, if the strategy is one of ours."""
     layouts: tuple[Layout, ...] = field(init=False)
@@ -85,7 +89,7 @@ class Uploads(Round):
             self.drop(node, exc.detail)
 
     def _taken(self, node: int, reply: Message, weight: str) -> Taken:
-        metrics, value = metrics_of(reply, weight)
+        metrics, value, left_out = metrics_of(reply, weight, self.needed)
         records = reply.content.array_records
         if len(records) != 1:
             raise InvalidUpdate(f"{len(records)} array records in the reply, where one is due")
@@ -93,7 +97,7 @@ class Uploads(Round):
         self.upload_bytes += sum(len(array.data) for array in arrays.values())
         if list(arrays) != [flower.BODY] or arrays[flower.BODY].stype != flower.STYPE:
             examples = min(max(1, round(value)), self.plan.fixed_point.max_examples)
-            found = Taken(examples, metrics, 0.0, _reported(self.plan, metrics))
+            found = Taken(examples, metrics, 0.0, _reported(self.plan, metrics), left_out)
             update = self._plain(arrays)
         else:
             own: Any = reply.content.get(flower.RECORD, {})
@@ -102,7 +106,8 @@ class Uploads(Round):
                 raise InvalidUpdate(f"an upload for {own.get(flower.ASSIGNMENT)!r}, not this round")
             self.bodies[node] = (f"{self.plan.round}-{node}", hashlib.sha256(body).hexdigest())
             error = own.get(flower.ERROR)
-            found = Taken(0, metrics, error if isinstance(error, float) else math.nan, {})
+            error = error if isinstance(error, float) else math.nan
+            found = Taken(0, metrics, error, {}, left_out)
             if self.fold is not None:
                 self.fold.add_body(node, body, found)
                 return found
@@ -154,7 +159,10 @@ class Uploads(Round):
     def drop_the_odd(self) -> None:
         """Strategies of Flower's take no round in which metrics have other names here and there:
         those of fewer clients than another set of names has are dropped."""
-        names = {node: tuple(sorted(found.metrics)) for node, found in self.taken.items()}
+        names = {
+            node: tuple(sorted({*found.metrics, *found.left_out}))
+            for node, found in self.taken.items()
+        }
         if len(set(names.values())) > 1:
             usual = Counter(names[node] for node in sorted(names)).most_common(1)[0][0]
             for node in [node for node in names if names[node] != usual]:
@@ -165,11 +173,34 @@ class Uploads(Round):
         self.taken.pop(node, None)
         self.dropped[node] = reason
 
-    def answers(self) -> list[Message]:
-        """What a strategy of Flower's is given, in the order of nodes."""
-        found: dict[int, Message] = {
-            node: cast(Message, taken.decoded) for node, taken in self.taken.items()
+    @property
+    def left_out(self) -> dict[int, tuple[str, ...]]:
+        """By node: the metrics of updates taken in that were NaN or infinite."""
+        return {n: each.left_out for n, each in sorted(self.taken.items()) if each.left_out}
+
+    def metrics_of_all(self) -> list[MetricRecord]:
+        """The metrics that every client has, in the order of nodes."""
+        missing = {name for names in self.left_out.values() for name in names}
+        return [_without(self.taken[node].metrics, missing) for node in sorted(self.taken)]
+
+    def metrics_of_some(self, weight: str) -> dict[str, list[MetricRecord]]:
+        """By name: a metric that some left out, with the weight, of those that have it."""
+        missing = sorted({name for names in self.left_out.values() for name in names})
+        records = [self.taken[node].metrics for node in sorted(self.taken)]
+        return {
+            name: [MetricRecord({name: r[name], weight: r[weight]}) for r in records if name in r]
+            for name in missing
         }
+
+    def answers(self) -> list[Message]:
+        """What a strategy of Flower's is given, in the order of nodes: metrics have the same names
+        everywhere, so that those left out by one are left out of all."""
+        found: dict[int, Message] = {}
+        for node, metrics in zip(sorted(self.taken), self.metrics_of_all(), strict=True):
+            reply = cast(Message, self.taken[node].decoded)
+            (name,) = reply.content.metric_records
+            reply.content = RecordDict({**reply.content, name: metrics})
+            found[node] = reply
         for node, reason in self.dropped.items():
             found[node] = Message(Error(_FAILED, reason), reply_to=self.asked[node])
         return [found[node] for node in sorted(found)]
@@ -183,20 +214,31 @@ def asked_in(reply: Message) -> tuple[str, ...]:
     return tuple(each for each in names if isinstance(each, str) and _ASSIGNMENT.fullmatch(each))
 
 
-def metrics_of(reply: Message, weight: str) -> tuple[MetricRecord, float]:
-    """The reply's one metric record, and its weight; raises InvalidUpdate."""
+def metrics_of(
+    reply: Message, weight: str, needed: frozenset[str] = frozenset()
+) -> tuple[MetricRecord, float, tuple[str, ...]]:
+    """The reply's one metric record without what is not finite, its weight, and the names of what
+    is not. Raises InvalidUpdate if that is the weight or a metric `needed`."""
     records = list(reply.content.metric_records.values())
     if len(records) != 1:
         raise InvalidUpdate(f"{len(records)} metric records in the reply, where one is due")
     metrics = records[0]
-    for name, value in metrics.items():
-        values = value if isinstance(value, list) else [value]
-        if not all(math.isfinite(each) for each in values):
-            raise InvalidUpdate(f"the metric {name!r} is not finite")
     found = metrics.get(weight)
-    if not isinstance(found, int | float) or not found > 0:
+    if not isinstance(found, int | float) or not 0 < found < math.inf:
         raise InvalidUpdate(f"{weight!r} is {found!r}, where a positive number is due")
-    return metrics, float(found)
+    left_out = tuple(name for name, value in metrics.items() if not _is_finite(value))
+    for name in left_out:
+        if name in needed:
+            raise InvalidUpdate(f"the strategy needs {name!r}, which is {metrics[name]!r}")
+    return _without(metrics, left_out), float(found), left_out
+
+
+def _is_finite(value: int | float | list[int] | list[float]) -> bool:
+    return all(math.isfinite(each) for each in (value if isinstance(value, list) else [value]))
+
+
+def _without(metrics: MetricRecord, names: Collection[str]) -> MetricRecord:
+    return MetricRecord({name: each for name, each in metrics.items() if name not in names})
 
 
 def _reported(plan: RoundPlan, metrics: MetricRecord) -> dict[str, float]:
