@@ -8,10 +8,14 @@ from flwr.serverapp import Grid, ServerApp
 from flwr.serverapp.strategy import FedAvg
 
 from digits.task import Net, test, test_data
-from fedpress_protocols.compression.error_feedback import ErrorFeedback
-from fedpress_protocols.compression.per_tensor import PerTensor
-from fedpress_protocols.compression.topk import TopK
-from fedpress_strategies.flower import FedpressStrategy, Plan
+from fedpress_strategies.flower import (
+    DownlinkTerms,
+    ErrorFeedback,
+    FedpressStrategy,
+    PerTensor,
+    Plan,
+    TopK,
+)
 
 app = ServerApp()
 
@@ -25,7 +29,8 @@ def main(grid: Grid, context: Context) -> None:
     kept = float(context.run_config["fraction-kept"])
     if kept:
         compressor = ErrorFeedback(PerTensor(large=TopK(kept, magnitude_bits=1)))
-        strategy = FedpressStrategy(strategy, Plan(compressor, seed=0))
+        downlink = DownlinkTerms() if context.run_config["downlink"] else None
+        strategy = FedpressStrategy(strategy, Plan(compressor, seed=0), downlink=downlink)
     result = strategy.start(
         grid,
         ArrayRecord(Net().state_dict()),
@@ -34,8 +39,12 @@ def main(grid: Grid, context: Context) -> None:
     )
     for server_round, metrics in result.evaluate_metrics_serverapp.items():
         if server_round:
-            sent = result.train_metrics_clientapp[server_round].get("fedpress-upload-bytes", "all")
-            print(f"round {server_round}: accuracy {metrics['accuracy']:.4f}, uploaded {sent}")
+            trained = result.train_metrics_clientapp[server_round]
+            up, down = (
+                trained.get(f"fedpress-{way}-bytes", "all") for way in ("upload", "download")
+            )
+            accuracy = f"accuracy {metrics['accuracy']:.4f}"
+            print(f"round {server_round}: {accuracy}, uploaded {up}, downloaded {down}")
 
 
 def evaluate(server_round: int, arrays: ArrayRecord) -> MetricRecord:

@@ -1,4 +1,7 @@
-"""Flower strategies around others, Flower's or ours, whose clients upload compressed or masked."""
+"""Flower strategies around others, Flower's or ours, whose clients upload compressed or masked.
+
+Beside them the compressors that most plans are made of; fedpress_protocols.compression has all.
+"""
 
 from fedpress_protocols.errors import MissingExtra
 
@@ -9,8 +12,24 @@ except ModuleNotFoundError as exc:
         "FedpressStrategy needs Flower", hint="pip install 'fedpress[flower]'"
     ) from exc
 
+from fedpress_protocols.compression.error_feedback import ErrorFeedback
+from fedpress_protocols.compression.per_tensor import PerTensor
+from fedpress_protocols.compression.shared_support import SharedSupport
+from fedpress_protocols.compression.topk import TopK
+from fedpress_protocols.messages import DownlinkTerms
 from fedpress_strategies.flower.compressed import FedpressStrategy
 from fedpress_strategies.flower.masked import MaskedStrategy
 from fedpress_strategies.flower.plan import NO_ANSWER, Plan, RoundReport
 
-__all__ = ["NO_ANSWER", "FedpressStrategy", "MaskedStrategy", "Plan", "RoundReport"]
+__all__ = [
+    "NO_ANSWER",
+    "DownlinkTerms",
+    "ErrorFeedback",
+    "FedpressStrategy",
+    "MaskedStrategy",
+    "PerTensor",
+    "Plan",
+    "RoundReport",
+    "SharedSupport",
+    "TopK",
+]
