@@ -1,5 +1,6 @@
 """A device finds its account again, whatever Flower calls its node; accounts of old runs go."""
 
+import json
 import logging
 import os
 from pathlib import Path
@@ -126,6 +127,23 @@ def test_two_nodes_by_one_name_are_told_of_it(tmp_path: Path) -> None:
     assert one[0] in (1, 2)
     assert "round 1 came after round 1 was answered" in one[1]
     assert DEVICE_ID in one[1]
+
+
+def test_questions_that_make_no_sense_are_passed_over(tmp_path: Path) -> None:
+    def asking(message: Message, context: Context, call_next: Any) -> Message:
+        answer: Message = call_next(message, context)
+        forged = ["0-1", "9999999999-1", "x", "1-", "-1", "1-2-3", "1-" + "9" * 30]
+        answer.content["fedpress"]["asks"] = [*forged, "1-1"] * 9
+        return answer
+
+    fleet = Restarting(tmp_path, {"partition-id": 1})
+    mod = compression_mod(state_dir=tmp_path, seed=1, durable=False)
+    fleet.app = ClientApp(mods=[asking, mod])
+    fleet.app.train()(fleet._train)
+    strategy = run(fleet, 4)
+    assert [len(report.included) for report in strategy.reports] == [3] * 4
+    last = fleet.sent[-1].content["fedpress"]
+    assert [json.loads(each)["assignment"] for each in last["receipts"]] == ["1-1", "1-1"]
 
 
 def test_a_name_that_is_no_file_name_is_refused(tmp_path: Path) -> None:

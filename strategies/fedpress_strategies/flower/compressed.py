@@ -184,7 +184,7 @@ class FedpressStrategy(Wrapping):
         for reply in replies:
             here.take(reply, self._weight)
             if reply.has_content():
-                self._asks[reply.metadata.src_node_id] = asked_in(reply)
+                self._asks[reply.metadata.src_node_id] = asked_in(reply, server_round)
         here.drop_the_odd()
         included = sorted(here.taken)
         if len(included) < self.plan.minimum:

@@ -25,7 +25,7 @@ from fedpress_strategies.flower.arrays import moved
 from fedpress_strategies.flower.plan import PROFILE
 from fedpress_strategies.flower.rounds import Round
 
-_ASSIGNMENT = re.compile(r"[0-9]{1,10}-[0-9]{1,20}")
+_ASSIGNMENT = re.compile(r"[1-9][0-9]{0,9}-[0-9]{1,20}")
 _FAILED = 2
 """Flower's code for a client app that raised."""
 
@@ -206,12 +206,19 @@ class Uploads(Round):
         return [found[node] for node in sorted(found)]
 
 
-def asked_in(reply: Message) -> tuple[str, ...]:
-    """The assignments that a reply asks about; what has not their form is passed over."""
+def asked_in(reply: Message, last_round: int) -> tuple[str, ...]:
+    """The assignments of rounds up to the last that a reply asks about; anything else is passed
+    over."""
     ours: Any = reply.content.get(flower.RECORD, {})
     asks = ours.get(flower.ASKS, [])
     names = asks[: flower.MOST_ASKS] if isinstance(asks, list) else []
-    return tuple(each for each in names if isinstance(each, str) and _ASSIGNMENT.fullmatch(each))
+    return tuple(
+        name
+        for name in names
+        if isinstance(name, str)
+        and _ASSIGNMENT.fullmatch(name)
+        and int(name.partition("-")[0]) <= last_round
+    )
 
 
 def metrics_of(
