@@ -183,8 +183,8 @@ class FedpressStrategy(Wrapping):
             return self.inner.aggregate_train(server_round, list(replies))
         for reply in replies:
             here.take(reply, self._weight)
-            if reply.has_content():
-                self._asks[reply.metadata.src_node_id] = asked_in(reply, server_round)
+            asks = () if reply.has_error() else asked_in(reply, server_round)
+            self._asks[reply.metadata.src_node_id] = asks
         here.drop_the_odd()
         included = sorted(here.taken)
         if len(included) < self.plan.minimum:
