@@ -221,7 +221,7 @@ def rounds_of_example(kept: float) -> dict[str, Any]:
     """The example with this share of its values sent, or all as they are for 0."""
     example = parse_app(str(Path(__file__).parent.parent / "examples" / "flower"))
     assert isinstance(example, FlowerApp)
-    config = {**example.config, "num-server-rounds": 40, "fraction-kept": kept}
+    config = {**example.config, "num-server-rounds": 40, "fraction-kept": kept, "downlink": False}
     found: dict[str, Any] = {"fraction_kept": kept}
     with tempfile.TemporaryDirectory() as folder, Record(Path(folder) / "replies") as record:
         config["fedpress-state-dir"] = folder
