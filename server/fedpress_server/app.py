@@ -197,6 +197,7 @@ def create_app(
     app.state.clock = clock
     app.state.metrics = metrics
     app.state.ready_until = 0.0
+    app.state.stopping = False
     app.state.bytes_in_flight = BytesInFlight(settings.max_bytes_in_flight, metrics.bytes_in_flight)
     return app
 

@@ -10,6 +10,7 @@ import os
 import signal
 import socket
 import threading
+import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from contextvars import Context
@@ -34,6 +35,8 @@ from fedpress_server.tls import Certificates, certificates_of
 _log = logging.getLogger(__name__)
 _COLLECT_AFTER = 5_000
 """Objects made and not yet freed, where Python looks for cycles after 700: requests leave none."""
+_LAST_REQUESTS = 0.2
+"""Seconds in which the first bytes come of connections that were taken just before the end."""
 _SECRETS = tuple(name for name in secret_settings() if name != "database_url")
 
 
@@ -199,6 +202,7 @@ class _Server(uvicorn.Server):
         super().__init__(config)
         self._app = app
         self._apart = apart
+        self._is_ready = False
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """Stop, and be done with the signal: a server told to stop has not failed."""
@@ -213,6 +217,7 @@ class _Server(uvicorn.Server):
         if self._apart is not None:
             self._tell(f"fedpress operators' listener on {_address(self._apart, self.servers[1])}")
         self._tell(f"fedpress server ready on {_address(self.config, self.servers[0])}")
+        self._is_ready = True
 
     async def _listen_apart(self, config: uvicorn.Config) -> asyncio.Server:
         """Its connections count with the others', and end with them."""
@@ -241,8 +246,22 @@ class _Server(uvicorn.Server):
             print(line, flush=True)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        self._app.state.coordinator.release()
+        """Say so, then take no more connections, then let running requests come to their end."""
+        state = self._app.state
+        state.stopping = True
+        state.coordinator.release()
+        if self._is_ready and state.coordinator.is_shared and state.settings.role in ("all", "api"):
+            await self._pause(state.settings.drain_seconds)
+        for server in self.servers:
+            server.close()
+        await self._pause(_LAST_REQUESTS)
         await super().shutdown(sockets)
+
+    async def _pause(self, seconds: float) -> None:
+        """Sleep, unless a second signal comes."""
+        until = time.monotonic() + seconds
+        while not self.force_exit and (left := until - time.monotonic()) > 0:
+            await asyncio.sleep(min(left, 0.1))
 
 
 def _settle() -> None:

@@ -162,6 +162,11 @@ class Settings(BaseSettings):
     partial_seconds: Seconds = Field(
         3600.0, description="Seconds that an upload by parts is kept after its last part."
     )
+    drain_seconds: Annotated[float, Field(ge=0, le=600)] = Field(
+        3.0,
+        description="Seconds for which a server that shares its database goes on taking requests "
+        "when it is to stop, with /readyz at 503, so that others are asked from then on.",
+    )
     shutdown_seconds: int = Field(
         10, ge=1, description="Seconds that running requests are given when the server stops."
     )

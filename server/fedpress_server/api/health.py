@@ -35,9 +35,11 @@ async def livez() -> Health:
 
 @health_routes.get("/readyz", responses=responses(503))
 async def readyz(request: Request) -> Health:
-    """The database answers, the store takes writes, and the key that should sign is here; looked at
-    once a second at most."""
+    """The database answers, the store takes writes, and the key that should sign is here, looked at
+    once a second at most; and the server is not about to stop."""
     state, now = request.app.state, asyncio.get_running_loop().time()
+    if state.stopping:
+        raise Unavailable("this server is about to stop", retry_after=1)
     if now >= state.ready_until:
         database, payloads = cast(Database, state.database), cast(Payloads, state.payloads)
         try:

@@ -6,6 +6,7 @@ last to catch what nobody expected, so that no answer ever carries a traceback.
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import math
 import time
@@ -156,7 +157,11 @@ class _Failures:
 
 
 class RequestGuard:
-    """The outermost layer. Puts `request_id` into the request's state and X-Request-Id out."""
+    """The outermost layer. Puts `request_id` into the request's state and X-Request-Id out.
+
+    A server that is about to stop keeps no connection after its answer, and what is not answered
+    when its time is up is refused with 503.
+    """
 
     def __init__(self, app: ASGIApp, observer: RequestObserver) -> None:
         self._app = app
@@ -171,6 +176,8 @@ class RequestGuard:
         before = current.set(request)
 
         async def send_named(message: Message) -> None:
+            if message["type"] == "http.response.start" and _is_stopping(scope):
+                message = {**message, "headers": [*message["headers"], (b"connection", b"close")]}
             await send(request.tell(message))
 
         try:
@@ -185,6 +192,15 @@ class RequestGuard:
             failpoints.reach("request-answered")
         except ClientDisconnect:
             _log.debug("the client went away")
+        except asyncio.CancelledError:
+            if not _is_stopping(request.scope):
+                raise
+            if request.status:
+                _log.warning("broken off in the midst of its answer: the server stops")
+            else:
+                error = Unavailable("the server stopped before this was done", retry_after=1)
+                answer = problem_response(error, request.request_id)
+                await answer(request.scope, receive, send)
         except Exception:
             _log.exception("the request failed")
             if not request.status:
@@ -194,3 +210,7 @@ class RequestGuard:
                 await answer(request.scope, receive, send)
         finally:
             self._observer.ended(request)
+
+
+def _is_stopping(scope: Scope) -> bool:
+    return bool(scope["app"].state.stopping)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from contextvars import Context, copy_context
 from typing import Any, TypeVar
 
@@ -18,6 +19,7 @@ class Background:
         self._threads = ThreadPoolExecutor(threads, "fedpress-fold")
         self._services: set[asyncio.Task[Any]] = set()
         self._running: set[asyncio.Task[Any]] = set()
+        self._waiting: set[asyncio.Task[Any]] = set()
         self.stopping = False
 
     def serve(self, work: Coroutine[Any, Any, None]) -> None:
@@ -40,8 +42,32 @@ class Background:
         run = copy_context().run
         return await asyncio.get_running_loop().run_in_executor(self._threads, run, work, *args)
 
+    @contextmanager
+    def until_stopping(self, refusal: Callable[[], Exception]) -> Iterator[None]:
+        """Raise `refusal()` as soon as the server is to stop, whatever the block awaits then."""
+        task = asyncio.current_task()
+        if self.stopping or task is None:
+            raise refusal()
+        self._waiting.add(task)
+        try:
+            yield
+        except asyncio.CancelledError:
+            if not self.stopping:
+                raise
+            task.uncancel()
+            raise refusal() from None
+        finally:
+            self._waiting.discard(task)
+
+    def release(self) -> None:
+        """End the blocks of `until_stopping`: the server is about to stop."""
+        if not self.stopping:
+            self.stopping = True
+            for task in tuple(self._waiting):
+                task.cancel()
+
     async def stop(self) -> None:
-        self.stopping = True
+        self.release()
         for service in self._services:
             service.cancel()
         while left := self._services | self._running:

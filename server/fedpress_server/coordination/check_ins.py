@@ -11,7 +11,7 @@ from typing import TypeVar
 
 from sqlalchemy.engine import Connection
 
-from fedpress_protocols.errors import Conflict
+from fedpress_protocols.errors import Conflict, Unavailable
 from fedpress_protocols.messages import (
     Assignment,
     Attributes,
@@ -109,24 +109,32 @@ class CheckIns:
     async def wait_for(
         self, name: str, look: Callable[[], Awaitable[T | None]], seconds: float
     ) -> T | None:
-        """What `look` finds, now or at the task's next news; None after `seconds` without any."""
-        task = await self._steps.fresh(name)
-        loop = asyncio.get_running_loop()
-        until = loop.time() + seconds
-        while True:
-            news = task.news
-            answer = await look()
-            if answer is not None:
-                return answer
-            left = until - loop.time()
-            if left <= 0 or self._background.stopping:
-                return None
-            try:
-                with self._metrics.waiting.track_inprogress():
-                    async with asyncio.timeout(left):
-                        await news.wait()
-            except TimeoutError:
-                return None
+        """What `look` finds, now or at the task's next news; None after `seconds` without any.
+        Raises Unavailable, at once and in the midst of it, where the server is about to stop."""
+        with self._background.until_stopping(self._stopping):
+            task = await self._steps.fresh(name)
+            loop = asyncio.get_running_loop()
+            until = loop.time() + seconds
+            while True:
+                news = task.news
+                answer = await look()
+                if answer is not None:
+                    return answer
+                left = until - loop.time()
+                if left <= 0:
+                    return None
+                try:
+                    with self._metrics.waiting.track_inprogress():
+                        async with asyncio.timeout(left):
+                            await news.wait()
+                except TimeoutError:
+                    return None
+
+    def _stopping(self) -> Unavailable:
+        """Many are refused at one moment, and come back one after the other."""
+        return Unavailable(
+            "this server is about to stop", retry_after=max(1.0, self._window("none").least)
+        )
 
     async def _look(
         self, name: str, client_id: str, request: CheckInRequest

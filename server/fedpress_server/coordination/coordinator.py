@@ -181,10 +181,9 @@ class Coordinator:
         return LiveTask(record, config, strategy, self.check_ins.no_candidates())
 
     def release(self) -> None:
-        """Answer every waiting check-in now: the server is about to stop."""
-        self._background.stopping = True
-        for task in self.steps.tasks.values():
-            task.tell()
+        """Refuse every check-in from now on, those that wait among them: the server is about to
+        stop."""
+        self._background.release()
 
     async def stop(self) -> None:
         """Leave everything as it is on the disk; a later `start` goes on from there."""

@@ -153,7 +153,8 @@ class Steps:
         task = self.tasks[name]
         if task.record.version < version:
             async with task.lock:
-                await self._catch_up(task)
+                if task.record.version < version:  # or whoever had the lock before has caught up
+                    await self._catch_up(task)
         return task
 
     async def alone(self, task: LiveTask, work: Callable[[], Awaitable[T]]) -> T:
