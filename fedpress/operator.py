@@ -322,16 +322,16 @@ class Operator:
         return self._read(_RESTORES, "GET", "/v1/admin/restores")
 
     def fleet(self) -> FleetStatus:
-        """Links and clocks of the devices as the server that answers has measured them, and what
-        it has sent, since it was started."""
+        """Links and clocks of the devices as the servers that run have measured them, and what
+        they have sent, each since it was started."""
         return self._read(TypeAdapter(FleetStatus), "GET", "/v1/admin/fleet")
 
     def log_level(self) -> LogLevelStatus:
-        """The least severe message that the server that answers logs."""
+        """The least severe message that each server logs."""
         return self._read(TypeAdapter(LogLevelStatus), "GET", "/v1/admin/log-level")
 
     def set_log_level(self, level: LogLevel) -> LogLevelStatus:
-        """Have the server that answers log from another level on."""
+        """Have all servers log from another level on."""
         asked = {"level": level}
         return self._read(TypeAdapter(LogLevelStatus), "PUT", "/v1/admin/log-level", json=asked)
 

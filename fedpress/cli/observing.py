@@ -1,4 +1,4 @@
-"""`fedpress fleet` and `fedpress log-level`: what a server has seen, and what it logs."""
+"""`fedpress fleet` and `fedpress log-level`: what the servers have seen, and what they log."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 @as_json
 @operates
 def fleet(server: Operator, as_json: bool) -> None:
-    """Show the devices' links and clocks as the server has measured them, and what it sent."""
+    """Show the devices' links and clocks as the servers have measured them, and what they sent."""
     found = server.fleet()
     tell(found, _lines(found), as_json=as_json)
 
@@ -30,19 +30,24 @@ def fleet(server: Operator, as_json: bool) -> None:
     "level",
     type=click.Choice(get_args(LogLevel)),
     required=False,
-    help="The least severe message to log from now on, until the server is started anew; without "
-    "it, the one that is.",
+    help="The least severe message that all servers are to log from now on, each until it is "
+    "started anew; without it, those that are.",
 )
 @as_json
 @operates
 def log_level(server: Operator, level: LogLevel | None, as_json: bool) -> None:
-    """Show how much the server that answers logs, or change it."""
+    """Show how much each server logs, or change it for all."""
     found = server.log_level() if level is None else server.set_log_level(level)
-    tell(found, [f"{found.level}  ({found.server})"], as_json=as_json)
+    rows = [(each.server, each.level) for each in found.servers]
+    tell(found, table(("server", "level"), rows), as_json=as_json)
+    late = [each.server for each in found.servers if level is not None and each.level != level]
+    for server_name in late:
+        click.echo(f"{server_name} has not followed yet; ask again in a few seconds", err=True)
 
 
 def _lines(found: FleetStatus) -> Iterator[str]:
-    yield f"seen by {found.server} since {moment(found.since)}"
+    for each in found.servers:
+        yield f"seen by {each.server} since {moment(each.since)}"
     rows = [
         ("uplink, kbit/s", *_cells(found.uplink_bits_per_second, 1e-3)),
         ("clocks ahead, s", *_cells(found.clocks_ahead_seconds, 1.0)),

@@ -1,4 +1,4 @@
-"""What a server tells its operators of the devices that come to it, and of what it sends them."""
+"""What servers tell their operators of the devices that come to them, and of what they log."""
 
 from __future__ import annotations
 
@@ -9,12 +9,29 @@ from fedpress_protocols.plan import Term
 LogLevel = Literal["debug", "info", "warning", "error"]
 
 
-class LogLevelStatus(Term):
+class ServerLogLevel(Term):
     """The least severe message that one server logs."""
 
+    server: str
     level: LogLevel
+
+
+class LogLevelStatus(Term):
+    """The least severe message that servers log."""
+
+    level: LogLevel
+    """Of the server that answers."""
     server: str = ""
-    """Which server it is, of several; only in answers."""
+    """Which server answers, of several; only in answers."""
+    servers: tuple[ServerLogLevel, ...] = ()
+    """All that run; only in answers."""
+
+
+class ServerSince(Term):
+    """A server that runs, and when it was started, in Unix seconds."""
+
+    server: str
+    since: float
 
 
 class Spread(Term):
@@ -28,11 +45,13 @@ class Spread(Term):
 
 
 class FleetStatus(Term):
-    """What one server has seen since it was started; of several servers each has seen a part."""
+    """What all servers that run have seen, each since it was started."""
 
     server: str
+    """Which server answers, of several. Its own part is of this moment, those of others are a few
+    seconds old."""
     since: float
-    """Unix seconds."""
+    """Unix seconds: when the first of them was started."""
     uplink_bits_per_second: Spread
     """Of bodies that took 10 ms or longer to come."""
     uplink_unmeasured: int
@@ -49,3 +68,5 @@ class FleetStatus(Term):
     staged_bytes: int
     staged_float32_bytes: int
     """Body bytes of staged uploads, and what their updates would have come to in float32."""
+    servers: tuple[ServerSince, ...] = ()
+    """Those that this is of."""

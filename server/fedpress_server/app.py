@@ -38,6 +38,7 @@ from fedpress_server.api.server_keys import server_key_routes
 from fedpress_server.api.sessions import session_routes
 from fedpress_server.coordination.coordinator import Coordinator
 from fedpress_server.coordination.figures import Figures
+from fedpress_server.coordination.server_registry import ServerRegistry
 from fedpress_server.identity.admission import EnrolmentLimits
 from fedpress_server.identity.enrolment import Enrolment
 from fedpress_server.identity.gatekeeper import Gatekeeper
@@ -133,6 +134,9 @@ def create_app(
                 app.state.coordinator = coordinator
                 figures = Figures(metrics, settings, database, coordinator.steps.tasks, _version())
                 metrics.sources.append(figures.set)
+                app.state.server_registry = registry = ServerRegistry(
+                    settings, database, metrics, coordinator.steps.lease_time
+                )
                 app.state.intake = intake = Intake(
                     coordinator, database, payloads, metrics, settings.worker_threads
                 )
@@ -151,9 +155,11 @@ def create_app(
                     role=settings.role,
                     settings=settings.public_digest,
                 )
+                await registry.start()
                 try:
                     yield
                 finally:
+                    await registry.stop()
                     await operators.stop()
                     await resumable.stop()
                     await coordinator.stop()

@@ -43,6 +43,12 @@ class Distribution:
         self.counts[bisect_left(self._bounds, value)] += 1
         self.total += value
 
+    def with_counts(self, counts: Sequence[int]) -> Distribution:
+        """Of the same bounds, with other observations by bucket."""
+        other = Distribution(self._bounds)
+        other.counts = list(counts)
+        return other
+
     def quantile(self, share: float) -> float | None:
         """About the value that `share` of the observations, in [0, 1], do not exceed: drawn
         straight within its bucket, and no further than the outermost bounds. None without any."""

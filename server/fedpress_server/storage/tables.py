@@ -421,3 +421,15 @@ audit_log = sa.Table(
     sa.Column("previous", _DIGEST, nullable=False),
     sa.Column("hash", _DIGEST, nullable=False),
 )
+
+servers = sa.Table(
+    "servers",
+    metadata,
+    sa.Column("server_id", _ID, primary_key=True),
+    sa.Column("name", sa.Text, nullable=False),
+    sa.Column("role", sa.String(16), nullable=False),
+    sa.Column("seen_at", _TIME, nullable=False),
+    sa.Column("log_level", sa.String(16), nullable=False),
+    sa.Column("next_log_level", sa.String(16)),
+    sa.Column("fleet", sa.JSON, nullable=False),
+)

@@ -1,0 +1,263 @@
+"""The servers of one database: each gives signs of itself there, and does what all are asked to.
+
+Behind a proxy nobody chooses the server that answers. So what an operator asks of "the server" is
+asked of the database, and every server, workers and schedulers too, answers for itself there.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import secrets
+import socket
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from typing import Any, cast
+
+from sqlalchemy.engine import Connection
+
+from fedpress_protocols.fleet import FleetStatus, LogLevel, ServerLogLevel, ServerSince, Spread
+from fedpress_server.identity import audit
+from fedpress_server.metrics import Metrics
+from fedpress_server.observing import logs, outages
+from fedpress_server.observing.series import Distribution
+from fedpress_server.settings import Settings
+from fedpress_server.storage import servers
+from fedpress_server.storage.database import Database
+from fedpress_server.storage.servers import ServerRecord
+
+_EVERY = 5.0
+"""Seconds between two signs where nobody asks for any."""
+_GONE = 3 * _EVERY
+"""Seconds without a sign after which a server is no longer counted."""
+_REMOVED = 3600.0
+_PATIENCE = 2.0
+"""Seconds that whoever asks all servers waits for them."""
+_LOG_LEVEL = "log-level"
+"""What is notified of when all are asked for one."""
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class FleetCounts:
+    """What one server, or several, have seen of devices: sums, which can be added up."""
+
+    since: float
+    """Unix seconds: when the first of them was started."""
+    uplink: Sequence[int]
+    ahead: Sequence[int]
+    behind: Sequence[int]
+    """Observations by bucket, of `Metrics.uplink` and of both sides of `Metrics.clock_skew`."""
+    uplink_unmeasured: int
+    download_bytes: int
+    answer_bytes: int
+    staged_bytes: int
+    staged_float32_bytes: int
+
+    @classmethod
+    def of(cls, metrics: Metrics) -> FleetCounts:
+        sent = {str(kind): each.value for (kind,), each in metrics.egress}
+        return cls(
+            metrics.since,
+            tuple(metrics.uplink.labels().counts),
+            tuple(metrics.clock_skew.labels("ahead").counts),
+            tuple(metrics.clock_skew.labels("behind").counts),
+            int(metrics.uplink_unmeasured.labels().value),
+            int(sent.get("download", 0)),
+            int(sent.get("answer", 0)),
+            int(sum(each.value for _, each in metrics.staged_bytes)),
+            int(sum(each.value for _, each in metrics.staged_float32_bytes)),
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in self.__dataclass_fields__}
+
+    @classmethod
+    def from_json(cls, fields: Any) -> FleetCounts:
+        """Raises TypeError or KeyError for another release's that has other fields."""
+        return cls(**{name: fields[name] for name in cls.__dataclass_fields__})
+
+    def plus(self, other: FleetCounts) -> FleetCounts:
+        """Of both. Raises ValueError where another release counts in other buckets."""
+
+        def added(ours: Sequence[int], theirs: Sequence[int]) -> tuple[int, ...]:
+            return tuple(a + b for a, b in zip(ours, theirs, strict=True))
+
+        return FleetCounts(
+            min(self.since, other.since),
+            added(self.uplink, other.uplink),
+            added(self.ahead, other.ahead),
+            added(self.behind, other.behind),
+            self.uplink_unmeasured + other.uplink_unmeasured,
+            self.download_bytes + other.download_bytes,
+            self.answer_bytes + other.answer_bytes,
+            self.staged_bytes + other.staged_bytes,
+            self.staged_float32_bytes + other.staged_float32_bytes,
+        )
+
+
+class ServerRegistry:
+    """This server among those of its database. `start()` and `stop()` it."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        database: Database,
+        metrics: Metrics,
+        now: Callable[[Connection], float],
+    ) -> None:
+        """`now` is the clock of all servers: the database's."""
+        self._database, self._metrics, self._now = database, metrics, now
+        self._role = settings.role
+        self._server_id = secrets.token_hex(8)
+        self.name = f"{settings.role} {socket.gethostname()} {os.getpid()}"
+        self._asked = asyncio.Event()
+        self._turn = asyncio.Lock()
+        """One sign at a time: the last one that is written has the last level."""
+        self._signing: asyncio.Task[None] | None = None
+
+    async def start(self) -> None:
+        def write(connection: Connection) -> None:
+            servers.remove_silent(connection, self._now(connection) - _REMOVED)
+
+        await self._database.write(write)
+        await self._sign()
+        if self._database.is_shared:
+            loop = asyncio.get_running_loop()
+
+            def heard(topic: str | None) -> None:
+                if topic in (None, _LOG_LEVEL):
+                    with suppress(RuntimeError):  # the loop has ended
+                        loop.call_soon_threadsafe(self._asked.set)
+
+            self._database.listen(heard)
+            self._signing = asyncio.create_task(self._sign_forever())
+
+    async def stop(self) -> None:
+        if self._signing is not None:
+            self._signing.cancel()
+            await asyncio.gather(self._signing, return_exceptions=True)
+        try:
+            await self._database.write(lambda c: servers.remove(c, self._server_id), locks=True)
+        except Exception as exc:  # it is not counted any more in a moment
+            outages.tell(_log, exc, "this server could not take its leave")
+
+    async def _sign_forever(self) -> None:
+        while True:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(_EVERY):
+                    await self._asked.wait()
+            self._asked.clear()
+            try:
+                await self._sign()
+            except Exception as exc:  # the database is away for a while
+                outages.tell(_log, exc, "this server could not give a sign of itself")
+
+    async def _sign(self) -> None:
+        async with self._turn:
+            asked = await self._write_sign()
+            if asked is not None and asked != logs.level_now():
+                _log.warning("the log level is %s now", asked)
+                logs.set_level(cast(LogLevel, asked))
+                await self._write_sign()  # that it is so
+
+    async def _write_sign(self) -> str | None:
+        """The log level that this server was asked for."""
+        level, fleet = logs.level_now(), FleetCounts.of(self._metrics).to_json()
+
+        def write(connection: Connection) -> str | None:
+            now = self._now(connection)
+            sign = ServerRecord(self._server_id, self.name, self._role, now, level, fleet)
+            return servers.sign(connection, sign)
+
+        return await self._database.write(write, locks=True)
+
+    async def _running(self) -> list[ServerRecord]:
+        """Every server that runs: this one as it is, the others as their last signs have them."""
+
+        def read(connection: Connection) -> list[ServerRecord]:
+            return servers.running(connection, self._now(connection) - _GONE)
+
+        level, fleet = logs.level_now(), FleetCounts.of(self._metrics).to_json()
+        return [
+            replace(each, log_level=level, fleet=fleet) if self._is_this(each) else each
+            for each in await self._database.read(read)
+        ]
+
+    def _is_this(self, server: ServerRecord) -> bool:
+        return server.server_id == self._server_id
+
+    async def log_levels(self) -> tuple[ServerLogLevel, ...]:
+        """By role and name."""
+        return tuple(
+            ServerLogLevel(server=each.name, level=cast(LogLevel, each.log_level))
+            for each in await self._running()
+        )
+
+    async def set_log_level(
+        self, level: LogLevel, by: str, at: float
+    ) -> tuple[ServerLogLevel, ...]:
+        """Have every server log from `level` on; what each logs then. One that has not said so
+        after a moment is told of as it was, and follows with its next sign."""
+        host = socket.gethostname()
+
+        def write(connection: Connection) -> None:
+            audit.add(connection, at, by, "log-level.changed", host, level=level)
+            servers.ask_log_level(connection, level)
+            self._database.notify(connection, _LOG_LEVEL)
+
+        await self._database.write(write)
+        _log.warning("the log level of all servers is to be %s", level, extra={"by": by})
+        await self._sign()
+        give_up = time.monotonic() + _PATIENCE
+        while True:
+            found = await self.log_levels()
+            if all(each.level == level for each in found) or time.monotonic() > give_up:
+                return found
+            await asyncio.sleep(0.05)
+
+    async def fleet(self) -> FleetStatus:
+        """What all servers that run have seen since each was started."""
+        metrics, seen = self._metrics, FleetCounts.of(self._metrics)
+        listed = list[ServerSince]()
+        for each in await self._running():
+            if each.role not in ("all", "api"):
+                continue  # no device comes there
+            try:
+                counts = FleetCounts.from_json(each.fleet)
+                if not self._is_this(each):
+                    seen = seen.plus(counts)
+            except (KeyError, TypeError, ValueError):
+                _log.warning("%s is of another release: its devices are not counted", each.name)
+                continue
+            listed.append(ServerSince(server=each.name, since=counts.since))
+        sent = seen.download_bytes + seen.answer_bytes
+        return FleetStatus(
+            server=self.name,
+            since=seen.since,
+            uplink_bits_per_second=_spread(metrics.uplink.labels(), seen.uplink),
+            uplink_unmeasured=seen.uplink_unmeasured,
+            clocks_ahead_seconds=_spread(metrics.clock_skew.labels("ahead"), seen.ahead),
+            clocks_behind_seconds=_spread(metrics.clock_skew.labels("behind"), seen.behind),
+            download_bytes=seen.download_bytes,
+            answer_bytes=seen.answer_bytes,
+            egress_cost=metrics.cost(sent),
+            egress_currency=metrics.currency,
+            staged_bytes=seen.staged_bytes,
+            staged_float32_bytes=seen.staged_float32_bytes,
+            servers=tuple(listed),
+        )
+
+
+def _spread(ours: Distribution, counts: Sequence[int]) -> Spread:
+    seen = ours.with_counts(counts)
+    return Spread(
+        num=sum(counts),
+        tenth=seen.quantile(0.1),
+        median=seen.quantile(0.5),
+        nine_tenths=seen.quantile(0.9),
+    )
