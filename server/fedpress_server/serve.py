@@ -6,11 +6,11 @@ import argparse
 import asyncio
 import gc
 import logging
+import math
 import os
 import signal
 import socket
 import threading
-import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from contextvars import Context
@@ -35,6 +35,8 @@ from fedpress_server.tls import Certificates, certificates_of
 _log = logging.getLogger(__name__)
 _COLLECT_AFTER = 5_000
 """Objects made and not yet freed, where Python looks for cycles after 700: requests leave none."""
+_LOOK = 0.1
+"""Seconds between two looks for a second signal while the server waits for its end."""
 _LAST_REQUESTS = 0.2
 """Seconds in which the first bytes come of connections that were taken just before the end."""
 _SECRETS = tuple(name for name in secret_settings() if name != "database_url")
@@ -259,9 +261,10 @@ class _Server(uvicorn.Server):
 
     async def _pause(self, seconds: float) -> None:
         """Sleep, unless a second signal comes."""
-        until = time.monotonic() + seconds
-        while not self.force_exit and (left := until - time.monotonic()) > 0:
-            await asyncio.sleep(min(left, 0.1))
+        for _ in range(math.ceil(seconds / _LOOK)):
+            if self.force_exit:
+                return
+            await asyncio.sleep(_LOOK)
 
 
 def _settle() -> None:

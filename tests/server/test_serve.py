@@ -15,7 +15,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from fedpress_protocols.errors import BodyTooLarge
+from fedpress_protocols.errors import BodyTooLarge, Unavailable
 from fedpress_protocols.model import Model
 from fedpress_protocols.signatures import Content
 from tests.devices import ADMIN_TOKEN, Device, Operator, checked
@@ -129,7 +129,9 @@ def test_a_server_told_to_stop_answers_who_waits_and_has_not_failed(
         while "fedpress_waiting_check_ins 1.0" not in http.get("/metrics").text:
             pass
         process.send_signal(signal.SIGTERM)
-        assert poll.result(60) is None
+        with pytest.raises(Unavailable) as refused:
+            poll.result(60)
+        assert refused.value.members["retry_after"] >= 1
         out, err = process.communicate(timeout=60)
     assert process.returncode == 0, err
     assert out == ""

@@ -114,9 +114,12 @@ def first_model(size: int) -> Model:
 class Fleet:
     """Devices in threads of their own, and an operator, at servers that may come and go."""
 
-    def __init__(self, clients: list[httpx.Client], rounds: int) -> None:
-        """Begins a task of so many rounds; the devices wait for `taking_part`."""
-        self.operator = Operator(clients[0], ADMIN_TOKEN)
+    def __init__(
+        self, clients: list[httpx.Client], rounds: int, operator: Operator | None = None
+    ) -> None:
+        """Begins a task of so many rounds; the devices wait for `taking_part`. `operator`, where it
+        is not one at the first of the servers."""
+        self.operator = operator or Operator(clients[0], ADMIN_TOKEN)
         self._is_over = threading.Event()
         self.devices = []
         size = rounds * DEVICES
@@ -171,7 +174,7 @@ class Fleet:
     def model(self) -> Model:
         digest = self.operator.get(f"/v1/tasks/{TASK}")["model"]
         device = self.devices[0].device
-        device.http = self.operator.http
+        device.http = self.devices[0].clients[0]
         return device.model(digest, TASK)
 
     def check(self) -> int:

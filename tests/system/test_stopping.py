@@ -25,10 +25,9 @@ from tests.devices import Device, Operator
 from tests.system.forked_server import ForkedServer
 from tests.system.one_hot_fleet import Fleet
 from tests.system.server_process import ADMIN_TOKEN
+from tests.system.waiting_fleet import TASK, Answers, full_task, waiting
 
 MODEL = Model.from_tensors({"weight": np.zeros(60_000, np.float32)})
-IDLE = "idle"
-IDLERS = 40
 
 
 def started(folder: Path, settings: Mapping[str, str], stack: ExitStack) -> ForkedServer:
@@ -57,18 +56,8 @@ def answered(work: Callable[[], object]) -> str:
     try:
         work()
     except Unavailable as exc:
-        assert exc.members["retry_after"] >= 1
-        return "unavailable"
+        return "unavailable" if exc.members.get("retry_after", 0) >= 1 else "no Retry-After"
     return "answered"
-
-
-def full(operator: Operator, clients: list[httpx.Client], task: str) -> None:
-    """A task whose places are taken, so that whoever asks waits."""
-    operator.begin(MODEL, task, cohort={"size": 2, "minimum": 2}, round_seconds=86400.0)
-    for _ in range(2):
-        device = Device(clients[0])
-        device.enrol(operator.token())
-        device.assignment(task)
 
 
 def in_two_halves(body: bytes, begun: threading.Event, go_on: threading.Event) -> Iterator[bytes]:
@@ -85,10 +74,10 @@ def test_a_server_told_to_stop_says_so_answers_who_waits_and_finishes_uploads(
         server = started(tmp_path / "api", {**place, "role": "api"}, stack)
         http = stack.enter_context(httpx.Client(base_url=server.url, timeout=60))
         operator = Operator(http, ADMIN_TOKEN)
-        full(operator, [http], IDLE)
+        full_task(operator, http)
         operator.begin(MODEL, "open", cohort={"size": 1, "minimum": 1})
-        waiting, sending = Device(http), Device(http)
-        for device in (waiting, sending):
+        idle, sending = Device(http), Device(http)
+        for device in (idle, sending):
             device.enrol(operator.token())
         assignment = sending.assignment("open")
         body = sending.body_for(assignment, np.ones(MODEL.parameters.size, np.float32))
@@ -103,7 +92,7 @@ def test_a_server_told_to_stop_says_so_answers_who_waits_and_finishes_uploads(
         upload = threads.submit(
             lambda: http.put(path, content=in_two_halves(body, begun, go_on), headers=headers)
         )
-        asked = threads.submit(lambda: answered(lambda: waiting.check_in(IDLE, wait=30)))
+        asked = threads.submit(lambda: answered(lambda: idle.check_in(TASK, wait=30)))
         assert begun.wait(30)
         until(lambda: "fedpress_waiting_check_ins 1.0" in operator.http.get("/metrics").text)
         terminate(server)
@@ -112,7 +101,7 @@ def test_a_server_told_to_stop_says_so_answers_who_waits_and_finishes_uploads(
         assert ready.status_code == 503
         assert ready.headers["retry-after"]
         assert ready.headers["connection"] == "close"
-        assert answered(lambda: waiting.check_in(IDLE, wait=30)) == "unavailable"
+        assert answered(lambda: idle.check_in(TASK, wait=30)) == "unavailable"
         go_on.set()
         assert upload.result(30).status_code == 201
         check_clean_end(server)
@@ -171,68 +160,34 @@ def test_what_waits_for_the_database_when_a_server_stops_is_put_off(
 def test_servers_replaced_in_turn_under_load_fail_nobody_and_lose_nothing(
     place: Mapping[str, str], tmp_path: Path
 ) -> None:
-    """Each api server of two is stopped and begun again twice, with devices that train, devices
-    that wait, and everybody on the connections that they have."""
-    statuses: Counter[int] = Counter()
-    unexplained = list[str]()
-
-    def count(response: httpx.Response) -> None:
-        statuses[response.status_code] += 1
-        if response.status_code >= 500 and "retry-after" not in response.headers:
-            unexplained.append(f"{response.request.method} {response.request.url.path}")
-
+    """Each of two api servers is stopped and begun again, with devices that train, and devices that
+    wait, on the connections that they have."""
+    answers = Answers()
     with ExitStack() as stack:
+        draining = {**place, "drain_seconds": "1"}
         apis = [
-            started(tmp_path / f"api{number}", {**place, "role": "api"}, stack) for number in (1, 2)
+            started(tmp_path / f"api{number}", {**draining, "role": "api"}, stack)
+            for number in (1, 2)
         ]
         for role in ("worker", "scheduler"):
             started(tmp_path / role, {**place, "role": role}, stack)
-        hooks = {"response": [count]}
+        limits = httpx.Limits(max_connections=None)
         clients = [
             stack.enter_context(
-                httpx.Client(
-                    base_url=api.url,
-                    timeout=60,
-                    event_hooks=hooks,
-                    limits=httpx.Limits(max_connections=None),
-                )
+                httpx.Client(base_url=api.url, timeout=60, event_hooks=answers.hooks, limits=limits)
             )
             for api in apis
         ]
         fleet = Fleet(clients, rounds=200)
-        full(fleet.operator, clients, IDLE)
-        is_over = threading.Event()
-
-        def idle(device: Device, place: int) -> None:
-            while not is_over.is_set():
-                device.http = clients[place % len(clients)]
-                place += 1
-                try:
-                    assert device.check_in(IDLE, wait=2) is None
-                except (Unavailable, httpx.TransportError):
-                    time.sleep(0.05)
-
-        threads = stack.enter_context(ThreadPoolExecutor(IDLERS))
-        stack.callback(is_over.set)
-        idlers = []
-        for number in range(IDLERS):
-            device = Device(clients[0])
-            device.enrol(fleet.operator.token())
-            idlers.append(threads.submit(idle, device, number))
-        with fleet.taking_part():
-            for _ in range(2):
-                for api in apis:
-                    fleet.wait_for_rounds(1)
-                    terminate(api)
-                    check_clean_end(api)
-                    api.start()
-                    api.wait()
-        is_over.set()
-        for each in idlers:
-            each.result(30)
+        full_task(fleet.operator, clients[0])
+        with waiting(40, fleet.operator, clients, answers, wait=5.0), fleet.taking_part():
+            for api in apis:
+                fleet.wait_for_rounds(1)
+                terminate(api)
+                check_clean_end(api)
+                api.start()
+                api.wait()
         assert fleet.check()
-    assert not unexplained, Counter(unexplained)
-    assert statuses[503]
-    assert not {status for status in statuses if status >= 500} - {503}
-    for api in apis:
-        assert "Traceback" not in api.log.read_text()
+    assert not answers.failures
+    assert answers.statuses[503], "nobody was there when a server stopped"
+    assert "Traceback" not in "".join(api.log.read_text() for api in apis)
