@@ -176,9 +176,11 @@ class Metrics:
         )
         self.wal_bytes = gauge("fedpress_wal_bytes", "Length of SQLite's write-ahead log.")
         self.disk_free = gauge(
-            "fedpress_disk_free_bytes", "Room for this server on the disk of its data folder."
+            "fedpress_disk_free_bytes",
+            "Room for this server on the disks of its data folder and of others that it watches.",
+            "folder",
         )
-        self.disk_size = gauge("fedpress_disk_size_bytes", "Size of that disk.")
+        self.disk_size = gauge("fedpress_disk_size_bytes", "Size of that disk.", "folder")
 
         # Rounds
 

@@ -75,6 +75,11 @@ class Settings(BaseSettings):
     store_cache_bytes: int = Field(
         4096 * MIB, ge=0, description="Bytes of the store's files that lie in the data folder too."
     )
+    watched_folders: str = Field(
+        "",
+        description="Folders, with commas between them, whose disks /metrics tells of beside the "
+        "data folder's: the database's and the store's, where they are on this machine.",
+    )
     server_key_file: Path | None = Field(
         None,
         description="PEM file of the key that signs receipts, the same for all servers of one "
@@ -327,6 +332,12 @@ class Settings(BaseSettings):
         """SHA-256, hex, of all settings that hold no secret: whether two servers have the same."""
         told = self.model_dump(mode="json", exclude=set(secret_settings()))
         return hashlib.sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()
+
+    @property
+    def watched(self) -> list[Path]:
+        """The data folder, and the other folders whose disks are watched."""
+        others = [each.strip() for each in self.watched_folders.split(",")]
+        return [self.data_dir, *(Path(each) for each in others if each)]
 
     @property
     def resolved_database_url(self) -> str:

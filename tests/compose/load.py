@@ -1,5 +1,5 @@
 """Load for docker-compose.yml: devices that train, devices that wait, until SIGTERM; then whether
-anything went wrong.
+anything went wrong. SIGUSR1 has it print what was answered so far.
 
     python -m tests.compose.load DEVICES_URL OPERATORS_URL ADMIN_TOKEN_FILE
 
@@ -22,6 +22,7 @@ from tests.system.waiting_fleet import Answers, full_task, waiting
 def main(devices_url: str, operators_url: str, token: Path) -> int:
     is_over, answers = threading.Event(), Answers()
     signal.signal(signal.SIGTERM, lambda *_: is_over.set())
+    signal.signal(signal.SIGUSR1, lambda *_: print("so far:", answers, flush=True))
     limits = httpx.Limits(max_connections=None)
     with (
         httpx.Client(

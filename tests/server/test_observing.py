@@ -6,6 +6,7 @@ import logging
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -304,7 +305,8 @@ def test_rounds_uploads_links_and_clocks_have_figures(
     assert figure(http, name, task="digits", phase="collecting") == 90.0
     assert figure(http, name, task="digits", phase="total") == 90.0
     assert figure(http, "fedpress_fold_job_seconds_count", kind="fold") == 1
-    assert figure(http, "fedpress_disk_free_bytes") > 0
+    folder = str(http.app.state.settings.data_dir)
+    assert figure(http, "fedpress_disk_free_bytes", folder=folder) > 0
     assert figure(http, "fedpress_db_pool_connections", state="used") >= 0
     first.request("GET", "/v1/tasks", skew=120)
     ahead = "fedpress_client_clock_skew_seconds_bucket"
@@ -338,3 +340,19 @@ def test_no_label_has_a_value_that_a_stranger_chooses(http: Server) -> None:
 def test_a_price_is_a_number(price: Any) -> None:
     with pytest.raises(ConfigurationError, match="egress_price"):
         Settings.load(egress_price=price)
+
+
+def test_the_disks_of_other_folders_are_told_of_too(start: Start, tmp_path: Path) -> None:
+    (tmp_path / "database").mkdir()
+    with start(watched_folders=f"{tmp_path / 'database'}, {tmp_path}") as http:
+        for folder in (tmp_path / "database", tmp_path):
+            size = figure(http, "fedpress_disk_size_bytes", folder=str(folder))
+            assert 0 < figure(http, "fedpress_disk_free_bytes", folder=str(folder)) <= size
+
+
+def test_a_folder_to_watch_that_is_not_there_is_refused(start: Start, tmp_path: Path) -> None:
+    with (
+        pytest.raises(ConfigurationError, match=r"watched_folders names .*nowhere"),
+        start(watched_folders=str(tmp_path / "nowhere")),
+    ):
+        pass

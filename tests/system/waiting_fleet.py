@@ -24,8 +24,8 @@ class Answers:
 
     def __init__(self) -> None:
         self.statuses: Counter[int] = Counter()
-        self.unanswered = 0
-        """Requests of waiting devices whose connection was cut."""
+        self.unanswered: Counter[str] = Counter()
+        """Requests of waiting devices that got no answer, by the reason."""
         self.failures: Counter[str] = Counter()
         """Answers of 500 or more other than 503 with Retry-After."""
         self.hooks = {"response": [self._count]}
@@ -38,7 +38,7 @@ class Answers:
 
     def __str__(self) -> str:
         counted = ", ".join(f"{status}: {num}" for status, num in sorted(self.statuses.items()))
-        return f"{self.statuses.total()} answers ({counted}), {self.unanswered} connections cut"
+        return f"{self.statuses.total()} answers ({counted}), without one: {dict(self.unanswered)}"
 
 
 def full_task(operator: Operator, http: httpx.Client) -> None:
@@ -77,8 +77,8 @@ def waiting(
                 assert device.check_in(TASK, wait=wait) is None
             except Unavailable as exc:
                 is_over.wait(min(1.0, float(exc.members["retry_after"])))
-            except httpx.TransportError:
-                answers.unanswered += 1
+            except httpx.TransportError as exc:
+                answers.unanswered[repr(exc)] += 1
                 is_over.wait(0.05)
 
     devices = [enrolled(operator, clients[0]) for _ in range(number)]

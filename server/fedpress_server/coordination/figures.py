@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Mapping
 from contextlib import suppress
 
+from fedpress_protocols.errors import ConfigurationError
 from fedpress_server.coordination.attempts import Attempt
 from fedpress_server.coordination.live import LiveTask
 from fedpress_server.metrics import Metrics
@@ -30,7 +31,13 @@ class Figures:
         version: str,
     ) -> None:
         self._metrics, self._database, self._tasks = metrics, database, tasks
-        self._folder = settings.data_dir
+        self._folders = settings.watched
+        for folder in self._folders:
+            if not folder.is_dir():
+                raise ConfigurationError(
+                    f"watched_folders names {folder}, which is no folder",
+                    hint="mount it here, or take it out of FEDPRESS_WATCHED_FOLDERS",
+                )
         metrics.build.labels(version, settings.role).set(1)
         metrics.bytes_in_flight_limit.set(settings.max_bytes_in_flight)
 
@@ -70,10 +77,11 @@ class Figures:
         metrics.connections.labels("idle").set(load.idle)
         metrics.waiting_writes.set(load.waiting_writes)
         metrics.wal_bytes.set(load.wal_bytes)
-        with suppress(OSError):
-            disk = shutil.disk_usage(self._folder)
-            metrics.disk_free.set(disk.free)
-            metrics.disk_size.set(disk.total)
+        for folder in self._folders:
+            with suppress(OSError):
+                disk = shutil.disk_usage(folder)
+                metrics.disk_free.labels(str(folder)).set(disk.free)
+                metrics.disk_size.labels(str(folder)).set(disk.total)
 
 
 def _state(part: Part) -> str:

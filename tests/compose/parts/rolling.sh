@@ -30,6 +30,7 @@ done
 FEDPRESS_LOG_LEVEL=warning compose up -d --wait --no-deps worker scheduler
 goes_on
 sleep 5
+docker kill --signal USR1 "$load" >/dev/null
 
 say "restarted, all api servers at once: 503 while none is there"
 compose restart api
