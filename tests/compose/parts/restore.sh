@@ -6,7 +6,7 @@ compose "${everything[@]}" logs >"$scratch/logs" 2>&1
 echo "restarts: api $(restarts "$api"), database $(restarts "$database")"
 compose kill proxy api worker scheduler postgres store
 compose rm --force --volumes proxy api worker scheduler prepare migrate postgres store >/dev/null 2>&1
-docker volume rm "${COMPOSE_PROJECT_NAME}"_{database,store,keys} >/dev/null
+docker volume rm "${COMPOSE_PROJECT_NAME}"_{database,store,keys,caches} >/dev/null
 gone=$SECONDS
 compose up -d --wait postgres store
 if backups_of verify /backups/today.tar --key-id "$current"; then fail "another key's backup was taken"; fi
