@@ -51,7 +51,7 @@ from fedpress_protocols.masking.server import (
     Unmasked,
     aggregate_digest,
 )
-from fedpress_protocols.masking.transcript import SessionConfig, VectorSpec
+from fedpress_protocols.masking.transcript import SessionConfig, VectorSpec, rule_of
 from fedpress_protocols.signatures import Content, DeviceKey
 
 T = TypeVar("T")
@@ -109,10 +109,11 @@ class Workload:
             corrupt=self.corrupt,
             dropout=self.dropout,
             suite=self.suite,
+            rule=rule_of("malicious", self.n),
         )
 
 
-# Sums of 16 bits in a complete graph; of 21 bits in a graph of degree 52.
+# Sums of 16 bits in a complete graph; of 21 bits in a graph of degree 140.
 COMPLETE = Workload(100, 1_000_000, 327, 5, 1_000, 500)
 SPARSE = Workload(1_000, 1_000_000, 1_048, 50, 500, 500)
 

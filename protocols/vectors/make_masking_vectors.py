@@ -52,6 +52,29 @@ def graphs() -> list[Vector]:
     return found
 
 
+def spread_graphs() -> list[Vector]:
+    """Distances and parameters of spread rings, and rows as in `graphs`; 10 % corrupt, 5 % lost."""
+    found = []
+    for n in (129, 200, 1000, 10_000):
+        seed = secret(f"graph {n}")
+        due = graph.parameters(n, corrupt=0.1, dropout=0.05, adversary="malicious")
+        rows = graph.neighbours(n, due.degree, seed, is_spread=True)
+        found.append(
+            {
+                "n": n,
+                "degree": due.degree,
+                "threshold": due.threshold,
+                "honest": due.honest,
+                "second_eigenvalue": graph.second_eigenvalue(n, due.degree),
+                "distances": graph.distances(n, due.degree).tolist(),
+                "seed": seed.hex(),
+                "rows": {str(slot): rows[slot].tolist() for slot in (0, n - 1)},
+                "sha256": hashlib.sha256(rows.astype("<i4").tobytes()).hexdigest(),
+            }
+        )
+    return found
+
+
 def shares() -> list[Vector]:
     """Polynomials whose coefficients come from a key derivation, and their shares."""
     found = []
@@ -164,6 +187,7 @@ def main(folder: Path) -> None:
     kept = json.loads(before.read_text()) if before.exists() else [{}, {}]
     for name, found in (
         ("graph", graphs()),
+        ("spread_graph", spread_graphs()),
         ("shamir", shares()),
         ("keystream", keystreams()),
         ("keys", [keys(hybrid, kept[hybrid]) for hybrid in (False, True)]),

@@ -11,7 +11,12 @@ from dataclasses import replace
 
 from fedpress_protocols.errors import IncompatiblePlan
 from fedpress_protocols.masking.payload import Payload
-from fedpress_protocols.masking.transcript import PhaseSeconds, SessionConfig, VectorSpec
+from fedpress_protocols.masking.transcript import (
+    PhaseSeconds,
+    SessionConfig,
+    VectorSpec,
+    rule_of,
+)
 from fedpress_protocols.plan import MaskingTerms
 
 _OPEN = bytes(32)
@@ -44,6 +49,7 @@ def agreed(payload: Payload, *, population: str, server_key: bytes) -> SessionCo
         suite=terms.suite,
         hybrid=terms.hybrid,
         seconds=PhaseSeconds(**terms.seconds.model_dump()),
+        rule=rule_of(terms.adversary, plan.cohort.size),
     )
 
 

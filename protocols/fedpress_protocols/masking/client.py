@@ -439,6 +439,13 @@ class MaskingClient:
             raise IncompatiblePlan(
                 f"a roster of {n} where {config.least(n)} to {config.maximum} are due"
             )
+        num_corrupt = config.corrupt * n // 10_000
+        if (sure := config.honest(n) + num_corrupt) < self.policy.minimum:
+            raise IncompatiblePlan(
+                f"a roster of {n}, by whose graph a sum may be of {sure} clients, fewer than "
+                f"{self.policy.minimum}",
+                hint="enlarge the cohort, or lower this device's minimum",
+            )
         order = [row.identity for row in rows]
         if any(one >= other for one, other in pairwise(order)):
             raise MalformedRequest("a roster out of order, or with one identity twice")

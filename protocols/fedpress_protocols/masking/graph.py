@@ -1,12 +1,19 @@
 """Who masks with whom: the graph of a session, its degree and the threshold of its shares.
 
 Up to 128 clients everybody masks with everybody (Bonawitz et al. 2017, eprint 2017/281). Above, a
-client masks with `degree` neighbours in a Harary graph whose ring is shuffled by the transcript,
-and shares its secrets among them (Bell et al. 2020, eprint 2020/704).
+client masks with `degree` neighbours and shares its secrets among them (Bell et al. 2020, eprint
+2020/704): those at fixed distances on a ring that is shuffled by the transcript.
+
+Against a server that only looks, the distances are the shortest ones, a Harary graph: no cheaper
+graph stays connected. A server that deviates could open the sum of an arc of it alone: those at the
+arc's ends have half of their neighbours inside, and hear of the others what the server likes. So
+against that one distances are spread over the whole ring, and `sound_search` asks for so many of
+them that no set of clients but a large one is closed; see docs/secure-aggregation.md.
 """
 
 from __future__ import annotations
 
+import hashlib
 import math
 from dataclasses import dataclass
 from functools import lru_cache
@@ -24,7 +31,12 @@ Slots = npt.NDArray[np.int64]
 COMPLETE_UP_TO = 128
 """Clients up to which the graph is complete."""
 SECURITY_BITS = 40
-"""The adversary wins over some client with a probability of 2**-40 at most."""
+"""A semi-honest adversary wins over some client with a probability of 2**-40 at most."""
+GRAPH_BITS = 128
+"""Against a deviating server a graph is bad with a probability of 2**-128 at most: after 2**64
+graphs that it has tried, 64 bits are left."""
+COMPLETE_AT_MOST = 1024
+"""Clients up to which the graph is complete where no other bears what it has to."""
 CORRECTNESS_BITS = 20
 """Some client's secret cannot be put together with a probability of 2**-20 at most."""
 
@@ -39,11 +51,14 @@ class Parameters:
     """A client has `degree` neighbours, and `threshold` shares of a secret of its give it away.
 
     In a complete graph (`degree` is n - 1) the threshold counts a client's own share too, where it
-    keeps one: t of n, as in Bonawitz et al. In a Harary graph shares go to neighbours alone.
+    keeps one: t of n, as in Bonawitz et al. In a sparse graph shares go to neighbours alone.
     """
 
     degree: int
     threshold: int
+    honest: int = 0
+    """In a sparse graph against a deviating server: honest clients that every sum is of at least,
+    whatever the server says of the survivors; more than half of them, so there is one sum."""
 
 
 def parameters(n: int, *, corrupt: float, dropout: float, adversary: Adversary) -> Parameters:
@@ -52,12 +67,23 @@ def parameters(n: int, *, corrupt: float, dropout: float, adversary: Adversary) 
 
     Up to 128 clients the graph is complete, and the threshold is more than 2n/3 against a server
     that deviates, more than n/2 against one that only looks (n/3 below 32 clients, where drop-outs
-    weigh more than collusion), or what more corrupt ones ask for; above, `search` finds both.
-    Raises IncompatiblePlan if nothing bears both shares, ConfigurationError if they make no sense.
+    weigh more than collusion), or what more corrupt ones ask for; above, `sound_search` finds both
+    against a server that deviates, `search` against one that only looks. Raises IncompatiblePlan if
+    nothing bears both shares, ConfigurationError if they make no sense.
     """
     _check(n, corrupt, dropout, adversary)
     if n > COMPLETE_UP_TO:
-        return search(n, corrupt=corrupt, dropout=dropout, adversary=adversary)
+        if adversary == "semi-honest":
+            return search(n, corrupt=corrupt, dropout=dropout, adversary=adversary)
+        sound = sound_search(n, corrupt=corrupt, dropout=dropout)
+        if sound is not None:
+            return sound
+        if n > COMPLETE_AT_MOST:
+            raise IncompatiblePlan(
+                f"no sparse graph on {n} clients bears {corrupt:g} of them corrupt and {dropout:g} "
+                "lost against a server that deviates",
+                hint="lower either share: a session lasts seconds, and few are lost in one",
+            )
     num_corrupt = _at_most(corrupt, n)
     if adversary == "malicious":
         threshold = max(2 * n // 3, (n + num_corrupt) // 2) + 1
@@ -108,27 +134,85 @@ def search(n: int, *, corrupt: float, dropout: float, adversary: Adversary) -> P
     )
 
 
-def neighbours(n: int, degree: int, seed: bytes) -> Slots:
+@lru_cache(maxsize=256)
+def sound_search(n: int, *, corrupt: float, dropout: float) -> Parameters | None:
+    """The least even degree of a spread graph on `n` clients, and its greatest threshold, such that
+    a deviating server can open one sum at most, of more than half of the honest clients; None where
+    no degree below n - 1 will do.
+
+    But for 2**-128 no honest client has more than c corrupt neighbours, and but for 2**-20 the
+    threshold t of every client's neighbours stay. Then 2t > degree + c keeps each client's two
+    secrets apart, and a set of honest clients whose sum can be opened is *closed*: each of its
+    members has 2t - degree neighbours within it or among the corrupt. `_least_closed` bounds the
+    size of a closed set by the graph's second eigenvalue.
+    """
+    _check(n, corrupt, dropout, "malicious")
+    logs = _log_factorials(n)
+    num_corrupt = _at_most(corrupt, n)
+    num_left = n - _at_most(dropout, n)
+    if 4 * num_left <= 3 * n + num_corrupt:  # half of the honest would be closed in any graph
+        return None
+    bad, incorrect = math.exp2(-GRAPH_BITS) / n, math.exp2(-CORRECTNESS_BITS) / n
+    for degree in range(2, n - 1, 2):
+        # Of the n - 1 others of an honest client, and of one that stays.
+        corrupt_neighbours = _hypergeometric(n - 1, num_corrupt, degree, logs)
+        reaching = np.append(np.cumsum(corrupt_neighbours[::-1])[::-1], 0.0)
+        most_corrupt = int(np.argmax(reaching <= bad)) - 1
+        staying = np.cumsum(_hypergeometric(n - 1, num_left - 1, degree, logs))
+        threshold = int(np.searchsorted(staying, incorrect, side="right"))
+        if 2 * threshold <= degree + most_corrupt:
+            continue
+        honest = _least_closed(n, degree, threshold, num_corrupt, most_corrupt)
+        if 2 * honest > n - num_corrupt:
+            return Parameters(degree, threshold, honest)
+    return None
+
+
+def neighbours(n: int, degree: int, seed: bytes, *, is_spread: bool = False) -> Slots:
     """[n, degree]: the neighbours of every slot, rising.
 
     `seed` is 32 bytes of the transcript. Slots stand on a ring in the order of a Fisher-Yates
     shuffle; neighbours are those up to degree // 2 places away and, for an odd degree (n is even
-    then), the one opposite. Raises ConfigurationError where there is no such graph.
+    then), the one opposite. Where the graph `is_spread`, of even degree, they are those at
+    `distances`. Raises ConfigurationError where there is no such graph.
     """
     order = _ring(n, degree, seed)
-    places = np.arange(n)[:, np.newaxis] + _offsets(n, degree)
+    places = np.arange(n)[:, np.newaxis] + _offsets(n, degree, is_spread)
     found = np.empty((n, degree), np.int64)
     found[order] = np.sort(order[places % n], axis=1)
     return found
 
 
-def neighbours_of(slot: int, n: int, degree: int, seed: bytes) -> Slots:
+def neighbours_of(
+    slot: int, n: int, degree: int, seed: bytes, *, is_spread: bool = False
+) -> Slots:
     """[degree]: the row of `neighbours` for one slot, without the others."""
     order = _ring(n, degree, seed)
     if not 0 <= slot < n:
         raise ConfigurationError(f"slot {slot} outside [0, {n})")
     place = int(np.flatnonzero(order == slot)[0])
-    return np.sort(order[(place + _offsets(n, degree)) % n])
+    return np.sort(order[(place + _offsets(n, degree, is_spread)) % n])
+
+
+@lru_cache(maxsize=8)
+def distances(n: int, degree: int) -> Slots:
+    """[degree / 2]: how far apart neighbours stand on the ring of a spread graph, in [1, n / 2),
+    rising. They are drawn once for each n and degree; the transcript has no part in them."""
+    if degree % 2 or not 2 <= degree < n:
+        raise ConfigurationError(f"no spread graph gives each of {n} clients {degree} neighbours")
+    label = f"fedpress secure aggregation distances v1|{n}|{degree}"
+    stream = PublicRandomness(hashlib.sha256(label.encode()).digest()).stream(_LABEL)
+    found = stream.distinct((n - 1) // 2, degree // 2) + 1
+    found.setflags(write=False)
+    return found
+
+
+def second_eigenvalue(n: int, degree: int) -> float:
+    """The largest magnitude of an eigenvalue of a spread graph beside `degree` itself, rounded up
+    to a sixteenth, so that every machine finds the same."""
+    ring = np.zeros(n)
+    ring[distances(n, degree)] = 2.0
+    return math.ceil(16 * float(np.abs(np.fft.fft(ring)[1:].real).max())) / 16
 
 
 @lru_cache(maxsize=4)
@@ -145,8 +229,8 @@ def _ring(n: int, degree: int, seed: bytes) -> Slots:
     return shuffled
 
 
-def _offsets(n: int, degree: int) -> Slots:
-    near = np.arange(1, degree // 2 + 1)
+def _offsets(n: int, degree: int, is_spread: bool) -> Slots:
+    near = distances(n, degree) if is_spread else np.arange(1, degree // 2 + 1)
     opposite = [n // 2] if degree % 2 else []
     return np.concatenate([-near, near, opposite]).astype(np.int64)
 
@@ -168,6 +252,24 @@ def _at_most(share: float, n: int) -> int:
 
 def _log_factorials(n: int) -> npt.NDArray[np.float64]:
     return np.cumsum(np.log(np.maximum(np.arange(n + 1), 1.0)))
+
+
+def _least_closed(n: int, degree: int, threshold: int, num_corrupt: int, most_corrupt: int) -> int:
+    """The least size s of a set K of honest clients, each of which has 2t - k neighbours within K
+    or among the corrupt C, of which it has `most_corrupt` at most.
+
+    By the expander mixing lemma, with l the second eigenvalue and k the degree, K has within itself
+    at most k s^2/n + l s (1 - s/n) pairs of neighbours, both orders counted, and with K and C at
+    most k s b/n + l sqrt(s b (1 - s/n) (1 - b/n)), b = s + |C|.
+    """
+    size = np.arange(1.0, n - num_corrupt + 1)
+    both, gap = size + num_corrupt, second_eigenvalue(n, degree)
+    inside = degree * size**2 / n + gap * size * (1 - size / n)
+    near = degree * size * both / n
+    near += gap * np.sqrt(size * both * (1 - size / n) * (1 - both / n))
+    needed = (2 * threshold - degree) * size
+    is_possible = (needed - most_corrupt * size <= inside) & (needed <= near)
+    return int(np.argmax(is_possible)) + 1
 
 
 def _log_cut(n: int, degree: int, num_gone: int, logs: npt.NDArray[np.float64]) -> float:

@@ -16,7 +16,13 @@ from functools import cached_property, lru_cache
 from typing import Annotated, Any, ClassVar, Generic, Self, TypeVar, cast, get_args, get_type_hints
 
 from fedpress_protocols.errors import IncompatiblePlan, MalformedRequest
-from fedpress_protocols.masking.graph import Adversary, Parameters, neighbours_of, parameters
+from fedpress_protocols.masking.graph import (
+    COMPLETE_UP_TO,
+    Adversary,
+    Parameters,
+    neighbours_of,
+    parameters,
+)
 from fedpress_protocols.masking.keystream import SUITES, Suite
 from fedpress_protocols.masking.ring import Bounded, Packing
 from fedpress_protocols.signatures import DeviceKey, verify_signature
@@ -305,7 +311,15 @@ def _codec_of(hint: Any) -> Codec[Any]:
 MAX_CLIENTS = 10_000
 VERSION = 1
 RULE = 1
-"""Which rule gives degree and threshold: 1 is that of `graph.parameters`."""
+"""Which rule gives graph, degree and threshold: the first."""
+SPREAD_RULE = 2
+"""Of sessions of more than 128 clients at most against a deviating server: above 128, the graph is
+spread over the whole ring. Devices that know the first rule alone refuse it."""
+
+
+def rule_of(adversary: Adversary, maximum: int) -> int:
+    """The rule of sessions of this profile with up to `maximum` clients."""
+    return SPREAD_RULE if adversary == "malicious" and maximum > COMPLETE_UP_TO else RULE
 
 
 @dataclass(frozen=True, slots=True)
@@ -366,11 +380,20 @@ class SessionConfig(Record):
     rule: U16 = RULE
 
     def __post_init__(self) -> None:
-        if (self.version, self.rule) != (VERSION, RULE):
+        if self.version != VERSION or self.rule not in (RULE, SPREAD_RULE):
             raise IncompatiblePlan(
-                f"a session of version {self.version}, rule {self.rule}, where {VERSION} and "
-                f"{RULE} are spoken",
+                f"a session of version {self.version}, rule {self.rule}, where version {VERSION} "
+                f"and the rules {RULE} and {SPREAD_RULE} are spoken",
                 hint="upgrade the older of the two ends",
+            )
+        if self.rule != (due := rule_of(self.adversary, self.maximum)):
+            raise IncompatiblePlan(
+                f"rule {self.rule} for up to {self.maximum} clients, {self.adversary} profile, "
+                f"where rule {due} is due",
+                hint="upgrade the server: by the first rule a server that deviates can open the "
+                "sum of a part of a large cohort"
+                if due == SPREAD_RULE
+                else None,
             )
         if not 2 <= self.minimum <= self.maximum <= MAX_CLIENTS:
             raise IncompatiblePlan(
@@ -400,6 +423,12 @@ class SessionConfig(Record):
         ones where as many are corrupt as may be."""
         return max(self.minimum, self.corrupt * n // 10_000 + 2)
 
+    def honest(self, n: int) -> int:
+        """Honest clients, of a roster of `n`, that every sum is of at least, whatever the server
+        says of the survivors and as many being corrupt as may be."""
+        sure = self.parameters(n).honest
+        return sure or self.least(n) - self.corrupt * n // 10_000
+
     def session_id(self, roster_root: bytes) -> bytes:
         """32 bytes, of this configuration and of everybody's keys; each client finds it itself."""
         return digest("sid", self.digest, roster_root)
@@ -419,12 +448,13 @@ class Topology:
     degree: int
     threshold: int
     seed: bytes
+    is_spread: bool = False
 
     @classmethod
     def of(cls, config: SessionConfig, n: int, sid: bytes) -> Topology:
         """Each party finds it itself; raises IncompatiblePlan where no graph is safe."""
-        found = config.parameters(n)
-        return cls(n, found.degree, found.threshold, digest("graph", sid))
+        found, is_spread = config.parameters(n), config.rule == SPREAD_RULE
+        return cls(n, found.degree, found.threshold, digest("graph", sid), is_spread)
 
     @property
     def is_complete(self) -> bool:
@@ -434,7 +464,8 @@ class Topology:
         """With whom `slot` masks, rising."""
         if self.is_complete:
             return tuple(other for other in range(self.n) if other != slot)
-        return tuple(neighbours_of(slot, self.n, self.degree, self.seed).tolist())
+        row = neighbours_of(slot, self.n, self.degree, self.seed, is_spread=self.is_spread)
+        return tuple(row.tolist())
 
     def holders(self, slot: int) -> tuple[int, ...]:
         """Who holds a share of `slot`'s secrets, rising; the one at place i has that of x = i + 1.

@@ -43,7 +43,7 @@ from fedpress_protocols.masking.server import (
     from_record,
     to_record,
 )
-from fedpress_protocols.masking.transcript import SessionConfig, VectorSpec
+from fedpress_protocols.masking.transcript import SessionConfig, VectorSpec, rule_of
 from fedpress_protocols.signatures import DeviceKey
 
 POPULATION = "tests"
@@ -86,7 +86,9 @@ def config(n: int, **changes: Any) -> SessionConfig:
         "expires": int(START) + 3_600,
         "corrupt": 0 if n <= 4 else 1_000,
     }
-    return SessionConfig(**(terms | changes))
+    terms |= changes
+    terms.setdefault("rule", rule_of(terms.get("adversary", "malicious"), terms["maximum"]))
+    return SessionConfig(**terms)
 
 
 def policy(**changes: Any) -> ClientPolicy:

@@ -279,6 +279,16 @@ def forged(session: Session, roster: Roster, entries: list[Advertise]) -> Roster
     )
 
 
+def test_a_roster_whose_graph_promises_too_little_is_refused() -> None:
+    """Invariant 16: `minimum` of a sparse graph says what the server names, and not what is in a
+    sum; a device holds its own minimum to what the graph promises."""
+    session = Session(140, {"minimum": 130}, policy=policy(minimum=130))
+    session.play("advertise", None, {})
+    device = session.devices[0]
+    session.hear(device, Roster)
+    refuses(device, "by whose graph a sum may be of 8")
+
+
 def with_other_key(entries: list[Advertise]) -> None:
     entries[0] = replace(entries[0], mask_key=bytes([9]) * 32)
 

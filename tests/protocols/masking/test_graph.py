@@ -24,8 +24,8 @@ from fedpress_protocols.masking.graph import (
     search,
 )
 
-# n, corrupt, dropout; degree and threshold against a server that only looks, and one that deviates.
-# Security 2**-40, correctness 2**-20.
+# n, corrupt, dropout; degree and threshold of a plain ring against a server that only looks, and
+# those that were used against one that deviates. Security 2**-40, correctness 2**-20.
 THIRD = 1 / 3
 TABLE = [
     (100, 0.05, 0.05, (12, 6), (16, 11)),
@@ -77,7 +77,7 @@ def test_the_search_gives_the_table_row_by_row(
     for adversary, (degree, threshold) in zip(ADVERSARIES, due, strict=True):
         found = search(n, corrupt=corrupt, dropout=dropout, adversary=adversary)
         assert found == Parameters(degree, threshold), adversary
-        if n > graph.COMPLETE_UP_TO:
+        if n > graph.COMPLETE_UP_TO and adversary == "semi-honest":
             asked = parameters(n, corrupt=corrupt, dropout=dropout, adversary=adversary)
             assert asked == found
 
@@ -142,8 +142,10 @@ def test_what_no_graph_bears_is_refused() -> None:
     parameters(10, corrupt=0.1, dropout=0.3, adversary="malicious")
     with pytest.raises(IncompatiblePlan, match=r"7 of 10 clients have to stay, where 0\.4"):
         parameters(10, corrupt=0.1, dropout=0.4, adversary="malicious")
-    with pytest.raises(IncompatiblePlan, match="no sparse graph on 200 clients"):
+    with pytest.raises(IncompatiblePlan, match="141 of 200 clients have to stay"):
         parameters(200, corrupt=0.4, dropout=0.5, adversary="malicious")
+    with pytest.raises(IncompatiblePlan, match="no sparse graph on 2000 clients"):
+        parameters(2000, corrupt=0.1, dropout=0.3, adversary="malicious")
     with pytest.raises(IncompatiblePlan, match=r"bears 0\.6 of them corrupt and 0\.7 lost"):
         parameters(200, corrupt=0.6, dropout=0.7, adversary="semi-honest")
 
@@ -160,6 +162,84 @@ def test_arguments_that_make_no_sense_are_refused() -> None:
             neighbours(n, degree, SEED)
     with pytest.raises(ConfigurationError, match="slot 6 outside"):
         neighbours_of(6, 6, 2, SEED)
+
+
+# n, corrupt, dropout; degree, threshold and honest clients of a spread ring.
+SOUND = [
+    (129, 0.10, 0.05, (44, 38, 65)),
+    (200, 0.10, 0.05, (68, 58, 96)),
+    (1_000, 0.05, 0.05, (140, 116, 493)),
+    (1_000, 0.10, 0.05, (162, 136, 478)),
+    (10_000, 0.10, 0.05, (230, 193, 4627)),
+]
+
+
+@pytest.mark.parametrize("row", SOUND, ids=str)
+def test_against_a_server_that_deviates_the_ring_is_spread(
+    row: tuple[int, float, float, tuple[int, int, int]],
+) -> None:
+    n, corrupt, dropout, due = row
+    found = parameters(n, corrupt=corrupt, dropout=dropout, adversary="malicious")
+    assert found == Parameters(*due)
+    # By exact arithmetic: corrupt neighbours of an honest client, and those that stay of one's.
+    degree, threshold, _ = due
+    num_corrupt, num_left = math.floor(corrupt * n), n - math.floor(dropout * n)
+    reach = 2 * threshold - degree
+    assert n * exact_tail(n - 1, num_corrupt, degree, reach) <= Fraction(1, 2**128)
+    assert n * (1 - exact_tail(n - 1, num_left - 1, degree, threshold)) <= Fraction(1, 2**20)
+
+
+def test_where_no_spread_ring_will_do_the_graph_is_complete() -> None:
+    """Up to 1,024 clients, with the threshold of a complete graph."""
+    found = parameters(1000, corrupt=0.1, dropout=0.3, adversary="malicious")
+    assert found == Parameters(999, 667)
+
+
+@pytest.mark.parametrize(("n", "degree"), [(129, 44), (200, 68), (1000, 162)])
+def test_the_second_eigenvalue_is_that_of_the_graph(n: int, degree: int) -> None:
+    rows = neighbours(n, degree, SEED, is_spread=True)
+    linked = np.zeros((n, n))
+    np.put_along_axis(linked, rows, 1.0, axis=1)
+    assert (linked == linked.T).all()
+    assert (linked.sum(axis=1) == degree).all()
+    values = np.linalg.eigvalsh(linked)
+    assert values[-1] == pytest.approx(degree)
+    largest = max(abs(values[0]), values[-2])
+    assert largest <= graph.second_eigenvalue(n, degree) < largest + 1 / 15
+    # Of degree random edges a client it would be 2 sqrt(degree - 1), and of a plain ring the degree.
+    assert largest < 3 * math.sqrt(degree)
+
+
+def slow_distances(n: int, degree: int) -> list[int]:
+    """As the specification says it, on a key stream made here."""
+    seed = hashlib.sha256(b"fedpress secure aggregation distances v1|%d|%d" % (n, degree)).digest()
+    label = b"fedpress public randomness v1\x00" + seed + b"secure aggregation graph"
+    stream = Cipher(ChaCha20(hashlib.sha256(label).digest(), bytes(16)), mode=None).encryptor()
+    bound = (n - 1) // 2
+    wanted = min(degree // 2, bound - degree // 2) if degree > bound else degree // 2
+    drawn: set[int] = set()
+    while len(drawn) < wanted:
+        word = int.from_bytes(stream.update(bytes(8)), "little")
+        if word < 2**64 // bound * bound:
+            drawn.add(word % bound)
+    if degree > bound:
+        drawn = set(range(bound)) - drawn
+    return sorted(each + 1 for each in drawn)
+
+
+@pytest.mark.parametrize(("n", "degree"), [(129, 44), (130, 90), (200, 68), (1000, 162)])
+def test_distances_are_those_of_the_specification(n: int, degree: int) -> None:
+    steps = slow_distances(n, degree)
+    assert graph.distances(n, degree).tolist() == steps
+    rows = neighbours(n, degree, SEED, is_spread=True)
+    ring = graph._ring(n, degree, SEED).tolist()
+    for place in (0, 1, n - 1):
+        due = {ring[(place + step) % n] for each in steps for step in (each, -each)}
+        assert rows[ring[place]].tolist() == sorted(due)
+        slot = ring[place]
+        assert neighbours_of(slot, n, degree, SEED, is_spread=True).tolist() == sorted(due)
+    with pytest.raises(ConfigurationError, match="no spread graph gives each of 10 clients 3"):
+        graph.distances(10, 3)
 
 
 def slow_neighbours(n: int, degree: int, seed: bytes) -> list[list[int]]:

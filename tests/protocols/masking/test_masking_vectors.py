@@ -15,7 +15,14 @@ import pytest
 
 from fedpress_protocols import kernels
 from fedpress_protocols.masking import shamir
-from fedpress_protocols.masking.graph import neighbours, neighbours_of
+from fedpress_protocols.masking.graph import (
+    Parameters,
+    distances,
+    neighbours,
+    neighbours_of,
+    parameters,
+    second_eigenvalue,
+)
 from fedpress_protocols.masking.keys import ChannelKey, MaskKey, commitment, self_mask
 from fedpress_protocols.masking.keystream import add_keystream
 from fedpress_protocols.masking.ring import Bounded, Packing
@@ -35,6 +42,19 @@ def test_graphs(vector: dict[str, Any]) -> None:
     assert hashlib.sha256(rows.astype("<i4").tobytes()).hexdigest() == vector["sha256"]
     for slot, row in vector["rows"].items():
         assert neighbours_of(int(slot), *shape).tolist() == row
+
+
+@of("spread_graph")
+def test_spread_graphs(vector: dict[str, Any]) -> None:
+    n, degree, seed = vector["n"], vector["degree"], bytes.fromhex(vector["seed"])
+    found = parameters(n, corrupt=0.1, dropout=0.05, adversary="malicious")
+    assert found == Parameters(degree, vector["threshold"], vector["honest"])
+    assert second_eigenvalue(n, degree) == vector["second_eigenvalue"]
+    assert distances(n, degree).tolist() == vector["distances"]
+    rows = neighbours(n, degree, seed, is_spread=True)
+    assert hashlib.sha256(rows.astype("<i4").tobytes()).hexdigest() == vector["sha256"]
+    for slot, row in vector["rows"].items():
+        assert neighbours_of(int(slot), n, degree, seed, is_spread=True).tolist() == row
 
 
 @of("shamir")

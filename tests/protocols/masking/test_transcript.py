@@ -279,6 +279,27 @@ def test_at_least_two_honest_clients_are_in_any_sum() -> None:
     assert config(10, minimum=7, corrupt=3_000).least(10) == 7
 
 
+def test_a_large_cohort_against_a_malicious_server_has_the_second_rule() -> None:
+    """By the first an arc of the ring can be cut off; who knows the first alone refuses the other."""
+    large = config(129)
+    assert (large.rule, config(128).rule, config(129, adversary="semi-honest").rule) == (2, 1, 1)
+    assert SessionConfig.from_bytes(large.to_bytes()) == large
+    with pytest.raises(IncompatiblePlan, match="rule 1 for up to 129 clients, malicious") as raised:
+        replace(large, rule=1)
+    assert "upgrade the server" in str(raised.value.hint)
+    with pytest.raises(IncompatiblePlan, match="rule 2 for up to 128 clients"):
+        replace(large, maximum=128)
+    with pytest.raises(IncompatiblePlan, match="rule 3, where version 1 and the rules 1 and 2"):
+        replace(large, rule=3)
+
+
+def test_honest_clients_in_a_sum_are_no_matter_of_what_the_server_says() -> None:
+    """Invariant 16: `minimum` counts those it names; of a sparse graph the bound is the graph's."""
+    assert config(100, minimum=60).honest(100) == 60 - 10
+    assert config(200, minimum=150).honest(200) == 96
+    assert config(200, minimum=150).honest(100) == 150 - 10
+
+
 # The topology
 
 
