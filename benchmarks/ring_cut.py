@@ -79,7 +79,9 @@ def placed(ring: Ring, trials: int, rng: np.random.Generator) -> Iterator[npt.ND
         yield is_corrupt
 
 
-def margins(ring: Ring, is_corrupt: npt.NDArray[np.bool_]) -> tuple[Counts, npt.NDArray[np.floating]]:
+def margins(
+    ring: Ring, is_corrupt: npt.NDArray[np.bool_]
+) -> tuple[Counts, npt.NDArray[np.floating]]:
     """Of each trial, the most corrupt neighbours of an honest client; and by how many neighbours a
     client the best set of up to half of the honest clients falls short of being opened: where that
     is positive, no such set can be."""

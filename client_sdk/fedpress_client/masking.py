@@ -53,6 +53,7 @@ _SAID_IN = {
     "masked": "masked",
     "consented": "consent",
     "revealed": "reveal",
+    "complained": "complaint",
 }
 _LONGEST_SECONDS = 7 * 24 * 3600
 """How far ahead a session may expire: so long a device remembers that it has answered it."""
@@ -298,7 +299,7 @@ class MaskedPart:
                     pause = self._await_offer(wait)
                 elif machine.phase == "ready":
                     self._mask(machine)
-                elif machine.phase == "revealed":
+                elif machine.phase in ("revealed", "complained"):
                     self._speak(machine)
                     return None
                 elif machine.phase in ("withdrawn", "over"):
@@ -319,7 +320,7 @@ class MaskedPart:
     def _expire(self) -> None:
         """Give up, and with it the secrets, once the session cannot be finished any more."""
         machine = self._machine
-        if machine is None or machine.phase in ("revealed", "withdrawn", "over"):
+        if machine is None or machine.phase in ("revealed", "complained", "withdrawn", "over"):
             return
         if machine.config.expires <= self._clock():
             self._enter(machine.give_up("the session has expired"))
@@ -387,7 +388,13 @@ class MaskedPart:
         if step not in self._said:
             outgoing = machine.outgoing
             if outgoing is not None:
-                self._transport.say(name, step, outgoing.to_bytes())
+                try:
+                    self._transport.say(name, step, outgoing.to_bytes())
+                except MalformedRequest as exc:
+                    if step != "complaint":
+                        raise
+                    # A server from before complaints: leave as from then on.
+                    raise IncompatiblePlan(f"withdrawn from the session: {machine.reason}") from exc
             if step == "masked":
                 self._transport.upload(name, self._ledger().pending[name].body)
             self._said.add(step)

@@ -111,6 +111,8 @@ def _measured(metrics: dict[str, float], most: int = 100) -> str:
 def _whole(attempt: RoundStatus) -> Iterator[str]:
     width = terminal_width()
     session, course = attempt.session, attempt.course
+    suspects = session.suspects if session else ()
+    failures = session.failures if session else ()
     pairs = [
         ("round", f"{attempt.round} of task {attempt.task}, attempt {attempt.attempt}"),
         ("state", attempt.state),
@@ -135,6 +137,8 @@ def _whole(attempt: RoundStatus) -> Iterator[str]:
         *((f"  {name}", digest) for name, digest in attempt.published.items()),
         ("measured", _measured(attempt.metrics) + _by_whom(attempt.measured)),
         *([] if session is None else [("session", _steps(session.began, session.answered))]),
+        *(("disturbed by", each) for each in suspects),
+        *((("not opened", f"shares of {other}, by {one}") for one, other in failures)),
         *([] if course is None else [("policies", course.why)]),
         *((("warning", each) for each in course.warnings) if course is not None else ()),
     ]

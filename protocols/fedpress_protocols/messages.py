@@ -408,6 +408,12 @@ class SessionStatus(Term):
     """Of all that clients said, uploads not among it."""
     seconds: float | None = None
     """From its beginning until the last step was over."""
+    suspects: tuple[str, ...] = ()
+    """The clients at fault: what they sealed several could not open, or their shares were wrong.
+    They take no part in the task's next sessions."""
+    failures: tuple[tuple[str, str], ...] = ()
+    """Who could not open what whom had sealed. Of a pair by itself either may be at fault: they are
+    kept apart."""
 
 
 class RoundStatus(Term):

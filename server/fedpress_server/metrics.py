@@ -225,6 +225,16 @@ class Metrics:
             "task",
             "step",
         )
+        self.session_failures = counter(
+            "fedpress_session_failures",
+            "Pairs of clients of masked sessions of which one could not open the other's shares.",
+            "task",
+        )
+        self.session_suspects = counter(
+            "fedpress_session_suspects",
+            "Clients that masked sessions named for wrong shares; a round's status has names.",
+            "task",
+        )
         self.session_seconds = seconds(
             "fedpress_session_duration_seconds",
             "Masked sessions from their beginning until the last step was over.",

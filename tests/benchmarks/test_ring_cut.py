@@ -17,7 +17,6 @@ with pytest.MonkeyPatch.context() as patch:  # it is a script
 from fedpress_protocols.masking import graph
 
 
-
 def beside_an_arc(ring: Ring, length: int) -> np.ndarray:
     """All corrupt clients next to an arc, half on either side: placed when the graph was known."""
     half = ring.num_corrupt // 2

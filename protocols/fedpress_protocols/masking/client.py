@@ -22,7 +22,7 @@ import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 import numpy as np
 import numpy.typing as npt
@@ -33,6 +33,7 @@ from fedpress_protocols.errors import (
     IncompatiblePlan,
     InvalidKey,
     MalformedRequest,
+    MaskingError,
     StateCorrupt,
     UpdateConflict,
 )
@@ -53,6 +54,7 @@ from fedpress_protocols.masking.messages import (
     Abandoned,
     Advertise,
     ClientMessage,
+    Complaint,
     Consent,
     Consents,
     Inbox,
@@ -86,11 +88,19 @@ from fedpress_protocols.masking.transcript import (
 from fedpress_protocols.signatures import DeviceKey
 
 Phase = Literal[
-    "advertised", "shared", "ready", "masked", "consented", "revealed", "withdrawn", "over"
+    "advertised",
+    "shared",
+    "ready",
+    "masked",
+    "consented",
+    "revealed",
+    "withdrawn",
+    "over",
+    "complained",
 ]
 Outcome = Literal["pending", "included", "not-included"]
 
-_PHASES = ("advertised", "shared", "ready", "masked", "consented", "revealed", "withdrawn", "over")
+_PHASES = get_args(Phase)
 _RECORD_VERSION = 1
 _MAX_REASON = 512
 
@@ -267,6 +277,7 @@ class MaskingClient:
     | `masked`     | PUT the body, POST `outgoing` (MaskedInput), GET the Survivors, `on`     |
     | `consented`  | POST `outgoing` (Consent), GET the Consents, `on`; malicious profile     |
     | `revealed`   | POST `outgoing` (Reveal), GET the Receipt, `on`                          |
+    | `complained` | POST `outgoing` (Complaint), GET the Receipt, `on`; nothing was masked  |
     | `withdrawn`  | say nothing; GET the Receipt, `on`: the body may be in a sum             |
     | `over`       | read `outcome`; no secret is left, and the record may be dropped         |
 
@@ -528,28 +539,35 @@ class MaskingClient:
         channel = ChannelKey(state.channel_secret, hybrid=hybrid)
         held = list(state.held)
         masks = [_Mask(self_mask(state.seed, sid=sid, slot=slot), True)]
+        failed: dict[int, str] = {}
         for peer, box in zip(peers, inbox.sealed, strict=True):
-            both = channel.open(
-                peer.channel_key,
-                box.sealed,
-                sid=sid,
-                own=slot,
-                peer=peer.slot,
-                associated=box.introduction,
-            )
-            shares = both[:SHARE_BYTES], both[SHARE_BYTES:]
-            for share in shares:
-                shamir.from_bytes(share)
+            try:
+                both = channel.open(
+                    peer.channel_key,
+                    box.sealed,
+                    sid=sid,
+                    own=slot,
+                    peer=peer.slot,
+                    associated=box.introduction,
+                )
+                shares = both[:SHARE_BYTES], both[SHARE_BYTES:]
+                for share in shares:
+                    shamir.from_bytes(share)
+                material = mask_key.pair_mask(
+                    peer.mask_key,
+                    sid=sid,
+                    cfg_hash=state.config.digest,
+                    own=slot,
+                    peer=peer.slot,
+                    introduction=box.introduction,
+                )
+            except MaskingError as exc:
+                failed[peer.slot] = exc.detail
+                continue
             held.append(_Held(peer.slot, *shares))
-            material = mask_key.pair_mask(
-                peer.mask_key,
-                sid=sid,
-                cfg_hash=state.config.digest,
-                own=slot,
-                peer=peer.slot,
-                introduction=box.introduction,
-            )
             masks.append(_Mask(material, slot < peer.slot))
+        if failed:
+            return self._complain(state, failed)
         return replace(
             state,
             phase="ready",
@@ -560,6 +578,17 @@ class MaskingClient:
             sharers=sharers,
             held=tuple(sorted(held, key=lambda each: each.owner)),
             masks=tuple(masks),
+        )
+
+    def _complain(self, state: _State, failed: Mapping[int, str]) -> _State:
+        """Out of the session, and say with whom it could not be; no secret is left."""
+        complaint = Complaint(state.slot, frozenset(failed)).signed(self.identity, state.sid)
+        return replace(
+            state.without_secrets(),
+            phase="complained",
+            sent=complaint.to_bytes(),
+            outcome="not-included",
+            reason="; ".join(failed.values())[:_MAX_REASON],
         )
 
     def _on_survivors(self, survivors: Survivors, now: float) -> _State:

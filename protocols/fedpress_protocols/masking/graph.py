@@ -183,9 +183,7 @@ def neighbours(n: int, degree: int, seed: bytes, *, is_spread: bool = False) -> 
     return found
 
 
-def neighbours_of(
-    slot: int, n: int, degree: int, seed: bytes, *, is_spread: bool = False
-) -> Slots:
+def neighbours_of(slot: int, n: int, degree: int, seed: bytes, *, is_spread: bool = False) -> Slots:
     """[degree]: the row of `neighbours` for one slot, without the others."""
     order = _ring(n, degree, seed)
     if not 0 <= slot < n:

@@ -11,6 +11,7 @@ phase; an answer is a function of the session's state, so a GET may be repeated 
 | P2      | `MaskedInput` and the body | `Survivors`                          | both           |
 | P3      | `Consent`                  | `Consents`                           | malicious      |
 | P4      | `Reveal`                   | `Receipt`                            | both           |
+| P2      | `Complaint`, and no more   |                                      | both           |
 | any     |                            | `Abandoned`, in place of any answer  | both           |
 
 A client's *slot* is its place in the roster, from 0. The *holders* of its secrets are its
@@ -306,13 +307,30 @@ class Reveal(Message):
     signature: Signature = UNSIGNED
 
 
+@dataclass(frozen=True, slots=True)
+class Complaint(Message):
+    """In place of P2's message: what these neighbours sealed for the sender opens to no shares.
+
+    The sender masks nothing and takes no further part. It tells no secret: its channel secret would
+    prove who is at fault, and would give the server, who may have forged the seals of an inbox, the
+    shares of everybody else that it holds. So who is at fault shows in who fails with whom.
+    """
+
+    TAG = 21
+    NAME = "complaint"
+
+    sender: U32
+    accused: Members
+    signature: Signature = UNSIGNED
+
+
 ServerMessage = Offer | Roster | Inbox | Survivors | Consents | Receipt | Abandoned
-ClientMessage = Advertise | Shares | MaskedInput | Consent | Reveal
+ClientMessage = Advertise | Shares | MaskedInput | Consent | Reveal | Complaint
 _KINDS: dict[int, type[ServerMessage | ClientMessage]] = {
     kind.TAG: kind
     for kind in (
         *(Offer, Roster, Inbox, Survivors, Consents, Receipt, Abandoned),
-        *(Advertise, Shares, MaskedInput, Consent, Reveal),
+        *(Advertise, Shares, MaskedInput, Consent, Reveal, Complaint),
     )
 }
 

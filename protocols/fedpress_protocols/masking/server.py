@@ -18,10 +18,10 @@ from __future__ import annotations
 
 import base64
 import hashlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
-from typing import Any, Literal, get_args
+from typing import Any, Literal, TypeVar, get_args
 
 import numpy as np
 import numpy.typing as npt
@@ -49,6 +49,7 @@ from fedpress_protocols.masking.messages import (
     Abandoned,
     Advertise,
     ClientMessage,
+    Complaint,
     Consent,
     Consents,
     Inbox,
@@ -68,6 +69,7 @@ from fedpress_protocols.masking.transcript import SessionConfig
 from fedpress_protocols.masking.unmasking import UnmaskJob, recovered
 from fedpress_protocols.signatures import DeviceKey
 
+T = TypeVar("T")
 Words = npt.NDArray[np.uint64]
 Phase = Literal[
     "advertising",
@@ -81,11 +83,12 @@ Phase = Literal[
 ]
 
 _PHASES: tuple[Phase, ...] = get_args(Phase)
-_MESSAGES = (Advertise, Shares, MaskedInput, Consent, Reveal)
+_MESSAGES = (Advertise, Shares, MaskedInput, Consent, Reveal, Complaint)
 _DUE: dict[type[Any], tuple[Phase, ...]] = {
     Advertise: ("advertising",),
     Shares: ("sharing",),
     MaskedInput: ("masking",),
+    Complaint: ("masking",),
     Consent: ("consenting",),
     Reveal: ("revealing", "unmasking"),
 }
@@ -93,6 +96,7 @@ _DUE: dict[type[Any], tuple[Phase, ...]] = {
 _FILES: dict[type[Any], str] = {
     Shares: "shares",
     MaskedInput: "masked",
+    Complaint: "complaints",
     Consent: "consents",
     Reveal: "reveals",
 }
@@ -135,9 +139,11 @@ class Unmasked:
 
 @dataclass(frozen=True, slots=True)
 class UnmaskFailed:
-    """`recover` raised: shares were wrong, and there were not enough others."""
+    """`recover` raised: shares were wrong, and there were not enough others. `suspects` are the
+    slots at fault, where the shares tell: then no others will do."""
 
     detail: str
+    suspects: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,14 +156,14 @@ class Aborted:
 Event = ClientMessage | DeadlinePassed | Unmasked | UnmaskFailed | Aborted
 
 
-def to_record(event: Event) -> dict[str, str]:
+def to_record(event: Event) -> dict[str, Any]:
     """Plain JSON, from which `from_record` makes the event again; a message is base64 in it."""
     if isinstance(event, DeadlinePassed | Unmasked | UnmaskFailed | Aborted):
         return {"event": type(event).__name__, **asdict(event)}
     return {"event": "message", "message": base64.b64encode(event.to_bytes()).decode()}
 
 
-def from_record(record: Mapping[str, str]) -> Event:
+def from_record(record: Mapping[str, Any]) -> Event:
     found = dict(record)
     name = found.pop("event")
     if name == "message":
@@ -165,7 +171,10 @@ def from_record(record: Mapping[str, str]) -> Event:
         event: Event = message
         return event
     kinds = {kind.__name__: kind for kind in (DeadlinePassed, Unmasked, UnmaskFailed, Aborted)}
-    made: Event = kinds[name](**found)
+    fields: dict[str, Any] = {**found}
+    if "suspects" in fields:
+        fields["suspects"] = tuple(fields["suspects"])
+    made: Event = kinds[name](**fields)
     return made
 
 
@@ -212,6 +221,20 @@ Effect = Accept | Enter | StartUnmask | Finish | Abandon
 # The machine
 
 
+def blamed(failures: Iterable[tuple[T, T]]) -> frozenset[T]:
+    """Who is at fault, where pairs fail and one of each is: those in pairs with two others or more,
+    and in more than any of these. A pair by itself does not say which of the two it is."""
+    others: dict[T, set[T]] = {}
+    for one, other in failures:
+        others.setdefault(one, set()).add(other)
+        others.setdefault(other, set()).add(one)
+    return frozenset(
+        each
+        for each, met in others.items()
+        if len(met) > max(1, *(len(others[other]) for other in met))
+    )
+
+
 def aggregate_digest(config: SessionConfig, words: Words) -> str:
     """What `Unmasked` and the receipt say of the sum: hex SHA-256 of its bytes, by the packing."""
     return hashlib.sha256(config.packing.to_bytes(words)).hexdigest()
@@ -240,6 +263,9 @@ class MaskingServer:
     masked: Mapping[int, MaskedInput] = field(default_factory=dict, repr=False)
     survivors: frozenset[int] = frozenset()
     """U3; set once."""
+    complaints: Mapping[int, Complaint] = field(default_factory=dict, repr=False)
+    suspects: frozenset[int] = frozenset()
+    """Whose shares were wrong; see `blame` for who sealed wrong ones."""
     consents: Mapping[int, Consent] = field(default_factory=dict, repr=False)
     reveals: Mapping[int, Reveal] = field(default_factory=dict, repr=False)
     lacking: Mapping[int, int] = field(default_factory=dict, repr=False)
@@ -335,7 +361,7 @@ class MaskingServer:
             raise InvalidKey("a key that is somebody's already", hint="draw fresh ones")
         return True
 
-    def _check(self, message: Shares | MaskedInput | Consent | Reveal) -> None:
+    def _check(self, message: Shares | MaskedInput | Consent | Reveal | Complaint) -> None:
         cohort, config, sender = self._closed, self.config, message.sender
         match message:
             case Shares():
@@ -352,12 +378,20 @@ class MaskingServer:
             case MaskedInput():
                 if sender not in self.sharers:
                     raise RoundClosed("this client's shares did not come in time")
+                if sender in self.complaints:
+                    raise Conflict("this client has complained, and masks nothing")
                 if message.partners != self.sharers.intersection(cohort.neighbours[sender]):
                     raise MalformedRequest("masked with others than those in the inbox")
                 if message.length != config.packing.num_bytes:
                     raise MalformedRequest(
                         f"a body of {message.length} bytes where {config.packing.num_bytes} are due"
                     )
+            case Complaint():
+                if sender not in self.sharers or sender in self.masked:
+                    raise Conflict("a complaint of a client that has no inbox, or has masked")
+                near = self.sharers.intersection(cohort.neighbours[sender])
+                if not message.accused or not message.accused <= near:
+                    raise MalformedRequest("a complaint of no client in the inbox")
             case Consent() | Reveal():
                 if sender not in self.survivors:
                     raise Forbidden("this client is not among the survivors")
@@ -471,6 +505,19 @@ class MaskingServer:
     def _abandoned(self) -> Abandoned:
         return Abandoned(self.reason).signed(self.key, self.config.digest)
 
+    # Faults
+
+    @property
+    def failures(self) -> tuple[tuple[int, int], ...]:
+        """By slots, who complained and of whom; rising."""
+        said = self.complaints.values()
+        return tuple(sorted((each.sender, other) for each in said for other in each.accused))
+
+    @property
+    def blame(self) -> frozenset[int]:
+        """The slots that are at fault, by who fails with whom or by shares that are wrong."""
+        return self.suspects | blamed(self.failures)
+
     # Unmasking
 
     def recover(self) -> UnmaskJob:
@@ -521,14 +568,26 @@ def _has_sharers(server: MaskingServer, event: Event, now: float) -> bool:
 
 def _has_inputs(server: MaskingServer, event: Event, now: float) -> bool:
     """Whether no more can come."""
-    return len(server.masked) == len(server.sharers) or _is_due(server, event, now)
+    num_done = len(server.masked) + len(server.complaints)
+    return num_done == len(server.sharers) or _is_due(server, event, now)
 
 
 def _has_survivors(server: MaskingServer, event: Event, now: float) -> bool:
     """Whether no more can come, and those who came can give every secret that is needed."""
-    if not _has_inputs(server, event, now):
-        return False
-    cohort, survivors = server._closed, frozenset(server.masked)
+    return _has_inputs(server, event, now) and _do_suffice(server, frozenset(server.masked))
+
+
+def _has_too_few(server: MaskingServer, event: Event, now: float) -> bool:
+    """Whether no more can come, or too many have complained for those who are left."""
+    if _has_inputs(server, event, now):
+        return True
+    left = server.sharers - server.complaints.keys()
+    return bool(server.complaints) and not _do_suffice(server, left)
+
+
+def _do_suffice(server: MaskingServer, survivors: frozenset[int]) -> bool:
+    """Whether these can give every secret that their sum needs."""
+    cohort = server._closed
     return len(survivors) >= server.config.least(len(cohort.members)) and all(
         len(survivors.intersection(cohort.holders[slot])) >= cohort.topology.threshold
         for slot in cohort.needed(server.sharers, survivors)
@@ -554,6 +613,10 @@ def _has_no_more(server: MaskingServer, event: Event, now: float) -> bool:
 
 def _may_have_more(server: MaskingServer, event: Event, now: float) -> bool:
     return len(server.reveals) < len(server.survivors) and now < server.deadline
+
+
+def _is_settled(server: MaskingServer, event: UnmaskFailed, now: float) -> bool:
+    return bool(event.suspects)
 
 
 def _always(server: MaskingServer, event: Event, now: float) -> bool:
@@ -597,8 +660,16 @@ def _finish(server: MaskingServer, event: Unmasked, now: float) -> _Step:
 
 
 def _abandon(server: MaskingServer, event: Event, now: float) -> _Step:
+    if isinstance(event, UnmaskFailed):
+        server = replace(server, suspects=server.suspects | frozenset(event.suspects))
     if isinstance(event, Aborted | UnmaskFailed):
         reason = event.detail
+    elif server.phase == "masking" and server.complaints:
+        named = " ".join(map(str, sorted(server.blame))) or "none"
+        reason = (
+            f"{len(server.complaints)} clients could not open what was sealed for them; by who "
+            f"fails with whom it is slot {named}"
+        )
     else:
         came = len(getattr(server, _AWAITED[server.phase]))
         reason = f"{came} clients came while the session was {server.phase}: too few for a sum"
@@ -652,7 +723,7 @@ TRANSITIONS: tuple[Transition, ...] = (
     Transition("sharing", DeadlinePassed, "too few", _is_due, _abandon, "abandoned"),
     Transition(
         "masking",
-        (MaskedInput, DeadlinePassed),
+        (MaskedInput, Complaint, DeadlinePassed),
         "no more can come, enough did; malicious profile",
         _must_consent,
         _to_consenting,
@@ -660,14 +731,19 @@ TRANSITIONS: tuple[Transition, ...] = (
     ),
     Transition(
         "masking",
-        (MaskedInput, DeadlinePassed),
+        (MaskedInput, Complaint, DeadlinePassed),
         "no more can come, enough did",
         _has_survivors,
         _to_revealing,
         "revealing",
     ),
     Transition(
-        "masking", (MaskedInput, DeadlinePassed), "too few", _has_inputs, _abandon, "abandoned"
+        "masking",
+        (MaskedInput, Complaint, DeadlinePassed),
+        "too few",
+        _has_too_few,
+        _abandon,
+        "abandoned",
     ),
     Transition(
         "consenting",
@@ -690,6 +766,9 @@ TRANSITIONS: tuple[Transition, ...] = (
         "revealing", (Reveal, DeadlinePassed), "too few", _has_no_more, _abandon, "abandoned"
     ),
     Transition("unmasking", Unmasked, "", _always, _finish, "finished"),
+    Transition(
+        "unmasking", UnmaskFailed, "who is at fault is known", _is_settled, _abandon, "abandoned"
+    ),
     Transition(
         "unmasking", UnmaskFailed, "more came since", _has_shares, _to_unmasking, "unmasking"
     ),

@@ -73,6 +73,20 @@ def combine_many(xs: npt.ArrayLike, shares: npt.ArrayLike, threshold: int) -> li
     return [_secret(limbs) for limbs in kernels.weighted_sums(weights, used)]
 
 
+def agree(xs: npt.ArrayLike, shares: npt.ArrayLike, threshold: int) -> bool:
+    """Whether `shares` [m, 5] of the holders `xs` [m], m >= threshold, are of one secret, whichever
+    it is: each limb's all lie on one polynomial of degree threshold - 1."""
+    points, values = _points(xs, InvalidShare), np.asarray(shares, np.uint64)
+    first = range(threshold)
+    found = []
+    for place in range(threshold - 1, points.size):
+        # In the place of the last of the first: it agrees with the others as to the value at 0.
+        chosen = [*first[:-1], place]
+        weights = kernels.lagrange(points[chosen].copy())
+        found.append(kernels.weighted_sums(weights, values[np.newaxis, chosen].copy())[0])
+    return all((limbs == found[0]).all() for limbs in found)
+
+
 def to_bytes(share: Words) -> bytes:
     """The 40 bytes of a share: five little-endian words."""
     return share.astype("<u8").tobytes()

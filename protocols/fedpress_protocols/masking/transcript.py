@@ -393,7 +393,7 @@ class SessionConfig(Record):
                 hint="upgrade the server: by the first rule a server that deviates can open the "
                 "sum of a part of a large cohort"
                 if due == SPREAD_RULE
-                else None,
+                else "",
             )
         if not 2 <= self.minimum <= self.maximum <= MAX_CLIENTS:
             raise IncompatiblePlan(

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import combinations, islice
+from itertools import combinations
 
 import numpy as np
 import numpy.typing as npt
@@ -27,8 +27,10 @@ from fedpress_protocols.randomness import PublicRandomness
 Words = npt.NDArray[np.uint64]
 
 _MASKS_AT_ONCE = 256
-_MAX_TRIES = 2**14
-"""Choices of shares for one secret; a tenth of a millisecond each."""
+_MAX_TRIES = 2**10
+"""Choices of shares for all secrets, once all have answered; a tenth of a millisecond each."""
+_FIRST_TRIES = 2**7
+"""Choices while others may answer."""
 
 
 @dataclass(frozen=True)
@@ -70,10 +72,13 @@ def recovered(
 ) -> UnmaskJob:
     """The job for these `survivors`, from what they revealed.
 
-    Raises InvalidShare if no shares give some secret, or a secret does not lead to its masks.
+    Raises InvalidShare if no shares give some secret, or a secret does not lead to its masks. Where
+    the shares tell who is at fault, `members["suspects"]` has the slots: an owner whose shares
+    agree with each other and not with what it said of its secret, or fit nothing though all have
+    answered.
     """
     commitments = {slot: shares[slot].commitment for slot in survivors}
-    recovery = _Recovery(cohort, sharers, commitments, reveals)
+    recovery = _Recovery(cohort, sharers, commitments, reveals, reveals.keys() >= survivors)
     masks: list[tuple[bytes, int]] = []
     for slot, secret in recovery.secrets(cohort.needed(sharers, survivors)).items():
         if slot in survivors:
@@ -112,7 +117,8 @@ def _pair_masks(
             )
         except (InvalidKey, InvalidSeal) as exc:
             raise InvalidShare(
-                f"the mask of slots {peer} and {slot} is lost: {exc.detail}"
+                f"the mask of slots {peer} and {slot} is lost: {exc.detail}",
+                suspects=[peer, slot],
             ) from exc
         yield material, -1 if is_lower else 1
 
@@ -127,9 +133,11 @@ class _Recovery:
         sharers: frozenset[int],
         commitments: Mapping[int, bytes],
         reveals: Mapping[int, Reveal],
+        has_all: bool,
     ) -> None:
-        """`commitments` are the survivors'."""
-        self._cohort = cohort
+        """`commitments` are the survivors'; `has_all`: nobody else can answer."""
+        self._cohort, self._has_all = cohort, has_all
+        self._tries = _MAX_TRIES if has_all else _FIRST_TRIES
         self._threshold = cohort.topology.threshold
         self._commitments = commitments
         self.suspects: set[int] = set()
@@ -191,14 +199,30 @@ class _Recovery:
     def _search(self, owner: int) -> bytes:
         """Try other shares: at first those of holders that nothing is known against.
 
-        Then every other holder is tried in the place of one that was right, and so is known.
+        Then every other holder is tried in the place of one that was right, and so is known. Where
+        all shares lie on one polynomial none but the owner can be at fault, given more of them than
+        corrupt holders could bend: then nothing is tried.
         """
         given = self._given[owner]
-        pools = [list(given)]
+        holders = list(given)
+        config = self._cohort.config
+        num_spare = len(given) - self._threshold
+        is_sure = self._has_all or num_spare >= config.corrupt * len(self._cohort.members) // 10_000
+        shares = np.array([given[each] for each in holders])
+        if num_spare and shamir.agree(self._points(owner, holders), shares, self._threshold):
+            raise InvalidShare(
+                f"{len(given)} shares of slot {owner} agree on a secret that it did not announce",
+                hint="leave that client out",
+                **({"suspects": [owner]} if is_sure else {}),
+            )
+        pools = [holders]
         if not self.suspects.isdisjoint(given):
             pools.insert(0, [holder for holder in given if holder not in self.suspects])
         for pool in pools:
-            for chosen in islice(self._choices(owner, pool), _MAX_TRIES):
+            for chosen in self._choices(owner, pool):
+                if not self._tries:
+                    break
+                self._tries -= 1
                 if secret := self._secret(owner, chosen):
                     for holder in given.keys() - set(chosen):
                         if not self._secret(owner, [*chosen[1:], holder]):
@@ -207,6 +231,7 @@ class _Recovery:
         raise InvalidShare(
             f"no {self._threshold} of {len(given)} shares give the secret of slot {owner}",
             hint="wait for the answers of more clients",
+            **({"suspects": [owner]} if self._has_all else {}),
         )
 
     def _choices(self, owner: int, pool: list[int]) -> Iterator[Sequence[int]]:

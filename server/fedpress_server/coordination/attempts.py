@@ -20,6 +20,7 @@ from fedpress_server.rounds import (
     DeadlinePassed,
     Effect,
     Event,
+    Folded,
     Part,
     Round,
     Said,
@@ -154,8 +155,9 @@ class Attempt:
         session, verdict = self.session, None
         try:
             if BeginSession() in effects and self.host is not None:
-                queue = self.round.queue
-                session = Session.begun(self.host, self.terms, queue, self.opened_at, now)
+                parts = self.round.parts
+                clients = {name: parts[name].client_id for name in self.round.queue}
+                session = Session.begun(self.host, self.terms, clients, self.opened_at, now)
         except FedpressError as exc:
             verdict = SessionFailed(f"no session can begin: {exc.detail}")
         if session is None:
@@ -167,8 +169,10 @@ class Attempt:
                 session = session.staged(assignment, now)
             case DeadlinePassed() if BeginSession() not in effects:
                 session = session.passed(now)
-            case UnmaskFailed(detail):
-                session = session.unmask_failed(detail, now)
+            case UnmaskFailed(detail, suspects):
+                session = session.unmask_failed(detail, suspects, now)
+            case Folded(suspects=suspects):
+                session = session.suspecting(suspects)
         return replace(self, session=session)._told(session.outcome, effects, now)
 
     def _told(

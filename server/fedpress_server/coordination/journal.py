@@ -6,6 +6,7 @@ never tell of half a step.
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 
 from sqlalchemy.engine import Connection
@@ -13,6 +14,7 @@ from sqlalchemy.engine import Connection
 from fedpress_protocols.messages import (
     RECEIPT_CONTEXT,
     Receipt,
+    SessionStatus,
     SignedReceipt,
     TaskConfig,
 )
@@ -24,7 +26,7 @@ from fedpress_protocols.signatures import DeviceKey, sign_document
 from fedpress_server.coordination.attempts import Attempt
 from fedpress_server.coordination.opening import round_of
 from fedpress_server.folds.folding import FoldResult
-from fedpress_server.folds.masked import Host, read_message
+from fedpress_server.folds.masked import Host, left_out, read_message
 from fedpress_server.folds.terms import RoundTerms
 from fedpress_server.rounds import (
     Assign,
@@ -42,6 +44,9 @@ from fedpress_server.storage import participants, records
 from fedpress_server.storage.payloads import Payloads
 from fedpress_server.storage.records import AssignmentRecord
 
+_REMEMBERED = 20
+"""Attempts for which those that masked sessions named are left out."""
+
 
 def reopened(
     connection: Connection, config: TaskConfig, spec: ModelSpec, payloads: Payloads, host: Host
@@ -54,10 +59,28 @@ def reopened(
     course = None if newest.course is None else Course.model_validate(newest.course)
     terms = RoundTerms(plan, spec, payloads, bases)
     begun = Attempt(round_, terms, host=host, course=course, opened_at=newest.opened_at)
-    attempt, _ = continued(connection, begun)
+    attempt, _ = continued(connection, kept_out(connection, begun))
     given = {part.given for part in attempt.round.parts.values() if part.given is not None}
     plans = {key: records.plan_of(connection, (config.task, *key)) for key in sorted(given)}
     return replace(attempt, earlier={key: RoundPlan.from_json(plans[key]) for key in plans})
+
+
+def kept_out(
+    connection: Connection, attempt: Attempt, ended: SessionStatus | None = None
+) -> Attempt:
+    """`attempt` without those that the sessions of its task before have named; `ended`: the last of
+    them, where it is not on the disk yet."""
+    if not attempt.round.is_masked:
+        return attempt
+    rows = records.last_sessions(connection, attempt.key, _REMEMBERED)
+    sessions = [SessionStatus.model_validate_json(json.dumps(row)) for row in rows]
+    if ended is not None:
+        sessions.append(ended)
+    round_ = attempt.round
+    names = left_out(
+        sessions, round_.number + round_.attempt, round_.members or frozenset(), round_.minimum
+    )
+    return replace(attempt, round=replace(round_, left_out=names))
 
 
 def continued(connection: Connection, held: Attempt) -> tuple[Attempt, tuple[Effect, ...]]:

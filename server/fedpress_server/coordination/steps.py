@@ -24,7 +24,13 @@ from fedpress_server.coordination.attempts import Attempt
 from fedpress_server.coordination.background import Background
 from fedpress_server.coordination.batches import jobs_of
 from fedpress_server.coordination.figures import Phases
-from fedpress_server.coordination.journal import continued, reopened, write_opening, write_step
+from fedpress_server.coordination.journal import (
+    continued,
+    kept_out,
+    reopened,
+    write_opening,
+    write_step,
+)
 from fedpress_server.coordination.live import LiveTask
 from fedpress_server.coordination.opening import Legacy, Told, opened, told_before
 from fedpress_server.coordination.turns import (
@@ -345,6 +351,11 @@ class Steps:
         if follows is not None and opening is not None:
             follows, begun = follows.taking_over(attempt, opening, now)
 
+        if follows is not None and follows.round.is_masked:
+            ended, begins = after.session, follows
+            follows = await self._database.read(
+                lambda c: kept_out(c, begins, None if ended is None else ended.status)
+            )
         is_held = False
 
         def write(connection: Connection) -> None:
@@ -370,6 +381,7 @@ class Steps:
             if record.state != task.record.state and not isinstance(event, Cancelled):
                 told = {"state": record.state, "reason": record.reason or ""}
                 audit.add(connection, now, audit.SERVER, "task.ended", record.task, **told)
+            self._note_disturbed(connection, after, now)
             if after.round.is_over and follows is None:
                 records.drop_bases(connection, record.task)
             if follows is not None:
@@ -415,6 +427,23 @@ class Steps:
             updates=[part.upload for part in parts if part.reason == "included" and part.upload],
             now=now,
         )
+
+    @staticmethod
+    def _note_disturbed(connection: Connection, after: Attempt, now: float) -> None:
+        """In the audit log: whom the attempt's session named, once it is over."""
+        if not after.round.is_over or after.session is None:
+            return
+        if suspects := after.session.status.suspects:
+            audit.add(
+                connection,
+                now,
+                audit.SERVER,
+                "session.disturbed",
+                after.key[0],
+                round=after.round.number,
+                attempt=after.round.attempt,
+                clients=list(suspects),
+            )
 
     def _write_jobs(
         self, connection: Connection, strategy: Strategy, before: Attempt | None, after: Attempt
@@ -509,7 +538,22 @@ class Steps:
         if ended.session is not None:
             for step, lost in ended.session.silent.items():
                 self._metrics.dropped_out.labels(name, step).inc(lost)
-            self._metrics.session_seconds.labels(name).observe(ended.session.status.seconds or 0.0)
+            status = ended.session.status
+            self._metrics.session_seconds.labels(name).observe(status.seconds or 0.0)
+            self._metrics.session_failures.labels(name).inc(len(status.failures))
+            self._metrics.session_suspects.labels(name).inc(len(status.suspects))
+            if status.suspects:
+                _log.warning(
+                    "task %s round %d.%d: disturbed by %s, left out of the next sessions",
+                    *ended.key,
+                    ", ".join(status.suspects),
+                )
+            elif status.failures:
+                _log.warning(
+                    "task %s round %d.%d: shares could not be opened, either may be at fault: %s",
+                    *ended.key,
+                    ", ".join(f"{one} of {other}" for one, other in status.failures),
+                )
         # The rows stay, and with them the answers to repeated requests; the bytes have done
         # their work.
         if keeps_files:

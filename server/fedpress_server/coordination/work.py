@@ -264,14 +264,15 @@ class Work:
             except (Unavailable, OSError, MemoryError):
                 raise
             except InvalidShare as exc:
-                event = UnmaskFailed(exc.detail)
+                event = UnmaskFailed(exc.detail, tuple(exc.members.get("suspects", ())))
             except Exception as exc:
                 _log.exception("task %s round %d.%d cannot be folded", *attempt.key)
                 event = FoldFailed(f"the fold failed: {exc}")
         if result is not None:
             failpoints.reach("model-kept")
             comparison = await self._compared(task, attempt.key, job)
-            event = replace(await self._rated(task, result.model), comparison=comparison)
+            rated = await self._rated(task, result.model)
+            event = replace(rated, comparison=comparison, suspects=result.suspects)
         await self._tell(task, lease, event, result)
 
     def _job(self, task: LiveTask, attempt: Attempt, uploads: tuple[StagedUpload, ...]) -> FoldJob:
@@ -314,5 +315,6 @@ class Work:
     def _folded(self, job: FoldJob, session: Session | None) -> FoldResult:
         if session is None:
             return fold(job, self._payloads, self._memory)
-        summed, masked = unmasked(job, session, self._steps.sums, self._payloads)
-        return replace(fold(job, self._payloads, self._memory, summed), masked=masked)
+        summed, masked, suspects = unmasked(job, session, self._steps.sums, self._payloads)
+        made = fold(job, self._payloads, self._memory, summed)
+        return replace(made, masked=masked, suspects=suspects)

@@ -64,6 +64,8 @@ class FoldResult:
     """As those of RoundTerms, for the clients whose uploads were folded."""
     masked: MaskedSum | None = None
     """Which sum it was, in the masked lane."""
+    suspects: tuple[int, ...] = ()
+    """Of its session: the slots whose shares were wrong."""
 
     @property
     def artefacts(self) -> frozenset[str]:

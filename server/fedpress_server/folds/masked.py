@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import threading
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Literal
 
@@ -30,6 +30,7 @@ from fedpress_protocols.masking.keys import HYBRID_SEAL_BYTES, INTRODUCTION_BYTE
 from fedpress_protocols.masking.messages import (
     Advertise,
     ClientMessage,
+    Complaint,
     Consent,
     Consents,
     Inbox,
@@ -68,6 +69,7 @@ _SAID: dict[Step, type[ClientMessage]] = {
     "masked": MaskedInput,
     "consent": Consent,
     "reveal": Reveal,
+    "complaint": Complaint,
 }
 _ANSWERS: dict[Answer, type[ServerMessage]] = {
     "offer": Offer,
@@ -140,30 +142,34 @@ class Session:
     """By step, how many had not answered at its deadline, of those that were asked."""
     num_bytes: int = 0
     """Of the messages said, bodies not among them."""
+    clients: Mapping[str, str] = field(default_factory=dict)
+    """By assignment, whose it is."""
+    seats: Mapping[bytes, str] = field(default_factory=dict)
+    """By identity key, the client that advertised it."""
 
     @classmethod
     def begun(
         cls,
         host: Host,
         terms: RoundTerms,
-        assignments: Iterable[str],
+        clients: Mapping[str, str],
         opened_at: float,
         now: float,
     ) -> Session:
-        """With the clients of these assignments, under the server's key of `opened_at`, when the
+        """With the `clients` of these assignments, under the server's key of `opened_at`, when the
         attempt began; raises IncompatiblePlan.
 
         The assignments were drawn at random for this attempt alone, and so is the nonce that is
         made of them: it is on the disk with them, and in no other session.
         """
-        queue = sorted(assignments)
+        queue = sorted(clients)
         key, population = host.keys.at(opened_at), host.authority.population
         config = agreed(terms.payload, population=population, server_key=key.public)
         nonce = hashlib.sha256("|".join(["fedpress session", *queue]).encode()).digest()
         lasts = sum(asdict(config.seconds).values()) + _LASTS
         config = chosen(config, nonce=nonce, expires=int(now) + lasts)
         machine = MaskingServer.open(config, key, authority=host.authority.public, now=now)
-        return cls(machine, len(queue), now)
+        return cls(machine, len(queue), now, clients=clients)
 
     @property
     def outcome(self) -> SessionEnded | SessionFailed | None:
@@ -188,6 +194,9 @@ class Session:
         if isinstance(message, MaskedInput):
             return replace(after, headers={**self.headers, assignment: message})
         after = after._counting(type(message))
+        if isinstance(message, Advertise):
+            seats = {**self.seats, message.certificate.identity: self.clients[assignment]}
+            after = replace(after, seats=seats)
         machine, _ = self.machine.on(message, now)
         if machine.phase == "advertising" and len(machine.advertised) >= waiting:
             # The queue is closed, so nobody else can come: nothing to wait for.
@@ -222,12 +231,28 @@ class Session:
         """With its phase's deadline over."""
         step = _STEP_OF[self.machine.phase]
         silent = self._asked(step) - self.answered.get(step, 0)
+        if step == "masked":
+            silent -= self.answered.get("complaint", 0)
         after = replace(self, silent={**self.silent, step: silent})
         return after._moved(self.machine.on(masking.DeadlinePassed(), now)[0], now)
 
-    def unmask_failed(self, detail: str, now: float) -> Session:
+    def unmask_failed(self, detail: str, suspects: tuple[int, ...], now: float) -> Session:
         """With shares found wrong: more may come, or it is over."""
-        return self._moved(self.machine.on(masking.UnmaskFailed(detail), now)[0], now)
+        return self._moved(self.machine.on(masking.UnmaskFailed(detail, suspects), now)[0], now)
+
+    def suspecting(self, suspects: Iterable[int]) -> Session:
+        """With the slots named whose shares were wrong, though others gave the sum."""
+        machine = self.machine
+        return replace(
+            self, machine=replace(machine, suspects=machine.suspects | frozenset(suspects))
+        )
+
+    def named(self, slots: Iterable[int]) -> tuple[str, ...]:
+        """The clients in these slots, in their order."""
+        cohort = self.machine.cohort
+        if cohort is None:
+            return ()
+        return tuple(self.seats[cohort.members[slot].certificate.identity] for slot in slots)
 
     def answer(self, step: Answer, identity: bytes) -> bytes | None:
         """What the server says to this client after its `step`; None while it is not there.
@@ -248,6 +273,8 @@ class Session:
             silent=dict(self.silent),
             message_bytes=self.num_bytes,
             seconds=seconds,
+            suspects=self.named(sorted(self.machine.blame)),
+            failures=tuple((one, other) for one, other in map(self.named, self.machine.failures)),
         )
 
     def _asked(self, step: Step) -> int:
@@ -320,25 +347,45 @@ class Sums:
 
 def unmasked(
     job: FoldJob, session: Session, sums: Sums, payloads: Payloads
-) -> tuple[Summed, MaskedSum]:
-    """What the cohort's updates come to, and the name of the sum; raises InvalidShare if shares are
-    wrong, InvalidUpdate if the sum is not one that honest clients make."""
+) -> tuple[Summed, MaskedSum, tuple[int, ...]]:
+    """What the cohort's updates come to, the name of the sum, and whose shares were wrong.
+
+    Raises InvalidShare if too many were, InvalidUpdate if the sum is not one that honest clients
+    make.
+    """
     plan, config = job.terms.plan, session.machine.config
     key = (plan.task, plan.round, plan.attempt)
     undo = session.machine.recover()
-    if undo.suspects:
-        _log.warning("task %s round %d.%d: wrong shares from the slots %s", *key, undo.suspects)
     words = undo.unmask([sums.total(key, job.uploads, payloads, config.packing)])
     payload = job.terms.payload
     found = payload.decompress(config.packing.unpack(words), len(job.uploads))
     over_symbols = job.strategy.symbol_aggregator is not None
     delta = found.numbers if over_symbols else found.mean.dense().astype(np.float64)
     summed = Summed(delta, found.num_examples, Tally(found.num_clients, found.report))
-    return summed, MaskedSum(
-        session=session.machine.sid.hex(),
-        survivors=survivors_digest(session.machine.survivors).hex(),
-        aggregate=masking.aggregate_digest(config, words),
+    return (
+        summed,
+        MaskedSum(
+            session=session.machine.sid.hex(),
+            survivors=survivors_digest(session.machine.survivors).hex(),
+            aggregate=masking.aggregate_digest(config, words),
+        ),
+        undo.suspects,
     )
+
+
+def left_out(
+    sessions: Sequence[SessionStatus], turn: int, members: frozenset[str], minimum: int
+) -> frozenset[str]:
+    """Who takes no part after these `sessions`, the last ones of a task: those that one of them
+    named, or all of them together do; and of two that fail with each other and nobody else, one and
+    the other by `turn`. Nobody, where too few of the `members`, if there are any, would be left."""
+    failures = [pair for each in sessions for pair in each.failures]
+    named = set(masking.blamed(failures)).union(*(each.suspects for each in sessions))
+    apart = {tuple(sorted(pair)) for pair in failures if named.isdisjoint(pair)}
+    named |= {pair[turn % 2] for pair in apart}
+    if members and len(members - named) < minimum:
+        return frozenset()
+    return frozenset(named)
 
 
 def check_masked_strategy(terms: RoundTerms, strategy: Strategy) -> None:

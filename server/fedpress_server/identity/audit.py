@@ -65,6 +65,7 @@ Action = Literal[
     "task.cancelled",
     "task.ended",
     "round.aborted",
+    "session.disturbed",
     "alias.promoted",
     "alias.rolled-back",
     "log-level.changed",

@@ -58,9 +58,11 @@ class SessionEnded:
 
 @dataclass(frozen=True, slots=True)
 class UnmaskFailed:
-    """Shares were wrong; those of other clients may still do."""
+    """Shares were wrong; those of other clients may still do, unless the slots at fault, the
+    `suspects`, are known."""
 
     detail: str
+    suspects: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,6 +114,8 @@ class Folded:
     stop: str = ""
     best: str | None = None
     comparison: Mapping[str, Any] | None = None
+    suspects: tuple[int, ...] = ()
+    """Of a masked session: the slots whose shares were wrong."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,6 +202,8 @@ def from_record(record: Mapping[str, Any]) -> Event:
     fields = dict(record)
     if "carried" in fields:
         fields["carried"] = tuple(Carried(**each) for each in fields["carried"])
+    if "suspects" in fields:
+        fields["suspects"] = tuple(fields["suspects"])
     if "chosen" in fields:
         fields["chosen"] = tuple(ClientCheckedIn(**each) for each in fields["chosen"])
     event: Event = _EVENTS[fields.pop("event")](**fields)

@@ -52,6 +52,8 @@ class Round:
     """By assignment, in the order of their indices."""
     members: frozenset[str] | None = None
     """Who may take part; None: everybody."""
+    left_out: frozenset[str] = frozenset()
+    """Who may not, of those: named by the masked sessions before. A replay has no need of it."""
     chooses: bool = False
     """Whether a policy chooses among those who check in; else whoever comes first is assigned."""
     trips: int = 1
@@ -139,7 +141,7 @@ class Round:
             return None
         parts = self.parts.values()
         taken = {part.client_id for part in parts if part.is_open or not self.is_asynchronous}
-        return len(self.members - taken)
+        return len(self.members - taken - self.left_out)
 
     @cached_property
     def next_deadline(self) -> float:
@@ -153,6 +155,7 @@ class Round:
         client and attempt, whatever became of it; in an asynchronous task one that is open, and
         none more after one that it declined."""
         is_member = self.members is None or client_id in self.members
+        is_member &= client_id not in self.left_out
         found = self.part_of(client_id)
         may_again = self.is_asynchronous and found is not None
         is_free = found is None or (may_again and found[1].is_done)

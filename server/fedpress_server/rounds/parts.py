@@ -16,8 +16,9 @@ Reason = Literal[
     "dropped-out",
     "stale",
 ]
-Step = Literal["advertise", "shares", "masked", "consent", "reveal"]
-"""What a client says in a session; each is followed by the server's answer of the same name."""
+Step = Literal["advertise", "shares", "masked", "consent", "reveal", "complaint"]
+"""What a client says in a session; each but the last is followed by the server's answer of the same
+name."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -275,6 +275,18 @@ def newest_round(connection: Connection, task: str) -> OpenRoundRecord:
     return OpenRoundRecord(*found)
 
 
+def last_sessions(connection: Connection, key: RoundKey, count: int) -> list[dict[str, Any]]:
+    """How the sessions of the task's last attempts stood when they were written, the newest first;
+    the attempt `key` is not among them."""
+    query = (
+        sa.select(rounds.c.session)
+        .where(rounds.c.task == key[0], ~sa.and_(*_is_round(rounds, key)))
+        .order_by(rounds.c.round.desc(), rounds.c.attempt.desc())
+        .limit(count)
+    )
+    return [each for each in connection.execute(query).scalars() if each]
+
+
 def plan_of(connection: Connection, key: RoundKey) -> str:
     query = sa.select(rounds.c.plan).where(*_is_round(rounds, key))
     return str(connection.execute(query).scalar_one())

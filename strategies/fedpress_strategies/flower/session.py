@@ -28,6 +28,7 @@ from fedpress_protocols.masking.agreement import agreed, chosen
 from fedpress_protocols.masking.messages import (
     Advertise,
     ClientMessage,
+    Complaint,
     Consent,
     Consents,
     Inbox,
@@ -246,6 +247,11 @@ class Session:
     def _take(self, node: int, reply: Message, kind: type[ClientMessage]) -> None:
         data = said_by(reply)
         message = parse(data)
+        if kind is MaskedInput and isinstance(message, Complaint):
+            if self.machine.admit(message, self._keys[node], self._now):
+                self._on(message)
+            of = ", ".join(f"node {self._at(slot)}" for slot in sorted(message.accused))
+            raise InvalidShare(f"could not open what was sealed for it by {of}")
         if not isinstance(message, kind):
             raise MalformedRequest(f"a {message.NAME} where a {kind.NAME} is due")
         if isinstance(message, Advertise):
@@ -288,7 +294,10 @@ class Session:
                 words = job.unmask([self._total])
                 found = self._payload.decompress(packing.unpack(words), len(job.survivors))
             except (InvalidShare, InvalidUpdate) as exc:
-                self._on(UnmaskFailed(exc.detail))
+                suspects = tuple(exc.members.get("suspects", ()))
+                self._on(UnmaskFailed(exc.detail, suspects))
+                for slot in suspects:
+                    self.faults[self._at(slot)] = "shares of a secret that it did not announce"
                 continue
             self._digest = aggregate_digest(self.machine.config, words)
             members = self.machine.cohort.members if self.machine.cohort is not None else ()
@@ -308,6 +317,12 @@ class Session:
         members = self.machine.cohort.members if self.machine.cohort is not None else ()
         slot = int(found[1])
         return f"{found[0]}, node {self._node(members[slot])}" if slot < len(members) else found[0]
+
+    def _at(self, slot: int) -> int:
+        """The node in that slot of the roster."""
+        cohort = self.machine.cohort
+        assert cohort is not None  # noqa: S101 - it is closed
+        return self._node(cohort.members[slot])
 
     def _node(self, member: Advertise) -> int:
         return self._nodes[member.certificate.identity]

@@ -225,7 +225,7 @@ class Session:
         try:
             job = self.server.recover()
         except InvalidShare as exc:
-            self.event(UnmaskFailed(exc.detail))
+            self.event(UnmaskFailed(exc.detail, tuple(exc.members.get("suspects", ()))))
             return
         packing = self.config.packing
         self.words = job.unmask(packing.from_bytes(self.bodies[slot]) for slot in job.survivors)

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from types import NoneType
 from typing import Any
 
 import numpy as np
@@ -26,6 +27,7 @@ from fedpress_protocols.errors import (
     RoundClosed,
     UpdateConflict,
 )
+from fedpress_protocols.masking import server as server_module
 from fedpress_protocols.masking import unmasking
 from fedpress_protocols.masking.client import MaskingClient, Trained
 from fedpress_protocols.masking.cohort import Cohort
@@ -33,6 +35,7 @@ from fedpress_protocols.masking.keys import ChannelKey, MaskKey
 from fedpress_protocols.masking.messages import (
     Abandoned,
     Advertise,
+    Complaint,
     Consent,
     Consents,
     Inbox,
@@ -88,9 +91,10 @@ def tell(session: Session, device: Device, message: Any) -> None:
 
 def refuses(device: Device, why: str) -> None:
     """It says nothing more, knows no secret, and says why."""
-    assert device.client.phase in ("withdrawn", "over")
+    assert device.client.phase in ("withdrawn", "over", "complained")
     assert device.client.outcome in ("pending", "not-included")
-    assert device.client.outgoing is None
+    complains = device.client.phase == "complained"
+    assert isinstance(device.client.outgoing, Complaint if complains else NoneType)
     assert why in device.client.reason
     state = device.client._state
     assert not any((state.mask_secret, state.seed, state.channel_secret, state.held, state.masks))
@@ -1222,3 +1226,120 @@ def test_degree_threshold_and_neighbours_are_the_clients_own_business() -> None:
     assert client._state.topology == session.server._closed.topology
     for kind in (Offer, Roster, Inbox, SessionConfig):
         assert not {"threshold", "degree", "neighbours"} & set(kind.__annotations__)
+
+
+# Who is at fault
+
+
+def shared(n: int, tamper: Callable[[Session, Device, Shares], Shares], **changes: Any) -> Session:
+    """A session whose first device said other shares than its own; up to the inboxes."""
+    session = Session(n, changes)
+    session.play("advertise", None, {})
+    for device in session.devices:
+        session.hear(device, Roster)
+        said = device.client.outgoing
+        assert isinstance(said, Shares)
+        if device is session.devices[0]:
+            said = tamper(session, device, said).signed(device.key, session.server.sid)
+        session.post(device, said)
+    assert session.server.phase == "masking"
+    return session
+
+
+def with_rubbish(session: Session, device: Device, shares: Shares) -> Shares:
+    return replace(shares, sealed=tuple(replace(s, sealed=bytes(96)) for s in shares.sealed))
+
+
+def with_another_commitment(session: Session, device: Device, shares: Shares) -> Shares:
+    return replace(shares, commitment=bytes(32))
+
+
+def with_shares_of_nothing(session: Session, device: Device, shares: Shares) -> Shares:
+    """Each seals to two good shares, which are of no polynomial."""
+    state, sid = device.client._state, session.server.sid
+    channel = ChannelKey(state.channel_secret)
+    rng = np.random.default_rng(1)
+    sealed = [
+        channel.seal(
+            peer.channel_key,
+            rng.integers(0, 2**60, 10, np.uint64).tobytes(),
+            sid=sid,
+            own=state.slot,
+            peer=peer.slot,
+        )
+        for peer in state.peers
+    ]
+    return replace(shares, sealed=tuple(SealedShares(each, b"") for each in sealed))
+
+
+def test_whom_nobody_can_open_is_named_before_anything_is_masked() -> None:
+    session = shared(20, with_rubbish)
+    cheat = slot_of(session, session.devices[0])
+    for device in session.devices[1:]:
+        if session.server.is_over:
+            break
+        session.hear(device, Inbox)
+        refuses(device, "did not seal for this receiver")
+        session.post(device)
+    assert (session.server.phase, session.server.blame) == ("abandoned", {cheat})
+    assert f"it is slot {cheat}" in session.server.reason
+    assert replayed(session, len(session.log))[0].blame == {cheat}
+
+
+def test_a_complaint_is_of_a_client_in_the_inbox_by_one_that_has_not_masked() -> None:
+    session = shared(8, with_another_commitment, corrupt=0)
+    device, other = session.devices[1:3]
+    own, another = slot_of(session, device), slot_of(session, other)
+    for accused in (frozenset(), frozenset({own}), frozenset({99})):
+        lie = Complaint(own, accused).signed(device.key, session.server.sid)
+        with pytest.raises(MalformedRequest, match="no client in the inbox"):
+            session.post(device, lie)
+    session.hear(device, Inbox)
+    device.mask()
+    session.post(device)
+    complaint = Complaint(own, frozenset({another})).signed(device.key, session.server.sid)
+    with pytest.raises(Conflict, match="has masked"):
+        session.post(device, complaint)
+    complaint = Complaint(another, frozenset({own})).signed(other.key, session.server.sid)
+    session.post(other, complaint)
+    session.hear(other, Inbox)
+    other.mask()
+    with pytest.raises(Conflict, match="has complained"):
+        session.post(other)
+
+
+@pytest.mark.parametrize("tamper", [with_another_commitment, with_shares_of_nothing])
+@pytest.mark.parametrize("n", [5, 20])
+def test_whose_shares_are_wrong_is_named_after_few_tries(
+    tamper: Callable[[Session, Device, Shares], Shares], n: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However many others answer, and however often: the search is bounded by session."""
+    combined = 0
+    combine = unmasking.shamir.combine
+
+    def counted(*args: Any) -> bytes:
+        nonlocal combined
+        combined += 1
+        return combine(*args)
+
+    monkeypatch.setattr(unmasking.shamir, "combine", counted)
+    session = shared(n, tamper)
+    cheat = slot_of(session, session.devices[0])
+    session.play("mask", Inbox, {})
+    session.play("consent", Survivors, {})
+    session.play("reveal", Consents, {})
+    assert (session.server.phase, session.server.blame) == ("abandoned", {cheat})
+    if tamper is with_another_commitment:
+        assert combined == 0
+    assert combined <= unmasking._MAX_TRIES + n * unmasking._FIRST_TRIES
+
+
+def test_pairs_that_fail_name_who_is_in_most() -> None:
+    blamed = server_module.blamed
+    assert blamed([]) == set()
+    assert blamed([(1, 2)]) == blamed([(1, 2), (2, 1)]) == set()  # either may be
+    assert blamed([(1, 9), (2, 9)]) == {9}
+    assert blamed([(9, 1), (9, 2), (9, 3)]) == {9}
+    assert blamed([(1, 9), (2, 9), (3, 4)]) == {9}
+    assert blamed([(1, 2), (3, 4)]) == set()
+    assert blamed([(1, 8), (2, 8), (1, 9), (2, 9)]) == set()  # two against two

@@ -206,7 +206,7 @@ def test_the_second_eigenvalue_is_that_of_the_graph(n: int, degree: int) -> None
     assert values[-1] == pytest.approx(degree)
     largest = max(abs(values[0]), values[-2])
     assert largest <= graph.second_eigenvalue(n, degree) < largest + 1 / 15
-    # Of degree random edges a client it would be 2 sqrt(degree - 1), and of a plain ring the degree.
+    # Of random edges it would be 2 sqrt(degree - 1), and of a plain ring nearly the degree.
     assert largest < 3 * math.sqrt(degree)
 
 

@@ -16,7 +16,13 @@ import numpy as np
 import pytest
 
 from fedpress_protocols import masking
-from fedpress_protocols.errors import Conflict, FedpressError, IncompatiblePlan, InvalidSignature, StateCorrupt
+from fedpress_protocols.errors import (
+    Conflict,
+    FedpressError,
+    IncompatiblePlan,
+    InvalidSignature,
+    StateCorrupt,
+)
 from fedpress_protocols.masking import client as client_module
 from fedpress_protocols.masking import keys, unmasking
 from fedpress_protocols.masking import server as server_module

@@ -1,0 +1,152 @@
+"""One device that disturbs masked sessions: it is named and left out, and rounds commit."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from fedpress_protocols.masking.messages import Complaint, SealedShares, Shares
+from fedpress_protocols.messages import RoundStatus
+from tests.masked import Participant
+from tests.server.in_process import Clock
+from tests.system.test_masked_sessions import World
+
+
+@pytest.fixture
+def world(tmp_path: Path) -> Iterator[World]:
+    made = World(tmp_path, Clock())
+    yield made
+    for each in made.participants:
+        if each.client is not None:
+            each.client.close()
+    made.stop()
+
+
+def client_id(participant: Participant) -> str:
+    return next(e.details["client_id"] for e in participant.events if e.kind == "enrolled")
+
+
+def sabotages(world: World, device: Participant, tamper: Callable[[Shares], Shares]) -> None:
+    """From now on the device sends other shares than it made, under its own signature."""
+    device.start()
+    assert device.client is not None
+    transport, key = device.client._transport, device.client._key
+    honest = transport.say
+
+    def say(assignment: str, step: str, message: bytes) -> None:
+        if step == "shares":
+            shares = tamper(Shares.from_bytes(message))
+            message = shares.signed(key, world.attempt.session.machine.sid).to_bytes()
+        honest(assignment, step, message)
+
+    transport.say = say  # type: ignore[method-assign]
+
+
+def rubbish(shares: Shares) -> Shares:
+    return replace(shares, sealed=tuple(SealedShares(os.urandom(96), b"") for _ in shares.sealed))
+
+
+def another_seed(shares: Shares) -> Shares:
+    return replace(shares, commitment=os.urandom(32))
+
+
+def session_of(status: RoundStatus) -> tuple[tuple[str, ...], tuple[tuple[str, str], ...]]:
+    assert status.session is not None
+    return status.session.suspects, status.session.failures
+
+
+@pytest.mark.parametrize("tamper", [rubbish, another_seed])
+def test_one_saboteur_of_twenty_is_named_and_left_out_and_rounds_commit(
+    world: World, tamper: Callable[[Shares], Shares], caplog: pytest.LogCaptureFixture
+) -> None:
+    world.begin(20, rounds=2, cohort={"size": 20, "minimum": 15})
+    devices = world.enrol(20)
+    sabotages(world, devices[7], tamper)
+    world.drive(400)
+    saboteur = client_id(devices[7])
+    first, *others = world.statuses
+    assert (first.state, first.round, first.attempt) == ("abandoned", 1, 1)
+    assert session_of(first)[0] == (saboteur,)
+    if tamper is rubbish:
+        assert {accused for _, accused in session_of(first)[1]} == {saboteur}
+    assert [(each.state, each.included) for each in others] == [("committed", 19)] * 2
+    assert [each.session.began for each in others if each.session] == [19, 19]
+    # Nothing that an honest device computed is lost, and operators see who it was.
+    world.participants.pop(7)
+    world.check_conserved()
+    assert f"disturbed by {saboteur}, left out" in caplog.text
+    text = world.server.get("/metrics").text
+    assert 'fedpress_session_suspects_total{task="digits"} 1.0' in text
+    entries = world.server.get("/v1/audit", headers=world.operator.headers).json()["entries"]
+    (entry,) = (each for each in entries if each["action"] == "session.disturbed")
+    assert entry["details"]["clients"] == [saboteur]
+
+
+def test_who_was_named_stays_out_over_a_restart(world: World) -> None:
+    world.begin(8, rounds=2, cohort={"size": 8, "minimum": 5})
+    devices = world.enrol(8)
+    sabotages(world, devices[2], rubbish)
+    world.drive_until(lambda: world.attempt.round.attempt == 2)
+    assert world.attempt.round.left_out == {client_id(devices[2])}
+    world.start()
+    assert world.attempt.round.left_out == {client_id(devices[2])}
+    world.drive(400)
+    assert [each.state for each in world.statuses] == ["abandoned", "committed", "committed"]
+
+
+def test_a_device_that_keeps_one_peer_out_does_not_for_long(world: World) -> None:
+    """Which of the two is at fault nobody can know: they are kept apart, in turn."""
+    world.begin(8, rounds=3, cohort={"size": 8, "minimum": 4})
+    devices = world.enrol(8)
+
+    def for_one(shares: Shares) -> Shares:
+        cohort = world.attempt.session.machine.cohort
+        key = devices[3].client._key.public if devices[3].client else b""
+        if key not in cohort.slots:
+            return shares
+        sealed = list(shares.sealed)
+        sealed[cohort.place(shares.sender, cohort.slots[key])] = SealedShares(os.urandom(96), b"")
+        return replace(shares, sealed=tuple(sealed))
+
+    sabotages(world, devices[5], for_one)
+    world.drive(400)
+    pair = client_id(devices[3]), client_id(devices[5])
+    first, *others = world.statuses
+    assert (first.state, first.included) == ("committed", 7)  # without the one that complained
+    assert session_of(first) == ((), (pair,))
+    assert [each.state for each in others] == ["committed"] * 2
+    assert [each.included for each in others] == [7, 7]
+    assert [session_of(each) for each in others] == [((), ())] * 2
+    settled = world.reasons()
+    assert settled[3].count("included") == settled[5].count("included") - 1 == 1
+
+
+def test_a_device_that_complains_of_everybody_is_the_one_at_fault(world: World) -> None:
+    """The honest ones are more, and it leaves the session to them."""
+    world.begin(8, rounds=2, cohort={"size": 8, "minimum": 4})
+    devices = world.enrol(8)
+    liar = devices[1]
+    liar.start()
+    assert liar.client is not None
+    transport, key = liar.client._transport, liar.client._key
+    honest = transport.say
+
+    def say(assignment: str, step: str, message: bytes) -> None:
+        if step == "masked" and world.attempt.session is not None:
+            machine = world.attempt.session.machine
+            own = machine.cohort.slots[key.public]
+            lie = Complaint(own, machine.sharers - {own}).signed(key, machine.sid)
+            step, message = "complaint", lie.to_bytes()
+        honest(assignment, step, message)
+
+    transport.say = say  # type: ignore[method-assign]
+    world.drive(400)
+    first, second = world.statuses
+    assert session_of(first)[0] == (client_id(liar),)
+    assert [(each.state, each.included) for each in (first, second)] == [("committed", 7)] * 2
+    assert second.session is not None
+    assert second.session.began == 7
