@@ -169,7 +169,7 @@ def test_shares_for_the_wrong_peer_cost_that_peer_and_name_the_liar(tmp_path: Pa
     report = report_of(made)
     assert len(report.included) == 10
     for reason in report.dropped.values():
-        assert "did not seal for this receiver" in reason
+        assert "could not open what was sealed for it" in reason
         assert "node 5" in reason
     np.testing.assert_array_equal(models[1], fleet.mean(1, report.included).astype(np.float32))
 

@@ -13,6 +13,7 @@ from fedpress_protocols.masking.messages import Complaint, SealedShares, Shares
 from fedpress_protocols.messages import RoundStatus
 from tests.masked import Participant
 from tests.server.in_process import Clock
+from tests.server.test_audit import log_of
 from tests.system.test_masked_sessions import World
 
 
@@ -81,9 +82,8 @@ def test_one_saboteur_of_twenty_is_named_and_left_out_and_rounds_commit(
     assert f"disturbed by {saboteur}, left out" in caplog.text
     text = world.server.get("/metrics").text
     assert 'fedpress_session_suspects_total{task="digits"} 1.0' in text
-    entries = world.server.get("/v1/audit", headers=world.operator.headers).json()["entries"]
-    (entry,) = (each for each in entries if each["action"] == "session.disturbed")
-    assert entry["details"]["clients"] == [saboteur]
+    (entry,) = (each for each in log_of(world.operator) if each.action == "session.disturbed")
+    assert entry.details["clients"] == [saboteur]
 
 
 def test_who_was_named_stays_out_over_a_restart(world: World) -> None:

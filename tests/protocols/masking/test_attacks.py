@@ -1211,7 +1211,8 @@ def test_the_largest_values_of_all_sum_exactly() -> None:
 
 def test_a_server_cannot_open_a_session_that_cannot_be_safe() -> None:
     for terms, error, why in (
-        (config(140, corrupt=9_000), IncompatiblePlan, "no sparse graph on 140 clients"),
+        (config(140, corrupt=9_000), IncompatiblePlan, "134 of 140 clients have to stay"),
+        (config(1_100, dropout=3_000), IncompatiblePlan, "no sparse graph on 1100 clients"),
         (config(10, vectors=(VectorSpec("x", 1, 2**60),)), IncompatiblePlan, "sums of 10"),
         (config(10, server_key=bytes(32)), ConfigurationError, "another server's key"),
     ):
