@@ -7,11 +7,11 @@ A transcript only says which client stands where on the ring of a session's grap
 attack is a draw of the corrupt clients' places; 2**TRIALS are drawn. In each, all sets of honest
 clients are looked at, not arcs alone, by a certificate: s honest clients whose sum can be opened
 have (2 t - k) s neighbours, counted for each, among themselves or the corrupt. Among the corrupt
-they have no more than the s with the most have, which is counted, and among themselves no more than
-the expander mixing lemma lets any s. Where that is too few for every s up to half of the honest
+each has no more than the one with the most, which is counted, and among themselves they have no
+more than the expander mixing lemma lets any s; but for a few small s the lemma says so of both
+together, wherever the corrupt stand. Where that is too few for every s up to half of the honest
 clients, nobody can be cut off by any choice of the server's. It is printed in how many trials the
-certificate failed, and how near the worst came; beside the plain graph of neighbours on the ring,
-for which a cut is looked for among its arcs alone.
+certificate failed, and by how many neighbours a client the worst one fell short.
 """
 
 from __future__ import annotations
@@ -79,23 +79,18 @@ def placed(ring: Ring, trials: int, rng: np.random.Generator) -> Iterator[npt.ND
         yield is_corrupt
 
 
-def margins(
-    ring: Ring, is_corrupt: npt.NDArray[np.bool_]
-) -> tuple[Counts, npt.NDArray[np.floating]]:
+def margins(ring: Ring, is_corrupt: npt.NDArray[np.bool_]) -> tuple[Counts, npt.NDArray[Any]]:
     """Of each trial, the most corrupt neighbours of an honest client; and by how many neighbours a
-    client the best set of up to half of the honest clients falls short of being opened: where that
-    is positive, no such set can be."""
+    client the best set of up to half of the honest clients falls short of being opened, among the
+    sizes for which it matters where the corrupt stand: above 0, no such set can be."""
     n, degree, gap = ring.n, ring.found.degree, second_eigenvalue(ring.n, ring.found.degree)
-    num_honest = n - ring.num_corrupt
-    near = np.where(is_corrupt, -1, ring.near(is_corrupt))
-    most = -np.sort(-near, axis=1)[:, : num_honest // 2]
-    size = np.arange(1.0, most.shape[1] + 1)
+    size = np.arange(1.0, (n - ring.num_corrupt) // 2 + 1)
     both = size + ring.num_corrupt
     inside = degree * size / n + gap * (1 - size / n)
-    any_corrupt = degree * both / n + gap * np.sqrt(both / size * (1 - size / n) * (1 - both / n))
-    counted = np.cumsum(most, axis=1) / size + inside
-    short = 2 * ring.found.threshold - degree - np.minimum(counted, any_corrupt)
-    return most[:, 0], short.min(axis=1)
+    near = degree * both / n + gap * np.sqrt(both / size * (1 - size / n) * (1 - both / n))
+    needed = 2 * ring.found.threshold - degree
+    most = np.where(is_corrupt, -1, ring.near(is_corrupt)).max(axis=1)
+    return most, needed - most - inside[near >= needed].max()
 
 
 def smallest_cut(ring: Ring, is_corrupt: npt.NDArray[np.bool_]) -> int:
