@@ -31,7 +31,7 @@ from fedpress_protocols.compression.stc import SparseTernary
 from fedpress_protocols.compression.structured import Structured
 from fedpress_protocols.compression.terngrad import TernGrad
 from fedpress_protocols.compression.threshold import Threshold
-from fedpress_protocols.compression.topk import TopK
+from fedpress_protocols.compression.topk import TopK, fit_levels
 from fedpress_protocols.errors import ConfigurationError
 from fedpress_protocols.model import ModelSpec, TensorSpec, Vector
 from fedpress_protocols.randomness import PublicRandomness
@@ -510,3 +510,46 @@ def test_a_forged_byte_that_makes_nan_is_refused_with_the_update() -> None:
     with pytest.raises(Exception, match="NaN or infinity"):
         made.decompress(forged, PUBLIC).check(1e6)
     assert isinstance(made.decompress(symbols, PUBLIC), Update)
+
+
+def fewest_squares(values: Vector, num_levels: int) -> float:
+    """The least squared error of `values` at so many levels, by dynamic programming (Wang and Song
+    2011, The R Journal 3(2))."""
+    rising = np.sort(values.astype(np.float64))
+    sums, size = np.concatenate([[0.0], np.cumsum(rising)]), rising.size
+    best = np.full(size + 1, -np.inf)
+    best[0] = 0
+    for _ in range(num_levels):
+        after = best.copy()
+        for stop in range(1, size + 1):
+            groups = (sums[stop] - sums[:stop]) ** 2 / (stop - np.arange(stop))
+            after[stop] = max(best[stop], (best[:stop] + groups).max())
+        best = after
+    return float(np.square(rising).sum() - best[size])
+
+
+@pytest.mark.parametrize("bits", [1, 2, 3, 4])
+@pytest.mark.parametrize("outlier", [0.0, 20.0, 200.0, 1000.0])
+def test_levels_are_nearly_the_best_there_are(bits: int, outlier: float) -> None:
+    rng = np.random.default_rng(5)
+    for draws in (rng.standard_normal(40_000), rng.lognormal(0, 2, 40_000)):
+        values = np.sort(np.abs(draws)).astype(np.float32)[-400:]
+        values[-1] = max(values[-1], outlier)
+        symbols, ratios, scale = fit_levels(values, 2**bits)
+        levels = ratios.astype(np.float32) * np.float32(scale)
+        error = float(np.square(values - levels[symbols], dtype=np.float64).sum())
+        rounding = 1e-6 * float(np.square(values, dtype=np.float64).sum())  # of float16
+        assert error <= 1.5 * fewest_squares(values, 2**bits) + rounding
+
+
+@pytest.mark.parametrize(("outlier", "bits"), [(200.0, 2), (1000.0, 1)])
+def test_one_outlier_does_not_take_all_others_with_it(outlier: float, bits: int) -> None:
+    spec = ModelSpec((TensorSpec("w", (3_000_000,)),))
+    update = np.random.default_rng(0).standard_normal(spec.size).astype(np.float32)
+    update[17] = outlier
+    known = Public(spec, PublicRandomness(bytes(32)))
+    made = TopK(magnitude_bits=bits)
+    symbols, _ = made.compress(update, None, known, np.random.default_rng(0))
+    rest = update - made.decompress(symbols, known).dense()
+    sent_raw = np.sort(np.square(update, dtype=np.float64))[:-30_000].sum()
+    assert float(np.square(rest, dtype=np.float64).sum()) < 1.005 * sent_raw

@@ -7,6 +7,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any, Literal, cast
 
 import numpy as np
@@ -29,6 +30,9 @@ from fedpress_protocols.model import ModelSpec, Vector
 from fedpress_protocols.update import Indices, Piece, Tabled, Update
 
 _LLOYD_STEPS = 12
+_WORTH = 0.05
+_MANY = 16
+"""Values a level up to which an outlier moves its level's mean enough to get a level for itself."""
 
 
 @compressor("topk")
@@ -192,15 +196,71 @@ def fit_levels(
 ) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.floating], float]:
     """Level of each magnitude, the levels as float16 ratios [num_levels] of a float32 scale.
 
-    Lloyd's iteration from equal shares of the sorted magnitudes. A level's symbol is chosen by the
-    values as the decoder will see them, so that what is sent is the nearest that can be sent.
+    Lloyd's iteration from equal shares of the sorted magnitudes. Of many values outliers leave it
+    stuck: where a level is spent better elsewhere it goes there, and the iteration begins again.
+    A level's symbol is chosen by the values as the decoder will see them, so that what is sent is
+    the nearest that can be sent.
     """
     if not magnitudes.size:
         return np.empty(0, np.uint8), np.zeros(num_levels, "<f2"), 0.0
     edges = np.linspace(0, magnitudes.size, num_levels + 1).round().astype(np.int64)
-    centres = kernels.lloyd(np.sort(magnitudes), edges, _LLOYD_STEPS)
+    rising = np.sort(magnitudes)
+    centres = kernels.lloyd(rising, edges, _LLOYD_STEPS)
+    if num_levels > 1 and rising.size >= _MANY * num_levels:
+        wide = rising.astype(np.float64)
+        inner = np.searchsorted(wide, (centres[1:] + centres[:-1]) / 2)
+        edges = np.array(_moved(wide, [0, *inner.tolist(), wide.size]), np.int64)
+        centres = kernels.lloyd(rising, edges, _LLOYD_STEPS)
     scale = np.float32(centres[-1])
     ratios = (centres / np.float64(scale)).astype("<f2")
     levels = ratios.astype(np.float32) * scale
     symbols = kernels.nearest_levels(magnitudes, cast(Vector, (levels[1:] + levels[:-1]) / 2))
     return symbols, ratios, float(scale)
+
+
+def _moved(rising: npt.NDArray[np.float64], edges: list[int]) -> list[int]:
+    """`edges` of the groups of `rising`, one level each, after groups were split where that takes
+    most off the squared error, and for each the two merged that lose least.
+
+    Each move takes a share of `_WORTH` off at least: finer ones are left to the iteration.
+    """
+    sums = np.concatenate([[0.0], np.cumsum(rising)])
+    energy = float(np.square(rising).sum())
+    for _ in range(len(edges) - 1):
+        kept = [_kept(sums, a, b) for a, b in pairwise(edges)]
+        error = energy - sum(kept)
+        gain, at = max(
+            _best_split(sums, a, b, own) for (a, b), own in zip(pairwise(edges), kept, strict=True)
+        )
+        split = sorted([*edges, at])
+        costs = [
+            (_kept(sums, a, b) + _kept(sums, b, c) - _kept(sums, a, c), b)
+            for a, b, c in zip(split, split[1:], split[2:], strict=False)
+            if b != at
+        ]
+        if not costs:
+            break
+        cost, without = min(costs)
+        if gain - cost <= _WORTH * error + 1e-9 * energy:
+            break
+        split.remove(without)
+        edges = split
+    return edges
+
+
+def _kept(sums: npt.NDArray[np.float64], start: int, stop: int) -> float:
+    """The squares of a group that its mean stands for."""
+    return float((sums[stop] - sums[start]) ** 2 / (stop - start)) if stop > start else 0.0
+
+
+def _best_split(
+    sums: npt.NDArray[np.float64], start: int, stop: int, kept: float
+) -> tuple[float, int]:
+    """By how much the squared error of a group falls if it becomes two, and where."""
+    if stop - start < 2:
+        return 0.0, start
+    inside = sums[start + 1 : stop]
+    left = np.arange(1.0, stop - start)
+    both = np.square(inside - sums[start]) / left + np.square(sums[stop] - inside) / left[::-1]
+    at = int(both.argmax())
+    return float(both[at]) - kept, start + 1 + at
