@@ -6,7 +6,8 @@ topk:fraction=0.02,magnitude_bits=1    ... or with settings
 {"id": "error_feedback", ...}          any configuration, as a plan holds it
 
 A bare method other than `none` gets what a device should use with it: 8 bits for tensors too small
-to sparsify, and error feedback around, unless the method is unbiased and loses more than it keeps.
+to sparsify, and error feedback around, unless the method is unbiased or can lose more than it is
+given.
 """
 
 from __future__ import annotations
@@ -14,7 +15,13 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from fedpress_protocols.compression.compressor import Compressor, from_config, properties
+from fedpress_protocols.compression.compressor import (
+    Compressor,
+    Config,
+    from_config,
+    properties,
+)
+from fedpress_protocols.compression.error_feedback import check_feedback
 from fedpress_protocols.errors import ConfigurationError, IncompatiblePlan
 
 
@@ -28,18 +35,23 @@ def compressor_from_option(text: str, *, masked: bool = False) -> Compressor[Any
             config = json.loads(text)
         except ValueError as exc:
             raise ConfigurationError(f"--compressor is not JSON: {exc}") from exc
-        return from_config(config)
+        return _checked(config)
     name, _, settings = text.partition(":")
     config = {"id": name.strip(), **dict(_setting(item) for item in settings.split(",") if item)}
     if name.strip() in ("none", "error_feedback", "dgc"):
-        return from_config(config)
-    if masked:
-        return from_config({"id": "error_feedback", "inner": config})
+        return _checked(config)
     claimed = properties(from_config(config))
-    inner = config if name.strip() == "per_tensor" else {"id": "per_tensor", "large": config}
-    if claimed.unbiased and not claimed.contractive:  # under feedback its residual would grow
-        return from_config(inner)
-    return from_config({"id": "error_feedback", "inner": inner})
+    by_tensor = masked or name.strip() == "per_tensor"
+    inner = config if by_tensor else {"id": "per_tensor", "large": config}
+    if claimed.suits_feedback and (masked or not claimed.unbiased):
+        return from_config({"id": "error_feedback", "inner": inner})
+    return from_config(inner)
+
+
+def _checked(config: Config) -> Compressor[Any]:
+    made = from_config(config)
+    check_feedback(made)
+    return made
 
 
 def _setting(item: str) -> tuple[str, Any]:

@@ -10,7 +10,7 @@ import json
 import re
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,16 +19,20 @@ import numpy as np
 from pydantic import ValidationError
 
 from fedpress.command_line import needs, read
+from fedpress.compressor_table import never_sent
+from fedpress_protocols.compression.compressor import properties
 from fedpress_protocols.errors import ConfigurationError
 from fedpress_protocols.faults import explained
 from fedpress_protocols.messages import TaskConfig
 from fedpress_protocols.model import Model
+from fedpress_protocols.plan import Profile
 from fedpress_strategies import from_config
 
 _YAML = (".yaml", ".yml")
 _UNNAMED = "0" * 64
 _MOST_BYTES = 16 * 2**20
 _STAND_IN = {"weight": np.ones((64, 64), np.float32), "bias": np.ones(64, np.float32)}
+_MOST_NEVER_SENT = 0.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +65,10 @@ def checked(path: Path, model: Path | None) -> Checked:
     """
     initial = None if model is None else Model.from_bytes(read(model))
     config = task_config(path, None if initial is None else initial.digest)
+    try:
+        config.check_new()
+    except ConfigurationError as exc:
+        raise ConfigurationError(f"{path}: {exc}") from exc
     try:
         strategy = from_config(config.strategy, config.training)
     except ConfigurationError as exc:
@@ -135,6 +143,8 @@ def summary(path: Path, found: Checked) -> Iterator[str]:
     )
     names = dict.fromkeys(profile.name for profile in config.every_profile)
     yield f"  profiles: {', '.join(names)}"
+    if not config.training.restricted:  # else nothing is trained that is not sent
+        yield from _warnings({each.name: each for each in config.every_profile}.values())
     if config.retention is None:
         yield "  files stay of all versions"
     else:
@@ -145,6 +155,20 @@ def summary(path: Path, found: Checked) -> Iterator[str]:
         yield "  sizes and names of tensors are not checked: give the model with --model"
     else:
         yield f"  an upload takes {found.max_upload:,} bytes at most"
+
+
+def _warnings(profiles: Iterable[Profile]) -> Iterator[str]:
+    for profile in profiles:
+        made = profile.compressor
+        lost = 0.0 if "basis" in made.needs else never_sent(made)
+        if lost > _MOST_NEVER_SENT:
+            name = made.wire_id
+            around = properties(made).suits_feedback
+            advice = "put error_feedback around it" if around else "choose a higher rate"
+            yield (
+                f"  warning: profile {profile.name!r} sends {name} without error feedback, which "
+                f"never sends {lost:.0%} of a typical update; {advice}"
+            )
 
 
 def _fields(path: Path) -> dict[str, Any]:

@@ -22,7 +22,7 @@ from fedpress_protocols.coding.fields import Symbols
 from fedpress_protocols.compression.compressor import Compressor, Public, check_inner
 from fedpress_protocols.compression.contexts import contexts_of
 from fedpress_protocols.compression.dgc import Dgc
-from fedpress_protocols.compression.error_feedback import ErrorFeedback
+from fedpress_protocols.compression.error_feedback import ErrorFeedback, check_feedback
 from fedpress_protocols.compression.matrices import Matrix, orthonormal, views
 from fedpress_protocols.compression.none import Uncompressed
 from fedpress_protocols.compression.powersgd import PowerSGD
@@ -106,6 +106,7 @@ class Exchange:
                 "dgc keeps velocities, which an exchange has no place for",
                 hint="use error_feedback, and leave momentum to the optimizer",
             )
+        check_feedback(compressor)
         self._feedback = compressor if isinstance(compressor, ErrorFeedback) else None
         self._lossy = self._feedback.inner if self._feedback else compressor
         check_inner(self._lossy, "exchange")

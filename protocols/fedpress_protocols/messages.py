@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, SerializerFunctionWrapHandler, model_serializer, model_validator
 
+from fedpress_protocols.compression.error_feedback import check_feedback
 from fedpress_protocols.errors import ConfigurationError
 from fedpress_protocols.plan import (
     CohortRules,
@@ -640,6 +641,12 @@ class TaskConfig(Term):
         periods = [each for period in self.schedule for each in period.profiles]
         guard = divergence_guard(self.policies)
         return (*periods, *self.profiles, *([guard.reference] if guard is not None else []))
+
+    def check_new(self) -> None:
+        """Raise IncompatiblePlan for what no task may begin with any more. Tasks that were begun
+        before are read as they are."""
+        for profile in self.every_profile:
+            check_feedback(profile.compressor)
 
     @model_validator(mode="after")
     def _can_be_scheduled(self) -> TaskConfig:

@@ -23,7 +23,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from fedpress_client.ddp import Exchange, HookState, LocalSGD, Sites, comm_hook
-from fedpress_protocols.compression.compressor import Compressor, compressors
+from fedpress_protocols.compression.compressor import Compressor, compressors, properties
 from fedpress_protocols.compression.error_feedback import ErrorFeedback
 from fedpress_protocols.compression.none import Uncompressed
 from fedpress_protocols.compression.powersgd import PowerSGD
@@ -148,11 +148,14 @@ def exchanged(rank: int, made: Compressor[Any]) -> dict[str, np.ndarray]:
 
 
 def stateless() -> list[str]:
-    """Every compressor that reads no more than the last mean and keeps nothing, and powersgd."""
+    """Every compressor that suits feedback, reads no more than the last mean and keeps nothing, and
+    powersgd."""
     found = {"powersgd"}
     for name, cls in compressors().items():
         state = cls().init(SPEC)
         keeps = state if isinstance(state, tuple) else (state,)
+        if not properties(cls()).suits_feedback:
+            continue
         if cls().needs <= {"previous"} and all(item is None for item in keeps):
             found.add(name)
     return sorted(found)

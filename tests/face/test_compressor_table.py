@@ -11,9 +11,11 @@ from fedpress.cli import app
 from fedpress.compressor_option import compressor_from_option
 from fedpress.compressor_table import bits_per_value, by_default, described, table
 from fedpress_protocols.compression.compressor import compressors, from_config
+from fedpress_protocols.compression.count_sketch import CountSketch
 from fedpress_protocols.compression.eden import Eden
 from fedpress_protocols.compression.error_feedback import ErrorFeedback
 from fedpress_protocols.compression.per_tensor import PerTensor
+from fedpress_protocols.compression.shared_support import SharedSupport
 from fedpress_protocols.errors import ConfigurationError
 
 
@@ -51,3 +53,19 @@ def test_an_unbiased_method_typed_bare_goes_without_feedback() -> None:
     assert compressor_from_option("eden") == PerTensor(Eden())
     mmse = ErrorFeedback(PerTensor(Eden(scale="mmse")))
     assert compressor_from_option("eden:scale=mmse") == mmse
+
+
+@pytest.mark.parametrize("name", ["delta", "ef21", "terngrad", "terngrad:clip_deviations=2.5"])
+def test_what_does_not_suit_feedback_goes_without_it(name: str) -> None:
+    assert isinstance(compressor_from_option(name), PerTensor)
+
+
+def test_a_sketch_under_masks_goes_without_feedback() -> None:
+    assert compressor_from_option("count_sketch", masked=True) == CountSketch()
+    shared = compressor_from_option("shared_support", masked=True)
+    assert shared == ErrorFeedback(SharedSupport())
+
+
+def test_feedback_that_diverges_cannot_be_typed() -> None:
+    with pytest.raises(ConfigurationError, match="use qsgd without error_feedback"):
+        compressor_from_option('{"id": "error_feedback", "inner": {"id": "qsgd"}}')

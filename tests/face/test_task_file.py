@@ -31,6 +31,7 @@ cohort: {size: 100, minimum: 60, over_selection: 1.2}
 round_seconds: 600
 retention: {last: 5, every: 10}
 """
+TOPK = "{id: topk, fraction: 2e-2, magnitude_bits: 1}"
 FIELDS = {
     "task": "keyboard",
     "rounds": 100,
@@ -93,6 +94,49 @@ def test_a_right_file_is_summed_up(tmp_path: Path, model: Path) -> None:
     assert "an upload takes" in done.output
 
 
+WRAPPED = f"id: error_feedback\n      inner: {TOPK}"
+
+
+@pytest.mark.parametrize(
+    ("compressor", "says"),
+    [
+        ("{id: topk, fraction: 1e-3}", "sends topk without error feedback, which never sends 80%"),
+        ("{id: per_tensor, large: {id: stc, fraction: 1e-3}}", "sends per_tensor without"),
+        ("{id: clip, inner: {id: qsgd}, max_norm: 1e-3}", "choose a higher rate"),
+        ("{id: topk, fraction: 0.1}", None),
+        ("{id: qsgd}", None),
+        ("{id: delta, inner: {id: topk, fraction: 1e-2}}", None),
+        ("{id: dgc}", None),
+    ],
+)
+def test_what_never_sends_the_most_of_an_update_is_warned_of(
+    tmp_path: Path, compressor: str, says: str | None
+) -> None:
+    done = check(written(tmp_path, one_line(compressor)))
+    assert done.exit_code == 0, done.output
+    if says is None:
+        assert "warning" not in done.output
+    else:
+        assert "  warning: profile 'phone'" in done.output
+        assert says in done.output
+
+
+def test_where_only_what_is_sent_is_trained_there_is_nothing_to_warn_of(tmp_path: Path) -> None:
+    text = one_line("{id: shared_support}")
+    assert "never sends" in check(written(tmp_path, text)).output
+    restricted = text.replace("training: {", "training: {restricted: true, ")
+    done = check(written(tmp_path, restricted))
+    assert done.exit_code == 0, done.output
+    assert "never sends" not in done.output
+
+
+def one_line(compressor: str) -> str:
+    """The task with `compressor` instead of its own."""
+    whole = YAML.replace(f"compressor:\n      {WRAPPED}", f"compressor: {compressor}")
+    assert whole != YAML
+    return whole
+
+
 @pytest.mark.parametrize(
     ("old", "new", "says"),
     [
@@ -101,6 +145,7 @@ def test_a_right_file_is_summed_up(tmp_path: Path, model: Path) -> None:
         ("rounds: 100", "rounds: 100\nrounds: 3", "line 5: rounds is there twice"),
         ("id: topk", "id: topq", "no compressor has the id 'topq'"),
         ("momentum: 0.8", "momentum: 8", "momentum"),
+        (TOPK, "{id: qsgd}", "error_feedback around qsgd, which does not contract"),
         ("id: fedavgm", "id: fedavgn", "strategy"),
         ("minimum: 60", "minimum: 160", "minimum 160 is larger than size 100"),
         ("rounds: 100", "rounds: [", "is not YAML"),

@@ -613,3 +613,9 @@ def test_with_a_seed_the_cohort_hangs_on_the_round_alone(tmp_path: Path) -> None
         found.append([report.asked for report in strategy.reports])
     assert found[0] == found[1]
     assert len(set(found[0])) == 3
+
+
+@pytest.mark.parametrize("made", [ErrorFeedback(RandomK(unbiased=True)), ErrorFeedback(EF21())])
+def test_a_plan_refuses_feedback_that_diverges(made: ErrorFeedback) -> None:
+    with pytest.raises(IncompatiblePlan, match="without error_feedback, or a method that contract"):
+        Plan(made)

@@ -12,7 +12,9 @@ import pytest
 from fedpress_protocols.coding import decode, encode
 from fedpress_protocols.coding.fields import Positions, Reals, Symbols, check_symbols
 from fedpress_protocols.compression.bernoulli import Bernoulli
+from fedpress_protocols.compression.cafe import Cafe
 from fedpress_protocols.compression.clip import Clip
+from fedpress_protocols.compression.coded import Coded
 from fedpress_protocols.compression.compressor import (
     Compressor,
     Properties,
@@ -20,14 +22,19 @@ from fedpress_protocols.compression.compressor import (
     compressor,
     compressors,
     from_config,
+    members,
     properties,
     to_config,
 )
+from fedpress_protocols.compression.count_sketch import CountSketch
+from fedpress_protocols.compression.dgc import Dgc
 from fedpress_protocols.compression.ecsq import Ecsq
 from fedpress_protocols.compression.eden import Eden
-from fedpress_protocols.compression.error_feedback import ErrorFeedback
+from fedpress_protocols.compression.error_feedback import ErrorFeedback, check_feedback
+from fedpress_protocols.compression.lowrank import LowRank
 from fedpress_protocols.compression.none import Uncompressed
 from fedpress_protocols.compression.per_tensor import KINDS, PerTensor, kinds_of
+from fedpress_protocols.compression.powersgd import PowerSGD
 from fedpress_protocols.compression.qsgd import Qsgd
 from fedpress_protocols.compression.quantize import Quantize
 from fedpress_protocols.compression.randomk import RandomK
@@ -93,13 +100,17 @@ EVERY: list[Compressor[Any]] = [
     RandomK(0.05, bits=8),
     RandomK(0.3, unbiased=True, bits=4, rounding="stochastic"),
     RandomK(0.3, unbiased=True, shared=False, bits=4, rounding="stochastic"),
+    RandomK(0.6, unbiased=True),
     Bernoulli(0.3),
+    Bernoulli(0.8),
     Threshold(0.5, magnitude_bits=0),
     Threshold(1e-6, at_most=0.02),
     SharedSupport(0.3, explore=1.0, bits=4, rounding="stochastic"),
     Structured(None),
     Structured(4, "stochastic"),
     Qsgd(1, 64),
+    Qsgd(16),
+    CountSketch(recover="median"),
     Sign(100),
     TernGrad(2.5),
     *(Eden(bits, "unbiased") for bits in (0.3, 2, 4)),
@@ -109,6 +120,12 @@ EVERY: list[Compressor[Any]] = [
     Ecsq("step", 0.01),
     Ecsq("bits", 3.0),
     Clip(Quantize(8, clip=0.1), 0.2),
+    Clip(Qsgd()),
+    Coded(Qsgd()),
+    Cafe(guard=1.0),
+    Cafe(Bernoulli()),
+    LowRank(rest=Qsgd()),
+    PowerSGD(rest=Qsgd()),
     PerTensor(TopK(0.1), rules=(("*.bias", Uncompressed()), ("gain", Quantize(2)))),
     PerTensor(SharedSupport(), Quantize(8, clip=0.1)),
     PerTensor(Eden(2), Quantize(8, "stochastic")),
@@ -118,6 +135,12 @@ EVERY: list[Compressor[Any]] = [
 SUMMABLE = [made for made in EVERY if made.commutes_with_sum]
 UNBIASED = [made for made in EVERY if properties(made).unbiased]
 CONTRACTIVE = [made for made in EVERY if properties(made).contractive]
+INSIDE = [made for made in EVERY if not getattr(made, "keeps_residual", False)]
+SUITED = [made for made in INSIDE if properties(made).suits_feedback]
+UNSUITED = [made for made in INSIDE if not properties(made).suits_feedback]
+THEMSELVES = [
+    made for made in UNSUITED if all(properties(part).suits_feedback for part in members(made))
+]
 
 
 def by_config(made: Compressor[Any]) -> str:
@@ -246,8 +269,9 @@ def test_the_mean_over_seeds_is_the_update(made: Compressor[Any]) -> None:
 def test_what_is_lost_is_shorter_than_the_update(made: Compressor[Any]) -> None:
     special = special_updates()
     names = ("constant", "tied", "one value", "wide", "heavy tail")
-    draws = 1000 if isinstance(made, RandomK) else 1
-    for update in (*(special[name] for name in names), heavy_tailed(21), heavy_tailed(22)):
+    draws = 1000 if isinstance(made, RandomK) else 20
+    updates = (*(special[name] for name in names), heavy_tailed(21), heavy_tailed(22))
+    for update in updates:
         exact, lost = update.astype(np.float64), 0.0
         for seed in range(draws):
             randomness = PublicRandomness(seed.to_bytes(32, "little"))
@@ -257,6 +281,93 @@ def test_what_is_lost_is_shorter_than_the_update(made: Compressor[Any]) -> None:
             rest = exact - made.decompress(symbols, known).dense()
             lost += float(rest @ rest)
         assert lost / draws < float(exact @ exact) * (1 - 1e-4)
+
+
+SMALL = ModelSpec((TensorSpec("w", (16, 24)), TensorSpec("b", (16,))))
+
+
+def residual_norms(made: Compressor[Any], update: Vector, rounds: int) -> list[float]:
+    """The residual's norm in units of the update's, as `rounds` of the same update leave it.
+
+    A model of one client: its last upload is the model's last step."""
+    state, residual = made.init(SMALL), np.zeros(SMALL.size, np.float32)
+    last, rng, norms = np.zeros(SMALL.size, np.float32), np.random.default_rng(0), list[float]()
+    for number in range(1, rounds + 1):
+        randomness = PublicRandomness(number.to_bytes(32, "little"))
+        known = Public(SMALL, randomness, last, last, number, np.abs(last), last)
+        corrected = update + residual
+        symbols, state = made.compress(corrected, state, known, rng)
+        last = made.decompress(symbols, known).dense()
+        residual = corrected - last
+        norms.append(float(np.linalg.norm(residual) / np.linalg.norm(update)))
+        if norms[-1] > 1e9:
+            break
+    return norms
+
+
+@pytest.mark.parametrize("made", SUITED, ids=by_config)
+def test_a_residual_around_what_suits_feedback_never_outgrows_the_updates(
+    made: Compressor[Any],
+) -> None:
+    """Where nothing were ever sent it would be as long as all updates so far."""
+    for update in (heavy_tailed(21, SMALL.size), np.full(SMALL.size, 0.25, np.float32)):
+        norms = residual_norms(made, update * np.float32(0.01), 100)
+        assert all(norm <= 10 + 1.01 * number for number, norm in enumerate(norms, 1))
+
+
+def unkind_updates(spec: ModelSpec) -> list[Vector]:
+    """One value that sets the scale, and many that are small beside it; flat ones; ordinary ones;
+    zeros between two ends."""
+    small = [1e-3, 2e-3, 5e-2, 0.3, 1.0]
+    updates = [np.full(spec.size, value, np.float32) for value in small]
+    updates += [heavy_tailed(21, spec.size), np.zeros(spec.size, np.float32)]
+    for update in updates:
+        update[0] = 1
+    updates[-1][1] = -1
+    return updates
+
+
+@pytest.mark.parametrize("made", THEMSELVES, ids=by_config)
+def test_what_does_not_suit_feedback_loses_more_than_there_was(made: Compressor[Any]) -> None:
+    """So that nothing is refused for want of a claim: in one round, or by feedback itself."""
+    if made.needs:  # what it reads is what the server made of its uploads
+        update = heavy_tailed(21, SMALL.size) * np.float32(0.01)
+        assert residual_norms(made, update, 400)[-1] > 1e3
+        return
+    spec = ModelSpec((TensorSpec("w", (512, 512)),))
+    known, lost = public(spec), []
+    for update in unkind_updates(spec):
+        symbols, _ = made.compress(update, made.init(spec), known, np.random.default_rng(0))
+        rest = update - made.decompress(symbols, known).dense().astype(np.float64)
+        lost.append(float(rest @ rest) / float(np.square(update, dtype=np.float64).sum()))
+    assert max(lost) > 1
+
+
+@pytest.mark.parametrize("made", EVERY, ids=by_config)
+def test_feedback_is_refused_around_what_does_not_suit_it(made: Compressor[Any]) -> None:
+    if made in SUITED:
+        check_feedback(ErrorFeedback(made))
+        check_feedback(Dgc(made))
+    elif made in UNSUITED:
+        for around in (ErrorFeedback(made), Dgc(made)):
+            with pytest.raises(IncompatiblePlan, match=r"does not contract.*without.*topk, ecsq"):
+                check_feedback(around)
+    check_feedback(made)
+
+
+@pytest.mark.parametrize(
+    ("inner", "says"),
+    [
+        ({"id": "qsgd"}, "qsgd without error_feedback.*bucket of less than 4"),
+        ({"id": "randomk", "unbiased": True}, "randomk contracts with unbiased false"),
+        ({"id": "eden", "bits": 0.5}, "eden contracts with scale mmse"),
+        ({"id": "per_tensor", "large": {"id": "coded", "inner": {"id": "qsgd"}}}, "around qsgd"),
+        ({"id": "quantize", "rounding": "stochastic"}, "quantize contracts with nearest rounding"),
+    ],
+)
+def test_the_refusal_names_the_method_and_what_to_use(inner: dict[str, Any], says: str) -> None:
+    with pytest.raises(IncompatiblePlan, match=says):
+        check_feedback(from_config({"id": "error_feedback", "inner": inner}))
 
 
 def test_a_table_row_for_every_method() -> None:
@@ -300,7 +411,8 @@ def test_one_tensor_of_one_value_works(made: Compressor[Any]) -> None:
     layout = made.layout(spec)
     received = made.decompress(decode(encode(symbols, layout), layout), known).dense()
     assert received.shape == (1,)
-    if properties(made).contractive and not isinstance(made, RandomK):
+    claimed = properties(made)
+    if claimed.contractive and not claimed.unbiased and not isinstance(made, RandomK):
         assert abs(received[0] - 0.05) < 0.05
 
 

@@ -12,6 +12,7 @@ from fedpress_client.exchange import Exchange
 from fedpress_protocols.compression.compressor import Public, from_config
 from fedpress_protocols.compression.dgc import SPARSITIES, Dgc
 from fedpress_protocols.compression.error_feedback import ErrorFeedback
+from fedpress_protocols.compression.qsgd import Qsgd
 from fedpress_protocols.compression.topk import TopK
 from fedpress_protocols.errors import IncompatiblePlan, InvalidUpdate
 from fedpress_protocols.model import Model, ModelSpec, TensorSpec
@@ -70,6 +71,11 @@ def test_a_plan_with_control_variates_refuses_it() -> None:
 def test_an_exchange_between_processes_refuses_it() -> None:
     with pytest.raises(IncompatiblePlan, match="velocities, which an exchange has no place for"):
         Exchange(Dgc())
+
+
+def test_an_exchange_refuses_feedback_that_diverges() -> None:
+    with pytest.raises(IncompatiblePlan, match="use qsgd without error_feedback"):
+        Exchange(ErrorFeedback(Qsgd()))
 
 
 def test_its_residual_is_that_of_plain_error_feedback() -> None:

@@ -35,7 +35,7 @@ COMPRESSORS: dict[str, dict[str, Any]] = {
     "sparse": {"id": "error_feedback", "inner": TOPK},
     "dense": {"id": "error_feedback", "inner": {"id": "quantize", "bits": 4}},
     "without feedback": TOPK,
-    "delta": {"id": "error_feedback", "inner": {"id": "delta", "inner": TOPK}},
+    "delta": {"id": "delta", "inner": TOPK},
 }
 
 

@@ -334,6 +334,13 @@ def test_devices_and_operators_see_the_same_history(
     assert device.json("GET", "/v1/tasks/digits/rounds/1").json()["state"] == "collecting"
 
 
+def around(inner: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "profiles": [{"name": "one", "compressor": {"id": "error_feedback", "inner": inner}}],
+        "members": ["one", "two"],
+    }
+
+
 @pytest.mark.parametrize(
     ("config", "error", "says"),
     [
@@ -344,6 +351,8 @@ def test_devices_and_operators_see_the_same_history(
         ({"max_abs": 1e15}, ConfigurationError, "overflow"),
         ({"rounds": 0}, MalformedRequest, "rounds"),
         ({"strategy": {"id": "fetchsgd"}}, IncompatiblePlan, "takes count_sketch"),
+        (around({"id": "qsgd"}), IncompatiblePlan, "around qsgd, which does not contract"),
+        (around({"id": "delta"}), IncompatiblePlan, "use delta without error_feedback"),
         ({"strategy": {"id": "fetchsgd", "rows": 0}}, ConfigurationError, "rows"),
     ],
 )

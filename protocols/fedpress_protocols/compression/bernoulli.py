@@ -33,8 +33,9 @@ class Bernoulli(Stateless):
     """Keep each coordinate with `probability`, scaled by 1 / probability: unbiased.
 
     Each client draws by itself, so that what the clients lose averages out; positions travel, and
-    values as float32 by their four bytes, of which the coder shortens the signs and exponents. Not
-    for error feedback, since the scaled values lose more than there was. How many are kept varies:
+    values as float32 by their four bytes, of which the coder shortens the signs and exponents. Up
+    to a probability of 0.5 the scaled values lose as much as there was or more, which rules out
+    error feedback. How many are kept varies:
     a draw of more than eight deviations above the mean, which is less likely than a broken
     machine, is drawn again, so that the plan can bound the upload.
     """
@@ -49,6 +50,8 @@ class Bernoulli(Stateless):
         return Properties(
             rate="probability * (log2(1 / probability) + 1.4 + 32)",
             unbiased=True,
+            contractive=self.probability > 0.5,
+            contracts_with="a probability above 0.5",
             source="Konečný and Richtárik 2018, Section 3",
         )
 

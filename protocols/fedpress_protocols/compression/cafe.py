@@ -40,7 +40,9 @@ class Cafe:
     prediction is a stranger, ||update - factor * previous|| > guard * ||update||, leaves it out and
     says so in one symbol: steps that the clients no longer ask for end with the next round. With
     guard 1 no upload loses more than with `inner` alone, but predictions that help the model are
-    refused too, since a single client's update is mostly noise. None sends no such symbol.
+    refused too, since a single client's update is mostly noise. None sends no such symbol. Error
+    feedback around it wants that guard of 1: what a prediction gets wrong else comes back through
+    the residual and the next prediction, and grows.
     """
 
     inner: Compressor[Any] = field(default_factory=TopK)
@@ -69,6 +71,7 @@ class Cafe:
             rate=inner.rate,
             unbiased=inner.unbiased,
             contractive=inner.contractive and self.guard is not None and self.guard <= 1,
+            contracts_with="a guard of 1 or less",
             client_state=inner.client_state,
             server_state="previous model",
             source="Ortega et al. 2024, Algorithm 1",

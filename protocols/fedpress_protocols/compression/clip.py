@@ -65,6 +65,8 @@ class Clip:
         inner = properties(self.inner)
         return Properties(
             rate=inner.rate,
+            non_expansive=inner.suits_feedback,
+            contracts_with=inner.contracts_with,
             client_state=inner.client_state,
             server_state=inner.server_state,
             source="Pascanu et al. 2013, Section 3.2",

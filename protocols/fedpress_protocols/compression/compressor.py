@@ -136,17 +136,26 @@ class Properties:
 
     `unbiased`: over its randomness the mean of what is received is the update, wherever nothing is
     clipped. `contractive`: in the mean over it, the squared norm of what is lost is below the
-    update's by a factor less than 1. The common tests prove both. `rate` names the bits that a
-    value costs before coding; the states say what either end keeps from round to round; `source`
-    is where the method is from.
+    update's by a factor less than 1. `non_expansive`: it is no larger than the update's, but for a
+    constant that the settings fix (steps of a grid). The common tests prove all three.
+    `contracts_with` names settings under which a method that is neither would contract. `rate`
+    names the bits that a value costs before coding; the states say what either end keeps from
+    round to round; `source` is where the method is from.
     """
 
     rate: str = ""
     unbiased: bool = False
     contractive: bool = False
+    non_expansive: bool = False
+    contracts_with: str = ""
     client_state: str = "none"
     server_state: str = "none"
     source: str = ""
+
+    @property
+    def suits_feedback(self) -> bool:
+        """Whether a residual cannot grow by itself: nobody loses more than there was."""
+        return self.contractive or self.non_expansive
 
 
 def properties(made: Any) -> Properties:

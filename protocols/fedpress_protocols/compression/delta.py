@@ -33,7 +33,8 @@ class Delta:
     `own` is what this client's last included upload stood for, zeros before the first. The server
     keeps it for every client, a model's size each, on its disk, and every assignment names it by
     digest; so the task has to name its members. `ef21` sends the same symbols and asks the server
-    for the mean alone.
+    for the mean alone. Either is an account of what was not sent; error feedback around it would
+    count that twice, and diverges at low rates.
     """
 
     inner: Compressor[Any] = field(default_factory=TopK)

@@ -69,6 +69,7 @@ class Ecsq(Stateless):
         return Properties(
             rate="target, or what its error takes",
             contractive=self.control != "step",
+            non_expansive=True,
             source="Sullivan 1996; Mitchell et al. 2022",
         )
 

@@ -52,8 +52,8 @@ class Eden(Stateless):
     the same for any update: 0.571, 0.133, 0.036 and 0.0096 of its squared norm at 1 to 4 bits. It
     is lost on heavy-tailed updates, where `ecsq` needs less, but it is small in the worst case.
 
-    The `unbiased` scale makes the mean right, for use on its own; `mmse` loses least and is
-    contractive, for use in error feedback, where the unbiased one inflates the residual. Blocks
+    The `unbiased` scale makes the mean right, for use on its own; `mmse` loses least, for use in
+    error feedback. Below 1 bit the unbiased scale can lose more than there was. Blocks
     have 2**`log2_block` coordinates, and the rest is cut into powers of two down to 64, so that
     next to nothing is padded. Each client draws its own rotation and sends its seed of 4 bytes:
     with one in common, what clients that agree lose would not average out. The rotation is two
@@ -76,7 +76,8 @@ class Eden(Stateless):
         return Properties(
             rate="bits + 32 / block",
             unbiased=self.scale == "unbiased",
-            contractive=self.scale == "mmse",
+            contractive=self.scale == "mmse" or self.bits >= 1,
+            contracts_with="scale mmse, or bits of 1 or more",
             source="Vargaftik et al. 2022, Algorithm 1",
         )
 

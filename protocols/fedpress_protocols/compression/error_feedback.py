@@ -20,9 +20,11 @@ from fedpress_protocols.compression.compressor import (
     Properties,
     Public,
     compressor,
+    members,
     properties,
 )
 from fedpress_protocols.compression.topk import TopK
+from fedpress_protocols.errors import IncompatiblePlan
 from fedpress_protocols.model import ModelSpec, Vector
 from fedpress_protocols.update import Update
 
@@ -44,6 +46,32 @@ class Feedback(NamedTuple):
         residual = self.residual.copy()
         update.add_to(residual)
         return self._replace(residual=residual)
+
+
+def check_feedback(made: Any) -> None:
+    """Raise IncompatiblePlan where `made` is error feedback around a compressor that can lose more
+    than it is given: each round's residual would then be larger than the last.
+
+    For whoever makes a new plan. Plans that were made before are read as they are.
+    """
+    if not isinstance(made, ErrorFeedback) or properties(made.inner).suits_feedback:
+        return
+    culprit = _expansive(made.inner)
+    name, better = culprit.wire_id, properties(culprit).contracts_with
+    settings = f"; {name} contracts with {better}" if better else ""
+    raise IncompatiblePlan(
+        f"{made.wire_id} around {name}, which does not contract: it can lose more than the whole "
+        "update, and what is lost would grow from round to round until training diverges",
+        hint=f"use {name} without {made.wire_id}, or a method that contracts, such as topk, ecsq "
+        f"or quantize{settings}",
+    )
+
+
+def _expansive(made: Any) -> Any:
+    """The innermost compressor that makes `made` unfit."""
+    unfit = (member for member in members(made) if not properties(member).suits_feedback)
+    inner = next(unfit, None)
+    return made if inner is None else _expansive(inner)
 
 
 @compressor("error_feedback")
@@ -84,6 +112,7 @@ class ErrorFeedback:
         return Properties(
             rate=inner.rate,
             contractive=inner.contractive,
+            non_expansive=inner.non_expansive,
             client_state="residual",
             server_state=inner.server_state,
             source="Karimireddy et al. 2019, Algorithm 1",

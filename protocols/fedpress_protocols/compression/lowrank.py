@@ -75,6 +75,8 @@ class LowRank:
         return Properties(
             rate="bits * rank * (rows + columns) / (rows * columns)",
             contractive=rest.contractive,
+            non_expansive=rest.suits_feedback,
+            contracts_with=rest.contracts_with,
             client_state=rest.client_state,
             server_state=rest.server_state,
             source="Vogels et al. 2019, Section 3",

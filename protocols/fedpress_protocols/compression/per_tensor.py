@@ -108,6 +108,7 @@ class PerTensor:
             rate="that of its members",
             unbiased=all(member.unbiased for member in inner),
             contractive=all(member.contractive for member in inner),
+            non_expansive=all(member.suits_feedback for member in inner),
             client_state=together([member.client_state for member in inner]),
             server_state=together([member.server_state for member in inner]),
             source="that of its members",

@@ -96,11 +96,13 @@ class PowerSGD:
 
     @property
     def properties(self) -> Properties:
-        is_apart = self.trips == 2
+        is_apart, rest = self.trips == 2, properties(self.rest)
         return Properties(
             rate="8 * width * rank * (rows + columns) / (rows * columns)",
+            non_expansive=rest.suits_feedback,
+            contracts_with=rest.contracts_with,
             client_state="its update, between trips" if is_apart else "right factors",
-            server_state="previous model" if is_apart else properties(self.rest).server_state,
+            server_state="previous model" if is_apart else rest.server_state,
             source="Vogels et al. 2019, Algorithm 1",
         )
 

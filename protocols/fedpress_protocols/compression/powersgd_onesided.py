@@ -77,6 +77,7 @@ class OneSidedPowerSGD(Stateless):
     def properties(self) -> Properties:
         return Properties(
             rate="bits * rank / columns, or rows in odd rounds",
+            non_expansive=True,
             server_state="previous model",
             source="Vogels et al. 2019, Algorithm 1",
         )

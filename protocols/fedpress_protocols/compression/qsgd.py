@@ -27,7 +27,8 @@ class Qsgd(Stateless):
     The norm is the L2 norm of each `bucket` of coordinates, the last one maybe shorter. Unbiased,
     with variance at most min(n / levels^2, sqrt(n) / levels) * norm^2 in a bucket of n: few levels
     want small buckets. Most symbols are zero where levels < sqrt(n), and the coder lives on that.
-    Not for error feedback, whose residual would grow where that bound exceeds 1.
+    No value loses more than (norm / levels)^2 / 4, so it contracts where n < 4 * levels^2; else it
+    can lose more than there was, which rules out error feedback.
     """
 
     levels: int = 4
@@ -42,6 +43,8 @@ class Qsgd(Stateless):
         return Properties(
             rate="log2(2 * levels + 1) + 32 / bucket, before coding",
             unbiased=True,
+            contractive=self.bucket < 4 * self.levels**2,
+            contracts_with="a bucket of less than 4 * levels^2",
             source="Alistarh et al. 2017, Section 3.1",
         )
 

@@ -85,6 +85,8 @@ class Quantize(Stateless):
             rate="bits",
             unbiased=self.rounding == "stochastic",
             contractive=contractive,
+            non_expansive=self.clip is not None,
+            contracts_with="nearest rounding on the symmetric grid",
             source="Alistarh et al. 2017, Section 3.1",
         )
 

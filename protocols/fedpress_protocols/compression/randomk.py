@@ -79,10 +79,13 @@ class RandomK(Stateless):
 
     @property
     def properties(self) -> Properties:
+        keeps_half = self.count is None and self.fraction > 0.5
         return Properties(
             rate="fraction * bits, or * 32",
             unbiased=self.unbiased,
-            contractive=not self.unbiased and self.bits is None,
+            contractive=self.bits is None and (not self.unbiased or keeps_half),
+            non_expansive=not self.unbiased,
+            contracts_with="unbiased false, which leaves values as they are",
             source="Konečný et al. 2016, Section 2",
         )
 

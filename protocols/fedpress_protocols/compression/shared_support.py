@@ -77,7 +77,10 @@ class SharedSupport(Stateless):
     @property
     def properties(self) -> Properties:
         return Properties(
-            rate="fraction * bits", server_state="previous model", source="Barnes et al. 2020"
+            rate="fraction * bits",
+            non_expansive=True,
+            server_state="previous model",
+            source="Barnes et al. 2020",
         )
 
     def layout(self, spec: ModelSpec) -> Layout:

@@ -65,6 +65,7 @@ class Structured(Stateless):
             rate="touched * (bits or 32)",
             unbiased=exact or self.rounding == "stochastic",
             contractive=exact or self.rounding == "nearest",
+            contracts_with="nearest rounding",
             source="Niu et al. 2019",
         )
 

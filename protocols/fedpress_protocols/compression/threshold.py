@@ -47,6 +47,7 @@ class Threshold(Stateless):
     @property
     def properties(self) -> Properties:
         return Properties(
+            non_expansive=True,
             rate="kept * (log2(1 / kept) + 1.4 + 1 + magnitude_bits), kept <= at_most",
             source="Strom 2015, Section 2",
         )

@@ -79,6 +79,7 @@ class TaskLife:
                 is not None
             ):
                 raise AlreadyExists(f"there is a task {config.task!r} already")
+            config.check_new()
             strategy = from_config(config.strategy, config.training)
             await self._check_members(config)
             brought = await self._model(config.model)

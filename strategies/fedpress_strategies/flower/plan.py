@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from fedpress_protocols.compression.compressor import Compressor
+from fedpress_protocols.compression.error_feedback import check_feedback
 from fedpress_protocols.errors import IncompatiblePlan
 
 PROFILE = "flower"
@@ -33,6 +34,7 @@ class Plan:
     seed: int | None = None
 
     def __post_init__(self) -> None:
+        check_feedback(self.compressor)
         unknown = sorted(self.compressor.needs - {"previous", "drift"})
         if unknown:
             raise IncompatiblePlan(
