@@ -3,8 +3,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 
@@ -15,6 +17,8 @@ from fedpress_strategies.strategy import ALONE, Delta, OptimizerState, Tally
 SecondMoment = Callable[[Delta, Delta, float], Delta]
 """The next second moment [size] of the one before, the squared update and beta2."""
 
+Variant = Literal["paper", "flwr"]
+
 
 @dataclass(frozen=True, slots=True)
 class Adaptive:
@@ -22,6 +26,10 @@ class Adaptive:
 
     v begins at tau**2, the least that Algorithm 2 allows. With `bias_correction` (Kingma and Ba
     2015, arXiv:1412.6980, Algorithm 1) v begins at 0, and m and v are divided by 1 - beta**rounds.
+
+    The `variant` "flwr" is what Flower's strategy of the same name does: v begins at 0, and
+    FedAdam's learning rate (`scales_rate`) is multiplied in round t by
+    sqrt(1 - beta2**(t + 1)) / (1 - beta1**(t + 1)).
     """
 
     second_moment: SecondMoment
@@ -30,6 +38,8 @@ class Adaptive:
     beta2: float
     tau: float
     bias_correction: bool = False
+    variant: Variant = "paper"
+    scales_rate: bool = False
 
     def __post_init__(self) -> None:
         if not self.learning_rate > 0:
@@ -39,22 +49,36 @@ class Adaptive:
                 raise ConfigurationError(f"{name} must lie in [0, 1), not {getattr(self, name)}")
         if not self.tau > 0:
             raise ConfigurationError(f"tau must be positive, not {self.tau}")
+        if self.variant not in ("paper", "flwr"):
+            raise ConfigurationError(f"variant must be paper or flwr, not {self.variant!r}")
+        if self.bias_correction and self.variant == "flwr":
+            raise ConfigurationError(
+                "bias_correction with the variant flwr, which corrects in its own way; drop one"
+            )
 
     def init(self, parameters: Vector) -> OptimizerState:
-        start = 0.0 if self.bias_correction else self.tau**2
+        from_zero = self.bias_correction or self.variant == "flwr"
+        start = 0.0 if from_zero else self.tau**2
         state = {"first": np.zeros(parameters.size), "second": np.full(parameters.size, start)}
-        return state | ({"rounds": np.zeros(1, np.int64)} if self.bias_correction else {})
+        return state | ({"rounds": np.zeros(1, np.int64)} if self._counts else {})
+
+    @property
+    def _counts(self) -> bool:
+        return self.bias_correction or (self.scales_rate and self.variant == "flwr")
 
     def apply(
         self, parameters: Vector, delta: Delta, state: OptimizerState, tally: Tally = ALONE
     ) -> tuple[Vector, OptimizerState]:
         first = self.beta1 * state["first"] + (1 - self.beta1) * delta
         second = self.second_moment(state["second"], np.square(delta), self.beta2)
-        after = {"first": first, "second": second}
-        if self.bias_correction:
+        after, rate = {"first": first, "second": second}, self.learning_rate
+        if self._counts:
             after["rounds"] = state["rounds"] + 1
             rounds = int(after["rounds"][0])
-            first = first / (1 - self.beta1**rounds)
-            second = second / (1 - self.beta2**rounds)
-        step = self.learning_rate * first / (np.sqrt(second) + self.tau)
+            if self.bias_correction:
+                first = first / (1 - self.beta1**rounds)
+                second = second / (1 - self.beta2**rounds)
+            else:
+                rate *= math.sqrt(1 - self.beta2 ** (rounds + 1)) / (1 - self.beta1 ** (rounds + 1))
+        step = rate * first / (np.sqrt(second) + self.tau)
         return (parameters.astype(np.float64) + step).astype(np.float32), after

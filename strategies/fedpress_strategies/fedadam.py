@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fedpress_strategies.adaptive import Adaptive
+from fedpress_strategies.adaptive import Adaptive, Variant
 from fedpress_strategies.strategy import Delta, Properties, Strategy, WeightedMean, strategy
 
 
@@ -13,10 +13,13 @@ def fedadam(
     beta2: float = 0.99,
     tau: float = 0.001,
     bias_correction: bool = False,
+    variant: Variant = "paper",
 ) -> Strategy:
     """Adam on the rounds' mean updates; `tau` bounds how far a small update is scaled up. State:
-    two moments [size]; linear."""
-    made = Adaptive(_second_moment, learning_rate, beta1, beta2, tau, bias_correction)
+    two moments [size]; linear. The `variant` "flwr" is Flower's update rule."""
+    made = Adaptive(
+        _second_moment, learning_rate, beta1, beta2, tau, bias_correction, variant, scales_rate=True
+    )
     about = Properties("two moments [d]", source="Reddi et al. 2021, Algorithm 2")
     return Strategy(WeightedMean, made, properties=about)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from fedpress_strategies.adaptive import Adaptive
+from fedpress_strategies.adaptive import Adaptive, Variant
 from fedpress_strategies.strategy import Delta, Properties, Strategy, WeightedMean, strategy
 
 
@@ -15,10 +15,12 @@ def fedyogi(
     beta2: float = 0.99,
     tau: float = 0.001,
     bias_correction: bool = False,
+    variant: Variant = "paper",
 ) -> Strategy:
     """FedAdam whose second moment moves by no more than the squared update, so that one small
-    update does not raise the rate at once. State: two moments [size]; linear."""
-    made = Adaptive(_second_moment, learning_rate, beta1, beta2, tau, bias_correction)
+    update does not raise the rate at once. State: two moments [size]; linear.
+    The `variant` "flwr" is Flower's update rule."""
+    made = Adaptive(_second_moment, learning_rate, beta1, beta2, tau, bias_correction, variant)
     about = Properties("two moments [d]", source="Reddi et al. 2021, Algorithm 2")
     return Strategy(WeightedMean, made, properties=about)
 

@@ -99,6 +99,31 @@ def test_adaptive_optimizers_follow_algorithm_2(tmp_path: Path, rule: str, corre
     assert made.model.parameters == pytest.approx(x, abs=1e-5)
 
 
+@pytest.mark.parametrize("rule", ["fedadam", "fedyogi", "fedadagrad"])
+def test_adaptive_optimizers_follow_flowers_rules(tmp_path: Path, rule: str) -> None:
+    """As its FedAdam, FedYogi and FedAdagrad have them, flwr 1.41, `aggregate_train`."""
+    x, eta, tau = START.astype(np.float64), 0.05, 0.05
+    beta_1, beta_2 = (0.0, 0.0) if rule == "fedadagrad" else (0.9, 0.99)
+    m_t, v_t = np.zeros(SIZE), np.zeros(SIZE)
+    for server_round, chosen in enumerate(rounds(), 1):
+        delta_t = mean(chosen, x)
+        m_t = beta_1 * m_t + (1 - beta_1) * delta_t
+        eta_t = eta
+        if rule == "fedadagrad":
+            v_t = v_t + delta_t**2
+        elif rule == "fedyogi":
+            v_t = v_t - (1 - beta_2) * delta_t**2 * np.sign(v_t - delta_t**2)
+        else:
+            v_t = beta_2 * v_t + (1 - beta_2) * delta_t**2
+            eta_t *= np.sqrt(1 - beta_2 ** (server_round + 1)) / (1 - beta_1 ** (server_round + 1))
+        x = x + eta_t * m_t / (np.sqrt(v_t) + tau)
+    settings = {"id": rule, "learning_rate": eta, "tau": tau}
+    made = federated(tmp_path / "flwr", {**settings, "variant": "flwr"})
+    assert made.model.parameters == pytest.approx(x, abs=1e-5)
+    paper = federated(tmp_path / "paper", settings)
+    assert np.abs(paper.model.parameters - x).max() > 1e-4
+
+
 def test_fedsgd_takes_the_gradient_over_all_examples(tmp_path: Path) -> None:
     x = START.astype(np.float64)
     for chosen in rounds():
@@ -257,6 +282,12 @@ def test_every_strategy_has_an_example_and_says_what_it_is(name: str) -> None:
     ("config", "training", "says"),
     [
         ({"id": "fedadam", "learning_rate": 0}, {}, "learning_rate must be positive"),
+        ({"id": "fedyogi", "variant": "torch"}, {}, "variant must be paper or flwr, not 'torch'"),
+        (
+            {"id": "fedadam", "variant": "flwr", "bias_correction": True},
+            {},
+            "flwr, which corrects in its own way",
+        ),
         ({"id": "fedyogi", "beta2": 1}, {}, r"beta2 must lie in \[0, 1\)"),
         ({"id": "fedadagrad", "tau": 0}, {}, "tau must be positive"),
         ({"id": "fedprox", "mu": -1}, {}, "proximal"),
