@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import threading
+import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from dataclasses import replace
@@ -38,7 +39,8 @@ class TorchTrainer:
     """Trains `model` as its state dict stands: that is what travels.
 
     Tensors of float32, float16 and bfloat16 are trained, BatchNorm's means and variances among
-    them; the others, its counter for one, are carried. `loss(outputs, targets)` is a mean over the
+    them; the others, its counter for one, are carried. Float64 becomes float32, with a warning, in
+    `model` and in what `data` yields. `loss(outputs, targets)` is a mean over the
     batch. `optimizer` makes a fresh one each time, as in `lambda p: torch.optim.SGD(p, lr=0.1)`.
     `data` yields pairs (inputs, targets); inputs that are a dict go to the model by name, a tuple
     or list by position. A DataLoader keeps its sampler, its collate function and, unless the plan
@@ -72,6 +74,7 @@ class TorchTrainer:
         if batch_size < 1 or local_epochs < 1:
             raise ConfigurationError("batch_size and local_epochs must be at least 1")
         self.device = _device(device)
+        self._narrows = _narrowed(model)
         self.model = model.to(self.device)
         self._loss, self._optimizer, self._metrics = loss, optimizer, metrics
         self._data, self._evaluation_data = data, evaluation_data
@@ -212,7 +215,8 @@ class TorchTrainer:
                 raise ConfigurationError(
                     f"the data yields a {type(batch).__name__} where (inputs, targets) is due"
                 )
-            yield _moved(batch[0], self.device), _moved(batch[1], self.device)
+            inputs, targets = (_moved(part, self.device, self._narrows) for part in batch)
+            yield inputs, targets
 
     def _load(self, model: Model) -> None:
         if model.spec.digest != self.spec.digest:
@@ -285,6 +289,21 @@ def _device(wanted: str | torch.device) -> torch.device:
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
+def _narrowed(model: nn.Module) -> bool:
+    """Whether the module had parameters of float64, which are float32 from here on, with a warning:
+    what is trained and sent is float32 at most."""
+    wide = [name for name, each in model.named_parameters() if each.dtype == torch.float64]
+    if wide:
+        warnings.warn(
+            f"{len(wide)} parameters are float64, {wide[0]!r} among them, and are trained as "
+            "float32; call model.float() to say so yourself",
+            stacklevel=3,
+        )
+        # Module.to moves every float alike, and half precision is to stay.
+        model._apply(lambda each: each.float() if each.dtype == torch.float64 else each)
+    return bool(wide)
+
+
 def _spec_of(model: nn.Module) -> ModelSpec:
     tensors = []
     for name, tensor in model.state_dict().items():
@@ -292,15 +311,7 @@ def _spec_of(model: nn.Module) -> ModelSpec:
             raise ConfigurationError(f"state {name!r} is a {type(tensor).__name__}, not a tensor")
         dtype = str(tensor.dtype).removeprefix("torch.")
         tensors.append(TensorSpec(name, tuple(tensor.shape), dtype))
-    spec = ModelSpec(tuple(tensors))
-    trained = {tensor.name for tensor in spec.trained}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        if parameter.requires_grad and name not in trained:
-            raise ConfigurationError(
-                f"parameter {name!r} is {parameter.dtype}, which is not trained",
-                hint="convert the model, as with model.float()",
-            )
-    return spec
+    return ModelSpec(tuple(tensors))
 
 
 def _arrays(model: nn.Module) -> dict[str, npt.NDArray[Any]]:
@@ -346,13 +357,15 @@ def _forward(model: nn.Module, inputs: Any) -> Any:
     return model(*inputs) if isinstance(inputs, tuple | list) else model(inputs)
 
 
-def _moved(value: Any, device: torch.device) -> Any:
+def _moved(value: Any, device: torch.device, narrows: bool) -> Any:
+    """`value` on `device`; float64 as float32 if the module's own was narrowed."""
     if isinstance(value, torch.Tensor):
-        return value.to(device)
+        narrow = narrows and value.dtype == torch.float64
+        return value.to(device, torch.float32) if narrow else value.to(device)
     if isinstance(value, Mapping):
-        return {name: _moved(item, device) for name, item in value.items()}
+        return {name: _moved(item, device, narrows) for name, item in value.items()}
     if isinstance(value, tuple | list):
-        return type(value)(_moved(item, device) for item in value)
+        return type(value)(_moved(item, device, narrows) for item in value)
     return value
 
 

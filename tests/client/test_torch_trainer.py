@@ -208,8 +208,8 @@ def test_another_model_is_refused(other: nn.Module, message: str) -> None:
 
 
 def test_what_cannot_work_is_refused() -> None:
-    with pytest.raises(ConfigurationError, match=r"float64.*model\.float"):
-        trainer(network().double())
+    with pytest.raises(ConfigurationError, match="is complex64; known are float32"):
+        trainer(nn.Sequential(nn.Linear(5, 3, dtype=torch.complex64)))
     with pytest.raises(ConfigurationError, match="at least 1"):
         trainer(batch_size=0)
     empty = trainer(data=DataLoader(TensorDataset(INPUTS[:0], LABELS[:0])))
@@ -251,3 +251,21 @@ def test_torch_devices_learn_together(tmp_path: Path) -> None:
         client.close()
     accuracies = [report.metrics["accuracy"] for _, report in server.evaluations]
     assert np.mean(accuracies[:2]) < 0.7 < 0.85 < np.mean(accuracies[-2:])
+
+
+def test_float64_is_trained_as_float32_with_a_warning() -> None:
+    wide = TensorDataset(INPUTS.double(), LABELS)
+    with pytest.warns(UserWarning, match=r"4 parameters are float64, '0.weight' among them"):
+        made = trainer(network().double(), wide, evaluation_data=wide)
+    plain = trainer()
+    base = made.initial_model()
+    assert base.digest == plain.initial_model().digest
+    np.testing.assert_array_equal(change(made, base, work()), change(plain, base, work()))
+    assert made.evaluate(base) is not None
+
+
+def test_half_precision_stays_where_float64_is_narrowed() -> None:
+    model = nn.Sequential(nn.Linear(5, 8).half(), nn.Linear(8, 3).double())
+    with pytest.warns(UserWarning, match="2 parameters are float64"):
+        made = trainer(model)
+    assert [t.dtype for t in made.spec.tensors] == ["float16"] * 2 + ["float32"] * 2
