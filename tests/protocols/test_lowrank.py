@@ -347,3 +347,22 @@ def test_what_is_beyond_the_common_range_is_clipped() -> None:
 def test_a_configuration_that_cannot_work_says_why(config: dict[str, Any], says: str) -> None:
     with pytest.raises(IncompatiblePlan, match=says):
         from_config(config)
+
+
+@pytest.mark.parametrize("made", [PowerSGD(), PowerSGD(4, 2), PowerSGD(trips=2), LowRank()])
+def test_the_largest_values_come_out_finite(made: Compressor[Any]) -> None:
+    """A projection of signs at float32's very end has entries beyond it."""
+    spec = ModelSpec((TensorSpec("w", (64, 64)),))
+    largest = np.finfo(np.float32).max
+    for seed in range(20):
+        rng = np.random.default_rng(seed)
+        update = np.where(rng.random(spec.size) < 0.5, largest, -largest).astype(np.float32)
+        zeros = np.zeros(spec.size, np.float32)
+        known = Public(spec, PublicRandomness(bytes(32)), zeros)
+        if isinstance(made, PowerSGD) and made.trips == 2:
+            signs = rng.standard_normal(made.basis_size(spec))
+            known = dataclasses.replace(known, basis=made.basis(signs, spec))
+        symbols, _ = made.compress(update, made.init(spec), known, rng)
+        received = made.decompress(symbols, known).dense().astype(np.float64)
+        assert np.isfinite(received).all()
+        assert float(np.abs(received).max()) > 0.1 * float(largest)

@@ -22,10 +22,15 @@ from fedpress_protocols.compression.compressor import (
     compressor,
     properties,
 )
-from fedpress_protocols.compression.matrices import Matrix, orthonormal, product, views
+from fedpress_protocols.compression.matrices import (
+    Matrix,
+    in_range,
+    orthonormal,
+    product,
+    views,
+)
 from fedpress_protocols.compression.quantize import Quantize
 from fedpress_protocols.compression.values import (
-    LARGEST,
     Bytes,
     check_positive,
     check_whole,
@@ -107,7 +112,7 @@ class LowRank:
             left, right, scale = _fitted(view.of(update), view.rank, levels, self.iterations, rng)
             lefts.append(_symbols(left, levels))
             rights.append(_symbols(right, levels))
-            scales.append(np.clip(scale, -LARGEST, LARGEST))
+            scales.append(in_range(left, right, scale))
         factors = (
             np.concatenate(lefts),
             np.concatenate(rights),

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from fedpress_protocols.compression.values import LARGEST
 from fedpress_protocols.errors import IncompatiblePlan
 from fedpress_protocols.model import ModelSpec, Vector
 from fedpress_protocols.randomness import PublicStream
@@ -74,6 +75,17 @@ def product(left: Matrix, right: Matrix, scales: Iterable[float]) -> Vector:
         for j, scale in enumerate(scales):
             total += np.outer(left[:, j], right[:, j]) * scale
         return total.ravel().astype(np.float32)
+
+
+def in_range(left: Matrix, right: Matrix, scales: Matrix) -> Matrix:
+    """`scales` with which the `product` of the factors stays within float32: as they are, or all
+    smaller by one factor. A cut-off matrix, projected, can be larger than what it was cut from."""
+    tops = np.abs(left).max(axis=0, initial=0.0) * np.abs(right).max(axis=0, initial=0.0)
+    tops *= np.abs(scales)
+    if float(tops.sum()) <= float(LARGEST):
+        return scales
+    peak = max(float(tops.max()), float(np.abs((left * scales) @ right.T).max()))
+    return scales * min(1.0, 0.99 * float(LARGEST) / peak)
 
 
 def orthonormal(columns: Matrix) -> Matrix:

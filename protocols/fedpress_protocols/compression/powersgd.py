@@ -32,6 +32,7 @@ from fedpress_protocols.compression.compressor import (
 from fedpress_protocols.compression.matrices import (
     Matrix,
     View,
+    in_range,
     orthonormal,
     product,
     public_basis,
@@ -137,7 +138,7 @@ class PowerSGD:
         if self.trips == 2:
             lefts = self._columns(public.known("basis"), matrices)
             pairs = zip(matrices, lefts, strict=True)
-            symbols = self._packed([view.of(update).T @ left for view, left in pairs])
+            symbols = self._packed([_second_factor(view.of(update), left) for view, left in pairs])
         else:
             symbols, warm = self._both_factors(update, matrices, state.rights, rng)
         rest = state.rest
@@ -162,7 +163,7 @@ class PowerSGD:
             heights, widths = _largest(left), _largest(right)
             lefts.append((left / heights).T.ravel())
             rights.append((right / widths).T.ravel())
-            scales.append(np.minimum(heights * widths, LARGEST))
+            scales.append(in_range(left / heights, right / widths, heights * widths))
             warm.append(right)
         dtype = np.dtype(f"<f{self.width}")
         symbols = (
@@ -250,6 +251,12 @@ class PowerSGD:
 
 
 _NOTHING = np.empty(0)
+
+
+def _second_factor(matrix: Matrix, left: Matrix) -> Matrix:
+    """M^T P, smaller where P P^T M would leave float32."""
+    right = matrix.T @ left
+    return right * in_range(left, right, np.ones(left.shape[1]))
 
 
 def _largest(columns: Matrix) -> Matrix:

@@ -1,6 +1,5 @@
-"""One bit a value: signs, and a scale for each chunk (1-bit SGD, Seide et al. 2014, Interspeech,
-Section 3; signSGD, Bernstein et al. 2018, arXiv:1802.04434; with the mean magnitude as the scale,
-Karimireddy et al. 2019, arXiv:1901.09847, Algorithm 1)."""
+"""One bit a value: signs, and the mean magnitude for each chunk (Karimireddy et al. 2019,
+arXiv:1901.09847, Algorithm 1; signs alone, Bernstein et al. 2018, arXiv:1802.04434)."""
 
 from __future__ import annotations
 
@@ -26,9 +25,13 @@ from fedpress_protocols.update import Update
 class Sign(Stateless):
     """Send the sign of every value and the mean magnitude of each `chunk` of coordinates.
 
-    The mean magnitude loses least of all scales, and makes the method contractive, so that error
-    feedback works. The scales travel as float16 ratios of the largest. A zero, which real updates
-    are full of, gets a sign at random: one sign for all would push dead coordinates one way.
+    Of one scale for both signs the mean magnitude loses least, and makes the method contractive, so
+    that error feedback works. The scales travel as float16 ratios of the largest. A zero, which
+    real updates are full of, gets a sign at random: one sign for all would push dead coordinates
+    one way.
+
+    1-bit SGD (Seide et al. 2014, Interspeech, Section 3), which this is not, sends two means, of
+    the values above zero and below: that loses less of values about a mean other than zero.
     """
 
     chunk: int = 256
@@ -39,7 +42,7 @@ class Sign(Stateless):
     @property
     def properties(self) -> Properties:
         return Properties(
-            rate="1 + 16 / chunk", contractive=True, source="Seide et al. 2014, Section 3"
+            rate="1 + 16 / chunk", contractive=True, source="Karimireddy et al. 2019, Algorithm 1"
         )
 
     def layout(self, spec: ModelSpec) -> Layout:

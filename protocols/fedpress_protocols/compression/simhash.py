@@ -30,11 +30,10 @@ class SimHash(Stateless):
     """Send the signs of ceil(`bits` * d) projections of the whole update, and one scale.
 
     The projections are the same in the whole cohort, so the share of signs in which two uploads
-    differ is the angle between the updates over pi: see `cosine`. The server learns who resembles
-    whom without more; what it decompresses, the projections' signs projected back at the scale
-    that loses least, is a rough update, at `bits` 1 as good as `eden` with 1 bit. Since the
-    projections are in common, what clients that agree lose does not average out. Meant for error
-    feedback, or for grouping clients.
+    differ is the angle between the updates over pi. What is decompressed, the projections' signs
+    projected back at the scale that loses least, is a rough update, at `bits` 1 as good as `eden`
+    with 1 bit. Since the projections are in common, what clients that agree lose does not average
+    out. Meant for error feedback.
     """
 
     bits: float = 0.125
@@ -88,12 +87,6 @@ class SimHash(Stateless):
         rotated = np.zeros((1, _padded_size(spec.size)), np.float32)
         rotated[0, drawn] = 1 - 2 * signs.astype(np.float32)
         return rotation.back(rotated, slice(None))[0, : spec.size]
-
-
-def cosine(one: Symbols, other: Symbols) -> float:
-    """The cosine between two updates of one round, as their hashes tell it."""
-    differ = float(np.mean(one[0] != other[0])) if one[0].size else 0.0
-    return math.cos(math.pi * differ)
 
 
 def _padded_size(size: int) -> int:

@@ -1,5 +1,6 @@
-"""Hard-threshold sparsification (Strom 2015, Interspeech, Section 2; why an absolute threshold
-serves error feedback better than a count: Sahu et al. 2021, arXiv:2108.00951)."""
+"""Hard-threshold sparsification (Sahu et al. 2021, arXiv:2108.00951, Section 3, on why an absolute
+threshold serves error feedback better than a count; the threshold is that of Strom 2015,
+Interspeech, Section 2, who sends -tau and tau where this sends magnitudes)."""
 
 from __future__ import annotations
 
@@ -49,7 +50,7 @@ class Threshold(Stateless):
         return Properties(
             non_expansive=True,
             rate="kept * (log2(1 / kept) + 1.4 + 1 + magnitude_bits), kept <= at_most",
-            source="Strom 2015, Section 2",
+            source="Sahu et al. 2021, Section 3",
         )
 
     def layout(self, spec: ModelSpec) -> Layout:
