@@ -299,8 +299,9 @@ def _narrowed(model: nn.Module) -> bool:
             "float32; call model.float() to say so yourself",
             stacklevel=3,
         )
-        # Module.to moves every float alike, and half precision is to stay.
-        model._apply(lambda each: each.float() if each.dtype == torch.float64 else each)
+        for each in (*model.parameters(), *model.buffers()):  # half precision stays
+            if each.dtype == torch.float64:
+                each.data = each.data.float()
     return bool(wide)
 
 

@@ -22,6 +22,7 @@ from fedpress_protocols.compression.compressor import (
     compressor,
     members,
     properties,
+    to_config,
 )
 from fedpress_protocols.compression.topk import TopK
 from fedpress_protocols.errors import IncompatiblePlan
@@ -56,13 +57,13 @@ def check_feedback(made: Any) -> None:
     """
     if not isinstance(made, ErrorFeedback) or properties(made.inner).suits_feedback:
         return
-    culprit = _expansive(made.inner)
+    around, culprit = to_config(made)["id"], _expansive(made.inner)
     name, better = culprit.wire_id, properties(culprit).contracts_with
     settings = f"; {name} contracts with {better}" if better else ""
     raise IncompatiblePlan(
-        f"{made.wire_id} around {name}, which does not contract: it can lose more than the whole "
+        f"{around} around {name}, which does not contract: it can lose more than the whole "
         "update, and what is lost would grow from round to round until training diverges",
-        hint=f"use {name} without {made.wire_id}, or a method that contracts, such as topk, ecsq "
+        hint=f"use {name} without {around}, or a method that contracts, such as topk, ecsq "
         f"or quantize{settings}",
     )
 
