@@ -56,6 +56,14 @@ _FROM_SAFETENSORS = {
     "BOOL": "bool",
 }
 _ORDER_KEY = "fedpress.order"
+MAX_TENSORS = 32_768
+MAX_NAME_BYTES = 512
+"""Of a tensor's name in UTF-8."""
+_MAX_RANK = 32
+_MAX_EXTENTS = 2**48
+"""The product of a tensor's extents, those of zero left out."""
+_MAX_HEADER_BYTES = 16 * 2**20
+_MAX_HEADER_VALUES = 32 * MAX_TENSORS
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,13 +75,22 @@ class TensorSpec:
     dtype: str = "float32"
 
     def __post_init__(self) -> None:
-        if not self.name:
-            raise ConfigurationError("a tensor has no name")
+        _check_name(self.name)
         if self.dtype not in _STORED_AS:
             known = ", ".join(_STORED_AS)
             raise ConfigurationError(f"tensor {self.name!r} is {self.dtype}; known are {known}")
         if any(extent < 0 for extent in self.shape):
             raise ConfigurationError(f"tensor {self.name!r} has shape {self.shape}")
+        if len(self.shape) > _MAX_RANK:
+            raise ConfigurationError(
+                f"tensor {self.name!r} has {len(self.shape)} dimensions; at most {_MAX_RANK} are "
+                "supported"
+            )
+        if math.prod(extent or 1 for extent in self.shape) > _MAX_EXTENTS:
+            raise ConfigurationError(
+                f"tensor {self.name!r} has shape {list(self.shape)}; the product of its extents, "
+                "zeros left out, must be at most 2**48"
+            )
 
     @property
     def size(self) -> int:
@@ -95,6 +112,11 @@ class ModelSpec:
     tensors: tuple[TensorSpec, ...]
 
     def __post_init__(self) -> None:
+        if len(self.tensors) > MAX_TENSORS:
+            raise ConfigurationError(
+                f"a model of {len(self.tensors)} tensors; at most {MAX_TENSORS} are supported: "
+                "stack small ones into one"
+            )
         names = [tensor.name for tensor in self.tensors]
         if len(set(names)) != len(names):
             raise ConfigurationError("two tensors of the model have one name")
@@ -265,8 +287,9 @@ class Model:
         Without our order of tensors in its metadata the order is that of the names.
         """
         try:
+            header = _header(data)
             entries = dict(safetensors.deserialize(data))  # type: ignore[no-untyped-call]
-            order = _order(data, entries)
+            order = _order(header, entries)
             spec = ModelSpec(
                 tuple(
                     TensorSpec(
@@ -293,13 +316,64 @@ def stored_dtype(tensor: TensorSpec) -> np.dtype[Any]:
     return np.dtype(_STORED_AS[tensor.dtype])
 
 
-def _order(data: bytes, entries: Mapping[str, Any]) -> list[str]:
-    """The names in the order that the file's metadata tells; ValueError if it is not theirs."""
+def _check_name(name: str) -> None:
+    """Raise ConfigurationError for a tensor's name that a log, a terminal or a folder would not
+    show as it is."""
+    if not name:
+        raise ConfigurationError("a tensor has no name")
+    if not name.isprintable():
+        raise ConfigurationError(
+            f"tensor {ascii(name)[:200]} has a control or invisible character in its name; use "
+            "printable ones"
+        )
+    if len(name.encode()) > MAX_NAME_BYTES:
+        raise ConfigurationError(
+            f"tensor {name[:64]!r}... has a name of {len(name.encode())} bytes; at most "
+            f"{MAX_NAME_BYTES} are supported"
+        )
+    if ".." in name.replace("\\", "/").split("/"):
+        raise ConfigurationError(f"tensor {name!r} has '..' as a part of its name, like a path")
+
+
+def _header(data: bytes) -> dict[str, Any]:
+    """Parse the header of a safetensors file in memory bounded by MAX_TENSORS.
+
+    Raises ValueError for one that is too long, has too many values or repeats a key; whether it
+    describes tensors, and just the bytes after it, safetensors finds out.
+    """
     length = int.from_bytes(data[:8], "little")
-    metadata = json.loads(data[8 : 8 + length]).get("__metadata__", {})
+    if length > min(_MAX_HEADER_BYTES, len(data) - 8):
+        raise ValueError(f"a header of {length} bytes in a file of {len(data)}")
+    text = data[8 : 8 + length]
+    if sum(text.count(mark) for mark in (b"{", b"[", b",")) > _MAX_HEADER_VALUES:
+        raise ValueError(f"a header of more values than {MAX_TENSORS} tensors need")
+    try:
+        header = json.loads(text, object_pairs_hook=_unrepeated)
+    except RecursionError as exc:
+        raise ValueError("a header of too many levels") from exc
+    if not isinstance(header, dict):
+        raise ValueError("a header that is no JSON object")
+    if len(header) > MAX_TENSORS + 1:
+        raise ValueError(f"{len(header)} tensors; at most {MAX_TENSORS} are supported")
+    return header
+
+
+def _unrepeated(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        raise ValueError("a name stands twice in the header")
+    return found
+
+
+def _order(header: Mapping[str, Any], entries: Mapping[str, Any]) -> list[str]:
+    """The names in the order that the file's metadata tells; ValueError if it is not theirs."""
+    metadata = header.get("__metadata__", {})
     if _ORDER_KEY not in metadata:
         return sorted(entries)
-    order = json.loads(metadata[_ORDER_KEY])
+    try:
+        order = json.loads(metadata[_ORDER_KEY])
+    except RecursionError as exc:
+        raise ValueError("an order of too many levels") from exc
     if sorted(order) != sorted(entries):
         raise ValueError("the order in its metadata names other tensors")
     return [str(name) for name in order]

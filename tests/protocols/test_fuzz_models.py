@@ -1,0 +1,46 @@
+"""Whatever the bytes of a model: ConfigurationError, or a model, within the file's own memory."""
+
+from __future__ import annotations
+
+import tracemalloc
+
+import pytest
+
+from fedpress_protocols.errors import ConfigurationError
+from fedpress_protocols.model import MAX_TENSORS, Model
+from tests.hostile_models import FORGED, file_of, mutated
+
+
+@pytest.mark.parametrize("data", FORGED.values(), ids=FORGED)
+def test_a_forged_model_is_refused_with_the_reason(data: bytes) -> None:
+    with pytest.raises(ConfigurationError) as caught:
+        Model.from_bytes(data)
+    assert caught.value.detail.isprintable()
+
+
+def test_a_mutated_model_is_a_model_or_refused(soak: bool) -> None:
+    num_refused = 0
+    for data in mutated(1, 100_000 if soak else 5_000):
+        try:
+            model = Model.from_bytes(data)
+        except ConfigurationError:
+            num_refused += 1
+        else:
+            assert Model.from_bytes(model.to_bytes()).spec == model.spec
+    assert num_refused > 3_000
+
+
+def test_the_largest_number_of_tensors_is_read_in_a_few_times_its_file() -> None:
+    header = {
+        f"t{n}": {"dtype": "F32", "shape": [1], "data_offsets": [4 * n, 4 * n + 4]}
+        for n in range(MAX_TENSORS)
+    }
+    data = file_of(header, bytes(4 * MAX_TENSORS))
+    tracemalloc.start()
+    try:
+        model = Model.from_bytes(data)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert model.spec.size == MAX_TENSORS
+    assert peak < 64 * 2**20
