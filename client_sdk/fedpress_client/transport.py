@@ -60,13 +60,23 @@ from fedpress_protocols.messages import (
     UploadAck,
 )
 from fedpress_protocols.plan import Term, TermT, parsed
-from fedpress_protocols.signatures import NONCE_BYTES, Content, DeviceKey, Target, sign_request
+from fedpress_protocols.signatures import (
+    MAX_LIFETIME,
+    NONCE_BYTES,
+    Content,
+    DeviceKey,
+    Target,
+    sign_request,
+)
 from fedpress_protocols.succession import ServerKeys
 
 _log = logging.getLogger(__name__)
 
 MAX_ANSWER_BYTES = 8 * 2**20
 """The largest JSON answer that is read."""
+SHORT_LIFETIME, SHORT_BODY = 60, 64 * 1024
+"""Seconds for which a request is signed whose body has so many bytes at most: so long the server
+remembers it. A longer body may be collected by a proxy before its header goes on."""
 MAX_RETRY_AFTER = 3600.0
 _TASKS_SHOWN, _MOST_TASKS = 1000, 100_000
 """Of one answer, and of all that are asked for."""
@@ -545,6 +555,7 @@ class HttpTransport:
             Content.of(body),
             created=math.floor(self._clock() + self._ahead),
             nonce=secrets.token_bytes(NONCE_BYTES),
+            lifetime=SHORT_LIFETIME if len(body) <= SHORT_BODY else MAX_LIFETIME,
         )
         request.headers.update(signature)
         answered = False

@@ -22,7 +22,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from heapq import heappop, heappush
-from typing import Any
+from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
 from cryptography.exceptions import InvalidSignature as _Refused
@@ -465,13 +465,16 @@ def _sf_bytes(header: str, name: str, length: int) -> bytes | None:
 
 
 class ReplayGuard:
-    """Remembers the nonces of verified requests until they expire; forgets none sooner.
+    """Remembers the nonces of verified requests until they expire; accepts none twice.
 
     It lives in one process's memory, so operations stay idempotent by themselves; this makes a
     replay fail early. What was signed before `opened`, when this guard began, an earlier process
     may have seen, and is refused; only a device whose clock is ahead can be replayed across a
-    restart. Memory is bounded by `capacity` nonces, some 300 bytes each; one key holds at most
-    `per_key`, so no device crowds out the others. To be called from one thread.
+    restart. Memory is bounded by `capacity` nonces, some 300 bytes each. When they are used up,
+    room is made at the cost of the keys that hold most: a key keeps an equal share, its newest, and
+    what it signed before them is refused from then on. So neither a few busy keys nor a large
+    fleet keeps out a request that was signed just now. One key holds at most `per_key`. To be
+    called from one thread.
     """
 
     def __init__(self, *, opened: float = 0, capacity: int = 200_000, per_key: int = 4_096) -> None:
@@ -480,7 +483,10 @@ class ReplayGuard:
         self._per_key = per_key
         self._size = 0
         self._nonces: dict[str, dict[bytes, int]] = {}
-        self._expiring: dict[int, list[tuple[str, bytes]]] = {}
+        """By key: when each expires."""
+        self._oldest: dict[str, int] = {}
+        """By key: the least `created` that is accepted, where it is later than `opened`."""
+        self._expiring: dict[int, list[_Seen]] = {}
         self._order: list[int] = []  # a heap of _expiring's keys
         self._latest = 0.0
 
@@ -491,45 +497,84 @@ class ReplayGuard:
         """Remember a request whose signature has just been verified.
 
         Raises ReplayedRequest if it was here before, ClockSkew (with `server_time`) if there is no
-        telling, and Unavailable (with `retry_after`, seconds) where another would be forgotten.
+        telling, and Unavailable (with `retry_after`, seconds) for a key that holds too many.
         """
         key_id, nonce, expires = verified.key_id, verified.nonce, verified.expires
         self._latest = max(self._latest, now)
         self._forget(self._latest)
-        # Where the clock was set back, what expired by the later time is no longer remembered.
-        if verified.created < self._opened or expires < self._latest:
-            raise ClockSkew(
-                f"signed at {verified.created}, from when this server remembers nothing",
-                server_time=now,
-            )
         mine = self._nonces.get(key_id, {})
         if nonce in mine:
             raise ReplayedRequest(f"nonce {to_base64url(nonce)} of key {key_id} was used before")
         if len(mine) >= self._per_key:
-            raise _full(f"under key {key_id}", min(mine.values()), now)
+            raise Unavailable(
+                f"as many requests under key {key_id} as can be remembered",
+                retry_after=max(1, min(mine.values()) + 1 - int(now)),
+            )
         if self._size >= self._capacity:
-            raise _full("in all", self._order[0], now)
+            self._make_room()
+        # Where the clock was set back, what expired by the later time is no longer remembered.
+        oldest = max(self._opened, self._oldest.get(key_id, 0))
+        if verified.created < oldest or expires < self._latest:
+            raise ClockSkew(
+                f"signed at {verified.created}, from when this server remembers nothing",
+                server_time=now,
+            )
         self._nonces.setdefault(key_id, {})[nonce] = expires
         if expires not in self._expiring:
             self._expiring[expires] = []
             heappush(self._order, expires)
-        self._expiring[expires].append((key_id, nonce))
+        self._expiring[expires].append(_Seen(key_id, nonce, verified.created))
         self._size += 1
 
     def _forget(self, now: float) -> None:
         while self._order and self._order[0] < now:
-            for key_id, nonce in self._expiring.pop(heappop(self._order)):
+            for key_id, nonce, _ in self._expiring.pop(heappop(self._order)):
                 mine = self._nonces[key_id]
                 del mine[nonce]
                 if not mine:
                     del self._nonces[key_id]
                 self._size -= 1
 
+    def _make_room(self) -> None:
+        """Forget half of the nonces, of the keys that hold most first, and refuse what they signed
+        before the newest of them. It looks through all, once for every half that is accepted."""
+        signed: dict[str, list[int]] = {}
+        for some in self._expiring.values():
+            for key_id, _, created in some:
+                signed.setdefault(key_id, []).append(created)
+        self._oldest = {
+            key_id: oldest
+            for key_id, oldest in self._oldest.items()
+            if oldest + MAX_LIFETIME >= self._latest  # or all that it refuses has expired
+        }
+        share = max(1, self._capacity // (2 * len(signed)))
+        at_once = max(share, 3 * self._capacity // (4 * len(signed)))
+        for key_id, times in signed.items():
+            if len(times) > share:
+                oldest = sorted(times)[-share]
+                if sum(created >= oldest for created in times) > at_once:
+                    oldest += 1  # too many within one second: that is refused as a whole
+                self._oldest[key_id] = max(oldest, self._oldest.get(key_id, 0))
+        if 2 * len(signed) > self._capacity:  # more keys than room: the newer half of all stays
+            times = sorted(created for each in signed.values() for created in each)
+            self._opened = max(self._opened, times[len(times) // 2] + 1)
+        self._nonces, self._size = {}, 0
+        for expires, some in self._expiring.items():
+            kept = [
+                each
+                for each in some
+                if each.created >= max(self._opened, self._oldest.get(each.key_id, 0))
+            ]
+            self._expiring[expires] = kept
+            self._size += len(kept)
+            for key_id, nonce, _ in kept:
+                self._nonces.setdefault(key_id, {})[nonce] = expires
 
-def _full(whose: str, expires: int, now: float) -> Unavailable:
-    return Unavailable(
-        f"as many requests {whose} as can be remembered", retry_after=max(1, expires + 1 - int(now))
-    )
+
+class _Seen(NamedTuple):
+    key_id: str
+    nonce: bytes
+    created: int
 
 
 # Documents

@@ -691,20 +691,7 @@ def test_a_restart_opens_no_door() -> None:
     guard.check(parsed(created=NOW + 5), NOW + 6)
 
 
-def test_a_full_guard_refuses_and_forgets_nothing() -> None:
-    guard = ReplayGuard(capacity=2)
-    guard.check(parsed(0, lifetime=10), NOW)
-    guard.check(parsed(1, lifetime=20), NOW)
-    with pytest.raises(Unavailable) as caught:
-        guard.check(parsed(2), NOW)
-    assert caught.value.members == {"retry_after": 11}
-    with pytest.raises(ReplayedRequest):
-        guard.check(parsed(0, lifetime=10), NOW)
-    guard.check(parsed(2), NOW + 11)
-    assert len(guard) == 2
-
-
-def test_one_key_cannot_crowd_out_the_others() -> None:
+def test_a_key_that_used_up_its_room_waits_for_it() -> None:
     guard = ReplayGuard(capacity=10, per_key=2)
     guard.check(parsed(0, lifetime=30), NOW)
     guard.check(parsed(1, lifetime=20), NOW)
@@ -715,33 +702,81 @@ def test_one_key_cannot_crowd_out_the_others() -> None:
     guard.check(parsed(2), NOW + 21)
 
 
+def flood(guard: ReplayGuard, keys: int, each: int, created: int, now: float) -> list[Any]:
+    """What `keys` other keys sign, `each` so often; those of it that the guard accepted."""
+    accepted = []
+    for number in range(each):
+        for who in range(keys):
+            nonce = (created * each + number).to_bytes(16, "big")
+            one = ParsedSignature(f"key {who}", created, created + 300, nonce, bytes(64), "")
+            try:
+                guard.check(one, now)
+            except (Unavailable, ClockSkew):
+                continue
+            accepted.append(one)
+    return accepted
+
+
+@pytest.mark.parametrize("ahead", [0, 300], ids=["now", "ahead of the clock"])
+def test_a_full_guard_takes_what_was_signed_now(ahead: int) -> None:
+    """Whatever others sign, and for whenever they say that they did."""
+    guard = ReplayGuard(capacity=400, per_key=100)
+    for number in range(300):
+        flood(guard, 49, 2, NOW + number + ahead, NOW + number)
+        guard.check(parsed(number, created=NOW + number), NOW + number)
+        assert len(guard) <= 400
+
+
+def test_what_a_full_guard_forgot_it_refuses() -> None:
+    guard = ReplayGuard(capacity=100, per_key=50)
+    accepted = [
+        one for number in range(40) for one in flood(guard, 3, 4, NOW + number, NOW + number)
+    ]
+    assert len(guard) < len(accepted)
+    for one in accepted:
+        with pytest.raises((ReplayedRequest, ClockSkew, Unavailable)):
+            guard.check(one, NOW + 40)
+
+
+def test_a_fleet_that_is_larger_than_the_guard_is_served() -> None:
+    """Every device once, in ten times as many seconds as the guard has room for."""
+    guard = ReplayGuard(capacity=200)
+    for number in range(2000):
+        now = NOW + number // 50
+        one = ParsedSignature(f"device {number}", now, now + 60, bytes(16), bytes(64), "")
+        guard.check(one, now)
+        with pytest.raises((ReplayedRequest, ClockSkew)):
+            guard.check(one, now)
+
+
 @given(
     st.lists(
-        st.tuples(st.integers(0, 3), st.integers(0, 5), st.integers(1, 30), st.integers(0, 20)),
+        st.tuples(
+            st.integers(0, 3),
+            st.integers(0, 5),
+            st.integers(1, 30),
+            st.integers(0, 20),
+            st.integers(-10, 10),
+        ),
         max_size=60,
     )
 )
-def test_no_request_is_accepted_twice(steps: list[tuple[int, int, int, int]]) -> None:
+def test_no_request_is_accepted_twice(steps: list[tuple[int, int, int, int, int]]) -> None:
     """Against a guard that remembers everything; the clock only goes forward."""
     keys = (KEY, OTHER, DeviceKey.from_bytes(bytes(32)), DeviceKey.from_bytes(b"k" * 32))
-    guard, accepted, now = ReplayGuard(capacity=20, per_key=6), dict[Any, int](), NOW
-    for who, number, lifetime, step in steps:
+    guard, accepted, now = ReplayGuard(capacity=8, per_key=6), dict[Any, int](), NOW
+    for who, number, lifetime, step, skew in steps:
         now += step
-        request = parsed(number, key=keys[who], created=now, lifetime=lifetime)
+        request = parsed(number, key=keys[who], created=now + skew, lifetime=lifetime)
         name = (request.key_id, request.nonce)
-        live = {n: expires for n, expires in accepted.items() if expires >= now}
-        mine = [n for n in live if n[0] == request.key_id]
-        if name in live:
-            with pytest.raises(ReplayedRequest):
-                guard.check(request, now)
-        elif len(mine) >= 6 or len(live) >= 20:
-            with pytest.raises(Unavailable):
-                guard.check(request, now)
-        else:
+        accepted = {n: expires for n, expires in accepted.items() if expires >= now}
+        try:
             guard.check(request, now)
-            live[name] = request.expires
-        accepted = live
-        assert len(guard) == len(live)
+        except (ReplayedRequest, ClockSkew, Unavailable):
+            continue
+        assert name not in accepted
+        accepted[name] = request.expires
+        assert len(guard) <= 8
 
 
 # Documents

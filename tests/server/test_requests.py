@@ -168,11 +168,24 @@ def test_a_changed_body_is_refused(http: Server, operator: Operator, enrolled: E
         checked(http.post("/v1/tasks/digits/check-in", headers=signed, content=b'{"wait": 9}'))
 
 
-def test_a_replayed_request_is_refused(http: Server, enrolled: Enrolled) -> None:
-    signed = enrolled().sign("GET", "/v1/tasks", Content.of(b""))
-    assert http.get("/v1/tasks", headers=signed).status_code == 200
+def test_a_replayed_request_is_refused(
+    http: Server, operator: Operator, enrolled: Enrolled, model: Model
+) -> None:
+    operator.begin(model)
+    path, body = "/v1/tasks/digits/check-in", b"{}"
+    signed = enrolled().sign("POST", path, Content.of(body)) | {"Content-Type": "application/json"}
+    assert http.post(path, headers=signed, content=body).status_code == 200
     with pytest.raises(ReplayedRequest):
-        checked(http.get("/v1/tasks", headers=signed))
+        checked(http.post(path, headers=signed, content=body))
+
+
+def test_requests_that_only_read_take_no_memory(http: Server, enrolled: Enrolled) -> None:
+    device, guard = enrolled(), http.app.state.gatekeeper._guard
+    before = len(guard)
+    signed = device.sign("GET", "/v1/tasks", Content.of(b""))
+    for _ in range(3):
+        assert http.get("/v1/tasks", headers=signed).status_code == 200
+    assert len(guard) == before
 
 
 @pytest.mark.parametrize("skew", [-301, 301])
