@@ -19,7 +19,6 @@ from fastapi.openapi.utils import get_openapi
 from fedpress_protocols.errors import ConfigurationError
 from fedpress_server.api.administration import administration_routes
 from fedpress_server.api.devices import (
-    BytesInFlight,
     device_routes,
     enrolment,
     rotation,
@@ -47,6 +46,7 @@ from fedpress_server.identity.operators import Operators
 from fedpress_server.identity.refusals import Refusals
 from fedpress_server.identity.roster import Roster
 from fedpress_server.identity.server_keys import signing_key, signing_keys
+from fedpress_server.intake.bodies import BytesInFlight
 from fedpress_server.intake.resumable import PartLimits, Resumable
 from fedpress_server.intake.sessions import SessionDesk
 from fedpress_server.intake.uploads import Intake

@@ -122,7 +122,10 @@ class Settings(BaseSettings):
         1024 * MIB, ge=1024, description="Largest body of any request; a plan's bound is tighter."
     )
     max_bytes_in_flight: int = Field(
-        256 * MIB, ge=1024, description="Upload bytes held in memory at a time; more are put off."
+        256 * MIB,
+        ge=1024,
+        description="Upload bytes held in memory at a time, as they arrive; of more the slowest "
+        "upload is put off.",
     )
     poll_seconds: Seconds = Field(
         5.0, description="Pause that a device with nothing to do is asked to make."
@@ -156,7 +159,9 @@ class Settings(BaseSettings):
         9.0, description="Seconds a body may stall before its connection is closed."
     )
     upload_seconds: Seconds = Field(
-        600.0, description="Seconds an upload's body may take in all, however steadily it comes."
+        600.0,
+        description="Seconds an upload's body may take in all. It has to come at an even rate or "
+        "faster, after a twentieth of that time.",
     )
     max_part_bytes: int = Field(
         8 * MIB, ge=64 * 1024, description="Longest part of an upload that comes by parts."

@@ -323,8 +323,10 @@ def test_too_many_bytes_at_once_are_put_off(start: Start, clock: Clock, model: M
         device.enrol(operator.token())
         assignment = device.assignment("digits")
         in_flight = http.app.state.bytes_in_flight
-        with in_flight.hold("another", 1000), pytest.raises(Unavailable) as caught:
-            device.upload(assignment.assignment, device.body_for(assignment, ones(model)))
+        with in_flight.hold("another", 1000) as place:
+            place.fill()
+            with pytest.raises(Unavailable) as caught:
+                device.upload(assignment.assignment, device.body_for(assignment, ones(model)))
         assert caught.value.members["retry_after"] > 0
         device.upload(assignment.assignment, device.body_for(assignment, ones(model)))
 

@@ -5,22 +5,18 @@ from __future__ import annotations
 import asyncio
 import math
 import re
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Annotated, Any, cast
 
 import anyio
 from fastapi import APIRouter, Body, Depends, HTTPException, Query, Request, Response
 from fastapi.responses import StreamingResponse
 from fastapi.security import HTTPBearer
-from prometheus_client import Gauge
 from pydantic import Field
 
 from fedpress_protocols.errors import (
     BodyTooLarge,
     MalformedRequest,
-    RequestTimeout,
-    Unavailable,
 )
 from fedpress_protocols.messages import (
     CheckInRequest,
@@ -57,6 +53,7 @@ from fedpress_server.coordination.coordinator import Coordinator, Form
 from fedpress_server.identity.enrolment import Enrolment
 from fedpress_server.identity.roster import Roster
 from fedpress_server.identity.signing import SigningKeys
+from fedpress_server.intake.bodies import BytesInFlight
 from fedpress_server.intake.uploads import Intake, UploadSlot
 from fedpress_server.observing import traces
 from fedpress_server.settings import Settings
@@ -88,34 +85,6 @@ shared_routes = APIRouter(
     tags=["tasks"],
     responses=responses(401, 403, 429),
 )
-
-
-class BytesInFlight:
-    """How many upload bytes are in memory: one body at a time of each sender, and no more than
-    `limit` bytes in all; a single body always fits."""
-
-    def __init__(self, limit: int, gauge: Gauge) -> None:
-        self._limit = limit
-        self._gauge = gauge
-        self._held = 0
-        self._senders: set[str] = set()
-
-    @contextmanager
-    def hold(self, sender: str, num_bytes: int) -> Iterator[None]:
-        """Raises Unavailable (with `retry_after`) rather than hold too many."""
-        if sender in self._senders:
-            raise Unavailable("another body is on its way from here", retry_after=1)
-        if self._held and self._held + num_bytes > self._limit:
-            raise Unavailable("too many uploads at a time", retry_after=2)
-        self._senders.add(sender)
-        self._held += num_bytes
-        self._gauge.set(self._held)
-        try:
-            yield
-        finally:
-            self._senders.discard(sender)
-            self._held -= num_bytes
-            self._gauge.set(self._held)
 
 
 async def _coordinator(request: Request) -> Coordinator:
@@ -464,16 +433,11 @@ async def _taken(
     # A device has any number of settled assignments, all of which it may repeat.
     is_open = record.receipt is None
     sender = record.assignment if is_open else f"settled of {record.client_id}"
-    with in_flight.hold(sender, content.length):
-        try:
-            began_at = request.app.state.clock()
-            with traces.span("read"):
-                async with asyncio.timeout(settings.upload_seconds):
-                    body = await read_body(request, content.length)
-        except TimeoutError as exc:
-            raise RequestTimeout(
-                f"a body of {content.length} bytes did not come in {settings.upload_seconds:g} s"
-            ) from exc
+    with in_flight.hold(sender, content.length, record.client_id) as place:
+        began_at = request.app.state.clock()
+        with traces.span("read"):
+            async with place.reading(settings.upload_seconds) as count:
+                body = await read_body(request, content.length, count=count)
         uploads = cast(Intake, request.app.state.intake)
         seconds = request.app.state.clock() - began_at
         uploads.arrived(record.assignment, len(body), began_at, seconds)

@@ -7,7 +7,6 @@ kind; and there is a completion, because a device's word that it has sent all is
 
 from __future__ import annotations
 
-import asyncio
 from typing import Annotated, Any, cast
 
 from fastapi import APIRouter, Body, Depends, Query, Request, Response
@@ -16,7 +15,6 @@ from fedpress_protocols.errors import (
     BodyTooLarge,
     FedpressError,
     MalformedRequest,
-    RequestTimeout,
     UnknownPartial,
 )
 from fedpress_protocols.messages import (
@@ -27,10 +25,11 @@ from fedpress_protocols.messages import (
     UploadAck,
 )
 from fedpress_server.api import examples
-from fedpress_server.api.devices import BytesInFlight, Uploads, head_bytes
+from fedpress_server.api.devices import Uploads, head_bytes
 from fedpress_server.api.examples import answered, asked
 from fedpress_server.api.problems import responses
 from fedpress_server.api.routing import DeviceRoute, content_of, device_of, read_body
+from fedpress_server.intake.bodies import BytesInFlight
 from fedpress_server.intake.resumable import Resumable
 from fedpress_server.metrics import Metrics
 from fedpress_server.settings import Settings
@@ -186,16 +185,13 @@ async def append_part(
     try:
         async with partials.turn(slot, partial) as turn:
             await partials.check_part(slot, partial, offset, content.length)
-            with in_flight.hold(f"part of {partial}", content.length):
+            sender = f"part of {partial}"
+            with in_flight.hold(sender, content.length, device.client_id) as place:
                 clock = request.app.state.clock
                 began_at = clock()
-                try:
-                    async with asyncio.timeout(settings.upload_seconds):
-                        data = await turn.read(read_body(request, content.length, content))
-                except TimeoutError as exc:
-                    raise RequestTimeout(
-                        f"a part did not come in {settings.upload_seconds:g} s"
-                    ) from exc
+                async with place.reading(settings.upload_seconds) as count:
+                    reading = read_body(request, content.length, content, count)
+                    data = await turn.read(reading)
                 uploads.arrived(assignment, len(data), began_at, clock() - began_at)
                 told = await partials.append(
                     slot,
@@ -256,7 +252,9 @@ async def complete_partial(
     wire_bytes = head_bytes(request) + content_of(request).length
     try:
         async with partials.turn(slot, partial):
-            with in_flight.hold(slot.record.assignment, body.num_bytes):
+            assignment, whose = slot.record.assignment, device.client_id
+            with in_flight.hold(assignment, body.num_bytes, whose) as place:
+                place.fill()
                 ack, is_new = await partials.complete(slot, partial, body, wire_bytes)
     except UnknownPartial:
         ack, is_new = await partials.completed(slot, body.upload), False

@@ -182,9 +182,14 @@ def content_of(request: Request) -> Content:
     return cast(Content, request.state.content)
 
 
-async def read_body(request: Request, most: int, due: Content | None = None) -> bytes:
+async def read_body(
+    request: Request,
+    most: int,
+    due: Content | None = None,
+    count: Callable[[int], None] = lambda num_bytes: None,
+) -> bytes:
     """The body; raises BodyTooLarge past `most` bytes, DigestMismatch unless it is what is `due`,
-    where it is not left to others to find out."""
+    where it is not left to others to find out. `count` is told of the bytes of each piece."""
     declared = request.headers.get("content-length", "")
     if declared.isdecimal() and int(declared) > most:
         raise BodyTooLarge(f"a body of {declared} bytes where {most} are allowed", limit=most)
@@ -197,6 +202,7 @@ async def read_body(request: Request, most: int, due: Content | None = None) -> 
         failpoints.reach("body-begun")
         if num_bytes > most:
             raise BodyTooLarge(f"a body of more than {most} bytes", limit=most)
+        count(len(chunk))
     if due is not None:
         due.check(Content(digest.digest(), num_bytes))
     return b"".join(received)

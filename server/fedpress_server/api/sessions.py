@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import asyncio
 from typing import Annotated, cast
 
 from fastapi import APIRouter, Depends, Query, Request, Response
 
-from fedpress_protocols.errors import BodyTooLarge, MalformedRequest, RequestTimeout
+from fedpress_protocols.errors import BodyTooLarge, MalformedRequest
 from fedpress_protocols.messages import Identifier, Membership
 from fedpress_server.api import examples
-from fedpress_server.api.devices import BytesInFlight
 from fedpress_server.api.examples import answered
 from fedpress_server.api.problems import responses
 from fedpress_server.api.routing import DeviceRoute, content_of, device_of, read_body
 from fedpress_server.folds.masked import Answer
 from fedpress_server.identity.membership import Authority
+from fedpress_server.intake.bodies import BytesInFlight
 from fedpress_server.intake.sessions import SessionDesk
 from fedpress_server.rounds import Step
 from fedpress_server.settings import Settings
@@ -83,14 +82,10 @@ async def say(request: Request, assignment: Identifier, step: Step, desk: Desk) 
         )
     settings = cast(Settings, request.app.state.settings)
     in_flight = cast(BytesInFlight, request.app.state.bytes_in_flight)
-    with in_flight.hold(f"{assignment} says", content.length):
-        try:
-            async with asyncio.timeout(settings.upload_seconds):
-                body = await read_body(request, bound, content)
-        except TimeoutError as exc:
-            raise RequestTimeout(
-                f"a message did not come in {settings.upload_seconds:g} s"
-            ) from exc
+    sender = f"{assignment} says"
+    with in_flight.hold(sender, content.length, device.client_id) as place:
+        async with place.reading(settings.upload_seconds) as count:
+            body = await read_body(request, bound, content, count)
         await desk.say(device, assignment, step, body)
 
 
