@@ -57,6 +57,7 @@ from fedpress_server.observing.requests import RequestObserver
 from fedpress_server.settings import Settings
 from fedpress_server.storage.bucket import opened_payloads
 from fedpress_server.storage.database import Database
+from fedpress_server.storage.permissions import close_folder
 
 _DESCRIPTION = """\
 Coordinates federated training with compressed uploads. Every device request is signed by the
@@ -255,6 +256,7 @@ def _correct(operation: dict[str, Any], path: str) -> None:
 def _held(folder: Path) -> Iterator[None]:
     """The data folder, for this process alone; raises ConfigurationError."""
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    close_folder(folder)
     descriptor = os.open(folder / "lock", os.O_RDWR | os.O_CREAT, 0o600)
     try:
         try:

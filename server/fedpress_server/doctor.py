@@ -42,6 +42,7 @@ from fedpress_protocols.errors import (
     NotFound,
     ServerError,
 )
+from fedpress_server import open_files
 from fedpress_server.identity import audit
 from fedpress_server.identity.rotation import Standing, key_files, standing
 from fedpress_server.identity.server_keys import PURPOSES, key_file, known_key
@@ -60,6 +61,7 @@ _SAMPLED_BYTES = 1024 * MIB
 """Models that are read besides those that tasks are at, and bytes of all that are read."""
 _EXPIRES_SOON = timedelta(days=14)
 _PATIENCE = 5.0
+_FEW_FILES = 1024
 
 T = TypeVar("T")
 
@@ -100,6 +102,8 @@ def examined(
         yield from missing or [Finding("extras", "all that the settings need is installed")]
         yield _state(settings.data_dir)
         yield _disk(settings.data_dir, min_free_bytes)
+        yield _files(settings)
+        yield from _permissions(settings)
         yield from _keys(settings)
         if settings.tls_certificate and settings.tls_key:
             yield _certificate(settings.tls_certificate, settings.tls_key, now)
@@ -180,6 +184,40 @@ def _disk(folder: Path, min_free_bytes: int) -> Finding:
         "disk",
         f"{found}, and {min_free_bytes // MIB:,} are wanted",
         "make room, use a larger disk, or let tasks keep fewer models (docs/registry.md)",
+    )
+
+
+def _permissions(settings: Settings) -> Iterator[Finding]:
+    """The data folder and a SQLite file in it that others have open; the next start closes them."""
+    files = {settings.data_dir: (0o027, "0700")}
+    if settings.resolved_database_url.startswith("sqlite"):
+        files[_file_of(settings.resolved_database_url)] = (0o077, "0600")
+    for file, (forbidden, good) in files.items():
+        if file.exists() and (mode := stat.S_IMODE(file.stat().st_mode)) & forbidden:
+            yield Finding(
+                "permissions",
+                f"others on this machine have {file} open: its mode is {mode:04o}",
+                f"chmod {good} {file}; the next start does, if it is this user's",
+            )
+
+
+def _files(settings: Settings) -> Finding:
+    """Whether enough files may be open for the connections that are to be served; the server raises
+    its soft limit itself."""
+    _, hard = open_files.possible()
+    if settings.max_connections is None:
+        wanted, of = _FEW_FILES, "a few hundred connections"
+    else:
+        wanted, of = open_files.needed(settings), f"max_connections of {settings.max_connections}"
+    if hard < wanted:
+        return Finding(
+            "files",
+            f"at most {hard} files may be open, and {of} need {wanted}",
+            f"raise the hard limit (ulimit -Hn, LimitNOFILE=, ulimits: nofile) to {wanted}",
+        )
+    in_all, of_address = open_files.connections(settings, hard)
+    return Finding(
+        "files", f"{hard} may be open: {in_all} connections, {of_address} of one address"
     )
 
 

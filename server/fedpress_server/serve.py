@@ -23,7 +23,7 @@ from fastapi import FastAPI
 from pydantic import SecretStr
 
 from fedpress_protocols.errors import ConfigurationError
-from fedpress_server import failpoints
+from fedpress_server import failpoints, open_files
 from fedpress_server.api.http_protocol import ConnectionLimits, bounded_protocol
 from fedpress_server.app import create_app
 from fedpress_server.identity.server_keys import first_keys
@@ -124,8 +124,21 @@ def serve(settings: Settings) -> None:
     failpoints.arm(settings.failpoint)
     app = create_app(settings, lines=lines)
     closed = app.state.metrics.closed_connections
+    files = open_files.raise_limit()
+    in_all, of_address = open_files.connections(settings, files)
+    if open_files.needed(settings) > files:
+        _log.warning(
+            "max_connections is %d, and %d files may be open: set LimitNOFILE or ulimit -n to %d",
+            in_all,
+            files,
+            open_files.needed(settings),
+        )
     limits = ConnectionLimits(
-        header_timeout=settings.header_timeout, body_timeout=settings.body_timeout
+        header_timeout=settings.header_timeout,
+        body_timeout=settings.body_timeout,
+        connections=in_all,
+        address_connections=of_address,
+        trusted_proxies=settings.proxies,
     )
     protocol = bounded_protocol(limits, lambda reason: closed.labels(reason).inc())
     shown, to_operators = certificates_of(settings)

@@ -6,6 +6,7 @@ import hashlib
 import json
 import re
 from contextlib import suppress
+from ipaddress import IPv4Network, IPv6Network, ip_network
 from pathlib import Path
 from typing import Annotated, Any, Literal
 from urllib.parse import unquote, urlsplit
@@ -126,6 +127,23 @@ class Settings(BaseSettings):
         ge=1024,
         description="Upload bytes held in memory at a time, as they arrive; of more the slowest "
         "upload is put off.",
+    )
+    max_connections: int | None = Field(
+        None,
+        ge=1,
+        description="Connections open at a time; more are answered 503. Without it 16384, or half "
+        "of the files that the process may open, if that is less.",
+    )
+    max_connections_per_address: int | None = Field(
+        None,
+        ge=1,
+        description="Connections of one address, or of one IPv6 network of 64 bits; without it "
+        "half of max_connections.",
+    )
+    trusted_proxies: str = Field(
+        "",
+        description="Addresses or networks of proxies, with commas between: their connections are "
+        "many devices', and max_connections alone bounds them.",
     )
     poll_seconds: Seconds = Field(
         5.0, description="Pause that a device with nothing to do is asked to make."
@@ -308,6 +326,7 @@ class Settings(BaseSettings):
         if self.admin_token is not None and len(self.admin_token.get_secret_value()) < 16:
             raise ValueError("admin_token: an admin token has 16 characters at least")
         failpoints.parsed(self.failpoint)
+        _ = self.proxies  # which says what is none
         if (self.tls_certificate is None) != (self.tls_key is None):
             raise ValueError("tls_certificate and tls_key are given together")
         if self.admin_port == self.port != 0 and self.admin_host == self.host:
@@ -331,6 +350,17 @@ class Settings(BaseSettings):
                     f"{name} is a placeholder: put a long random string in its place, such as "
                     "openssl rand -hex 32 prints"
                 )
+
+    @property
+    def proxies(self) -> tuple[IPv4Network | IPv6Network, ...]:
+        """The networks of `trusted_proxies`; raises ValueError."""
+        some = [each.strip() for each in self.trusted_proxies.split(",") if each.strip()]
+        try:
+            return tuple(ip_network(each) for each in some)
+        except ValueError as exc:
+            raise ValueError(
+                f"trusted_proxies: {exc}; give addresses or networks, such as 10.0.0.0/8"
+            ) from exc
 
     @property
     def public_digest(self) -> str:

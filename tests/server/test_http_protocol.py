@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import functools
 import hashlib
 import json
@@ -15,6 +16,7 @@ import socket
 import threading
 import time
 from collections.abc import Awaitable, Callable, Iterator
+from ipaddress import ip_network
 from typing import Any
 
 import pytest
@@ -667,3 +669,71 @@ def test_many_slow_clients_do_not_keep_out_a_good_one(serve: Callable[..., Runni
 def test_limits_that_let_nothing_through_are_refused(settings: dict[str, Any]) -> None:
     with pytest.raises(ConfigurationError):
         ConnectionLimits(**settings)
+
+
+# How many
+
+
+def get(link: socket.socket) -> bytes:
+    link.sendall(b"GET /size/3 HTTP/1.1\r\nHost: x\r\n\r\n")
+    return link.recv(65536)
+
+
+def all_of(link: socket.socket) -> bytes:
+    received = b""
+    while data := link.recv(65536):
+        received += data
+    return received
+
+
+def test_more_connections_than_allowed_are_answered_503(serve: Callable[..., Running]) -> None:
+    limits = dataclasses.replace(PATIENT, connections=3)
+    server = serve(limits)
+    with contextlib.ExitStack() as stack:
+        kept = [stack.enter_context(server.connect()) for _ in range(3)]
+        wait_until(lambda: len(server.server.server_state.connections) == 3)
+        answer = all_of(stack.enter_context(server.connect()))
+        assert answer.startswith(b"HTTP/1.1 503")
+        assert b"retry-after: 5" in answer
+        assert json.loads(answer.partition(b"\r\n\r\n")[2])["retry_after"] == 5
+        assert get(kept[0]).startswith(b"HTTP/1.1 200")
+        kept[1].close()
+        wait_until(lambda: len(server.server.server_state.connections) == 2)
+        assert get(stack.enter_context(server.connect())).startswith(b"HTTP/1.1 200")
+        assert server.refusals == ["too-many"]
+
+
+def test_one_address_leaves_room_for_others_unless_it_is_a_proxy(
+    serve: Callable[..., Running],
+) -> None:
+    for proxies, is_refused in (((), True), ((ip_network("127.0.0.0/31"),), False)):
+        limits = dataclasses.replace(PATIENT, address_connections=2, trusted_proxies=proxies)
+        server = serve(limits)
+        with contextlib.ExitStack() as stack:
+            for _ in range(2):
+                assert get(stack.enter_context(server.connect())).startswith(b"HTTP/1.1 200")
+            third = stack.enter_context(server.connect())
+            if is_refused:
+                assert all_of(third).startswith(b"HTTP/1.1 503")
+                assert server.refusals == ["too-many-from-address"]
+            else:
+                assert get(third).startswith(b"HTTP/1.1 200")
+            other = stack.enter_context(socket.socket())
+            other.bind(("127.0.0.2", 0))
+            other.connect(("127.0.0.1", server.port))
+            assert get(other).startswith(b"HTTP/1.1 200")
+
+
+@pytest.mark.parametrize(
+    ("size", "count", "status"), [(1, 300, 400), (1, 200, 200), (600, 999, 200)]
+)
+def test_many_small_chunks_are_refused(
+    serve: Callable[..., Running], size: int, count: int, status: int
+) -> None:
+    server = serve(PATIENT)
+    with server.connect() as link:
+        link.sendall(b"POST / HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n")
+        with contextlib.suppress(OSError):
+            link.sendall((b"%x\r\n" % size + b"x" * size + b"\r\n") * count + b"0\r\n\r\n")
+        assert link.recv(65536).startswith(b"HTTP/1.1 %d" % status)
+        assert server.refusals == (["body-chunks"] if status == 400 else [])

@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import math
 import re
 from collections.abc import AsyncIterator, Awaitable, Callable
-from typing import Annotated, Any, cast
+from typing import Annotated, Any, BinaryIO, cast
 
 import anyio
 from fastapi import APIRouter, Body, Depends, HTTPException, Query, Request, Response
 from fastapi.responses import StreamingResponse
 from fastapi.security import HTTPBearer
 from pydantic import Field
+from starlette.types import Receive, Scope, Send
 
 from fedpress_protocols.errors import (
     BodyTooLarge,
     MalformedRequest,
+    Unavailable,
 )
 from fedpress_protocols.messages import (
     CheckInRequest,
@@ -221,7 +224,7 @@ async def get_model(
     `task` says on whose behalf: its round counts the bytes.
     """
     record = await rounds.model(digest)
-    return _immutable(request, model_name(digest), digest, record.num_bytes, task or "")
+    return await _immutable(request, model_name(digest), digest, record.num_bytes, task or "")
 
 
 _FILE: dict[int | str, dict[str, Any]] = {
@@ -243,7 +246,7 @@ async def get_coded_model(request: Request, digest: Digest, rounds: Rounds, task
     `task` counts the bytes.
     """
     coded = await rounds.coded(task, digest, None)
-    return _immutable(request, coded.name, coded.tag, coded.num_bytes, task, "coded")
+    return await _immutable(request, coded.name, coded.tag, coded.num_bytes, task, "coded")
 
 
 @shared_routes.get(
@@ -258,7 +261,7 @@ async def get_difference(
     old, or the whole model is no longer than the difference.
     """
     coded = await rounds.coded(task, digest, base)
-    return _immutable(request, coded.name, coded.tag, coded.num_bytes, task, "difference")
+    return await _immutable(request, coded.name, coded.tag, coded.num_bytes, task, "difference")
 
 
 @device_routes.get(
@@ -273,10 +276,24 @@ async def get_artefact(
     range is honoured, and the round of `task` counts the bytes.
     """
     size = await rounds.artefact_bytes(digest)
-    return _immutable(request, artefact_name(digest), digest, size, task or "")
+    return await _immutable(request, artefact_name(digest), digest, size, task or "")
 
 
-def _immutable(
+class _FileResponse(StreamingResponse):
+    """Closes its file, whether it came to be read or not."""
+
+    def __init__(self, file: BinaryIO, *streamed: Any, **how: Any) -> None:
+        super().__init__(*streamed, **how)
+        self._file = file
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            await asyncio.to_thread(self._file.close)
+
+
+async def _immutable(
     request: Request, name: str, digest: str, size: int, task: str, form: Form = "plain"
 ) -> Response:
     """The file `name`, or the range of it that the device asks for."""
@@ -303,8 +320,10 @@ def _immutable(
         return rounds.count_download(device.client_id if device else "", task, num_bytes, form)
 
     payloads = cast(Payloads, request.app.state.payloads)
-    return StreamingResponse(
-        _chunks(payloads, name, start, stop, count),
+    file = await _opened(payloads, name)
+    return _FileResponse(
+        file,
+        _chunks(file, start, stop, count),
         status_code=206 if span else 200,
         headers=headers,
         media_type="application/octet-stream",
@@ -332,9 +351,18 @@ def _span(header: str, size: int) -> tuple[int, int] | None:
     return start, stop
 
 
+async def _opened(payloads: Payloads, name: str) -> BinaryIO:
+    """The file `name`, before anything of the answer has gone out."""
+    try:
+        return await asyncio.to_thread(payloads.open, name)
+    except OSError as exc:
+        if exc.errno in (errno.EMFILE, errno.ENFILE):
+            raise Unavailable("no more files can be opened now", retry_after=2) from exc
+        raise
+
+
 async def _chunks(
-    payloads: Payloads,
-    name: str,
+    file: BinaryIO,
     start: int,
     stop: int,
     count: Callable[[int], Awaitable[None]],
@@ -342,15 +370,15 @@ async def _chunks(
     """The bytes [start, stop) of a file; tells `count` how many went out, before the last does."""
     sent, is_counted = 0, False
     try:
-        async with anyio.wrap_file(await asyncio.to_thread(payloads.open, name)) as file:
-            await file.seek(start)
-            while start + sent < stop:
-                chunk = await file.read(min(_CHUNK, stop - start - sent))
-                sent += len(chunk)
-                if start + sent == stop:
-                    is_counted = True
-                    await count(sent)
-                yield chunk
+        wrapped = anyio.wrap_file(file)
+        await wrapped.seek(start)
+        while start + sent < stop:
+            chunk = await wrapped.read(min(_CHUNK, stop - start - sent))
+            sent += len(chunk)
+            if start + sent == stop:
+                is_counted = True
+                await count(sent)
+            yield chunk
     finally:
         if not is_counted:
             count(sent)
@@ -470,7 +498,7 @@ async def get_own(
     name, digest = await rounds.own_name(device_of(request).client_id, assignment)
     payloads = cast(Payloads, request.app.state.payloads)
     num_bytes = await asyncio.to_thread(payloads.size, name)
-    return _immutable(request, name, digest, num_bytes, task or "")
+    return await _immutable(request, name, digest, num_bytes, task or "")
 
 
 @device_routes.get(
@@ -487,7 +515,7 @@ async def get_basis(
     name, digest = await rounds.basis_name(device_of(request).client_id, assignment)
     payloads = cast(Payloads, request.app.state.payloads)
     num_bytes = await asyncio.to_thread(payloads.size, name)
-    return _immutable(request, name, digest, num_bytes, task or "")
+    return await _immutable(request, name, digest, num_bytes, task or "")
 
 
 @device_routes.delete(

@@ -18,10 +18,12 @@ import asyncio
 import json
 import math
 import struct
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from fcntl import ioctl
 from http import HTTPStatus
+from ipaddress import IPv4Network, IPv6Network, ip_network
 from termios import TIOCOUTQ
 from typing import Any, Literal, NamedTuple
 
@@ -30,16 +32,42 @@ from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from uvicorn.server import ServerState
 
-from fedpress_protocols.errors import PROBLEM_PREFIX, ConfigurationError, MalformedRequest
+from fedpress_protocols.errors import (
+    PROBLEM_PREFIX,
+    ConfigurationError,
+    MalformedRequest,
+    Unavailable,
+)
+from fedpress_server.identity.limits import budget_of
 
 Refusal = Literal[
-    "silent", "header-timeout", "header-size", "body-timeout", "pipelining", "malformed", "unread"
+    "silent",
+    "header-timeout",
+    "header-size",
+    "body-timeout",
+    "body-chunks",
+    "pipelining",
+    "malformed",
+    "unread",
+    "too-many",
+    "too-many-from-address",
 ]
 """Why a connection was closed: a label for a metric."""
 
 _LINGER = 1.0
 """Seconds between a refusal and the end, so that what the client still sends does not make the
 kernel answer with a reset that overtakes the refusal."""
+
+
+_MOST_SURPLUS = 64
+"""Refused connections that may linger at a time; the others are closed without a word."""
+_RETRY_AFTER = 5
+"""Seconds after which a device that found no room is to come again."""
+Network = IPv4Network | IPv6Network
+
+
+class _EnoughError(Exception):
+    """Ends the parser's work on what has come."""
 
 
 class _Problem(NamedTuple):
@@ -54,6 +82,7 @@ _TIMEOUT = _Problem(
 _TOO_LARGE = _Problem(
     HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE, "header-too-large", "The header is too large"
 )
+_BUSY = _Problem(HTTPStatus.SERVICE_UNAVAILABLE, Unavailable.slug, Unavailable.title)
 _MALFORMED = _Problem(HTTPStatus.BAD_REQUEST, MalformedRequest.slug, MalformedRequest.title)
 
 
@@ -75,13 +104,23 @@ class ConnectionLimits:
     max_headers: int = 64
     max_pipelined: int = 16
     """Requests that may wait for the answer of the one before."""
+    free_chunks: int = 256
+    """Chunks of a body with Transfer-Encoding that may be of any size."""
+    min_chunk_bytes: int = 512
+    """Mean size of those after them; each costs as much whatever is in it."""
+    connections: int = 16_384
+    """At a time; more are answered 503 and closed."""
+    address_connections: int = 8_192
+    """Of one address, or network of 64 bits of IPv6, unless it is a trusted proxy."""
+    trusted_proxies: tuple[Network, ...] = ()
 
     def __post_init__(self) -> None:
         if min(self.header_timeout, self.body_timeout, self.write_timeout) <= 0:
             raise ConfigurationError("a connection's timeouts must be above 0")
         if self.min_rate < 0:
             raise ConfigurationError(f"a least rate of {self.min_rate} bytes per second below 0")
-        if min(self.max_header_bytes, self.max_headers, self.max_pipelined) < 1:
+        sizes = (self.max_header_bytes, self.max_headers, self.max_pipelined)
+        if min(*sizes, self.connections, self.address_connections) < 1:
             raise ConfigurationError("a connection's sizes must be at least 1")
 
     def extended(self, deadline: float, now: float, timeout: float, num_bytes: int) -> float:
@@ -91,13 +130,58 @@ class ConnectionLimits:
         return min(now + timeout, max(now, deadline) + num_bytes / self.min_rate)
 
 
+class _Connections:
+    """Those that are open, in all and by address."""
+
+    def __init__(self, limits: ConnectionLimits) -> None:
+        self._limits = limits
+        self._num = self._num_surplus = 0
+        self._by_address: Counter[str] = Counter()
+
+    def admit(self, address: str) -> Refusal | None:
+        """Count a connection; the reason if there are too many, and then it is not counted."""
+        if self._num >= self._limits.connections:
+            return "too-many"
+        limit = self._limits.address_connections
+        if self._by_address[address] >= limit and not self._is_trusted(address):
+            return "too-many-from-address"
+        self._num += 1
+        self._by_address[address] += 1
+        return None
+
+    def leave(self, address: str) -> None:
+        self._num -= 1
+        self._by_address[address] -= 1
+        if not self._by_address[address]:
+            del self._by_address[address]
+
+    def may_linger(self) -> bool:
+        """Whether one more that is refused may stay to read why; `left` when it is gone."""
+        if self._num_surplus >= _MOST_SURPLUS:
+            return False
+        self._num_surplus += 1
+        return True
+
+    def left(self) -> None:
+        self._num_surplus -= 1
+
+    def _is_trusted(self, address: str) -> bool:
+        proxies = self._limits.trusted_proxies
+        if not proxies or not address:
+            return False
+        of = ip_network(address).network_address
+        return any(of in proxy for proxy in proxies)
+
+
 def bounded_protocol(
     limits: ConnectionLimits, observe: Callable[[Refusal], None] = lambda _reason: None
 ) -> type[HttpToolsProtocol]:
     """The class to give to uvicorn as `http=`; `observe` is told of every connection it closes.
+    Servers that share the class share its limits on connections.
 
     The class is made here and so cannot be pickled: `uvicorn.run(workers=...)` cannot carry it.
     """
+    connections = _Connections(limits)
 
     class Bounded(_BoundedProtocol):
         def __init__(
@@ -107,7 +191,7 @@ def bounded_protocol(
             app_state: dict[str, Any],
             _loop: asyncio.AbstractEventLoop | None = None,
         ) -> None:
-            super().__init__(limits, observe, config, server_state, app_state, _loop)
+            super().__init__(limits, connections, observe, config, server_state, app_state, _loop)
 
     return Bounded
 
@@ -146,6 +230,7 @@ class _BoundedProtocol(HttpToolsProtocol):
     def __init__(
         self,
         limits: ConnectionLimits,
+        connections: _Connections,
         observe: Callable[[Refusal], None],
         config: Config,
         server_state: ServerState,
@@ -154,6 +239,9 @@ class _BoundedProtocol(HttpToolsProtocol):
     ) -> None:
         super().__init__(config, server_state, app_state, _loop)
         self._limits = limits
+        self._known = connections
+        self._address: str | None = None  # counted under it
+        self._lingers = False
         self._observe = observe
         self._awaited: Literal["header", "body", "nothing"] = "nothing"
         self._deaf = False  # whatever still comes is dropped unread
@@ -171,16 +259,39 @@ class _BoundedProtocol(HttpToolsProtocol):
         self._write_timer: asyncio.TimerHandle | None = None
         self._unsent = 0
         self._linger_timer: asyncio.TimerHandle | None = None
+        self._num_chunks = self._body_bytes = 0
 
     # The connection
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         self.flow = _Flow(transport, self._hold, self._release)
-        self._await_header()
+        address = budget_of(self.client[0] if self.client else "")
+        surplus = self._known.admit(address)
+        if surplus is None:
+            self._address = address
+            self._await_header()
+        else:
+            self._turn_away(surplus)
+
+    def _turn_away(self, reason: Refusal) -> None:
+        self._observe(reason)
+        self._deaf = True
+        if not self._known.may_linger():
+            self.transport.abort()
+            return
+        self._lingers = True
+        where = " from this address" if reason == "too-many-from-address" else ""
+        self._answer(_BUSY, f"too many connections are open{where}", {"retry_after": _RETRY_AFTER})
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_timers()
+        if self._address is not None:
+            self._known.leave(self._address)
+            self._address = None
+        if self._lingers:
+            self._known.left()
+            self._lingers = False
         super().connection_lost(exc)
 
     def _should_upgrade(self) -> bool:
@@ -247,14 +358,30 @@ class _BoundedProtocol(HttpToolsProtocol):
             return
         super().on_headers_complete()
         self._heads += 1
+        self._num_chunks = self._body_bytes = 0
         self._awaited = "body"
         self._set_read_deadline(self.loop.time() + self._limits.body_timeout)
         if self.expect_100_continue:
             self._hold()  # the client waits for the application to ask for the body
 
+    def on_chunk_header(self) -> None:
+        if self._deaf:
+            return
+        self._num_chunks += 1
+        more = self._num_chunks - self._limits.free_chunks
+        if more * self._limits.min_chunk_bytes > self._body_bytes:
+            self._refuse(
+                "body-chunks",
+                _MALFORMED,
+                f"a body in chunks of less than {self._limits.min_chunk_bytes} bytes after "
+                f"{self._limits.free_chunks}: send longer ones, or a Content-Length",
+            )
+            raise _EnoughError  # or the parser would call for every chunk that has come
+
     def on_body(self, body: bytes) -> None:
         if self._deaf:
             return
+        self._body_bytes += len(body)
         super().on_body(body)
         if not self.cycle.response_complete:
             self._read_deadline = self._limits.extended(
@@ -429,13 +556,16 @@ class _BoundedProtocol(HttpToolsProtocol):
         else:
             self._close()
 
-    def _answer(self, problem: _Problem, detail: str) -> None:
+    def _answer(
+        self, problem: _Problem, detail: str, members: Mapping[str, object] | None = None
+    ) -> None:
         body = json.dumps(
             {
                 "type": PROBLEM_PREFIX + problem.slug,
                 "title": problem.title,
                 "status": problem.status.value,
                 "detail": detail,
+                **(members or {}),
             }
         ).encode()
         headers = [
@@ -444,6 +574,8 @@ class _BoundedProtocol(HttpToolsProtocol):
             (b"content-length", str(len(body)).encode()),
             (b"connection", b"close"),
         ]
+        if members and "retry_after" in members:
+            headers.append((b"retry-after", str(members["retry_after"]).encode()))
         lines = [f"HTTP/1.1 {problem.status.value} {problem.status.phrase}".encode()]
         lines += [name + b": " + value for name, value in headers]
         self.transport.write(b"\r\n".join([*lines, b"", body]))

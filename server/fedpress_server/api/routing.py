@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Callable, Coroutine
+from contextlib import suppress
 from typing import Annotated, Any, TypeVar, cast
 
 from fastapi import Depends, Request, Response
@@ -44,6 +46,7 @@ class BoundedRoute(APIRoute):
             body = await read_body(request, MAX_JSON_BYTES)
             if content is not None:
                 content.check(Content.of(body))
+            check_keys(body)
             replayed = Request(request.scope, _once(body))
             return await handle(replayed)
 
@@ -89,6 +92,7 @@ class CheckInRoute(DeviceRoute):
         async def admitted(request: Request) -> Response:
             content = await self.admit(request)
             body = await read_body(request, MAX_JSON_BYTES, content)
+            check_keys(body)
             task = _parsed(("path", "task"), _NAME.validate_python, request.path_params["task"])
             message = _parsed(("body",), CheckInRequest.model_validate_json, body)
             return cast(Response, await self.endpoint(request, task, message))
@@ -206,6 +210,22 @@ async def read_body(
     if due is not None:
         due.check(Content(digest.digest(), num_bytes))
     return b"".join(received)
+
+
+def check_keys(body: bytes) -> None:
+    """Raise MalformedRequest for a JSON body in which an object has a key twice: of the two values
+    one reader takes the first and another the last. What is no JSON is found out by its parser."""
+    with suppress(ValueError, RecursionError):
+        json.loads(body, object_pairs_hook=_unrepeated)
+
+
+def _unrepeated(pairs: list[tuple[str, Any]]) -> None:
+    keys = [key for key, _ in pairs]
+    if len(set(keys)) != len(keys):
+        twice = next(key for number, key in enumerate(keys) if key in keys[:number])
+        raise MalformedRequest(
+            f"the JSON body has the key {ascii(twice)[:64]} twice in an object", hint="send it once"
+        )
 
 
 def check_digest(data: bytes, digest: str) -> None:

@@ -55,7 +55,11 @@ class Budgets:
 def address_of(request: Request) -> str:
     """Whose budget a request spends from: the address of the other end, of IPv6 its network of 64
     bits. Behind a proxy all have the proxy's."""
-    host = request.client.host if request.client else ""
+    return budget_of(request.client.host if request.client else "")
+
+
+def budget_of(host: str) -> str:
+    """The address itself, of IPv6 its network of 64 bits; what is no address as it is."""
     try:
         address = ipaddress.ip_address(host)
     except ValueError:
