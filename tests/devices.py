@@ -36,6 +36,7 @@ from fedpress_protocols.signatures import (
 from fedpress_protocols.upload import Upload
 
 ADMIN_TOKEN = "an-admin-token-for-tests"
+ADMIN = {"Authorization": f"Bearer {ADMIN_TOKEN}"}
 
 
 class Device:

@@ -18,6 +18,7 @@ from fastapi.openapi.utils import get_openapi
 
 from fedpress_protocols.errors import ConfigurationError
 from fedpress_server.api.administration import administration_routes
+from fedpress_server.api.description import description_routes
 from fedpress_server.api.devices import (
     device_routes,
     enrolment,
@@ -57,7 +58,7 @@ from fedpress_server.observing.requests import RequestObserver
 from fedpress_server.settings import Settings
 from fedpress_server.storage.bucket import opened_payloads
 from fedpress_server.storage.database import Database
-from fedpress_server.storage.permissions import close_folder
+from fedpress_server.storage.permissions import close_database, close_folder, sqlite_file
 
 _DESCRIPTION = """\
 Coordinates federated training with compressed uploads. Every device request is signed by the
@@ -180,9 +181,10 @@ def create_app(
             description=_DESCRIPTION,
             lifespan=lifespan,
             separate_input_output_schemas=False,
+            openapi_url=None,  # operators' own, see api/description.py
         )
         install(made, metrics)
-        made.add_middleware(RequestGuard, observer=observer)
+        made.add_middleware(RequestGuard, observer=observer, hosts=settings.hosts)
         _describe(made)
         return made
 
@@ -192,7 +194,7 @@ def create_app(
         devices += [upload_routes, device_routes, enrolment, rotation, resumable_routes]
         devices += [session_routes, server_key_routes]
         operators += [observing_routes, operator_routes, roster_routes, registry_routes]
-        operators += [administration_routes]
+        operators += [administration_routes, description_routes]
         shared += [shared_routes]
     if settings.admin_port is None:
         app = listening("everybody", *devices, *shared, *operators, metrics_routes)
@@ -289,6 +291,9 @@ def _check_role(settings: Settings) -> None:
 
 
 def _opened(settings: Settings, metrics: Metrics) -> Database:
+    file = sqlite_file(settings.resolved_database_url)
+    if file is not None:
+        close_database(file)
     return Database(
         settings.resolved_database_url,
         migrates=settings.role == "all",
@@ -300,12 +305,13 @@ def _opened(settings: Settings, metrics: Metrics) -> Database:
 def _operators(
     settings: Settings, database: Database, clock: Callable[[], float], metrics: Metrics
 ) -> Operators:
-    token = settings.admin_token
+    token, seen = settings.admin_token, settings.metrics_token
     return Operators(
         database,
         clock,
         Refusals(clock, lambda reason: metrics.operator_refusals.labels(reason).inc()),
         settings_token=token.get_secret_value() if token else None,
+        metrics_token=seen.get_secret_value() if seen else None,
     )
 
 

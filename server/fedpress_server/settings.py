@@ -102,6 +102,22 @@ class Settings(BaseSettings):
     admin_token_file: Path | None = Field(
         None, description="File that holds the admin token, in place of the token itself."
     )
+    metrics_token: SecretStr | None = Field(
+        None,
+        description="Bearer token that opens /metrics and nothing else, 16 characters at least; an "
+        "operator's token opens it, too.",
+    )
+    metrics_token_file: Path | None = Field(
+        None, description="File that holds the metrics token, in place of the token itself."
+    )
+    open_metrics: bool = Field(
+        False, description="Whether /metrics answers anybody who reaches it, without a token."
+    )
+    allowed_hosts: str = Field(
+        "",
+        description="Names that requests may be sent to (Host), with commas between, *.example.org "
+        "for all below one; empty: any. /livez, /readyz and /metrics answer to any.",
+    )
     admin_host: str = Field(
         "127.0.0.1", description="Address of the operators' own listener, if it has a port."
     )
@@ -323,8 +339,11 @@ class Settings(BaseSettings):
         if bool(self.store_access_key_id) != (self.store_secret_access_key is not None):
             raise ValueError("store_access_key_id and store_secret_access_key are given together")
         self._refuse_placeholders()
-        if self.admin_token is not None and len(self.admin_token.get_secret_value()) < 16:
-            raise ValueError("admin_token: an admin token has 16 characters at least")
+        for name in ("admin_token", "metrics_token"):
+            token: SecretStr | None = getattr(self, name)
+            if token is not None and len(token.get_secret_value()) < 16:
+                kind = name.replace("_", " ")
+                raise ValueError(f"{name}: the {kind} has 16 characters at least")
         failpoints.parsed(self.failpoint)
         _ = self.proxies  # which says what is none
         if (self.tls_certificate is None) != (self.tls_key is None):
@@ -339,6 +358,7 @@ class Settings(BaseSettings):
         """Raises ValueError for a secret that anybody who has read an example knows."""
         secrets = {
             "admin_token": self.admin_token,
+            "metrics_token": self.metrics_token,
             "store_secret_access_key": self.store_secret_access_key,
         }
         found = {name: each.get_secret_value() for name, each in secrets.items() if each}
@@ -350,6 +370,10 @@ class Settings(BaseSettings):
                     f"{name} is a placeholder: put a long random string in its place, such as "
                     "openssl rand -hex 32 prints"
                 )
+
+    @property
+    def hosts(self) -> tuple[str, ...]:
+        return tuple(each.strip().lower() for each in self.allowed_hosts.split(",") if each.strip())
 
     @property
     def proxies(self) -> tuple[IPv4Network | IPv6Network, ...]:

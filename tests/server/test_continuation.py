@@ -15,7 +15,7 @@ from fedpress_protocols.errors import (
 )
 from fedpress_protocols.model import Model
 from fedpress_server.storage.database import Database
-from tests.devices import Device, Operator
+from tests.devices import ADMIN, Device, Operator
 from tests.server.in_process import Clock, Enrolled, Server, Start, history, include_one, ones
 from tests.server.test_durability import Fails
 
@@ -69,7 +69,7 @@ def test_a_device_that_waits_hears_of_it_at_once(
     other = enrolled()
     with ThreadPoolExecutor(1) as threads:
         waiting = threads.submit(other.check_in, "digits", wait=30)
-        while not http.get("/metrics").text.count("fedpress_waiting_check_ins 1.0"):
+        while not http.get("/metrics", headers=ADMIN).text.count("fedpress_waiting_check_ins 1.0"):
             assert not waiting.done()
         go_on(operator, model, 1)
         answer = waiting.result(20)

@@ -65,8 +65,9 @@ def test_both_listen_with_the_same_limits_and_stop_together(tmp_path: Path) -> N
         assert device.json("GET", "/v1/tasks").json() == operator.get("/v1/tasks") == []
         for http, status in ((devices, 404), (operators, 200)):
             assert http.get("/readyz").status_code == 200
-            assert http.get("/metrics").status_code == status
-            assert http.get("/openapi.json").status_code == status
+            for path in ("/metrics", "/openapi.json", "/docs"):
+                assert http.get(path).status_code == (401 if status == 200 else 404)
+                assert http.get(path, headers=operator.headers).status_code == status
             found = http.get("/v1/admin/clients", headers=operator.headers)
             assert found.status_code == status
             if status == 404:

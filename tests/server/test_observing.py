@@ -19,7 +19,7 @@ from fedpress_protocols.model import Model
 from fedpress_server import Settings, failpoints
 from fedpress_server.observing import logs
 from fedpress_server.observing.series import Distribution, Histograms
-from tests.devices import ADMIN_TOKEN, Operator
+from tests.devices import ADMIN, ADMIN_TOKEN, Operator
 from tests.server.in_process import Clock, Enrolled, Server, Start, include_one, ones
 
 
@@ -53,7 +53,7 @@ def figure(http: Server, name: str, **labels: str) -> float:
     """The value of a metric as Prometheus would scrape it."""
     (found,) = [
         sample.value
-        for family in text_string_to_metric_families(http.get("/metrics").text)
+        for family in text_string_to_metric_families(http.get("/metrics", headers=ADMIN).text)
         for sample in family.samples
         if sample.name == name and sample.labels == labels
     ]
@@ -328,7 +328,7 @@ def test_no_label_has_a_value_that_a_stranger_chooses(http: Server) -> None:
         http.request(f"M{number}", f"/v1/x{number}", headers={"X-Request-Id": f"id-{number:08}"})
     series = [
         sample.labels
-        for family in text_string_to_metric_families(http.get("/metrics").text)
+        for family in text_string_to_metric_families(http.get("/metrics", headers=ADMIN).text)
         for sample in family.samples
         if sample.name == "fedpress_http_request_duration_seconds_count"
     ]

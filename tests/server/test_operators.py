@@ -23,7 +23,7 @@ from fedpress_server.identity.limits import Budgets
 from fedpress_server.identity.operators import SEEN_WITHIN
 from fedpress_server.identity.refusals import BURST, PER_SECOND, Refusals
 from fedpress_server.settings import Settings
-from tests.devices import ADMIN_TOKEN, Operator, checked
+from tests.devices import ADMIN, ADMIN_TOKEN, Operator, checked
 from tests.server.in_process import Clock, Server, Start
 
 
@@ -180,7 +180,7 @@ class TestServersOfOneDatabase:
 
 
 def refusals(http: Server) -> dict[str, float]:
-    text = http.get("/metrics").text
+    text = http.get("/metrics", headers=ADMIN).text
     rows = [line for line in text.splitlines() if line.startswith("fedpress_operator_refusals_tot")]
     return {row.split('"')[1]: float(row.split()[-1]) for row in rows}
 

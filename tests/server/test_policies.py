@@ -15,7 +15,7 @@ from fedpress_protocols.model import Model
 from fedpress_protocols.policies import Link, Transfer
 from fedpress_protocols.signatures import Content
 from fedpress_server.coordination.adaptive import bodies_of, link_of
-from tests.devices import Device, Operator
+from tests.devices import ADMIN, Device, Operator
 from tests.server.in_process import Clock, Enrolled, Server, Start, history
 
 ALONE = {"size": 1, "minimum": 1}
@@ -301,7 +301,7 @@ def test_a_rate_that_is_too_high_is_told_of_and_lowered(
     warnings = [len(each.warnings) for each in found if each is not None]
     assert warnings[:3] == [0, 1, 1]
     assert [each.hardest for each in found if each is not None][:3] == [2, 2, 1]
-    text = http.get("/metrics").text
+    text = http.get("/metrics", headers=ADMIN).text
     assert 'fedpress_policy_warnings_total{task="digits"} 2.0' in text
     assert 'fedpress_policy_rung{end="hardest",task="digits"} 1.0' in text
     assert 'fedpress_probe_progress{task="digits"}' in text

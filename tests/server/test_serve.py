@@ -18,7 +18,7 @@ import pytest
 from fedpress_protocols.errors import BodyTooLarge, Unavailable
 from fedpress_protocols.model import Model
 from fedpress_protocols.signatures import Content
-from tests.devices import ADMIN_TOKEN, Device, Operator, checked
+from tests.devices import ADMIN, ADMIN_TOKEN, Device, Operator, checked
 
 
 @contextmanager
@@ -126,7 +126,7 @@ def test_a_server_told_to_stop_answers_who_waits_and_has_not_failed(
             device.enrol(operator.token())
         first.assignment("digits")
         poll = pool.submit(waiting.check_in, "digits", wait=30.0)
-        while "fedpress_waiting_check_ins 1.0" not in http.get("/metrics").text:
+        while "fedpress_waiting_check_ins 1.0" not in http.get("/metrics", headers=ADMIN).text:
             pass
         process.send_signal(signal.SIGTERM)
         with pytest.raises(Unavailable) as refused:

@@ -40,6 +40,7 @@ class ServerProcess:
             "FEDPRESS_DATA_DIR": str(self.data_dir),
             "FEDPRESS_ADMIN_TOKEN": ADMIN_TOKEN,
             "FEDPRESS_POLL_SECONDS": "0.2",
+            "FEDPRESS_OPEN_METRICS": "true",
             "PYTHONPATH": os.pathsep.join(sys.path),
             "PYTHONUNBUFFERED": "1",
             **self._settings,

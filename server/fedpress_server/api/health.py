@@ -6,19 +6,23 @@ import asyncio
 from typing import cast
 
 import sqlalchemy as sa
-from fastapi import APIRouter, Request, Response
+from fastapi import APIRouter, Depends, Request, Response
 from prometheus_client import CONTENT_TYPE_LATEST
 
 from fedpress_protocols.errors import Unavailable
 from fedpress_protocols.plan import Term
+from fedpress_server.api.devices import BEARER
 from fedpress_server.api.problems import responses
+from fedpress_server.api.routing import MetricsRoute
 from fedpress_server.identity.signing import SigningKeys
 from fedpress_server.metrics import Metrics
 from fedpress_server.storage.database import Database
 from fedpress_server.storage.payloads import Payloads
 
 health_routes = APIRouter(tags=["health"])
-metrics_routes = APIRouter(tags=["health"])
+metrics_routes = APIRouter(
+    tags=["health"], route_class=MetricsRoute, dependencies=[Depends(BEARER)]
+)
 """Answered where operators come."""
 _FRESH = 1.0
 
@@ -58,7 +62,7 @@ async def readyz(request: Request) -> Health:
     return Health()
 
 
-@metrics_routes.get("/metrics", response_class=Response)
+@metrics_routes.get("/metrics", response_class=Response, responses=responses(401, 403, 429))
 async def metrics(request: Request) -> Response:
-    """For Prometheus."""
+    """For Prometheus, which sends the metrics token or an operator's."""
     return Response(cast(Metrics, request.app.state.metrics).text(), media_type=CONTENT_TYPE_LATEST)

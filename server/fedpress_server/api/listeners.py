@@ -18,10 +18,7 @@ class Listening(FastAPI):
     """The application of one listener."""
 
     def __init__(self, listener: Listener, routers: Sequence[APIRouter], **described: Any) -> None:
-        """Devices' and operators' applications have the `routers` that are meant for them; the API
-        is described where operators come."""
-        if listener == "devices":
-            described |= {"openapi_url": None}
+        """Devices' and operators' applications have the `routers` that are meant for them."""
         super().__init__(**described)
         self.listener: Listener = listener
         for router in routers:

@@ -18,6 +18,10 @@ PERMISSIONS: Mapping[tuple[str, str], Permission] = {
     ("GET", "/v1/models/{digest}"): "see",
     ("GET", "/v1/models/{digest}/coded"): "see",
     ("GET", "/v1/models/{digest}/from/{base}"): "see",
+    # What tells about the server.
+    ("GET", "/metrics"): "see",
+    ("GET", "/openapi.json"): "see",
+    ("GET", "/docs"): "see",
     # Tasks and their rounds.
     ("POST", "/v1/admin/tasks"): "run",
     ("GET", "/v1/admin/tasks/{task}/configuration"): "see",

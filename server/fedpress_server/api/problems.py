@@ -9,8 +9,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
+import re
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from http import HTTPStatus
 from typing import Any, cast
 
@@ -39,6 +40,9 @@ from fedpress_server.observing import traces
 from fedpress_server.observing.requests import RequestObserver, SeenRequest, current
 
 _log = logging.getLogger(__name__)
+_ANY_HOST = ("/livez", "/readyz", "/metrics")
+"""Paths that supervisors ask for by address."""
+_PORT = re.compile(r":[0-9]*$")
 _PAUSE = 1.0
 """Seconds between two lines on failures of the same kind."""
 
@@ -89,7 +93,7 @@ def _response(problem: dict[str, Any], headers: dict[str, str]) -> JSONResponse:
     if "retry_after" in problem:
         headers["Retry-After"] = str(math.ceil(float(problem["retry_after"])))
     if status == HTTPStatus.UNAUTHORIZED:
-        headers["WWW-Authenticate"] = 'Signature, Bearer realm="fedpress"'
+        headers.setdefault("WWW-Authenticate", 'Signature, Bearer realm="fedpress"')
     return JSONResponse(problem, status, headers=headers, media_type="application/problem+json")
 
 
@@ -105,7 +109,10 @@ def install(app: FastAPI, metrics: Metrics) -> None:
             metrics.auth_failures.labels(error.slug).inc()
         if error.status >= 500:
             failures.tell(error)
-        return problem_response(error, request.state.request_id)
+        # A browser asks for a password only if it is told to, and only where that opens something.
+        asks = {"WWW-Authenticate": 'Basic realm="fedpress operators"'}
+        headers = asks if error.status == 401 and request.url.path == "/docs" else None
+        return problem_response(error, request.state.request_id, headers)
 
     async def on_invalid(request: Request, exc: Exception) -> JSONResponse:
         faults = cast(RequestValidationError, exc).errors()
@@ -163,9 +170,13 @@ class RequestGuard:
     when its time is up is refused with 503.
     """
 
-    def __init__(self, app: ASGIApp, observer: RequestObserver) -> None:
+    def __init__(self, app: ASGIApp, observer: RequestObserver, hosts: Sequence[str] = ()) -> None:
+        """`hosts`: names that a request may be sent to, in lower case, `*.example.org` for those
+        below one; none: any."""
         self._app = app
         self._observer = observer
+        self._names = frozenset(each for each in hosts if not each.startswith("*."))
+        self._below = tuple(each[1:] for each in hosts if each.startswith("*."))
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -186,8 +197,24 @@ class RequestGuard:
         finally:
             current.reset(before)
 
+    def _is_meant(self, scope: Scope) -> bool:
+        if not (self._names or self._below) or scope["path"] in _ANY_HOST:
+            return True
+        found = [value for name, value in scope["headers"] if name == b"host"]
+        if len(found) != 1:
+            return False
+        host = _PORT.sub("", found[0].decode("latin-1").lower())
+        return host in self._names or host.endswith(self._below)
+
     async def _answered(self, request: SeenRequest, receive: Receive, send: Send) -> None:
         try:
+            if not self._is_meant(request.scope):
+                wrong = MalformedRequest(
+                    "this server is not the Host of the request", hint="FEDPRESS_ALLOWED_HOSTS"
+                )
+                answer = problem_response(wrong, request.request_id)
+                await answer(request.scope, receive, send)
+                return
             await self._app(request.scope, receive, send)
             failpoints.reach("request-answered")
         except ClientDisconnect:

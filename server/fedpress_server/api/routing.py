@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import hashlib
 import json
 from collections.abc import Callable, Coroutine
@@ -24,6 +25,7 @@ from fedpress_server.api.permissions import permission_of
 from fedpress_server.identity.gatekeeper import Gatekeeper
 from fedpress_server.identity.operators import Operators
 from fedpress_server.observing import traces
+from fedpress_server.settings import Settings
 from fedpress_server.storage.records import Device
 
 MAX_JSON_BYTES = 2**20
@@ -138,6 +140,30 @@ class OperatorRoute(BoundedRoute):
         return super().get_route_handler()
 
     async def admit(self, request: Request) -> Content | None:
+        await _admit_operator(request, self)
+        return None
+
+
+class MetricsRoute(OperatorRoute):
+    """For whoever has the metrics token or an operator's, or for anybody if the settings say so."""
+
+    async def admit(self, request: Request) -> Content | None:
+        if not cast(Settings, request.app.state.settings).open_metrics:
+            operators = cast(Operators, request.app.state.operators)
+            await operators.check_reader(request, permission_of(self.methods, self.path))
+        return None
+
+
+class PageRoute(OperatorRoute):
+    """For an operator with a browser, who gives the token as the password that it asks for."""
+
+    async def admit(self, request: Request) -> Content | None:
+        scheme, _, given = request.headers.get("authorization", "").partition(" ")
+        if scheme.lower() == "basic":
+            with suppress(ValueError):
+                token = base64.b64decode(given, validate=True).partition(b":")[2]
+                bearer = [(b"authorization", b"Bearer " + token)]
+                request = Request({**request.scope, "headers": bearer})
         await _admit_operator(request, self)
         return None
 

@@ -12,6 +12,7 @@ import hmac
 import logging
 import secrets
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Literal, NoReturn
 
 import sqlalchemy as sa
@@ -46,6 +47,7 @@ MAY: dict[Role, frozenset[Permission]] = {
 }
 SETTINGS_TOKEN = "settings-token"  # noqa: S105
 """The actor who has the token of the settings."""
+METRICS_TOKEN = "metrics-token"  # noqa: S105
 SEEN_WITHIN = 1.0
 """Seconds after which every server of a database knows what another did to a token, at most."""
 UNGUESSABLE = 24
@@ -67,11 +69,13 @@ class Operators:
         refusals: Refusals,
         *,
         settings_token: str | None,
+        metrics_token: str | None = None,
     ) -> None:
         self._database = database
         self._clock = clock
         self._refusals = refusals
         self._settings_hash = hash_of(settings_token) if settings_token else None
+        self._metrics_hash = hash_of(metrics_token) if metrics_token else None
         self._is_guessable = len(settings_token or "") < UNGUESSABLE
         self._known: dict[str, OperatorStatus] = {}
         self._read_at = -SEEN_WITHIN
@@ -98,6 +102,16 @@ class Operators:
         while True:
             await asyncio.sleep(WINDOW_SECONDS)
             await self.write_refusals()
+
+    async def check_reader(self, request: Request, permission: Permission) -> str:
+        """As `check`, for what the metrics token opens, too."""
+        address = address_of(request)
+        if self._metrics_hash is not None and self._refusals.may_try(address):
+            with suppress(InvalidToken):
+                token_hash = hash_of(bearer_token(request))
+                if hmac.compare_digest(token_hash, self._metrics_hash):
+                    return METRICS_TOKEN
+        return await self.check(request, permission)
 
     async def check(self, request: Request, permission: Permission) -> str:
         """The actor whose token the request carries, for the audit log.

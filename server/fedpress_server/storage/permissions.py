@@ -7,6 +7,8 @@ import os
 import stat
 from pathlib import Path
 
+import sqlalchemy as sa
+
 from fedpress_protocols.errors import ConfigurationError
 
 _OTHERS = 0o027
@@ -32,7 +34,19 @@ def close_folder(folder: Path) -> None:
             ) from exc
         _log.warning("others can read %s: its mode is %04o, and it is another user's", folder, mode)
         return
-    _log.warning("others had %s open: its mode was %04o, and is %04o", folder, mode, mode & ~_OTHERS)
+    closed = mode & ~_OTHERS
+    _log.warning("others had %s open: its mode was %04o, and is %04o", folder, mode, closed)
+
+
+def sqlite_file(url: str) -> Path | None:
+    """The file of a SQLite database; None for another one, and for one in memory."""
+    try:
+        parsed = sa.make_url(url)
+    except sa.exc.ArgumentError:
+        return None  # whoever opens it says so
+    if parsed.get_backend_name() != "sqlite" or parsed.database in (None, "", ":memory:"):
+        return None
+    return Path(str(parsed.database))
 
 
 def close_database(file: Path) -> None:
