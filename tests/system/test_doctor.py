@@ -153,8 +153,9 @@ def test_a_schema_that_is_behind(faults: Faults, tmp_path: Path) -> None:
     with zipfile.ZipFile(GOLDEN) as golden:
         golden.extractall(tmp_path / "old")
     [file] = (tmp_path / "old").rglob("fedpress.db")
-    for key in file.parent.glob("*.pem"):
-        key.chmod(0o600)
+    file.parent.chmod(0o700)
+    for private in (file, *file.parent.glob("*.pem")):
+        private.chmod(0o600)
     before = file.read_bytes()
     fault = only(faults(data_dir=file.parent), "database")
     assert "has schema" in fault.found
@@ -305,8 +306,27 @@ def test_an_operators_port_that_is_taken(faults: Faults, free_port: int) -> None
     assert faults(admin_port=0) == []
 
 
+def test_what_others_on_the_machine_have_open(faults: Faults, tmp_path: Path) -> None:
+    folder = tmp_path / "data"
+    folder.mkdir()
+    for mode, shown in ((0o777, "0777"), (0o755, "0755")):
+        folder.chmod(mode)
+        fault = only(faults(), "permissions")
+        assert shown in fault.found
+        assert f"chmod 0700 {folder}" in fault.mend
+    folder.chmod(0o700)
+    assert faults() == []
+
+
+def test_too_few_files_for_the_connections(faults: Faults) -> None:
+    fault = only(faults(max_connections=10**9), "files")
+    assert "max_connections of 1000000000" in fault.found
+    assert "LimitNOFILE" in fault.mend
+    assert faults(max_connections=10) == []
+
+
 def test_a_key_that_others_can_read(faults: Faults, tmp_path: Path) -> None:
-    (tmp_path / "data").mkdir()
+    (tmp_path / "data").mkdir(mode=0o700)
     key = tmp_path / "data" / "server-key.pem"
     key.touch(mode=0o600)
     assert faults() == []
