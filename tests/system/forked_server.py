@@ -40,6 +40,7 @@ class ForkedServer:
             "data_dir": str(self.data_dir),
             "admin_token": ADMIN_TOKEN,
             "poll_seconds": "0.2",
+            "open_metrics": "true",
             **settings,
         }
         self.process: BaseProcess | None = None

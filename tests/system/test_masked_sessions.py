@@ -41,7 +41,7 @@ from fedpress_protocols.signatures import DeviceKey, to_base64url
 from fedpress_server import Settings, create_app
 from fedpress_server.folds.terms import RoundTerms
 from fedpress_server.rounds import UnmaskFailed
-from tests.devices import ADMIN_TOKEN, Device, Operator
+from tests.devices import ADMIN, ADMIN_TOKEN, Device, Operator
 from tests.masked import TASK, Lost, Numbered, Participant, Unread, drive, masked_task, summed
 from tests.server.in_process import Clock, Server, history, running
 
@@ -241,7 +241,7 @@ def test_drop_outs_in_every_step_leave_an_exact_sum(world: World) -> None:
     assert (came["advertise"], came["shares"], came["masked"]) == (11, 10, 9)
     assert status.session.silent["advertise"] == status.session.silent["shares"] == 1
     assert status.num_examples == sum(1 + number for number in range(3, SIZE))
-    text = world.server.get("/metrics").text
+    text = world.server.get("/metrics", headers=ADMIN).text
     assert 'fedpress_session_dropouts_total{step="masked",task="digits"} 1.0' in text
     world.revive()  # they learn their fate, and keep their updates
     world.drive()
