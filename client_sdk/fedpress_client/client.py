@@ -65,6 +65,7 @@ from fedpress_protocols.messages import (
     Attribute,
     CheckInRequest,
     ClassCount,
+    DeclineReason,
     EnrolRequest,
     EvaluationReport,
     Recall,
@@ -348,7 +349,7 @@ class Client:
             if key in here.ledger.pending:
                 self._upload(here, key)
         if news.unfit is not None:
-            self._decline(here, news.unfit[0], news.unfit[1])
+            self._decline(here, news.unfit[0], "incompatible-plan", news.unfit[1])
         later = max(news.retry_after, _SHORTEST_PAUSE)
         if news.response is None:
             return later
@@ -405,7 +406,7 @@ class Client:
             here.files.used(plan.model)
             terms = TermsAtWork(plan, model, here.ledger, server, assignment.profile)
         except (ConfigurationError, MalformedRequest, NotFound) as exc:
-            self._decline(here, key, exc)
+            self._decline(here, key, "incompatible-plan", exc)
             return False
         self._evaluate(here, plan.model, model, assignment)
         if self._stopping.is_set():
@@ -438,11 +439,11 @@ class Client:
         except InvalidUpdate as exc:
             outgoing.abandon()
             self._save(here, here.ledger.refuse(key, update))
-            self._decline(here, key, exc)
+            self._decline(here, key, "invalid-update", exc)
             raise
         except Exception as exc:
             outgoing.abandon()
-            self._decline(here, key, exc)
+            self._decline(here, key, "training-failed", exc)
             raise
         if body is not None and due is not None and here.part is not None:
             here.part.enter(key, due)
@@ -453,7 +454,7 @@ class Client:
                 f"compressed, the update goes beyond the plan's {plan.fixed_point.max_abs:g}",
                 hint="raise the task's max_abs, or choose a compressor that scales less",
             )
-            self._decline(here, key, beyond)
+            self._decline(here, key, "invalid-update", beyond)
             return False
         outgoing.finish()
         self._tell(
@@ -489,14 +490,14 @@ class Client:
                 own=known.get("own"),
             )
         except (ConfigurationError, MalformedRequest, NotFound) as exc:
-            self._decline(here, key, exc)
+            self._decline(here, key, "incompatible-plan", exc)
             return False
         self._save(here, ledger)
         if body is None:
             beyond = InvalidUpdate(
                 f"compressed, the update goes beyond the plan's {plan.fixed_point.max_abs:g}"
             )
-            self._decline(here, key, beyond)
+            self._decline(here, key, "invalid-update", beyond)
             return False
         here.sent.discard(key)
         self._upload(here, key)
@@ -582,7 +583,7 @@ class Client:
         try:
             return part.advance(self._wait)
         except (ConfigurationError, MalformedRequest) as exc:
-            self._decline(here, key, exc)
+            self._decline(here, key, "session-failed", exc)
             return None
 
     @tracing.traced("upload")
@@ -612,7 +613,7 @@ class Client:
             # The same bytes would fail again. Declined, the assignment gets its receipt soon.
             _log.error("upload %s: %s", key, exc)
             self._tell("refused", held, **about, reason=exc.detail)
-            self._decline(here, key, exc)
+            self._decline(here, key, "upload-refused", exc)
         here.sent.add(key)
 
     def _timed(self, num_bytes: int, seconds: float) -> None:
@@ -629,12 +630,21 @@ class Client:
             return self._attributes
         return {**self._attributes, UPLINK: round(median(self._uplinks), 6)}
 
-    def _decline(self, here: _Open, key: str, why: Exception) -> None:
-        _log.warning("assignment %s declined: %s", key, why)
+    def _decline(
+        self,
+        here: _Open,
+        key: str,
+        code: DeclineReason,
+        why: Exception | str,
+        needed_seconds: float | None = None,
+    ) -> None:
+        """Give an assignment back: the server learns `code`, and `why` stays on the device."""
+        reason = str(why) or type(why).__name__
+        _log.warning("assignment %s declined (%s): %s", key, code, reason)
         here.declined.add(key)
-        self._tell("declined", assignment=key, reason=str(why))
+        self._tell("declined", assignment=key, code=code, reason=reason)
         try:
-            signed = self._transport.decline(key)
+            signed = self._transport.decline(key, code, needed_seconds)
         except FedpressError as exc:  # it will miss its deadline instead
             _log.info("declining %s: %s", key, exc.detail)
         else:

@@ -45,6 +45,7 @@ from fedpress_protocols.errors import (
 from fedpress_protocols.messages import (
     CheckInRequest,
     CheckInResponse,
+    DeclineReason,
     EnrolRequest,
     EnrolResponse,
     EvaluationReport,
@@ -166,8 +167,11 @@ class Transport(Protocol):
 
     def upload(self, assignment: str, body: bytes) -> UploadAck: ...
 
-    def decline(self, assignment: str) -> SignedReceipt | None:
-        """Give an assignment back; its receipt, if the server tells it at once."""
+    def decline(
+        self, assignment: str, reason: DeclineReason, needed_seconds: float | None = None
+    ) -> SignedReceipt | None:
+        """Give an assignment back; its receipt, if the server sends it at once. `needed_seconds`:
+        the time that a device which is too slow expects to need."""
         ...
 
     def receipt(self, assignment: str) -> SignedReceipt | float:
@@ -406,8 +410,14 @@ class HttpTransport:
         except _Again as again:
             raise again.error from again
 
-    def decline(self, assignment: str) -> SignedReceipt | None:
-        answer = self._call("DELETE", f"/v1/assignments/{assignment}")
+    def decline(
+        self, assignment: str, reason: DeclineReason, needed_seconds: float | None = None
+    ) -> SignedReceipt | None:
+        # In the query: a server that does not know these ignores them, and declines.
+        path = f"/v1/assignments/{assignment}?reason={reason}"
+        if needed_seconds is not None:
+            path += f"&needed_seconds={needed_seconds:.3f}"
+        answer = self._call("DELETE", path)
         return answer.parsed(SignedReceipt) if answer.data else None
 
     def receipt(self, assignment: str) -> SignedReceipt | float:

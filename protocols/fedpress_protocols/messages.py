@@ -259,6 +259,20 @@ class Receipt(Term):
         return fields
 
 
+DeclineReason = Literal[
+    "training-failed",
+    "invalid-update",
+    "too-slow",
+    "incompatible-plan",
+    "masking-rules",
+    "session-failed",
+    "storage-failed",
+    "upload-refused",
+]
+"""Why a device gives an assignment back. A server counts words of later releases as `other`, and
+devices that state none as `unstated`."""
+
+
 class SignedReceipt(Term):
     receipt: Receipt
     key_id: str
@@ -417,6 +431,18 @@ class SessionStatus(Term):
     kept apart."""
 
 
+class Durations(Term):
+    """How long devices took for their assignments of a round, in seconds from the assignment to the
+    whole upload, and how long those that declined as `too-slow` say that they need."""
+
+    num_uploads: Annotated[int, Field(ge=0)]
+    num_too_slow: Annotated[int, Field(ge=0)]
+    median: Annotated[float, Field(ge=0)]
+    longest: Annotated[float, Field(ge=0)]
+    suggested_round_seconds: Annotated[float, Field(gt=0)]
+    """Time for nine of ten of these devices, and a quarter more."""
+
+
 class RoundStatus(Term):
     """One attempt at a round, as operators and devices may see it."""
 
@@ -452,6 +478,10 @@ class RoundStatus(Term):
     """In the masked lane, once a session has begun."""
     course: Course | None = None
     """What the task's policies made of the round, if it has any."""
+    declined: dict[str, int] = Field(default_factory=dict)
+    """Assignments that devices gave back, by their `DeclineReason`, `other` or `unstated`."""
+    durations: Durations | None = None
+    """How long devices took; asked for one round, None before any upload or estimate."""
     metrics: Metrics = Field(default_factory=dict)
     """Evaluation reports on the round's model, averaged by their examples."""
     measured: Measured | None = None

@@ -211,6 +211,12 @@ class Metrics:
             "task",
             "state",
         )
+        self.declined = counter(
+            "fedpress_declined",
+            "Assignments that devices gave back, by the reason that they state.",
+            "task",
+            "reason",
+        )
         self.tasks = gauge("fedpress_tasks", "Tasks by their state.", "state")
         self.staleness = Histogram(
             "fedpress_included_staleness",

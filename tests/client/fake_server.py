@@ -299,6 +299,7 @@ class FakeLink:
         self.traffic = Traffic()
         self.client_id = ""
         self.calls: list[str] = []
+        self.declined: list[tuple[str, str, float | None]] = []
 
     def _around(self, verb: str) -> Iterator[None]:
         self.calls.append(verb)
@@ -366,7 +367,10 @@ class FakeLink:
                 assert again == ack
         return ack
 
-    def decline(self, assignment: str) -> SignedReceipt | None:
+    def decline(
+        self, assignment: str, reason: str, needed_seconds: float | None = None
+    ) -> SignedReceipt | None:
+        self.declined.append((assignment, reason, needed_seconds))
         for _ in self._around("decline"):
             receipt = self.server.decline(self.client_id, assignment)
         return receipt

@@ -189,7 +189,8 @@ def test_a_bearer_token_goes_to_enrolment_only() -> None:
     transport = server.transport()
     assert transport.enrol("secret", EnrolRequest(public_key=key)).client_id == "c"
     transport.report("t", EvaluationReport(model=DIGEST, num_examples=1, metrics={"a": 1.0}))
-    assert transport.decline("a") is None
+    assert transport.decline("a", "too-slow", 12.5) is None
+    assert server.requests[-1].url.query == b"reason=too-slow&needed_seconds=12.500"
     assert [r.headers.get("authorization") for r in server.requests] == [
         "Bearer secret",
         None,

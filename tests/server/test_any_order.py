@@ -196,6 +196,8 @@ class Member:
         """What may be on the server, whether that was acknowledged or not."""
         self.acknowledged: dict[str, UploadAck] = {}
         self.receipts: dict[str, Receipt] = {}
+        self.declined: dict[str, dict[str, Any]] = {}
+        """What the server answered when an assignment was given back."""
 
     @property
     def pending(self) -> list[str]:
@@ -367,19 +369,27 @@ class AnyOrder(RuleBasedStateMachine):
         with pytest.raises((Forbidden, UnknownAssignment)):
             checked(who.device.put(other.given[-1].assignment, self._body(other.given[-1])))
 
-    @rule(server=servers_, member=members_, fault=faults)
+    @rule(
+        server=servers_,
+        member=members_,
+        fault=faults,
+        query=st.sampled_from(["", "?reason=training-failed", "?reason=too-slow&needed_seconds=9"]),
+    )
     @precondition(lambda self: any(who.given for who in self.members))
-    def decline(self, server: int, member: int, fault: str | None) -> None:
+    def decline(self, server: int, member: int, fault: str | None, query: str) -> None:
         who = self._who(member, server, fault)
         if not who.given:
             return
         name = who.given[-1].assignment
         try:
-            who.device.json("DELETE", f"/v1/assignments/{name}")
+            answer = who.device.json("DELETE", f"/v1/assignments/{name}{query}")
         except Lost:
             return
         except Conflict:
             assert name in who.sent
+        else:
+            receipt = answer.json()["receipt"]
+            assert who.declined.setdefault(name, receipt) == receipt, "one answer for ever"
         self.done["decline"] += 1
 
     @rule(
@@ -506,7 +516,14 @@ class AnyOrder(RuleBasedStateMachine):
             RoundStatus.model_validate(each)
             for each in Operator(self.servers[-1]).get("/v1/tasks/digits/rounds")
         ]
+        declined = Counter(
+            (each["round"], each["attempt"])
+            for who in self.members
+            for each in who.declined.values()
+            if each["reason"] == "declined"
+        )
         for status in history:
+            assert sum(status.declined.values()) >= declined[status.round, status.attempt]
             names = by_round.pop((status.round, status.attempt), [])
             assert status.included == len(names)
             for name in names:

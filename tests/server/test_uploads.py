@@ -20,6 +20,7 @@ from fedpress_protocols.errors import (
     Forbidden,
     InvalidUpdate,
     LengthRequired,
+    MalformedRequest,
     RequestTimeout,
     RoundClosed,
     Unavailable,
@@ -389,6 +390,58 @@ def test_a_declined_assignment_is_settled_and_its_place_free(
     other.assignment("digits")
     with pytest.raises(RoundClosed):
         device.upload(assignment.assignment, device.body_for(assignment, ones(model)))
+
+
+def test_an_operator_sees_why_assignments_were_declined_and_what_time_devices_need(
+    http: Server, operator: Operator, enrolled: Enrolled, model: Model
+) -> None:
+    operator.begin(model, cohort={"size": 8, "minimum": 1}, round_seconds=60.0)
+    operator.begin(model, "another")
+    stated = [
+        "?reason=too-slow&needed_seconds=90.5",
+        "?reason=too-slow&needed_seconds=200",
+        "?reason=training-failed",
+        "?reason=of-a-later-release",
+        "",
+    ]
+    for query in stated:
+        device = enrolled()
+        path = f"/v1/assignments/{device.assignment('digits').assignment}"
+        first = device.json("DELETE", path + query)
+        again = device.json("DELETE", f"{path}?reason=session-failed")
+        assert again.content == first.content, "counted once, as it was first"
+    counts = {"other": 1, "too-slow": 2, "training-failed": 1, "unstated": 1}
+    shown = operator.get("/v1/tasks/digits/rounds/1")
+    assert shown["declined"] == counts
+    assert shown["durations"] == {
+        "num_uploads": 0,
+        "num_too_slow": 2,
+        "median": 145.25,
+        "longest": 200.0,
+        "suggested_round_seconds": 250.0,
+    }
+    include_one(enrolled(), model)
+    assert operator.get("/v1/tasks/digits/rounds/1")["durations"]["num_uploads"] == 1
+    (listed,) = operator.get("/v1/tasks/digits/rounds")
+    assert listed["declined"] == counts
+    (other,) = operator.get("/v1/tasks/another/rounds")
+    assert (other["declined"], other["durations"]) == ({}, None)
+    metrics = http.get("/metrics").text
+    for reason, count in counts.items():
+        assert f'fedpress_declined_total{{reason="{reason}",task="digits"}} {count}.0' in metrics
+
+
+def test_a_reason_that_is_no_word_is_refused_and_the_assignment_stays(
+    operator: Operator, enrolled: Enrolled, model: Model
+) -> None:
+    operator.begin(model)
+    device = enrolled()
+    assignment = device.assignment("digits")
+    path = f"/v1/assignments/{assignment.assignment}"
+    for query in ("?reason=Two%20words", "?reason=" + 33 * "a", "?needed_seconds=-1"):
+        with pytest.raises(MalformedRequest):
+            device.json("DELETE", path + query)
+    assert device.assignment("digits") == assignment
 
 
 def test_an_upload_cannot_be_declined(operator: Operator, enrolled: Enrolled, model: Model) -> None:

@@ -522,9 +522,26 @@ async def get_basis(
     "/assignments/{assignment}",
     responses=responses(403, 404, 409, besides={200: answered(examples.RECEIPT)}),
 )
-async def decline(request: Request, assignment: Identifier, rounds: Rounds) -> SignedReceipt:
-    """Give an assignment back, so that another device may have its place."""
-    return await rounds.check_ins.decline(device_of(request).client_id, assignment)
+async def decline(
+    request: Request,
+    assignment: Identifier,
+    rounds: Rounds,
+    reason: Annotated[
+        str | None,
+        Query(
+            pattern=r"^[a-z][a-z0-9-]{0,31}$",
+            description="Why, as SPEC.md lists it; counted as `other` if it is not listed there.",
+        ),
+    ] = None,
+    needed_seconds: Annotated[
+        float | None,
+        Query(ge=0, le=1e9, description="What a device that is `too-slow` expects to need."),
+    ] = None,
+) -> SignedReceipt:
+    """Give an assignment back, so that another device may have its place. Declined again, it has
+    the same receipt."""
+    client_id = device_of(request).client_id
+    return await rounds.check_ins.decline(client_id, assignment, reason, needed_seconds)
 
 
 @device_routes.get(

@@ -7,7 +7,7 @@ import logging
 import secrets
 import time
 from collections.abc import Awaitable, Callable, Sequence
-from typing import TypeVar
+from typing import TypeVar, get_args
 
 from sqlalchemy.engine import Connection
 
@@ -17,6 +17,7 @@ from fedpress_protocols.messages import (
     Attributes,
     CheckInRequest,
     CheckInResponse,
+    DeclineReason,
     Restore,
     SignedRecall,
     SignedReceipt,
@@ -42,6 +43,8 @@ from fedpress_server.storage.records import AssignmentRecord
 
 _LONGEST_WAIT = 30.0
 """Seconds that a check-in may be held."""
+
+_REASONS = frozenset(get_args(DeclineReason))
 
 T = TypeVar("T")
 _log = logging.getLogger(__name__)
@@ -343,16 +346,24 @@ class CheckIns:
             return found
         return signed_receipt(found.receipt, self._keys.current)
 
-    async def decline(self, client_id: str, assignment: str) -> SignedReceipt:
+    async def decline(
+        self,
+        client_id: str,
+        assignment: str,
+        reason: str | None = None,
+        needed_seconds: float | None = None,
+    ) -> SignedReceipt:
         """Give an assignment back; the receipt it had already if it was settled.
 
-        Raises Conflict once there is an upload.
+        `reason` is the device's own word. Raises Conflict once there is an upload.
         """
         record = await self._assignment(client_id, assignment)
         if record.receipt is None:
-            await self._steps.happen(
-                await self._steps.fresh(record.task), Declined(assignment), key=record.key
-            )
+            why = "unstated" if reason is None else reason if reason in _REASONS else "other"
+            task = await self._steps.fresh(record.task)
+            event = Declined(assignment, why, needed_seconds)
+            if await self._steps.happen(task, event, key=record.key):
+                self._metrics.declined.labels(record.task, why).inc()
         receipt = await self.receipt(client_id, assignment)
         if receipt is None:
             raise Conflict(

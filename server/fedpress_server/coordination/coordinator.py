@@ -52,7 +52,7 @@ from fedpress_server.registry.retention import Retention
 from fedpress_server.registry.sweeping import sweep
 from fedpress_server.rounds import Effect, Event, Restored
 from fedpress_server.settings import Settings
-from fedpress_server.storage import evaluation, leases, records
+from fedpress_server.storage import declines, evaluation, leases, records
 from fedpress_server.storage.database import Database
 from fedpress_server.storage.files import artefact_name, base_name, model_name
 from fedpress_server.storage.payloads import Payloads
@@ -289,14 +289,33 @@ class Coordinator:
     ) -> list[RoundStatus]:
         """See `records.round_history`; raises UnknownTask."""
         await self.steps.fresh(name)
-        return await self._database.read(lambda c: records.round_history(c, name, before, limit))
+
+        def read(connection: Connection) -> list[RoundStatus]:
+            found = records.round_history(connection, name, before, limit)
+            if not found:
+                return found
+            counted = declines.counts(connection, name, [each.round for each in found])
+            return [
+                each.model_copy(update={"declined": counted.get((each.round, each.attempt), {})})
+                for each in found
+            ]
+
+        return await self._database.read(read)
 
     async def round_status(self, name: str, number: int) -> RoundStatus:
         """The latest attempt at the round; raises UnknownRound."""
         least = (await self.steps.fresh(name)).config.evaluation.least_clients
-        found = await self._database.read(
-            lambda c: records.measured_attempt(c, name, number, least)
-        )
+
+        def read(connection: Connection) -> RoundStatus | None:
+            found = records.measured_attempt(connection, name, number, least)
+            if found is None:
+                return None
+            counted = declines.counts(connection, name, [number])
+            seconds = declines.durations(connection, (name, number, found.attempt))
+            why = counted.get((number, found.attempt), {})
+            return found.model_copy(update={"declined": why, "durations": seconds})
+
+        found = await self._database.read(read)
         if found is None:
             raise UnknownRound(f"task {name!r} has no round {number}", task=name)
         return found

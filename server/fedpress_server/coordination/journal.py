@@ -31,6 +31,7 @@ from fedpress_server.folds.terms import RoundTerms
 from fedpress_server.rounds import (
     Assign,
     BeginSecond,
+    Declined,
     Effect,
     Event,
     Extend,
@@ -40,7 +41,7 @@ from fedpress_server.rounds import (
     from_record,
     to_record,
 )
-from fedpress_server.storage import participants, records
+from fedpress_server.storage import declines, participants, records
 from fedpress_server.storage.payloads import Payloads
 from fedpress_server.storage.records import AssignmentRecord
 
@@ -141,6 +142,10 @@ def write_step(
                     participants.was_given(connection, of[0], client_id)
                 records.count(connection, of, assigned=1)
             case Settle():
+                if isinstance(event, Declined) and effect.assignment == event.assignment:
+                    given_by = after.key_of(event.assignment)
+                    why = (event.reason, event.needed_seconds)
+                    declines.add(connection, event.assignment, given_by, *why)
                 signed = signed_receipt(_receipt(after, effect, now, result, epoch), key)
                 records.set_receipt(connection, effect.assignment, signed.model_dump_json())
             case Extend(deadline) | BeginSecond(deadline):

@@ -97,7 +97,12 @@ class UploadStaged:
 
 @dataclass(frozen=True, slots=True)
 class Declined:
+    """A client gives its assignment back; `reason` is a `DeclineReason`, `other` or `unstated`, and
+    `needed_seconds` what a client that is too slow expects to need."""
+
     assignment: str
+    reason: str = "unstated"
+    needed_seconds: float | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -172,6 +172,18 @@ uploads = sa.Table(
     sa.Column("seconds", sa.Double),
 )
 
+declines = sa.Table(
+    "declines",
+    metadata,
+    sa.Column("assignment", _ID, sa.ForeignKey("assignments.assignment"), primary_key=True),
+    sa.Column("task", _ID, nullable=False),
+    sa.Column("round", sa.Integer, nullable=False),
+    sa.Column("attempt", sa.Integer, nullable=False),
+    sa.Column("reason", sa.String(32), nullable=False),
+    sa.Column("needed_seconds", sa.Double),
+    sa.Index("declines_by_round", "task", "round", "attempt"),
+)
+
 partial_uploads = sa.Table(
     "partial_uploads",
     metadata,

@@ -1,0 +1,87 @@
+"""Why devices gave assignments back, and how long rounds take them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection
+from statistics import median
+
+import sqlalchemy as sa
+from sqlalchemy.engine import Connection
+
+from fedpress_protocols.messages import Durations
+from fedpress_server.storage.records import RoundKey
+from fedpress_server.storage.tables import assignments, declines, uploads
+
+_SHARE, _MARGIN = 0.9, 1.25
+"""Of the devices that a suggested deadline has time for, and times what they took."""
+_MOST = 10_000
+"""Uploads, and declines, whose times are read."""
+
+
+def add(
+    connection: Connection,
+    assignment: str,
+    key: RoundKey,
+    reason: str,
+    needed_seconds: float | None,
+) -> None:
+    """Note that `assignment`, which the attempt `key` gave, was declined."""
+    task, number, attempt = key
+    row = {"assignment": assignment, "task": task, "round": number, "attempt": attempt}
+    connection.execute(
+        sa.insert(declines), row | {"reason": reason, "needed_seconds": needed_seconds}
+    )
+
+
+def counts(
+    connection: Connection, task: str, rounds: Collection[int]
+) -> dict[tuple[int, int], dict[str, int]]:
+    """By (round, attempt): how many of the assignments that it gave were declined, by reason."""
+    row = declines.c
+    query = (
+        sa.select(row.round, row.attempt, row.reason, sa.func.count())
+        .where(row.task == task, row.round.between(min(rounds), max(rounds)))
+        .group_by(row.round, row.attempt, row.reason)
+        .order_by(row.reason)
+    )
+    found: dict[tuple[int, int], dict[str, int]] = {}
+    for number, attempt, reason, count in connection.execute(query):
+        found.setdefault((number, attempt), {})[reason] = count
+    return found
+
+
+def durations(connection: Connection, key: RoundKey) -> Durations | None:
+    """See `Durations`; None without an upload or an estimate."""
+    task, number, attempt = key
+    took = connection.scalars(
+        sa.select(uploads.c.received_at - assignments.c.assigned_at)
+        .join(assignments, assignments.c.assignment == uploads.c.assignment)
+        .where(
+            assignments.c.task == task,
+            assignments.c.round == number,
+            assignments.c.attempt == attempt,
+        )
+        .limit(_MOST)
+    ).all()
+    needed = connection.scalars(
+        sa.select(declines.c.needed_seconds)
+        .where(
+            declines.c.task == task,
+            declines.c.round == number,
+            declines.c.attempt == attempt,
+            declines.c.needed_seconds.is_not(None),
+        )
+        .limit(_MOST)
+    ).all()
+    seconds = sorted(max(0.0, each) for each in (*took, *needed) if each is not None)
+    if not seconds:
+        return None
+    enough = seconds[math.ceil(_SHARE * len(seconds)) - 1]
+    return Durations(
+        num_uploads=len(took),
+        num_too_slow=len(needed),
+        median=median(seconds),
+        longest=seconds[-1],
+        suggested_round_seconds=max(1.0, math.ceil(_MARGIN * enough)),
+    )
