@@ -4,6 +4,7 @@ from typing import TYPE_CHECKING, Any
 
 from fedpress_client.apps import load_trainer
 from fedpress_client.client import Client, Event, Summary
+from fedpress_client.failures import FailurePolicy
 from fedpress_client.ledger import Discard, Ledger, ResidualRules
 from fedpress_client.masking import MaskingRules
 from fedpress_client.trainer import Evaluation, Trained, Trainer, Work
@@ -18,6 +19,7 @@ __all__ = [
     "Discard",
     "Evaluation",
     "Event",
+    "FailurePolicy",
     "HttpTransport",
     "Ledger",
     "MaskingRules",

@@ -29,6 +29,7 @@ from fedpress_client import tracing
 from fedpress_client.client_terms import TermsAtWork, check_honoured, personalised
 from fedpress_client.device_key import change_key, is_changing, is_known_after, rotations
 from fedpress_client.downloads import BASES, download_model
+from fedpress_client.failures import Durations, FailurePolicy, Failures
 from fedpress_client.ledger import KEEP_ALL, Discard, Ledger, ResidualRules
 from fedpress_client.masking import RENEW_SECONDS, MaskedPart, MaskingRules, Member, joined
 from fedpress_client.outgoing import Outgoing, abandon_unfinished
@@ -51,6 +52,7 @@ from fedpress_protocols.errors import (
     InvalidUpdate,
     MalformedRequest,
     NotFound,
+    StateWriteError,
     UnknownDevice,
 )
 from fedpress_protocols.faults import explained
@@ -95,7 +97,7 @@ _UPLINKS = 5
 EventKind = Literal[
     "enrolled", "joined", "assigned", "evaluated", "trained", "uploaded", "refused", "declined",
     "settled", "waiting", "fine-tuned", "ended", "session", "restored", "unapproved", "approved",
-    "rotated",
+    "rotated", "failed",
 ]  # fmt: skip
 
 
@@ -136,7 +138,8 @@ class Client:
     `transport` takes its place. `rules` limit the residual; `masking` is what the device insists on
     in the masked lane. `attributes`, numbers and short texts by name, are what a task's rules of
     eligibility and groups of metrics may read of it. With `fine_tuning` the task's last model is
-    trained on as these terms say, for this device alone: see `own_model`. `on_event` and
+    trained on as these terms say, for this device alone: see `own_model`. `failures` says how often
+    training may fail in a row, and whether deadlines that cannot be met are declined. `on_event` and
     `on_discard` are called from the thread that runs. One thread runs a client; any may `stop` it.
     """
 
@@ -161,6 +164,7 @@ class Client:
         masking: MaskingRules | None = None,
         fine_tuning: TrainingTerms | None = None,
         attributes: Mapping[str, Attribute] | None = None,
+        failures: FailurePolicy | None = None,
         on_event: Callable[[Event], None] | None = None,
         on_discard: Callable[[Discard], None] | None = None,
         server_key: str | None = None,
@@ -183,6 +187,8 @@ class Client:
         self._wait, self._rules, self._max_model_bytes = wait, rules, max_model_bytes
         self._fine_tuning = fine_tuning
         self._attributes = _checked_attributes(attributes or {})
+        self._policy = failures or FailurePolicy()
+        self._failures, self._failed_evaluations = Failures(self._policy), Failures(self._policy)
         self._uplinks: list[float] = []
         """In Mbit/s, of the newest uploads that tell of the link."""
         self._masking, self._clock = masking or MaskingRules(), clock
@@ -360,7 +366,10 @@ class Client:
             return 0.0 if self._second(here, assignment, assignment.basis) else later
         if assignment is None or not self._is_new(here, assignment):
             return later
-        return 0.0 if self._work(here, assignment) else later
+        left = assignment.plan.deadline - news.response.server_time
+        if self._is_too_late(here, assignment, left):
+            return later
+        return 0.0 if self._work(here, assignment, left) else max(later, self._failures.pause)
 
     # One assignment
 
@@ -368,13 +377,36 @@ class Client:
         key, ledger = assignment.assignment, here.ledger
         return key not in ledger.pending and key not in ledger.settled and key not in here.declined
 
-    def _work(self, here: _Open, assignment: Assignment) -> bool:
-        """Train and upload; False if nothing came of it."""
+    def _is_too_late(self, here: _Open, assignment: Assignment, left: float) -> bool:
+        """Decline what cannot be done in the `left` seconds, by what earlier assignments took."""
+        if not self._policy.skips_late:
+            return False
+        durations = Durations.read(here.files)
+        needed = durations.too_long(assignment.plan, left)
+        if needed is None:
+            return False
+        why = f"this device needs {needed:.0f} s, and {max(left, 0.0):.0f} s are left"
+        self._decline(here, assignment.assignment, "too-slow", why, needed)
+        durations.after_skipping().keep(here.files)
+        return True
+
+    def _work(self, here: _Open, assignment: Assignment, left: float) -> bool:
+        """Train and upload, for which `left` seconds are left; False if nothing came of it."""
+        began_at = self._clock()
         with Outgoing(here.files, self._transport, assignment.assignment) as outgoing:
             is_due = self._prepare(here, assignment, outgoing)
-        if is_due and not self._stopping.is_set() and assignment.plan.lane == "clear":
+        if not is_due:
+            return False
+        # After the deadline a body would travel in vain: the next check-in brings the receipt, or
+        # else has it sent.
+        is_late = self._clock() - began_at > left
+        if not is_late and assignment.plan.lane == "clear":
             self._upload(here, assignment.assignment)
-        return is_due
+        seconds = self._clock() - began_at
+        if seconds > left:
+            _log.warning("an assignment of %.0f s took this device %.0f s", left, seconds)
+        Durations.read(here.files).after(assignment.plan, seconds).keep(here.files)
+        return True
 
     @tracing.traced("prepare")
     def _prepare(self, here: _Open, assignment: Assignment, outgoing: Outgoing) -> bool:
@@ -439,15 +471,19 @@ class Client:
         except InvalidUpdate as exc:
             outgoing.abandon()
             self._save(here, here.ledger.refuse(key, update))
-            self._decline(here, key, "invalid-update", exc)
-            raise
+            return self._failed(here, key, "invalid-update", exc)
         except Exception as exc:
             outgoing.abandon()
-            self._decline(here, key, "training-failed", exc)
-            raise
-        if body is not None and due is not None and here.part is not None:
-            here.part.enter(key, due)
-        self._save(here, ledger)
+            return self._failed(here, key, "training-failed", exc)
+        try:
+            if body is not None and due is not None and here.part is not None:
+                here.part.enter(key, due)
+            self._save(here, ledger)
+        except StateWriteError as exc:
+            outgoing.abandon()
+            here.ledger = here.ledger.refuse(key, update, "not-saved")
+            self._report_discards(here)
+            return self._failed(here, key, "storage-failed", exc)
         if body is None:
             outgoing.abandon()
             beyond = InvalidUpdate(
@@ -457,6 +493,7 @@ class Client:
             self._decline(here, key, "invalid-update", beyond)
             return False
         outgoing.finish()
+        self._failures.clear()
         self._tell(
             "trained",
             assignment,
@@ -465,6 +502,14 @@ class Client:
             metrics=metrics,
         )
         return not self._stopping.is_set()
+
+    def _failed(self, here: _Open, key: str, code: DeclineReason, error: Exception) -> bool:
+        """Decline what failed; False, or `error` itself if it is one failure too many."""
+        if code == "training-failed":
+            _log.error("training failed", exc_info=error)
+        self._decline(here, key, code, error)
+        self._failures.add(error)
+        return False
 
     def _second(self, here: _Open, assignment: Assignment, digest: str) -> bool:
         """Make the second of two trips; False if there was nothing to do, or nothing came of it."""
@@ -872,12 +917,20 @@ class Client:
     ) -> None:
         if not self._can_evaluate or self._evaluated == digest:
             return
-        evaluation = self._trainer.evaluate(personalised(model, here.ledger))
         self._evaluated = digest
-        if evaluation is None:
-            self._can_evaluate = False
+        try:
+            evaluation = self._trainer.evaluate(personalised(model, here.ledger))
+            if evaluation is None:
+                self._can_evaluate = False
+                return
+            metrics = _finite(evaluation.metrics)
+            report = _report(digest, evaluation, metrics, self._attributes)
+        except Exception as exc:
+            _log.error("model %s is not evaluated", digest[:12], exc_info=exc)
+            self._tell("failed", assignment, what="evaluation", reason=str(exc) or repr(exc))
+            self._failed_evaluations.add(exc)
             return
-        metrics = _finite(evaluation.metrics)
+        self._failed_evaluations.clear()
         self._tell(
             "evaluated",
             assignment,
@@ -888,7 +941,6 @@ class Client:
         is_masked = self._heard is not None and self._heard.lane == "masked"
         if is_masked and not self._masking.reports_evaluations:
             return
-        report = _report(digest, evaluation, metrics, self._attributes)
         try:
             self._transport.report(here.task, report)
         except (Conflict, NotFound, MalformedRequest) as exc:

@@ -65,8 +65,9 @@ REMEMBERED = 256
 """Outcomes kept, so that a second receipt which contradicts the first is noticed."""
 
 Reason = Literal[
-    "not-sent", "not-included", "spec-changed", "decayed", "capped", "invalid", "rolled-back"
-]
+    "not-sent", "not-included", "spec-changed", "decayed", "capped", "invalid", "not-saved",
+    "rolled-back",
+]  # fmt: skip
 State = Any
 """A compressor's state in plain form: None, numbers, text, arrays, lists and dicts of them."""
 
@@ -113,6 +114,7 @@ class Discard:
     decayed       ResidualRules.decay
     capped        ResidualRules.max_ratio
     invalid       NaN, infinity or beyond float32: nothing of the update could be kept
+    not-saved     the account with it could not be written: a full disk
     rolled-back   a restore of the server undid it, and it was not kept: `lost_norm` is all of it
                   that is known, and `update` is zeros
 
@@ -524,9 +526,9 @@ class Ledger:
         """The account once everything was asked about that the restore `epoch` may have undone."""
         return replace(self, epoch=epoch)
 
-    def refuse(self, assignment: str, update: Vector) -> Ledger:
+    def refuse(self, assignment: str, update: Vector, reason: Reason = "invalid") -> Ledger:
         """The account once it is clear that `update` cannot be sent nor kept: a discard."""
-        return self._discarding("invalid", Update.from_dense(update), assignment)
+        return self._discarding(reason, Update.from_dense(update), assignment)
 
     def told(self) -> Ledger:
         """The account once every discard was reported."""

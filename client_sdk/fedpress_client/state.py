@@ -4,6 +4,7 @@
     next-key.pem, rotations.json      a change of key under way, and those before; see device_key.py
     tasks/<task>/ledger.safetensors   the account, see ledger.py
     tasks/<task>/models/              a few models by digest, to spare a download
+    tasks/<task>/durations.json       how long the last assignments took, see failures.py
     tasks/<task>/own.safetensors      what the device made of the task's last model
     tasks/<task>/session              secrets of the masked session under way
     tasks/<task>/outgoing, .json      the body being encoded, which upload its first parts are in
@@ -15,6 +16,7 @@ any moment one of the two is there in full. POSIX only: it relies on flock and o
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import hashlib
 import json
@@ -29,7 +31,12 @@ from pathlib import Path
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from fedpress_client.ledger import Ledger
-from fedpress_protocols.errors import ConfigurationError, StateCorrupt, StateLocked
+from fedpress_protocols.errors import (
+    ConfigurationError,
+    StateCorrupt,
+    StateLocked,
+    StateWriteError,
+)
 from fedpress_protocols.faults import explained
 from fedpress_protocols.signatures import DeviceKey
 
@@ -251,6 +258,15 @@ class TaskFiles:
         for name in ("outgoing.json", "outgoing"):
             (self.folder / name).unlink(missing_ok=True)
 
+    def durations(self) -> bytes | None:
+        """What `keep_durations` wrote; None before."""
+        path = self.folder / "durations.json"
+        return path.read_bytes() if path.exists() else None
+
+    def keep_durations(self, data: bytes) -> None:
+        """How long assignments took, see `failures.Durations`."""
+        write_durably(self.folder / "durations.json", data)
+
     def own_model(self) -> bytes | None:
         """What the device made of the task's last model; None before."""
         path = self.folder / "own.safetensors"
@@ -265,11 +281,31 @@ class TaskFiles:
 
 
 def write_durably(path: Path, data: bytes) -> None:
-    """Replace `path` by `data` in one step that survives a power cut; mode 0600."""
+    """Replace `path` by `data` in one step that survives a power cut; mode 0600.
+
+    Raises StateWriteError, and then leaves nothing of `data` behind that takes room.
+    """
     temporary = path.with_name(path.name + ".tmp")
-    _write(temporary, data, sync=True)
-    os.replace(temporary, path)
-    sync_folder(path.parent)
+    try:
+        _write(temporary, data, sync=True)
+        os.replace(temporary, path)
+        sync_folder(path.parent)
+    except OSError as exc:
+        with suppress(OSError):
+            temporary.unlink(missing_ok=True)
+        raise not_written(path, exc, len(data)) from exc
+
+
+def not_written(path: Path, exc: OSError, num_bytes: int) -> StateWriteError:
+    """`num_bytes` could not be written to `path`: why, and what to do about it."""
+    if exc.errno in (errno.ENOSPC, errno.EDQUOT):
+        hint = f"free {num_bytes:,} bytes there, or move the state directory to another disk"
+    elif exc.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
+        hint = "the device's user must be able to write there"
+    else:
+        hint = "check the disk"
+    about = f"{path} cannot be written: {exc.strerror or exc}"
+    return StateWriteError(f"{about}; what it held before is unchanged", hint=hint)
 
 
 def _write(path: Path, data: bytes, *, sync: bool) -> None:
@@ -287,7 +323,10 @@ def _write(path: Path, data: bytes, *, sync: bool) -> None:
 
 
 def _open_lock(path: Path) -> int:
-    return os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    try:
+        return os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    except OSError as exc:
+        raise not_written(path, exc, 0) from exc
 
 
 def sync_folder(path: Path) -> None:
@@ -305,9 +344,12 @@ def _private_folder(path: Path) -> None:
             f"{path} is not a folder", hint="name a folder for the device's state"
         )
     missing = [folder for folder in (path, *path.parents) if not folder.exists()]
-    for folder in reversed(missing):
-        folder.mkdir(mode=0o700, exist_ok=True)
-        sync_folder(folder.parent)  # or a power cut could take the folder with all in it
+    try:
+        for folder in reversed(missing):
+            folder.mkdir(mode=0o700, exist_ok=True)
+            sync_folder(folder.parent)  # or a power cut could take the folder with all in it
+    except OSError as exc:
+        raise not_written(path, exc, 4096) from exc
     _private(path, 0o700)
 
 

@@ -46,6 +46,7 @@ FedpressError
 └── DeviceError                 on the device alone, never sent
     ├── StateLocked             another process holds the state directory
     ├── StateCorrupt            a state file that cannot be read
+    ├── StateWriteError         a state file that cannot be written: a full disk, say
     └── TransportError          no answer from the server
 """
 
@@ -314,6 +315,10 @@ class StateLocked(DeviceError):
 
 class StateCorrupt(DeviceError):
     slug, title = "state-corrupt", "A state file cannot be read"
+
+
+class StateWriteError(DeviceError):
+    slug, title = "state-write", "A state file cannot be written"
 
 
 class TransportError(DeviceError):
