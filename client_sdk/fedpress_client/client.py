@@ -14,11 +14,13 @@ import math
 import re
 import secrets
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from random import SystemRandom
 from statistics import median
+from time import sleep as _sleep
 from time import time as _time
 from typing import Any, Literal
 
@@ -33,10 +35,17 @@ from fedpress_client.failures import Durations, FailurePolicy, Failures
 from fedpress_client.ledger import KEEP_ALL, Discard, Ledger, ResidualRules
 from fedpress_client.masking import RENEW_SECONDS, MaskedPart, MaskingRules, Member, joined
 from fedpress_client.outgoing import Outgoing, abandon_unfinished
+from fedpress_client.published import PublishedModel
 from fedpress_client.server_trust import ServerTrust, pinned_anew
 from fedpress_client.state import Identity, StateDirectory, TaskFiles
 from fedpress_client.trainer import Evaluation, Trained, Trainer, Work
-from fedpress_client.transport import MAX_RETRY_AFTER, HttpTransport, Traffic, Transport
+from fedpress_client.transport import (
+    MAX_RETRY_AFTER,
+    HttpTransport,
+    Retries,
+    Traffic,
+    Transport,
+)
 from fedpress_protocols.coding.fields import Known
 from fedpress_protocols.compression import activity
 from fedpress_protocols.compression.compressor import Knowledge
@@ -93,6 +102,8 @@ _REPORTED_PENDING = 1024
 _SHORTEST_PAUSE = 0.05
 _APPROVAL_PAUSE = 30.0
 _UPLINKS = 5
+_IMPATIENT = Retries(base=0.2, cap=2.0, patience=5.0)
+"""For whoever waits for a model to answer with."""
 
 EventKind = Literal[
     "enrolled", "joined", "assigned", "evaluated", "trained", "uploaded", "refused", "declined",
@@ -139,8 +150,9 @@ class Client:
     in the masked lane. `attributes`, numbers and short texts by name, are what a task's rules of
     eligibility and groups of metrics may read of it. With `fine_tuning` the task's last model is
     trained on as these terms say, for this device alone: see `own_model`. `failures` says how often
-    training may fail in a row, and whether deadlines that cannot be met are declined. `on_event` and
-    `on_discard` are called from the thread that runs. One thread runs a client; any may `stop` it.
+    training may fail in a row, and whether deadlines that cannot be met are declined. `on_event`
+    and `on_discard` are called from the thread that runs. One thread runs a client; any may `stop`
+    it, or ask for the `model`.
     """
 
     def __init__(
@@ -199,18 +211,35 @@ class Client:
         self._wait_out = sleep or self._stopping.wait
         self._directory = StateDirectory.open(state_dir)
         self._key = self._directory.key()
-        self._transport = transport or HttpTransport(
-            url,
-            self._key,
-            verify=verify,
-            client_certificate=client_certificate,
-            client_key=client_key,
-            proxy=proxy,
-            timeout=timeout,
-            sleep=self._pause,
-            clock=clock,
-            random=random,
-        )
+
+        def opened(retries: Retries | None, sleep: Callable[[float], None]) -> HttpTransport:
+            return HttpTransport(
+                url,
+                self._key,
+                verify=verify,
+                client_certificate=client_certificate,
+                client_key=client_key,
+                proxy=proxy,
+                timeout=timeout,
+                retries=retries,
+                sleep=sleep,
+                clock=clock,
+                random=random,
+            )
+
+        @contextmanager
+        def beside() -> Iterator[Transport]:
+            """A connection for another thread than the one that runs."""
+            if transport is not None:
+                yield transport
+                return
+            with closing(opened(_IMPATIENT, _sleep)) as own:
+                yield own
+
+        self._transport = transport or opened(None, self._pause)
+        self._beside = beside
+        self._published = PublishedModel(self._directory, beside, clock, max_model_bytes)
+        self._peeked: Ledger | None = None
         self._open: _Open | None = None
         self._heard: TaskSummary | None = None
         self._account = Ledger(task or "", "")
@@ -286,6 +315,40 @@ class Client:
         if `fine_tuning` was given. None before the task has ended, or if it is everybody's."""
         data = self._joined().files.own_model()
         return None if data is None else Model.from_bytes(data)
+
+    def model(self, *, max_age: float = 30.0) -> Model:
+        """The newest published model of the task, with this device's personal tensors if it has
+        some: for inference, from any thread, before, while and after another one runs the client.
+
+        The server is asked if its last answer is `max_age` seconds old or older (0: each time), and
+        a model that is not here yet is fetched, by its difference where the task has a downlink.
+        The SHA-256 of what comes is checked against the name that the server gives it; the server
+        signs no models. The last model is kept in the state directory: where the server is away it
+        goes on being used, also after a restart. Do not change it in place.
+
+        Enrols the device if need be, and does not join the task. A `transport` given to the client
+        must be safe for two threads. Raises TransportError if there is no model here and no answer
+        within some seconds, UnknownTask, InvalidToken, UnknownDevice or DeviceNotApproved.
+        """
+        if not max_age >= 0:
+            raise ConfigurationError(f"max_age must be 0 seconds or more, not {max_age}")
+        task = self._task
+        if self._directory.identity() is None or task is None:
+            with self._beside() as transport:
+                self._identified(transport)
+                task = task or self._only_task(transport)
+        try:
+            model = self._published.get(task, max_age)
+        except UnknownDevice:
+            key = self._directory.key()
+            if key.key_id == self._key.key_id:
+                raise
+            self._key = key  # another process of this device has changed it
+            model = self._published.get(task, max_age)
+        account = self._account
+        if not account.client_id:
+            self._peeked = account = self._peeked or self._directory.peek(task) or account
+        return personalised(model, account)
 
     @property
     def ledger(self) -> Ledger:
@@ -951,7 +1014,7 @@ class Client:
     def _joined(self) -> _Open:
         if self._open is None:
             identity = self._enrolled()
-            task = self._task or self._only_task()
+            task = self._task or self._only_task(self._transport)
             files = self._directory.task(task)
             try:
                 ledger = files.load(identity.client_id)
@@ -976,6 +1039,14 @@ class Client:
         if identity is not None:
             self._end_key_change()
             return identity
+        identity = self._identified(self._transport)
+        if self._server_key is not None:
+            identity = pinned_anew(self._directory, identity, self._server_key, self._transport)
+        self._tell("enrolled", client_id=identity.client_id, key_id=self.key_id)
+        return identity
+
+    def _identified(self, transport: Transport) -> Identity:
+        """This device's identity, which it enrols for by `transport` if it has none."""
         with self._directory.alone():
             identity = self._directory.identity()
             if identity is not None:
@@ -985,7 +1056,7 @@ class Client:
                     "this device is not enrolled and has no token",
                     hint="ask the operator for an enrolment token",
                 )
-            answer = self._transport.enrol(
+            answer = transport.enrol(
                 self._token,
                 EnrolRequest(public_key=to_base64url(self._key.public), name=self._name),
             )
@@ -993,9 +1064,6 @@ class Client:
                 url=self._url, client_id=answer.client_id, server_key=answer.server_key
             )
             self._directory.enrolled(identity)
-        if self._server_key is not None:
-            identity = pinned_anew(self._directory, identity, self._server_key, self._transport)
-        self._tell("enrolled", client_id=identity.client_id, key_id=self.key_id)
         return identity
 
     def _take_key(self, key: DeviceKey) -> None:
@@ -1055,8 +1123,9 @@ class Client:
             )
         self._tell("enrolled", client_id=identity.client_id)
 
-    def _only_task(self) -> str:
-        tasks = self._transport.tasks()
+    @staticmethod
+    def _only_task(transport: Transport) -> str:
+        tasks = transport.tasks()
         running = [task.task for task in tasks if task.state in ("running", "paused")]
         if len(running) != 1:
             listed = ", ".join(f"{task.task} ({task.state})" for task in tasks) or "none"

@@ -5,6 +5,7 @@
     tasks/<task>/ledger.safetensors   the account, see ledger.py
     tasks/<task>/models/              a few models by digest, to spare a download
     tasks/<task>/durations.json       how long the last assignments took, see failures.py
+    tasks/<task>/published            the newest published model, for inference; see published.py
     tasks/<task>/own.safetensors      what the device made of the task's last model
     tasks/<task>/session              secrets of the masked session under way
     tasks/<task>/outgoing, .json      the body being encoded, which upload its first parts are in
@@ -41,6 +42,8 @@ from fedpress_protocols.faults import explained
 from fedpress_protocols.signatures import DeviceKey
 
 _log = logging.getLogger(__name__)
+
+_LEDGER = "ledger.safetensors"
 
 
 class Identity(BaseModel):
@@ -124,11 +127,24 @@ class StateDirectory:
         finally:
             os.close(file)
 
+    def task_folder(self, task: str) -> Path:
+        """The folder of one task, made if need be."""
+        folder = self.path / "tasks" / task
+        _private_folder(folder.parent)
+        _private_folder(folder)
+        return folder
+
+    def peek(self, task: str) -> Ledger | None:
+        """A task's account as last saved, without its lock; None if there is none. Raises
+        StateCorrupt."""
+        try:
+            return Ledger.from_bytes((self.path / "tasks" / task / _LEDGER).read_bytes())
+        except FileNotFoundError:
+            return None
+
     def task(self, task: str) -> TaskFiles:
         """Take hold of one task's state; raises StateLocked if another holds it."""
-        _private_folder(self.path / "tasks")
-        folder = self.path / "tasks" / task
-        _private_folder(folder)
+        folder = self.task_folder(task)
         _private_folder(folder / "models")
         file = _open_lock(folder / "lock")
         try:
@@ -146,7 +162,7 @@ class TaskFiles:
         self.folder = folder
         self._task = task
         self._lock: int | None = lock
-        self._path = folder / "ledger.safetensors"
+        self._path = folder / _LEDGER
 
     def close(self) -> None:
         if self._lock is not None:

@@ -21,6 +21,7 @@ from random import SystemRandom
 from time import sleep as _sleep
 from time import time as _time
 from typing import Any, NamedTuple, Protocol, TypeVar
+from urllib.request import getproxies, proxy_bypass
 
 import httpx
 from pydantic import ValidationError
@@ -258,18 +259,25 @@ class HttpTransport:
         self._certificate = Path(client_certificate) if client_certificate else None
         if not isinstance(verify, ssl.SSLContext):
             verify = tls.context_of(verify, client_certificate, client_key)
-        self._http = httpx.Client(
-            verify=verify,
-            proxy=proxy,
-            transport=http,
-            timeout=timeout,
-            follow_redirects=False,
-            headers={
-                "User-Agent": f"fedpress/{__version__}",
-                # Bytes are counted and digests taken of what travels; nothing here compresses well.
-                "Accept-Encoding": "identity",
-            },
-        )
+        self._proxy = _without_password(proxy or ("" if http is not None else _proxy_of(self._url)))
+        try:
+            self._http = httpx.Client(
+                verify=verify,
+                proxy=proxy,
+                transport=http,
+                timeout=timeout,
+                follow_redirects=False,
+                headers={
+                    "User-Agent": f"fedpress/{__version__}",
+                    # Bytes are counted and digests taken of what travels; nothing here compresses
+                    # well.
+                    "Accept-Encoding": "identity",
+                },
+            )
+        except (ValueError, ImportError, httpx.InvalidURL) as exc:
+            raise ConfigurationError(
+                f"proxy {self._proxy}: {exc}", hint="give http://host:port"
+            ) from exc
 
     def close(self) -> None:
         self._http.close()
@@ -578,7 +586,7 @@ class HttpTransport:
                 yield response
             finally:
                 response.close()
-        except (httpx.ConnectError, httpx.ConnectTimeout) as exc:
+        except (httpx.ConnectError, httpx.ConnectTimeout, httpx.ProxyError) as exc:
             raise self._no_connection(exc) from exc
         except httpx.TransportError as exc:
             if not answered:
@@ -596,6 +604,10 @@ class HttpTransport:
 
     def _no_connection(self, exc: httpx.TransportError) -> _Again:
         told = tls.explained(exc)
+        if told is None and self._proxy:
+            found = f"the proxy {self._proxy}, on the way to {self._url}: {exc}"
+            hint = "check --proxy, HTTP_PROXY, HTTPS_PROXY and NO_PROXY"
+            return _Again(TransportError(found, hint=hint))
         if told is None:
             return _Again(TransportError(f"{self._url}: {exc}"))
         error = TransportError(f"{self._url}: {told[0]}", hint=told[1])
@@ -777,6 +789,21 @@ def _base_url(url: str) -> str:
     if target.query:
         raise ConfigurationError(f"server URL {url!r} has a query")
     return base
+
+
+def _proxy_of(url: str) -> str:
+    """The proxy that the environment names for `url`, as httpx reads it; empty for none."""
+    target = httpx.URL(url)
+    if proxy_bypass(target.netloc.decode()):
+        return ""
+    proxies = getproxies()
+    return proxies.get(target.scheme) or proxies.get("all") or ""
+
+
+def _without_password(url: str) -> str:
+    credentials, has_credentials, rest = url.rpartition("@")
+    scheme, has_scheme, _ = credentials.rpartition("://")
+    return f"{scheme}{has_scheme}{rest}" if has_credentials else url
 
 
 def _json(term: Term) -> bytes:

@@ -13,7 +13,7 @@ from fedpress.command_line import Group, argument, as_json, operates
 
 if TYPE_CHECKING:
     from fedpress.operator import Operator
-    from fedpress_protocols.messages import Measured, RoundStatus
+    from fedpress_protocols.messages import Durations, Measured, RoundStatus
 
 
 @click.group("round", cls=Group)
@@ -100,7 +100,21 @@ def _row(attempt: RoundStatus) -> Sequence[str]:
         size(attempt.download_bytes),
         lasting(attempt.closed_at - attempt.opened_at) if attempt.closed_at else "open",
         _measured(attempt.metrics, most=2),
-        attempt.reason,
+        "; ".join(filter(None, (attempt.reason, _declined(attempt, "declined: ")))),
+    )
+
+
+def _declined(attempt: RoundStatus, before: str = "") -> str:
+    counts = ", ".join(f"{count} {reason}" for reason, count in attempt.declined.items())
+    return before + counts if counts else ""
+
+
+def _took(durations: Durations | None) -> str:
+    if durations is None:
+        return ""
+    return (
+        f"{durations.median:.1f} s in the middle, {durations.longest:.1f} s at most; "
+        f"{durations.suggested_round_seconds:.0f} s would do as round_seconds"
     )
 
 
@@ -126,6 +140,8 @@ def _whole(attempt: RoundStatus) -> Iterator[str]:
             f"{attempt.assigned} assigned, {attempt.received} received, "
             f"{attempt.included} included",
         ),
+        ("declined", _declined(attempt)),
+        ("devices took", _took(attempt.durations)),
         ("examples", f"{attempt.num_examples:,}"),
         (
             "up",

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from fedpress_client import Client, Event, Ledger, Trained, load_trainer
+from fedpress_client import Client, Event, FailurePolicy, Ledger, Trained, load_trainer
 from fedpress_client.state import TaskFiles
 from fedpress_client.transport import News
 from fedpress_protocols.compression import compressor as registry
@@ -456,7 +456,7 @@ def test_a_trainer_that_fails_gives_its_place_away(tmp_path: Path) -> None:
             raise ZeroDivisionError
 
     link = FakeLink(server)
-    client = make_client(server, Fails(50), tmp_path, link)
+    client = make_client(server, Fails(50), tmp_path, link, failures=FailurePolicy(allowed=0))
     with pytest.raises(ZeroDivisionError):
         client.run()
     assert link.calls[-1] == "decline"
@@ -481,7 +481,10 @@ def test_training_that_came_to_nothing_is_told(
             return result
 
     link = FakeLink(server)
-    client = make_client(server, Diverges(50), tmp_path, link, on_discard=discards.append)
+    client = make_client(
+        server, Diverges(50), tmp_path, link, on_discard=discards.append,
+        failures=FailurePolicy(allowed=0),
+    )  # fmt: skip
     with pytest.raises(error, match=message):
         client.run()
     assert link.calls[-1] == "decline"

@@ -331,6 +331,27 @@ def test_a_ca_bundle_that_is_none_is_refused(tmp_path) -> None:
         HttpTransport("https://server", KEY, verify=str(tmp_path / "empty.pem"))
 
 
+ONCE = {"retries": Retries(patience=0.0), "sleep": lambda seconds: None, "random": lambda: 0.9}
+
+
+def test_a_dead_proxy_is_told_as_the_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("HTTP_PROXY", "http_proxy", "ALL_PROXY", "all_proxy", "NO_PROXY", "no_proxy"):
+        monkeypatch.delenv(name, raising=False)
+    given = HttpTransport("http://server.test", KEY, proxy="http://me:secret@127.0.0.1:9", **ONCE)
+    monkeypatch.setenv("HTTP_PROXY", "http://127.0.0.1:9")
+    found = HttpTransport("http://server.test", KEY, **ONCE)
+    for transport in (given, found):
+        with pytest.raises(TransportError, match=r"the proxy http://127.0.0.1:9, on the way") as e:
+            transport.tasks()
+        assert "NO_PROXY" in e.value.hint
+        assert "secret" not in str(e.value)
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+    with pytest.raises(TransportError, match=r"^http://127.0.0.1:9: "):
+        HttpTransport("http://127.0.0.1:9", KEY, **ONCE).tasks()
+    with pytest.raises(ConfigurationError, match="proxy server:3128"):
+        HttpTransport("http://server.test", KEY, proxy="server:3128")
+
+
 def test_a_proxy_is_honoured(monkeypatch: pytest.MonkeyPatch) -> None:
     transport = HttpTransport("http://server", KEY, proxy="http://proxy:3128")
     pool = transport._http._transport_for_url(httpx.URL("http://server/"))._pool

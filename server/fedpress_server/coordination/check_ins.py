@@ -39,7 +39,7 @@ from fedpress_server.rounds.selection import Candidates, choose, is_eligible, st
 from fedpress_server.settings import Settings
 from fedpress_server.storage import participants, records
 from fedpress_server.storage.database import Database
-from fedpress_server.storage.records import AssignmentRecord
+from fedpress_server.storage.records import AssignmentRecord, RoundKey
 
 _LONGEST_WAIT = 30.0
 """Seconds that a check-in may be held."""
@@ -78,6 +78,8 @@ class CheckIns:
         """Whether places are given as soon as enough wait, and not at the next tick alone."""
         self._rates = Rates(database, background)
         self._pace = Pace(settings.check_ins_per_second, settings.poll_seconds)
+        self._slow: dict[str, RoundKey] = {}
+        """By task: the attempt of which it was logged that a device is too slow for it."""
         self.load = Load()
         """A check-in that waits to be begun takes as long as one that is worked on: fewer are to
         come in either case."""
@@ -364,6 +366,15 @@ class CheckIns:
             event = Declined(assignment, why, needed_seconds)
             if await self._steps.happen(task, event, key=record.key):
                 self._metrics.declined.labels(record.task, why).inc()
+                if needed_seconds is not None and self._slow.get(record.task) != record.key:
+                    self._slow[record.task] = record.key
+                    _log.warning(
+                        "task %s round %d.%d: a device needs %.0f s and declines, round_seconds is "
+                        "%g; `fedpress round show` suggests what would do",
+                        *record.key,
+                        needed_seconds,
+                        task.config.round_seconds,
+                    )
         receipt = await self.receipt(client_id, assignment)
         if receipt is None:
             raise Conflict(

@@ -1,0 +1,130 @@
+"""The newest published model for inference, beside training: its own file, its own connection.
+
+Nothing here touches what training holds: the ledger, its lock, its models. So any thread of the
+process may ask, and so may another process on the same state directory.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import threading
+from collections.abc import Callable
+from contextlib import AbstractContextManager, suppress
+from pathlib import Path
+
+from fedpress_client.downloads import download_model
+from fedpress_client.state import StateDirectory
+from fedpress_client.transport import Transport
+from fedpress_protocols.errors import (
+    ConfigurationError,
+    DigestMismatch,
+    NotFound,
+    TransportError,
+    Unavailable,
+)
+from fedpress_protocols.model import Model
+
+_log = logging.getLogger(__name__)
+
+_ABSENT = (TransportError, Unavailable, NotFound)
+"""The server is away, or has given the model up between two answers: the one kept goes on."""
+
+
+class PublishedModel:
+    """The newest model of a task, as far as this device knows; safe for threads.
+
+    `connect` opens a transport that is this object's alone for as long as it is in use.
+    """
+
+    def __init__(
+        self,
+        directory: StateDirectory,
+        connect: Callable[[], AbstractContextManager[Transport]],
+        clock: Callable[[], float],
+        max_bytes: int,
+    ) -> None:
+        self._directory, self._connect = directory, connect
+        self._clock, self._max_bytes = clock, max_bytes
+        self._lock = threading.Lock()
+        self._newest: tuple[str, Model] | None = None
+        self._asked_at: float | None = None
+
+    def get(self, task: str, max_age: float) -> Model:
+        """See `Client.model`."""
+        with self._lock:
+            now = self._clock()
+            is_fresh = self._asked_at is not None and 0 <= now - self._asked_at < max_age
+            if self._newest is not None and is_fresh:
+                return self._newest[1]
+            kept = self._newest or self._kept(task)
+            try:
+                self._newest = self._refreshed(task, kept)
+            except _ABSENT as exc:
+                if kept is None:
+                    raise
+                _log.warning("the previous model is used: %s", exc.detail)
+                self._newest = kept
+            self._asked_at = now
+            return self._newest[1]
+
+    def _refreshed(self, task: str, kept: tuple[str, Model] | None) -> tuple[str, Model]:
+        with self._connect() as transport:
+            summary = transport.task(task)
+            if kept is not None and kept[0] == summary.model:
+                return kept
+            data = self._trained_on(task, summary.model)
+            if data is None:
+                held = [] if kept is None else [(kept[0], kept[1].to_bytes())]
+                bases = held if summary.downlink else None
+                data = download_model(transport, summary.model, task, self._max_bytes, bases)
+        if hashlib.sha256(data).hexdigest() != summary.model:
+            raise DigestMismatch(f"model {summary.model[:12]} came with other bytes")
+        model = Model.from_bytes(data)
+        self._keep(task, data)
+        return summary.model, model
+
+    def _trained_on(self, task: str, digest: str) -> bytes | None:
+        """The model's file if training has fetched it already; left as it is in any case."""
+        path = self._directory.path / "tasks" / task / "models" / f"{digest}.safetensors"
+        try:
+            data = path.read_bytes()
+        except OSError:
+            return None
+        return data if hashlib.sha256(data).hexdigest() == digest else None
+
+    def _path(self, task: str) -> Path:
+        return self._directory.path / "tasks" / task / "published"
+
+    def _kept(self, task: str) -> tuple[str, Model] | None:
+        """What was kept by this process or another, as `_keep` writes it."""
+        try:
+            data = self._path(task).read_bytes()
+        except OSError:
+            return None
+        digest, data = data[:64].decode("ascii", "replace"), data[64:]
+        if hashlib.sha256(data).hexdigest() != digest:
+            _log.warning("the model kept in %s is damaged; it is fetched again", self._path(task))
+            return None
+        try:
+            return digest, Model.from_bytes(data)
+        except ConfigurationError as exc:
+            _log.warning("the model kept in %s cannot be read: %s", self._path(task), exc.detail)
+            return None
+
+    def _keep(self, task: str, data: bytes) -> None:
+        """Its SHA-256 in hex and then the model, for the next start; a full disk is no reason to do
+        without it. Not synced: one that a power cut tears fails its digest."""
+        path = self._path(task)
+        temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+        try:
+            self._directory.task_folder(task)
+            flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
+            with open(os.open(temporary, flags, 0o600), "wb") as file:
+                file.write(hashlib.sha256(data).hexdigest().encode() + data)
+            temporary.replace(path)
+        except OSError as exc:
+            _log.warning("model not kept for the next start: %s", exc)
+            with suppress(OSError):
+                temporary.unlink(missing_ok=True)

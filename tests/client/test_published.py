@@ -1,0 +1,109 @@
+"""The newest published model on a device: for inference, beside training."""
+
+from __future__ import annotations
+
+import math
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from fedpress_protocols.errors import ConfigurationError, DigestMismatch, TransportError
+from fedpress_protocols.model import Model
+from tests.client.fake_server import TASK, FakeLink, RandomTrainer, make_client
+from tests.client.test_failures import make_server
+
+
+class Away(FakeLink):
+    is_away = False
+
+    def task(self, task):
+        self.calls.append("task")
+        if self.is_away:
+            raise TransportError("no answer")
+        return super().task(task)
+
+
+def test_a_model_is_to_be_had_before_while_and_after_training(tmp_path: Path) -> None:
+    server = make_server(rounds=3)
+    link, seen = Away(server), []
+
+    class Watches(RandomTrainer):
+        def train(self, model, work):
+            thread = threading.Thread(target=lambda: seen.append(client.model(max_age=0.0)))
+            thread.start()
+            thread.join()
+            return super().train(model, work)
+
+    client = make_client(server, Watches(50), tmp_path, link)
+    first = client.model()
+    assert first.digest == server.first.digest
+    assert not server.parts, "it asks for no work"
+    assert client.run().included == 3
+    assert [model.digest for model in seen][0] == first.digest
+    assert len({model.digest for model in seen}) == 3, "each round's newest"
+    assert client.model(max_age=0.0).digest == server.model.digest
+    assert link.calls.count("model") == 5, "what training has fetched is not fetched again"
+
+
+def test_the_server_is_asked_no_more_often_than_it_may_be(tmp_path: Path) -> None:
+    server, now = make_server(), [0.0]
+    link = Away(server)
+    client = make_client(server, RandomTrainer(50), tmp_path, link, clock=lambda: now[0])
+    model = client.model()
+    now[0] = 29.0
+    assert client.model() is model
+    assert link.calls.count("task") == 1
+    now[0] = 31.0
+    assert client.model() is model
+    assert client.model(max_age=math.inf) is model
+    assert link.calls.count("task") == 2
+    with pytest.raises(ConfigurationError):
+        client.model(max_age=math.nan)
+
+
+def test_the_last_model_goes_on_where_the_server_is_away(tmp_path: Path) -> None:
+    server = make_server()
+    link = Away(server)
+    link.is_away = True
+    client = make_client(server, RandomTrainer(50), tmp_path, link)
+    with pytest.raises(TransportError):
+        client.model()
+    link.is_away = False
+    model = client.model(max_age=0.0)
+    link.is_away = True
+    assert client.model(max_age=0.0) is model
+    again = make_client(server, RandomTrainer(50), tmp_path, link)
+    assert again.model().digest == model.digest
+    kept = tmp_path / "tasks" / TASK / "published"
+    kept.write_bytes(kept.read_bytes()[:-1] + b"\xff")
+    third = make_client(server, RandomTrainer(50), tmp_path, link)
+    with pytest.raises(TransportError):
+        third.model()
+    link.is_away = False
+    assert third.model().digest == model.digest
+
+
+def test_other_bytes_under_the_name_of_the_model_are_refused(tmp_path: Path) -> None:
+    server = make_server()
+    client = make_client(server, RandomTrainer(50), tmp_path)
+    other = Model.from_tensors({"w": np.ones(50, np.float32)})
+    server.models[server.model.digest] = other.to_bytes()
+    with pytest.raises(DigestMismatch):
+        client.model()
+    assert not (tmp_path / "tasks" / TASK / "published").exists()
+
+
+def test_many_threads_have_one_model_and_one_download(tmp_path: Path) -> None:
+    server = make_server()
+    link, models = FakeLink(server), []
+    client = make_client(server, RandomTrainer(50), tmp_path, link)
+    threads = [threading.Thread(target=lambda: models.append(client.model())) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(models) == 8
+    assert all(model is models[0] for model in models)
+    assert link.calls.count("model") == 1
