@@ -41,7 +41,7 @@ def test_a_model_is_to_be_had_before_while_and_after_training(tmp_path: Path) ->
     assert first.digest == server.first.digest
     assert not server.parts, "it asks for no work"
     assert client.run().included == 3
-    assert [model.digest for model in seen][0] == first.digest
+    assert seen[0].digest == first.digest
     assert len({model.digest for model in seen}) == 3, "each round's newest"
     assert client.model(max_age=0.0).digest == server.model.digest
     assert link.calls.count("model") == 5, "what training has fetched is not fetched again"
