@@ -4,7 +4,8 @@ Bytes are those of whole upload bodies, each decoded again before its error is t
 squared error over the squared norm of the update. Every method is coded by the static codes
 (huffman), by these or the range coder, whichever is shorter (auto), and so in the context of the
 last step (auto+previous). An update file is an .npz: `updates` [clients, values], and, where known,
-`names` and `shapes` of the tensors ("256,64"), `previous` and `drift`.
+`names` and `shapes` of the tensors ("256,64"), `previous` and `drift`. Methods that read what the
+file does not have are listed as not measured. Every upload is a client's first.
 """
 
 from __future__ import annotations
@@ -95,7 +96,9 @@ class Updates:
             previous, drift = (None if v is None else v.astype(np.float32) for v in known)
         except _UNREADABLE as exc:
             raise ConfigurationError(f"{path} is no file of updates: {exc}", hint=hint) from exc
-        return cls(spec, updates, Public(spec, PublicRandomness(bytes(32)), previous, drift))
+        first_upload = np.zeros(spec.size, np.float32)  # before it, no upload of the client's counts
+        randomness = PublicRandomness(bytes(32))
+        return cls(spec, updates, Public(spec, randomness, previous, drift, own=first_upload))
 
 
 @dataclass(frozen=True)
@@ -115,11 +118,27 @@ class Row:
 def run(name: str, json_file: Path | None = None, only: str | None = None) -> str:
     """Measure all methods, or `only` one, on the updates `name`; the table, and JSON to a file."""
     updates = Updates.load(name)
-    rows = [row for wire_id in _chosen(only) for row in measured(wire_id, updates)]
+    lacking = {wire_id: _lacking(wire_id, updates.public) for wire_id in _chosen(only)}
+    if only is not None and lacking[only]:
+        raise ConfigurationError(
+            f"{only} reads {lacking[only]}, which {name} does not have",
+            hint="add the array to the file, or choose another method with --only",
+        )
+    rows = [
+        row
+        for wire_id, missing in lacking.items()
+        if not missing
+        for row in measured(wire_id, updates)
+    ]
     if json_file is not None:
         document = {"update": name, "values": updates.spec.size, "rows": list(map(asdict, rows))}
         json_file.write_text(json.dumps(document, indent=2) + "\n")
-    return "\n".join(_table(rows))
+    skipped = [
+        f"not measured, since the file has no {missing}: {wire_id}"
+        for wire_id, missing in lacking.items()
+        if missing
+    ]
+    return "\n".join([*_table(rows), *skipped])
 
 
 def measured(wire_id: str, updates: Updates) -> Iterator[Row]:
@@ -135,6 +154,12 @@ def _chosen(only: str | None) -> list[str]:
     if only is not None and only not in known:
         raise ConfigurationError(f"no method {only!r}; there are {', '.join(known)}")
     return [wire_id for wire_id in known if only in (None, wire_id)]
+
+
+def _lacking(wire_id: str, public: Public) -> str:
+    """The vectors that a method reads and that are not known."""
+    needs = sorted(by_default(wire_id).needs)
+    return " and ".join(what for what in needs if getattr(public, what) is None)
 
 
 def _coders(made: Compressor[Any], public: Public) -> Iterator[tuple[str, Compressor[Any]]]:

@@ -11,6 +11,7 @@ from click.testing import CliRunner
 
 from fedpress.bench.rate_distortion import Updates, measured, run
 from fedpress.cli import app
+from fedpress_protocols.compression.compressor import compressors
 from fedpress_protocols.errors import ConfigurationError
 
 
@@ -49,6 +50,26 @@ def test_an_update_of_ones_own_is_measured(tmp_path: Path) -> None:
     table = run(str(path), only="topk")
     assert "auto+previous" not in table
     assert "topk fraction=0.1" in table
+
+
+def test_every_method_is_measured_by_default(tmp_path: Path) -> None:
+    path, rng = tmp_path / "small.npz", np.random.default_rng(0)
+    updates, previous = rng.standard_normal((2, 2, 136)).astype(np.float32)
+    np.savez(path, updates=updates, previous=previous[0], names=["w", "b"], shapes=["16,8", "8"])
+    answer = CliRunner().invoke(app, ["bench", "rate-distortion", "--update", str(path)])
+    assert answer.exit_code == 0, answer.output
+    rows = {line.split()[0] for line in answer.output.splitlines()[1:]}
+    assert rows == compressors().keys() - {"coded"}
+
+
+def test_methods_that_read_what_a_file_lacks_are_named(tmp_path: Path) -> None:
+    path = tmp_path / "mine.npz"
+    np.savez(path, updates=np.random.default_rng(0).standard_normal(64).astype(np.float32))
+    lines = run(str(path)).splitlines()
+    assert "not measured, since the file has no previous: cafe" in lines
+    assert any(line.startswith("topk") for line in lines)
+    with pytest.raises(ConfigurationError, match="cafe reads previous, which .* does not have"):
+        run(str(path), only="cafe")
 
 
 @pytest.mark.parametrize("content", [b"", b"PK\x03\x04 no archive"])
