@@ -17,9 +17,12 @@ from click.core import ParameterSource
 from fedpress_protocols.errors import ConfigurationError, MissingExtra
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
     from fedpress.operator import Operator
 
 _LOCAL = "http://127.0.0.1:8080"
+_FILE_COLUMNS = 200
 PATH = click.Path(path_type=Path)
 DEMO_COMPRESSOR = "topk:fraction=0.02,magnitude_bits=1"
 SECURE_COMPRESSOR = "shared_support:fraction=0.3,explore=0.25"
@@ -229,6 +232,15 @@ def operator(url: str, admin_token: str, *, ca: Path | None = None) -> Operator:
     from fedpress.operator import Operator
 
     return Operator(url, admin_token, ca=ca)
+
+
+def console() -> Console:
+    """The output of long runs, as wide as its terminal; in a file or a pipe no line is broken.
+    Raises ModuleNotFoundError without the demo extra."""
+    from rich.console import Console
+
+    screen = Console()
+    return screen if screen.is_terminal else Console(width=_FILE_COLUMNS)
 
 
 def needs(extra: str, exc: ModuleNotFoundError) -> NoReturn:

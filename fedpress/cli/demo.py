@@ -6,7 +6,14 @@ from pathlib import Path
 
 import click
 
-from fedpress.command_line import DEMO_COMPRESSOR, PATH, SECURE_COMPRESSOR, Command, needs
+from fedpress.command_line import (
+    DEMO_COMPRESSOR,
+    PATH,
+    SECURE_COMPRESSOR,
+    Command,
+    console,
+    needs,
+)
 
 
 @click.command("demo", cls=Command)
@@ -44,8 +51,6 @@ def demo(
 ) -> None:
     """Federate handwritten digits twice, uncompressed and compressed, and compare."""
     try:
-        from rich.console import Console
-
         from fedpress.compressor_option import compressor_from_option
         from fedpress.demo import run as compared
         from fedpress.demo import secure as masked
@@ -57,12 +62,12 @@ def demo(
     if quick:
         clients, rounds = min(clients, 10 if secure else 4), min(rounds, 3 if secure else 5)
     made = compressor_from_option(compressor or usual[2], masked=secure)
-    console = Console()
+    screen = console()
     try:
         if secure:
-            masked.run(masked.Settings(made, clients, rounds, seed, out, json_file), console)
+            masked.run(masked.Settings(made, clients, rounds, seed, out, json_file), screen)
         else:
-            compared.run(compared.Settings(made, clients, rounds, seed, out, json_file), console)
+            compared.run(compared.Settings(made, clients, rounds, seed, out, json_file), screen)
     except KeyboardInterrupt:
-        console.print("stopped; all processes have ended", highlight=False)
+        screen.print("stopped; all processes have ended", highlight=False)
         raise click.exceptions.Exit(130) from None

@@ -7,7 +7,15 @@ from typing import Any
 
 import click
 
-from fedpress.command_line import DEMO_COMPRESSOR, PATH, SECURE_COMPRESSOR, Command, needs, stopped
+from fedpress.command_line import (
+    DEMO_COMPRESSOR,
+    PATH,
+    SECURE_COMPRESSOR,
+    Command,
+    console,
+    needs,
+    stopped,
+)
 
 
 @click.command("simulate", cls=Command)
@@ -95,8 +103,6 @@ def run_simulation(
 ) -> None:
     """Simulate clients by the thousand; what was stopped goes on by the same command."""
     try:
-        from rich.console import Console
-
         from fedpress.simulate import run as simulation
     except ModuleNotFoundError as exc:
         needs("flower,demo", exc)
@@ -104,7 +110,7 @@ def run_simulation(
         simulation.run(
             simulation.Settings(**settings),
             out,
-            Console(),
+            console(),
             json_file=json_file,
             plot=plot,
             sweep_file=sweep_file,

@@ -256,7 +256,7 @@ class _Server(uvicorn.Server):
 
     def _tell(self, line: str) -> None:
         if self._app.state.settings.log_format == "json":
-            _log.warning(line)
+            _log.info(line)
         else:
             print(line, flush=True)
 

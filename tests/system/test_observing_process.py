@@ -59,6 +59,8 @@ def test_bytes_are_counted_and_a_signal_changes_the_level(tmp_path: Path) -> Non
         os.kill(server._process.pid, signal.SIGUSR1)
         lines = [json.loads(line) for line in server.log.read_text().splitlines()]
         assert not any(line["level"] == "debug" for line in lines)
+        ready = next(line for line in lines if "server ready on" in line["event"])
+        assert ready["level"] == "info"
         wait_for(server.log, "log level is debug")
         exchanged(server.port, "/livez")
         wait_for(server.log, '"/livez"')  # an answer is out before its line is
