@@ -58,18 +58,27 @@ _RESTORES = TypeAdapter(list[RestoreStatus])
 class Operator:
     """Talks to the server at `url` with its admin token.
 
-    `ca` is a PEM file of whom to believe about a server on https, in place of the system's list.
+    `ca` is a PEM file of whom to believe about a server on https, in place of the system's list;
+    `http` takes the place of the sockets, for a server in this process.
     Raises ConfigurationError for a URL, a token or a file that cannot be one. Every method raises
     the error that the server sent, or TransportError without an answer of a fedpress server.
     """
 
     def __init__(
-        self, url: str, admin_token: str, *, timeout: float = 30.0, ca: Path | None = None
+        self,
+        url: str,
+        admin_token: str,
+        *,
+        timeout: float = 30.0,
+        ca: Path | None = None,
+        http: httpx.BaseTransport | None = None,
     ) -> None:
         if not (admin_token.isascii() and admin_token.isprintable()):
             raise ConfigurationError("an admin token is printable ASCII, and this one is not")
         self._url = _checked(url)
         trusted: dict[str, Any] = {} if ca is None else {"verify": _trusting(ca)}
+        if http is not None:
+            trusted["transport"] = http
         self._http = httpx.Client(
             base_url=self._url,
             headers={"Authorization": f"Bearer {admin_token}"},

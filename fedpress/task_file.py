@@ -56,14 +56,14 @@ def task_config(path: Path, model: str | None = None) -> TaskConfig:
         raise ConfigurationError(f"{path}: {explained(exc)}") from exc
 
 
-def checked(path: Path, model: Path | None) -> Checked:
+def checked(path: Path, model: Path | Model | None) -> Checked:
     """Check a task as a server with its usual settings does when the task is created.
 
     Without `model`, lane, compressors and strategy are checked on tensors that stand in for it, and
     what hangs on the model's own tensors is left out: patterns of names, sizes, the order of
     profiles. Raises ConfigurationError, or MissingExtra where the server is not installed.
     """
-    initial = None if model is None else Model.from_bytes(read(model))
+    initial = Model.from_bytes(read(model)) if isinstance(model, Path) else model
     config = task_config(path, None if initial is None else initial.digest)
     try:
         config.check_new()

@@ -21,7 +21,24 @@ from fedpress.command_line import (
 @click.command("simulate", cls=Command)
 @click.option("--clients", type=click.IntRange(min=1), default=100, help="Simulated clients.")
 @click.option("--fraction", default=0.1, help="Of the clients, in each round.")
-@click.option("--rounds", type=click.IntRange(min=1), default=20, help="Rounds.")
+@click.option(
+    "--rounds",
+    type=click.IntRange(min=1),
+    help="Rounds: 20, or what a Flower app says, whose num-server-rounds this sets.",
+)
+@click.option(
+    "--task",
+    type=PATH,
+    metavar="FILE",
+    help="A task as `fedpress task create` takes it, run by the real server and devices in this "
+    "process: strategy, profiles, policies, schedule, downlink, lane and rounds are the file's.",
+)
+@click.option(
+    "--model",
+    type=PATH,
+    metavar="FILE",
+    help="With --task: the initial model, in place of the data's or the trainer's own.",
+)
 @click.option(
     "--engine",
     type=click.Choice(["local", "processes", "ray"]),
@@ -99,6 +116,8 @@ def run_simulation(
     sweep_file: Path | None,
     out: Path,
     fresh: bool,
+    task: Path | None,
+    model: Path | None,
     **settings: Any,
 ) -> None:
     """Simulate clients by the thousand; what was stopped goes on by the same command."""
@@ -108,7 +127,11 @@ def run_simulation(
         needs("flower,demo", exc)
     try:
         simulation.run(
-            simulation.Settings(**settings),
+            simulation.Settings(
+                **settings,
+                task=None if task is None else str(task),
+                model=None if model is None else str(model),
+            ),
             out,
             console(),
             json_file=json_file,

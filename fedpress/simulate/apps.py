@@ -29,6 +29,8 @@ from fedpress_protocols.errors import ConfigurationError
 from fedpress_protocols.model import Model
 from fedpress_protocols.plan import TrainingTerms
 
+ROUNDS = "num-server-rounds"
+"""Where Flower's apps, its templates' among them, read how many rounds to run."""
 _HINT = (
     "give module:name of a function (index, clients) that returns a Trainer, or of a pair "
     "(ServerApp, ClientApp) or a function that returns one; or the folder of a Flower app"
@@ -148,8 +150,9 @@ class FlowerApp:
     pair: str = ""
     config: dict[str, Any] = field(default_factory=dict, hash=False)
 
-    def configured(self, text: str) -> dict[str, Any]:
-        """The app's configuration with what `text`, key=value in TOML's words, has otherwise.
+    def configured(self, text: str, rounds: int | None = None) -> dict[str, Any]:
+        """The app's configuration with what `text`, key=value in TOML's words, has otherwise, and
+        `rounds` as its num-server-rounds.
 
         Raises ConfigurationError for a key that the app's pyproject.toml does not have.
         """
@@ -163,6 +166,16 @@ class FlowerApp:
                 f"--run-config: the app has no {', '.join(unknown)}; it has "
                 f"{', '.join(self.config)}"
             )
+        if rounds is not None:
+            if ROUNDS not in self.config:
+                raise ConfigurationError(
+                    "--rounds: the app says itself how many rounds it has, and its configuration "
+                    f"has no {ROUNDS}",
+                    hint="remove --rounds, or set what the app reads with --run-config",
+                )
+            if changes.get(ROUNDS, rounds) != rounds:
+                raise ConfigurationError(f"--rounds {rounds} and --run-config differ in {ROUNDS}")
+            changes[ROUNDS] = rounds
         return {**self.config, **changes}
 
     def client_app(self) -> ClientApp:

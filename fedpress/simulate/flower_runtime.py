@@ -6,12 +6,15 @@ run. What is used of its insides is in this file and nowhere else.
 
 from __future__ import annotations
 
+import inspect
 import os
 import signal
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from copy import copy
+from functools import wraps
 from typing import Any
 
 from fedpress_protocols.errors import MissingExtra, ServerError
@@ -28,6 +31,7 @@ try:
     )
     from flwr.proto.message_pb2 import Message as ProtoMessage
     from flwr.proto.recorddict_pb2 import RecordDict as ProtoRecordDict
+    from flwr.serverapp.strategy import Strategy
     from flwr.supercore.task_identity import TaskIdentity
 except ModuleNotFoundError as exc:
     raise MissingExtra(
@@ -45,6 +49,37 @@ def begin_run(run_id: int) -> None:
     """Let this process make messages of the run `run_id`."""
     TaskIdentity.task_id, TaskIdentity.run_id = _TASK, run_id
     TaskIdentity.node_id = SUPERLINK_NODE_ID
+
+
+@contextmanager
+def server_evaluations(
+    noted: Callable[[int, dict[str, float]], None],
+) -> Iterator[None]:
+    """Have `noted` told what an app's server measures, by the number of the round: what the
+    `evaluate_fn` returns that the app starts its strategy with."""
+    start = Strategy.start
+
+    @wraps(start)
+    def noting(self: Strategy, *args: Any, **kwargs: Any) -> Any:
+        bound = inspect.signature(start).bind(self, *args, **kwargs)
+        evaluate = bound.arguments.get("evaluate_fn")
+        if evaluate is not None:
+
+            def measured(number: int, arrays: Any) -> Any:
+                metrics = evaluate(number, arrays)
+                if metrics is not None:
+                    plain = {k: float(v) for k, v in metrics.items() if isinstance(v, int | float)}
+                    noted(number, plain)
+                return metrics
+
+            bound.arguments["evaluate_fn"] = measured
+        return start(*bound.args, **bound.kwargs)
+
+    Strategy.start = noting  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        Strategy.start = start  # type: ignore[method-assign]
 
 
 def named(message: Message, identifier: str) -> Message:

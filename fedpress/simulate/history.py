@@ -19,8 +19,10 @@ from fedpress_strategies.flower import NO_ANSWER
 @dataclass
 class Row:
     """A round. `up_bytes` and `down_bytes` are of Flower's records, both ways; `upload_bytes` of
-    the compressed bodies alone, None where nothing of fedpress was in the run, as `nmse` and
-    `model`; `session_up_bytes` and `session_down_bytes` of the messages of a masked round's
+    the compressed bodies alone and `download_bytes` of the models that went down, None where
+    nothing of fedpress was in the run, as `nmse` and `model`, or nobody counts them. In a run of a
+    task's file `up_bytes` and `down_bytes` are the server's own: uploads with their headers, and
+    models, all attempts at the round together; `session_up_bytes` and `session_down_bytes` of the messages of a masked round's
     session, bodies not among them, and `abandoned` why it gave no sum. A client that was lost at
     any of its steps counts as lost. `link_seconds`: how long the slowest client's transfers take on
     the link asked for."""
@@ -34,6 +36,7 @@ class Row:
     up_bytes: int = 0
     down_bytes: int = 0
     upload_bytes: int | None = None
+    download_bytes: int | None = None
     session_up_bytes: int | None = None
     session_down_bytes: int | None = None
     abandoned: str | None = None
@@ -123,6 +126,7 @@ class History:
         """The figures of the whole run."""
         last = self.rows[-1] if self.rows else Row(0)
         bodies = [row.upload_bytes for row in self.rows if row.upload_bytes is not None]
+        downloads = [row.download_bytes for row in self.rows if row.download_bytes is not None]
         sessions = [
             row.session_up_bytes + (row.session_down_bytes or 0)
             for row in self.rows
@@ -136,6 +140,7 @@ class History:
             "up_bytes": sum(row.up_bytes for row in self.rows),
             "down_bytes": sum(row.down_bytes for row in self.rows),
             "upload_bytes": sum(bodies) if bodies else None,
+            "download_bytes": sum(downloads) if downloads else None,
             "session_bytes": sum(sessions) if sessions else None,
             "answered": sum(row.answered for row in self.rows),
             "lost": sum(row.lost for row in self.rows),

@@ -7,6 +7,7 @@ import hashlib
 import json
 import os
 import random
+import re
 import shutil
 import time
 from functools import partial
@@ -20,7 +21,7 @@ from rich.console import Console
 from threadpoolctl import threadpool_limits
 
 from fedpress.simulate import flower_runtime as runtime
-from fedpress.simulate.apps import FlowerApp, TrainerApp, parse_app
+from fedpress.simulate.apps import ROUNDS, FlowerApp, TrainerApp, parse_app
 from fedpress.simulate.engines import Engine, LocalEngine, ProcessEngine, Run
 from fedpress.simulate.grid import Chance, Exchange, SimulatedGrid
 from fedpress.simulate.history import History, Row, draw
@@ -39,7 +40,8 @@ from fedpress_strategies import from_config
 from fedpress_strategies.flower import FedpressStrategy, MaskedStrategy, Plan
 
 TASK = "simulation"
-_SETTINGS, _REPLIES = "settings.json", "replies"
+_RUN_NAME = re.compile(r"\w(?:[\w .,%+=-]{0,62}[\w%])?")
+_SETTINGS, _REPLIES, _SERVER = "settings.json", "replies", "server"
 
 
 def simulate(
@@ -54,20 +56,23 @@ def simulate(
     the run is complete. Raises ConfigurationError; KeyboardInterrupt leaves all as it was to be."""
     folder = (out / "run").absolute()
     _check(settings, folder, fresh)
+    if settings.task is not None:
+        return _of_task(settings, out, folder, name, screen)
     history = History(name, dataclasses.asdict(settings), link=settings.link)
     apps, server_app = _apps(settings, folder, history)
     folder.mkdir(parents=True, exist_ok=True)
     (folder / _SETTINGS).write_text(json.dumps(dataclasses.asdict(settings), indent=2))
     config: dict[str, Any] = {SEED: settings.seed, STATE_DIR: str(folder / "clients")}
     if isinstance(apps, FlowerApp):
-        config = {**apps.configured(settings.run_config), **config}
+        config = {**apps.configured(settings.run_config, settings.rounds), **config}
+    rounds = int(config.get(ROUNDS, settings.num_rounds))
     run = Run(apps, settings.clients, settings.run_id, config, folder)
     started = time.monotonic()
 
     def changed(exchange: Exchange) -> None:
         history.change(exchange)
         if screen is not None:
-            screen.update(history, settings.rounds, exchange)
+            screen.update(history, rounds, exchange)
 
     def served(record: Record, engine: Engine) -> None:
         chance = Chance(settings.dropout, settings.seed)
@@ -78,12 +83,41 @@ def simulate(
         # What an app draws for itself, such as the clients of a round, it draws again alike.
         random.seed(settings.seed)
         np.random.seed(settings.seed)  # noqa: NPY002 - the generator that Flower's strategies use
-        server_app(grid, context)
+        with runtime.server_evaluations(history.tested):
+            server_app(grid, context)
 
     try:
         # As in the pool and on Ray: the sums of a product may depend on how many threads share it.
         with threadpool_limits(1), Record(folder / _REPLIES) as record:
             _engine(settings, run).run(partial(served, record))
+        history.complete = True
+    finally:
+        history.seconds = time.monotonic() - started
+        history.write(out)
+    shutil.rmtree(folder)
+    return history
+
+
+def _of_task(
+    settings: Settings, out: Path, folder: Path, name: str, screen: Screen | None
+) -> History:
+    """The run of a task's file, by the server and devices themselves."""
+    from fedpress.simulate.server_task import ServerTask
+
+    history = History(name, dataclasses.asdict(settings), link=settings.link)
+    run = ServerTask.prepare(settings, folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / _SETTINGS).write_text(json.dumps(dataclasses.asdict(settings), indent=2))
+    started = time.monotonic()
+
+    def closed(row: Row) -> None:
+        history.rows.append(row)
+        if screen is not None:
+            screen.round_closed(history, run.config.rounds)
+
+    try:
+        with threadpool_limits(1):
+            run.run(closed)
         history.complete = True
     finally:
         history.seconds = time.monotonic() - started
@@ -105,8 +139,16 @@ def sweep(
     asked: dict[str, Settings] = {}
     for number, changes in enumerate(variations, 1):
         name = str(changes.get("name", number))
-        if name in asked or not name.replace("-", "").replace("_", "").replace(".", "").isalnum():
-            raise ConfigurationError(f"{name!r} is no name for a run, or that of two")
+        if not _RUN_NAME.fullmatch(name):
+            raise ConfigurationError(
+                f"the sweep's run {number} has the name {name!r}, which cannot be a folder's",
+                hint="give it 1 to 64 letters, digits, spaces and . , % + = - _, with a letter, a "
+                "digit or _ at its beginning, and at its end one of these or %",
+            )
+        if name in asked:
+            raise ConfigurationError(
+                f"two runs of the sweep have the name {name!r}; give each its own"
+            )
         rest = {key: value for key, value in changes.items() if key != "name"}
         asked[name] = Settings.parse({**dataclasses.asdict(settings), **rest})
     found = []
@@ -134,7 +176,12 @@ def _check(settings: Settings, folder: Path, fresh: bool) -> None:
     """See that `folder` is a run of these settings that was stopped, or none; make it none if asked
     to, or if it never came to a reply. Raises ConfigurationError."""
     replies = folder / _REPLIES
-    if folder.exists() and (fresh or not replies.exists() or not replies.stat().st_size):
+    has_begun = (
+        replies.exists() and replies.stat().st_size
+        if settings.task is None
+        else (folder / _SERVER).exists()
+    )
+    if folder.exists() and (fresh or not has_begun):
         shutil.rmtree(folder)
     if not folder.exists():
         return
@@ -244,7 +291,7 @@ def _server_app(settings: Settings, app: TrainerApp, history: History) -> Server
         strategy.start(
             grid,
             arrays,
-            num_rounds=settings.rounds,
+            num_rounds=settings.num_rounds,
             timeout=settings.timeout,
             train_config=ConfigRecord(),
             evaluate_fn=tested,

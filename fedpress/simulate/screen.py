@@ -83,6 +83,21 @@ class Screen:
             note=f"{len(exchange.failed)} failed" if exchange.failed else "",
         )
 
+    def round_closed(self, history: History, rounds: int) -> None:
+        """A round more of a task whose devices are not shown one by one."""
+        self._tell(history, all_of_it=True)
+        row = history.rows[-1]
+        self._progress.update(
+            self._rounds,
+            total=rounds,
+            completed=len(history.rows),
+            description=history.name[:12],
+            note=f"{row.up_bytes / 1e3:,.1f} kB up, {row.down_bytes / 1e3:,.1f} kB down",
+        )
+        self._progress.update(
+            self._clients, total=row.asked, completed=row.answered, description="answered"
+        )
+
     def finish(self, history: History) -> None:
         """The last round is told too."""
         self._tell(history, all_of_it=True)
@@ -100,6 +115,7 @@ class Screen:
             if row.accuracy is not None:
                 parts.append(f"accuracy {100 * row.accuracy:.1f} %")
             parts.append(f"up {row.up_bytes / 1e3:,.1f} kB")
+            parts.append(f"down {row.down_bytes / 1e3:,.1f} kB")
             if row.nmse is not None:
                 parts.append(f"nmse {row.nmse:.3f}")
             self._console.print("  ".join(parts), highlight=False)

@@ -19,6 +19,13 @@ from fedpress_protocols.faults import explained
 from fedpress_protocols.masking.graph import COMPLETE_UP_TO
 from fedpress_protocols.plan import MaskingTerms, PhaseTerms, TrainingTerms, parsed
 
+USUAL_ROUNDS = 20
+MOST_DEVICES = 2000
+"""Of a run with --task."""
+_OF_THE_TASK = (
+    *("fraction", "rounds", "compressor", "secure", "masking", "strategy", "run_config"),
+    *("timeout", "local_epochs", "local_steps", "batch_size", "learning_rate"),
+)
 ENGINES = ("local", "processes", "ray")
 _COMPRESSOR = "topk:fraction=0.02,magnitude_bits=1"
 _MASKED_COMPRESSOR = "shared_support:fraction=0.3,explore=0.25"
@@ -30,7 +37,7 @@ class Settings:
 
     clients: int = 100
     fraction: float = 0.1
-    rounds: int = 20
+    rounds: int | None = None
     engine: str = "processes"
     compressor: str | None = None
     secure: bool = False
@@ -50,13 +57,15 @@ class Settings:
     local_steps: int | None = None
     batch_size: int | None = None
     learning_rate: float | None = None
+    task: str | None = None
+    model: str | None = None
 
     def __post_init__(self) -> None:
         if not 1 <= self.clients <= 10**6:
             raise ConfigurationError(f"--clients must lie in 1 to 1000000, not {self.clients}")
         if not 0 < self.fraction <= 1:
             raise ConfigurationError(f"--fraction must lie in (0, 1], not {self.fraction:g}")
-        if self.rounds < 1:
+        if self.rounds is not None and self.rounds < 1:
             raise ConfigurationError(f"--rounds must be at least 1, not {self.rounds}")
         if self.engine not in ENGINES:
             raise ConfigurationError(f"no engine {self.engine!r}; known are {', '.join(ENGINES)}")
@@ -68,6 +77,38 @@ class Settings:
             raise ConfigurationError(f"--timeout must be more than 0 s, not {self.timeout:g}")
         if self.masking and not self.secure:
             raise ConfigurationError("--masking is for masked rounds", hint="add --secure")
+        if self.model is not None and self.task is None:
+            raise ConfigurationError("--model is a task's initial model", hint="add --task FILE")
+        if self.task is not None:
+            self._check_task()
+
+    def _check_task(self) -> None:
+        """Refuse what the task's file says, and what its own engine does not have."""
+        usual = {each.name: each.default for each in dataclasses.fields(self)}
+        other = [name for name in _OF_THE_TASK if getattr(self, name) != usual[name]]
+        if other:
+            options = ", ".join(f"--{name.replace('_', '-')}" for name in other)
+            raise ConfigurationError(
+                f"{options} cannot be combined with --task",
+                hint=f"remove it, and say it in {self.task} where that is the task's to say",
+            )
+        if self.engine == "ray" or self.workers is not None:
+            raise ConfigurationError(
+                "--task runs a server and its devices in this process; --engine ray and --workers "
+                "have no meaning there",
+                hint="remove them",
+            )
+        if self.clients > MOST_DEVICES:
+            raise ConfigurationError(
+                f"--task takes {MOST_DEVICES} clients at most, not {self.clients}: each is a real "
+                "device with its state in files",
+                hint="simulate more without --task",
+            )
+
+    @property
+    def num_rounds(self) -> int:
+        """As asked for, or the usual number."""
+        return USUAL_ROUNDS if self.rounds is None else self.rounds
 
     @classmethod
     def parse(cls, fields: Mapping[str, Any]) -> Settings:

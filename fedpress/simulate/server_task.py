@@ -1,0 +1,353 @@
+"""`fedpress simulate --task`: a task's file, run by the server and the devices themselves.
+
+The application that `fedpress serve` runs, and a `Client` for each simulated device, in this
+process: requests pass as function calls, everything else is what runs in the field, durable state
+included, so a run that was stopped goes on. Devices take turns in one thread, in an order that
+comes of the seed; when none has anything to do, the clock that all of them go by moves on, so
+deadlines pass without anybody's waiting. Keys come of the seed too, and so do the ids of clients.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import random
+import ssl
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from itertools import groupby
+from pathlib import Path
+
+import httpx
+import numpy as np
+from anyio.from_thread import BlockingPortal, start_blocking_portal
+
+from fedpress.command_line import needs, read
+from fedpress.operator import Operator
+from fedpress.simulate.apps import FlowerApp, TrainerApp, parse_app
+from fedpress.simulate.history import Row
+from fedpress.simulate.partition import Partition
+from fedpress.simulate.settings import Settings
+from fedpress.simulate.tasks import Task
+from fedpress.task_file import checked, task_config
+from fedpress_client import Client, Event, MaskingRules
+from fedpress_client.state import StateDirectory
+from fedpress_client.trainer import Evaluation, Trained, Trainer, Work
+from fedpress_client.transport import HttpTransport
+from fedpress_protocols.errors import ConfigurationError
+from fedpress_protocols.flower import client_seed
+from fedpress_protocols.messages import RoundStatus, TaskConfig
+from fedpress_protocols.model import Model
+from fedpress_protocols.signatures import DeviceKey
+
+try:
+    from fastapi import FastAPI
+
+    from fedpress_server import Settings as ServerSettings
+    from fedpress_server import create_app
+except ModuleNotFoundError as exc:
+    needs("server", exc)
+
+_URL = "http://fedpress.simulation"
+_ADMIN_TOKEN = "of a server that nobody else can reach"  # noqa: S105
+_BEGINNING = 1_800_000_000.0
+_SHORTEST_STEP = 0.05
+_FOLD_SECONDS = 0.002
+_IDLE = frozenset({"waiting"})
+_AT_WORK = frozenset({"folding", "basing"})
+
+
+class Clock:
+    """Unix seconds of the simulated world, kept in a file over a stop."""
+
+    def __init__(self, file: Path) -> None:
+        self._file = file
+        self._now = float(file.read_text()) if file.exists() else _BEGINNING
+
+    def __call__(self) -> float:
+        return self._now
+
+    def advance(self, seconds: float) -> None:
+        self._now += seconds
+        self._file.write_text(repr(self._now))
+
+
+class _InProcess(httpx.BaseTransport):
+    """Requests to an application that runs in the portal's thread."""
+
+    def __init__(self, app: FastAPI, portal: BlockingPortal) -> None:
+        self._transport, self._portal = httpx.ASGITransport(app), portal
+
+    def handle_request(self, request: httpx.Request) -> httpx.Response:
+        return self._portal.call(self._answered, request)
+
+    async def _answered(self, request: httpx.Request) -> httpx.Response:
+        sent = httpx.Request(
+            request.method, request.url, headers=request.headers, content=request.read()
+        )
+        answer = await self._transport.handle_async_request(sent)
+        stream = httpx.ByteStream(await answer.aread())
+        return httpx.Response(answer.status_code, headers=answer.headers, stream=stream)
+
+
+class _LostError(Exception):
+    """A device is lost at its training."""
+
+
+@dataclass
+class _Device:
+    """One simulated device: `is_lost` until the round's attempt has ended that it was lost in."""
+
+    client: Client = field(init=False)
+    is_lost: bool = False
+    has_worked: bool = False
+
+    def heard(self, event: Event) -> None:
+        self.has_worked |= event.kind not in _IDLE
+
+
+@dataclass(frozen=True)
+class _Fragile:
+    """A trainer whose device is lost, with probability `chance`, when it is to train."""
+
+    trainer: Trainer
+    chance: float
+    seed: int
+
+    @property
+    def honours(self) -> frozenset[str]:
+        return frozenset(getattr(self.trainer, "honours", ()))
+
+    def train(self, model: Model, work: Work) -> Trained:
+        drawn = np.random.default_rng([self.seed, work.round, work.attempt]).random()
+        if drawn < self.chance:
+            raise _LostError
+        return self.trainer.train(model, work)
+
+    def evaluate(self, model: Model) -> Evaluation | None:
+        return self.trainer.evaluate(model)
+
+
+@dataclass
+class ServerTask:
+    """A task that is ready to run in `folder`."""
+
+    settings: Settings
+    folder: Path
+    app: TrainerApp
+    model: Model
+    config: TaskConfig
+    _reported: int = 0
+    _random: random.Random = field(default_factory=random.Random)
+
+    @classmethod
+    def prepare(cls, settings: Settings, folder: Path) -> ServerTask:
+        """Read and check everything; raises ConfigurationError as the server would."""
+        if settings.task is None:
+            raise ConfigurationError("no task's file was named")
+        path = Path(settings.task)
+        app = _trainers(settings, folder, task_config(path))
+        initial = (
+            Model.from_bytes(read(Path(settings.model))) if settings.model else app.initial_model()
+        )
+        model = Model.from_bytes(initial.to_bytes())
+        config = checked(path, model).config
+        if config.seed is None:
+            config = config.model_copy(update={"seed": settings.seed})
+        if config.cohort.minimum > settings.clients:
+            raise ConfigurationError(
+                f"{path}: a round needs {config.cohort.minimum} uploads at least, and --clients is "
+                f"{settings.clients}",
+                hint="raise --clients, or lower cohort.minimum in the file",
+            )
+        return cls(settings, folder, app, model, config)
+
+    def run(self, closed: Callable[[Row], None]) -> None:
+        """Run the task to its end, or go on with it; `closed` is told every round that has come to
+        its end, those of a run before a stop first. Raises what server and devices raise."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        clock = Clock(self.folder / "clock")
+        self._random.seed(self.settings.seed)
+        server_settings = ServerSettings(
+            data_dir=self.folder / "server",
+            admin_token=_ADMIN_TOKEN,
+            tick_seconds=3600,
+        )
+        app = create_app(server_settings, clock=clock)
+        with ExitStack() as stack:
+            portal = stack.enter_context(start_blocking_portal())
+            stack.enter_context(
+                portal.wrap_async_context_manager(app.router.lifespan_context(app))
+            )
+            http = _InProcess(app, portal)
+            operator = stack.enter_context(Operator(_URL, _ADMIN_TOKEN, http=http))
+            if not any(task.task == self.config.task for task in operator.tasks()):
+                operator.register_model(self.model)
+                operator.create_task(self.config)
+            token = operator.create_token(uses=self.settings.clients, expires_in=10 * 86_400)
+            devices = stack.enter_context(self._devices(token, http, clock))
+
+            def tick() -> None:
+                portal.call(app.state.coordinator.tick)
+
+            self._drive(devices, operator, clock, tick, closed)
+
+    def _drive(
+        self,
+        devices: list[_Device],
+        operator: Operator,
+        clock: Clock,
+        tick: Callable[[], None],
+        closed: Callable[[Row], None],
+    ) -> None:
+        """Let devices take their turns until the task has ended and each has settled its account."""
+        going, step = list(devices), _SHORTEST_STEP
+        newest = ("", 0, 0)
+        while going:
+            self._random.shuffle(going)
+            for device in going:
+                device.has_worked = False
+            ended: list[_Device] = []
+            pauses: list[float] = []
+            for device in going:
+                if device.is_lost:
+                    continue
+                try:
+                    pause = device.client.step()
+                except _LostError:
+                    device.is_lost = True
+                    continue
+                if pause is None:
+                    ended.append(device)
+                elif pause:
+                    pauses.append(pause)
+            going = [device for device in going if device not in ended]
+            status = self._status(operator)
+            self._report(operator, closed)
+            now = (status.state, status.round, status.attempt) if status else ("", 0, 0)
+            if now[1:] != newest[1:]:
+                for device in devices:
+                    device.is_lost = False
+            if status is not None and status.state in _AT_WORK:
+                time.sleep(_FOLD_SECONDS)  # the server works; its clock stands still meanwhile
+            elif now == newest and not ended and not any(each.has_worked for each in going):
+                clock.advance(step)
+                step *= 2
+                tick()
+            else:
+                step = min(pauses, default=_SHORTEST_STEP)
+                clock.advance(_SHORTEST_STEP)
+                tick()
+            newest = now
+
+    def _status(self, operator: Operator) -> RoundStatus | None:
+        newest = operator.rounds(self.config.task, limit=1)
+        return newest[0] if newest else None
+
+    def _report(self, operator: Operator, closed: Callable[[Row], None]) -> None:
+        """Tell of the rounds that were committed since, and of what their attempts came to."""
+        task = operator.task(self.config.task)
+        if task.round == self._reported:
+            return
+        statuses = sorted(operator.rounds(self.config.task), key=lambda s: (s.round, s.attempt))
+        for number, attempts in groupby(statuses, key=lambda status: status.round):
+            found = list(attempts)
+            if number > self._reported and found[-1].state == "committed":
+                closed(self._row(operator, found))
+                self._reported = number
+
+    def _row(self, operator: Operator, attempts: list[RoundStatus]) -> Row:
+        last = attempts[-1]
+        downloads = sum(status.download_bytes for status in attempts)
+        sessions = [status.session for status in attempts if status.session is not None]
+        row = Row(
+            round=last.round,
+            asked=sum(status.assigned for status in attempts),
+            answered=sum(status.received for status in attempts),
+            included=last.included,
+            up_bytes=sum(status.wire_upload_bytes for status in attempts),
+            upload_bytes=sum(status.upload_bytes for status in attempts),
+            down_bytes=downloads,
+            download_bytes=downloads,
+            abandoned="; ".join(s.reason for s in attempts if s.state == "abandoned") or None,
+            seconds=(last.closed_at or last.opened_at) - attempts[0].opened_at,
+            model=last.model,
+            evaluation=dict(last.metrics),
+        )
+        row.lost = row.asked - row.answered
+        if self.settings.link is not None and row.asked:
+            each = (row.up_bytes + row.down_bytes) / row.asked
+            row.link_seconds = 8 * each / (1e6 * self.settings.link)
+        if self.app.task is not None and last.model is not None:
+            row.test = self.app.task.evaluate(operator.model(last.model))
+        return row
+
+    @contextmanager
+    def _devices(self, token: str, http: httpx.BaseTransport, clock: Clock) -> Iterator[list[_Device]]:
+        context = ssl.create_default_context()
+        masking = None
+        if self.config.lane == "masked":
+            terms = self.config.masking
+            masking = MaskingRules(adversary=terms.adversary, corrupt=terms.corrupt)
+        devices: list[_Device] = []
+        try:
+            for index in range(self.settings.clients):
+                state = self.folder / "clients" / str(index)
+                seed = client_seed(self.settings.seed, index)
+                trainer = _Fragile(self.app.trainer(index), self.settings.dropout, seed)
+                device = _Device()
+                device.client = Client(
+                    _URL,
+                    trainer if self.settings.dropout else trainer.trainer,
+                    state_dir=state,
+                    task=self.config.task,
+                    token=token,
+                    seed=seed,
+                    wait=0.0,
+                    masking=masking,
+                    on_event=device.heard,
+                    transport=HttpTransport(
+                        _URL,
+                        _key(state, self.settings.seed, index),
+                        verify=context,
+                        sleep=lambda seconds: None,
+                        clock=clock,
+                        http=http,
+                    ),
+                    sleep=lambda seconds: None,
+                    clock=clock,
+                    random=random.Random(seed).random,  # noqa: S311
+                )
+                devices.append(device)
+            yield devices
+        finally:
+            for device in devices:
+                device.client.close()
+
+
+def _trainers(settings: Settings, folder: Path, config: TaskConfig) -> TrainerApp:
+    common = (config.task, config.training, settings.seed, settings.clients, str(folder / "clients"))
+    if settings.app is None:
+        partition = Partition.parse(settings.partition)
+        task = Task.parse(
+            settings.data, settings.clients, partition, settings.seed, settings.device
+        )
+        return TrainerApp(*common, task=task)
+    if isinstance(parse_app(settings.app), FlowerApp):
+        raise ConfigurationError(
+            "--task runs fedpress's own server, and a Flower app brings a server of its own",
+            hint="give --app module:factory of trainers, or remove --task",
+        )
+    return TrainerApp(*common, factory=settings.app)
+
+
+def _key(state: Path, seed: int, index: int) -> DeviceKey:
+    """The device's key, which comes of the seed: in a simulation nothing is secret."""
+    state.mkdir(parents=True, exist_ok=True, mode=0o700)
+    path = state / "key.pem"
+    if not path.exists():
+        drawn = hashlib.sha256(f"fedpress simulation|{seed}|device {index}".encode()).digest()
+        path.touch(mode=0o600)
+        path.write_bytes(DeviceKey.from_bytes(drawn).to_pem())
+    return StateDirectory.open(state).key()
