@@ -96,7 +96,9 @@ class Updates:
             previous, drift = (None if v is None else v.astype(np.float32) for v in known)
         except _UNREADABLE as exc:
             raise ConfigurationError(f"{path} is no file of updates: {exc}", hint=hint) from exc
-        first_upload = np.zeros(spec.size, np.float32)  # before it, no upload of the client's counts
+        first_upload = np.zeros(
+            spec.size, np.float32
+        )  # before it, no upload of the client's counts
         randomness = PublicRandomness(bytes(32))
         return cls(spec, updates, Public(spec, randomness, previous, drift, own=first_upload))
 

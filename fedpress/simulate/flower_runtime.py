@@ -75,11 +75,11 @@ def server_evaluations(
             bound.arguments["evaluate_fn"] = measured
         return start(*bound.args, **bound.kwargs)
 
-    Strategy.start = noting  # type: ignore[method-assign]
+    Strategy.start = noting
     try:
         yield
     finally:
-        Strategy.start = start  # type: ignore[method-assign]
+        Strategy.start = start
 
 
 def named(message: Message, identifier: str) -> Message:

@@ -19,13 +19,16 @@ from fedpress_strategies.flower import NO_ANSWER
 @dataclass
 class Row:
     """A round. `up_bytes` and `down_bytes` are of Flower's records, both ways; `upload_bytes` of
-    the compressed bodies alone and `download_bytes` of the models that went down, None where
-    nothing of fedpress was in the run, as `nmse` and `model`, or nobody counts them. In a run of a
-    task's file `up_bytes` and `down_bytes` are the server's own: uploads with their headers, and
-    models, all attempts at the round together; `session_up_bytes` and `session_down_bytes` of the messages of a masked round's
+    the compressed bodies alone, None where nothing of fedpress was in the run, as `nmse` and
+    `model`; `session_up_bytes` and `session_down_bytes` of the messages of a masked round's
     session, bodies not among them, and `abandoned` why it gave no sum. A client that was lost at
     any of its steps counts as lost. `link_seconds`: how long the slowest client's transfers take on
-    the link asked for."""
+    the link asked for.
+
+    In a run of a task's file all attempts at the round count together: `up_bytes` are uploads with
+    their headers, `down_bytes` the models that went down, coded or plain, and `download_bytes`
+    says the same, None elsewhere; `link_seconds` is the mean client's, and `seconds` are of the
+    simulated clock."""
 
     round: int
     asked: int = 0
@@ -107,6 +110,7 @@ class History:
         """Take in what a FedpressStrategy says of the newest round."""
         row = self.rows[-1]
         row.included, row.upload_bytes = len(report.included), report.upload_bytes
+        row.download_bytes = getattr(report, "download_bytes", None)
         row.nmse = report.nmse if math.isfinite(report.nmse) else None
         row.model, self._has_joined = report.model, False
         if report.session_down_bytes:

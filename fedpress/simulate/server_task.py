@@ -39,6 +39,7 @@ from fedpress_protocols.errors import ConfigurationError
 from fedpress_protocols.flower import client_seed
 from fedpress_protocols.messages import RoundStatus, TaskConfig
 from fedpress_protocols.model import Model
+from fedpress_protocols.plan import MaskingTerms
 from fedpress_protocols.signatures import DeviceKey
 
 try:
@@ -177,9 +178,7 @@ class ServerTask:
         app = create_app(server_settings, clock=clock)
         with ExitStack() as stack:
             portal = stack.enter_context(start_blocking_portal())
-            stack.enter_context(
-                portal.wrap_async_context_manager(app.router.lifespan_context(app))
-            )
+            stack.enter_context(portal.wrap_async_context_manager(app.router.lifespan_context(app)))
             http = _InProcess(app, portal)
             operator = stack.enter_context(Operator(_URL, _ADMIN_TOKEN, http=http))
             if not any(task.task == self.config.task for task in operator.tasks()):
@@ -201,7 +200,7 @@ class ServerTask:
         tick: Callable[[], None],
         closed: Callable[[Row], None],
     ) -> None:
-        """Let devices take their turns until the task has ended and each has settled its account."""
+        """Let devices take turns until the task has ended and each has settled its account."""
         going, step = list(devices), _SHORTEST_STEP
         newest = ("", 0, 0)
         while going:
@@ -260,7 +259,6 @@ class ServerTask:
     def _row(self, operator: Operator, attempts: list[RoundStatus]) -> Row:
         last = attempts[-1]
         downloads = sum(status.download_bytes for status in attempts)
-        sessions = [status.session for status in attempts if status.session is not None]
         row = Row(
             round=last.round,
             asked=sum(status.assigned for status in attempts),
@@ -284,11 +282,13 @@ class ServerTask:
         return row
 
     @contextmanager
-    def _devices(self, token: str, http: httpx.BaseTransport, clock: Clock) -> Iterator[list[_Device]]:
+    def _devices(
+        self, token: str, http: httpx.BaseTransport, clock: Clock
+    ) -> Iterator[list[_Device]]:
         context = ssl.create_default_context()
         masking = None
         if self.config.lane == "masked":
-            terms = self.config.masking
+            terms = self.config.masking or MaskingTerms()
             masking = MaskingRules(adversary=terms.adversary, corrupt=terms.corrupt)
         devices: list[_Device] = []
         try:
@@ -327,7 +327,13 @@ class ServerTask:
 
 
 def _trainers(settings: Settings, folder: Path, config: TaskConfig) -> TrainerApp:
-    common = (config.task, config.training, settings.seed, settings.clients, str(folder / "clients"))
+    common = (
+        config.task,
+        config.training,
+        settings.seed,
+        settings.clients,
+        str(folder / "clients"),
+    )
     if settings.app is None:
         partition = Partition.parse(settings.partition)
         task = Task.parse(

@@ -68,7 +68,7 @@ def test_methods_that_read_what_a_file_lacks_are_named(tmp_path: Path) -> None:
     lines = run(str(path)).splitlines()
     assert "not measured, since the file has no previous: cafe" in lines
     assert any(line.startswith("topk") for line in lines)
-    with pytest.raises(ConfigurationError, match="cafe reads previous, which .* does not have"):
+    with pytest.raises(ConfigurationError, match=r"cafe reads previous, which .* does not have"):
         run(str(path), only="cafe")
 
 

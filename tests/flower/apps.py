@@ -101,3 +101,22 @@ class Unruly:
 class Unbuildable:
     def client_app(self) -> ClientApp:
         raise ValueError("this app cannot be built")
+
+
+evaluating = ServerApp()
+
+
+@evaluating.main()
+def evaluate_on_server(grid: Grid, context: Context) -> None:
+    """Two rounds, after which the server finds an accuracy of 0.25 and 0.5."""
+
+    def measured(number: int, found: ArrayRecord) -> MetricRecord:
+        return MetricRecord({"accuracy": number / 4})
+
+    FedAvg(fraction_train=1.0, fraction_evaluate=0.0).start(
+        grid, arrays(), num_rounds=2, evaluate_fn=measured
+    )
+
+
+def evaluated() -> tuple[ServerApp, ClientApp]:
+    return evaluating, stock

@@ -268,7 +268,8 @@ def digit_trainer(index: int, clients: int) -> Any:
 
 
 def test_a_pair_of_flower_apps_is_simulated(tmp_path: Path) -> None:
-    settings = Settings(**{**QUICK, "engine": "processes", "app": "tests.flower.apps:pair"})
+    app = {"rounds": None, "engine": "processes", "app": "tests.flower.apps:pair"}
+    settings = Settings(**{**QUICK, **app})
     history = simulate(settings, tmp_path)
     assert [row.answered for row in history.rows] == [4, 4, 4]
     assert history.rows[-1].model is None

@@ -1,0 +1,168 @@
+"""`fedpress simulate --task`: the same model as on a server, and all that a task's file can say."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+
+pytest.importorskip("flwr")
+pytest.importorskip("sklearn")
+
+from fedpress.cli import app
+from fedpress.compressor_option import compressor_from_option
+from fedpress.simulate.run import TASK, Settings, simulate, sweep
+from fedpress_protocols.compression.compressor import to_config
+from fedpress_protocols.errors import ConfigurationError
+from tests.flower.test_simulate import QUICK, model_over_http
+
+PLAIN: dict[str, Any] = {
+    "task": TASK,
+    "rounds": 3,
+    "profiles": [
+        {"name": "all", "compressor": to_config(compressor_from_option("topk:fraction=0.02"))}
+    ],
+    "cohort": {"size": 4, "minimum": 4},
+    "training": {"local_steps": 3},
+    "seed": 5,
+}
+DOWNLINK = {"bits": 12, "rate": 1.0, "keep": 8, "coder": "huffman"}
+
+
+def of_file(folder: Path, **changes: Any) -> str:
+    folder.mkdir(exist_ok=True)
+    path = folder / "task.json"
+    path.write_text(json.dumps({**PLAIN, **changes}))
+    return str(path)
+
+
+def settings(folder: Path, changes: dict[str, Any] | None = None, **own: Any) -> Settings:
+    fields: dict[str, Any] = {"clients": 4, "seed": 5, "task": of_file(folder, **(changes or {}))}
+    return Settings(**{**fields, **own})
+
+
+def test_a_task_gives_the_model_of_a_server_over_http(tmp_path: Path) -> None:
+    history = simulate(settings(tmp_path), tmp_path / "out")
+    assert [row.included for row in history.rows] == [4, 4, 4]
+    assert history.rows[-1].model == model_over_http(tmp_path, "topk:fraction=0.02")
+    assert not (tmp_path / "out" / "run").exists()
+
+
+def test_a_downlink_is_coded_and_counted(tmp_path: Path) -> None:
+    plain = simulate(settings(tmp_path), tmp_path / "plain")
+    coded = simulate(settings(tmp_path, {"downlink": DOWNLINK}), tmp_path / "coded")
+    sent = [row.download_bytes or 0 for row in coded.rows]
+    whole = [row.download_bytes or 0 for row in plain.rows]
+    assert sent[0] < 0.6 * whole[0]
+    assert sum(sent[1:]) < 0.4 * sum(whole[1:])
+    figures = coded.summary()
+    assert figures["download_bytes"] == figures["down_bytes"] == sum(sent)
+    assert "download_bytes" in (tmp_path / "coded" / "history.csv").read_text().splitlines()[0]
+
+
+def test_profiles_policies_and_schedules_run(tmp_path: Path) -> None:
+    topk = {"id": "error_feedback", "inner": {"id": "topk", "fraction": 0.1}}
+    profiles = [
+        {"name": "ten", "compressor": topk},
+        {"name": "one", "compressor": {**topk, "inner": {"id": "topk", "fraction": 0.01}}},
+    ]
+    changes = {
+        "profiles": profiles,
+        "policies": [{"id": "bandwidth_aware"}, {"id": "divergence_guard"}],
+        "cohort": {"size": 4, "minimum": 2},
+    }
+    chosen = settings(tmp_path, changes, clients=6)
+    one = simulate(chosen, tmp_path / "1")
+    again = simulate(chosen, tmp_path / "2")
+    assert [row.model for row in one.rows] == [row.model for row in again.rows]
+    assert {row.included for row in one.rows} == {4}
+    bodies = [row.upload_bytes for row in one.rows]
+    assert len({*bodies}) > 1
+
+
+def test_lost_devices_end_at_the_deadline_without_waiting(tmp_path: Path) -> None:
+    changes = {"cohort": {"size": 6, "minimum": 2}, "round_seconds": 600, "rounds": 4}
+    history = simulate(settings(tmp_path, changes, clients=6, dropout=0.4), tmp_path / "out")
+    assert len(history.rows) == 4
+    assert sum(row.lost for row in history.rows) > 0
+    assert max(row.seconds for row in history.rows) > 600
+    assert all(row.included == row.answered for row in history.rows)
+
+
+def test_a_task_that_was_stopped_goes_on_to_the_same_model(tmp_path: Path) -> None:
+    whole = simulate(settings(tmp_path), tmp_path / "whole")
+
+    class Stopping:
+        def round_closed(self, history: Any, rounds: int) -> None:
+            if len(history.rows) == 2:
+                raise KeyboardInterrupt
+
+    screen: Any = Stopping()
+    with pytest.raises(KeyboardInterrupt):
+        simulate(settings(tmp_path), tmp_path / "stopped", screen=screen)
+    history = simulate(settings(tmp_path), tmp_path / "stopped")
+    assert [row.model for row in history.rows] == [row.model for row in whole.rows]
+
+
+def test_masked_tasks_run(tmp_path: Path) -> None:
+    changes = {
+        "lane": "masked",
+        "rounds": 2,
+        "profiles": [{"name": "all", "compressor": {"id": "shared_support", "fraction": 0.05}}],
+    }
+    history = simulate(settings(tmp_path, changes), tmp_path / "out")
+    assert [row.included for row in history.rows] == [4, 4]
+
+
+@pytest.mark.parametrize(
+    ("changes", "own", "said"),
+    [
+        ({}, {"rounds": 3}, "--rounds cannot be combined with --task"),
+        ({}, {"strategy": "fedprox"}, "--strategy cannot be combined with --task"),
+        ({}, {"engine": "ray"}, "--engine ray"),
+        ({}, {"clients": 3}, "a round needs 4 uploads at least, and --clients is 3"),
+        ({"rounds": 0}, {}, "rounds: must be 1 or more, not 0"),
+        ({}, {"app": "tests.flower.apps:pair"}, "a Flower app brings a server of its own"),
+    ],
+)
+def test_what_does_not_fit_a_task_is_refused(
+    changes: dict[str, Any], own: dict[str, Any], said: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ConfigurationError) as error:
+        simulate(settings(tmp_path, changes, **own), tmp_path / "out")
+    assert said in str(error.value)
+
+
+def test_rounds_set_what_a_flower_app_reads_and_its_accuracy_is_shown(tmp_path: Path) -> None:
+    example = Path(__file__).parents[2] / "examples" / "flower"
+    out = str(tmp_path / "out")
+    arguments = ["simulate", "--app", str(example), "--rounds", "2", "--clients", "2"]
+    arguments += ["--engine", "local", "--run-config", "local-epochs=1", "--out", out]
+    done = CliRunner().invoke(app, arguments)
+    assert done.exit_code == 0, (done.output, done.exception)
+    document = json.loads((tmp_path / "out" / "history.json").read_text())
+    assert document["rounds"] == 2
+
+
+def test_a_servers_own_evaluation_is_in_table_and_history(tmp_path: Path) -> None:
+    asked = Settings(**{**QUICK, "rounds": None}, engine="local", app="tests.flower.apps:evaluated")
+    history = simulate(asked, tmp_path)
+    assert [row.accuracy for row in history.rows] == [0.25, 0.5]
+
+
+def test_an_app_that_reads_no_number_of_rounds_refuses_one(tmp_path: Path) -> None:
+    asked = Settings(**QUICK, engine="local", app="tests.flower.apps:evaluated")
+    with pytest.raises(ConfigurationError, match="the app says itself how many rounds it has"):
+        simulate(asked, tmp_path)
+
+
+def test_a_sweeps_names_are_told_their_rule(tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match=r"run 1 has the name 'a/b', which cannot be a f"):
+        sweep(Settings(**QUICK), [{"name": "a/b"}], tmp_path)
+    with pytest.raises(ConfigurationError, match="two runs of the sweep have the name 'a'"):
+        sweep(Settings(**QUICK), [{"name": "a"}, {"name": "a"}], tmp_path)
+    quick = Settings(**QUICK, engine="local")
+    assert [each.name for each in sweep(quick, [{"name": "1 %", "rounds": 1}], tmp_path)] == ["1 %"]
