@@ -69,6 +69,8 @@ class History:
     """Megabits a second."""
     seconds: float = 0.0
     complete: bool = False
+    reason: str = ""
+    """Why a task ended before its last round, if it did."""
     _training: Exchange | None = None
     _lost: frozenset[int] = frozenset()
     """In the newest round, of whom nothing came."""
@@ -151,6 +153,7 @@ class History:
             "failed": sum(len(row.failed) for row in self.rows),
             "seconds": round(self.seconds, 3),
             "complete": self.complete,
+            "reason": self.reason,
         }
 
     def to_json(self) -> str:

@@ -117,7 +117,7 @@ def _of_task(
 
     try:
         with threadpool_limits(1):
-            run.run(closed)
+            history.reason = run.run(closed)
         history.complete = True
     finally:
         history.seconds = time.monotonic() - started
@@ -169,7 +169,15 @@ def _finished(out: Path, name: str, settings: Settings) -> History | None:
     rows = [Row(**row) for row in document["history"]]
     for row in rows:  # whose keys JSON has made text
         row.failed = {int(node): reason for node, reason in row.failed.items()}
-    return History(name, document["settings"], rows, settings.link, document["seconds"], True)
+    return History(
+        name,
+        document["settings"],
+        rows,
+        settings.link,
+        document["seconds"],
+        True,
+        document.get("reason", ""),
+    )
 
 
 def _check(settings: Settings, folder: Path, fresh: bool) -> None:

@@ -143,4 +143,7 @@ def print_summary(console: Console, histories: Sequence[History], out: Path) -> 
             f"{figures['seconds']:.0f}",
         )
     console.print(table)
+    for history in histories:
+        if history.reason:
+            console.print(f"{history.name} ended early: {history.reason}", highlight=False)
     console.print(f"files: {out.resolve()}", highlight=False, soft_wrap=True)

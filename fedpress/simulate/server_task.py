@@ -55,7 +55,7 @@ _ADMIN_TOKEN = "of a server that nobody else can reach"  # noqa: S105
 _BEGINNING = 1_800_000_000.0
 _SHORTEST_STEP = 0.05
 _FOLD_SECONDS = 0.002
-_IDLE = frozenset({"waiting"})
+_PROGRESS = frozenset({"enrolled", "joined", "trained", "uploaded", "settled", "session"})
 _AT_WORK = frozenset({"folding", "basing"})
 
 
@@ -92,8 +92,8 @@ class _InProcess(httpx.BaseTransport):
         return httpx.Response(answer.status_code, headers=answer.headers, stream=stream)
 
 
-class _LostError(Exception):
-    """A device is lost at its training."""
+class _LostError(BaseException):
+    """A device is lost at its training: nobody who handles a trainer's faults may catch it."""
 
 
 @dataclass
@@ -105,7 +105,7 @@ class _Device:
     has_worked: bool = False
 
     def heard(self, event: Event) -> None:
-        self.has_worked |= event.kind not in _IDLE
+        self.has_worked |= event.kind in _PROGRESS
 
 
 @dataclass(frozen=True)
@@ -164,9 +164,12 @@ class ServerTask:
             )
         return cls(settings, folder, app, model, config)
 
-    def run(self, closed: Callable[[Row], None]) -> None:
-        """Run the task to its end, or go on with it; `closed` is told every round that has come to
-        its end, those of a run before a stop first. Raises what server and devices raise."""
+    def run(self, closed: Callable[[Row], None]) -> str:
+        """Run the task to its end, or go on with it; why it ended before its last round, if it did.
+
+        `closed` is told every round that has come to its end, those of a run before a stop first.
+        Raises what server and devices raise.
+        """
         self.folder.mkdir(parents=True, exist_ok=True)
         clock = Clock(self.folder / "clock")
         self._random.seed(self.settings.seed)
@@ -191,6 +194,7 @@ class ServerTask:
                 portal.call(app.state.coordinator.tick)
 
             self._drive(devices, operator, clock, tick, closed)
+            return operator.task(self.config.task).reason
 
     def _drive(
         self,
@@ -217,20 +221,20 @@ class ServerTask:
                 except _LostError:
                     device.is_lost = True
                     continue
+                if device.has_worked:
+                    self._settled(operator)
                 if pause is None:
                     ended.append(device)
                 elif pause:
                     pauses.append(pause)
             going = [device for device in going if device not in ended]
-            status = self._status(operator)
+            status = self._settled(operator)
             self._report(operator, closed)
             now = (status.state, status.round, status.attempt) if status else ("", 0, 0)
             if now[1:] != newest[1:]:
                 for device in devices:
                     device.is_lost = False
-            if status is not None and status.state in _AT_WORK:
-                time.sleep(_FOLD_SECONDS)  # the server works; its clock stands still meanwhile
-            elif now == newest and not ended and not any(each.has_worked for each in going):
+            if now == newest and not ended and not any(each.has_worked for each in going):
                 clock.advance(step)
                 step *= 2
                 tick()
@@ -240,9 +244,14 @@ class ServerTask:
                 tick()
             newest = now
 
-    def _status(self, operator: Operator) -> RoundStatus | None:
-        newest = operator.rounds(self.config.task, limit=1)
-        return newest[0] if newest else None
+    def _settled(self, operator: Operator) -> RoundStatus | None:
+        """The newest attempt, once the server has no model to make: its clock stands still while it
+        does, and what the next device is told must not depend on how long that takes."""
+        while True:
+            newest = operator.rounds(self.config.task, limit=1)
+            if not newest or newest[0].state not in _AT_WORK:
+                return newest[0] if newest else None
+            time.sleep(_FOLD_SECONDS)
 
     def _report(self, operator: Operator, closed: Callable[[Row], None]) -> None:
         """Tell of the rounds that were committed since, and of what their attempts came to."""

@@ -71,7 +71,7 @@ def test_profiles_policies_and_schedules_run(tmp_path: Path) -> None:
     ]
     changes = {
         "profiles": profiles,
-        "policies": [{"id": "bandwidth_aware"}, {"id": "divergence_guard"}],
+        "policies": [{"id": "bandwidth_aware"}],
         "cohort": {"size": 4, "minimum": 2},
     }
     chosen = settings(tmp_path, changes, clients=6)
@@ -81,6 +81,21 @@ def test_profiles_policies_and_schedules_run(tmp_path: Path) -> None:
     assert {row.included for row in one.rows} == {4}
     bodies = [row.upload_bytes for row in one.rows]
     assert len({*bodies}) > 1
+
+
+def test_a_policy_that_ends_the_task_is_named(tmp_path: Path) -> None:
+    changes = {
+        "rounds": 8,
+        "profiles": [
+            {"name": "two", "compressor": {"id": "randomk", "fraction": 0.002}},
+            {"name": "one", "compressor": {"id": "randomk", "fraction": 0.001}},
+        ],
+        "policies": [{"id": "divergence_guard"}],
+    }
+    history = simulate(settings(tmp_path, changes), tmp_path / "out")
+    assert len(history.rows) < 8
+    assert "compressed updates go" in history.reason
+    assert history.summary()["reason"] == history.reason
 
 
 def test_lost_devices_end_at_the_deadline_without_waiting(tmp_path: Path) -> None:
