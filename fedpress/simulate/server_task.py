@@ -53,9 +53,10 @@ except ModuleNotFoundError as exc:
 _URL = "http://fedpress.simulation"
 _ADMIN_TOKEN = "of a server that nobody else can reach"  # noqa: S105
 _BEGINNING = 1_800_000_000.0
-_SHORTEST_STEP = 0.05
+_SHORTEST_STEP, _LONGEST_STEP = 0.05, 3600.0
 _FOLD_SECONDS = 0.002
 _PROGRESS = frozenset({"enrolled", "joined", "trained", "uploaded", "settled", "session"})
+_OVER = frozenset({"committed", "abandoned"})
 _AT_WORK = frozenset({"folding", "basing"})
 
 
@@ -231,12 +232,12 @@ class ServerTask:
             status = self._settled(operator)
             self._report(operator, closed)
             now = (status.state, status.round, status.attempt) if status else ("", 0, 0)
-            if now[1:] != newest[1:]:
+            if now[1:] != newest[1:] or now[0] in _OVER:
                 for device in devices:
                     device.is_lost = False
             if now == newest and not ended and not any(each.has_worked for each in going):
                 clock.advance(step)
-                step *= 2
+                step = min(2 * step, _LONGEST_STEP)
                 tick()
             else:
                 step = min(pauses, default=_SHORTEST_STEP)
