@@ -14,7 +14,7 @@ import math
 import re
 import secrets
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -33,7 +33,7 @@ from fedpress_client.device_key import change_key, is_changing, is_known_after, 
 from fedpress_client.downloads import BASES, download_model
 from fedpress_client.failures import Durations, FailurePolicy, Failures
 from fedpress_client.ledger import KEEP_ALL, Discard, Ledger, ResidualRules
-from fedpress_client.masking import RENEW_SECONDS, MaskedPart, MaskingRules, Member, joined
+from fedpress_client.masking import FREE, RENEW_SECONDS, MaskedPart, MaskingRules, Member, joined
 from fedpress_client.outgoing import Outgoing, abandon_unfinished
 from fedpress_client.published import PublishedModel
 from fedpress_client.server_trust import ServerTrust, pinned_anew
@@ -61,6 +61,7 @@ from fedpress_protocols.errors import (
     InvalidUpdate,
     MalformedRequest,
     NotFound,
+    PlanDeclined,
     StateWriteError,
     UnknownDevice,
 )
@@ -104,6 +105,7 @@ _APPROVAL_PAUSE = 30.0
 _UPLINKS = 5
 _IMPATIENT = Retries(base=0.2, cap=2.0, patience=5.0)
 """For whoever waits for a model to answer with."""
+_LONGEST_BACKOFF = 300.0
 
 EventKind = Literal[
     "enrolled", "joined", "assigned", "evaluated", "trained", "uploaded", "refused", "declined",
@@ -146,13 +148,15 @@ class Client:
     `server_key` (base64url) names the server's key by a way that is not the server's own; a device
     that has pinned another, which no chain leads to from this one, believes this one from then on.
     `verify`, `client_certificate`, `client_key`, `proxy` and `timeout` are HttpTransport's;
-    `transport` takes its place. `rules` limit the residual; `masking` is what the device insists on
-    in the masked lane. `attributes`, numbers and short texts by name, are what a task's rules of
-    eligibility and groups of metrics may read of it. With `fine_tuning` the task's last model is
-    trained on as these terms say, for this device alone: see `own_model`. `failures` says how often
-    training may fail in a row, and whether deadlines that cannot be met are declined. `on_event`
-    and `on_discard` are called from the thread that runs. One thread runs a client; any may `stop`
-    it, or ask for the `model`.
+    `transport` takes its place. `rules` limit the residual. `masking` is what the device insists
+    on, whatever a plan says; with any, masking is required unless they say otherwise. A plan that
+    they do not admit is declined, and the client goes on asking, less and less often; where no
+    `task` was named it goes to the one masked task that runs. `attributes`, numbers and short texts
+    by name, are what a task's rules of eligibility and groups of metrics may read of it. With
+    `fine_tuning` the task's last model is trained on as these terms say, for this device alone: see
+    `own_model`. `failures` says how often training may fail in a row, and whether deadlines that
+    cannot be met are declined. `on_event` and `on_discard` are called from the thread that runs.
+    One thread runs a client; any may `stop` it, or ask for the `model`.
     """
 
     def __init__(
@@ -203,7 +207,10 @@ class Client:
         self._failures, self._failed_evaluations = Failures(self._policy), Failures(self._policy)
         self._uplinks: list[float] = []
         """In Mbit/s, of the newest uploads that tell of the link."""
-        self._masking, self._clock = masking or MaskingRules(), clock
+        self._masking, self._clock = masking or FREE, clock
+        self._is_free_to_choose = task is None
+        self._num_refusals = 0
+        """Plans in a row that its rules did not admit."""
         self._on_event = on_event
         self._on_discard = on_discard or _warn_of_discard
         self._random = random
@@ -432,7 +439,22 @@ class Client:
         left = assignment.plan.deadline - news.response.server_time
         if self._is_too_late(here, assignment, left):
             return later
-        return 0.0 if self._work(here, assignment, left) else max(later, self._failures.pause)
+        if self._work(here, assignment, left):
+            self._num_refusals = 0
+            return 0.0
+        if self._num_refusals:
+            return self._after_refusal(here, later)
+        return max(later, self._failures.pause)
+
+    def _after_refusal(self, here: _Open, later: float) -> float:
+        """Seconds until it is worth while to ask again, once a plan was not admitted. Where nobody
+        named the task, and another one is the only masked one, the device goes on with that."""
+        if self._is_free_to_choose and self._masking.required and not here.ledger.pending:
+            fitting = _masked(self._transport.tasks())
+            if len(fitting) == 1 and fitting[0] != here.task:
+                self._drop()
+                self._task = fitting[0]
+        return max(later, min(2.0 ** (self._num_refusals - 1), _LONGEST_BACKOFF))
 
     # One assignment
 
@@ -484,6 +506,7 @@ class Client:
                     f"{here.ledger.client_id} in task {here.task}"
                 )
             agreed_version((plan.wire_version,))
+            self._check_rules(here, plan)
             check_honoured(plan, self._trainer)
             compressor = plan.compressor(assignment.profile)
             named = (plan.model, *plan.sources.values(), *plan.artefacts)
@@ -627,11 +650,18 @@ class Client:
 
     # Masked sessions
 
+    def _check_rules(self, here: _Open, plan: RoundPlan) -> None:
+        """Raises PlanDeclined for a plan that the device's rules do not admit."""
+        ledger = here.ledger
+        rounds = ledger.included + ledger.not_included + len(ledger.pending)
+        self._masking.check(plan, rounds, is_pinned=here.files.is_masked())
+
     def _agreed(self, here: _Open, payload: Payload) -> SessionConfig:
         """The session that a plan calls for, and this device made ready to take part in it.
 
         Raises ConfigurationError where it cannot be.
         """
+        self._masking.check_payload(payload)
         if here.part is None or self._is_old(here.part.member):
             here.part = self._part(here, may_ask=True)
         if here.part is None:
@@ -700,6 +730,11 @@ class Client:
         held = here.ledger.pending[key]
         about = {"assignment": key, "body_bytes": len(held.body)}
         try:
+            self._masking.check_lane(
+                held.lane,
+                f"the update of round {held.round}.{held.attempt} of task {here.task!r}",
+                is_pinned=here.files.is_masked(),
+            )
             send = self._transport.first if held.is_first else self._transport.upload
             began_at, sent = self._clock(), self._transport.traffic.body_up
             ack = send(key, held.body)
@@ -711,6 +746,8 @@ class Client:
                     f"{held.digest[:12]} for {key}"
                 )
             self._tell("uploaded", held, **about)
+        except PlanDeclined as exc:  # prepared before the device had these rules
+            self._decline(here, key, "masking-rules", exc)
         except Conflict as exc:
             _log.info("upload %s: %s", key, exc.detail)
             self._tell("refused", held, **about, reason=exc.detail)
@@ -750,7 +787,11 @@ class Client:
         reason = str(why) or type(why).__name__
         _log.warning("assignment %s declined (%s): %s", key, code, reason)
         here.declined.add(key)
-        self._tell("declined", assignment=key, code=code, reason=reason)
+        rule: dict[str, Any] = {}
+        if isinstance(why, PlanDeclined):
+            self._num_refusals += 1
+            rule, code = {"rule": why.members["rule"]}, "masking-rules"
+        self._tell("declined", assignment=key, code=code, reason=reason, **rule)
         try:
             signed = self._transport.decline(key, code, needed_seconds)
         except FedpressError as exc:  # it will miss its deadline instead
@@ -1002,7 +1043,8 @@ class Client:
             metrics=metrics,
         )
         is_masked = self._heard is not None and self._heard.lane == "masked"
-        if is_masked and not self._masking.reports_evaluations:
+        stays = self._masking.required or is_masked or here.files.is_masked()
+        if stays and not self._masking.reports_evaluations:
             return
         try:
             self._transport.report(here.task, report)
@@ -1123,10 +1165,12 @@ class Client:
             )
         self._tell("enrolled", client_id=identity.client_id)
 
-    @staticmethod
-    def _only_task(transport: Transport) -> str:
+    def _only_task(self, transport: Transport) -> str:
         tasks = transport.tasks()
         running = [task.task for task in tasks if task.state in ("running", "paused")]
+        masked = _masked(tasks) if self._masking.required else []
+        if len(masked) == 1:
+            return masked[0]
         if len(running) != 1:
             listed = ", ".join(f"{task.task} ({task.state})" for task in tasks) or "none"
             raise ConfigurationError(
@@ -1206,6 +1250,12 @@ class _Open:
 
 class _Stopped(Exception):
     """`stop` was called during a pause."""
+
+
+def _masked(tasks: Sequence[TaskSummary]) -> list[str]:
+    """The tasks of the masked lane that go on."""
+    going = ("running", "paused")
+    return [each.task for each in tasks if each.state in going and each.lane == "masked"]
 
 
 def _most_bytes(assignment: Assignment, spec: ModelSpec) -> int:

@@ -10,13 +10,16 @@ and only the receipt says what became of it.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import hashlib
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal, Protocol
 
 from fedpress_client.ledger import Ledger
 from fedpress_client.state import Identity
+from fedpress_protocols.compression.compressor import compressors, members
+from fedpress_protocols.compression.error_feedback import ErrorFeedback
 from fedpress_protocols.errors import (
     ConfigurationError,
     Conflict,
@@ -25,7 +28,9 @@ from fedpress_protocols.errors import (
     InvalidSignature,
     MalformedRequest,
     NotFound,
+    PlanDeclined,
     StateCorrupt,
+    UpdateConflict,
 )
 from fedpress_protocols.masking.agreement import check_agreed
 from fedpress_protocols.masking.certificates import Certificate
@@ -34,6 +39,7 @@ from fedpress_protocols.masking.client import Step as MaskingStep
 from fedpress_protocols.masking.graph import Adversary
 from fedpress_protocols.masking.keystream import SUITES, Suite
 from fedpress_protocols.masking.messages import Offer, ServerMessage, parse, survivors_digest
+from fedpress_protocols.masking.payload import Payload
 from fedpress_protocols.masking.transcript import (
     U64,
     Bytes32,
@@ -43,6 +49,7 @@ from fedpress_protocols.masking.transcript import (
     blob,
 )
 from fedpress_protocols.messages import Membership, Outcome, Receipt
+from fedpress_protocols.plan import RoundPlan
 from fedpress_protocols.signatures import DeviceKey, from_base64url, to_base64url
 
 RENEW_SECONDS = 30 * 24 * 3600
@@ -63,13 +70,22 @@ _OVER = (Conflict, Forbidden, NotFound)
 
 @dataclass(frozen=True, slots=True)
 class MaskingRules:
-    """What a device insists on before it takes part in a masked session, whatever the plan says.
+    """What a device insists on, whatever the plan says.
 
-    `authority` is the public key (base64url) of the enrolment authority, by a way that is not the
-    server's; without it the first one that the server names is pinned. `certificate` is a file that
-    the authority's operator issued, for servers that do not hold the authority's key. `minimum`
-    and the rest are as in `ClientPolicy`. What the device measures of a model stays with it, since
-    its losses and counts would travel in clear, unless `reports_evaluations`.
+    With `required` nothing of an update leaves the device unmasked: a plan of the clear lane is
+    declined. A device that joined a masked round of a task declines that task's clear plans even
+    without it. `authority` is the public key (base64url) of the enrolment authority, by a way that
+    is not the server's; without it the first one that the server names is pinned. `certificate` is
+    a file that the authority's operator issued, for servers that do not hold the authority's key.
+    `minimum`, `adversary`, `corrupt`, `suites` and `hybrid` are as in `ClientPolicy`. What the
+    device measures of a model stays with it, since its losses and counts would travel in clear,
+    unless `reports_evaluations`.
+
+    The others bound what a plan may choose; None sets no bound. `max_weight`: the examples by which
+    one masked update may count. `compressors`: the ids that a plan's profiles may use, without
+    error_feedback, which sends nothing of its own. `min_support`: how many numbers of an update a
+    masked sum must hold. `max_rounds`: the updates that the device prepares for one task. Raises
+    ConfigurationError for bounds that no plan keeps.
     """
 
     authority: str | None = None
@@ -80,6 +96,94 @@ class MaskingRules:
     suites: tuple[Suite, ...] = SUITES
     hybrid: bool = False
     reports_evaluations: bool = False
+    required: bool = True
+    max_weight: int | None = None
+    compressors: tuple[str, ...] | None = None
+    min_support: int = 1
+    max_rounds: int | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("max_weight", "min_support", "max_rounds"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ConfigurationError(f"{name} must be at least 1, not {value}")
+        unknown = sorted(set(self.compressors or ()) - set(compressors()))
+        if unknown or self.compressors == ():
+            raise ConfigurationError(
+                f"compressors names {', '.join(unknown) or 'none'}",
+                hint=f"choose among {', '.join(sorted(compressors()))}",
+            )
+
+    def check_lane(self, lane: str, about: str, *, is_pinned: bool) -> None:
+        """Raises PlanDeclined for a `lane` other than "masked" where masking is required, or where
+        the task's lane `is_pinned`; `about` names the plan."""
+        if lane == "masked" or not (self.required or is_pinned):
+            return
+        if self.required:
+            raise PlanDeclined(
+                f"{about} is of the clear lane, and this device requires masking",
+                hint="put the task into the masked lane; nothing was sent",
+                rule="required",
+            )
+        raise PlanDeclined(
+            f"{about} is of the clear lane, and this device joined the task when it was masked",
+            hint="if its owner agrees to the change, give the device a new state directory",
+            rule="pinned lane",
+        )
+
+    def check(self, plan: RoundPlan, rounds: int, *, is_pinned: bool) -> None:
+        """Raises PlanDeclined for a plan that the rules do not admit, before its model is fetched;
+        `rounds` counts the updates prepared for the task so far."""
+        about = _name_of(plan)
+        self.check_lane(plan.lane, about, is_pinned=is_pinned)
+        if self.compressors is not None:
+            used = sorted({each for profile in plan.profiles for each in _ids(profile.compressor)})
+            strange = [each for each in used if each not in self.compressors]
+            if strange:
+                raise PlanDeclined(
+                    f"{about} compresses by {', '.join(strange)}, this device allows "
+                    f"{', '.join(self.compressors)}",
+                    rule="compressors",
+                )
+        weight = None if plan.masking is None else plan.masking.max_weight
+        if self.max_weight is not None and weight is not None and weight > self.max_weight:
+            raise PlanDeclined(
+                f"{about} lets one update count {weight} times, this device allows "
+                f"{self.max_weight} at most",
+                rule="max_weight",
+            )
+        if self.max_rounds is not None and rounds >= self.max_rounds:
+            raise PlanDeclined(
+                f"{about} comes after {rounds} updates, this device gives a task "
+                f"{self.max_rounds} at most",
+                rule="max_rounds",
+            )
+
+    def check_payload(self, payload: Payload) -> None:
+        """Raises PlanDeclined where a sum would hold too few numbers of an update."""
+        size = payload.vectors[0].length
+        if size < self.min_support:
+            raise PlanDeclined(
+                f"{_name_of(payload.plan)} sums {size} numbers of an update, this device gives "
+                f"{self.min_support} at least",
+                hint="a support that small may be chosen to single something out",
+                rule="min_support",
+            )
+
+
+FREE = MaskingRules(required=False)
+"""The rules of a device that was given none."""
+
+
+def _name_of(plan: RoundPlan) -> str:
+    return f"the plan of round {plan.round}.{plan.attempt} of task {plan.task!r}"
+
+
+def _ids(made: Any) -> Iterator[str]:
+    if not isinstance(made, ErrorFeedback):
+        yield made.wire_id
+    for member in members(made):
+        yield from _ids(member)
 
 
 @dataclass(frozen=True, slots=True)
@@ -297,7 +401,7 @@ class MaskedPart:
                 pause = None
                 if machine is None:
                     pause = self._await_offer(wait)
-                elif machine.phase == "ready":
+                elif self._is_to_mask(machine):
                     self._mask(machine)
                 elif machine.phase in ("revealed", "complained"):
                     self._speak(machine)
@@ -356,12 +460,18 @@ class MaskedPart:
             identity=self._key,
             certificate=self.member.certificate,
             policy=self._policy,
-            trained=Trained(due.model, due.support, due.plan),
+            trained=Trained(due.model, due.support, due.plan, self._content()),
             now=now,
         )
         self._diary = replace(self._diary, seen=(*seen, _Seen(config.digest, config.expires)))
         self._enter(step)
         return None
+
+    def _is_to_mask(self, machine: MaskingClient) -> bool:
+        """Whether the ledger does not hold the body; the record may have been written before it."""
+        held = self._ledger().pending.get(self._diary.assignment)
+        is_plain = held is not None and held.session is None
+        return machine.phase == "ready" or (machine.phase == "masked" and is_plain)
 
     def _mask(self, machine: MaskingClient) -> None:
         """Mask what the ledger holds. The machine's record comes first: with it the same body can
@@ -375,17 +485,29 @@ class MaskedPart:
             self._enter(machine.give_up("the update was masked, and the record of it is gone"))
             return
         packing = machine.config.packing
-        step, body = machine.mask(packing.unpack(packing.from_bytes(held.body)))
+        try:
+            step, body = machine.mask(packing.unpack(packing.from_bytes(held.body)))
+        except UpdateConflict as exc:
+            self._enter(machine.give_up(str(exc)))
+            return
         self._enter(step)
         session = machine.sid.hex()
         self._save(self._ledger().masked(name, session, body))
 
+    def _content(self) -> bytes:
+        """The digest of what is to be masked: the session's secrets are for nothing else."""
+        held = self._ledger().pending.get(self._diary.assignment)
+        if held is None or held.session is not None:
+            raise IncompatiblePlan("the update of this session is not here, or was masked before")
+        return hashlib.sha256(held.body).digest()
+
     def _speak(self, machine: MaskingClient) -> None:
         """Say what is due, unless this process has said it."""
         name, step = self._diary.assignment, _SAID_IN[machine.phase]
-        if step == "masked" and self._ledger().pending[name].session is None:
-            self._mask(machine)  # the record was written, and not the ledger
         if step not in self._said:
+            held = self._ledger().pending[name]
+            if step == "masked" and held.session != machine.sid.hex():
+                raise Conflict("the update is not masked for this session")
             outgoing = machine.outgoing
             if outgoing is not None:
                 try:
@@ -396,7 +518,7 @@ class MaskedPart:
                     # A server from before complaints: leave as from then on.
                     raise IncompatiblePlan(f"withdrawn from the session: {machine.reason}") from exc
             if step == "masked":
-                self._transport.upload(name, self._ledger().pending[name].body)
+                self._transport.upload(name, held.body)
             self._said.add(step)
             self._tell(name, step, machine.sid.hex())
 

@@ -7,7 +7,8 @@
     tasks/<task>/durations.json       how long the last assignments took, see failures.py
     tasks/<task>/published            the newest published model, for inference; see published.py
     tasks/<task>/own.safetensors      what the device made of the task's last model
-    tasks/<task>/session              secrets of the masked session under way
+    tasks/<task>/session              secrets of the masked session under way; once there is one,
+                                      the task's clear plans are declined
     tasks/<task>/outgoing, .json      the body being encoded, which upload its first parts are in
     tasks/<task>/lock, lock           held while in use; they never hold data
 
@@ -245,6 +246,10 @@ class TaskFiles:
         """The record of the masked session under way; None before the first."""
         path = self.folder / "session"
         return path.read_bytes() if path.exists() else None
+
+    def is_masked(self) -> bool:
+        """Whether the device ever joined a masked round of the task: the record stays, emptied."""
+        return (self.folder / "session").exists()
 
     def save_session(self, data: bytes) -> None:
         """Durable when this returns."""

@@ -7,9 +7,9 @@ import math
 import os
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -28,12 +28,64 @@ from fedpress.command_line import (
 from fedpress_protocols.errors import ConfigurationError
 
 if TYPE_CHECKING:
-    from fedpress_client import Event
+    from fedpress_client import Event, MaskingRules
+    from fedpress_protocols.masking.graph import Adversary
 
 client_certificate = click.option(
     "--client-certificate", type=PATH, help="PEM file, for a server that asks devices for one."
 )
 client_key = click.option("--client-key", type=PATH, help="PEM file of the certificate's key.")
+
+
+_MASKING_OPTIONS = (
+    click.option(
+        "--require-masking",
+        is_flag=True,
+        help="Secure aggregation: send no update unmasked; every option below implies it.",
+    ),
+    click.option("--authority", help="Secure aggregation: public key of the enrolment authority."),
+    click.option(
+        "--certificate",
+        type=click.Path(exists=True, dir_okay=False, path_type=Path),
+        help="Secure aggregation: what `fedpress ca issue` wrote.",
+    ),
+    click.option(
+        "--least-cohort",
+        type=click.IntRange(min=3),
+        help="Secure aggregation: clients in a sum, at least; 3 if not set.",
+    ),
+    click.option(
+        "--semi-honest", is_flag=True, help="Secure aggregation: trust the server to only look."
+    ),
+    click.option(
+        "--max-weight",
+        type=click.IntRange(min=1),
+        help="Secure aggregation: examples by which one update may count, at most.",
+    ),
+    click.option(
+        "--allow-compressor",
+        multiple=True,
+        metavar="ID",
+        help="Secure aggregation: a compressor that a plan may use; may be repeated.",
+    ),
+    click.option(
+        "--min-support",
+        type=click.IntRange(min=1),
+        help="Secure aggregation: numbers of an update in a sum, at least.",
+    ),
+    click.option(
+        "--max-rounds",
+        type=click.IntRange(min=1),
+        help="Secure aggregation: updates for one task, at most.",
+    ),
+)
+
+
+def masking_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """What a device insists on, whatever a plan says."""
+    for option in reversed(_MASKING_OPTIONS):
+        command = option(command)
+    return command
 
 
 @click.command("join", cls=Command)
@@ -71,21 +123,7 @@ client_key = click.option("--client-key", type=PATH, help="PEM file of the certi
 @click.option(
     "--attribute", multiple=True, metavar="KEY=VALUE", help="Of this device, for a task's rules."
 )
-@click.option("--authority", help="Secure aggregation: public key of the enrolment authority.")
-@click.option(
-    "--certificate",
-    type=click.Path(exists=True, dir_okay=False, path_type=Path),
-    help="Secure aggregation: what `fedpress ca issue` wrote.",
-)
-@click.option(
-    "--least-cohort",
-    type=click.IntRange(min=3),
-    default=3,
-    help="Secure aggregation: clients in a sum, at least.",
-)
-@click.option(
-    "--semi-honest", is_flag=True, help="Secure aggregation: trust the server to only look."
-)
+@masking_options
 @verbose
 def join(
     url: str,
@@ -101,22 +139,17 @@ def join(
     proxy: str | None,
     fine_tune: int,
     attribute: tuple[str, ...],
-    authority: str | None,
-    certificate: Path | None,
-    least_cohort: int,
-    semi_honest: bool,
     verbose: bool,
+    **masking: Any,
 ) -> None:
     """Take part in a task with your own trainer until the task ends."""
-    from fedpress_client import Client, MaskingRules
+    from fedpress_client import Client
     from fedpress_client.apps import load_trainer
     from fedpress_protocols.plan import TrainingTerms
-    from fedpress_protocols.signatures import from_base64url
 
     log(verbose)
     attributes = _attributes(attribute)
-    if authority is not None:
-        from_base64url(authority, 32)  # refused here, before the token is used up
+    rules = _masking_rules(**masking)
     sys.path.insert(0, os.getcwd())
     client = Client(
         url,
@@ -130,15 +163,10 @@ def join(
         client_certificate=client_certificate,
         client_key=client_key,
         proxy=proxy,
-        masking=MaskingRules(
-            authority=authority,
-            certificate=certificate,
-            minimum=least_cohort,
-            adversary="semi-honest" if semi_honest else "malicious",
-        ),
+        masking=rules,
         fine_tuning=TrainingTerms(local_epochs=fine_tune) if fine_tune else None,
         attributes=attributes,
-        on_event=_tell_of_key,
+        on_event=_tell,
     )
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
@@ -151,8 +179,9 @@ def join(
     )
 
 
-def _tell_of_key(event: Event) -> None:
-    """What an operator who approves devices waits to hear, or to compare."""
+def _tell(event: Event) -> None:
+    """What an operator who approves devices waits to hear, or to compare, and which plans the
+    device's own rules refused."""
     key = event.details.get("key_id")
     said = {
         "enrolled": f"enrolled as client {event.details.get('client_id')}, key {key}",
@@ -162,6 +191,8 @@ def _tell_of_key(event: Event) -> None:
     }
     if event.kind in said:
         click.echo(said[event.kind], err=True)
+    elif "rule" in event.details:
+        click.echo(f"declined: {event.details['reason']}", err=True)
 
 
 @click.command("relay", cls=Command)
@@ -191,6 +222,7 @@ def _tell_of_key(event: Event) -> None:
 @click.option("--ca", type=PATH, help="PEM file of the authority that signed the upper server.")
 @client_certificate
 @client_key
+@masking_options
 @verbose
 def relay(
     upper: str,
@@ -205,12 +237,14 @@ def relay(
     client_certificate: Path | None,
     client_key: Path | None,
     verbose: bool,
+    **masking: Any,
 ) -> None:
     """Take part in an upper server's task as a whole region, with the region's devices."""
     from fedpress.relay import RegionalTrainer
     from fedpress_client import Client
 
     log(verbose)
+    rules = _masking_rules(**masking)
     try:
         template = dict(json.loads(read(config)))
     except (ValueError, TypeError) as exc:
@@ -227,6 +261,8 @@ def relay(
             verify=str(ca) if ca else None,
             client_certificate=client_certificate,
             client_key=client_key,
+            masking=rules,
+            on_event=_tell,
         )
         try:
             ended = client.run()
@@ -234,6 +270,42 @@ def relay(
             stopped()
         trainer.finish()
     click.echo(f"task {ended.task} {ended.state}: {ended.included} updates of the region included")
+
+
+def _masking_rules(
+    *,
+    require_masking: bool,
+    authority: str | None,
+    certificate: Path | None,
+    least_cohort: int | None,
+    semi_honest: bool,
+    max_weight: int | None,
+    allow_compressor: tuple[str, ...],
+    min_support: int | None,
+    max_rounds: int | None,
+) -> MaskingRules | None:
+    """What `masking_options` say; None if none was given."""
+    from fedpress_client import MaskingRules
+    from fedpress_protocols.signatures import from_base64url
+
+    if authority is not None:
+        from_base64url(authority, 32)  # refused here, before the token is used up
+    adversary: Adversary | None = "semi-honest" if semi_honest else None
+    rules = {
+        "required": require_masking or None,
+        "authority": authority,
+        "certificate": certificate,
+        "minimum": least_cohort,
+        "adversary": adversary,
+        "max_weight": max_weight,
+        "compressors": allow_compressor or None,
+        "min_support": min_support,
+        "max_rounds": max_rounds,
+    }
+    set_by_user: dict[str, Any] = {
+        name: value for name, value in rules.items() if value is not None
+    }
+    return MaskingRules(**set_by_user) if set_by_user else None
 
 
 def _attributes(given: Sequence[str]) -> dict[str, float | str]:

@@ -3,6 +3,7 @@
 FedpressError
 ├── ConfigurationError          a setting or a task that cannot work
 │   ├── IncompatiblePlan        the parts of a round plan cannot work together
+│   │   └── PlanDeclined        a plan that this device's own rules do not admit
 │   └── MissingExtra            an optional dependency is not installed
 ├── MalformedRequest            a request that is not what the API describes
 │   ├── LengthRequired          an upload that does not say how long it is
@@ -112,6 +113,13 @@ class ConfigurationError(FedpressError):
 
 class IncompatiblePlan(ConfigurationError):
     slug, title = "incompatible-plan", "The parts of the plan cannot work together"
+
+
+class PlanDeclined(IncompatiblePlan):
+    """Carries `rule`, the device's own that the plan does not keep."""
+
+    slug, title = "plan-declined", "The device's own rules do not admit the plan"
+    default_hint = "check the server's task, or change the device's rules"
 
 
 class MissingExtra(ConfigurationError):

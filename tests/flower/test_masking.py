@@ -13,10 +13,12 @@ from hypothesis import strategies as st
 pytest.importorskip("flwr")
 
 from flwr.app import ConfigRecord, Message
+from flwr.clientapp import ClientApp
 from flwr.serverapp import strategy as flowers
 
 from fedpress.simulate import flower_runtime as runtime
 from fedpress_client import MaskingRules
+from fedpress_client.flower import compression_mod
 from fedpress_client.flower.masking import MaskingMod
 from fedpress_client.ledger import Discard
 from fedpress_client.masking import _Diary
@@ -334,6 +336,42 @@ def test_training_that_is_not_masked_is_refused_and_so_is_measuring(tmp_path: Pa
     mod = MaskingMod(str(tmp_path), 1, None, MaskingRules(), None, False, None, None)  # type: ignore[arg-type]
     with pytest.raises(IncompatiblePlan, match="stays with it"):
         mod(message, fleet.contexts[1], lambda message, context: message)
+
+
+@pytest.mark.parametrize(
+    ("rules", "why"),
+    [
+        (MaskingRules(min_support=10**6), "numbers of an update"),
+        (MaskingRules(compressors=("randomk",)), "compresses by shared_support"),
+    ],
+)
+def test_a_client_bounds_what_a_plan_may_choose(
+    tmp_path: Path, rules: MaskingRules, why: str
+) -> None:
+    fleet = MaskedFleet(tmp_path, 3, training, rules=rules)
+    run(strategy_of(flowers.FedAvg(fraction_evaluate=0.0)), fleet, 1)
+    answer = fleet.ask_again(fleet.sent_to(1, "train"))
+    assert "PlanDeclined" in answer.error.reason
+    assert why in answer.error.reason
+    assert fleet.plain == {}
+
+
+def test_a_client_gives_a_run_no_more_updates_than_it_is_willing_to(tmp_path: Path) -> None:
+    rules = MaskingRules(max_rounds=1, reports_evaluations=True)
+    fleet = MaskedFleet(tmp_path, 3, training, rules=rules)
+    run(strategy_of(flowers.FedAvg(fraction_evaluate=0.0)), fleet, 2)
+    assert {number for number, _ in fleet.plain} == {1}
+
+
+def test_a_client_of_masked_rounds_sends_nothing_compressed_in_the_clear(tmp_path: Path) -> None:
+    fleet = MaskedFleet(tmp_path, 3, training)
+    run(strategy_of(flowers.FedAvg(fraction_evaluate=0.0)), fleet, 1)
+    fleet.app = ClientApp()
+    fleet.app.train(mods=[compression_mod(state_dir=tmp_path)])(training)
+    run(FedpressStrategy(flowers.FedAvg(fraction_evaluate=0.0), Plan(SharedSupport(0.5))), fleet, 1)
+    last = [each for each in fleet.sent if step_of(each) == "train"][-1]
+    answer = fleet.ask_again(last)
+    assert "joined the task when it was masked" in answer.error.reason
 
 
 def test_what_the_server_did_not_sign_is_not_believed(tmp_path: Path) -> None:

@@ -30,11 +30,13 @@ from fedpress_protocols.errors import (
     IncompatiblePlan,
     InvalidUpdate,
     MalformedRequest,
+    PlanDeclined,
     RoundClosed,
     UpdateConflict,
 )
 from fedpress_protocols.masking.certificates import Certificate
 from fedpress_protocols.masking.messages import Inbox, Reveal, survivors_digest
+from fedpress_protocols.masking.payload import Payload
 from fedpress_protocols.messages import MaskedSum, Membership, Receipt, RoundStatus
 from fedpress_protocols.model import Model
 from fedpress_protocols.signatures import DeviceKey, to_base64url
@@ -598,6 +600,95 @@ def test_a_device_declines_what_its_rules_do_not_admit(world: World) -> None:
         (declined,) = [each for each in device.events if each.kind == "declined"]
         assert why in declined.details["reason"]
         assert device.trainer.computed == {}
+
+
+@pytest.mark.parametrize(
+    ("rule", "bounds"),
+    [
+        ("max_weight", {"max_weight": 99}),
+        ("compressors", {"compressors": ("randomk",)}),
+        ("min_support", {"min_support": 21}),
+    ],
+)
+def test_a_device_bounds_what_a_plan_may_choose(
+    world: World, rule: str, bounds: dict[str, Any]
+) -> None:
+    """Half of forty coordinates, by shared_support, each update counting up to 100 times."""
+    world.begin(3, cohort={"size": 3, "minimum": 3}, masking={"max_weight": 100})
+    fits = MaskingRules(max_weight=100, compressors=("shared_support",), min_support=20)
+    strict, lax = world.enrol(1, masking=replace(fits, **bounds)) + world.enrol(1, masking=fits)
+    for each in (strict, lax):
+        each.step()
+    (declined,) = [each for each in strict.events if each.kind == "declined"]
+    assert declined.details["rule"] == rule
+    assert "the plan of round 1.1 of task 'digits'" in declined.details["reason"]
+    assert strict.trainer.computed == {}
+    assert len(lax.trainer.computed) == 1
+
+
+def test_a_task_gets_no_more_updates_than_its_device_gives(world: World) -> None:
+    world.begin(3, rounds=2, cohort={"size": 3, "minimum": 3})
+    sparing = world.enrol(1, masking=MaskingRules(max_rounds=1))[0]
+    world.enrol(2)
+    world.drive_until(lambda: any("rule" in each.details for each in sparing.events))
+    assert len(sparing.trainer.computed) == 1
+    (declined,) = [each for each in sparing.events if "rule" in each.details]
+    assert declined.details["rule"] == "max_rounds"
+    assert declined.details["reason"].startswith("the plan of round 2.")
+
+
+def test_a_task_that_was_masked_stays_masked_for_its_devices(world: World) -> None:
+    """The lane is pinned by the first masked round, on the disk, for devices without rules too."""
+    world.begin(3, cohort={"size": 3, "minimum": 3})
+    devices = world.enrol(3, masking=None)
+    plan = world.terms.plan.model_copy(update={"lane": "clear", "masking": None})
+    world.drive()
+    for each in devices:
+        assert each.client is not None
+        each.start()
+        here = each.client._joined()
+        with pytest.raises(PlanDeclined, match="joined the task when it was masked") as refused:
+            each.client._check_rules(here, plan)
+        assert refused.value.members["rule"] == "pinned lane"
+
+
+def test_a_state_directory_brought_back_from_a_copy_masks_nothing_else(world: World) -> None:
+    """A copy of the folder is taken when the device is ready to mask. It masks, and dies before the
+    body has left; then the copy of the session is brought back, to an account that holds other
+    values. Under the same masks the two bodies would differ by what the updates differ by."""
+    world.begin(3, cohort={"size": 3, "minimum": 3})
+    devices = world.enrol(3)
+    victim = devices[0]
+    folder = victim.folder / "tasks" / TASK
+    copies: list[bytes] = []
+    mask = MaskedPart._mask
+
+    def copy_first(part: MaskedPart, machine: Any) -> None:
+        copies.append((folder / "session").read_bytes())
+        mask(part, machine)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(MaskedPart, "_mask", copy_first)
+        victim.die_after("masked")
+        world.drive_until(lambda: victim.is_gone)
+    (name,) = victim.ledger.pending
+    plain = victim.plain[name]
+    packing = Payload(
+        world.terms.plan,
+        world.terms.plan.public(world.model.spec, previous=np.zeros(40, np.float32)),
+    ).packing
+    values = dict(packing.unpack(packing.from_bytes(plain.body)))
+    values["values"] = -values["values"]
+    other = replace(plain, body=packing.to_bytes(packing.pack(values)))
+    assert other.body != plain.body
+    ledger = replace(victim.ledger, pending={name: other})
+    (folder / "ledger.safetensors").write_bytes(ledger.to_bytes())
+    (folder / "session").write_bytes(copies[0])
+    world.revive()
+    victim.step()
+    assert victim.ledger.pending[name].session is None, "nothing was masked"
+    assert victim.ledger.pending[name].body == other.body
+    assert any("brought back from a copy" in str(each.details) for each in victim.events)
 
 
 def test_a_device_withdraws_from_a_server_that_lies(world: World) -> None:

@@ -41,7 +41,7 @@ from fedpress_client.flower.terms import (
 )
 from fedpress_client.ledger import KEEP_ALL, Discard, Ledger, ResidualRules
 from fedpress_protocols import flower
-from fedpress_protocols.errors import ConfigurationError, Conflict, InvalidUpdate
+from fedpress_protocols.errors import ConfigurationError, Conflict, InvalidUpdate, PlanDeclined
 from fedpress_protocols.messages import Receipt
 from fedpress_protocols.model import Vector
 from fedpress_protocols.plan import RoundPlan
@@ -133,6 +133,13 @@ class CompressionMod:
         task, client_id = terms.assignment.plan.task, terms.assignment.client_id
         names = ConfigRecord({flower.TASK: task, flower.CLIENT: client_id})
         account = self._account(context, names)
+        if account.session() is not None:
+            raise PlanDeclined(
+                f"the plan of round {terms.assignment.plan.round} of task {task!r} is of the clear "
+                "lane, and this client joined the task when it was masked",
+                hint="run masking_mod with MaskedStrategy, or give the run another state folder",
+                rule="pinned lane",
+            )
         if device_name(context) is None:
             account.warn_of_others()
         _settled(account.load(task, client_id, adopt=True), terms)

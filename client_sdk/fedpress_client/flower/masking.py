@@ -139,11 +139,12 @@ class MaskingMod:
         mailbox = Mailbox(bytes(ours[flower.OFFER]), is_offer=True)
         part = seat.part(mailbox)
         ledger = settled(seat, part, ours, name, plan)
+        self.masking.check(plan, _prepared(ledger, besides=name), is_pinned=True)
         public = plan.public(terms.spec, previous=terms.previous, drift=terms.drift)
+        payload = Payload(plan, public)
+        self.masking.check_payload(payload)
         policy = part.member.policy
-        due = agreed(
-            Payload(plan, public), population=policy.population, server_key=policy.server_key
-        )
+        due = agreed(payload, population=policy.population, server_key=policy.server_key)
         policy.check(due)  # before hours of training, and not after
         message.content = without_ours(message.content)
         reply = call_next(message, context)
@@ -219,6 +220,11 @@ class MaskingMod:
         for discard in ledger.discards:
             self.on_discard(discard)
         return ledger.told()
+
+
+def _prepared(ledger: Ledger, *, besides: str) -> int:
+    """The updates prepared for the task so far, but for one that is asked for again."""
+    return ledger.included + ledger.not_included + len({*ledger.pending} - {besides})
 
 
 def _check_model(message: Message, terms: Terms) -> None:
