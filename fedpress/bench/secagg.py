@@ -56,6 +56,7 @@ from fedpress_protocols.signatures import Content, DeviceKey
 
 T = TypeVar("T")
 Words = npt.NDArray[np.uint64]
+Ints = npt.NDArray[np.int64]
 
 SEED = 5
 TIMED = 10
@@ -206,8 +207,8 @@ class _Session:
 
     def play(self) -> dict[str, Any]:
         """The figures, once the sum has come out right."""
-        for client in self._clients:
-            self._begin(client)
+        for client, content in zip(self._clients, self._contents(), strict=True):
+            self._begin(client, content)
         self._end("advertising")
         for client in self._clients:
             self._hear(client, Roster, "share")
@@ -230,7 +231,23 @@ class _Session:
 
     # The devices
 
-    def _begin(self, client: _Client) -> None:
+    def _values(self, number: int) -> Ints:
+        load = self._load
+        rng = np.random.default_rng([SEED, number])
+        return rng.integers(-load.bound, load.bound, load.coordinates, endpoint=True)
+
+    def _contents(self) -> Iterator[bytes]:
+        """What each client is to mask, as a digest; those that are lost mask nothing."""
+        packing, number = self._config.packing, 0
+        for client in self._clients:
+            content = b""
+            if not client.is_lost:
+                packed = packing.pack({"update": self._values(number)})
+                content = hashlib.sha256(packing.to_bytes(packed)).digest()
+                number += 1
+            yield content
+
+    def _begin(self, client: _Client, content: bytes) -> None:
         config = self._config
         certificate = Certificate.issue(
             _AUTHORITY,
@@ -246,7 +263,7 @@ class _Session:
                 identity=client.key,
                 certificate=certificate,
                 policy=self._policy,
-                trained=Trained(config.model, config.support, config.plan),
+                trained=Trained(config.model, config.support, config.plan, content),
                 now=self._now,
             )
 
@@ -269,8 +286,7 @@ class _Session:
 
     def _mask(self, client: _Client, number: int) -> None:
         load = self._load
-        rng = np.random.default_rng([SEED, number])
-        values = rng.integers(-load.bound, load.bound, load.coordinates, endpoint=True)
+        values = self._values(number)
         self._expected += values
         if client.is_timed:
             self._floors.append(_floor(self._config.packing.num_words, load.suite))

@@ -34,6 +34,7 @@ from fedpress_protocols.errors import (
     InvalidKey,
     MalformedRequest,
     MaskingError,
+    PlanDeclined,
     StateCorrupt,
     UpdateConflict,
 )
@@ -44,6 +45,7 @@ from fedpress_protocols.masking.keys import (
     SECRET_BYTES,
     ChannelKey,
     MaskKey,
+    check_public,
     commitment,
     new_secret,
     same,
@@ -101,7 +103,9 @@ Phase = Literal[
 Outcome = Literal["pending", "included", "not-included"]
 
 _PHASES = get_args(Phase)
-_RECORD_VERSION = 1
+_RECORD_VERSION = 2
+_UNBOUND = 1
+"""The version of records that do not say what is to be masked."""
 _MAX_REASON = 512
 
 
@@ -128,25 +132,34 @@ class ClientPolicy:
     """Whether ML-KEM beside X25519 is a must."""
 
     def check(self, config: SessionConfig) -> None:
-        """Raises IncompatiblePlan for the first term that is not good enough."""
+        """Raises PlanDeclined for the first term that is not good enough."""
         faults = {
-            "another server's key": config.server_key != self.server_key,
-            f"the population {config.population!r}": config.population != self.population,
-            f"{config.minimum} survivors, fewer than {self.minimum}": config.minimum < self.minimum,
-            "no protection from a malicious server": (
-                config.adversary != "malicious" and self.adversary == "malicious"
+            "server_key": ("another server's key", config.server_key != self.server_key),
+            "population": (
+                f"the population {config.population!r}",
+                config.population != self.population,
             ),
-            f"{config.corrupt / 1e4:g} corrupt clients, less than {self.corrupt:g}": (
-                config.corrupt < round(self.corrupt * 1e4)
+            "minimum": (
+                f"{config.minimum} survivors, fewer than {self.minimum}",
+                config.minimum < self.minimum,
             ),
-            f"the suite {config.suite!r}": config.suite not in self.suites,
-            "no post-quantum keys": self.hybrid and not config.hybrid,
+            "adversary": (
+                "no protection from a malicious server",
+                config.adversary != "malicious" and self.adversary == "malicious",
+            ),
+            "corrupt": (
+                f"{config.corrupt / 1e4:g} corrupt clients, less than {self.corrupt:g}",
+                config.corrupt < round(self.corrupt * 1e4),
+            ),
+            "suites": (f"the suite {config.suite!r}", config.suite not in self.suites),
+            "hybrid": ("no post-quantum keys", self.hybrid and not config.hybrid),
         }
-        for fault, is_there in faults.items():
+        for rule, (fault, is_there) in faults.items():
             if is_there:
-                raise IncompatiblePlan(
+                raise PlanDeclined(
                     f"a session with {fault}, which this device's policy does not admit",
                     hint="check the server, or change the device's policy",
+                    rule=rule,
                 )
 
 
@@ -155,12 +168,15 @@ class Trained:
     """What the device knows by itself of the round it trained for: digests, 32 bytes each.
 
     A server that gave other clients another model, support or plan cannot have them in one sum
-    with this one: the digests are in every mask.
+    with this one: the digests are in every mask. `content` is the SHA-256 of the values that are to
+    be masked, packed as a body. The session's secrets are drawn for these values and stay on one
+    record with their digest, so no copy of a record, brought back whenever, masks any others.
     """
 
     model: bytes
     support: bytes
     plan: bytes
+    content: bytes
 
     def check(self, config: SessionConfig) -> None:
         """Raises IncompatiblePlan for a session about anything else."""
@@ -230,6 +246,8 @@ class _State(Record):
     heard: tuple[Bytes32, ...] = ()
     """Digests of the server's messages so far."""
     version: U16 = _RECORD_VERSION
+    content: Annotated[bytes, blob(32)] = b""
+    """Of `Trained`; nothing in a record of the version before."""
 
     @property
     def topology(self) -> Topology:
@@ -245,7 +263,18 @@ class _State(Record):
             peers=(),
             held=(),
             masks=(),
+            content=b"",
         )
+
+
+def _unbound(record: bytes) -> _State | None:
+    """The state in a record of the version before, which ends without `content`; None if it is
+    none."""
+    try:
+        state = _State.from_bytes(record + bytes(4))
+    except FedpressError:
+        return None
+    return replace(state, version=_RECORD_VERSION) if state.version == _UNBOUND else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -324,7 +353,13 @@ class MaskingClient:
             os.urandom(32),
         ).signed(identity, config.digest)
         state = _State(
-            "advertised", config, advertise.to_bytes(), mask_secret, seed, channel_secret
+            "advertised",
+            config,
+            advertise.to_bytes(),
+            mask_secret,
+            seed,
+            channel_secret,
+            content=trained.content,
         )
         return Step(cls(state, identity, policy))
 
@@ -332,11 +367,21 @@ class MaskingClient:
     def from_bytes(
         cls, record: bytes, *, identity: DeviceKey, policy: ClientPolicy
     ) -> MaskingClient:
-        """The client whose `Step.record` was written; raises StateCorrupt."""
+        """The client whose `Step.record` was written; raises StateCorrupt.
+
+        One that an earlier release wrote before it masked anything gives up: it does not say what
+        it is for.
+        """
         try:
             state = _State.from_bytes(record)
         except FedpressError as exc:
-            raise StateCorrupt(f"not the record of a masked session: {exc.detail}") from exc
+            unbound = _unbound(record)
+            if unbound is None:
+                raise StateCorrupt(f"not the record of a masked session: {exc.detail}") from exc
+            client = cls(unbound, identity, policy)
+            if unbound.phase in ("advertised", "shared", "ready"):
+                return client.give_up("an earlier release began the session").written()
+            return client
         if state.version != _RECORD_VERSION:
             raise StateCorrupt(
                 f"a record of version {state.version} where {_RECORD_VERSION} is read",
@@ -413,15 +458,21 @@ class MaskingClient:
         """Pack and mask `vectors`, by the names, lengths and bounds of the configuration: the body
         to send, beside the header in `outgoing`.
 
-        In `ready`. In `masked` it makes the same body again, and raises UpdateConflict for other
-        values; in any other phase, Conflict. Raises InvalidUpdate for values that the configuration
-        does not admit.
+        In `ready`, for the values that the session was begun with; in `masked` it makes the same
+        body again. Raises UpdateConflict for other values, which nothing of this session masks;
+        Conflict in any other phase, InvalidUpdate for values that the configuration does not admit.
         """
         state = self._state
         if state.phase not in ("ready", "masked"):
             raise Conflict(f"a client that is {state.phase} has nothing to mask")
         packing = state.config.packing
         words = packing.pack(vectors)
+        content = hashlib.sha256(packing.to_bytes(words)).digest()
+        if state.phase == "ready" and not same(content, state.content):
+            raise UpdateConflict(
+                "other values than the session was begun with",
+                hint="was the state directory brought back from a copy?",
+            )
         add_keystreams(words, [mask.signed for mask in state.masks], state.config.suite)
         body = packing.to_bytes(words)
         header = MaskedInput(
@@ -482,6 +533,7 @@ class MaskingClient:
                 self.policy.authority, population=self.policy.population, now=now
             )
             entry.verify(entry.certificate.identity, self.config.digest)
+            check_public(entry.mask_key, hybrid=self.config.hybrid)  # `_deal` agrees by the other
         keys = [key for each in roster.entries for key in (each.mask_key, each.channel_key)]
         if len(set(keys)) != len(keys):
             raise InvalidKey("one key twice in a roster")

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -103,7 +103,7 @@ def policy(**changes: Any) -> ClientPolicy:
     return ClientPolicy(**(terms | changes))
 
 
-TRAINED = Trained(MODEL, SUPPORT, PLAN)
+TRAINED = Trained(MODEL, SUPPORT, PLAN, bytes(32))
 
 
 @dataclass
@@ -172,13 +172,19 @@ class Session:
 
     # One step at a time
 
+    def content_of(self, device: Device) -> bytes:
+        """The digest of what the device is to mask."""
+        packing = self.config.packing
+        return hashlib.sha256(packing.to_bytes(packing.pack(device.values))).digest()
+
     def begin(self, device: Device) -> None:
+        content = self.content_of(device)
         step = MaskingClient.begin(
             self.server.offer,
             identity=device.key,
             certificate=certificate(device.key),
             policy=device.policy,
-            trained=device.trained,
+            trained=replace(device.trained, content=content),
             now=self.now,
         )
         device.keep(step)

@@ -29,7 +29,7 @@ from fedpress_protocols.errors import (
 )
 from fedpress_protocols.masking import server as server_module
 from fedpress_protocols.masking import unmasking
-from fedpress_protocols.masking.client import MaskingClient, Trained
+from fedpress_protocols.masking.client import MaskingClient
 from fedpress_protocols.masking.cohort import Cohort
 from fedpress_protocols.masking.keys import ChannelKey, MaskKey
 from fedpress_protocols.masking.messages import (
@@ -66,6 +66,7 @@ from tests.protocols.masking.session import (
     identity,
     policy,
     replayed,
+    values_of,
 )
 
 
@@ -553,7 +554,7 @@ def test_an_offer_of_another_server_is_refused() -> None:
                 "identity": device.key,
                 "certificate": certificate(device.key),
                 "policy": device.policy,
-                "trained": Trained(TRAINED.model, TRAINED.support, TRAINED.plan),
+                "trained": TRAINED,
                 "now": session.now,
                 **changes,
             },
@@ -693,12 +694,8 @@ def test_a_key_of_small_order_ends_it(which: str) -> None:
         session.event(advertised(device))
     for device in session.devices[1:]:
         session.hear(device, Roster)
-    if which == "mask_key":  # the channel is good
-        session.event(shares_of(session, cheat, bytes(2 * SHARE_BYTES)))
-        for device in session.devices[1:]:
-            session.post(device)
-        session.hear(victim, Inbox)
     refuses(victim, "small order")
+    assert victim.client.outgoing is None, "no share of a secret leaves it"
 
 
 def shares_of(session: Session, cheat: Device, payload: bytes) -> Shares:
@@ -1141,6 +1138,69 @@ def test_a_sum_is_unmasked_once() -> None:
         if state.phase != "unmasking":
             with pytest.raises(Conflict, match="nothing to put together"):
                 state.recover()
+
+
+def test_a_record_brought_back_masks_nothing_else() -> None:
+    """Invariants 4 and 15: the same masks over two inputs would give their difference away.
+
+    A copy of the record of a client that is ready to mask is brought back after it has masked.
+    """
+    session = until("mask")
+    device = session.devices[0]
+    session.hear(device, Inbox)
+    copied = device.record
+    device.mask()
+    first = device.body
+    device.record = copied
+    again = device.read()
+    assert again.phase == "ready"
+    assert again.mask(device.values)[1] == first
+    with pytest.raises(UpdateConflict, match="than the session was begun with"):
+        again.mask(values_of(session.config.vectors, 99))
+
+
+def test_a_record_of_an_earlier_release_masks_nothing() -> None:
+    """It does not say for which values its secrets are; one that has masked goes on."""
+    session = until("mask")
+    device = session.devices[0]
+    session.hear(device, Inbox)
+    for phase in ("ready", "masked"):
+        if phase == "masked":
+            device.mask()
+        state = replace(device.client._state, version=1, content=b"")
+        device.record = state.to_bytes()[:-4]
+        assert device.read().phase == ("over" if phase == "ready" else "masked")
+
+
+def test_clients_brought_back_from_a_copy_do_not_open_a_second_sum() -> None:
+    """Invariant 16: a client brought back from a copy may answer for two sets of survivors, as a
+    corrupt one may. With as many of them as the session bears, and just enough others for the one
+    set, the other gets fewer than t consents."""
+    session = until("consent", 12, corrupt=2_500)
+    devices, sid = session.devices, session.server._closed.sid
+    rolled, ones, others = devices[:3], [*devices[3:8], devices[11]], devices[8:11]
+    assert len(rolled) == session.config.corrupt * session.n // 10_000
+    everybody = frozenset(range(session.n))
+    copies = [device.record for device in rolled]
+
+    def answer(survivors: frozenset[int], group: list[Device]) -> None:
+        for device in group:
+            device.hear(Survivors(survivors).signed(SERVER, sid), session.now)
+        consents = [each.client.outgoing for each in group]
+        for device in group:
+            slot = device.client._state.slot
+            theirs = [e for e in consents if isinstance(e, Consent) and e.sender != slot]
+            device.hear(Consents(tuple(theirs)).signed(SERVER, sid), session.now)
+
+    answer(everybody, [*rolled, *ones])
+    assert all(device.client.phase == "revealed" for device in [*rolled, *ones])
+    for device, copy in zip(rolled, copies, strict=True):
+        device.record = copy
+        device.client = device.read()
+        assert device.client.phase == "masked"
+    answer(everybody - {devices[11].client._state.slot}, [*rolled, *others])
+    for device in [*rolled, *others]:
+        refuses(device, "neighbours consent where 9 must")
 
 
 def test_other_values_are_not_masked_twice() -> None:

@@ -186,7 +186,9 @@ def test_nothing_of_a_client_is_in_the_clear() -> None:
     assert "examples" in device.values
     ready, headers = device.client, []
     for sign in (1, -1):
-        device.client, device.values = ready, {k: sign * v for k, v in device.values.items()}
+        device.values = {k: sign * v for k, v in device.values.items()}
+        state = replace(ready._state, content=session.content_of(device))
+        device.client = replace(ready, _state=state)
         device.mask()
         headers.append(device.client.outgoing)
     one, other = headers
@@ -408,8 +410,8 @@ def test_a_record_that_is_none_is_said_to_be_corrupt() -> None:
     for bad in (b"", device.record[:-1], device.record + b"\0", bytes(100)):
         with pytest.raises(StateCorrupt, match="not the record of a masked session"):
             MaskingClient.from_bytes(bad, identity=device.key, policy=policy())
-    later = replace(device.client._state, version=2).to_bytes()
-    with pytest.raises(StateCorrupt, match="version 2 where 1"):
+    later = replace(device.client._state, version=3).to_bytes()
+    with pytest.raises(StateCorrupt, match="version 3 where 2"):
         MaskingClient.from_bytes(later, identity=device.key, policy=policy())
 
 
