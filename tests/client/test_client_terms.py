@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from fedpress_client import Ledger, TorchTrainer, Trained, Work
+from fedpress_client import FailurePolicy, Ledger, TorchTrainer, Trained, Work
 from fedpress_client.client_terms import TermsAtWork
 from fedpress_protocols.compression.none import Uncompressed
 from fedpress_protocols.errors import ConfigurationError, InvalidUpdate
@@ -29,7 +29,7 @@ class Knows(RandomTrainer):
 def one_round(made: RandomTrainer, folder: Path, **asked: Any) -> tuple[FakeServer, Any]:
     server = FakeServer(MODEL, lambda *_: [Uncompressed()], rounds=1, auto=1)
     server.plan = server.plan.model_copy(update=asked)
-    return server, make_client(server, made, folder)
+    return server, make_client(server, made, folder, failures=FailurePolicy(allowed=0))
 
 
 def test_what_a_trainer_does_not_know_is_declined(tmp_path: Path) -> None:

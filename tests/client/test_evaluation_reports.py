@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.utils.data import TensorDataset
 
-from fedpress_client import Evaluation, Trained, Work
+from fedpress_client import Evaluation, FailurePolicy, Trained, Work
 from fedpress_client.torch_trainer import TorchTrainer
 from fedpress_protocols.compression.none import Uncompressed
 from fedpress_protocols.errors import ConfigurationError
@@ -58,7 +58,8 @@ def test_counts_and_attributes_go_with_the_report(tmp_path: Path) -> None:
 
 def test_what_cannot_be_sent_is_the_applications_fault(tmp_path: Path) -> None:
     for index, classes in enumerate(({"cat": (6, 7)}, {"a b": (1, 1)}, {"cat": (11, 1)})):
-        client = make_client(server(), Counting(classes), tmp_path / str(index))
+        policy = FailurePolicy(allowed=0)
+        client = make_client(server(), Counting(classes), tmp_path / str(index), failures=policy)
         with pytest.raises(ConfigurationError, match="evaluation cannot be sent"):
             client.run()
     for attributes in ({"a b": 1}, {"a": "x" * 65}, {"a": float("nan")}, {"a": []}):

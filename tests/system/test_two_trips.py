@@ -13,7 +13,7 @@ import httpx
 import numpy as np
 import pytest
 
-from fedpress_client import Client, Discard
+from fedpress_client import Client, Discard, FailurePolicy
 from fedpress_client.state import StateDirectory
 from fedpress_client.trainer import Trained, Work
 from fedpress_client.transport import HttpTransport, Retries
@@ -115,6 +115,7 @@ class Group:
         return Client(
             "http://fedpress.test",
             self.trainers[index],
+            failures=FailurePolicy(allowed=0),
             state_dir=state,
             task="digits",
             token=self.token,
