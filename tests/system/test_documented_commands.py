@@ -53,6 +53,7 @@ REPLACED: list[tuple[str, str, str, str]] = [
     ("", r"(/etc/fedpress/|(?<=--config ))server\.toml", "{folder}/server.toml", "the same"),
     ("", r"/backups/", "{folder}/backups/", "the same"),
     ("", r" --key-id (KEY|[\w-]{22})$", "", "another server's key"),
+    ("command-line", r"accuracy>=0\.95", "accuracy>=1.5", "the page shows a refusal"),
     ("machine", r"accuracy>=0\.95", "accuracy>=0.5", "three rounds come no further"),
     ("quality-gate", r"accuracy>=0\.9(5|(?='))", "accuracy>=0.5", "the same"),
     ("", r"\btoday\.tar", "backups/today.tar", "where machine.md has put it"),
@@ -63,11 +64,12 @@ REPLACED: list[tuple[str, str, str, str]] = [
     ("", r"(?<= --key )\w{22}", "{client_key}", "its key"),
     ("", r"keyboard 42\b", "keyboard 2", "the task here has three rounds"),
     ("", r"^(fedpress round show digits) 44$", r"\1 2", "the same"),
+    ("round-stuck", r"cancel digits", "cancel slow", "digits has ended here"),
     ("", r" --expect \d+", " --expect {production}", "where production points here"),
     ("", r"digits --round 48", "digits --round 3", "the task here has three rounds"),
     ("", r"(?<=digits) --rounds 354", " --rounds 1", "one more round is enough"),
     ("", r"^(fedpress round abort) TASK", r"\1 stuck", "a task that runs"),
-    ("round-stuck", r"(abort|cancel) digits", r"\1 stuck", "digits has ended here"),
+    ("round-stuck", r"abort digits", "abort stuck", "digits has ended here"),
     ("compose", r"\btask\.json", "compose.json", "a task of the page's own"),
     ("machine", r"\btask\.json", "digits.json", "a task of the page's own"),
     ("", r"--app (my_app:make_trainer|digits:trainer)", "--app numpy_softmax:make_trainer",
@@ -131,6 +133,20 @@ STATUS: list[tuple[str, str, int]] = [
     ("quality-gate", r"'devices>=20'", 1),
     ("quality-gate", r"groups\.accuracy", 1),  # the devices here name no region
 ]
+
+BEFORE: dict[str, list[str]] = {
+    # what a page takes to be there
+    "README.md": [
+        "fedpress task create stuck.json model.safetensors",
+        "fedpress task create slow.json model.safetensors",
+        "fedpress operator create operator --note Ada",
+    ],
+    "docs/operations/quality-gate.md": ["fedpress model promote digits 1 production"],
+    "docs/registry.md": [
+        "fedpress model promote keyboard 1 production",
+        "fedpress model promote keyboard 2 production",
+    ],
+}
 
 _PROGRAMS = [
     *(
@@ -291,8 +307,9 @@ class World:
         }
         for file, name in names.items():
             (self.folder / f"{file}.json").write_text(json.dumps({**task, "task": name}))
-        stuck = {**task, "task": "stuck", "rounds": 400}
-        (self.folder / "stuck.json").write_text(json.dumps(stuck))
+        for name in ("stuck", "slow"):
+            running = {**task, "task": name, "rounds": 400}
+            (self.folder / f"{name}.json").write_text(json.dumps(running))
         (self.folder / "task.yaml").write_text(yaml.safe_dump({**task, "task": "other"}))
         (self.folder / "model.safetensors").write_bytes(initial_model().to_bytes())
         (self.folder / "server.toml").write_text(f'data_dir = "{self.server.data_dir}"\n')
@@ -354,13 +371,15 @@ def test_the_pages_run_from_top_to_bottom(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(EXAMPLES))
     with World(tmp_path) as world:
-        assert world.run("fedpress task create stuck.json model.safetensors")[0] == 0
-        assert world.run("fedpress operator create operator --note Ada")[0] == 0
         failed = [fault for page in PAGES for fault in run_page(world, page)]
     assert not failed, "\n\n".join(failed)
 
 
 def run_page(world: World, page: str) -> Iterator[str]:
+    """Run a page's commands; what went otherwise than it should."""
+    for text in BEFORE.get(page, []):
+        code, output = world.run(text)
+        assert code == 0, f"{text}: {output}"
     for line in lines_of(page):
         if reason_not_to_run(line.text):
             continue
