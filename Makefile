@@ -37,7 +37,7 @@ demo: $(VENV)/demo.stamp
 
 test: $(VENV)/test.stamp
 	$(BIN)/python -m pytest -n 2 --dist loadgroup \
-	  --cov=fedpress_protocols --cov-report=term-missing:skip-covered --cov-fail-under=100 $(ARGS)
+	  --cov=fedpress_protocols --cov=fedpress_compression --cov-report=term-missing:skip-covered --cov-fail-under=100 $(ARGS)
 
 check: $(VENV)/test.stamp
 	$(BIN)/ruff check .

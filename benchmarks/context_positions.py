@@ -18,14 +18,14 @@ from typing import Any
 import digits_task
 import numpy as np
 
-from fedpress_protocols.compression import activity
-from fedpress_protocols.compression.cafe import Cafe
-from fedpress_protocols.compression.coded import Coded
-from fedpress_protocols.compression.compressor import Public
-from fedpress_protocols.compression.contexts import contexts_of
-from fedpress_protocols.compression.stc import SparseTernary
-from fedpress_protocols.model import Vector
-from fedpress_protocols.randomness import PublicRandomness
+from fedpress_compression import activity
+from fedpress_compression.compressor import Public
+from fedpress_compression.compressors.cafe import Cafe
+from fedpress_compression.compressors.coded import Coded
+from fedpress_compression.compressors.stc import SparseTernary
+from fedpress_compression.contexts import contexts_of
+from fedpress_compression.randomness import PublicRandomness
+from fedpress_compression.tensors import Vector
 from fedpress_protocols.upload import Upload
 
 CODERS = {

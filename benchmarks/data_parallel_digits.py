@@ -3,7 +3,7 @@
     python benchmarks/data_parallel_digits.py [--seeds 3] [--epochs 30] [--json FILE]
 
 scikit-learn's handwritten digits, half of them in each process, a perceptron 64-256-128-10 in
-DistributedDataParallel over gloo, `fedpress_client.ddp.comm_hook`. Bytes are what a process puts
+DistributedDataParallel over gloo, `fedpress_ddp.hook.comm_hook`. Bytes are what a process puts
 into collectives, all steps, the uncompressed ones at the beginning too. The last row takes eight
 local steps between exchanges.
 """
@@ -25,8 +25,8 @@ import torch.multiprocessing as mp
 from sklearn.datasets import load_digits
 from torch.nn.parallel import DistributedDataParallel
 
-from fedpress_client.ddp import HookState, LocalSGD, comm_hook
-from fedpress_protocols.compression.compressor import from_config
+from fedpress_compression.compressor import from_config
+from fedpress_ddp.hook import HookState, LocalSGD, comm_hook
 
 WORLD, TEST_IMAGES, BATCH, RATE, MOMENTUM = 2, 360, 32, 0.1, 0.9
 FEEDBACK = "error_feedback"

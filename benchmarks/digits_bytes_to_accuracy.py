@@ -30,20 +30,15 @@ import numpy.typing as npt
 from sklearn.datasets import load_digits
 
 from fedpress_client.ledger import Ledger
-from fedpress_protocols.coding.fields import Layout, Reals, Symbols
-from fedpress_protocols.compression.compressor import (
-    Public,
-    Stateless,
-    compressor,
-    from_config,
-    properties,
-)
+from fedpress_compression.coding.fields import Layout, Reals, Symbols
+from fedpress_compression.compressor import Public, Stateless, compressor, from_config, properties
+from fedpress_compression.fixed_point import FixedPoint
+from fedpress_compression.tensors import ModelSpec, Vector
+from fedpress_compression.update import Piece, Update
 from fedpress_protocols.errors import InvalidUpdate
-from fedpress_protocols.fixed_point import FixedPoint
 from fedpress_protocols.messages import Assignment, Receipt
-from fedpress_protocols.model import Model, ModelSpec, Vector
+from fedpress_protocols.model import Model
 from fedpress_protocols.plan import CohortRules, FixedPointTerms, Profile, RoundPlan
-from fedpress_protocols.update import Piece, Update
 from fedpress_server.folds.adding import FoldJob, StagedUpload
 from fedpress_server.folds.folding import fold
 from fedpress_server.folds.terms import RoundTerms

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 from sklearn.datasets import load_digits
 
-from fedpress_protocols.model import ModelSpec, TensorSpec, Vector
+from fedpress_compression.tensors import ModelSpec, TensorSpec, Vector
 
 CLIENTS, COHORT, LOCAL_STEPS, BATCH = 100, 10, 10, 16
 CONCENTRATION, LEARNING_RATE = 0.3, 0.2

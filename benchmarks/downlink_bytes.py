@@ -24,9 +24,11 @@ from typing import Any
 import digits_task
 import numpy as np
 
-from fedpress_protocols import coding
-from fedpress_protocols.compression.compressor import Public
-from fedpress_protocols.compression.topk import TopK
+from fedpress_compression import coding
+from fedpress_compression.compressor import Public
+from fedpress_compression.compressors.topk import TopK
+from fedpress_compression.randomness import PublicRandomness
+from fedpress_compression.tensors import Vector
 from fedpress_protocols.downlink import (
     decode_difference,
     decode_model,
@@ -35,8 +37,7 @@ from fedpress_protocols.downlink import (
 )
 from fedpress_protocols.errors import ConfigurationError
 from fedpress_protocols.messages import DownlinkTerms
-from fedpress_protocols.model import Model, Vector
-from fedpress_protocols.randomness import PublicRandomness
+from fedpress_protocols.model import Model
 from fedpress_server.folds.downlink import rounded, stepped
 
 MOMENTUM = 0.8

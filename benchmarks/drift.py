@@ -33,8 +33,9 @@ from digits_task import Digits, Rows, first_model, gradient_of
 from federation import Federation
 
 from fedpress_client import Trained, Work
-from fedpress_protocols.compression.compressor import from_config
-from fedpress_protocols.model import Model, ModelSpec, TensorSpec, Vector
+from fedpress_compression.compressor import from_config
+from fedpress_compression.tensors import ModelSpec, TensorSpec, Vector
+from fedpress_protocols.model import Model
 from fedpress_protocols.plan import TrainingTerms
 
 CLIENTS, CONCENTRATION, BATCH, RATE, STEPS = 10, 0.1, 16, 0.1, 20

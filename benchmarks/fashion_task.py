@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from fedpress_protocols.model import ModelSpec, TensorSpec, Vector
+from fedpress_compression.tensors import ModelSpec, TensorSpec, Vector
 
 CLIENTS, COHORT, IMAGES, BATCH = 100, 10, 256, 32
 CONCENTRATION, LEARNING_RATE = 0.1, 0.1

@@ -16,8 +16,8 @@ import numpy.typing as npt
 
 from fedpress_client import Ledger, Trainer
 from fedpress_client.client_terms import TermsAtWork
-from fedpress_protocols.compression.compressor import Compressor
-from fedpress_protocols.compression.none import Uncompressed
+from fedpress_compression.compressor import Compressor
+from fedpress_compression.compressors.none import Uncompressed
 from fedpress_protocols.messages import Assignment, Receipt
 from fedpress_protocols.model import Model
 from fedpress_protocols.plan import (

@@ -24,10 +24,11 @@ from fedpress_client.ledger import Ledger
 from fedpress_client.outgoing import Outgoing
 from fedpress_client.parts import PARTS_ABOVE, Delivery, PartSizes
 from fedpress_client.state import StateDirectory
-from fedpress_protocols.compression.compressor import Compressor
-from fedpress_protocols.compression.error_feedback import ErrorFeedback
-from fedpress_protocols.compression.none import Uncompressed
-from fedpress_protocols.compression.quantize import Quantize
+from fedpress_compression.compressor import Compressor
+from fedpress_compression.compressors.error_feedback import ErrorFeedback
+from fedpress_compression.compressors.none import Uncompressed
+from fedpress_compression.compressors.quantize import Quantize
+from fedpress_compression.tensors import Vector
 from fedpress_protocols.messages import (
     Assignment,
     PartialCompletion,
@@ -35,7 +36,7 @@ from fedpress_protocols.messages import (
     PartialUpload,
     UploadAck,
 )
-from fedpress_protocols.model import Model, Vector
+from fedpress_protocols.model import Model
 from fedpress_protocols.plan import CohortRules, FixedPointTerms, Profile, RoundPlan, TrainingTerms
 from fedpress_protocols.upload import Upload, max_body_bytes
 

@@ -37,11 +37,11 @@ import numpy as np
 import numpy.typing as npt
 
 from fedpress_client.ledger import Ledger
-from fedpress_protocols.compression.compressor import Public, from_config
-from fedpress_protocols.fixed_point import FixedPoint
+from fedpress_compression.compressor import Public, from_config
+from fedpress_compression.fixed_point import FixedPoint
+from fedpress_compression.tensors import ModelSpec, Vector
 from fedpress_protocols.masking.payload import Payload
 from fedpress_protocols.messages import Assignment, Receipt
-from fedpress_protocols.model import ModelSpec, Vector
 from fedpress_protocols.plan import (
     CohortRules,
     FixedPointTerms,

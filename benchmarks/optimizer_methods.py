@@ -29,9 +29,9 @@ from digits_task import SPEC, Digits, first_model
 from federation import InMemory
 
 from fedpress_client import Ledger
-from fedpress_protocols.compression.compressor import to_config
-from fedpress_protocols.compression.dgc import Dgc
-from fedpress_protocols.compression.topk import TopK
+from fedpress_compression.compressor import to_config
+from fedpress_compression.compressors.dgc import Dgc
+from fedpress_compression.compressors.topk import TopK
 from fedpress_protocols.messages import Assignment, Receipt, TaskConfig
 from fedpress_protocols.model import Model
 from fedpress_protocols.plan import CohortRules, RoundPlan

@@ -11,29 +11,30 @@ if TYPE_CHECKING:
     from fedpress.operator import Operator
     from fedpress_client import Client, Trainer
     from fedpress_client.torch_trainer import TorchTrainer
-    from fedpress_protocols.compression.error_feedback import ErrorFeedback
-    from fedpress_protocols.compression.none import Uncompressed
-    from fedpress_protocols.compression.per_tensor import PerTensor
-    from fedpress_protocols.compression.quantize import Quantize
-    from fedpress_protocols.compression.topk import TopK
+    from fedpress_compression.compressors.error_feedback import ErrorFeedback
+    from fedpress_compression.compressors.none import Uncompressed
+    from fedpress_compression.compressors.per_tensor import PerTensor
+    from fedpress_compression.compressors.quantize import Quantize
+    from fedpress_compression.compressors.topk import TopK
+    from fedpress_compression.tensors import ModelSpec
     from fedpress_protocols.errors import FedpressError
-    from fedpress_protocols.model import Model, ModelSpec
+    from fedpress_protocols.model import Model
     from fedpress_protocols.plan import RoundPlan
 
 _HOMES = {
     "Client": "fedpress_client",
-    "ErrorFeedback": "fedpress_protocols.compression.error_feedback",
+    "ErrorFeedback": "fedpress_compression.compressors.error_feedback",
     "FedpressError": "fedpress_protocols.errors",
     "Model": "fedpress_protocols.model",
     "ModelSpec": "fedpress_protocols.model",
     "Operator": "fedpress.operator",
-    "PerTensor": "fedpress_protocols.compression.per_tensor",
-    "Quantize": "fedpress_protocols.compression.quantize",
+    "PerTensor": "fedpress_compression.compressors.per_tensor",
+    "Quantize": "fedpress_compression.compressors.quantize",
     "RoundPlan": "fedpress_protocols.plan",
-    "TopK": "fedpress_protocols.compression.topk",
+    "TopK": "fedpress_compression.compressors.topk",
     "TorchTrainer": "fedpress_client.torch_trainer",
     "Trainer": "fedpress_client",
-    "Uncompressed": "fedpress_protocols.compression.none",
+    "Uncompressed": "fedpress_compression.compressors.none",
 }
 
 __all__ = [

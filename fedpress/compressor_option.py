@@ -15,13 +15,8 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from fedpress_protocols.compression.compressor import (
-    Compressor,
-    Config,
-    from_config,
-    properties,
-)
-from fedpress_protocols.compression.error_feedback import check_feedback
+from fedpress_compression.compressor import Compressor, Config, from_config, properties
+from fedpress_compression.compressors.error_feedback import check_feedback
 from fedpress_protocols.errors import ConfigurationError, IncompatiblePlan
 
 

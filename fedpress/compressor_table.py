@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from fedpress_protocols.coding import encode
-from fedpress_protocols.compression.compressor import (
+from fedpress_compression.coding import encode
+from fedpress_compression.compressor import (
     Compressor,
     Public,
     compressors,
@@ -19,9 +19,9 @@ from fedpress_protocols.compression.compressor import (
     properties,
     to_config,
 )
+from fedpress_compression.randomness import PublicRandomness
+from fedpress_compression.tensors import ModelSpec, TensorSpec, Vector
 from fedpress_protocols.errors import ConfigurationError
-from fedpress_protocols.model import ModelSpec, TensorSpec, Vector
-from fedpress_protocols.randomness import PublicRandomness
 
 _SPEC = ModelSpec((TensorSpec("weight", (240, 256)), TensorSpec("bias", (256,))))
 _ROUNDS = 20

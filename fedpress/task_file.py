@@ -20,7 +20,7 @@ from pydantic import ValidationError
 
 from fedpress.command_line import needs, read
 from fedpress.compressor_table import never_sent
-from fedpress_protocols.compression.compressor import properties
+from fedpress_compression.compressor import properties
 from fedpress_protocols.errors import ConfigurationError
 from fedpress_protocols.faults import explained
 from fedpress_protocols.messages import TaskConfig

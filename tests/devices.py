@@ -13,8 +13,9 @@ from typing import Any
 import httpx
 import numpy as np
 
-from fedpress_protocols.compression import activity
-from fedpress_protocols.compression.contexts import contexts_of
+from fedpress_compression import activity
+from fedpress_compression.contexts import contexts_of
+from fedpress_compression.tensors import Vector
 from fedpress_protocols.errors import FedpressError
 from fedpress_protocols.messages import (
     Assignment,
@@ -23,7 +24,7 @@ from fedpress_protocols.messages import (
     SignedReceipt,
     UploadAck,
 )
-from fedpress_protocols.model import Model, Vector
+from fedpress_protocols.model import Model
 from fedpress_protocols.signatures import (
     Content,
     DeviceKey,

@@ -9,7 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from fedpress_protocols.model import MAX_NAME_BYTES, MAX_TENSORS, Model
+from fedpress_compression.tensors import MAX_NAME_BYTES, MAX_TENSORS
+from fedpress_protocols.model import Model
 
 HONEST = Model.from_tensors(
     {

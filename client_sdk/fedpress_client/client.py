@@ -46,9 +46,10 @@ from fedpress_client.transport import (
     Traffic,
     Transport,
 )
-from fedpress_protocols.coding.fields import Known
-from fedpress_protocols.compression import activity
-from fedpress_protocols.compression.compressor import Knowledge
+from fedpress_compression import activity
+from fedpress_compression.coding.fields import Known
+from fedpress_compression.compressor import Knowledge
+from fedpress_compression.tensors import ModelSpec, Vector
 from fedpress_protocols.errors import (
     ConfigurationError,
     Conflict,
@@ -87,7 +88,7 @@ from fedpress_protocols.messages import (
     TaskState,
     TaskSummary,
 )
-from fedpress_protocols.model import Model, ModelSpec, Vector
+from fedpress_protocols.model import Model
 from fedpress_protocols.plan import RoundPlan, TrainingTerms, agreed_version
 from fedpress_protocols.policies.bandwidth_aware import TELLING, UPLINK
 from fedpress_protocols.signatures import DeviceKey, from_base64url, to_base64url

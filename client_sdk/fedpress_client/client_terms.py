@@ -9,10 +9,11 @@ import numpy as np
 
 from fedpress_client.ledger import Ledger
 from fedpress_client.trainer import Trained, Trainer, Work
+from fedpress_compression.tensors import Vector
+from fedpress_compression.update import Indices
 from fedpress_protocols.errors import ConfigurationError, IncompatiblePlan, InvalidUpdate
-from fedpress_protocols.model import Model, Vector
+from fedpress_protocols.model import Model
 from fedpress_protocols.plan import RoundPlan
-from fedpress_protocols.update import Indices
 
 
 class TermsAtWork:

@@ -34,17 +34,15 @@ import safetensors
 from safetensors.numpy import load as load_arrays
 from safetensors.numpy import save as save_arrays
 
-from fedpress_protocols import kernels
-from fedpress_protocols.coding.fields import Layout
-from fedpress_protocols.compression.compressor import (
-    Compressor,
-    Public,
-    check_finite,
-    state_key,
-)
-from fedpress_protocols.compression.contexts import contexts_of
-from fedpress_protocols.compression.dgc import Dgc, stilled
-from fedpress_protocols.compression.error_feedback import ErrorFeedback
+from fedpress_compression import kernels
+from fedpress_compression.coding.fields import Layout
+from fedpress_compression.compressor import Compressor, Public, check_finite, state_key
+from fedpress_compression.compressors.dgc import Dgc, stilled
+from fedpress_compression.compressors.error_feedback import ErrorFeedback
+from fedpress_compression.contexts import contexts_of
+from fedpress_compression.kernels.scratch import lasting
+from fedpress_compression.tensors import ModelSpec, Vector
+from fedpress_compression.update import Piece, Update
 from fedpress_protocols.errors import (
     ConfigurationError,
     Conflict,
@@ -53,11 +51,8 @@ from fedpress_protocols.errors import (
     InvalidUpdate,
     StateCorrupt,
 )
-from fedpress_protocols.kernels.scratch import lasting
 from fedpress_protocols.masking.payload import SECRET_BYTES, Payload
 from fedpress_protocols.messages import Assignment, Fate, Outcome, Recall, Receipt
-from fedpress_protocols.model import ModelSpec, Vector
-from fedpress_protocols.update import Piece, Update
 from fedpress_protocols.upload import Upload, check_report
 
 FORMAT = 1

@@ -18,8 +18,8 @@ from typing import Annotated, Any, Literal, Protocol
 
 from fedpress_client.ledger import Ledger
 from fedpress_client.state import Identity
-from fedpress_protocols.compression.compressor import compressors, members
-from fedpress_protocols.compression.error_feedback import ErrorFeedback
+from fedpress_compression.compressor import compressors, members
+from fedpress_compression.compressors.error_feedback import ErrorFeedback
 from fedpress_protocols.errors import (
     ConfigurationError,
     Conflict,

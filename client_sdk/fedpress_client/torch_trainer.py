@@ -14,9 +14,10 @@ import numpy as np
 import numpy.typing as npt
 
 from fedpress_client.trainer import Evaluation, Trained, Work
+from fedpress_compression.tensors import ModelSpec, TensorSpec
 from fedpress_protocols.errors import ConfigurationError, MissingExtra
 from fedpress_protocols.messages import MAX_CLASSES
-from fedpress_protocols.model import Model, ModelSpec, TensorSpec
+from fedpress_protocols.model import Model
 from fedpress_protocols.plan import TrainingTerms
 
 try:

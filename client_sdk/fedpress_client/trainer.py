@@ -9,9 +9,10 @@ from typing import Protocol, runtime_checkable
 import numpy as np
 import numpy.typing as npt
 
-from fedpress_protocols.model import Model, ModelSpec, Vector
+from fedpress_compression.tensors import ModelSpec, Vector
+from fedpress_compression.update import Indices
+from fedpress_protocols.model import Model
 from fedpress_protocols.plan import TrainingTerms
-from fedpress_protocols.update import Indices
 
 
 @dataclass(frozen=True, slots=True)

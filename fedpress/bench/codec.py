@@ -25,17 +25,17 @@ import numpy as np
 import numpy.typing as npt
 
 from fedpress.bench import cold_start
-from fedpress_protocols import coding, kernels
-from fedpress_protocols.coding import Alphabet, Positions
-from fedpress_protocols.coding.sequences import plan
-from fedpress_protocols.compression.compressor import Public
-from fedpress_protocols.compression.error_feedback import ErrorFeedback
-from fedpress_protocols.compression.quantize import Quantize
-from fedpress_protocols.compression.topk import TopK
-from fedpress_protocols.decode_add import decode_add
-from fedpress_protocols.fixed_point import Accumulator, FixedPoint
-from fedpress_protocols.model import ModelSpec, TensorSpec
-from fedpress_protocols.randomness import PublicRandomness
+from fedpress_compression import coding, kernels
+from fedpress_compression.coding import Alphabet, Positions
+from fedpress_compression.coding.sequences import plan
+from fedpress_compression.compressor import Public
+from fedpress_compression.compressors.error_feedback import ErrorFeedback
+from fedpress_compression.compressors.quantize import Quantize
+from fedpress_compression.compressors.topk import TopK
+from fedpress_compression.decode_add import decode_add
+from fedpress_compression.fixed_point import Accumulator, FixedPoint
+from fedpress_compression.randomness import PublicRandomness
+from fedpress_compression.tensors import ModelSpec, TensorSpec
 
 Vector = npt.NDArray[np.float32]
 Case = Callable[[], object]

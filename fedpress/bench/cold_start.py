@@ -10,11 +10,11 @@ from typing import Any
 
 _FIRST_UPDATE = """
 import numpy as np, fedpress_client
-from fedpress_protocols import coding
-from fedpress_protocols.compression.compressor import Public
-from fedpress_protocols.compression.topk import TopK
-from fedpress_protocols.model import ModelSpec, TensorSpec
-from fedpress_protocols.randomness import PublicRandomness
+from fedpress_compression import coding
+from fedpress_compression.compressor import Public
+from fedpress_compression.compressors.topk import TopK
+from fedpress_compression.tensors import ModelSpec, TensorSpec
+from fedpress_compression.randomness import PublicRandomness
 import time
 update = np.random.default_rng(0).normal(size=1_000_000).astype("f4")
 public = Public(ModelSpec((TensorSpec("w", (update.size,)),)), PublicRandomness(bytes(32)))

@@ -31,9 +31,10 @@ import numpy as np
 from sqlalchemy.engine import Connection
 
 from fedpress.bench.ingest_load import Answer, Load, drive, plain_request, poll, request_of
+from fedpress_compression.tensors import ModelSpec
 from fedpress_protocols.errors import ConfigurationError, FedpressError
 from fedpress_protocols.messages import Assignment, CheckInResponse
-from fedpress_protocols.model import Model, ModelSpec
+from fedpress_protocols.model import Model
 from fedpress_protocols.signatures import DeviceKey, to_base64url
 from fedpress_protocols.upload import Upload
 from fedpress_server.storage import records

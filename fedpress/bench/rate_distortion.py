@@ -22,18 +22,12 @@ from typing import Any, cast
 import numpy as np
 
 from fedpress.compressor_table import by_default
-from fedpress_protocols.compression.coded import Coded
-from fedpress_protocols.compression.compressor import (
-    Compressor,
-    Public,
-    compressors,
-    from_config,
-    to_config,
-)
-from fedpress_protocols.compression.contexts import contexts_of
+from fedpress_compression.compressor import Compressor, Public, compressors, from_config, to_config
+from fedpress_compression.compressors.coded import Coded
+from fedpress_compression.contexts import contexts_of
+from fedpress_compression.randomness import PublicRandomness
+from fedpress_compression.tensors import ModelSpec, TensorSpec, Vector
 from fedpress_protocols.errors import ConfigurationError
-from fedpress_protocols.model import ModelSpec, TensorSpec, Vector
-from fedpress_protocols.randomness import PublicRandomness
 from fedpress_protocols.upload import Upload
 
 FIXTURE = Path(__file__).parents[2] / "benchmarks" / "fixtures" / "digits_mlp_round30.npz"

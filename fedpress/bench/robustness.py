@@ -29,10 +29,10 @@ import numpy as np
 import numpy.typing as npt
 
 from fedpress.demo.digits import NUM_CLASSES, Images, split
+from fedpress_compression.fixed_point import FixedPoint
+from fedpress_compression.tensors import ModelSpec, TensorSpec, Vector
+from fedpress_compression.update import Update
 from fedpress_protocols.errors import InvalidUpdate
-from fedpress_protocols.fixed_point import FixedPoint
-from fedpress_protocols.model import ModelSpec, TensorSpec, Vector
-from fedpress_protocols.update import Update
 from fedpress_strategies import from_config
 
 CLIENTS, FORGERS = 20, 4

@@ -29,7 +29,7 @@ from cryptography.hazmat.primitives.ciphers import Cipher
 from cryptography.hazmat.primitives.ciphers.algorithms import AES, ChaCha20
 from cryptography.hazmat.primitives.ciphers.modes import CTR
 
-from fedpress_protocols import kernels
+from fedpress_compression import kernels
 from fedpress_protocols.errors import ServerError
 from fedpress_protocols.masking import certificates, graph, shamir
 from fedpress_protocols.masking.certificates import Certificate

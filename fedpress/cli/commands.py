@@ -79,7 +79,7 @@ def migrate(context: click.Context) -> None:
 @click.command("warmup", cls=Command)
 def warmup() -> None:
     """Compile the kernels once, so that the first round need not; fills numba's cache."""
-    from fedpress_protocols import kernels
+    from fedpress_compression import kernels
 
     kernels.warm_up()
     click.echo(f"{kernels.CHOSEN} kernels are ready")

@@ -16,8 +16,8 @@ from fedpress.demo import digits, show
 from fedpress.demo.fleet import Fleet
 from fedpress.demo.history import Curve, History
 from fedpress.operator import Operator
-from fedpress_protocols.compression.compressor import Compressor, to_config
-from fedpress_protocols.compression.none import Uncompressed
+from fedpress_compression.compressor import Compressor, to_config
+from fedpress_compression.compressors.none import Uncompressed
 from fedpress_protocols.errors import ConfigurationError, ServerError
 from fedpress_protocols.messages import RoundStatus, TaskConfig
 from fedpress_protocols.plan import CohortRules, Profile, TrainingTerms

@@ -26,7 +26,7 @@ from fedpress.operator import Operator
 from fedpress_client import Client, MaskingRules
 from fedpress_client.client import Event
 from fedpress_client.state import StateDirectory
-from fedpress_protocols.compression.compressor import Compressor
+from fedpress_compression.compressor import Compressor
 from fedpress_protocols.errors import ConfigurationError, FedpressError, ServerError
 from fedpress_protocols.masking.certificates import Certificate
 from fedpress_protocols.messages import RoundStatus, TaskConfig

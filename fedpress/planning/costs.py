@@ -23,12 +23,12 @@ from fedpress.planning.sessions import ROUND_TRIPS, SessionSeconds, session_byte
 from fedpress.planning.situation import Situation, sample
 from fedpress.planning.updates import Drawn
 from fedpress_client.ledger import Ledger
-from fedpress_protocols import kernels
-from fedpress_protocols.compression.contexts import contexts_of
-from fedpress_protocols.decode_add import decode_add
+from fedpress_compression import kernels
+from fedpress_compression.contexts import contexts_of
+from fedpress_compression.decode_add import decode_add
+from fedpress_compression.fixed_point import Accumulator, FixedPoint
 from fedpress_protocols.errors import ConfigurationError, IncompatiblePlan
 from fedpress_protocols.faults import explained
-from fedpress_protocols.fixed_point import Accumulator, FixedPoint
 from fedpress_protocols.masking.agreement import agreed
 from fedpress_protocols.masking.payload import SECRET_BYTES, Payload
 from fedpress_protocols.messages import Assignment, Receipt

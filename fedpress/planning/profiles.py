@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from fedpress.planning.situation import Lane
-from fedpress_protocols.compression.compressor import Compressor, from_config
+from fedpress_compression.compressor import Compressor, from_config
 from fedpress_protocols.plan import MaskingTerms
 
 Config = Mapping[str, Any]

@@ -15,8 +15,8 @@ from fedpress.planning.downlink import Downlink, downlink
 from fedpress.planning.profiles import MEASURED_ON, Candidate, candidates
 from fedpress.planning.situation import Situation
 from fedpress.planning.updates import Drawn
-from fedpress_protocols import kernels
-from fedpress_protocols.compression.compressor import to_config
+from fedpress_compression import kernels
+from fedpress_compression.compressor import to_config
 from fedpress_protocols.errors import ConfigurationError, IncompatiblePlan
 from fedpress_protocols.plan import MaskingTerms
 

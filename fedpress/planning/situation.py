@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from fedpress_compression.tensors import ModelSpec, TensorSpec
 from fedpress_protocols.errors import ConfigurationError
-from fedpress_protocols.model import Model, ModelSpec, TensorSpec
+from fedpress_protocols.model import Model
 
 Lane = Literal["clear", "masked"]
 

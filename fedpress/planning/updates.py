@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from fedpress.bench.rate_distortion import Updates
-from fedpress_protocols.model import ModelSpec, Vector
+from fedpress_compression.tensors import ModelSpec, Vector
 
 _LAYERS = 0.4
 _BIASES = 1.3

@@ -22,9 +22,9 @@ from flwr.serverapp import ServerApp
 
 from fedpress.simulate.tasks import Task
 from fedpress_client import MaskingRules
-from fedpress_client.flower import compression_mod, masking_mod
 from fedpress_client.trainer import Trainer, Work
-from fedpress_protocols import flower
+from fedpress_flower import envelope
+from fedpress_flower.client import compression_mod, masking_mod
 from fedpress_protocols.errors import ConfigurationError
 from fedpress_protocols.model import Model
 from fedpress_protocols.plan import TrainingTerms
@@ -100,7 +100,7 @@ class _Train:
         app, index = self.app, int(context.node_config["partition-id"])
         model = _model_in(message)
         number = int(message.content["config"]["server-round"])
-        own = flower.client_seed(app.seed, index)
+        own = envelope.client_seed(app.seed, index)
         # As a Client with the seed `own` draws it.
         drawn = np.random.SeedSequence([own, number, 1, 1]).generate_state(1, np.uint64)
         work = Work(app.name, number, 1, app.terms, int(drawn[0]) >> 1)
@@ -133,7 +133,7 @@ class _Evaluate:
 
 def _model_in(message: Message) -> Model:
     arrays = next(iter(message.content.array_records.values()))
-    return flower.model_of({name: array.numpy() for name, array in arrays.items()})
+    return envelope.model_of({name: array.numpy() for name, array in arrays.items()})
 
 
 def _plain(value: Any) -> int | float:

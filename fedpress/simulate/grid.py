@@ -17,7 +17,7 @@ from flwr.serverapp import Grid
 from fedpress.simulate import flower_runtime as runtime
 from fedpress.simulate.engines import Engine
 from fedpress.simulate.replies import Call, Record
-from fedpress_protocols import flower
+from fedpress_flower import envelope
 from fedpress_protocols.errors import ConfigurationError
 
 _TRAIN = "train"
@@ -226,14 +226,14 @@ class SimulatedGrid(Grid):
 
 def _kind(message: Message) -> str:
     """A step of a masked session, or the category of the message."""
-    step = message.content.get(flower.RECORD, {}).get(flower.STEP)
+    step = message.content.get(envelope.RECORD, {}).get(envelope.STEP)
     return str(message.metadata.message_type).partition(".")[0] if step is None else str(step)
 
 
 def _steps(training: Message) -> tuple[str, ...]:
     """The steps of a round, whose first is training."""
-    is_masked = flower.OFFER in training.content.get(flower.RECORD, {})
-    return (_TRAIN, *flower.STEPS) if is_masked else (_TRAIN,)
+    is_masked = envelope.OFFER in training.content.get(envelope.RECORD, {})
+    return (_TRAIN, *envelope.STEPS) if is_masked else (_TRAIN,)
 
 
 class _Sizes:

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from fedpress.simulate.grid import Exchange
-from fedpress_protocols.flower import JOIN, STEPS
-from fedpress_strategies.flower import NO_ANSWER
+from fedpress_flower.envelope import JOIN, STEPS
+from fedpress_flower.server import NO_ANSWER
 
 
 @dataclass

@@ -31,13 +31,13 @@ from fedpress.simulate.screen import Screen, print_summary
 from fedpress.simulate.settings import Settings as Settings
 from fedpress.simulate.tasks import Task
 from fedpress_client import MaskingRules
-from fedpress_client.flower import SEED, STATE_DIR
-from fedpress_protocols import flower
+from fedpress_flower import envelope
+from fedpress_flower.client import SEED, STATE_DIR
+from fedpress_flower.server import FedpressStrategy, MaskedStrategy, Plan
 from fedpress_protocols.errors import ConfigurationError
 from fedpress_protocols.plan import LEAST_MASKED
 from fedpress_protocols.signatures import DeviceKey
 from fedpress_strategies import from_config
-from fedpress_strategies.flower import FedpressStrategy, MaskedStrategy, Plan
 
 TASK = "simulation"
 _RUN_NAME = re.compile(r"\w(?:[\w .,%+=-]{0,62}[\w%])?")
@@ -292,7 +292,7 @@ def _server_app(settings: Settings, app: TrainerApp, history: History) -> Server
             if task is None or not number:
                 return None
             values = {name: array.numpy() for name, array in found.items()}
-            metrics = task.evaluate(flower.model_of(values))
+            metrics = task.evaluate(envelope.model_of(values))
             history.tested(number, metrics)
             return MetricRecord(metrics)
 

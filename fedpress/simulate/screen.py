@@ -39,7 +39,7 @@ class Screen:
         self._last = 0.0
 
     def __enter__(self) -> Self:
-        for name in ("flwr", "fedpress_strategies.flower"):  # the histories have all of it
+        for name in ("flwr", "fedpress_flower.server"):  # the histories have all of it
             logging.getLogger(name).setLevel(logging.ERROR)
         if self._console.is_terminal:
             self._progress.start()

@@ -35,8 +35,8 @@ from fedpress_client import Client, Event, MaskingRules
 from fedpress_client.state import StateDirectory
 from fedpress_client.trainer import Evaluation, Trained, Trainer, Work
 from fedpress_client.transport import HttpTransport
+from fedpress_flower.envelope import client_seed
 from fedpress_protocols.errors import ConfigurationError
-from fedpress_protocols.flower import client_seed
 from fedpress_protocols.messages import RoundStatus, TaskConfig
 from fedpress_protocols.model import Model
 from fedpress_protocols.plan import MaskingTerms

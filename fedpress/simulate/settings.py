@@ -13,7 +13,7 @@ from typing import Any, get_type_hints
 from pydantic import ValidationError
 
 from fedpress.compressor_option import compressor_from_option
-from fedpress_protocols.compression.compressor import Compressor
+from fedpress_compression.compressor import Compressor
 from fedpress_protocols.errors import ConfigurationError
 from fedpress_protocols.faults import explained
 from fedpress_protocols.masking.graph import COMPLETE_UP_TO

@@ -24,8 +24,9 @@ import numpy.typing as npt
 
 from fedpress.simulate.partition import Partition, Rows
 from fedpress_client.trainer import Evaluation, Trained, Trainer, Work
+from fedpress_compression.tensors import ModelSpec, Vector
 from fedpress_protocols.errors import ConfigurationError, MissingExtra
-from fedpress_protocols.model import Model, ModelSpec, Vector
+from fedpress_protocols.model import Model
 
 if TYPE_CHECKING:
     from fedpress_client.torch_trainer import TorchTrainer

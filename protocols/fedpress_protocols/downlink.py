@@ -15,12 +15,13 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
-from fedpress_protocols import coding
-from fedpress_protocols.coding.bits import Reader, uvarint
-from fedpress_protocols.coding.fields import Alphabet, Coder, Integers, Layout
-from fedpress_protocols.compression.contexts import grid_of
+from fedpress_compression import coding
+from fedpress_compression.coding.bits import Reader, uvarint
+from fedpress_compression.coding.fields import Alphabet, Coder, Integers, Layout
+from fedpress_compression.contexts import grid_of
+from fedpress_compression.tensors import ModelSpec, TensorSpec, Vector, stored_dtype
 from fedpress_protocols.errors import BodyTooLarge, ConfigurationError, DecodingError
-from fedpress_protocols.model import Model, ModelSpec, TensorSpec, Vector, stored_dtype
+from fedpress_protocols.model import Model
 
 Whole = npt.NDArray[np.int64]
 

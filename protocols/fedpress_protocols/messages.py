@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, SerializerFunctionWrapHandler, model_serializer, model_validator
 
-from fedpress_protocols.compression.error_feedback import check_feedback
+from fedpress_compression.compressors.error_feedback import check_feedback
 from fedpress_protocols.errors import ConfigurationError
 from fedpress_protocols.plan import (
     CohortRules,

@@ -25,25 +25,19 @@ from pydantic import (
     model_validator,
 )
 
-from fedpress_protocols.coding.fields import Known, Layout
-from fedpress_protocols.compression.compressor import (
-    Compressor,
-    Knowledge,
-    Public,
-    from_config,
-    to_config,
-)
-from fedpress_protocols.compression.error_feedback import ErrorFeedback
-from fedpress_protocols.compression.linear import as_linear, restricts, support_of
-from fedpress_protocols.compression.powersgd import PowerSGD
+from fedpress_compression.coding.fields import Known, Layout
+from fedpress_compression.compressor import Compressor, Knowledge, Public, from_config, to_config
+from fedpress_compression.compressors.error_feedback import ErrorFeedback
+from fedpress_compression.compressors.powersgd import PowerSGD
+from fedpress_compression.fixed_point import FixedPoint
+from fedpress_compression.linear import as_linear, restricts, support_of
+from fedpress_compression.randomness import PublicRandomness
+from fedpress_compression.tensors import ModelSpec, Vector
+from fedpress_compression.update import Indices
 from fedpress_protocols.errors import FedpressError, IncompatiblePlan, WireVersionMismatch
 from fedpress_protocols.faults import explained
-from fedpress_protocols.fixed_point import FixedPoint
 from fedpress_protocols.masking.graph import Adversary, parameters
 from fedpress_protocols.masking.keystream import Suite
-from fedpress_protocols.model import ModelSpec, Vector
-from fedpress_protocols.randomness import PublicRandomness
-from fedpress_protocols.update import Indices
 from fedpress_protocols.upload import (
     MAX_REPORTS,
     REPORT_BYTES,

@@ -17,10 +17,10 @@ from typing import Annotated
 
 from pydantic import Field, model_validator
 
-from fedpress_protocols.compression.compressor import state_key, to_config
-from fedpress_protocols.compression.dgc import SPARSITIES
-from fedpress_protocols.compression.error_feedback import ErrorFeedback
-from fedpress_protocols.compression.topk import TopK
+from fedpress_compression.compressor import state_key, to_config
+from fedpress_compression.compressors.dgc import SPARSITIES
+from fedpress_compression.compressors.error_feedback import ErrorFeedback
+from fedpress_compression.compressors.topk import TopK
 from fedpress_protocols.errors import ConfigurationError
 from fedpress_protocols.plan import Profile, Term
 

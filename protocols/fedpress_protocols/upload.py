@@ -15,8 +15,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
-from fedpress_protocols import coding
-from fedpress_protocols.coding.fields import (
+from fedpress_compression import coding
+from fedpress_compression.coding.fields import (
     Alphabet,
     Contexts,
     Integers,

@@ -15,9 +15,9 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).parent))
 from make_coding_vectors import Draw
 
-from fedpress_protocols.compression import activity
-from fedpress_protocols.compression.contexts import ranks
-from fedpress_protocols.model import ModelSpec, TensorSpec, Vector
+from fedpress_compression import activity
+from fedpress_compression.contexts import ranks
+from fedpress_compression.tensors import ModelSpec, TensorSpec, Vector
 
 SPEC = ModelSpec((TensorSpec("w", (24, 20)), TensorSpec("b", (20,)), TensorSpec("k", (4, 3, 5))))
 

@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from fedpress_protocols.coding import (
+from fedpress_compression.coding import (
     Alphabet,
     Field,
     Integers,

@@ -18,10 +18,10 @@ from typing import Any
 
 import numpy as np
 
-from fedpress_protocols.coding import encode
-from fedpress_protocols.compression.compressor import Public, from_config, to_config
-from fedpress_protocols.model import ModelSpec, TensorSpec, Vector
-from fedpress_protocols.randomness import PublicRandomness
+from fedpress_compression.coding import encode
+from fedpress_compression.compressor import Public, from_config, to_config
+from fedpress_compression.randomness import PublicRandomness
+from fedpress_compression.tensors import ModelSpec, TensorSpec, Vector
 
 SPEC = ModelSpec((TensorSpec("w", (12, 14)), TensorSpec("b", (14,)), TensorSpec("g", ())))
 SEED = bytes(range(32))

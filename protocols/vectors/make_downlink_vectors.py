@@ -15,6 +15,7 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).parent))
 from make_coding_vectors import Draw
 
+from fedpress_compression.tensors import Vector
 from fedpress_protocols.downlink import (
     DownlinkCoder,
     encode_difference,
@@ -23,7 +24,7 @@ from fedpress_protocols.downlink import (
     on_grid,
     valued,
 )
-from fedpress_protocols.model import Model, Vector
+from fedpress_protocols.model import Model
 
 STEPS = {"nothing": 0, "few": 6, "most": 300}
 

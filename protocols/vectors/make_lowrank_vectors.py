@@ -17,19 +17,19 @@ from typing import Any
 
 import numpy as np
 
-from fedpress_protocols.coding import encode
-from fedpress_protocols.compression.cafe import Cafe
-from fedpress_protocols.compression.compressor import Compressor, Public, to_config
-from fedpress_protocols.compression.count_sketch import CountSketch
-from fedpress_protocols.compression.delta import Delta
-from fedpress_protocols.compression.ef21 import EF21
-from fedpress_protocols.compression.lowrank import LowRank
-from fedpress_protocols.compression.powersgd import PowerSGD
-from fedpress_protocols.compression.powersgd_onesided import OneSidedPowerSGD
-from fedpress_protocols.compression.quantize import Quantize
-from fedpress_protocols.compression.topk import TopK
-from fedpress_protocols.model import ModelSpec, TensorSpec, Vector
-from fedpress_protocols.randomness import PublicRandomness
+from fedpress_compression.coding import encode
+from fedpress_compression.compressor import Compressor, Public, to_config
+from fedpress_compression.compressors.cafe import Cafe
+from fedpress_compression.compressors.count_sketch import CountSketch
+from fedpress_compression.compressors.delta import Delta
+from fedpress_compression.compressors.ef21 import EF21
+from fedpress_compression.compressors.lowrank import LowRank
+from fedpress_compression.compressors.powersgd import PowerSGD
+from fedpress_compression.compressors.powersgd_onesided import OneSidedPowerSGD
+from fedpress_compression.compressors.quantize import Quantize
+from fedpress_compression.compressors.topk import TopK
+from fedpress_compression.randomness import PublicRandomness
+from fedpress_compression.tensors import ModelSpec, TensorSpec, Vector
 
 SPEC = ModelSpec(
     (

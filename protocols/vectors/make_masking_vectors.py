@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from fedpress_protocols.kernels import reference
+from fedpress_compression.kernels import reference
 from fedpress_protocols.masking import graph
 from fedpress_protocols.masking.keys import ChannelKey, MaskKey, commitment, derive, self_mask
 from fedpress_protocols.masking.keystream import SUITES, Suite, add_keystream

@@ -26,7 +26,7 @@ from make_coding_vectors import (
     written,
 )
 
-from fedpress_protocols.coding import (
+from fedpress_compression.coding import (
     Alphabet,
     Contexts,
     Grid,

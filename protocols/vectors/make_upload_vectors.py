@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from fedpress_protocols.coding import Alphabet, Reals
+from fedpress_compression.coding import Alphabet, Reals
 from fedpress_protocols.upload import Upload
 
 LAYOUT = (Alphabet(4, 6), Reals(2))

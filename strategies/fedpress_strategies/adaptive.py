@@ -10,8 +10,8 @@ from typing import Literal
 
 import numpy as np
 
+from fedpress_compression.tensors import Vector
 from fedpress_protocols.errors import ConfigurationError
-from fedpress_protocols.model import Vector
 from fedpress_strategies.strategy import ALONE, Delta, OptimizerState, Tally
 
 SecondMoment = Callable[[Delta, Delta, float], Delta]

@@ -5,9 +5,9 @@ from __future__ import annotations
 
 import numpy as np
 
+from fedpress_compression.fixed_point import FixedPoint
+from fedpress_compression.update import Update
 from fedpress_protocols.errors import InvalidUpdate
-from fedpress_protocols.fixed_point import FixedPoint
-from fedpress_protocols.update import Update
 from fedpress_strategies.strategy import (
     NO_REPORT,
     Delta,

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from fedpress_compression.tensors import Vector
 from fedpress_protocols.downlink import (
     encode_difference,
     finest,
@@ -23,7 +24,7 @@ from fedpress_protocols.downlink import (
 )
 from fedpress_protocols.errors import ConfigurationError
 from fedpress_protocols.messages import DownlinkTerms
-from fedpress_protocols.model import Model, Vector
+from fedpress_protocols.model import Model
 
 _DROPPED = 16
 """Bits of a float32 that a threshold leaves zero: it has seven of its fraction."""

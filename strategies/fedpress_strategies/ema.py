@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from fedpress_compression.tensors import Vector
 from fedpress_protocols.errors import ConfigurationError
-from fedpress_protocols.model import Vector
 from fedpress_strategies.fedavg import FEDAVG
 from fedpress_strategies.strategy import (
     ALONE,

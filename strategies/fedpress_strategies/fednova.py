@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from fedpress_protocols.model import Vector
+from fedpress_compression.tensors import Vector
 from fedpress_protocols.plan import ClientTerms
 from fedpress_strategies.strategy import (
     ALONE,

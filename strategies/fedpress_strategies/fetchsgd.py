@@ -9,12 +9,12 @@ from typing import Any
 
 import numpy as np
 
-from fedpress_protocols.compression.compressor import Compressor, Public
-from fedpress_protocols.compression.count_sketch import CountSketch
-from fedpress_protocols.compression.topk import largest
+from fedpress_compression.compressor import Compressor, Public
+from fedpress_compression.compressors.count_sketch import CountSketch
+from fedpress_compression.compressors.topk import largest
+from fedpress_compression.fixed_point import FixedPoint
+from fedpress_compression.tensors import Vector
 from fedpress_protocols.errors import ConfigurationError, IncompatiblePlan
-from fedpress_protocols.fixed_point import FixedPoint
-from fedpress_protocols.model import Vector
 from fedpress_strategies.strategy import (
     ALONE,
     Delta,

@@ -9,11 +9,11 @@ from functools import partial
 
 import numpy as np
 
-from fedpress_protocols.compression.compressor import Public
+from fedpress_compression.compressor import Public
+from fedpress_compression.fixed_point import Accumulator, FixedPoint
+from fedpress_compression.update import Piece, Update
 from fedpress_protocols.errors import ConfigurationError
-from fedpress_protocols.fixed_point import Accumulator, FixedPoint
 from fedpress_protocols.plan import RoundPlan
-from fedpress_protocols.update import Piece, Update
 from fedpress_strategies.robust import Weights, check_lane, side_by_side
 from fedpress_strategies.rows import Rows
 from fedpress_strategies.strategy import (

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from fedpress_compression.tensors import Vector
 from fedpress_protocols.errors import ConfigurationError
-from fedpress_protocols.model import Vector
 from fedpress_strategies.frozen import FrozenMoments
 from fedpress_strategies.strategy import (
     ALONE,

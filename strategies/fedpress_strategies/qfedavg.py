@@ -7,10 +7,10 @@ from functools import partial
 
 import numpy as np
 
+from fedpress_compression.fixed_point import FixedPoint
+from fedpress_compression.update import Update
 from fedpress_protocols.errors import ConfigurationError, InvalidUpdate
-from fedpress_protocols.fixed_point import FixedPoint
 from fedpress_protocols.plan import TrainingTerms
-from fedpress_protocols.update import Update
 from fedpress_strategies.strategy import (
     NO_REPORT,
     Delta,

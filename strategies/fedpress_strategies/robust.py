@@ -19,12 +19,12 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from fedpress_protocols.coding.fields import Alphabet, Integers, Positions, Reals, Symbols
-from fedpress_protocols.compression.compressor import Compressor, Public
+from fedpress_compression.coding.fields import Alphabet, Integers, Positions, Reals, Symbols
+from fedpress_compression.compressor import Compressor, Public
+from fedpress_compression.fixed_point import FixedPoint
+from fedpress_compression.update import Update
 from fedpress_protocols.errors import ConfigurationError, IncompatiblePlan, InvalidUpdate
-from fedpress_protocols.fixed_point import FixedPoint
 from fedpress_protocols.plan import RoundPlan
-from fedpress_protocols.update import Update
 from fedpress_strategies.rows import Rows, memory_for
 from fedpress_strategies.strategy import (
     NO_REPORT,

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from fedpress_protocols.model import Vector
+from fedpress_compression.tensors import Vector
 from fedpress_strategies.strategy import Delta, FoldSpace
 
 Block = npt.NDArray[np.float32]

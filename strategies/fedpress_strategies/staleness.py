@@ -11,9 +11,9 @@ from typing import Protocol
 
 import numpy as np
 
+from fedpress_compression.fixed_point import Accumulator, FixedPoint
+from fedpress_compression.update import Update
 from fedpress_protocols.errors import ConfigurationError, InvalidUpdate
-from fedpress_protocols.fixed_point import Accumulator, FixedPoint
-from fedpress_protocols.update import Update
 from fedpress_strategies.strategy import NO_REPORT, Delta, Part, Report
 
 UNIT = 2**10

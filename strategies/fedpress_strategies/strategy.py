@@ -23,14 +23,14 @@ import numpy as np
 import numpy.typing as npt
 from pydantic import ValidationError
 
-from fedpress_protocols.coding.fields import Symbols, check_symbols
-from fedpress_protocols.compression.compressor import Compressor, Public
+from fedpress_compression.coding.fields import Symbols, check_symbols
+from fedpress_compression.compressor import Compressor, Public
+from fedpress_compression.fixed_point import Accumulator, FixedPoint
+from fedpress_compression.tensors import ModelSpec, Vector
+from fedpress_compression.update import Update
 from fedpress_protocols.errors import ConfigurationError, IncompatiblePlan, InvalidUpdate
 from fedpress_protocols.faults import explained
-from fedpress_protocols.fixed_point import Accumulator, FixedPoint
-from fedpress_protocols.model import ModelSpec, Vector
 from fedpress_protocols.plan import ClientTerms, RoundPlan, TrainingTerms
-from fedpress_protocols.update import Update
 
 Delta = npt.NDArray[np.float64]
 OptimizerState = Mapping[str, npt.NDArray[Any]]

@@ -10,7 +10,7 @@ import pytest
 
 from benchmarks import digits_bytes_to_accuracy as benchmark
 from benchmarks.digits_bytes_to_accuracy import METHODS, Curve, Method
-from fedpress_protocols.compression import compressor as registry
+from fedpress_compression import compressor as registry
 
 
 def method(name: str) -> Method:

@@ -22,14 +22,14 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from fedpress_client.ddp import Exchange, HookState, LocalSGD, Sites, comm_hook
-from fedpress_protocols.compression.compressor import Compressor, compressors, properties
-from fedpress_protocols.compression.error_feedback import ErrorFeedback
-from fedpress_protocols.compression.none import Uncompressed
-from fedpress_protocols.compression.powersgd import PowerSGD
-from fedpress_protocols.compression.shared_support import SharedSupport
-from fedpress_protocols.compression.topk import TopK
-from fedpress_protocols.model import ModelSpec, TensorSpec
+from fedpress_compression.compressor import Compressor, compressors, properties
+from fedpress_compression.compressors.error_feedback import ErrorFeedback
+from fedpress_compression.compressors.none import Uncompressed
+from fedpress_compression.compressors.powersgd import PowerSGD
+from fedpress_compression.compressors.shared_support import SharedSupport
+from fedpress_compression.compressors.topk import TopK
+from fedpress_compression.tensors import ModelSpec, TensorSpec
+from fedpress_ddp.hook import Exchange, HookState, LocalSGD, Sites, comm_hook
 
 WORLD = 4
 STEPS = 4

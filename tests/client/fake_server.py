@@ -11,9 +11,11 @@ import numpy as np
 
 from fedpress_client import Client, Traffic, Trained, Work
 from fedpress_client.transport import News
-from fedpress_protocols.compression import activity
-from fedpress_protocols.compression.compressor import Compressor
-from fedpress_protocols.compression.contexts import contexts_of
+from fedpress_compression import activity
+from fedpress_compression.compressor import Compressor
+from fedpress_compression.contexts import contexts_of
+from fedpress_compression.fixed_point import Accumulator
+from fedpress_compression.update import Update
 from fedpress_protocols.errors import (
     Conflict,
     RoundClosed,
@@ -21,7 +23,6 @@ from fedpress_protocols.errors import (
     UnknownAssignment,
     UpdateConflict,
 )
-from fedpress_protocols.fixed_point import Accumulator
 from fedpress_protocols.messages import (
     RECEIPT_CONTEXT,
     Assignment,
@@ -45,7 +46,6 @@ from fedpress_protocols.plan import (
 )
 from fedpress_protocols.signatures import DeviceKey, sign_document, to_base64url
 from fedpress_protocols.succession import ServerKeys
-from fedpress_protocols.update import Update
 from fedpress_protocols.upload import Upload
 
 TASK = "task"

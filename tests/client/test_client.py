@@ -15,13 +15,14 @@ import pytest
 from fedpress_client import Client, Event, FailurePolicy, Ledger, Trained, load_trainer
 from fedpress_client.state import TaskFiles
 from fedpress_client.transport import News
-from fedpress_protocols.compression import compressor as registry
-from fedpress_protocols.compression.coded import Coded
-from fedpress_protocols.compression.error_feedback import ErrorFeedback
-from fedpress_protocols.compression.none import Uncompressed
-from fedpress_protocols.compression.quantize import Quantize
-from fedpress_protocols.compression.randomk import RandomK
-from fedpress_protocols.compression.topk import TopK
+from fedpress_compression import compressor as registry
+from fedpress_compression.compressors.coded import Coded
+from fedpress_compression.compressors.error_feedback import ErrorFeedback
+from fedpress_compression.compressors.none import Uncompressed
+from fedpress_compression.compressors.quantize import Quantize
+from fedpress_compression.compressors.randomk import RandomK
+from fedpress_compression.compressors.topk import TopK
+from fedpress_compression.update import Update
 from fedpress_protocols.errors import (
     ConfigurationError,
     Conflict,
@@ -40,7 +41,6 @@ from fedpress_protocols.messages import CheckInRequest, TaskSummary
 from fedpress_protocols.model import Model
 from fedpress_protocols.plan import TrainingTerms
 from fedpress_protocols.signatures import DeviceKey
-from fedpress_protocols.update import Update
 from tests.client.fake_server import (
     TASK,
     FakeLink,

@@ -12,9 +12,10 @@ from torch import nn
 
 from fedpress_client import FailurePolicy, Ledger, TorchTrainer, Trained, Work
 from fedpress_client.client_terms import TermsAtWork
-from fedpress_protocols.compression.none import Uncompressed
+from fedpress_compression.compressors.none import Uncompressed
+from fedpress_compression.tensors import Vector
 from fedpress_protocols.errors import ConfigurationError, InvalidUpdate
-from fedpress_protocols.model import Model, Vector
+from fedpress_protocols.model import Model
 from fedpress_protocols.plan import ClientTerms, ControlTerms, RoundPlan, TrainingTerms
 from tests.client.fake_server import FakeServer, RandomTrainer, make_client, make_plan
 from tests.client.test_torch_trainer import DATA, INPUTS, LABELS, network, trainer, work

@@ -19,13 +19,13 @@ from hypothesis import strategies as st
 from fedpress_client import Client, Discard, Ledger, ResidualRules
 from fedpress_client import state as state_module
 from fedpress_client.outgoing import Outgoing
-from fedpress_protocols.compression.coded import Coded
-from fedpress_protocols.compression.delta import Delta
-from fedpress_protocols.compression.error_feedback import ErrorFeedback
-from fedpress_protocols.compression.none import Uncompressed
-from fedpress_protocols.compression.per_tensor import PerTensor
-from fedpress_protocols.compression.quantize import Quantize
-from fedpress_protocols.compression.topk import TopK
+from fedpress_compression.compressors.coded import Coded
+from fedpress_compression.compressors.delta import Delta
+from fedpress_compression.compressors.error_feedback import ErrorFeedback
+from fedpress_compression.compressors.none import Uncompressed
+from fedpress_compression.compressors.per_tensor import PerTensor
+from fedpress_compression.compressors.quantize import Quantize
+from fedpress_compression.compressors.topk import TopK
 from fedpress_protocols.errors import TransportError
 from fedpress_protocols.messages import Assignment, Receipt
 from fedpress_protocols.model import Model

@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 import torch
 
-from fedpress_client.ddp import HookState, LocalSGD
-from fedpress_client.exchange import Exchange
-from fedpress_protocols.compression.coded import Coded
-from fedpress_protocols.compression.none import Uncompressed
+from fedpress_compression.compressors.coded import Coded
+from fedpress_compression.compressors.none import Uncompressed
+from fedpress_ddp.exchange import Exchange
+from fedpress_ddp.hook import HookState, LocalSGD
 from fedpress_protocols.errors import ConfigurationError, IncompatiblePlan
 from tests.client.data_parallel_process import PLAIN_STEPS, SPEC, STEPS, WORLD, stateless
 

@@ -13,7 +13,7 @@ from torch.utils.data import TensorDataset
 
 from fedpress_client import Evaluation, FailurePolicy, Trained, Work
 from fedpress_client.torch_trainer import TorchTrainer
-from fedpress_protocols.compression.none import Uncompressed
+from fedpress_compression.compressors.none import Uncompressed
 from fedpress_protocols.errors import ConfigurationError
 from fedpress_protocols.messages import MAX_CLASSES
 from fedpress_protocols.model import Model

@@ -11,8 +11,8 @@ import pytest
 
 from fedpress_client import Evaluation, FailurePolicy, Trained
 from fedpress_client import state as state_module
-from fedpress_protocols.compression.error_feedback import ErrorFeedback
-from fedpress_protocols.compression.topk import TopK
+from fedpress_compression.compressors.error_feedback import ErrorFeedback
+from fedpress_compression.compressors.topk import TopK
 from fedpress_protocols.errors import ConfigurationError, StateWriteError
 from fedpress_protocols.model import Model
 from tests.client.fake_server import FakeLink, FakeServer, RandomTrainer, make_client

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from fedpress_protocols.compression.none import Uncompressed
+from fedpress_compression.compressors.none import Uncompressed
 from tests.client.fake_server import FakeServer, RandomTrainer, make_client
 from tests.hostile_models import FORGED, HONEST, mutated
 

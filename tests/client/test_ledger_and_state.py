@@ -15,12 +15,12 @@ from hypothesis import strategies as st
 
 from fedpress_client import Ledger, ResidualRules
 from fedpress_client.state import Identity, StateDirectory
-from fedpress_protocols.compression import compressor as registry
-from fedpress_protocols.compression.error_feedback import ErrorFeedback
-from fedpress_protocols.compression.none import Uncompressed
-from fedpress_protocols.compression.quantize import Quantize
-from fedpress_protocols.compression.randomk import RandomK
-from fedpress_protocols.compression.topk import TopK
+from fedpress_compression import compressor as registry
+from fedpress_compression.compressors.error_feedback import ErrorFeedback
+from fedpress_compression.compressors.none import Uncompressed
+from fedpress_compression.compressors.quantize import Quantize
+from fedpress_compression.compressors.randomk import RandomK
+from fedpress_compression.compressors.topk import TopK
 from fedpress_protocols.errors import (
     ConfigurationError,
     Conflict,

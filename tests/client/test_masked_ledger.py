@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fedpress_client.ledger import Ledger
-from fedpress_protocols.compression.compressor import from_config
+from fedpress_compression.compressor import from_config
 from fedpress_protocols.errors import Conflict, IncompatiblePlan, InvalidUpdate
 from fedpress_protocols.masking.payload import SECRET_BYTES, Payload
 from fedpress_protocols.messages import Assignment, Receipt

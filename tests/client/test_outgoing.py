@@ -17,14 +17,14 @@ from fedpress_client import Ledger
 from fedpress_client.outgoing import Outgoing, SendsAhead, abandon_unfinished
 from fedpress_client.parts import Delivery, PartSizes
 from fedpress_client.state import StateDirectory, TaskFiles
-from fedpress_protocols.compression.none import Uncompressed
-from fedpress_protocols.compression.per_tensor import PerTensor
-from fedpress_protocols.compression.randomk import RandomK
-from fedpress_protocols.compression.topk import TopK
+from fedpress_compression.compressors.none import Uncompressed
+from fedpress_compression.compressors.per_tensor import PerTensor
+from fedpress_compression.compressors.randomk import RandomK
+from fedpress_compression.compressors.topk import TopK
+from fedpress_compression.update import Update
 from fedpress_protocols.errors import TransportError
 from fedpress_protocols.messages import Assignment, UploadAck
 from fedpress_protocols.model import Model
-from fedpress_protocols.update import Update
 from tests.client.fake_server import FakeLink, FakeServer, RandomTrainer, make_client, make_plan
 from tests.client.test_parts import BODY, Store
 

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 from fedpress_client import Client, Ledger
-from fedpress_protocols.compression.delta import Delta
-from fedpress_protocols.compression.error_feedback import ErrorFeedback
-from fedpress_protocols.compression.topk import TopK
+from fedpress_compression.compressors.delta import Delta
+from fedpress_compression.compressors.error_feedback import ErrorFeedback
+from fedpress_compression.compressors.topk import TopK
 from fedpress_protocols.messages import Assignment
 from fedpress_protocols.model import Model
 from tests.client.fake_server import FakeLink, FakeServer, Part, RandomTrainer, make_client

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from fedpress_client import Ledger, ResidualRules
-from fedpress_protocols.compression.error_feedback import ErrorFeedback
-from fedpress_protocols.compression.topk import TopK
+from fedpress_compression.compressors.error_feedback import ErrorFeedback
+from fedpress_compression.compressors.topk import TopK
 from fedpress_protocols.messages import Assignment
 from fedpress_protocols.model import Model
 from tests.client.fake_server import make_plan

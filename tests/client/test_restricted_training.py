@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from fedpress_client import TorchTrainer, Work
-from fedpress_protocols.compression.compressor import from_config
+from fedpress_compression.compressor import from_config
 from fedpress_protocols.model import Model
 from fedpress_protocols.plan import TrainingTerms
 from tests.client.fake_server import FakeServer, RandomTrainer, make_client

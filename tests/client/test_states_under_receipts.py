@@ -10,18 +10,19 @@ import numpy as np
 import pytest
 
 from fedpress_client import Ledger
-from fedpress_protocols.compression.cafe import Cafe
-from fedpress_protocols.compression.clip import Clip
-from fedpress_protocols.compression.coded import Coded
-from fedpress_protocols.compression.compressor import Compressor
-from fedpress_protocols.compression.ef21 import EF21
-from fedpress_protocols.compression.error_feedback import ErrorFeedback
-from fedpress_protocols.compression.per_tensor import PerTensor
-from fedpress_protocols.compression.powersgd import PowerSGD
-from fedpress_protocols.compression.quantize import Quantize
-from fedpress_protocols.compression.topk import TopK
+from fedpress_compression.compressor import Compressor
+from fedpress_compression.compressors.cafe import Cafe
+from fedpress_compression.compressors.clip import Clip
+from fedpress_compression.compressors.coded import Coded
+from fedpress_compression.compressors.ef21 import EF21
+from fedpress_compression.compressors.error_feedback import ErrorFeedback
+from fedpress_compression.compressors.per_tensor import PerTensor
+from fedpress_compression.compressors.powersgd import PowerSGD
+from fedpress_compression.compressors.quantize import Quantize
+from fedpress_compression.compressors.topk import TopK
+from fedpress_compression.tensors import Vector
 from fedpress_protocols.messages import Assignment, Receipt
-from fedpress_protocols.model import Model, Vector
+from fedpress_protocols.model import Model
 from fedpress_protocols.plan import RoundPlan
 from tests.client.fake_server import make_plan
 

@@ -12,8 +12,8 @@ from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from fedpress_client import TorchTrainer, Work
-from fedpress_protocols.compression.error_feedback import ErrorFeedback
-from fedpress_protocols.compression.quantize import Quantize
+from fedpress_compression.compressors.error_feedback import ErrorFeedback
+from fedpress_compression.compressors.quantize import Quantize
 from fedpress_protocols.errors import ConfigurationError
 from fedpress_protocols.model import Model
 from fedpress_protocols.plan import TrainingTerms

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from fedpress_client.transport import News
-from fedpress_protocols.compression.none import Uncompressed
+from fedpress_compression.compressors.none import Uncompressed
 from fedpress_protocols.errors import ConfigurationError
 from fedpress_protocols.messages import Attribute, CheckInRequest, UploadAck
 from fedpress_protocols.model import Model

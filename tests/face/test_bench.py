@@ -10,7 +10,7 @@ from click.testing import CliRunner
 
 from fedpress.bench import codec, cold_start
 from fedpress.cli import app
-from fedpress_protocols import kernels
+from fedpress_compression import kernels
 
 ROOT = Path(__file__).parents[2]
 

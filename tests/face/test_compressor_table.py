@@ -10,12 +10,12 @@ from click.testing import CliRunner
 from fedpress.cli import app
 from fedpress.compressor_option import compressor_from_option
 from fedpress.compressor_table import bits_per_value, by_default, described, table
-from fedpress_protocols.compression.compressor import compressors, from_config
-from fedpress_protocols.compression.count_sketch import CountSketch
-from fedpress_protocols.compression.eden import Eden
-from fedpress_protocols.compression.error_feedback import ErrorFeedback
-from fedpress_protocols.compression.per_tensor import PerTensor
-from fedpress_protocols.compression.shared_support import SharedSupport
+from fedpress_compression.compressor import compressors, from_config
+from fedpress_compression.compressors.count_sketch import CountSketch
+from fedpress_compression.compressors.eden import Eden
+from fedpress_compression.compressors.error_feedback import ErrorFeedback
+from fedpress_compression.compressors.per_tensor import PerTensor
+from fedpress_compression.compressors.shared_support import SharedSupport
 from fedpress_protocols.errors import ConfigurationError
 
 

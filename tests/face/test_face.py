@@ -19,11 +19,11 @@ from fedpress.cli import main
 from fedpress.cli.outcomes import FAILED, NO_ANSWER, WRONG_USE
 from fedpress.compressor_option import compressor_from_option
 from fedpress.demo.history import Curve, History
-from fedpress_protocols.compression.error_feedback import ErrorFeedback
-from fedpress_protocols.compression.none import Uncompressed
-from fedpress_protocols.compression.per_tensor import PerTensor
-from fedpress_protocols.compression.quantize import Quantize
-from fedpress_protocols.compression.topk import TopK
+from fedpress_compression.compressors.error_feedback import ErrorFeedback
+from fedpress_compression.compressors.none import Uncompressed
+from fedpress_compression.compressors.per_tensor import PerTensor
+from fedpress_compression.compressors.quantize import Quantize
+from fedpress_compression.compressors.topk import TopK
 from fedpress_protocols.errors import ConfigurationError
 from tests.processes import heed_ctrl_c
 

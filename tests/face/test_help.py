@@ -12,7 +12,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from fedpress.cli import app
-from fedpress_protocols import kernels
+from fedpress_compression import kernels
 
 
 def below(command: click.Command, path: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:

@@ -21,11 +21,12 @@ from fedpress.planning.downlink import Downlink, downlink
 from fedpress.planning.profiles import Candidate, candidates
 from fedpress.planning.sessions import session_bytes
 from fedpress.planning.situation import Situation, model_of, sample, sized
-from fedpress_protocols.compression.compressor import from_config, to_config
+from fedpress_compression.compressor import from_config, to_config
+from fedpress_compression.tensors import ModelSpec, TensorSpec
 from fedpress_protocols.errors import ConfigurationError
 from fedpress_protocols.masking.graph import COMPLETE_UP_TO
 from fedpress_protocols.masking.messages import Offer
-from fedpress_protocols.model import Model, ModelSpec, TensorSpec
+from fedpress_protocols.model import Model
 
 TOLERANCE = 0.25
 """docs/planning.md states it."""

@@ -11,7 +11,7 @@ from click.testing import CliRunner
 
 from fedpress.bench.rate_distortion import Updates, measured, run
 from fedpress.cli import app
-from fedpress_protocols.compression.compressor import compressors
+from fedpress_compression.compressor import compressors
 from fedpress_protocols.errors import ConfigurationError
 
 

@@ -10,7 +10,7 @@ from click.testing import CliRunner, Result
 
 from fedpress.cli import app
 from fedpress.task_file import task_config
-from fedpress_protocols.compression.compressor import compressors
+from fedpress_compression.compressor import compressors
 from fedpress_protocols.errors import ConfigurationError
 from fedpress_protocols.model import Model
 from fedpress_strategies import strategies

@@ -10,7 +10,7 @@ from flwr.serverapp import Grid
 
 from fedpress.simulate import flower_runtime as runtime
 from fedpress_client.ledger import Ledger
-from fedpress_protocols import flower
+from fedpress_flower import envelope
 
 Fate = Callable[[int, int], str]
 RUN = 7
@@ -110,8 +110,8 @@ class Fleet(Grid):
 
 def step_of(message: Message) -> str:
     """Of a masked session, or the message's own type."""
-    ours: Any = message.content.get(flower.RECORD, {})
-    return str(ours.get(flower.STEP, message.metadata.message_type))
+    ours: Any = message.content.get(envelope.RECORD, {})
+    return str(ours.get(envelope.STEP, message.metadata.message_type))
 
 
 class StreamingFleet(Fleet):

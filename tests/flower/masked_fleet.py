@@ -12,22 +12,22 @@ from flwr.clientapp import ClientApp
 
 from fedpress.simulate import flower_runtime as runtime
 from fedpress_client import MaskingRules
-from fedpress_client.flower import masking_mod
-from fedpress_client.flower.terms import Terms
 from fedpress_client.ledger import Pending
-from fedpress_protocols import flower
-from fedpress_protocols.compression.error_feedback import ErrorFeedback
-from fedpress_protocols.compression.shared_support import SharedSupport
+from fedpress_compression.compressors.error_feedback import ErrorFeedback
+from fedpress_compression.compressors.shared_support import SharedSupport
+from fedpress_flower import envelope
+from fedpress_flower.client import masking_mod
+from fedpress_flower.client.terms import Terms
+from fedpress_flower.server import MaskedStrategy, Plan
 from fedpress_protocols.masking.payload import Payload
 from fedpress_protocols.plan import MaskingTerms
 from fedpress_protocols.signatures import DeviceKey
-from fedpress_strategies.flower import MaskedStrategy, Plan
 from tests.flower.fleet import StreamingFleet, step_of
 from tests.masked import summed
 
 HALF = ErrorFeedback(SharedSupport(fraction=0.5))
 FINE = MaskingTerms(levels=127)
-STEPS = ("train", *flower.STEPS)
+STEPS = ("train", *envelope.STEPS)
 Lie = Callable[[Message, Message], Message]
 
 
@@ -64,7 +64,7 @@ class MaskedFleet(StreamingFleet):
         super().__init__(app, count)
 
     def _noting(self, message: Message, context: Context, call_next: Any) -> Message:
-        is_ours = flower.OFFER in message.content.get(flower.RECORD, {})
+        is_ours = envelope.OFFER in message.content.get(envelope.RECORD, {})
         terms = Terms.of(message) if is_ours else None
         reply: Message = call_next(message, context)
         if terms is not None:
@@ -91,7 +91,7 @@ class MaskedFleet(StreamingFleet):
 
     def key(self, node: int) -> DeviceKey:
         """A client's own."""
-        path = Path(str(self.contexts[node].state[flower.RECORD]["account"]))
+        path = Path(str(self.contexts[node].state[envelope.RECORD]["account"]))
         return DeviceKey.from_pem(path.with_suffix(".key").read_bytes())
 
     def ask_again(self, message: Message) -> Message:

@@ -15,11 +15,11 @@ from flwr.app import Context, Message, RecordDict
 from flwr.clientapp import ClientApp
 from flwr.serverapp import strategy as flowers
 
-from fedpress_client.flower import DEVICE_ID, compression_mod
 from fedpress_client.ledger import Ledger
-from fedpress_protocols.compression.error_feedback import ErrorFeedback
-from fedpress_protocols.compression.topk import TopK
-from fedpress_strategies.flower import FedpressStrategy, Plan
+from fedpress_compression.compressors.error_feedback import ErrorFeedback
+from fedpress_compression.compressors.topk import TopK
+from fedpress_flower.client import DEVICE_ID, compression_mod
+from fedpress_flower.server import FedpressStrategy, Plan
 from tests.flower.fleet import RUN, Fleet, record_of, reply
 
 logging.getLogger("flwr").setLevel(logging.ERROR)

@@ -15,17 +15,17 @@ from flwr.app import Array, ConfigRecord, Context, Message
 from flwr.clientapp import ClientApp
 from flwr.serverapp import strategy as flowers
 
-from fedpress_client.flower import compression_mod
-from fedpress_protocols import flower
-from fedpress_protocols.compression.cafe import Cafe
-from fedpress_protocols.compression.ef21 import EF21
-from fedpress_protocols.compression.none import Uncompressed
-from fedpress_protocols.compression.topk import TopK
+from fedpress_compression.compressors.cafe import Cafe
+from fedpress_compression.compressors.ef21 import EF21
+from fedpress_compression.compressors.none import Uncompressed
+from fedpress_compression.compressors.topk import TopK
+from fedpress_flower import envelope
+from fedpress_flower.client import compression_mod
+from fedpress_flower.server import FedpressStrategy, Plan
+from fedpress_flower.server.arrays import model_of
 from fedpress_protocols.errors import ConfigurationError, IncompatiblePlan
 from fedpress_protocols.messages import DownlinkTerms
 from fedpress_strategies import from_config
-from fedpress_strategies.flower import FedpressStrategy, Plan
-from fedpress_strategies.flower.arrays import model_of
 from tests.flower.fleet import Fate, Fleet, answers, record_of, reply
 
 logging.getLogger("flwr").setLevel(logging.ERROR)
@@ -85,8 +85,8 @@ class Clients(Fleet):
         forms = defaultdict(list)
         for message in self.sent:
             if message.metadata.message_type == kind:
-                coded = flower.MODEL in message.content["arrays"]
-                has_base = flower.BASE in message.content.get(flower.RECORD, {})
+                coded = envelope.MODEL in message.content["arrays"]
+                has_base = envelope.BASE in message.content.get(envelope.RECORD, {})
                 form = ("difference" if has_base else "whole") if coded else "arrays"
                 forms[message.metadata.dst_node_id].append(form)
         return dict(forms)
@@ -228,10 +228,10 @@ def test_a_client_that_lost_its_files_gets_the_whole_in_the_same_round(
 
 def refusing_coded(message: Message, context: Context, call_next: Any) -> Message:
     """As the mod of an earlier release does, which knows no coded model."""
-    ours: Any = message.content.get(flower.RECORD, {})
+    ours: Any = message.content.get(envelope.RECORD, {})
     for array in message.content["arrays"].values():
         array.numpy()
-    assert flower.DIGEST not in ours
+    assert envelope.DIGEST not in ours
     return call_next(message, context)
 
 
@@ -287,7 +287,7 @@ def test_earlier_models_that_a_compressor_reads_come_as_differences(tmp_path: Pa
     assert [report.included for report in strategy.reports] == [(1, 2, 3)] * 4
     assert all(report.nmse < 1 for report in strategy.reports)
     last = [message for message in fleet.sent if message.metadata.message_type == "train"][-1]
-    assert list(last.content["fedpress.previous"]) == [flower.MODEL]
+    assert list(last.content["fedpress.previous"]) == [envelope.MODEL]
     assert strategy.reports[-1].download_bytes < 3 * 2 * 0.1 * RAW
 
 
@@ -310,10 +310,10 @@ def test_a_model_that_is_none_is_refused_and_sent_as_it_is(tmp_path: Path) -> No
     arrays = record_of(first_arrays())
     message = next(iter(strategy.configure_train(1, arrays, ConfigRecord(), fleet)))
     node = message.metadata.dst_node_id
-    data = message.content["arrays"][flower.MODEL].data
+    data = message.content["arrays"][envelope.MODEL].data
     for forged in (data[:-1], data[:50], b"", b"\2" + data[1:]):
-        array = Array("uint8", (len(forged),), flower.MODEL_STYPE, forged)
-        message.content["arrays"][flower.MODEL] = array
+        array = Array("uint8", (len(forged),), envelope.MODEL_STYPE, forged)
+        message.content["arrays"][envelope.MODEL] = array
         with pytest.raises(Exception, match=r"(?i)form|decod|bytes|end|model|left"):
             fleet.app(message, fleet.contexts[node])
     assert not fleet.seen

@@ -9,9 +9,9 @@ pytest.importorskip("flwr")
 
 from flwr.app import ConfigRecord, Message
 
-from fedpress_protocols.compression.none import Uncompressed
-from fedpress_strategies.flower import FedpressStrategy, Plan
-from fedpress_strategies.flower.grid import Arriving
+from fedpress_compression.compressors.none import Uncompressed
+from fedpress_flower.server import FedpressStrategy, Plan
+from fedpress_flower.server.grid import Arriving
 from tests.flower import apps
 from tests.flower.fleet import Fleet
 

@@ -18,19 +18,19 @@ from flwr.serverapp import strategy as flowers
 
 from fedpress.simulate import flower_runtime as runtime
 from fedpress_client import MaskingRules
-from fedpress_client.flower import compression_mod
-from fedpress_client.flower.masking import MaskingMod
 from fedpress_client.ledger import Discard
 from fedpress_client.masking import _Diary
-from fedpress_protocols import flower
-from fedpress_protocols.compression.shared_support import SharedSupport
-from fedpress_protocols.compression.topk import TopK
+from fedpress_compression.compressors.shared_support import SharedSupport
+from fedpress_compression.compressors.topk import TopK
+from fedpress_flower import envelope
+from fedpress_flower.client import compression_mod
+from fedpress_flower.client.masking import MaskingMod
+from fedpress_flower.server import FedpressStrategy, Plan, RoundReport
 from fedpress_protocols.errors import ConfigurationError, IncompatiblePlan
 from fedpress_protocols.masking.client import MaskingClient
 from fedpress_protocols.masking.messages import Reveal, Survivors, parse
 from fedpress_protocols.plan import MaskingTerms, PhaseTerms, TrainingTerms
 from fedpress_strategies import from_config
-from fedpress_strategies.flower import FedpressStrategy, Plan, RoundReport
 from tests.flower.fleet import record_of, reply, step_of
 from tests.flower.masked_fleet import FINE, HALF, STEPS, MaskedFleet, PolledFleet, strategy_of
 from tests.flower.test_mod_and_strategy import SIZE, flat, run, start_arrays, step, training
@@ -227,7 +227,7 @@ def test_no_message_and_no_state_of_flowers_holds_a_secret_or_an_update(tmp_path
 
     def looking(message: Message, reply: Message) -> Message:
         node = message.metadata.dst_node_id
-        path = Path(str(fleet.contexts[node].state[flower.RECORD]["account"]))
+        path = Path(str(fleet.contexts[node].state[envelope.RECORD]["account"]))
         data = path.with_suffix(".session").read_bytes()
         assert path.with_suffix(".session").stat().st_mode & 0o077 == 0
         assert path.with_suffix(".key").stat().st_mode & 0o077 == 0
@@ -254,7 +254,7 @@ def test_no_message_and_no_state_of_flowers_holds_a_secret_or_an_update(tmp_path
         assert not any(secret in told for secret in secrets)
         assert not any(body in told for body in bodies)
     kinds = {name for reply in fleet.replies for name in reply.content}
-    assert kinds == {flower.RECORD, flower.BODY_RECORD}
+    assert kinds == {envelope.RECORD, envelope.BODY_RECORD}
 
 
 def _record_of(diary: bytes) -> bytes:
@@ -292,12 +292,12 @@ def test_a_client_answers_for_one_set_of_survivors_and_for_no_other(tmp_path: Pa
     go(fleet, made)
     assert len(report_of(made).included) == 6
     message = fleet.sent_to(2, "reveal")
-    record: Any = message.content[flower.RECORD]
-    told = parse(record[flower.HEARD])
+    record: Any = message.content[envelope.RECORD]
+    told = parse(record[envelope.HEARD])
     assert isinstance(told, Survivors)
     session = _session_of(fleet, 2)
     others = Survivors(frozenset(sorted(told.members)[:-1])).signed(made._host.key, session)
-    record[flower.HEARD] = others.to_bytes()
+    record[envelope.HEARD] = others.to_bytes()
     answer = fleet.ask_again(message)
     first = next(
         each
@@ -308,12 +308,12 @@ def test_a_client_answers_for_one_set_of_survivors_and_for_no_other(tmp_path: Pa
 
 
 def _said_in(reply: Message) -> bytes:
-    said: Any = reply.content[flower.RECORD]
-    return bytes(said[flower.SAID])
+    said: Any = reply.content[envelope.RECORD]
+    return bytes(said[envelope.SAID])
 
 
 def _session_of(fleet: MaskedFleet, node: int) -> bytes:
-    path = Path(str(fleet.contexts[node].state[flower.RECORD]["account"]))
+    path = Path(str(fleet.contexts[node].state[envelope.RECORD]["account"]))
     record = _record_of(path.with_suffix(".session").read_bytes())
     client = MaskingClient.from_bytes(record, identity=fleet.key(node), policy=None)  # type: ignore[arg-type]
     return client.sid
@@ -382,8 +382,8 @@ def test_what_the_server_did_not_sign_is_not_believed(tmp_path: Path) -> None:
             messages = list(messages)
             for message in messages:
                 if (step_of(message), message.metadata.dst_node_id) == (at, 2):
-                    record: Any = message.content[flower.RECORD]
-                    name = flower.OFFER if at == "train" else flower.HEARD
+                    record: Any = message.content[envelope.RECORD]
+                    name = envelope.OFFER if at == "train" else envelope.HEARD
                     data = record[name]
                     record[name] = data[:-1] + bytes([data[-1] ^ 1])
             return super().push_messages(messages)

@@ -16,11 +16,11 @@ from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Error, Message, 
 
 from fedpress.authority import EnrolmentAuthority, Request, device_key, make_authority
 from fedpress_client import MaskingRules
-from fedpress_protocols import flower
+from fedpress_flower import envelope
+from fedpress_flower.server import Plan
 from fedpress_protocols.masking.messages import MaskedInput, Reveal, Shares, parse
 from fedpress_protocols.signatures import DeviceKey, to_base64url
 from fedpress_strategies import from_config
-from fedpress_strategies.flower import Plan
 from tests.flower.fleet import step_of
 from tests.flower.masked_fleet import FINE, HALF, MaskedFleet, strategy_of
 from tests.flower.test_masking import HONEST, TRUSTING, _session_of, go, report_of
@@ -37,19 +37,19 @@ def ours_of(**options: Any) -> Any:
 
 def saying(reply: Message, said: Any) -> Message:
     """The reply with something else said in it."""
-    record = ConfigRecord({**reply.content[flower.RECORD], flower.SAID: said})
-    return Message(RecordDict({**reply.content, flower.RECORD: record}), metadata=reply.metadata)
+    record = ConfigRecord({**reply.content[envelope.RECORD], envelope.SAID: said})
+    return Message(RecordDict({**reply.content, envelope.RECORD: record}), metadata=reply.metadata)
 
 
-def with_body(reply: Message, body: bytes, stype: str = flower.MASKED_STYPE) -> Message:
-    array = ArrayRecord({flower.BODY: Array("uint8", (len(body),), stype, body)})
+def with_body(reply: Message, body: bytes, stype: str = envelope.MASKED_STYPE) -> Message:
+    array = ArrayRecord({envelope.BODY: Array("uint8", (len(body),), stype, body)})
     return Message(
-        RecordDict({**reply.content, flower.BODY_RECORD: array}), metadata=reply.metadata
+        RecordDict({**reply.content, envelope.BODY_RECORD: array}), metadata=reply.metadata
     )
 
 
 def body_of(reply: Message) -> bytes:
-    return bytes(reply.content[flower.BODY_RECORD][flower.BODY].data)
+    return bytes(reply.content[envelope.BODY_RECORD][envelope.BODY].data)
 
 
 def raising(message: Message, reply: Message) -> Message:
@@ -63,7 +63,7 @@ def naked(message: Message, reply: Message) -> Message:
 
 
 def empty(message: Message, reply: Message) -> Message:
-    return Message(RecordDict({flower.RECORD: ConfigRecord({})}), metadata=reply.metadata)
+    return Message(RecordDict({envelope.RECORD: ConfigRecord({})}), metadata=reply.metadata)
 
 
 def wrongly_typed(message: Message, reply: Message) -> Message:
@@ -75,11 +75,11 @@ def rubbish(message: Message, reply: Message) -> Message:
 
 
 def cut(message: Message, reply: Message) -> Message:
-    return saying(reply, bytes(reply.content[flower.RECORD][flower.SAID])[:-1])
+    return saying(reply, bytes(reply.content[envelope.RECORD][envelope.SAID])[:-1])
 
 
 def forged(message: Message, reply: Message) -> Message:
-    said = bytearray(reply.content[flower.RECORD][flower.SAID])
+    said = bytearray(reply.content[envelope.RECORD][envelope.SAID])
     said[-1] ^= 1
     return saying(reply, bytes(said))
 
@@ -117,13 +117,13 @@ def test_bodies_that_are_not_those_announced_are_never_mixed_in(tmp_path: Path) 
         return with_body(reply, body_of(reply), "numpy.ndarray")
 
     def without(message: Message, reply: Message) -> Message:
-        content = RecordDict({flower.RECORD: reply.content[flower.RECORD]})
+        content = RecordDict({envelope.RECORD: reply.content[envelope.RECORD]})
         return Message(content, metadata=reply.metadata)
 
     def lengthened(message: Message, reply: Message) -> Message:
         """A header of its own for a longer body."""
         body = body_of(reply) + bytes(8)
-        header = parse(bytes(reply.content[flower.RECORD][flower.SAID]))
+        header = parse(bytes(reply.content[envelope.RECORD][envelope.SAID]))
         assert isinstance(header, MaskedInput)
         other = replace(header, sha256=hashlib.sha256(body).digest(), length=len(body))
         node = message.metadata.dst_node_id
@@ -152,7 +152,7 @@ def swapped(fleet: MaskedFleet, count: int) -> Any:
 
     def lie(message: Message, reply: Message) -> Message:
         node = message.metadata.dst_node_id
-        shares = parse(bytes(reply.content[flower.RECORD][flower.SAID]))
+        shares = parse(bytes(reply.content[envelope.RECORD][envelope.SAID]))
         assert isinstance(shares, Shares)
         sealed = [*shares.sealed[1:count], shares.sealed[0], *shares.sealed[count:]]
         other = replace(shares, sealed=tuple(sealed))
@@ -195,7 +195,7 @@ def test_wrong_shares_at_the_end_are_found_and_passed_over(tmp_path: Path) -> No
 
     def lie(message: Message, reply: Message) -> Message:
         node = message.metadata.dst_node_id
-        reveal = parse(bytes(reply.content[flower.RECORD][flower.SAID]))
+        reveal = parse(bytes(reply.content[envelope.RECORD][envelope.SAID]))
         assert isinstance(reveal, Reveal)
         if reveal.sender:  # the shares of slot 0 are the first to be tried
             return reply
@@ -258,7 +258,7 @@ def test_one_identity_serves_one_node(tmp_path: Path) -> None:
     heard: list[bytes] = []
 
     def hearing(message: Message, reply: Message) -> Message:
-        heard.append(bytes(reply.content[flower.RECORD][flower.SAID]))
+        heard.append(bytes(reply.content[envelope.RECORD][envelope.SAID]))
         return reply
 
     def copying(message: Message, reply: Message) -> Message:
@@ -345,8 +345,8 @@ def test_names_that_lead_out_of_the_state_folder_are_refused(tmp_path: Path) -> 
     fleet.contexts[1].state.clear()
     before = sorted(tmp_path.rglob("*"))
     for task, client in (("../../x", "1"), ("flower", "../x"), ("", "1"), ("flower", "a/b")):
-        record: Any = message.content[flower.RECORD]
-        record[flower.TASK], record[flower.CLIENT] = task, client
+        record: Any = message.content[envelope.RECORD]
+        record[envelope.TASK], record[envelope.CLIENT] = task, client
         assert "MalformedRequest" in fleet.ask_again(message).error.reason
     assert sorted(tmp_path.rglob("*")) == before
 

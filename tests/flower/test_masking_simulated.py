@@ -25,10 +25,10 @@ from fedpress.simulate.tasks import Task
 from fedpress_client import Client, MaskingRules
 from fedpress_client.state import StateDirectory
 from fedpress_client.transport import HttpTransport
-from fedpress_protocols import flower
-from fedpress_protocols.compression.compressor import to_config
+from fedpress_compression.compressor import to_config
+from fedpress_flower import envelope
+from fedpress_flower.envelope import client_seed
 from fedpress_protocols.errors import ConfigurationError
-from fedpress_protocols.flower import client_seed
 from fedpress_protocols.model import Model
 from fedpress_server import Settings as ServerSettings
 from fedpress_server import create_app
@@ -191,7 +191,7 @@ def test_the_histories_tell_what_masking_costs_and_why_there_was_no_sum(tmp_path
 
 
 def test_clients_are_lost_at_every_step_and_stay_lost() -> None:
-    chance, steps = Chance(0.4, 3), ("train", *flower.STEPS)
+    chance, steps = Chance(0.4, 3), ("train", *envelope.STEPS)
     lost: dict[str, int] = dict.fromkeys(steps, 0)
     for node in range(4000):
         fates = [chance.fate(7, node, step, steps) for step in steps]

@@ -20,20 +20,20 @@ from flwr.clientapp import ClientApp
 from flwr.clientapp.mod import adaptiveclipping_mod, fixedclipping_mod
 from flwr.serverapp import strategy as flowers
 
-from fedpress_client.flower import SEED, STATE_DIR, compression_mod
 from fedpress_client.ledger import Discard
-from fedpress_protocols import flower
-from fedpress_protocols.compression.cafe import Cafe
-from fedpress_protocols.compression.delta import Delta
-from fedpress_protocols.compression.ef21 import EF21
-from fedpress_protocols.compression.error_feedback import ErrorFeedback
-from fedpress_protocols.compression.none import Uncompressed
-from fedpress_protocols.compression.randomk import RandomK
-from fedpress_protocols.compression.topk import TopK
+from fedpress_compression.compressors.cafe import Cafe
+from fedpress_compression.compressors.delta import Delta
+from fedpress_compression.compressors.ef21 import EF21
+from fedpress_compression.compressors.error_feedback import ErrorFeedback
+from fedpress_compression.compressors.none import Uncompressed
+from fedpress_compression.compressors.randomk import RandomK
+from fedpress_compression.compressors.topk import TopK
+from fedpress_flower import envelope
+from fedpress_flower.client import SEED, STATE_DIR, compression_mod
+from fedpress_flower.server import FedpressStrategy, Plan
 from fedpress_protocols.errors import ConfigurationError, IncompatiblePlan
 from fedpress_protocols.plan import TrainingTerms
 from fedpress_strategies import from_config
-from fedpress_strategies.flower import FedpressStrategy, Plan
 from tests.flower.fleet import Fleet, StreamingFleet, record_of, reply
 
 SHAPES = {"w": (12, 10), "b": (10,)}
@@ -211,7 +211,7 @@ def test_uploads_travel_as_an_array_of_their_own_type(tmp_path: Path) -> None:
     messages = list(strategy.configure_train(1, record_of(start_arrays()), ConfigRecord(), fleet))
     answer = fleet.app(messages[0], fleet.contexts[messages[0].metadata.dst_node_id])
     (array,) = answer.content["arrays"].values()
-    assert (array.stype, array.dtype) == (flower.STYPE, "uint8")
+    assert (array.stype, array.dtype) == (envelope.STYPE, "uint8")
     assert len(array.data) < SIZE
     with pytest.raises(TypeError, match="Unsupported"):
         array.numpy()
@@ -413,11 +413,11 @@ def test_a_rate_that_only_the_app_could_correct_is_refused(tmp_path: Path) -> No
     message = next(
         iter(strategy.configure_train(1, record_of(start_arrays()), ConfigRecord(), fleet))
     )
-    record = message.content[flower.RECORD]
-    plan = json.loads(record[flower.PLAN])
+    record = message.content[envelope.RECORD]
+    plan = json.loads(record[envelope.PLAN])
     plan["training"]["learning_rate"] = 0.1
     plan["profiles"][0]["learning_rate_factor"] = 1.1
-    record[flower.PLAN] = json.dumps(plan)
+    record[envelope.PLAN] = json.dumps(plan)
     with pytest.raises(IncompatiblePlan, match="a Flower app sets for itself"):
         fleet.app(message, fleet.contexts[message.metadata.dst_node_id])
 
@@ -519,7 +519,7 @@ def test_forged_uploads_are_dropped_and_the_round_goes_on(tmp_path: Path) -> Non
         data = {1: array.data[:-1], 2: b"", 3: b"\x09" + array.data[1:], 4: array.data + b"x"}
         forged = data.get(context.node_id, array.data)
         answer.content["arrays"] = ArrayRecord(
-            {"upload": Array("uint8", (len(forged),), flower.STYPE, forged)}
+            {"upload": Array("uint8", (len(forged),), envelope.STYPE, forged)}
         )
         if context.node_id == 5:
             answer.content["fedpress"]["assignment"] = "1-6"

@@ -26,9 +26,9 @@ from fedpress.simulate.tasks import Task
 from fedpress_client import Client
 from fedpress_client.state import StateDirectory
 from fedpress_client.transport import HttpTransport
-from fedpress_protocols.compression.compressor import to_config
+from fedpress_compression.compressor import to_config
+from fedpress_flower.envelope import client_seed
 from fedpress_protocols.errors import ConfigurationError
-from fedpress_protocols.flower import client_seed
 from fedpress_protocols.model import Model
 from fedpress_server import Settings as ServerSettings
 from fedpress_server import create_app

@@ -15,7 +15,7 @@ pytest.importorskip("sklearn")
 from fedpress.cli import app
 from fedpress.compressor_option import compressor_from_option
 from fedpress.simulate.run import TASK, Settings, simulate, sweep
-from fedpress_protocols.compression.compressor import to_config
+from fedpress_compression.compressor import to_config
 from fedpress_protocols.errors import ConfigurationError
 from tests.flower.test_simulate import QUICK, model_over_http
 

@@ -13,16 +13,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fedpress_client import Ledger
-from fedpress_protocols.coding.fields import Layout, Symbols
-from fedpress_protocols.compression.compressor import Public, Stateless
-from fedpress_protocols.compression.dgc import Dgc, InMotion
-from fedpress_protocols.compression.none import Uncompressed
-from fedpress_protocols.compression.topk import TopK
-from fedpress_protocols.fixed_point import FixedPoint
+from fedpress_compression.coding.fields import Layout, Symbols
+from fedpress_compression.compressor import Public, Stateless
+from fedpress_compression.compressors.dgc import Dgc, InMotion
+from fedpress_compression.compressors.none import Uncompressed
+from fedpress_compression.compressors.topk import TopK
+from fedpress_compression.fixed_point import FixedPoint
+from fedpress_compression.randomness import PublicRandomness
+from fedpress_compression.tensors import ModelSpec, TensorSpec, Vector
+from fedpress_compression.update import Update
 from fedpress_protocols.messages import Assignment, Receipt
-from fedpress_protocols.model import Model, ModelSpec, TensorSpec, Vector
-from fedpress_protocols.randomness import PublicRandomness
-from fedpress_protocols.update import Update
+from fedpress_protocols.model import Model
 from fedpress_strategies import from_config
 from tests.client.fake_server import make_plan
 

@@ -9,14 +9,14 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from fedpress_protocols.compression.cafe import Cafe
-from fedpress_protocols.compression.compressor import Compressor, Public
-from fedpress_protocols.compression.delta import Delta
-from fedpress_protocols.compression.ef21 import EF21
-from fedpress_protocols.compression.topk import TopK
-from fedpress_protocols.fixed_point import FixedPoint
-from fedpress_protocols.model import ModelSpec, TensorSpec, Vector
-from fedpress_protocols.randomness import PublicRandomness
+from fedpress_compression.compressor import Compressor, Public
+from fedpress_compression.compressors.cafe import Cafe
+from fedpress_compression.compressors.delta import Delta
+from fedpress_compression.compressors.ef21 import EF21
+from fedpress_compression.compressors.topk import TopK
+from fedpress_compression.fixed_point import FixedPoint
+from fedpress_compression.randomness import PublicRandomness
+from fedpress_compression.tensors import ModelSpec, TensorSpec, Vector
 from fedpress_strategies import from_config
 
 SPEC = ModelSpec((TensorSpec("w", (12, 10)),))

@@ -8,11 +8,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fedpress_protocols.compression.compressor import Public
-from fedpress_protocols.compression.count_sketch import CountSketch
-from fedpress_protocols.fixed_point import FixedPoint
-from fedpress_protocols.model import ModelSpec, TensorSpec, Vector
-from fedpress_protocols.randomness import PublicRandomness
+from fedpress_compression.compressor import Public
+from fedpress_compression.compressors.count_sketch import CountSketch
+from fedpress_compression.fixed_point import FixedPoint
+from fedpress_compression.randomness import PublicRandomness
+from fedpress_compression.tensors import ModelSpec, TensorSpec, Vector
 from fedpress_strategies import from_config
 
 SIZE = 2000

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 import torch
 
-from fedpress_protocols.compression.matrices import views
-from fedpress_protocols.compression.powersgd import two_trips
-from fedpress_protocols.model import ModelSpec, TensorSpec
+from fedpress_compression.compressors.powersgd import two_trips
+from fedpress_compression.matrices import views
+from fedpress_compression.tensors import ModelSpec, TensorSpec
 from tests.oracles.powersgd_process import (
     MIN_COMPRESSION_RATE,
     PLAIN_STEPS,

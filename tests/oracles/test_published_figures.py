@@ -9,18 +9,18 @@ from typing import Any
 import numpy as np
 import pytest
 
-from fedpress_protocols.coding import Alphabet, Positions, encode
-from fedpress_protocols.compression.bernoulli import Bernoulli
-from fedpress_protocols.compression.compressor import Compressor, Public
-from fedpress_protocols.compression.eden import Eden
-from fedpress_protocols.compression.qsgd import Qsgd
-from fedpress_protocols.compression.randomk import RandomK
-from fedpress_protocols.compression.sign import Sign
-from fedpress_protocols.compression.stc import SparseTernary
-from fedpress_protocols.compression.terngrad import TernGrad
-from fedpress_protocols.compression.topk import TopK
-from fedpress_protocols.model import ModelSpec, TensorSpec, Vector
-from fedpress_protocols.randomness import PublicRandomness
+from fedpress_compression.coding import Alphabet, Positions, encode
+from fedpress_compression.compressor import Compressor, Public
+from fedpress_compression.compressors.bernoulli import Bernoulli
+from fedpress_compression.compressors.eden import Eden
+from fedpress_compression.compressors.qsgd import Qsgd
+from fedpress_compression.compressors.randomk import RandomK
+from fedpress_compression.compressors.sign import Sign
+from fedpress_compression.compressors.stc import SparseTernary
+from fedpress_compression.compressors.terngrad import TernGrad
+from fedpress_compression.compressors.topk import TopK
+from fedpress_compression.randomness import PublicRandomness
+from fedpress_compression.tensors import ModelSpec, TensorSpec, Vector
 
 Figure = Callable[[str, object], None]
 DISTRIBUTIONS: dict[str, Callable[[np.random.Generator, int], Any]] = {

@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from fedpress_compression.tensors import ModelSpec, TensorSpec
 from fedpress_protocols.errors import IncompatiblePlan
-from fedpress_protocols.model import ModelSpec, TensorSpec
 from fedpress_protocols.plan import ClientTerms, ControlTerms, RoundPlan
 from tests.protocols.test_plan import make_plan
 

@@ -13,8 +13,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fedpress_protocols import coding
-from fedpress_protocols.coding.bits import uvarint
+from fedpress_compression import coding
+from fedpress_compression.coding.bits import uvarint
+from fedpress_compression.tensors import ModelSpec
 from fedpress_protocols.downlink import (
     MOST_EXPONENT,
     DownlinkCoder,
@@ -32,7 +33,7 @@ from fedpress_protocols.errors import (
     ConfigurationError,
     DecodingError,
 )
-from fedpress_protocols.model import Model, ModelSpec
+from fedpress_protocols.model import Model
 from tests.protocols import spec_reader
 
 SCRIPT = Path(__file__).parents[2] / "protocols" / "vectors" / "make_downlink_vectors.py"

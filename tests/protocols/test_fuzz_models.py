@@ -6,8 +6,9 @@ import tracemalloc
 
 import pytest
 
+from fedpress_compression.tensors import MAX_TENSORS
 from fedpress_protocols.errors import ConfigurationError
-from fedpress_protocols.model import MAX_TENSORS, Model
+from fedpress_protocols.model import Model
 from tests.hostile_models import FORGED, file_of, mutated
 
 

@@ -14,14 +14,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fedpress_protocols.compression.compressor import Compressor, Public, from_config
-from fedpress_protocols.compression.linear import as_linear, restricts, support_of
+from fedpress_compression.compressor import Compressor, Public, from_config
+from fedpress_compression.linear import as_linear, restricts, support_of
+from fedpress_compression.randomness import PublicRandomness
+from fedpress_compression.tensors import ModelSpec, TensorSpec, Vector
 from fedpress_protocols.errors import IncompatiblePlan, InvalidUpdate
 from fedpress_protocols.masking.payload import SECRET_BYTES, Aggregate, Contribution, Payload
 from fedpress_protocols.messages import TaskConfig
-from fedpress_protocols.model import ModelSpec, TensorSpec, Vector
 from fedpress_protocols.plan import LEAST_MASKED, RoundPlan, parsed
-from fedpress_protocols.randomness import PublicRandomness
 
 SPEC = ModelSpec(
     (TensorSpec("w", (40, 30)), TensorSpec("b", (40,)), TensorSpec("conv", (6, 5, 2, 2)))

@@ -13,8 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.numpy import save
 
+from fedpress_compression.tensors import ModelSpec, TensorSpec
 from fedpress_protocols.errors import ConfigurationError
-from fedpress_protocols.model import Model, ModelSpec, TensorSpec
+from fedpress_protocols.model import Model
 
 MIXED: dict[str, npt.NDArray[Any]] = {
     "conv.weight": np.arange(24, dtype=np.float32).reshape(2, 3, 4) / 7,

@@ -10,8 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from fedpress_compression.compressor import from_config
+from fedpress_compression.tensors import ModelSpec, TensorSpec
 from fedpress_protocols import errors
-from fedpress_protocols.compression.compressor import from_config
 from fedpress_protocols.errors import (
     DecodingError,
     FedpressError,
@@ -21,7 +22,6 @@ from fedpress_protocols.errors import (
     error_classes,
 )
 from fedpress_protocols.messages import CheckInResponse, TaskConfig
-from fedpress_protocols.model import ModelSpec, TensorSpec
 from fedpress_protocols.plan import RoundPlan, agreed_version, parsed
 from fedpress_protocols.upload import Upload, max_body_bytes
 

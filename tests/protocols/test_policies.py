@@ -14,13 +14,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from fedpress_protocols.compression.error_feedback import ErrorFeedback
-from fedpress_protocols.compression.none import Uncompressed
-from fedpress_protocols.compression.powersgd import PowerSGD
-from fedpress_protocols.compression.topk import TopK
+from fedpress_compression.compressors.error_feedback import ErrorFeedback
+from fedpress_compression.compressors.none import Uncompressed
+from fedpress_compression.compressors.powersgd import PowerSGD
+from fedpress_compression.compressors.topk import TopK
+from fedpress_compression.tensors import ModelSpec, TensorSpec
 from fedpress_protocols.errors import ConfigurationError
 from fedpress_protocols.messages import TaskConfig
-from fedpress_protocols.model import Model, ModelSpec, TensorSpec
+from fedpress_protocols.model import Model
 from fedpress_protocols.plan import Profile, RoundPlan
 from fedpress_protocols.policies import (
     AccuracyDriven,

@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from fedpress_client import Ledger
-from fedpress_protocols.compression.dgc import SPARSITIES, Dgc
-from fedpress_protocols.compression.error_feedback import ErrorFeedback
-from fedpress_protocols.compression.quantize import Quantize
-from fedpress_protocols.compression.topk import TopK
+from fedpress_compression.compressors.dgc import SPARSITIES, Dgc
+from fedpress_compression.compressors.error_feedback import ErrorFeedback
+from fedpress_compression.compressors.quantize import Quantize
+from fedpress_compression.compressors.topk import TopK
 from fedpress_protocols.errors import ConfigurationError
 from fedpress_protocols.messages import Assignment, TaskConfig
 from fedpress_protocols.model import Model

@@ -11,10 +11,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from fedpress_protocols.coding import decode
+from fedpress_compression.coding import decode
 from fedpress_protocols.errors import DecodingError
+from tests.compression.coding_vectors import layout_of
 from tests.protocols import spec_reader
-from tests.protocols.coding_vectors import layout_of
 
 FOLDER = Path(__file__).parents[2] / "protocols" / "vectors" / "coding"
 VECTORS = sorted(path.stem for path in FOLDER.glob("*.json") if path.stem != "malformed")

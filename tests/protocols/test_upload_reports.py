@@ -14,11 +14,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fedpress_protocols.coding import Alphabet, Reals
+from fedpress_compression.coding import Alphabet, Reals
 from fedpress_protocols.errors import DecodingError, FedpressError, InvalidUpdate
 from fedpress_protocols.upload import Upload, check_report
+from tests.compression.coding_vectors import FOLDER, layout_of
 from tests.protocols import spec_reader
-from tests.protocols.coding_vectors import FOLDER, layout_of
 
 VECTORS = json.loads((FOLDER / "uploads.json").read_text())
 MALFORMED = json.loads((FOLDER / "malformed-uploads.json").read_text())

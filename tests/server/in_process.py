@@ -9,8 +9,9 @@ import numpy as np
 from anyio.from_thread import BlockingPortal, start_blocking_portal
 from fastapi import FastAPI
 
+from fedpress_compression.tensors import Vector
 from fedpress_protocols.messages import RoundStatus
-from fedpress_protocols.model import Model, Vector
+from fedpress_protocols.model import Model
 from tests.devices import Device, Operator
 
 

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import sqlalchemy as sa
 
-from fedpress_protocols.compression.contexts import contexts_of
+from fedpress_compression.contexts import contexts_of
 from fedpress_protocols.errors import (
     FedpressError,
 )

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from fedpress_protocols.compression import activity
+from fedpress_compression import activity
 from fedpress_protocols.errors import NotFound
 from fedpress_protocols.model import Model
 from fedpress_protocols.plan import RoundPlan

@@ -33,7 +33,7 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from fedpress_protocols.compression.contexts import contexts_of
+from fedpress_compression.contexts import contexts_of
 from fedpress_protocols.errors import (
     Conflict,
     FedpressError,

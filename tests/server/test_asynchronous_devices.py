@@ -17,7 +17,8 @@ import pytest
 from fedpress_client import Client, Trained, Work
 from fedpress_client.state import StateDirectory
 from fedpress_client.transport import HttpTransport
-from fedpress_protocols.model import Model, Vector
+from fedpress_compression.tensors import Vector
+from fedpress_protocols.model import Model
 from tests.devices import Device, Operator
 from tests.server.in_process import Enrolled, Server
 from tests.server.test_asynchronous_tasks import send, until, work_of

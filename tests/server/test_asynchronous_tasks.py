@@ -19,6 +19,7 @@ import sqlalchemy as sa
 from alembic import command
 from alembic.config import Config
 
+from fedpress_compression.tensors import Vector
 from fedpress_protocols.errors import (
     FedpressError,
     NotFound,
@@ -26,7 +27,7 @@ from fedpress_protocols.errors import (
     ServerError,
 )
 from fedpress_protocols.messages import Assignment, Receipt
-from fedpress_protocols.model import Model, Vector
+from fedpress_protocols.model import Model
 from fedpress_server.coordination import work
 from fedpress_server.storage.database import Database
 from fedpress_server.storage.payloads import LocalPayloads

@@ -8,10 +8,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
+from fedpress_compression.tensors import Vector
 from fedpress_protocols.downlink import encode_difference, encode_model, finest
 from fedpress_protocols.errors import ConfigurationError
 from fedpress_protocols.messages import DownlinkTerms
-from fedpress_protocols.model import Model, Vector
+from fedpress_protocols.model import Model
 from fedpress_strategies.downlink import rounded, stepped
 
 TERMS = DownlinkTerms()

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from fedpress_compression.tensors import Vector
 from fedpress_protocols.errors import (
     ConfigurationError,
     FedpressError,
@@ -18,7 +19,7 @@ from fedpress_protocols.errors import (
     NotFound,
 )
 from fedpress_protocols.messages import Assignment
-from fedpress_protocols.model import Model, Vector
+from fedpress_protocols.model import Model
 from fedpress_server.storage.database import Database
 from fedpress_server.storage.payloads import LocalPayloads
 from tests.devices import Device, Operator

@@ -15,11 +15,12 @@ from fedpress_client import Client, Discard, Ledger, Trained, Work
 from fedpress_client.ledger import Pending
 from fedpress_client.state import StateDirectory
 from fedpress_client.transport import HttpTransport
+from fedpress_compression.tensors import Vector
+from fedpress_compression.update import Piece, Update
 from fedpress_protocols.errors import Conflict, Forbidden, InvalidSignature
 from fedpress_protocols.messages import Recall, Receipt, Restore, SignedReceipt
-from fedpress_protocols.model import Model, Vector
+from fedpress_protocols.model import Model
 from fedpress_protocols.signatures import DeviceKey
-from fedpress_protocols.update import Piece, Update
 from fedpress_server import Settings
 from fedpress_server.backup import back_up, restore, verify
 from fedpress_server.coordination import check_ins

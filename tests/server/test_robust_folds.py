@@ -12,8 +12,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from fedpress_compression.tensors import Vector
 from fedpress_protocols.errors import IncompatiblePlan
-from fedpress_protocols.model import Model, Vector
+from fedpress_protocols.model import Model
 from fedpress_server.folds.folding import FoldSpace
 from fedpress_server.settings import MIB
 from fedpress_server.storage.payloads import LocalPayloads

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from fedpress_compression.randomness import PublicStream
 from fedpress_protocols.errors import FedpressError
 from fedpress_protocols.messages import (
     Eligibility,
@@ -18,7 +19,6 @@ from fedpress_protocols.messages import (
     TaskConfig,
 )
 from fedpress_protocols.model import Model
-from fedpress_protocols.randomness import PublicStream
 from fedpress_protocols.upload import Upload
 from fedpress_server.rounds import (
     Assign,

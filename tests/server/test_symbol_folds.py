@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from fedpress_protocols.compression.count_sketch import CountSketch
+from fedpress_compression.compressors.count_sketch import CountSketch
 from fedpress_protocols.errors import IncompatiblePlan, InvalidUpdate
 from fedpress_protocols.model import Model
 from fedpress_protocols.plan import CohortRules, FixedPointTerms, Profile, RoundPlan

@@ -7,9 +7,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from fedpress_protocols.coding.fields import Symbols
-from fedpress_protocols.compression.compressor import Public
-from fedpress_protocols.compression.none import Uncompressed
+from fedpress_compression.coding.fields import Symbols
+from fedpress_compression.compressor import Public
+from fedpress_compression.compressors.none import Uncompressed
+from fedpress_compression.update import Update
 from fedpress_protocols.errors import (
     AlreadyExists,
     ConfigurationError,
@@ -23,7 +24,6 @@ from fedpress_protocols.errors import (
     UnknownTask,
 )
 from fedpress_protocols.model import Model
-from fedpress_protocols.update import Update
 from tests.devices import Device, Operator
 from tests.server.in_process import Clock, Enrolled, Server, Start, history, include_one, ones
 

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from fedpress_client import Trained, Work
-from fedpress_protocols.model import Model, Vector
+from fedpress_compression.tensors import Vector
+from fedpress_protocols.model import Model
 
 
 @dataclass

@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from fedpress_compression.fixed_point import FixedPoint
+from fedpress_compression.update import Update
 from fedpress_protocols.errors import ConfigurationError, IncompatiblePlan, InvalidUpdate
-from fedpress_protocols.fixed_point import FixedPoint
-from fedpress_protocols.update import Update
 from fedpress_strategies import from_config
 from fedpress_strategies.staleness import UNIT, DiscountedMean, Hinge, Polynomial
 

@@ -15,11 +15,11 @@ from hypothesis import strategies as st
 
 from benchmarks.federation import Federation
 from fedpress_client import Ledger
-from fedpress_protocols.compression.compressor import Compressor
-from fedpress_protocols.compression.error_feedback import ErrorFeedback
-from fedpress_protocols.compression.none import Uncompressed
-from fedpress_protocols.compression.quantize import Quantize
-from fedpress_protocols.compression.topk import TopK
+from fedpress_compression.compressor import Compressor
+from fedpress_compression.compressors.error_feedback import ErrorFeedback
+from fedpress_compression.compressors.none import Uncompressed
+from fedpress_compression.compressors.quantize import Quantize
+from fedpress_compression.compressors.topk import TopK
 from fedpress_protocols.model import Model
 from fedpress_protocols.plan import TrainingTerms
 from fedpress_server.storage.files import optimizer_name

@@ -9,13 +9,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fedpress_protocols.compression.compressor import Public
-from fedpress_protocols.compression.count_sketch import CountSketch
+from fedpress_compression.compressor import Public
+from fedpress_compression.compressors.count_sketch import CountSketch
+from fedpress_compression.fixed_point import FixedPoint
+from fedpress_compression.randomness import PublicRandomness
+from fedpress_compression.tensors import ModelSpec, TensorSpec
+from fedpress_compression.update import Update
 from fedpress_protocols.errors import InvalidUpdate
-from fedpress_protocols.fixed_point import FixedPoint
-from fedpress_protocols.model import ModelSpec, TensorSpec
-from fedpress_protocols.randomness import PublicRandomness
-from fedpress_protocols.update import Update
 from fedpress_strategies import Strategy, from_config, strategies
 from fedpress_strategies.strategy import EXAMPLE_TERMS, Divisible, SymbolSum, example_of
 

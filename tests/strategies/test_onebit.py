@@ -8,14 +8,14 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from fedpress_protocols.compression.compressor import Public
-from fedpress_protocols.compression.error_feedback import ErrorFeedback
-from fedpress_protocols.compression.none import Uncompressed
-from fedpress_protocols.compression.sign import Sign
+from fedpress_compression.compressor import Public
+from fedpress_compression.compressors.error_feedback import ErrorFeedback
+from fedpress_compression.compressors.none import Uncompressed
+from fedpress_compression.compressors.sign import Sign
+from fedpress_compression.fixed_point import FixedPoint
+from fedpress_compression.randomness import PublicRandomness
+from fedpress_compression.tensors import ModelSpec, TensorSpec, Vector
 from fedpress_protocols.errors import ConfigurationError
-from fedpress_protocols.fixed_point import FixedPoint
-from fedpress_protocols.model import ModelSpec, TensorSpec, Vector
-from fedpress_protocols.randomness import PublicRandomness
 from fedpress_strategies import from_config
 from fedpress_strategies.strategy import Strategy, Tally
 

@@ -11,11 +11,11 @@ import numpy.typing as npt
 import pytest
 
 from benchmarks.federation import Federation
+from fedpress_compression.fixed_point import FixedPoint
+from fedpress_compression.update import Update
 from fedpress_protocols.errors import ConfigurationError, InvalidUpdate
-from fedpress_protocols.fixed_point import FixedPoint
 from fedpress_protocols.model import Model
 from fedpress_protocols.plan import TrainingTerms
-from fedpress_protocols.update import Update
 from fedpress_strategies import from_config
 from fedpress_strategies.adasum import Tree, combined
 from fedpress_strategies.strategy import EXAMPLE_TERMS, example_of, strategies

@@ -11,7 +11,7 @@ import pytest
 from benchmarks.federation import Federation
 from fedpress_client import Ledger
 from fedpress_client.client_terms import personalised
-from fedpress_protocols.compression.none import Uncompressed
+from fedpress_compression.compressors.none import Uncompressed
 from fedpress_protocols.errors import IncompatiblePlan
 from fedpress_protocols.model import Model
 from tests.strategies.bowls import Bowl

@@ -16,17 +16,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fedpress_protocols.compression.compressor import compressors, from_config
+from fedpress_compression.compressor import compressors, from_config
+from fedpress_compression.fixed_point import FixedPoint
+from fedpress_compression.tensors import ModelSpec, TensorSpec
+from fedpress_compression.update import Piece, Update
 from fedpress_protocols.errors import (
     ConfigurationError,
     FedpressError,
     IncompatiblePlan,
     InvalidUpdate,
 )
-from fedpress_protocols.fixed_point import FixedPoint
-from fedpress_protocols.model import ModelSpec, TensorSpec
 from fedpress_protocols.plan import CohortRules, FixedPointTerms, Profile, RoundPlan
-from fedpress_protocols.update import Piece, Update
 from fedpress_strategies import Aggregator
 from fedpress_strategies import from_config as strategy_from_config
 from fedpress_strategies.robust import common_support, support_of

@@ -9,9 +9,9 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
+from fedpress_compression.fixed_point import FixedPoint
+from fedpress_compression.update import Update
 from fedpress_protocols.errors import ConfigurationError
-from fedpress_protocols.fixed_point import FixedPoint
-from fedpress_protocols.update import Update
 from fedpress_strategies import Strategy, from_config, strategies
 from fedpress_strategies.strategy import strategy
 

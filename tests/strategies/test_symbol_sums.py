@@ -7,15 +7,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from fedpress_protocols.compression.compressor import Compressor, Public
-from fedpress_protocols.compression.count_sketch import CountSketch
-from fedpress_protocols.compression.none import Uncompressed
-from fedpress_protocols.compression.powersgd_onesided import OneSidedPowerSGD
-from fedpress_protocols.compression.quantize import Quantize
+from fedpress_compression.compressor import Compressor, Public
+from fedpress_compression.compressors.count_sketch import CountSketch
+from fedpress_compression.compressors.none import Uncompressed
+from fedpress_compression.compressors.powersgd_onesided import OneSidedPowerSGD
+from fedpress_compression.compressors.quantize import Quantize
+from fedpress_compression.fixed_point import FixedPoint
+from fedpress_compression.randomness import PublicRandomness
+from fedpress_compression.tensors import ModelSpec, TensorSpec
 from fedpress_protocols.errors import ConfigurationError, IncompatiblePlan, InvalidUpdate
-from fedpress_protocols.fixed_point import FixedPoint
-from fedpress_protocols.model import ModelSpec, TensorSpec
-from fedpress_protocols.randomness import PublicRandomness
 from fedpress_strategies import from_config
 from fedpress_strategies.strategy import SymbolSum, WeightedMean
 

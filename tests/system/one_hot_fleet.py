@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 import httpx
 import numpy as np
 
-from fedpress_protocols.compression.contexts import contexts_of
+from fedpress_compression.contexts import contexts_of
 from fedpress_protocols.errors import RoundClosed, Unavailable
 from fedpress_protocols.messages import Assignment, Receipt, RoundStatus
 from fedpress_protocols.model import Model

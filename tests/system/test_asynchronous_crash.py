@@ -21,8 +21,8 @@ import pytest
 from fedpress_client import Client, Model, Trained, Work
 from fedpress_client.state import StateDirectory
 from fedpress_client.transport import HttpTransport, Retries
-from fedpress_protocols.compression.error_feedback import ErrorFeedback
-from fedpress_protocols.compression.none import Uncompressed
+from fedpress_compression.compressors.error_feedback import ErrorFeedback
+from fedpress_compression.compressors.none import Uncompressed
 from fedpress_protocols.messages import AsynchronousTerms, TaskConfig
 from fedpress_protocols.plan import CohortRules, Profile
 from tests.system.server_process import ServerProcess

@@ -21,11 +21,11 @@ import pytest
 from fedpress_client import Client, Model, Trained, Work
 from fedpress_client.state import StateDirectory
 from fedpress_client.transport import HttpTransport, Retries
-from fedpress_protocols.compression.delta import Delta
-from fedpress_protocols.compression.error_feedback import ErrorFeedback
-from fedpress_protocols.compression.per_tensor import PerTensor
-from fedpress_protocols.compression.powersgd import PowerSGD
-from fedpress_protocols.compression.topk import TopK
+from fedpress_compression.compressors.delta import Delta
+from fedpress_compression.compressors.error_feedback import ErrorFeedback
+from fedpress_compression.compressors.per_tensor import PerTensor
+from fedpress_compression.compressors.powersgd import PowerSGD
+from fedpress_compression.compressors.topk import TopK
 from fedpress_protocols.messages import DownlinkTerms, EnrolRequest, TaskConfig
 from fedpress_protocols.plan import CohortRules, Profile, TrainingTerms
 from fedpress_protocols.signatures import to_base64url

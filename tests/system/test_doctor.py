@@ -23,7 +23,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
 
 from fedpress.cli import app
-from fedpress_protocols.compression.none import Uncompressed
+from fedpress_compression.compressors.none import Uncompressed
 from fedpress_protocols.messages import TaskConfig
 from fedpress_protocols.model import Model
 from fedpress_protocols.plan import CohortRules, Profile

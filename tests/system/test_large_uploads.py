@@ -20,7 +20,7 @@ import numpy as np
 import pytest
 
 from fedpress_client import Client, Model
-from fedpress_protocols.compression.none import Uncompressed
+from fedpress_compression.compressors.none import Uncompressed
 from fedpress_protocols.messages import PartialUpload, TaskConfig
 from fedpress_protocols.plan import CohortRules, Profile, TrainingTerms
 from tests.system.chaos_proxy import ChaosProxy, Fault

@@ -17,8 +17,8 @@ import numpy as np
 import pytest
 
 from fedpress_client.client import Event
-from fedpress_protocols.compression.error_feedback import ErrorFeedback
-from fedpress_protocols.compression.shared_support import SharedSupport
+from fedpress_compression.compressors.error_feedback import ErrorFeedback
+from fedpress_compression.compressors.shared_support import SharedSupport
 from fedpress_protocols.masking.payload import Payload
 from fedpress_protocols.messages import RoundStatus, TaskConfig
 from fedpress_protocols.model import Model

@@ -23,12 +23,13 @@ from fedpress_client import Client, Ledger
 from fedpress_client.state import StateDirectory
 from fedpress_client.trainer import Work
 from fedpress_client.transport import HttpTransport, Retries
-from fedpress_protocols.compression.error_feedback import ErrorFeedback
-from fedpress_protocols.compression.none import Uncompressed
-from fedpress_protocols.compression.topk import TopK
+from fedpress_compression.compressors.error_feedback import ErrorFeedback
+from fedpress_compression.compressors.none import Uncompressed
+from fedpress_compression.compressors.topk import TopK
+from fedpress_compression.tensors import Vector
 from fedpress_protocols.errors import ConfigurationError, StateCorrupt, TransportError, UnknownTask
 from fedpress_protocols.messages import Continuation, RoundStatus, TaskConfig, TaskSummary
-from fedpress_protocols.model import Model, Vector
+from fedpress_protocols.model import Model
 from fedpress_protocols.plan import CohortRules, Profile, TrainingTerms
 from tests.system.server_process import ADMIN_TOKEN, ServerProcess
 

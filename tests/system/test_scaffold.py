@@ -12,7 +12,7 @@ import pytest
 import safetensors.numpy
 
 from fedpress_client import Ledger
-from fedpress_protocols.compression.topk import TopK
+from fedpress_compression.compressors.topk import TopK
 from fedpress_protocols.plan import Profile, TrainingTerms
 from tests.system.test_crash import CLIENTS, federate
 

@@ -17,8 +17,9 @@ from fedpress_client import Client, Discard, FailurePolicy
 from fedpress_client.state import StateDirectory
 from fedpress_client.trainer import Trained, Work
 from fedpress_client.transport import HttpTransport, Retries
-from fedpress_protocols.compression.matrices import Matrix, public_basis
-from fedpress_protocols.compression.powersgd import two_trips
+from fedpress_compression.compressors.powersgd import two_trips
+from fedpress_compression.matrices import Matrix, public_basis
+from fedpress_compression.tensors import Vector
 from fedpress_protocols.errors import (
     Conflict,
     DigestMismatch,
@@ -30,7 +31,7 @@ from fedpress_protocols.errors import (
     UpdateConflict,
 )
 from fedpress_protocols.messages import CheckInRequest
-from fedpress_protocols.model import Model, Vector
+from fedpress_protocols.model import Model
 from fedpress_protocols.plan import RoundPlan
 from fedpress_protocols.signatures import Content
 from fedpress_protocols.upload import Upload

@@ -8,7 +8,7 @@ from flwr.serverapp import Grid, ServerApp
 from flwr.serverapp.strategy import FedAvg
 
 from digits.task import Net, test, test_data
-from fedpress_strategies.flower import (
+from fedpress_flower.server import (
     DownlinkTerms,
     ErrorFeedback,
     FedpressStrategy,

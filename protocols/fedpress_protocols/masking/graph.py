@@ -22,8 +22,8 @@ from typing import Literal
 import numpy as np
 import numpy.typing as npt
 
+from fedpress_compression.randomness import PublicRandomness
 from fedpress_protocols.errors import ConfigurationError, IncompatiblePlan
-from fedpress_protocols.randomness import PublicRandomness
 
 Adversary = Literal["semi-honest", "malicious"]
 Slots = npt.NDArray[np.int64]

@@ -20,14 +20,14 @@ from functools import cached_property
 import numpy as np
 import numpy.typing as npt
 
-from fedpress_protocols.compression.compressor import Public
-from fedpress_protocols.compression.linear import Numbers, as_linear, support_of
+from fedpress_compression.compressor import Public
+from fedpress_compression.linear import Numbers, as_linear, support_of
+from fedpress_compression.tensors import Vector
+from fedpress_compression.update import Update
 from fedpress_protocols.errors import IncompatiblePlan, InvalidUpdate
 from fedpress_protocols.masking.keystream import MATERIAL_BYTES, add_keystream
 from fedpress_protocols.masking.ring import MAX_SUM, Bounded, Packing
-from fedpress_protocols.model import Vector
 from fedpress_protocols.plan import MaskingTerms, RoundPlan
-from fedpress_protocols.update import Update
 from fedpress_protocols.upload import check_report
 
 Ints = npt.NDArray[np.int64]

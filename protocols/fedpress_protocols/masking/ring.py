@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from fedpress_protocols import kernels
+from fedpress_compression import kernels
 from fedpress_protocols.errors import ConfigurationError, IncompatiblePlan, InvalidUpdate
 
 Words = npt.NDArray[np.uint64]

@@ -14,7 +14,7 @@ from functools import lru_cache
 import numpy as np
 import numpy.typing as npt
 
-from fedpress_protocols import kernels
+from fedpress_compression import kernels
 from fedpress_protocols.errors import ConfigurationError, InvalidShare
 
 Words = npt.NDArray[np.uint64]

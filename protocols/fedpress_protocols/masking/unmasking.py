@@ -15,6 +15,7 @@ from itertools import combinations
 import numpy as np
 import numpy.typing as npt
 
+from fedpress_compression.randomness import PublicRandomness
 from fedpress_protocols.errors import InvalidKey, InvalidSeal, InvalidShare
 from fedpress_protocols.masking import shamir
 from fedpress_protocols.masking.cohort import Cohort
@@ -22,7 +23,6 @@ from fedpress_protocols.masking.keys import MaskKey, commitment, same, self_mask
 from fedpress_protocols.masking.keystream import add_keystreams
 from fedpress_protocols.masking.messages import Reveal, Shares
 from fedpress_protocols.masking.transcript import SessionConfig
-from fedpress_protocols.randomness import PublicRandomness
 
 Words = npt.NDArray[np.uint64]
 

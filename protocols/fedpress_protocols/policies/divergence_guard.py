@@ -13,7 +13,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from fedpress_protocols.compression.none import Uncompressed
+from fedpress_compression.compressors.none import Uncompressed
 from fedpress_protocols.plan import Profile, Term
 from fedpress_protocols.policies.course import Comparison, Facts, Rung, Tally, Watch
 

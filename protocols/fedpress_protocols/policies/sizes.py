@@ -9,13 +9,13 @@ from typing import Any
 
 import numpy as np
 
-from fedpress_protocols import coding
-from fedpress_protocols.compression.compressor import Compressor, Public
-from fedpress_protocols.compression.contexts import contexts_of
+from fedpress_compression import coding
+from fedpress_compression.compressor import Compressor, Public
+from fedpress_compression.contexts import contexts_of
+from fedpress_compression.randomness import PublicRandomness
+from fedpress_compression.tensors import ModelSpec, TensorSpec, Vector
 from fedpress_protocols.errors import ConfigurationError, FedpressError
-from fedpress_protocols.model import ModelSpec, TensorSpec, Vector
 from fedpress_protocols.plan import Profile
-from fedpress_protocols.randomness import PublicRandomness
 
 _SAMPLE = 2**20
 """Values of a model that are compressed; of larger ones a part stands for the whole."""

@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 import sqlalchemy as sa
 from sqlalchemy.engine import Connection
 
+from fedpress_compression.tensors import ModelSpec
 from fedpress_protocols.messages import Attributes, TaskConfig
-from fedpress_protocols.model import ModelSpec
 from fedpress_protocols.policies.bandwidth_aware import UPLINK, Link, Transfer
 from fedpress_protocols.policies.course import Comparison, Course, Facts
 from fedpress_protocols.policies.sizes import expected_bytes

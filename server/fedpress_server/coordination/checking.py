@@ -3,8 +3,8 @@ strategy and this server's bounds."""
 
 from __future__ import annotations
 
+from fedpress_compression.tensors import ModelSpec
 from fedpress_protocols.messages import TaskConfig
-from fedpress_protocols.model import ModelSpec
 from fedpress_protocols.policies.sizes import check_order
 from fedpress_server.coordination.opening import checked_bound
 from fedpress_server.folds.asynchronous import check_asynchronous

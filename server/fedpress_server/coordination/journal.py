@@ -11,6 +11,7 @@ from dataclasses import replace
 
 from sqlalchemy.engine import Connection
 
+from fedpress_compression.tensors import ModelSpec
 from fedpress_protocols.messages import (
     RECEIPT_CONTEXT,
     Receipt,
@@ -18,7 +19,6 @@ from fedpress_protocols.messages import (
     SignedReceipt,
     TaskConfig,
 )
-from fedpress_protocols.model import ModelSpec
 from fedpress_protocols.plan import RoundPlan
 from fedpress_protocols.policies.course import Comparison, Course
 from fedpress_protocols.policies.steering import with_comparison

@@ -11,11 +11,11 @@ from typing import NamedTuple
 from pydantic import ValidationError
 from sqlalchemy.engine import Connection
 
+from fedpress_compression.fixed_point import FixedPoint
+from fedpress_compression.tensors import ModelSpec
 from fedpress_protocols.errors import ConfigurationError, IncompatiblePlan
 from fedpress_protocols.faults import explained
-from fedpress_protocols.fixed_point import FixedPoint
 from fedpress_protocols.messages import TaskConfig
-from fedpress_protocols.model import ModelSpec
 from fedpress_protocols.plan import FixedPointTerms, MaskingTerms, Profile, RoundPlan
 from fedpress_protocols.policies.course import Comparison, Course, Facts
 from fedpress_protocols.policies.steering import every_choice, profiles_of, steered

@@ -17,9 +17,10 @@ from typing import TypeVar
 
 from sqlalchemy.engine import Connection
 
+from fedpress_compression.tensors import ModelSpec
 from fedpress_protocols.errors import FedpressError, Unavailable, UnknownTask
 from fedpress_protocols.messages import TaskConfig
-from fedpress_protocols.model import Model, ModelSpec
+from fedpress_protocols.model import Model
 from fedpress_server.coordination.attempts import Attempt
 from fedpress_server.coordination.background import Background
 from fedpress_server.coordination.batches import jobs_of

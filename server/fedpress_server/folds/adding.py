@@ -17,11 +17,11 @@ import numpy as np
 import safetensors
 import safetensors.numpy
 
-from fedpress_protocols.decode_add import decode_add
+from fedpress_compression.decode_add import decode_add
+from fedpress_compression.update import Update
 from fedpress_protocols.errors import IncompatiblePlan, ServerError
 from fedpress_protocols.messages import DownlinkTerms
 from fedpress_protocols.plan import RoundPlan
-from fedpress_protocols.update import Update
 from fedpress_server import failpoints
 from fedpress_server.folds.terms import RoundTerms
 from fedpress_server.storage.payloads import Payloads

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from fedpress_compression.fixed_point import FixedPoint
 from fedpress_protocols.errors import IncompatiblePlan
-from fedpress_protocols.fixed_point import FixedPoint
 from fedpress_protocols.messages import AsynchronousTerms
 from fedpress_server.folds.terms import RoundTerms
 from fedpress_strategies import Strategy

@@ -16,11 +16,12 @@ import numpy as np
 import safetensors
 import safetensors.numpy
 
-from fedpress_protocols.compression import activity
+from fedpress_compression import activity
+from fedpress_compression.fixed_point import Accumulator
+from fedpress_compression.tensors import ModelSpec, Vector
 from fedpress_protocols.errors import IncompatiblePlan
-from fedpress_protocols.fixed_point import Accumulator
 from fedpress_protocols.messages import DownlinkTerms, MaskedSum
-from fedpress_protocols.model import Model, ModelSpec, Vector
+from fedpress_protocols.model import Model
 from fedpress_server import failpoints
 from fedpress_server.folds.adding import FoldJob, StagedUpload, Summed, added, adding, body_of
 from fedpress_server.folds.terms import RoundTerms

@@ -9,17 +9,18 @@ from functools import cached_property
 
 import numpy as np
 
-from fedpress_protocols.coding import Found
-from fedpress_protocols.coding.fields import Contexts, Layout
-from fedpress_protocols.compression import activity
-from fedpress_protocols.compression.compressor import Public
-from fedpress_protocols.compression.contexts import contexts_of
+from fedpress_compression import activity
+from fedpress_compression.coding import Found
+from fedpress_compression.coding.fields import Contexts, Layout
+from fedpress_compression.compressor import Public
+from fedpress_compression.contexts import contexts_of
+from fedpress_compression.fixed_point import FixedPoint
+from fedpress_compression.tensors import ModelSpec, Vector
+from fedpress_compression.update import Update
 from fedpress_protocols.errors import InvalidUpdate, ServerError
-from fedpress_protocols.fixed_point import FixedPoint
 from fedpress_protocols.masking.payload import Payload
-from fedpress_protocols.model import Model, ModelSpec, Vector
+from fedpress_protocols.model import Model
 from fedpress_protocols.plan import RoundPlan
-from fedpress_protocols.update import Update
 from fedpress_protocols.upload import Upload
 from fedpress_server.storage.files import (
     artefact_name,

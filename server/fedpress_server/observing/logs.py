@@ -24,7 +24,14 @@ from fedpress_server.observing.requests import current
 
 Level = Literal["debug", "info", "warning", "error"]
 LEVELS: tuple[Level, ...] = ("debug", "info", "warning", "error")
-OURS = ("fedpress", "fedpress_server", "fedpress_strategies", "fedpress_protocols", "uvicorn")
+OURS = (
+    "fedpress",
+    "fedpress_server",
+    "fedpress_strategies",
+    "fedpress_protocols",
+    "fedpress_compression",
+    "uvicorn",
+)
 """Loggers that go by the server's level."""
 
 _MOST_TEXT = 4096

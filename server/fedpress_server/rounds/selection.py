@@ -13,8 +13,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
+from fedpress_compression.randomness import PublicRandomness, PublicStream
 from fedpress_protocols.messages import Attributes, Eligibility, SelectionTerms
-from fedpress_protocols.randomness import PublicRandomness, PublicStream
 
 _ONE = 2**20
 """What stands for 1 in weights, which are whole numbers: no rounding decides who is chosen."""

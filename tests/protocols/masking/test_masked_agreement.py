@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from fedpress_protocols.compression.shared_support import SharedSupport
+from fedpress_compression.compressors.shared_support import SharedSupport
 from fedpress_protocols.errors import IncompatiblePlan
 from fedpress_protocols.masking.agreement import agreed, check_agreed, chosen
 from fedpress_protocols.masking.payload import Payload

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from fedpress_protocols import kernels
+from fedpress_compression import kernels
 from fedpress_protocols.masking import shamir
 from fedpress_protocols.masking.graph import (
     Parameters,

@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fedpress_protocols import kernels
+from fedpress_compression import kernels
+from fedpress_compression.kernels import reference
 from fedpress_protocols.errors import ConfigurationError, InvalidShare
-from fedpress_protocols.kernels import reference
 from fedpress_protocols.masking import shamir
 from fedpress_protocols.masking.shamir import LIMBS, PRIME, combine, combine_many, split
 
@@ -28,7 +28,7 @@ seeds = st.integers(0, 2**32 - 1)
 
 def both() -> list[ModuleType]:
     try:
-        from fedpress_protocols.kernels import compiled
+        from fedpress_compression.kernels import compiled
     except ModuleNotFoundError:
         return [reference]
     return [reference, compiled]

@@ -1,0 +1,1 @@
+"""Arrays to bytes and back: compressors, the entropy coder and their kernels. Usable on its own."""

@@ -1,0 +1,43 @@
+"""Canonical Huffman codes of at most 12 bits, and the few bits that describe one.
+
+A code is given by its lengths alone, uint8 [alphabet], 0 for a symbol that does not occur. Where
+only one symbol occurs, its code has no bits: the lengths say so with `ALONE`.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from fedpress_compression import kernels
+from fedpress_compression.coding.bits import Octets, Reader
+from fedpress_compression.kernels.huffman_reference import code_bits, codes, lookup, table
+from fedpress_compression.kernels.wire import ALONE, MAX_LENGTH
+
+__all__ = [
+    "ALONE",
+    "MAX_LENGTH",
+    "code_bits",
+    "code_lengths",
+    "codes",
+    "lookup",
+    "read_table",
+    "table",
+]
+
+Lengths = Octets
+
+
+def code_lengths(histogram: npt.NDArray[np.integer]) -> Lengths:
+    """The lengths in [1, 12] of an optimal prefix code for the symbols counted in `histogram`."""
+    return kernels.code_lengths(histogram.astype(np.int64, copy=False), MAX_LENGTH)
+
+
+def read_table(reader: Reader, alphabet: int) -> Lengths:
+    """Read the lengths of a code [alphabet], 1 <= alphabet <= 256; SPEC-coding.md, Prefix codes.
+
+    Raises DecodingError unless the code is complete, and is said in the fewest bits.
+    """
+    lengths, end = kernels.read_table(reader.octets, reader.at, reader.end, alphabet)
+    reader.skip(end - reader.at)
+    return lengths

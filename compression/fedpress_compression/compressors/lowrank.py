@@ -1,0 +1,171 @@
+"""Low-rank updates in a basis of the client's own, with few-bit factors.
+
+Konečný et al. 2016, arXiv:1610.05492, Section 2, take one factor at random; here both are fitted to
+the update by power iterations (Vogels et al. 2019, arXiv:1905.13727, Section 3).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from fedpress_compression.coding.fields import Alphabet, Layout, Reals, Symbols
+from fedpress_compression.compressor import (
+    Compressor,
+    Knowledge,
+    Properties,
+    Public,
+    check_finite,
+    check_inner,
+    compressor,
+    properties,
+)
+from fedpress_compression.compressors.quantize import Quantize
+from fedpress_compression.matrices import Matrix, in_range, orthonormal, product, views
+from fedpress_compression.tensors import ModelSpec, Vector
+from fedpress_compression.update import Piece, Update
+from fedpress_compression.values import Bytes, check_positive, check_whole, levels_of
+
+
+@compressor("lowrank")
+@dataclass(frozen=True, slots=True)
+class LowRank:
+    """Each matrix as the sum of `rank` products left_j right_j^T scale_j.
+
+    The factors are whole numbers of `bits` bits, fitted by `iterations` power iterations and
+    rounded one after the other: the right ones make up for the rounding of the left, the scales, by
+    least squares, for all rounding. So no more is ever lost than the update itself.
+
+    A tensor is factored if that makes it smaller than a `min_compression_rate`-th in numbers;
+    the others, biases among them, go to `rest` together, as one vector in the model's order.
+    """
+
+    rank: int = 1
+    bits: int = 4
+    iterations: int = 2
+    min_compression_rate: float = 2.0
+    rest: Compressor[Any] = field(default_factory=Quantize)
+
+    def __post_init__(self) -> None:
+        check_whole("rank", self.rank, 1, 256)
+        check_whole("bits", self.bits, 2, 8)
+        check_whole("iterations", self.iterations, 1, 16)
+        check_positive("min_compression_rate", self.min_compression_rate)
+        check_inner(self.rest, "lowrank")
+
+    @property
+    def commutes_with_sum(self) -> bool:
+        return False
+
+    @property
+    def needs(self) -> frozenset[Knowledge]:
+        return self.rest.needs
+
+    @property
+    def properties(self) -> Properties:
+        rest = properties(self.rest)
+        return Properties(
+            rate="bits * rank * (rows + columns) / (rows * columns)",
+            contractive=rest.contractive,
+            non_expansive=rest.suits_feedback,
+            contracts_with=rest.contracts_with,
+            client_state=rest.client_state,
+            server_state=rest.server_state,
+            source="Vogels et al. 2019, Section 3",
+        )
+
+    def layout(self, spec: ModelSpec) -> Layout:
+        matrices, others = self._views(spec)
+        size = 2 * levels_of(self.bits) + 1
+        factors = (
+            Alphabet(size, sum(view.rows * view.rank for view in matrices)),
+            Alphabet(size, sum(view.columns * view.rank for view in matrices)),
+            Reals(sum(view.rank for view in matrices)),
+        )
+        return (*factors, *(self.rest.layout(spec.select(others)) if others else ()))
+
+    def init(self, spec: ModelSpec) -> Any:
+        _, others = self._views(spec)
+        return self.rest.init(spec.select(others)) if others else None
+
+    def compress(
+        self, update: Vector, state: Any, public: Public, rng: np.random.Generator
+    ) -> tuple[Symbols, Any]:
+        check_finite(update, public.spec)
+        matrices, others = self._views(public.spec)
+        levels = levels_of(self.bits)
+        lefts, rights, scales = [_NOTHING], [_NOTHING], [np.empty(0)]
+        for view in matrices:
+            left, right, scale = _fitted(view.of(update), view.rank, levels, self.iterations, rng)
+            lefts.append(_symbols(left, levels))
+            rights.append(_symbols(right, levels))
+            scales.append(in_range(left, right, scale))
+        factors = (
+            np.concatenate(lefts),
+            np.concatenate(rights),
+            np.concatenate(scales).astype("<f4"),
+        )
+        if not others:
+            return factors, state
+        part = np.concatenate([update[public.spec.slices[name]] for name in others])
+        symbols, after = self.rest.compress(part, state, public.part(others), rng)
+        return (*factors, *symbols), after
+
+    def decompress(self, symbols: Symbols, public: Public, num_summands: int = 1) -> Update:
+        matrices, others = self._views(public.spec)
+        levels = levels_of(self.bits)
+        lefts, rights, scales = symbols[:3]
+        pieces, rows, columns, components = [], 0, 0, 0
+        for view in matrices:
+            left = _factor(lefts[rows : rows + view.rows * view.rank], view.rank, levels)
+            right = _factor(rights[columns : columns + view.columns * view.rank], view.rank, levels)
+            own = scales[components : components + view.rank].astype(np.float64)
+            pieces.append(Piece(view.where, product(left, right, own)))
+            rows, columns = rows + left.size, columns + right.size
+            components += view.rank
+        if others:
+            slices = tuple(public.spec.slices[name] for name in others)
+            part = self.rest.decompress(symbols[3:], public.part(others), num_summands)
+            pieces.extend(part.placed(slices, public.spec.size).pieces)
+        return Update(public.spec.size, tuple(pieces))
+
+    def _views(self, spec: ModelSpec) -> Any:
+        return views(spec, self.rank, self.min_compression_rate)
+
+
+_NOTHING = np.empty(0, np.uint8)
+
+
+def _fitted(
+    matrix: Matrix, rank: int, levels: int, iterations: int, rng: np.random.Generator
+) -> tuple[Matrix, Matrix, Matrix]:
+    """Whole factors, |w| <= `levels`, and scales that come near `matrix`."""
+    right = rng.standard_normal((matrix.shape[1], rank))
+    for _ in range(iterations):
+        left = orthonormal(matrix @ right)
+        right = matrix.T @ left
+    turned = np.linalg.svd(right, full_matrices=False)[2]
+    left = _whole(left @ turned.T, levels)
+    right = _whole(matrix.T @ left @ np.linalg.pinv(left.T @ left), levels)
+    gram = (left.T @ left) * (right.T @ right)
+    scales = np.linalg.pinv(gram) @ ((matrix @ right) * left).sum(axis=0)
+    return left, right, scales
+
+
+def _whole(columns: Matrix, levels: int) -> Matrix:
+    """Each column rounded on the grid that takes its largest magnitude to `levels`."""
+    largest = np.abs(columns).max(axis=0, initial=0.0)
+    whole: Matrix = np.rint(columns * (levels / np.where(largest > 0, largest, 1.0)))
+    return whole
+
+
+def _symbols(factor: Matrix, levels: int) -> Bytes:
+    """Component after component, counted from -levels."""
+    return (factor.T.ravel() + levels).astype(np.uint8)
+
+
+def _factor(symbols: Any, rank: int, levels: int) -> Matrix:
+    whole: Matrix = (symbols.astype(np.float64) - levels).reshape(rank, -1).T
+    return whole

@@ -1,0 +1,32 @@
+"""From the bytes of an upload to the sum, without the update in between where that pays.
+
+The sum is that of `Upload.from_bytes`, `decompress` and `Accumulator.add`, to the last bit.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fedpress_compression.coding import Found, Grouped
+from fedpress_compression.compressor import Compressor, Public
+from fedpress_compression.fixed_point import Accumulator
+
+
+def decode_add(
+    found: Found,
+    compressor: Compressor[Any],
+    public: Public,
+    accumulator: Accumulator,
+    weight: int,
+) -> None:
+    """Add `weight` times the update of the symbols that `coding.find` has found.
+
+    Raises DecodingError or InvalidUpdate, and then nothing was added.
+    """
+    inner = getattr(compressor, "inner", None) if hasattr(compressor, "keeps_residual") else None
+    tabled = getattr(inner or compressor, "tabled", None)
+    update = tabled(found, public) if tabled else None
+    if update is not None and accumulator.add_tabled(update, weight):
+        return
+    symbols = tuple(field.read() if isinstance(field, Grouped) else field for field in found)
+    accumulator.add(compressor.decompress(symbols, public), weight)

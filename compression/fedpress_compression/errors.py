@@ -1,0 +1,109 @@
+"""The root of the errors, and those that turning arrays into bytes and back can raise.
+
+FedpressError
+├── ConfigurationError          a setting or a task that cannot work
+│   ├── IncompatiblePlan        the parts of a round plan cannot work together
+│   └── MissingExtra            an optional dependency is not installed
+└── InvalidUpdate               an update that the plan does not admit
+    └── DecodingError           bytes that are not what they claim to be
+
+`fedpress_protocols.errors` has the whole family.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any, ClassVar
+
+PROBLEM_PREFIX = "urn:fedpress:problem:"
+
+
+class FedpressError(Exception):
+    """Base of all errors here: RFC 9457's problem on the wire, the same class at both ends.
+
+    `detail` says what was found and what was expected, `hint` what to do about it. `members` are
+    the problem's extension members, plain JSON (`server_time`, `retry_after`, `round`, ...).
+    """
+
+    slug: ClassVar[str] = "internal"
+    status: ClassVar[int] = 500
+    title: ClassVar[str] = "fedpress error"
+    default_hint: ClassVar[str] = ""
+
+    def __init__(self, detail: str = "", *, hint: str = "", **members: Any) -> None:
+        super().__init__(detail or self.title)
+        self.detail = detail or self.title
+        self.hint = hint or self.default_hint
+        self.members = members
+
+    def __str__(self) -> str:
+        return f"{self.detail} ({self.hint})" if self.hint else self.detail
+
+    def to_problem(self) -> dict[str, Any]:
+        """The RFC 9457 object that travels."""
+        problem: dict[str, Any] = {
+            "type": PROBLEM_PREFIX + self.slug,
+            "title": self.title,
+            "status": self.status,
+            "detail": self.detail,
+        }
+        if self.hint:
+            problem["hint"] = self.hint
+        return problem | self.members
+
+    @staticmethod
+    def from_problem(problem: Mapping[str, Any], status: int = 500) -> FedpressError:
+        """The error that `problem` describes; an unknown type gives the nearest by its status."""
+        slug = str(problem.get("type", "")).removeprefix(PROBLEM_PREFIX)
+        cls = _by_slug().get(slug) or _nearest(int(problem.get("status", status)))
+        members = {
+            str(key): value
+            for key, value in problem.items()
+            if key not in {"type", "title", "status", "detail", "hint", "instance"}
+        }
+        error = cls(str(problem.get("detail", "")), hint=str(problem.get("hint", "")))
+        error.members = members
+        return error
+
+
+class ConfigurationError(FedpressError):
+    slug, status, title = "configuration", 422, "The configuration cannot work"
+
+
+class IncompatiblePlan(ConfigurationError):
+    slug, title = "incompatible-plan", "The parts of the plan cannot work together"
+
+
+class MissingExtra(ConfigurationError):
+    slug, title = "missing-extra", "An optional dependency is not installed"
+
+
+class InvalidUpdate(FedpressError):
+    slug, status, title = "invalid-update", 422, "The update is not one the plan admits"
+
+
+class DecodingError(InvalidUpdate):
+    slug, title = "malformed-update", "The update's bytes do not follow the plan"
+
+
+def error_classes() -> Iterator[type[FedpressError]]:
+    """Every class of the family, parents first."""
+
+    def below(cls: type[FedpressError]) -> Iterator[type[FedpressError]]:
+        yield cls
+        for child in cls.__subclasses__():
+            yield from below(child)
+
+    return below(FedpressError)
+
+
+def _by_slug() -> dict[str, type[FedpressError]]:
+    return {cls.slug: cls for cls in error_classes() if "slug" in vars(cls)}
+
+
+def _nearest(status: int) -> type[FedpressError]:
+    for cls in error_classes():
+        if cls is not FedpressError and "status" in vars(cls) and cls.status == status:
+            return cls
+    slug = "malformed-request" if 400 <= status < 500 else "server-error"
+    return _by_slug().get(slug, FedpressError)

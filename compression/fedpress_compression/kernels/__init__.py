@@ -1,0 +1,72 @@
+"""The inner loops of coding and compression, in numpy or, where numba is there, compiled.
+
+    from fedpress_compression import kernels
+    kernels.largest(vector, k)
+
+Both give the same results, bit for bit. FEDPRESS_KERNELS=numpy or =numba forces one of them; that
+is settled when this module is imported, but numba itself is imported by the first kernel that runs.
+A kernel trusts its arguments: what comes off a wire is checked by its caller or by the kernel, as
+its docstring says.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any
+
+from fedpress_compression.errors import ConfigurationError, MissingExtra
+from fedpress_compression.kernels import reference
+
+if TYPE_CHECKING:
+    from fedpress_compression.kernels.reference import *  # noqa: F403
+
+__all__ = ["CHOSEN", "limit_threads", "warm_up"]
+__all__ += reference.__all__
+
+_MODULES = {"numpy": "reference", "numba": "compiled"}
+
+
+def choose(asked: str, installed: bool, byte_order: str = sys.byteorder) -> str:
+    """numpy or numba: what was `asked` for, or else numba where it can be.
+
+    Raises MissingExtra for numba where it is not installed, ConfigurationError for anything else.
+    """
+    if asked not in ("", *_MODULES):
+        raise ConfigurationError(f"FEDPRESS_KERNELS is {asked!r}; it may be numpy or numba")
+    if asked == "numba" and not installed:
+        raise MissingExtra(
+            "FEDPRESS_KERNELS=numba, but numba is not installed", hint="pip install fedpress[fast]"
+        )
+    # The compiled kernels read words of little-endian memory.
+    return asked or ("numba" if installed and byte_order == "little" else "numpy")
+
+
+CHOSEN = choose(os.environ.get("FEDPRESS_KERNELS", ""), find_spec("numba") is not None)
+"""Which kernels run here: numpy or numba."""
+
+
+def limit_threads(most: int) -> int:
+    """Use at most so many threads for a call from now on; returns what the limit was, which
+    FEDPRESS_THREADS sets at first. Compiled kernels alone use more than one."""
+    from fedpress_compression.kernels import workers
+
+    return workers.limit_threads(most)
+
+
+def warm_up() -> None:
+    """Compile every kernel and fill numba's cache; with numpy kernels, nothing worth mention."""
+    from fedpress_compression.kernels import warming
+
+    warming.warm_up()
+
+
+def __getattr__(name: str) -> Any:
+    """A kernel, on first use; from then on it is an attribute like any other."""
+    if name.startswith("_") or name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    module = importlib.import_module(f"{__name__}.{_MODULES[CHOSEN]}")
+    found = globals()[name] = getattr(module, name)
+    return found

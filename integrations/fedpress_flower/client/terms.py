@@ -1,0 +1,145 @@
+"""What a training message asks of a client, and what its reply says."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+from flwr.app import ArrayRecord, Context, Message, RecordDict
+
+from fedpress_compression.tensors import ModelSpec, Vector
+from fedpress_flower import envelope
+from fedpress_flower.client.account import PARTITION
+from fedpress_protocols.errors import FedpressError, IncompatiblePlan, InvalidUpdate
+from fedpress_protocols.messages import Assignment, Receipt
+from fedpress_protocols.plan import RoundPlan, parsed
+
+
+@dataclass(frozen=True)
+class Terms:
+    """What a message asks, and the model [spec.size] that it carries."""
+
+    assignment: Assignment
+    receipts: tuple[Receipt, ...]
+    arrays: str
+    weight: str
+    spec: ModelSpec
+    model: Vector
+    previous: Vector | None
+    drift: Vector | None
+
+    @classmethod
+    def of(cls, message: Message) -> Terms:
+        """Raises IncompatiblePlan or ConfigurationError if message and plan do not fit."""
+        record = message.content[envelope.RECORD]
+        plan = _plan(str(record[envelope.PLAN]))
+        if plan.profiles[0].learning_rate_factor != 1:
+            raise IncompatiblePlan(
+                "the profile corrects the learning rate, which a Flower app sets for itself",
+                hint="leave learning_rate_factor out, and say the rate in the run's configuration",
+            )
+        assignment = Assignment(
+            assignment=str(record[envelope.ASSIGNMENT]),
+            client_id=str(record[envelope.CLIENT]),
+            plan=plan,
+            profile=plan.profiles[0].name,
+        )
+        name = str(record[envelope.ARRAYS])
+        records = message.content.array_records
+        arrays = {key: array.numpy() for key, array in records[name].items()}
+        spec = envelope.spec_of(arrays)
+        model = spec.flatten(arrays)
+        known = {}
+        for what in ("previous", "drift"):
+            named = envelope.model_record(what)
+            if named in records:
+                earlier = {key: array.numpy() for key, array in records[named].items()}
+                known[what] = model - spec.flatten(earlier)
+        receipts: list[Any] = [record.get(envelope.RECEIPT)]
+        receipts += list(record.get(envelope.RECEIPTS, []))
+        return cls(
+            assignment,
+            tuple(parsed(Receipt, str(each)) for each in receipts if each is not None),
+            name,
+            str(record[envelope.WEIGHT]),
+            spec,
+            model,
+            known.get("previous"),
+            known.get("drift"),
+        )
+
+
+@lru_cache(maxsize=4)
+def _plan(text: str) -> RoundPlan:
+    """Clients in one process share a round's plan, and parsing it costs more than the rest."""
+    return RoundPlan.from_json(text)
+
+
+def own_seed(context: Context, seed: int) -> int:
+    """The seed of this client in a run of `seed`."""
+    return envelope.client_seed(seed, int(context.node_config.get(PARTITION, context.node_id)))
+
+
+def without_ours(content: RecordDict) -> RecordDict:
+    """What an app is to see of a message: all but what our two ends say to each other."""
+    return RecordDict(
+        {n: each for n, each in content.items() if n.partition(".")[0] != envelope.RECORD}
+    )
+
+
+def model_in(reply: Message, terms: Terms) -> tuple[str, ArrayRecord]:
+    """The name and record of the reply's model: as it was sent, or the only one."""
+    records = reply.content.array_records
+    if terms.arrays in records:
+        return terms.arrays, records[terms.arrays]
+    if len(records) != 1:
+        raise InvalidUpdate(
+            f"the reply holds {len(records)} array records, none of them named {terms.arrays!r}",
+            hint="reply with the trained model under the name that it came by",
+        )
+    return next(iter(records.items()))
+
+
+def update_of(arrays: ArrayRecord, terms: Terms) -> Vector:
+    """New values less old [spec.size]; raises InvalidUpdate for other tensors."""
+    found = {name: array.numpy() for name, array in arrays.items()}
+    try:
+        spec = envelope.spec_of(found)
+        trained = terms.spec.flatten(found)
+    except FedpressError as exc:
+        raise InvalidUpdate(f"the reply's model: {exc.detail}") from exc
+    names = {tensor.name for tensor in spec.trained} ^ {t.name for t in terms.spec.trained}
+    if names:
+        raise InvalidUpdate(f"the reply's model has other tensors: {', '.join(sorted(names))}")
+    with np.errstate(over="ignore", invalid="ignore"):  # prepare refuses what comes of it
+        return trained - terms.model
+
+
+def examples_of(reply: Message, terms: Terms) -> int:
+    value = metrics_of(reply).get(terms.weight)
+    if not isinstance(value, int | float) or not 0 < value < 2**32:
+        raise InvalidUpdate(
+            f"the reply's {terms.weight!r} is {value!r} where a positive number is due",
+            hint=f"put {terms.weight!r} into the reply's metric record",
+        )
+    return max(1, round(value))
+
+
+def report_of(reply: Message, terms: Terms) -> dict[str, float]:
+    metrics = metrics_of(reply)
+    found = {}
+    for name in terms.assignment.plan.report:
+        value = metrics.get(name)
+        if not isinstance(value, int | float):
+            raise InvalidUpdate(
+                f"the strategy needs {name!r}, and the reply's metric record has none",
+                hint=f"put {name!r} into it",
+            )
+        found[name] = float(value)
+    return found
+
+
+def metrics_of(reply: Message) -> dict[str, Any]:
+    return {k: v for record in reply.content.metric_records.values() for k, v in record.items()}

@@ -1,0 +1,298 @@
+"""A Flower strategy around any of Flower's, or of one of ours, whose clients upload compressed.
+
+    strategy = FedpressStrategy(FedAvg(fraction_train=0.1), Plan(ErrorFeedback(TopK(0.01))))
+    strategy.start(grid, initial_arrays, num_rounds=20)
+
+What the inner strategy sends gains the round's plan and, for a client whose last upload has had its
+fate, the receipt; what comes back is decoded as it arrives. A strategy of Flower's is then given
+whole models, as if nothing had been compressed. One of ours folds as our server does, in int64
+fixed point, in memory that does not grow with the cohort.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from typing import Any, cast
+
+from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
+from flwr.serverapp import Grid
+from flwr.serverapp.strategy import Bulyan, FedAvg, FedMedian, FedTrimmedAvg
+from flwr.serverapp.strategy import Strategy as FlowerStrategy
+from flwr.serverapp.strategy.strategy_utils import aggregate_metricrecords
+
+from fedpress_compression.tensors import ModelSpec, Vector
+from fedpress_flower import envelope
+from fedpress_flower.server.arrays import model_of, num_bytes, record_of, retyped
+from fedpress_flower.server.downlink import Downlink
+from fedpress_flower.server.plan import (
+    ANOTHER,
+    NO_ANSWER,
+    NOT_THE_MEAN,
+    Plan,
+    RoundReport,
+    needs_plain_mean,
+)
+from fedpress_flower.server.uploads import Uploads, asked_in
+from fedpress_flower.server.wrapping import Wrapping, innermost, with_figures
+from fedpress_protocols.errors import IncompatiblePlan
+from fedpress_protocols.messages import DownlinkTerms, Receipt
+from fedpress_strategies.robust import common_support
+from fedpress_strategies.strategy import Strategy
+
+DOWNLOAD_BYTES = "fedpress-download-bytes"
+_COORDINATEWISE = (FedMedian, FedTrimmedAvg, Bulyan)
+_log = logging.getLogger(__name__)
+
+
+class FedpressStrategy(Wrapping):
+    """`inner` chooses clients and configures them; if it is one of ours, an instance of FedAvg made
+    with `sampling` (fraction_train, min_train_nodes, weighted_by_key, ...) does.
+
+    A client that fails, answers with NaN, other tensors or nothing, is in the round's report with
+    the reason, and the round goes on without it. To a strategy of Flower's it is one that failed:
+    those for differential privacy then skip the round, as their noise is for all who were asked.
+
+    With a `downlink` models go down coded, to train and to evaluate: what clients get lies on a
+    grid, as near to the strategy's own parameters as the terms allow, and the rest waits for later
+    rounds. `Result.arrays` is the model that clients have. Clients run `compression_mod` around
+    both functions; one that does not is sent the arrays, after a failure at first.
+
+    Every round adds fedpress-upload-bytes, fedpress-download-bytes, fedpress-nmse,
+    fedpress-included and fedpress-dropped to Flower's metrics of training, and
+    fedpress-download-bytes to those of evaluation; `reports` has all of it.
+    """
+
+    def __init__(
+        self,
+        inner: FlowerStrategy | Strategy,
+        plan: Plan,
+        *,
+        downlink: DownlinkTerms | None = None,
+        **sampling: Any,
+    ) -> None:
+        super().__init__(inner, plan, sampling)
+        takes_the_mean = type(self.inner).aggregate_train is FedAvg.aggregate_train
+        if needs_plain_mean(plan) and (not takes_the_mean or downlink is not None):
+            raise IncompatiblePlan(NOT_THE_MEAN, hint=ANOTHER)
+        self._downlink = None if downlink is None else Downlink(downlink, plan.task)
+        self._downloads = Counter[str]()
+        needed = getattr(innermost(self.inner), "train_loss_key", None)
+        self._needed = frozenset() if needed is None else frozenset({str(needed)})
+        self._open: Uploads | None = None
+        self._receipts: dict[int, Receipt] = {}
+        self._asks: dict[int, tuple[str, ...]] = {}
+        """By node: assignments of nodes that it was before, whose receipts it lacks."""
+
+    def summary(self) -> None:
+        _log.info("compressed by %s", self.plan.compressor)
+        self.inner.summary()
+
+    def configure_train(
+        self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
+    ) -> Iterable[Message]:
+        published = arrays if self._downlink is None else self._downlink.published(arrays)
+        own = arrays if self._downlink is None else self._downlink.own
+        messages = self._asked(server_round, own, config, grid)
+        self._open = None
+        if not messages:
+            return messages
+        report = () if self._ours is None else self._ours.strategy.report
+        here = Uploads.opened(
+            self.plan, server_round, published, messages, self._models, report=report
+        )
+        here.needed = self._needed
+        if self._downlink is not None:
+            here.own = model_of(own).parameters
+        if isinstance(innermost(self.inner), _COORDINATEWISE):
+            common_support(here.plan, here.public)  # refuses coordinates that clients choose
+        here.fold = None if self._ours is None else self._ours.begun(here)
+        beside = self._vectors_beside(here)
+        self._open = here
+        for message in messages:
+            node = message.metadata.dst_node_id
+            record = here.record(node, self._receipts.get(node), self._weight)
+            if asks := self._asks.get(node):
+                record[envelope.RECEIPTS] = [self._answered(node, each) for each in asks]
+            message.content = RecordDict(
+                {**message.content, here.key: published, envelope.RECORD: record}
+            )
+        self._send(messages, here.key, beside, here.model.spec)
+        return messages
+
+    def configure_evaluate(
+        self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
+    ) -> Iterable[Message]:
+        published = arrays if self._downlink is None else self._downlink.published(arrays)
+        messages = list(super().configure_evaluate(server_round, published, config, grid))
+        self._downloads.clear()
+        keys = {key for message in messages for key in message.content.array_records}
+        if len(keys) == 1:
+            self._send(messages, keys.pop(), {}, model_of(published).spec)
+        return messages
+
+    def aggregate_evaluate(
+        self, server_round: int, replies: Iterable[Message]
+    ) -> MetricRecord | None:
+        answers = list(replies)
+        for reply in answers:
+            if reply.has_content() and envelope.RECORD in reply.content:
+                content = {n: each for n, each in reply.content.items() if n != envelope.RECORD}
+                reply.content = RecordDict(content)
+        metrics = super().aggregate_evaluate(server_round, answers)
+        if metrics is not None and self._downloads:
+            metrics = MetricRecord({**metrics, DOWNLOAD_BYTES: self._downloads["all"]})
+        return metrics
+
+    def _send(
+        self, messages: list[Message], key: str, beside: Mapping[str, Vector], spec: ModelSpec
+    ) -> None:
+        """Give the messages the models `beside`, code what goes down, and count it."""
+        self._downloads.clear()
+        if self._downlink is not None:
+            self._downlink.send(messages, key, beside)
+        else:
+            records = {name: record_of(vector, spec) for name, vector in beside.items()}
+            for message in messages:
+                message.content = RecordDict({**message.content, **records})
+        self._count(messages)
+
+    def _count(self, messages: Iterable[Message]) -> None:
+        for message in messages:
+            for record in message.content.array_records.values():
+                size = num_bytes(record)
+                self._downloads["all"] += size
+                if (
+                    envelope.MODEL in record
+                    and record[envelope.MODEL].stype == envelope.MODEL_STYPE
+                ):
+                    self._downloads["coded"] += size
+                    if envelope.BASE in cast(ConfigRecord, message.content[envelope.RECORD]):
+                        self._downloads["difference"] += size
+
+    def _again(self, reply: Message) -> Message | None:
+        message = None if self._downlink is None else self._downlink.again(reply)
+        if message is not None:
+            self._count([message])
+        return message
+
+    def aggregate_train(
+        self, server_round: int, replies: Iterable[Message]
+    ) -> tuple[ArrayRecord | None, MetricRecord | None]:
+        here, self._open = self._open, None
+        if here is None:
+            return self.inner.aggregate_train(server_round, list(replies))
+        for reply in replies:
+            here.take(reply, self._weight)
+            asks = () if reply.has_error() else asked_in(reply, server_round)
+            self._asks[reply.metadata.src_node_id] = asks
+        here.drop_the_odd()
+        included = sorted(here.taken)
+        if len(included) < self.plan.minimum:
+            for node in included:
+                here.drop(node, f"only {len(included)} of at least {self.plan.minimum} answered")
+            included = []
+        if here.fold is not None:
+            arrays = here.fold.result() if included else None
+            metrics = self._mean_metrics(here.metrics_of_all()) if included else None
+        else:
+            arrays, metrics = self.inner.aggregate_train(server_round, here.answers())
+            arrays = None if arrays is None else retyped(arrays, here.arrays)
+        if self._downlink is not None and arrays is not None:
+            arrays = self._downlink.step(arrays)
+        metrics = self._with_means_of_some(here, metrics)
+        report = self._closed(here, included, arrays)
+        return arrays, with_figures(metrics, report)
+
+    def _answered(self, node: int, assignment: str) -> str:
+        """What became of the upload of an assignment, as a receipt (JSON) for `node`."""
+        number, before = (int(each) for each in assignment.split("-"))
+        receipt = self._receipts.get(before)
+        if receipt is None or receipt.assignment != assignment:
+            receipt = Receipt(
+                assignment=assignment,
+                client_id=str(before),
+                task=self.plan.task,
+                round=number,
+                attempt=1,
+                outcome="not-included",
+                reason="missed-deadline",
+                upload=None,
+                model=None,
+                issued_at=0,
+            )
+        return receipt.model_copy(update={"client_id": str(node)}).model_dump_json()
+
+    def _with_means_of_some(
+        self, here: Uploads, metrics: MetricRecord | None
+    ) -> MetricRecord | None:
+        """`metrics` with the means of those that some left out, over the clients that have them;
+        without them if the metrics are averaged by a function of the user's own."""
+        for node, names in here.left_out.items():
+            _log.warning(
+                "round %d: node %d measured %s that is NaN or infinite; that is left out of the "
+                "round's mean, its update is kept",
+                here.plan.round,
+                node,
+                ", ".join(names),
+            )
+        average = getattr(innermost(self.inner), "train_metrics_aggr_fn", None)
+        if metrics is None or average is not aggregate_metricrecords:
+            return metrics
+        for records in here.metrics_of_some(self._weight).values():
+            if records:
+                metrics = MetricRecord({**metrics, **(self._mean_metrics(records) or {})})
+        return metrics
+
+    def _mean_metrics(self, found: list[MetricRecord]) -> MetricRecord:
+        records = [RecordDict({"metrics": metrics}) for metrics in found]
+        average = innermost(self.inner).train_metrics_aggr_fn
+        mean: MetricRecord = average(records, self._weight)
+        return mean
+
+    def _closed(
+        self, here: Uploads, included: list[int], arrays: ArrayRecord | None
+    ) -> RoundReport:
+        """Settle with everybody who answered, and tell how the round went."""
+        after = here.model.digest if arrays is None else model_of(arrays).digest
+        if arrays is None:
+            for node in included:
+                here.drop(node, "the strategy made no model of this round")
+            included = []
+        for node, (assignment, digest) in here.bodies.items():
+            is_in = node in here.taken
+            self._receipts[node] = Receipt(
+                assignment=assignment,
+                client_id=str(node),
+                task=here.plan.task,
+                round=here.plan.round,
+                attempt=here.plan.attempt,
+                outcome="included" if is_in else "not-included",
+                reason="included" if is_in else "declined",
+                upload=digest if is_in else None,
+                model=after if is_in else None,
+                issued_at=0,
+            )
+        for node in here.asked:
+            if node not in here.taken and node not in here.dropped:
+                here.drop(node, NO_ANSWER)
+        errors = [here.taken[node].error for node in included]
+        errors = [error for error in errors if math.isfinite(error)]
+        report = RoundReport(
+            round=here.plan.round,
+            asked=tuple(sorted(here.asked)),
+            included=tuple(included),
+            dropped=dict(sorted(here.dropped.items())),
+            upload_bytes=here.upload_bytes,
+            nmse=math.fsum(errors) / len(errors) if errors else math.nan,
+            num_examples=sum(here.taken[node].examples for node in included),
+            model=after,
+            download_bytes=self._downloads["all"],
+            coded_download_bytes=self._downloads["coded"],
+            difference_download_bytes=self._downloads["difference"],
+            left_out=here.left_out,
+        )
+        self._tell(report)
+        return report

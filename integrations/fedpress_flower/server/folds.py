@@ -1,0 +1,140 @@
+"""A strategy of ours in Flower's rounds: uploads to int64 sums, the sum to the next model."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import cast
+
+import numpy as np
+from flwr.app import ArrayRecord
+
+from fedpress_compression.decode_add import decode_add
+from fedpress_compression.fixed_point import FixedPoint
+from fedpress_compression.tensors import Vector
+from fedpress_compression.update import Update
+from fedpress_flower.server.arrays import moved
+from fedpress_flower.server.plan import ANOTHER, NOT_THE_MEAN, PROFILE, Plan, needs_plain_mean
+from fedpress_flower.server.rounds import Round
+from fedpress_flower.server.uploads import Taken, Uploads
+from fedpress_protocols.errors import IncompatiblePlan
+from fedpress_protocols.plan import MaskingTerms
+from fedpress_protocols.upload import Upload
+from fedpress_strategies.staleness import DiscountedMean
+from fedpress_strategies.strategy import (
+    Delta,
+    FoldSpace,
+    OptimizerState,
+    Strategy,
+    Tally,
+    UniformMean,
+    WeightedMean,
+)
+
+_SMALLEST = FixedPoint(0, 1.0, 1)
+
+
+class Fold:
+    """A strategy of ours, with its optimizer's state from round to round."""
+
+    def __init__(self, strategy: Strategy, plan: Plan) -> None:
+        terms = strategy.client_terms
+        asked = sorted({*terms.of_trainer, *(("normalise",) if terms.normalise else ())})
+        if asked or terms.personal:
+            raise IncompatiblePlan(
+                f"the strategy asks of its clients {', '.join(asked) or 'personal layers'}, which "
+                "no Flower app knows of",
+                hint="use Flower's own (FedProx), or run fedpress's server",
+            )
+        if strategy.symbol_aggregator is not None:
+            raise IncompatiblePlan("a strategy that sums symbols runs on fedpress's server alone")
+        if isinstance(strategy.aggregator(1, _SMALLEST), DiscountedMean):
+            raise IncompatiblePlan(
+                "the strategy counts uploads by how old their models are, and in Flower's rounds "
+                "all are new",
+                hint="choose fedavg or fedavgm, or give fedpress's server an asynchronous task",
+            )
+        if needs_plain_mean(plan) and not (
+            strategy.aggregator is WeightedMean and getattr(strategy.optimizer, "is_plain", False)
+        ):
+            raise IncompatiblePlan(NOT_THE_MEAN, hint=ANOTHER)
+        self.strategy = strategy
+        self.state: OptimizerState | None = None
+        self.master: Vector | None = None
+        """The parameters in float32; the model's arrays may hold less."""
+
+    def begun(self, here: Uploads) -> StreamedFold:
+        if here.own is not None:
+            self.master = here.own
+        return StreamedFold(self, here)
+
+    def check_masked(self, masking: MaskingTerms) -> None:
+        """Raises IncompatiblePlan unless the strategy needs no more than a sum of the updates."""
+        if self.strategy.planned_aggregator is not None or not self.strategy.linear:
+            raise IncompatiblePlan(
+                "the strategy looks at updates one by one, and masking leaves nothing but their "
+                "sum",
+                hint="choose a strategy that takes the mean of the updates, such as fedavgm",
+            )
+        if masking.max_weight and self.strategy.aggregator is UniformMean:
+            raise IncompatiblePlan(
+                "the strategy counts all clients the same, and max_weight counts them by their "
+                "examples; leave max_weight out"
+            )
+
+    def applied(self, here: Round, delta: Delta, tally: Tally) -> ArrayRecord:
+        """The next model, by the round's update [size]."""
+        spec = here.model.spec
+        before = here.model.parameters if self.master is None else self.master
+        optimizer = self.strategy.optimizer
+        state = optimizer.init(before) if self.state is None else self.state
+        after, self.state = optimizer.apply(before, delta, state, replace(tally, spec=spec))
+        self.master = after if any(t.dtype != "float32" for t in spec.trained) else None
+        return moved(here.arrays, spec, after)
+
+
+class StreamedFold:
+    """One round's fold. A plain mean takes uploads in as they come; what might depend on their
+    order waits, in few bytes, for the order of nodes."""
+
+    def __init__(self, fold: Fold, here: Uploads) -> None:
+        self._fold, self._here, strategy = fold, here, fold.strategy
+        bounds = here.plan.sum_bounds()
+        if strategy.planned_aggregator is not None:
+            self._sums = strategy.planned_aggregator(here.plan, here.public, FoldSpace())
+        else:
+            self._sums = strategy.aggregator(here.model.spec.size, bounds)
+        self._is_mean = type(self._sums) in (WeightedMean, UniformMean)
+        self._waiting: dict[int, bytes] = {}
+
+    def add(self, update: Update, found: Taken) -> None:
+        """Raises InvalidUpdate, and then nothing was added."""
+        self._sums.add(update, found.examples, found.report)
+
+    def add_body(self, node: int, body: bytes, found: Taken) -> None:
+        """Add what `body` stands for, or keep it; raises InvalidUpdate, and then neither was done.
+        `found` is told what the upload weighs and reports."""
+        here = self._here
+        if not self._is_mean:
+            here.updated(here.read(body, found))
+            self._waiting[node] = body
+            return
+        mean, names = cast(WeightedMean, self._sums), here.plan.report
+        examples, told, symbols = Upload.find(body, here.layouts, 0, here.contexts, names)
+        here.weigh(found, examples, told)
+        compressor = here.plan.compressor(PROFILE)
+        with np.errstate(over="ignore", invalid="ignore"):  # as in `updated`
+            decode_add(symbols, compressor, here.public, mean.sums, mean.weight_of(examples))
+
+    def result(self) -> ArrayRecord:
+        """The next model."""
+        here = self._here
+        for node in sorted(self._waiting):
+            found = here.taken[node]
+            self.add(here.updated(here.read(self._waiting[node], found)), found)
+        taken = [here.taken[node] for node in sorted(here.taken)]
+        total = sum(found.examples for found in taken)
+        means = {
+            name: sum(found.examples * found.report[name] for found in taken) / max(total, 1)
+            for name in here.plan.report
+        }
+        return self._fold.applied(here, self._sums.result(), Tally(len(taken), means))

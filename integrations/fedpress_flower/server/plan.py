@@ -1,0 +1,82 @@
+"""What a user of the strategies says, and what they tell of a round."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from fedpress_compression.compressor import Compressor
+from fedpress_compression.compressors.error_feedback import check_feedback
+from fedpress_protocols.errors import IncompatiblePlan
+
+PROFILE = "flower"
+NO_ANSWER = "no answer"
+"""Why a client is dropped of which nothing came."""
+NOT_THE_MEAN = "the compressor counts on a model that moves by the very mean of the updates"
+ANOTHER = "choose fedavg with its defaults, or another compressor"
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What every round's plan is made of; the fields are those of `TaskConfig`.
+
+    A round to which fewer than `minimum` uploads come leaves the model as it is. With a `seed` the
+    cohort of a round depends on the seed, the round and the nodes alone, and so does the plan's
+    public randomness.
+    """
+
+    compressor: Compressor[Any]
+    task: str = "flower"
+    minimum: int = 1
+    max_abs: float = 256.0
+    max_examples: int = 65536
+    seed: int | None = None
+
+    def __post_init__(self) -> None:
+        check_feedback(self.compressor)
+        unknown = sorted(self.compressor.needs - {"previous", "drift"})
+        if unknown:
+            raise IncompatiblePlan(
+                f"the compressor reads {', '.join(unknown)}, which Flower's messages do not carry",
+                hint="choose another, or run fedpress's own server",
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class RoundReport:
+    """What became of one round of training. `asked` and `included` name nodes, `dropped` says why
+    the others are not included. `upload_bytes` are those of all bodies that came, and of models
+    that came uncompressed; `nmse` is the mean over the uploads included, NaN if there are none, or
+    if they were masked; `model` is the digest of the model after the round. `download_bytes` are
+    those of all models in the round's messages to train; of these `coded_download_bytes` were
+    coded, and `difference_download_bytes` as the difference to a model that the client holds.
+    `left_out` names by node the metrics that were NaN or infinite; its update was taken in.
+
+    Of a masked round: `session_up_bytes` and `session_down_bytes` are those of the session's
+    messages, bodies not among them; `silent` tells by step how many of those who were asked did not
+    answer; `faults` what included clients did wrong once their bodies were in; `abandoned` why
+    there was no sum.
+    """
+
+    round: int
+    asked: tuple[int, ...]
+    included: tuple[int, ...]
+    dropped: Mapping[int, str]
+    upload_bytes: int
+    nmse: float
+    num_examples: int
+    model: str
+    download_bytes: int = 0
+    coded_download_bytes: int = 0
+    difference_download_bytes: int = 0
+    left_out: Mapping[int, tuple[str, ...]] = field(default_factory=dict)
+    session_up_bytes: int = 0
+    session_down_bytes: int = 0
+    silent: Mapping[str, int] = field(default_factory=dict)
+    faults: Mapping[int, str] = field(default_factory=dict)
+    abandoned: str = ""
+
+
+def needs_plain_mean(plan: Plan) -> bool:
+    return bool(getattr(plan.compressor, "needs_plain_mean", False))

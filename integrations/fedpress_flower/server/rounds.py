@@ -1,0 +1,133 @@
+"""A round under way, whatever its lane: the plan, the model that went out, who was asked."""
+
+from __future__ import annotations
+
+import hashlib
+import secrets
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Self
+
+import numpy.typing as npt
+from flwr.app import ArrayRecord, ConfigRecord, Message
+from pydantic import ValidationError
+
+from fedpress_compression.compressor import Public
+from fedpress_compression.fixed_point import FixedPoint
+from fedpress_compression.tensors import Vector
+from fedpress_flower import envelope
+from fedpress_flower.server.plan import PROFILE, Plan
+from fedpress_protocols.errors import ConfigurationError, IncompatiblePlan
+from fedpress_protocols.faults import explained
+from fedpress_protocols.messages import Receipt
+from fedpress_protocols.model import Model
+from fedpress_protocols.plan import (
+    CohortRules,
+    FixedPointTerms,
+    MaskingTerms,
+    Profile,
+    RoundPlan,
+)
+
+
+@dataclass
+class Round:
+    """A round under way: its plan, the model that went out, and whom it has lost so far."""
+
+    plan: RoundPlan
+    model: Model
+    arrays: Mapping[str, npt.NDArray[Any]]
+    key: str
+    asked: Mapping[int, Message]
+    public: Public
+    dropped: dict[int, str] = field(default_factory=dict)
+    upload_bytes: int = 0
+
+    def __post_init__(self) -> None:
+        self._text = self.plan.to_json()
+
+    @classmethod
+    def opened(
+        cls,
+        terms: Plan,
+        number: int,
+        arrays: ArrayRecord,
+        messages: list[Message],
+        models: tuple[Vector, Vector] | None,
+        *,
+        report: tuple[str, ...] = (),
+        masking: MaskingTerms | None = None,
+    ) -> Self:
+        """`models` are the first and the one before. Raises ConfigurationError for a model or
+        messages that this cannot work with."""
+        found = {name: array.numpy() for name, array in arrays.items()}
+        model = envelope.model_of(found)
+        names = list(messages[0].content.array_records)
+        if len(names) != 1:
+            raise ConfigurationError(
+                f"messages with {len(names)} array records, where one is the model"
+            )
+        bounds = FixedPoint.widest(
+            max_abs=terms.max_abs, max_weight=terms.max_examples * len(messages)
+        )
+        needs, here = terms.compressor.needs, model.digest
+        if masking is not None:
+            needs = needs | {"previous"}
+        first, before = models if models is not None else (model.parameters, model.parameters)
+        seed = f"fedpress public seed v1|{terms.seed}|{terms.task}|{number}|1"
+        if terms.seed is None:
+            seed = secrets.token_hex(32)
+        try:
+            plan = RoundPlan(
+                task=terms.task,
+                round=number,
+                attempt=1,
+                model=here,
+                spec=model.spec.digest,
+                profiles=(Profile(name=PROFILE, compressor=terms.compressor),),
+                lane="clear" if masking is None else "masked",
+                masking=masking,
+                report=report,
+                cohort=CohortRules(size=len(messages), minimum=min(terms.minimum, len(messages))),
+                deadline=0.0,
+                fixed_point=FixedPointTerms(
+                    scale_bits=bounds.scale_bits,
+                    max_abs=terms.max_abs,
+                    max_examples=terms.max_examples,
+                ),
+                previous_model=here if "previous" in needs else None,
+                first_model=here if "drift" in needs else None,
+                public_seed=hashlib.sha256(seed.encode()).hexdigest(),
+            )
+        except ValidationError as exc:
+            raise IncompatiblePlan(explained(exc)) from exc
+        public = plan.public(
+            model.spec,
+            previous=model.parameters - before if "previous" in needs else None,
+            drift=model.parameters - first if "drift" in needs else None,
+        )
+        asked = {message.metadata.dst_node_id: message for message in messages}
+        return cls(plan, model, found, names[0], asked, public)
+
+    def beside(self, first: Vector, before: Vector) -> dict[str, Vector]:
+        """The models [spec.size] that the compressor reads, by the names of their records."""
+        return {
+            envelope.model_record(what): vector
+            for what, vector in (("previous", before), ("drift", first))
+            if what in self.plan.needs
+        }
+
+    def record(self, node: int, receipt: Receipt | None, weight: str) -> ConfigRecord:
+        fields: dict[str, Any] = {
+            envelope.PLAN: self._text,
+            envelope.ASSIGNMENT: f"{self.plan.round}-{node}",
+            envelope.CLIENT: str(node),
+            envelope.ARRAYS: self.key,
+            envelope.WEIGHT: weight,
+        }
+        if receipt is not None:
+            fields[envelope.RECEIPT] = receipt.model_dump_json()
+        return ConfigRecord(fields)
+
+    def drop(self, node: int, reason: str) -> None:
+        self.dropped[node] = reason

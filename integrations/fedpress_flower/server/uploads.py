@@ -1,0 +1,257 @@
+"""The uploads of a round of the clear lane, decoded as they arrive; what will not do is dropped."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import re
+from collections import Counter
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol, cast
+
+import numpy as np
+from flwr.app import ArrayRecord, Error, Message, MetricRecord, RecordDict
+
+from fedpress_compression.coding.fields import Contexts, Layout
+from fedpress_compression.contexts import contexts_of
+from fedpress_compression.tensors import Vector
+from fedpress_compression.update import Update
+from fedpress_flower import envelope
+from fedpress_flower.server.arrays import moved
+from fedpress_flower.server.plan import PROFILE
+from fedpress_flower.server.rounds import Round
+from fedpress_protocols.errors import FedpressError, InvalidUpdate
+from fedpress_protocols.plan import RoundPlan
+from fedpress_protocols.upload import Upload
+
+_ASSIGNMENT = re.compile(r"[1-9][0-9]{0,9}-[0-9]{1,20}")
+_FAILED = 2
+"""Flower's code for a client app that raised."""
+
+
+@dataclass(slots=True)
+class Taken:
+    """A reply that is good: its weight, what it measured, and, for a strategy of Flower's, it."""
+
+    examples: int
+    metrics: MetricRecord
+    error: float
+    report: Mapping[str, float]
+    left_out: tuple[str, ...] = ()
+    """The metrics that were NaN or infinite, which are not in `metrics`."""
+    decoded: Message | None = None
+
+
+class Folding(Protocol):
+    """Where uploads are added up, one by one; see folds.py."""
+
+    def add(self, update: Update, found: Taken) -> None: ...
+
+    def add_body(self, node: int, body: bytes, found: Taken) -> None: ...
+
+    def result(self) -> ArrayRecord: ...
+
+
+@dataclass
+class Uploads(Round):
+    """A round whose uploads are decoded one by one."""
+
+    taken: dict[int, Taken] = field(default_factory=dict)
+    bodies: dict[int, tuple[str, str]] = field(default_factory=dict)
+    """By node: the assignment that it answered, and the body's SHA-256."""
+    own: Vector | None = None
+    """The strategy's own parameters [size], where the model is what a downlink made of them."""
+    needed: frozenset[str] = frozenset()
+    """Metrics that the strategy cannot do without."""
+    fold: Folding | None = None
+    """Where uploads are added up, if the strategy is one of ours."""
+    layouts: tuple[Layout, ...] = field(init=False)
+    contexts: Contexts = field(init=False)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.layouts = self.plan.layouts(self.model.spec)
+        self.contexts = contexts_of(self.layouts[0], self.public)
+
+    def take(self, reply: Message, weight: str) -> None:
+        """Decode one reply, and add it up if there is a fold; one that will not do is dropped.
+        Anything but the first reply of a node that was asked is passed over."""
+        node = reply.metadata.src_node_id
+        if node not in self.asked or node in self.taken or node in self.dropped:
+            return
+        if reply.has_error():
+            self.drop(node, f"failed: {(reply.error.reason or 'no reason given').strip()}")
+            return
+        try:
+            self.taken[node] = self._taken(node, reply, weight)
+        except FedpressError as exc:
+            self.drop(node, exc.detail)
+
+    def _taken(self, node: int, reply: Message, weight: str) -> Taken:
+        metrics, value, left_out = metrics_of(reply, weight, self.needed)
+        records = reply.content.array_records
+        if len(records) != 1:
+            raise InvalidUpdate(f"{len(records)} array records in the reply, where one is due")
+        name, arrays = next(iter(records.items()))
+        self.upload_bytes += sum(len(array.data) for array in arrays.values())
+        if list(arrays) != [envelope.BODY] or arrays[envelope.BODY].stype != envelope.STYPE:
+            examples = min(max(1, round(value)), self.plan.fixed_point.max_examples)
+            found = Taken(examples, metrics, 0.0, _reported(self.plan, metrics), left_out)
+            update = self._plain(arrays)
+        else:
+            own: Any = reply.content.get(envelope.RECORD, {})
+            body = arrays[envelope.BODY].data
+            if own.get(envelope.ASSIGNMENT) != f"{self.plan.round}-{node}":
+                raise InvalidUpdate(
+                    f"an upload for {own.get(envelope.ASSIGNMENT)!r}, not this round"
+                )
+            self.bodies[node] = (f"{self.plan.round}-{node}", hashlib.sha256(body).hexdigest())
+            error = own.get(envelope.ERROR)
+            error = error if isinstance(error, float) else math.nan
+            found = Taken(0, metrics, error, {}, left_out)
+            if self.fold is not None:
+                self.fold.add_body(node, body, found)
+                return found
+            update = self.updated(self.read(body, found))
+        if self.fold is not None:
+            self.fold.add(update, found)
+            return found
+        parameters = (self.model.parameters if self.own is None else self.own).copy()
+        update.add_to(parameters)
+        whole = moved(self.arrays, self.model.spec, parameters)
+        content = {key: each for key, each in reply.content.items() if key != envelope.RECORD}
+        content[name] = whole
+        found.decoded = Message(RecordDict(content), reply_to=self.asked[node])
+        return found
+
+    def read(self, body: bytes, found: Taken) -> Upload:
+        """The upload in `body`; `found` is told what it says. Raises InvalidUpdate."""
+        names = self.plan.report
+        upload = Upload.from_bytes(body, self.layouts, 0, self.contexts, names)
+        self.weigh(found, upload.num_examples, upload.report)
+        return upload
+
+    def weigh(self, found: Taken, num_examples: int, told: tuple[float, ...]) -> None:
+        """Raises InvalidUpdate for more examples than the plan allows."""
+        if num_examples > self.plan.fixed_point.max_examples:
+            raise InvalidUpdate(f"num_examples of {num_examples}, more than the plan allows")
+        found.examples = num_examples
+        found.report = dict(zip(self.plan.report, told, strict=True))
+
+    def updated(self, upload: Upload) -> Update:
+        """What an upload stands for, within the plan's bounds; raises InvalidUpdate."""
+        with np.errstate(over="ignore", invalid="ignore"):  # forged values; check refuses them
+            update = self.plan.compressor(PROFILE).decompress(upload.symbols, self.public)
+            update.check(self.plan.fixed_point.max_abs)
+        return update
+
+    def _plain(self, arrays: ArrayRecord) -> Update:
+        """Of a client without our mod: its whole model less the round's."""
+        spec = self.model.spec
+        try:
+            trained = spec.flatten({name: array.numpy() for name, array in arrays.items()})
+        except (FedpressError, TypeError, ValueError, EOFError, MemoryError) as exc:
+            raise InvalidUpdate(f"the reply's model: {exc}") from exc
+        with np.errstate(over="ignore", invalid="ignore"):
+            update = Update.from_dense(trained - self.model.parameters)
+        update.check(self.plan.fixed_point.max_abs)
+        return update
+
+    def drop_the_odd(self) -> None:
+        """Strategies of Flower's take no round in which metrics have other names here and there:
+        those of fewer clients than another set of names has are dropped."""
+        names = {
+            node: tuple(sorted({*found.metrics, *found.left_out}))
+            for node, found in self.taken.items()
+        }
+        if len(set(names.values())) > 1:
+            usual = Counter(names[node] for node in sorted(names)).most_common(1)[0][0]
+            for node in [node for node in names if names[node] != usual]:
+                if self.taken[node].decoded is not None:
+                    self.drop(node, f"measured {names[node]}, and most measured {usual}")
+
+    def drop(self, node: int, reason: str) -> None:
+        self.taken.pop(node, None)
+        self.dropped[node] = reason
+
+    @property
+    def left_out(self) -> dict[int, tuple[str, ...]]:
+        """By node: the metrics of updates taken in that were NaN or infinite."""
+        return {n: each.left_out for n, each in sorted(self.taken.items()) if each.left_out}
+
+    def metrics_of_all(self) -> list[MetricRecord]:
+        """The metrics that every client has, in the order of nodes."""
+        missing = {name for names in self.left_out.values() for name in names}
+        return [_without(self.taken[node].metrics, missing) for node in sorted(self.taken)]
+
+    def metrics_of_some(self, weight: str) -> dict[str, list[MetricRecord]]:
+        """By name: a metric that some left out, with the weight, of those that have it."""
+        missing = sorted({name for names in self.left_out.values() for name in names})
+        records = [self.taken[node].metrics for node in sorted(self.taken)]
+        return {
+            name: [MetricRecord({name: r[name], weight: r[weight]}) for r in records if name in r]
+            for name in missing
+        }
+
+    def answers(self) -> list[Message]:
+        """What a strategy of Flower's is given, in the order of nodes: metrics have the same names
+        everywhere, so that those left out by one are left out of all."""
+        found: dict[int, Message] = {}
+        for node, metrics in zip(sorted(self.taken), self.metrics_of_all(), strict=True):
+            reply = cast(Message, self.taken[node].decoded)
+            (name,) = reply.content.metric_records
+            reply.content = RecordDict({**reply.content, name: metrics})
+            found[node] = reply
+        for node, reason in self.dropped.items():
+            found[node] = Message(Error(_FAILED, reason), reply_to=self.asked[node])
+        return [found[node] for node in sorted(found)]
+
+
+def asked_in(reply: Message, last_round: int) -> tuple[str, ...]:
+    """The assignments of rounds up to the last that a reply asks about; anything else is passed
+    over."""
+    ours: Any = reply.content.get(envelope.RECORD, {})
+    asks = ours.get(envelope.ASKS, [])
+    names = asks[: envelope.MOST_ASKS] if isinstance(asks, list) else []
+    return tuple(
+        name
+        for name in names
+        if isinstance(name, str)
+        and _ASSIGNMENT.fullmatch(name)
+        and int(name.partition("-")[0]) <= last_round
+    )
+
+
+def metrics_of(
+    reply: Message, weight: str, needed: frozenset[str] = frozenset()
+) -> tuple[MetricRecord, float, tuple[str, ...]]:
+    """The reply's one metric record without what is not finite, its weight, and the names of what
+    is not. Raises InvalidUpdate if that is the weight or a metric `needed`."""
+    records = list(reply.content.metric_records.values())
+    if len(records) != 1:
+        raise InvalidUpdate(f"{len(records)} metric records in the reply, where one is due")
+    metrics = records[0]
+    found = metrics.get(weight)
+    if not isinstance(found, int | float) or not 0 < found < math.inf:
+        raise InvalidUpdate(f"{weight!r} is {found!r}, where a positive number is due")
+    left_out = tuple(name for name, value in metrics.items() if not _is_finite(value))
+    for name in left_out:
+        if name in needed:
+            raise InvalidUpdate(f"the strategy needs {name!r}, which is {metrics[name]!r}")
+    return _without(metrics, left_out), float(found), left_out
+
+
+def _is_finite(value: int | float | list[int] | list[float]) -> bool:
+    return all(math.isfinite(each) for each in (value if isinstance(value, list) else [value]))
+
+
+def _without(metrics: MetricRecord, names: Collection[str]) -> MetricRecord:
+    return MetricRecord({name: each for name, each in metrics.items() if name not in names})
+
+
+def _reported(plan: RoundPlan, metrics: MetricRecord) -> dict[str, float]:
+    missing = [name for name in plan.report if not isinstance(metrics.get(name), int | float)]
+    if missing:
+        raise InvalidUpdate(f"the strategy needs {', '.join(missing)}, which was not measured")
+    return {name: float(metrics[name]) for name in plan.report}

@@ -1,0 +1,120 @@
+"""What our strategies have in common: an inner one, seeded cohorts, reports."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord
+from flwr.serverapp import Grid
+from flwr.serverapp.strategy import FedAvg, Result
+from flwr.serverapp.strategy import Strategy as FlowerStrategy
+
+from fedpress_compression.tensors import Vector
+from fedpress_flower.server.arrays import record_of
+from fedpress_flower.server.folds import Fold
+from fedpress_flower.server.grid import Arriving, seeded
+from fedpress_flower.server.plan import Plan, RoundReport
+from fedpress_flower.server.rounds import Round
+from fedpress_protocols.errors import ConfigurationError
+from fedpress_strategies.strategy import Strategy
+
+_log = logging.getLogger(__name__)
+
+
+class Wrapping(FlowerStrategy):
+    """`inner` chooses clients and configures them; if it is one of ours, an instance of FedAvg made
+    with `sampling` does."""
+
+    def __init__(
+        self, inner: FlowerStrategy | Strategy, plan: Plan, sampling: Mapping[str, Any]
+    ) -> None:
+        self.plan = plan
+        self.reports: list[RoundReport] = []
+        self._ours: Fold | None = None
+        if isinstance(inner, Strategy):
+            self._ours = Fold(inner, plan)
+            self.inner: FlowerStrategy = FedAvg(**sampling)
+        elif sampling:
+            raise ConfigurationError(
+                f"{', '.join(sampling)}: these are for strategies of fedpress; give them to "
+                f"{type(inner).__name__}"
+            )
+        else:
+            self.inner = inner
+        self._weight = str(getattr(innermost(self.inner), "weighted_by_key", "num-examples"))
+        self._models: tuple[Vector, Vector] | None = None  # the first, and the one before
+        self._on_round: Callable[[RoundReport], None] | None = None
+
+    def start(self, grid: Grid, initial_arrays: ArrayRecord, *args: Any, **kwargs: Any) -> Result:
+        """Flower's `Strategy.start`. A grid with a method `round_closed` is told every report."""
+        self._on_round = getattr(grid, "round_closed", None)
+        return super().start(Arriving(grid, self._again), initial_arrays, *args, **kwargs)
+
+    def configure_evaluate(
+        self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
+    ) -> Iterable[Message]:
+        with seeded(self.plan.seed, server_round, "evaluate"):
+            return list(self.inner.configure_evaluate(server_round, arrays, config, grid))
+
+    def aggregate_evaluate(
+        self, server_round: int, replies: Iterable[Message]
+    ) -> MetricRecord | None:
+        ordered = sorted(replies, key=lambda reply: reply.metadata.src_node_id)
+        return self.inner.aggregate_evaluate(server_round, ordered)
+
+    def _asked(
+        self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
+    ) -> list[Message]:
+        """What the inner strategy would send to its clients."""
+        with seeded(self.plan.seed, server_round, "train"):
+            return list(self.inner.configure_train(server_round, arrays, config, grid))
+
+    def _again(self, reply: Message) -> Message | None:
+        """The message to send to a client in the place of the one that it could not read."""
+        return None
+
+    def _models_beside(self, here: Round) -> dict[str, ArrayRecord]:
+        """The records of `_vectors_beside`."""
+        return {
+            name: record_of(vector, here.model.spec)
+            for name, vector in self._vectors_beside(here).items()
+        }
+
+    def _vectors_beside(self, here: Round) -> dict[str, Vector]:
+        """The models [size] that clients need beside the round's; called once a round."""
+        first = here.model.parameters if self._models is None else self._models[0]
+        before = here.model.parameters if self._models is None else self._models[1]
+        self._models = (first, here.model.parameters)
+        return here.beside(first, before)
+
+    def _tell(self, report: RoundReport) -> None:
+        self.reports.append(report)
+        if self._on_round is not None:
+            self._on_round(report)
+        for node, reason in report.dropped.items():
+            _log.warning("round %d: node %d dropped: %s", report.round, node, reason)
+
+
+def innermost(strategy: Any) -> Any:
+    """The strategy inside the wrappers for differential privacy."""
+    while isinstance(getattr(strategy, "strategy", None), FlowerStrategy):
+        strategy = strategy.strategy
+    return strategy
+
+
+def with_figures(metrics: MetricRecord | None, report: RoundReport) -> MetricRecord:
+    """`metrics` with those of the round's report."""
+    figures: dict[str, int | float] = {
+        "fedpress-upload-bytes": report.upload_bytes,
+        "fedpress-included": len(report.included),
+        "fedpress-dropped": len(report.dropped),
+        "fedpress-download-bytes": report.download_bytes,
+    }
+    if math.isfinite(report.nmse):
+        figures["fedpress-nmse"] = report.nmse
+    if report.session_up_bytes or report.session_down_bytes:
+        figures["fedpress-session-bytes"] = report.session_up_bytes + report.session_down_bytes
+    return MetricRecord({**(metrics or {}), **figures})

@@ -1,0 +1,97 @@
+"""The golden vectors: every method decodes as it did when it was released."""
+
+from __future__ import annotations
+
+import json
+import runpy
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from fedpress_compression.coding import decode, encode
+from fedpress_compression.compressor import Public, from_config
+from fedpress_compression.randomness import PublicRandomness
+from fedpress_compression.tensors import ModelSpec, TensorSpec
+from tests.protocols.spec_compressors import METHODS, Known, decompressed
+
+SCRIPT = Path(__file__).parents[2] / "protocols" / "vectors" / "make_compressor_vectors.py"
+FOLDER = SCRIPT.parent / "compressors"
+NAMES = sorted(path.stem for path in FOLDER.glob("*.json"))
+ELEMENTWISE = {
+    *("none", "quantize", "topk", "randomk", "bernoulli", "threshold", "stc", "shared_support"),
+    *("structured", "qsgd", "sign", "terngrad", "eden", "simhash", "ecsq", "clip", "per_tensor"),
+    "dgc",
+}
+
+
+def load(name: str) -> dict[str, Any]:
+    vector: dict[str, Any] = json.loads((FOLDER / f"{name}.json").read_text())
+    return vector
+
+
+def public_of(vector: dict[str, Any]) -> Public:
+    tensors = (TensorSpec(name, tuple(shape), dtype) for name, shape, dtype in vector["spec"])
+    previous, own, basis = vector["previous"], vector.get("own"), vector.get("basis")
+    return Public(
+        ModelSpec(tuple(tensors)),
+        PublicRandomness(bytes.fromhex(vector["public_seed"])),
+        None if previous is None else np.frombuffer(bytes.fromhex(previous), "<f4"),
+        None,
+        vector.get("round", 1),
+        own=None if own is None else np.frombuffer(bytes.fromhex(own), "<f4"),
+        basis=None if basis is None else np.frombuffer(bytes.fromhex(basis), "<f4"),
+    )
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_golden_bodies_decode_to_the_same_bits(name: str) -> None:
+    vector = load(name)
+    made, public = from_config(vector["config"]), public_of(vector)
+    symbols = decode(bytes.fromhex(vector["body"]), made.layout(public.spec))
+    decoded = made.decompress(symbols, public).dense()
+    assert decoded.astype("<f4").tobytes().hex() == vector["decoded"]
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if not load(name)["drawn"]])
+def test_what_is_not_drawn_encodes_to_the_same_bytes(name: str) -> None:
+    vector = load(name)
+    made, public = from_config(vector["config"]), public_of(vector)
+    update = np.frombuffer(bytes.fromhex(vector["update"]), "<f4").astype(np.float32)
+    rng = np.random.default_rng(1)
+    symbols, _ = made.compress(update, made.init(public.spec), public, rng)
+    assert encode(symbols, made.layout(public.spec)).hex() == vector["body"]
+
+
+def test_every_elementwise_method_has_a_vector() -> None:
+    assert {load(name)["config"]["id"] for name in NAMES} >= ELEMENTWISE
+
+
+def test_the_script_writes_the_vectors_that_are_there(tmp_path: Path) -> None:
+    runpy.run_path(str(SCRIPT))["main"](tmp_path / "new")
+    written = {path.stem for path in (tmp_path / "new").glob("*.json")}
+    assert written <= set(NAMES)
+    for name in written:
+        new, old = json.loads((tmp_path / "new" / f"{name}.json").read_text()), load(name)
+        for field in ("config", "spec", "public_seed", "previous", "update", "drawn"):
+            assert new[field] == old[field]
+
+
+@pytest.mark.parametrize("name", [n for n in NAMES if load(n)["config"]["id"] in METHODS])
+def test_the_text_is_enough_to_decompress_every_vector(name: str) -> None:
+    vector = load(name)
+    made = from_config(vector["config"])
+    symbols = decode(bytes.fromhex(vector["body"]), made.layout(public_of(vector).spec))
+    previous = vector["previous"]
+    known = Known(
+        vector["spec"],
+        bytes.fromhex(vector["public_seed"]),
+        None if previous is None else list(np.frombuffer(bytes.fromhex(previous), "<f4")),
+    )
+    fields = [
+        [int(x) if np.issubdtype(field.dtype, np.integer) else x for x in field]
+        for field in symbols
+    ]
+    values = decompressed(vector["config"], fields, known)
+    assert np.array(values, "<f4").tobytes().hex() == vector["decoded"]
