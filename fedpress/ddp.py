@@ -1,6 +1,13 @@
 """Compressed exchange of gradients for PyTorch's data parallelism."""
 
-from fedpress_ddp.hook import Exchange, HookState, LocalSGD, Sent, Sites, comm_hook
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from fedpress.lazy import exports
+
+if TYPE_CHECKING:
+    from fedpress_ddp.hook import Exchange, HookState, LocalSGD, Sent, Sites, comm_hook
 
 __all__ = [
     "Exchange",
@@ -10,3 +17,16 @@ __all__ = [
     "Sites",
     "comm_hook",
 ]
+
+__getattr__, __dir__ = exports(
+    __name__,
+    {
+        "Exchange": "fedpress_ddp.hook",
+        "HookState": "fedpress_ddp.hook",
+        "LocalSGD": "fedpress_ddp.hook",
+        "Sent": "fedpress_ddp.hook",
+        "Sites": "fedpress_ddp.hook",
+        "comm_hook": "fedpress_ddp.hook",
+    },
+    extra="torch",
+)

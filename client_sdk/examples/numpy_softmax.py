@@ -10,7 +10,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from fedpress_client import Evaluation, Model, Trained, Work
+from fedpress import Evaluation, Model, Trained, Work
 
 Array = npt.NDArray[np.float32]
 

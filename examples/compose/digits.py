@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 from sklearn.datasets import load_digits
 
-from fedpress_client import Evaluation, Model, Trained, Work
+from fedpress import Evaluation, Model, Trained, Work
 
 IMAGES_PER_DEVICE = 200
 Tensors = dict[str, npt.NDArray[np.float32]]

@@ -26,9 +26,7 @@ try:
     from torch.distributed import GradBucket  # type: ignore[attr-defined]
     from torch.distributed.tensor import DTensor
 except ModuleNotFoundError as exc:
-    raise MissingExtra(
-        "fedpress_ddp.hook needs PyTorch", hint="pip install fedpress[torch]"
-    ) from exc
+    raise MissingExtra("fedpress.ddp needs PyTorch", hint="pip install fedpress[torch]") from exc
 
 __all__ = ["Exchange", "HookState", "LocalSGD", "Sent", "Sites", "comm_hook"]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -19,12 +20,14 @@ from fedpress.cli import main
 from fedpress.cli.outcomes import FAILED, NO_ANSWER, WRONG_USE
 from fedpress.compressor_option import compressor_from_option
 from fedpress.demo.history import Curve, History
+from fedpress_compression.compressor import compressors
 from fedpress_compression.compressors.error_feedback import ErrorFeedback
 from fedpress_compression.compressors.none import Uncompressed
 from fedpress_compression.compressors.per_tensor import PerTensor
 from fedpress_compression.compressors.quantize import Quantize
 from fedpress_compression.compressors.topk import TopK
-from fedpress_protocols.errors import ConfigurationError
+from fedpress_protocols.errors import ConfigurationError, MissingExtra
+from fedpress_strategies import strategies
 from tests.processes import heed_ctrl_c
 
 
@@ -41,6 +44,37 @@ def command(*arguments: str, **more: Any) -> subprocess.CompletedProcess[str]:
         check=False,
         **more,
     )
+
+
+def test_every_registered_compressor_and_strategy_has_its_name_in_a_namespace() -> None:
+    for wire_id, made in compressors().items():
+        if made.__module__.startswith("fedpress_compression."):
+            at = f"add {made.__name__} ({wire_id}) to fedpress/compressors.py"
+            assert getattr(fedpress.compressors, made.__name__, None) is made, at
+            assert made.__name__ in fedpress.compressors.__all__, at
+    for identifier, builder in strategies().items():
+        if builder.__module__.startswith("fedpress_strategies."):
+            at = f"add {builder.__name__} ({identifier}) to fedpress/strategies.py"
+            assert getattr(fedpress.strategies, builder.__name__, None) is builder, at
+            assert builder.__name__ in fedpress.strategies.__all__, at
+
+
+def test_a_namespace_whose_library_is_missing_names_the_extra(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(sys.modules, "fedpress_server.app", None)
+    with pytest.raises(MissingExtra, match=r"fedpress\.server\.create_app.*fedpress\[server\]"):
+        _ = fedpress.server.create_app
+
+
+def test_pages_and_examples_import_public_names_alone() -> None:
+    root = Path(__file__).parents[2]
+    pages = [root / "README.md", *root.glob("docs/**/*.md"), *root.glob("**/examples/**/*.py")]
+    files = [each for each in pages if not {".venv", "tests"} & {*each.parts}]
+    files += root.glob("examples/**/*.diff")
+    assert len(files) > 40
+    private = re.compile(r"^[ +]*(from|import) fedpress_", re.MULTILINE)
+    assert [str(file) for file in files if private.search(file.read_text())] == []
 
 
 def test_every_name_of_the_face_is_there_and_costs_nothing_before_it_is_used() -> None:

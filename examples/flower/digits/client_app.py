@@ -7,7 +7,7 @@ from flwr.app import ArrayRecord, Context, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
 
 from digits.task import Net, own_data, test, train
-from fedpress_flower.client import compression_mod
+from fedpress.flower import compression_mod
 
 app = ClientApp(mods=[compression_mod()])
 

@@ -8,7 +8,7 @@ from flwr.serverapp import Grid, ServerApp
 from flwr.serverapp.strategy import FedAvg
 
 from digits.task import Net, test, test_data
-from fedpress_flower.server import (
+from fedpress.flower import (
     DownlinkTerms,
     ErrorFeedback,
     FedpressStrategy,

@@ -1,6 +1,6 @@
 """Flower strategies around others, Flower's or ours, whose clients upload compressed or masked.
 
-Beside them the compressors that most plans are made of; fedpress_compression.compressors has all.
+Beside them the compressors that most plans are made of; `fedpress.compressors` has all.
 """
 
 from fedpress_protocols.errors import MissingExtra
