@@ -50,6 +50,7 @@ from fedpress.command_line import (
     help=f"none, NAME, NAME:key=value,... or JSON; {DEMO_COMPRESSOR}, or {SECURE_COMPRESSOR} "
     "with --secure.",
 )
+@click.option("--downlink", is_flag=True, help="Code models on their way down, and count them.")
 @click.option(
     "--secure", is_flag=True, help="Under masks: the server gets sums, and no client's update."
 )

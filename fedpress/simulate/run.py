@@ -35,6 +35,7 @@ from fedpress_flower import envelope
 from fedpress_flower.client import SEED, STATE_DIR
 from fedpress_flower.server import FedpressStrategy, MaskedStrategy, Plan
 from fedpress_protocols.errors import ConfigurationError
+from fedpress_protocols.messages import DownlinkTerms
 from fedpress_protocols.plan import LEAST_MASKED
 from fedpress_protocols.signatures import DeviceKey
 from fedpress_strategies import from_config
@@ -241,6 +242,11 @@ def _apps(settings: Settings, folder: Path, history: History) -> tuple[Any, Serv
                     "--secure is for built-in tasks and for trainers; a Flower app masks by itself",
                     hint="use MaskedStrategy and masking_mod in it, see docs/flower.md",
                 )
+            if settings.downlink:
+                raise ConfigurationError(
+                    "--downlink is for built-in tasks and for trainers",
+                    hint="give FedpressStrategy a downlink in the app, see docs/flower.md",
+                )
             return found, found.server_app()
         app = TrainerApp(*common, factory=settings.app, masking=rules)
     else:
@@ -279,7 +285,8 @@ def _server_app(settings: Settings, app: TrainerApp, history: History) -> Server
         )
     else:
         plan = Plan(settings.method, task=TASK, seed=settings.seed)
-        strategy = FedpressStrategy(inner, plan, **sampling)
+        downlink = DownlinkTerms() if settings.downlink else None
+        strategy = FedpressStrategy(inner, plan, downlink=downlink, **sampling)
     server_app = ServerApp()
     task = app.task
 

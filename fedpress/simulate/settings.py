@@ -23,7 +23,16 @@ USUAL_ROUNDS = 20
 MOST_DEVICES = 2000
 """Of a run with --task."""
 _OF_THE_TASK = (
-    *("fraction", "rounds", "compressor", "secure", "masking", "strategy", "run_config"),
+    *(
+        "fraction",
+        "rounds",
+        "compressor",
+        "downlink",
+        "secure",
+        "masking",
+        "strategy",
+        "run_config",
+    ),
     *("timeout", "local_epochs", "local_steps", "batch_size", "learning_rate"),
 )
 ENGINES = ("local", "processes", "ray")
@@ -40,6 +49,7 @@ class Settings:
     rounds: int | None = None
     engine: str = "processes"
     compressor: str | None = None
+    downlink: bool = False
     secure: bool = False
     masking: str = ""
     strategy: str = "fedavg"
@@ -77,6 +87,11 @@ class Settings:
             raise ConfigurationError(f"--timeout must be more than 0 s, not {self.timeout:g}")
         if self.masking and not self.secure:
             raise ConfigurationError("--masking is for masked rounds", hint="add --secure")
+        if self.downlink and self.secure:
+            raise ConfigurationError(
+                "--downlink cannot be combined with --secure",
+                hint="remove one, or simulate a task's file with --task, which may have both",
+            )
         if self.model is not None and self.task is None:
             raise ConfigurationError("--model is a task's initial model", hint="add --task FILE")
         if self.task is not None:

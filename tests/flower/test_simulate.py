@@ -201,6 +201,18 @@ def test_the_histories_say_what_went_over_the_wire(tmp_path: Path) -> None:
     assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_a_downlink_is_coded_and_counted(tmp_path: Path) -> None:
+    whole = simulate(Settings(**QUICK, engine="local"), tmp_path / "whole")
+    coded = simulate(Settings(**QUICK, engine="local", downlink=True), tmp_path / "coded")
+    plain = [row.download_bytes for row in whole.rows]
+    sent = [row.download_bytes for row in coded.rows]
+    assert all(each is not None for each in (*plain, *sent))
+    assert sent[0] < 0.6 * plain[0]  # a whole model, coded
+    assert all(0 < less < 0.3 * more for less, more in zip(sent[1:], plain[1:], strict=True))
+    with pytest.raises(ConfigurationError, match="cannot be combined with --secure"):
+        Settings(downlink=True, secure=True)
+
+
 def test_a_sweep_runs_each_once(tmp_path: Path) -> None:
     settings = Settings(**{**QUICK, "engine": "local", "rounds": 1})
     variations = [{"name": "plain", "compressor": "none"}, {"name": "pressed"}]
