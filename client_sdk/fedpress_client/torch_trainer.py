@@ -7,6 +7,7 @@ import threading
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, cast
 
@@ -14,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from fedpress_client.trainer import Evaluation, Trained, Work
-from fedpress_compression.tensors import ModelSpec, TensorSpec
+from fedpress_compression.tensors import TRAINED_DTYPES, ModelSpec, TensorSpec
 from fedpress_protocols.errors import ConfigurationError, MissingExtra
 from fedpress_protocols.messages import MAX_CLASSES
 from fedpress_protocols.model import Model
@@ -40,12 +41,18 @@ class TorchTrainer:
     """Trains `model` as its state dict stands: that is what travels.
 
     Tensors of float32, float16 and bfloat16 are trained, BatchNorm's means and variances among
-    them; the others, its counter for one, are carried. Float64 becomes float32, with a warning, in
-    `model` and in what `data` yields. `loss(outputs, targets)` is a mean over the
-    batch. `optimizer` makes a fresh one each time, as in `lambda p: torch.optim.SGD(p, lr=0.1)`.
-    `data` yields pairs (inputs, targets); inputs that are a dict go to the model by name, a tuple
-    or list by position. A DataLoader keeps its sampler, its collate function and, unless the plan
-    says otherwise, its batch size.
+    them; the others, its counter for one, are carried, and so are parameters that `requires_grad`
+    says are frozen. Tied parameters travel once, under the first of their names. Float64 becomes
+    float32, with a warning, in `model` and in what `data` yields.
+
+    What the task's model says is trained or frozen rules over `requires_grad`: what it freezes is
+    not trained here, and what it trains and the module freezes is sent unchanged, with a warning.
+    A task whose model has all names of tied parameters is trained as well.
+
+    `loss(outputs, targets)` is a mean over the batch. `optimizer` makes a fresh one each time, as
+    in `lambda p: torch.optim.SGD(p, lr=0.1)`. `data` yields pairs (inputs, targets); inputs that
+    are a dict go to the model by name, a tuple or list by position. A DataLoader keeps its sampler,
+    its collate function and, unless the plan says otherwise, its batch size.
 
     The plan's terms override `batch_size`, `local_epochs` and the optimizer's learning rate. A
     batch is what passes through the model at once; with `gradient_accumulation` g an optimizer
@@ -80,23 +87,31 @@ class TorchTrainer:
         self._loss, self._optimizer, self._metrics = loss, optimizer, metrics
         self._data, self._evaluation_data = data, evaluation_data
         self._batch_size, self._local_epochs = batch_size, local_epochs
-        self.spec = _spec_of(model)
+        self._warned = False
+        _spec_of(model)  # which refuses what cannot travel
+
+    @property
+    def spec(self) -> ModelSpec:
+        """The tensors of `initial_model`, as the module stands."""
+        return _spec_of(self.model)
 
     def initial_model(self) -> Model:
         """The module's present values, for an operator to begin a task with."""
-        arrays = _arrays(self.model)
-        buffers = {t.name: arrays[t.name] for t in self.spec.tensors if not t.is_trained}
-        return Model(self.spec, self.spec.flatten(arrays), buffers)
+        arrays, spec = _arrays(self.model), self.spec
+        buffers = {t.name: arrays[t.name] for t in spec.tensors if not t.is_trained}
+        return Model(spec, spec.flatten(arrays), buffers)
 
     def train(self, model: Model, work: Work) -> Trained:
         """Local SGD from `model`; torch's global generators are as before when it returns."""
         self._load(model)
+        self._warn_of_frozen(model.spec)
         cuda = [self.device] if self.device.type == "cuda" else []
         with _global_generators, torch.random.fork_rng(devices=cuda):
             torch.manual_seed(work.seed)
             report = self._measured(work)
             torch.manual_seed(work.seed)
-            trained = self._train(work)
+            with _frozen(self.model, model.spec):
+                trained = self._train(work, model.spec)
         trained = replace(trained, report={**trained.report, **report})
         if work.support is None:
             return trained
@@ -144,19 +159,26 @@ class TorchTrainer:
         found = self._evaluation(self._data) if "loss" in work.report else None
         return {} if found is None else {"loss": found.metrics["loss"]}
 
-    def _train(self, work: Work) -> Trained:
+    def _train(self, work: Work, spec: ModelSpec) -> Trained:
         terms = work.terms
         if work.full_batch:
             whole = {"local_epochs": 1, "local_steps": None, "gradient_accumulation": sys.maxsize}
             terms = terms.model_copy(update=whole)
         generator = torch.Generator().manual_seed(work.seed)
         loader = _loader(self._data, self._batch_size, generator=generator, asked=terms.batch_size)
-        optimizer = self._optimizer(p for p in self.model.parameters() if p.requires_grad)
+        moving = [p for p in self.model.parameters() if p.requires_grad]
+        if not moving:
+            raise ConfigurationError(
+                "every parameter is frozen, by the module or by the task's model, so there is "
+                "nothing to train",
+                hint="set requires_grad where training is due",
+            )
+        optimizer = self._optimizer(moving)
         if terms.learning_rate is not None:
             for group in optimizer.param_groups:
                 group["lr"] = terms.learning_rate
-        held = _Held(self.model, work, self.spec)
-        added = _Added(self.model, work, self.spec)
+        held = _Held(self.model, work, spec)
+        added = _Added(self.model, work, spec)
         self.model.train()
         # Summed where it is computed: reading it each step would wait for the device.
         total_loss = torch.zeros((), device=self.device)
@@ -182,7 +204,7 @@ class TorchTrainer:
         counted = len(dataset) if isinstance(dataset, Sized) else in_first_epoch
         arrays = _arrays(self.model)
         metrics = {"loss": float(total_loss) / total}
-        return Trained(self.spec.flatten(arrays), max(1, counted), metrics, {"steps": steps})
+        return Trained(spec.flatten(arrays), max(1, counted), metrics, {"steps": steps})
 
     def _steps(
         self, loader: DataLoader[Any], terms: TrainingTerms
@@ -220,15 +242,33 @@ class TorchTrainer:
             yield inputs, targets
 
     def _load(self, model: Model) -> None:
-        if model.spec.digest != self.spec.digest:
+        ties = _ties(self.model)
+        difference = _difference(_spec_of(self.model, every_name=True), model.spec, ties)
+        if difference:
             raise ConfigurationError(
-                f"the task's model is not this one: {_difference(self.spec, model.spec)}",
+                f"the task's model is not this one: {difference}",
                 hint="build the very model that the task was started with",
             )
         tensors = {
             name: torch.from_numpy(np.array(array)) for name, array in model.tensors().items()
         }
+        for names in ties:
+            value = next(tensors[name] for name in names if name in tensors)
+            tensors |= {name: value for name in names if name not in tensors}
         self.model.load_state_dict(tensors)
+
+    def _warn_of_frozen(self, spec: ModelSpec) -> None:
+        """Warn, once, of parameters that the task trains and the module does not."""
+        names = [t.name for t in spec.trained if t.name in _frozen_names(self.model)]
+        if names and not self._warned:
+            self._warned = True
+            warnings.warn(
+                f"the task's model trains {len(names)} parameters that the module freezes, "
+                f"{names[0]!r} among them; their updates are zero, and some compressors change "
+                "them all the same. Begin a task with this trainer's initial_model(), which "
+                "says that they are frozen, or set requires_grad",
+                stacklevel=3,
+            )
 
 
 class _Added:
@@ -240,8 +280,12 @@ class _Added:
         if not work.proximal and work.correction is None:
             return
         parts = {} if work.correction is None else spec.unflatten(work.correction)
-        for name, parameter in model.named_parameters():
-            part = torch.tensor(parts[name]).to(parameter) if name in parts else None
+        names: dict[nn.Parameter, list[str]] = {}
+        for name, parameter in model.named_parameters(remove_duplicate=False):
+            names.setdefault(parameter, []).append(name)
+        for parameter, tied in names.items():
+            known = next((parts[name] for name in tied if name in parts), None)
+            part = None if known is None else torch.tensor(known).to(parameter)
             start = parameter.detach().clone() if work.proximal else None
             self._rows.append((parameter, start, part))
 
@@ -306,14 +350,51 @@ def _narrowed(model: nn.Module) -> bool:
     return bool(wide)
 
 
-def _spec_of(model: nn.Module) -> ModelSpec:
+def _spec_of(model: nn.Module, *, every_name: bool = False) -> ModelSpec:
+    """The tensors of the state dict; of those that are tied, the first alone or `every_name`."""
+    others = set() if every_name else {name for names in _ties(model) for name in names[1:]}
+    frozen = _frozen_names(model)
     tensors = []
     for name, tensor in model.state_dict().items():
         if not isinstance(tensor, torch.Tensor):
             raise ConfigurationError(f"state {name!r} is a {type(tensor).__name__}, not a tensor")
+        if name in others:
+            continue
         dtype = str(tensor.dtype).removeprefix("torch.")
-        tensors.append(TensorSpec(name, tuple(tensor.shape), dtype))
+        is_frozen = name in frozen and dtype in TRAINED_DTYPES
+        tensors.append(TensorSpec(name, tuple(tensor.shape), dtype, is_frozen))
     return ModelSpec(tuple(tensors))
+
+
+def _ties(model: nn.Module) -> list[list[str]]:
+    """The names in the state dict of each tensor that has several, as of tied weights."""
+    names: dict[int, list[str]] = {}
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        names.setdefault(id(tensor), []).append(name)
+    return [each for each in names.values() if len(each) > 1]
+
+
+def _frozen_names(model: nn.Module) -> set[str]:
+    parameters = model.named_parameters(remove_duplicate=False)
+    return {name for name, parameter in parameters if not parameter.requires_grad}
+
+
+@contextmanager
+def _frozen(model: nn.Module, spec: ModelSpec) -> Iterator[None]:
+    """Freeze the parameters that `spec` freezes; the module is as before afterwards."""
+    names = {tensor.name for tensor in spec.tensors if tensor.frozen}
+    freed = [
+        parameter
+        for name, parameter in model.named_parameters(remove_duplicate=False)
+        if name in names and parameter.requires_grad
+    ]
+    try:
+        for parameter in freed:
+            parameter.requires_grad_(False)
+        yield
+    finally:
+        for parameter in freed:
+            parameter.requires_grad_(True)
 
 
 def _arrays(model: nn.Module) -> dict[str, npt.NDArray[Any]]:
@@ -395,18 +476,28 @@ def _are_classes(outputs: Any, targets: Any) -> bool:
     return is_scores and targets.ndim == 1 and not targets.is_floating_point()
 
 
-def _difference(ours: ModelSpec, theirs: ModelSpec) -> str:
-    """The first thing in which two specs differ, in words."""
+def _difference(ours: ModelSpec, theirs: ModelSpec, ties: Sequence[Sequence[str]]) -> str:
+    """The first thing, in words, for which a module of `ours` cannot take a model of `theirs`;
+    empty if it can.
+
+    `ours` has every name of a tied tensor, `theirs` one at least; which are frozen is theirs to
+    say.
+    """
     mine = {tensor.name: tensor for tensor in ours.tensors}
-    yours = {tensor.name: tensor for tensor in theirs.tensors}
+    yours = {tensor.name for tensor in theirs.tensors}
     for tensor in theirs.tensors:
         if tensor.name not in mine:
             return f"it has a tensor {tensor.name!r} that the module lacks"
         own = mine[tensor.name]
-        if own != tensor:
+        if (own.dtype, own.shape) != (tensor.dtype, tensor.shape):
             return (
                 f"its {tensor.name!r} is {tensor.dtype}{list(tensor.shape)}, the module's "
                 f"{own.dtype}{list(own.shape)}"
             )
-    extra = [name for name in mine if name not in yours]
-    return f"it lacks {extra[0]!r}" if extra else "its tensors come in another order"
+    tied = {name for names in ties for name in names if not yours.isdisjoint(names)}
+    for name in mine:
+        if name not in yours and name not in tied:
+            return f"it lacks {name!r}"
+    if [name for name in mine if name in yours] != [tensor.name for tensor in theirs.tensors]:
+        return "its tensors come in another order"
+    return ""

@@ -34,6 +34,7 @@ _STORED_AS = {
     "uint8": "u1",
     "bool": "?",
 }
+_FROZEN = "frozen"
 MAX_TENSORS = 32_768
 MAX_NAME_BYTES = 512
 """Of a tensor's name in UTF-8."""
@@ -44,17 +45,27 @@ _MAX_EXTENTS = 2**48
 
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
-    """One tensor's name, shape and dtype (numpy's names, and bfloat16)."""
+    """One tensor's name, shape and dtype (numpy's names, and bfloat16).
+
+    A `frozen` tensor of a dtype that is trained otherwise is carried from model to model instead:
+    no update is over it.
+    """
 
     name: str
     shape: tuple[int, ...]
     dtype: str = "float32"
+    frozen: bool = False
 
     def __post_init__(self) -> None:
         _check_name(self.name)
         if self.dtype not in _STORED_AS:
             known = ", ".join(_STORED_AS)
             raise ConfigurationError(f"tensor {self.name!r} is {self.dtype}; known are {known}")
+        if self.frozen and self.dtype not in TRAINED_DTYPES:
+            raise ConfigurationError(
+                f"tensor {self.name!r} is {self.dtype}, which is never trained, and called frozen; "
+                f"only {', '.join(TRAINED_DTYPES)} can be"
+            )
         if any(extent < 0 for extent in self.shape):
             raise ConfigurationError(f"tensor {self.name!r} has shape {self.shape}")
         if len(self.shape) > _MAX_RANK:
@@ -74,7 +85,7 @@ class TensorSpec:
 
     @property
     def is_trained(self) -> bool:
-        return self.dtype in TRAINED_DTYPES
+        return self.dtype in TRAINED_DTYPES and not self.frozen
 
     @property
     def num_bytes(self) -> int:
@@ -121,8 +132,10 @@ class ModelSpec:
         return hashlib.sha256(self.to_json().encode()).hexdigest()
 
     def to_json(self) -> str:
-        """The names, shapes and dtypes in order, as JSON without spaces."""
-        rows = [[t.name, list(t.shape), t.dtype] for t in self.tensors]
+        """The names, shapes and dtypes in order, and which are frozen, as JSON without spaces."""
+        rows = [
+            [t.name, list(t.shape), t.dtype, *([_FROZEN] if t.frozen else [])] for t in self.tensors
+        ]
         return json.dumps(rows, separators=(",", ":"), ensure_ascii=True)
 
     @classmethod
@@ -131,10 +144,10 @@ class ModelSpec:
         try:
             rows = json.loads(text)
             tensors = tuple(
-                TensorSpec(name, tuple(int(extent) for extent in shape), dtype)
-                for name, shape, dtype in rows
+                TensorSpec(name, tuple(int(extent) for extent in shape), dtype, mark == [_FROZEN])
+                for name, shape, dtype, *mark in rows
             )
-            if any(name.encode() == b"__metadata__" for name, _, _ in rows):
+            if any(tensor.name.encode() == b"__metadata__" for tensor in tensors):
                 raise ValueError("a tensor by the name of a safetensors file's metadata")
             spec = cls(tensors)
             is_same = spec.to_json().encode() == (text.encode() if isinstance(text, str) else text)
@@ -187,6 +200,11 @@ class ModelSpec:
 def stored_dtype(tensor: TensorSpec) -> np.dtype[Any]:
     """As numpy calls what a file holds of `tensor`; bfloat16 lies there as uint16."""
     return np.dtype(_STORED_AS[tensor.dtype])
+
+
+def array_dtype(tensor: TensorSpec) -> np.dtype[Any]:
+    """As numpy calls the array of `tensor` in memory; bfloat16, which it lacks, is float32."""
+    return np.dtype("float32" if tensor.dtype == "bfloat16" else tensor.dtype)
 
 
 def _check_name(name: str) -> None:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from fedpress.planning.situation import Situation, sample
+from fedpress_compression.tensors import array_dtype
 from fedpress_protocols.downlink import decode_model, encode_model, on_grid
 from fedpress_protocols.messages import DownlinkTerms
 from fedpress_protocols.model import Model
@@ -40,7 +41,7 @@ def downlink(situation: Situation) -> Downlink:
     values = rng.standard_normal(spec.size).astype(np.float32)
     for where in spec.slices.values():
         values[where] = on_grid(values[where], terms.bits)
-    buffers = {t.name: np.zeros(t.shape, t.dtype) for t in spec.tensors if not t.is_trained}
+    buffers = {t.name: np.zeros(t.shape, array_dtype(t)) for t in spec.tensors if not t.is_trained}
     whole = encode_model(Model(spec, values, buffers), terms.coder)
     begun = time.thread_time()
     decode_model(whole, 8 * spec.size + 2**24)

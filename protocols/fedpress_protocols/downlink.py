@@ -21,7 +21,7 @@ from fedpress_compression.coding.fields import Alphabet, Coder, Integers, Layout
 from fedpress_compression.contexts import grid_of
 from fedpress_compression.tensors import ModelSpec, TensorSpec, Vector, stored_dtype
 from fedpress_protocols.errors import BodyTooLarge, ConfigurationError, DecodingError
-from fedpress_protocols.model import Model
+from fedpress_protocols.model import Model, from_stored, to_stored
 
 Whole = npt.NDArray[np.int64]
 
@@ -283,7 +283,7 @@ def _heads(reader: Reader, spec: ModelSpec) -> Iterator[_Part]:
 def _buffers(model: Model) -> npt.NDArray[np.uint8]:
     """The bytes of every tensor that is not trained, in order."""
     stored = [
-        np.ascontiguousarray(model.buffers[tensor.name], stored_dtype(tensor)).tobytes()
+        to_stored(tensor, model.buffers[tensor.name]).tobytes()
         for tensor in model.spec.tensors
         if not tensor.is_trained
     ]
@@ -295,7 +295,7 @@ def _split(carried: bytes, tensors: Sequence[TensorSpec]) -> dict[str, npt.NDArr
     arrays, at = {}, 0
     for tensor in tensors:
         stored = np.frombuffer(carried, stored_dtype(tensor), tensor.size, at)
-        arrays[tensor.name] = stored.reshape(tensor.shape)
+        arrays[tensor.name] = from_stored(tensor, stored).reshape(tensor.shape)
         at += tensor.num_bytes
     return arrays
 

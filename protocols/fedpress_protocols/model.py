@@ -1,15 +1,16 @@
 """A model as both ends see it: what its tensors are, their values, and the file that holds them.
 
 A model travels as one safetensors file, addressed by the SHA-256 of its bytes. Its trained tensors
-(float32, float16, bfloat16) form one flat float32 vector in the order of the spec; everything else
-(BatchNorm's counter, integer tables) is carried from model to model and never averaged.
+(float32, float16, bfloat16, and not frozen) form one flat float32 vector in the order of the spec;
+everything else (frozen tensors, BatchNorm's counter, integer tables) is carried from model to model
+and never averaged.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -50,7 +51,10 @@ _MAX_HEADER_VALUES = 32 * MAX_TENSORS
 
 @dataclass(frozen=True)
 class Model:
-    """The values of a model: `parameters` [spec.size] and every tensor that is not trained."""
+    """The values of a model: `parameters` [spec.size] and every tensor that is not trained.
+
+    A frozen tensor of bfloat16 is float32 in `buffers`.
+    """
 
     spec: ModelSpec
     parameters: Vector
@@ -64,7 +68,8 @@ class Model:
             )
         if not self.spec.size:
             raise ConfigurationError(
-                f"no tensor of the model is trained; trained are {', '.join(TRAINED_DTYPES)}"
+                f"no tensor of the model is trained; trained are {', '.join(TRAINED_DTYPES)}, "
+                "unless they are frozen"
             )
         if not np.isfinite(self.parameters).all():
             raise ConfigurationError("the model holds NaN or infinity")
@@ -73,10 +78,21 @@ class Model:
             raise ConfigurationError(f"buffers {sorted(self.buffers)} where {sorted(due)} are due")
 
     @classmethod
-    def from_tensors(cls, tensors: Mapping[str, npt.NDArray[Any]]) -> Model:
-        """A model of numpy arrays; every float32 and float16 array is trained."""
+    def from_tensors(
+        cls, tensors: Mapping[str, npt.NDArray[Any]], *, frozen: Collection[str] = ()
+    ) -> Model:
+        """A model of numpy arrays; every float32 and float16 array is trained, but for those whose
+        names are in `frozen`."""
+        unknown = sorted(set(frozen).difference(tensors))
+        if unknown:
+            raise ConfigurationError(
+                f"{', '.join(map(repr, unknown))} called frozen and no tensor of the model"
+            )
         spec = ModelSpec(
-            tuple(TensorSpec(name, tuple(a.shape), a.dtype.name) for name, a in tensors.items())
+            tuple(
+                TensorSpec(name, tuple(a.shape), a.dtype.name, name in frozen)
+                for name, a in tensors.items()
+            )
         )
         buffers = {t.name: tensors[t.name] for t in spec.tensors if not t.is_trained}
         return cls(spec, spec.flatten(tensors), buffers)
@@ -102,12 +118,7 @@ class Model:
         entries = {}
         kept = []  # safetensors takes addresses, so the arrays must outlive the call
         for tensor, array in zip(self.spec.tensors, self.tensors().values(), strict=True):
-            if tensor.dtype == "bfloat16":
-                array = _to_bfloat16(np.asarray(array, np.float32))
-            with np.errstate(over="ignore"):
-                stored = np.ascontiguousarray(array, stored_dtype(tensor))
-            if tensor.dtype == "float16" and not np.isfinite(stored).all():
-                raise ConfigurationError(f"tensor {tensor.name!r} outgrew float16's 65504")
+            stored = to_stored(tensor, array)
             kept.append(stored)
             entries[tensor.name] = safetensors.TensorSpec(
                 dtype=tensor.dtype,
@@ -115,7 +126,10 @@ class Model:
                 data_ptr=stored.ctypes.data,
                 data_len=stored.nbytes,
             )
-        order = json.dumps([t.name for t in self.spec.tensors], separators=(",", ":"))
+        names: list[str] | dict[str, list[str]] = [t.name for t in self.spec.tensors]
+        if frozen := [t.name for t in self.spec.tensors if t.frozen]:
+            names = {"order": [t.name for t in self.spec.tensors], "frozen": frozen}
+        order = json.dumps(names, separators=(",", ":"))
         # One metadata key only: safetensors keeps several in no particular order, and equal models
         # must have equal bytes.
         return bytes(safetensors.serialize(entries, {_ORDER_KEY: order}))
@@ -129,13 +143,14 @@ class Model:
         try:
             header = _header(data)
             entries = dict(safetensors.deserialize(data))  # type: ignore[no-untyped-call]
-            order = _order(header, entries)
+            order, frozen = _order(header, entries)
             spec = ModelSpec(
                 tuple(
                     TensorSpec(
                         name,
                         tuple(entries[name]["shape"]),
                         _FROM_SAFETENSORS[entries[name]["dtype"]],
+                        name in frozen,
                     )
                     for name in order
                 )
@@ -145,10 +160,26 @@ class Model:
         arrays = {}
         for tensor in spec.tensors:
             stored = np.frombuffer(entries[tensor.name]["data"], stored_dtype(tensor))
-            array = _from_bfloat16(stored) if tensor.dtype == "bfloat16" else stored
-            arrays[tensor.name] = array.reshape(tensor.shape)
+            arrays[tensor.name] = from_stored(tensor, stored).reshape(tensor.shape)
         buffers = {t.name: arrays[t.name] for t in spec.tensors if not t.is_trained}
         return cls(spec, spec.flatten(arrays), buffers)
+
+
+def to_stored(tensor: TensorSpec, array: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    """`array` as the file holds `tensor`, contiguous; raises ConfigurationError for a number that
+    float16 has not."""
+    if tensor.dtype == "bfloat16":
+        array = _to_bfloat16(np.asarray(array, np.float32))
+    with np.errstate(over="ignore"):
+        stored = np.ascontiguousarray(array, stored_dtype(tensor))
+    if tensor.dtype == "float16" and (np.isinf(stored) & np.isfinite(array)).any():
+        raise ConfigurationError(f"tensor {tensor.name!r} outgrew float16's 65504")
+    return stored
+
+
+def from_stored(tensor: TensorSpec, stored: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    """The array of which `to_stored` makes `stored`."""
+    return _from_bfloat16(stored) if tensor.dtype == "bfloat16" else stored
 
 
 def _header(data: bytes) -> dict[str, Any]:
@@ -181,18 +212,29 @@ def _unrepeated(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return found
 
 
-def _order(header: Mapping[str, Any], entries: Mapping[str, Any]) -> list[str]:
-    """The names in the order that the file's metadata tells; ValueError if it is not theirs."""
+def _order(header: Mapping[str, Any], entries: Mapping[str, Any]) -> tuple[list[str], set[str]]:
+    """The names in the order that the file's metadata tells, and those of frozen tensors.
+
+    Raises ValueError for other names than the file's, and for frozen ones that are none, or not in
+    this order.
+    """
     metadata = header.get("__metadata__", {})
     if _ORDER_KEY not in metadata:
-        return sorted(entries)
+        return sorted(entries), set()
     try:
-        order = json.loads(metadata[_ORDER_KEY])
+        order = json.loads(metadata[_ORDER_KEY], object_pairs_hook=_unrepeated)
     except RecursionError as exc:
         raise ValueError("an order of too many levels") from exc
+    frozen: list[str] = []
+    if isinstance(order, dict):
+        if set(order) != {"order", "frozen"}:
+            raise ValueError("the order in its metadata has other members than order and frozen")
+        order, frozen = order["order"], order["frozen"]
+        if not frozen or frozen != [name for name in order if name in set(frozen)]:
+            raise ValueError("the frozen names in its metadata are not some of its order's, in it")
     if sorted(order) != sorted(entries):
         raise ValueError("the order in its metadata names other tensors")
-    return [str(name) for name in order]
+    return [str(name) for name in order], set(frozen)
 
 
 def _to_bfloat16(array: npt.NDArray[np.float32]) -> npt.NDArray[np.uint16]:

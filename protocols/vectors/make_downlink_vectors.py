@@ -11,11 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 sys.path.insert(0, str(Path(__file__).parent))
 from make_coding_vectors import Draw
 
-from fedpress_compression.tensors import Vector
+from fedpress_compression.tensors import ModelSpec, TensorSpec, Vector
 from fedpress_protocols.downlink import (
     DownlinkCoder,
     encode_difference,
@@ -46,6 +47,31 @@ def first() -> Model:
     return model.with_parameters(each_on_grid(model, 12))
 
 
+def partly_frozen() -> Model:
+    """Between trained tensors of float32, a frozen one of each dtype that is trained elsewhere."""
+    draw = Draw(33)
+    values = np.array([draw.bell(400) for _ in range(36)], np.float32) / 512
+    held = np.array([0.5, -1.75, np.inf], np.float32)
+    spec = ModelSpec(
+        (
+            TensorSpec("up", (6, 4)),
+            TensorSpec("full", (3,), "float32", frozen=True),
+            TensorSpec("half", (3,), "float16", frozen=True),
+            TensorSpec("seen", (), "int64"),
+            TensorSpec("brain", (3,), "bfloat16", frozen=True),
+            TensorSpec("down", (4, 3)),
+        )
+    )
+    buffers: dict[str, npt.NDArray[Any]] = {
+        "full": held,
+        "half": held.astype(np.float16),
+        "seen": np.array(7, np.int64),
+        "brain": held,
+    }
+    model = Model(spec, values, buffers)
+    return model.with_parameters(each_on_grid(model, 12))
+
+
 def each_on_grid(model: Model, bits: int) -> Vector:
     parts = [on_grid(model.parameters[where], bits) for where in model.spec.slices.values()]
     return np.concatenate(parts)
@@ -71,7 +97,16 @@ def vectors() -> dict[str, Any]:
         }
         for coder in coders
     }
+    frozen = partly_frozen()
+    found |= {
+        f"model-frozen-{coder}": {
+            "file": frozen.to_bytes().hex(),
+            "coded": encode_model(frozen, coder).hex(),
+        }
+        for coder in coders
+    }
     pairs = {
+        "frozen": (frozen, moved(frozen, 6, 8)),
         **{name: (model, moved(model, num, 8)) for name, num in STEPS.items()},
         "coarser": (moved(model, 50, 12), outgrown.with_parameters(each_on_grid(outgrown, 6))),
         "finer": (outgrown, model),

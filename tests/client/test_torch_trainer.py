@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,10 @@ from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from fedpress_client import TorchTrainer, Work
+from fedpress_compression.compressors.eden import Eden
 from fedpress_compression.compressors.error_feedback import ErrorFeedback
 from fedpress_compression.compressors.quantize import Quantize
+from fedpress_compression.tensors import ModelSpec, TensorSpec
 from fedpress_protocols.errors import ConfigurationError
 from fedpress_protocols.model import Model
 from fedpress_protocols.plan import TrainingTerms
@@ -269,3 +272,186 @@ def test_half_precision_stays_where_float64_is_narrowed() -> None:
     with pytest.warns(UserWarning, match="2 parameters are float64"):
         made = trainer(model)
     assert [t.dtype for t in made.spec.tensors] == ["float16"] * 2 + ["float32"] * 2
+
+
+def partly_frozen(seed: int = 0) -> nn.Sequential:
+    """A network whose first layer is not to be trained."""
+    model = network(seed)
+    model[0].requires_grad_(False)
+    return model
+
+
+def thawed(model: Model) -> Model:
+    """The same values in a model of before, which freezes nothing."""
+    spec = ModelSpec(tuple(TensorSpec(t.name, t.shape, t.dtype) for t in model.spec.tensors))
+    return Model(spec, spec.flatten(model.tensors()), {})
+
+
+def decayed(parameters):
+    return torch.optim.AdamW(parameters, lr=0.1, weight_decay=0.5)
+
+
+def test_frozen_parameters_are_in_the_model_and_in_no_update() -> None:
+    made = trainer(partly_frozen())
+    base = made.initial_model()
+    assert [t.name for t in base.spec.trained] == ["2.weight", "2.bias"]
+    assert set(base.buffers) == {"0.weight", "0.bias"}
+    assert base.spec == Model.from_bytes(base.to_bytes()).spec == made.spec
+    first = made.train(base, work())
+    assert first.parameters.shape == (3 * 8 + 3,)
+    other = trainer(partly_frozen(7))  # which takes the task's frozen values for its own
+    np.testing.assert_array_equal(other.train(base, work()).parameters, first.parameters)
+    weight = other.model.state_dict()["0.weight"].numpy()
+    np.testing.assert_array_equal(weight, base.buffers["0.weight"])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_frozen_half_precision_travels(dtype: torch.dtype) -> None:
+    model = partly_frozen()
+    model[0].to(dtype)
+    base = Model.from_bytes(trainer(model).initial_model().to_bytes())
+    other = partly_frozen(7)
+    other[0].to(dtype)
+    trainer(other)._load(base)
+    assert torch.equal(other[0].weight, model[0].weight)
+
+
+def test_a_module_that_trains_what_the_task_freezes_leaves_it_alone() -> None:
+    base = trainer(partly_frozen()).initial_model()
+    made = TorchTrainer(network(), nn.CrossEntropyLoss(), decayed, DATA)
+    assert (change(made, base, work()) != 0).any()
+    weight = made.model.state_dict()["0.weight"].numpy()
+    np.testing.assert_array_equal(weight, base.buffers["0.weight"])
+    assert all(parameter.requires_grad for parameter in made.model.parameters())
+    assert made.train(thawed(base), work()).parameters.shape == thawed(base).parameters.shape
+    assert (change(made, thawed(base), work())[:48] != 0).all(), "trained again where it is due"
+
+
+def test_what_a_task_freezes_is_free_again_after_a_failure() -> None:
+    base = trainer(partly_frozen()).initial_model()
+    made = trainer(data=[INPUTS[i] for i in range(10)])
+    with pytest.raises(ConfigurationError, match=r"\(inputs, targets\) is due"):
+        made.train(base, work())
+    assert all(parameter.requires_grad for parameter in made.model.parameters())
+
+
+def test_a_task_of_before_goes_on_where_the_module_freezes_with_one_warning() -> None:
+    made = trainer(partly_frozen())
+    base = thawed(made.initial_model())
+    with pytest.warns(UserWarning, match=r"2 parameters that the module freezes, '0\.weight' .*Be"):
+        moved = base.spec.unflatten(change(made, base, work()))
+    assert not moved["0.weight"].any()
+    assert moved["2.weight"].any()
+    made.train(base, work())  # in silence: a second warning would be an error
+
+
+def test_a_module_without_anything_to_train_says_so() -> None:
+    base = trainer(partly_frozen()).initial_model()
+    made = trainer(network())
+    made.model[2].requires_grad_(False)
+    with (
+        pytest.warns(UserWarning, match=r"'2\.weight' among them"),
+        pytest.raises(ConfigurationError, match="every parameter is frozen"),
+    ):
+        made.train(base, work())
+
+
+def test_devices_with_frozen_parameters_learn_by_eden(tmp_path: Path) -> None:
+    """Each part of the fleet's round: the file, the compressor, the residual and the sum."""
+    base = trainer(partly_frozen(3)).initial_model()
+    server = FakeServer(
+        base,
+        lambda r, a: [ErrorFeedback(Eden())],
+        rounds=2,
+        auto=2,
+        training=TrainingTerms(local_epochs=2, learning_rate=0.3),
+    )
+    modules = [partly_frozen(0), network(1)]  # the second does not know that it is frozen
+    clients = [
+        make_client(server, trainer(module, DATA), tmp_path / str(index), seed=index)
+        for index, module in enumerate(modules)
+    ]
+    ended: set[int] = set()
+    while len(ended) < 2:
+        for index, client in enumerate(clients):
+            if index not in ended and client.step() is None:
+                ended.add(index)
+    for client in clients:
+        client.close()
+    before, after = base.tensors(), server.model.tensors()
+    for name in ("0.weight", "0.bias"):
+        np.testing.assert_array_equal(after[name], before[name])
+    assert (after["2.weight"] != before["2.weight"]).all()
+
+
+class Tied(nn.Module):
+    """Scores of words by the very table that they are looked up in."""
+
+    def __init__(self, *, is_tied: bool = True) -> None:
+        super().__init__()
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            self.embedding = nn.Embedding(11, 4)
+            self.head = nn.Linear(4, 11, bias=False)
+        if is_tied:
+            self.head.weight = self.embedding.weight
+
+    def forward(self, words: torch.Tensor) -> torch.Tensor:
+        return self.head(self.embedding(words))
+
+
+WORDS = torch.arange(40) % 11
+NEXT = TensorDataset(WORDS, (WORDS * 3 + 1) % 11)
+
+
+def test_tied_weights_travel_once() -> None:
+    made = trainer(Tied(), NEXT)
+    base = made.initial_model()
+    assert [tensor.name for tensor in base.spec.tensors] == ["embedding.weight"]
+    assert base.spec.size == 11 * 4
+    moved = base.with_parameters(made.train(base, work(local_epochs=2)).parameters)
+    other = trainer(Tied(), NEXT, evaluation_data=NEXT)
+    other.evaluate(moved)
+    assert other.model.head.weight is other.model.embedding.weight
+    np.testing.assert_array_equal(
+        other.model.head.weight.detach().numpy().ravel(), moved.parameters
+    )
+
+
+def test_a_running_task_with_both_names_of_tied_weights_goes_on() -> None:
+    made = trainer(Tied(), NEXT)
+    both = trainer(Tied(is_tied=False), NEXT).initial_model()
+    base = made.initial_model()
+    both = both.with_parameters(np.tile(base.parameters, 2))
+    assert [t.name for t in both.spec.trained] == ["embedding.weight", "head.weight"]
+    moved = made.train(both, work()).parameters
+    once = made.train(base, work()).parameters
+    np.testing.assert_array_equal(moved, np.tile(once, 2))
+
+
+def test_tied_weights_go_by_whichever_name_the_task_has() -> None:
+    made = trainer(Tied(), NEXT)
+    base = made.initial_model()
+    named = Model(ModelSpec((TensorSpec("head.weight", (11, 4)),)), base.parameters, {})
+    correction = np.full(44, 0.3, np.float32)
+    asked = dataclasses.replace(work(), correction=correction)
+    np.testing.assert_array_equal(
+        made.train(named, asked).parameters, made.train(base, asked).parameters
+    )
+    assert (made.train(named, work()).parameters != made.train(named, asked).parameters).any()
+
+
+def test_what_is_restricted_holds_for_tied_weights_of_one_name() -> None:
+    made = trainer(Tied(), NEXT)
+    base = made.initial_model()
+    support = np.arange(0, 44, 3)
+    moved = made.train(base, dataclasses.replace(work(), support=support)).parameters
+    assert (moved != base.parameters).nonzero()[0].tolist() == support.tolist()
+    weight = made.model.head.weight.detach().numpy().ravel()
+    np.testing.assert_array_equal(weight, moved)
+
+
+def test_a_module_of_two_tables_does_not_take_a_model_of_one() -> None:
+    base = trainer(Tied(), NEXT).initial_model()
+    with pytest.raises(ConfigurationError, match=r"it lacks 'head\.weight'"):
+        trainer(Tied(is_tied=False), NEXT).train(base, work())

@@ -48,6 +48,7 @@ from fedpress_compression.compressors.topk import TopK
 from fedpress_compression.randomness import PublicRandomness
 from fedpress_compression.tensors import ModelSpec, TensorSpec, Vector
 from fedpress_protocols.errors import IncompatiblePlan, InvalidUpdate
+from fedpress_protocols.model import Model
 
 SPEC = ModelSpec(
     (
@@ -368,6 +369,38 @@ def test_feedback_is_refused_around_what_does_not_suit_it(made: Compressor[Any])
 def test_the_refusal_names_the_method_and_what_to_use(inner: dict[str, Any], says: str) -> None:
     with pytest.raises(IncompatiblePlan, match=says):
         check_feedback(from_config({"id": "error_feedback", "inner": inner}))
+
+
+@pytest.mark.parametrize("made", EVERY, ids=by_config)
+def test_a_frozen_tensor_is_changed_by_no_compressor(made: Compressor[Any]) -> None:
+    """Whatever the update, and EDEN, which gives zeros a value, with it."""
+    rng = np.random.default_rng(5)
+    dtypes = {"embed.weight": "float32", "head.weight": "float16", "gain": "bfloat16"}
+    frozen = {
+        name: rng.standard_normal(shape).astype(np.float16).astype(np.float32)
+        for name, shape in (("embed.weight", (40, 30)), ("head.weight", (7, 3)), ("gain", ()))
+    }
+    frozen["gain"] = np.array(0.75, np.float32)
+    spec = ModelSpec(
+        (
+            *(
+                TensorSpec(name, array.shape, dtypes[name], frozen=True)
+                for name, array in frozen.items()
+            ),
+            TensorSpec("adapter.down", (6, 30)),
+            TensorSpec("adapter.up", (30, 6)),
+        )
+    )
+    trained = rng.standard_normal(spec.size).astype(np.float32)
+    model = Model(spec, trained, frozen)
+    known = public(spec)
+    update = heavy_tailed(2, spec.size)
+    symbols, _ = made.compress(update, made.init(spec), known, np.random.default_rng(0))
+    received = made.decompress(symbols, known).dense()
+    after = Model.from_bytes(model.with_parameters(trained + received).to_bytes()).tensors()
+    for name, array in frozen.items():
+        np.testing.assert_array_equal(after[name], array)
+    assert any((after[t.name] != model.tensors()[t.name]).any() for t in spec.trained)
 
 
 def test_a_table_row_for_every_method() -> None:

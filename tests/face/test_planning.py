@@ -214,6 +214,14 @@ def test_coded_downloads_are_what_a_task_with_a_downlink_sends() -> None:
     assert made.codec_seconds == coded.seconds > 0
 
 
+def test_a_model_with_frozen_tensors_is_planned_without_them() -> None:
+    frozen = TensorSpec("table", (500, 100), "bfloat16", frozen=True)
+    spec = ModelSpec((frozen, TensorSpec("adapter", (40, 50))))
+    coded = downlink(situation(spec=spec, model_bytes=108_000, coded_downloads=True))
+    assert 0 < coded.each < 2_000
+    assert coded.anew > 0
+
+
 # Models
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import runpy
 import tracemalloc
 from pathlib import Path
@@ -15,7 +16,7 @@ from hypothesis import strategies as st
 
 from fedpress_compression import coding
 from fedpress_compression.coding.bits import uvarint
-from fedpress_compression.tensors import ModelSpec
+from fedpress_compression.tensors import ModelSpec, TensorSpec
 from fedpress_protocols.downlink import (
     MOST_EXPONENT,
     DownlinkCoder,
@@ -89,9 +90,10 @@ def test_the_text_is_enough_to_read_every_vector(name: str) -> None:
         text = bytes(octets(body, body.uvarint()))
         assert hashlib.sha256(text).hexdigest() == spec.digest
         rows = json.loads(text)
-        idle = [row for row in rows if row[2] in ("int64", "bool")]
-        carried = bytes(octets(body, sum(8 if row[2] == "int64" else 3 for row in idle)))
-        assert carried == due.buffers["seen"].tobytes() + due.buffers["mask"].tobytes()
+        widths = {"int64": 8, "bool": 1, "float32": 4, "float16": 2, "bfloat16": 2}
+        idle = [row for row in rows if row[2] in ("int64", "bool") or row[3:] == ["frozen"]]
+        carried = bytes(octets(body, sum(widths[row[2]] * math.prod(row[1]) for row in idle)))
+        assert carried == b"".join(tensor_bytes(bytes.fromhex(vector["file"]), r[0]) for r in idle)
     assert body.uvarint() == len(spec.trained)
     heads = []
     for tensor in spec.trained:
@@ -110,6 +112,13 @@ def test_the_text_is_enough_to_read_every_vector(name: str) -> None:
             steps = np.rint(values[where] * 2.0**h) + np.array(next(moves)) * 2.0**shift
             values[where] = steps * 2.0**-h
     assert values.astype(np.float32).tobytes() == due.parameters.tobytes()
+
+
+def tensor_bytes(file: bytes, name: str) -> bytes:
+    """A tensor's bytes in a safetensors file."""
+    length = int.from_bytes(file[:8], "little")
+    first, end = json.loads(file[8 : 8 + length])[name]["data_offsets"]
+    return file[8 + length + first : 8 + length + end]
 
 
 def octets(body: spec_reader.Body, num: int) -> list[int]:
@@ -277,6 +286,8 @@ def move(bound: int, exponent: int, shift: int, whole: list[int]) -> bytes:
         (b"\x01\xff\xff\xff\x7f", "a spec of"),
         (header(b"[]x"), "no spec"),
         (header(b'[["a",[1],"bfloat16"]]'), "bfloat16"),
+        (header(b'[["a",[1],"float32","still"]]'), "not in its one form"),
+        (header(b'[["a",[1],"int64","frozen"]]'), "called frozen"),
         (header(b'[["a",[1],"float32"]]', b"\x02"), "trained tensors"),
         (header(b'[["a",[1],"float32"]]', b"\x01\xff\xff\xff\xff\x0f\x00\x00"), "bound"),
         (header(b'[["a",[1],"float32"]]', b"\x01\x01\x00\x19"), "shift 25"),
@@ -312,6 +323,16 @@ def test_a_model_longer_than_admitted_is_refused_before_it_is_made() -> None:
         assert tracemalloc.get_traced_memory()[1] < 2**22
     finally:
         tracemalloc.stop()
+
+
+def test_a_difference_between_other_frozen_values_is_refused() -> None:
+    spec = ModelSpec((TensorSpec("a", (2,)), TensorSpec("b", (2,), "bfloat16", frozen=True)))
+    values = np.array([1, 2], np.float32)
+    base = Model(spec, values, {"b": values})
+    other = Model(spec, values, {"b": values * np.float32(-1)})
+    with pytest.raises(ConfigurationError, match="more than trained values"):
+        encode_difference(base, other)
+    assert decode_model(encode_model(other), PLENTY).to_bytes() == other.to_bytes()
 
 
 def test_specs_have_one_text() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from typing import Any
 
@@ -75,6 +76,78 @@ def test_the_digest_of_a_spec_tells_names_shapes_dtypes_and_order() -> None:
     assert first.tensors[0].num_bytes == 8
 
 
+FROZEN = ModelSpec(
+    (
+        TensorSpec("a", (2,)),
+        TensorSpec("full", (3,), "float32", frozen=True),
+        TensorSpec("half", (3,), "float16", frozen=True),
+        TensorSpec("brain", (3,), "bfloat16", frozen=True),
+        TensorSpec("b", (), "bfloat16"),
+    )
+)
+
+
+def partly_frozen() -> Model:
+    """Values of frozen tensors that the trained may not have, NaN and infinity, among them."""
+    values = np.array([1.5, -np.inf, np.nan], np.float32)
+    buffers = {"full": values, "half": values.astype(np.float16), "brain": values}
+    return Model(FROZEN, np.arange(3, dtype=np.float32), buffers)
+
+
+def test_frozen_tensors_survive_their_file_byte_for_byte() -> None:
+    model = partly_frozen()
+    again = Model.from_bytes(model.to_bytes())
+    assert again.spec == FROZEN
+    assert again.to_bytes() == model.to_bytes()
+    assert again.spec.slices == {"a": slice(0, 2), "b": slice(2, 3)}
+    for name, array in model.buffers.items():
+        np.testing.assert_array_equal(again.buffers[name], array)
+        assert again.buffers[name].dtype == array.dtype
+
+
+def test_new_parameters_leave_frozen_tensors_alone() -> None:
+    model = partly_frozen()
+    moved = Model.from_bytes(model.with_parameters(model.parameters + np.float32(1)).to_bytes())
+    for name in ("full", "half", "brain"):
+        np.testing.assert_array_equal(moved.tensors()[name], model.tensors()[name])
+    assert moved.tensors()["a"].tolist() == [1, 2]
+
+
+def test_what_is_frozen_is_in_the_one_form_of_a_spec() -> None:
+    text = FROZEN.to_json()
+    assert json.loads(text)[1] == ["full", [3], "float32", "frozen"]
+    assert ModelSpec.from_json(text) == FROZEN
+    thawed = ModelSpec(tuple(TensorSpec(t.name, t.shape, t.dtype) for t in FROZEN.tensors))
+    assert "frozen" not in thawed.to_json()
+    assert thawed.digest != FROZEN.digest
+    assert thawed.size == 12
+    assert ModelSpec.from_json(thawed.to_json()) == thawed
+
+
+@pytest.mark.parametrize("mark", ['"thawed"', "true", "null", '"frozen","frozen"'])
+def test_another_mark_in_a_spec_is_refused(mark: str) -> None:
+    with pytest.raises(ConfigurationError, match="not in its one form"):
+        ModelSpec.from_json(f'[["a",[1],"float32",{mark}]]')
+
+
+def test_the_digest_and_the_file_of_a_model_without_frozen_tensors_stay() -> None:
+    model = Model.from_tensors({"a": np.ones(2, np.float32), "n": np.array(3, np.int64)})
+    text = b'[["a",[2],"float32"],["n",[],"int64"]]'
+    assert model.spec.digest == hashlib.sha256(text).hexdigest()
+    assert b'{"fedpress.order":"[\\"a\\",\\"n\\"]"}' in model.to_bytes()
+
+
+def test_arrays_are_frozen_by_name() -> None:
+    arrays = {"a": np.ones(2, np.float32), "b": np.ones(3, np.float32)}
+    model = Model.from_tensors(arrays, frozen=["b"])
+    assert [tensor.name for tensor in model.spec.trained] == ["a"]
+    assert Model.from_bytes(model.to_bytes()).spec == model.spec
+    with pytest.raises(ConfigurationError, match="'c' called frozen and no tensor"):
+        Model.from_tensors(arrays, frozen=["c"])
+    with pytest.raises(ConfigurationError, match="unless they are frozen"):
+        Model.from_tensors(arrays, frozen=["a", "b"])
+
+
 def reordered(order: Any) -> bytes:
     """A file whose metadata claims `order` for its one tensor `a`."""
     return save({"a": np.zeros(1, np.float32)}, {"fedpress.order": json.dumps(order)})
@@ -89,6 +162,15 @@ def reordered(order: Any) -> bytes:
         Model.from_tensors(MIXED).to_bytes() + b"x",
         reordered(["b"]),
         reordered(3),
+        reordered({"order": ["a"]}),
+        reordered({"order": ["a"], "frozen": []}),
+        reordered({"order": ["a"], "frozen": ["b"]}),
+        reordered({"order": ["a"], "frozen": ["a", "a"]}),
+        reordered({"order": ["a"], "frozen": "a"}),
+        reordered({"order": ["a"], "frozen": [["a"]]}),
+        reordered({"order": ["a"], "frozen": ["a"], "more": 1}),
+        reordered({"order": ["b"], "frozen": ["b"]}),
+        reordered({"order": 3, "frozen": ["a"]}),
         save({"a": np.zeros(1, np.complex64)}),
     ],
 )
@@ -111,6 +193,7 @@ def make(dtype: str = "float32", size: int = 2, **changes: Any) -> Model:
     [
         (lambda: TensorSpec("", (1,)), "no name"),
         (lambda: TensorSpec("x", (1,), "complex64"), "known are"),
+        (lambda: TensorSpec("x", (1,), "int64", frozen=True), "never trained, and called frozen"),
         (lambda: TensorSpec("x", (-1,)), "has shape"),
         (lambda: ModelSpec((TensorSpec("x", ()), TensorSpec("x", ()))), "one name"),
         (lambda: make(parameters=np.ones(3, np.float32)), r"float32\[2\] is due"),

@@ -11,6 +11,8 @@ import pytest
 from benchmarks.federation import Federation
 from fedpress_client import Ledger
 from fedpress_client.client_terms import personalised
+from fedpress_compression.compressors.eden import Eden
+from fedpress_compression.compressors.error_feedback import ErrorFeedback
 from fedpress_compression.compressors.none import Uncompressed
 from fedpress_protocols.errors import IncompatiblePlan
 from fedpress_protocols.model import Model
@@ -98,3 +100,19 @@ def test_patterns_must_take_some_and_leave_some(
     made = federation(tmp_path, {"id": "fedper", "personal": patterns})
     with pytest.raises(IncompatiblePlan, match=says):
         made.run([0])
+
+
+def test_frozen_tensors_are_neither_shared_nor_personal(tmp_path: Path) -> None:
+    names = {"body": (SHARED,), "head.weight": (2, 2), "head.bias": (1,), "table": (3,)}
+    arrays = {name: np.ones(shape, np.float32) for name, shape in names.items()}
+    model = Model.from_tensors(arrays, frozen=["table"])
+    trainers = bowls_of([-1.0, 1.0])
+    made = Federation(tmp_path, model, FEDPER, trainers, compressor=lambda _: ErrorFeedback(Eden()))
+    for _ in range(5):
+        made.run([0, 1], restarts=[0, 1])
+    for tensors in (made.model.tensors(), personalised(made.model, made.ledgers[0]).tensors()):
+        assert (tensors["table"] == 1).all()
+        assert (tensors["body"] != 1).any()
+    assert set(made.ledgers[0].personal) == {"head.weight", "head.bias"}
+    with pytest.raises(IncompatiblePlan, match="no trained tensor's name matches table"):
+        Federation(tmp_path, model, {"id": "fedper", "personal": ["table"]}, trainers).run([0])
