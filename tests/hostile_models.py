@@ -18,7 +18,9 @@ HONEST = Model.from_tensors(
         "half": np.ones(3, np.float16),
         "steps": np.array([3], np.int64),
         "empty": np.zeros((0, 4), np.float32),
-    }
+        "table": np.ones(2, np.float32),
+    },
+    frozen=["table"],
 )
 
 
