@@ -310,6 +310,7 @@ def test_frozen_half_precision_travels(dtype: torch.dtype) -> None:
     model = partly_frozen()
     model[0].to(dtype)
     base = Model.from_bytes(trainer(model).initial_model().to_bytes())
+    assert set(base.buffers) == {"0.weight", "0.bias"}
     other = partly_frozen(7)
     other[0].to(dtype)
     trainer(other)._load(base)
