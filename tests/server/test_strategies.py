@@ -12,6 +12,7 @@ import pytest
 from fedpress_client import Client
 from fedpress_client.state import StateDirectory
 from fedpress_client.transport import HttpTransport
+from fedpress_compression.tensors import ModelSpec, TensorSpec
 from fedpress_protocols.errors import ConfigurationError, DecodingError, NotFound
 from fedpress_protocols.messages import TaskSummary
 from fedpress_protocols.model import Model
@@ -35,6 +36,34 @@ def summary(http: Server) -> TaskSummary:
 def include(device: Device, model: Model, value: float) -> None:
     assignment = device.assignment("digits")
     device.upload(assignment.assignment, device.body_for(assignment, ones(model, value)))
+
+
+@pytest.mark.parametrize("downlink", [None, {"bits": 8, "rate": 2.0}])
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+def test_rounds_carry_frozen_tensors(
+    start: Start, clock: Clock, model: Model, dtype: str, downlink: dict[str, Any] | None
+) -> None:
+    """Of half precision too, which no downlink codes where it is trained."""
+    table = np.array([0.5, -2.0, 3.0], np.float16 if dtype == "float16" else np.float32)
+    frozen = TensorSpec("table", (3,), dtype, frozen=True)
+    partly = Model(
+        ModelSpec((frozen, *model.spec.tensors)),
+        model.parameters,
+        {**model.buffers, "table": table},
+    )
+    eden = [{"name": "eden", "compressor": {"id": "eden"}}]
+    with start() as http:
+        Operator(http).begin(partly, profiles=eden, cohort=ALONE, rounds=3, downlink=downlink)
+        device = Device(http, clock)
+        device.enrol(Operator(http).token())
+        for value in (1.0, 4.0):
+            include(device, partly, value)
+            receipt_of(device, http)
+        after = device.model(summary(http).model, "digits")
+    assert after.spec == partly.spec
+    assert (after.parameters != partly.parameters).any()
+    assert after.buffers["table"].tobytes() == table.tobytes()
+    assert after.buffers["steps"] == 3
 
 
 def test_an_average_is_published_beside_every_model(
