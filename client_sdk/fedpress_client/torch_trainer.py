@@ -259,7 +259,8 @@ class TorchTrainer:
 
     def _warn_of_frozen(self, spec: ModelSpec) -> None:
         """Warn, once, of parameters that the task trains and the module does not."""
-        names = [t.name for t in spec.trained if t.name in _frozen_names(self.model)]
+        frozen = _frozen_names(self.model)
+        names = [tensor.name for tensor in spec.trained if tensor.name in frozen]
         if names and not self._warned:
             self._warned = True
             warnings.warn(
