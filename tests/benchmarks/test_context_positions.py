@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
@@ -14,7 +15,7 @@ def test_contexts_take_a_fifth_off_sparse_ternary_uploads() -> None:
     script = ROOT / "benchmarks" / "context_positions.py"
     answer = subprocess.run(
         [sys.executable, script, "--rounds", "12"],
-        env={"PYTHONPATH": str(ROOT / "protocols"), "OMP_NUM_THREADS": "1"},
+        env={"PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
         check=True,

@@ -626,9 +626,8 @@ def test_torch_is_named_when_it_is_missing_and_not_loaded_before() -> None:
         "try:\n    fedpress_client.TorchTrainer\n"
         "except Exception as error:\n    print(type(error).__name__, error)\n"
     )
-    path = [str(ROOT / "protocols"), str(ROOT / "client_sdk")]
     done = subprocess.run(
-        [sys.executable, "-c", f"import sys; sys.path[:0] = {path!r}\n{code}"],
+        [sys.executable, "-c", f"import sys; sys.path[:0] = {sys.path!r}\n{code}"],
         capture_output=True,
         text=True,
         check=True,

@@ -28,14 +28,12 @@ EXCHANGED = stateless()
 def found(tmp_path_factory: pytest.TempPathFactory) -> Found:
     """What each of the processes has to tell."""
     folder = tmp_path_factory.mktemp("exchange")
-    root = Path(__file__).parents[2]
-    folders = [root / part for part in ("", "protocols", "client_sdk")]
     here = {
         **os.environ,
         "GLOO_SOCKET_IFNAME": "lo",
         "OMP_NUM_THREADS": "1",
         "FEDPRESS_KERNELS": "numpy",
-        "PYTHONPATH": os.pathsep.join(map(str, folders)),
+        "PYTHONPATH": os.pathsep.join(sys.path),
     }
     outs = [folder / f"{rank}.npz" for rank in range(WORLD)]
     script = Path(__file__).with_name("data_parallel_process.py")

@@ -568,8 +568,7 @@ def test_damaged_blocks_are_refused_or_decoded_within_their_arrays(soak: bool) -
 
 def run(code: str, **env: str) -> subprocess.CompletedProcess[str]:
     """A fresh interpreter; in it, everything of this checkout can be imported."""
-    paths = [str(ROOT / folder) for folder in ("protocols", "client_sdk", "strategies", "server")]
-    given = {**os.environ, "PYTHONPATH": os.pathsep.join([*paths, str(ROOT)]), **env}
+    given = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), **env}
     return subprocess.run(
         [sys.executable, "-c", code], env=given, capture_output=True, text=True, check=False
     )
