@@ -38,7 +38,7 @@ from fedpress_protocols.downlink import (
 from fedpress_protocols.errors import ConfigurationError
 from fedpress_protocols.messages import DownlinkTerms
 from fedpress_protocols.model import Model
-from fedpress_server.folds.downlink import rounded, stepped
+from fedpress_strategies.downlink import rounded, stepped
 
 MOMENTUM = 0.8
 BACK = (1, 4, 8)

@@ -105,7 +105,6 @@ WRAPPED = f"id: error_feedback\n      inner: {TOPK}"
         ("{id: clip, inner: {id: qsgd}, max_norm: 1e-3}", "choose a higher rate"),
         ("{id: topk, fraction: 0.1}", None),
         ("{id: qsgd}", None),
-        ("{id: delta, inner: {id: topk, fraction: 1e-2}}", None),
         ("{id: dgc}", None),
     ],
 )

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import tracemalloc
 
+import numpy as np
 import pytest
+import safetensors.numpy
 
 from fedpress_compression.tensors import MAX_TENSORS
 from fedpress_protocols.errors import ConfigurationError
@@ -17,6 +19,34 @@ def test_a_forged_model_is_refused_with_the_reason(data: bytes) -> None:
     with pytest.raises(ConfigurationError) as caught:
         Model.from_bytes(data)
     assert caught.value.detail.isprintable()
+
+
+def with_header(header: bytes) -> bytes:
+    return len(header).to_bytes(8, "little") + header
+
+
+@pytest.mark.parametrize(
+    ("data", "says"),
+    [
+        (with_header(b"[]"), "no JSON object"),
+        (with_header(b"[" * 200_000), "too many levels"),
+        (with_header(b"[" * 2_000_000), "more values than"),
+        (
+            with_header(b"{%s}" % b",".join(b'"t%d":0' % n for n in range(MAX_TENSORS + 2))),
+            "tensors; at most",
+        ),
+        (
+            safetensors.numpy.save(
+                {"w": np.zeros(1, np.float32)}, {"fedpress.order": "[" * 200_000}
+            ),
+            "an order of too many levels",
+        ),
+    ],
+    ids=["list", "deep", "long", "many", "deep-order"],
+)
+def test_a_header_that_is_none_says_why(data: bytes, says: str) -> None:
+    with pytest.raises(ConfigurationError, match=says):
+        Model.from_bytes(data)
 
 
 def test_a_mutated_model_is_a_model_or_refused(soak: bool) -> None:

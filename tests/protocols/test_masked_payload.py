@@ -393,7 +393,7 @@ def test_what_is_no_update_or_no_sum_is_refused() -> None:
         ({"cohort": {"size": 10, "minimum": 2}}, "a masked sum of 2 would be unmasked"),
         (
             {"masking": {"corrupt": 0.9}, "cohort": {"size": 200, "minimum": 150}},
-            "no sparse graph on",
+            "of 200 clients have to stay",
         ),
         ({"masking": {"levels": 0}}, "levels"),
         ({"masking": {"adversary": "bored"}}, "adversary"),

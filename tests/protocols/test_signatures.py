@@ -738,6 +738,22 @@ def test_what_a_full_guard_forgot_it_refuses() -> None:
             guard.check(one, NOW + 40)
 
 
+def test_too_many_of_one_key_within_one_second_are_forgotten_and_refused_as_a_whole() -> None:
+    guard = ReplayGuard(capacity=100, per_key=100)
+    requests = [
+        ParsedSignature("device", NOW, NOW + 60, number.to_bytes(16), bytes(64), "")
+        for number in range(101)
+    ]
+    for one in requests[:100]:
+        guard.check(one, NOW)
+    later = ParsedSignature("other", NOW + 1, NOW + 61, bytes(16), bytes(64), "")
+    guard.check(later, NOW + 1)
+    for one in requests:
+        with pytest.raises((ReplayedRequest, ClockSkew, Unavailable)):
+            guard.check(one, NOW + 1)
+    guard.check(ParsedSignature("device", NOW + 1, NOW + 61, bytes(16), bytes(64), ""), NOW + 1)
+
+
 def test_a_fleet_that_is_larger_than_the_guard_is_served() -> None:
     """Every device once, in ten times as many seconds as the guard has room for."""
     guard = ReplayGuard(capacity=200)

@@ -4,6 +4,7 @@ The disk is a real one, a small tmpfs, where this user may mount; else the tests
 """
 
 import asyncio
+import logging
 import sqlite3
 import subprocess
 import time
@@ -154,6 +155,7 @@ def test_a_full_disk_is_two_lines_of_the_log(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Of each of its doors, and no traceback, whatever is tried again meanwhile."""
+    caplog.set_level(logging.WARNING, logger="fedpress_server")  # whatever ran before this
     with start(data_dir=disk.folder / "data", follow_seconds=0.05, tick_seconds=0.05) as http:
         operator = Operator(http)
         operator.begin(heavy, rounds=1, cohort={"size": 1, "minimum": 1})

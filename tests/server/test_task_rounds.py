@@ -19,6 +19,7 @@ from fedpress_protocols.errors import (
     IncompatiblePlan,
     MalformedRequest,
     RoundClosed,
+    Unavailable,
     UnknownModel,
     UnknownRound,
     UnknownTask,
@@ -303,7 +304,8 @@ def test_a_stopping_server_lets_nobody_wait(
     with ThreadPoolExecutor(1) as pool:
         poll = pool.submit(device.check_in, "digits", wait=30.0)
         http.call(http.app.state.coordinator.release)
-        assert poll.result(30) is None
+        with pytest.raises(Unavailable, match="about to stop"):
+            poll.result(30)
 
 
 # Tasks and rounds

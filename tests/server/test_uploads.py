@@ -30,7 +30,7 @@ from fedpress_protocols.errors import (
 )
 from fedpress_protocols.model import Model
 from fedpress_protocols.signatures import Content
-from tests.devices import Device, Operator, checked
+from tests.devices import ADMIN, Device, Operator, checked
 from tests.server.in_process import Clock, Enrolled, Server, Start, history, include_one, ones
 
 pytestmark = pytest.mark.both_databases
@@ -426,7 +426,7 @@ def test_an_operator_sees_why_assignments_were_declined_and_what_time_devices_ne
     assert listed["declined"] == counts
     (other,) = operator.get("/v1/tasks/another/rounds")
     assert (other["declined"], other["durations"]) == ({}, None)
-    metrics = http.get("/metrics").text
+    metrics = http.get("/metrics", headers=ADMIN).text
     for reason, count in counts.items():
         assert f'fedpress_declined_total{{reason="{reason}",task="digits"}} {count}.0' in metrics
 

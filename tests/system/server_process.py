@@ -20,9 +20,14 @@ _START_SECONDS = 60.0
 class ServerProcess:
     """`python -m fedpress_server` on a fixed free port of the loopback interface."""
 
-    def __init__(self, folder: Path, settings: Mapping[str, str] | None = None) -> None:
-        """`settings`: more variables than those that every server here has."""
+    def __init__(
+        self, folder: Path, settings: Mapping[str, str] | None = None, *, open_files: int = 0
+    ) -> None:
+        """`settings`: more variables than those that every server here has. `open_files`: the soft
+        limit that the process begins with, if not that of the tests."""
         self._settings = dict(settings or {})
+        limited = ("sh", "-c", f'ulimit -Sn {open_files}; exec "$@"', "sh") if open_files else ()
+        self._command = (*limited, sys.executable, "-m", "fedpress_server")
         folder.mkdir(parents=True, exist_ok=True)
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
@@ -48,7 +53,7 @@ class ServerProcess:
         begin = self.log.stat().st_size if self.log.exists() else 0
         with self.log.open("ab") as log:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "fedpress_server"],
+                self._command,
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,

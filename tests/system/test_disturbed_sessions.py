@@ -11,6 +11,7 @@ import pytest
 
 from fedpress_protocols.masking.messages import Complaint, SealedShares, Shares
 from fedpress_protocols.messages import RoundStatus
+from tests.devices import ADMIN
 from tests.masked import Participant
 from tests.server.in_process import Clock
 from tests.server.test_audit import log_of
@@ -80,7 +81,7 @@ def test_one_saboteur_of_twenty_is_named_and_left_out_and_rounds_commit(
     world.participants.pop(7)
     world.check_conserved()
     assert f"disturbed by {saboteur}, left out" in caplog.text
-    text = world.server.get("/metrics").text
+    text = world.server.get("/metrics", headers=ADMIN).text
     assert 'fedpress_session_suspects_total{task="digits"} 1.0' in text
     (entry,) = (each for each in log_of(world.operator) if each.action == "session.disturbed")
     assert entry.details["clients"] == [saboteur]

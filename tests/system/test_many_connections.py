@@ -22,21 +22,9 @@ MODEL = Model.from_tensors({"weight": np.zeros((256, 256), np.float32)})
 
 
 @contextmanager
-def soft_limit(files: int) -> Iterator[None]:
-    """What a process started here begins with."""
-    before = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (files, before[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, before)
-
-
-@contextmanager
 def serving(folder: Path, **settings: str) -> Iterator[ServerProcess]:
-    process = ServerProcess(folder, settings)
-    with soft_limit(256):
-        process.start()
+    process = ServerProcess(folder, settings, open_files=256)
+    process.start()
     try:
         yield process
     finally:

@@ -114,7 +114,7 @@ def test_a_round_that_opens_after_the_change_is_signed_with_the_new_key(world: W
 
 def test_a_device_that_was_away_for_two_changes_goes_on(world: World) -> None:
     world.begin(3, rounds=2, lane="clear", masking=None, cohort={"size": 1, "minimum": 1})
-    (device,) = world.enrol(1)
+    (device,) = world.enrol(1, masking=None)
     world.drive_until(lambda: any(each.kind == "uploaded" for each in device.events))
     first = pinned(device)
     changed(world)

@@ -238,9 +238,7 @@ def _moved(rising: npt.NDArray[np.float64], edges: list[int]) -> list[int]:
             for a, b, c in zip(split, split[1:], split[2:], strict=False)
             if b != at
         ]
-        if not costs:
-            break
-        cost, without = min(costs)
+        cost, without = min(costs, default=(math.inf, at))
         if gain - cost <= _WORTH * error + 1e-9 * energy:
             break
         split.remove(without)

@@ -22,6 +22,7 @@ from fedpress_protocols.masking.graph import (
     neighbours_of,
     parameters,
     search,
+    sound_search,
 )
 
 # n, corrupt, dropout; degree and threshold of a plain ring against a server that only looks, and
@@ -294,3 +295,7 @@ def test_a_graph_is_regular_and_mutual_and_connected(n: int, degree: int) -> Non
 def test_another_transcript_gives_another_graph() -> None:
     other = hashlib.sha256(SEED).digest()
     assert neighbours(1000, 52, SEED).tolist() != neighbours(1000, 52, other).tolist()
+
+
+def test_a_cohort_too_small_for_a_spread_graph_has_none() -> None:
+    assert sound_search(5, corrupt=0.2, dropout=0.0) is None

@@ -1,0 +1,1 @@
+"""Compressed exchange of gradients between the processes of PyTorch's data parallelism."""
