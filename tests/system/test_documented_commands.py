@@ -15,6 +15,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 
 import click
@@ -23,7 +24,6 @@ import pytest
 import yaml
 from click.testing import CliRunner
 
-pytest.importorskip("flwr")
 pytest.importorskip("sklearn")
 
 from fedpress.cli import app
@@ -105,11 +105,12 @@ NOT_RUN: list[tuple[str, str]] = [
     (r"COMPOSE_PROJECT_NAME|secrets/admin-token", "belongs to docker compose"),
     (r"^(sudo (?!-u fedpress fedpress)|systemctl|install|chown|ln|mv|git|python3 -m venv)\b"
      r"|\bsystemctl ", "changes the machine"),
+    (r"^pip wheel ", "builds this checkout: tests/install does"),
     (r"/etc/fedpress/admin-token\b", "the machine's files"),
     (r"^openssl|^printf", "another program's; tests/system/test_mutual_tls.py has certificates"),
     (r"^fedpress bench ingest", "minutes of load; tests/face/test_bench.py runs the parts"),
     (r"^python benchmarks/", "many minutes; tests/benchmarks run what they are made of"),
-    (r"^fedpress serve", "the server that all of this runs against is started by it"),
+    (r"^fedpress serve", "a server runs already (python -m fedpress_server); flags are checked"),
     (r"--engine ray|fashion-mnist|shakespeare:DIR",
      "Ray's processes, and data that is no part of the tree"),
     (r"\|.*--app ", "three forms in one line: tests/flower/test_engines.py runs each"),
@@ -218,6 +219,8 @@ def calls(text: str) -> Iterator[list[str]]:
 
 
 def reason_not_to_run(text: str) -> str | None:
+    if find_spec("flwr") is None and re.search(r"\bsimulate\b|simulation", text):
+        return "Flower is not installed"
     return next((why for pattern, why in NOT_RUN if re.search(pattern, text)), None)
 
 
