@@ -105,7 +105,7 @@ _SHORTEST_PAUSE = 0.05
 _APPROVAL_PAUSE = 30.0
 _UPLINKS = 5
 _IMPATIENT = Retries(base=0.2, cap=2.0, patience=5.0)
-"""For whoever waits for a model to answer with."""
+"""Of `Client.model`, whose caller waits for the answer."""
 _LONGEST_BACKOFF = 300.0
 
 EventKind = Literal[
@@ -448,8 +448,10 @@ class Client:
         return max(later, self._failures.pause)
 
     def _after_refusal(self, here: _Open, later: float) -> float:
-        """Seconds until it is worth while to ask again, once a plan was not admitted. Where nobody
-        named the task, and another one is the only masked one, the device goes on with that."""
+        """Return the seconds to wait before the next check-in, after a plan that the rules refuse.
+
+        Where nobody named the task and exactly one other task is masked, switch to that one.
+        """
         if self._is_free_to_choose and self._masking.required and not here.ledger.pending:
             fitting = _masked(self._transport.tasks())
             if len(fitting) == 1 and fitting[0] != here.task:

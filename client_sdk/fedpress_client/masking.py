@@ -70,7 +70,7 @@ _OVER = (Conflict, Forbidden, NotFound)
 
 @dataclass(frozen=True, slots=True)
 class MaskingRules:
-    """What a device insists on, whatever the plan says.
+    """Requirements of a device that no plan can overrule.
 
     With `required` nothing of an update leaves the device unmasked: a plan of the clear lane is
     declined. A device that joined a masked round of a task declines that task's clear plans even
