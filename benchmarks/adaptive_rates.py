@@ -39,15 +39,7 @@ from fedpress_client import Ledger
 from fedpress_protocols.messages import Assignment, Receipt, TaskConfig
 from fedpress_protocols.model import Model
 from fedpress_protocols.plan import CohortRules, RoundPlan
-from fedpress_protocols.policies.bandwidth_aware import Link, Transfer
-from fedpress_protocols.policies.course import Course, Facts
-from fedpress_protocols.policies.sizes import expected_bytes
-from fedpress_protocols.policies.steering import (
-    bandwidth_aware,
-    divergence_guard,
-    steered,
-    with_comparison,
-)
+from fedpress_protocols.policies import Course, bandwidth_aware, divergence_guard
 from fedpress_protocols.signatures import DeviceKey
 from fedpress_server.coordination.opening import Legacy, opened
 from fedpress_server.folds.adding import FoldJob, StagedUpload
@@ -55,6 +47,10 @@ from fedpress_server.folds.folding import fold
 from fedpress_server.folds.masked import Host
 from fedpress_server.folds.probing import compare
 from fedpress_server.identity.membership import Authority
+from fedpress_server.policies.bandwidth_aware import Link, Transfer
+from fedpress_server.policies.decisions import next_course, with_comparison
+from fedpress_server.policies.facts import Facts
+from fedpress_server.policies.sizes import expected_bytes
 from fedpress_server.storage.files import model_name
 from fedpress_strategies import from_config
 
@@ -173,7 +169,7 @@ def run(
     done = Run()
     for number in range(1, rounds + 1):
         if policies:
-            course = steered(
+            course = next_course(
                 config.policies, len(ladder), course, Facts(number, rounds, tuple(losses))
             )
             done.rungs.append(course.hardest)

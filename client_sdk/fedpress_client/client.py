@@ -90,7 +90,7 @@ from fedpress_protocols.messages import (
 )
 from fedpress_protocols.model import Model
 from fedpress_protocols.plan import RoundPlan, TrainingTerms, agreed_version
-from fedpress_protocols.policies.bandwidth_aware import TELLING, UPLINK
+from fedpress_protocols.policies import TELLING, UPLINK
 from fedpress_protocols.signatures import DeviceKey, from_base64url, to_base64url
 from fedpress_protocols.upload import REPORT_BYTES, max_body_bytes
 

@@ -21,8 +21,7 @@ from fedpress_protocols.plan import (
     Term,
     TrainingTerms,
 )
-from fedpress_protocols.policies.course import Course
-from fedpress_protocols.policies.steering import Policies, check_policies, divergence_guard
+from fedpress_protocols.policies import Course, Policies, check_policies, divergence_guard
 from fedpress_protocols.schedule import Schedule, check_schedule
 from fedpress_protocols.upload import WIRE_VERSIONS
 

@@ -22,7 +22,7 @@ from prometheus_client import (
 from prometheus_client.core import CounterMetricFamily
 from prometheus_client.registry import Collector
 
-from fedpress_protocols.policies.course import Course
+from fedpress_protocols.policies import Course
 from fedpress_server.observing.series import Counters, Histograms
 
 _GIB = 2**30

@@ -14,7 +14,7 @@ from fedpress_compression.compressors.none import Uncompressed
 from fedpress_protocols.errors import ConfigurationError
 from fedpress_protocols.messages import Attribute, CheckInRequest, UploadAck
 from fedpress_protocols.model import Model
-from fedpress_protocols.policies.bandwidth_aware import TELLING, UPLINK
+from fedpress_protocols.policies import TELLING, UPLINK
 from tests.client.fake_server import FakeLink, FakeServer, RandomTrainer, make_client
 
 

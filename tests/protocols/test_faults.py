@@ -11,7 +11,7 @@ from pydantic import BaseModel, Field, ValidationError
 
 from fedpress_protocols.faults import explained
 from fedpress_protocols.plan import Name, Term
-from fedpress_protocols.policies.steering import Policies
+from fedpress_protocols.policies import Policies
 
 PYDANTIC = ("Input ", "Value error", "Field required", "Extra inputs", "Tuple ", "Unable")
 

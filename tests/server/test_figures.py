@@ -17,9 +17,9 @@ from sqlalchemy.engine import Connection
 
 from fedpress_protocols.messages import EvaluationReport, EvaluationTerms, RoundStatus
 from fedpress_protocols.model import Model
-from fedpress_protocols.policies.course import Tally
 from fedpress_server.coordination.adaptive import Bodies, bodies_of
 from fedpress_server.coordination.turns import Received, note_delivered, write_received
+from fedpress_server.policies.facts import Tally
 from fedpress_server.rounds.selection import Candidate
 from fedpress_server.storage import evaluation, participants, records
 from fedpress_server.storage.database import Database

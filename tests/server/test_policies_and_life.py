@@ -11,7 +11,7 @@ import pytest
 
 from fedpress_protocols.messages import Assignment
 from fedpress_protocols.model import Model
-from fedpress_protocols.policies.course import Course
+from fedpress_protocols.policies import Course
 from fedpress_protocols.registry import ModelLineage
 from tests.devices import Device, Operator
 from tests.server.in_process import Enrolled, history, ones

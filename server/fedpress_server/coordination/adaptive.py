@@ -1,4 +1,4 @@
-"""What policies over rounds go by, as the records tell it; see `fedpress_protocols.policies`.
+"""What policies over rounds go by, as the records tell it; see `fedpress_server.policies`.
 
 A course is made once, when its round opens, and kept in the round's row; the profile that a client
 is given is part of the event that gives it. Nothing here is asked again by a replay.
@@ -16,17 +16,19 @@ from sqlalchemy.engine import Connection
 
 from fedpress_compression.tensors import ModelSpec
 from fedpress_protocols.messages import Attributes, TaskConfig
-from fedpress_protocols.policies.bandwidth_aware import UPLINK, Link, Transfer
-from fedpress_protocols.policies.course import Comparison, Course, Facts
-from fedpress_protocols.policies.sizes import expected_bytes
-from fedpress_protocols.policies.steering import (
+from fedpress_protocols.policies import (
+    UPLINK,
+    Comparison,
+    Course,
     bandwidth_aware,
     divergence_guard,
-    steered,
-    with_comparison,
 )
 from fedpress_server.coordination.attempts import Attempt
 from fedpress_server.coordination.background import Background
+from fedpress_server.policies.bandwidth_aware import Link, Transfer, choose, fits
+from fedpress_server.policies.decisions import next_course, with_comparison
+from fedpress_server.policies.facts import Facts
+from fedpress_server.policies.sizes import expected_bytes
 from fedpress_server.storage.database import Database
 from fedpress_server.storage.scoreboard import Scoreboard
 from fedpress_server.storage.tables import assignments, rounds, uploads
@@ -66,7 +68,7 @@ def course_of(
         if before is not None and comparison is not None:
             before = with_comparison(before, comparison)
     facts = _facts(connection, config, board, number)
-    return steered(config.policies, len(config.profiles), before, facts)
+    return next_course(config.policies, len(config.profiles), before, facts)
 
 
 def _course_in(connection: Connection, task: str, number: int) -> Course | None:
@@ -201,9 +203,9 @@ class Rates:
             if policy is not None:
                 link = links[client_id]
                 in_order = [sizes[each] for each in names]
-                name = names[policy.choose(link, in_order, left, bodies.before)]
+                name = names[choose(policy, link, in_order, left, bodies.before)]
                 if reference is not None:
-                    may_refer = policy.fits(link, sizes[reference], left, bodies.before)
+                    may_refer = fits(policy, link, sizes[reference], left, bodies.before)
             due = guard.references_among(place + 1) if guard is not None else 0
             if reference is not None and may_refer and referring < due:
                 name, referring = reference, referring + 1

@@ -10,7 +10,7 @@ from fedpress_protocols.errors import FedpressError
 from fedpress_protocols.masking.messages import ClientMessage
 from fedpress_protocols.messages import Assignment
 from fedpress_protocols.plan import RoundPlan
-from fedpress_protocols.policies.course import Course
+from fedpress_protocols.policies import Course
 from fedpress_server.folds.adding import StagedUpload
 from fedpress_server.folds.masked import Host, Message, Session
 from fedpress_server.folds.terms import RoundTerms

@@ -5,13 +5,13 @@ from __future__ import annotations
 
 from fedpress_compression.tensors import ModelSpec
 from fedpress_protocols.messages import TaskConfig
-from fedpress_protocols.policies.sizes import check_order
 from fedpress_server.coordination.opening import checked_bound
 from fedpress_server.folds.asynchronous import check_asynchronous
 from fedpress_server.folds.downlink import check_downlink
 from fedpress_server.folds.folding import check_strategy
 from fedpress_server.folds.masked import check_masked_strategy
 from fedpress_server.folds.terms import RoundTerms
+from fedpress_server.policies.sizes import check_order
 from fedpress_strategies import Strategy
 
 

@@ -20,14 +20,14 @@ from fedpress_protocols.messages import (
     TaskConfig,
 )
 from fedpress_protocols.plan import RoundPlan
-from fedpress_protocols.policies.course import Comparison, Course
-from fedpress_protocols.policies.steering import with_comparison
+from fedpress_protocols.policies import Comparison, Course
 from fedpress_protocols.signatures import DeviceKey, sign_document
 from fedpress_server.coordination.attempts import Attempt
 from fedpress_server.coordination.opening import round_of
 from fedpress_server.folds.folding import FoldResult
 from fedpress_server.folds.masked import Host, left_out, read_message
 from fedpress_server.folds.terms import RoundTerms
+from fedpress_server.policies.decisions import with_comparison
 from fedpress_server.rounds import (
     Assign,
     BeginSecond,

@@ -7,7 +7,7 @@ from collections import deque
 from dataclasses import dataclass, field
 
 from fedpress_protocols.messages import TaskConfig, TaskSummary
-from fedpress_protocols.policies.steering import divergence_guard
+from fedpress_protocols.policies import divergence_guard
 from fedpress_server.coordination.attempts import Attempt
 from fedpress_server.coordination.turns import Wish
 from fedpress_server.registry.sweeping import files_of

@@ -17,14 +17,15 @@ from fedpress_protocols.errors import ConfigurationError, IncompatiblePlan
 from fedpress_protocols.faults import explained
 from fedpress_protocols.messages import TaskConfig
 from fedpress_protocols.plan import FixedPointTerms, MaskingTerms, Profile, RoundPlan
-from fedpress_protocols.policies.course import Comparison, Course, Facts
-from fedpress_protocols.policies.steering import every_choice, profiles_of, steered
+from fedpress_protocols.policies import Comparison, Course
 from fedpress_protocols.schedule import Period, period_at
 from fedpress_server.coordination.adaptive import course_of
 from fedpress_server.coordination.attempts import Attempt
 from fedpress_server.folds.folding import FoldResult
 from fedpress_server.folds.masked import Host
 from fedpress_server.folds.terms import RoundTerms
+from fedpress_server.policies.decisions import every_choice, next_course, profiles_of
+from fedpress_server.policies.facts import Facts
 from fedpress_server.rounds import Event, Folded, OpenRound, Round
 from fedpress_server.storage import records
 from fedpress_server.storage.payloads import Payloads
@@ -118,7 +119,7 @@ def chosen_profiles(config: TaskConfig, left: Legacy, number: int) -> Chosen:
     course = left.course
     if course is None:
         facts = Facts(number, config.rounds)
-        course = steered(config.policies, len(config.profiles), None, facts)
+        course = next_course(config.policies, len(config.profiles), None, facts)
     return Chosen(profiles_of(config.policies, config.profiles, course), course=course)
 
 

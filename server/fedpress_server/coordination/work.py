@@ -12,7 +12,7 @@ from typing import Any
 from sqlalchemy.engine import Connection
 
 from fedpress_protocols.errors import FedpressError, InvalidShare, Unavailable
-from fedpress_protocols.policies.steering import divergence_guard
+from fedpress_protocols.policies import divergence_guard
 from fedpress_server import failpoints
 from fedpress_server.coordination.attempts import Attempt
 from fedpress_server.coordination.background import Background

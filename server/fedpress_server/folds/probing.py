@@ -10,8 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from fedpress_protocols.errors import ServerError
-from fedpress_protocols.policies.course import Comparison
-from fedpress_protocols.policies.steering import LEAST_COMPARED
+from fedpress_protocols.policies import LEAST_COMPARED, Comparison
 from fedpress_server.folds.adding import StagedUpload
 from fedpress_server.folds.terms import RoundTerms
 

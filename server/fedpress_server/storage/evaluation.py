@@ -19,7 +19,7 @@ from fedpress_protocols.messages import (
     EvaluationTerms,
     Measured,
 )
-from fedpress_protocols.policies.course import Tally
+from fedpress_server.policies.facts import Tally
 from fedpress_server.storage import participants
 from fedpress_server.storage.tables import (
     STOPPED,

@@ -19,7 +19,7 @@ import sqlalchemy as sa
 from sqlalchemy.engine import Connection
 
 from fedpress_protocols.messages import EvaluationTerms
-from fedpress_protocols.policies.course import Tally
+from fedpress_server.policies.facts import Tally
 from fedpress_server.storage import evaluation
 from fedpress_server.storage.evaluation import Place, Score
 from fedpress_server.storage.tables import measured_models

@@ -29,21 +29,29 @@ from fedpress_protocols.policies import (
     Comparison,
     Course,
     DivergenceGuard,
-    Facts,
-    Link,
-    Tally,
-    Transfer,
-    profiles_of,
-    steered,
-)
-from fedpress_protocols.policies.course import Trend, Watch
-from fedpress_protocols.policies.sizes import check_order, expected_bytes
-from fedpress_protocols.policies.steering import (
+    Trend,
+    Watch,
     bandwidth_aware,
     divergence_guard,
+)
+from fedpress_server.policies.accuracy_driven import next_trend
+from fedpress_server.policies.bandwidth_aware import (
+    Link,
+    Transfer,
+    choose,
+    fits,
+    seconds,
+    uplink_of,
+)
+from fedpress_server.policies.decisions import (
     every_choice,
+    next_course,
+    profiles_of,
     with_comparison,
 )
+from fedpress_server.policies.divergence_guard import next_watch
+from fedpress_server.policies.facts import Facts, Tally
+from fedpress_server.policies.sizes import check_order, expected_bytes
 from tests.client.fake_server import make_plan
 
 LADDER = tuple(
@@ -77,7 +85,7 @@ SIZES = (4_000_000, 400_000, 40_000)
 
 @pytest.mark.parametrize(("mbits", "index"), [(50, 0), (2, 1), (0.3, 2), (0.001, 2)])
 def test_each_client_has_the_gentlest_profile_that_arrives(mbits: float, index: int) -> None:
-    assert BandwidthAware().choose(link(mbits), SIZES, left=10) == index
+    assert choose(BandwidthAware(), link(mbits), SIZES, left=10) == index
 
 
 @given(
@@ -90,49 +98,49 @@ def test_nobody_is_given_what_the_estimate_says_is_late_but_the_hardest(
     mbits: float, before: float, left: float, margin: float
 ) -> None:
     policy, known = BandwidthAware(margin=margin), link(mbits, before)
-    index = policy.choose(known, SIZES, left)
-    expected = [policy.seconds(known, size) or math.inf for size in SIZES]
+    index = choose(policy, known, SIZES, left)
+    expected = [seconds(policy, known, size) or math.inf for size in SIZES]
     assert index == len(SIZES) - 1 or expected[index] <= margin * left
     assert all(each > margin * left for each in expected[:index])
-    assert policy.fits(known, SIZES[index], left) == (expected[index] <= margin * left)
+    assert fits(policy, known, SIZES[index], left) == (expected[index] <= margin * left)
 
 
 def test_training_takes_its_part_of_the_time() -> None:
     policy = BandwidthAware()
-    assert policy.choose(link(50, before=1), SIZES, left=10) == 0
-    assert policy.choose(link(50, before=7), SIZES, left=10) == 1
-    assert policy.choose(link(50, before=60), SIZES, left=10) == 2
+    assert choose(policy, link(50, before=1), SIZES, left=10) == 0
+    assert choose(policy, link(50, before=7), SIZES, left=10) == 1
+    assert choose(policy, link(50, before=60), SIZES, left=10) == 2
 
 
 def test_large_bodies_tell_of_a_link_before_its_owner_does() -> None:
     policy, small = BandwidthAware(), Transfer(1000, 0.0001, 1)
-    assert policy.uplink(link(2)) == pytest.approx(2 * MBIT)
+    assert uplink_of(policy, link(2)) == pytest.approx(2 * MBIT)
     measured = Link((*link(2).transfers, small), said=500 * MBIT)
-    assert policy.uplink(measured) == pytest.approx(2 * MBIT)
-    assert policy.uplink(Link((small,), said=3 * MBIT)) == 3 * MBIT
-    assert policy.uplink(Link((small,))) == 1000 / 0.05, "what arrived at once proves no more"
+    assert uplink_of(policy, measured) == pytest.approx(2 * MBIT)
+    assert uplink_of(policy, Link((small,), said=3 * MBIT)) == 3 * MBIT
+    assert uplink_of(policy, Link((small,))) == 1000 / 0.05, "what arrived at once proves no more"
 
 
 def test_one_slow_day_among_five_does_not_count_and_an_old_one_is_forgotten() -> None:
     fast, slow = link(10).transfers[0], link(0.1).transfers[0]
     policy = BandwidthAware(window=5)
-    assert policy.uplink(Link((fast, slow, fast, fast, fast))) == pytest.approx(10 * MBIT)
-    assert policy.uplink(Link((fast,) * 5 + (slow,) * 9)) == pytest.approx(10 * MBIT)
+    assert uplink_of(policy, Link((fast, slow, fast, fast, fast))) == pytest.approx(10 * MBIT)
+    assert uplink_of(policy, Link((fast,) * 5 + (slow,) * 9)) == pytest.approx(10 * MBIT)
 
 
 def test_a_client_that_nobody_knows_has_the_middle_or_what_it_says() -> None:
     policy = BandwidthAware()
-    assert policy.choose(Link(), SIZES, 10) == 1
-    assert policy.choose(Link(said=100 * MBIT), SIZES, 10) == 0
-    assert policy.choose(Link(said=100 * MBIT), SIZES, 10, usual=7.4) == 1
-    assert not policy.fits(Link(), 1, 10)
+    assert choose(policy, Link(), SIZES, 10) == 1
+    assert choose(policy, Link(said=100 * MBIT), SIZES, 10) == 0
+    assert choose(policy, Link(said=100 * MBIT), SIZES, 10, usual=7.4) == 1
+    assert not fits(policy, Link(), 1, 10)
 
 
 def test_a_missed_deadline_is_a_reason_to_send_less() -> None:
     policy, known = BandwidthAware(), link(10, before=1)
-    chosen = [policy.choose(Link(known.transfers, missed), SIZES, 10) for missed in range(4)]
+    chosen = [choose(policy, Link(known.transfers, missed), SIZES, 10) for missed in range(4)]
     assert chosen == [0, 1, 1, 2]
-    assert [policy.choose(Link(missed=missed), SIZES, 10) for missed in range(3)] == [1, 2, 2]
+    assert [choose(policy, Link(missed=missed), SIZES, 10) for missed in range(3)] == [1, 2, 2]
 
 
 # AccuracyDriven
@@ -164,7 +172,7 @@ def driven(
             None if blind or model > number - 2 else float(loss * shakes[model])
             for model, loss in enumerate(losses(rungs, pace))
         ]
-        trend, _ = policy.steered(trend, Facts(number, rounds, known), len(pace) - 1)
+        trend, _ = next_trend(policy, trend, Facts(number, rounds, known), len(pace) - 1)
         rungs.append(trend.rung)
     return rungs
 
@@ -192,14 +200,14 @@ def test_the_end_is_not_the_time_to_try() -> None:
 
 def test_without_a_measure_the_rate_stays_and_the_round_says_so() -> None:
     assert driven(AccuracyDriven(), [0.8, 0.8], blind=True) == [0] * 200
-    trend, why = AccuracyDriven().steered(Trend(), Facts(30, 200, [None] * 30), 1)
+    trend, why = next_trend(AccuracyDriven(), Trend(), Facts(30, 200, [None] * 30), 1)
     assert trend == Trend()
     assert why == "no loss has been measured since the last change"
-    assert AccuracyDriven().steered(Trend(), Facts(3, 200, [None] * 3), 1)[1] == ""
+    assert next_trend(AccuracyDriven(), Trend(), Facts(3, 200, [None] * 3), 1)[1] == ""
 
 
 def test_a_lowered_ceiling_takes_the_loop_with_it() -> None:
-    trend, why = AccuracyDriven().steered(Trend(rung=2), Facts(9, 100, [1.0] * 9), 1)
+    trend, why = next_trend(AccuracyDriven(), Trend(rung=2), Facts(9, 100, [1.0] * 9), 1)
     assert (trend.rung, trend.since, why) == (1, 8, "lowered")
 
 
@@ -227,7 +235,7 @@ def guarded(
     before = None
     for number in range(1, 121):
         facts = Facts(number, 120, list(measured[:number]))
-        course = steered((guard,), 3, before, facts)
+        course = next_course((guard,), 3, before, facts)
         courses.append(course)
         before = with_comparison(course, found[course.hardest] if course.probe else None)
     return courses
@@ -261,7 +269,7 @@ def test_a_late_probe_is_confirmed_before_the_rate_is_lowered() -> None:
     guard, before = DivergenceGuard(), None
     probes = []
     for number in range(1, 80):
-        course = steered((guard,), 3, before, Facts(number, 100))
+        course = next_course((guard,), 3, before, Facts(number, 100))
         if course.probe:
             probes.append((number, course.hardest))
         bad = number >= 51 and course.hardest == 2
@@ -276,9 +284,9 @@ def test_noise_of_unbiased_methods_is_a_finding_too() -> None:
 
 
 def test_one_bad_probe_among_good_ones_warns_and_no_more() -> None:
-    watch, found = DivergenceGuard().watched(Watch(ceiling=2), Facts(40, 100), probe(0.1), True)
+    watch, found = next_watch(DivergenceGuard(), Watch(ceiling=2), Facts(40, 100), probe(0.1), True)
     assert (len(found), watch.strikes, watch.ceiling, watch.probe_at) == (1, 1, 2, 40)
-    after, found = DivergenceGuard().watched(watch, Facts(41, 100), probe(0.9), True)
+    after, found = next_watch(DivergenceGuard(), watch, Facts(41, 100), probe(0.9), True)
     assert (found, after.strikes, after.probe_at) == ((), 0, 51)
 
 
@@ -306,7 +314,7 @@ def classes(rounds: int, after: int, accuracy: float) -> dict[int, dict[str, Tal
 @pytest.mark.parametrize(("accuracy", "found"), [(0.5, True), (0.8, False)])
 def test_a_class_that_models_lose_is_a_blind_spot(accuracy: float, found: bool) -> None:
     facts = Facts(41, 100, [1.0] * 41, classes(40, 30, accuracy))
-    _, warnings = DivergenceGuard(share=0).watched(Watch(ceiling=2), facts, None, False)
+    _, warnings = next_watch(DivergenceGuard(share=0), Watch(ceiling=2), facts, None, False)
     expected = ("class b is right 50 % of the time, after 90 %",)
     assert warnings == (expected if found else ())
 
@@ -314,9 +322,9 @@ def test_a_class_that_models_lose_is_a_blind_spot(accuracy: float, found: bool) 
 def test_a_class_of_few_examples_is_given_the_benefit_of_the_doubt() -> None:
     old, new = {"rare": Tally(2, 2)}, {"rare": Tally(2, 1)}
     facts = Facts(11, 100, [], {model: old if model < 5 else new for model in range(10)})
-    assert DivergenceGuard().watched(Watch(ceiling=2), facts, None, False)[1] == ()
+    assert next_watch(DivergenceGuard(), Watch(ceiling=2), facts, None, False)[1] == ()
     unseen = Facts(11, 100, [], {m: {"x" if m < 5 else "y": Tally(9, 9)} for m in range(10)})
-    assert DivergenceGuard().watched(Watch(ceiling=2), unseen, None, False)[1] == ()
+    assert next_watch(DivergenceGuard(), Watch(ceiling=2), unseen, None, False)[1] == ()
 
 
 def test_references_are_spread_over_the_cohort() -> None:
@@ -338,7 +346,7 @@ def test_policies_compose() -> None:
     facts = Facts(40, 100)
 
     def ends(*policies: Any) -> tuple[int, int]:
-        made = steered(policies, 3, before, facts)
+        made = next_course(policies, 3, before, facts)
         return made.gentlest, made.hardest
 
     assert ends(aware) == (0, 2)
@@ -348,12 +356,12 @@ def test_policies_compose() -> None:
     assert ends(aware, guard) == (0, 1)
     assert ends(loop, guard) == (1, 1)
     assert ends(aware, loop, guard) == (1, 1)
-    assert steered((loop,), 3, None, facts).gentlest == 0, "a loop begins at the gentlest"
+    assert next_course((loop,), 3, None, facts).gentlest == 0, "a loop begins at the gentlest"
 
 
 def test_a_round_s_plan_has_the_profiles_of_its_course() -> None:
     policies = (BandwidthAware(), DivergenceGuard())
-    course = steered(policies, 3, None, Facts(1, 100))
+    course = next_course(policies, 3, None, Facts(1, 100))
     assert [each.name for each in profiles_of(policies, LADDER, course)] == [
         "p0",
         "p1",
@@ -372,7 +380,7 @@ def test_a_round_s_plan_has_the_profiles_of_its_course() -> None:
 
 def test_a_course_survives_json() -> None:
     policies = (BandwidthAware(), AccuracyDriven(), DivergenceGuard())
-    course = with_comparison(steered(policies, 3, None, Facts(1, 9)), probe(0.5))
+    course = with_comparison(next_course(policies, 3, None, Facts(1, 9)), probe(0.5))
     assert Course.model_validate_json(course.model_dump_json()) == course
     made = config(policies=policies)
     assert TaskConfig.model_validate_json(made.model_dump_json()) == made

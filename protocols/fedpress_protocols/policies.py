@@ -1,0 +1,233 @@
+"""The words of policies over rounds: how a task asks for them, and what a round's record says that
+they decided. A server decides; a device reads no more than the name of its uplink.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Annotated, Literal, TypeVar
+
+from pydantic import Field
+
+from fedpress_compression.compressors.none import Uncompressed
+from fedpress_protocols.errors import ConfigurationError
+from fedpress_protocols.plan import Profile, Term
+
+TELLING = 16 * 1024
+"""Bytes of a body that takes long enough to tell of a link: the first 14 kB or so of any travel at
+once, whatever the link."""
+UPLINK = "uplink_mbps"
+"""The attribute under which a device says what its uplink is, in Mbit/s; see `CheckInRequest`."""
+Rung = Annotated[int, Field(ge=0, lt=256)]
+"""The index of a profile in the ladder."""
+
+
+class Comparison(Term):
+    """What a probe came to: the mean of the compressed updates beside that of the reference.
+
+    `progress` is the length of the compressed mean along the direction of the reference's, over the
+    reference's own: 1 where nothing is lost. `cosine` is that of the two directions. `nmse` is the
+    squared distance of the two means over the squared norm of the reference's. All three are of
+    the means that infinitely many clients would have, as well as these few tell, and None where
+    they drown in the differences between clients. `energy` is the mean squared norm of a compressed
+    update over that of an update of the reference. `inner` and `norm` are the numerator and the
+    denominator of `progress`, by which several probes are pooled.
+    """
+
+    progress: float | None
+    cosine: float | None
+    nmse: float | None
+    energy: float
+    inner: float
+    norm: float
+    compressed: int
+    reference: int
+    extra_bytes: int = 0
+    """What the bodies of the reference cost beyond as many compressed ones, at their mean size."""
+
+
+class Trend(Term):
+    """Where `AccuracyDriven` is.
+
+    `since`: the model after which the rung is in use. From model `at`, `level` its log loss, the
+    track falls by `pace` for each factor e of rounds. By rung: how often it was given up
+    (`strikes`), and the round before which it is not tried again (`barred`).
+    """
+
+    rung: Rung = 0
+    since: int = 0
+    at: float = 1.0
+    level: float | None = None
+    pace: float = 0.0
+    strikes: tuple[int, ...] = ()
+    barred: tuple[int, ...] = ()
+
+
+class Watch(Term):
+    """Where `DivergenceGuard` is.
+
+    No rung beyond `ceiling` is used. `strikes` findings came in a row; the next probe is in round
+    `probe_at`; findings of losses and classes count for models after `since`.
+    """
+
+    ceiling: Rung
+    strikes: int = 0
+    probe_at: int = 1
+    since: int = 0
+    inner: float = 0.0
+    norm: float = 0.0
+
+
+class Course(Term):
+    """What the policies made of a round. Plans have the profiles from `gentlest` to `hardest`, and
+    in a `probe` the reference besides."""
+
+    round: Annotated[int, Field(ge=1)]
+    gentlest: Rung
+    hardest: Rung
+    probe: bool = False
+    warnings: tuple[str, ...] = ()
+    why: str = ""
+    trend: Trend | None = None
+    watch: Watch | None = None
+    comparison: Comparison | None = None
+    """Once the round is over, if it was a probe and enough of both kinds came."""
+
+
+class AccuracyDriven(Term):
+    """Which profile of the ladder a round has, by the loss of the models so far.
+
+    Losses fall by something like a power of the rounds, so the track is a line of the log loss
+    over the log round: drawn from the last models of the gentlest profile, with `keep` of the
+    slope that they had. While the mean of `window` models, or of a tenth of the rounds if these are
+    more, is on the track, the next window has the next harder profile; if it lies above by more
+    than `slack`, or by two standard errors where these are more, a gentler one. What was given up
+    is not tried again for two windows, then for four, eight and so on. Each harder profile has the
+    track anew from where it begins, with the steepest slope so far; back at the gentlest it is
+    drawn with the slope of the day. The first half of `settle` of the rounds has the gentlest, and
+    over the last `settle` of them the rate is not raised any more.
+
+    Models whose loss nobody has measured yet are passed over; where none of `window` new ones was
+    measured, the rate stays as it is, and the round says so.
+    """
+
+    id: Literal["accuracy_driven"] = "accuracy_driven"
+    window: Annotated[int, Field(ge=3, le=1000)] = 5
+    keep: Annotated[float, Field(gt=0, le=1)] = 0.6
+    slack: Annotated[float, Field(gt=0, lt=1)] = 0.05
+    settle: Annotated[float, Field(ge=0, lt=1)] = 0.2
+
+
+class BandwidthAware(Term):
+    """Each client uses the gentlest of the task's profiles with which it is expected in before the
+    deadline, by its own uplink and by the time that its training takes.
+
+    The estimate may take `margin` of the time that is left. It is the median of the client's last
+    `window` uploads, as the server saw them come: bodies of 16 kB and more for the uplink, or else
+    what the device says of it, or else what small bodies prove at least. A client of which nothing
+    is known has the middle profile. Each assignment that it missed since its last upload doubles
+    the time that it is expected to take.
+    """
+
+    id: Literal["bandwidth_aware"] = "bandwidth_aware"
+    margin: Annotated[float, Field(gt=0, le=1)] = 0.75
+    window: Annotated[int, Field(ge=1, le=64)] = 5
+
+
+class DivergenceGuard(Term):
+    """No harder profile than the task bears.
+
+    In the first `first` rounds and in every `every`-th after, `share` of the cohort sends the
+    `reference`, the others what they would have. A finding is a `progress` below `floor`, an
+    `energy` above `most_energy` (see `Comparison`), a loss that is above the best so far by more
+    than `rise` of it, or a class whose accuracy has fallen by more than `blind_spot`, each of the
+    last five models that were measured. A finding warns, and the next round probes again; the
+    `patience`-th in a row lowers the rate by one profile, for good. Until `settle` rounds after
+    that, losses and classes find nothing.
+    """
+
+    id: Literal["divergence_guard"] = "divergence_guard"
+    reference: Profile = Profile(name="reference", compressor=Uncompressed())
+    share: Annotated[float, Field(ge=0, le=0.9)] = 0.5
+    """0: no probes; losses and classes alone."""
+    first: Annotated[int, Field(ge=0)] = 3
+    every: Annotated[int, Field(ge=1)] = 25
+    floor: Annotated[float, Field(ge=0, lt=1)] = 0.2
+    most_energy: Annotated[float, Field(gt=1)] = 16.0
+    rise: Annotated[float, Field(gt=0)] = 0.5
+    blind_spot: Annotated[float, Field(gt=0, le=1)] = 0.2
+    patience: Annotated[int, Field(ge=1)] = 2
+    settle: Annotated[int, Field(ge=1)] = 10
+
+    def references_among(self, clients: int) -> int:
+        """How many of the first `clients` that are assigned in a probe send the reference."""
+        return math.floor(round(clients * self.share, 6))
+
+
+Policy = Annotated[BandwidthAware | AccuracyDriven | DivergenceGuard, Field(discriminator="id")]
+Policies = Annotated[tuple[Policy, ...], Field(max_length=3)]
+PolicyT = TypeVar("PolicyT", AccuracyDriven, BandwidthAware, DivergenceGuard)
+
+
+LEAST_COMPARED = 2
+"""Updates of either kind whose products tell their mean's norm without the noise."""
+
+
+def bandwidth_aware(policies: Sequence[Policy]) -> BandwidthAware | None:
+    return _one(policies, BandwidthAware)
+
+
+def divergence_guard(policies: Sequence[Policy]) -> DivergenceGuard | None:
+    return _one(policies, DivergenceGuard)
+
+
+def accuracy_driven(policies: Sequence[Policy]) -> AccuracyDriven | None:
+    return _one(policies, AccuracyDriven)
+
+
+def check_policies(
+    policies: Sequence[Policy], ladder: Sequence[Profile], *, lane: str, size: int
+) -> None:
+    """Raise ConfigurationError where a task of this `lane` and cohort `size` cannot have them."""
+    if not policies:
+        return
+    ids = [each.id for each in policies]
+    if len(set(ids)) < len(ids):
+        raise ConfigurationError(f"a policy twice: {', '.join(ids)}")
+    if len(ladder) < 2:
+        raise ConfigurationError(
+            f"{', '.join(ids)} over one profile, which leaves nothing to choose",
+            hint="give the task's profiles in order, the gentlest first",
+        )
+    guard, masked = divergence_guard(policies), lane == "masked"
+    if masked and bandwidth_aware(policies) is not None:
+        raise ConfigurationError(
+            "bandwidth_aware in the masked lane, whose cohort adds up one kind of numbers",
+            hint="use the clear lane, or accuracy_driven, which gives all of a cohort one profile",
+        )
+    if guard is None or not guard.share:
+        return
+    if masked:
+        raise ConfigurationError(
+            "a divergence_guard that probes in the masked lane, where no update is seen by itself",
+            hint="set its share to 0: losses and accuracies by class are watched still",
+        )
+    if guard.reference.name in {each.name for each in ladder}:
+        raise ConfigurationError(
+            f"the guard's reference has the name {guard.reference.name!r} of one of the profiles"
+        )
+    of_reference = guard.references_among(size)
+    if min(of_reference, size - of_reference) < LEAST_COMPARED:
+        raise ConfigurationError(
+            f"a share of {guard.share:g} of a cohort of {size} is {of_reference} with the "
+            f"reference and {size - of_reference} without, where {LEAST_COMPARED} of each are "
+            "the least that can be compared",
+            hint="set share nearer to 0.5"
+            if size >= 2 * LEAST_COMPARED
+            else f"make cohort.size {2 * LEAST_COMPARED} or more, or set share to 0",
+        )
+
+
+def _one(policies: Sequence[Policy], kind: type[PolicyT]) -> PolicyT | None:
+    return next((each for each in policies if isinstance(each, kind)), None)

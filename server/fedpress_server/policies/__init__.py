@@ -1,0 +1,1 @@
+"""Policies over rounds: which profile each round has, and each client of it."""

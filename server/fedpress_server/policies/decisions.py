@@ -1,0 +1,92 @@
+"""A task's policies together: which of its profiles a round has, and which its clients are given.
+
+A task's profiles are then a ladder, the gentlest first. Each policy is a pure function of the
+course of the round before and of the facts; the round's plan says the outcome and its record keeps
+the course, so that nobody who reads them again has to ask.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from fedpress_protocols.plan import Profile
+from fedpress_protocols.policies import (
+    Comparison,
+    Course,
+    Policy,
+    Trend,
+    accuracy_driven,
+    bandwidth_aware,
+    divergence_guard,
+)
+from fedpress_server.policies.accuracy_driven import next_trend
+from fedpress_server.policies.divergence_guard import first_watch, next_watch, probes
+from fedpress_server.policies.facts import Facts
+
+
+def next_course(
+    policies: Sequence[Policy], ladder: int, before: Course | None, facts: Facts
+) -> Course:
+    """The course of the round that `facts` are of, over a `ladder` of so many profiles; `before` is
+    that of the round before, None where the policies begin.
+
+    The guard says which profile is the hardest, the loop on the loss which is the gentlest; with
+    neither, these are the ladder's ends. Without bandwidth-awareness a round has one of them: the
+    loop's, or else the hardest.
+    """
+    loop, guard = accuracy_driven(policies), divergence_guard(policies)
+    hardest, watch, trend, why, probe = ladder - 1, None, None, "", False
+    warnings: tuple[str, ...] = ()
+    if guard is not None:
+        watch = first_watch(hardest)
+        if before is not None and before.watch is not None:
+            watch, warnings = next_watch(
+                guard, before.watch, facts, before.comparison, before.probe
+            )
+        hardest, probe = watch.ceiling, probes(guard, watch, facts.number)
+    gentlest = hardest
+    if loop is not None:
+        trend = Trend(since=facts.number - 1)
+        if before is not None and before.trend is not None:
+            trend, why = next_trend(loop, before.trend, facts, hardest)
+        gentlest = trend.rung
+    each_its_own = bandwidth_aware(policies) is not None
+    if each_its_own and loop is None:
+        gentlest = 0
+    return Course(
+        round=facts.number,
+        gentlest=gentlest,
+        hardest=hardest if each_its_own else gentlest,
+        probe=probe,
+        warnings=warnings,
+        why=why,
+        trend=trend,
+        watch=watch,
+    )
+
+
+def profiles_of(
+    policies: Sequence[Policy], ladder: Sequence[Profile], course: Course
+) -> tuple[Profile, ...]:
+    """Those of a round's plan: gentlest to hardest, and in a probe the reference after them."""
+    chosen = tuple(ladder[course.gentlest : course.hardest + 1])
+    guard = divergence_guard(policies)
+    return (*chosen, guard.reference) if guard is not None and course.probe else chosen
+
+
+def every_choice(
+    policies: Sequence[Policy], ladder: Sequence[Profile]
+) -> Iterator[tuple[Profile, ...]]:
+    """The profiles that plans of these policies may come to have, as many as tell what may go
+    wrong: every profile is in one of them beside each other one that may be beside it."""
+    whole = bandwidth_aware(policies) is not None
+    guard = divergence_guard(policies)
+    for chosen in [tuple(ladder)] if whole else [(each,) for each in ladder]:
+        yield chosen
+        if guard is not None and guard.share:
+            yield (*chosen, guard.reference)
+
+
+def with_comparison(course: Course, comparison: Comparison | None) -> Course:
+    """The course of a round that is over."""
+    return course.model_copy(update={"comparison": comparison})
