@@ -17,9 +17,7 @@ rate. A client that misses it has its update back in its residual.
 
 from __future__ import annotations
 
-import argparse
 import hashlib
-import json
 import os
 import tempfile
 import time
@@ -34,6 +32,7 @@ import numpy as np
 import numpy.typing as npt
 from digits_task import LEARNING_RATE, SPEC, Digits, first_model, loss_of
 from federation import InMemory
+from harness import parser, save, seed_list
 
 from fedpress_client import Ledger
 from fedpress_protocols.messages import Assignment, Receipt, TaskConfig
@@ -354,14 +353,11 @@ def line(name: str, runs: Sequence[Run]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--quick", action="store_true", help="six rounds of one seed")
-    parser.add_argument("--only", choices=sorted(SECTIONS), help="one section alone")
-    parser.add_argument("--seeds", default="0,1,2")
-    parser.add_argument("--rounds", type=int, default=ROUNDS)
-    parser.add_argument("--json", type=Path, help="write every figure there")
-    asked = parser.parse_args()
-    seeds = [0] if asked.quick else [int(seed) for seed in asked.seeds.split(",")]
+    command = parser(__doc__, quick="six rounds of one seed", seeds="0,1,2")
+    command.add_argument("--only", choices=sorted(SECTIONS), help="one section alone")
+    command.add_argument("--rounds", type=int, default=ROUNDS)
+    asked = command.parse_args()
+    seeds = seed_list(asked)
     rounds = 6 if asked.quick else asked.rounds
     start, figures = time.process_time(), {}
     for section in [asked.only] if asked.only else SECTIONS:
@@ -379,8 +375,7 @@ def main() -> None:
                 if told:
                     print(f"    seed {seed}, progress in probes: {' '.join(told)}")
         figures[section] = {name: [each.figures for each in runs] for name, runs in done.items()}
-        if asked.json:
-            asked.json.write_text(json.dumps({"rounds": rounds, "seeds": seeds, **figures}) + "\n")
+        save({"rounds": rounds, "seeds": seeds, **figures}, asked.json)
     print(f"{time.process_time() - start:.0f} CPU seconds")
 
 

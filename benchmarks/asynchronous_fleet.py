@@ -17,10 +17,8 @@ are the uploads in models, `slowest` the share of the slowest quarter of the cli
 
 from __future__ import annotations
 
-import argparse
 import hashlib
 import heapq
-import json
 import os
 import tempfile
 from collections.abc import Iterator
@@ -33,6 +31,7 @@ os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # the products are too small
 import numpy as np
 from digits_task import CLIENTS, LOCAL_STEPS, SPEC, Digits, first_model
 from federation import InMemory
+from harness import parser, save
 
 from fedpress_client import Ledger
 from fedpress_protocols.errors import InvalidUpdate
@@ -357,11 +356,10 @@ def _seconds(time: float | None) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--tune", action="store_true")
-    parser.add_argument("--json", type=Path)
-    asked = parser.parse_args()
+    command = parser(__doc__)
+    command.add_argument("--seeds", type=int, default=3)
+    command.add_argument("--tune", action="store_true")
+    asked = command.parse_args()
     if asked.tune:
         tune()
         return
@@ -373,8 +371,7 @@ def main() -> None:
         costs = f"{row['models']:6.0f} {row['trained']:7.0f} {row['included']:7.0f}"
         shares = f"{row['of_slowest_quarter']:7.0%} {row['staleness']:5.1f} {row['megabytes']:4.1f}"
         print(f"{row['mode']:26} {row['settings']:40} {times}  {costs} {shares}")
-    if asked.json:
-        asked.json.write_text(json.dumps(rows, indent=1) + "\n")
+    save(rows, asked.json)
 
 
 if __name__ == "__main__":

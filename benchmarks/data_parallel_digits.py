@@ -10,7 +10,6 @@ local steps between exchanges.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import statistics
@@ -22,6 +21,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from harness import parser, save
 from sklearn.datasets import load_digits
 from torch.nn.parallel import DistributedDataParallel
 
@@ -108,11 +108,10 @@ def process(rank: int, store: str, out: str, seeds: int, epochs: int) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--epochs", type=int, default=30)
-    parser.add_argument("--json", type=Path)
-    asked = parser.parse_args()
+    command = parser(__doc__)
+    command.add_argument("--seeds", type=int, default=3)
+    command.add_argument("--epochs", type=int, default=30)
+    asked = command.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder, "out.json")
         arguments = (str(Path(folder, "store")), str(out), asked.seeds, asked.epochs)
@@ -126,8 +125,7 @@ def main() -> None:
         ratio = statistics.mean(run[2] / run[1] for run in runs)
         rows[name] = {"accuracy": accuracy, "bytes": num_bytes, "ratio": ratio}
         print(f"{name:36} {accuracy:10.4f} {num_bytes / 1e6:9.3f} {ratio:11.1f}x")
-    if asked.json:
-        asked.json.write_text(json.dumps(rows, indent=2) + "\n")
+    save(rows, asked.json)
 
 
 if __name__ == "__main__":

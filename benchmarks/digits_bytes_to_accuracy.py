@@ -11,9 +11,7 @@ rows with contexts want numba (the extra `fast`), or minutes each.
 
 from __future__ import annotations
 
-import argparse
 import hashlib
-import json
 import math
 import os
 import tempfile
@@ -27,6 +25,7 @@ os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # the products are too small
 
 import numpy as np
 import numpy.typing as npt
+from harness import parser, save, seed_list
 from sklearn.datasets import load_digits
 
 from fedpress_client.ledger import Ledger
@@ -419,17 +418,12 @@ def line(row: Mapping[str, Any]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument(
-        "--quick", action="store_true", help="three rounds of one seed: a smoke test"
-    )
-    parser.add_argument("--only", default="", help="methods whose name holds this")
-    parser.add_argument("--seeds", default="0,1,2")
-    parser.add_argument("--rounds", type=int, default=ROUNDS)
-    parser.add_argument("--json", type=Path, help="write every figure and curve there")
-    asked = parser.parse_args()
+    command = parser(__doc__, quick="three rounds of one seed: a smoke test", seeds="0,1,2")
+    command.add_argument("--only", default="", help="methods whose name holds this")
+    command.add_argument("--rounds", type=int, default=ROUNDS)
+    asked = command.parse_args()
     compressor("benchmark.raw_topk")(RawTopK)  # here, so that an import registers nothing
-    seeds = [0] if asked.quick else [int(seed) for seed in asked.seeds.split(",")]
+    seeds = seed_list(asked)
     rounds = SMOOTHED if asked.quick else asked.rounds
     methods = [method for method in METHODS if asked.only in method.name]
     print(
@@ -441,8 +435,7 @@ def main() -> None:
     for row in measured(methods, seeds, rounds):
         print(line(row), flush=True)
         rows.append(row)
-        if asked.json:
-            asked.json.write_text(json.dumps({"rounds": rounds, "seeds": seeds, "rows": rows}))
+        save({"rounds": rounds, "seeds": seeds, "rows": rows}, asked.json)
 
 
 if __name__ == "__main__":

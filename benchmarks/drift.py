@@ -16,8 +16,6 @@ the product has it; both vectors sent with error feedback; an exact c_i with err
 
 from __future__ import annotations
 
-import argparse
-import json
 import os
 import tempfile
 from collections.abc import Callable, Mapping
@@ -31,6 +29,7 @@ import digits_task
 import numpy as np
 from digits_task import Digits, Rows, first_model, gradient_of
 from federation import Federation
+from harness import parser, save
 
 from fedpress_client import Trained, Work
 from fedpress_compression.compressor import from_config
@@ -211,12 +210,10 @@ def _topk(values: Vector, fraction: float) -> Vector:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--quick", action="store_true", help="one seed, 8 rounds")
-    parser.add_argument("--routes", action="store_true")
-    parser.add_argument("--json", type=Path, metavar="FILE")
-    asked = parser.parse_args()
+    command = parser(__doc__, quick="one seed, 8 rounds")
+    command.add_argument("--seeds", type=int, default=3)
+    command.add_argument("--routes", action="store_true")
+    asked = command.parse_args()
     rounds = dict.fromkeys(ROUNDS, 8) if asked.quick else ROUNDS
     seeds = range(1 if asked.quick else asked.seeds)
     rows: list[dict[str, Any]] = []
@@ -233,8 +230,7 @@ def main() -> None:
         each = " ".join(f"{100 * found:5.1f}" for found in row["accuracies"])
         size = f"{row['bytes'] / 1e6:8.2f} MB" if "bytes" in row else ""
         print(f"{row['split']:8} {row['method']:28} {each}  {size}")
-    if asked.json:
-        asked.json.write_text(json.dumps({"rounds": rounds, "rows": rows}, indent=2) + "\n")
+    save({"rounds": rounds, "rows": rows}, asked.json)
 
 
 if __name__ == "__main__":

@@ -19,9 +19,7 @@ them did not arrive.
 
 from __future__ import annotations
 
-import argparse
 import hashlib
-import json
 import math
 import os
 import time
@@ -35,6 +33,7 @@ os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # the products are too small
 import digits_task
 import numpy as np
 import numpy.typing as npt
+from harness import parser, save, seed_list
 
 from fedpress_client.ledger import Ledger
 from fedpress_compression.compressor import Public, from_config
@@ -406,18 +405,13 @@ def line(row: Mapping[str, Any], first: Mapping[str, Any], best: Mapping[str, fl
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--task", choices=sorted(METHODS), default="digits")
-    parser.add_argument("--data", type=Path, help="the folder of Fashion-MNIST's four files")
-    parser.add_argument("--only", default="", help="methods whose name holds this, and the first")
-    parser.add_argument("--seeds", default="0,1,2")
-    parser.add_argument("--rounds", type=int, help="of each run")
-    parser.add_argument(
-        "--quick", action="store_true", help="nine rounds of one seed: a smoke test"
-    )
-    parser.add_argument("--json", type=Path, help="write every figure and curve there")
-    asked = parser.parse_args()
-    seeds = [0] if asked.quick else [int(seed) for seed in asked.seeds.split(",")]
+    command = parser(__doc__, quick="nine rounds of one seed: a smoke test", seeds="0,1,2")
+    command.add_argument("--task", choices=sorted(METHODS), default="digits")
+    command.add_argument("--data", type=Path, help="the folder of Fashion-MNIST's four files")
+    command.add_argument("--only", default="", help="methods whose name holds this, and the first")
+    command.add_argument("--rounds", type=int, help="of each run")
+    asked = command.parse_args()
+    seeds = seed_list(asked)
     tasks = {seed: task_of(asked.task, asked.data, seed) for seed in seeds}
     rounds = asked.rounds or (9 if asked.quick else tasks[seeds[0]].rounds)
     first, *others = METHODS[asked.task]
@@ -438,8 +432,7 @@ def main() -> None:
             reached = {of: float(np.mean(row["bytes_to"][of], axis=0)[0]) for of in best}
             best = {of: float(np.fmin(best[of], reached[of])) for of in best}
         print(line(row, rows[0], best), flush=True)
-        if asked.json:
-            asked.json.write_text(json.dumps({"rounds": rounds, "seeds": seeds, "rows": rows}))
+        save({"rounds": rounds, "seeds": seeds, "rows": rows}, asked.json)
 
 
 if __name__ == "__main__":

@@ -11,9 +11,7 @@ The accuracy is the mean of the last ten rounds' on the held-out images.
 
 from __future__ import annotations
 
-import argparse
 import hashlib
-import json
 import os
 import tempfile
 import time
@@ -27,6 +25,7 @@ os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # the products are too small
 import numpy as np
 from digits_task import SPEC, Digits, first_model
 from federation import InMemory
+from harness import parser, save, seed_list
 
 from fedpress_client import Ledger
 from fedpress_compression.compressor import to_config
@@ -241,16 +240,11 @@ def line(method: Method, runs: Sequence[Run], rounds: int, reference: Sequence[R
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument(
-        "--quick", action="store_true", help="four rounds of one seed: a smoke test"
-    )
-    parser.add_argument("--only", default="", help="methods whose name holds this")
-    parser.add_argument("--seeds", default="0,1,2")
-    parser.add_argument("--rounds", type=int, default=ROUNDS)
-    parser.add_argument("--json", type=Path, help="write every figure there")
-    asked = parser.parse_args()
-    seeds = [0] if asked.quick else [int(seed) for seed in asked.seeds.split(",")]
+    command = parser(__doc__, quick="four rounds of one seed: a smoke test", seeds="0,1,2")
+    command.add_argument("--only", default="", help="methods whose name holds this")
+    command.add_argument("--rounds", type=int, default=ROUNDS)
+    asked = command.parse_args()
+    seeds = seed_list(asked)
     rounds = 4 if asked.quick else asked.rounds
     print(f"{rounds} rounds of {COHORT}, seeds {seeds}; warm-up in rounds and % of float32's bytes")
     print(f"{'method':36} {'ratio':>8} {'warm-up':>7} {'bytes %':>8}   accuracy %, to float32's")
@@ -262,10 +256,8 @@ def main() -> None:
         with tempfile.TemporaryDirectory() as folder:
             done[method.name] = [run(method, seed, rounds, Path(folder)) for seed in seeds]
         print(line(method, done[method.name], rounds, done.get(method.like, [])), flush=True)
-        if asked.json:
-            rows = {name: [vars(each) for each in runs] for name, runs in done.items()}
-            figures = {"rounds": rounds, "seeds": seeds, "methods": rows}
-            asked.json.write_text(json.dumps(figures, indent=1) + "\n")
+        rows = {name: [vars(each) for each in runs] for name, runs in done.items()}
+        save({"rounds": rounds, "seeds": seeds, "methods": rows}, asked.json)
     print(f"{time.process_time() - start:.0f} CPU seconds")
 
 

@@ -5,7 +5,7 @@
 
 Both run in this process, with the same clients, coordinates, threshold and drop-outs (5 %, after
 the secrets were shared) in a complete graph; needs fedpress[flower]. Ours is a whole session of the
-machines that `fedpress bench secagg` plays, against the malicious profile. Of Flower's, one client
+machines that secagg.py plays, against the malicious profile. Of Flower's, one client
 runs whole, through the functions of its client mod; what others would have sent it is made with
 their keys from shares of the right lengths, as only their sizes matter to the time. Its server's
 work is timed operation by operation, with Flower's functions and as its workflow calls them, and
@@ -19,12 +19,9 @@ levels, of all in its default 2**22 levels, and of a support of 5 %, which it do
 
 from __future__ import annotations
 
-import argparse
-import json
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -53,8 +50,10 @@ from flwr.common.secure_aggregation.secaggplus_utils import (
     share_keys_plaintext_concat,
 )
 from flwr.supercore.primitives.asymmetric import bytes_to_private_key, bytes_to_public_key
+from harness import parser, save
+from secagg import COMPLETE, figures
 
-from fedpress.bench import secagg
+from fedpress.planning.rehearsal import rehearse
 from fedpress_protocols.masking.keystream import SUITES, Suite
 from fedpress_protocols.masking.ring import Bounded, Packing
 
@@ -152,9 +151,9 @@ def flower(clients: int, coordinates: int, threshold: int, dropped: int) -> dict
 
 def ours(clients: int, coordinates: int, dropped: int, suite: Suite) -> dict[str, Any]:
     shape = {"n": clients, "coordinates": coordinates, "dropped": dropped}
-    load = replace(secagg.COMPLETE, suite=suite, **shape)
-    secagg._Session(replace(load, n=4, coordinates=1000, dropped=0, corrupt=0)).play()  # compile
-    found = secagg._Session(load).play()
+    load = replace(COMPLETE, suite=suite, **shape)
+    rehearse(replace(load, n=4, coordinates=1000, dropped=0, corrupt=0))  # compile
+    found = figures(load)
     return {
         "threshold": found["threshold"],
         "client_seconds": found["client"]["seconds"],
@@ -196,15 +195,13 @@ def compared(clients: int, coordinates: int, suite: Suite) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--clients", type=int, default=100, help="up to 128")
-    parser.add_argument("--coordinates", type=int, default=1_000_000)
-    parser.add_argument("--suite", choices=SUITES, default=SUITES[0], help="of our masks")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures here too")
-    asked = parser.parse_args()
+    command = parser(__doc__)
+    command.add_argument("--clients", type=int, default=100, help="up to 128")
+    command.add_argument("--coordinates", type=int, default=1_000_000)
+    command.add_argument("--suite", choices=SUITES, default=SUITES[0], help="of our masks")
+    asked = command.parse_args()
     found = compared(asked.clients, asked.coordinates, asked.suite)
-    if asked.json is not None:
-        asked.json.write_text(json.dumps(found, indent=2) + "\n")
+    save(found, asked.json)
     print(
         f"{found['clients']} clients, {found['coordinates']:,} coordinates, threshold "
         f"{found['threshold']}, {found['dropped']} dropped"

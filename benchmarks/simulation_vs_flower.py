@@ -18,11 +18,9 @@ bytes      examples/flower, 1.1 M parameters, 10 clients, 40 rounds: without fed
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import dataclasses
 import io
-import json
 import multiprocessing
 import os
 import random
@@ -43,6 +41,7 @@ from flwr.app import Array, ArrayRecord, Context, Message, MetricRecord, RecordD
 from flwr.clientapp import ClientApp
 from flwr.serverapp import Grid, ServerApp
 from flwr.serverapp.strategy import FedAvg
+from harness import parser, save
 
 from fedpress.simulate.apps import FlowerApp, parse_app
 from fedpress.simulate.engines import ProcessEngine, Run
@@ -313,11 +312,10 @@ def _apart(pipe: Any, work: Callable[[], dict[str, Any]]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    command = parser(__doc__)
     known = ["overhead", "ray", "masked", "memory", "bytes"]
-    parser.add_argument("parts", nargs="*", choices=[*known, []])
-    parser.add_argument("--json", type=Path)
-    asked = parser.parse_args()
+    command.add_argument("parts", nargs="*", choices=[*known, []])
+    asked = command.parse_args()
     parts = asked.parts or known
     found: dict[str, Any] = {}
     if "overhead" in parts:
@@ -342,8 +340,7 @@ def main() -> None:
         ratio = round(plain["upload_bytes_framed"] / pressed["upload_bytes_framed"], 1)
         found["bytes"] = {"plain": plain, "pressed": pressed, "ratio": ratio}
         print(f"bytes with Flower's framing: {found['bytes']}", flush=True)
-    if asked.json:
-        asked.json.write_text(json.dumps(found, indent=2) + "\n")
+    save(found, asked.json)
 
 
 if __name__ == "__main__":

@@ -1,1 +1,1 @@
-"""Measurements that anyone can print again: fedpress bench."""
+"""Measurements of a user's own machine and updates: `fedpress bench`."""

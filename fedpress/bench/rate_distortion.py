@@ -1,18 +1,16 @@
-"""`fedpress bench rate-distortion`: what every method makes of a real update, in real bytes.
+"""`fedpress bench rate-distortion`: bytes and error of every method on real updates.
 
 Bytes are those of whole upload bodies, each decoded again before its error is taken. NMSE is the
 squared error over the squared norm of the update. Every method is coded by the static codes
 (huffman), by these or the range coder, whichever is shorter (auto), and so in the context of the
-last step (auto+previous). An update file is an .npz: `updates` [clients, values], and, where known,
-`names` and `shapes` of the tensors ("256,64"), `previous` and `drift`. Methods that read what the
-file does not have are listed as not measured. Every upload is a client's first.
+last step (auto+previous). Methods that read an array that the file lacks are listed as not
+measured. Every upload is a client's first.
 """
 
 from __future__ import annotations
 
 import json
 import time
-import zipfile
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -22,15 +20,12 @@ from typing import Any, cast
 import numpy as np
 
 from fedpress.compressor_table import by_default
+from fedpress.update_file import Updates
 from fedpress_compression.compressor import Compressor, Public, compressors, from_config, to_config
 from fedpress_compression.compressors.coded import Coded
 from fedpress_compression.contexts import contexts_of
-from fedpress_compression.randomness import PublicRandomness
-from fedpress_compression.tensors import ModelSpec, TensorSpec, Vector
 from fedpress_protocols.errors import ConfigurationError
 from fedpress_protocols.upload import Upload
-
-FIXTURE = Path(__file__).parents[2] / "benchmarks" / "fixtures" / "digits_mlp_round30.npz"
 
 SETTINGS: Mapping[str, tuple[dict[str, Any], ...]] = {
     "bernoulli": ({"probability": 0.01}, {"probability": 0.1}),
@@ -54,47 +49,7 @@ SETTINGS: Mapping[str, tuple[dict[str, Any], ...]] = {
 }
 """What is measured besides a method's defaults, or in their place."""
 
-_UNREADABLE = (OSError, EOFError, KeyError, TypeError, ValueError, zipfile.BadZipFile)
 _HEADINGS = ("method", "coder", "bytes", "bits/value", "NMSE", "encode ms", "decode ms")
-
-
-@dataclass(frozen=True)
-class Updates:
-    """The clients' updates [clients, spec.size], and what is public about them."""
-
-    spec: ModelSpec
-    updates: Vector
-    public: Public
-
-    @classmethod
-    def load(cls, name: str) -> Updates:
-        """The file `name`, or the fixture of the source tree; raises ConfigurationError."""
-        path = FIXTURE if name == "fixture" else Path(name)
-        hint = "benchmarks/make_update_fixture.py in the source tree writes one"
-        try:
-            with path.open("rb") as opened, np.load(opened) as file:
-                arrays = {key: file[key] for key in file.files}
-        except _UNREADABLE as exc:
-            raise ConfigurationError(
-                f"{path} is no file of updates, nor any .npz", hint=hint
-            ) from exc
-        if "updates" not in arrays:
-            raise ConfigurationError(
-                f"{path} is no file of updates: it has no array [n, values] named updates",
-                hint=hint,
-            )
-        try:
-            updates = np.atleast_2d(arrays["updates"].astype(np.float32))
-            spec = _spec(arrays, updates.shape[1])
-            known = [arrays.get(key) for key in ("previous", "drift")]
-            previous, drift = (None if v is None else v.astype(np.float32) for v in known)
-        except _UNREADABLE as exc:
-            raise ConfigurationError(f"{path} is no file of updates: {exc}", hint=hint) from exc
-        first_upload = np.zeros(
-            spec.size, np.float32
-        )  # before it, no upload of the client's counts
-        randomness = PublicRandomness(bytes(32))
-        return cls(spec, updates, Public(spec, randomness, previous, drift, own=first_upload))
 
 
 @dataclass(frozen=True)
@@ -210,18 +165,6 @@ def _named(wire_id: str, fields: dict[str, Any]) -> str:
         for key, value in fields.items()
     )
     return " ".join((wire_id, *settings))
-
-
-def _spec(arrays: Mapping[str, Any], size: int) -> ModelSpec:
-    """The tensors that the file names, or one of `size` values; raises ValueError."""
-    if "names" not in arrays:
-        return ModelSpec((TensorSpec("update", (size,)),))
-    pairs = zip(arrays["names"].tolist(), arrays["shapes"].tolist(), strict=True)
-    tensors = (TensorSpec(n, tuple(int(e) for e in s.split(",") if e)) for n, s in pairs)
-    spec = ModelSpec(tuple(tensors))
-    if spec.size != size:
-        raise ValueError(f"its tensors have {spec.size} values, its updates {size}")
-    return spec
 
 
 def _table(rows: list[Row]) -> Iterator[str]:

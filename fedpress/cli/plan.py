@@ -64,10 +64,10 @@ def plan(
     **asked: Any,
 ) -> None:
     """Tell by real uploads what a task would cost, and which profile to use, or none."""
-    from fedpress.bench.rate_distortion import Updates
     from fedpress.planning.report import planned
     from fedpress.planning.situation import Situation, model_of
     from fedpress.planning.updates import Drawn
+    from fedpress.update_file import Updates
 
     spec, size = model_of(model)
     given = asked["uplink"] if downlink is None else downlink

@@ -12,7 +12,7 @@ from statistics import median
 
 import numpy as np
 
-from fedpress.bench.secagg import Workload, play
+from fedpress.planning.rehearsal import Workload, rehearse
 from fedpress_protocols.masking.certificates import Certificate
 from fedpress_protocols.masking.keys import PUBLIC_BYTES, SEAL_BYTES
 from fedpress_protocols.masking.keystream import MATERIAL_BYTES, add_keystream
@@ -97,8 +97,7 @@ class SessionSeconds:
         A client's work is in proportion to its neighbours, so what is the same for any number of
         them (a few signatures) is spread over the dozen.
         """
-        rehearsed = play(Workload(_REHEARSED, 8, 1, 0, 0, 0))
-        steps = rehearsed["client"]["seconds"]
+        steps = rehearse(Workload(_REHEARSED, 8, 1, 0, 0, 0)).client_seconds
         words = np.zeros(num_words, np.uint64)
         times = []
         for number in range(5):

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from fedpress.bench.rate_distortion import Updates
+from fedpress.update_file import Updates
 from fedpress_compression.tensors import ModelSpec, Vector
 
 _LAYERS = 0.4

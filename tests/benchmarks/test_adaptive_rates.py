@@ -6,14 +6,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
+import adaptive_rates as benchmark
 import numpy as np
 import pytest
+from adaptive_rates import Fleet, run, rung
 from threadpoolctl import threadpool_limits
-
-with pytest.MonkeyPatch.context() as patch:  # it imports its neighbours, as a script does
-    patch.syspath_prepend(str(Path(__file__).parents[2] / "benchmarks"))
-    import adaptive_rates as benchmark
-    from adaptive_rates import Fleet, run, rung
 
 
 @pytest.fixture(autouse=True)

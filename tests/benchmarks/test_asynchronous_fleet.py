@@ -5,14 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
+import asynchronous_fleet as benchmark
 import numpy as np
 import pytest
+from asynchronous_fleet import CHOSEN, CONCURRENCY, Mode, Run, Simulation
 from threadpoolctl import threadpool_limits
-
-with pytest.MonkeyPatch.context() as patch:  # it imports its neighbours, as a script does
-    patch.syspath_prepend(str(Path(__file__).parents[2] / "benchmarks"))
-    import asynchronous_fleet as benchmark
-    from asynchronous_fleet import CHOSEN, CONCURRENCY, Mode, Run, Simulation
 
 
 def mode(name: str) -> Mode:

@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import digits_bytes_to_accuracy as benchmark
 import numpy as np
 import pytest
+from digits_bytes_to_accuracy import METHODS, Curve, Method
 
-from benchmarks import digits_bytes_to_accuracy as benchmark
-from benchmarks.digits_bytes_to_accuracy import METHODS, Curve, Method
 from fedpress_compression import compressor as registry
 
 

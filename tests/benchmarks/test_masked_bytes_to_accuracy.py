@@ -7,17 +7,14 @@ import math
 from collections.abc import Iterator
 from pathlib import Path
 
+import masked_bytes_to_accuracy as benchmark
 import numpy as np
 import pytest
+from masked_bytes_to_accuracy import METHODS, Curve, Method, Task
 from threadpoolctl import threadpool_limits
 
 from fedpress_client.ledger import Ledger
 from fedpress_protocols.messages import Receipt
-
-with pytest.MonkeyPatch.context() as patch:  # it imports its neighbours, as a script does
-    patch.syspath_prepend(str(Path(__file__).parents[2] / "benchmarks"))
-    import masked_bytes_to_accuracy as benchmark
-    from masked_bytes_to_accuracy import METHODS, Curve, Method, Task
 
 
 def method(name: str) -> Method:

@@ -5,13 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
+import optimizer_methods as benchmark
 import pytest
+from optimizer_methods import METHODS, Method
 from threadpoolctl import threadpool_limits
-
-with pytest.MonkeyPatch.context() as patch:  # it imports its neighbours, as a script does
-    patch.syspath_prepend(str(Path(__file__).parents[2] / "benchmarks"))
-    import optimizer_methods as benchmark
-    from optimizer_methods import METHODS, Method
 
 ROUNDS = 4
 WHOLE = 4 * benchmark.SPEC.size * benchmark.COHORT * ROUNDS

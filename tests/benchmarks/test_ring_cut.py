@@ -4,15 +4,11 @@ on the spread one nobody."""
 from __future__ import annotations
 
 import math
-from pathlib import Path
 
 import numpy as np
 import pytest
-
-with pytest.MonkeyPatch.context() as patch:  # it is a script
-    patch.syspath_prepend(str(Path(__file__).parents[2] / "benchmarks"))
-    import ring_cut as benchmark
-    from ring_cut import Ring
+import ring_cut as benchmark
+from ring_cut import Ring
 
 from fedpress_protocols.masking import graph
 

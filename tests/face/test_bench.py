@@ -1,4 +1,4 @@
-"""`fedpress bench codec` and `fedpress warmup` do what they say; no figure is held to anything."""
+"""`fedpress bench codec` and `fedpress warmup`; no figure is held to anything but the bytes."""
 
 from __future__ import annotations
 
@@ -8,38 +8,33 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from fedpress.bench import codec, cold_start
+from fedpress.bench.codec import DEFAULTS, run
 from fedpress.cli import app
 from fedpress_compression import kernels
-
-ROOT = Path(__file__).parents[2]
-
-
-@pytest.fixture
-def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    whole = codec.measure
-    monkeypatch.setattr(codec, "measure", lambda quick: whole(quick, size=20_000))
-    monkeypatch.setattr(cold_start, "_seconds", lambda code: 0.5)
-    monkeypatch.setattr(codec, "_trained", dict)  # half a minute of torch
+from fedpress_protocols.errors import ConfigurationError
 
 
-@pytest.mark.usefixtures("small")
-def test_the_bench_prints_tables_and_writes_what_its_page_describes(tmp_path: Path) -> None:
+def test_the_codec_is_measured_with_the_users_own_compressor(tmp_path: Path) -> None:
     file = tmp_path / "codec.json"
-    done = CliRunner().invoke(app, ["bench", "codec", "--quick", "--json", str(file)])
+    asked = ["--values", "5003", "--compressor", "topk:fraction=0.1", "--json", str(file)]
+    done = CliRunner().invoke(app, ["bench", "codec", "--quick", *asked])
     assert done.exit_code == 0, done.output
-    found = json.loads(file.read_text())
-    page = (ROOT / "docs" / "bench-codec.md").read_text()
-    for key in found:
-        assert f"`{key}" in page
-    for case in found["speeds"]["20,000"]["seconds"]:
-        assert f"`{case}`" in page or case.split("_")[0] + "_..." in page
-    assert {row["name"] for row in found["targets"]} <= set(codec.TARGETS)
-    for row in found["targets"]:
-        assert row["name"] in done.output
-    body = found["bytes"]["synthetic 20,000"]
-    assert body["positions"]["ratio_to_log2C"] > 0.99
-    assert found["entropy"]["dense_4bit"] > 1
+    figures = json.loads(file.read_text())
+    (row,) = figures["rows"]
+    assert (row["compressor"], figures["values"]) == ("topk:fraction=0.1", 5003)
+    assert row["config"]["id"] == "error_feedback"
+    assert 500 * 4 / 8 < row["bytes"] < 4 * 5003 / 8
+    assert row["compressor"] in done.output
+
+
+def test_a_sparse_and_a_dense_method_are_measured_by_default() -> None:
+    lines = run(None, True, 2000).splitlines()
+    assert [line.split()[0] for line in lines[2:]] == list(DEFAULTS)
+
+
+def test_an_update_without_values_is_refused() -> None:
+    with pytest.raises(ConfigurationError, match="--values must be at least 1, not 0"):
+        run(None, True, 0)
 
 
 def test_warming_up_says_which_kernels_are_ready() -> None:

@@ -6,21 +6,21 @@ import json
 from dataclasses import replace
 from pathlib import Path
 
+import digits_bytes_to_accuracy as digits
 import numpy as np
 import pytest
 from click.testing import CliRunner, Result
 
-from benchmarks import digits_bytes_to_accuracy as digits
-from fedpress.bench.rate_distortion import FIXTURE
-from fedpress.bench.secagg import Workload, play
 from fedpress.cli import app
 from fedpress.planning import costs
 from fedpress.planning.choice import Row, choose
 from fedpress.planning.costs import Cost, cost
 from fedpress.planning.downlink import Downlink, downlink
 from fedpress.planning.profiles import Candidate, candidates
+from fedpress.planning.rehearsal import Workload, rehearse
 from fedpress.planning.sessions import session_bytes
 from fedpress.planning.situation import Situation, model_of, sample, sized
+from fedpress.update_file import FIXTURE
 from fedpress_compression.compressor import from_config, to_config
 from fedpress_compression.tensors import ModelSpec, TensorSpec
 from fedpress_protocols.errors import ConfigurationError
@@ -101,15 +101,15 @@ def test_what_is_uncompressed_is_four_bytes_a_value_and_a_head() -> None:
 @pytest.mark.parametrize("n", [5, 12, 150])
 def test_a_sessions_messages_are_as_long_as_those_of_a_session_that_was_played(n: int) -> None:
     load = Workload(n, 8, 1, 0, 1_000, 500)
-    client = play(load)["client"]
+    played = rehearse(load)
     found, offer = session_bytes(load.config), len(Offer(load.config).to_bytes())
-    sent = client["sent_bytes"] - client["body_bytes"]
+    sent = played.sent_bytes - played.body_bytes
     assert abs(found.sent - sent) <= 2  # a set of clients is as long as its last one says
-    played = client["received_bytes"] + offer
+    received = played.received_bytes + offer
     if n <= COMPLETE_UP_TO:
-        assert found.received == played
+        assert found.received == received
     else:  # of some neighbours the consent comes too late to be passed on
-        assert played <= found.received < 1.03 * played
+        assert received <= found.received < 1.03 * received
 
 
 def test_masked_bodies_are_what_the_packing_makes_of_the_plan() -> None:
@@ -331,7 +331,7 @@ def test_real_updates_take_the_place_of_drawn_ones() -> None:
         (("1k", "--link", "1", "--cohort", "0"), "a cohort of 0"),
         (("1k", "--link", "1", "--compute", "-1"), "--compute of -1"),
         (("1k", "--link", "1", "--compressor", "zip"), "no compressor has the id 'zip'"),
-        (("1k", "--link", "1", "--update", "no.npz"), "no file of updates"),
+        (("1k", "--link", "1", "--update", "no.npz"), "there is no file no.npz"),
         (("1k", "--link", "1", "--json", "/nowhere/plan.json"), "cannot be written"),
     ],
 )

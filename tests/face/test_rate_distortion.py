@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 
-from fedpress.bench.rate_distortion import Updates, measured, run
+from fedpress.bench.rate_distortion import measured, run
 from fedpress.cli import app
+from fedpress.update_file import Updates
 from fedpress_compression.compressor import compressors
 from fedpress_protocols.errors import ConfigurationError
 
@@ -76,9 +77,9 @@ def test_methods_that_read_what_a_file_lacks_are_named(tmp_path: Path) -> None:
 def test_a_file_of_no_updates_is_refused(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "bad.npz"
     path.write_bytes(content)
-    with pytest.raises(ConfigurationError, match="is no file of updates"):
+    with pytest.raises(ConfigurationError, match="is not a file of updates"):
         Updates.load(str(path))
-    with pytest.raises(ConfigurationError, match="is no file of updates"):
+    with pytest.raises(ConfigurationError, match=r"there is no file .*none\.npz"):
         Updates.load(str(tmp_path / "none.npz"))
 
 

@@ -10,10 +10,10 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 import safetensors.numpy
+from federation import Federation
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from benchmarks.federation import Federation
 from fedpress_client import Ledger
 from fedpress_compression.compressor import Compressor
 from fedpress_compression.compressors.error_feedback import ErrorFeedback

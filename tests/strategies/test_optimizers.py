@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pytest
+from federation import Federation
 
-from benchmarks.federation import Federation
 from fedpress_compression.fixed_point import FixedPoint
 from fedpress_compression.update import Update
 from fedpress_protocols.errors import ConfigurationError, InvalidUpdate

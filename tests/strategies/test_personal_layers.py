@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from federation import Federation
 
-from benchmarks.federation import Federation
 from fedpress_client import Ledger
 from fedpress_client.client_terms import personalised
 from fedpress_compression.compressors.eden import Eden

@@ -108,7 +108,6 @@ NOT_RUN: list[tuple[str, str]] = [
     (r"^pip wheel ", "builds this checkout: tests/install does"),
     (r"/etc/fedpress/admin-token\b", "the machine's files"),
     (r"^openssl|^printf", "another program's; tests/system/test_mutual_tls.py has certificates"),
-    (r"^fedpress bench ingest", "minutes of load; tests/face/test_bench.py runs the parts"),
     (r"^python benchmarks/", "many minutes; tests/benchmarks run what they are made of"),
     (r"^fedpress serve", "a server runs already (python -m fedpress_server); flags are checked"),
     (r"--engine ray|fashion-mnist|shakespeare:DIR",

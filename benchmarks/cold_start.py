@@ -51,7 +51,7 @@ def measure(runs: int) -> dict[str, Any]:
 
 def _seconds(code: str) -> float:
     env = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
-    done = subprocess.run(  # noqa: S603
+    done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=True, env=env
     )
     return float(done.stdout)

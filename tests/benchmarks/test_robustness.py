@@ -1,35 +1,30 @@
-"""`fedpress bench robustness`: its table, its JSON, and what it is there to show, in short."""
+"""benchmarks/robustness.py: its table, its JSON, and what it is there to show, in short."""
 
 from __future__ import annotations
 
 import json
-from functools import partial
+import sys
 from pathlib import Path
 
 import pytest
-from click.testing import CliRunner
-
-from fedpress.bench import robustness
-from fedpress.cli import app
+import robustness
 
 
-@pytest.fixture
-def short(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(robustness, "run", partial(robustness.run, seeds=(0,), rounds=1))
-
-
-@pytest.mark.usefixtures("short")
-def test_every_strategy_meets_every_attack(tmp_path: Path) -> None:
+def test_every_strategy_meets_every_attack(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     file = tmp_path / "figures.json"
-    table = CliRunner().invoke(app, ["bench", "robustness", "--json", str(file)])
-    assert table.exit_code == 0, table.output
-    lines = table.output.splitlines()
+    arguments = ["robustness.py", "--seeds", "0", "--rounds", "1", "--json"]
+    monkeypatch.setattr(sys, "argv", [*arguments, str(file)])
+    robustness.main()
+    lines = capsys.readouterr().out.splitlines()
     assert [line.split()[0] for line in lines[1:-1]] == [s["id"] for s in robustness.STRATEGIES]
     assert all(name in lines[0] for name in robustness.ATTACKS)
 
     found = json.loads(file.read_text())
-    printed = CliRunner().invoke(app, ["bench", "robustness", "--json", "-"]).output
-    assert json.loads(printed) == found
+    monkeypatch.setattr(sys, "argv", [*arguments, "-"])
+    robustness.main()
+    assert json.loads(capsys.readouterr().out) == found
     assert found["setting"]["rounds"] == 1
     assert len(found["rows"]) == len(robustness.STRATEGIES) * len(robustness.ATTACKS)
     page = robustness.__doc__ or ""

@@ -1,4 +1,6 @@
-"""`fedpress bench robustness`: what forged updates do to each strategy.
+"""Accuracy of each strategy under forged updates.
+
+    python benchmarks/robustness.py [--quick] [--seeds 0,1,2] [--rounds 80] [--json FILE]
 
 20 clients share scikit-learn's digits by Dirichlet(5) over the classes, mildly uneven; all take
 part in each of 80 rounds, with 10 steps of SGD on batches of 16 at a rate of 0.3, on a perceptron
@@ -16,17 +18,16 @@ points of 100, against the same strategy without attack.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import cache
-from pathlib import Path
 from statistics import NormalDist, mean
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from harness import parser, report, seed_list
 
 from fedpress.demo.digits import NUM_CLASSES, Images, split
 from fedpress_compression.fixed_point import FixedPoint
@@ -38,7 +39,6 @@ from fedpress_strategies import from_config
 CLIENTS, FORGERS = 20, 4
 ROUNDS, STEPS, BATCH, LEARNING_RATE = 80, 10, 16, 0.3
 CONCENTRATION = 5.0
-SEEDS = (0, 1, 2)
 COUNTED_ROUNDS = 10
 SCALE = 10.0
 MAX_ABS = 256.0
@@ -103,10 +103,8 @@ class Row:
     lost: float
 
 
-def run(json_file: Path | None = None, seeds: Sequence[int] = SEEDS, rounds: int = ROUNDS) -> str:
-    """Measure every strategy under every attack, write `json_file` if there is one, and return the
-    table for people."""
-    rows = list(measured(seeds, rounds))
+def figures(rows: Sequence[Row], seeds: Sequence[int], rounds: int) -> dict[str, Any]:
+    """The figures for machines; see the module's docstring."""
     setting = {
         "clients": CLIENTS,
         "forgers": FORGERS,
@@ -115,13 +113,10 @@ def run(json_file: Path | None = None, seeds: Sequence[int] = SEEDS, rounds: int
         "steps": STEPS,
         "batch": BATCH,
         "learning_rate": LEARNING_RATE,
-        "seeds": seeds,
+        "seeds": list(seeds),
         "counted_rounds": COUNTED_ROUNDS,
     }
-    if json_file is not None:
-        found = {"setting": setting, "rows": [asdict(row) for row in rows]}
-        json_file.write_text(json.dumps(found, indent=2) + "\n")
-    return "\n".join(_table(rows))
+    return {"setting": setting, "rows": [asdict(row) for row in rows]}
 
 
 def measured(seeds: Sequence[int], rounds: int) -> Iterator[Row]:
@@ -222,7 +217,7 @@ def _layers(models: Updates) -> list[Updates]:
     ]
 
 
-def _table(rows: list[Row]) -> Iterator[str]:
+def table(rows: Sequence[Row]) -> Iterator[str]:
     """A line for each strategy: accuracy, and in brackets the points lost to the attack."""
     names = [f"{name:>18}" for name in ATTACKS]
     yield f"{'strategy':<18}" + "".join(names)
@@ -236,3 +231,16 @@ def _table(rows: list[Row]) -> Iterator[str]:
         ]
         yield f"{strategy['id']:<18}" + "".join(f"{cell:>18}" for cell in cells)
     yield "accuracy on images held out; in brackets the points won or lost by the attack"
+
+
+def main() -> None:
+    command = parser(__doc__, quick="one seed, 10 rounds", seeds="0,1,2")
+    command.add_argument("--rounds", type=int, default=ROUNDS)
+    options = command.parse_args()
+    seeds, rounds = seed_list(options), COUNTED_ROUNDS if options.quick else options.rounds
+    rows = list(measured(seeds, rounds))
+    report("\n".join(table(rows)), figures(rows, seeds, rounds), options.json)
+
+
+if __name__ == "__main__":
+    main()

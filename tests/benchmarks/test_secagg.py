@@ -1,17 +1,15 @@
-"""`fedpress bench secagg` plays exact sessions and says what its page describes; no figure is held
+"""benchmarks/secagg.py plays exact sessions and prints what its page describes; no figure is held
 to anything but the bytes, which are the same on every machine."""
 
 from __future__ import annotations
 
 import json
+import sys
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from click.testing import CliRunner
-
-from fedpress.bench import secagg
-from fedpress.cli import app
+import secagg
 
 ROOT = Path(__file__).parents[2]
 
@@ -26,10 +24,13 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("small")
-def test_the_bench_prints_tables_and_writes_what_its_page_describes(tmp_path: Path) -> None:
+def test_the_benchmark_prints_tables_and_writes_what_its_page_describes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     file = tmp_path / "secagg.json"
-    done = CliRunner().invoke(app, ["bench", "secagg", "--json", str(file)])
-    assert done.exit_code == 0, done.output
+    monkeypatch.setattr(sys, "argv", ["secagg.py", "--json", str(file)])
+    secagg.main()
+    printed = capsys.readouterr().out
     found = json.loads(file.read_text())
     page = (ROOT / "docs" / "bench-secagg.md").read_text()
     assert set(found) == {"machine", "sessions", "targets"}
@@ -44,12 +45,12 @@ def test_the_bench_prints_tables_and_writes_what_its_page_describes(tmp_path: Pa
     for key in complete:
         assert f"{key}`" in page or f".{key}`" in page
     for row in found["targets"]:
-        assert row["name"] in done.output
+        assert row["name"] in printed
 
 
 @pytest.mark.usefixtures("small")
 def test_masks_and_bytes_are_counted() -> None:
-    session = secagg._Session(secagg.COMPLETE).play()
+    session = secagg.figures(secagg.COMPLETE)
     assert session["client"]["masks"] == 12
     assert session["server"]["masks"] == 10 + 2 * 10
     assert session["client"]["body_bytes"] == 2000 * 13 // 8  # sums up to 12 * 327

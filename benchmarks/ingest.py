@@ -1,9 +1,12 @@
-"""`fedpress bench ingest`: uploads taken for good, against the least that could take them so.
+"""Uploads accepted durably by a server, against the least code that could accept them so.
 
-Real processes on the loopback interface: the server as `fedpress serve` starts it, and beside it a
-prototype of some hundred lines (ingest_prototype.py), which get the very same signed requests in
-turns, so that ratios hold on a busy machine. Requests are made before the clock starts. CPU is what
-the process spent, PostgreSQL's own not among it. docs/bench-ingest.md says what each key is.
+    python benchmarks/ingest.py [--quick] [--part uploads|polls|memory] [--postgresql URL]
+        [--json FILE]
+
+Real processes on the loopback interface: the server as `fedpress server run` starts it, and beside
+it a prototype of some hundred lines (ingest_prototype.py), which get the very same signed requests
+in turns, so that ratios hold on a busy machine. Requests are made before the clock starts. CPU is
+that of the process, without PostgreSQL's own. docs/bench-ingest.md explains each key.
 """
 
 from __future__ import annotations
@@ -11,7 +14,6 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import platform
 import re
 import secrets
 import select
@@ -28,9 +30,10 @@ from tempfile import TemporaryDirectory
 from typing import Any, TypeVar
 
 import numpy as np
+from harness import machine, parser, report
+from ingest_load import Answer, Load, drive, plain_request, poll, request_of
 from sqlalchemy.engine import Connection
 
-from fedpress.bench.ingest_load import Answer, Load, drive, plain_request, poll, request_of
 from fedpress_compression.tensors import ModelSpec
 from fedpress_protocols.errors import ConfigurationError, FedpressError
 from fedpress_protocols.messages import Assignment, CheckInResponse
@@ -50,7 +53,7 @@ TARGETS = {
 """At least the first, at most the others."""
 
 T = TypeVar("T")
-_TOKEN = "a-token-of-the-benchmark"  # noqa: S105
+_TOKEN = "a-token-of-the-benchmark"
 _JSON = "application/json"
 _CONNECTIONS = 64
 _SIGNED_AHEAD = 512
@@ -58,6 +61,7 @@ _HELD = 20.0
 """Seconds for which the SDK asks that a check-in be held, by default."""
 _START_SECONDS = 120.0
 _READY = re.compile(r"ready on http://127\.0\.0\.1:([0-9]+)")
+_PROTOTYPE = str(Path(__file__).with_name("ingest_prototype.py"))
 _TICKS = os.sysconf("SC_CLK_TCK")
 
 
@@ -72,27 +76,16 @@ class Amounts:
     crowd: int
 
 
+PARTS = ("uploads", "polls", "memory")
 WHOLE = Amounts(uploads=512, repeats=5, pollers=10_000, poll_seconds=120.0, crowd=10_000)
 QUICK = Amounts(uploads=128, repeats=3, pollers=500, poll_seconds=10.0, crowd=1_000)
-
-
-def run(json_file: Path | None, quick: bool, postgresql: str | None, parts: Sequence[str]) -> str:
-    """Measure, write `json_file` if there is one, and return the tables for people."""
-    found = measure(QUICK if quick else WHOLE, postgresql, parts)
-    if json_file is not None:
-        json_file.write_text(json.dumps(found, indent=2) + "\n")
-    return _tables(found)
 
 
 def measure(amounts: Amounts, postgresql: str | None, parts: Sequence[str]) -> dict[str, Any]:
     """The figures of `parts`: uploads, polls, memory."""
     databases = {"sqlite": ""} | ({"postgresql": postgresql} if postgresql else {})
     found: dict[str, Any] = {
-        "machine": {
-            "cpus": os.cpu_count(),
-            "python": platform.python_version(),
-            "load": os.getloadavg()[0],
-        },
+        "machine": machine(),
         "targets": TARGETS,
     }
     if "uploads" in parts:
@@ -115,7 +108,7 @@ class _Process:
     def __init__(self, arguments: Sequence[str], folder: Path, **variables: str) -> None:
         path = os.pathsep.join(filter(None, sys.path))
         self._log = (folder / f"{secrets.token_hex(4)}.log").open("w+b")
-        self._process = subprocess.Popen(  # noqa: S603
+        self._process = subprocess.Popen(
             [sys.executable, *arguments],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
@@ -325,7 +318,7 @@ def _uploads(name: str, url: str, amounts: Amounts) -> Iterator[dict[str, Any]]:
             place.mkdir()
             keys = {key.key_id: key.public.hex() for key in fleet.keys}
             (place / "keys.json").write_text(json.dumps(keys))
-            arguments = ["-m", "fedpress.bench.ingest_prototype", str(place), kept]
+            arguments = [_PROTOTYPE, str(place), kept]
             others[other] = stack.enter_context(_Process(arguments, place))
         for size, num_bytes in SIZES.items():
             yield {"database": name, "size": size, **_turns(fleet, others, num_bytes, amounts)}
@@ -494,3 +487,28 @@ def _tables(found: dict[str, Any]) -> str:
             f"{memory['rate']:.0f} uploads/s in the larger round"
         )
     return "\n".join(lines)
+
+
+def main() -> None:
+    command = parser(__doc__, quick="few uploads, few clients")
+    command.add_argument(
+        "--postgresql",
+        metavar="URL",
+        default=os.environ.get("FEDPRESS_BENCH_POSTGRESQL"),
+        help="a PostgreSQL whose user may create databases, or FEDPRESS_BENCH_POSTGRESQL",
+    )
+    command.add_argument(
+        "--part",
+        dest="parts",
+        choices=PARTS,
+        action="append",
+        help="one part alone; may be repeated",
+    )
+    options = command.parse_args()
+    amounts = QUICK if options.quick else WHOLE
+    result = measure(amounts, options.postgresql, options.parts or PARTS)
+    report(_tables(result), result, options.json)
+
+
+if __name__ == "__main__":
+    main()

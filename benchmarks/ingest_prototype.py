@@ -1,6 +1,6 @@
-"""The least that takes an upload as durably as the server does: what `bench ingest` compares with.
+"""The least that accepts an upload as durably as the server does: ingest.py compares with it.
 
-    python -m fedpress.bench.ingest_prototype FOLDER DATABASE
+    python benchmarks/ingest_prototype.py FOLDER DATABASE
 
 FastAPI behind uvicorn; the request's signature, the body's SHA-256, a synced file, a row in a
 commit that those who wait share, and then the answer. DATABASE is a PostgreSQL URL, `sqlite` for a

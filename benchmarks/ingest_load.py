@@ -19,7 +19,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from fedpress_protocols.signatures import Content, DeviceKey, Target, sign_request
 
-AUTHORITY = "fedpress.bench"
+AUTHORITY = "fedpress.benchmark"
 """What all requests are signed for, whatever port they go to."""
 
 T = TypeVar("T")
@@ -215,7 +215,7 @@ def poll(
     asks to be held for `held` seconds. At the end `news` are made, which those who are held hear.
     """
     found, order = Polls(), count()
-    chance = random.Random(5)  # noqa: S311
+    chance = random.Random(5)
 
     async def work() -> None:
         lines: set[_Line] = set()
