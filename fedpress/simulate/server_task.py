@@ -192,7 +192,7 @@ class ServerTask:
             devices = stack.enter_context(self._devices(token, http, clock))
 
             def tick() -> None:
-                portal.call(app.state.coordinator.tick)
+                portal.call(app.services.coordinator.tick)
 
             self._drive(devices, operator, clock, tick, closed)
             return operator.task(self.config.task).reason

@@ -7,7 +7,7 @@ import fcntl
 import os
 import socket
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -27,7 +27,7 @@ from fedpress_server.api.devices import (
     upload_routes,
 )
 from fedpress_server.api.health import health_routes, metrics_routes
-from fedpress_server.api.listeners import Listener, Listening
+from fedpress_server.api.listeners import Listener, Listening, Process
 from fedpress_server.api.observing import observing_routes
 from fedpress_server.api.operators import operator_routes
 from fedpress_server.api.parts import resumable_routes
@@ -36,25 +36,13 @@ from fedpress_server.api.registry import registry_routes
 from fedpress_server.api.roster import roster_routes
 from fedpress_server.api.server_keys import server_key_routes
 from fedpress_server.api.sessions import session_routes
-from fedpress_server.coordination.coordinator import Coordinator
-from fedpress_server.coordination.figures import Figures
-from fedpress_server.coordination.server_registry import ServerRegistry
-from fedpress_server.identity.admission import EnrolmentLimits
-from fedpress_server.identity.enrolment import Enrolment
-from fedpress_server.identity.gatekeeper import Gatekeeper
 from fedpress_server.identity.membership import Authority
-from fedpress_server.identity.operators import Operators
-from fedpress_server.identity.refusals import Refusals
-from fedpress_server.identity.roster import Roster
 from fedpress_server.identity.server_keys import signing_key, signing_keys
-from fedpress_server.intake.bodies import BytesInFlight
-from fedpress_server.intake.resumable import PartLimits, Resumable
-from fedpress_server.intake.sessions import SessionDesk
-from fedpress_server.intake.uploads import Intake
 from fedpress_server.metrics import Metrics
 from fedpress_server.observing import traces
 from fedpress_server.observing.logs import Lines, Pseudonyms
 from fedpress_server.observing.requests import RequestObserver
+from fedpress_server.services import Clock, Resources, assembled, started
 from fedpress_server.settings import Settings
 from fedpress_server.storage.bucket import opened_payloads
 from fedpress_server.storage.database import Database
@@ -68,12 +56,12 @@ Errors are RFC 9457 problems whose `type` never changes its meaning.
 
 
 def create_app(
-    settings: Settings, *, clock: Callable[[], float] = time.time, lines: Lines | None = None
-) -> FastAPI:
+    settings: Settings, *, clock: Clock = time.time, lines: Lines | None = None
+) -> Listening:
     """The server as an ASGI application; its lifespan opens the data folder, and holds it.
 
-    With `admin_port` it is the devices' listener, and `app.state.for_operators` the operators', to
-    be served beside it within the one lifespan. A worker's or a scheduler's answers nothing but
+    With `admin_port` it is the devices' listener, and its `for_operators` the operators', to be
+    served beside it within the one lifespan. A worker's or a scheduler's answers nothing but
     /livez, /readyz and /metrics. Raises ConfigurationError for a role that needs what the settings
     do not name.
 
@@ -82,99 +70,22 @@ def create_app(
     """
     metrics = Metrics(price=settings.egress_price, currency=settings.egress_currency)
     _check_role(settings)
+    process = Process(settings, metrics)
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        with _held(settings.data_dir):
-            database = await asyncio.to_thread(_opened, settings, metrics)
-            try:
-                payloads = await asyncio.to_thread(opened_payloads, settings)
-                keys = await signing_keys(
-                    settings.server_key_file, settings.data_dir, database, clock
-                )
-                if lines is not None:
-                    lines.pseudonyms = Pseudonyms(keys.current.to_bytes())
-                    lines.tracing = traces.ids
-                if settings.otlp_endpoint:
-                    traces.start(
-                        traces.to_collector(
-                            settings.otlp_endpoint,
-                            settings.role,
-                            _version(),
-                            keys.first,
-                            settings.trace_share,
-                        )
-                    )
-                gatekeeper = Gatekeeper(
-                    database,
-                    clock,
-                    clock_skew=settings.clock_skew,
-                    skewed=metrics.skewed,
-                    approval_poll=settings.approval_poll_seconds,
-                )
-                authority = await _authority(settings, database)
-                coordinator = Coordinator(
-                    settings, database, payloads, keys, authority, metrics, clock
-                )
-                app.state.database = database
-                app.state.payloads = payloads
-                app.state.server_keys = keys
-                app.state.gatekeeper = gatekeeper
-                app.state.operators = operators = _operators(settings, database, clock, metrics)
-                app.state.roster = Roster(gatekeeper, database, clock)
-                app.state.enrolment = Enrolment(
-                    gatekeeper,
-                    database,
-                    clock,
-                    EnrolmentLimits(
-                        settings.enrolments_per_second, settings.enrolment_failures_per_minute
-                    ),
-                    approve_each=settings.approve_each_device,
-                )
-                app.state.authority = authority
-                app.state.sessions = SessionDesk(coordinator)
-                app.state.coordinator = coordinator
-                figures = Figures(metrics, settings, database, coordinator.steps.tasks, _version())
-                metrics.sources.append(figures.set)
-                app.state.server_registry = registry = ServerRegistry(
-                    settings, database, metrics, coordinator.steps.lease_time
-                )
-                app.state.intake = intake = Intake(
-                    coordinator, database, payloads, metrics, settings.worker_threads
-                )
-                part_limits = PartLimits(
-                    settings.max_part_bytes, settings.max_partial_bytes, settings.partial_seconds
-                )
-                app.state.resumable = resumable = Resumable(
-                    intake, database, payloads, metrics, clock, part_limits
-                )
-                await gatekeeper.start()
-                await coordinator.start()
-                await resumable.start()
-                await operators.start(
-                    socket.gethostname(),
-                    release=_version(),
-                    role=settings.role,
-                    settings=settings.public_digest,
-                )
-                await registry.start()
-                try:
-                    yield
-                finally:
-                    await registry.stop()
-                    await operators.stop()
-                    await resumable.stop()
-                    await coordinator.stop()
-                    await asyncio.to_thread(intake.stop)
-            finally:
-                await asyncio.to_thread(database.close)
-                await asyncio.to_thread(traces.stop)
+        async with _opened(settings, metrics, clock) as resources:
+            _observe(resources, lines)
+            process.running = services = assembled(resources, _version())
+            async with started(services, socket.gethostname(), _version()):
+                yield
 
     observer = RequestObserver(metrics.requests, metrics.egress)
 
     def listening(listener: Listener, *routers: APIRouter) -> Listening:
         made = Listening(
             listener,
+            process,
             routers,
             title="fedpress",
             version=_version(),
@@ -188,27 +99,49 @@ def create_app(
         _describe(made)
         return made
 
-    shared, devices = [health_routes], list[APIRouter]()
-    operators = list[APIRouter]()
-    if settings.role in ("all", "api"):
-        devices += [upload_routes, device_routes, enrolment, rotation, resumable_routes]
-        devices += [session_routes, server_key_routes]
-        operators += [observing_routes, operator_routes, roster_routes, registry_routes]
-        operators += [administration_routes, description_routes]
-        shared += [shared_routes]
+    shared, devices, operators = _routes(settings)
     if settings.admin_port is None:
-        app = listening("everybody", *devices, *shared, *operators, metrics_routes)
-    else:
-        app = listening("devices", *devices, *shared)
-        app.state.for_operators = listening("operators", *shared, *operators, metrics_routes)
-        app.state.for_operators.state = app.state
-    app.state.settings = settings
-    app.state.clock = clock
-    app.state.metrics = metrics
-    app.state.ready_until = 0.0
-    app.state.stopping = False
-    app.state.bytes_in_flight = BytesInFlight(settings.max_bytes_in_flight, metrics.bytes_in_flight)
+        return listening("everybody", *devices, *shared, *operators, metrics_routes)
+    app = listening("devices", *devices, *shared)
+    app.for_operators = listening("operators", *shared, *operators, metrics_routes)
     return app
+
+
+def _routes(settings: Settings) -> tuple[list[APIRouter], list[APIRouter], list[APIRouter]]:
+    """Those of everybody, of devices and of operators, for a server of this role."""
+    if settings.role not in ("all", "api"):
+        return [health_routes], [], []
+    devices = [upload_routes, device_routes, enrolment, rotation, resumable_routes]
+    devices += [session_routes, server_key_routes]
+    operators = [observing_routes, operator_routes, roster_routes, registry_routes]
+    operators += [administration_routes, description_routes]
+    return [health_routes, shared_routes], devices, operators
+
+
+@asynccontextmanager
+async def _opened(settings: Settings, metrics: Metrics, clock: Clock) -> AsyncIterator[Resources]:
+    """The data folder held for this process, and what lies under it opened."""
+    with _held(settings.data_dir):
+        database = await asyncio.to_thread(_database, settings, metrics)
+        try:
+            payloads = await asyncio.to_thread(opened_payloads, settings)
+            keys = await signing_keys(settings.server_key_file, settings.data_dir, database, clock)
+            authority = await _authority(settings, database)
+            yield Resources(settings, metrics, clock, database, payloads, keys, authority)
+        finally:
+            await asyncio.to_thread(database.close)
+            await asyncio.to_thread(traces.stop)
+
+
+def _observe(resources: Resources, lines: Lines | None) -> None:
+    """Name devices in the log by pseudonyms, and send traces where the settings say so."""
+    settings, keys = resources.settings, resources.server_keys
+    if lines is not None:
+        lines.pseudonyms = Pseudonyms(keys.current.to_bytes())
+        lines.tracing = traces.ids
+    if settings.otlp_endpoint:
+        where = settings.otlp_endpoint, settings.role, _version(), keys.first
+        traces.start(traces.to_collector(*where, settings.trace_share))
 
 
 def _describe(app: FastAPI) -> None:
@@ -290,7 +223,7 @@ def _check_role(settings: Settings) -> None:
         )
 
 
-def _opened(settings: Settings, metrics: Metrics) -> Database:
+def _database(settings: Settings, metrics: Metrics) -> Database:
     file = sqlite_file(settings.resolved_database_url)
     if file is not None:
         close_database(file)
@@ -299,19 +232,6 @@ def _opened(settings: Settings, metrics: Metrics) -> Database:
         migrates=settings.role == "all",
         retries=lambda kind: metrics.transaction_retries.labels(kind).inc(),
         batches=metrics.commit_batch.observe,
-    )
-
-
-def _operators(
-    settings: Settings, database: Database, clock: Callable[[], float], metrics: Metrics
-) -> Operators:
-    token, seen = settings.admin_token, settings.metrics_token
-    return Operators(
-        database,
-        clock,
-        Refusals(clock, lambda reason: metrics.operator_refusals.labels(reason).inc()),
-        settings_token=token.get_secret_value() if token else None,
-        metrics_token=seen.get_secret_value() if seen else None,
     )
 
 

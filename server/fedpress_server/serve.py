@@ -19,12 +19,12 @@ from types import FrameType
 from urllib.parse import unquote, urlsplit
 
 import uvicorn
-from fastapi import FastAPI
 from pydantic import SecretStr
 
 from fedpress_protocols.errors import ConfigurationError
 from fedpress_server import failpoints, open_files
 from fedpress_server.api.http_protocol import ConnectionLimits, bounded_protocol
+from fedpress_server.api.listeners import Listening
 from fedpress_server.app import create_app
 from fedpress_server.identity.server_keys import first_keys
 from fedpress_server.observing import logs
@@ -123,7 +123,7 @@ def serve(settings: Settings) -> None:
         _log.warning("this server is to fail at %s", settings.failpoint)
     failpoints.arm(settings.failpoint)
     app = create_app(settings, lines=lines)
-    closed = app.state.metrics.closed_connections
+    closed = app.process.metrics.closed_connections
     files = open_files.raise_limit()
     in_all, of_address = open_files.connections(settings, files)
     if open_files.needed(settings) > files:
@@ -144,9 +144,9 @@ def serve(settings: Settings) -> None:
     shown, to_operators = certificates_of(settings)
     config = _listening(settings, app, settings.host, settings.port, protocol, shown)
     apart = None
-    if settings.admin_port is not None:
-        where = (settings.admin_host, settings.admin_port)
-        apart = _listening(settings, app.state.for_operators, *where, protocol, to_operators)
+    if app.for_operators is not None:
+        where = (settings.admin_host, settings.admin_port or 0)
+        apart = _listening(settings, app.for_operators, *where, protocol, to_operators)
 
     async def run() -> None:
         async with app.router.lifespan_context(app):
@@ -167,7 +167,7 @@ def serve(settings: Settings) -> None:
 
 def _listening(
     settings: Settings,
-    app: FastAPI,
+    app: Listening,
     host: str,
     port: int,
     protocol: type[asyncio.Protocol],
@@ -213,7 +213,9 @@ def _spelt(settings: Settings) -> list[str]:
 class _Server(uvicorn.Server):
     """One server with one or two listeners: `apart` is the operators' own."""
 
-    def __init__(self, config: uvicorn.Config, app: FastAPI, apart: uvicorn.Config | None) -> None:
+    def __init__(
+        self, config: uvicorn.Config, app: Listening, apart: uvicorn.Config | None
+    ) -> None:
         super().__init__(config)
         self._app = app
         self._apart = apart
@@ -255,18 +257,19 @@ class _Server(uvicorn.Server):
             ) from exc
 
     def _tell(self, line: str) -> None:
-        if self._app.state.settings.log_format == "json":
+        if self._app.process.settings.log_format == "json":
             _log.info(line)
         else:
             print(line, flush=True)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Say so, then take no more connections, then let running requests come to their end."""
-        state = self._app.state
-        state.stopping = True
-        state.coordinator.release()
-        if self._is_ready and state.coordinator.is_shared and state.settings.role in ("all", "api"):
-            await self._pause(state.settings.drain_seconds)
+        services = self._app.services
+        services.readiness.is_stopping = True
+        services.coordinator.release()
+        is_asked = services.settings.role in ("all", "api")
+        if self._is_ready and services.coordinator.is_shared and is_asked:
+            await self._pause(services.settings.drain_seconds)
         for server in self.servers:
             server.close()
         await self._pause(_LAST_REQUESTS)

@@ -7,11 +7,11 @@ from typing import Any
 import httpx
 import numpy as np
 from anyio.from_thread import BlockingPortal, start_blocking_portal
-from fastapi import FastAPI
 
 from fedpress_compression.tensors import Vector
 from fedpress_protocols.messages import RoundStatus
 from fedpress_protocols.model import Model
+from fedpress_server.api.listeners import Listening
 from tests.devices import Device, Operator
 
 
@@ -29,7 +29,7 @@ class Clock:
 class Server(httpx.Client):
     """An HTTP client of an app that runs in another thread; `call` runs something beside it."""
 
-    def __init__(self, app: FastAPI, portal: BlockingPortal) -> None:
+    def __init__(self, app: Listening, portal: BlockingPortal) -> None:
         super().__init__(transport=_InProcess(app, portal), base_url="http://fedpress.test")
         self.app = app
         self.portal = portal
@@ -39,11 +39,11 @@ class Server(httpx.Client):
 
     def tick(self) -> None:
         """Let the deadlines pass that have passed."""
-        self.call(self.app.state.coordinator.tick)
+        self.call(self.app.services.coordinator.tick)
 
 
 class _InProcess(httpx.BaseTransport):
-    def __init__(self, app: FastAPI, portal: BlockingPortal) -> None:
+    def __init__(self, app: Listening, portal: BlockingPortal) -> None:
         self._transport = httpx.ASGITransport(app)
         self._portal = portal
 
@@ -60,7 +60,7 @@ class _InProcess(httpx.BaseTransport):
 
 
 @contextmanager
-def running(app: FastAPI) -> Iterator[Server]:
+def running(app: Listening) -> Iterator[Server]:
     """The app between its start and its end."""
     with (
         start_blocking_portal() as portal,

@@ -159,7 +159,7 @@ class Counted:
 
 
 def test_a_guess_writes_nothing_and_one_put_off_reads_nothing(http: Server, clock: Clock) -> None:
-    enrolment = http.app.state.enrolment
+    enrolment = http.app.services.enrolment
     count = enrolment._database = Counted(enrolment._database)
     for n in range(30):
         assert guess(http, clock, f"fpe_{n}") == 401
@@ -201,7 +201,7 @@ def test_a_crowd_with_a_good_token_is_spread(start: Start, clock: Clock) -> None
         def count(connection: sa.Connection) -> int:
             return int(connection.scalar(sa.select(sa.func.count()).select_from(clients)) or 0)
 
-        assert http.call(http.app.state.database.read, count) == 20
+        assert http.call(http.app.services.database.read, count) == 20
 
 
 def test_the_errors_of_good_devices_keep_nobody_out(http: Server, clock: Clock) -> None:

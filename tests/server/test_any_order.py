@@ -544,7 +544,7 @@ class AnyOrder(RuleBasedStateMachine):
         return self.servers[server % len(self.servers)]
 
     def _coordinator(self, server: int) -> Coordinator:
-        found: Coordinator = self._at(server).app.state.coordinator
+        found: Coordinator = self._at(server).app.services.coordinator
         return found
 
     def _who(

@@ -104,7 +104,7 @@ def test_a_failure_tells_nothing_of_the_inside(
     def fail(*_: object) -> None:
         raise RuntimeError("the secret inside")
 
-    monkeypatch.setattr(http.app.state.coordinator, "tasks", fail)
+    monkeypatch.setattr(http.app.services.coordinator, "tasks", fail)
     answer = http.get("/v1/tasks", headers=operator.headers)
     assert answer.status_code == 500
     assert "secret" not in answer.text
@@ -126,7 +126,7 @@ def test_health_is_told(http: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail() -> None:
         raise OSError("no disk")
 
-    monkeypatch.setattr(http.app.state.payloads, "check_writable", fail)
+    monkeypatch.setattr(http.app.services.payloads, "check_writable", fail)
     assert http.get("/readyz").status_code == 503
     monkeypatch.undo()
     assert http.get("/readyz").status_code == 200

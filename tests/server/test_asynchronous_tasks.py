@@ -206,7 +206,7 @@ def test_whoever_waits_for_a_place_is_told_of_one(
     given, answers = work_of(first), []
     waiting = threading.Thread(target=lambda: answers.append(second.check_in("digits", wait=30)))
     waiting.start()
-    gauge = http.app.state.metrics.waiting
+    gauge = http.app.services.metrics.waiting
     while not gauge._value.get():
         time.sleep(0.01)
     send(first, given, ones(model))

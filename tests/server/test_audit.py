@@ -313,7 +313,7 @@ def test_a_restore_adds_an_entry_and_a_changed_log_is_no_whole_backup(
     start: Start, clock: Clock, tmp_path: Path
 ) -> None:
     with start() as http:
-        settings = http.app.state.settings
+        settings = http.app.services.settings
         Operator(http).token()
         before = log_of(Operator(http))
         asyncio.run(back_up(settings, tmp_path / "backup", with_keys=True, clock=clock))
@@ -344,7 +344,7 @@ def test_a_backup_is_written_down_once_it_is_whole(
 
     place = tmp_path / os.fsdecode(b"nightly-\xff.tar")  # no UTF-8, which the log is
     with start() as http:
-        settings, operator = http.app.state.settings, Operator(http)
+        settings, operator = http.app.services.settings, Operator(http)
         before = log_of(operator)
         with pytest.raises(OSError, match="no space"):
             asyncio.run(back_up(settings, place, clock=clock, before_files=fails))
@@ -384,8 +384,8 @@ def test_refused_attempts_are_told_in_windows(start: Start, clock: Clock) -> Non
                 Operator(http, viewer["token"]).token()
         assert [each.action for each in log_of(operator)] == ["server.started", "operator.created"]
         clock.advance(60)
-        http.call(http.app.state.operators.write_refusals)
-        http.call(http.app.state.operators.write_refusals)
+        http.call(http.app.services.operators.write_refusals)
+        http.call(http.app.services.operators.write_refusals)
         entry = log_of(operator)[-1]
         assert entry.seq == 3
         assert entry.action == "operator.refused"

@@ -43,7 +43,7 @@ from tests.server.test_durability import Party, begin, finish, outcome
 
 
 def taken(http: Server, place: Path, clock: Clock, **how: Any) -> Manifest:
-    return asyncio.run(back_up(http.app.state.settings, place, clock=clock, **how))
+    return asyncio.run(back_up(http.app.services.settings, place, clock=clock, **how))
 
 
 def settings_of(folder: Path, **more: Any) -> Settings:
@@ -245,13 +245,13 @@ def test_nothing_goes_that_a_backup_under_way_needs(
         assert verify(tmp_path / "backup").faults == ()
         kinds = {entry.name.split("/")[1] for entry in made.files if "/" in entry.name}
         assert kinds == {"models", "uploads", "optimizers"}
-        data = http.app.state.settings.data_dir
+        data = http.app.services.settings.data_dir
         left = {path.name for path in (data / "optimizers").iterdir()}
         assert len(left) > 1
         clock.advance(2 * 3600)
         for path in [*(data / "optimizers").iterdir(), *(data / "uploads").rglob("*")]:
             os.utime(path, (0, 0))
-        http.call(http.app.state.coordinator._forget)
+        http.call(http.app.services.coordinator._forget)
         assert len(list((data / "optimizers").iterdir())) == 1
 
 
@@ -462,7 +462,7 @@ def test_keys_are_copied_if_asked_for_alone(start: Start, clock: Clock, tmp_path
     with start() as http:
         taken(http, tmp_path / "without", clock)
         taken(http, tmp_path / "with", clock, with_keys=True)
-        key = (http.app.state.settings.data_dir / "server-key.pem").read_bytes()
+        key = (http.app.services.settings.data_dir / "server-key.pem").read_bytes()
     assert not (tmp_path / "without" / "keys").exists()
     assert stat.S_IMODE((tmp_path / "without").stat().st_mode) == 0o700
     pem = tmp_path / "with" / "keys" / "server-key.pem"
@@ -493,12 +493,12 @@ def test_a_backup_that_fails_leaves_nothing_and_holds_nothing(
             with pytest.raises(OSError, match="no space"):
                 taken(http, tmp_path / name, clock, before_files=fails)
         assert not list(tmp_path.glob("*backup*"))
-        database = http.app.state.database
+        database = http.app.services.database
         held = http.call(database.read, lambda c: restores.is_held(c, clock.now))
         assert not held
         with pytest.raises(ConfigurationError, match="stood still"):
             taken(http, place, clock, before_files=lambda: clock.advance(3600))
-        (http.app.state.settings.data_dir / model_name(model.digest)).unlink()
+        (http.app.services.settings.data_dir / model_name(model.digest)).unlink()
         with pytest.raises(ConfigurationError, match="not in the store"):
             taken(http, place, clock)
         assert not list(tmp_path.glob("*backup*"))
@@ -581,7 +581,7 @@ def test_the_records_of_a_backup_know_the_servers_key(
 ) -> None:
     with start() as http:
         taken(http, tmp_path / "backup", clock)
-        public = http.app.state.server_keys.current.public
+        public = http.app.services.server_keys.current.public
     engine = sa.create_engine(f"sqlite:///{tmp_path / 'backup' / 'database.sqlite'}")
     with engine.connect() as connection:
         assert known_key(connection, "server") == public

@@ -249,7 +249,7 @@ def test_a_federated_task_lives_in_the_store_and_waits_while_it_is_away(
     answer = device.put(assignment.assignment, body)
     assert (answer.status_code, answer.headers["retry-after"]) == (503, "5")
     assert device.assignment("digits") == assignment  # nothing was acknowledged
-    http.app.state.ready_until = 0.0
+    http.app.services.readiness.fresh_until = 0.0
     assert http.get("/readyz").status_code == 503
     proxy.always = None
     device.upload(assignment.assignment, body)

@@ -358,7 +358,7 @@ def test_each_listener_answers_what_is_its_own(start: Start, clock: Clock, model
     with start() as whole:
         everything = every(whole.app)
     with start(admin_port=0) as devices:
-        operators = Server(devices.app.state.for_operators, devices.portal)
+        operators = Server(devices.app.for_operators, devices.portal)
         operator = Operator(operators)
         device = Device(devices, clock)
         device.enrol(operator.token())

@@ -116,7 +116,7 @@ def entries(server: Server, subject: str) -> list[str]:
             )
         )
 
-    found: list[str] = server.call(server.app.state.database.read, read)
+    found: list[str] = server.call(server.app.services.database.read, read)
     return found
 
 
@@ -520,12 +520,12 @@ def test_a_former_key_uploads_nothing_from_a_server_that_remembers_it(
         device = waiting(two, clock, token_for(two))
         assignment = device.assignment("digits")
         body = device.body_for(assignment, model.parameters * 0)
-        gate = two.app.state.gatekeeper
+        gate = two.app.services.gatekeeper
 
         def forget_nothing(topic: str | None = None) -> None:
             """As if nothing had been heard."""
 
-        two.app.state.database._hearers[:] = [forget_nothing]
+        two.app.services.database._hearers[:] = [forget_nothing]
         # It is remembered by an upload that came to nothing.
         with pytest.raises(NotFound):
             checked(device.put(ASSIGNMENT, body))
@@ -574,11 +574,11 @@ def test_a_device_that_is_revoked_while_it_enrols_again_is_no_device(
     token = operator.token()
     device.enrol(token)
     if stops == "before it is known again":
-        door = http.app.state.enrolment
+        door = http.app.services.enrolment
         held = Held(door._enrolled)
         monkeypatch.setattr(door, "_enrolled", held)
     else:
-        database = http.app.state.database
+        database = http.app.services.database
         held = Held(database.read)
 
         async def look_again(client_id: str) -> Any:
@@ -586,8 +586,8 @@ def test_a_device_that_is_revoked_while_it_enrols_again_is_no_device(
                 patch.setattr(database, "read", held)
                 return await real(client_id)
 
-        real = http.app.state.gatekeeper.look_again
-        monkeypatch.setattr(http.app.state.gatekeeper, "look_again", look_again)
+        real = http.app.services.gatekeeper.look_again
+        monkeypatch.setattr(http.app.services.gatekeeper, "look_again", look_again)
     revoke = f"/v1/admin/clients/{device.client_id}/revoke"
     with ThreadPoolExecutor(2) as pool:
         enrolling = pool.submit(device.enrol, token)

@@ -73,7 +73,7 @@ def heavy() -> Model:
 
 
 def is_ready(http: Server) -> int:
-    http.app.state.ready_until = 0.0
+    http.app.services.readiness.fresh_until = 0.0
     return http.get("/readyz").status_code
 
 
@@ -163,7 +163,7 @@ def test_a_full_disk_is_two_lines_of_the_log(
         device.enrol(operator.token())
         given = device.assignment("digits")
         body = device.body_for(given, ones(heavy))
-        doors = (http.app.state.database, http.app.state.payloads)
+        doors = (http.app.services.database, http.app.services.payloads)
         for door in doors:
             monkeypatch.setattr(door._full, "_quiet", 4.0)
         disk.fill(leave=len(body) + 100_000)

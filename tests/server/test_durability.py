@@ -336,7 +336,7 @@ def test_an_upload_that_came_too_late_leaves_no_file(
         device = party.devices[0]
         assignment = device.assignment("digits")
         body = device.body_for(assignment, np.ones(12, np.float32))
-        payloads, dropped = http.app.state.payloads, threading.Event()
+        payloads, dropped = http.app.services.payloads, threading.Event()
         put, drop = payloads.put, payloads.drop
 
         def put_late(name: str, data: bytes) -> None:
@@ -352,7 +352,7 @@ def test_an_upload_that_came_too_late_leaves_no_file(
         monkeypatch.setattr(payloads, "drop", drop_and_tell)
         with pytest.raises(RoundClosed):
             device.upload(assignment.assignment, body)
-        database = http.app.state.database
+        database = http.app.services.database
         if database.is_shared:  # another server's row may lead to it: the sweeper looks first
             http.call(sweep, database, payloads, clock())
         left = (tmp_path / "data/uploads").rglob("*")
@@ -396,7 +396,7 @@ def test_a_full_disk_is_told_and_leaves_nothing(
             raise StorageFull("no space", retry_after=60)
 
         with monkeypatch.context() as patch:
-            patch.setattr(http.app.state.payloads, "put", put)
+            patch.setattr(http.app.services.payloads, "put", put)
             answer = device.put(assignment.assignment, body)
         assert (answer.status_code, answer.headers["retry-after"]) == (507, "60")
         device.upload(assignment.assignment, body)

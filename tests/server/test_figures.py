@@ -320,7 +320,7 @@ def begun(
 
     def make(seed: int) -> History:
         names = [str(device.client_id) for device in devices]
-        state = http.app.state
+        state = http.app.services
         return History(state.database, http.call, names, model.digest, random.Random(seed))
 
     return make
@@ -346,7 +346,7 @@ def test_a_database_of_before_tells_the_same(http: Server, begun: Callable[[int]
     history = begun(11)
     for _ in range(200):
         history.step()
-    url = http.app.state.settings.resolved_database_url
+    url = http.app.services.settings.resolved_database_url
 
     def migrated(connection: sa.Connection) -> None:
         config = Config()

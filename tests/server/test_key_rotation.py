@@ -210,7 +210,7 @@ def test_a_server_without_the_new_key_goes_on_with_the_old_one_and_says_so(
         device = Device(http, clock)
         device.enrol(Operator(http).token())
         Operator(http).begin(model)
-        held = http.app.state.server_keys
+        held = http.app.services.server_keys
         old = held.current.key_id
         made = keys.do("rotate")
         rotation.next_file(keys.place).rename(tmp_path / "elsewhere")
@@ -218,9 +218,9 @@ def test_a_server_without_the_new_key_goes_on_with_the_old_one_and_says_so(
         other.parent.mkdir(mode=0o700)
         rotation.next_file(other).write_bytes((tmp_path / "elsewhere").read_bytes())
         assert Keys(keys.url, other, clock).do("switch").current == made.next
-        http.call(http.app.state.database.read, held.read)
+        http.call(http.app.services.database.read, held.read)
         assert (held.current.key_id, held.missing) == (old, made.next)
-        http.app.state.ready_until = 0.0
+        http.app.services.readiness.fresh_until = 0.0
         answer = http.get("/readyz")
         assert answer.status_code == 503
         assert made.next in answer.json()["detail"]
@@ -229,7 +229,7 @@ def test_a_server_without_the_new_key_goes_on_with_the_old_one_and_says_so(
         # Whoever meets a server that has it follows; what is told is the database's own word.
         assert key_id_of(from_base64url(follow(device).server_key, 32)) == made.next
         (tmp_path / "elsewhere").rename(rotation.next_file(keys.place))
-        http.call(http.app.state.database.read, held.read)
+        http.call(http.app.services.database.read, held.read)
         assert (held.current.key_id, held.missing) == (made.next, None)
         assert http.get("/readyz").status_code == 200
     rotation.next_file(keys.place).unlink()
@@ -249,7 +249,7 @@ def test_a_database_that_comes_back_from_before_takes_the_change_from_the_chain(
         each.unlink()
     file.write_bytes(before)
     with start(**shared) as http:
-        assert http.app.state.server_keys.current.key_id == newest
+        assert http.app.services.server_keys.current.key_id == newest
         device = Device(http, clock)
         device.enrol(Operator(http).token())
         assert len(follow(device).successions) == 2
@@ -322,8 +322,8 @@ def test_a_key_that_leaked_is_replaced_by_one_that_nothing_leads_to(
         assert (after.former, after.next, after.here) == ((), None, (after.current,))
         assert not rotation.chain_file(keys.place).exists()
         assert not rotation.former_file(keys.place).exists()
-        held = http.app.state.server_keys
-        http.call(http.app.state.database.read, held.read)
+        held = http.app.services.server_keys
+        http.call(http.app.services.database.read, held.read)
         assert held.current.key_id == after.current != leaked
         receipt = settled(http, device)
         assert receipt.key_id == after.current
@@ -360,8 +360,8 @@ def test_receipts_of_before_a_leak_go_out_signed_by_the_new_key(
         if rotates:
             keys.changed()
         after = keys.do("replace")
-        held = http.app.state.server_keys
-        http.call(http.app.state.database.read, held.read)
+        held = http.app.services.server_keys
+        http.call(http.app.services.database.read, held.read)
         device.server_key = from_base64url(after.public, 32)
         again = collected(device, before)
         assert (again.receipt, again.key_id) == (before.receipt, after.current)
@@ -388,8 +388,8 @@ def test_a_server_with_none_of_the_keys_says_so_until_it_has_one(
         elsewhere = tmp_path / "other/server-key.pem"
         elsewhere.parent.mkdir(mode=0o700)
         after = Keys(keys.url, elsewhere, clock).do("replace")
-        held = http.app.state.server_keys
-        http.call(http.app.state.database.read, held.read)
+        held = http.app.services.server_keys
+        http.call(http.app.services.database.read, held.read)
         assert held.missing == after.current
         with pytest.raises(Unavailable, match=f"{after.current}.*copy the new key's file"):
             _ = held.current
@@ -399,7 +399,7 @@ def test_a_server_with_none_of_the_keys_says_so_until_it_has_one(
         assert answer.status_code == 503
         assert after.current in answer.json()["detail"]
         keys.place.write_bytes(elsewhere.read_bytes())
-        http.call(http.app.state.database.read, held.read)
+        http.call(http.app.services.database.read, held.read)
         assert (held.current.key_id, held.missing) == (after.current, None)
         device.server_key = from_base64url(after.public, 32)
         device.verify(collected(device, before))
@@ -447,7 +447,7 @@ def test_a_replacement_that_was_killed_is_only_to_be_repeated(
     assert (now != before) == is_written
     with start(**shared) as http:
         assert http.get("/readyz").status_code == 200
-        assert http.app.state.server_keys.current.key_id == now
+        assert http.app.services.server_keys.current.key_id == now
     assert keys.do("switch").current == now
     assert DeviceKey.from_pem(keys.place.read_bytes()).key_id == now
     assert len(rotation.chain(keys.place)) == (0 if is_written else 2)

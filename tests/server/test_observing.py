@@ -133,14 +133,14 @@ def test_a_failure_is_one_line_with_its_traceback_as_a_field(http: Server) -> No
 
 def test_a_server_without_a_database_says_so_once_a_second(http: Server) -> None:
     with logged() as stream:
-        http.app.state.database._backend.writes.dispose()
-        http.app.state.ready_until = 0.0
-        broken = http.app.state.payloads.check_writable
-        http.app.state.payloads.check_writable = lambda: (_ for _ in ()).throw(OSError("gone"))
+        http.app.services.database._backend.writes.dispose()
+        http.app.services.readiness.fresh_until = 0.0
+        broken = http.app.services.payloads.check_writable
+        http.app.services.payloads.check_writable = lambda: (_ for _ in ()).throw(OSError("gone"))
         try:
             assert [http.get("/readyz").status_code for _ in range(5)] == [503] * 5
         finally:
-            http.app.state.payloads.check_writable = broken
+            http.app.services.payloads.check_writable = broken
     told = [each for each in events(stream) if each["event"].startswith("put off")]
     assert 1 <= len(told) < 5
     assert told[0]["level"] == "warning"
@@ -305,7 +305,7 @@ def test_rounds_uploads_links_and_clocks_have_figures(
     assert figure(http, name, task="digits", phase="collecting") == 90.0
     assert figure(http, name, task="digits", phase="total") == 90.0
     assert figure(http, "fedpress_fold_job_seconds_count", kind="fold") == 1
-    folder = str(http.app.state.settings.data_dir)
+    folder = str(http.app.services.settings.data_dir)
     assert figure(http, "fedpress_disk_free_bytes", folder=folder) > 0
     assert figure(http, "fedpress_db_pool_connections", state="used") >= 0
     first.request("GET", "/v1/tasks", skew=120)

@@ -4,6 +4,7 @@ import asyncio
 import hashlib
 import itertools
 import threading
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -100,7 +101,7 @@ def prefix(body: bytes, stop: int) -> tuple[int, str]:
 
 
 def files(http: Server) -> list[Path]:
-    root = http.app.state.settings.data_dir / "parts"
+    root = http.app.services.settings.data_dir / "parts"
     return sorted(path for path in root.rglob("*") if path.is_file())
 
 
@@ -436,7 +437,7 @@ def test_an_upload_expires_and_every_part_puts_that_off(
         with pytest.raises(UnknownPartial):
             parts.send(9, 12)
         assert len(files(http)) == 1
-        http.call(http.app.state.resumable.sweep)
+        http.call(http.app.services.resumable.sweep)
         assert files(http) == []
         assert parts.begin().offset == 0
 
@@ -445,10 +446,10 @@ def test_an_upload_expires_and_every_part_puts_that_off(
 def test_what_nobody_awaits_any_more_is_swept(http: Server, parts: Parts, clock: Clock) -> None:
     parts.begin()
     parts.send(0, 9)
-    http.call(http.app.state.resumable.sweep)
+    http.call(http.app.services.resumable.sweep)
     assert len(files(http)) == 1
     checked(parts.device.request("DELETE", f"/v1/assignments/{parts.assignment}"))
-    http.call(http.app.state.resumable.sweep)
+    http.call(http.app.services.resumable.sweep)
     assert files(http) == []
     with pytest.raises(UnknownPartial):
         parts.held()
@@ -461,12 +462,12 @@ def test_an_upload_outlives_the_server(start: Start, clock: Clock, model: Model)
         parts.begin()
         parts.send(0, 5)
         parts.send(5, 30)
-        (http.app.state.settings.data_dir / "parts" / "nobodys").mkdir()
+        (http.app.services.settings.data_dir / "parts" / "nobodys").mkdir()
     clock.advance(1)
     with start() as http:
         parts.device.http = http
         assert parts.held() == prefix(parts.body, 30)
-        assert len(list((http.app.state.settings.data_dir / "parts").iterdir())) == 1
+        assert len(list((http.app.services.settings.data_dir / "parts").iterdir())) == 1
         parts.send(30, len(parts.body))
         assert parts.complete().status_code == 201
 
@@ -491,7 +492,7 @@ def test_a_full_disk_keeps_what_there_was(
 ) -> None:
     parts.begin()
     parts.send(0, 9)
-    payloads = http.app.state.payloads
+    payloads = http.app.services.payloads
 
     def full(name: str, data: bytes) -> None:
         raise StorageFull("no space is left on the server", retry_after=60)
@@ -522,7 +523,7 @@ def test_a_newer_request_takes_over_from_a_connection_that_stalls(
     stalled = Stalled(http, parts, 9, 20)
     assert parts.send(9, 15).offset == 15
     assert stalled.status() == 408
-    assert http.app.state.bytes_in_flight._held == 0
+    assert http.app.services.bytes_in_flight._held == 0
     parts.send(15, len(parts.body))
     assert parts.complete().status_code == 201
 
@@ -608,7 +609,7 @@ def test_a_server_that_ended_before_it_forgot_the_parts_answers_again(
         raise RuntimeError("SIGKILL")
 
     with monkeypatch.context() as patched:
-        patched.setattr(http.app.state.resumable, "_drop", ended)
+        patched.setattr(http.app.services.resumable, "_drop", ended)
         with pytest.raises(ServerError):
             parts.complete()
     assert history(operator)[0].received == 1
@@ -619,9 +620,13 @@ def test_a_server_that_ended_before_it_forgot_the_parts_answers_again(
 
 def another(http: Server, payloads: Payloads | None = None) -> Resumable:
     """As a server has that has just started, or another replica."""
-    state = http.app.state
+    state = http.app.services
     known = (state.intake, state.database, payloads or state.payloads, state.metrics, state.clock)
     return Resumable(*known, state.resumable.limits)
+
+
+def use(http: Server, resumable: Resumable) -> None:
+    http.app.process.running = replace(http.app.services, resumable=resumable)
 
 
 def test_parts_lie_in_an_object_store_as_well(http: Server, parts: Parts, tmp_path: Path) -> None:
@@ -636,12 +641,12 @@ def test_parts_lie_in_an_object_store_as_well(http: Server, parts: Parts, tmp_pa
             "s3://parts/here", tmp_path / "cache", endpoint=endpoint, timeout=10, grace=60, **KEYS
         )
         bucket.put("parts/nobodys/0", b"left by a server that was killed")
-        http.app.state.resumable = another(http, bucket)
+        use(http, another(http, bucket))
         parts.begin()
         parts.send(0, 9)
-        http.call(http.app.state.resumable.sweep)
+        http.call(http.app.services.resumable.sweep)
         assert list(bucket.names("parts")) == [f"parts/{parts.partial}"]
-        http.app.state.resumable = another(http, bucket)
+        use(http, another(http, bucket))
         assert parts.held() == prefix(parts.body, 9)
         parts.send(9, len(parts.body))
         assert len(list(bucket.names(f"parts/{parts.partial}"))) == 2
@@ -654,12 +659,12 @@ def test_two_replicas_at_one_upload_append_it_once(
     http: Server, parts: Parts, operator: Operator
 ) -> None:
     """Each with a memory of its own; they meet in the rows."""
-    state = http.app.state
-    first, second = state.resumable, another(http)
+    state = http.app.services
+    first, second = http.app.services.resumable, another(http)
     parts.begin()
     size = len(parts.body)
     for start, stop in itertools.pairwise([0, 7, 9, 20, size]):
-        state.resumable = second if state.resumable is first else first
+        use(http, second if http.app.services.resumable is first else first)
         assert parts.send(start, stop).offset == stop
         assert parts.held() == prefix(parts.body, stop)
 
@@ -778,7 +783,7 @@ def go_on(data: st.DataObject, http: Server, parts: Parts) -> None:
         elif act == "begin":
             assert parts.begin().offset == offset
         elif act == "forget":
-            http.app.state.resumable = another(http)
+            use(http, another(http))
         elif act == "early" and offset < size:
             with pytest.raises((Conflict, DigestMismatch)):
                 parts.complete()

@@ -113,7 +113,7 @@ def test_what_the_server_sees_of_a_device_counts(
     profiles.append(given(device).profile)
     assert profiles == ["half", "whole", "whole", "whole", "whole", "one"]
 
-    database, name = http.app.state.database, device.client_id
+    database, name = http.app.services.database, device.client_id
     link = http.call(database.read, lambda c: link_of(c, "digits", name))
     assert [each.before for each in link.transfers] == [59.0, 59.0, 59.0, 5.0, 5.0]
     assert {each.seconds for each in link.transfers} == {0.0}
@@ -154,7 +154,7 @@ def test_a_slow_link_is_seen_by_a_body_that_is_long_enough(
     answer = http.call(httpx.ASGITransport(http.app).handle_async_request, sent)
     assert answer.status_code == 201
     committed(device, assignment)
-    read = http.app.state.database.read
+    read = http.app.services.database.read
     link: Link = http.call(read, lambda c: link_of(c, "digits", device.client_id))
     assert link.transfers == (Transfer(len(body), 50.0, 0.0),)
     assert given(device, 50.0).profile == "half", "what is seen goes before what is said"
@@ -167,7 +167,7 @@ def test_a_missed_deadline_is_seen_and_an_upload_clears_it(
     device, found = enrolled(), []
 
     def link() -> Link:
-        read = http.app.state.database.read
+        read = http.app.services.database.read
         found: Link = http.call(read, lambda c: link_of(c, "digits", device.client_id))
         return found
 

@@ -185,7 +185,7 @@ def test_while_the_database_is_away_a_server_says_so_and_then_goes_on(
     device = enrolled()
     assignment = device.assignment("digits")
     body = device.body_for(assignment, ones(model))
-    monkeypatch.setattr(http.app.state.database._away, "_quiet", 0.0)
+    monkeypatch.setattr(http.app.services.database._away, "_quiet", 0.0)
     cluster.stop()
     try:
         answer = device.put(assignment.assignment, body)

@@ -264,7 +264,7 @@ def test_of_an_alias_that_moves_often_the_newest_moves_are_shown(
     promote(operator, 0, "candidate")
     move = {"task": "digits", "alias": "production", "version": 0, "moved_at": 1.0}
     undone = [move | {"seq": seq, "undone_at": 2.0} for seq in range(3, 1503)]
-    http.call(http.app.state.database.write, lambda c: c.execute(sa.insert(alias_moves), undone))
+    http.call(http.app.services.database.write, lambda c: c.execute(sa.insert(alias_moves), undone))
     found = [Alias.model_validate(each) for each in operator.get("/v1/admin/tasks/digits/aliases")]
     assert [(each.alias, each.version) for each in found] == [("candidate", 0), ("production", 2)]
     assert len(found[1].history) == MOST_MOVES
@@ -323,7 +323,7 @@ def files(http: Server) -> set[str]:
 
 
 def payloads(http: Server) -> Payloads:
-    found: Payloads = http.app.state.payloads
+    found: Payloads = http.app.services.payloads
     return found
 
 
@@ -603,7 +603,7 @@ def test_versions_of_rounds_before_the_registry_are_made_by_the_migration(
         begin(operator, model)
         train(device, model, 2)
         before = [version(operator, str(number)) for number in (2, 1, 0)]
-        url = http.app.state.settings.resolved_database_url
+        url = http.app.services.settings.resolved_database_url
     engine = sa.create_engine(url)
     config = schema._config()
     with engine.begin() as connection:
@@ -635,7 +635,7 @@ def test_keeping_again_what_was_removed_meanwhile_asks_for_it_once_more(
     train(device, model, 2)
     clock.advance(MONTH)
     lost = collect(operator).models[0].model
-    database = kept.app.state.database
+    database = kept.app.services.database
 
     async def keep() -> None:
         await database.write(lambda c: registry.keep_again(c, payloads(kept), {lost}))

@@ -170,7 +170,7 @@ class Fleet:
         operator.begin(self.model, **self.config)
 
     def back_up(self, http: Server, name: str) -> None:
-        where = http.app.state.settings
+        where = http.app.services.settings
         asyncio.run(back_up(where, self.folder / name, clock=self.clock, with_keys=True))
 
     def restored(self, backup: str, name: str) -> Path:
@@ -199,7 +199,7 @@ class Fleet:
         """What devices take for included is what the server's receipts say, and in its models."""
         for device in self.devices:
             assert not device.ledger.pending
-        read = http.app.state.database.read
+        read = http.app.services.database.read
         rows = http.call(read, lambda c: c.execute(sa.select(assignments)).all())
         by_round: dict[int, list[np.ndarray]] = {}
         sent = {name: y for device in self.devices for name, y in device.sent.items()}
@@ -494,7 +494,7 @@ def test_a_masked_session_of_the_backup_is_not_gone_on_with(
                 device.step()
         assert state == "masking"
         place = tmp_path / "backup"
-        asyncio.run(back_up(http.app.state.settings, place, clock=clock, with_keys=True))
+        asyncio.run(back_up(http.app.services.settings, place, clock=clock, with_keys=True))
         assert verify(place).faults == ()
         assert verify(place).num_open == 1
         for _ in range(200):

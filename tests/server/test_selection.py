@@ -445,7 +445,7 @@ def test_a_loss_that_an_upload_reports_counts_as_one_that_was_measured(
         layout = assignment.plan.layouts(model.spec)[0]
         device.upload(assignment.assignment, upload.to_bytes(layout))
     names = [*(device.client_id for device in fleet), "stranger"]
-    database = http.app.state.database
+    database = http.app.services.database
     found = http.call(database.read, lambda c: participants.candidates(c, "digits", names))
     assert [each.client_id for each in found] == names
     assert [each.loss for each in found[:4]] == pytest.approx([0.5, 1.0, 3.0, 0.1])

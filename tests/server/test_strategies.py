@@ -214,7 +214,7 @@ def test_personal_layers_never_reach_the_server(start: Start, tmp_path: Path) ->
                 break
         assert all(ended)
         last = Model.from_bytes(
-            http.app.state.payloads.get(f"models/{summary(http).model}.safetensors")
+            http.app.services.payloads.get(f"models/{summary(http).model}.safetensors")
         )
         assert (last.tensors()["bias"] == model.tensors()["bias"]).all()
         assert (last.tensors()["weight"] != model.tensors()["weight"]).any()

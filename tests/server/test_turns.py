@@ -51,7 +51,7 @@ def test_one_revoked_among_many_fails_alone(
     devices = [enrolled() for _ in range(4)]
     assignments = [device.assignment("digits") for device in devices]
     operator.post(f"/v1/admin/clients/{devices[1].client_id}/revoke")
-    steps = http.app.state.coordinator.steps
+    steps = http.app.services.coordinator.steps
 
     async def all_at_once() -> list[Any]:
         def one(number: int) -> Any:

@@ -323,7 +323,7 @@ def test_too_many_bytes_at_once_are_put_off(start: Start, clock: Clock, model: M
         device = Device(http, clock)
         device.enrol(operator.token())
         assignment = device.assignment("digits")
-        in_flight = http.app.state.bytes_in_flight
+        in_flight = http.app.services.bytes_in_flight
         with in_flight.hold("another", 1000) as place:
             place.fill()
             with pytest.raises(Unavailable) as caught:
@@ -336,7 +336,7 @@ def test_a_second_body_at_a_time_is_put_off_unread(
     http: Server, operator: Operator, enrolled: Enrolled, model: Model
 ) -> None:
     operator.begin(model, cohort={"size": 1, "minimum": 1}, rounds=2)
-    device, hold = enrolled(), http.app.state.bytes_in_flight.hold
+    device, hold = enrolled(), http.app.services.bytes_in_flight.hold
 
     def refusal(name: str, body: bytes) -> FedpressError:
         path = f"/v1/assignments/{name}/update"

@@ -158,7 +158,7 @@ class Fleet:
         return [done[0].base_model, *(status.model or "" for status in done)]
 
     def file(self, digest: str) -> bytes:
-        payloads = self.server.app.state.payloads
+        payloads = self.server.app.services.payloads
         return bytes(payloads.get(model_name(digest)))
 
 
@@ -413,8 +413,8 @@ def test_a_step_leaves_nothing_out_for_good(server: Server, tmp_path: Path) -> N
 
 def parameters_kept(fleet: Fleet) -> np.ndarray:
     """The strategy's own, as they lie on the server's disk."""
-    record = fleet.server.app.state.coordinator.steps.tasks[fleet.task].record
-    data = fleet.server.app.state.payloads.get(optimizer_name(record.optimizer_state))
+    record = fleet.server.app.services.coordinator.steps.tasks[fleet.task].record
+    data = fleet.server.app.services.payloads.get(optimizer_name(record.optimizer_state))
     return np.asarray(safetensors.numpy.load(data)["parameters"])
 
 
@@ -498,7 +498,7 @@ def test_a_coded_file_that_is_lost_is_made_again_the_same(server: Server, tmp_pa
         f"/v1/models/{models[-1]}/from/{models[-2]}?task=digits",
     ]
     before = [checked(device.request("GET", path)) for path in paths]
-    server.app.state.payloads.drop("coded")
+    server.app.services.payloads.drop("coded")
     after = [checked(device.request("GET", path)) for path in paths]
     assert [each.content for each in after] == [each.content for each in before]
     assert [each.headers["etag"] for each in after] == [each.headers["etag"] for each in before]

@@ -99,11 +99,11 @@ def test_a_round_that_opens_after_the_change_is_signed_with_the_new_key(world: W
     world.begin(3, cohort={"size": 3, "minimum": 3})
     devices = world.enrol(3)
     before = world.attempt.opened_at
-    keys = world.server.app.state.server_keys
+    keys = world.server.app.services.server_keys
     old = keys.current.key_id
     world.clock.advance(1)
     newest = changed(world)
-    world.server.call(world.server.app.state.database.read, keys.read)
+    world.server.call(world.server.app.services.database.read, keys.read)
     assert keys.current.key_id == newest
     assert keys.at(before).key_id == old
     world.clock.advance(1)

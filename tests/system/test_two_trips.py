@@ -138,7 +138,7 @@ class Group:
                 if (attempt.round, attempt.state) == (number, "committed"):
                     assert self.http is not None
                     name = f"models/{attempt.model}.safetensors"
-                    return Model.from_bytes(self.http.app.state.payloads.get(name))
+                    return Model.from_bytes(self.http.app.services.payloads.get(name))
             self.step(*indices)
         raise AssertionError(f"round {number} was never committed: {history(operator)}")
 
@@ -213,7 +213,7 @@ def test_a_group_over_http_is_the_group_in_process(tmp_path: Path) -> None:
 def plan_of(group: Group) -> RoundPlan:
     """The plan of the round that is open."""
     assert group.http is not None
-    plan: RoundPlan = group.http.app.state.coordinator.steps.tasks["digits"].attempt.terms.plan
+    plan: RoundPlan = group.http.app.services.coordinator.steps.tasks["digits"].attempt.terms.plan
     return plan
 
 
@@ -348,7 +348,7 @@ def test_of_a_first_trip_as_much_is_counted_as_of_an_upload(
     with pytest.raises(DigestMismatch):
         checked(device.http.put(path, headers=signed, content=body))
     assert group.http is not None
-    payloads = group.http.app.state.payloads
+    payloads = group.http.app.services.payloads
 
     def full(*given: object) -> None:
         raise StorageFull("no space is left on the server", retry_after=60)

@@ -7,7 +7,7 @@ import errno
 import math
 import re
 from collections.abc import AsyncIterator, Awaitable, Callable
-from typing import Annotated, Any, BinaryIO, cast
+from typing import Annotated, Any, BinaryIO
 
 import anyio
 from fastapi import APIRouter, Body, Depends, HTTPException, Query, Request, Response
@@ -39,7 +39,8 @@ from fedpress_protocols.plan import Digest, Name
 from fedpress_protocols.signatures import to_base64url
 from fedpress_server.api import examples
 from fedpress_server.api.examples import answered, asked
-from fedpress_server.api.paging import LINKED, MOST, Limit, link_next
+from fedpress_server.api.listeners import Parts, services_of
+from fedpress_server.api.paging import LINKED, MOST, Limit, first_page
 from fedpress_server.api.problems import responses
 from fedpress_server.api.routing import (
     AnyoneKnownRoute,
@@ -52,14 +53,10 @@ from fedpress_server.api.routing import (
     device_of,
     read_body,
 )
-from fedpress_server.coordination.coordinator import Coordinator, Form
-from fedpress_server.identity.enrolment import Enrolment
-from fedpress_server.identity.roster import Roster
-from fedpress_server.identity.signing import SigningKeys
-from fedpress_server.intake.bodies import BytesInFlight
-from fedpress_server.intake.uploads import Intake, UploadSlot
+from fedpress_server.coordination.coordinator import Form
+from fedpress_server.intake.uploads import UploadSlot
 from fedpress_server.observing import traces
-from fedpress_server.settings import Settings
+from fedpress_server.services import Services
 from fedpress_server.storage.evaluation import MAX_METRIC
 from fedpress_server.storage.files import artefact_name, model_name
 from fedpress_server.storage.payloads import Payloads
@@ -90,18 +87,6 @@ shared_routes = APIRouter(
 )
 
 
-async def _coordinator(request: Request) -> Coordinator:
-    return cast(Coordinator, request.app.state.coordinator)
-
-
-async def _intake(request: Request) -> Intake:
-    return cast(Intake, request.app.state.intake)
-
-
-Rounds = Annotated[Coordinator, Depends(_coordinator)]
-Uploads = Annotated[Intake, Depends(_intake)]
-
-
 @enrolment.post(
     "/enrol",
     status_code=201,
@@ -121,6 +106,7 @@ async def enrol(
     request: Request,
     response: Response,
     body: Annotated[EnrolRequest, Body(openapi_examples=asked(examples.ENROL))],
+    services: Parts,
 ) -> EnrolResponse:
     """Register a device key with an enrolment token.
 
@@ -128,15 +114,14 @@ async def enrol(
     the same token gets the same answer again and uses the token up no further. Where devices have
     to be approved, this one's other requests are refused with 403 until it is.
     """
-    door = cast(Enrolment, request.app.state.enrolment)
-    key = cast(SigningKeys, request.app.state.server_keys).current
-    device, is_new = await door.enrol(request, body)
+    key = services.server_keys.current
+    device, is_new = await services.enrolment.enrol(request, body)
     if not is_new:
         response.status_code = 200
     return EnrolResponse(
         client_id=device.client_id,
         server_key=to_base64url(key.public),
-        server_time=request.app.state.clock(),
+        server_time=services.now,
     )
 
 
@@ -147,15 +132,15 @@ async def enrol(
 async def rotate_key(
     request: Request,
     body: Annotated[RotationRequest, Body(openapi_examples=asked(examples.ROTATE))],
+    services: Parts,
 ) -> RotationResponse:
     """Go on with another key as the same device; from now on the one before is refused.
 
     The request is signed by either of the two, and the change by both. It may be sent again.
     """
-    roster = cast(Roster, request.app.state.roster)
-    device = await roster.rotate(request, body)
+    device = await services.roster.rotate(request, body)
     return RotationResponse(
-        client_id=device.client_id, key_id=device.key_id, server_time=request.app.state.clock()
+        client_id=device.client_id, key_id=device.key_id, server_time=services.now
     )
 
 
@@ -170,11 +155,11 @@ async def check_in(
     often it asks. A pending id without a receipt in the answer is open, or not this device's:
     its receipt (202 or 404) tells which.
     """
-    rounds = cast(Coordinator, request.app.state.coordinator)
+    check_ins = (await services_of(request)).coordinator.check_ins
     client_id = device_of(request).client_id
-    answer = await rounds.check_ins.check_in(client_id, task, body)
+    answer = await check_ins.check_in(client_id, task, body)
     if answer is None:
-        window = rounds.check_ins.window(client_id, task, body)
+        window = check_ins.window(client_id, task, body)
         shown = {"Retry-Window": f"{window.least:.3f}-{window.most:.3f}"}
         return Response(status_code=204, headers=_retry_after(window.least) | shown)
     return Response(answer.model_dump_json(), media_type="application/json")
@@ -217,13 +202,13 @@ device_routes.add_api_route(
     ),
 )
 async def get_model(
-    request: Request, digest: Digest, rounds: Rounds, task: Name | None = None
+    request: Request, digest: Digest, services: Parts, task: Name | None = None
 ) -> Response:
     """A model by the SHA-256 of its file; it never changes. One range is honoured.
 
     `task` says on whose behalf: its round counts the bytes.
     """
-    record = await rounds.model(digest)
+    record = await services.coordinator.model(digest)
     return await _immutable(request, model_name(digest), digest, record.num_bytes, task or "")
 
 
@@ -240,12 +225,14 @@ _FILE: dict[int | str, dict[str, Any]] = {
     response_class=StreamingResponse,
     responses=responses(404, besides=_FILE),
 )
-async def get_coded_model(request: Request, digest: Digest, rounds: Rounds, task: Name) -> Response:
+async def get_coded_model(
+    request: Request, digest: Digest, services: Parts, task: Name
+) -> Response:
     """A model of a task with a downlink, coded: what `digest` is the SHA-256 of, once it is decoded
     (SPEC.md, "Models on the way down"). It never changes. One range is honoured, and the round of
     `task` counts the bytes.
     """
-    coded = await rounds.coded(task, digest, None)
+    coded = await services.coordinator.coded(task, digest, None)
     return await _immutable(request, coded.name, coded.tag, coded.num_bytes, task, "coded")
 
 
@@ -255,12 +242,12 @@ async def get_coded_model(request: Request, digest: Digest, rounds: Rounds, task
     responses=responses(404, besides=_FILE),
 )
 async def get_difference(
-    request: Request, digest: Digest, base: Digest, rounds: Rounds, task: Name
+    request: Request, digest: Digest, base: Digest, services: Parts, task: Name
 ) -> Response:
     """The same as the difference to a model `base` that the device holds; 404 where `base` is too
     old, or the whole model is no longer than the difference.
     """
-    coded = await rounds.coded(task, digest, base)
+    coded = await services.coordinator.coded(task, digest, base)
     return await _immutable(request, coded.name, coded.tag, coded.num_bytes, task, "difference")
 
 
@@ -270,12 +257,12 @@ async def get_difference(
     responses=responses(404, besides=_FILE),
 )
 async def get_artefact(
-    request: Request, digest: Digest, rounds: Rounds, task: Name | None = None
+    request: Request, digest: Digest, services: Parts, task: Name | None = None
 ) -> Response:
     """What the plan of an open round names besides models, by its SHA-256. As for a model, one
     range is honoured, and the round of `task` counts the bytes.
     """
-    size = await rounds.artefact_bytes(digest)
+    size = await services.coordinator.artefact_bytes(digest)
     return await _immutable(request, artefact_name(digest), digest, size, task or "")
 
 
@@ -297,7 +284,7 @@ async def _immutable(
     request: Request, name: str, digest: str, size: int, task: str, form: Form = "plain"
 ) -> Response:
     """The file `name`, or the range of it that the device asks for."""
-    rounds = cast(Coordinator, request.app.state.coordinator)
+    services = await services_of(request)
     etag = f'"{digest}"'
     headers = {
         "ETag": etag,
@@ -317,10 +304,11 @@ async def _immutable(
 
     def count(num_bytes: int) -> Awaitable[None]:
         device = getattr(request.state, "device", None)
-        return rounds.count_download(device.client_id if device else "", task, num_bytes, form)
+        return services.coordinator.count_download(
+            device.client_id if device else "", task, num_bytes, form
+        )
 
-    payloads = cast(Payloads, request.app.state.payloads)
-    file = await _opened(payloads, name)
+    file = await _opened(services.payloads, name)
     return _FileResponse(
         file,
         _chunks(file, start, stop, count),
@@ -422,10 +410,11 @@ async def put_update(request: Request, assignment: Identifier) -> Response:
     body is read, who sends it, its length and its place are checked. An assignment has one body on
     its way at a time: another is put off, 503.
     """
-    uploads = await _intake(request)
+    services = await services_of(request)
+    uploads = services.intake
     device = device_of(request)
     slot = await uploads.slot(device.client_id, assignment, device.key_id)
-    return await _taken(request, slot, uploads.admit, uploads.stage)
+    return await _taken(request, services, slot, uploads.admit, uploads.stage)
 
 
 @upload_routes.put("/assignments/{assignment}/first", **_UPLOAD)
@@ -434,14 +423,16 @@ async def put_first(request: Request, assignment: Identifier) -> Response:
     disk, checked; a later check-in brings the assignment again, with the basis, and then the update
     is due. The same bytes get the same answer while the round lasts; other bytes get 409.
     """
-    uploads = await _intake(request)
+    services = await services_of(request)
+    uploads = services.intake
     device = device_of(request)
     slot = await uploads.slot(device.client_id, assignment, device.key_id)
-    return await _taken(request, slot, uploads.admit_first, uploads.stage_first)
+    return await _taken(request, services, slot, uploads.admit_first, uploads.stage_first)
 
 
 async def _taken(
     request: Request,
+    services: Services,
     slot: UploadSlot,
     admit: Callable[[UploadSlot, str], Awaitable[object]],
     stage: Callable[..., Awaitable[tuple[UploadAck, bool]]],
@@ -456,19 +447,16 @@ async def _taken(
         )
     digest = content.sha256.hex()
     await admit(slot, digest)
-    in_flight = cast(BytesInFlight, request.app.state.bytes_in_flight)
-    settings = cast(Settings, request.app.state.settings)
     # A device has any number of settled assignments, all of which it may repeat.
     is_open = record.receipt is None
     sender = record.assignment if is_open else f"settled of {record.client_id}"
-    with in_flight.hold(sender, content.length, record.client_id) as place:
-        began_at = request.app.state.clock()
+    with services.bytes_in_flight.hold(sender, content.length, record.client_id) as place:
+        began_at = services.now
         with traces.span("read"):
-            async with place.reading(settings.upload_seconds) as count:
+            async with place.reading(services.settings.upload_seconds) as count:
                 body = await read_body(request, content.length, count=count)
-        uploads = cast(Intake, request.app.state.intake)
-        seconds = request.app.state.clock() - began_at
-        uploads.arrived(record.assignment, len(body), began_at, seconds)
+        seconds = services.now - began_at
+        services.intake.arrived(record.assignment, len(body), began_at, seconds)
         wire_bytes = head_bytes(request) + len(body)
         ack, is_new = await stage(slot, body, digest, wire_bytes, due=content)
     status = 201 if is_new else 200
@@ -490,14 +478,13 @@ def head_bytes(request: Request) -> int:
     responses=responses(403, 404, besides=_FILE),
 )
 async def get_own(
-    request: Request, assignment: Identifier, rounds: Rounds, task: Name | None = None
+    request: Request, assignment: Identifier, services: Parts, task: Name | None = None
 ) -> Response:
     """What the device's last included upload stood for, for one that has lost it: what `own` of
     the open assignment is the SHA-256 of. As for a model, one range is honoured.
     """
-    name, digest = await rounds.own_name(device_of(request).client_id, assignment)
-    payloads = cast(Payloads, request.app.state.payloads)
-    num_bytes = await asyncio.to_thread(payloads.size, name)
+    name, digest = await services.coordinator.own_name(device_of(request).client_id, assignment)
+    num_bytes = await asyncio.to_thread(services.payloads.size, name)
     return await _immutable(request, name, digest, num_bytes, task or "")
 
 
@@ -507,14 +494,13 @@ async def get_own(
     responses=responses(403, 404, besides=_FILE),
 )
 async def get_basis(
-    request: Request, assignment: Identifier, rounds: Rounds, task: Name | None = None
+    request: Request, assignment: Identifier, services: Parts, task: Name | None = None
 ) -> Response:
     """What the round's first trips came to, for the second. As for a model, one range is honoured,
     and the round of `task` counts the bytes.
     """
-    name, digest = await rounds.basis_name(device_of(request).client_id, assignment)
-    payloads = cast(Payloads, request.app.state.payloads)
-    num_bytes = await asyncio.to_thread(payloads.size, name)
+    name, digest = await services.coordinator.basis_name(device_of(request).client_id, assignment)
+    num_bytes = await asyncio.to_thread(services.payloads.size, name)
     return await _immutable(request, name, digest, num_bytes, task or "")
 
 
@@ -525,7 +511,7 @@ async def get_basis(
 async def decline(
     request: Request,
     assignment: Identifier,
-    rounds: Rounds,
+    services: Parts,
     reason: Annotated[
         str | None,
         Query(
@@ -541,7 +527,9 @@ async def decline(
     """Give an assignment back, so that another device may have its place. Declined again, it has
     the same receipt."""
     client_id = device_of(request).client_id
-    return await rounds.check_ins.decline(client_id, assignment, reason, needed_seconds)
+    return await services.coordinator.check_ins.decline(
+        client_id, assignment, reason, needed_seconds
+    )
 
 
 @device_routes.get(
@@ -557,13 +545,12 @@ async def decline(
     ),
 )
 async def get_receipt(
-    request: Request, assignment: Identifier, rounds: Rounds
+    request: Request, assignment: Identifier, services: Parts
 ) -> SignedReceipt | Response:
     """What became of an assignment, signed; it never changes."""
-    receipt = await rounds.check_ins.receipt(device_of(request).client_id, assignment)
+    receipt = await services.coordinator.check_ins.receipt(device_of(request).client_id, assignment)
     if receipt is None:
-        settings = cast(Settings, request.app.state.settings)
-        return Response(status_code=202, headers=_retry_after(settings.poll_seconds))
+        return Response(status_code=202, headers=_retry_after(services.settings.poll_seconds))
     return receipt
 
 
@@ -577,13 +564,13 @@ async def evaluate(
     request: Request,
     task: Name,
     body: Annotated[EvaluationReport, Body(openapi_examples=asked(examples.EVALUATION))],
-    rounds: Rounds,
+    services: Parts,
 ) -> None:
     """Report how a model does on the device's own data; of several reports the last one counts."""
     for name, value in body.metrics.items():
         if abs(value) > MAX_METRIC:
             raise MalformedRequest(f"{name} of {value} where {MAX_METRIC:g} is the most")
-    await rounds.evaluate(device_of(request).client_id, task, body)
+    await services.coordinator.evaluate(device_of(request).client_id, task, body)
 
 
 @shared_routes.get(
@@ -592,26 +579,23 @@ async def evaluate(
 async def list_tasks(
     request: Request,
     response: Response,
-    rounds: Rounds,
+    services: Parts,
     after: Annotated[
         Name | None, Query(description="A task: those after it in the alphabet are shown.")
     ] = None,
     limit: Limit = MOST,
 ) -> list[TaskSummary]:
     """The tasks of this server, by name."""
-    found = await rounds.tasks(after, limit + 1)
-    if len(found) > limit:
-        found = found[:limit]
-        link_next(request, response, after=found[-1].task)
-    return found
+    found = await services.coordinator.tasks(after, limit + 1)
+    return first_page(request, response, found, limit, after=lambda each: each.task)
 
 
 @shared_routes.get(
     "/tasks/{task}", responses=responses(404, besides={200: answered(examples.TASK)})
 )
-async def get_task(task: Name, rounds: Rounds) -> TaskSummary:
+async def get_task(task: Name, services: Parts) -> TaskSummary:
     """One task."""
-    return await rounds.task(task)
+    return await services.coordinator.task(task)
 
 
 @shared_routes.get(
@@ -622,7 +606,7 @@ async def list_rounds(
     request: Request,
     response: Response,
     task: Name,
-    rounds: Rounds,
+    services: Parts,
     before: Annotated[
         str | None,
         Query(
@@ -637,11 +621,12 @@ async def list_rounds(
     if before is not None:
         number, _, attempt = before.partition(".")
         at = int(number), int(attempt or 0)
-    found = await rounds.history(task, at, limit + 1)
-    if len(found) > limit:
-        found = found[1:]
-        link_next(request, response, before=f"{found[0].round}.{found[0].attempt}")
-    return found
+    found = await services.coordinator.history(task, at, limit + 1)
+    found.reverse()
+    shown = first_page(
+        request, response, found, limit, before=lambda each: f"{each.round}.{each.attempt}"
+    )
+    return shown[::-1]
 
 
 @shared_routes.get(
@@ -649,10 +634,10 @@ async def list_rounds(
     responses=responses(400, 404, besides={200: answered(examples.ROUND)}),
 )
 async def get_round(
-    task: Name, number: Annotated[int, Field(ge=1, lt=2**31)], rounds: Rounds
+    task: Name, number: Annotated[int, Field(ge=1, lt=2**31)], services: Parts
 ) -> RoundStatus:
     """The latest attempt at a round."""
-    return await rounds.round_status(task, number)
+    return await services.coordinator.round_status(task, number)
 
 
 def _retry_after(seconds: float) -> dict[str, str]:

@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-from typing import cast
 
 import sqlalchemy as sa
-from fastapi import APIRouter, Depends, Request, Response
+from fastapi import APIRouter, Depends, Response
 from prometheus_client import CONTENT_TYPE_LATEST
 
 from fedpress_protocols.errors import Unavailable
 from fedpress_protocols.plan import Term
 from fedpress_server.api.devices import BEARER
+from fedpress_server.api.listeners import Parts
 from fedpress_server.api.problems import responses
 from fedpress_server.api.routing import MetricsRoute
-from fedpress_server.identity.signing import SigningKeys
-from fedpress_server.metrics import Metrics
-from fedpress_server.storage.database import Database
-from fedpress_server.storage.payloads import Payloads
 
 health_routes = APIRouter(tags=["health"])
 metrics_routes = APIRouter(
@@ -38,31 +34,32 @@ async def livez() -> Health:
 
 
 @health_routes.get("/readyz", responses=responses(503))
-async def readyz(request: Request) -> Health:
+async def readyz(services: Parts) -> Health:
     """The database answers, the store takes writes, and the key that should sign is here, looked at
     once a second at most; and the server is not about to stop."""
-    state, now = request.app.state, asyncio.get_running_loop().time()
-    if state.stopping:
+    now, readiness = asyncio.get_running_loop().time(), services.readiness
+    if readiness.is_stopping:
         raise Unavailable("this server is about to stop", retry_after=1)
-    if now >= state.ready_until:
-        database, payloads = cast(Database, state.database), cast(Payloads, state.payloads)
+    if now >= readiness.fresh_until:
         try:
-            await database.read(lambda connection: connection.execute(sa.select(1)).scalar())
-            await asyncio.to_thread(payloads.check_writable)
+            await services.database.read(
+                lambda connection: connection.execute(sa.select(1)).scalar()
+            )
+            await asyncio.to_thread(services.payloads.check_writable)
         except Exception as exc:
             raise Unavailable("the database or the store does not work", retry_after=5) from exc
-        keys = cast(SigningKeys, state.server_keys)
+        keys = services.server_keys
         if keys.missing is not None:
             raise Unavailable(
                 f"server key {keys.missing} is not on this machine",
                 hint="copy the new key's file beside the old one",
                 retry_after=5,
             )
-        state.ready_until = now + _FRESH
+        readiness.fresh_until = now + _FRESH
     return Health()
 
 
 @metrics_routes.get("/metrics", response_class=Response, responses=responses(401, 403, 429))
-async def metrics(request: Request) -> Response:
+async def metrics(services: Parts) -> Response:
     """For Prometheus, which sends the metrics token or an operator's."""
-    return Response(cast(Metrics, request.app.state.metrics).text(), media_type=CONTENT_TYPE_LATEST)
+    return Response(services.metrics.text(), media_type=CONTENT_TYPE_LATEST)

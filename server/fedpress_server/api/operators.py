@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, cast
+from typing import Annotated
 
 from fastapi import APIRouter, Body, Depends, Query, Request, Response
 from pydantic import Field
@@ -15,14 +15,13 @@ from fedpress_protocols.messages import (
 from fedpress_protocols.plan import Digest, Name, Term
 from fedpress_protocols.restores import RestoreStatus
 from fedpress_server.api import examples
-from fedpress_server.api.devices import BEARER, Rounds
+from fedpress_server.api.devices import BEARER
 from fedpress_server.api.examples import asked
-from fedpress_server.api.paging import LINKED, MOST, Limit, link_next
+from fedpress_server.api.listeners import Parts
+from fedpress_server.api.paging import LINKED, MOST, Limit, first_page
 from fedpress_server.api.problems import responses
 from fedpress_server.api.routing import By, OperatorRoute, check_digest, read_body
 from fedpress_server.registry import restores
-from fedpress_server.settings import Settings
-from fedpress_server.storage.database import Database
 
 operator_routes = APIRouter(
     prefix="/v1/admin",
@@ -63,13 +62,12 @@ class Reason(Term):
     },
 )
 async def put_model(
-    request: Request, response: Response, digest: Digest, rounds: Rounds, by: By
+    request: Request, response: Response, digest: Digest, services: Parts, by: By
 ) -> ModelStatus:
     """Bring a model, a safetensors file, under its SHA-256."""
-    settings = cast(Settings, request.app.state.settings)
-    data = await read_body(request, settings.max_body_bytes)
+    data = await read_body(request, services.settings.max_body_bytes)
     check_digest(data, digest)
-    record, is_new = await rounds.add_model(data, digest, by=by)
+    record, is_new = await services.coordinator.add_model(data, digest, by=by)
     if not is_new:
         response.status_code = 200
     return ModelStatus(digest=record.digest, spec=record.spec, num_bytes=record.num_bytes)
@@ -78,73 +76,78 @@ async def put_model(
 @operator_routes.post("/tasks", status_code=201, responses=responses(400, 404, 409, 422))
 async def create_task(
     body: Annotated[TaskConfig, Body(openapi_examples=asked(examples.CONFIG))],
-    rounds: Rounds,
+    services: Parts,
     by: By,
 ) -> TaskSummary:
     """Begin a task on a model that is here."""
-    return await rounds.life.create(body, by=by)
+    return await services.coordinator.life.create(body, by=by)
 
 
 @operator_routes.get("/tasks/{task}/configuration", responses=responses(404))
-async def get_configuration(task: Name, rounds: Rounds) -> TaskConfig:
+async def get_configuration(task: Name, services: Parts) -> TaskConfig:
     """A task's configuration as it stands, every default written out: what created it, with the
     seed that was drawn, and the rounds and the model of its newest continuation."""
-    return await rounds.configuration(task)
+    return await services.coordinator.configuration(task)
 
 
 @operator_routes.post("/tasks/{task}/continue", responses=responses(400, 404, 409))
 async def continue_task(
     task: Name,
     body: Annotated[Continuation, Body(openapi_examples=asked(examples.CONTINUATION))],
-    rounds: Rounds,
+    services: Parts,
     by: By,
 ) -> TaskSummary:
     """More rounds for a task that has stopped, from its own model or another of the same tensors.
 
     The same call again changes nothing.
     """
-    return await rounds.life.go_on(task, body, by=by)
+    return await services.coordinator.life.go_on(task, body, by=by)
 
 
 @operator_routes.post("/tasks/{task}/pause", responses=responses(404, 409))
-async def pause_task(task: Name, rounds: Rounds, by: By) -> TaskSummary:
+async def pause_task(task: Name, services: Parts, by: By) -> TaskSummary:
     """Give no device work from now on. Uploads under way are taken, and with enough of them the
     round ends; the next one waits. Nothing is lost: the optimizer, residuals and the round stay."""
-    return await rounds.life.hold(task, by=by)
+    return await services.coordinator.life.hold(task, by=by)
 
 
 @operator_routes.post("/tasks/{task}/resume", responses=responses(404, 409))
-async def resume_task(task: Name, rounds: Rounds, by: By) -> TaskSummary:
+async def resume_task(task: Name, services: Parts, by: By) -> TaskSummary:
     """Give devices work again."""
-    return await rounds.life.release(task, by=by)
+    return await services.coordinator.life.release(task, by=by)
 
 
 @operator_routes.post("/tasks/{task}/finish", responses=responses(404, 409))
-async def finish_task(task: Name, rounds: Rounds, by: By) -> TaskSummary:
+async def finish_task(task: Name, services: Parts, by: By) -> TaskSummary:
     """End a paused task for good: its devices may go."""
-    return await rounds.life.finish(task, by=by)
+    return await services.coordinator.life.finish(task, by=by)
 
 
 @operator_routes.post("/tasks/{task}/cancel", responses=responses(404, 409))
 async def cancel_task(
-    task: Name, rounds: Rounds, by: By, body: Reason | None = None
+    task: Name, services: Parts, by: By, body: Reason | None = None
 ) -> TaskSummary:
     """End a task; uploads of its open round are not included."""
-    return await rounds.life.cancel(task, "cancelled " + (body or Reason()).detail, by=by)
+    return await services.coordinator.life.cancel(
+        task, "cancelled " + (body or Reason()).detail, by=by
+    )
 
 
 @operator_routes.post("/tasks/{task}/abort-round", responses=responses(404, 409))
 async def abort_round(
-    task: Name, rounds: Rounds, by: By, body: Reason | None = None
+    task: Name, services: Parts, by: By, body: Reason | None = None
 ) -> TaskSummary:
     """Give the open attempt up and begin the next; it counts among the task's attempts."""
-    return await rounds.life.abort_round(task, "aborted " + (body or Reason()).detail, by=by)
+    return await services.coordinator.life.abort_round(
+        task, "aborted " + (body or Reason()).detail, by=by
+    )
 
 
 @operator_routes.get("/restores", responses=responses(400, besides={200: LINKED}))
 async def list_restores(
     request: Request,
     response: Response,
+    services: Parts,
     before: Annotated[
         int | None, Query(ge=0, lt=2**31, description="A restore: those before it are shown.")
     ] = None,
@@ -153,9 +156,5 @@ async def list_restores(
     """The restores from backups, the newest first, with the rounds that devices have reported as
     committed after them. What was in those is back at the devices, or reported as discarded there.
     """
-    database = cast(Database, request.app.state.database)
-    found = await database.read(lambda c: restores.listed(c, before, limit + 1))
-    if len(found) > limit:
-        found = found[:limit]
-        link_next(request, response, before=found[-1].number)
-    return found
+    found = await services.database.read(lambda c: restores.listed(c, before, limit + 1))
+    return first_page(request, response, found, limit, before=lambda each: each.number)

@@ -7,11 +7,13 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from collections.abc import Callable
+from typing import Annotated, TypeVar
 from urllib.parse import parse_qsl, urlencode
 
 from fastapi import Query, Request, Response
 
+T = TypeVar("T")
 MOST = 1000
 """Entries of one answer."""
 
@@ -28,7 +30,18 @@ LINKED = {
 """What a route's 200 says of it in OpenAPI."""
 
 
-def link_next(request: Request, response: Response, **cursor: str | int) -> None:
-    """Tell where the list goes on: at the same path and query, with `cursor` in it."""
-    query = dict(parse_qsl(request.url.query)) | {name: str(at) for name, at in cursor.items()}
-    response.headers["Link"] = f'<{request.url.path}?{urlencode(query)}>; rel="next"'
+def first_page(
+    request: Request,
+    response: Response,
+    found: list[T],
+    limit: int,
+    **cursor: Callable[[T], str | int],
+) -> list[T]:
+    """The first `limit` of `found`, of which there is one more where the list goes on: then the
+    answer links to the next page, by the `cursor` that the last entry shown makes."""
+    shown = found[:limit]
+    if len(found) > limit:
+        query = dict(parse_qsl(request.url.query))
+        query |= {name: str(of(shown[-1])) for name, of in cursor.items()}
+        response.headers["Link"] = f'<{request.url.path}?{urlencode(query)}>; rel="next"'
+    return shown

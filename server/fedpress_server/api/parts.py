@@ -7,9 +7,9 @@ kind; and there is a completion, because a device's word that it has sent all is
 
 from __future__ import annotations
 
-from typing import Annotated, Any, cast
+from typing import Annotated, Any
 
-from fastapi import APIRouter, Body, Depends, Query, Request, Response
+from fastapi import APIRouter, Body, Query, Request, Response
 
 from fedpress_protocols.errors import (
     BodyTooLarge,
@@ -25,14 +25,11 @@ from fedpress_protocols.messages import (
     UploadAck,
 )
 from fedpress_server.api import examples
-from fedpress_server.api.devices import Uploads, head_bytes
+from fedpress_server.api.devices import head_bytes
 from fedpress_server.api.examples import answered, asked
+from fedpress_server.api.listeners import Parts
 from fedpress_server.api.problems import responses
 from fedpress_server.api.routing import DeviceRoute, content_of, device_of, read_body
-from fedpress_server.intake.bodies import BytesInFlight
-from fedpress_server.intake.resumable import Resumable
-from fedpress_server.metrics import Metrics
-from fedpress_server.settings import Settings
 
 OFFSET_OCTETS = "application/offset+octet-stream"
 
@@ -44,11 +41,6 @@ resumable_routes = APIRouter(
 )
 
 
-async def _resumable(request: Request) -> Resumable:
-    return cast(Resumable, request.app.state.resumable)
-
-
-Partials = Annotated[Resumable, Depends(_resumable)]
 _HEADERS: dict[str, Any] = {
     "Upload-Offset": {
         "description": "Bytes that the server holds",
@@ -94,8 +86,7 @@ async def begin_partial(
     response: Response,
     assignment: Identifier,
     body: Annotated[PartialIntent, Body(openapi_examples=asked(examples.PARTIAL_INTENT))],
-    uploads: Uploads,
-    partials: Partials,
+    services: Parts,
 ) -> PartialUpload:
     """Begin an upload by parts, or find the one that was begun: there is one for each body.
 
@@ -103,8 +94,8 @@ async def begin_partial(
     completion; it is forgotten once it has had no part for a while, or nobody awaits it any more.
     """
     device = device_of(request)
-    slot = await uploads.slot(device.client_id, assignment, device.key_id)
-    told, is_new = await partials.begin(slot, body)
+    slot = await services.intake.slot(device.client_id, assignment, device.key_id)
+    told, is_new = await services.resumable.begin(slot, body)
     if not is_new:
         response.status_code = 200
     return told
@@ -122,15 +113,14 @@ async def held_of_partial(
     request: Request,
     assignment: Identifier,
     partial: Identifier,
-    uploads: Uploads,
-    partials: Partials,
+    services: Parts,
 ) -> Response:
     """Where the next part is to begin. A part that is still being read is given up for it; one that
     is being written is waited for."""
     device = device_of(request)
-    slot = await uploads.slot(device.client_id, assignment, device.key_id)
-    async with partials.turn(slot, partial):
-        told = await partials.held(slot, partial)
+    slot = await services.intake.slot(device.client_id, assignment, device.key_id)
+    async with services.resumable.turn(slot, partial):
+        told = await services.resumable.held(slot, partial)
     headers = {
         "Upload-Offset": str(told.offset),
         "Upload-Digest": told.digest,
@@ -167,8 +157,7 @@ async def append_part(
     assignment: Identifier,
     partial: Identifier,
     offset: Annotated[int, Query(ge=0, lt=2**53)],
-    uploads: Uploads,
-    partials: Partials,
+    services: Parts,
 ) -> PartialUpload:
     """Send the part that begins at `offset`. 200 says that it lies on the disk.
 
@@ -177,23 +166,20 @@ async def append_part(
     answered 408.
     """
     content, device = content_of(request), device_of(request)
-    slot = await uploads.slot(device.client_id, assignment, device.key_id)
+    slot = await services.intake.slot(device.client_id, assignment, device.key_id)
     request.state.round_key = slot.record.key
-    metrics, task = cast(Metrics, request.app.state.metrics), slot.record.task
-    in_flight = cast(BytesInFlight, request.app.state.bytes_in_flight)
-    settings = cast(Settings, request.app.state.settings)
+    metrics, task = services.metrics, slot.record.task
     try:
-        async with partials.turn(slot, partial) as turn:
-            await partials.check_part(slot, partial, offset, content.length)
+        async with services.resumable.turn(slot, partial) as turn:
+            await services.resumable.check_part(slot, partial, offset, content.length)
             sender = f"part of {partial}"
-            with in_flight.hold(sender, content.length, device.client_id) as place:
-                clock = request.app.state.clock
-                began_at = clock()
-                async with place.reading(settings.upload_seconds) as count:
+            with services.bytes_in_flight.hold(sender, content.length, device.client_id) as place:
+                began_at = services.now
+                async with place.reading(services.settings.upload_seconds) as count:
                     reading = read_body(request, content.length, content, count)
                     data = await turn.read(reading)
-                uploads.arrived(assignment, len(data), began_at, clock() - began_at)
-                told = await partials.append(
+                services.intake.arrived(assignment, len(data), began_at, services.now - began_at)
+                told = await services.resumable.append(
                     slot,
                     partial,
                     offset,
@@ -233,8 +219,7 @@ async def complete_partial(
     assignment: Identifier,
     partial: Identifier,
     body: Annotated[PartialCompletion, Body(openapi_examples=asked(examples.COMPLETION))],
-    uploads: Uploads,
-    partials: Partials,
+    services: Parts,
 ) -> UploadAck:
     """Say, signed, that the parts are the whole: from here on it is as if the body had come in one.
 
@@ -242,22 +227,21 @@ async def complete_partial(
     server holds another number of bytes, 400 `digest-mismatch` if it holds others.
     """
     device = device_of(request)
-    slot = await uploads.slot(device.client_id, assignment, device.key_id)
+    slot = await services.intake.slot(device.client_id, assignment, device.key_id)
     if body.num_bytes > slot.max_body_bytes:
         raise BodyTooLarge(
             f"a body of {body.num_bytes} bytes where the plan allows {slot.max_body_bytes}",
             limit=slot.max_body_bytes,
         )
-    in_flight = cast(BytesInFlight, request.app.state.bytes_in_flight)
     wire_bytes = head_bytes(request) + content_of(request).length
     try:
-        async with partials.turn(slot, partial):
+        async with services.resumable.turn(slot, partial):
             assignment, whose = slot.record.assignment, device.client_id
-            with in_flight.hold(assignment, body.num_bytes, whose) as place:
+            with services.bytes_in_flight.hold(assignment, body.num_bytes, whose) as place:
                 place.fill()
-                ack, is_new = await partials.complete(slot, partial, body, wire_bytes)
+                ack, is_new = await services.resumable.complete(slot, partial, body, wire_bytes)
     except UnknownPartial:
-        ack, is_new = await partials.completed(slot, body.upload), False
+        ack, is_new = await services.resumable.completed(slot, body.upload), False
     if not is_new:
         response.status_code = 200
     return ack
@@ -273,13 +257,12 @@ async def drop_partial(
     request: Request,
     assignment: Identifier,
     partial: Identifier,
-    uploads: Uploads,
-    partials: Partials,
+    services: Parts,
 ) -> None:
     """Have the server forget an upload by parts. The assignment stays open."""
     if content_of(request).length:
         raise MalformedRequest("a body where none is due")
     device = device_of(request)
-    slot = await uploads.slot(device.client_id, assignment, device.key_id)
-    async with partials.turn(slot, partial):
-        await partials.drop(partial)
+    slot = await services.intake.slot(device.client_id, assignment, device.key_id)
+    async with services.resumable.turn(slot, partial):
+        await services.resumable.drop(partial)

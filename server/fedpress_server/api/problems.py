@@ -13,7 +13,7 @@ import re
 import time
 from collections.abc import Mapping, Sequence
 from http import HTTPStatus
-from typing import Any, cast
+from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
@@ -35,6 +35,7 @@ from fedpress_protocols.errors import (
 )
 from fedpress_protocols.faults import told
 from fedpress_server import failpoints
+from fedpress_server.api.listeners import Listening
 from fedpress_server.metrics import Metrics
 from fedpress_server.observing import traces
 from fedpress_server.observing.requests import RequestObserver, SeenRequest, current
@@ -101,8 +102,8 @@ def install(app: FastAPI, metrics: Metrics) -> None:
     """Every error of `app` becomes a problem."""
     failures = _Failures()
 
-    async def on_error(request: Request, exc: Exception) -> JSONResponse:
-        error = cast(FedpressError, exc)
+    @app.exception_handler(FedpressError)
+    async def on_error(request: Request, error: FedpressError) -> JSONResponse:
         metrics.refused.labels(error.slug).inc()
         request.state.problem = error.slug
         if isinstance(error, Unauthorized):
@@ -114,12 +115,12 @@ def install(app: FastAPI, metrics: Metrics) -> None:
         headers = asks if error.status == 401 and request.url.path == "/docs" else None
         return problem_response(error, request.state.request_id, headers)
 
-    async def on_invalid(request: Request, exc: Exception) -> JSONResponse:
-        faults = cast(RequestValidationError, exc).errors()
-        return await on_error(request, MalformedRequest(told(faults)))
+    @app.exception_handler(RequestValidationError)
+    async def on_invalid(request: Request, exc: RequestValidationError) -> JSONResponse:
+        return await on_error(request, MalformedRequest(told(exc.errors())))
 
-    async def on_http(request: Request, exc: Exception) -> JSONResponse:
-        refused = cast(HTTPException, exc)
+    @app.exception_handler(HTTPException)
+    async def on_http(request: Request, refused: HTTPException) -> JSONResponse:
         detail = str(refused.detail)
         if refused.status_code == HTTPStatus.NOT_FOUND:
             return await on_error(request, NotFound(f"no route {request.url.path[:200]!r}"))
@@ -131,10 +132,6 @@ def install(app: FastAPI, metrics: Metrics) -> None:
             "request_id": request.state.request_id,
         }
         return _response(problem, dict(refused.headers or {}))
-
-    app.add_exception_handler(FedpressError, on_error)
-    app.add_exception_handler(RequestValidationError, on_invalid)
-    app.add_exception_handler(HTTPException, on_http)
 
 
 class _Failures:
@@ -240,4 +237,5 @@ class RequestGuard:
 
 
 def _is_stopping(scope: Scope) -> bool:
-    return bool(scope["app"].state.stopping)
+    app: Listening = scope["app"]
+    return app.process.is_stopping

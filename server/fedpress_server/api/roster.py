@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, cast
+from typing import Annotated, Any
 
 from fastapi import APIRouter, Depends, Query, Request, Response
 
@@ -18,11 +18,11 @@ from fedpress_protocols.enrolment import (
 )
 from fedpress_protocols.messages import Identifier
 from fedpress_server.api.devices import BEARER
-from fedpress_server.api.paging import LINKED, MOST, Limit, link_next
+from fedpress_server.api.listeners import Parts
+from fedpress_server.api.paging import LINKED, MOST, Limit, first_page
 from fedpress_server.api.problems import responses
 from fedpress_server.api.routing import By, OperatorRoute
-from fedpress_server.identity.enrolment import Enrolment
-from fedpress_server.identity.roster import Roster
+from fedpress_server.services import Services
 from fedpress_server.storage.records import Device, EnrolmentToken
 
 roster_routes = APIRouter(
@@ -34,36 +34,26 @@ roster_routes = APIRouter(
 )
 
 
-async def _enrolment(request: Request) -> Enrolment:
-    return cast(Enrolment, request.app.state.enrolment)
-
-
-async def _roster(request: Request) -> Roster:
-    return cast(Roster, request.app.state.roster)
-
-
-Tokens = Annotated[Enrolment, Depends(_enrolment)]
-Devices = Annotated[Roster, Depends(_roster)]
-
-
 @roster_routes.post("/tokens", status_code=201, responses=responses(400))
-async def make_token(request: Request, body: TokenRequest, tokens: Tokens, by: By) -> TokenResponse:
+async def make_token(
+    request: Request, body: TokenRequest, services: Parts, by: By
+) -> TokenResponse:
     """A new enrolment token."""
-    token, record = await tokens.make_token(
+    token, record = await services.enrolment.make_token(
         by,
         uses=body.uses,
         expires_in=body.expires_in,
         note=body.note,
         approve_each=body.approve_each,
     )
-    return TokenResponse(token=token, **_token(request, record))
+    return TokenResponse(token=token, **_token(services, record))
 
 
 @roster_routes.get("/tokens", responses=responses(400, 404, besides={200: LINKED}))
 async def list_tokens(
     request: Request,
     response: Response,
-    tokens: Tokens,
+    services: Parts,
     before: Annotated[
         Identifier | None, Query(description="A token's id: those made before it are shown.")
     ] = None,
@@ -71,26 +61,22 @@ async def list_tokens(
 ) -> list[TokenStatus]:
     """The newest enrolment tokens, without their secrets, the newest first; the link leads to those
     before."""
-    found = await tokens.tokens(before, limit + 1)
-    if len(found) > limit:
-        found = found[:limit]
-        link_next(request, response, before=found[-1].token_id)
-    return [TokenStatus(**_token(request, each)) for each in found]
+    found = await services.enrolment.tokens(before, limit + 1)
+    shown = first_page(request, response, found, limit, before=lambda each: each.token_id)
+    return [TokenStatus(**_token(services, each)) for each in shown]
 
 
 @roster_routes.post("/tokens/{token_id}/revoke", responses=responses(404))
-async def revoke_token(
-    request: Request, token_id: Identifier, tokens: Tokens, by: By
-) -> TokenStatus:
+async def revoke_token(token_id: Identifier, services: Parts, by: By) -> TokenStatus:
     """Let no more devices enrol with a token; those that have, stay."""
-    return TokenStatus(**_token(request, await tokens.revoke_token(token_id, by)))
+    return TokenStatus(**_token(services, await services.enrolment.revoke_token(token_id, by)))
 
 
 @roster_routes.get("/clients", responses=responses(400, 404, besides={200: LINKED}))
 async def list_clients(
     request: Request,
     response: Response,
-    devices: Devices,
+    services: Parts,
     state: Annotated[DeviceState | None, Query(description="Of these alone.")] = None,
     after: Annotated[
         Identifier | None, Query(description="A client: those enrolled after it are shown.")
@@ -98,46 +84,44 @@ async def list_clients(
     limit: Limit = MOST,
 ) -> list[ClientStatus]:
     """Devices that were ever enrolled, in that order; the link leads to the next ones."""
-    found = await devices.devices(state, after, limit + 1)
-    if len(found) > limit:
-        found = found[:limit]
-        link_next(request, response, after=found[-1].client_id)
-    return [ClientStatus(**_client(each)) for each in found]
+    found = await services.roster.devices(state, after, limit + 1)
+    shown = first_page(request, response, found, limit, after=lambda each: each.client_id)
+    return [ClientStatus(**_client(each)) for each in shown]
 
 
 @roster_routes.get("/clients/{client_id}", responses=responses(404))
-async def get_client(client_id: Identifier, devices: Devices) -> ClientDetails:
+async def get_client(client_id: Identifier, services: Parts) -> ClientDetails:
     """One device, with the keys that it has left."""
-    device, former = await devices.device(client_id)
+    device, former = await services.roster.device(client_id)
     left = tuple(KeyLeft(key_id=each.key_id, retired_at=each.retired_at) for each in former)
     return ClientDetails(former_keys=left, **_client(device))
 
 
 @roster_routes.post("/clients/{client_id}/approve", responses=responses(404, 409))
-async def approve_client(client_id: Identifier, devices: Devices, by: By) -> ClientStatus:
+async def approve_client(client_id: Identifier, services: Parts, by: By) -> ClientStatus:
     """Let a device in that waits, or was rejected."""
-    return ClientStatus(**_client(await devices.approve(client_id, by)))
+    return ClientStatus(**_client(await services.roster.approve(client_id, by)))
 
 
 @roster_routes.post("/clients/{client_id}/reject", responses=responses(404, 409))
-async def reject_client(client_id: Identifier, devices: Devices, by: By) -> ClientStatus:
+async def reject_client(client_id: Identifier, services: Parts, by: By) -> ClientStatus:
     """Turn a device away that waits."""
-    return ClientStatus(**_client(await devices.reject(client_id, by)))
+    return ClientStatus(**_client(await services.roster.reject(client_id, by)))
 
 
 @roster_routes.post("/clients/{client_id}/revoke", responses=responses(404))
-async def revoke_client(client_id: Identifier, devices: Devices, by: By) -> ClientStatus:
+async def revoke_client(client_id: Identifier, services: Parts, by: By) -> ClientStatus:
     """Turn a device away from now on, and for good."""
-    return ClientStatus(**_client(await devices.revoke(client_id, by)))
+    return ClientStatus(**_client(await services.roster.revoke(client_id, by)))
 
 
-def _token(request: Request, record: EnrolmentToken) -> dict[str, Any]:
+def _token(services: Services, record: EnrolmentToken) -> dict[str, Any]:
     state: TokenState = "good"
     if record.revoked_at is not None:
         state = "revoked"
     elif record.used >= record.uses:
         state = "used-up"
-    elif request.app.state.clock() >= record.expires_at:
+    elif services.now >= record.expires_at:
         state = "expired"
     return {
         "token_id": record.token_id,

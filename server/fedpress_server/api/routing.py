@@ -7,7 +7,7 @@ import hashlib
 import json
 from collections.abc import Callable, Coroutine
 from contextlib import suppress
-from typing import Annotated, Any, TypeVar, cast
+from typing import Annotated, Any, TypeVar
 
 from fastapi import Depends, Request, Response
 from fastapi.routing import APIRoute
@@ -20,12 +20,9 @@ from fedpress_protocols.messages import CheckInRequest, Identifier
 from fedpress_protocols.plan import Name
 from fedpress_protocols.signatures import Content
 from fedpress_server import failpoints
-from fedpress_server.api.listeners import listener_of
+from fedpress_server.api.listeners import listener_of, services_of
 from fedpress_server.api.permissions import permission_of
-from fedpress_server.identity.gatekeeper import Gatekeeper
-from fedpress_server.identity.operators import Operators
 from fedpress_server.observing import traces
-from fedpress_server.settings import Settings
 from fedpress_server.storage.records import Device
 
 MAX_JSON_BYTES = 2**20
@@ -66,7 +63,7 @@ class DeviceRoute(BoundedRoute):
     """Whether what the request does fails if its device was revoked, and so writes nothing."""
 
     async def admit(self, request: Request) -> Content | None:
-        gatekeeper = _gatekeeper(request)
+        gatekeeper = (await services_of(request)).gatekeeper
         with traces.span("verify"):
             device, content = await gatekeeper.check_device(
                 request, is_asked_again=self.is_asked_again
@@ -81,7 +78,7 @@ class SignedRoute(BoundedRoute):
     """For whoever signs; with which key, and whether that may do it, the handler finds out."""
 
     async def admit(self, request: Request) -> Content | None:
-        _gatekeeper(request).signer_of(request)
+        (await services_of(request)).gatekeeper.signer_of(request)
         return None
 
 
@@ -97,7 +94,8 @@ class CheckInRoute(DeviceRoute):
             check_keys(body)
             task = _parsed(("path", "task"), _NAME.validate_python, request.path_params["task"])
             message = _parsed(("body",), CheckInRequest.model_validate_json, body)
-            return cast(Response, await self.endpoint(request, task, message))
+            answer: Response = await self.endpoint(request, task, message)
+            return answer
 
         return admitted
 
@@ -127,7 +125,8 @@ class UploadRoute(DeviceRoute):
                 assignment = _IDENTIFIER.validate_python(request.path_params["assignment"])
             except ValidationError as exc:
                 raise MalformedRequest(f"path.assignment: {exc.errors()[0]['msg']}") from exc
-            return cast(Response, await self.endpoint(request, assignment))
+            answer: Response = await self.endpoint(request, assignment)
+            return answer
 
         return admitted
 
@@ -148,8 +147,8 @@ class MetricsRoute(OperatorRoute):
     """For whoever has the metrics token or an operator's, or for anybody if the settings say so."""
 
     async def admit(self, request: Request) -> Content | None:
-        if not cast(Settings, request.app.state.settings).open_metrics:
-            operators = cast(Operators, request.app.state.operators)
+        if not (await services_of(request)).settings.open_metrics:
+            operators = (await services_of(request)).operators
             await operators.check_reader(request, permission_of(self.methods, self.path))
         return None
 
@@ -190,26 +189,29 @@ class AnyoneKnownRoute(DeviceRoute):
 
 
 async def _admit_operator(request: Request, route: APIRoute) -> None:
-    operators = cast(Operators, request.app.state.operators)
+    operators = (await services_of(request)).operators
     permission = permission_of(route.methods, route.path)
     request.state.actor = await operators.check(request, permission)
 
 
 async def actor_of(request: Request) -> str:
     """The operator who asks, as the audit log names one."""
-    return cast(str, request.state.actor)
+    actor: str = request.state.actor
+    return actor
 
 
 By = Annotated[str, Depends(actor_of)]
 
 
 def device_of(request: Request) -> Device:
-    return cast(Device, request.state.device)
+    device: Device = request.state.device
+    return device
 
 
 def content_of(request: Request) -> Content:
     """What the signature says of the body."""
-    return cast(Content, request.state.content)
+    content: Content = request.state.content
+    return content
 
 
 async def read_body(
@@ -259,10 +261,6 @@ def check_digest(data: bytes, digest: str) -> None:
     found = hashlib.sha256(data).hexdigest()
     if found != digest:
         raise DigestMismatch(f"a body of SHA-256 {found} under the name {digest}")
-
-
-def _gatekeeper(request: Request) -> Gatekeeper:
-    return cast(Gatekeeper, request.app.state.gatekeeper)
 
 
 def _once(body: bytes) -> Callable[[], Coroutine[Any, Any, Message]]:

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from typing import cast
-
-from fastapi import APIRouter, Request
+from fastapi import APIRouter
 
 from fedpress_protocols.signatures import to_base64url
 from fedpress_protocols.succession import ServerKeys
+from fedpress_server.api.listeners import Parts
 from fedpress_server.api.problems import responses
 from fedpress_server.api.routing import DeviceRoute
-from fedpress_server.identity.signing import SigningKeys, statements
-from fedpress_server.storage.database import Database
+from fedpress_server.identity.signing import statements
 
 server_key_routes = APIRouter(
     prefix="/v1", route_class=DeviceRoute, tags=["devices"], responses=responses(401)
@@ -19,12 +17,11 @@ server_key_routes = APIRouter(
 
 
 @server_key_routes.get("/server-keys")
-async def get_server_keys(request: Request) -> ServerKeys:
+async def get_server_keys(services: Parts) -> ServerKeys:
     """The key that signs now, and the statements by which each key before it named the next one, as
     the database has them: a device that pinned an earlier key follows them to the newest
     (SPEC-signatures.md, "When the server's key changes")."""
-    state = request.app.state
-    keys, database = cast(SigningKeys, state.server_keys), cast(Database, state.database)
-    said = await database.read(statements)
+    keys = services.server_keys
+    said = await services.database.read(statements)
     newest = said[-1].succession.successor if said else to_base64url(keys.current.public)
     return ServerKeys(server_key=newest, successions=tuple(said))

@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Annotated, cast
+from typing import Annotated
 
-from fastapi import APIRouter, Depends, Query, Request, Response
+from fastapi import APIRouter, Query, Request, Response
 
 from fedpress_protocols.errors import BodyTooLarge, MalformedRequest
 from fedpress_protocols.messages import Identifier, Membership
 from fedpress_server.api import examples
 from fedpress_server.api.examples import answered
+from fedpress_server.api.listeners import Parts
 from fedpress_server.api.problems import responses
 from fedpress_server.api.routing import DeviceRoute, content_of, device_of, read_body
 from fedpress_server.folds.masked import Answer
-from fedpress_server.identity.membership import Authority
-from fedpress_server.intake.bodies import BytesInFlight
-from fedpress_server.intake.sessions import SessionDesk
 from fedpress_server.rounds import Step
-from fedpress_server.settings import Settings
 
 _OCTETS = "application/octet-stream"
 _BINARY = {_OCTETS: {"schema": {"type": "string", "format": "binary"}}}
@@ -30,21 +27,13 @@ session_routes = APIRouter(
 )
 
 
-async def _desk(request: Request) -> SessionDesk:
-    return cast(SessionDesk, request.app.state.sessions)
-
-
-Desk = Annotated[SessionDesk, Depends(_desk)]
-
-
 @session_routes.get(
     "/membership", responses=responses(besides={200: answered(examples.MEMBERSHIP)})
 )
-async def get_membership(request: Request) -> Membership:
+async def get_membership(request: Request, services: Parts) -> Membership:
     """What this device shows to others in a masked session: a fresh certificate, where the server
     holds the enrolment authority's key, and the authority's name in any case."""
-    authority = cast(Authority, request.app.state.authority)
-    return authority.membership(device_of(request), request.app.state.clock())
+    return services.authority.membership(device_of(request), services.now)
 
 
 @session_routes.post(
@@ -53,11 +42,11 @@ async def get_membership(request: Request) -> Membership:
     response_class=Response,
     responses=responses(400, 403, 404, 409),
 )
-async def ready(request: Request, assignment: Identifier, desk: Desk) -> None:
+async def ready(request: Request, assignment: Identifier, services: Parts) -> None:
     """Say that the update is trained, and wait for the session to begin. It may be said again."""
     if content_of(request).length:
         raise MalformedRequest("a body where none is due")
-    await desk.ready(device_of(request).client_id, assignment)
+    await services.sessions.ready(device_of(request).client_id, assignment)
 
 
 @session_routes.post(
@@ -67,7 +56,7 @@ async def ready(request: Request, assignment: Identifier, desk: Desk) -> None:
     responses=responses(400, 403, 404, 408, 409, 411, 413, 422, 503, 507),
     openapi_extra={"requestBody": {"required": True, "content": _BINARY}},
 )
-async def say(request: Request, assignment: Identifier, step: Step, desk: Desk) -> None:
+async def say(request: Request, assignment: Identifier, step: Step, services: Parts) -> None:
     """Answer a step of the session. 204 says that the answer is on the disk.
 
     The same bytes get the same answer, other bytes get 409. The step `masked` announces the masked
@@ -75,18 +64,16 @@ async def say(request: Request, assignment: Identifier, step: Step, desk: Desk) 
     are checked.
     """
     content, device = content_of(request), device_of(request)
-    bound = await desk.bound(device.client_id, assignment, step)
+    bound = await services.sessions.bound(device.client_id, assignment, step)
     if content.length > bound:
         raise BodyTooLarge(
             f"a message of {content.length} bytes where {bound} are allowed", limit=bound
         )
-    settings = cast(Settings, request.app.state.settings)
-    in_flight = cast(BytesInFlight, request.app.state.bytes_in_flight)
     sender = f"{assignment} says"
-    with in_flight.hold(sender, content.length, device.client_id) as place:
-        async with place.reading(settings.upload_seconds) as count:
+    with services.bytes_in_flight.hold(sender, content.length, device.client_id) as place:
+        async with place.reading(services.settings.upload_seconds) as count:
             body = await read_body(request, bound, content, count)
-        await desk.say(device, assignment, step, body)
+        await services.sessions.say(device, assignment, step, body)
 
 
 @session_routes.get(
@@ -107,14 +94,14 @@ async def hear(
     request: Request,
     assignment: Identifier,
     step: Answer,
-    desk: Desk,
+    services: Parts,
     wait: Annotated[float, Query(ge=0, le=30)] = 0.0,
 ) -> Response:
     """What the server says once `step` is over; waits up to `wait` seconds for it.
 
     `offer` comes before the first step. 409 once the attempt is over: the receipt says the rest.
     """
-    found = await desk.hear(device_of(request), assignment, step, wait)
+    found = await services.sessions.hear(device_of(request), assignment, step, wait)
     if found is None:
         return Response(status_code=204, headers={"Retry-After": "0" if wait else "1"})
     return Response(found, media_type=_OCTETS)
