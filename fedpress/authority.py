@@ -192,7 +192,7 @@ class EnrolmentAuthority:
             if each.key == asked.key and each.state == "revoked":
                 raise ConfigurationError(
                     f"the certificates of key {each.key_id} were revoked",
-                    hint="have the device make a new key (fedpress device rotate-key)",
+                    hint="have the device make a new key (fedpress client rotate-key)",
                 )
             is_named_so = asked.name != "" and (each.name, each.population) == (
                 asked.name,
@@ -231,7 +231,8 @@ class EnrolmentAuthority:
             ]
             if not found:
                 raise NotFound(
-                    f"nothing was issued to {which[:64]!r}", hint="fedpress ca list shows all"
+                    f"nothing was issued to {which[:64]!r}",
+                    hint="fedpress authority list shows all",
                 )
             fresh = [each for each in found if each.revoked_at is None]
             lines = [
@@ -279,7 +280,9 @@ class EnrolmentAuthority:
                 + ("the passphrase is wrong" if is_encrypted else "not a private key in PEM")
             ) from exc
         if not isinstance(key, Ed25519PrivateKey):
-            raise ConfigurationError(f"{self._path}: not an Ed25519 key", hint="fedpress ca init")
+            raise ConfigurationError(
+                f"{self._path}: not an Ed25519 key", hint="fedpress authority init"
+            )
         return DeviceKey(key)
 
     @contextmanager
@@ -327,7 +330,7 @@ def _certificate(key: DeviceKey, asked: Request, population: str, expires: int) 
     except FedpressError as exc:
         raise ConfigurationError(
             f"the certificate cannot be issued: {exc.detail}",
-            hint="give the key that `fedpress ca request` prints on the device",
+            hint="give the key that `fedpress authority request` prints on the device",
         ) from exc
 
 

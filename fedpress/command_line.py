@@ -1,5 +1,4 @@
-"""What the files of commands have in common: help that explains arguments, shared options, and the
-ways to the server and to files."""
+"""Parts that all commands share: help with arguments, shared options, access to the server."""
 
 from __future__ import annotations
 
@@ -26,14 +25,14 @@ _FILE_COLUMNS = 200
 PATH = click.Path(path_type=Path)
 DEMO_COMPRESSOR = "topk:fraction=0.02,magnitude_bits=1"
 SECURE_COMPRESSOR = "shared_support:fraction=0.3,explore=0.25"
-"""What demo and simulation press with unless told otherwise."""
+"""The default compressors of demo and simulation."""
 
 
 C = TypeVar("C", bound=Callable[..., Any])
 
 
 class Argument(click.Argument):
-    """With a line of help, which click's own has not."""
+    """An argument with a line of help, which click's own lacks."""
 
     def __init__(self, declared: Sequence[str], help: str = "", **attributes: Any) -> None:
         super().__init__(declared, **attributes)
@@ -41,19 +40,19 @@ class Argument(click.Argument):
 
 
 class Number(click.FloatRange):
-    """A number in a range; click's own lets what is no number through."""
+    """A number in a range; NaN, which click's own type accepts, is refused."""
 
     def convert(
         self, value: Any, param: click.Parameter | None, ctx: click.Context | None
     ) -> float:
         number: float = super().convert(value, param, ctx)
         if not math.isfinite(number):
-            self.fail(f"{value} is no finite number", param, ctx)
+            self.fail(f"{value} is not a finite number", param, ctx)
         return number
 
 
 _KEY_OR_ID = re.compile(r"-[A-Za-z0-9_-]{15}|-[A-Za-z0-9_-]{42}")
-"""One in 64 public keys and client ids begins as an option does."""
+"""One in 64 public keys and client ids starts with a dash, as an option does."""
 
 
 class Command(click.Command):
@@ -110,14 +109,14 @@ class Group(click.Group):
 
 argument = partial(click.argument, cls=Argument)
 url = click.option(
-    "--url", default=_LOCAL, envvar="FEDPRESS_URL", show_envvar=True, help="Where the server is."
+    "--url", default=_LOCAL, envvar="FEDPRESS_URL", show_envvar=True, help="The server's address."
 )
 ca = click.option(
     "--ca",
     type=PATH,
     envvar="FEDPRESS_CA",
     show_envvar=True,
-    help="PEM file of the authority that signed the server.",
+    help="PEM file of the CA that signed the server's certificate.",
 )
 figures = click.option(
     "--json",
@@ -130,7 +129,7 @@ verbose = click.option("--verbose", "-v", is_flag=True, help="Log every step.")
 
 
 class Invocation:
-    """What is to be known of a command after it has failed: whether it was to print JSON."""
+    """State of one invocation, for its error message: whether JSON was asked for."""
 
     def __init__(self) -> None:
         self.as_json = False
@@ -147,32 +146,32 @@ as_json = click.option(
     "as_json",
     is_flag=True,
     callback=_wants_json,
-    help="Print one JSON document in place of the text.",
+    help="Print one JSON document instead of text.",
 )
 
 
 def secret_option(name: str, what: str, *, is_needed: bool) -> Callable[[C], C]:
-    """The options of a secret, `--name` and `--name-file`, with their variables FEDPRESS_NAME and
-    FEDPRESS_NAME_FILE, as the one parameter `name`; `what` it is, for help and errors."""
+    """Add the options of a secret, `--name` and `--name-file`, with their variables FEDPRESS_NAME
+    and FEDPRESS_NAME_FILE, as the one parameter `name`; `what` is its help text."""
     parameter, file_key = name.replace("-", "_"), f"fedpress.{name}-file"
 
     def remember(ctx: click.Context, option: click.Parameter, value: Path | None) -> None:
         ctx.meta[file_key] = value
 
-    def found(ctx: click.Context, option: click.Parameter, value: str | None) -> str | None:
-        """What was given on the command line goes before the environment, of either form; there
-        the secret goes before a file, which may be everybody's in a container."""
+    def resolved(ctx: click.Context, option: click.Parameter, value: str | None) -> str | None:
+        """Prefer the command line to the environment, in either form; within the environment
+        prefer the secret to a file, which a container may set for all commands."""
         file: Path | None = ctx.meta.get(file_key)
         if ctx.resilient_parsing:
             return value or ""
         if file is not None and value:
-            is_given = [
+            on_command_line = [
                 ctx.get_parameter_source(each) is ParameterSource.COMMANDLINE
                 for each in (parameter, f"{parameter}_file")
             ]
-            if all(is_given):
+            if all(on_command_line):
                 raise click.UsageError(f"give --{name} or --{name}-file, not both", ctx)
-            if not is_given[1]:
+            if not on_command_line[1]:
                 return value
         if file is not None:
             return _secret_in(file, name)
@@ -190,10 +189,10 @@ def secret_option(name: str, what: str, *, is_needed: bool) -> Callable[[C], C]:
             is_eager=True,
             expose_value=False,
             callback=remember,
-            help="File that holds it, in its place.",
+            help="File that contains it.",
         )
         itself = click.option(
-            f"--{name}", envvar=variable, show_envvar=True, callback=found, help=what
+            f"--{name}", envvar=variable, show_envvar=True, callback=resolved, help=what
         )
         return itself(from_file(command))
 
@@ -209,26 +208,26 @@ def _secret_in(file: Path, name: str) -> str:
     from fedpress_protocols.private_files import check_private
 
     check_private(file, f"--{name}-file")
-    found = read(file).decode("utf-8", "replace").strip()
-    if not found:
-        raise ConfigurationError(f"{file} is empty", hint=f"it should hold the {name}")
-    return found
+    secret = read(file).decode("utf-8", "replace").strip()
+    if not secret:
+        raise ConfigurationError(f"{file} is empty", hint=f"it should contain the {name}")
+    return secret
 
 
 def operates(work: Callable[..., None]) -> Callable[..., None]:
-    """A command that asks a server that runs: it gets the options that say where and who, and
-    `work` the open Operator as its first argument. To be the innermost decorator."""
+    """Make a command that calls a running server: add --url, --ca and the admin token, and pass an
+    open Operator as the first argument of `work`. Use it as the innermost decorator."""
 
     @wraps(work)
-    def command(*given: Any, url: str, admin_token: str, ca: Path | None, **named: Any) -> None:
+    def command(*args: Any, url: str, admin_token: str, ca: Path | None, **options: Any) -> None:
         with operator(url, admin_token, ca=ca) as server:
-            work(server, *given, **named)
+            work(server, *args, **options)
 
     return admin_token(url(ca(command)))
 
 
 def operator(url: str, admin_token: str, *, ca: Path | None = None) -> Operator:
-    """The operator's way to the server at `url`; `ca`: PEM file of whom to believe about it."""
+    """An Operator for the server at `url`; `ca`: PEM file of the CA to trust."""
     from fedpress.operator import Operator
 
     return Operator(url, admin_token, ca=ca)
@@ -261,7 +260,7 @@ def read(path: Path) -> bytes:
 
 
 def stopped() -> NoReturn:
-    click.echo("stopped; the same command goes on from here", err=True)
+    click.echo("stopped; run the same command to resume", err=True)
     raise click.exceptions.Exit(130) from None
 
 

@@ -3,7 +3,8 @@
 none                                   float32 as it is
 topk                                   a method with its defaults
 topk:fraction=0.02,magnitude_bits=1    ... or with settings
-{"id": "error_feedback", ...}          any configuration, as a plan holds it
+error_feedback:inner={"id": "topk", "fraction": 0.01}      a value may be JSON, commas and all
+{"id": "error_feedback", ...}          any configuration, as a plan has it
 
 A bare method other than `none` gets what a device should use with it: 8 bits for tensors too small
 to sparsify, and error feedback around, unless the method is unbiased or can lose more than it is
@@ -13,6 +14,7 @@ given.
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from typing import Any
 
 from fedpress_compression.compressor import Compressor, Config, from_config, properties
@@ -21,7 +23,7 @@ from fedpress_protocols.errors import ConfigurationError, IncompatiblePlan
 
 
 def compressor_from_option(text: str, *, masked: bool = False) -> Compressor[Any]:
-    """The compressor that `text` names; raises ConfigurationError saying what is off.
+    """The compressor that `text` names; raises ConfigurationError.
 
     For the masked lane, in which all tensors share one support, a bare method gets error feedback.
     """
@@ -32,7 +34,7 @@ def compressor_from_option(text: str, *, masked: bool = False) -> Compressor[Any
             raise ConfigurationError(f"--compressor is not JSON: {exc}") from exc
         return _checked(config)
     name, _, settings = text.partition(":")
-    config = {"id": name.strip(), **dict(_setting(item) for item in settings.split(",") if item)}
+    config = {"id": name.strip(), **dict(_settings(settings))}
     if name.strip() in ("none", "error_feedback", "dgc"):
         return _checked(config)
     claimed = properties(from_config(config))
@@ -49,11 +51,26 @@ def _checked(config: Config) -> Compressor[Any]:
     return made
 
 
-def _setting(item: str) -> tuple[str, Any]:
-    key, equals, value = item.partition("=")
-    if not equals or not key.strip():
-        raise IncompatiblePlan(f"--compressor: {item!r} where key=value is due")
+def _settings(text: str) -> Iterator[tuple[str, Any]]:
+    """The settings `key=value,...`; a value is JSON to its end, or text up to the next comma."""
+    while text.strip():
+        key, equals, rest = text.partition("=")
+        if not equals or not key.strip() or "," in key:
+            raise IncompatiblePlan(
+                f"--compressor: {text.partition(',')[0]!r} is not of the form key=value"
+            )
+        value, text = _value(rest.lstrip())
+        yield key.strip(), value
+
+
+def _value(text: str) -> tuple[Any, str]:
+    """The value at the start of `text`, and the text behind its comma."""
     try:
-        return key.strip(), json.loads(value)
-    except ValueError:
-        return key.strip(), value.strip()
+        value, end = json.JSONDecoder().raw_decode(text)
+        if not text[end:].strip() or text[end:].lstrip().startswith(","):
+            return value, text[end:].strip()[1:]
+    except ValueError as exc:
+        if text.startswith(("{", "[")):
+            raise ConfigurationError(f"--compressor: {text!r} is not JSON: {exc}") from exc
+    value, _, rest = text.partition(",")
+    return value.strip(), rest

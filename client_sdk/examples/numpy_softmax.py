@@ -1,6 +1,6 @@
 """Softmax regression in numpy alone: a Trainer needs no torch.
 
-    fedpress join URL --app numpy_softmax:make_trainer
+    fedpress client join URL --app numpy_softmax:make_trainer
 
 run in this folder, for a task that was begun with `initial_model()`.
 """

@@ -1,4 +1,4 @@
-"""Finds the trainer that `fedpress join --app module:factory` names."""
+"""Finds the trainer that `fedpress client join --app module:factory` names."""
 
 from __future__ import annotations
 

@@ -1326,7 +1326,7 @@ def _checked_key(server_key: str) -> None:
         from_base64url(server_key, 32)
     except MalformedRequest as exc:
         raise ConfigurationError(
-            f"server_key: {exc.detail}", hint="give what fedpress server-key show prints"
+            f"server_key: {exc.detail}", hint="give what fedpress server key show prints"
         ) from exc
 
 

@@ -248,7 +248,7 @@ def joined(
     if certificate is None:
         raise ConfigurationError(
             f"this device has no certificate of the authority {told.authority}",
-            hint="have one issued (fedpress ca issue) and give its file",
+            hint="have one issued (fedpress authority issue) and give its file",
         )
     _check(certificate, told, key, now)
     fields = {
@@ -574,7 +574,7 @@ def _check(certificate: str, told: Membership, key: bytes, now: float) -> None:
     if found.identity != key:
         raise ConfigurationError(
             "the certificate is of another key than this device's",
-            hint="after a change of key have one issued for the new key, which `fedpress ca "
+            hint="after a change of key have one issued for the new key, which `fedpress authority "
             "request` prints, and give its file",
         )
     try:

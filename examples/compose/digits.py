@@ -1,7 +1,7 @@
 """The demo devices of the compose files: handwritten digits, a small perceptron, numpy alone.
 
-    fedpress join URL --app digits:trainer    one device; its host name decides which images it has
-    python digits.py FILE                     write the initial model
+    fedpress client join URL --app digits:trainer    one device; its host name chooses its images
+    python digits.py FILE                            write the initial model
 
 The trainer shows that a device needs no deep learning framework: any object with these two methods
 will do.

@@ -1,5 +1,4 @@
-"""The commands `fedpress audit ...`: what was done to a server, and whether that is still what was
-written down."""
+"""The commands `fedpress server audit ...`: the log of operators' actions, and its verification."""
 
 from __future__ import annotations
 
@@ -30,29 +29,29 @@ _PAGE = 1000
 
 
 @click.group("audit", cls=Group)
-def audits() -> None:
-    """The log of what was done to a server: list, export, verify."""
+def audit() -> None:
+    """Read and verify the log of operators' actions: list, export, verify."""
 
 
-@audits.command("list")
+@audit.command("list")
 @click.option("--limit", type=click.IntRange(1, _PAGE), default=20, help="Entries.")
-@click.option("--after", type=click.IntRange(0), help="Those after this one; else the newest.")
+@click.option("--after", type=click.IntRange(0), help="Entries after this one; default: newest.")
 @as_json
 @operates
 def list_audit(server: Operator, limit: int, after: int | None, as_json: bool) -> None:
-    """List entries of a running server's log, the newest unless told otherwise."""
+    """List entries of a running server's log, by default the newest."""
     if after is None:
         after = max(0, server.audit(limit=1).head.seq - limit)
     page = server.audit(after=after, limit=limit)
     tell(page, _listed(page), as_json=as_json)
 
 
-@audits.command("export")
-@argument("file", type=PATH, help="An entry a line; what it has already is gone on from.")
+@audit.command("export")
+@argument("file", type=PATH, help="One entry a line; an existing file is continued.")
 @as_json
 @operates
 def export_audit(server: Operator, file: Path, as_json: bool) -> None:
-    """Save a running server's log, and check that it is whole."""
+    """Save a running server's log and verify it."""
     last = end_of(_lines(file, [])) if file.exists() else NOTHING
     before = last
     with file.open("a", encoding="utf-8", newline="\n") as out:
@@ -65,18 +64,18 @@ def export_audit(server: Operator, file: Path, as_json: bool) -> None:
                 break
     if page.head != last:
         raise BrokenChain(f"the log ends at {page.head}, and {file} at {last}", seq=page.head.seq)
-    told = f"{file}: {last.seq - before.seq} entries more, {last.seq} in all, to {last}"
-    _say({"file": str(file), "new": last.seq - before.seq, "head": str(last)}, told, as_json)
+    line = f"{file}: {last.seq - before.seq} entries more, {last.seq} in all, to {last}"
+    _print({"file": str(file), "new": last.seq - before.seq, "head": str(last)}, line, as_json)
 
 
-@audits.command("verify")
-@argument("file", type=PATH, required=False, help="An exported log; without it the database's.")
+@audit.command("verify")
+@argument("file", type=PATH, required=False, help="An exported log; by default the database's.")
 @click.option(
     "--head",
     "heads",
     multiple=True,
     metavar="SEQ:HASH",
-    help="As an earlier run printed it: the log must still have that entry. May be repeated.",
+    help="A head that an earlier run printed: the log must still contain it. May be repeated.",
 )
 @click.option("--data-dir", type=PATH, help="The server's folder.")
 @click.option(
@@ -94,14 +93,14 @@ def verify_audit(
     config: Path | None,
     as_json: bool,
 ) -> None:
-    """Check every link of a log, and tell the first that does not hold; exit code 1 then."""
+    """Check every link of a log; exit code 1 at the first broken one."""
     noted = [Head.parsed(text) for text in heads]
     if file is not None:
         last, where = end_of(_lines(file, noted)), str(file)
     else:
         last, where = _of_database(config, data_dir, noted)
-    told = f"{where}: {last.seq} entries, whole; note the head, and check against it: {last}"
-    _say({"where": where, "is_whole": True, "head": str(last)}, told, as_json)
+    line = f"{where}: {last.seq} entries, whole; note the head, and check against it: {last}"
+    _print({"where": where, "is_whole": True, "head": str(last)}, line, as_json)
 
 
 def _of_database(
@@ -157,5 +156,5 @@ def _short(value: Any) -> str:
     return text if len(text) <= 40 else text[:37] + "..."
 
 
-def _say(document: dict[str, Any], line: str, as_json: bool) -> None:
+def _print(document: dict[str, Any], line: str, as_json: bool) -> None:
     click.echo(json.dumps(document, indent=2) if as_json else line)

@@ -1,4 +1,4 @@
-"""The commands `fedpress ca ...`."""
+"""The commands `fedpress authority ...`."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ _days = click.option(
     "--days",
     type=Number(min=0.01, max=36_500),
     default=365.0,
-    help="How long certificates are good for.",
+    help="Validity of certificates in days.",
 )
 _passphrase = secret_option(
-    "ca-passphrase", "Of a key that is encrypted; asked for otherwise.", is_needed=False
+    "ca-passphrase", "The passphrase of an encrypted key; asked for if not set.", is_needed=False
 )
 
 
-@click.group("ca", cls=Group)
+@click.group("authority", cls=Group)
 def authorities() -> None:
-    """An enrolment authority for secure aggregation, apart from the server."""
+    """Certify devices for secure aggregation: init, issue, renew."""
 
 
 @authorities.command("init")
@@ -40,7 +40,7 @@ def authorities() -> None:
 @click.option("--encrypt", is_flag=True, help="Protect it with a passphrase.")
 @_passphrase
 def make_authority(file: Path, encrypt: bool, ca_passphrase: str | None) -> None:
-    """Make an authority's key and print its public half, for the server and the devices."""
+    """Create an authority's key and print its public half, for the server and the devices."""
     from fedpress import authority
 
     if encrypt and not ca_passphrase:
@@ -56,7 +56,7 @@ def make_authority(file: Path, encrypt: bool, ca_passphrase: str | None) -> None
 @_key_file
 @_passphrase
 def show_public(authority_file: Path, ca_passphrase: str | None) -> None:
-    """Print the authority's public key again."""
+    """Print the authority's public key."""
     click.echo(_opened(authority_file, ca_passphrase).public)
 
 
@@ -72,13 +72,17 @@ def request_certificate(state_dir: Path) -> None:
 @authorities.command("issue")
 @_key_file
 @argument("public_key", required=False, metavar="[PUBLIC_KEY]", help="The device's public key.")
-@click.option("--requests", type=PATH, help="In its place: a file with a line KEY NAME for each.")
+@click.option(
+    "--requests",
+    type=PATH,
+    help="Instead of PUBLIC_KEY: a file of lines KEY NAME.",
+)
 @click.option(
     "--out", type=PATH, required=True, help="The certificate's file; with --requests their folder."
 )
-@click.option("--name", default="", show_default=False, help="What the device is called in it.")
+@click.option("--name", default="", show_default=False, help="The device's name.")
 @click.option("--population", default="fedpress", help="As the server's --population.")
-@click.option("--new-key", is_flag=True, help="The device of this name has changed its key.")
+@click.option("--new-key", is_flag=True, help="The device of this name has rotated its key.")
 @_days
 @_passphrase
 def issue_certificate(
@@ -116,13 +120,18 @@ def issue_certificate(
 @authorities.command("renew")
 @_key_file
 @click.option("--out", type=PATH, required=True, help="Folder for the new certificates.")
-@click.option("--within", type=Number(min=0), default=30.0, help="Those that end in so many days.")
+@click.option(
+    "--within",
+    type=Number(min=0),
+    default=30.0,
+    help="Days left.",
+)
 @_days
 @_passphrase
 def renew_certificates(
     authority_file: Path, out: Path, within: float, days: float, ca_passphrase: str | None
 ) -> None:
-    """Issue anew what expires soon, or has: for all devices that were not revoked."""
+    """Renew certificates that expire soon or have expired, except those of revoked devices."""
     made = _opened(authority_file, ca_passphrase).renew(within_days=within, days=days)
     _write_all(made, out)
 
@@ -132,11 +141,11 @@ def renew_certificates(
 @argument("which", help="A device's key, its id, the name, or a certificate's serial.")
 @as_json
 def revoke_certificates(authority_file: Path, which: str, as_json: bool) -> None:
-    """Renew a device's certificates no more; the server keeps the device out until they expire."""
+    """Stop renewing a device's certificates; revoke the device on the server until they expire."""
     left = _opened(authority_file, None).revoke(which)
     lines = [
         f"key {each.key_id} {each.name}: its certificate is good until {_day(each.expires)}; "
-        "revoke the device on the server now: fedpress client revoke"
+        "revoke the device on the server now: fedpress devices revoke"
         for each in left
     ]
     tell(left, lines or ["its certificates have expired already"], as_json=as_json)
@@ -144,23 +153,23 @@ def revoke_certificates(authority_file: Path, which: str, as_json: bool) -> None
 
 @authorities.command("list")
 @_key_file
-@click.option("--all", "every", is_flag=True, help="Also what has a later certificate.")
+@click.option("--all", "every", is_flag=True, help="Superseded certificates too.")
 @as_json
 def list_certificates(authority_file: Path, every: bool, as_json: bool) -> None:
-    """List what was issued, from the register beside the key; no passphrase is needed."""
+    """List the issued certificates from the register beside the key; needs no passphrase."""
     entries = _opened(authority_file, None).entries()
     found = [each for each in entries if every or each.state != "superseded"]
     headings = ("key", "state", "expires", "population", "name")
     lines = table(headings, list(map(_row, found)), width=terminal_width())
-    tell(found, lines if found else ["nothing was issued yet"], as_json=as_json)
+    tell(found, lines if found else ["no certificate was issued yet"], as_json=as_json)
 
 
 @authorities.command("inspect")
 @argument("certificate", type=PATH, help="A certificate's file.")
-@click.option("--authority", help="The public key of the authority it should be of.")
+@click.option("--authority", help="The public key of the authority that must have signed it.")
 @as_json
 def inspect_certificate(certificate: Path, authority: str | None, as_json: bool) -> None:
-    """Show what a certificate says, and with --authority whether it is signed and good."""
+    """Show a certificate; with --authority verify its signature and validity."""
     import time
 
     from fedpress.authority import inspected, said_by

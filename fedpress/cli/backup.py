@@ -1,4 +1,4 @@
-"""The commands `fedpress backup`, `verify`, `restore` and `restores`."""
+"""The commands `fedpress server backup`, `verify-backup`, `restore` and `restores`."""
 
 from __future__ import annotations
 
@@ -30,20 +30,20 @@ _key = click.option(
     "--key-id",
     default="",
     show_default=False,
-    help="The id of the server's key, to be sure whose backup it is; verify prints it.",
+    help="The id of the server's key, to check whose backup it is; verify-backup prints it.",
 )
 
 
 @click.command("backup", cls=Command)
-@argument("place", type=PATH, help=_PLACE + " Not there yet.")
+@argument("place", type=PATH, help=_PLACE + " It must not exist yet.")
 @click.option("--data-dir", type=PATH, help="The server's folder.")
-@click.option("--with-keys", is_flag=True, help="Copy the keys that sign receipts, too.")
+@click.option("--with-keys", is_flag=True, help="Include the keys that sign receipts.")
 @_config
 @as_json
 def backup(
     place: Path, data_dir: Path | None, with_keys: bool, config: Path | None, as_json: bool
 ) -> None:
-    """Copy a server to PLACE, whole; it may run meanwhile."""
+    """Back up a server completely to PLACE; it may be running."""
     import asyncio
 
     settings = _settings(config, data_dir)
@@ -67,12 +67,12 @@ def backup(
         click.echo("the keys are not in it: keep server-key.pem apart, receipts are signed with it")
 
 
-@click.command("verify", cls=Command)
+@click.command("verify-backup", cls=Command)
 @argument("place", type=PATH, help=_PLACE)
 @_key
 @as_json
 def verify(place: Path, key_id: str, as_json: bool) -> None:
-    """Check every byte of a backup; tell which part is damaged."""
+    """Check every byte of a backup and report damaged parts."""
     _settings_are_there()
     from fedpress_server.backup import verify as verified
 
@@ -107,14 +107,14 @@ def verify(place: Path, key_id: str, as_json: bool) -> None:
 
 @click.command("restore", cls=Command)
 @argument("place", type=PATH, help=_PLACE)
-@click.option("--data-dir", type=PATH, help="The new server's folder: not there, or empty.")
+@click.option("--data-dir", type=PATH, help="The new server's folder, empty or missing.")
 @_key
 @_config
 @as_json
 def restore(
     place: Path, data_dir: Path | None, key_id: str, config: Path | None, as_json: bool
 ) -> None:
-    """Bring a backup back as a server that is new."""
+    """Restore a backup as a new server."""
     settings = _settings(config, data_dir)
     from fedpress_server.backup import restore as restored
 
@@ -143,14 +143,14 @@ def restore(
         "devices, tokens and operators that were revoked after that are good again: revoke them "
         "once more"
     )
-    click.echo("never start the old server again; devices report what is lost: fedpress restores")
+    click.echo("never start the old server again; fedpress server restores lists lost rounds")
 
 
 @click.command("restores", cls=Command)
 @as_json
 @operates
 def list_restores(server: Operator, as_json: bool) -> None:
-    """Show the rounds that devices report as committed after a backup that came back."""
+    """Show rounds that a restore undid, as devices report them."""
     found = server.restores()
     tell(found, _undone(found), as_json=as_json)
 
@@ -169,7 +169,7 @@ def _undone(found: Sequence[RestoreStatus]) -> Iterator[str]:
         if not each.undone:
             yield "  no device has reported a round that was committed after it"
     if not found:
-        yield "this server was never restored"
+        yield "this server was never restored from a backup"
 
 
 def _settings(config: Path | None, data_dir: Path | None) -> Settings:

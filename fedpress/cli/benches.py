@@ -13,7 +13,7 @@ from fedpress.command_line import Group, figures
 
 @click.group("bench", cls=Group)
 def benches() -> None:
-    """Measure this machine's codec, and every method on your own updates."""
+    """Measure the codec on this machine or on your own updates."""
 
 
 @benches.command("codec")

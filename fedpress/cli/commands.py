@@ -1,109 +1,105 @@
 """The command `fedpress` as a whole: its groups and commands in the order in which help lists them.
 
-Each command imports what it needs when it runs, so `fedpress join` works on a device that has the
-base install alone.
+Each command imports what it needs when it runs, so `fedpress client join` works on a device that
+has the base install alone.
 """
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping, Sequence
 
 import click
 
-from fedpress.cli.audit import audits
 from fedpress.cli.authority import authorities
-from fedpress.cli.backup import backup, list_restores, restore, verify
 from fedpress.cli.benches import benches
-from fedpress.cli.clients import clients
+from fedpress.cli.client import client
 from fedpress.cli.completion import completion
 from fedpress.cli.demo import demo
-from fedpress.cli.devices import join, relay
-from fedpress.cli.doctor import doctor
+from fedpress.cli.devices import devices
+from fedpress.cli.identity import identity, rotate_key
 from fedpress.cli.methods import compressors, strategies
 from fedpress.cli.models import models
-from fedpress.cli.observing import fleet, log_level
-from fedpress.cli.operators import operators
-from fedpress.cli.outcomes import as_family, exit_code, said
-from fedpress.cli.own_key import device
+from fedpress.cli.observing import statistics
+from fedpress.cli.outcomes import as_family, exit_code, message
 from fedpress.cli.plan import plan
+from fedpress.cli.renamed import current_words
 from fedpress.cli.rounds import rounds
-from fedpress.cli.server_keys import server_keys
+from fedpress.cli.server import server
 from fedpress.cli.simulation import run_simulation
 from fedpress.cli.tasks import tasks
-from fedpress.cli.tokens import tokens
-from fedpress.command_line import Command, Group, Invocation, needs
+from fedpress.cli.tokens import token
+from fedpress.command_line import Group, Invocation
 from fedpress_protocols import __version__
+
+SECTIONS: Mapping[str, Sequence[click.Command]] = {
+    "Try it, with no server": (demo, run_simulation, plan, benches, compressors, strategies),
+    "Operate a server": (server, tasks, rounds, models, devices),
+    "On a device": (client,),
+    "Secure aggregation": (authorities,),
+    "Shell": (completion,),
+}
+
+
+class Root(Group):
+    """The command `fedpress`: help lists its commands by section, and old names still work."""
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        width = max(map(len, self.commands))
+        for title, commands in SECTIONS.items():
+            with formatter.section(title):
+                formatter.write_dl(
+                    [(f"{each.name:<{width}}", each.get_short_help_str(500)) for each in commands]
+                )
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        args, note = current_words(args)
+        if note and sys.stderr.isatty():  # nothing that a script could read
+            click.echo(f"note: {note}", err=True)
+        return super().resolve_command(ctx, args)
 
 
 @click.group(
     "fedpress",
-    cls=Group,
+    cls=Root,
     context_settings={"help_option_names": ["-h", "--help"], "show_default": True},
     epilog="Exit codes: 0 done, 1 failed or refused, 2 wrong use or settings, 3 no answer, "
-    "4 not allowed, 130 interrupted. fedpress completion: commands completed by your shell.",
+    "4 not allowed, 130 interrupted.",
 )
+@click.version_option(__version__, message="%(version)s")
 def app() -> None:
-    """Federated learning with updates pressed to the entropy limit."""
+    """Federated learning with compressed updates and secure aggregation."""
 
 
-@app.command(
-    "serve",
-    context_settings={"ignore_unknown_options": True, "allow_extra_args": True},
-    add_help_option=False,
-)
-@click.pass_context
-def serve(context: click.Context) -> None:
-    """Run the aggregation server; its settings: fedpress serve --help."""
-    try:
-        from fedpress_server.serve import main as serve_main
-    except ModuleNotFoundError as exc:
-        needs("server", exc)
-    serve_main(context.args)
-
-
-@app.command(
-    "migrate",
-    context_settings={"ignore_unknown_options": True, "allow_extra_args": True},
-    add_help_option=False,
-)
-@click.pass_context
-def migrate(context: click.Context) -> None:
-    """Bring a server's database up to date; its settings are those of serve."""
-    try:
-        from fedpress_server.serve import migrate_main
-    except ModuleNotFoundError as exc:
-        needs("server", exc)
-    migrate_main(context.args)
-
-
-@click.command("warmup", cls=Command)
+@client.command("warmup")
 def warmup() -> None:
-    """Compile the kernels once, so that the first round need not; fills numba's cache."""
+    """Compile the kernels ahead of the first round; fills numba's cache."""
     from fedpress_compression import kernels
 
     kernels.warm_up()
     click.echo(f"{kernels.CHOSEN} kernels are ready")
 
 
-@click.command("version", cls=Command)
+@app.command("version", hidden=True)
 def version() -> None:
     """Print the version."""
     click.echo(__version__)
 
 
-for _command in (
-    *(doctor, backup, verify, restore, list_restores, audits, operators, fleet, log_level),
-    *(tasks, rounds, models, tokens, clients),
-    *(join, device, relay, authorities, server_keys),
-    *(demo, run_simulation, plan, compressors, strategies, benches),
-    *(warmup, completion, version),
-):
-    app.add_command(_command)
+client.add_command(identity)
+client.add_command(rotate_key)
+devices.add_command(token)
+devices.add_command(statistics)
+for _commands in SECTIONS.values():
+    for _command in _commands:
+        app.add_command(_command)
 
 
 def main() -> None:
-    """Entry point: what goes wrong is one sentence on stderr, and the exit code says of which kind;
-    see `outcomes`."""
+    """Entry point: errors are one sentence on stderr, and the exit code says of which kind; see
+    `outcomes`."""
     invocation = Invocation()
     try:
         app(obj=invocation, prog_name="fedpress")
@@ -111,5 +107,5 @@ def main() -> None:
         error = as_family(exc)
         if error is None:
             raise
-        click.echo(said(error, invocation.as_json), err=True)
+        click.echo(message(error, invocation.as_json), err=True)
         sys.exit(exit_code(error))

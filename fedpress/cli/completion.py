@@ -22,10 +22,10 @@ fish:  fedpress completion fish > ~/.config/fish/completions/fedpress.fish
 
 
 @click.command("completion", cls=Command, epilog=_ONCE)
-@argument("shell", type=click.Choice(list(_SHELLS)), help="Whose script to print.")
+@argument("shell", type=click.Choice(list(_SHELLS)), help="The shell.")
 @click.pass_context
 def completion(context: click.Context, shell: str) -> None:
-    """Print the script by which a shell completes commands and options."""
+    """Print the completion script of bash, zsh or fish."""
     made = _SHELLS[shell]
     root = context.find_root()
     click.echo(made(root.command, {}, "fedpress", "_FEDPRESS_COMPLETE").source())

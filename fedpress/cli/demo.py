@@ -26,9 +26,7 @@ from fedpress.command_line import (
     help=f"none, NAME, NAME:key=value,... or JSON; {DEMO_COMPRESSOR}, or {SECURE_COMPRESSOR} "
     "with --secure.",
 )
-@click.option(
-    "--secure", is_flag=True, help="Under masks, with three devices that drop out on the way."
-)
+@click.option("--secure", is_flag=True, help="With secure aggregation and three drop-outs.")
 @click.option("--seed", default=0, help="Of the split, the model and the training.")
 @click.option("--json", "json_file", type=PATH, metavar="FILE", help="Write the figures here too.")
 @click.option(
@@ -49,7 +47,7 @@ def demo(
     out: Path,
     quick: bool,
 ) -> None:
-    """Federate handwritten digits twice, uncompressed and compressed, and compare."""
+    """Train on handwritten digits, uncompressed and compressed."""
     try:
         from fedpress.compressor_option import compressor_from_option
         from fedpress.demo import run as compared

@@ -1,4 +1,4 @@
-"""The command `fedpress doctor`."""
+"""The command `fedpress server doctor`."""
 
 from __future__ import annotations
 
@@ -21,20 +21,18 @@ from fedpress.command_line import PATH, Command, as_json, needs
     help="TOML file of the server's settings; all others are read from FEDPRESS_* variables.",
 )
 @click.option("--data-dir", type=PATH, help="The server's folder.")
-@click.option(
-    "--url", default="", help="A server that runs: whether it can be reached and can work."
-)
+@click.option("--url", default="", help="A running server: check that it is reachable and ready.")
 @click.option(
     "--min-free-mib",
     type=click.IntRange(0),
     default=1024,
-    help="Free disk that is wanted, in MiB.",
+    help="Free disk space required, in MiB.",
 )
 @as_json
 def doctor(
     config: Path | None, data_dir: Path | None, url: str, min_free_mib: int, as_json: bool
 ) -> None:
-    """Find what keeps a server from working, and how to mend it; exit code 1 if there is any."""
+    """Diagnose common problems and suggest fixes; exit code 1 if there are any."""
     try:
         from fedpress_server.doctor import examined
         from fedpress_server.settings import Settings
@@ -49,12 +47,13 @@ def doctor(
         )
     )
     if as_json:
-        rows = [asdict(each) | {"is_fault": each.is_fault} for each in findings]
+        # `mend` was the name of `fix` until release 0.1.
+        rows = [asdict(each) | {"is_fault": each.is_fault, "mend": each.fix} for each in findings]
         click.echo(json.dumps(rows, indent=2))
     else:
         for each in findings:
             click.echo(f"{'FAULT' if each.is_fault else 'ok':5}  {each.check}: {each.found}")
             if each.is_fault:
-                click.echo(f"       mend: {each.mend}")
+                click.echo(f"       fix: {each.fix}")
     if any(each.is_fault for each in findings):
         raise click.exceptions.Exit(1)

@@ -1,4 +1,4 @@
-"""The commands that tell of compressors and strategies."""
+"""The commands `fedpress compressors` and `fedpress strategies`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from fedpress.command_line import Group, argument
 @click.group("compressors", cls=Group, invoke_without_command=True)
 @click.pass_context
 def compressors(context: click.Context) -> None:
-    """Every compression method, its cost and its settings."""
+    """List the compressors; show NAME describes one."""
     if context.invoked_subcommand is None:
         from fedpress.compressor_table import table
 
@@ -18,9 +18,9 @@ def compressors(context: click.Context) -> None:
 
 
 @compressors.command("show")
-@argument("name", help="A method's id.")
+@argument("name", help="A compressor's id.")
 def show_compressor(name: str) -> None:
-    """Describe a method, with its settings, their defaults and an example."""
+    """Describe a compressor: settings, defaults, an example."""
     from fedpress.compressor_table import described
 
     click.echo(described(name))
@@ -29,7 +29,7 @@ def show_compressor(name: str) -> None:
 @click.group("strategies", cls=Group, invoke_without_command=True)
 @click.pass_context
 def strategies(context: click.Context) -> None:
-    """Every strategy, what it keeps and its settings."""
+    """List the strategies; show NAME describes one."""
     if context.invoked_subcommand is None:
         from fedpress.strategy_table import table
 
@@ -39,7 +39,7 @@ def strategies(context: click.Context) -> None:
 @strategies.command("show")
 @argument("name", help="A strategy's id.")
 def show_strategy(name: str) -> None:
-    """Describe a strategy, with its settings, their defaults and an example."""
+    """Describe a strategy: settings, defaults, an example."""
     from fedpress.strategy_table import described
 
     click.echo(described(name))

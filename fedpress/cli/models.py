@@ -23,7 +23,7 @@ _WHICH = "A version's number, an alias, newest or best."
 
 @click.group("model", cls=Group)
 def models() -> None:
-    """Versions of a task's model: list, promote, roll back, export."""
+    """Manage model versions: list, promote, roll back, export."""
 
 
 @models.command("list")
@@ -63,7 +63,7 @@ def list_models(server: Operator, task: str, limit: int, before: int | None, as_
 @as_json
 @operates
 def show_model(server: Operator, task: str, which: str, as_json: bool) -> None:
-    """Show what a version was made of."""
+    """Show a version's lineage."""
     found = server.version(task, which)
     tell(found, _lineage(found), as_json=as_json)
 
@@ -73,7 +73,7 @@ def show_model(server: Operator, task: str, which: str, as_json: bool) -> None:
 @as_json
 @operates
 def list_aliases(server: Operator, task: str, as_json: bool) -> None:
-    """Show where aliases point and have pointed."""
+    """Show the aliases and their history."""
     found = server.aliases(task)
     rows = [
         (each.alias, str(each.version), each.model[:12], moment(each.history[-1].moved_at),
@@ -100,10 +100,11 @@ def list_aliases(server: Operator, task: str, as_json: bool) -> None:
     "required",
     multiple=True,
     metavar="WHAT>=N",
-    help="Only if devices measured that of the version: 'accuracy>=0.95', 'groups.accuracy>=0.9' "
-    "for each group, 'classes[7].accuracy>=0.8', 'devices>=20'. May be repeated.",
+    help="Only if the version's metrics on devices meet this: 'accuracy>=0.95', "
+    "'groups.accuracy>=0.9' for each group, 'classes[7].accuracy>=0.8', 'devices>=20'. May be "
+    "repeated.",
 )
-@click.option("--dry-run", is_flag=True, help="Only look whether it would be pointed there.")
+@click.option("--dry-run", is_flag=True, help="Check the requirements without moving the alias.")
 @as_json
 @operates
 def promote_model(
@@ -116,7 +117,7 @@ def promote_model(
     dry_run: bool,
     as_json: bool,
 ) -> None:
-    """Point an alias to a version, if it has shown what is required of it."""
+    """Point an alias to a version that meets the requirements."""
     from fedpress.promotion_gate import Requirement
 
     requirements = [Requirement.parsed(text) for text in required]
@@ -173,7 +174,7 @@ def _measured(
 def roll_back_model(
     server: Operator, task: str, alias: str, expect: str | None, as_json: bool
 ) -> None:
-    """Point an alias to where it pointed before."""
+    """Roll an alias back to the version that it pointed to before."""
     expected = _expected(expect)
     if expected == "none":
         raise ConfigurationError("--expect none, and what points nowhere cannot be rolled back")
@@ -201,17 +202,17 @@ def export_model(server: Operator, task: str, which: str, file: Path, as_json: b
 
 
 @models.command("collect")
-@click.option("--dry-run", is_flag=True, help="Only say what would go.")
+@click.option("--dry-run", is_flag=True, help="Only list what would be removed.")
 @as_json
 @operates
 def collect_models(server: Operator, dry_run: bool, as_json: bool) -> None:
-    """Remove the files of models that tasks' retention gives up, now and not within the hour."""
+    """Remove model files that retention no longer keeps, now instead of within the hour."""
     found = server.collect(dry_run=dry_run)
     lines = []
     for each in found.models:
         named = ", ".join(f"{task} {version}" for task, version in sorted(each.versions.items()))
         lines.append(f"{each.model[:12]}  {each.num_bytes:,} bytes  {named}")
-    verb = "would go" if dry_run else "gone"
+    verb = "would be removed" if dry_run else "removed"
     lines.append(f"{len(found.models)} models, {found.num_bytes:,} bytes {verb}")
     tell(found, lines, as_json=as_json)
 

@@ -1,4 +1,4 @@
-"""`fedpress fleet` and `fedpress log-level`: what the servers have seen, and what they log."""
+"""`fedpress devices statistics` and `fedpress server log-level`."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ if TYPE_CHECKING:
     from fedpress_protocols.fleet import FleetStatus, Spread
 
 
-@click.command("fleet", cls=Command)
+@click.command("statistics", cls=Command)
 @as_json
 @operates
-def fleet(server: Operator, as_json: bool) -> None:
-    """Show the devices' links and clocks as the servers have measured them, and what they sent."""
-    found = server.fleet()
-    tell(found, _lines(found), as_json=as_json)
+def statistics(server: Operator, as_json: bool) -> None:
+    """Show measured uplinks, clock offsets and bytes sent, over all devices."""
+    fleet = server.fleet()
+    tell(fleet, _lines(fleet), as_json=as_json)
 
 
 @click.command("log-level", cls=Command)
@@ -30,36 +30,36 @@ def fleet(server: Operator, as_json: bool) -> None:
     "level",
     type=click.Choice(get_args(LogLevel)),
     required=False,
-    help="The least severe message that all servers are to log from now on, each until it is "
-    "started anew; without it, those that are.",
+    help="The least severe level that all servers log, each until its restart; without it the "
+    "current levels are shown.",
 )
 @as_json
 @operates
 def log_level(server: Operator, level: LogLevel | None, as_json: bool) -> None:
-    """Show how much each server logs, or change it for all."""
-    found = server.log_level() if level is None else server.set_log_level(level)
-    rows = [(each.server, each.level) for each in found.servers]
-    tell(found, table(("server", "level"), rows), as_json=as_json)
-    late = [each.server for each in found.servers if level is not None and each.level != level]
+    """Show each server's log level, or change it for all."""
+    levels = server.log_level() if level is None else server.set_log_level(level)
+    rows = [(each.server, each.level) for each in levels.servers]
+    tell(levels, table(("server", "level"), rows), as_json=as_json)
+    late = [each.server for each in levels.servers if level is not None and each.level != level]
     for server_name in late:
-        click.echo(f"{server_name} has not followed yet; ask again in a few seconds", err=True)
+        click.echo(f"{server_name} has not changed yet; ask again in a few seconds", err=True)
 
 
-def _lines(found: FleetStatus) -> Iterator[str]:
-    for each in found.servers:
+def _lines(fleet: FleetStatus) -> Iterator[str]:
+    for each in fleet.servers:
         yield f"seen by {each.server} since {moment(each.since)}"
     rows = [
-        ("uplink, kbit/s", *_cells(found.uplink_bits_per_second, 1e-3)),
-        ("clocks ahead, s", *_cells(found.clocks_ahead_seconds, 1.0)),
-        ("clocks behind, s", *_cells(found.clocks_behind_seconds, 1.0)),
+        ("uplink, kbit/s", *_cells(fleet.uplink_bits_per_second, 1e-3)),
+        ("clocks ahead, s", *_cells(fleet.clocks_ahead_seconds, 1.0)),
+        ("clocks behind, s", *_cells(fleet.clocks_behind_seconds, 1.0)),
     ]
     yield from table(("", "seen", "10 %", "50 %", "90 %"), rows)
-    yield f"bodies that came within 10 ms: {found.uplink_unmeasured}"
-    if found.staged_bytes:
-        ratio = found.staged_float32_bytes / found.staged_bytes
-        yield f"uploads: {found.staged_bytes} bytes, {ratio:.1f} times smaller than float32"
-    cost = f", {found.egress_cost:.3g} {found.egress_currency}" if found.egress_cost else ""
-    yield f"sent: {found.download_bytes} bytes of downloads, {found.answer_bytes} of answers{cost}"
+    yield f"bodies received within 10 ms: {fleet.uplink_unmeasured}"
+    if fleet.staged_bytes:
+        ratio = fleet.staged_float32_bytes / fleet.staged_bytes
+        yield f"uploads: {fleet.staged_bytes} bytes, {ratio:.1f} times smaller than float32"
+    cost = f", {fleet.egress_cost:.3g} {fleet.egress_currency}" if fleet.egress_cost else ""
+    yield f"sent: {fleet.download_bytes} bytes of downloads, {fleet.answer_bytes} of answers{cost}"
 
 
 def _cells(spread: Spread, scale: float) -> tuple[str, str, str, str]:

@@ -1,4 +1,4 @@
-"""How a command ends: its exit code, and the sentence or the problem on stderr.
+"""Exit codes of commands, and the error message or problem on stderr.
 
 docs/operations/command-line.md has the same table, and a test holds the two together.
 """
@@ -18,13 +18,13 @@ from fedpress_protocols.errors import (
 
 DONE = 0
 FAILED = 1
-"""What was asked for did not come about: it was refused, or a check has found something."""
+"""The command failed: it was refused, or a check found a fault."""
 WRONG_USE = 2
-"""An option, a setting or a task's file that cannot work: the same again will fail again."""
+"""Invalid options, settings or task configuration; retrying cannot help."""
 NO_ANSWER = 3
-"""No server answered, or it said to come back later: the same again may work."""
+"""No server answered, or it was overloaded; retrying may help."""
 NOT_ALLOWED = 4
-"""The server knows no such token or key, or it may not do this."""
+"""The server does not accept the token or key, or its role may not do this."""
 INTERRUPTED = 130
 
 _BY_CLASS: tuple[tuple[type[FedpressError], int], ...] = (
@@ -41,20 +41,20 @@ def exit_code(error: FedpressError) -> int:
 
 
 def as_family(exc: Exception) -> FedpressError | None:
-    """The error of the family that `exc` is or stands for; None for what nobody foresaw."""
+    """The FedpressError that `exc` is or corresponds to; None for an unexpected exception."""
     if isinstance(exc, FedpressError):
         return exc
-    if isinstance(exc, OSError):  # a path that is not what it was taken for, a disk that is full
+    if isinstance(exc, OSError):  # wrong paths, a full disk
         return FedpressError(f"{exc.filename or 'input or output'}: {exc.strerror or exc}")
     from pydantic import ValidationError
 
     from fedpress_protocols.faults import explained
 
-    if isinstance(exc, ValidationError):  # of an option that is no value of the field it stands for
+    if isinstance(exc, ValidationError):  # an option whose value its field refuses
         return ConfigurationError(explained(exc))
     return None
 
 
-def said(error: FedpressError, as_json: bool) -> str:
+def message(error: FedpressError, as_json: bool) -> str:
     """For stderr: one sentence, or in a line the problem of RFC 9457."""
     return json.dumps(error.to_problem()) if as_json else f"fedpress: {error}"

@@ -15,7 +15,7 @@ from fedpress_protocols.errors import ConfigurationError
 @click.command("plan", cls=Command)
 @argument("model", help="A safetensors file, or a number of parameters: 50826, 350k, 1.5M, 7G.")
 @click.option("--link", "uplink", type=float, required=True, help="A device's uplink, Mbit/s.")
-@click.option("--downlink", type=float, help="Its downlink, Mbit/s; as --link if left out.")
+@click.option("--downlink", type=float, help="Its downlink, Mbit/s; by default as --link.")
 @click.option("--lane", type=click.Choice(["clear", "masked"]), default="clear", help="The lane.")
 @click.option("--cohort", type=int, default=100, help="Devices whose uploads make a round.")
 @click.option("--rounds", type=int, default=100, help="Rounds of the task.")
@@ -28,7 +28,7 @@ from fedpress_protocols.errors import ConfigurationError
     "slowdown",
     type=float,
     default=1.0,
-    help="How many times slower than this machine a device compresses and codes.",
+    help="How many times slower than this machine a device compresses and encodes.",
 )
 @click.option("--round-trip", type=float, default=0.05, help="Seconds there and back on the link.")
 @click.option(
@@ -38,7 +38,7 @@ from fedpress_protocols.errors import ConfigurationError
     "--most-loss", type=float, default=1.0, help="Points of accuracy that a profile may cost."
 )
 @click.option(
-    "--coded-downloads", is_flag=True, help="For a task with a downlink: models go down coded."
+    "--coded-downloads", is_flag=True, help="For a task with a downlink: encoded model downloads."
 )
 @click.option("--metered", is_flag=True, help="Bytes count more than seconds.")
 @click.option(
@@ -50,7 +50,7 @@ from fedpress_protocols.errors import ConfigurationError
     "--compressor",
     "own",
     multiple=True,
-    help="One more to look at: NAME, NAME:key=value,... or JSON. May be repeated.",
+    help="One more compressor to compare: NAME, NAME:key=value,... or JSON. May be repeated.",
 )
 @click.option(
     "--json", "json_file", metavar="FILE|-", help="Write the figures here; - prints them alone."
@@ -63,7 +63,7 @@ def plan(
     json_file: str | None,
     **asked: Any,
 ) -> None:
-    """Tell by real uploads what a task would cost, and which profile to use, or none."""
+    """Predict bytes and time of a task, and recommend a profile."""
     from fedpress.planning.report import planned
     from fedpress.planning.situation import Situation, model_of
     from fedpress.planning.updates import Drawn

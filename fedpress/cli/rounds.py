@@ -1,4 +1,4 @@
-"""The commands `fedpress round ...`: what became of a task's rounds, and what is open now."""
+"""The commands `fedpress round ...`: finished rounds and the open one."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 @click.group("round", cls=Group)
 def rounds() -> None:
-    """A task's rounds: list, show, watch, abort."""
+    """Inspect a task's rounds: list, show, watch, abort."""
 
 
 @rounds.command("list")
@@ -48,12 +48,12 @@ def list_rounds(server: Operator, task: str, limit: int, before: int | None, as_
     metavar="[ROUND]",
     type=click.IntRange(min=1),
     required=False,
-    help="The newest if left out.",
+    help="The newest by default.",
 )
 @as_json
 @operates
 def show_round(server: Operator, task: str, number: int | None, as_json: bool) -> None:
-    """Show the last attempt at a round, with what devices measured by group and by class."""
+    """Show the last attempt at a round, with metrics by group and class."""
     if number is None:
         newest_attempts = newest(server, task, 1, None)
         number = newest_attempts[0].round if newest_attempts else 1
@@ -70,7 +70,7 @@ rounds.add_command(watch)
 @as_json
 @operates
 def abort_round(server: Operator, task: str, why: str, as_json: bool) -> None:
-    """Give up the attempt that is open and begin the round again; devices keep their updates."""
+    """Abort the open attempt and start the round again; devices keep their updates."""
     summary = server.abort_round(task, why)
     lines = [f"task {task}: {summary.state}, {summary.round} of {summary.rounds} rounds"]
     aborted = next((a for a in newest(server, task, 4, None) if a.state == "abandoned"), None)

@@ -1,4 +1,4 @@
-"""The commands `fedpress server-key ...`: the key that signs receipts, and the one after it."""
+"""The commands `fedpress server key ...`: the key that signs receipts, and its rotation."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ _config = click.option(
 _data_dir = click.option("--data-dir", type=PATH, help="The server's folder.")
 
 
-@click.group("server-key", cls=Group)
+@click.group("key", cls=Group)
 def server_keys() -> None:
-    """The key that signs receipts, where a server has its files: show, rotate, switch, retire."""
+    """Rotate the key that signs receipts, on the server's machine: rotate, switch, retire."""
 
 
 @server_keys.command("show")
@@ -36,7 +36,7 @@ def server_keys() -> None:
 @_config
 @as_json
 def show(data_dir: Path | None, config: Path | None, as_json: bool) -> None:
-    """Show which key signs, which is next, and which are on this machine."""
+    """Show the current, next and former keys, and which are on this machine."""
     from fedpress_server.identity import rotation
 
     found = _with(config, data_dir, rotation.standing)
@@ -48,7 +48,7 @@ def show(data_dir: Path | None, config: Path | None, as_json: bool) -> None:
 @_config
 @as_json
 def rotate(data_dir: Path | None, config: Path | None, as_json: bool) -> None:
-    """Make the next key beside the one that signs, and have this one name it."""
+    """Create the next key, announced and signed by the current one."""
     from time import time
 
     from fedpress_server.identity import rotation
@@ -61,9 +61,9 @@ def rotate(data_dir: Path | None, config: Path | None, as_json: bool) -> None:
 
     found = _with(config, data_dir, work)
     lines = (
-        f"made {place[0]}: key {found.next}, which signs nothing yet",
+        f"made {place[0]}: key {found.next}, which does not sign yet",
         "copy it beside the key of every server that has files of its own, then:",
-        "  fedpress server-key switch",
+        "  fedpress server key switch",
     )
     tell(found, lines, as_json=as_json)
 
@@ -73,7 +73,7 @@ def rotate(data_dir: Path | None, config: Path | None, as_json: bool) -> None:
 @_config
 @as_json
 def switch(data_dir: Path | None, config: Path | None, as_json: bool) -> None:
-    """Sign with the next key from now on; on the other machines, give its file its name."""
+    """Sign with the next key from now on; on other machines, move its file into place."""
     from time import time
 
     from fedpress_server.identity import rotation
@@ -85,16 +85,17 @@ def switch(data_dir: Path | None, config: Path | None, as_json: bool) -> None:
 @server_keys.command("replace")
 @_data_dir
 @_config
-@click.confirmation_option(prompt="Devices will believe nothing before they are given it. Go on?")
+@click.confirmation_option(prompt="Devices trust nothing until they get the new key. Continue?")
 @as_json
 def replace(data_dir: Path | None, config: Path | None, as_json: bool) -> None:
-    """After a leak: sign with a new key that nothing leads to, and erase the old one."""
+    """After a leak: sign with a new, unannounced key and erase the old one."""
     from time import time
 
     from fedpress_server.identity import rotation
 
     found = _with(config, data_dir, lambda base, file: rotation.replace(base, file, time))
-    lines = [*_lines(found), "each device now needs: fedpress join --server-key " + found.public]
+    then = f"each device now needs: fedpress client join --server-key {found.public}"
+    lines = [*_lines(found), then]
     tell(found, lines, as_json=as_json)
 
 
@@ -103,7 +104,7 @@ def replace(data_dir: Path | None, config: Path | None, as_json: bool) -> None:
 @_config
 @as_json
 def retire(data_dir: Path | None, config: Path | None, as_json: bool) -> None:
-    """Erase this machine's copy of the key before, once no masked round needs it."""
+    """Erase this machine's copy of the previous key, once no masked round needs it."""
     from time import time
 
     from fedpress_server.identity import rotation

@@ -50,10 +50,8 @@ from fedpress.command_line import (
     help=f"none, NAME, NAME:key=value,... or JSON; {DEMO_COMPRESSOR}, or {SECURE_COMPRESSOR} "
     "with --secure.",
 )
-@click.option("--downlink", is_flag=True, help="Code models on their way down, and count them.")
-@click.option(
-    "--secure", is_flag=True, help="Under masks: the server gets sums, and no client's update."
-)
+@click.option("--downlink", is_flag=True, help="Encode model downloads, and count their bytes.")
+@click.option("--secure", is_flag=True, help="With secure aggregation: the server sees sums only.")
 @click.option(
     "--masking",
     default="",
@@ -91,8 +89,8 @@ from fedpress.command_line import (
     default="cpu",
     help="For tasks in torch.",
 )
-@click.option("--local-epochs", type=int, help="Between two models.")
-@click.option("--local-steps", type=int, help="In the place of epochs.")
+@click.option("--local-epochs", type=int, help="Local epochs a round.")
+@click.option("--local-steps", type=int, help="Instead of epochs.")
 @click.option("--batch-size", type=click.IntRange(min=1), help="Of the local training.")
 @click.option("--learning-rate", type=float, help="Of the local training.")
 @click.option("--json", "json_file", type=PATH, metavar="FILE", help="Write the history here too.")
@@ -110,7 +108,7 @@ from fedpress.command_line import (
     default="simulate-out",
     help="Folder for histories, and for a run that was stopped.",
 )
-@click.option("--fresh", is_flag=True, help="Begin anew where a run was stopped.")
+@click.option("--fresh", is_flag=True, help="Start over instead of resuming a stopped run.")
 def run_simulation(
     json_file: Path | None,
     plot: bool,
@@ -121,7 +119,7 @@ def run_simulation(
     model: Path | None,
     **settings: Any,
 ) -> None:
-    """Simulate clients by the thousand; what was stopped goes on by the same command."""
+    """Simulate up to thousands of clients; run again to resume."""
     try:
         from fedpress.simulate import run as simulation
     except ModuleNotFoundError as exc:

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 @click.group("task", cls=Group)
 def tasks() -> None:
-    """Start, list, watch and cancel tasks."""
+    """Create, check, list, continue, pause and cancel tasks."""
 
 
 @tasks.command("create")
@@ -47,27 +47,27 @@ tasks.add_command(check_task)
 @as_json
 @operates
 def list_tasks(server: Operator, as_json: bool) -> None:
-    """Every task and how far it is."""
-    found = server.tasks()
+    """List all tasks with their progress."""
+    summaries = server.tasks()
     rows = [
         (each.task, each.state, f"{each.round}/{each.rounds}", each.lane, each.model[:12],
          each.reason)
-        for each in found
+        for each in summaries
     ]  # fmt: skip
     headings = ("task", "state", "rounds", "lane", "model", "why")
     lines = table(headings, rows, width=terminal_width()) if rows else ["no task yet"]
-    tell(found, lines, as_json=as_json)
+    tell(summaries, lines, as_json=as_json)
 
 
 @tasks.command("show")
 @click.argument("task")
 @click.option(
-    "--configuration", is_flag=True, help="Its configuration instead: JSON, defaults written out."
+    "--configuration", is_flag=True, help="Print its configuration instead: JSON, with defaults."
 )
 @as_json
 @operates
 def show_task(server: Operator, task: str, configuration: bool, as_json: bool) -> None:
-    """One task: how far it is, and its models."""
+    """Show one task: progress and models."""
     if configuration:
         click.echo(server.configuration(task).model_dump_json(indent=2))
     else:
@@ -77,13 +77,15 @@ def show_task(server: Operator, task: str, configuration: bool, as_json: bool) -
 @tasks.command("continue")
 @click.argument("task")
 @click.option("--rounds", type=click.IntRange(min=1), default=1, help="How many more.")
-@click.option("--model", type=PATH, help="Begin at this safetensors file, not at the task's model.")
+@click.option(
+    "--model", type=PATH, help="Safetensors file to start from; default: the task's model."
+)
 @as_json
 @operates
 def continue_task(
     server: Operator, task: str, rounds: int, model: Path | None, as_json: bool
 ) -> None:
-    """Give a task that has stopped more rounds; its optimizer begins anew."""
+    """Add rounds to an ended task; its optimizer starts from a fresh state."""
     from fedpress_protocols.messages import Continuation
     from fedpress_protocols.model import Model
 
@@ -100,7 +102,7 @@ def continue_task(
 @as_json
 @operates
 def pause_task(server: Operator, task: str, as_json: bool) -> None:
-    """Give a running task's devices no work until it is resumed; nothing is lost."""
+    """Pause a running task: its devices get no work until it is resumed."""
     _tell(server.pause_task(task), as_json)
 
 
@@ -109,7 +111,7 @@ def pause_task(server: Operator, task: str, as_json: bool) -> None:
 @as_json
 @operates
 def resume_task(server: Operator, task: str, as_json: bool) -> None:
-    """Give a task's devices work again."""
+    """Resume a paused task."""
     _tell(server.resume_task(task), as_json)
 
 
@@ -118,7 +120,7 @@ def resume_task(server: Operator, task: str, as_json: bool) -> None:
 @as_json
 @operates
 def finish_task(server: Operator, task: str, as_json: bool) -> None:
-    """End a paused task for good, so that its devices may go."""
+    """Finish a paused task permanently and release its devices."""
     _tell(server.finish_task(task), as_json)
 
 
@@ -128,20 +130,20 @@ def finish_task(server: Operator, task: str, as_json: bool) -> None:
 @as_json
 @operates
 def cancel_task(server: Operator, task: str, why: str, as_json: bool) -> None:
-    """End a task before its last round; its last model stays."""
+    """Cancel a task before its last round; its last model stays."""
     _tell(server.cancel_task(task, why), as_json)
 
 
 @tasks.command("model")
 @click.argument("task")
 @argument("file", type=PATH, help="Where to write the safetensors file.")
-@click.option("--best", is_flag=True, help="The one that devices measured best so far.")
+@click.option("--best", is_flag=True, help="The model with the best measured metric so far.")
 @as_json
 @operates
 def save_model(server: Operator, task: str, file: Path, best: bool, as_json: bool) -> None:
-    """Save a task's newest model."""
-    found = server.task(task)
-    digest = found.best if best else found.model
+    """Save a task's newest model to a file."""
+    summary = server.task(task)
+    digest = summary.best if best else summary.model
     if digest is None:
         raise ConfigurationError(
             f"no model of {task!r} has been measured",
@@ -154,10 +156,10 @@ def save_model(server: Operator, task: str, file: Path, best: bool, as_json: boo
 
 
 def _tell(task: TaskSummary, as_json: bool) -> None:
-    tell(task, _said(task), as_json=as_json)
+    tell(task, _fields(task), as_json=as_json)
 
 
-def _said(task: TaskSummary) -> Iterator[str]:
+def _fields(task: TaskSummary) -> Iterator[str]:
     pairs = [
         ("task", task.task),
         ("state", task.state),

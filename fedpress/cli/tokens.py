@@ -1,4 +1,4 @@
-"""The commands `fedpress token ...`: what lets devices enrol."""
+"""The commands `fedpress devices token ...`: enrolment tokens."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ if TYPE_CHECKING:
 
 
 @click.group("token", cls=Group)
-def tokens() -> None:
-    """Enrolment tokens: create, list, revoke."""
+def token() -> None:
+    """Manage enrolment tokens: create, list, revoke."""
 
 
-@tokens.command("create")
+@token.command("create")
 @click.option(
     "--uses", type=click.IntRange(1, 1_000_000), default=1, help="Devices that may enrol with it."
 )
@@ -29,7 +29,7 @@ def tokens() -> None:
 @click.option(
     "--approve-each",
     is_flag=True,
-    help="Each device waits until you have approved it: fedpress client approve.",
+    help="Each device waits until you approve it: fedpress devices approve.",
 )
 @as_json
 @operates
@@ -37,18 +37,18 @@ def create_token(
     server: Operator, uses: int, hours: float, note: str, approve_each: bool, as_json: bool
 ) -> None:
     """Print a new enrolment token; it is not stored and cannot be shown again."""
-    made = server.new_token(
+    created = server.new_token(
         uses=uses, expires_in=3600 * hours, note=note, approve_each=approve_each
     )
-    tell(made, _new(made), as_json=as_json)
+    tell(created, _new(created), as_json=as_json)
 
 
-@tokens.command("list")
+@token.command("list")
 @as_json
 @operates
 def list_tokens(server: Operator, as_json: bool) -> None:
     """List enrolment tokens without their secrets, the newest first."""
-    found = server.tokens()
+    tokens = server.tokens()
     rows = [
         (
             each.token_id,
@@ -57,29 +57,29 @@ def list_tokens(server: Operator, as_json: bool) -> None:
             moment(each.expires_at),
             f"{'each approved; ' if each.approve_each else ''}{each.note}",
         )
-        for each in found
+        for each in tokens
     ]
     headings = ("token", "state", "used", "until", "note")
     lines = table(headings, rows, width=terminal_width()) if rows else ["no token yet"]
-    tell(found, lines, as_json=as_json)
+    tell(tokens, lines, as_json=as_json)
 
 
-@tokens.command("revoke")
-@argument("token_id", metavar="TOKEN", help="Its id, as list shows it, and not its secret.")
+@token.command("revoke")
+@argument("token_id", metavar="TOKEN", help="The token's id, as list shows it; not the secret.")
 @as_json
 @operates
 def revoke_token(server: Operator, token_id: str, as_json: bool) -> None:
-    """Let no more devices enrol with a token; those that have, stay."""
-    done = server.revoke_token(token_id)
-    tell(done, [_told(done)], as_json=as_json)
+    """Revoke a token: no more devices enrol with it; enrolled devices stay."""
+    revoked = server.revoke_token(token_id)
+    tell(revoked, [_line(revoked)], as_json=as_json)
 
 
 def _new(made: TokenResponse) -> Iterator[str]:
     yield made.token
-    click.echo(_told(made), err=True)
+    click.echo(_line(made), err=True)
 
 
-def _told(each: TokenStatus) -> str:
+def _line(each: TokenStatus) -> str:
     how = ", each to be approved" if each.approve_each else ""
     until = f"until {moment(each.expires_at)}"
     if each.revoked_at is not None:

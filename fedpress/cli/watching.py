@@ -1,4 +1,4 @@
-"""The command `fedpress round watch`: a line for each thing that happens to a task's rounds."""
+"""The command `fedpress round watch`: a line for each event of a task's rounds."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _LOOK_BACK = 50
 @click.command(
     "watch",
     cls=Command,
-    epilog="A server that goes away meanwhile is asked again until it answers. With --json each "
+    epilog="An unreachable server is retried until it answers. With --json each "
     "line is an attempt as one JSON object.",
 )
 @click.argument("task")
@@ -35,7 +35,7 @@ _LOOK_BACK = 50
     "--every",
     type=Number(0.1, 3600),
     default=2.0,
-    help="Seconds between two looks at the server.",
+    help="Seconds between two requests to the server.",
 )
 @as_json
 @operates
@@ -49,7 +49,7 @@ def watch(server: Operator, task: str, until: int | None, every: float, as_json:
         except (TransportError, Unavailable) as exc:
             if is_first:
                 raise
-            click.echo(f"fedpress: {exc.detail}; asking again in {pause:g} s", err=True)
+            click.echo(f"fedpress: {exc.detail}; retrying in {pause:g} s", err=True)
             time.sleep(pause)
             pause = min(2 * pause, max(every, _MOST_PAUSE))
             continue

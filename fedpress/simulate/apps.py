@@ -1,4 +1,4 @@
-"""What is simulated: a built-in task, trainers as `fedpress join` takes them, or a Flower app.
+"""Simulated tasks: built-in ones, trainers as for `fedpress client join`, or a Flower app.
 
 All are picklable, so that processes of the pool make their own client app from them.
 """

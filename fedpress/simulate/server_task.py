@@ -1,6 +1,6 @@
 """`fedpress simulate --task`: a task's file, run by the server and the devices themselves.
 
-The application that `fedpress serve` runs, and a `Client` for each simulated device, in this
+The application that `fedpress server run` runs, and a `Client` for each simulated device, in this
 process: requests pass as function calls, everything else is what runs in the field, durable state
 included, so a run that was stopped goes on. Devices take turns in one thread, in an order that
 comes of the seed; when none has anything to do, the clock that all of them go by moves on, so

@@ -85,7 +85,7 @@ class Head(Term):
         except ValidationError:
             raise ConfigurationError(
                 f"{text[:80]!r} is no head of an audit log",
-                hint="give SEQ:HASH as fedpress audit verify printed it",
+                hint="give SEQ:HASH as fedpress server audit verify printed it",
             ) from None
 
 

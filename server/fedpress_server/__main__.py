@@ -1,6 +1,6 @@
-"""`python -m fedpress_server` is `fedpress serve`."""
+"""`python -m fedpress_server` is `fedpress server run`."""
 
-from fedpress_server.serve import main
+from fedpress_server.command import main
 
 if __name__ == "__main__":
-    main(program="python -m fedpress_server")
+    main()

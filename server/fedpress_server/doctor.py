@@ -1,4 +1,4 @@
-"""What keeps a server from working, found before it starts or while it runs, and how to mend it.
+"""Diagnosis of common problems of a server, before it starts or while it runs, with fixes.
 
 Nothing is changed: no table, no key and no folder is made; a probe is written and taken away where
 the server would write.
@@ -68,15 +68,15 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """Of one check: what was `found`, and how to `mend` it; nothing to mend if all is well."""
+    """The result of one check: what was `found`, and the `fix`, empty if all is well."""
 
     check: str
     found: str
-    mend: str = ""
+    fix: str = ""
 
     @property
     def is_fault(self) -> bool:
-        return bool(self.mend)
+        return bool(self.fix)
 
 
 def examined(
@@ -93,7 +93,9 @@ def examined(
     try:
         settings = load()
     except ConfigurationError as exc:
-        yield Finding("settings", exc.detail, exc.hint or "correct the setting; fedpress serve -h")
+        yield Finding(
+            "settings", exc.detail, exc.hint or "correct the setting; fedpress server run -h"
+        )
         settings = None
     else:
         yield Finding("settings", "can be read, and no secret is a placeholder")
@@ -233,14 +235,14 @@ def _keys(settings: Settings) -> Iterator[Finding]:
     for file, forbidden in files.items():
         if not file.exists():
             if file in named:
-                mend = "fedpress migrate makes the first; later, copy it from another server"
-                faults.append(Finding("keys", f"{file} is not there", mend))
+                fix = "fedpress server migrate makes the first; later, copy it from another server"
+                faults.append(Finding("keys", f"{file} is not there", fix))
             continue
         mode = stat.S_IMODE(file.stat().st_mode)
         if mode & forbidden:
             found = f"{file} can be read by others: its mode is {mode:04o}"
-            mend = f"chmod 0600 {file}; if others use this machine, they may have the key"
-            faults.append(Finding("keys", found, mend))
+            fix = f"chmod 0600 {file}; if others use this machine, they may have the key"
+            faults.append(Finding("keys", found, fix))
         elif not os.access(file, os.R_OK):
             found = f"user {os.getuid()} cannot read {file}"
             faults.append(Finding("keys", found, f"chown {os.getuid()} {file}"))
@@ -248,23 +250,23 @@ def _keys(settings: Settings) -> Iterator[Finding]:
 
 
 def _certificate(certificate: Path, key: Path, now: float) -> Finding:
-    mend = "get a new certificate for the key, and name both files in the settings"
+    fix = "get a new certificate for the key, and name both files in the settings"
     try:
         first = x509.load_pem_x509_certificate(certificate.read_bytes())
         private = load_pem_private_key(key.read_bytes(), None)
     except (OSError, ValueError, TypeError) as exc:
-        return Finding("certificate", f"{certificate} and {key} cannot be used: {exc}", mend)
+        return Finding("certificate", f"{certificate} and {key} cannot be used: {exc}", fix)
     moment = datetime.fromtimestamp(now, UTC)
     until = first.not_valid_after_utc
     form = (Encoding.DER, PublicFormat.SubjectPublicKeyInfo)
     if first.public_key().public_bytes(*form) != private.public_key().public_bytes(*form):
-        return Finding("certificate", f"{key} is not the key of {certificate}", mend)
+        return Finding("certificate", f"{key} is not the key of {certificate}", fix)
     if moment < first.not_valid_before_utc:
         found = f"{certificate} is valid from {first.not_valid_before_utc:%Y-%m-%d %H:%M} UTC on"
-        return Finding("certificate", found, mend)
+        return Finding("certificate", found, fix)
     if moment > until - _EXPIRES_SOON:
         verb = "expired" if moment > until else "expires"
-        return Finding("certificate", f"{certificate} {verb} on {until:%Y-%m-%d %H:%M} UTC", mend)
+        return Finding("certificate", f"{certificate} {verb} on {until:%Y-%m-%d %H:%M} UTC", fix)
     return Finding("certificate", f"{certificate} is valid until {until:%Y-%m-%d}")
 
 
@@ -297,14 +299,14 @@ def _database(settings: Settings) -> Finding:
         return Finding(
             "keys",
             f"the database is signed for with server key {standing_.current}, which is not here",
-            "copy its file from a server that has it; fedpress server-key show tells which",
+            "copy its file from a server that has it; fedpress server key show tells which",
         )
     if standing_ is not None and standing_.next not in (None, *standing_.here):
         return Finding(
             "keys",
             f"the next server key {standing_.next} is not here, and will sign once it is "
             "switched to",
-            "copy the file that ends in .next from where fedpress server-key rotate made it",
+            "copy the file that ends in .next from where fedpress server key rotate made it",
         )
     return Finding("database", "answers, and its schema is this release's")
 
@@ -431,8 +433,8 @@ def _answer(url: str, now: float, clock_skew: float) -> Iterator[Finding]:
         ready = httpx.get(f"{url.rstrip('/')}/readyz", timeout=_PATIENCE, trust_env=False)
     except (httpx.HTTPError, httpx.InvalidURL) as exc:
         if _is_about_certificates(exc):
-            mend = "renew the certificate, for this very name, and give devices its CA (--ca)"
-            yield Finding("certificate", f"{url}: {exc}", mend)
+            fix = "renew the certificate, for this very name, and give devices its CA (--ca)"
+            yield Finding("certificate", f"{url}: {exc}", fix)
         else:
             yield Finding(
                 "port",

@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import gc
 import logging
 import math
-import os
 import signal
 import socket
 import threading
-from collections.abc import Callable, Sequence
 from contextlib import suppress
 from contextvars import Context
-from pathlib import Path
 from types import FrameType
 from urllib.parse import unquote, urlsplit
 
@@ -26,10 +22,8 @@ from fedpress_server import failpoints, open_files
 from fedpress_server.api.http_protocol import ConnectionLimits, bounded_protocol
 from fedpress_server.api.listeners import Listening
 from fedpress_server.app import create_app
-from fedpress_server.identity.server_keys import first_keys
 from fedpress_server.observing import logs
-from fedpress_server.settings import Settings, secret_settings
-from fedpress_server.storage.database import Database, migrate
+from fedpress_server.settings import Settings
 from fedpress_server.tls import Certificates, certificates_of
 
 _log = logging.getLogger(__name__)
@@ -39,74 +33,6 @@ _LOOK = 0.1
 """Seconds between two looks for a second signal while the server waits for its end."""
 _LAST_REQUESTS = 0.2
 """Seconds in which the first bytes come of connections that were taken just before the end."""
-_SECRETS = tuple(name for name in secret_settings() if name != "database_url")
-
-
-def main(arguments: Sequence[str] | None = None, *, program: str = "fedpress serve") -> None:
-    """Serve with the settings that `arguments`, the environment and a TOML file give."""
-    _with_settings(serve, "Run the aggregation server.", arguments, program)
-
-
-def migrate_main(arguments: Sequence[str] | None = None) -> None:
-    """Bring the database that such settings name up to date."""
-    what = (
-        "Bring the database up to date, which servers of a role of their own leave to this, and "
-        "make the key files that the settings name if the database has none yet."
-    )
-    _with_settings(_migrate, what, arguments, "fedpress migrate")
-
-
-def _migrate(settings: Settings) -> None:
-    before, after = migrate(settings.resolved_database_url)
-    print(f"the database is at schema {after}" + (f", was at {before}" if before else ""))
-    for file in asyncio.run(_first_keys(settings)):
-        print(f"made {file}: keep a copy apart, nothing else signs for this database")
-
-
-async def _first_keys(settings: Settings) -> list[Path]:
-    database = Database(settings.resolved_database_url, migrates=False)
-    try:
-        return await first_keys(settings, database)
-    finally:
-        await asyncio.to_thread(database.close)
-
-
-def _with_settings(
-    work: Callable[[Settings], None],
-    description: str,
-    arguments: Sequence[str] | None,
-    program: str,
-) -> None:
-    parser = argparse.ArgumentParser(
-        prog=program,
-        description=description,
-        epilog="A flag goes before its FEDPRESS_* variable, and that before the TOML file. "
-        "No secret is a flag itself, as other users could read it there: "
-        + ", ".join(f"FEDPRESS_{name.upper()}" for name in _SECRETS)
-        + " come from the environment or from a file.",
-    )
-    parser.add_argument(
-        "--config",
-        type=Path,
-        metavar="FILE",
-        default=os.environ.get("FEDPRESS_CONFIG"),
-        help="TOML file of settings, by the flags' names with underscores (FEDPRESS_CONFIG).",
-    )
-    for name, field in Settings.model_fields.items():
-        if name in _SECRETS:
-            continue  # every process may read another's command line
-        default = "" if field.default in (None, "") else f" Default: {field.default}."
-        parser.add_argument(
-            "--" + name.replace("_", "-"),
-            metavar="VALUE",
-            help=f"{field.description}{default} (FEDPRESS_{name.upper()})".replace("%", "%%"),
-        )
-    flags = vars(parser.parse_args(arguments))
-    try:
-        config = flags.pop("config")
-        work(Settings.load(Path(config) if config else None, **flags))
-    except ConfigurationError as exc:
-        parser.exit(2, f"{program}: {exc}\n")
 
 
 def serve(settings: Settings) -> None:

@@ -1,4 +1,4 @@
-"""`fedpress backup`, `verify`, `restore` and `restores`, beside a server in this process."""
+"""`fedpress server backup`, `verify`, `restore` and `restores`, beside a server in this process."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -50,36 +50,36 @@ def test_a_server_is_backed_up_verified_restored_and_asked(
     operator.begin(model, rounds=9, cohort={"size": 1, "minimum": 1})
     device.check_in("digits", include_one(device, model), wait=30)
     place, data = str(tmp_path / "backup.tar"), str(tmp_path / "data")
-    told = said(fedpress("backup", place, "--data-dir", data))
+    told = said(fedpress("server", "backup", place, "--data-dir", data))
     assert "files" in told
     assert "the keys are not in it" in told
-    told = said(fedpress("verify", place))
+    told = said(fedpress("server", "verify-backup", place))
     assert "whole" in told
     assert "1 receipts" in told
     assert "1 open rounds replayed" in told
     key = told.partition("signed by key ")[2].partition(",")[0]
-    said(fedpress("verify", place, "--key-id", key))
-    refused = fedpress("verify", place, "--key-id", "another")
+    said(fedpress("server", "verify-backup", place, "--key-id", key))
+    refused = fedpress("server", "verify-backup", place, "--key-id", "another")
     assert refused.exit_code == 1
     assert "not another" in refused.output
-    assert "never restored" in said(fedpress("restores", server=server))
+    assert "never restored" in said(fedpress("server", "restores", server=server))
     new = tmp_path / "new"
-    told = said(fedpress("restore", place, "--data-dir", str(new), "--key-id", key))
+    told = said(fedpress("server", "restore", place, "--data-dir", str(new), "--key-id", key))
     assert "restore 1" in told
     assert "task digits: round 2.1 was open" in told
     assert str(new / "server-key.pem") in told
-    again = fedpress("restore", place, "--data-dir", str(new))
+    again = fedpress("server", "restore", place, "--data-dir", str(new))
     assert isinstance(again.exception, ConfigurationError)
     for name in ("server", "authority"):
         (new / f"{name}-key.pem").write_bytes((tmp_path / "data" / f"{name}-key.pem").read_bytes())
     settings = Settings(data_dir=new, admin_token=ADMIN_TOKEN, tick_seconds=3600)
     with running(create_app(settings, clock=clock)) as restored:
-        assert "no device has reported" in said(fedpress("restores", server=restored))
+        assert "no device has reported" in said(fedpress("server", "restores", server=restored))
         device.http = restored
         fate = Fate(assignment="gone", round=2, attempt=1, model="ab" * 32)
         asked = CheckInRequest(fates=(fate,)).model_dump_json()
         device.json("POST", "/v1/tasks/digits/check-in", asked)
-        told = said(fedpress("restores", server=restored))
+        told = said(fedpress("server", "restores", server=restored))
         assert "task digits round 2.1 model abababababab: 1 devices" in told
 
 

@@ -1,4 +1,4 @@
-"""`fedpress bench codec` and `fedpress warmup`; no figure is held to anything but the bytes."""
+"""`fedpress bench codec` and `fedpress client warmup`; only bytes are held to anything."""
 
 from __future__ import annotations
 
@@ -38,6 +38,6 @@ def test_an_update_without_values_is_refused() -> None:
 
 
 def test_warming_up_says_which_kernels_are_ready() -> None:
-    done = CliRunner().invoke(app, ["warmup"])
+    done = CliRunner().invoke(app, ["client", "warmup"])
     assert done.exit_code == 0, done.output
     assert done.output == f"{kernels.CHOSEN} kernels are ready\n"

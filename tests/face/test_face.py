@@ -98,14 +98,14 @@ def test_every_name_of_the_face_is_there_and_costs_nothing_before_it_is_used() -
 
 def test_help_names_the_commands() -> None:
     shown = command("--help").stdout
-    for name in ("serve", "join", "demo", "task", "token"):
+    for name in ("server", "client", "demo", "task", "devices"):
         assert name in shown
 
 
 def test_the_servers_settings_are_all_in_its_help() -> None:
     from fedpress_server.settings import Settings
 
-    shown = command("serve", "--help", environment={"COLUMNS": "200"})
+    shown = command("server", "run", "--help", environment={"COLUMNS": "200"})
     assert shown.returncode == 0, shown.stderr
     for name, field in Settings.model_fields.items():
         assert f"FEDPRESS_{name.upper()}" in shown.stdout
@@ -117,21 +117,35 @@ def test_the_servers_settings_are_all_in_its_help() -> None:
             assert field.description[:20] in shown.stdout
 
 
+JOIN = ("client", "join", "http://127.0.0.1:9")
+
+
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (["serve", "--port", "many"], "port"),
-        (["serve", "--colour", "red"], "colour"),
-        (["serve", "--config", "nowhere.toml"], "nowhere.toml"),
-        (["join", "http://127.0.0.1:9", "--app", "nothing"], "module:factory"),
-        (["join", "http://127.0.0.1:9", "--app", "no_such_module:make"], "no_such_module"),
+        (["server", "run", "--port", "many"], "port"),
+        (["server", "run", "--colour", "red"], "colour"),
+        (["server", "run", "--config", "nowhere.toml"], "nowhere.toml"),
+        (["client", "join", "http://127.0.0.1:9", "--app", "nothing"], "module:factory"),
         (
-            ["join", "http://127.0.0.1:9", "--app", "fedpress:no", "--attribute", "memory"],
+            ["client", "join", "http://127.0.0.1:9", "--app", "no_such_module:make"],
+            "no_such_module",
+        ),
+        (
+            [
+                "client",
+                "join",
+                "http://127.0.0.1:9",
+                "--app",
+                "fedpress:no",
+                "--attribute",
+                "memory",
+            ],
             "give KEY=VALUE",
         ),
         (["demo", "--rounds", "0"], "--rounds must lie in 1 to 10000, not 0"),
         (["demo", "--compressor", "zip"], "no compressor has the id 'zip'"),
-        (["demo", "--compressor", "topk:fraction"], "where key=value is due"),
+        (["demo", "--compressor", "topk:fraction"], "not of the form key=value"),
         (["demo", "--compressor", "{"], "--compressor is not JSON"),
         (["task", "list", "--admin-token", "x" * 16, "--url", "http://127.0.0.1:9"], "no answer"),
         (["task", "create", "a.json", "b", "--admin-token", "x" * 16], "cannot be read"),
@@ -164,6 +178,10 @@ def test_wrong_input_is_one_sentence_on_stderr(
         ("quantize:bits=4,rounding=nearest", ErrorFeedback(PerTensor(Quantize(4)))),
         ("per_tensor:min_size=10", ErrorFeedback(PerTensor(min_size=10))),
         ('{"id": "quantize", "bits": 3}', Quantize(3)),
+        (
+            'error_feedback:inner={"id": "topk", "fraction": 0.02, "magnitude_bits": 1}, decay=0.9',
+            ErrorFeedback(TopK(0.02, magnitude_bits=1), decay=0.9),
+        ),
     ],
 )
 def test_a_compressor_can_be_typed(text: str, expected: object) -> None:
@@ -173,6 +191,8 @@ def test_a_compressor_can_be_typed(text: str, expected: object) -> None:
 def test_a_compressor_that_is_not_one_is_refused() -> None:
     with pytest.raises(ConfigurationError):
         compressor_from_option("topk:fraction=2")
+    with pytest.raises(ConfigurationError, match="is not JSON"):
+        compressor_from_option('error_feedback:inner={"id": "topk", fraction')
 
 
 def test_a_history_of_nothing_is_still_json(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -12,6 +13,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from fedpress.cli import app
+from fedpress.cli.renamed import RENAMED
 from fedpress_compression import kernels
 
 
@@ -56,7 +58,7 @@ def unwrapped(text: str) -> str:
 
 @pytest.mark.parametrize(
     "path",
-    [path for path in below(app) if path not in (("serve",), ("migrate",))],
+    list(below(app)),
     ids=lambda path: " ".join(path),
 )
 def test_help_says_everything_in_80_columns(path: tuple[str, ...]) -> None:
@@ -67,17 +69,49 @@ def test_help_says_everything_in_80_columns(path: tuple[str, ...]) -> None:
     assert max(map(len, answer.output.splitlines())) <= 80
     told = [command.help, *(text for each in command.params for text in of_parameter(each))]
     if isinstance(command, click.Group):
-        told += [f"{name} {each.help}" for name, each in command.commands.items()]
+        told += [
+            f"{name} {each.help}" for name, each in command.commands.items() if not each.hidden
+        ]
     shown = unwrapped(answer.output)
     for text in told:
         assert text is not None
         assert unwrapped(text) in shown
 
 
-def test_commands_are_listed_as_they_are_defined() -> None:
-    _, _, listed = invoke("--help").output.partition("Commands:\n")
-    names = [line.split()[0] for line in listed.splitlines() if line[:3].strip()]
-    assert names[: len(app.commands)] == list(app.commands)
+def test_the_commands_are_listed_by_section_on_one_screen() -> None:
+    answer = invoke("--help")
+    shown = [name for name, each in app.commands.items() if not each.hidden]
+    names = [line.split()[0] for line in answer.output.splitlines() if re.match("  [a-z]", line)]
+    assert [name for name in names if name in app.commands] == shown
+    assert len(answer.output.splitlines()) <= 40
+
+
+@pytest.mark.parametrize(("old", "new"), RENAMED.items(), ids=lambda words: " ".join(words))
+def test_an_old_name_is_the_new_command(old: tuple[str, ...], new: tuple[str, ...]) -> None:
+    answer = invoke(*old, "--help")
+    assert answer.exit_code == 0, answer.output
+    assert answer.stdout == invoke(*new, "--help").stdout
+    assert answer.stderr == ""  # no terminal: scripts may read it
+
+
+def test_an_old_name_is_noted_in_a_terminal_alone() -> None:
+    controller, terminal = os.openpty()
+    done = subprocess.run(
+        [sys.executable, "-m", "fedpress", "token", "--help"],
+        stdout=subprocess.PIPE,
+        stderr=terminal,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+        check=True,
+    )
+    os.close(terminal)
+    note = os.read(controller, 1000).decode()
+    os.close(controller)
+    assert "fedpress token is now fedpress devices token" in note
+    assert b"is now" not in done.stdout
+
+
+def test_old_names_hide_no_command_of_today() -> None:
+    assert not {path for path in below(app) if path in RENAMED}
 
 
 def test_an_option_may_come_from_the_environment() -> None:
@@ -93,7 +127,7 @@ def test_ctrl_c_ends_any_command_with_130(monkeypatch: pytest.MonkeyPatch) -> No
         raise KeyboardInterrupt
 
     monkeypatch.setattr(kernels, "warm_up", interrupted)
-    answer = invoke("warmup")
+    answer = invoke("client", "warmup")
     assert (answer.exit_code, answer.output) == (130, "")
 
 

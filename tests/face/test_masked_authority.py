@@ -27,11 +27,22 @@ def run(*arguments: object) -> str:
 
 def test_a_certificate_goes_from_the_authority_to_a_device(tmp_path: Path) -> None:
     key, out = tmp_path / "authority.pem", tmp_path / "certificate"
-    public = run("ca", "init", key)
+    public = run("authority", "init", key)
     assert stat.S_IMODE(key.stat().st_mode) == 0o600
-    device = run("ca", "request", tmp_path / "device")
-    assert device == run("ca", "request", tmp_path / "device")
-    run("ca", "issue", key, device, "--out", out, "--name", "camera", "--population", "kitchen")
+    device = run("authority", "request", tmp_path / "device")
+    assert device == run("authority", "request", tmp_path / "device")
+    run(
+        "authority",
+        "issue",
+        key,
+        device,
+        "--out",
+        out,
+        "--name",
+        "camera",
+        "--population",
+        "kitchen",
+    )
     made = Certificate.from_bytes(out.read_bytes())
     assert (made.client_id, made.identity) == ("camera", from_base64url(device, 32))
     made.check(from_base64url(public, 32), population="kitchen", now=time.time())
@@ -39,28 +50,28 @@ def test_a_certificate_goes_from_the_authority_to_a_device(tmp_path: Path) -> No
 
 def test_what_cannot_be_certified_is_refused(tmp_path: Path) -> None:
     key = tmp_path / "authority.pem"
-    public = run("ca", "init", key)
+    public = run("authority", "init", key)
     before = key.read_bytes()
     with pytest.raises(ConfigurationError, match="never overwritten"):
-        run("ca", "init", key)
+        run("authority", "init", key)
     assert key.read_bytes() == before
     out = tmp_path / "certificate"
     with pytest.raises(ConfigurationError, match="cannot be read"):
-        run("ca", "issue", tmp_path / "nowhere", public, "--out", out)
+        run("authority", "issue", tmp_path / "nowhere", public, "--out", out)
     with pytest.raises(ConfigurationError, match="base64url"):
-        run("ca", "issue", key, "short", "--out", out)
+        run("authority", "issue", key, "short", "--out", out)
     with pytest.raises(ConfigurationError, match="64 are allowed"):
-        run("ca", "issue", key, public, "--out", out, "--name", "x" * 65)
+        run("authority", "issue", key, public, "--out", out, "--name", "x" * 65)
     assert not out.exists()
 
 
 def test_a_key_that_begins_with_a_dash_is_a_key(tmp_path: Path) -> None:
     key, out = tmp_path / "authority.pem", tmp_path / "certificate"
-    run("ca", "init", key)
+    run("authority", "init", key)
     dashed = next(each for each in iter(lambda: keys(1)[0], "") if each.startswith("-"))
-    run("ca", "issue", key, dashed, "--out", out, "--name", "oven")
-    assert json.loads(run("ca", "inspect", out, "--json"))["key"] == dashed
-    assert CliRunner().invoke(app, ["ca", "issue", str(key), "-o"]).exit_code == 2
+    run("authority", "issue", key, dashed, "--out", out, "--name", "oven")
+    assert json.loads(run("authority", "inspect", out, "--json"))["key"] == dashed
+    assert CliRunner().invoke(app, ["authority", "issue", str(key), "-o"]).exit_code == 2
 
 
 def run_with(text: str, *arguments: object) -> str:
@@ -75,20 +86,22 @@ def keys(number: int) -> list[str]:
 
 def listed(key: Path) -> dict[str, str]:
     """By the name: what a certificate's state is."""
-    found = json.loads(run("ca", "list", key, "--json"))
+    found = json.loads(run("authority", "list", key, "--json"))
     return {each["name"]: each["state"] for each in found}
 
 
 def test_many_are_certified_from_a_file_and_none_if_one_line_is_wrong(tmp_path: Path) -> None:
     key, requests, out = tmp_path / "key.pem", tmp_path / "requests", tmp_path / "out"
-    public = run("ca", "init", key)
-    assert run("ca", "public", key) == public
+    public = run("authority", "init", key)
+    assert run("authority", "public", key) == public
     one, two = keys(2)
     requests.write_text(f"# the kitchen\n{one} oven\n\n{two} ../hood # odd\n")
-    run("ca", "issue", key, "--requests", requests, "--out", out)
+    run("authority", "issue", key, "--requests", requests, "--out", out)
     names = sorted(each.name for each in out.iterdir())
     assert names == sorted([f"{key_id_of(from_base64url(two, 32))}.cert", "oven.cert"])
-    shown = json.loads(run("ca", "inspect", out / "oven.cert", "--authority", public, "--json"))
+    shown = json.loads(
+        run("authority", "inspect", out / "oven.cert", "--authority", public, "--json")
+    )
     assert (shown["key"], shown["name"]) == (one, "oven")
     assert listed(key) == {"oven": "good", "../hood": "good"}
     for text, says in (
@@ -98,10 +111,10 @@ def test_many_are_certified_from_a_file_and_none_if_one_line_is_wrong(tmp_path: 
     ):
         requests.write_text(text)
         with pytest.raises(ConfigurationError, match=says):
-            run("ca", "issue", key, "--requests", requests, "--out", out)
+            run("authority", "issue", key, "--requests", requests, "--out", out)
     assert len(listed(key)) == 2
     with pytest.raises(InvalidSignature):
-        run("ca", "inspect", out / "oven.cert", "--authority", keys(1)[0])
+        run("authority", "inspect", out / "oven.cert", "--authority", keys(1)[0])
 
 
 def test_a_key_with_a_passphrase_signs_only_with_it(tmp_path: Path) -> None:
@@ -115,7 +128,7 @@ def test_a_key_with_a_passphrase_signs_only_with_it(tmp_path: Path) -> None:
     made.check(from_base64url(public, 32), population="fedpress", now=time.time())
     file.write_text("battery staple\n")
     with pytest.raises(ConfigurationError, match="passphrase is wrong"):
-        run("ca", "issue", key, device, "--out", out, "--ca-passphrase-file", file)
+        run("authority", "issue", key, device, "--out", out, "--ca-passphrase-file", file)
     assert listed(key) == {"one": "good"}
 
 
@@ -123,37 +136,48 @@ def test_a_device_that_changed_its_key_gets_another_certificate_when_it_is_said(
     tmp_path: Path,
 ) -> None:
     key, out = tmp_path / "key.pem", tmp_path / "cert"
-    run("ca", "init", key)
+    run("authority", "init", key)
     old, new = keys(2)
-    run("ca", "issue", key, old, "--out", out, "--name", "one")
+    run("authority", "issue", key, old, "--out", out, "--name", "one")
     before = out.read_bytes()
     with pytest.raises(ConfigurationError, match="--new-key"):
-        run("ca", "issue", key, new, "--out", out, "--name", "one")
+        run("authority", "issue", key, new, "--out", out, "--name", "one")
     assert out.read_bytes() == before
-    run("ca", "issue", key, new, "--out", out, "--name", "one", "--new-key")
+    run("authority", "issue", key, new, "--out", out, "--name", "one", "--new-key")
     assert listed(key) == {"one": "good"}
-    every = json.loads(run("ca", "list", key, "--all", "--json"))
+    every = json.loads(run("authority", "list", key, "--all", "--json"))
     assert [each["state"] for each in every] == ["superseded", "good"]
     assert Certificate.from_bytes(out.read_bytes()).identity == from_base64url(new, 32)
 
 
 def test_what_is_revoked_is_never_issued_or_renewed_again(tmp_path: Path) -> None:
     key, out = tmp_path / "key.pem", tmp_path / "out"
-    run("ca", "init", key)
+    run("authority", "init", key)
     stays, goes, later = keys(3)
     for device, name, days in ((stays, "stays", 5), (goes, "goes", 5), (later, "later", 90)):
-        run("ca", "issue", key, device, "--out", tmp_path / name, "--name", name, "--days", days)
-    said = run("ca", "revoke", key, "goes")
-    assert "fedpress client revoke" in said
+        run(
+            "authority",
+            "issue",
+            key,
+            device,
+            "--out",
+            tmp_path / name,
+            "--name",
+            name,
+            "--days",
+            days,
+        )
+    said = run("authority", "revoke", key, "goes")
+    assert "fedpress devices revoke" in said
     assert listed(key) == {"stays": "good", "goes": "revoked", "later": "good"}
     with pytest.raises(ConfigurationError, match="were revoked"):
-        run("ca", "issue", key, goes, "--out", tmp_path / "goes")
+        run("authority", "issue", key, goes, "--out", tmp_path / "goes")
     with pytest.raises(NotFound):
-        run("ca", "revoke", key, "nobody")
-    assert run("ca", "renew", key, "--out", out, "--within", 30) == f"{out}: 1 certificates"
+        run("authority", "revoke", key, "nobody")
+    assert run("authority", "renew", key, "--out", out, "--within", 30) == f"{out}: 1 certificates"
     renewed = Certificate.from_bytes((out / "stays.cert").read_bytes())
     assert renewed.expires > time.time() + 300 * 86400
-    assert run("ca", "renew", key, "--out", out, "--within", 30) == f"{out}: 0 certificates"
+    assert run("authority", "renew", key, "--out", out, "--within", 30) == f"{out}: 0 certificates"
 
 
 def test_what_expired_is_renewed_and_a_register_that_is_damaged_is_told(tmp_path: Path) -> None:

@@ -84,12 +84,12 @@ TOKEN = ("--admin-token", "x" * 16)
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        ("token create --hours nan", "nan"),
-        ("token create --hours 0", "0.0"),
-        ("token create --uses 0", "0"),
+        ("devices token create --hours nan", "nan"),
+        ("devices token create --hours 0", "0.0"),
+        ("devices token create --uses 0", "0"),
         ("round list digits --limit 0", "0"),
-        ("operator create viewer --days nan", "nan"),
-        ("ca issue key public --out file --days nan", "nan"),
+        ("server operator create viewer --days nan", "nan"),
+        ("authority issue key public --out file --days nan", "nan"),
         ("plan 1M --link nan", "nan"),
         ("plan 1M --link 1 --deadline nan", "nan"),
         ("simulate --rounds 0", "0"),
@@ -117,7 +117,7 @@ TOKEN = ("--admin-token", "x" * 16)
 def test_a_wrong_value_is_wrong_use(run: Run, tmp_path: Path, arguments: str, says: str) -> None:
     wrong_files(tmp_path)
     given = arguments.split()
-    groups = ("token", "round", "model", "task", "operator")
+    groups = ("devices", "round", "model", "task", "server")
     asks_a_server = given[0] in groups and given[1:2] != ["check"]
     code, out, err = run(*given, *(TOKEN if asks_a_server else ()))
     assert (code, out) == (WRONG_USE, ""), err
@@ -135,7 +135,7 @@ def wrong_files(folder: Path) -> None:
     (folder / "wrong.toml").write_text('port = "many"\n')
 
 
-@pytest.mark.parametrize("command", ["doctor", "migrate", "serve", "backup"])
+@pytest.mark.parametrize("command", ["doctor", "migrate", "run", "backup"])
 @pytest.mark.parametrize(
     ("options", "says"),
     [
@@ -151,16 +151,16 @@ def test_settings_that_cannot_work(
 ) -> None:
     wrong_files(tmp_path)
     place = ["copy"] if command == "backup" else []
-    code, out, err = run(command, *place, *options.split())
+    code, out, err = run("server", command, *place, *options.split())
     assert code == (FAILED if command == "doctor" else WRONG_USE), err
     assert "Traceback" not in err
     assert says in (out if command == "doctor" else err)
 
 
-@pytest.mark.parametrize("command", ["migrate", "serve"])
+@pytest.mark.parametrize("command", ["migrate", "run"])
 @pytest.mark.parametrize("url", ["foo", "foo://bar", "postgresql://", "sqlite:////proc/no/db"])
 def test_a_database_that_is_none(run: Run, command: str, url: str) -> None:
-    code, _, err = run(command, "--database-url", url)
+    code, _, err = run("server", command, "--database-url", url)
     assert code == WRONG_USE, err
     assert "Traceback" not in err
     assert "database" in err

@@ -131,10 +131,12 @@ def test_a_migration_that_is_killed_leaves_the_old_schema(url: str, at: str) -> 
 
 
 def test_a_server_that_does_not_migrate_refuses_another_schema(url: str) -> None:
-    with pytest.raises(ConfigurationError, match=r"no tables yet.*fedpress migrate"):
+    with pytest.raises(ConfigurationError, match=r"no tables yet.*fedpress server migrate"):
         Database(url, migrates=False)
     made(url, OLDEST)
-    with pytest.raises(ConfigurationError, match=rf"schema {OLDEST}.*{head()}.*fedpress migrate"):
+    with pytest.raises(
+        ConfigurationError, match=rf"schema {OLDEST}.*{head()}.*fedpress server migrate"
+    ):
         Database(url, migrates=False)
     assert version_and_tables(url)[0] == OLDEST
     database.migrate(url)

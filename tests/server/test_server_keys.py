@@ -16,8 +16,8 @@ from fedpress_protocols.errors import ConfigurationError
 from fedpress_protocols.model import Model
 from fedpress_protocols.signatures import DeviceKey
 from fedpress_server import Settings
+from fedpress_server.command import migrate
 from fedpress_server.identity.server_keys import first_keys, known_key
-from fedpress_server.serve import migrate_main
 from fedpress_server.storage.database import Database
 from tests.devices import ADMIN_TOKEN, Device, Operator
 from tests.server.in_process import Clock, Start
@@ -92,18 +92,20 @@ def test_migrate_makes_the_keys_that_all_servers_are_to_share_once(
         for name, value in settings.items()
         for part in (f"--{name.replace('_', '-')}", str(value))
     ]
-    migrate_main(arguments)
+    migrate.main(arguments, standalone_mode=False)
     assert f"made {files['server_key_file']}" in capsys.readouterr().out
     made = {file: file.read_bytes() for file in files.values()}
     assert {file.stat().st_mode & 0o777 for file in made} == {0o600}
-    migrate_main(arguments)
+    migrate.main(arguments, standalone_mode=False)
     assert "made" not in capsys.readouterr().out
     assert made == {file: file.read_bytes() for file in files.values()}
     for name in ("first", "second"):
         with start(data_dir=tmp_path / name, **files, **shared) as http:
             assert http.get("/readyz").status_code == 200
     files["server_key_file"].unlink()
-    migrate_main(arguments)  # the key is elsewhere: none is made in its place
+    migrate.main(
+        arguments, standalone_mode=False
+    )  # the key is elsewhere: none is made in its place
     assert not files["server_key_file"].exists()
 
 
@@ -148,7 +150,7 @@ def test_two_migrations_of_one_volume_both_end_well(
         url = request.getfixturevalue("cluster").new(is_migrated=False)
     keys = tmp_path / "keys"
     command = [
-        *(sys.executable, "-m", "fedpress", "migrate", "--data-dir", str(tmp_path)),
+        *(sys.executable, "-m", "fedpress", "server", "migrate", "--data-dir", str(tmp_path)),
         *("--server-key-file", str(keys / "server.pem")),
         *("--authority-key-file", str(keys / "authority.pem")),
     ]

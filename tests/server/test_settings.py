@@ -6,7 +6,7 @@ import pytest
 
 from fedpress_protocols.errors import ConfigurationError
 from fedpress_server import Settings
-from fedpress_server.serve import main
+from fedpress_server.command import SECTIONS, main
 from fedpress_server.settings import secret_settings
 
 
@@ -127,7 +127,7 @@ def test_a_file_with_an_unknown_setting_is_refused(toml: Path) -> None:
         Settings.load(toml.parent / "other.toml")
 
 
-def test_help_tells_of_every_setting(capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_lists_every_setting(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:
         main(["--help"])
     assert caught.value.code == 0
@@ -135,6 +135,28 @@ def test_help_tells_of_every_setting(capsys: pytest.CaptureFixture[str]) -> None
     for name, field in Settings.model_fields.items():
         assert field.description
         assert f"FEDPRESS_{name.upper()}" in told.replace("\n", " ")
+
+
+def test_every_setting_has_one_section_of_help() -> None:
+    listed = [name for names in SECTIONS.values() for name in names]
+    without_option = {"admin_token", "metrics_token", "store_secret_access_key"}
+    assert sorted(listed) == sorted(set(Settings.model_fields) - without_option), (
+        "add the setting to SECTIONS in server/fedpress_server/command.py"
+    )
+
+
+def test_help_shows_type_bounds_and_default(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    shown = " ".join(capsys.readouterr().out.split())
+    for text in (
+        "--port INTEGER",
+        "[env var: FEDPRESS_PORT; default: 8080; 0<=x<=65535]",
+        "--log-format [text|json]",
+        "--open-metrics true|false",
+        "--check-ins-per-second FLOAT",
+    ):
+        assert text in shown
 
 
 def test_a_wrong_flag_ends_with_a_sentence(capsys: pytest.CaptureFixture[str]) -> None:

@@ -77,7 +77,7 @@ def write_task(folder: Path, rounds: int, size: int) -> list[str]:
 
 def join(shell: Shell, url: str, index: int, token: str = "") -> subprocess.Popen[str]:
     state = str(shell.folder / f"device-{index}")
-    arguments = ["join", url, "--app", "numpy_softmax:make_trainer", "--state-dir", state]
+    arguments = ["client", "join", url, "--app", "numpy_softmax:make_trainer", "--state-dir", state]
     return shell.start(*arguments, **({"FEDPRESS_TOKEN": token} if token else {}))
 
 
@@ -86,7 +86,9 @@ def test_a_task_from_the_command_line_alone(server: ServerProcess, tmp_path: Pat
     code, out, err = shell.run("task", "create", *write_task(tmp_path, rounds=4, size=2), "--json")
     assert code == 0, err
     assert json.loads(out)["state"] == "running"
-    code, token, err = shell.run("token", "create", "--uses", "2", "--note", "two devices")
+    code, token, err = shell.run(
+        "devices", "token", "create", "--uses", "2", "--note", "two devices"
+    )
     assert code == 0, err
     devices = [join(shell, server.url, index, token.strip()) for index in range(2)]
     for device in devices:
@@ -106,7 +108,7 @@ def test_a_task_from_the_command_line_alone(server: ServerProcess, tmp_path: Pat
 def test_a_device_that_is_stopped_goes_on_from_there(server: ServerProcess, tmp_path: Path) -> None:
     shell = Shell(server, tmp_path)
     shell.run("task", "create", *write_task(tmp_path, rounds=2, size=2))
-    token = shell.run("token", "create", "--uses", "2")[1].strip()
+    token = shell.run("devices", "token", "create", "--uses", "2")[1].strip()
     alone = join(shell, server.url, 0, token)
     with server.operator() as operator:
         give_up = time.monotonic() + 60
@@ -115,7 +117,7 @@ def test_a_device_that_is_stopped_goes_on_from_there(server: ServerProcess, tmp_
     alone.send_signal(signal.SIGTERM)
     _, err = alone.communicate(timeout=30)
     assert alone.returncode == 130, err
-    assert "stopped; the same command goes on from here" in err
+    assert "stopped; run the same command to resume" in err
     again = [join(shell, server.url, 0), join(shell, server.url, 1, token)]
     for device in again:
         out, err = device.communicate(timeout=120)

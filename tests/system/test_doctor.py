@@ -1,4 +1,4 @@
-"""`fedpress doctor` finds what keeps a server from working, and says how to mend it."""
+"""`fedpress server doctor` diagnoses common problems and suggests fixes."""
 
 import errno
 import json
@@ -115,14 +115,14 @@ def test_a_state_that_cannot_be_written(faults: Faults, tmp_path: Path) -> None:
 def test_a_wrong_clock(faults: Faults, server: ServerProcess) -> None:
     ahead = only(faults(url=server.url, now=time.time() + 3600), "clock")
     assert "ahead of" in ahead.found
-    assert "NTP" in ahead.mend
+    assert "NTP" in ahead.fix
     assert "behind" in only(faults(url=server.url, now=time.time() - 3600), "clock").found
 
 
 def test_a_closed_port(faults: Faults, server: ServerProcess, free_port: int) -> None:
     fault = only(faults(url=f"http://127.0.0.1:{free_port}"), "port")
     assert "nothing answers" in fault.found
-    assert "firewall" in fault.mend
+    assert "firewall" in fault.fix
     assert "cannot listen" in only(faults(port=server.port), "port").found
 
 
@@ -144,7 +144,7 @@ def test_a_certificate_that_nobody_signed(tmp_path: Path, faults: Faults) -> Non
     secure.start()
     try:
         url = secure.url.replace("http://", "https://")
-        assert "--ca" in only(faults(url=url), "certificate").mend
+        assert "--ca" in only(faults(url=url), "certificate").fix
     finally:
         secure.stop()
 
@@ -159,14 +159,14 @@ def test_a_schema_that_is_behind(faults: Faults, tmp_path: Path) -> None:
     before = file.read_bytes()
     fault = only(faults(data_dir=file.parent), "database")
     assert "has schema" in fault.found
-    assert "fedpress migrate" in fault.mend
+    assert "fedpress server migrate" in fault.fix
     assert file.read_bytes() == before
 
 
 def test_a_full_disk(faults: Faults) -> None:
     fault = only(faults(min_free_bytes=2**62), "disk")
     assert "are free" in fault.found
-    assert "make room" in fault.mend
+    assert "make room" in fault.fix
 
 
 def test_a_placeholder_in_place_of_a_secret(faults: Faults) -> None:
@@ -178,7 +178,7 @@ def test_a_placeholder_in_place_of_a_secret(faults: Faults) -> None:
 def test_a_missing_extra(faults: Faults, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "psycopg", None)
     fault = only(faults(database_url="postgresql://ada@host/name"), "extras")
-    assert fault.mend == "pip install 'fedpress[postgres]'"
+    assert fault.fix == "pip install 'fedpress[postgres]'"
 
 
 def test_a_store_that_is_not_reached(faults: Faults, free_port: int) -> None:
@@ -192,7 +192,7 @@ def test_a_store_that_is_not_reached(faults: Faults, free_port: int) -> None:
         ),
         "store",
     )
-    assert "FEDPRESS_STORE_ENDPOINT" in fault.mend
+    assert "FEDPRESS_STORE_ENDPOINT" in fault.fix
 
 
 @pytest.fixture
@@ -221,7 +221,7 @@ def test_a_model_that_is_lost(begun: tuple[ServerProcess, Path], faults: Faults)
     file.unlink()
     fault = only(faults(data_dir=server.data_dir), "models")
     assert "task digits" in fault.found
-    assert f"models/{file.name}" in fault.mend
+    assert f"models/{file.name}" in fault.fix
     with pytest.raises(AssertionError, match="task digits cannot go on"):
         server.start()
     file.write_bytes(held)
@@ -253,7 +253,7 @@ def test_an_altered_row_of_the_audit_log(begun: tuple[ServerProcess, Path], faul
         database.execute("UPDATE audit_log SET actor = 'nobody' WHERE seq = 2")
     fault = only(faults(data_dir=server.data_dir), "audit")
     assert "entry 2" in fault.found
-    assert "docs/audit.md" in fault.mend
+    assert "docs/audit.md" in fault.fix
 
 
 @pytest.mark.parametrize("where", ["header", "page"])
@@ -274,7 +274,7 @@ def test_a_damaged_database(begun: tuple[ServerProcess, Path], faults: Faults, w
     file.write_bytes(data)
     fault = only(faults(data_dir=server.data_dir), "database")
     assert "is damaged" in fault.found
-    assert "restore.md" in fault.mend
+    assert "restore.md" in fault.fix
 
 
 def test_inodes_that_run_out_are_no_matter_of_ownership(
@@ -290,9 +290,9 @@ def test_inodes_that_run_out_are_no_matter_of_ownership(
     monkeypatch.setattr(tempfile, "NamedTemporaryFile", refused)
     told = {each.check: each for each in faults()}
     assert "12 of 1,000,000 inodes" in told["disk"].found
-    assert "df -i" in told["disk"].mend
-    assert "chown" not in told["state"].mend
-    assert "inodes" in told["state"].mend
+    assert "df -i" in told["disk"].fix
+    assert "chown" not in told["state"].fix
+    assert "inodes" in told["state"].fix
 
 
 def test_an_operators_port_that_is_taken(faults: Faults, free_port: int) -> None:
@@ -302,7 +302,7 @@ def test_an_operators_port_that_is_taken(faults: Faults, free_port: int) -> None
         port = taken.getsockname()[1]
         fault = only(faults(admin_port=port), "port")
     assert f"127.0.0.1:{port}" in fault.found
-    assert "FEDPRESS_ADMIN_PORT" in fault.mend
+    assert "FEDPRESS_ADMIN_PORT" in fault.fix
     assert faults(admin_port=0) == []
 
 
@@ -313,7 +313,7 @@ def test_what_others_on_the_machine_have_open(faults: Faults, tmp_path: Path) ->
         folder.chmod(mode)
         fault = only(faults(), "permissions")
         assert shown in fault.found
-        assert f"chmod 0700 {folder}" in fault.mend
+        assert f"chmod 0700 {folder}" in fault.fix
     folder.chmod(0o700)
     assert faults() == []
 
@@ -321,7 +321,7 @@ def test_what_others_on_the_machine_have_open(faults: Faults, tmp_path: Path) ->
 def test_too_few_files_for_the_connections(faults: Faults) -> None:
     fault = only(faults(max_connections=10**9), "files")
     assert "max_connections of 1000000000" in fault.found
-    assert "LimitNOFILE" in fault.mend
+    assert "LimitNOFILE" in fault.fix
     assert faults(max_connections=10) == []
 
 
@@ -333,7 +333,7 @@ def test_a_key_that_others_can_read(faults: Faults, tmp_path: Path) -> None:
     key.chmod(0o644)
     fault = only(faults(), "keys")
     assert "0644" in fault.found
-    assert f"chmod 0600 {key}" in fault.mend
+    assert f"chmod 0600 {key}" in fault.fix
     key.chmod(0o600)
     assert "is not there" in only(faults(server_key_file=tmp_path / "other.pem"), "keys").found
 
@@ -342,14 +342,14 @@ def test_the_command_prints_what_it_found_and_fails_for_a_fault(
     tmp_path: Path, free_port: int
 ) -> None:
     runner = CliRunner(env={"FEDPRESS_PORT": str(free_port)})
-    arguments = ["doctor", "--data-dir", str(tmp_path)]
+    arguments = ["server", "doctor", "--data-dir", str(tmp_path)]
     good = runner.invoke(app, [*arguments, "--min-free-mib", "0"])
     assert good.exit_code == 0, good.output
     assert "FAULT" not in good.output
     bad = runner.invoke(app, [*arguments, "--min-free-mib", str(2**40)])
     assert bad.exit_code == 1
     assert "FAULT  disk:" in bad.output
-    assert "mend: make room" in bad.output
+    assert "fix: make room" in bad.output
     told = json.loads(runner.invoke(app, [*arguments, "--json", "--min-free-mib", "0"]).output)
     assert {each["check"] for each in told} >= {"settings", "state", "disk", "database", "port"}
     assert not any(each["is_fault"] for each in told)

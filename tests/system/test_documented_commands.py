@@ -58,9 +58,9 @@ REPLACED: list[tuple[str, str, str, str]] = [
     ("quality-gate", r"accuracy>=0\.9(5|(?='))", "accuracy>=0.5", "the same"),
     ("", r"\btoday\.tar", "backups/today.tar", "where machine.md has put it"),
     ("", r"/backups/backups/", "/backups/", "the line above, where the folder is named"),
-    ("", r"^(fedpress token revoke) \w+$", r"\1 {token_id}", "a token of this server"),
-    ("", r"^(fedpress operator revoke) \w+$", r"\1 {operator_id}", "an operator of this server"),
-    ("", r"^(fedpress client (approve|revoke)) [\w-]{12,16}", r"\1 {client}", "a client here"),
+    ("", r"^(fedpress devices token revoke) \w+$", r"\1 {token_id}", "a token of this server"),
+    ("", r"^(fedpress server operator revoke) \w+$", r"\1 {operator_id}", "an operator here"),
+    ("", r"^(fedpress devices (approve|revoke)) [\w-]{12,16}", r"\1 {client}", "a client here"),
     ("", r"(?<= --key )\w{22}", "{client_key}", "its key"),
     ("", r"keyboard 42\b", "keyboard 2", "the task here has three rounds"),
     ("", r"^(fedpress round show digits) 44$", r"\1 2", "the same"),
@@ -82,9 +82,9 @@ REPLACED: list[tuple[str, str, str, str]] = [
     ("", r"^(zsh|bash|fish): +", "", "the shell that it is for"),
     ("", r"~/", "{folder}/home/", "nothing is written to the home folder"),
     ("", r"\bsudo (?=cat )", "", "there is no root here"),
-    ("", r"DEVICE_KEY|\bNEW_KEY\b", "{device_key}", "as `ca request` has printed it"),
-    ("", r"(?<=authority )PUBLIC_KEY", "{authority}", "as `ca init` has printed it"),
-    ("", r"ca request STATE_DIR", "ca request state", "the device of this folder"),
+    ("", r"DEVICE_KEY|\bNEW_KEY\b", "{device_key}", "as `authority request` has printed it"),
+    ("", r"(?<=authority )PUBLIC_KEY", "{authority}", "as `authority init` has printed it"),
+    ("", r"authority request STATE_DIR", "authority request state", "the device of this folder"),
     ("", r"authority\.key (--encrypt)", r"encrypted.key \1", "another file: the key is there"),
     ("", r"simulate( *)$", "simulate --clients 4 --rounds 1 --engine local", "the smallest form"),
     ("", r"--secure --dropout 0\.1",
@@ -109,23 +109,23 @@ NOT_RUN: list[tuple[str, str]] = [
     (r"/etc/fedpress/admin-token\b", "the machine's files"),
     (r"^openssl|^printf", "another program's; tests/system/test_mutual_tls.py has certificates"),
     (r"^python benchmarks/", "many minutes; tests/benchmarks run what they are made of"),
-    (r"^fedpress serve", "a server runs already (python -m fedpress_server); flags are checked"),
+    (r"^fedpress server run", "a server runs already; the options are checked"),
     (r"--engine ray|fashion-mnist|shakespeare:DIR",
      "Ray's processes, and data that is no part of the tree"),
     (r"\|.*--app ", "three forms in one line: tests/flower/test_engines.py runs each"),
-    (r"^fedpress relay", "wants two servers: tests/system/test_relay.py"),
+    (r"^fedpress client relay", "wants two servers: tests/system/test_relay.py"),
     (r"--client-certificate|--certificate device", "wants a TLS or masking server: tests/system"),
-    (r"^fedpress (restore|migrate) ", "the server holds its folder: tests/system/test_kills.py"),
-    (r"server-key ", "keys in step with a restart: tests/system/test_server_key_change.py"),
-    (r"^fedpress ca (init .*--encrypt|issue .*--(requests|new-key)|inspect|renew|revoke)",
+    (r"^fedpress server (restore|migrate) ", "the server has its folder: test_kills.py"),
+    (r"server key ", "keys in step with a restart: tests/system/test_server_key_change.py"),
+    (r"^fedpress authority (init .*--encrypt|issue .*--(requests|new-key)|inspect|renew|revoke)",
      "passphrase and lists: tests/face/test_masked_authority.py"),
     (r"^(du|rm|grep|echo) |\| grep", "another program's"),
-    (r"doctor --config|^fedpress doctor$", "tells of the machine's port, taken by the server here"),
-    (r"^fedpress audit verify( --head .*)?$",
+    (r"doctor --config|^fedpress server doctor$", "the machine's port is taken by the server"),
+    (r"^fedpress server audit verify( --head .*)?$",
      "reads the settings of the server's environment: tests/face/test_audit_commands.py"),
     (r"^export ", "the settings are in the environment already"),
     (r"rotate-key", "the device's key is named by later lines"),
-    (r"^fedpress join .*\.\.\.$", "left open by the page"),
+    (r"^fedpress client join .*\.\.\.$", "left open by the page"),
 ]  # fmt: skip
 
 STATUS: list[tuple[str, str, int]] = [
@@ -139,7 +139,7 @@ BEFORE: dict[str, list[str]] = {
     "README.md": [
         "fedpress task create stuck.json model.safetensors",
         "fedpress task create slow.json model.safetensors",
-        "fedpress operator create operator --note Ada",
+        "fedpress server operator create operator --note Ada",
     ],
     "docs/operations/quality-gate.md": ["fedpress model promote digits 1 production"],
     "docs/registry.md": [
@@ -239,7 +239,7 @@ def parse(arguments: list[str]) -> None:
         assert rest, "no command"
         assert rest[0] in command.commands, f"no command {' '.join(arguments)}"
         command = command.commands[rest.pop(0)]
-    if command.name in ("serve", "migrate"):
+    if arguments[:2] in (["server", "run"], ["server", "migrate"]):
         flags = {"--config"} | {f"--{name.replace('_', '-')}" for name in Settings.model_fields}
         assert {word for word in rest if word.startswith("--")} <= flags, arguments
         return

@@ -245,7 +245,15 @@ def test_the_command_says_which_plan_its_rules_refused(
         begin(operator)
         process = subprocess.Popen(
             [
-                *(sys.executable, "-m", "fedpress", command, server.url, *options[command]),
+                *(
+                    sys.executable,
+                    "-m",
+                    "fedpress",
+                    "client",
+                    command,
+                    server.url,
+                    *options[command],
+                ),
                 *("--state-dir", str(tmp_path / "device"), "--require-masking"),
             ],
             cwd=Path(__file__).parents[2] / "client_sdk" / "examples",

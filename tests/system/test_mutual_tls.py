@@ -88,7 +88,16 @@ def talk(
 def test_the_command_says_which_certificate_is_missing(
     server: ServerProcess, authority: TestAuthority, tmp_path: Path
 ) -> None:
-    command = [sys.executable, "-m", "fedpress", "join", server.url, "--ca", str(authority.file)]
+    command = [
+        sys.executable,
+        "-m",
+        "fedpress",
+        "client",
+        "join",
+        server.url,
+        "--ca",
+        str(authority.file),
+    ]
     command += ["--app", "numpy_softmax:make_trainer", "--state-dir", str(tmp_path / "state")]
     wrong = authority.issue("one", of_a_client=True)
     other = authority.issue("two", of_a_client=True)

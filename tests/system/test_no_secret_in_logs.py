@@ -115,7 +115,7 @@ def scene(tmp_path: Path) -> Iterator[Scene]:
 def join(scene: Scene, url: str, index: int, task: str, *more: str) -> list[str]:
     state = scene.folder / f"device-{index}"
     scene.secrets[f"key of device {index}"] = forms_of_key(StateDirectory.open(state).key())
-    return ["join", url, "--app", "numpy_softmax:make_trainer", "--state-dir", str(state),
+    return ["client", "join", url, "--app", "numpy_softmax:make_trainer", "--state-dir", str(state),
             "--task", task, "--verbose", *more]  # fmt: skip
 
 
@@ -132,7 +132,7 @@ def test_what_a_fleet_prints_at_debug_has_no_secret(scene: Scene) -> None:
     server.start()
     as_admin = {"FEDPRESS_URL": server.url, TOKEN: scene.admin}
     ca = scene.folder / "ca.pem"
-    told = scene.run("ca", "init", str(ca))
+    told = scene.run("authority", "init", str(ca))
     assert ca.exists(), told.decode()
     for file in (ca, server.data_dir / "server-key.pem", server.data_dir / "authority-key.pem"):
         scene.secrets[file.name] = forms_of_key(DeviceKey.from_pem(file.read_bytes()))
@@ -162,7 +162,7 @@ def test_what_a_fleet_prints_at_debug_has_no_secret(scene: Scene) -> None:
         refused = join(scene, server.url, 99, "plain")
         beside = {
             "viewer": scene.start("task", "pause", "plain", **{**as_admin, TOKEN: viewer}),
-            "stranger": scene.start("client", "list", **{**as_admin, TOKEN: wrong}),
+            "stranger": scene.start("devices", "list", **{**as_admin, TOKEN: wrong}),
             "strange device": scene.start(*refused, FEDPRESS_TOKEN=strange),
         }
         for index, device in enumerate(devices):
@@ -170,8 +170,8 @@ def test_what_a_fleet_prints_at_debug_has_no_secret(scene: Scene) -> None:
             assert device.returncode == 0, scene.printed[f"device {index}"][-3000:].decode()
         for what in ("task", "client", "token", "audit"):
             beside[what] = scene.start(what, "list", **as_admin)
-        beside["fleet"] = scene.start("fleet", **as_admin)
-        beside["log-level"] = scene.start("log-level", "debug", "--json", **as_admin)
+        beside["fleet"] = scene.start("devices", "statistics", **as_admin)
+        beside["log-level"] = scene.start("server", "log-level", "debug", "--json", **as_admin)
         for name, process in beside.items():
             scene.ended(process, name)
         for task in ("plain", "masked"):
@@ -234,8 +234,8 @@ def test_a_server_that_cannot_start_says_no_password(scene: Scene) -> None:
     started = {}
     for address in (f"fedpress:{quote(password, safe='')}@127.0.0.1:9", f"f:{password}@127.0.0.1"):
         url = f"postgresql://{address}/fedpress"
-        for command in ("serve", "migrate", "doctor"):
-            process = scene.start(command, **settings, FEDPRESS_DATABASE_URL=url)
+        for command in ("run", "migrate", "doctor"):
+            process = scene.start("server", command, **settings, FEDPRESS_DATABASE_URL=url)
             started[f"{command} {address[:2]}"] = process
     for name, process in started.items():
         assert scene.ended(process, name)

@@ -52,7 +52,7 @@ TEMPLATE: dict[str, Any] = {
 
 
 class Relay:
-    """`fedpress relay` as a process that can be killed."""
+    """`fedpress client relay` as a process that can be killed."""
 
     def __init__(self, upper: ServerProcess, region: ServerProcess, folder: Path, token: str):
         folder.mkdir()
@@ -60,7 +60,16 @@ class Relay:
         config.write_text(json.dumps(TEMPLATE))
         self.folder = folder
         self._command = [
-            *(sys.executable, "-m", "fedpress", "relay", upper.url, "--region", region.url),
+            *(
+                sys.executable,
+                "-m",
+                "fedpress",
+                "client",
+                "relay",
+                upper.url,
+                "--region",
+                region.url,
+            ),
             *(
                 "--config",
                 str(config),

@@ -139,9 +139,9 @@ def test_servers_killed_in_the_middle_of_a_task_change_nothing_in_its_model(
         cwd=tmp_path,
     )
     assert early.returncode == 2
-    assert "fedpress migrate" in early.stderr
+    assert "fedpress server migrate" in early.stderr
     migrated = subprocess.run(
-        [sys.executable, "-m", "fedpress", "migrate"],
+        [sys.executable, "-m", "fedpress", "server", "migrate"],
         env={**os.environ, **settings, "PYTHONPATH": ":".join(sys.path)},
         capture_output=True,
         text=True,

@@ -73,8 +73,8 @@ def masking_mod(
     `masking` is what this client insists on, `server_key` (base64url) the server that it believes;
     what is left out of authority, certificate and server_key the node's configuration may have
     under AUTHORITY, CERTIFICATE and SERVER_KEY, and then the first server of a run is believed.
-    With a certificate the key that it is for lies in the state folder, where `fedpress ca request`
-    made it; without one each run has a key of its own.
+    With a certificate the key that it is for lies in the state folder, where `fedpress authority
+    request` made it; without one each run has a key of its own.
 
     A `seed` is for simulations: rounding then repeats. The other parameters are those of
     `compression_mod`.

@@ -69,7 +69,7 @@ def restore(
     if report.faults or report.manifest is None:
         raise ConfigurationError(
             f"{place} is damaged: {'; '.join(report.faults[:3])}",
-            hint="fedpress verify lists all of it; restore another backup",
+            hint="fedpress server verify-backup lists all of it; restore another backup",
         )
     target.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     parent = target if target.is_dir() else target.parent

@@ -34,7 +34,7 @@ class Authority:
         except MalformedRequest as exc:
             raise ConfigurationError(
                 f"masking_authority: {exc.detail}",
-                hint="give the public key that `fedpress ca init` printed",
+                hint="give the public key that `fedpress authority init` printed",
             ) from exc
 
     @classmethod

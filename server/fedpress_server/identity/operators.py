@@ -166,7 +166,7 @@ class Operators:
             )
         raise InvalidToken(
             "the operator's token is wrong",
-            hint="use the server's admin token, or one that fedpress operator create printed",
+            hint="use the admin token, or one that fedpress server operator create printed",
         )
 
     async def _find(self, token_hash: str, address: str) -> OperatorStatus | None:

@@ -310,7 +310,7 @@ async def rotate(database: Database, place: Path, clock: Callable[[], float]) ->
         if before.next not in held:
             raise ConfigurationError(
                 f"the next key is {before.next}, and it was made on another machine",
-                hint=f"copy {next_file(place).name} from there, then fedpress server-key switch",
+                hint=f"copy {next_file(place).name} from there, then fedpress server key switch",
             )
         return before
     if before.current not in held:

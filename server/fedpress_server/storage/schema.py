@@ -44,7 +44,7 @@ def check(backend: Backend) -> None:
         what = "has no tables yet" if found is None else f"has schema {found}"
         raise ConfigurationError(
             f"the database {what}, and this release of fedpress, {__version__}, needs {head}",
-            hint="run `fedpress migrate` with the same settings first",
+            hint="run `fedpress server migrate` with the same settings first",
         )
 
 

@@ -34,7 +34,7 @@ FEDPRESS_TOKEN=$(by_api token create --uses 1)
 export FEDPRESS_TOKEN
 join() { # OPTIONS...: a new device by TLS
   compose --profile demo run --rm -T --no-deps -v "$FEDPRESS_TLS/tls.crt:/tls/tls.crt:ro" -v "$certificates:/certificates:ro" \
-    -e FEDPRESS_TOKEN --entrypoint fedpress device join https://proxy:8080 --app digits:trainer --task certified \
+    -e FEDPRESS_TOKEN --entrypoint fedpress device client join https://proxy:8080 --app digits:trainer --task certified \
     --state-dir /tmp/state --ca /tls/tls.crt "$@"
 }
 refused() { # WHO OPTIONS...

@@ -1,12 +1,12 @@
 # Sourced by tests/compose/run: docs/operations/keys.md, while devices go on, with a backup in the midst of it.
 say "$(committed) rounds are committed: another server key"
 key() { compose run --rm -T migrate server-key "$@"; }
-shown() { compose exec -T worker fedpress server-key show --json | field "d['$1']"; }
+shown() { compose exec -T worker fedpress server key show --json | field "d['$1']"; }
 former=$(shown current)
 key rotate
 current=$(shown next)
 for number in 1 2; do
-  compose exec -T --index $number api fedpress doctor --url http://api:8080 | grep -E '^ok +keys' || fail "api $number lacks the next key"
+  compose exec -T --index $number api fedpress server doctor --url http://api:8080 | grep -E '^ok +keys' || fail "api $number lacks the next key"
 done
 backups_of backup /backups/today.tar
 backed_up=$(committed) # or less

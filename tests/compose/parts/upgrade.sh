@@ -19,11 +19,11 @@ refuses() { # SERVICE ARGUMENTS...: whether it ends, with a sentence on the sche
   grep -h 'the database has schema' "$scratch/refused" || fail "$*: $(tail -n 3 "$scratch/refused")"
 }
 refuses api
-refuses worker doctor
-refuses worker backup /tmp/before.tar
+refuses worker server doctor
+refuses worker server backup /tmp/before.tar
 compose up -d --wait
 compose logs --no-log-prefix migrate
-compose exec -T api fedpress doctor --url http://api:8080 | grep database
+compose exec -T api fedpress server doctor --url http://api:8080 | grep database
 docker run --rm --network "${COMPOSE_PROJECT_NAME}_outside" -v "$PWD/tests:/repository/tests:ro" -v "$golden/devices.json:/devices.json:ro" \
   -w /repository --entrypoint python fedpress-demo -m tests.compose.golden_devices http://proxy:8080 /devices.json
 ask /v1/tasks/digits | field '"task", d["task"], d["state"], "round", d["round"]'

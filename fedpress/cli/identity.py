@@ -1,4 +1,4 @@
-"""The commands `fedpress device ...`: who this device is, and its key."""
+"""The commands `fedpress client identity` and `rotate-key`."""
 
 from __future__ import annotations
 
@@ -8,60 +8,59 @@ from pathlib import Path
 
 import click
 
-from fedpress.cli.devices import client_certificate, client_key
+from fedpress.cli.client import client_certificate, client_key
 from fedpress.cli.tables import fields, terminal_width
-from fedpress.command_line import PATH, Group, as_json
+from fedpress.command_line import PATH, Command, as_json
 from fedpress_protocols.errors import ConfigurationError
 
 state_dir = click.option(
-    "--state-dir", type=PATH, default="fedpress-state", help="As of fedpress join."
+    "--state-dir",
+    type=PATH,
+    default="fedpress-state",
+    help="As of fedpress client join.",
 )
 
 
-@click.group("device", cls=Group)
-def device() -> None:
-    """This device: who it is to its server, and a new key for it."""
-
-
-@device.command("show")
+@click.command("identity", cls=Command)
 @state_dir
 @as_json
-def show_device(state_dir: Path, as_json: bool) -> None:
-    """Print who this device is; its key id is what an operator compares."""
+def identity(state_dir: Path, as_json: bool) -> None:
+    """Print this device's client id, server and key; operators compare the key id."""
     from fedpress_client.device_key import is_changing, rotations
     from fedpress_client.state import StateDirectory
     from fedpress_protocols.signatures import to_base64url
 
     _check_there(state_dir)
     directory = StateDirectory.open(state_dir)
-    key, identity = directory.key(), directory.identity()
-    found = {
-        "client_id": identity.client_id if identity else None,
-        "url": identity.url if identity else None,
+    key, enrolled = directory.key(), directory.identity()
+    summary = {
+        "client_id": enrolled.client_id if enrolled else None,
+        "url": enrolled.url if enrolled else None,
         "key_id": key.key_id,
         "public_key": to_base64url(key.public),
         "rotations": len(rotations(directory)),
         "is_changing_key": is_changing(directory),
     }
     if as_json:
-        click.echo(json.dumps(found, indent=2))
+        click.echo(json.dumps(summary, indent=2))
         return
     pairs = [
-        ("client", str(found["client_id"] or "not enrolled")),
-        ("server", str(found["url"] or "")),
+        ("client", str(summary["client_id"] or "not enrolled")),
+        ("server", str(summary["url"] or "")),
         ("key", key.key_id),
-        ("public key", str(found["public_key"])),
-        ("changed", f"{found['rotations']} times" if found["rotations"] else ""),
-        ("under way", "a change of key" if found["is_changing_key"] else ""),
+        ("public key", str(summary["public_key"])),
+        ("rotated", f"{summary['rotations']} times" if summary["rotations"] else ""),
+        ("in progress", "a key rotation" if summary["is_changing_key"] else ""),
     ]
     for line in fields(pairs, width=terminal_width()):
         click.echo(line)
 
 
-@device.command(
+@click.command(
     "rotate-key",
-    epilog="A process of this device that is running goes on with the new key by itself. Where the "
-    "command does not get to its end, it, or the next fedpress join, goes on from there.",
+    cls=Command,
+    epilog="A running process of this device switches to the new key by itself. If the command is "
+    "interrupted, run it again, or fedpress client join: both resume the change.",
 )
 @state_dir
 @click.option("--ca", type=PATH, help="PEM file of the authority that signed the server.")
@@ -77,7 +76,7 @@ def rotate_key(
     proxy: str | None,
     as_json: bool,
 ) -> None:
-    """Give this device a new key; copies of the old one are refused from then on."""
+    """Replace this device's key; the server refuses the old one from then on."""
     from fedpress_client.device_key import change_key
     from fedpress_client.state import StateDirectory
     from fedpress_client.transport import HttpTransport, Retries
@@ -85,14 +84,14 @@ def rotate_key(
     logging.basicConfig(level=logging.WARNING, format="%(message)s")
     _check_there(state_dir)
     directory = StateDirectory.open(state_dir)
-    before, identity = directory.key(), directory.identity()
-    if identity is None:
+    before, enrolled = directory.key(), directory.identity()
+    if enrolled is None:
         raise ConfigurationError(
             f"the device in {state_dir} is not enrolled",
-            hint="a key that no server knows needs no change",
+            hint="enrol it with fedpress client join; a key that no server knows needs no rotation",
         )
     transport = HttpTransport(
-        identity.url,
+        enrolled.url,
         before,
         verify=str(ca) if ca else None,
         client_certificate=client_certificate,
@@ -105,16 +104,17 @@ def rotate_key(
     finally:
         transport.close()
     changed = {
-        "client_id": identity.client_id,
+        "client_id": enrolled.client_id,
         "key_id": after.key_id,
         "former_key_id": before.key_id,
     }
-    line = f"client {identity.client_id}: key {after.key_id} in place of {before.key_id}"
+    line = f"client {enrolled.client_id}: key {after.key_id} in place of {before.key_id}"
     click.echo(json.dumps(changed, indent=2) if as_json else line)
 
 
 def _check_there(state_dir: Path) -> None:
     if not (state_dir / "key.pem").exists():
         raise ConfigurationError(
-            f"there is no device in {state_dir}", hint="give the --state-dir of fedpress join"
+            f"there is no device in {state_dir}",
+            hint="give the --state-dir of client join",
         )

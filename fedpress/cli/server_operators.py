@@ -1,4 +1,4 @@
-"""The commands `fedpress operator ...`: who else operates the server, and with which role."""
+"""The commands `fedpress server operator ...`: operators and their roles."""
 
 from __future__ import annotations
 
@@ -21,53 +21,53 @@ _DAY = 86400.0
 
 
 @click.group("operator", cls=Group)
-def operators() -> None:
-    """Tokens for people who operate the server: create, list, revoke."""
+def operator() -> None:
+    """Manage operators' tokens and roles: create, list, revoke."""
 
 
-@operators.command("create")
+@operator.command("create")
 @argument(
     "role",
     type=click.Choice(ROLES),
-    help="viewer reads; operator runs tasks and moves models; registrar lets devices in and out; "
-    "admin does all of it.",
+    help="viewer reads; operator runs tasks and moves models; registrar admits and revokes "
+    "devices; admin does all of it.",
 )
-@click.option("--note", default="", show_default=False, help="Whose it is, or what for.")
-@click.option("--days", type=float, default=90.0, help="How long it is valid.")
+@click.option("--note", default="", show_default=False, help="The owner or the purpose.")
+@click.option("--days", type=float, default=90.0, help="Days until it expires.")
 @as_json
 @operates
 def create_operator(server: Operator, role: Role, note: str, days: float, as_json: bool) -> None:
-    """Print a new token, once; the server keeps only its hash."""
+    """Create an operator and print the token, once; the server keeps only its hash."""
     if not 0 < days <= 10 * 366:
         raise ConfigurationError(f"--days {days:g}", hint="above 0, and 3660 at most")
-    made = server.create_operator(role, expires_in=days * _DAY, note=note)
-    tell(made, _new(made), as_json=as_json)
+    created = server.create_operator(role, expires_in=days * _DAY, note=note)
+    tell(created, _new(created), as_json=as_json)
 
 
-@operators.command("list")
+@operator.command("list")
 @as_json
 @operates
 def list_operators(server: Operator, as_json: bool) -> None:
-    """List who has or had a token; the server's admin token is not among them."""
-    found = server.operators()
+    """List operators, revoked and expired ones too; the admin token is not listed."""
+    operators = server.operators()
     rows = [
         (each.operator_id, each.role, _state(each), moment(each.expires_at), each.note)
-        for each in found
+        for each in operators
     ]
     headings = ("operator", "role", "state", "until", "note")
-    lines = table(headings, rows, width=terminal_width()) if rows else ["there are none"]
-    tell(found, lines, as_json=as_json)
+    lines = table(headings, rows, width=terminal_width()) if rows else ["no operators"]
+    tell(operators, lines, as_json=as_json)
 
 
-@operators.command("revoke")
+@operator.command("revoke")
 @argument("operator_id", metavar="OPERATOR", help="As list shows it.")
 @as_json
 @operates
 def revoke_operator(server: Operator, operator_id: str, as_json: bool) -> None:
-    """Refuse somebody's token from now on."""
-    done = server.revoke_operator(operator_id)
-    line = f"{done.operator_id}, {done.role}: revoked since {moment(done.revoked_at)}"
-    tell(done, [line], as_json=as_json)
+    """Revoke an operator's token."""
+    revoked = server.revoke_operator(operator_id)
+    line = f"{revoked.operator_id}, {revoked.role}: revoked at {moment(revoked.revoked_at)}"
+    tell(revoked, [line], as_json=as_json)
 
 
 def _new(made: OperatorToken) -> Iterator[str]:

@@ -1,0 +1,330 @@
+"""The commands `fedpress client ...`: a device, or a region as one, takes part."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import signal
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from fedpress.command_line import (
+    PATH,
+    Group,
+    admin_token,
+    argument,
+    log,
+    operator,
+    read,
+    secret_option,
+    stopped,
+    verbose,
+)
+from fedpress_protocols.errors import ConfigurationError
+
+if TYPE_CHECKING:
+    from fedpress_client import Event, MaskingRules
+    from fedpress_protocols.masking.graph import Adversary
+
+client_certificate = click.option(
+    "--client-certificate", type=PATH, help="PEM file, for a server that asks devices for one."
+)
+client_key = click.option("--client-key", type=PATH, help="PEM file of the certificate's key.")
+
+
+_MASKING_OPTIONS = (
+    click.option(
+        "--require-masking",
+        is_flag=True,
+        help="Secure aggregation: send no update unmasked; every option below implies it.",
+    ),
+    click.option("--authority", help="Secure aggregation: public key of the enrolment authority."),
+    click.option(
+        "--certificate",
+        type=click.Path(exists=True, dir_okay=False, path_type=Path),
+        help="Secure aggregation: what `fedpress authority issue` wrote.",
+    ),
+    click.option(
+        "--least-cohort",
+        type=click.IntRange(min=3),
+        help="Secure aggregation: clients in a sum, at least; 3 if not set.",
+    ),
+    click.option(
+        "--semi-honest", is_flag=True, help="Secure aggregation: trust the server to only look."
+    ),
+    click.option(
+        "--max-weight",
+        type=click.IntRange(min=1),
+        help="Secure aggregation: examples by which one update may count, at most.",
+    ),
+    click.option(
+        "--allow-compressor",
+        multiple=True,
+        metavar="ID",
+        help="Secure aggregation: a compressor that a plan may use; may be repeated.",
+    ),
+    click.option(
+        "--min-support",
+        type=click.IntRange(min=1),
+        help="Secure aggregation: numbers of an update in a sum, at least.",
+    ),
+    click.option(
+        "--max-rounds",
+        type=click.IntRange(min=1),
+        help="Secure aggregation: updates for one task, at most.",
+    ),
+)
+
+
+def masking_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """What a device insists on, whatever a plan says."""
+    for option in reversed(_MASKING_OPTIONS):
+        command = option(command)
+    return command
+
+
+@click.group("client", cls=Group)
+def client() -> None:
+    """Take part in tasks from this device: join, identity, relay."""
+
+
+@client.command("join")
+@argument("url", help="Where the server is.")
+@click.option(
+    "--app",
+    "app_path",
+    required=True,
+    metavar="MODULE:FACTORY",
+    help="The trainer, as module:factory.",
+)
+@click.option(
+    "--state-dir",
+    type=PATH,
+    default="fedpress-state",
+    help="Identity, outbox and residual; private to this device.",
+)
+@click.option("--task", help="The task to join; needed if several run.")
+@secret_option("token", "The enrolment token, on first contact.", is_needed=False)
+@click.option("--seed", type=int, help="Makes training repeatable.")
+@click.option(
+    "--server-key",
+    help="The server's public key, if you know it from its operator: this one is believed.",
+)
+@click.option("--ca", type=PATH, help="PEM file of the authority that signed the server.")
+@client_certificate
+@client_key
+@click.option("--proxy", help="Proxy, http://host:port.")
+@click.option(
+    "--fine-tune",
+    type=click.IntRange(min=0),
+    default=0,
+    help="Epochs to train the last model on, for this device alone.",
+)
+@click.option(
+    "--attribute", multiple=True, metavar="KEY=VALUE", help="Of this device, for a task's rules."
+)
+@masking_options
+@verbose
+def join(
+    url: str,
+    app_path: str,
+    state_dir: Path,
+    task: str | None,
+    token: str | None,
+    seed: int | None,
+    server_key: str | None,
+    ca: Path | None,
+    client_certificate: Path | None,
+    client_key: Path | None,
+    proxy: str | None,
+    fine_tune: int,
+    attribute: tuple[str, ...],
+    verbose: bool,
+    **masking: Any,
+) -> None:
+    """Take part in a task with your own trainer until the task ends."""
+    from fedpress_client import Client
+    from fedpress_client.apps import load_trainer
+    from fedpress_protocols.plan import TrainingTerms
+
+    log(verbose)
+    attributes = _attributes(attribute)
+    rules = _masking_rules(**masking)
+    sys.path.insert(0, os.getcwd())
+    sdk = Client(
+        url,
+        load_trainer(app_path),
+        state_dir=state_dir,
+        task=task,
+        token=token,
+        seed=seed,
+        server_key=server_key,
+        verify=str(ca) if ca else None,
+        client_certificate=client_certificate,
+        client_key=client_key,
+        proxy=proxy,
+        masking=rules,
+        fine_tuning=TrainingTerms(local_epochs=fine_tune) if fine_tune else None,
+        attributes=attributes,
+        on_event=_tell,
+    )
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        ended = sdk.run()
+    except KeyboardInterrupt:
+        stopped()
+    click.echo(
+        f"task {ended.task} {ended.state}: {ended.included} uploads included, "
+        f"{ended.not_included} not, {ended.pending} pending; model {ended.model}"
+    )
+
+
+def _tell(event: Event) -> None:
+    """What an operator who approves devices waits to hear, or to compare, and which plans the
+    device's own rules refused."""
+    key = event.details.get("key_id")
+    said = {
+        "enrolled": f"enrolled as client {event.details.get('client_id')}, key {key}",
+        "unapproved": f"this device waits until an operator has approved it; its key is {key}",
+        "approved": "this device was approved",
+        "rotated": f"this device signs with key {key} from now on",
+    }
+    if event.kind in said:
+        click.echo(said[event.kind], err=True)
+    elif "rule" in event.details:
+        click.echo(f"declined: {event.details['reason']}", err=True)
+
+
+@client.command("relay")
+@argument("upper", help="Where the upper server is.")
+@click.option("--region", required=True, metavar="URL", help="Where the region's own server is.")
+@admin_token
+@click.option(
+    "--config",
+    type=PATH,
+    required=True,
+    help="The region's task: a TaskConfig without model and rounds, JSON.",
+)
+@click.option(
+    "--rounds",
+    type=click.IntRange(min=1),
+    default=1,
+    help="The region's rounds for one upward.",
+)
+@click.option(
+    "--state-dir",
+    type=PATH,
+    default="fedpress-relay",
+    help="Identity, outbox and residual towards the upper server.",
+)
+@click.option("--task", help="The upper task; needed if several run.")
+@secret_option("token", "The upper server's enrolment token.", is_needed=False)
+@click.option("--ca", type=PATH, help="PEM file of the authority that signed the upper server.")
+@client_certificate
+@client_key
+@masking_options
+@verbose
+def relay(
+    upper: str,
+    region: str,
+    admin_token: str,
+    config: Path,
+    rounds: int,
+    state_dir: Path,
+    task: str | None,
+    token: str | None,
+    ca: Path | None,
+    client_certificate: Path | None,
+    client_key: Path | None,
+    verbose: bool,
+    **masking: Any,
+) -> None:
+    """Take part in an upper server's task as a whole region, with the region's devices."""
+    from fedpress.relay import RegionalTrainer
+    from fedpress_client import Client
+
+    log(verbose)
+    rules = _masking_rules(**masking)
+    try:
+        template = dict(json.loads(read(config)))
+    except (ValueError, TypeError) as exc:
+        raise ConfigurationError(f"{config} is not a JSON object: {exc}") from exc
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    with operator(region, admin_token) as server:
+        trainer = RegionalTrainer(server, template, rounds, state_dir)
+        sdk = Client(
+            upper,
+            trainer,
+            state_dir=state_dir,
+            task=task,
+            token=token,
+            verify=str(ca) if ca else None,
+            client_certificate=client_certificate,
+            client_key=client_key,
+            masking=rules,
+            on_event=_tell,
+        )
+        try:
+            ended = sdk.run()
+        except KeyboardInterrupt:
+            stopped()
+        trainer.finish()
+    click.echo(f"task {ended.task} {ended.state}: {ended.included} updates of the region included")
+
+
+def _masking_rules(
+    *,
+    require_masking: bool,
+    authority: str | None,
+    certificate: Path | None,
+    least_cohort: int | None,
+    semi_honest: bool,
+    max_weight: int | None,
+    allow_compressor: tuple[str, ...],
+    min_support: int | None,
+    max_rounds: int | None,
+) -> MaskingRules | None:
+    """What `masking_options` say; None if none was given."""
+    from fedpress_client import MaskingRules
+    from fedpress_protocols.signatures import from_base64url
+
+    if authority is not None:
+        from_base64url(authority, 32)  # refused here, before the token is used up
+    adversary: Adversary | None = "semi-honest" if semi_honest else None
+    rules = {
+        "required": require_masking or None,
+        "authority": authority,
+        "certificate": certificate,
+        "minimum": least_cohort,
+        "adversary": adversary,
+        "max_weight": max_weight,
+        "compressors": allow_compressor or None,
+        "min_support": min_support,
+        "max_rounds": max_rounds,
+    }
+    set_by_user: dict[str, Any] = {
+        name: value for name, value in rules.items() if value is not None
+    }
+    return MaskingRules(**set_by_user) if set_by_user else None
+
+
+def _attributes(given: Sequence[str]) -> dict[str, float | str]:
+    """`KEY=VALUE` each; a value that reads as a finite number is one."""
+    attributes: dict[str, float | str] = {}
+    for text in given:
+        name, has_value, value = text.partition("=")
+        if not has_value or name in attributes:
+            raise ConfigurationError(
+                f"--attribute {text!r}", hint="give KEY=VALUE, and each key once"
+            )
+        try:
+            number = float(value)
+        except ValueError:
+            number = math.nan
+        attributes[name] = number if math.isfinite(number) else value
+    return attributes
