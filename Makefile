@@ -1,18 +1,23 @@
 # Everything runs in .venv, which is made on first use. `make PYTHON=python3.12 ...` picks the interpreter.
 PYTHON ?= python3
 ARGS ?=
-# Of the whole suite every line of compression/ and protocols/ is asked for; of a part, none.
-COVERAGE = $(if $(ARGS),,--cov-fail-under=100)
+# Of the whole suite every line of compression/ and protocols/ is asked for, and slow tests are left
+# to test-slow; of a part that ARGS picks no line is asked for, and its slow tests run, too.
+WHOLE = $(if $(ARGS),,-m 'not slow or slow(short=True)' --cov-fail-under=100)
 VENV := .venv
 BIN := $(VENV)/bin
 PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check format soak constraints clean
+.PHONY: help demo test test-slow check format soak constraints clean
+
+# Tests start processes by the hundred; each would compile all of its modules anew.
+unexport PYTHONDONTWRITEBYTECODE
 
 help:
 	@echo "make demo         a federated run on this machine; options in ARGS, e.g. ARGS='--rounds 10'"
 	@echo "make test         the tests, with every line of compression/ and protocols/ covered"
+	@echo "make test-slow    the tests that take longer: whole processes, crashes, more examples"
 	@echo "make check        ruff, mypy --strict, import-linter"
 	@echo "make format       let ruff put the code in order"
 	@echo "make soak         the long fuzz and crash runs"
@@ -38,8 +43,11 @@ demo: $(VENV)/demo.stamp
 	$(BIN)/fedpress demo $(ARGS)
 
 test: $(VENV)/test.stamp
-	$(BIN)/python -m pytest -n 2 --dist loadgroup \
-	  --cov --cov-report=term-missing:skip-covered $(COVERAGE) $(ARGS)
+	$(BIN)/python -m pytest -n 2 \
+	  --cov --cov-report=term-missing:skip-covered $(WHOLE) $(ARGS)
+
+test-slow: $(VENV)/test.stamp
+	FEDPRESS_SLOW=1 $(BIN)/python -m pytest -n 2 -m slow $(ARGS)
 
 check: $(VENV)/test.stamp
 	$(BIN)/ruff check .

@@ -1,19 +1,26 @@
-"""What every test shares: how hypothesis draws, what `make soak` means, figures at the end."""
+"""What every test shares: how hypothesis draws, what is slow and what soaks, figures at the end."""
 
 import os
+from typing import TYPE_CHECKING
 
 import pytest
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck, is_hypothesis_test, settings
+
+if TYPE_CHECKING:
+    from xdist.remote import Producer
+    from xdist.scheduler import Scheduling
 
 SOAK = os.environ.get("FEDPRESS_SOAK") == "1"
+SLOW = os.environ.get("FEDPRESS_SLOW") == "1"
 
 # A busy machine's pauses are no bug of the code under test, so no example has a deadline.
 # CI draws the same examples every time; `make soak` draws many more, and new ones.
 _calm = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
-settings.register_profile("here", _calm)
-settings.register_profile("ci", _calm, derandomize=True, database=None)
+_repeats = {"derandomize": True, "database": None} if os.environ.get("CI") else {}
+settings.register_profile("quick", _calm, max_examples=25, **_repeats)
+settings.register_profile("slow", _calm, max_examples=100, **_repeats)
 settings.register_profile("soak", _calm, max_examples=2_000, print_blob=True)
-settings.load_profile("soak" if SOAK else "ci" if os.environ.get("CI") else "here")
+settings.load_profile("soak" if SOAK else "slow" if SLOW else "quick")
 
 
 @pytest.fixture(scope="session")
@@ -22,10 +29,39 @@ def soak() -> bool:
     return SOAK
 
 
+@pytest.fixture(scope="session")
+def slow() -> bool:
+    """Whether `make test-slow` runs: tests marked `slow(short=True)` are then longer."""
+    return SLOW
+
+
+# What the tests of these files share is dear, so that one worker runs each of them.
+TOGETHER = {
+    "tests/client/test_data_parallel.py",
+    "tests/install/test_base_install.py",
+}
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: "Producer") -> "Scheduling":
+    """As `--dist load`, but for `TOGETHER`."""
+    from xdist.scheduler import LoadScopeScheduling
+
+    class ByDearness(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            file = nodeid.partition("::")[0]
+            return file if file in TOGETHER else nodeid
+
+    return ByDearness(config, log)
+
+
+@pytest.hookimpl(tryfirst=True)  # before items are chosen by their marks
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if SOAK:
         return
     for item in items:
+        if SLOW and is_hypothesis_test(getattr(item, "obj", None)):
+            item.add_marker("slow")  # with more examples than `make test` has time for
         mark = item.get_closest_marker("soak")
         if mark and mark.kwargs.get("only"):
             item.add_marker(pytest.mark.skip(reason="has only a long form: make soak"))

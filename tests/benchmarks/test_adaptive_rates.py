@@ -29,6 +29,7 @@ def test_two_thirds_of_the_fleet_make_the_deadline() -> None:
     assert 0.2e6 / 8 <= fleet.uplinks.min() < fleet.uplinks.max() <= 50e6 / 8
 
 
+@pytest.mark.slow
 def test_each_its_own_rate_brings_in_those_whom_one_rate_leaves_out(tmp_path: Path) -> None:
     ladder, fleet = [rung(share) for share in benchmark.LADDER], Fleet.drawn(0)
     one = run(ladder[:1], [], 0, 3, tmp_path)
@@ -39,6 +40,7 @@ def test_each_its_own_rate_brings_in_those_whom_one_rate_leaves_out(tmp_path: Pa
     assert aware.came > 0.9 * aware.given
 
 
+@pytest.mark.slow
 def test_a_rate_that_is_too_high_for_a_task_is_caught_and_corrected(tmp_path: Path) -> None:
     """One value in ten thousand: 40 rounds of it leave a model that hardly knows anything."""
     ladder = [rung(share) for share in benchmark.TOO_HIGH]
@@ -54,6 +56,7 @@ def test_a_rate_that_is_too_high_for_a_task_is_caught_and_corrected(tmp_path: Pa
     assert not sound.warnings
 
 
+@pytest.mark.slow
 def test_the_loop_on_the_loss_saves_bytes_and_repeats(tmp_path: Path) -> None:
     ladder = [rung(share) for share in benchmark.LADDER]
     loop = run(ladder, [{"id": "accuracy_driven"}], 0, 30, tmp_path)

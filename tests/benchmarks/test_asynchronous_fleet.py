@@ -47,6 +47,7 @@ def test_nothing_that_a_fleet_computes_is_lost(name: str, tmp_path: Path) -> Non
     assert again == run
 
 
+@pytest.mark.slow
 def test_buffers_do_not_wait_for_the_slow() -> None:
     """In as many seconds, more than twice the uploads that rounds get, and more often a model."""
     buffers, rounds = (benchmark.simulated(mode(name), 0, 24) for name in ("fedbuff", "rounds"))

@@ -8,9 +8,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[2]
 
 
+@pytest.mark.slow
 def test_contexts_take_a_fifth_off_sparse_ternary_uploads() -> None:
     script = ROOT / "benchmarks" / "context_positions.py"
     answer = subprocess.run(

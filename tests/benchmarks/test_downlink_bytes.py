@@ -7,9 +7,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[2]
 
 
+@pytest.mark.slow
 def test_models_go_down_in_a_tenth_to_those_who_follow_and_in_half_to_others() -> None:
     script = ROOT / "benchmarks" / "downlink_bytes.py"
     answer = subprocess.run(

@@ -23,6 +23,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(secagg, "SUITES", ("aes-128-ctr",))
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("small")
 def test_the_benchmark_prints_tables_and_writes_what_its_page_describes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

@@ -1,15 +1,17 @@
-"""One of four processes that exchange gradients, scenario by scenario; what happened lies in OUT.
+"""Four processes that exchange gradients, scenario by scenario; what happened lies in their OUTs.
 
-    python data_parallel_process.py RANK STORE OUT
+    python data_parallel_process.py STORE OUT OUT OUT OUT
 
 Where a scenario takes two, the processes 0 and 1 are meant.
 """
 
 # No `from __future__ import annotations`: torch looks at a hook's annotations as objects.
 
+import multiprocessing
 import sys
 from collections.abc import Callable, Iterator
 from io import BytesIO
+from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
@@ -264,4 +266,17 @@ def main(rank: int, store: str, out: str) -> None:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), sys.argv[2], sys.argv[3])
+    torch_is_here = multiprocessing.get_context("fork")  # imported once for all of them
+    store, *outs = sys.argv[1:]
+    running = [
+        torch_is_here.Process(target=main, args=(rank, store, out), daemon=True)
+        for rank, out in enumerate(outs)
+    ]
+    for process in running:
+        process.start()
+    while running:
+        wait([process.sentinel for process in running])
+        for process in [process for process in running if not process.is_alive()]:
+            if process.exitcode:  # the others wait for it in vain, and end with this process
+                sys.exit(f"a process ended with {process.exitcode}")
+            running.remove(process)

@@ -168,23 +168,33 @@ def included_total(server: FakeServer, device: Device) -> np.ndarray:
 
 
 SEEDS = pytest.mark.parametrize(
-    "seed", [0, 1, *(pytest.param(seed, marks=pytest.mark.soak(only=True)) for seed in (2, 3))]
+    "seed",
+    [
+        pytest.param(0, marks=pytest.mark.slow(short=True)),
+        pytest.param(1, marks=pytest.mark.slow),
+        *(pytest.param(seed, marks=pytest.mark.soak(only=True)) for seed in (2, 3)),
+    ],
 )
 
 
+@pytest.fixture
+def rounds(slow: bool, soak: bool) -> int:
+    return 55 if slow or soak else 15
+
+
 @SEEDS
-def test_nothing_is_lost_over_fifty_rounds_of_mishaps(
-    seed: int, tmp_path: Path, record_property, monkeypatch: pytest.MonkeyPatch
+def test_nothing_is_lost_over_many_rounds_of_mishaps(
+    seed: int, rounds: int, tmp_path: Path, record_property, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rng = np.random.default_rng(seed)
-    server = FakeServer(small_model(), two_of(rng), rounds=55)
+    server = FakeServer(small_model(), two_of(rng), rounds=rounds)
     told = mishaps(server, lambda chance: Drops(server, rng, chance), rng, tmp_path, monkeypatch)
     record_property("figure", f"conservation, seed {seed}: {told}")
 
 
 @SEEDS
 def test_nothing_is_lost_by_parts_and_coded_models(
-    seed: int, tmp_path: Path, record_property, monkeypatch: pytest.MonkeyPatch
+    seed: int, rounds: int, tmp_path: Path, record_property, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Bodies leave before they are whole; a process that dies takes nothing of them back."""
     leaves = Outgoing.__exit__
@@ -197,11 +207,11 @@ def test_nothing_is_lost_by_parts_and_coded_models(
 
     monkeypatch.setattr(Outgoing, "__exit__", left)
     rng = np.random.default_rng(seed)
-    server = CodedServer(rounded(small_model()), two_of(rng), rounds=55)
+    server = CodedServer(rounded(small_model()), two_of(rng), rounds=rounds)
     told = mishaps(
         server, lambda chance: CodedLink(server, rng, chance), rng, tmp_path, monkeypatch
     )
-    assert server.completed > 10
+    assert server.completed > rounds // 5
     record_property(
         "figure", f"conservation, {server.completed} uploads by parts, seed {seed}: {told}"
     )
@@ -257,10 +267,10 @@ def mishaps(
         summary = device.client.run()
         assert (summary.state, summary.pending) == ("finished", 0)
         worst = max(worst, device.check())
-        assert summary.included > 5
-        assert summary.not_included > 5
-    assert server.abandoned > 3
-    assert min(restarts, crashes, lost) > 3
+        assert summary.included > server.rounds // 10
+        assert summary.not_included > server.rounds // 10
+    assert server.abandoned > server.rounds // 15
+    assert min(restarts, crashes, lost) > server.rounds // 15
     return (
         f"{server.committed} rounds, {server.abandoned} abandoned, {len(server.parts)} "
         f"assignments, {restarts} restarts, {crashes} crashes, {lost} calls lost; largest error "
@@ -337,8 +347,9 @@ def drive(server: FakeServer, devices: list[Device], die: crashing) -> str:
 
 
 @pytest.mark.soak
+@pytest.mark.slow(short=True)
 def test_a_crash_between_any_two_steps_changes_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, record_property, soak: bool
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, record_property, slow: bool, soak: bool
 ) -> None:
     die = crashing(monkeypatch)
     server, devices = undisturbed_task(tmp_path / "undisturbed")
@@ -346,7 +357,7 @@ def test_a_crash_between_any_two_steps_changes_nothing(
     counts = {name: p.receipt.receipt.outcome for name, p in server.parts.items()}
     points = die.count
     assert points > 200
-    tried = range(0, points, 1 if soak else 5)
+    tried = range(0, points, 1 if soak else 5 if slow else 31)
     for point in tried:
         die.after(point)
         server, devices = undisturbed_task(tmp_path / str(point))

@@ -20,7 +20,6 @@ from fedpress_protocols.errors import ConfigurationError, IncompatiblePlan
 from tests.client.data_parallel_process import PLAIN_STEPS, SPEC, STEPS, WORLD, stateless
 
 Found = list[Mapping[str, np.ndarray]]
-pytestmark = pytest.mark.xdist_group("data-parallel")  # the processes are begun once
 EXCHANGED = stateless()
 
 
@@ -37,15 +36,9 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> Found:
     }
     outs = [folder / f"{rank}.npz" for rank in range(WORLD)]
     script = Path(__file__).with_name("data_parallel_process.py")
-    processes = [
-        subprocess.Popen([sys.executable, script, str(rank), folder / "store", out], env=here)
-        for rank, out in enumerate(outs)
-    ]
-    try:
-        assert [process.wait(timeout=240) for process in processes] == [0] * WORLD
-    finally:
-        for process in processes:
-            process.kill()
+    subprocess.run(
+        [sys.executable, script, folder / "store", *outs], env=here, check=True, timeout=240
+    )
     return [dict(np.load(out)) for out in outs]
 
 

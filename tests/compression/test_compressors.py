@@ -240,8 +240,9 @@ def summed(made: Compressor[Any], sent: list[Symbols]) -> Symbols:
     return tuple(fields)
 
 
+@pytest.mark.slow(short=True)
 @pytest.mark.parametrize("made", UNBIASED, ids=by_config)
-def test_the_mean_over_seeds_is_the_update(made: Compressor[Any]) -> None:
+def test_the_mean_over_seeds_is_the_update(made: Compressor[Any], slow: bool) -> None:
     """Over n draws, n |mean - x|^2 has the variance of one draw for its mean, and a deviation of
     at most sqrt(2) times that, whatever the covariance; four of them are allowed. The projection
     on x, which a wrong scale would move, is held to four standard errors.
@@ -249,7 +250,7 @@ def test_the_mean_over_seeds_is_the_update(made: Compressor[Any]) -> None:
     spec = ModelSpec((TensorSpec("w", (12, 9)), TensorSpec("b", (11,)), TensorSpec("s", ())))
     update = heavy_tailed(3, spec.size)
     update *= np.float32(0.09) / np.abs(update).max()  # within every clip above
-    rng, draws = np.random.default_rng(5), 2000
+    rng, draws = np.random.default_rng(5), 2000 if slow else 250
     total, squares, along = np.zeros(spec.size), 0.0, np.zeros(draws)
     known = public(spec)
     for seed in range(draws):
@@ -266,11 +267,13 @@ def test_the_mean_over_seeds_is_the_update(made: Compressor[Any]) -> None:
     assert off <= 4 * along.std() / math.sqrt(draws) + 1e-6 * energy
 
 
+@pytest.mark.slow(short=True)
 @pytest.mark.parametrize("made", CONTRACTIVE, ids=by_config)
-def test_what_is_lost_is_shorter_than_the_update(made: Compressor[Any]) -> None:
+def test_what_is_lost_is_shorter_than_the_update(made: Compressor[Any], slow: bool) -> None:
     special = special_updates()
     names = ("constant", "tied", "one value", "wide", "heavy tail")
-    draws = 1000 if isinstance(made, RandomK) else 20
+    few, many = (20, 1000) if slow else (3, 300)
+    draws = many if isinstance(made, RandomK) else few
     updates = (*(special[name] for name in names), heavy_tailed(21), heavy_tailed(22))
     for update in updates:
         exact, lost = update.astype(np.float64), 0.0
@@ -306,13 +309,14 @@ def residual_norms(made: Compressor[Any], update: Vector, rounds: int) -> list[f
     return norms
 
 
+@pytest.mark.slow(short=True)
 @pytest.mark.parametrize("made", SUITED, ids=by_config)
 def test_a_residual_around_what_suits_feedback_never_outgrows_the_updates(
-    made: Compressor[Any],
+    made: Compressor[Any], slow: bool
 ) -> None:
     """Where nothing were ever sent it would be as long as all updates so far."""
     for update in (heavy_tailed(21, SMALL.size), np.full(SMALL.size, 0.25, np.float32)):
-        norms = residual_norms(made, update * np.float32(0.01), 100)
+        norms = residual_norms(made, update * np.float32(0.01), 100 if slow else 30)
         assert all(norm <= 10 + 1.01 * number for number, norm in enumerate(norms, 1))
 
 

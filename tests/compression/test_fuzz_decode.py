@@ -1,7 +1,7 @@
 """Whatever the bytes: DecodingError, or symbols that fill the layout, within the layout's memory.
 
 Bodies are truncated, extended, flipped, spliced and overwritten, and get other numbers in the place
-of their counts. 20,000 cases by default; FEDPRESS_SOAK=1 makes it 200,000.
+of their counts. 6,000 cases; `make test-slow` makes it 20,000, `make soak` 200,000.
 """
 
 from __future__ import annotations
@@ -173,10 +173,11 @@ def admitted(layout: Layout, data: bytes) -> int:
     return total
 
 
+@pytest.mark.slow(short=True)
 @pytest.mark.parametrize("part", range(4))
-def test_damaged_bodies_are_refused_or_are_updates(part: int, soak: bool) -> None:
+def test_damaged_bodies_are_refused_or_are_updates(part: int, slow: bool, soak: bool) -> None:
     rng = np.random.default_rng([SEED, part])
-    cases = 50_000 if soak else 5_000
+    cases = 50_000 if soak else 5_000 if slow else 1_500
     samples = {make: [make(rng) for _ in range(12)] for make, _ in KINDS}
     bodies = {make: [encode(s, layout) for layout, s in drawn] for make, drawn in samples.items()}
     shares = np.array([share for _, share in KINDS])

@@ -174,13 +174,14 @@ def filled(rng: Generator) -> tuple[Layout, Symbols, Contexts]:
     return layout, arrays, (known, None, None, known, known, None, None)
 
 
+@pytest.mark.slow(short=True)
 def test_what_is_encoded_comes_back_and_all_kernels_write_the_same(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, slow: bool
 ) -> None:
     modules = [range_reference]
     if find_spec("numba") is not None:
         modules.append(compiled())
-    for seed in range(40):
+    for seed in range(40 if slow else 12):
         layout, symbols, contexts = filled(np.random.default_rng(seed))
         bodies = set()
         for module in modules:
@@ -329,13 +330,15 @@ def test_contexts_must_be_there_where_a_grid_names_them() -> None:
         encode(symbols, layout, (None, None))
 
 
-def test_both_decoders_refuse_and_read_the_same_damaged_bodies() -> None:
+@pytest.mark.slow(short=True)
+def test_both_decoders_refuse_and_read_the_same_damaged_bodies(slow: bool) -> None:
     rng = np.random.default_rng(0)
     script = runpy.run_path(str(SCRIPT))
     read = 0
     drawn = [filled(np.random.default_rng([seed, 2])) for seed in range(10)]
     bodies = [encode(symbols, layout, contexts) for layout, symbols, contexts in drawn]
-    for case in range(150):
+    cases = 150 if slow else 50
+    for case in range(cases):
         (layout, _, contexts), body = drawn[case % 10], bytearray(bodies[case % 10])
         for bit in rng.integers(0, 8 * len(body), 2).tolist():
             body[bit >> 3] ^= 1 << (bit & 7)
@@ -349,12 +352,13 @@ def test_both_decoders_refuse_and_read_the_same_damaged_bodies() -> None:
         found = decode(bytes(body), layout, contexts)
         assert [array.tolist() for array in found] == due
         read += 1
-    assert read < 150
+    assert read < cases
 
 
+@pytest.mark.slow(short=True)
 @pytest.mark.usefixtures("kernel")
-def test_damaged_bodies_are_refused_or_are_updates() -> None:
-    for seed in range(60):
+def test_damaged_bodies_are_refused_or_are_updates(slow: bool) -> None:
+    for seed in range(60 if slow else 20):
         rng = np.random.default_rng([seed, 3])
         layout, symbols, contexts = filled(rng)
         body = bytearray(encode(symbols, layout, contexts))

@@ -12,6 +12,7 @@ from click.testing import CliRunner, Result
 
 from fedpress.cli import app
 from fedpress_server import Settings, create_app
+from tests import databases
 from tests.devices import ADMIN_TOKEN
 from tests.face.commands import Command
 from tests.server.in_process import Clock, Server, running
@@ -24,6 +25,7 @@ def clock() -> Clock:
 
 @pytest.fixture
 def server(tmp_path: Path, clock: Clock) -> Iterator[Server]:
+    databases.lay(tmp_path / "data" / "fedpress.db")
     settings = Settings(data_dir=tmp_path / "data", admin_token=ADMIN_TOKEN, tick_seconds=3600)
     with running(create_app(settings, clock=clock)) as server:
         yield server

@@ -204,6 +204,7 @@ def test_a_history_of_nothing_is_still_json(tmp_path: Path) -> None:
     assert written["complete"] is False
 
 
+@pytest.mark.slow
 def test_the_demo_runs_to_its_end(
     tmp_path: Path, record_property: Callable[[str, object], None]
 ) -> None:

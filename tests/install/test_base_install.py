@@ -12,8 +12,7 @@ import pytest
 
 from fedpress.cli.outcomes import WRONG_USE
 
-# One group: the wheel and the bare environment are made once, by one worker.
-pytestmark = [pytest.mark.install, pytest.mark.xdist_group("install")]
+pytestmark = pytest.mark.install
 
 ROOT = Path(__file__).parents[2]
 INSTALLED_MB = 120

@@ -11,7 +11,7 @@ import pytest
 
 from fedpress_protocols.model import Model
 from fedpress_server import Settings, create_app
-from tests import postgres
+from tests import databases, postgres
 from tests.devices import ADMIN_TOKEN, Device, Operator
 from tests.server.in_process import Clock, Server, Start, running
 from tests.server.replicated import Databases
@@ -58,8 +58,8 @@ def database_url(
         request.getfixturevalue("cluster").give_back(used)
 
 
-@pytest.fixture
-def databases(request: pytest.FixtureRequest, dialect: str) -> Databases:
+@pytest.fixture(name="databases")
+def databases_of_a_kind(request: pytest.FixtureRequest, dialect: str) -> Databases:
     """For tests that open some themselves."""
     return Databases(None if dialect == "sqlite" else request.getfixturevalue("cluster"))
 
@@ -81,7 +81,10 @@ def start(tmp_path: Path, clock: Clock, database_url: Callable[[Path], str]) -> 
             "admin_token": ADMIN_TOKEN,
             "tick_seconds": 3600,
         }
-        return running(create_app(Settings(**(defaults | settings)), clock=clock))
+        chosen = Settings(**(defaults | settings))
+        if not chosen.database_url:
+            databases.lay(chosen.data_dir / "fedpress.db")
+        return running(create_app(chosen, clock=clock))
 
     return started
 

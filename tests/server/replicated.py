@@ -38,6 +38,7 @@ from fedpress_server.storage.files import model_name
 from fedpress_server.storage.payloads import LocalPayloads
 from fedpress_server.storage.records import Device, EnrolmentToken
 from fedpress_server.storage.tables import round_events, uploads
+from tests import databases
 from tests.postgres import Cluster
 from tests.server.in_process import Clock
 
@@ -59,6 +60,7 @@ class Databases:
     def new(self, folder: Path) -> str:
         """The URL of one, in this folder if it is a file."""
         if self._cluster is None:
+            databases.lay(folder / "test.db")
             return f"sqlite:///{folder / 'test.db'}"
         return self._cluster.new()
 

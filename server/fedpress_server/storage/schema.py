@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 import sqlalchemy as sa
 from alembic import command
 from alembic.config import Config
@@ -21,12 +23,12 @@ def migrate(backend: Backend) -> tuple[str | None, str]:
     Whoever comes at the same time waits. Raises ConfigurationError for a database of a newer
     release.
     """
-    config = _config()
-    head = _head(config)
+    head = _head()
     with backend.altering().connect() as connection, connection.begin():
-        found = _found(connection, config)
+        found = _found(connection)
         if found == head:
             return found, head
+        config = _config()
         config.attributes["connection"] = connection
         command.upgrade(config, "head")
         connection.execute(sa.insert(schema_releases), {"revision": head, "release": __version__})
@@ -36,10 +38,9 @@ def migrate(backend: Backend) -> tuple[str | None, str]:
 
 def check(backend: Backend) -> None:
     """Raises ConfigurationError unless the database has this release's schema."""
-    config = _config()
-    head = _head(config)
+    head = _head()
     with backend.reads.connect() as connection:
-        found = _found(connection, config)
+        found = _found(connection)
     if found != head:
         what = "has no tables yet" if found is None else f"has schema {found}"
         raise ConfigurationError(
@@ -62,17 +63,23 @@ def _config() -> Config:
     return config
 
 
-def _head(config: Config) -> str:
-    head = ScriptDirectory.from_config(config).get_current_head()
+@cache
+def _scripts() -> ScriptDirectory:
+    """This release's migrations, each of which is a module that is executed to be known."""
+    return ScriptDirectory.from_config(_config())
+
+
+def _head() -> str:
+    head = _scripts().get_current_head()
     if head is None:
         raise AssertionError("there are no migrations")
     return head
 
 
-def _found(connection: Connection, config: Config) -> str | None:
+def _found(connection: Connection) -> str | None:
     """The version of the schema, which this release knows; None if there is none yet."""
     found = MigrationContext.configure(connection).get_current_revision()
-    known = {each.revision for each in ScriptDirectory.from_config(config).walk_revisions()}
+    known = {each.revision for each in _scripts().walk_revisions()}
     if found is None or found in known:
         return found
     made_by = None
