@@ -6,12 +6,11 @@ from typing import TYPE_CHECKING
 import pytest
 from hypothesis import HealthCheck, is_hypothesis_test, settings
 
+from tests.lengths import SLOW, SOAK
+
 if TYPE_CHECKING:
     from xdist.remote import Producer
     from xdist.scheduler import Scheduling
-
-SOAK = os.environ.get("FEDPRESS_SOAK") == "1"
-SLOW = os.environ.get("FEDPRESS_SLOW") == "1"
 
 # A busy machine's pauses are no bug of the code under test, so no example has a deadline.
 # CI draws the same examples every time; `make soak` draws many more, and new ones.

@@ -31,6 +31,7 @@ from fedpress_compression.coding import (
 from fedpress_compression.coding.positions import plan_positions
 from fedpress_protocols.errors import ConfigurationError, DecodingError, InvalidUpdate
 from tests.compression.coding_vectors import layout_of
+from tests.lengths import examples
 
 SCRIPT = Path(__file__).parents[2] / "protocols" / "vectors" / "make_coding_vectors.py"
 FOLDER = SCRIPT.parent / "coding"
@@ -138,7 +139,7 @@ def filled_layouts(draw: st.DrawFn) -> tuple[Layout, Symbols]:
     return tuple(layout), tuple(symbols)
 
 
-@settings(max_examples=300)
+@settings(max_examples=examples(60, 300))
 @given(filled_layouts())
 def test_what_is_encoded_comes_back(filled: tuple[Layout, Symbols]) -> None:
     layout, symbols = filled

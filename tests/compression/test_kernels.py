@@ -49,13 +49,14 @@ from fedpress_compression.kernels import (
     tables_compiled,
     vectors_compiled,
 )
+from tests.lengths import examples
 
 BOTH = [reference, compiled]
 VECTORS = Path(__file__).parents[2] / "protocols" / "vectors" / "coding"
 ROOT = Path(__file__).parents[2]
 SEED = 50_000
 CANARY = 64
-few = settings(max_examples=30)
+few = settings(max_examples=examples(12, 30))
 
 seeds = st.integers(0, 2**32 - 1)
 sizes = st.one_of(st.integers(1, 40), st.integers(1, 5000), st.sampled_from([2049, 8192, 20_003]))

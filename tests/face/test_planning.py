@@ -53,8 +53,8 @@ def fedpress(*arguments: str) -> Result:
     ("name", "method", "rounds"),
     [
         ("8 bits", "8 bits, EF, M .8", 40),
-        ("4 bits", "4 bits, EF, M .8", 40),
-        ("top-k 2 %, 1 bit", "top-k 2 % + 1 bit, EF, M .8", 10),
+        pytest.param("4 bits", "4 bits, EF, M .8", 40, marks=pytest.mark.slow),
+        pytest.param("top-k 2 %, 1 bit", "top-k 2 % + 1 bit, EF, M .8", 10, marks=pytest.mark.slow),
         ("top-k .1 %, CAFe", "top-k .1 % ternary, CAFe, contexts", 10),
     ],
 )
@@ -98,7 +98,7 @@ def test_what_is_uncompressed_is_four_bytes_a_value_and_a_head() -> None:
     assert 0 <= cost(candidate("float32"), situation()).body - 4 * 50_826 < 8
 
 
-@pytest.mark.parametrize("n", [5, 12, 150])
+@pytest.mark.parametrize("n", [5, 12, pytest.param(150, marks=pytest.mark.slow)])
 def test_a_sessions_messages_are_as_long_as_those_of_a_session_that_was_played(n: int) -> None:
     load = Workload(n, 8, 1, 0, 1_000, 500)
     played = rehearse(load)

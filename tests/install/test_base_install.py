@@ -12,7 +12,7 @@ import pytest
 
 from fedpress.cli.outcomes import WRONG_USE
 
-pytestmark = pytest.mark.install
+pytestmark = [pytest.mark.install, pytest.mark.slow]
 
 ROOT = Path(__file__).parents[2]
 INSTALLED_MB = 120

@@ -35,6 +35,7 @@ from fedpress_protocols.errors import (
     DecodingError,
 )
 from fedpress_protocols.model import Model
+from tests.lengths import examples
 from tests.protocols import spec_reader
 
 SCRIPT = Path(__file__).parents[2] / "protocols" / "vectors" / "make_downlink_vectors.py"
@@ -128,7 +129,7 @@ def octets(body: spec_reader.Body, num: int) -> list[int]:
     return list(found)
 
 
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=examples(12, 40))
 @given(st.data())
 def test_any_path_of_differences_and_wholes_comes_to_the_same_file(data: st.DataObject) -> None:
     """Models on finer and coarser grids, that grow and shrink, reached in any way."""
@@ -152,7 +153,7 @@ def test_any_path_of_differences_and_wholes_comes_to_the_same_file(data: st.Data
         assert held.to_bytes() == line[to].to_bytes()
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=examples(20, 60))
 @given(
     st.lists(st.floats(width=32, allow_nan=False, allow_infinity=False), min_size=1, max_size=30),
     st.integers(4, 14),

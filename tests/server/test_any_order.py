@@ -581,11 +581,13 @@ class AnyOrder(RuleBasedStateMachine):
 
 
 @pytest.mark.soak
+@pytest.mark.slow(short=True)
 @pytest.mark.both_databases
 def test_whatever_happens_every_upload_counts_once_or_not_at_all(
     tmp_path: Path,
     dialect: str,
     request: pytest.FixtureRequest,
+    slow: bool,
     soak: bool,
     record_property: Callable[[str, object], None],
 ) -> None:
@@ -594,7 +596,7 @@ def test_whatever_happens_every_upload_counts_once_or_not_at_all(
     run_state_machine_as_test(  # type: ignore[no-untyped-call]
         lambda: AnyOrder(place, done),
         settings=settings(
-            max_examples=300 if soak else 6,
+            max_examples=300 if soak else 6 if slow else 2,
             stateful_step_count=50 if soak else 30,
             deadline=None,
             suppress_health_check=list(HealthCheck),

@@ -38,6 +38,7 @@ from fedpress_protocols.signatures import Content, DeviceKey, to_base64url
 from fedpress_server import failpoints
 from fedpress_server.storage.tables import audit_log
 from tests.devices import ADMIN_TOKEN, Device, Operator, checked
+from tests.lengths import examples
 from tests.server.in_process import Clock, Server, Start
 
 ASSIGNMENT = "Zr1x0nC5m3q9JtTz7Wb2-A"
@@ -462,7 +463,9 @@ OPERATIONS = st.lists(st.tuples(st.sampled_from(WORDS), st.integers(0, 1)), min_
 
 @pytest.mark.both_databases
 @settings(
-    max_examples=10, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=examples(4, 10),
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
 @given(operations=OPERATIONS)
 def test_in_any_order_every_server_says_the_same(

@@ -137,6 +137,7 @@ def undisturbed(
         return outcome(http, party)
 
 
+@pytest.mark.slow(short=True)
 @pytest.mark.parametrize("when", ["before", "after"])
 @pytest.mark.parametrize(
     ("cls", "function"), [(Database, "_commit"), (LocalPayloads, "put")], ids=["commit", "file"]
@@ -151,9 +152,10 @@ def test_a_server_that_dies_at_any_write_goes_on_where_it_was(
     cls: type,
     function: str,
     when: str,
+    slow: bool,
 ) -> None:
     written = getattr(cls, function)
-    for at in range(100):
+    for at in range(0, 100, 1 if slow else 4):
         party, folder = Party(clock), tmp_path / f"died-{at}"
         with start(data_dir=folder) as http:
             begin(http, party, model)
@@ -169,6 +171,7 @@ def test_a_server_that_dies_at_any_write_goes_on_where_it_was(
     assert at > 5
 
 
+@pytest.mark.slow(short=True)
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_a_server_that_fails_at_any_commit_recovers_by_itself(
     start: Start,
@@ -178,9 +181,10 @@ def test_a_server_that_fails_at_any_commit_recovers_by_itself(
     undisturbed: tuple[str, Any],
     monkeypatch: pytest.MonkeyPatch,
     when: str,
+    slow: bool,
 ) -> None:
     commit = Database._commit
-    for at in range(100):
+    for at in range(0, 100, 1 if slow else 4):
         party = Party(clock)
         with start(data_dir=tmp_path / f"failed-{at}") as http:
             begin(http, party, model)

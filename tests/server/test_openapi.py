@@ -34,8 +34,9 @@ GENERATED = st.sampled_from(GenerationMode)
 
 
 @pytest.mark.soak
+@pytest.mark.slow(short=True)
 def test_what_the_description_allows_is_answered_as_described(
-    http: Server, operator: Operator, enrolled: Enrolled, model: Model, soak: bool
+    http: Server, operator: Operator, enrolled: Enrolled, model: Model, slow: bool, soak: bool
 ) -> None:
     device = enrolled()
     operator.begin(model, rounds=50, cohort={"size": 1, "minimum": 1})
@@ -63,7 +64,7 @@ def test_what_the_description_allows_is_answered_as_described(
 
         @seed(1)
         @settings(
-            max_examples=200 if soak else 6,
+            max_examples=200 if soak else 6 if slow else 2,
             phases=[Phase.generate],
             suppress_health_check=list(HealthCheck),
             deadline=None,

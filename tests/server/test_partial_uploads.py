@@ -40,6 +40,7 @@ from fedpress_protocols.upload import Upload
 from fedpress_server.intake.resumable import MAX_PER_DEVICE, Resumable
 from fedpress_server.storage.payloads import Payloads
 from tests.devices import Device, Operator, checked
+from tests.lengths import examples
 from tests.server.in_process import Clock, Enrolled, Server, Start, history, ones
 
 pytestmark = pytest.mark.both_databases
@@ -741,7 +742,7 @@ NUMBERS = itertools.count()
 
 @settings(
     deadline=None,
-    max_examples=30,
+    max_examples=examples(8, 30),
     suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
 @given(data=st.data())

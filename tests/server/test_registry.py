@@ -35,6 +35,7 @@ from fedpress_server.storage.files import model_name
 from fedpress_server.storage.payloads import Payloads
 from fedpress_server.storage.tables import alias_moves
 from tests.devices import Device, Operator, checked
+from tests.lengths import examples
 from tests.server.in_process import Clock, Enrolled, Server, Start, include_one, ones
 
 pytestmark = pytest.mark.both_databases
@@ -557,7 +558,9 @@ def test_a_policy_keeps_the_last_and_one_of_every(last: int, every: int | None, 
 
 
 @settings(
-    max_examples=6, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=examples(3, 6),
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
 @given(st.lists(st.sampled_from(("promote", "undo", "train", "collect")), max_size=12))
 def test_no_list_of_actions_takes_what_is_needed(

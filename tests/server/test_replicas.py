@@ -24,6 +24,7 @@ from fedpress_protocols.errors import (
 from fedpress_server import Settings, create_app
 from fedpress_server.coordination import batches, work
 from fedpress_server.storage.leases import LeaseLost
+from tests.lengths import examples
 from tests.server.replicated import (
     FIRST,
     LEASE,
@@ -44,7 +45,7 @@ OPERATION = st.tuples(
 
 @pytest.mark.both_databases
 @settings(
-    max_examples=12,
+    max_examples=examples(4, 12),
     deadline=None,
     derandomize=True,
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],

@@ -8,6 +8,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import httpx
+import pytest
 
 from fedpress.operator import Operator
 from tests import devices
@@ -15,6 +16,7 @@ from tests.system.forked_server import ForkedServer
 from tests.system.server_process import ADMIN_TOKEN
 
 
+@pytest.mark.slow
 def test_an_operator_who_asks_one_server_reaches_all(
     place: Mapping[str, str], tmp_path: Path
 ) -> None:

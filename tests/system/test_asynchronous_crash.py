@@ -52,6 +52,7 @@ class Counts:
 
 
 @pytest.mark.soak
+@pytest.mark.slow
 def test_a_server_killed_in_the_middle_of_an_asynchronous_run_loses_nothing(
     tmp_path: Path, soak: bool, record_property: Callable[[str, object], None]
 ) -> None:

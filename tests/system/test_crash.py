@@ -201,6 +201,7 @@ def outcome(data_dir: Path) -> Outcome:
 
 
 @pytest.mark.soak
+@pytest.mark.slow
 def test_a_killed_server_ends_with_the_same_model(
     tmp_path: Path, soak: bool, record_property: Callable[[str, object], None]
 ) -> None:

@@ -61,7 +61,7 @@ def session_of(status: RoundStatus) -> tuple[tuple[str, ...], tuple[tuple[str, s
     return status.session.suspects, status.session.failures
 
 
-@pytest.mark.parametrize("tamper", [rubbish, another_seed])
+@pytest.mark.parametrize("tamper", [rubbish, pytest.param(another_seed, marks=pytest.mark.slow)])
 def test_one_saboteur_of_twenty_is_named_and_left_out_and_rounds_commit(
     world: World, tamper: Callable[[Shares], Shares], caplog: pytest.LogCaptureFixture
 ) -> None:

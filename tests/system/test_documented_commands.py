@@ -369,6 +369,7 @@ class World:
 
 
 @pytest.mark.timeout(900)  # some ninety commands, a minute of CPU
+@pytest.mark.slow
 def test_the_pages_run_from_top_to_bottom(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(EXAMPLES))

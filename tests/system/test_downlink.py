@@ -533,6 +533,7 @@ def test_a_server_that_begins_again_makes_the_same_models(tmp_path: Path) -> Non
 
 
 @pytest.mark.soak
+@pytest.mark.slow
 def test_a_killed_server_publishes_the_same_models(tmp_path: Path, soak: bool) -> None:
     rounds, kills = (20, 20) if soak else (5, 5)
     task = (PROFILE, FEDAVGM, ONE_EPOCH, DownlinkTerms(rate=1.0))

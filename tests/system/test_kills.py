@@ -122,6 +122,7 @@ def told(counted: Counter[str], uploads: int, what: str) -> str:
 
 
 @pytest.mark.soak
+@pytest.mark.slow
 def test_a_server_on_sqlite_killed_at_every_step_loses_and_doubles_nothing(
     tmp_path: Path, soak: bool, record_property: Callable[[str, object], None]
 ) -> None:
@@ -145,6 +146,7 @@ def check_nothing_is_left(server: ForkedServer) -> None:
 
 
 @pytest.mark.soak
+@pytest.mark.slow
 def test_two_apis_and_two_workers_on_postgresql_killed_at_every_step_lose_and_double_nothing(
     place: Mapping[str, str],
     tmp_path: Path,

@@ -106,6 +106,7 @@ def undisturbed(
 Undisturbed = Callable[[int], str]
 
 
+@pytest.mark.slow
 def test_twenty_cuts_cost_no_more_than_the_parts_in_flight(
     server: ServerProcess, undisturbed: Undisturbed, tmp_path: Path
 ) -> None:
@@ -136,6 +137,7 @@ def test_twenty_cuts_cost_no_more_than_the_parts_in_flight(
     assert summary.traffic.wire_up <= allowed
 
 
+@pytest.mark.slow
 def test_a_connection_that_stalls_is_left_for_another(
     server: ServerProcess, undisturbed: Undisturbed, tmp_path: Path
 ) -> None:
@@ -149,6 +151,7 @@ def test_a_connection_that_stalls_is_left_for_another(
     assert model_of(server, "stall") == undisturbed(SMALLER)
 
 
+@pytest.mark.slow
 def test_a_server_killed_in_the_middle_keeps_what_it_acknowledged(
     server: ServerProcess, undisturbed: Undisturbed, tmp_path: Path
 ) -> None:

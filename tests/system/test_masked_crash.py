@@ -58,6 +58,7 @@ def run(participant: Participant, failures: list[BaseException]) -> None:
 
 
 @pytest.mark.soak
+@pytest.mark.slow
 def test_a_server_killed_at_every_step_of_a_session_sums_exactly(
     tmp_path: Path, soak: bool, record_property: Callable[[str, object], None]
 ) -> None:

@@ -120,6 +120,7 @@ def join(scene: Scene, url: str, index: int, task: str, *more: str) -> list[str]
 
 
 @pytest.mark.timeout(600)
+@pytest.mark.slow
 def test_what_a_fleet_prints_at_debug_has_no_secret(scene: Scene) -> None:
     server = scene.server(
         scene.folder,
@@ -218,6 +219,7 @@ def strangers(scene: Scene, http: httpx.Client, viewer: str) -> None:
     http.get(f"/v1/nothing/{guess}")  # whoever asks is told his own path, nobody else
 
 
+@pytest.mark.slow
 def test_a_server_that_cannot_start_says_no_password(scene: Scene) -> None:
     password = scene.secret("database password", "p@ss/" + secrets.token_urlsafe(12))
     store = scene.secret("store secret")

@@ -10,6 +10,8 @@ import socket
 import time
 from pathlib import Path
 
+import pytest
+
 from tests.system.server_process import ServerProcess
 
 
@@ -40,6 +42,7 @@ def wait_for(log: Path, words: str) -> None:
         time.sleep(0.02)
 
 
+@pytest.mark.slow
 def test_bytes_are_counted_and_a_signal_changes_the_level(tmp_path: Path) -> None:
     server = ServerProcess(
         tmp_path,

@@ -32,6 +32,7 @@ def parts(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return sent
 
 
+@pytest.mark.slow
 def test_two_trips_by_parts_are_the_group_in_process(tmp_path: Path, parts: list[str]) -> None:
     test_two_trips.test_a_group_over_http_is_the_group_in_process(tmp_path)
     assert len(parts) > 3 * 3 * 2
@@ -51,6 +52,7 @@ def masked_model(folder: Path) -> str:
         world.stop()
 
 
+@pytest.mark.slow
 def test_a_masked_sum_by_parts_is_the_one_without(
     tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:

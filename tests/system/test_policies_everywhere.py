@@ -48,7 +48,7 @@ def server(tmp_path: Path) -> Iterator[Server]:
         yield http
 
 
-@pytest.mark.parametrize("reports", [True, False])
+@pytest.mark.parametrize("reports", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_a_masked_ladder_has_one_profile_a_round(
     reports: bool, server: Server, tmp_path: Path
 ) -> None:

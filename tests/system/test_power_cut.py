@@ -82,6 +82,7 @@ def cut(folder: Path, cuts: int, deaf: str = "") -> tuple[int, int]:
 
 
 @pytest.mark.soak
+@pytest.mark.slow
 def test_a_power_cut_loses_nothing_that_was_acknowledged(
     tmp_path: Path, soak: bool, record_property: Callable[[str, object], None]
 ) -> None:
@@ -92,6 +93,7 @@ def test_a_power_cut_loses_nothing_that_was_acknowledged(
     record_property("figure", figure)
 
 
+@pytest.mark.slow
 def test_a_disk_that_says_it_has_synced_and_has_not_loses_what_was_acknowledged(
     tmp_path: Path,
 ) -> None:

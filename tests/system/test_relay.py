@@ -126,6 +126,7 @@ def eventually(
             time.sleep(0.05)
 
 
+@pytest.mark.slow
 def test_regions_federate_through_crashes(tmp_path: Path) -> None:
     with servers(tmp_path, REGIONS + 1) as (upper, *regions):
         with upper.operator() as operator:

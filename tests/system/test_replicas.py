@@ -120,6 +120,7 @@ def place(tmp_path: Path) -> Iterator[tuple[str, dict[str, str]]]:
         )
 
 
+@pytest.mark.slow
 def test_servers_killed_in_the_middle_of_a_task_change_nothing_in_its_model(
     place: tuple[str, dict[str, str]], tmp_path: Path
 ) -> None:

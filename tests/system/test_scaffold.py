@@ -18,6 +18,7 @@ from tests.system.test_crash import CLIENTS, federate
 
 
 @pytest.mark.soak
+@pytest.mark.slow
 def test_control_variates_agree_after_crashes(
     tmp_path: Path, soak: bool, record_property: Callable[[str, object], None]
 ) -> None:

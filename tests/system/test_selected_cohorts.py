@@ -33,6 +33,7 @@ DEVICES, SMALL = 5, 4
 """The last one has too little memory."""
 
 
+@pytest.mark.slow
 def test_cohorts_are_chosen_among_the_eligible_and_the_task_stops_in_time(
     tmp_path: Path,
 ) -> None:

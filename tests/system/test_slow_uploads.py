@@ -85,7 +85,13 @@ def in_flight(operator: Operator) -> float:
     return float(found[1])
 
 
-@pytest.mark.parametrize("first", [0, 700 * 1024], ids=["from the start", "after a good beginning"])
+@pytest.mark.parametrize(
+    "first",
+    [
+        pytest.param(0, id="from the start"),
+        pytest.param(700 * 1024, id="after a good beginning", marks=pytest.mark.slow),
+    ],
+)
 def test_an_honest_device_trains_beside_slow_uploads(
     server: ServerProcess, first: int, record_property: Callable[[str, object], None]
 ) -> None:

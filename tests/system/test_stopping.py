@@ -15,6 +15,7 @@ from pathlib import Path
 
 import httpx
 import numpy as np
+import pytest
 import sqlalchemy as sa
 
 from fedpress_protocols.errors import Unavailable
@@ -114,6 +115,7 @@ def until(is_so: Callable[[], bool]) -> None:
         time.sleep(0.02)
 
 
+@pytest.mark.slow
 def test_what_waits_for_the_database_when_a_server_stops_is_put_off(
     place: Mapping[str, str], tmp_path: Path
 ) -> None:
@@ -157,6 +159,7 @@ def test_what_waits_for_the_database_when_a_server_stops_is_put_off(
         check_clean_end(server)
 
 
+@pytest.mark.slow
 def test_servers_replaced_in_turn_under_load_fail_nobody_and_lose_nothing(
     place: Mapping[str, str], tmp_path: Path
 ) -> None:

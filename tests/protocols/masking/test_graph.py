@@ -24,6 +24,7 @@ from fedpress_protocols.masking.graph import (
     search,
     sound_search,
 )
+from tests.lengths import examples
 
 # n, corrupt, dropout; degree and threshold of a plain ring against a server that only looks, and
 # those that were used against one that deviates. Security 2**-40, correctness 2**-20.
@@ -264,7 +265,7 @@ def slow_neighbours(n: int, degree: int, seed: bytes) -> list[list[int]]:
     return found
 
 
-@settings(max_examples=40)
+@settings(max_examples=examples(12, 40))
 @given(st.integers(2, 40), st.integers(1, 39), st.binary(min_size=32, max_size=32))
 def test_neighbours_are_those_of_the_specification(n: int, degree: int, seed: bytes) -> None:
     degree = min(degree, n - 1)

@@ -19,6 +19,7 @@ from fedpress_protocols.masking.ring import (
     lane_bits_for,
     qmax,
 )
+from tests.lengths import examples
 
 Ints = npt.NDArray[np.int64]
 
@@ -153,7 +154,7 @@ def test_words_are_filled(
     assert (segment.lane_bits, segment.digits, segment.word_bits) == (lane_bits, digits, word_bits)
 
 
-@settings(max_examples=200)
+@settings(max_examples=examples(40, 200))
 @given(st.integers(1, 10_000), st.integers(1, 2**31))
 def test_little_is_wasted_whatever_the_range(n: int, bound: int) -> None:
     """Against log2 of how many sums there are: the part of a bit that is left over in a word, and

@@ -112,6 +112,7 @@ def test_whoever_is_lost_the_sum_is_exact_or_there_is_none(
     check(session, drops)
 
 
+@pytest.mark.slow
 def test_a_hundred_clients_with_drop_outs_in_every_phase() -> None:
     """n = 100, complete graph; three lost in each phase."""
     drops = {7 * i + j: phase for i, phase in enumerate(PHASES) for j in range(3)}

@@ -16,6 +16,7 @@ from fedpress_compression.kernels import reference
 from fedpress_protocols.errors import ConfigurationError, InvalidShare
 from fedpress_protocols.masking import shamir
 from fedpress_protocols.masking.shamir import LIMBS, PRIME, combine, combine_many, split
+from tests.lengths import examples
 
 SECRET = bytes(range(32))
 EDGES = [0, 1, 2, 2**29, 2**32 - 1, 2**32, 2**60, PRIME - 2, PRIME - 1]
@@ -75,7 +76,7 @@ def test_many_secrets_of_the_same_holders_come_back_at_once() -> None:
 
 
 @pytest.mark.parametrize("module", BOTH, ids=lambda module: module.__name__.split(".")[-1])
-@settings(max_examples=60)
+@settings(max_examples=examples(20, 60))
 @given(seed=seeds, terms=st.integers(1, 12), num=st.integers(1, 9), columns=st.integers(1, 5))
 def test_kernels_compute_what_whole_numbers_give(
     module: ModuleType, seed: int, terms: int, num: int, columns: int
