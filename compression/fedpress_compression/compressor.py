@@ -13,6 +13,7 @@ import importlib
 import pkgutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from importlib.metadata import entry_points
 from typing import Any, Literal, Protocol, TypeVar
 
@@ -218,12 +219,19 @@ def compressor(wire_id: str) -> Callable[[ClassT], ClassT]:
 
 def compressors() -> Mapping[str, type[Any]]:
     """Every compressor by wire id: the modules of `compressors/`, then installed entry points."""
+    _load()
+    return dict(sorted(_by_id.items()))
+
+
+@cache
+def _load() -> None:
+    """Let compressors register themselves; once a process, since every installed package is looked
+    at for entry points."""
     package = importlib.import_module("fedpress_compression.compressors")
     for module in pkgutil.iter_modules(package.__path__):
         importlib.import_module(f"{package.__name__}.{module.name}")
     for entry in entry_points(group="fedpress.compressors"):
         entry.load()
-    return dict(sorted(_by_id.items()))
 
 
 def from_config(config: Config) -> Compressor[Any]:

@@ -14,6 +14,7 @@ import math
 import pkgutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import cache
 from importlib.metadata import entry_points
 from pathlib import Path
 from types import MappingProxyType
@@ -363,13 +364,20 @@ def strategy(identifier: str, **example: Any) -> Callable[[BuilderT], BuilderT]:
 
 def strategies() -> Mapping[str, Builder]:
     """Every strategy by name: the modules of this package, then installed entry points."""
+    _load()
+    return dict(sorted(_by_id.items()))
+
+
+@cache
+def _load() -> None:
+    """Let strategies register themselves; once a process, since every installed package is looked
+    at for entry points."""
     package = importlib.import_module(__package__)
     for module in pkgutil.iter_modules(package.__path__):
         if module.name != "flower":  # the adapter to Flower is heavy, and no strategy by itself
             importlib.import_module(f"{__package__}.{module.name}")
     for entry in entry_points(group="fedpress.strategies"):
         entry.load()
-    return dict(sorted(_by_id.items()))
 
 
 EXAMPLE_TERMS = TrainingTerms(local_steps=10, learning_rate=0.1)

@@ -18,6 +18,7 @@ from fedpress_compression.update import Update
 from fedpress_protocols.errors import InvalidUpdate
 from fedpress_strategies import Strategy, from_config, strategies
 from fedpress_strategies.strategy import EXAMPLE_TERMS, Divisible, SymbolSum, example_of
+from tests.lengths import examples
 
 SIZE = 40
 FIXED = FixedPoint.widest(max_abs=256.0, max_weight=10_000)
@@ -44,7 +45,7 @@ def test_means_are_divisible_and_folds_that_compare_updates_are_not() -> None:
 
 
 @pytest.mark.parametrize("name", DIVISIBLE)
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=examples(6, 20), deadline=None)
 @given(batches=splits)
 def test_batches_in_any_order_come_to_what_all_at_once_do(
     name: str, batches: list[Weights]
@@ -65,7 +66,7 @@ def test_batches_in_any_order_come_to_what_all_at_once_do(
     assert merged.result().tobytes() == whole.result().tobytes()
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=examples(6, 20), deadline=None)
 @given(batches=splits)
 def test_sums_of_symbols_are_divisible_too(batches: list[Weights]) -> None:
     made, rng = CountSketch(), np.random.default_rng(0)

@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
+import fedpress_strategies.strategy as registry
 from fedpress_compression.fixed_point import FixedPoint
 from fedpress_compression.update import Update
 from fedpress_protocols.errors import ConfigurationError
@@ -101,6 +102,8 @@ def test_installed_packages_bring_strategies_of_their_own(monkeypatch: pytest.Mo
         return [Entry()] if group == "fedpress.strategies" else []
 
     monkeypatch.setattr("fedpress_strategies.strategy.entry_points", installed)
+    anew = registry._load.__wrapped__
+    monkeypatch.setattr(registry, "_load", anew)
     assert "fedavgm" in strategies()
     assert loaded == ["theirs"]
 
