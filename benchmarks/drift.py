@@ -31,7 +31,7 @@ from digits_task import Digits, Rows, first_model, gradient_of
 from federation import Federation
 from harness import parser, save
 
-from fedpress_client import Trained, Work
+from fedpress_client import Trained, TrainingRequest
 from fedpress_compression.compressor import from_config
 from fedpress_compression.tensors import ModelSpec, TensorSpec, Vector
 from fedpress_protocols.model import Model
@@ -79,7 +79,7 @@ class DigitsTrainer:
     gradient: Callable[[Vector, Vector, Rows], Vector]
     honours = frozenset({"proximal", "control", "steps"})
 
-    def train(self, model: Model, work: Work) -> Trained:
+    def train(self, model: Model, work: TrainingRequest) -> Trained:
         x, rows = model.parameters.copy(), self.digits.clients[self.client]
         steps, rng = work.terms.local_steps or self.steps, np.random.default_rng(work.seed)
         for _ in range(steps):

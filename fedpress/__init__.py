@@ -26,7 +26,7 @@ if TYPE_CHECKING:
         Summary,
         Trained,
         Trainer,
-        Work,
+        TrainingRequest,
     )
     from fedpress_client.torch_trainer import TorchTrainer
     from fedpress_compression.compressors.error_feedback import ErrorFeedback
@@ -62,8 +62,8 @@ __all__ = [
     "TorchTrainer",
     "Trained",
     "Trainer",
+    "TrainingRequest",
     "Uncompressed",
-    "Work",
     "__version__",
     "compressors",
     "ddp",
@@ -99,7 +99,7 @@ __getattr__, __dir__ = exports(
         "Trained": "fedpress_client",
         "Trainer": "fedpress_client",
         "Uncompressed": "fedpress_compression.compressors.none",
-        "Work": "fedpress_client",
+        "TrainingRequest": "fedpress_client",
         "compressors": "fedpress.compressors",
         "ddp": "fedpress.ddp",
         "flower": "fedpress.flower",

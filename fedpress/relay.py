@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 from pydantic import ValidationError
 
 from fedpress.operator import Operator
-from fedpress_client.trainer import Evaluation, Trained, Work
+from fedpress_client.trainer import Evaluation, Trained, TrainingRequest
 from fedpress_protocols.errors import (
     ConfigurationError,
     StateCorrupt,
@@ -76,7 +76,7 @@ class RegionalTrainer:
         self._poll, self._sleep = poll_seconds, sleep
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
 
-    def train(self, model: Model, work: Work) -> Trained:
+    def train(self, model: Model, work: TrainingRequest) -> Trained:
         """One leg of the region's task from `model`; waits as long as it takes."""
         leg = f"{work.task} {work.round}.{work.attempt} {model.digest}"
         start = self._start_of(leg)

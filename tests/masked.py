@@ -9,11 +9,10 @@ from typing import Any
 import httpx
 import numpy as np
 
-from fedpress_client import Client, MaskingRules
-from fedpress_client.client import Event
+from fedpress_client import Client, Event, MaskingRules
 from fedpress_client.ledger import Ledger, Pending
 from fedpress_client.state import StateDirectory
-from fedpress_client.trainer import Trained, Work
+from fedpress_client.trainer import Trained, TrainingRequest
 from fedpress_client.transport import HttpTransport, Retries
 from fedpress_protocols.masking.payload import Payload
 from fedpress_protocols.model import Model
@@ -45,7 +44,7 @@ class Numbered:
         self.number = number
         self.computed: dict[tuple[int, int], np.ndarray] = {}
 
-    def train(self, model: Model, work: Work) -> Trained:
+    def train(self, model: Model, work: TrainingRequest) -> Trained:
         rng = np.random.default_rng([self.number, work.round, work.attempt])
         step = rng.normal(scale=0.02, size=model.spec.size).astype(np.float32)
         parameters = model.parameters + step

@@ -10,7 +10,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from fedpress import Evaluation, Model, Trained, Work
+from fedpress import Evaluation, Model, Trained, TrainingRequest
 
 Array = npt.NDArray[np.float32]
 
@@ -36,7 +36,7 @@ class SoftmaxTrainer:
         self.learning_rate, self.batch_size = learning_rate, batch_size
         self.local_epochs = local_epochs
 
-    def train(self, model: Model, work: Work) -> Trained:
+    def train(self, model: Model, work: TrainingRequest) -> Trained:
         terms, spec, flat = work.terms, model.spec, model.parameters.copy()
         tensors = spec.unflatten(flat)  # views: a step moves `flat`
         weight, bias = tensors["weight"], tensors["bias"]

@@ -2,12 +2,34 @@
 
 from typing import TYPE_CHECKING, Any
 
+from fedpress_client import events
 from fedpress_client.apps import load_trainer
-from fedpress_client.client import Client, Event, Summary
+from fedpress_client.client import Client, Summary
+from fedpress_client.events import (
+    ApprovalPending,
+    AssignmentDeclined,
+    ClientWaiting,
+    DeviceApproved,
+    DeviceEnrolled,
+    EvaluationFailed,
+    Event,
+    KeyRotated,
+    ModelEvaluated,
+    ModelFineTuned,
+    ReceiptReceived,
+    RoundAssigned,
+    ServerRestored,
+    SessionAdvanced,
+    TaskEnded,
+    TaskJoined,
+    UpdateTrained,
+    UpdateUploaded,
+    UploadRefused,
+)
 from fedpress_client.failures import FailurePolicy
 from fedpress_client.ledger import Discard, Ledger, ResidualRules
 from fedpress_client.masking import MaskingRules
-from fedpress_client.trainer import Evaluation, Trained, Trainer, Work
+from fedpress_client.trainer import Evaluation, Trained, Trainer, TrainingRequest
 from fedpress_client.transport import HttpTransport, Retries, Traffic, Transport
 from fedpress_protocols.model import Model
 
@@ -15,32 +37,59 @@ if TYPE_CHECKING:
     from fedpress_client.torch_trainer import TorchTrainer
 
 __all__ = [
+    "ApprovalPending",
+    "AssignmentDeclined",
     "Client",
+    "ClientWaiting",
+    "DeviceApproved",
+    "DeviceEnrolled",
     "Discard",
     "Evaluation",
+    "EvaluationFailed",
     "Event",
     "FailurePolicy",
     "HttpTransport",
+    "KeyRotated",
     "Ledger",
     "MaskingRules",
     "Model",
+    "ModelEvaluated",
+    "ModelFineTuned",
+    "ReceiptReceived",
     "ResidualRules",
     "Retries",
+    "RoundAssigned",
+    "ServerRestored",
+    "SessionAdvanced",
     "Summary",
+    "TaskEnded",
+    "TaskJoined",
     "TorchTrainer",
     "Traffic",
     "Trained",
     "Trainer",
+    "TrainingRequest",
     "Transport",
-    "Work",
+    "UpdateTrained",
+    "UpdateUploaded",
+    "UploadRefused",
+    "events",
     "load_trainer",
 ]
 
 
 def __getattr__(name: str) -> Any:
-    """TorchTrainer on first use: torch is large, and an extra."""
-    if name != "TorchTrainer":
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from fedpress_client.torch_trainer import TorchTrainer
+    """TorchTrainer on first use: torch is large, and an extra. And the former name `Work`."""
+    if name == "TorchTrainer":
+        from fedpress_client.torch_trainer import TorchTrainer
 
-    return TorchTrainer
+        return TorchTrainer
+    if name == "Work":
+        from fedpress_client import trainer
+
+        return trainer.Work
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -8,7 +8,7 @@ from collections.abc import Collection
 import numpy as np
 
 from fedpress_client.ledger import Ledger
-from fedpress_client.trainer import Trained, Trainer, Work
+from fedpress_client.trainer import Trained, Trainer, TrainingRequest
 from fedpress_compression.tensors import Vector
 from fedpress_compression.update import Indices
 from fedpress_protocols.errors import ConfigurationError, IncompatiblePlan, InvalidUpdate
@@ -39,7 +39,7 @@ class TermsAtWork:
         self._server = np.zeros(self.shared.size, np.float32) if server is None else server
         self._own = ledger.control if ledger.spec == self.shared.digest else None
 
-    def work(self, seed: int, support: Indices | None) -> Work:
+    def work(self, seed: int, support: Indices | None) -> TrainingRequest:
         """What is asked of the trainer."""
         plan, terms = self._plan, self._plan.client_terms
         correction: Vector | None = None
@@ -47,7 +47,7 @@ class TermsAtWork:
             difference = self._server if self._own is None else self._server - self._own
             nothing = np.zeros(self.model.spec.size, np.float32)
             correction = self.model.spec.with_part(nothing, self.shared, difference)
-        return Work(
+        return TrainingRequest(
             plan.task,
             plan.round,
             plan.attempt,
@@ -111,5 +111,5 @@ def check_honoured(plan: RoundPlan, trainer: Trainer) -> None:
     if unknown:
         raise IncompatiblePlan(
             f"the plan asks for {', '.join(unknown)}, and the trainer honours none of that",
-            hint="see Work; name in the trainer's attribute `honours` what it does",
+            hint="see TrainingRequest; name in the trainer's attribute `honours` what it does",
         )

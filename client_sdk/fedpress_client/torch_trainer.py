@@ -14,7 +14,7 @@ from typing import Any, cast
 import numpy as np
 import numpy.typing as npt
 
-from fedpress_client.trainer import Evaluation, Trained, Work
+from fedpress_client.trainer import Evaluation, Trained, TrainingRequest
 from fedpress_compression.tensors import TRAINED_DTYPES, ModelSpec, TensorSpec
 from fedpress_protocols.errors import ConfigurationError, MissingExtra
 from fedpress_protocols.messages import MAX_CLASSES
@@ -101,7 +101,7 @@ class TorchTrainer:
         buffers = {t.name: arrays[t.name] for t in spec.tensors if not t.is_trained}
         return Model(spec, spec.flatten(arrays), buffers)
 
-    def train(self, model: Model, work: Work) -> Trained:
+    def train(self, model: Model, work: TrainingRequest) -> Trained:
         """Local SGD from `model`; torch's global generators are as before when it returns."""
         self._load(model)
         self._warn_of_frozen(model.spec)
@@ -154,12 +154,12 @@ class TorchTrainer:
         counts = {str(label): (n, right[label]) for label, n in sorted(classes.items())}
         return Evaluation(count, metrics, counts)
 
-    def _measured(self, work: Work) -> dict[str, float]:
+    def _measured(self, work: TrainingRequest) -> dict[str, float]:
         """What is to be reported of the model as it came."""
         found = self._evaluation(self._data) if "loss" in work.report else None
         return {} if found is None else {"loss": found.metrics["loss"]}
 
-    def _train(self, work: Work, spec: ModelSpec) -> Trained:
+    def _train(self, work: TrainingRequest, spec: ModelSpec) -> Trained:
         terms = work.terms
         if work.full_batch:
             whole = {"local_epochs": 1, "local_steps": None, "gradient_accumulation": sys.maxsize}
@@ -273,9 +273,9 @@ class TorchTrainer:
 
 
 class _Added:
-    """What a strategy adds to the gradients of the loss, see `Work.added`."""
+    """What a strategy adds to the gradients of the loss, see `TrainingRequest.added`."""
 
-    def __init__(self, model: nn.Module, work: Work, spec: ModelSpec) -> None:
+    def __init__(self, model: nn.Module, work: TrainingRequest, spec: ModelSpec) -> None:
         self._proximal = work.proximal
         self._rows: list[tuple[nn.Parameter, torch.Tensor | None, torch.Tensor | None]] = []
         if not work.proximal and work.correction is None:
@@ -305,7 +305,7 @@ class _Held:
     """The values outside the support, which no step may move, whatever the optimizer keeps of
     earlier ones or takes off by decay. Tied parameters move where all their supports do."""
 
-    def __init__(self, model: nn.Module, work: Work, spec: ModelSpec) -> None:
+    def __init__(self, model: nn.Module, work: TrainingRequest, spec: ModelSpec) -> None:
         self._held: list[tuple[nn.Parameter, torch.Tensor, torch.Tensor]] = []
         if work.support is None:
             return

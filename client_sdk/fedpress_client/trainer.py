@@ -1,10 +1,11 @@
-"""What an application gives the device: a way to train a model on local data, and to measure it."""
+"""The interface of an application to the device: train a model on local data, and measure it."""
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
@@ -16,8 +17,8 @@ from fedpress_protocols.plan import TrainingTerms
 
 
 @dataclass(frozen=True, slots=True)
-class Work:
-    """What is asked for once: `terms` override the trainer's own choices where they are set.
+class TrainingRequest:
+    """One training; `terms` override the trainer's own choices where they are set.
 
     The same `seed` (0 .. 2**63 - 1) must give the same training; it is derived from the client's
     seed, the round and the attempt, and is random if the client has none.
@@ -46,14 +47,14 @@ class Work:
     report: tuple[str, ...] = ()
 
     def added(self, model: Model, parameters: Vector) -> Vector:
-        """What is added to the gradient [spec.size] at `parameters`, in a training from `model`."""
+        """The term [spec.size] of the gradient at `parameters`, in a training from `model`."""
         added = np.zeros_like(parameters) if self.correction is None else self.correction
         if not self.proximal:
             return added
         return added + np.float32(self.proximal) * (parameters - model.parameters)
 
     def trains(self, spec: ModelSpec) -> Mapping[str, npt.NDArray[np.bool_]]:
-        """For each trained tensor of `spec`, by name and in its shape, what may move."""
+        """By name, a mask for each trained tensor of `spec`: True where it may move."""
         flat = np.full(spec.size, self.support is None)
         if self.support is not None:
             flat[self.support] = True
@@ -90,14 +91,22 @@ class Evaluation:
 class Trainer(Protocol):
     """Local training; called from one thread, one call at a time.
 
-    An attribute `honours`, a collection of names, says which of the terms that Work lists the
-    trainer knows. A device declines work whose terms its trainer does not know.
+    An attribute `honours`, a collection of names, says which of the terms that TrainingRequest
+    lists the trainer knows. A device declines assignments whose terms its trainer does not know.
     """
 
-    def train(self, model: Model, work: Work) -> Trained:
+    def train(self, model: Model, request: TrainingRequest, /) -> Trained:
         """Learn from local data, beginning at `model`, which must not be changed in place."""
         ...
 
     def evaluate(self, model: Model) -> Evaluation | None:
         """Measure `model` on local data; None if there is nothing to measure on."""
         ...
+
+
+def __getattr__(name: str) -> Any:
+    """The former name of TrainingRequest, for one release."""
+    if name != "Work":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    warnings.warn("Work is now called TrainingRequest", DeprecationWarning, stacklevel=2)
+    return TrainingRequest

@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 from sklearn.datasets import load_digits
 
-from fedpress import Evaluation, Model, Trained, Work
+from fedpress import Evaluation, Model, Trained, TrainingRequest
 
 IMAGES_PER_DEVICE = 200
 Tensors = dict[str, npt.NDArray[np.float32]]
@@ -28,7 +28,7 @@ class Perceptron:
     def __init__(self, pixels: npt.NDArray[np.float32], labels: npt.NDArray[np.int64]) -> None:
         self.pixels, self.labels = pixels, labels
 
-    def train(self, model: Model, work: Work) -> Trained:
+    def train(self, model: Model, work: TrainingRequest) -> Trained:
         terms, rng = work.terms, np.random.default_rng(work.seed)
         rate, batch_size = terms.learning_rate or 0.1, terms.batch_size or 16
         weights = {name: tensor.copy() for name, tensor in model.tensors().items()}

@@ -23,8 +23,7 @@ from fedpress.demo import digits
 from fedpress.demo.fleet import Fleet
 from fedpress.demo.secure_show import Screen, print_report
 from fedpress.operator import Operator
-from fedpress_client import Client, MaskingRules
-from fedpress_client.client import Event
+from fedpress_client import Client, Event, MaskingRules
 from fedpress_client.state import StateDirectory
 from fedpress_compression.compressor import Compressor
 from fedpress_protocols.errors import ConfigurationError, FedpressError, ServerError

@@ -22,7 +22,7 @@ from flwr.serverapp import ServerApp
 
 from fedpress.simulate.tasks import Task
 from fedpress_client import MaskingRules
-from fedpress_client.trainer import Trainer, Work
+from fedpress_client.trainer import Trainer, TrainingRequest
 from fedpress_flower import envelope
 from fedpress_flower.client import compression_mod, masking_mod
 from fedpress_protocols.errors import ConfigurationError
@@ -103,7 +103,7 @@ class _Train:
         own = envelope.client_seed(app.seed, index)
         # As a Client with the seed `own` draws it.
         drawn = np.random.SeedSequence([own, number, 1, 1]).generate_state(1, np.uint64)
-        work = Work(app.name, number, 1, app.terms, int(drawn[0]) >> 1)
+        work = TrainingRequest(app.name, number, 1, app.terms, int(drawn[0]) >> 1)
         trained = app.trainer(index).train(model, work)
         after = model.with_parameters(np.asarray(trained.parameters, np.float32))
         numbers = {**trained.report, **trained.metrics, "num-examples": trained.num_examples}

@@ -33,7 +33,7 @@ from fedpress.simulate.tasks import Task
 from fedpress.task_file import checked, task_config
 from fedpress_client import Client, Event, MaskingRules
 from fedpress_client.state import StateDirectory
-from fedpress_client.trainer import Evaluation, Trained, Trainer, Work
+from fedpress_client.trainer import Evaluation, Trained, Trainer, TrainingRequest
 from fedpress_client.transport import HttpTransport
 from fedpress_flower.envelope import client_seed
 from fedpress_protocols.errors import ConfigurationError
@@ -121,7 +121,7 @@ class _Fragile:
     def honours(self) -> frozenset[str]:
         return frozenset(getattr(self.trainer, "honours", ()))
 
-    def train(self, model: Model, work: Work) -> Trained:
+    def train(self, model: Model, work: TrainingRequest) -> Trained:
         drawn = np.random.default_rng([self.seed, work.round, work.attempt]).random()
         if drawn < self.chance:
             raise _LostError

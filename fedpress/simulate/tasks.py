@@ -23,7 +23,7 @@ import numpy as np
 import numpy.typing as npt
 
 from fedpress.simulate.partition import Partition, Rows
-from fedpress_client.trainer import Evaluation, Trained, Trainer, Work
+from fedpress_client.trainer import Evaluation, Trained, Trainer, TrainingRequest
 from fedpress_compression.tensors import ModelSpec, Vector
 from fedpress_protocols.errors import ConfigurationError, MissingExtra
 from fedpress_protocols.model import Model
@@ -133,7 +133,7 @@ class PerceptronTrainer:
         self._inputs, self._labels, self._test = inputs, labels, test
         self._rate, self._batch, self._epochs = learning_rate, batch_size, local_epochs
 
-    def train(self, model: Model, work: Work) -> Trained:
+    def train(self, model: Model, work: TrainingRequest) -> Trained:
         terms, flat = work.terms, model.parameters.copy()
         count = len(self._inputs)
         size = (terms.batch_size or self._batch) * terms.gradient_accumulation

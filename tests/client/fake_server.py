@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-from fedpress_client import Client, Traffic, Trained, Work
+from fedpress_client import Client, Traffic, Trained, TrainingRequest
 from fedpress_client.transport import News
 from fedpress_compression import activity
 from fedpress_compression.compressor import Compressor
@@ -408,7 +408,7 @@ class RandomTrainer:
         self.computed: dict[tuple[int, int], np.ndarray] = {}
         self.calls = 0
 
-    def train(self, model: Model, work: Work) -> Trained:
+    def train(self, model: Model, work: TrainingRequest) -> Trained:
         self.calls += 1
         rng = np.random.default_rng(work.seed)
         step = rng.standard_t(3, self.size) * self.scale * 10.0 ** rng.integers(-3, 3)
@@ -436,5 +436,5 @@ def make_client(
         **options,
     )
     # A server knows a device by its key, also after a restart.
-    link.client_id = server.clients.get(to_base64url(client._key.public), "")
+    link.client_id = server.clients.get(to_base64url(client._enrolment.key.public), "")
     return client

@@ -105,10 +105,10 @@ def test_numpy_devices_learn_together(tmp_path: Path, compressor) -> None:
 def test_the_plan_overrides_the_example() -> None:
     module = example()
     trainer, model = module.make_trainer(seed=1), module.initial_model()
-    from fedpress_client import Work
+    from fedpress_client import TrainingRequest
 
     def after(seed: int = 3, **terms) -> np.ndarray:
-        work = Work(TASK, 1, 1, TrainingTerms(**terms), seed)
+        work = TrainingRequest(TASK, 1, 1, TrainingTerms(**terms), seed)
         return trainer.train(model, work).parameters
 
     np.testing.assert_array_equal(after(), after())

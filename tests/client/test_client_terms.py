@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from fedpress_client import FailurePolicy, Ledger, TorchTrainer, Trained, Work
+from fedpress_client import FailurePolicy, Ledger, TorchTrainer, Trained, TrainingRequest
 from fedpress_client.client_terms import TermsAtWork
 from fedpress_compression.compressors.none import Uncompressed
 from fedpress_compression.tensors import Vector
@@ -38,7 +38,7 @@ def test_what_a_trainer_does_not_know_is_declined(tmp_path: Path) -> None:
     made = Knows(MODEL.spec.size)
     server, client = one_round(made, tmp_path, client_terms=terms, report=("loss",))
     reasons = []
-    client._on_event = lambda event: reasons.append(event.details.get("reason", ""))
+    client._events.on_event = lambda event: reasons.append(event.details.get("reason", ""))
     client.step()
     (part,) = server.parts.values()
     assert part.receipt.receipt.reason == "declined"
@@ -101,8 +101,8 @@ def gradient(made: TorchTrainer, at: Vector) -> Vector:
     return made.spec.flatten(arrays)
 
 
-def asked(**terms: Any) -> Work:
-    return Work("task", 1, 1, TrainingTerms(local_steps=3, batch_size=60), 1, **terms)
+def asked(**terms: Any) -> TrainingRequest:
+    return TrainingRequest("task", 1, 1, TrainingTerms(local_steps=3, batch_size=60), 1, **terms)
 
 
 def test_torch_adds_to_gradients_what_work_says() -> None:
@@ -121,16 +121,18 @@ def test_torch_without_a_pull_trains_to_the_last_bit_as_ever() -> None:
     made = trainer(network(0, nn.Dropout(0.5)))
     base = made.initial_model()
     plain = made.train(base, work(3, local_epochs=2)).parameters
-    same = made.train(base, Work("task", 1, 1, TrainingTerms(local_epochs=2), 3, proximal=0.0))
+    same = made.train(
+        base, TrainingRequest("task", 1, 1, TrainingTerms(local_epochs=2), 3, proximal=0.0)
+    )
     assert (same.parameters == plain).all()
-    told = Work("task", 1, 1, TrainingTerms(local_epochs=2), 3, report=("loss",))
+    told = TrainingRequest("task", 1, 1, TrainingTerms(local_epochs=2), 3, report=("loss",))
     assert (made.train(base, told).parameters == plain).all()
 
 
 def test_torch_takes_one_full_batch_step() -> None:
     made = trainer(batch_size=7)
     base = made.initial_model()
-    found = made.train(base, Work("task", 1, 1, TrainingTerms(), 1, full_batch=True))
+    found = made.train(base, TrainingRequest("task", 1, 1, TrainingTerms(), 1, full_batch=True))
     step = -np.float32(0.1) * gradient(made, base.parameters)
     assert found.parameters - base.parameters == pytest.approx(step, abs=1e-6)
     assert found.report["steps"] == 1
@@ -140,7 +142,7 @@ def test_torch_reports_steps_and_the_loss_at_the_model_given() -> None:
     made = trainer(batch_size=25)
     base = made.initial_model()
     terms = TrainingTerms(local_epochs=2, gradient_accumulation=2)
-    found = made.train(base, Work("task", 1, 1, terms, 1, report=("steps", "loss")))
+    found = made.train(base, TrainingRequest("task", 1, 1, terms, 1, report=("steps", "loss")))
     with torch.no_grad():
         made._load(base)
         loss = float(nn.functional.cross_entropy(made.model(INPUTS), LABELS))
@@ -155,7 +157,7 @@ def test_the_last_model_is_trained_on_for_this_device_alone(tmp_path: Path) -> N
     client = make_client(server, made, tmp_path, fine_tuning=terms, seed=5)
     assert client.own_model() is None
     events = []
-    client._on_event = lambda event: events.append(event.kind)
+    client._events.on_event = lambda event: events.append(event.kind)
     client.run()
     assert events.count("fine-tuned") == 1
     assert made.calls == 3

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.utils.data import TensorDataset
 
-from fedpress_client import Evaluation, FailurePolicy, Trained, Work
+from fedpress_client import Evaluation, FailurePolicy, Trained, TrainingRequest
 from fedpress_client.torch_trainer import TorchTrainer
 from fedpress_compression.compressors.none import Uncompressed
 from fedpress_protocols.errors import ConfigurationError
@@ -26,7 +26,7 @@ class Counting:
     def __init__(self, classes: Mapping[str, tuple[int, int]]) -> None:
         self.classes = classes
 
-    def train(self, model: Model, work: Work) -> Trained:
+    def train(self, model: Model, work: TrainingRequest) -> Trained:
         return Trained(model.parameters + 1, 1)
 
     def evaluate(self, model: Model) -> Evaluation:

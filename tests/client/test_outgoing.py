@@ -300,7 +300,7 @@ def test_a_client_sends_the_beginning_of_the_body_that_it_saves(
 ) -> None:
     server, store, link = world(Uncompressed())
     save = TaskFiles.save
-    waits = Waits(store, lambda ledger: save(client._open.files, ledger))
+    waits = Waits(store, lambda ledger: save(client._joined.files, ledger))
     monkeypatch.setattr(TaskFiles, "save", lambda files, ledger: waits(ledger))
     client = make_client(server, RandomTrainer(2500), tmp_path, link, seed=1)
     client.step()

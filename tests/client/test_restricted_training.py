@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.utils.data import TensorDataset
 
-from fedpress_client import TorchTrainer, Work
+from fedpress_client import TorchTrainer, TrainingRequest
 from fedpress_compression.compressor import from_config
 from fedpress_protocols.model import Model
 from fedpress_protocols.plan import TrainingTerms
@@ -62,7 +62,7 @@ def moved(
 ) -> tuple[np.ndarray, np.ndarray]:
     """The bits of the model, `base` or the trainer's own, before and after two epochs."""
     base = base or made.initial_model()
-    work = Work("task", 1, 1, TrainingTerms(local_epochs=2), 3, support)
+    work = TrainingRequest("task", 1, 1, TrainingTerms(local_epochs=2), 3, support)
     trained = made.train(base, work)
     return base.parameters.view(np.uint32), trained.parameters.view(np.uint32)
 
@@ -129,7 +129,7 @@ def test_the_numpy_example_honours_a_support(monkeypatch: pytest.MonkeyPatch) ->
 
     made, model = numpy_softmax.make_trainer(seed=1), numpy_softmax.initial_model()
     support = np.array([0, 5, 24])
-    work = Work("task", 1, 1, TrainingTerms(), 0, support)
+    work = TrainingRequest("task", 1, 1, TrainingTerms(), 0, support)
     change = made.train(model, work).parameters - model.parameters
     assert np.flatnonzero(change).tolist() == support.tolist()
     sys.modules.pop("numpy_softmax")
@@ -141,7 +141,7 @@ class Keeping(RandomTrainer):
     honours = frozenset({"restricted"})
     supports: tuple[np.ndarray | None, ...] = ()
 
-    def train(self, model: Model, work: Work) -> Any:
+    def train(self, model: Model, work: TrainingRequest) -> Any:
         trained = super().train(model, work)
         self.supports = (*self.supports, work.support)
         if work.support is not None:

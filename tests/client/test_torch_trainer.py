@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
-from fedpress_client import TorchTrainer, Work
+from fedpress_client import TorchTrainer, TrainingRequest
 from fedpress_compression.compressors.eden import Eden
 from fedpress_compression.compressors.error_feedback import ErrorFeedback
 from fedpress_compression.compressors.quantize import Quantize
@@ -42,11 +42,11 @@ def trainer(model: nn.Module | None = None, data: Any = DATA, **options: Any) ->
     return TorchTrainer(model or network(), nn.CrossEntropyLoss(), sgd, data, **options)
 
 
-def work(seed: int = 1, **terms: Any) -> Work:
-    return Work("task", 1, 1, TrainingTerms(**terms), seed)
+def work(seed: int = 1, **terms: Any) -> TrainingRequest:
+    return TrainingRequest("task", 1, 1, TrainingTerms(**terms), seed)
 
 
-def change(made: TorchTrainer, base: Model, asked: Work) -> np.ndarray:
+def change(made: TorchTrainer, base: Model, asked: TrainingRequest) -> np.ndarray:
     return made.train(base, asked).parameters - base.parameters
 
 

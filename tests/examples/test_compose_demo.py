@@ -7,7 +7,7 @@ from types import ModuleType
 
 import pytest
 
-from fedpress_client import Work
+from fedpress_client import TrainingRequest
 from fedpress_protocols.messages import TaskConfig
 
 FOLDER = Path(__file__).parents[2] / "examples" / "compose"
@@ -32,6 +32,6 @@ def test_its_task_is_one_a_server_takes_and_its_trainer_learns(digits: ModuleTyp
     trainer = digits.trainer()
     before = trainer.evaluate(model).metrics["accuracy"]
     for number in range(1, 6):
-        work = Work(task.task, number, 1, task.training, seed=number)
+        work = TrainingRequest(task.task, number, 1, task.training, seed=number)
         model = model.with_parameters(trainer.train(model, work).parameters)
     assert trainer.evaluate(model).metrics["accuracy"] > max(0.8, before)

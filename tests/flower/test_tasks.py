@@ -11,14 +11,14 @@ pytest.importorskip("sklearn")
 
 from fedpress.simulate.partition import Partition
 from fedpress.simulate.tasks import PerceptronTrainer, Task, _perceptron
-from fedpress_client.trainer import Work
+from fedpress_client.trainer import TrainingRequest
 from fedpress_protocols.errors import ConfigurationError
 from fedpress_protocols.model import Model
 from fedpress_protocols.plan import TrainingTerms
 
 
-def work(**terms: Any) -> Work:
-    return Work("task", 1, 1, TrainingTerms(**terms), seed=3)
+def work(**terms: Any) -> TrainingRequest:
+    return TrainingRequest("task", 1, 1, TrainingTerms(**terms), seed=3)
 
 
 def test_the_perceptrons_gradient_is_that_of_its_loss() -> None:
@@ -59,15 +59,15 @@ def test_a_trainer_honours_what_it_says() -> None:
     trainer = PerceptronTrainer(data.inputs[:40], data.targets[:40])
     assert trainer.evaluate(model) is None
     plain = trainer.train(model, work(local_epochs=3)).parameters
-    held = Work("task", 1, 1, TrainingTerms(local_epochs=3), 3, proximal=2.0)
+    held = TrainingRequest("task", 1, 1, TrainingTerms(local_epochs=3), 3, proximal=2.0)
     near = trainer.train(model, held).parameters
     assert np.linalg.norm(near - model.parameters) < 0.8 * np.linalg.norm(plain - model.parameters)
     support = np.arange(100, 200)
-    some = Work("task", 1, 1, TrainingTerms(local_epochs=3), 3, support=support)
+    some = TrainingRequest("task", 1, 1, TrainingTerms(local_epochs=3), 3, support=support)
     moved = np.flatnonzero(trainer.train(model, some).parameters != model.parameters)
     assert moved.size
     assert set(moved) <= set(support)
-    full = Work("task", 1, 1, TrainingTerms(), 3, full_batch=True, report=("loss",))
+    full = TrainingRequest("task", 1, 1, TrainingTerms(), 3, full_batch=True, report=("loss",))
     trained = trainer.train(model, full)
     loss, _, gradient = _perceptron(
         model.spec, model.parameters, data.inputs[:40], data.targets[:40]

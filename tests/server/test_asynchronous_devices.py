@@ -14,7 +14,7 @@ import httpx
 import numpy as np
 import pytest
 
-from fedpress_client import Client, Trained, Work
+from fedpress_client import Client, Trained, TrainingRequest
 from fedpress_client.state import StateDirectory
 from fedpress_client.transport import HttpTransport
 from fedpress_compression.tensors import Vector
@@ -62,10 +62,10 @@ class RandomTrainer:
     def __init__(self) -> None:
         self.rng = np.random.default_rng(3)
         self.computed: list[Vector] = []
-        self.work: list[Work] = []
+        self.work: list[TrainingRequest] = []
         self.meanwhile: Callable[[], object] = lambda: None
 
-    def train(self, model: Model, work: Work) -> Trained:
+    def train(self, model: Model, work: TrainingRequest) -> Trained:
         self.work.append(work)
         self.meanwhile()
         update = self.rng.standard_normal(model.spec.size).astype(np.float32)
@@ -143,8 +143,10 @@ class Scene:
         self.settle()
         client, ledger = self.client, self.client.ledger
         found = [client._transport.receipt(name) for name in ledger.pending]
-        here = client._joined()
-        client._settle(here, tuple(each for each in found if not isinstance(each, float)))
+        here = client._join()
+        client._runner.receipts.settle(
+            here, tuple(each for each in found if not isinstance(each, float))
+        )
 
 
 @pytest.fixture

@@ -310,9 +310,9 @@ def test_a_certificate_of_the_key_before_is_not_shown_any_more(bench: Bench) -> 
     client = bench.client(bench.operator.token())
     client.step()
     for _ in range(2):
-        part = client._part(client._joined(), may_ask=True)
+        part = client._runner.masked.open_part(client._join(), may_ask=True)
         assert part is not None
-        assert part.member.certificate.identity == client._key.public
+        assert part.member.certificate.identity == client._enrolment.key.public
         client.rotate_key()
 
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import sqlalchemy as sa
 
-from fedpress_client import Client, Discard, Ledger, Trained, Work
+from fedpress_client import Client, Discard, Ledger, Trained, TrainingRequest
 from fedpress_client.ledger import Pending
 from fedpress_client.state import StateDirectory
 from fedpress_client.transport import HttpTransport
@@ -57,7 +57,7 @@ class Trainer:
         self.total: Vector | float = 0.0
         self.magnitude: Vector | float = 0.0
 
-    def train(self, model: Model, work: Work) -> Trained:
+    def train(self, model: Model, work: TrainingRequest) -> Trained:
         del work
         update = self.rng.standard_t(3, model.spec.size).astype(np.float32) / 8
         parameters = model.parameters + update
@@ -333,7 +333,7 @@ def test_a_crash_while_a_restore_is_taken_account_of_changes_nothing(
     with start(data_dir=fleet.restored("backup", "other")) as http:
         fleet.link.server = http
         for device in fleet.devices:
-            here = device.client._joined()
+            here = device.client._join()
             save: Callable[[Ledger], None] = here.files.save
 
             def dies(ledger: Ledger, save: Callable[[Ledger], None] = save) -> None:

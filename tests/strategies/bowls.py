@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from fedpress_client import Trained, Work
+from fedpress_client import Trained, TrainingRequest
 from fedpress_compression.tensors import Vector
 from fedpress_protocols.model import Model
 
@@ -28,7 +28,7 @@ class Bowl:
     def loss(self, x: Vector) -> float:
         return float((self.curvature * (x - self.centre) ** 2).sum() / 2)
 
-    def train(self, model: Model, work: Work) -> Trained:
+    def train(self, model: Model, work: TrainingRequest) -> Trained:
         x = model.parameters.copy()
         steps = 1 if work.full_batch else work.terms.local_steps or self.steps
         rate = np.float32(work.terms.learning_rate or self.rate)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from fedpress_client import Client, Model, Trained, Work
+from fedpress_client import Client, Model, Trained, TrainingRequest
 from fedpress_client.state import StateDirectory, TaskFiles
 from fedpress_client.transport import HttpTransport, Retries
 
@@ -22,7 +22,7 @@ class Adds:
         rng = np.random.default_rng(3)
         self._update = (rng.standard_normal(size) * 0.01).astype(np.float32)
 
-    def train(self, model: Model, work: Work) -> Trained:
+    def train(self, model: Model, work: TrainingRequest) -> Trained:
         return Trained(model.parameters + self._update, 3)
 
     def evaluate(self, model: Model) -> None:

@@ -18,7 +18,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from fedpress_client import Client, Model, Trained, Work
+from fedpress_client import Client, Model, Trained, TrainingRequest
 from fedpress_client.state import StateDirectory
 from fedpress_client.transport import HttpTransport, Retries
 from fedpress_compression.compressors.error_feedback import ErrorFeedback
@@ -39,7 +39,7 @@ class Counts:
         self.index, self.pace = index, pace
         self.trained = 0
 
-    def train(self, model: Model, work: Work) -> Trained:
+    def train(self, model: Model, work: TrainingRequest) -> Trained:
         self.pace.wait(work.round)
         time.sleep(0.03 * self.index**2)
         parameters = model.parameters.copy()

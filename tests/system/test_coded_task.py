@@ -10,10 +10,9 @@ import httpx
 import numpy as np
 import pytest
 
-from fedpress_client import Client
-from fedpress_client.client import Event
+from fedpress_client import Client, Event
 from fedpress_client.state import StateDirectory
-from fedpress_client.trainer import Evaluation, Trained, Work
+from fedpress_client.trainer import Evaluation, Trained, TrainingRequest
 from fedpress_client.transport import HttpTransport
 from fedpress_protocols.model import Model
 from fedpress_server import Settings, create_app
@@ -39,7 +38,7 @@ class Unread(httpx.BaseTransport):
 class Clustered:
     """Updates whose large values lie in some rows and columns, much the same in every round."""
 
-    def train(self, model: Model, work: Work) -> Trained:
+    def train(self, model: Model, work: TrainingRequest) -> Trained:
         where, now = np.random.default_rng(5), np.random.default_rng([6, work.round])
         scale = np.outer(where.gamma(0.2, 1, MATRIX[0]), where.gamma(0.2, 1, MATRIX[1]))
         step = np.zeros(model.spec.size, np.float32)

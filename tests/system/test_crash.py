@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 
-from fedpress_client import Client, Model, Trained, Work
+from fedpress_client import Client, Model, Trained, TrainingRequest
 from fedpress_client.state import StateDirectory
 from fedpress_client.transport import HttpTransport, Retries
 from fedpress_compression.compressors.delta import Delta
@@ -171,7 +171,7 @@ class PacedTrainer:
         self._trainer = make_trainer(seed=index, examples=60)
         self._pace = pace
 
-    def train(self, model: Model, work: Work) -> Trained:
+    def train(self, model: Model, work: TrainingRequest) -> Trained:
         self._pace.wait(work.round)
         return self._trainer.train(model, work)
 

@@ -36,7 +36,7 @@ def sabotages(world: World, device: Participant, tamper: Callable[[Shares], Shar
     """From now on the device sends other shares than it made, under its own signature."""
     device.start()
     assert device.client is not None
-    transport, key = device.client._transport, device.client._key
+    transport, key = device.client._transport, device.client._enrolment.key
     honest = transport.say
 
     def say(assignment: str, step: str, message: bytes) -> None:
@@ -106,7 +106,7 @@ def test_a_device_that_keeps_one_peer_out_does_not_for_long(world: World) -> Non
 
     def for_one(shares: Shares) -> Shares:
         cohort = world.attempt.session.machine.cohort
-        key = devices[3].client._key.public if devices[3].client else b""
+        key = devices[3].client._enrolment.key.public if devices[3].client else b""
         if key not in cohort.slots:
             return shares
         sealed = list(shares.sealed)
@@ -133,7 +133,7 @@ def test_a_device_that_complains_of_everybody_is_the_one_at_fault(world: World) 
     liar = devices[1]
     liar.start()
     assert liar.client is not None
-    transport, key = liar.client._transport, liar.client._key
+    transport, key = liar.client._transport, liar.client._enrolment.key
     honest = transport.say
 
     def say(assignment: str, step: str, message: bytes) -> None:

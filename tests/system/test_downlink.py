@@ -15,10 +15,9 @@ import numpy as np
 import pytest
 import safetensors.numpy
 
-from fedpress_client import Client
-from fedpress_client.client import Event
+from fedpress_client import Client, Event
 from fedpress_client.state import StateDirectory
-from fedpress_client.trainer import Evaluation, Trained, Work
+from fedpress_client.trainer import Evaluation, Trained, TrainingRequest
 from fedpress_client.transport import HttpTransport
 from fedpress_protocols.downlink import decode_difference, decode_model
 from fedpress_protocols.errors import ConfigurationError, FedpressError, NotFound
@@ -56,7 +55,7 @@ class Wanderer:
         self.number = number
         self.began: list[str] = []
 
-    def train(self, model: Model, work: Work) -> Trained:
+    def train(self, model: Model, work: TrainingRequest) -> Trained:
         self.began.append(model.digest)
         where = np.random.default_rng(5)
         rng = np.random.default_rng([self.number, work.round, work.attempt])
@@ -400,7 +399,8 @@ def test_a_step_leaves_nothing_out_for_good(server: Server, tmp_path: Path) -> N
         before = Model.from_bytes(fleet.file(fleet.summary.model)).parameters
         fleet.round(0)
         trained = Wanderer(0).train(
-            fleet.brought.with_parameters(before), Work("digits", number + 1, 1, TrainingTerms(), 0)
+            fleet.brought.with_parameters(before),
+            TrainingRequest("digits", number + 1, 1, TrainingTerms(), 0),
         )
         target = (target + (trained.parameters - before)).astype(np.float32)
         published = Model.from_bytes(fleet.file(fleet.summary.model)).parameters

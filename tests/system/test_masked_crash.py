@@ -16,7 +16,7 @@ import httpx
 import numpy as np
 import pytest
 
-from fedpress_client.client import Event
+from fedpress_client import Event
 from fedpress_compression.compressors.error_feedback import ErrorFeedback
 from fedpress_compression.compressors.shared_support import SharedSupport
 from fedpress_protocols.masking.payload import Payload

@@ -422,15 +422,15 @@ def test_a_device_that_dies_at_any_moment_masks_once(
 
 def session_of(participant: Participant) -> MaskedPart:
     assert participant.client is not None
-    assert participant.client._open is not None
-    assert participant.client._open.part is not None
-    return participant.client._open.part
+    assert participant.client._joined is not None
+    assert participant.client._joined.masked_part is not None
+    return participant.client._joined.masked_part
 
 
 def raw(world: World, participant: Participant) -> Device:
     """The same device, to say what it should not."""
     assert participant.client is not None
-    device = Device(world.server, world.clock, participant.client._key)
+    device = Device(world.server, world.clock, participant.client._enrolment.key)
     device.client_id = participant.client.ledger.client_id
     return device
 
@@ -520,7 +520,7 @@ def test_a_wrong_share_is_made_up_for_by_another(world: World, waits: bool) -> N
     terms, liar = world.terms, devices[0]
     liar.start()
     assert liar.client is not None
-    transport, key = liar.client._transport, liar.client._key
+    transport, key = liar.client._transport, liar.client._enrolment.key
     honest = transport.say
 
     def say(assignment: str, step: str, message: bytes) -> None:
@@ -646,9 +646,9 @@ def test_a_task_that_was_masked_stays_masked_for_its_devices(world: World) -> No
     for each in devices:
         assert each.client is not None
         each.start()
-        here = each.client._joined()
+        here = each.client._join()
         with pytest.raises(PlanDeclined, match="joined the task when it was masked") as refused:
-            each.client._check_rules(here, plan)
+            each.client._runner.masked.check_plan(here, plan)
         assert refused.value.members["rule"] == "pinned lane"
 
 

@@ -17,7 +17,7 @@ import pytest
 from fedpress.operator import Operator
 from fedpress_client import Client, Event, MaskingRules
 from fedpress_client.state import StateDirectory
-from fedpress_client.trainer import Evaluation, Trained, Work
+from fedpress_client.trainer import Evaluation, Trained, TrainingRequest
 from fedpress_client.transport import HttpTransport
 from fedpress_protocols.messages import TaskConfig
 from fedpress_protocols.model import Model
@@ -42,7 +42,7 @@ class Private:
     def __init__(self) -> None:
         self.num_trained = 0
 
-    def train(self, model: Model, work: Work) -> Trained:
+    def train(self, model: Model, work: TrainingRequest) -> Trained:
         self.num_trained += 1
         return Trained(model.parameters + np.float32(0.25), 7)
 

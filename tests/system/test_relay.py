@@ -21,7 +21,7 @@ from fedpress.operator import Operator
 from fedpress.relay import RegionalTrainer
 from fedpress_client import Client, Ledger
 from fedpress_client.state import StateDirectory
-from fedpress_client.trainer import Work
+from fedpress_client.trainer import TrainingRequest
 from fedpress_client.transport import HttpTransport, Retries
 from fedpress_compression.compressors.error_feedback import ErrorFeedback
 from fedpress_compression.compressors.none import Uncompressed
@@ -287,7 +287,7 @@ def summary(state: str, round_: int) -> TaskSummary:
     )
 
 
-WORK = Work("digits", 1, 1, TrainingTerms(), 0)
+WORK = TrainingRequest("digits", 1, 1, TrainingTerms(), 0)
 
 
 def test_a_region_that_is_cancelled_is_told(tmp_path: Path) -> None:

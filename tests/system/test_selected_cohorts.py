@@ -13,8 +13,7 @@ import pytest
 from click.testing import CliRunner
 
 from fedpress.cli import app
-from fedpress_client import Client, Event, Model
-from fedpress_client.client import Summary
+from fedpress_client import Client, Event, Model, Summary
 from fedpress_client.state import StateDirectory
 from fedpress_client.transport import HttpTransport, Retries
 from fedpress_protocols.messages import (

@@ -15,7 +15,7 @@ import pytest
 
 from fedpress_client import Client, Discard, FailurePolicy
 from fedpress_client.state import StateDirectory
-from fedpress_client.trainer import Trained, Work
+from fedpress_client.trainer import Trained, TrainingRequest
 from fedpress_client.transport import HttpTransport, Retries
 from fedpress_compression.compressors.powersgd import two_trips
 from fedpress_compression.matrices import Matrix, public_basis
@@ -53,7 +53,7 @@ class Drawn:
         self.computed: dict[tuple[int, int], Vector] = {}
         self.fails = False
 
-    def train(self, model: Model, work: Work) -> Trained:
+    def train(self, model: Model, work: TrainingRequest) -> Trained:
         if self.fails:
             raise RuntimeError("out of battery")
         rng = np.random.default_rng([self.seed, work.round, work.attempt])
@@ -435,7 +435,7 @@ def test_a_device_refuses_what_is_no_basis(tmp_path: Path, data: bytes, said: st
     with group.server() as operator:
         model = group.begin(operator, cohort={"size": 1, "minimum": 1})
         client, reasons = group.clients[0], []
-        client._on_event = lambda event: reasons.append(event.details.get("reason", ""))
+        client._events.on_event = lambda event: reasons.append(event.details.get("reason", ""))
         client.step()
         told = client._transport.check_in
         while True:

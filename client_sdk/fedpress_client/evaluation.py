@@ -1,0 +1,101 @@
+"""Evaluation: have the trainer measure a model, and report it where the device's rules admit."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Mapping
+
+from pydantic import ValidationError
+
+from fedpress_client.client_terms import personalised
+from fedpress_client.events import EvaluationFailed, InRound, ModelEvaluated
+from fedpress_client.failures import Failures
+from fedpress_client.joined_task import JoinedTask
+from fedpress_client.settings import Services
+from fedpress_client.trainer import Evaluation
+from fedpress_protocols.errors import ConfigurationError, Conflict, MalformedRequest, NotFound
+from fedpress_protocols.faults import explained
+from fedpress_protocols.messages import Attribute, ClassCount, EvaluationReport
+from fedpress_protocols.model import Model
+
+_log = logging.getLogger(__name__)
+
+
+class Evaluator:
+    """Measures each model once; a trainer that returned None is not asked again."""
+
+    def __init__(self, services: Services) -> None:
+        self._services, self._trainer = services, services.trainer
+        self._failures = Failures(services.settings.failure_policy)
+        self._newest: str | None = None
+        self.can_evaluate = True
+
+    def evaluate(
+        self, task: JoinedTask, digest: str, model: Model, about: InRound | None = None
+    ) -> None:
+        """Measure `model` unless it was the newest measured; a failure is counted, not raised,
+        until the failure policy allows no more."""
+        if not self.can_evaluate or self._newest == digest:
+            return
+        self._newest = digest
+        events, settings = self._services.events, self._services.settings
+        try:
+            evaluation = self._trainer.evaluate(personalised(model, task.ledger))
+            if evaluation is None:
+                self.can_evaluate = False
+                return
+            metrics = finite(evaluation.metrics)
+            report = _report(digest, evaluation, metrics, settings.attributes or {})
+        except Exception as exc:
+            _log.error("model %s is not evaluated", digest[:12], exc_info=exc)
+            events.emit(EvaluationFailed(reason=str(exc) or repr(exc)), about)
+            self._failures.add(exc)
+            return
+        self._failures.clear()
+        num_examples = evaluation.num_examples
+        event = ModelEvaluated(model=digest, num_examples=num_examples, metrics=metrics)
+        events.emit(event, about)
+        self._send(task, report)
+
+    def _send(self, task: JoinedTask, report: EvaluationReport) -> None:
+        rules = self._services.settings.masking_rules
+        is_masked = rules.required or task.lane == "masked" or task.files.is_masked()
+        if is_masked and not rules.reports_evaluations:
+            return
+        try:
+            self._services.transport.report(task.name, report)
+        except (Conflict, NotFound, MalformedRequest) as exc:
+            _log.warning("evaluation of %s not taken: %s", report.model[:12], exc.detail)
+
+
+def finite(metrics: Mapping[str, float]) -> dict[str, float]:
+    """The finite metrics as plain floats; JSON has no word for the others."""
+    floats = {name: float(value) for name, value in metrics.items()}
+    kept = {name: value for name, value in floats.items() if math.isfinite(value)}
+    if len(kept) < len(floats):
+        _log.warning("not finite, left out: %s", ", ".join(sorted(set(floats) - set(kept))))
+    return kept
+
+
+def _report(
+    digest: str,
+    evaluation: Evaluation,
+    metrics: dict[str, float],
+    attributes: Mapping[str, Attribute],
+) -> EvaluationReport:
+    try:
+        return EvaluationReport(
+            model=digest,
+            num_examples=evaluation.num_examples,
+            metrics=metrics,
+            classes={
+                label: ClassCount(num_examples=examples, correct=correct)
+                for label, (examples, correct) in evaluation.classes.items()
+            },
+            attributes=dict(attributes),
+        )
+    except ValidationError as exc:
+        raise ConfigurationError(
+            f"the trainer's evaluation cannot be sent: {explained(exc)}"
+        ) from exc

@@ -1,0 +1,155 @@
+"""Settings of a client, checked once, and the services that its parts share."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from random import SystemRandom
+from time import time
+from typing import TypedDict
+
+from pydantic import ValidationError
+
+from fedpress_client.events import EventLog
+from fedpress_client.failures import FailurePolicy
+from fedpress_client.ledger import KEEP_ALL, Discard, ResidualRules
+from fedpress_client.masking import FREE, MaskingRules
+from fedpress_client.state import StateDirectory
+from fedpress_client.trainer import Trainer
+from fedpress_client.transport import Transport
+from fedpress_protocols.errors import ConfigurationError, MalformedRequest
+from fedpress_protocols.faults import explained
+from fedpress_protocols.messages import Attribute, CheckInRequest
+from fedpress_protocols.plan import TrainingTerms
+from fedpress_protocols.policies import UPLINK
+from fedpress_protocols.signatures import from_base64url
+
+MAX_MODEL_BYTES = 4 * 2**30
+_random = SystemRandom().random
+
+
+class ClientOptions(TypedDict, total=False):
+    """Keywords of `Client` beyond the first few; `ClientSettings` has their defaults."""
+
+    name: str
+    seed: int | None
+    verify: str | None
+    client_certificate: str | Path | None
+    client_key: str | Path | None
+    proxy: str | None
+    timeout: float
+    wait: float
+    max_model_bytes: int
+    rules: ResidualRules
+    masking: MaskingRules | None
+    fine_tuning: TrainingTerms | None
+    attributes: Mapping[str, Attribute] | None
+    failures: FailurePolicy | None
+    on_discard: Callable[[Discard], None] | None
+    server_key: str | None
+    sleep: Callable[[float], None] | None
+    clock: Callable[[], float]
+    random: Callable[[], float]
+
+
+@dataclass(frozen=True, slots=True)
+class ClientSettings:
+    """See `Client`. Raises ConfigurationError for values that cannot work."""
+
+    name: str = ""
+    seed: int | None = None
+    verify: str | None = None
+    client_certificate: str | Path | None = None
+    client_key: str | Path | None = None
+    proxy: str | None = None
+    timeout: float = 30.0
+    wait: float = 20.0
+    max_model_bytes: int = MAX_MODEL_BYTES
+    rules: ResidualRules = KEEP_ALL
+    masking: MaskingRules | None = None
+    fine_tuning: TrainingTerms | None = None
+    attributes: Mapping[str, Attribute] | None = None
+    failures: FailurePolicy | None = None
+    on_discard: Callable[[Discard], None] | None = None
+    server_key: str | None = None
+    sleep: Callable[[float], None] | None = None
+    clock: Callable[[], float] = time
+    random: Callable[[], float] = _random
+
+    def __post_init__(self) -> None:
+        if self.seed is not None and self.seed < 0:
+            raise ConfigurationError(f"seed must be 0 or more, not {self.seed}")
+        if not 0 <= self.wait <= 30:
+            raise ConfigurationError(f"wait must lie in [0, 30] seconds, not {self.wait}")
+        if self.server_key is not None:
+            _check_key(self.server_key)
+        object.__setattr__(self, "attributes", _checked_attributes(self.attributes or {}))
+
+    @property
+    def masking_rules(self) -> MaskingRules:
+        return self.masking or FREE
+
+    @property
+    def failure_policy(self) -> FailurePolicy:
+        return self.failures or FailurePolicy()
+
+
+class Stopped(Exception):
+    """`Client.stop` was called during a pause."""
+
+
+class StopSwitch:
+    """A request to stop, made by any thread and observed by the one that runs the client."""
+
+    def __init__(self, sleep: Callable[[float], None] | None) -> None:
+        self._event = threading.Event()
+        self._sleep = sleep or self._event.wait
+
+    def set(self) -> None:
+        self._event.set()
+
+    @property
+    def is_set(self) -> bool:
+        return self._event.is_set()
+
+    def pause(self, seconds: float) -> None:
+        """Wait for `seconds`; raises Stopped if a stop was requested meanwhile."""
+        self._sleep(seconds)
+        if self.is_set:
+            raise Stopped
+
+
+@dataclass(frozen=True, slots=True)
+class Services:
+    """Everything that the parts of one client share."""
+
+    settings: ClientSettings
+    trainer: Trainer
+    directory: StateDirectory
+    transport: Transport
+    events: EventLog
+    stopping: StopSwitch = field(repr=False)
+
+
+def _checked_attributes(attributes: Mapping[str, Attribute]) -> dict[str, Attribute]:
+    uplink = attributes.get(UPLINK, 1.0)
+    if isinstance(uplink, str) or not uplink > 0:
+        raise ConfigurationError(
+            f"the attribute {UPLINK} is {uplink!r} where a number of Mbit/s is due",
+            hint="leave it out where it is not known: it is measured on uploads",
+        )
+    try:
+        return CheckInRequest(attributes=dict(attributes)).attributes
+    except ValidationError as exc:
+        raise ConfigurationError(explained(exc)) from exc
+
+
+def _check_key(server_key: str) -> None:
+    try:
+        from_base64url(server_key, 32)
+    except MalformedRequest as exc:
+        raise ConfigurationError(
+            f"server_key: {exc.detail}", hint="give what fedpress server key show prints"
+        ) from exc

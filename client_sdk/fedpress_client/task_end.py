@@ -1,0 +1,68 @@
+"""The end of a task: collect receipts, measure the last model, keep the device's own version."""
+
+from __future__ import annotations
+
+import logging
+
+import numpy as np
+
+from fedpress_client.client_terms import personalised
+from fedpress_client.evaluation import Evaluator
+from fedpress_client.events import ModelFineTuned, TaskEnded
+from fedpress_client.joined_task import JoinedTask
+from fedpress_client.models import TaskModels
+from fedpress_client.randomness import training_seed
+from fedpress_client.receipts import Receipts
+from fedpress_client.round_runner import checked_change
+from fedpress_client.settings import Services
+from fedpress_client.trainer import TrainingRequest
+from fedpress_protocols.errors import NotFound
+from fedpress_protocols.messages import TaskSummary
+from fedpress_protocols.model import Model
+
+_log = logging.getLogger(__name__)
+
+
+class TaskEnd:
+    """Finishes a device's part in a task that the server has ended."""
+
+    def __init__(
+        self, services: Services, models: TaskModels, receipts: Receipts, evaluator: Evaluator
+    ) -> None:
+        self._services, self._models = services, models
+        self._receipts, self._evaluator = receipts, evaluator
+
+    def finish(self, task: JoinedTask, summary: TaskSummary) -> float | None:
+        """The seconds until receipts that are still missing may be there; None once all is done."""
+        pause = self._receipts.collect(task)
+        if pause:
+            task.is_hurried = True
+            return pause
+        has_own = self._services.settings.fine_tuning is not None or bool(task.ledger.personal)
+        if summary.state == "finished" and (self._evaluator.can_evaluate or has_own):
+            try:
+                model = self._models.fetch(task, summary.model)
+            except NotFound as exc:
+                _log.info("the last model is gone: %s", exc.detail)
+            else:
+                self._evaluator.evaluate(task, summary.model, model)
+                if has_own:
+                    self._keep_own(task, summary, model)
+        self._services.events.emit(TaskEnded(state=summary.state, model=summary.model))
+        return None
+
+    def _keep_own(self, task: JoinedTask, summary: TaskSummary, model: Model) -> None:
+        """Keep the last model as this device uses it, once."""
+        if task.files.own_model() is not None:
+            return
+        own, settings = personalised(model, task.ledger), self._services.settings
+        if settings.fine_tuning is not None:
+            round_ = summary.round + 1
+            seed = training_seed(settings.seed, round_, 1)
+            request = TrainingRequest(task.name, round_, 1, settings.fine_tuning, seed)
+            trained = self._services.trainer.train(own, request)
+            _, metrics = checked_change(trained, own)
+            own = own.with_parameters(np.asarray(trained.parameters, np.float32))
+            event = ModelFineTuned(num_examples=trained.num_examples, metrics=metrics)
+            self._services.events.emit(event)
+        task.files.keep_own_model(own.to_bytes())
