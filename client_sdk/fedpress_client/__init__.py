@@ -1,8 +1,8 @@
 """The device SDK: train on data that stays here, send little, lose nothing."""
 
+import warnings
 from typing import TYPE_CHECKING, Any
 
-from fedpress_client import events
 from fedpress_client.apps import load_trainer
 from fedpress_client.client import Client, Summary
 from fedpress_client.events import (
@@ -73,7 +73,6 @@ __all__ = [
     "UpdateTrained",
     "UpdateUploaded",
     "UploadRefused",
-    "events",
     "load_trainer",
 ]
 
@@ -85,9 +84,8 @@ def __getattr__(name: str) -> Any:
 
         return TorchTrainer
     if name == "Work":
-        from fedpress_client import trainer
-
-        return trainer.Work
+        warnings.warn("Work is now called TrainingRequest", DeprecationWarning, stacklevel=2)
+        return TrainingRequest
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

@@ -185,19 +185,24 @@ def join(
 
 
 def _tell(event: Event) -> None:
-    """What an operator who approves devices waits to hear, or to compare, and which plans the
-    device's own rules refused."""
-    key = event.details.get("key_id")
-    said = {
-        "enrolled": f"enrolled as client {event.details.get('client_id')}, key {key}",
-        "unapproved": f"this device waits until an operator has approved it; its key is {key}",
-        "approved": "this device was approved",
-        "rotated": f"this device signs with key {key} from now on",
-    }
-    if event.kind in said:
-        click.echo(said[event.kind], err=True)
-    elif "rule" in event.details:
-        click.echo(f"declined: {event.details['reason']}", err=True)
+    """Print the events that an operator who approves devices waits for, or compares, and the plans
+    that the device's own rules refused."""
+    from fedpress_client import events
+
+    match event:
+        case events.DeviceEnrolled(client_id=client_id, key_id=key):
+            line = f"enrolled as client {client_id}, key {key}"
+        case events.ApprovalPending(key_id=key):
+            line = f"this device waits until an operator has approved it; its key is {key}"
+        case events.DeviceApproved():
+            line = "this device was approved"
+        case events.KeyRotated(key_id=key):
+            line = f"this device signs with key {key} from now on"
+        case events.AssignmentDeclined(reason=reason, rule=str()):
+            line = f"declined: {reason}"
+        case _:
+            return
+    click.echo(line, err=True)
 
 
 @client.command("relay")

@@ -23,7 +23,7 @@ from fedpress.demo import digits
 from fedpress.demo.fleet import Fleet
 from fedpress.demo.secure_show import Screen, print_report
 from fedpress.operator import Operator
-from fedpress_client import Client, Event, MaskingRules
+from fedpress_client import Client, Event, MaskingRules, ReceiptReceived, SessionAdvanced
 from fedpress_client.state import StateDirectory
 from fedpress_compression.compressor import Compressor
 from fedpress_protocols.errors import ConfigurationError, FedpressError, ServerError
@@ -153,10 +153,10 @@ class DemoDevice:
 
     def _heard(self, event: Event) -> None:
         found, number = self._findings, self._number
-        step = event.details.get("step", event.kind)
+        step = event.step if isinstance(event, SessionAdvanced) else event.kind
         found.steps[number] = step
-        if event.kind == "settled":
-            found.fates[event.round, number] = event.details["reason"]
+        if isinstance(event, ReceiptReceived):
+            found.fates[event.round, number] = event.reason
         if step in ("trained", "masked") and self._client is not None:
             bodies = found.plain if step == "trained" else found.masked
             for held in self._client.ledger.pending.values():

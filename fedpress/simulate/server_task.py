@@ -32,6 +32,14 @@ from fedpress.simulate.settings import Settings
 from fedpress.simulate.tasks import Task
 from fedpress.task_file import checked, task_config
 from fedpress_client import Client, Event, MaskingRules
+from fedpress_client.events import (
+    DeviceEnrolled,
+    ReceiptReceived,
+    SessionAdvanced,
+    TaskJoined,
+    UpdateTrained,
+    UpdateUploaded,
+)
 from fedpress_client.state import StateDirectory
 from fedpress_client.trainer import Evaluation, Trained, Trainer, TrainingRequest
 from fedpress_client.transport import HttpTransport
@@ -55,7 +63,14 @@ _ADMIN_TOKEN = "of a server that nobody else can reach"  # noqa: S105
 _BEGINNING = 1_800_000_000.0
 _SHORTEST_STEP, _LONGEST_STEP = 0.05, 3600.0
 _FOLD_SECONDS = 0.002
-_PROGRESS = frozenset({"enrolled", "joined", "trained", "uploaded", "settled", "session"})
+_PROGRESS = (
+    DeviceEnrolled,
+    TaskJoined,
+    UpdateTrained,
+    UpdateUploaded,
+    ReceiptReceived,
+    SessionAdvanced,
+)
 _OVER = frozenset({"committed", "abandoned"})
 _AT_WORK = frozenset({"folding", "basing"})
 
@@ -106,7 +121,7 @@ class _Device:
     has_worked: bool = False
 
     def heard(self, event: Event) -> None:
-        self.has_worked |= event.kind in _PROGRESS
+        self.has_worked |= isinstance(event, _PROGRESS)
 
 
 @dataclass(frozen=True)

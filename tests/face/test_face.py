@@ -96,6 +96,26 @@ def test_every_name_of_the_face_is_there_and_costs_nothing_before_it_is_used() -
     assert alone.stdout.strip() == "[]"
 
 
+def test_a_former_name_warns_and_is_not_listed() -> None:
+    with pytest.warns(DeprecationWarning, match="fedpress.Work is now called TrainingRequest"):
+        assert fedpress.Work is fedpress.TrainingRequest
+    with pytest.warns(DeprecationWarning, match="Work is now called TrainingRequest"):
+        from fedpress_client import Work
+    assert Work is fedpress.TrainingRequest
+    assert "Work" not in dir(fedpress)
+
+
+def test_every_error_is_public() -> None:
+    from fedpress_protocols import errors
+
+    defined = {
+        name
+        for name, each in vars(errors).items()
+        if isinstance(each, type) and issubclass(each, Exception)
+    }
+    assert set(fedpress.errors.__all__) == defined
+
+
 def test_help_names_the_commands() -> None:
     shown = command("--help").stdout
     for name in ("server", "client", "demo", "task", "devices"):
