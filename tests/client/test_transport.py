@@ -354,12 +354,12 @@ def test_a_dead_proxy_is_told_as_the_proxy(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_a_proxy_is_honoured(monkeypatch: pytest.MonkeyPatch) -> None:
     transport = HttpTransport("http://server", KEY, proxy="http://proxy:3128")
-    pool = transport._http._transport_for_url(httpx.URL("http://server/"))._pool
+    pool = transport._link._http._transport_for_url(httpx.URL("http://server/"))._pool
     assert pool._proxy_url.host == b"proxy"
     transport.close()
     monkeypatch.setenv("HTTP_PROXY", "http://other:3128")
     transport = HttpTransport("http://server", KEY)
-    pool = transport._http._transport_for_url(httpx.URL("http://server/"))._pool
+    pool = transport._link._http._transport_for_url(httpx.URL("http://server/"))._pool
     assert pool._proxy_url.host == b"other"
     transport.close()
 

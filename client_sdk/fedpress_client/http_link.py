@@ -1,0 +1,381 @@
+"""Signed requests over one httpx connection: every byte counted, every refusal an error.
+
+Every request is signed anew, every retry too; the bytes inside stay the same. What the server
+refuses comes out as the same error class that it raised.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import math
+import secrets
+import ssl
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from random import SystemRandom
+from time import sleep as _sleep
+from time import time as _time
+from typing import TypedDict, TypeVar
+from urllib.request import getproxies, proxy_bypass
+
+import httpx
+
+from fedpress_client import tls, tracing
+from fedpress_client.answers import (
+    Answer,
+    bounded,
+    date_of,
+    drawn_pause,
+    header_bytes,
+    length_of,
+    problem_of,
+    range_start_of,
+    retry_after_of,
+)
+from fedpress_client.retrying import Retries, RetryLoop, TryAgain
+from fedpress_protocols import __version__
+from fedpress_protocols.errors import (
+    BodyTooLarge,
+    ClockSkew,
+    ConfigurationError,
+    DigestMismatch,
+    MalformedRequest,
+    ReplayedRequest,
+    TransportError,
+)
+from fedpress_protocols.signatures import (
+    MAX_LIFETIME,
+    NONCE_BYTES,
+    Content,
+    DeviceKey,
+    Target,
+    sign_request,
+)
+
+_log = logging.getLogger(__name__)
+
+MAX_ANSWER_BYTES = 8 * 2**20
+"""The largest JSON answer that is read."""
+SHORT_LIFETIME, SHORT_BODY = 60, 64 * 1024
+"""Seconds for which a request is signed whose body has so many bytes at most: so long the server
+remembers it. A longer body may be collected by a proxy before its header goes on."""
+_AGAIN = frozenset({408, 425, 429, 500, 502, 503, 504, 507})
+_random = SystemRandom().random
+_ResultT = TypeVar("_ResultT")
+
+
+@dataclass(slots=True)
+class Traffic:
+    """Bytes since the transport was made, every attempt counted.
+
+    Bodies are `len(body)`; wire adds request and status lines and headers, without TLS and TCP.
+    """
+
+    body_up: int = 0
+    body_down: int = 0
+    wire_up: int = 0
+    wire_down: int = 0
+    coded_down: int = 0
+    """Of `body_down`: what came when a whole model was asked for, coded."""
+    difference_down: int = 0
+    """The same for differences to a model that is held."""
+
+
+class LinkOptions(TypedDict, total=False):
+    """Keywords of `HttpTransport`; `LinkSettings` has their defaults."""
+
+    verify: str | ssl.SSLContext | None
+    client_certificate: str | Path | None
+    client_key: str | Path | None
+    proxy: str | None
+    timeout: float
+    retries: Retries | None
+    sleep: Callable[[float], None]
+    clock: Callable[[], float]
+    random: Callable[[], float]
+    http: httpx.BaseTransport | None
+
+
+@dataclass(frozen=True, slots=True)
+class LinkSettings:
+    """See `HttpTransport`."""
+
+    verify: str | ssl.SSLContext | None = None
+    client_certificate: str | Path | None = None
+    client_key: str | Path | None = None
+    proxy: str | None = field(default=None, repr=False)
+    timeout: float = 30.0
+    retries: Retries | None = None
+    sleep: Callable[[float], None] = _sleep
+    clock: Callable[[], float] = _time
+    random: Callable[[], float] = _random
+    http: httpx.BaseTransport | None = None
+
+
+class HttpLink:
+    """One connection to the server, kept alive; `key` signs. Not for several threads at once."""
+
+    def __init__(self, url: str, key: DeviceKey, settings: LinkSettings) -> None:
+        self.traffic = Traffic()
+        self.key = key
+        self._url = _base_url(url)
+        self._timeout = settings.timeout
+        self.clock, self.random = settings.clock, settings.random
+        self._loop = RetryLoop(settings.retries or Retries(), settings.sleep, settings.random)
+        self._ahead = 0.0
+        """Seconds by which the server's clock is ahead of this device's."""
+        certificate = settings.client_certificate
+        self._certificate = Path(certificate) if certificate else None
+        verify = settings.verify
+        if not isinstance(verify, ssl.SSLContext):
+            verify = tls.context_of(verify, certificate, settings.client_key)
+        proxy = settings.proxy or ("" if settings.http is not None else _proxy_of(self._url))
+        self._proxy = _without_password(proxy)
+        try:
+            self._http = httpx.Client(
+                verify=verify,
+                proxy=settings.proxy,
+                transport=settings.http,
+                timeout=settings.timeout,
+                follow_redirects=False,
+                headers={
+                    "User-Agent": f"fedpress/{__version__}",
+                    # Bytes are counted and digests taken of what travels; nothing here compresses
+                    # well.
+                    "Accept-Encoding": "identity",
+                },
+            )
+        except (ValueError, ImportError, httpx.InvalidURL) as exc:
+            raise ConfigurationError(
+                f"proxy {self._proxy}: {exc}", hint="give http://host:port"
+            ) from exc
+
+    def close(self) -> None:
+        self._http.close()
+
+    def retrying(self, attempt: Callable[[], _ResultT], path: str) -> _ResultT:
+        """Return what `attempt` returns, see RetryLoop."""
+        return self._loop.run(attempt, path)
+
+    def file(self, path: str, digest: str | None, max_bytes: int) -> bytes:
+        """The bytes at `path`, checked by their SHA-256 if that is known before."""
+        received = bytearray()
+
+        def fetch() -> bytes:
+            """The rest of it; what came before a broken connection is kept."""
+            begun = len(received)
+            headers = {"Range": f"bytes={begun}-"} if begun else {}
+            try:
+                with self.sent("GET", path, b"", headers) as response:
+                    if response.status_code == 416:
+                        received.clear()
+                        raise TryAgain(TransportError(f"{path} is shorter than it was"))
+                    self.raise_refusal(response)
+                    start = range_start_of(response) if response.status_code == 206 else 0
+                    if start not in (0, begun):
+                        raise TryAgain(
+                            TransportError(f"{path} from byte {start}, not from {begun}")
+                        )
+                    del received[start:]
+                    announced = length_of(response)
+                    for chunk in self.chunks(response, max_bytes - start):
+                        received.extend(chunk)
+                    if announced is not None and len(received) < start + announced:
+                        raise TryAgain(TransportError(f"{path} broke off at {len(received)} bytes"))
+            except TryAgain as again:
+                again.progress = len(received) > begun
+                raise
+            if digest is not None and hashlib.sha256(received).hexdigest() != digest:
+                received.clear()
+                raise TryAgain(DigestMismatch(f"{path} came with other bytes"), at_most=3)
+            return bytes(received)
+
+        return self._loop.run(fetch, path)
+
+    def call(
+        self, method: str, path: str, body: bytes = b"", headers: Mapping[str, str] | None = None
+    ) -> Answer:
+        def attempt() -> Answer:
+            answer = self.once(method, path, body, headers)
+            answer.check()
+            return answer
+
+        return self._loop.run(attempt, path)
+
+    def once(
+        self,
+        method: str,
+        path: str,
+        body: bytes,
+        headers: Mapping[str, str] | None = None,
+        wait: float = 0.0,
+    ) -> Answer:
+        with self.sent(method, path, body, headers or {}, wait) as response:
+            self.raise_refusal(response)
+            data = b"".join(self.chunks(response, MAX_ANSWER_BYTES))
+            pause = drawn_pause(response, self.random)
+            if pause is None:
+                pause = retry_after_of(response, self.clock)
+            return Answer(response.status_code, data, path, pause)
+
+    @contextmanager
+    def sent(
+        self,
+        method: str,
+        path: str,
+        body: bytes,
+        headers: Mapping[str, str],
+        wait: float = 0.0,
+    ) -> Iterator[httpx.Response]:
+        """The answer to one signed request, its body still to be read; raises TryAgain."""
+        request = self._signed(method, path, body, headers, wait)
+        answered = False
+        try:
+            response = self._http.send(request, stream=True)
+            answered = True
+            self._count_up(request, len(body))
+            try:
+                self._count_down(response)
+                yield response
+            finally:
+                response.close()
+        except (httpx.ConnectError, httpx.ConnectTimeout, httpx.ProxyError) as exc:
+            raise self._no_connection(exc) from exc
+        except httpx.TransportError as exc:
+            if not answered:
+                self._count_up(request, len(body))
+            reason = str(exc) or type(exc).__name__
+            if tls.explained(exc) is not None:
+                raise self._no_connection(exc) from exc
+            hint = ""
+            if not answered and isinstance(exc, httpx.RemoteProtocolError | httpx.ReadError):
+                hint = tls.silence(self._url, self._certificate, self.clock())
+            error = TransportError(f"{method} {self._url}{path}: {reason}", hint=hint)
+            raise TryAgain(error) from exc
+        except httpx.HTTPError as exc:
+            raise TransportError(f"{method} {self._url}{path}: {exc}") from exc
+
+    def _signed(
+        self, method: str, path: str, body: bytes, headers: Mapping[str, str], wait: float
+    ) -> httpx.Request:
+        content = {"Content-Type": "application/json"} if body else {}
+        request = self._http.build_request(
+            method,
+            self._url + path,
+            content=body,
+            headers={**content, **headers, **tracing.carried()},
+            timeout=httpx.Timeout(self._timeout, read=self._timeout + wait),
+        )
+        signature = sign_request(
+            self.key,
+            Target.from_url(method, str(request.url)),
+            Content.of(body),
+            created=math.floor(self.clock() + self._ahead),
+            nonce=secrets.token_bytes(NONCE_BYTES),
+            lifetime=SHORT_LIFETIME if len(body) <= SHORT_BODY else MAX_LIFETIME,
+        )
+        request.headers.update(signature)
+        return request
+
+    def _no_connection(self, exc: httpx.TransportError) -> TryAgain:
+        reason = tls.explained(exc)
+        if reason is None and self._proxy:
+            return TryAgain(
+                TransportError(
+                    f"the proxy {self._proxy}, on the way to {self._url}: {exc}",
+                    hint="check --proxy, HTTP_PROXY, HTTPS_PROXY and NO_PROXY",
+                )
+            )
+        if reason is None:
+            return TryAgain(TransportError(f"{self._url}: {exc}"))
+        error = TransportError(f"{self._url}: {reason[0]}", hint=reason[1])
+        return TryAgain(error, at_most=3 if tls.is_about_this_device(reason) else math.inf)
+
+    def raise_refusal(self, response: httpx.Response) -> None:
+        """Raise what an answer other than 2xx stands for, as TryAgain where trying again helps."""
+        status = response.status_code
+        if 200 <= status < 300:
+            return
+        if 300 <= status < 400:
+            raise TransportError(
+                f"{response.url} redirects to {response.headers.get('location', '?')[:200]}",
+                hint="a redirect is not followed: give the final URL",
+            )
+        error = problem_of(response, b"".join(self.chunks(response, MAX_ANSWER_BYTES)))
+        if isinstance(error, ClockSkew):
+            raise TryAgain(error, at_most=2, pause=0.0 if self._adjusted(error, response) else None)
+        if isinstance(error, ReplayedRequest):
+            raise TryAgain(error, at_most=3)
+        if isinstance(error, DigestMismatch):
+            raise TryAgain(error, at_most=3)
+        if status in _AGAIN or status >= 500:
+            after = retry_after_of(response, self.clock)
+            stated = error.members.get("retry_after")
+            if after is None and isinstance(stated, int | float):
+                after = bounded(float(stated))
+            raise TryAgain(error, after=after)
+        raise error
+
+    def _adjusted(self, error: ClockSkew, response: httpx.Response) -> bool:
+        """Sign with the server's time from now on; False if it did not state it."""
+        server_time = error.members.get("server_time")
+        if not isinstance(server_time, int | float) or not math.isfinite(server_time):
+            server_time = date_of(response.headers.get("date"))
+        if server_time is None:
+            return False
+        self._ahead = float(server_time) - self.clock()
+        _log.warning(
+            "the clock here is %.0f s off the server's; signing with its time", self._ahead
+        )
+        return True
+
+    def chunks(self, response: httpx.Response, at_most: int) -> Iterator[bytes]:
+        """The body as it comes, counted; BodyTooLarge beyond `at_most` bytes."""
+        if (announced := length_of(response) or 0) > at_most:
+            raise BodyTooLarge(f"an answer of {announced} bytes where {at_most} are allowed")
+        received = 0
+        for chunk in response.iter_raw():
+            received += len(chunk)
+            self.traffic.body_down += len(chunk)
+            self.traffic.wire_down += len(chunk)
+            if received > at_most:
+                raise BodyTooLarge(f"an answer of more than {at_most} bytes")
+            yield chunk
+
+    def _count_up(self, request: httpx.Request, body: int) -> None:
+        line = f"{request.method} {request.url.raw_path.decode()} HTTP/1.1\r\n"
+        self.traffic.body_up += body
+        self.traffic.wire_up += len(line) + header_bytes(request.headers) + body
+
+    def _count_down(self, response: httpx.Response) -> None:
+        line = f"HTTP/1.1 {response.status_code} {response.reason_phrase}\r\n"
+        self.traffic.wire_down += len(line) + header_bytes(response.headers)
+
+
+def _base_url(url: str) -> str:
+    base = url.rstrip("/")
+    try:
+        target = Target.from_url("GET", str(httpx.URL(base)))
+    except (httpx.InvalidURL, MalformedRequest) as exc:
+        raise ConfigurationError(f"server URL {url!r}: {exc}") from exc
+    if target.query:
+        raise ConfigurationError(f"server URL {url!r} has a query")
+    return base
+
+
+def _proxy_of(url: str) -> str:
+    """The proxy that the environment names for `url`, as httpx reads it; empty for none."""
+    target = httpx.URL(url)
+    if proxy_bypass(target.netloc.decode()):
+        return ""
+    proxies = getproxies()
+    return proxies.get(target.scheme) or proxies.get("all") or ""
+
+
+def _without_password(url: str) -> str:
+    credentials, has_credentials, rest = url.rpartition("@")
+    scheme, has_scheme, _ = credentials.rpartition("://")
+    return f"{scheme}{has_scheme}{rest}" if has_credentials else url

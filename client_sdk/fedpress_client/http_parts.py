@@ -1,0 +1,112 @@
+"""Uploads by parts over HTTP: the verbs that `parts.Delivery` speaks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from pydantic import ValidationError
+
+from fedpress_client.answers import json_of
+from fedpress_client.http_link import HttpLink
+from fedpress_client.parts import Delivery, PartSizes, PartsNotOffered
+from fedpress_client.retrying import TryAgain
+from fedpress_protocols.errors import NotFound, TransportError
+from fedpress_protocols.messages import (
+    PartialCompletion,
+    PartialIntent,
+    PartialUpload,
+    Trip,
+    UploadAck,
+)
+
+_OFFSET_OCTETS = "application/offset+octet-stream"
+
+
+class HttpParts:
+    """The uploads by parts of one device; each verb is one request, tried once."""
+
+    def __init__(self, link: HttpLink, part_seconds: float) -> None:
+        self._link, self._sizes = link, PartSizes(part_seconds)
+
+    def deliver(self, assignment: str, trip: Trip, body: bytes) -> UploadAck:
+        """Send a whole body; raises PartsNotOffered where it is to go in one."""
+        delivery = Delivery(self, assignment, trip, self._sizes, self._link.clock)
+
+        def attempt() -> UploadAck:
+            begun = delivery.offset
+            try:
+                return delivery.whole(body)
+            except TryAgain as again:
+                again.progress = delivery.offset > begun
+                delivery.cut()
+                raise
+
+        return self._link.retrying(attempt, _path(assignment))
+
+    def ahead(
+        self,
+        assignment: str,
+        max_bytes: int,
+        source: Callable[[int, int], bytes],
+        begun: Callable[[str], None],
+    ) -> None:
+        """Send the beginning of an update that is not whole yet, see `Delivery.ahead`."""
+        try:
+            delivery = Delivery(self, assignment, "update", self._sizes, self._link.clock)
+            delivery.ahead(source, max_bytes, begun)
+        except TryAgain as again:
+            raise again.error from again
+
+    def begin_parts(self, assignment: str, intent: PartialIntent) -> PartialUpload:
+        path = _path(assignment)
+        try:
+            answer = self._link.once("POST", path, json_of(intent))
+        except NotFound as exc:
+            if type(exc) is NotFound:
+                raise PartsNotOffered(f"the server has no {path}") from exc
+            raise
+        answer.check()
+        return answer.parsed(PartialUpload)
+
+    def held_parts(self, assignment: str, partial: str) -> PartialUpload:
+        path = _path(assignment, partial)
+        with self._link.sent("HEAD", path, b"", {}) as response:
+            self._link.raise_refusal(response)
+            headers = response.headers
+        try:
+            return PartialUpload(
+                partial=partial,
+                offset=int(headers["upload-offset"]),
+                digest=headers["upload-digest"],
+                part_bytes=int(headers["upload-part-bytes"]),
+                expires_at=float(headers["upload-expires"]),
+            )
+        except (KeyError, ValueError, ValidationError) as exc:
+            raise TryAgain(TransportError(f"{path} does not say where it stands")) from exc
+
+    def send_part(self, assignment: str, partial: str, offset: int, part: bytes) -> PartialUpload:
+        path = f"{_path(assignment, partial)}?offset={offset}"
+        answer = self._link.once("PATCH", path, part, {"Content-Type": _OFFSET_OCTETS})
+        answer.check()
+        return answer.parsed(PartialUpload)
+
+    def complete_parts(
+        self, assignment: str, partial: str, completion: PartialCompletion
+    ) -> UploadAck:
+        path = f"{_path(assignment, partial)}/completion"
+        answer = self._link.once("POST", path, json_of(completion))
+        answer.check()
+        return answer.parsed(UploadAck)
+
+    def drop_parts(self, assignment: str, partial: str) -> None:
+        try:
+            self._link.once("DELETE", _path(assignment, partial), b"")
+        except NotFound:
+            pass
+        except TryAgain as again:
+            raise again.error from again
+
+
+def _path(assignment: str, partial: str = "") -> str:
+    path = f"/v1/assignments/{assignment}/partials"
+    return f"{path}/{partial}" if partial else path
