@@ -1,11 +1,13 @@
 """Every compressor, and what it takes to write one."""
 
-from fedpress_compression.coding.fields import Layout, Symbols
+from fedpress_compression.coding import decode, encode
+from fedpress_compression.coding.fields import Alphabet, Integers, Layout, Positions, Reals, Symbols
 from fedpress_compression.compressor import (
     Compressor,
     Properties,
     Public,
     Stateless,
+    check_finite,
     compressor,
     compressors,
     from_config,
@@ -38,11 +40,13 @@ from fedpress_compression.compressors.structured import Structured
 from fedpress_compression.compressors.terngrad import TernGrad
 from fedpress_compression.compressors.threshold import Threshold
 from fedpress_compression.compressors.topk import TopK
+from fedpress_compression.randomness import PublicRandomness
 from fedpress_compression.tensors import ModelSpec, TensorSpec
 from fedpress_compression.update import Update
 
 __all__ = [
     "EF21",
+    "Alphabet",
     "Bernoulli",
     "Cafe",
     "Clip",
@@ -54,17 +58,21 @@ __all__ = [
     "Ecsq",
     "Eden",
     "ErrorFeedback",
+    "Integers",
     "Layout",
     "LowRank",
     "ModelSpec",
     "OneSidedPowerSGD",
     "PerTensor",
+    "Positions",
     "PowerSGD",
     "Properties",
     "Public",
+    "PublicRandomness",
     "Qsgd",
     "Quantize",
     "RandomK",
+    "Reals",
     "SharedSupport",
     "Sign",
     "SimHash",
@@ -78,8 +86,11 @@ __all__ = [
     "TopK",
     "Uncompressed",
     "Update",
+    "check_finite",
     "compressor",
     "compressors",
+    "decode",
+    "encode",
     "from_config",
     "to_config",
 ]

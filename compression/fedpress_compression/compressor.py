@@ -14,12 +14,11 @@ import pkgutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
-from importlib.metadata import entry_points
 from typing import Any, Literal, Protocol, TypeVar
 
 import numpy as np
 
-from fedpress_compression import kernels
+from fedpress_compression import kernels, plugins
 from fedpress_compression.coding.fields import Known, Layout, Symbols
 from fedpress_compression.errors import ConfigurationError, IncompatiblePlan, InvalidUpdate
 from fedpress_compression.randomness import PublicRandomness, PublicStream
@@ -200,12 +199,14 @@ ClassT = TypeVar("ClassT", bound=type[Any])
 
 
 def compressor(wire_id: str) -> Callable[[ClassT], ClassT]:
-    """Claim `wire_id` for a class, for ever: a new behaviour is a new id.
+    """Claim `wire_id` for a class, for ever: a new behaviour is a new id. Outside this package it
+    has the form package.name, see `plugins`.
 
     A class that does not say whether it `needs_plain_mean` does if one of its members does.
     """
 
     def claim(cls: ClassT) -> ClassT:
+        plugins.check_id(wire_id, cls.__module__, "fedpress_compression")
         holder = _by_id.setdefault(wire_id, cls)
         if holder.__qualname__ != cls.__qualname__:
             raise ValueError(f"wire id {wire_id!r} is {holder.__qualname__}'s")
@@ -230,8 +231,7 @@ def _load() -> None:
     package = importlib.import_module("fedpress_compression.compressors")
     for module in pkgutil.iter_modules(package.__path__):
         importlib.import_module(f"{package.__name__}.{module.name}")
-    for entry in entry_points(group="fedpress.compressors"):
-        entry.load()
+    plugins.load("fedpress.compressors", lambda made: getattr(made, "wire_id", None))
 
 
 def from_config(config: Config) -> Compressor[Any]:
@@ -246,10 +246,8 @@ def _from_config(config: Config, depth: int) -> Compressor[Any]:
     wire_id = fields.pop(_ID, None)
     known = compressors()
     if wire_id not in known:
-        raise IncompatiblePlan(
-            f"no compressor has the id {wire_id!r}; known are {', '.join(known)}",
-            hint="upgrade this end, or choose another compressor",
-        )
+        detail, hint = plugins.missing("compressor", wire_id, list(known))
+        raise IncompatiblePlan(detail, hint=hint)
     cls = known[wire_id]
     names = [field.name for field in dataclasses.fields(cls)]
     unknown = sorted(set(fields) - set(names))

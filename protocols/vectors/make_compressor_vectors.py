@@ -76,10 +76,17 @@ def configs() -> Iterator[tuple[str, Config, bool]]:
     yield "simhash", {"id": "simhash", "bits": 0.5}, False
     yield "ecsq", {"id": "ecsq", "control": "nmse", "target": 0.05}, False
     clipped = {"id": "topk", "fraction": 0.05}
+    sparse = {"id": "topk", "fraction": 0.1, "scope": "tensor"}
     yield "clip", {"id": "clip", "inner": clipped, "max_norm": 0.5}, False
     rules = [["g", {"id": "none"}]]
     yield "per-tensor", {"id": "per_tensor", "min_size": 10, "rules": rules}, False
-    sparse = {"id": "topk", "fraction": 0.1, "scope": "tensor"}
+    yield (
+        "error-feedback",
+        {"id": "error_feedback", "inner": {"id": "topk", "fraction": 0.1}},
+        False,
+    )
+    for coder in ("huffman", "range"):
+        yield f"coded-{coder}", {"id": "coded", "inner": sparse, "coder": coder}, False
     yield "dgc", {"id": "dgc", "inner": sparse, "max_norm": 0.5, "cohort": 4}, False
 
 

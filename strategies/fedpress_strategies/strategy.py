@@ -15,7 +15,6 @@ import pkgutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cache
-from importlib.metadata import entry_points
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol, TypeVar, runtime_checkable
@@ -24,6 +23,7 @@ import numpy as np
 import numpy.typing as npt
 from pydantic import ValidationError
 
+from fedpress_compression import plugins
 from fedpress_compression.coding.fields import Symbols, check_symbols
 from fedpress_compression.compressor import Compressor, Public
 from fedpress_compression.fixed_point import Accumulator, FixedPoint
@@ -354,6 +354,7 @@ def strategy(identifier: str, **example: Any) -> Callable[[BuilderT], BuilderT]:
     """
 
     def claim(build: BuilderT) -> BuilderT:
+        plugins.check_id(identifier, build.__module__, "fedpress_strategies")
         if _by_id.setdefault(identifier, build).__qualname__ != build.__qualname__:
             raise ValueError(f"strategy {identifier!r} is {_by_id[identifier].__qualname__}'s")
         _examples[identifier] = example
@@ -376,8 +377,11 @@ def _load() -> None:
     for module in pkgutil.iter_modules(package.__path__):
         if module.name != "flower":  # the adapter to Flower is heavy, and no strategy by itself
             importlib.import_module(f"{__package__}.{module.name}")
-    for entry in entry_points(group="fedpress.strategies"):
-        entry.load()
+    plugins.load("fedpress.strategies", _id_of)
+
+
+def _id_of(build: object) -> str | None:
+    return next((each for each, builder in _by_id.items() if builder is build), None)
 
 
 EXAMPLE_TERMS = TrainingTerms(local_steps=10, learning_rate=0.1)
@@ -407,7 +411,8 @@ def _from_config(config: Mapping[str, Any], training: TrainingTerms, depth: int)
     identifier = settings.pop("id", None)
     known = strategies()
     if identifier not in known:
-        raise ConfigurationError(f"no strategy {identifier!r}; known are {', '.join(known)}")
+        detail, hint = plugins.missing("strategy", identifier, list(known))
+        raise ConfigurationError(detail, hint=hint)
     build = known[identifier]
     parameters = inspect.signature(build).parameters
     names = list(parameters)

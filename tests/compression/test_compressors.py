@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -48,7 +49,7 @@ from fedpress_compression.compressors.threshold import Threshold
 from fedpress_compression.compressors.topk import TopK
 from fedpress_compression.randomness import PublicRandomness
 from fedpress_compression.tensors import ModelSpec, TensorSpec, Vector
-from fedpress_protocols.errors import IncompatiblePlan, InvalidUpdate
+from fedpress_protocols.errors import ConfigurationError, IncompatiblePlan, InvalidUpdate
 from fedpress_protocols.model import Model
 
 SPEC = ModelSpec(
@@ -526,26 +527,63 @@ def test_a_configuration_that_cannot_work_says_why(config: dict[str, Any], says:
 
 def test_a_wire_id_belongs_to_one_class() -> None:
     with pytest.raises(ValueError, match="wire id 'topk' is TopK's"):
-        compressor("topk")(type("Other", (), {}))
+        compressor("topk")(type("Other", (), {"__module__": "fedpress_compression.other"}))
 
 
-def test_installed_packages_bring_compressors_of_their_own(
+def test_an_id_outside_the_package_names_its_package() -> None:
+    with pytest.raises(ValueError, match=r"has the form package\.name, and 'other' has not"):
+        compressor("other")(type("Other", (), {"__module__": "acme"}))
+
+
+class _Entry(NamedTuple):
+    """An entry point as importlib.metadata gives it."""
+
+    name: str
+    made: Any
+    dist: Any = SimpleNamespace(name="Acme-Tools")
+    module: str = "acme"
+
+    def load(self) -> Any:
+        if isinstance(self.made, Exception):
+            raise self.made
+        return self.made
+
+
+def install(monkeypatch: pytest.MonkeyPatch, *entries: _Entry) -> None:
+    def installed(group: str) -> list[_Entry]:
+        return list(entries) if group == "fedpress.compressors" else []
+
+    monkeypatch.setattr("fedpress_compression.plugins.entry_points", installed)
+
+
+def test_a_plug_in_that_is_not_what_it_says_is_refused_by_its_package(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    loaded: list[str] = []
-
-    class Entry:
-        def load(self) -> None:
-            loaded.append("theirs")
-
-    def installed(group: str) -> list[Entry]:
-        return [Entry()] if group == "fedpress.compressors" else []
-
-    monkeypatch.setattr("fedpress_compression.compressor.entry_points", installed)
-    anew = registry._load.__wrapped__
-    monkeypatch.setattr(registry, "_load", anew)
+    monkeypatch.setattr(registry, "_load", registry._load.__wrapped__)
+    theirs = SimpleNamespace(wire_id="acme_tools.theirs")
+    install(monkeypatch, _Entry("acme_tools.theirs", theirs))
     assert "topk" in compressors()
-    assert loaded == ["theirs"]
+    for entry, says in (
+        (_Entry("theirs", theirs), r"its name should be acme_tools\.NAME"),
+        (_Entry("other.theirs", theirs), r"its name should be acme_tools\.NAME"),
+        (_Entry("acme_tools.other", theirs), r"points to 'acme_tools\.theirs'"),
+        (_Entry("acme_tools.theirs", ImportError("no numpy 9")), "no numpy 9"),
+        (_Entry("acme_tools.theirs", object(), None), r"should be acme\.NAME"),
+    ):
+        install(monkeypatch, entry)
+        with pytest.raises(ConfigurationError, match=f"of the package .* {says}"):
+            compressors()
+
+
+@pytest.mark.parametrize("identifier", ["acme_tools.theirs", "zip", 3, None, "a.b.c"])
+def test_an_unknown_id_names_the_package_that_has_it(identifier: object) -> None:
+    with pytest.raises(IncompatiblePlan) as caught:
+        from_config({"id": identifier})
+    if identifier == "acme_tools.theirs":
+        assert "is of the package acme-tools, which is not installed here" in str(caught.value)
+        assert "pip install acme-tools" in str(caught.value)
+    else:
+        assert f"no compressor has the id {identifier!r}" in str(caught.value)
 
 
 @pytest.mark.parametrize(

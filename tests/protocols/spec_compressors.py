@@ -31,11 +31,12 @@ LEVELS = {
 
 @dataclass
 class Known:
-    """What both ends know: the rows that the spec's digest is of, the seed, `previous`."""
+    """What both ends know: the rows that the spec's digest is of, the seed, `previous`, `own`."""
 
     rows: list[list[Any]]
     seed: bytes
     previous: list[Any] | None
+    own: list[Any] | None = None
 
     @property
     def sizes(self) -> list[int]:
@@ -266,13 +267,42 @@ def around(config: Any, fields: Fields, known: Known) -> list[Any]:
     return decompressed(config["inner"], fields, known)
 
 
+def cafe(config: Any, fields: Fields, known: Known) -> list[Any]:
+    assert known.previous is not None
+    is_taken = True
+    if config["guard"] is not None:
+        *fields, (symbol,) = fields
+        is_taken = symbol == 1
+    inner = decompressed(config["inner"], fields, known)
+    if not is_taken:
+        return inner
+    factor = f32(config["factor"])
+    return [factor * last + x for last, x in zip(known.previous, inner, strict=True)]
+
+
+def ef21(config: Any, fields: Fields, known: Known) -> list[Any]:
+    assert known.previous is not None
+    share = f32(config["participation"])
+    inner = decompressed(config["inner"], fields, known)
+    return [last + share * x for last, x in zip(known.previous, inner, strict=True)]
+
+
+def delta(config: Any, fields: Fields, known: Known) -> list[Any]:
+    assert known.own is not None
+    inner = decompressed(config["inner"], fields, known)
+    return [mine + x for mine, x in zip(known.own, inner, strict=True)]
+
+
 METHODS: dict[str, Callable[[Any, Fields, Known], list[Any] | dict[int, Any]]] = {
     each.__name__: each
     for each in (
         *(none, quantize, qsgd, sign, terngrad, eden, simhash, topk, stc, bernoulli, randomk),
-        *(shared_support, ecsq, structured),
+        *(shared_support, ecsq, structured, cafe, ef21, delta),
     )
-} | {"threshold": topk, "clip": around, "error_feedback": around, "dgc": around}
+} | {
+    "threshold": topk,
+    **dict.fromkeys(("clip", "error_feedback", "dgc", "coded"), around),
+}
 
 
 def decompressed(config: Any, fields: Fields, known: Known) -> list[Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -87,25 +88,38 @@ def test_a_name_belongs_to_one_strategy() -> None:
         return from_config({"id": "fedavg"})
 
     assert "fedavg" in strategies()
+    impostor.__module__ = "fedpress_strategies.other"
     with pytest.raises(ValueError, match="strategy 'fedavg' is fedavg's"):
         strategy("fedavg")(impostor)
+    impostor.__module__ = "acme"
+    with pytest.raises(ValueError, match=r"has the form package\.name, and 'mine' has not"):
+        strategy("mine")(impostor)
 
 
 def test_installed_packages_bring_strategies_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    loaded: list[str] = []
+    monkeypatch.setattr("fedpress_strategies.strategy._by_id", dict(strategies()))
+    theirs = SimpleNamespace(name="acme.theirs", dist=SimpleNamespace(name="acme"), module="acme")
 
-    class Entry:
-        def load(self) -> None:
-            loaded.append("theirs")
+    def build() -> Strategy:
+        return from_config({"id": "fedavg"})
 
-    def installed(group: str) -> list[Entry]:
-        return [Entry()] if group == "fedpress.strategies" else []
+    theirs.load = lambda: strategy("acme.theirs")(build)
 
-    monkeypatch.setattr("fedpress_strategies.strategy.entry_points", installed)
-    anew = registry._load.__wrapped__
-    monkeypatch.setattr(registry, "_load", anew)
-    assert "fedavgm" in strategies()
-    assert loaded == ["theirs"]
+    monkeypatch.setattr(registry, "_load", registry._load.__wrapped__)
+
+    def installed(group: str) -> list[SimpleNamespace]:
+        return [theirs] if group == "fedpress.strategies" else []
+
+    monkeypatch.setattr("fedpress_compression.plugins.entry_points", installed)
+    assert strategies()["acme.theirs"] is build
+    theirs.load = lambda: strategies
+    with pytest.raises(ConfigurationError, match="acme cannot be loaded: it points to None"):
+        strategies()
+
+
+def test_an_unknown_strategy_names_the_package_that_has_it() -> None:
+    with pytest.raises(ConfigurationError, match="of the package acme-tools, which is not instal"):
+        from_config({"id": "acme_tools.theirs"})
 
 
 @pytest.mark.parametrize(
