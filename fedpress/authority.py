@@ -9,12 +9,10 @@ taken back is not renewed, and the server revokes the device meanwhile.
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from time import gmtime, strftime
@@ -28,9 +26,9 @@ from pydantic import Field, ValidationError
 from fedpress_client.state import StateDirectory
 from fedpress_protocols.errors import ConfigurationError, FedpressError, MalformedRequest, NotFound
 from fedpress_protocols.faults import explained
+from fedpress_protocols.local_files import OPEN_FLAGS, check_private, locked, open_lock
 from fedpress_protocols.masking.certificates import Certificate
 from fedpress_protocols.plan import Digest, Term
-from fedpress_protocols.private_files import check_private
 from fedpress_protocols.signatures import DeviceKey, from_base64url, key_id_of, to_base64url
 
 _DAY = 24 * 3600
@@ -180,7 +178,7 @@ class EnrolmentAuthority:
         """
         now = self._clock()
         key, made = self._key(), list[Certificate]()
-        with self._alone():
+        with locked(open_lock(self._register)):
             for asked in requests:
                 self._check(asked, population, new_key=new_key)
                 made.append(_certificate(key, asked, population, int(now + days * _DAY)))
@@ -211,7 +209,7 @@ class EnrolmentAuthority:
         of each key, unless it was revoked or its name has another key by now."""
         now = self._clock()
         key, made = self._key(), list[Certificate]()
-        with self._alone():
+        with locked(open_lock(self._register)):
             for each in self.entries():
                 if each.state in ("good", "expired") and each.expires < now + within_days * _DAY:
                     asked = Request(each.key, each.name)
@@ -223,7 +221,7 @@ class EnrolmentAuthority:
         """Renew nothing of the key, the name or the serial `which`; returns those that are good
         still, which the server has to keep out until they expire. Raises NotFound."""
         now = int(self._clock())
-        with self._alone():
+        with locked(open_lock(self._register)):
             found = [
                 each
                 for each in self.entries()
@@ -285,16 +283,6 @@ class EnrolmentAuthority:
             )
         return DeviceKey(key)
 
-    @contextmanager
-    def _alone(self) -> Iterator[None]:
-        """One at a time writes to the register."""
-        descriptor = os.open(self._register, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX)
-            yield
-        finally:
-            os.close(descriptor)
-
     def _lines(self) -> Iterator[Issued]:
         try:
             with self._register.open("rb") as file:
@@ -312,7 +300,8 @@ class EnrolmentAuthority:
 
     def _write(self, lines: Iterable[Issued]) -> None:
         data = "".join(each.model_dump_json() + "\n" for each in lines).encode()
-        descriptor = os.open(self._register, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
+        flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | OPEN_FLAGS
+        descriptor = os.open(self._register, flags, 0o600)
         try:
             while data:
                 data = data[os.write(descriptor, data) :]

@@ -205,7 +205,7 @@ admin_token = secret_option(
 
 
 def _secret_in(file: Path, name: str) -> str:
-    from fedpress_protocols.private_files import check_private
+    from fedpress_protocols.local_files import check_private
 
     check_private(file, f"--{name}-file")
     secret = read(file).decode("utf-8", "replace").strip()

@@ -18,11 +18,12 @@ from contextlib import ExitStack, contextmanager
 from pydantic import TypeAdapter, ValidationError
 
 from fedpress_client.masking import session_under_way
-from fedpress_client.state import StateDirectory, sync_folder, write_durably
+from fedpress_client.state import StateDirectory, write_durably
 from fedpress_client.transport import Transport
 from fedpress_protocols.device_keys import signed_rotation
 from fedpress_protocols.errors import ConfigurationError, Conflict, StateCorrupt, UnknownDevice
 from fedpress_protocols.faults import explained
+from fedpress_protocols.local_files import sync_folder
 from fedpress_protocols.messages import MAX_ROTATIONS, RotationRequest, SignedRotation
 from fedpress_protocols.signatures import DeviceKey
 

@@ -24,6 +24,7 @@ from fedpress_protocols.errors import (
     TransportError,
     Unavailable,
 )
+from fedpress_protocols.local_files import OPEN_FLAGS
 from fedpress_protocols.model import Model
 
 _log = logging.getLogger(__name__)
@@ -120,7 +121,7 @@ class PublishedModel:
         temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
         try:
             self._directory.task_folder(task)
-            flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
+            flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | OPEN_FLAGS
             with open(os.open(temporary, flags, 0o600), "wb") as file:
                 file.write(hashlib.sha256(data).hexdigest().encode() + data)
             temporary.replace(path)

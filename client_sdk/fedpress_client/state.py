@@ -13,18 +13,18 @@
     tasks/<task>/lock, lock           held while in use; they never hold data
 
 Every file that matters is written whole beside the old one, synced, and renamed over it, so that at
-any moment one of the two is there in full. POSIX only: it relies on flock and on owner and mode.
+any moment one of the two is there in full. Owner and mode are checked where files have them.
 """
 
 from __future__ import annotations
 
 import errno
-import fcntl
 import hashlib
 import json
 import logging
 import os
 import stat
+import sys
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -40,6 +40,13 @@ from fedpress_protocols.errors import (
     StateWriteError,
 )
 from fedpress_protocols.faults import explained
+from fedpress_protocols.local_files import (
+    OPEN_FLAGS,
+    locked,
+    open_lock,
+    sync_folder,
+    try_lock,
+)
 from fedpress_protocols.signatures import DeviceKey
 
 _log = logging.getLogger(__name__)
@@ -121,12 +128,8 @@ class StateDirectory:
     @contextmanager
     def alone(self) -> Iterator[None]:
         """One at a time makes a key or enrols; waits for the other."""
-        file = _open_lock(self.path / "lock")
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX)
+        with locked(_open_lock(self.path / "lock")):
             yield
-        finally:
-            os.close(file)
 
     def task_folder(self, task: str) -> Path:
         """The folder of one task, made if need be."""
@@ -148,11 +151,9 @@ class StateDirectory:
         folder = self.task_folder(task)
         _private_folder(folder / "models")
         file = _open_lock(folder / "lock")
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as exc:
+        if not try_lock(file):
             os.close(file)
-            raise StateLocked(f"{folder} is in use") from exc
+            raise StateLocked(f"{folder} is in use")
         return TaskFiles(task, folder, file)
 
 
@@ -258,7 +259,7 @@ class TaskFiles:
     def begin_outgoing(self) -> int:
         """An empty file for a body that is being encoded, open for reading and writing."""
         self.end_outgoing()
-        flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+        flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | OPEN_FLAGS
         return os.open(self.folder / "outgoing", flags, 0o600)
 
     def name_outgoing(self, assignment: str, partial: str) -> None:
@@ -332,7 +333,7 @@ def not_written(path: Path, exc: OSError, num_bytes: int) -> StateWriteError:
 def _write(path: Path, data: bytes, *, sync: bool) -> None:
     # What a crash left under this name is of no use to anyone.
     path.unlink(missing_ok=True)
-    file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
+    file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | OPEN_FLAGS, 0o600)
     try:
         rest = memoryview(data)
         while rest:
@@ -345,18 +346,9 @@ def _write(path: Path, data: bytes, *, sync: bool) -> None:
 
 def _open_lock(path: Path) -> int:
     try:
-        return os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+        return open_lock(path)
     except OSError as exc:
         raise not_written(path, exc, 0) from exc
-
-
-def sync_folder(path: Path) -> None:
-    """Make what was renamed in it durable."""
-    folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)
 
 
 def _private_folder(path: Path) -> None:
@@ -379,6 +371,8 @@ def _private(path: Path, mode: int) -> None:
     found = os.lstat(path)
     if stat.S_ISLNK(found.st_mode):
         raise ConfigurationError(f"{path} is a link", hint="name the folder that it points to")
+    if sys.platform == "win32":
+        return  # see `local_files`
     if found.st_uid != os.geteuid():
         raise ConfigurationError(
             f"{path} belongs to user {found.st_uid}, not to {os.geteuid()}",

@@ -10,7 +10,7 @@ import httpx
 from cryptography import x509
 
 from fedpress_protocols.errors import ConfigurationError
-from fedpress_protocols.private_files import check_private
+from fedpress_protocols.local_files import check_private
 
 _ALERTS = {
     "CERTIFICATE_REQUIRED": (

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import fcntl
 import os
 import socket
 import time
@@ -17,6 +16,7 @@ from fastapi import APIRouter, FastAPI
 from fastapi.openapi.utils import get_openapi
 
 from fedpress_protocols.errors import ConfigurationError
+from fedpress_protocols.local_files import open_lock, try_lock
 from fedpress_server.api.administration import administration_routes
 from fedpress_server.api.description import description_routes
 from fedpress_server.api.devices import (
@@ -192,14 +192,12 @@ def _held(folder: Path) -> Iterator[None]:
     """The data folder, for this process alone; raises ConfigurationError."""
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     close_folder(folder)
-    descriptor = os.open(folder / "lock", os.O_RDWR | os.O_CREAT, 0o600)
+    descriptor = open_lock(folder / "lock")
     try:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as exc:
+        if not try_lock(descriptor):
             raise ConfigurationError(
                 f"another server holds {folder}", hint="stop it, or choose another data_dir"
-            ) from exc
+            )
         yield
     finally:
         os.close(descriptor)

@@ -21,7 +21,7 @@ from pydantic_settings import (
 
 from fedpress_protocols.errors import ConfigurationError
 from fedpress_protocols.faults import explained
-from fedpress_protocols.private_files import check_private
+from fedpress_protocols.local_files import check_private
 from fedpress_server import failpoints
 
 MIB = 2**20

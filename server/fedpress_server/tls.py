@@ -13,7 +13,7 @@ import ssl
 from pathlib import Path
 
 from fedpress_protocols.errors import ConfigurationError
-from fedpress_protocols.private_files import check_private
+from fedpress_protocols.local_files import check_private
 from fedpress_server.settings import Settings
 
 _log = logging.getLogger(__name__)

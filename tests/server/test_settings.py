@@ -87,7 +87,7 @@ def test_every_secret_has_a_file_and_none_is_printed(tmp_path: Path) -> None:
 def test_a_secret_that_everybody_can_read_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("fedpress_protocols.private_files.is_exposed", lambda file: True)
+    monkeypatch.setattr("fedpress_protocols.local_files.is_exposed", lambda file: True)
     file = tmp_path / "secret"
     file.write_text("9f86d081884c7d659a2feaa0c55ad015")
     for name in ("admin_token_file", "database_url_file"):

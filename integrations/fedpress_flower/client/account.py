@@ -7,7 +7,6 @@ where it says neither. Accounts of runs long over are removed when a new run beg
 
 from __future__ import annotations
 
-import fcntl
 import logging
 import os
 import re
@@ -25,6 +24,7 @@ from fedpress_client.state import Identity, write_durably
 from fedpress_flower import envelope
 from fedpress_protocols.errors import ConfigurationError, MalformedRequest, StateCorrupt
 from fedpress_protocols.faults import explained
+from fedpress_protocols.local_files import OPEN_FLAGS, locked, open_lock
 from fedpress_protocols.messages import Identifier
 from fedpress_protocols.plan import Name
 from fedpress_protocols.signatures import DeviceKey
@@ -127,12 +127,8 @@ class Account:
         """One process at a time; the others wait."""
         path = self.path.with_suffix(".lock")
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        with locked(open_lock(path)):
             yield
-        finally:
-            os.close(descriptor)
 
     def warn_of_others(self) -> None:
         """Say so if a new account lies beside others, which may be this device's."""
@@ -207,7 +203,7 @@ class Account:
             return
         temporary = path.with_name(path.name + ".tmp")
         temporary.unlink(missing_ok=True)
-        descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | OPEN_FLAGS, 0o600)
         with os.fdopen(descriptor, "wb") as file:
             file.write(data)
         os.replace(temporary, path)

@@ -28,6 +28,7 @@ from pydantic import Field, ValidationError
 
 from fedpress_protocols.errors import ConfigurationError, NotFound
 from fedpress_protocols.faults import explained
+from fedpress_protocols.local_files import sync_folder
 from fedpress_protocols.messages import Identifier
 from fedpress_protocols.plan import Digest, Term
 from fedpress_protocols.signatures import DeviceKey, sign_document, verify_document
@@ -142,9 +143,9 @@ class _FolderWriter(Writer):
     def commit(self, manifest: bytes) -> None:
         self._add(MANIFEST, _Counted(io.BytesIO(manifest)), len(manifest))
         for folder, _, _ in os.walk(self._beside):
-            _sync_folder(Path(folder))
+            sync_folder(Path(folder))
         self._beside.rename(self._place)
-        _sync_folder(self._place.parent)
+        sync_folder(self._place.parent)
 
     def abandon(self) -> None:
         shutil.rmtree(self._beside, ignore_errors=True)
@@ -174,7 +175,7 @@ class _TarWriter(Writer):
         os.fsync(self._file.fileno())
         self._file.close()
         self._beside.rename(self._place)
-        _sync_folder(self._place.parent)
+        sync_folder(self._place.parent)
 
     def abandon(self) -> None:
         self._file.close()
@@ -329,11 +330,3 @@ class BackedUp(Payloads):
 
     def check_writable(self) -> None:
         raise AssertionError("a backup is not written to")
-
-
-def _sync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

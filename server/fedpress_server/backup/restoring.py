@@ -13,6 +13,7 @@ from pathlib import Path
 import sqlalchemy as sa
 
 from fedpress_protocols.errors import ConfigurationError
+from fedpress_protocols.local_files import sync_folder
 from fedpress_protocols.messages import Restore
 from fedpress_server.backup import snapshots
 from fedpress_server.backup.archive import DATABASE, FILES, KEYS, Reader, reader
@@ -96,12 +97,12 @@ def restore(
         if not is_inside:
             snapshots.put_into(at, settings.resolved_database_url)
             at.unlink()
-        _sync(beside)
+        sync_folder(beside)
         if parent == target:
             _move_up(beside)
         else:
             beside.rename(target)
-        _sync(parent)
+        sync_folder(parent)
     except BaseException:
         shutil.rmtree(beside, ignore_errors=True)
         raise
@@ -153,11 +154,3 @@ def _copy(backup: Reader, name: str, place: Path) -> None:
         shutil.copyfileobj(source, file)
         file.flush()
         os.fsync(descriptor)
-
-
-def _sync(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

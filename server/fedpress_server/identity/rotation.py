@@ -24,8 +24,8 @@ from sqlalchemy.engine import Connection
 
 from fedpress_protocols.errors import ConfigurationError, Conflict, FedpressError
 from fedpress_protocols.faults import explained
+from fedpress_protocols.local_files import check_private, sync_folder
 from fedpress_protocols.plan import Term
-from fedpress_protocols.private_files import check_private
 from fedpress_protocols.signatures import DeviceKey, from_base64url, key_id_of, to_base64url
 from fedpress_protocols.succession import (
     MAX_SUCCESSIONS,
@@ -152,11 +152,7 @@ def _settle(place: Path, current: bytes, said: Collection[SignedSuccession]) -> 
     if place.exists() and not has(place):
         os.replace(place, former_file(place))
     os.replace(following, place)
-    descriptor = os.open(place.parent, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    sync_folder(place.parent)
 
 
 # The database

@@ -18,7 +18,7 @@ import sqlalchemy as sa
 from sqlalchemy.engine import Connection
 
 from fedpress_protocols.errors import ConfigurationError, FedpressError, NotFound
-from fedpress_protocols.private_files import check_private
+from fedpress_protocols.local_files import check_private
 from fedpress_protocols.signatures import DeviceKey, key_id_of
 from fedpress_server.identity import rotation
 from fedpress_server.identity.signing import SigningKeys, history

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from fedpress_protocols.errors import NotFound, ServerError, StorageFull
+from fedpress_protocols.local_files import sync_folder
 from fedpress_server import failpoints
 from fedpress_server.observing.outages import FULL, MAKE_ROOM, Outage
 
@@ -138,7 +139,7 @@ class LocalPayloads(Payloads):
                 found[index] = exc
         for folder, indices in placed.items():
             with suppress(OSError):
-                _sync_folder(folder)
+                sync_folder(folder)
                 found.update((index, _passed("file-kept")) for index in indices)
         return [
             found[index] if index in found else self._failure(name, data)
@@ -147,7 +148,7 @@ class LocalPayloads(Payloads):
 
     def _put(self, name: str, data: bytes) -> None:
         try:
-            _sync_folder(self._place(name, data))
+            sync_folder(self._place(name, data))
         except OSError as exc:
             if exc.errno in FULL:
                 full = StorageFull("no space is left on the server", retry_after=60)
@@ -215,7 +216,7 @@ class LocalPayloads(Payloads):
             return
         self._make_folder(folder.parent)
         folder.mkdir(mode=0o700, exist_ok=True)
-        _sync_folder(folder.parent)
+        sync_folder(folder.parent)
         self._named.add(str(folder))
 
     def _forget_folders(self, place: Path) -> None:
@@ -294,11 +295,3 @@ def _write_all(descriptor: int, data: bytes) -> None:
     left = memoryview(data)
     while left:
         left = left[os.write(descriptor, left) :]
-
-
-def _sync_folder(folder: Path | str) -> None:
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from fedpress_protocols import private_files
+from fedpress_protocols import local_files
 from fedpress_protocols.errors import ConfigurationError
-from fedpress_protocols.private_files import check_private, is_exposed
+from fedpress_protocols.local_files import check_private, is_exposed
 
 
 @pytest.fixture
@@ -56,5 +56,5 @@ def test_a_read_only_mount_holds_what_an_orchestrator_gave(
     found = os.statvfs(secret)
     fields = list(found)
     fields[8] = found.f_flag | os.ST_RDONLY
-    monkeypatch.setattr(private_files.os, "statvfs", lambda path: os.statvfs_result(fields))
+    monkeypatch.setattr(local_files.os, "statvfs", lambda path: os.statvfs_result(fields))
     assert not is_exposed(secret)
