@@ -39,8 +39,8 @@ def downlink(situation: Situation) -> Downlink:
     spec, factor = sample(situation.spec, SAMPLE)
     rng = np.random.default_rng(0)
     values = rng.standard_normal(spec.size).astype(np.float32)
-    for where in spec.slices.values():
-        values[where] = on_grid(values[where], terms.bits)
+    for tensor, where in zip(spec.trained, spec.slices.values(), strict=True):
+        values[where] = on_grid(tensor, values[where], terms.bits)
     buffers = {t.name: np.zeros(t.shape, array_dtype(t)) for t in spec.tensors if not t.is_trained}
     whole = encode_model(Model(spec, values, buffers), terms.coder)
     begun = time.thread_time()

@@ -21,7 +21,7 @@ from fedpress_compression.coding.fields import Alphabet, Coder, Integers, Layout
 from fedpress_compression.contexts import grid_of
 from fedpress_compression.tensors import ModelSpec, TensorSpec, Vector, stored_dtype
 from fedpress_protocols.errors import BodyTooLarge, ConfigurationError, DecodingError
-from fedpress_protocols.model import Model, from_stored, to_stored
+from fedpress_protocols.model import Model, from_stored, rounded_to_stored, to_stored
 
 Whole = npt.NDArray[np.int64]
 
@@ -104,7 +104,7 @@ class _Part:
 def encode_model(model: Model, coder: DownlinkCoder = "huffman") -> bytes:
     """The coded form of a model on a grid; a function of the model and of `coder`.
 
-    Raises ConfigurationError for a model that is on none, or holds other than float32.
+    Raises ConfigurationError for a model that is on none, or holds values that its file does not.
     """
     spec = model.spec
     text = spec.to_json().encode()
@@ -140,7 +140,6 @@ def decode_model(data: bytes, max_bytes: int) -> Model:
     others = [tensor for tensor in spec.tensors if not tensor.is_trained]
     carried = _octets(reader, sum(tensor.num_bytes for tensor in others)).tobytes()
     try:
-        _check_dtypes(spec)
         model = Model(spec, np.zeros(spec.size, np.float32), _split(carried, others))
         model.tensors()  # which refuses shapes that no array has
     except (ConfigurationError, ValueError) as exc:
@@ -169,22 +168,21 @@ def decode_difference(data: bytes, base: Model) -> Model:
     """
     reader = Reader(data)
     _expect_form(reader, _DIFFERENCE)
-    try:
-        _check_dtypes(base.spec)
-    except ConfigurationError as exc:
-        raise DecodingError(exc.detail) from exc
     parameters = base.parameters.copy()
     _decode(reader, data, base.spec, parameters)
     return base.with_parameters(parameters)
 
 
-def on_grid(values: Vector, bits: int) -> Vector:
-    """`values` of one tensor, rounded to the finest grid that has them in whole numbers of `bits`
-    bits with their sign; raises ConfigurationError for values too large or too small for one."""
+def on_grid(tensor: TensorSpec, values: Vector, bits: int) -> Vector:
+    """Round `values` to the finest grid that has them in whole numbers of `bits` bits with sign,
+    and then to the dtype of `tensor`, whose values lie on that grid as well.
+
+    Raises ConfigurationError for values too large or too small for a grid or the dtype.
+    """
     exponent = finest(values, bits)
     if exponent is None:
         return np.zeros_like(values)
-    return valued(multiples(values, exponent), exponent)
+    return rounded_to_stored(tensor, valued(multiples(values, exponent), exponent))
 
 
 def finest(values: Vector, bits: int) -> int | None:
@@ -202,21 +200,24 @@ def finest(values: Vector, bits: int) -> int | None:
     return min(exponent, MOST_EXPONENT)
 
 
-def _check_dtypes(spec: ModelSpec) -> None:
-    for tensor in spec.trained:
-        if tensor.dtype != "float32":
-            raise ConfigurationError(
-                f"tensor {tensor.name!r} is {tensor.dtype}; only float32 is coded on the way down",
-                hint="give the model in float32, which is coded in less than half",
-            )
+def _is_in_file(tensor: TensorSpec, values: Vector) -> bool:
+    """Whether the tensor's file holds these very values: float16 and bfloat16 have not all."""
+    try:
+        return np.array_equal(rounded_to_stored(tensor, values), values)
+    except ConfigurationError:
+        return False
 
 
 def _parts(spec: ModelSpec, base: Vector, values: Vector) -> tuple[list[_Part], list[Whole]]:
     """How every tensor goes from `base` to `values`, and the whole numbers of those that do."""
-    _check_dtypes(spec)
     parts, moves = [], []
     for tensor, where in zip(spec.trained, spec.slices.values(), strict=True):
         before, after = base[where], values[where]
+        if not _is_in_file(tensor, after):
+            raise ConfigurationError(
+                f"tensor {tensor.name!r} holds values that {tensor.dtype} has not",
+                hint="round them to what the file holds",
+            )
         exponent = exponent_of(after)
         if before.tobytes() == after.tobytes():
             parts.append(_Part(tensor, where, 0, 0, 0))
@@ -264,7 +265,12 @@ def _decode(reader: Reader, data: bytes, spec: ModelSpec, parameters: Vector) ->
     for part, move in zip(parts, moves, strict=True):
         whole = multiples(parameters[part.where], part.exponent)
         whole += move.astype(np.int64) << part.shift
-        parameters[part.where] = valued(whole, part.exponent)
+        values = valued(whole, part.exponent)
+        if not _is_in_file(part.tensor, values):
+            raise DecodingError(
+                f"tensor {part.tensor.name!r}: a value that {part.tensor.dtype} has not"
+            )
+        parameters[part.where] = values
 
 
 def _heads(reader: Reader, spec: ModelSpec) -> Iterator[_Part]:

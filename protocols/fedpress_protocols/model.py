@@ -182,6 +182,18 @@ def from_stored(tensor: TensorSpec, stored: npt.NDArray[Any]) -> npt.NDArray[Any
     return _from_bfloat16(stored) if tensor.dtype == "bfloat16" else stored
 
 
+def rounded_to_stored(tensor: TensorSpec, values: Vector) -> Vector:
+    """`values` [tensor.size] as they come back from the file; raises ConfigurationError.
+
+    Nothing changes in float32. float16 and bfloat16 keep 11 and 8 significant bits, ties to even,
+    and no negative zero is left of what is too small for them.
+    """
+    if tensor.dtype == "float32":
+        return values
+    stored = from_stored(tensor, to_stored(tensor, values)).astype(np.float32)
+    return stored + np.float32(0)
+
+
 def _header(data: bytes) -> dict[str, Any]:
     """Parse the header of a safetensors file in memory bounded by MAX_TENSORS.
 

@@ -72,9 +72,25 @@ def partly_frozen() -> Model:
     return model.with_parameters(each_on_grid(model, 12))
 
 
+def of_half_precision() -> Model:
+    """Trained tensors of float16, subnormals among them, of bfloat16 and of float32."""
+    draw = Draw(34)
+    values = np.array([draw.bell(400) for _ in range(48)], np.float32) / 512
+    values[:4] = [2.0**-24, -(2.0**-20), 3 * 2.0**-24, 1.5]
+    spec = ModelSpec(
+        (
+            TensorSpec("half", (4, 5), "float16"),
+            TensorSpec("brain", (16,), "bfloat16"),
+            TensorSpec("full", (12,)),
+        )
+    )
+    model = Model(spec, values, {})
+    return model.with_parameters(each_on_grid(model, 24))
+
+
 def each_on_grid(model: Model, bits: int) -> Vector:
-    parts = [on_grid(model.parameters[where], bits) for where in model.spec.slices.values()]
-    return np.concatenate(parts)
+    tensors = zip(model.spec.trained, model.spec.slices.values(), strict=True)
+    return np.concatenate([on_grid(t, model.parameters[where], bits) for t, where in tensors])
 
 
 def moved(model: Model, num: int, exponent: int) -> Model:
@@ -118,6 +134,19 @@ def vectors() -> dict[str, Any]:
                 "file": other.to_bytes().hex(),
                 "coded": encode_difference(base, other, coder).hex(),
             }
+    halves = of_half_precision()
+    after = halves.with_parameters(halves.parameters * np.float32(1.0625) + np.float32(0.01))
+    after = after.with_parameters(each_on_grid(after, 20))
+    for coder in coders:
+        found[f"model-halves-{coder}"] = {
+            "file": halves.to_bytes().hex(),
+            "coded": encode_model(halves, coder).hex(),
+        }
+        found[f"difference-halves-{coder}"] = {
+            "base": halves.to_bytes().hex(),
+            "file": after.to_bytes().hex(),
+            "coded": encode_difference(halves, after, coder).hex(),
+        }
     return found
 
 

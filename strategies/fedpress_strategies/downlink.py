@@ -4,6 +4,7 @@ The strategy goes on with its own parameters, in float32, as if nothing were rou
 what a device has that follows the coded steps, and whatever a step leaves out is in the difference
 of the two, from which the next step is taken: error feedback on the server's side (DoubleSqueeze,
 Tang et al. 2019, arXiv:1905.05957, Algorithm 1), with the parameters kept in place of the error.
+Tensors of float16 and bfloat16 are published in these; what the rounding leaves out is part of it.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from fedpress_compression.tensors import Vector
+from fedpress_compression.tensors import TensorSpec, Vector
 from fedpress_protocols.downlink import (
     encode_difference,
     finest,
@@ -24,7 +25,7 @@ from fedpress_protocols.downlink import (
 )
 from fedpress_protocols.errors import ConfigurationError
 from fedpress_protocols.messages import DownlinkTerms
-from fedpress_protocols.model import Model
+from fedpress_protocols.model import Model, rounded_to_stored
 
 _DROPPED = 16
 """Bits of a float32 that a threshold leaves zero: it has seven of its fraction."""
@@ -36,8 +37,8 @@ def rounded(model: Model, terms: DownlinkTerms) -> Model:
     """The first model of a task: every tensor on the finest grid of `terms.bits` bits; a model
     that such a task has published stays as it is. Raises ConfigurationError."""
     found = np.empty_like(model.parameters)
-    for where in model.spec.slices.values():
-        found[where] = on_grid(model.parameters[where], terms.bits)
+    for tensor, where in zip(model.spec.trained, model.spec.slices.values(), strict=True):
+        found[where] = on_grid(tensor, model.parameters[where], terms.bits)
     return model.with_parameters(found)
 
 
@@ -71,6 +72,7 @@ class _Part:
     """A tensor that is not zero before and after: the published values in steps of the grid of
     2**-exponent, and how far the target is from them, in these steps."""
 
+    tensor: TensorSpec
     where: slice
     exponent: int
     whole: npt.NDArray[np.int64]
@@ -87,12 +89,13 @@ class _Part:
         2**-exponent, or of the grid where that is coarser."""
         shift = max(0, self.exponent - exponent)
         moves = np.where(self.distances >= threshold, self.gap, 0.0) * 2.0**-shift
-        return valued(self.whole + (np.rint(moves).astype(np.int64) << shift), self.exponent)
+        values = valued(self.whole + (np.rint(moves).astype(np.int64) << shift), self.exponent)
+        return rounded_to_stored(self.tensor, values)
 
 
 def _parts(base: Model, target: Vector, terms: DownlinkTerms) -> list[_Part]:
     parts = []
-    for where in base.spec.slices.values():
+    for tensor, where in zip(base.spec.trained, base.spec.slices.values(), strict=True):
         before, after = base.parameters[where], target[where]
         largest = np.maximum(np.abs(before), np.abs(after)).max(initial=np.float32(0))
         exponent = finest(np.array([largest], np.float32), terms.bits)
@@ -100,7 +103,7 @@ def _parts(base: Model, target: Vector, terms: DownlinkTerms) -> list[_Part]:
             continue
         whole = multiples(before, exponent)
         gap = (after.astype(np.float64) - valued(whole, exponent)) * 2.0**exponent
-        parts.append(_Part(where, exponent, whole, gap))
+        parts.append(_Part(tensor, where, exponent, whole, gap))
     return parts
 
 

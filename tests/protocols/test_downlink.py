@@ -58,7 +58,8 @@ def model_of(seed: int, bits: int = 12, scale: float = 0.05) -> Model:
 
 
 def rounded(model: Model, bits: int) -> Model:
-    parts = [on_grid(model.parameters[where], bits) for where in model.spec.slices.values()]
+    tensors = zip(model.spec.trained, model.spec.slices.values(), strict=True)
+    parts = [on_grid(tensor, model.parameters[where], bits) for tensor, where in tensors]
     return model.with_parameters(np.concatenate(parts))
 
 
@@ -160,8 +161,9 @@ def test_any_path_of_differences_and_wholes_comes_to_the_same_file(data: st.Data
 )
 def test_what_is_rounded_lies_on_its_grid(values: list[float], bits: int) -> None:
     given_values = np.array(values, np.float32)
+    tensor = TensorSpec("w", (len(values),))
     try:
-        found = on_grid(given_values, bits)
+        found = on_grid(tensor, given_values, bits)
     except ConfigurationError:
         assert np.abs(given_values).max() > 2.0**100
         return
@@ -174,9 +176,26 @@ def test_what_is_rounded_lies_on_its_grid(values: list[float], bits: int) -> Non
     assert exponent == MOST_EXPONENT or (
         np.rint(np.abs(given_values).max() * 2.0 ** (exponent + 1)) >= 2 ** (bits - 1)
     )
-    assert on_grid(found, bits).tobytes() == found.tobytes()
+    assert on_grid(tensor, found, bits).tobytes() == found.tobytes()
     least = exponent_of(found)
     assert least is None or least <= exponent
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    st.lists(st.floats(-60000, 60000, width=32), min_size=1, max_size=30),
+    st.sampled_from(["float16", "bfloat16"]),
+    st.integers(4, 24),
+)
+def test_half_precision_is_coded_exactly(values: list[float], dtype: str, bits: int) -> None:
+    tensor = TensorSpec("w", (len(values),), dtype)
+    spec = ModelSpec((tensor,))
+    rounded_values = on_grid(tensor, np.array(values, np.float32), bits)
+    model = Model(spec, rounded_values, {})
+    assert np.array_equal(Model.from_bytes(model.to_bytes()).parameters, rounded_values)
+    assert decode_model(encode_model(model), PLENTY).to_bytes() == model.to_bytes()
+    base = model.with_parameters(np.zeros_like(rounded_values))
+    assert decode_difference(encode_difference(base, model), base).to_bytes() == model.to_bytes()
 
 
 @pytest.mark.parametrize("bits", [8, 12, 14])
@@ -210,8 +229,10 @@ def test_values_on_no_grid_are_refused(values: list[float], reason: str) -> None
 
 def test_models_without_a_coded_form_are_refused() -> None:
     half = Model.from_tensors({"w": np.ones(3, np.float16)})
-    with pytest.raises(ConfigurationError, match="float16"):
-        encode_model(half)
+    with pytest.raises(ConfigurationError, match="float16 has not"):
+        encode_model(half.with_parameters(np.full(3, 1 + 2.0**-12, np.float32)))
+    with pytest.raises(ConfigurationError, match="float16 has not"):
+        encode_model(half.with_parameters(np.full(3, 2.0**17, np.float32)))
     with pytest.raises(ConfigurationError, match="more than trained values"):
         encode_difference(model_of(1), model_of(2))
     one = Model.from_tensors({"w": np.ones(3, np.float32)})
@@ -228,7 +249,7 @@ def test_models_without_a_coded_form_are_refused() -> None:
     with pytest.raises(ConfigurationError, match="a spec of"):
         encode_model(Model.from_tensors(names))
     with pytest.raises(ConfigurationError, match="beyond what a grid"):
-        on_grid(np.array([3e38], np.float32), 12)
+        on_grid(TensorSpec("w", (1,)), np.array([3e38], np.float32), 12)
 
 
 @pytest.mark.parametrize(
@@ -286,7 +307,9 @@ def move(bound: int, exponent: int, shift: int, whole: list[int]) -> bytes:
         (b"\x02", "form 2"),
         (b"\x01\xff\xff\xff\x7f", "a spec of"),
         (header(b"[]x"), "no spec"),
-        (header(b'[["a",[1],"bfloat16"]]'), "bfloat16"),
+        (header(b'[["a",[1],"float16"]]', b"\x01" + move(2**12 + 1, 0, 0, [2**12 + 1])), "has not"),
+        (header(b'[["a",[1],"float16"]]', b"\x01" + move(1, 0, 16, [1])), "has not"),
+        (header(b'[["a",[1],"bfloat16"]]', b"\x01" + move(257, 0, 0, [257])), "has not"),
         (header(b'[["a",[1],"float32","still"]]'), "not in its one form"),
         (header(b'[["a",[1],"int64","frozen"]]'), "called frozen"),
         (header(b'[["a",[1],"float32"]]', b"\x02"), "trained tensors"),
@@ -311,8 +334,8 @@ def test_a_difference_to_a_base_far_off_is_refused() -> None:
     with pytest.raises(DecodingError, match="or more"):
         decode_difference(b"\x02\x01" + move(1, 16, 0, [1, 0, 0, 0]), base)
     half = Model.from_tensors({"w": np.ones(3, np.float16)})
-    with pytest.raises(DecodingError, match="float16"):
-        decode_difference(b"\x02\x01\x00", half)
+    with pytest.raises(DecodingError, match="float16 has not"):
+        decode_difference(b"\x02\x01" + move(1, 11, 0, [1, 0, 0]), half)
 
 
 def test_a_model_longer_than_admitted_is_refused_before_it_is_made() -> None:

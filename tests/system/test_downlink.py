@@ -4,9 +4,11 @@ held or get forged bytes, all come to the models that the server has; and the by
 
 from __future__ import annotations
 
+import itertools
 import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,7 @@ from fedpress_client import Client, Event
 from fedpress_client.state import StateDirectory
 from fedpress_client.trainer import Evaluation, Trained, TrainingRequest
 from fedpress_client.transport import HttpTransport
+from fedpress_compression.tensors import ModelSpec
 from fedpress_protocols.downlink import decode_difference, decode_model
 from fedpress_protocols.errors import ConfigurationError, FedpressError, NotFound
 from fedpress_protocols.messages import DownlinkTerms, RoundStatus, TaskSummary
@@ -88,11 +91,19 @@ class Fleet:
     """A server in this process and real devices, driven one step at a time."""
 
     def __init__(
-        self, server: Server, folder: Path, num_devices: int, task: str = "digits", **config: Any
+        self,
+        server: Server,
+        folder: Path,
+        num_devices: int,
+        task: str = "digits",
+        *,
+        model: Model | None = None,
+        trainers: Sequence[Wanderer] = (),
+        **config: Any,
     ) -> None:
         self.server, self.operator, self.folder = server, Operator(server), folder
         self.task = task
-        self.brought = first_model()
+        self.brought = first_model() if model is None else model
         token = self.operator.token(uses=num_devices)
         self.operator.begin(
             self.brought,
@@ -105,7 +116,7 @@ class Fleet:
                 **config,
             },
         )
-        self.trainers = [Wanderer(number) for number in range(num_devices)]
+        self.trainers = list(trainers) or [Wanderer(number) for number in range(num_devices)]
         self.events: list[list[Event]] = [[] for _ in self.trainers]
         self.trips = 2 if "trips" in str(config) else 1
         self.token = token
@@ -304,10 +315,49 @@ def test_it_is_refused_with(name: str, server: Server, tmp_path: Path) -> None:
         Fleet(server, tmp_path, 1, **config)
 
 
-def test_a_model_of_bfloat16_is_refused(server: Server) -> None:
-    half = Model.from_tensors({"w": np.ones(8, np.float16)})
-    with pytest.raises(ConfigurationError, match="float16"):
-        Operator(server).begin(half, downlink={}, cohort=ONE)
+class Creeper(Wanderer):
+    """Moves every coordinate by a sixteenth of what float16 can tell from one."""
+
+    def train(self, model: Model, work: Work) -> Trained:
+        self.began.append(model.digest)
+        return Trained(model.parameters + np.float32(2.0**-14), 1)
+
+
+def test_steps_too_small_for_half_precision_add_up(server: Server, tmp_path: Path) -> None:
+    model = Model.from_tensors({"w": np.ones((40, 30), np.float16)})
+    terms = {"rate": 3.2, "bits": 14}
+    how: dict[str, Any] = {"downlink": terms, "rounds": 12, **one({"id": "none"})}
+    fleet = Fleet(server, tmp_path, 1, model=model, trainers=[Creeper(0)], **how)
+    for _ in range(12):
+        fleet.round(0)
+    models = fleet.models()
+    moved_in = [before != after for before, after in itertools.pairwise(models)]
+    assert sum(moved_in) == 1  # the eighth step comes to half of one in the last place
+    last = Model.from_bytes(fleet.file(models[-1]))
+    assert last.spec == model.spec
+    assert set(last.parameters) == {1 + 2.0**-10}
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_models_of_half_precision_go_down_coded(dtype: str, server: Server, tmp_path: Path) -> None:
+    full = first_model()
+    spec = ModelSpec(
+        tuple(replace(t, dtype=dtype) if t.is_trained else t for t in full.spec.tensors)
+    )
+    half = Model(spec, full.parameters, full.buffers)
+    fleet = Fleet(server, tmp_path, 2, model=half, rounds=6)
+    for number in range(6):
+        fleet.round(number % 2)
+    models = fleet.models()
+    assert sorted([*fleet.trainers[0].began, *fleet.trainers[1].began]) == sorted(models[:-1])
+    assert {Model.from_bytes(fleet.file(digest)).spec for digest in models} == {spec}
+    assert len(set(models)) == 7
+    for number, status in enumerate(history(fleet.operator)):
+        plain, coded, difference = forms_of(status)
+        assert plain == 0
+        assert bool(coded) == (number < 2)
+        assert bool(difference) == (number >= 2)
+        assert coded + difference <= len(half.to_bytes()) / (1 if number < 2 else 5)
 
 
 def test_it_goes_with_the_masked_lane(server: Server, tmp_path: Path) -> None:

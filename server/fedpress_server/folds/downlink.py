@@ -12,12 +12,6 @@ from fedpress_strategies.strategy import CONTROL, published
 
 def check_downlink(terms: RoundTerms, strategy: Strategy) -> None:
     """Raise IncompatiblePlan where what is published would not do, or the promise not hold."""
-    for tensor in terms.spec.trained:
-        if tensor.dtype != "float32":
-            raise IncompatiblePlan(
-                f"tensor {tensor.name!r} is {tensor.dtype}, and a downlink codes float32 alone",
-                hint="register the model in float32: coded, it takes less than half of that",
-            )
     if CONTROL in published(strategy.optimizer, strategy.optimizer.init(np.zeros(1, np.float32))):
         raise IncompatiblePlan(
             "the strategy sends a vector of the model's size with every round, which no downlink "
