@@ -3,18 +3,29 @@
 from __future__ import annotations
 
 import os
+import threading
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
+import httpx
+import numpy as np
 import pytest
 
+from fedpress_client.state import StateDirectory
+from fedpress_compression.compressors.error_feedback import ErrorFeedback
+from fedpress_compression.compressors.shared_support import SharedSupport
 from fedpress_protocols.masking.messages import Complaint, SealedShares, Shares
-from fedpress_protocols.messages import RoundStatus
+from fedpress_protocols.messages import RoundStatus, TaskConfig
+from fedpress_protocols.model import Model
+from fedpress_protocols.plan import CohortRules, MaskingTerms, Profile
+from fedpress_protocols.signatures import DeviceKey
 from tests.devices import ADMIN
-from tests.masked import Participant
+from tests.masked import TASK, Participant
 from tests.server.in_process import Clock
 from tests.server.test_audit import log_of
+from tests.system.server_process import ServerProcess
 from tests.system.test_masked_sessions import World
 
 
@@ -85,6 +96,69 @@ def test_one_saboteur_of_twenty_is_named_and_left_out_and_rounds_commit(
     assert 'fedpress_session_suspects_total{task="digits"} 1.0' in text
     (entry,) = (each for each in log_of(world.operator) if each.action == "session.disturbed")
     assert entry.details["clients"] == [saboteur]
+
+
+@pytest.mark.slow
+def test_one_saboteur_of_twenty_is_left_out_by_a_server_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, record_property: Callable[[str, object], None]
+) -> None:
+    """The same over sockets: a server process, and twenty devices that run as they like."""
+    server = ServerProcess(tmp_path)
+    server.start()
+    with server.operator() as operator:
+        model = Model.from_tensors({"w": np.linspace(-1, 1, 60, dtype=np.float32)})
+        operator.register_model(model)
+        feedback = ErrorFeedback(SharedSupport(fraction=0.5))
+        config = TaskConfig(
+            task=TASK,
+            model=model.digest,
+            rounds=2,
+            lane="masked",
+            masking=MaskingTerms(),
+            profiles=(Profile(name="one", compressor=feedback),),
+            cohort=CohortRules(size=20, minimum=15),
+            round_seconds=40,  # then a session begins without the one that is left out
+        )
+        operator.create_task(config)
+        token = operator.create_token(uses=20)
+    devices = [
+        Participant(tmp_path, number, token, httpx.HTTPTransport, time.time, url=server.url)
+        for number in range(20)
+    ]
+    saboteur, honest = devices[7], Shares.signed
+    saboteur_key = StateDirectory.open(saboteur.folder).key().public
+
+    def signed(shares: Shares, identity: DeviceKey, sid: bytes) -> Shares:
+        is_bad = identity.public == saboteur_key
+        return honest(rubbish(shares) if is_bad else shares, identity, sid)
+
+    monkeypatch.setattr(Shares, "signed", signed)
+    threads = []
+    for device in devices:
+        device.patience, device.wait, device.pause = 60.0, 1.0, time.sleep
+        device.start()
+        assert device.client is not None
+        threads.append(threading.Thread(target=device.client.run, daemon=True))
+    try:
+        for thread in threads:
+            thread.start()
+        for device, thread in zip(devices, threads, strict=True):
+            if device is not saboteur:
+                thread.join(240)
+                assert not thread.is_alive(), "a device hangs"
+        with server.operator() as operator:
+            first, *others = operator.rounds(TASK)
+            names = operator.audit().entries
+    finally:
+        for device in devices:
+            if device.client is not None:
+                device.client.stop()
+        server.stop()
+    assert session_of(first)[0] == (client_id(saboteur),)
+    assert [(each.state, each.included) for each in others] == [("committed", 19)] * 2
+    disturbed = [entry.details["clients"] for entry in names if entry.action == "session.disturbed"]
+    assert disturbed == [[client_id(saboteur)]]
+    record_property("sessions", 1 + len(others))
 
 
 def test_who_was_named_stays_out_over_a_restart(world: World) -> None:
