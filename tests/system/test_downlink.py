@@ -318,7 +318,7 @@ def test_it_is_refused_with(name: str, server: Server, tmp_path: Path) -> None:
 class Creeper(Wanderer):
     """Moves every coordinate by a sixteenth of what float16 can tell from one."""
 
-    def train(self, model: Model, work: Work) -> Trained:
+    def train(self, model: Model, work: TrainingRequest) -> Trained:
         self.began.append(model.digest)
         return Trained(model.parameters + np.float32(2.0**-14), 1)
 
