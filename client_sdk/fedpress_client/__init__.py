@@ -28,7 +28,7 @@ from fedpress_client.events import (
 )
 from fedpress_client.failures import FailurePolicy
 from fedpress_client.ledger import Discard, Ledger, ResidualRules
-from fedpress_client.masking import MaskingRules
+from fedpress_client.masking_rules import MaskingRules
 from fedpress_client.trainer import Evaluation, Trained, Trainer, TrainingRequest
 from fedpress_client.transport import HttpTransport, Retries, Traffic, Transport
 from fedpress_protocols.model import Model

@@ -35,16 +35,16 @@ def load_trainer(app: str, folder: str | Path = ".") -> Trainer:
         raise ConfigurationError(
             f"no module {module_name!r} in {place} or installed", hint=_HINT
         ) from exc
-    found: object = module
+    factory: object = module
     for part in attribute.split("."):
-        if not hasattr(found, part):
+        if not hasattr(factory, part):
             raise ConfigurationError(f"module {module_name!r} has no {attribute!r}", hint=_HINT)
-        found = getattr(found, part)
-    if not callable(found):
+        factory = getattr(factory, part)
+    if not callable(factory):
         raise ConfigurationError(
-            f"{app!r} is a {type(found).__name__} and cannot be called", hint=_HINT
+            f"{app!r} is a {type(factory).__name__} and cannot be called", hint=_HINT
         )
-    trainer: object = found()
+    trainer: object = factory()
     if not isinstance(trainer, Trainer):
         raise ConfigurationError(
             f"{app!r} returned a {type(trainer).__name__}, which has no train and evaluate",

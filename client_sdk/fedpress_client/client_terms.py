@@ -1,5 +1,5 @@
-"""What a strategy asks of this device beyond plain training, at work in one round: where training
-begins, what goes to its gradients, and what of its outcome is sent, reported and kept."""
+"""Client terms of a strategy in one round, beyond plain training: where training begins, what is
+added to its gradients, and which parts of its outcome are sent, reported and kept."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class TermsAtWork:
         self._own = ledger.control if ledger.spec == self.shared.digest else None
 
     def work(self, seed: int, support: Indices | None) -> TrainingRequest:
-        """What is asked of the trainer."""
+        """The request to the trainer."""
         plan, terms = self._plan, self._plan.client_terms
         correction: Vector | None = None
         if terms.control is not None:
@@ -68,7 +68,7 @@ class TermsAtWork:
         return {name: float(trained.report[name]) for name in self._plan.report}
 
     def update(self, change: Vector, trained: Trained) -> Vector:
-        """What is to be uploaded of the `change` [model.spec.size] that training made."""
+        """The update to upload, of the `change` [model.spec.size] that training made."""
         terms = self._plan.client_terms
         update = self.model.spec.part(change, self.shared)
         if terms.normalise:

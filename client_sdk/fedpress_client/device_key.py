@@ -114,10 +114,10 @@ def _load(directory: StateDirectory, name: str) -> DeviceKey:
 @contextmanager
 def _out_of_sessions(directory: StateDirectory) -> Iterator[None]:
     """While no process of this device can enter a masked session."""
-    with ExitStack() as held:
+    with ExitStack() as stack:
         for path in sorted((directory.path / "tasks").glob("*/session")):
             files = directory.task(path.parent.name)
-            held.callback(files.close)
+            stack.callback(files.close)
             assignment = session_under_way(files)
             if assignment is not None:
                 raise Conflict(

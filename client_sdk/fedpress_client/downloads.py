@@ -1,6 +1,6 @@
-"""How a device comes by a model: the least of what its server offers, and checked in any case.
+"""Downloads of models: the smallest form that the server offers, checked in any case.
 
-    held already → the difference to one that is held → whole, coded → the file itself
+    here already → the difference to one that is here → whole, coded → the file itself
 
 Whatever way it came, a model is its file, and the file's SHA-256 is its name. So a coded form that
 is gone, damaged, forged or too large is no harm: the next way is tried.
@@ -28,7 +28,7 @@ _log = logging.getLogger(__name__)
 
 _UNFIT = (ConfigurationError, InvalidUpdate, MalformedRequest, NotFound)
 BASES = 2
-"""How many models that are held are named to the server before the whole is asked for."""
+"""Models that are here and named to the server before the whole is asked for, at most."""
 
 
 def download_model(
@@ -62,10 +62,10 @@ def _ways(
     max_bytes: int,
     bases: Iterable[tuple[str, bytes]],
 ) -> Iterator[Callable[[], Model]]:
-    for base, held in islice(_models(bases), BASES):
+    for base, model in islice(_models(bases), BASES):
 
-        def by_difference(base: str = base, held: Model = held) -> Model:
-            return decode_difference(transport.difference(digest, base, max_bytes, task), held)
+        def by_difference(base: str = base, model: Model = model) -> Model:
+            return decode_difference(transport.difference(digest, base, max_bytes, task), model)
 
         yield by_difference
     yield lambda: decode_model(transport.coded(digest, max_bytes, task), max_bytes)

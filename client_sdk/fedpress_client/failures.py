@@ -1,4 +1,4 @@
-"""How a device goes on when training fails, or takes longer than the round lasts."""
+"""Failure policy: how to continue when training fails, or takes longer than the round lasts."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _SKIPPED = 8
 
 @dataclass(frozen=True, slots=True)
 class FailurePolicy:
-    """How often a device may fail in a row, and how long it pauses in between.
+    """Limit of failures in a row, and pauses in between.
 
     After a failed training (an exception, NaN, a full disk) it declines the assignment, waits
     `pause` seconds, twice as long after each failure that follows, `longest_pause` at most, and

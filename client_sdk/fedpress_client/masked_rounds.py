@@ -5,7 +5,8 @@ from __future__ import annotations
 from fedpress_client.enrolment import Enrolment
 from fedpress_client.events import SessionAdvanced
 from fedpress_client.joined_task import JoinedTask
-from fedpress_client.masking import RENEW_SECONDS, MaskedPart, Member, joined
+from fedpress_client.masking import MaskedPart
+from fedpress_client.membership import RENEW_SECONDS, Member, joined
 from fedpress_client.settings import Services
 from fedpress_client.uploads import Uploads
 from fedpress_protocols.errors import ConfigurationError, MalformedRequest

@@ -57,7 +57,7 @@ class PartsNotOffered(Exception):
 
 @dataclass(slots=True)
 class PartSizes:
-    """How long the next part is: about what the link carries in `seconds`.
+    """The length of the next part: about what the link carries in `seconds`.
 
     Longer parts cost more when they are cut, shorter ones more waiting for answers. A part is at
     most twice and at least half as long as the one before; after a cut it is half as long.
@@ -130,12 +130,12 @@ class Delivery:
         name of the upload before the first part goes. There is no completion here.
         """
         intent = PartialIntent(trip=self._trip, max_bytes=max_bytes)
-        told = self._verbs.begin_parts(self._assignment, intent)
-        if told.offset and told.partial is not None:
+        status = self._verbs.begin_parts(self._assignment, intent)
+        if status.offset and status.partial is not None:
             # Left by a process that ended before its account was saved: nobody knows that body.
-            self._verbs.drop_parts(self._assignment, told.partial)
-            told = self._verbs.begin_parts(self._assignment, intent)
-        self._at(told)
+            self._verbs.drop_parts(self._assignment, status.partial)
+            status = self._verbs.begin_parts(self._assignment, intent)
+        self._at(status)
         begun(self._name)
         while part := source(self.offset, self._next):
             self._send(part)
@@ -146,23 +146,23 @@ class Delivery:
 
     def _find(self, body: bytes, digest: str) -> UploadAck | None:
         """Be where the server is; the acknowledgement, if it has the whole."""
-        told = None
+        status = None
         if self._partial is not None:
             try:
-                told = self._verbs.held_parts(self._assignment, self._partial)
+                status = self._verbs.held_parts(self._assignment, self._partial)
             except NotFound:
-                told = None
-        if told is None:
-            told = self._begin(body, digest)
-        if told.ack is not None:
-            return told.ack
-        is_ours = told.offset <= len(body)
-        is_ours &= hashlib.sha256(memoryview(body)[: told.offset]).hexdigest() == told.digest
-        if not is_ours and told.partial is not None:
-            self._verbs.drop_parts(self._assignment, told.partial)
-            told = self._begin(body, digest)
-        self._at(told)
-        return told.ack
+                status = None
+        if status is None:
+            status = self._begin(body, digest)
+        if status.ack is not None:
+            return status.ack
+        is_ours = status.offset <= len(body)
+        is_ours &= hashlib.sha256(memoryview(body)[: status.offset]).hexdigest() == status.digest
+        if not is_ours and status.partial is not None:
+            self._verbs.drop_parts(self._assignment, status.partial)
+            status = self._begin(body, digest)
+        self._at(status)
+        return status.ack
 
     def _begin(self, body: bytes, digest: str) -> PartialUpload:
         intent = PartialIntent(trip=self._trip, max_bytes=len(body), upload=digest)
@@ -170,13 +170,13 @@ class Delivery:
 
     def _send(self, part: bytes) -> None:
         begun = self._clock()
-        told = self._verbs.send_part(self._assignment, self._name, self.offset, part)
+        status = self._verbs.send_part(self._assignment, self._name, self.offset, part)
         self._sizes.arrived(len(part), self._clock() - begun)
-        self._at(told)
+        self._at(status)
 
-    def _at(self, told: PartialUpload) -> None:
-        self._partial, self.offset = told.partial, told.offset
-        self._part_bytes = told.part_bytes
+    def _at(self, status: PartialUpload) -> None:
+        self._partial, self.offset = status.partial, status.offset
+        self._part_bytes = status.part_bytes
 
     @property
     def _name(self) -> str:

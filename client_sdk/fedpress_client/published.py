@@ -77,8 +77,8 @@ class PublishedModel:
                 return kept
             data = self._trained_on(task, summary.model)
             if data is None:
-                held = [] if kept is None else [(kept[0], kept[1].to_bytes())]
-                bases = held if summary.downlink else None
+                files = [] if kept is None else [(kept[0], kept[1].to_bytes())]
+                bases = files if summary.downlink else None
                 data = download_model(transport, summary.model, task, self._max_bytes, bases)
         if hashlib.sha256(data).hexdigest() != summary.model:
             raise DigestMismatch(f"model {summary.model[:12]} came with other bytes")
@@ -99,7 +99,7 @@ class PublishedModel:
         return self._directory.path / "tasks" / task / "published"
 
     def _kept(self, task: str) -> tuple[str, Model] | None:
-        """What was kept by this process or another, as `_keep` writes it."""
+        """The model kept by this process or another, as `_keep` writes it."""
         try:
             data = self._path(task).read_bytes()
         except OSError:

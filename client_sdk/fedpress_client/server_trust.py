@@ -1,4 +1,4 @@
-"""Which key a device believes to be its server's: the one pinned at enrolment, or what a chain of
+"""Trust in the server's key: the one pinned at enrolment, or what a chain of
 statements has led to from there. It lies in identity.json, so every process of the device agrees.
 """
 
@@ -21,8 +21,8 @@ from fedpress_protocols.succession import ServerKeys, followed
 _log = logging.getLogger(__name__)
 
 FORMER_SECONDS = 24 * 3600.0
-"""How long the key before is believed once a device has followed it: of several servers, one may
-hear of the change later than another. After that, who has copied the old key has nothing of it."""
+"""Time for which the previous key is believed once a device has followed it: of several servers,
+one may hear of the change later than another. Afterwards a copy of the old key is worth nothing."""
 
 
 class Source(Protocol):
@@ -71,14 +71,14 @@ class ServerTrust:
     def _follow(self, key_id: str) -> bytes:
         with self._directory.alone():
             self._identity = self._directory.identity() or self._identity
-            if (found := self._called(key_id)) is not None:
-                return found  # another process of this device was first
+            if (key := self._called(key_id)) is not None:
+                return key  # another process of this device was first
             pinned = from_base64url(self._identity.server_key, 32)
             try:
-                told = self._source.server_keys().successions
+                successions = self._source.server_keys().successions
             except NotFound:  # a server that has never heard of changing its key
-                told = ()
-            passed = (pinned, *followed(pinned, key_id, told))
+                successions = ()
+            passed = (pinned, *followed(pinned, key_id, successions))
             left = (*self._identity.left_server_keys, *map(to_base64url, passed[:-1]))
             self._identity = self._identity.model_copy(
                 update={
@@ -102,15 +102,15 @@ def pinned_anew(
     So it does where this device has left that key by a chain before: who has copied the old key
     need only keep silent about the chain.
     """
-    given = from_base64url(server_key, 32)
+    named = from_base64url(server_key, 32)
     pinned = from_base64url(identity.server_key, 32)
-    if given == pinned or server_key in {identity.former_server_key, *identity.left_server_keys}:
+    if named == pinned or server_key in {identity.former_server_key, *identity.left_server_keys}:
         return identity
     try:
-        followed(given, key_id_of(pinned), source.server_keys().successions)
+        followed(named, key_id_of(pinned), source.server_keys().successions)
     except (InvalidSignature, NotFound):
         _log.warning(
-            "server key %s is pinned in the place of %s", key_id_of(given), key_id_of(pinned)
+            "server key %s is pinned in the place of %s", key_id_of(named), key_id_of(pinned)
         )
     else:
         return identity

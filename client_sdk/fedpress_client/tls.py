@@ -88,46 +88,46 @@ def context_of(
 
 
 def explained(exc: BaseException) -> tuple[str, str] | None:
-    """What a failed connection says of certificates, and what to do about it; None if it does not
+    """The reason that a failed connection gives about certificates, and a hint; None if it does not
     speak of them."""
     cause: BaseException | None = exc
     while cause is not None:
         text = str(cause)
-        for found, told in _ALERTS.items():
-            if f"ALERT_{found}" in text.upper().replace(" ", "_"):
-                return told
+        for alert, reason in _ALERTS.items():
+            if f"ALERT_{alert}" in text.upper().replace(" ", "_"):
+                return reason
         if "CERTIFICATE_VERIFY_FAILED" in text:
             lower = text.lower()
-            known = (told for found, told in _OF_THE_SERVER.items() if found in lower)
+            known = (reason for words, reason in _OF_THE_SERVER.items() if words in lower)
             return next(known, ("the server's certificate cannot be believed", text))
         cause = cause.__cause__ or cause.__context__
     return None
 
 
 def silence(url: str, certificate: Path | None, now: float) -> str:
-    """What to look at where a server ended a connection before it answered, as many do that ask for
+    """A hint for where a server ended a connection before it answered, as many do that ask for
     certificates; empty where that cannot be why. `now`: Unix seconds."""
     if not url.startswith("https:"):
         return ""
     if certificate is None:
         return "if the server asks devices for a certificate, give one (--client-certificate)"
     try:
-        found = x509.load_pem_x509_certificate(certificate.read_bytes())
+        shown = x509.load_pem_x509_certificate(certificate.read_bytes())
     except (OSError, ValueError):
         return f"look at {certificate}"
     moment = datetime.fromtimestamp(now, UTC)
-    if not found.not_valid_before_utc <= moment <= found.not_valid_after_utc:
-        since, until = found.not_valid_before_utc, found.not_valid_after_utc
+    if not shown.not_valid_before_utc <= moment <= shown.not_valid_after_utc:
+        since, until = shown.not_valid_before_utc, shown.not_valid_after_utc
         return f"{certificate} is valid from {since:%Y-%m-%d} to {until:%Y-%m-%d}: have one issued"
     return (
-        f"the server may not take {certificate}, of the authority {found.issuer.rfc4514_string()}: "
+        f"the server may not take {certificate}, of the authority {shown.issuer.rfc4514_string()}: "
         "ask its operator which it takes, and whether this one was revoked"
     )
 
 
-def is_about_this_device(told: tuple[str, str]) -> bool:
+def is_about_this_device(reason: tuple[str, str]) -> bool:
     """Whether it is this device's certificate that was refused: no later try does better."""
-    return told in _ALERTS.values()
+    return reason in _ALERTS.values()
 
 
 def _load(context: ssl.SSLContext, certificate: Path, key: Path) -> None:

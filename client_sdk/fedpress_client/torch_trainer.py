@@ -137,9 +137,9 @@ class TorchTrainer:
             for inputs, targets in self._batches(loader):
                 outputs = _forward(self.model, inputs)
                 size = _size(targets)
-                found = {"loss": float(self._loss(outputs, targets))}
-                found.update((self._metrics or _accuracy)(outputs, targets))
-                for name, value in found.items():
+                measured = {"loss": float(self._loss(outputs, targets))}
+                measured.update((self._metrics or _accuracy)(outputs, targets))
+                for name, value in measured.items():
                     totals[name] = totals.get(name, 0.0) + float(value) * size
                 if _are_classes(outputs, targets):
                     named = targets[targets >= 0]  # below are those that a loss ignores
@@ -155,9 +155,9 @@ class TorchTrainer:
         return Evaluation(count, metrics, counts)
 
     def _measured(self, work: TrainingRequest) -> dict[str, float]:
-        """What is to be reported of the model as it came."""
-        found = self._evaluation(self._data) if "loss" in work.report else None
-        return {} if found is None else {"loss": found.metrics["loss"]}
+        """The report on the model as it came."""
+        measured = self._evaluation(self._data) if "loss" in work.report else None
+        return {} if measured is None else {"loss": measured.metrics["loss"]}
 
     def _train(self, work: TrainingRequest, spec: ModelSpec) -> Trained:
         terms = work.terms
@@ -177,7 +177,7 @@ class TorchTrainer:
         if terms.learning_rate is not None:
             for group in optimizer.param_groups:
                 group["lr"] = terms.learning_rate
-        held = _Held(self.model, work, spec)
+        restriction = _Held(self.model, work, spec)
         added = _Added(self.model, work, spec)
         self.model.train()
         # Summed where it is computed: reading it each step would wait for the device.
@@ -192,9 +192,9 @@ class TorchTrainer:
                 loss.backward()  # type: ignore[no-untyped-call]
                 total_loss += loss.detach() * size
             added.to_gradients()
-            held.mask_gradients()
+            restriction.mask_gradients()
             optimizer.step()
-            held.restore()
+            restriction.restore()
             steps += 1
             total += size
             in_first_epoch += size if epoch == 0 else 0
@@ -273,7 +273,7 @@ class TorchTrainer:
 
 
 class _Added:
-    """What a strategy adds to the gradients of the loss, see `TrainingRequest.added`."""
+    """The term that a strategy adds to the gradients of the loss, see `TrainingRequest.added`."""
 
     def __init__(self, model: nn.Module, work: TrainingRequest, spec: ModelSpec) -> None:
         self._proximal = work.proximal
@@ -454,7 +454,7 @@ def _moved(value: Any, device: torch.device, narrows: bool) -> Any:
 
 
 def _size(targets: Any) -> int:
-    """How many examples a batch holds."""
+    """The number of examples in a batch."""
     if isinstance(targets, Mapping):
         return _size(next(iter(targets.values())))
     if isinstance(targets, tuple | list):

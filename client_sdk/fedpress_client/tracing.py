@@ -21,10 +21,10 @@ def span(name: str) -> AbstractContextManager[object]:
     api = _api()
     if api is None:
         return nullcontext()
-    found: AbstractContextManager[object] = api.get_tracer("fedpress_client").start_as_current_span(
-        f"fedpress {name}"
-    )
-    return found
+    current: AbstractContextManager[object] = api.get_tracer(
+        "fedpress_client"
+    ).start_as_current_span(f"fedpress {name}")
+    return current
 
 
 def traced(name: str) -> Callable[[Callable[P, R]], Callable[P, R]]:

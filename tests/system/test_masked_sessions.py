@@ -18,7 +18,8 @@ import safetensors.numpy
 
 from fedpress_client import MaskingRules
 from fedpress_client import state as state_module
-from fedpress_client.masking import MaskedPart, Member, joined
+from fedpress_client.masking import MaskedPart
+from fedpress_client.membership import Member, joined
 from fedpress_client.state import Identity, StateDirectory
 from fedpress_client.trainer import Evaluation
 from fedpress_protocols.errors import (

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from fedpress_client.masking import MaskingRules
+from fedpress_client.masking_rules import MaskingRules
 from fedpress_client.trainer import Evaluation
 from fedpress_protocols.messages import RoundStatus
 from fedpress_protocols.model import Model

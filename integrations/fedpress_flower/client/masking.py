@@ -22,7 +22,7 @@ from flwr.app import ConfigRecord, Context, Message, RecordDict
 from pydantic import TypeAdapter, ValidationError
 
 from fedpress_client.ledger import KEEP_ALL, Discard, Ledger, ResidualRules
-from fedpress_client.masking import MaskingRules
+from fedpress_client.masking_rules import MaskingRules
 from fedpress_client.state import StateDirectory
 from fedpress_flower import envelope
 from fedpress_flower.client.account import Account, state_folder

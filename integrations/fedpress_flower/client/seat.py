@@ -8,7 +8,9 @@ from typing import Any
 from flwr.app import Array, ArrayRecord, ConfigRecord, Message, RecordDict
 
 from fedpress_client.ledger import Ledger
-from fedpress_client.masking import MaskedPart, MaskingRules, Member, joined
+from fedpress_client.masking import MaskedPart
+from fedpress_client.masking_rules import MaskingRules
+from fedpress_client.membership import Member, joined
 from fedpress_client.state import Identity
 from fedpress_flower import envelope
 from fedpress_flower.client.account import Account
