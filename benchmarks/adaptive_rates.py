@@ -40,7 +40,7 @@ from fedpress_protocols.model import Model
 from fedpress_protocols.plan import CohortRules, RoundPlan
 from fedpress_protocols.policies import Course, bandwidth_aware, divergence_guard
 from fedpress_protocols.signatures import DeviceKey
-from fedpress_server.coordination.opening import Legacy, opened
+from fedpress_server.coordination.opening import RoundCarryover, opened
 from fedpress_server.folds.adding import FoldJob, StagedUpload
 from fedpress_server.folds.folding import fold
 from fedpress_server.folds.masked import Host
@@ -173,9 +173,9 @@ def run(
             )
             done.rungs.append(course.hardest)
             done.warnings += [f"round {number}: {each}" for each in course.warnings]
-        left = Legacy(model.digest, SPEC, model.digest, course=course)
+        left = RoundCarryover(model.digest, SPEC, model.digest, course=course)
         attempt = opened(
-            config, strategy, payloads, host, left=left, number=number, attempt=1, now=0.0
+            config, strategy, payloads, host, carryover=left, number=number, attempt=1, now=0.0
         )
         plan, staged = attempt.terms.plan, []
         cohort = chosen.choice(CLIENTS, COHORT, replace=False).tolist()

@@ -39,7 +39,7 @@ from fedpress_protocols.messages import Assignment, Receipt, TaskConfig
 from fedpress_protocols.model import Model
 from fedpress_protocols.signatures import DeviceKey
 from fedpress_server.coordination.attempts import Attempt
-from fedpress_server.coordination.opening import Legacy, opened
+from fedpress_server.coordination.opening import RoundCarryover, opened
 from fedpress_server.folds.adding import FoldJob
 from fedpress_server.folds.folding import fold
 from fedpress_server.folds.masked import Host
@@ -238,7 +238,7 @@ class Simulation:
             self.strategy,
             self.payloads,
             self.host,
-            left=Legacy(model, SPEC, previous),
+            carryover=RoundCarryover(model, SPEC, previous),
             number=number,
             attempt=1,
             now=self.now,

@@ -36,7 +36,7 @@ from fedpress_protocols.model import Model
 from fedpress_protocols.plan import CohortRules, RoundPlan
 from fedpress_protocols.schedule import Period, sparsity_warm_up
 from fedpress_protocols.signatures import DeviceKey
-from fedpress_server.coordination.opening import Legacy, opened
+from fedpress_server.coordination.opening import RoundCarryover, opened
 from fedpress_server.folds.adding import FoldJob, StagedUpload
 from fedpress_server.folds.folding import fold
 from fedpress_server.folds.masked import Host
@@ -175,7 +175,9 @@ def run(method: Method, seed: int, rounds: int, folder: Path) -> Run:
             strategy,
             payloads,
             host,
-            left=replace(Legacy.beginning(model.digest, SPEC), uploaded=tuple(uploaded)),
+            carryover=replace(
+                RoundCarryover.beginning(model.digest, SPEC), uploaded=tuple(uploaded)
+            ),
             number=number,
             attempt=1,
             now=0.0,

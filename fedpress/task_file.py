@@ -12,6 +12,7 @@ import tempfile
 import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -74,13 +75,8 @@ def checked(path: Path, model: Path | Model | None) -> Checked:
     except ConfigurationError as exc:
         raise ConfigurationError(f"{path}: strategy: {exc}") from exc
     try:
-        from fedpress_server.coordination.checking import check_ladder, check_plan, check_rules
-        from fedpress_server.coordination.opening import (
-            Legacy,
-            check_warm_up,
-            later_periods,
-            opened,
-        )
+        from fedpress_server.coordination.checking import checked_task
+        from fedpress_server.coordination.opening import RoundCarryover, opened
         from fedpress_server.folds.masked import Host
         from fedpress_server.identity.membership import Authority
         from fedpress_server.identity.signing import SigningKeys
@@ -102,29 +98,19 @@ def checked(path: Path, model: Path | Model | None) -> Checked:
         payloads = LocalPayloads(Path(folder))
         payloads.put(model_name(begun.digest), begun.to_bytes())
         nobody = DeviceKey.generate()
-        host = Host(SigningKeys.of(nobody), Authority.here("fedpress", nobody))
-        bound = 0
+        begin = partial(
+            opened,
+            strategy=strategy,
+            payloads=payloads,
+            host=Host(SigningKeys.of(nobody), Authority.here("fedpress", nobody)),
+            carryover=RoundCarryover.beginning(begun.digest, begun.spec),
+            number=1,
+            attempt=1,
+            now=time.time(),
+        )
+        spec = None if initial is None else initial.spec
         try:
-            if initial is not None:
-                check_ladder(seeded, initial.spec)
-            for each in (seeded, *later_periods(seeded)):
-                attempt = opened(
-                    each,
-                    strategy,
-                    payloads,
-                    host,
-                    left=Legacy.beginning(begun.digest, begun.spec),
-                    number=1,
-                    attempt=1,
-                    now=time.time(),
-                )
-                if each is seeded:
-                    check_warm_up(attempt.terms, strategy)
-                if initial is None:
-                    check_rules(attempt.terms, seeded, strategy, memory=memory)
-                else:
-                    required = check_plan(attempt.terms, seeded, strategy, most=most, memory=memory)
-                    bound = max(bound, required)
+            _, bound = checked_task(seeded, strategy, begin, spec, most=most, memory=memory)
         except ConfigurationError as exc:
             raise ConfigurationError(f"{path}: {exc}") from exc
     return Checked(config, None if initial is None else bound)

@@ -207,7 +207,7 @@ class ServerTask:
             devices = stack.enter_context(self._devices(token, http, clock))
 
             def tick() -> None:
-                portal.call(app.services.coordinator.tick)
+                portal.call(app.services.scheduler.tick)
 
             self._drive(devices, operator, clock, tick, closed)
             return operator.task(self.config.task).reason

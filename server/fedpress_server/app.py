@@ -36,13 +36,15 @@ from fedpress_server.api.registry import registry_routes
 from fedpress_server.api.roster import roster_routes
 from fedpress_server.api.server_keys import server_key_routes
 from fedpress_server.api.sessions import session_routes
+from fedpress_server.coordination.resources import Clock, Resources
 from fedpress_server.identity.membership import Authority
 from fedpress_server.identity.server_keys import signing_key, signing_keys
 from fedpress_server.metrics import Metrics
 from fedpress_server.observing import traces
 from fedpress_server.observing.logs import Lines, Pseudonyms
 from fedpress_server.observing.requests import RequestObserver
-from fedpress_server.services import Clock, Resources, assembled, started
+from fedpress_server.registry import restores
+from fedpress_server.services import assembled, started
 from fedpress_server.settings import Settings
 from fedpress_server.storage.bucket import opened_payloads
 from fedpress_server.storage.database import Database
@@ -127,7 +129,8 @@ async def _opened(settings: Settings, metrics: Metrics, clock: Clock) -> AsyncIt
             payloads = await asyncio.to_thread(opened_payloads, settings)
             keys = await signing_keys(settings.server_key_file, settings.data_dir, database, clock)
             authority = await _authority(settings, database)
-            yield Resources(settings, metrics, clock, database, payloads, keys, authority)
+            restore = await database.read(restores.newest)
+            yield Resources(settings, metrics, clock, database, payloads, keys, authority, restore)
         finally:
             await asyncio.to_thread(database.close)
             await asyncio.to_thread(traces.stop)

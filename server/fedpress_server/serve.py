@@ -192,9 +192,9 @@ class _Server(uvicorn.Server):
         """Say so, then take no more connections, then let running requests come to their end."""
         services = self._app.services
         services.readiness.is_stopping = True
-        services.coordinator.release()
+        services.scheduler.release()
         is_asked = services.settings.role in ("all", "api")
-        if self._is_ready and services.coordinator.is_shared and is_asked:
+        if self._is_ready and services.store.is_shared and is_asked:
             await self._pause(services.settings.drain_seconds)
         for server in self.servers:
             server.close()

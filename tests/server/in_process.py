@@ -39,7 +39,7 @@ class Server(httpx.Client):
 
     def tick(self) -> None:
         """Let the deadlines pass that have passed."""
-        self.call(self.app.services.coordinator.tick)
+        self.call(self.app.services.scheduler.tick)
 
 
 class _InProcess(httpx.BaseTransport):

@@ -26,12 +26,12 @@ from fedpress_protocols.model import Model
 from fedpress_protocols.signatures import DeviceKey, key_id_of
 from fedpress_protocols.upload import Upload
 from fedpress_server import Settings
-from fedpress_server.coordination import work
-from fedpress_server.coordination.coordinator import Coordinator
+from fedpress_server.coordination import job_runner
+from fedpress_server.coordination.resources import Resources
 from fedpress_server.identity.membership import Authority
 from fedpress_server.identity.signing import SigningKeys
-from fedpress_server.intake.uploads import Intake
 from fedpress_server.metrics import Metrics
+from fedpress_server.services import assembled
 from fedpress_server.storage import records
 from fedpress_server.storage.database import Database
 from fedpress_server.storage.files import model_name
@@ -77,24 +77,19 @@ class Replica:
         self.database = Database(url)
         self.metrics = Metrics()
         authority = Authority.here("fedpress", AUTHORITY)
-        self.coordinator = Coordinator(
-            options,
-            self.database,
-            payloads,
-            SigningKeys.of(KEY),
-            authority,
-            self.metrics,
-            clock,
-            is_shared=True,
+        keys = SigningKeys.of(KEY)
+        resources = Resources(
+            options, self.metrics, clock, self.database, payloads, keys, authority
         )
-        self.intake = Intake(self.coordinator, self.database, payloads, self.metrics, 1)
+        self.services = assembled(resources, "0", is_shared=True)
+        self.intake = self.services.intake
 
     @property
-    def work(self) -> work.Work:
-        return self.coordinator.work
+    def work(self) -> job_runner.JobRunner:
+        return self.services.job_runner
 
     async def close(self) -> None:
-        await self.coordinator.stop()
+        await self.services.scheduler.stop()
         await asyncio.to_thread(self.intake.stop)
         await asyncio.to_thread(self.database.close)
 
@@ -141,13 +136,13 @@ class Replicas:
             "seed": 7,
             "max_attempts": 100,
         }
-        await self.all[0].coordinator.life.create(TaskConfig.model_validate(defaults | config))
+        await self.all[0].services.lifecycle.create(TaskConfig.model_validate(defaults | config))
 
     async def check_in(self, replica: int, device: int) -> None:
         open_ = self.acknowledged.keys() - self.receipts.keys()
         pending = tuple(name for name in open_ if self.acknowledged[name] == device)
         request = CheckInRequest(wire_versions=(1,), pending=pending)
-        check_ins = self.all[replica].coordinator.check_ins
+        check_ins = self.all[replica].services.check_ins
         answer = await check_ins.check_in(f"d{device}", "digits", request)
         if answer is None:
             return
@@ -187,11 +182,11 @@ class Replicas:
         assignment = self.given.get(device)
         if assignment is not None:
             with suppress(FedpressError):
-                check_ins = self.all[replica].coordinator.check_ins
+                check_ins = self.all[replica].services.check_ins
                 await check_ins.decline(f"d{device}", assignment.assignment)
 
     async def tick(self, replica: int, device: int = 0) -> None:
-        await self.all[replica].coordinator.tick()
+        await self.all[replica].services.scheduler.tick()
 
     async def fold(self, replica: int, device: int = 0) -> None:
         await self.all[replica].work.once()
@@ -241,16 +236,16 @@ class Replicas:
             await self.fold(turn % len(self.all))
             self.clock.advance(5.0)
             await self.tick((turn + 1) % len(self.all))
-            state = (await self.all[0].coordinator.task("digits")).state
+            state = (await self.all[0].services.queries.task("digits")).state
             if state != "running" and self.acknowledged.keys() <= self.receipts.keys():
                 return
         raise AssertionError("the task does not end")
 
     async def check(self) -> None:
         """Nothing doubled, nothing lost, one model, and every server knows the same."""
-        summaries = [await each.coordinator.task("digits") for each in self.all]
+        summaries = [await each.services.queries.task("digits") for each in self.all]
         assert all(summary == summaries[0] for summary in summaries)
-        history = await self.all[0].coordinator.history("digits")
+        history = await self.all[0].services.queries.history("digits")
 
         def read(connection: sa.Connection) -> tuple[list[Any], list[str]]:
             row = round_events.c

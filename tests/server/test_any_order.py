@@ -46,10 +46,11 @@ from fedpress_protocols.messages import Assignment, Receipt, RoundStatus, Upload
 from fedpress_protocols.model import Model
 from fedpress_protocols.signatures import DeviceKey
 from fedpress_protocols.upload import Upload
-from fedpress_server import Settings, app, create_app, failpoints
-from fedpress_server.coordination.coordinator import Coordinator
-from fedpress_server.coordination.work import Work
+from fedpress_server import Settings, app, create_app, failpoints, services
+from fedpress_server.coordination.job_runner import JobRunner
+from fedpress_server.coordination.scheduler import Scheduler
 from fedpress_server.identity.gatekeeper import Gatekeeper
+from fedpress_server.services import Services, assembled
 from fedpress_server.storage.database import migrate
 from fedpress_server.storage.payloads import LocalPayloads
 from tests.devices import ADMIN_TOKEN, Device, Operator, checked
@@ -175,11 +176,11 @@ class Place:
             # Undone as soon as it has started: servers end in any order, and patches may not.
             with (
                 mock.patch.object(app, "opened_payloads", return_value=store),
-                mock.patch.object(app, "Coordinator", partial(Coordinator, is_shared=shared)),
-                mock.patch.object(app, "Gatekeeper", partial(Gatekeeper, is_shared=shared)),
-                mock.patch.object(Coordinator, "_tick_forever", idle),
-                mock.patch.object(Coordinator, "_follow_forever", idle),
-                mock.patch.object(Work, "serve", idle),
+                mock.patch.object(app, "assembled", partial(assembled, is_shared=shared)),
+                mock.patch.object(services, "Gatekeeper", partial(Gatekeeper, is_shared=shared)),
+                mock.patch.object(Scheduler, "_tick_forever", idle),
+                mock.patch.object(Scheduler, "_follow_forever", idle),
+                mock.patch.object(JobRunner, "serve", idle),
             ):
                 server = stack.enter_context(running(self._apps[number]))
             yield server
@@ -412,13 +413,13 @@ class AnyOrder(RuleBasedStateMachine):
 
     @rule(server=servers_)
     def work(self, server: int) -> None:
-        self.done["work"] += self._at(server).call(self._coordinator(server).work.once)
+        self.done["work"] += self._at(server).call(self._services(server).job_runner.once)
 
     @rule(server=servers_, point=st.sampled_from(AT_WORK), at=st.integers(1, 2))
     def work_that_fails(self, server: int, point: str, at: int) -> None:
         with failpoints.armed(f"{point}:raise:{at}"):
             try:
-                self._at(server).call(self._coordinator(server).work.once)
+                self._at(server).call(self._services(server).job_runner.once)
             except failpoints.FailpointReached:
                 self.done["worker failed"] += 1
 
@@ -443,7 +444,7 @@ class AnyOrder(RuleBasedStateMachine):
     @rule(server=servers_)
     def collect_garbage(self, server: int) -> None:
         self.place.clock.advance(2.0)
-        collected = self._at(server).call(self._coordinator(server).retention.collect)
+        collected = self._at(server).call(self._services(server).retention.collect)
         self.done["collected"] += len(collected.models)
 
     # Operators
@@ -543,8 +544,8 @@ class AnyOrder(RuleBasedStateMachine):
     def _at(self, server: int) -> Server:
         return self.servers[server % len(self.servers)]
 
-    def _coordinator(self, server: int) -> Coordinator:
-        found: Coordinator = self._at(server).app.services.coordinator
+    def _services(self, server: int) -> Services:
+        found: Services = self._at(server).app.services
         return found
 
     def _who(

@@ -104,7 +104,7 @@ def test_a_failure_tells_nothing_of_the_inside(
     def fail(*_: object) -> None:
         raise RuntimeError("the secret inside")
 
-    monkeypatch.setattr(http.app.services.coordinator, "tasks", fail)
+    monkeypatch.setattr(http.app.services.queries, "tasks", fail)
     answer = http.get("/v1/tasks", headers=operator.headers)
     assert answer.status_code == 500
     assert "secret" not in answer.text

@@ -115,7 +115,7 @@ class Scene:
 
     def settle(self) -> None:
         """Until no buffer is being folded, as the server's memory has it."""
-        task = self.http.app.services.coordinator.steps.tasks["digits"]
+        task = self.http.app.services.store.tasks["digits"]
         while task.attempt.round.phase != "collecting":
             time.sleep(0.005)
 

@@ -251,7 +251,7 @@ def test_nothing_goes_that_a_backup_under_way_needs(
         clock.advance(2 * 3600)
         for path in [*(data / "optimizers").iterdir(), *(data / "uploads").rglob("*")]:
             os.utime(path, (0, 0))
-        http.call(http.app.services.coordinator._forget)
+        http.call(http.app.services.scheduler.forget)
         assert len(list((data / "optimizers").iterdir())) == 1
 
 

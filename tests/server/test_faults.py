@@ -39,7 +39,7 @@ def test_of_fifty_equal_uploads_at_once_to_two_servers_one_is_new(databases: Dat
             answers = await asyncio.gather(*(put(number) for number in range(PUTS)))
             assert sum(is_new for _, is_new in answers) == 1
             assert len({ack.model_dump_json() for ack, _ in answers}) == 1
-            assert (await servers.all[0].coordinator.history("digits"))[0].received == 1
+            assert (await servers.all[0].services.queries.history("digits"))[0].received == 1
             servers.acknowledged[assignment.assignment] = 0
             await servers.finish(2)
             await servers.check()

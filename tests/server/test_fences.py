@@ -17,7 +17,9 @@ import pytest
 import sqlalchemy as sa
 
 from fedpress_protocols.errors import Unavailable
-from fedpress_server.coordination.steps import Moved
+from fedpress_server.coordination.commands import Pause
+from fedpress_server.coordination.live import PendingCommand
+from fedpress_server.coordination.task_store import StaleVersion
 from fedpress_server.registry.sweeping import sweep
 from fedpress_server.storage import leases, records
 from fedpress_server.storage.leases import Lease, LeaseLost
@@ -34,15 +36,12 @@ def test_who_has_not_seen_the_newest_write_writes_nothing(databases: Databases) 
         async with replicas(databases) as servers:
             first, second = servers.all
             await servers.begin(2)
-            task = await second.coordinator.steps.fresh("digits")
-            await first.coordinator.life.hold("digits")
-
-            def blind(connection: sa.Connection) -> None:
-                records.set_task(connection, replace(task.record, rounds=99))
-
-            with pytest.raises(Moved):
-                await second.coordinator.steps.write(task, blind)
-            summary = await first.coordinator.task("digits")
+            task = await second.services.store.fresh("digits")
+            await first.services.lifecycle.pause("digits")
+            late = await second.services.store._planned(task, [PendingCommand(Pause("late"), None)])
+            with pytest.raises(StaleVersion):
+                await second.services.store._write(task, late)
+            summary = await first.services.queries.task("digits")
             assert (summary.rounds, summary.reason) == (2, "held by the operator")
             version = await first.database.read(lambda c: records.task_version(c, "digits"))
             assert version == 1
@@ -55,18 +54,18 @@ def test_an_event_that_meets_a_newer_one_is_tried_again_after_it(databases: Data
 
     async def go() -> None:
         async with replicas(databases) as servers:
-            second = servers.all[1].coordinator.steps
+            second = servers.all[1].services.store
             await servers.begin(2)
             for device in range(2):
                 await servers.check_in(1, device)
             behind = second.get("digits").record.version
             await servers.upload(0, 0)
-            await servers.all[0].coordinator.life.hold("digits")
+            await servers.all[0].services.lifecycle.pause("digits")
             assert second.get("digits").record.version == behind
             await servers.upload(1, 1)
             assert len(servers.acknowledged) == 2
-            assert (await servers.all[0].coordinator.task("digits")).reason
-            await servers.all[0].coordinator.life.release("digits")
+            assert (await servers.all[0].services.queries.task("digits")).reason
+            await servers.all[0].services.lifecycle.resume("digits")
             await servers.finish(2)
             await servers.check()
 
@@ -76,16 +75,16 @@ def test_an_event_that_meets_a_newer_one_is_tried_again_after_it(databases: Data
 def test_a_server_that_is_behind_ends_no_round_that_has_ended(databases: Databases) -> None:
     async def go() -> None:
         async with replicas(databases) as servers:
-            first, second = (each.coordinator for each in servers.all)
+            first, second = (each.services for each in servers.all)
             await servers.begin(2)
             await servers.check_in(1, 0)
-            task, known = second.steps.get("digits"), second.steps.get("digits").attempt
+            task, known = second.store.get("digits"), second.store.get("digits").attempt
             assert known is not None
-            await first.life.abort_round("digits", "by the operator")
+            await first.lifecycle.abort_round("digits", "by the operator")
             servers.clock.advance(HOUR)
-            await first.tick()
-            await second.steps.pass_deadline(task)
-            history = await first.history("digits")
+            await first.scheduler.tick()
+            await second.store.pass_deadline(task)
+            history = await first.queries.history("digits")
             assert [status.attempt for status in history] == list(range(1, len(history) + 1))
             assert [status.state for status in history[:-1]] == ["abandoned"] * (len(history) - 1)
 
@@ -145,10 +144,10 @@ def test_what_a_fold_came_to_under_a_lost_lease_is_not_written(databases: Databa
             first, second = servers.all
             with pytest.raises(LeaseLost):
                 await first.work._do(old)
-            assert (await second.coordinator.task("digits")).round == 0
+            assert (await second.services.queries.task("digits")).round == 0
             assert await first.database.read(lambda c: c.execute(sa.select(jobs)).one())
             await second.work._do(new)
-            assert (await first.coordinator.task("digits")).round == 1
+            assert (await first.services.queries.task("digits")).round == 1
             await servers.finish(2)
             await servers.check()
 
@@ -165,11 +164,11 @@ def test_a_worker_that_was_killed_has_its_job_again_at_once(databases: Databases
             await fill(servers, 2)
             assert await first.work._acquire() is not None
             assert await second.work._acquire() is None
-            folder = first.coordinator._settings.data_dir
+            folder = first.services.settings.data_dir
             again = Replica(servers.url, servers.payloads, servers.clock, folder)
             servers.all.append(again)
             assert await again.work.once()
-            assert (await second.coordinator.task("digits")).round == 1
+            assert (await second.services.queries.task("digits")).round == 1
             assert again.metrics.lease_expired._value.get() == 0
 
     anyio.run(go)
@@ -182,7 +181,7 @@ def test_a_task_is_seen_whole_or_not_at_all(
 
     async def go() -> None:
         async with replicas(databases) as servers:
-            steps = servers.all[1].coordinator.steps
+            steps = servers.all[1].services.store
             await servers.begin(2)
             reading, go_on = asyncio.Event(), asyncio.Event()
             spec = steps.spec
@@ -214,7 +213,7 @@ def test_while_memory_is_read_anew_nobody_finds_the_round_gone(
         async with replicas(databases) as servers:
             server = servers.all[0]
             await servers.begin(2)
-            task = server.coordinator.steps.get("digits")
+            task = server.services.store.get("digits")
             seen = []
             read = server.database.read
 
@@ -228,7 +227,7 @@ def test_while_memory_is_read_anew_nobody_finds_the_round_gone(
             monkeypatch.setattr(server.database, "read", watched)
             monkeypatch.setattr(server.database, "write", away)
             with pytest.raises(Unavailable):
-                await server.coordinator.steps.write(task, lambda connection: None)
+                await server.services.store.apply(task, Pause("nobody"))
             assert seen
             assert None not in seen
             assert task.attempt is not None
@@ -241,11 +240,11 @@ def test_one_task_that_cannot_be_read_keeps_nobody_from_the_others(databases: Da
         async with replicas(databases) as servers:
             first, second = servers.all
             await servers.begin(2)
-            record = first.coordinator.steps.get("digits").record
+            record = first.services.store.get("digits").record
             strange = replace(record, task="a task of the next release", config="{}")
             await first.database.write(lambda c: records.add_task(c, strange))
-            await second.coordinator.steps.follow()
-            assert "digits" in second.coordinator.steps.tasks
+            await second.services.store.follow()
+            assert "digits" in second.services.store.tasks
 
     anyio.run(go)
 
@@ -274,7 +273,7 @@ def test_only_what_has_lain_there_for_a_while_is_swept(databases: Databases) -> 
             for age, name in left.items():
                 aged(payloads, name, 60.0 * age)
             payloads.put(orphans[0], b"put again")
-            await server.coordinator._sweep_later()
+            await server.services.scheduler._cleanup.sweep()
             assert sorted(payloads.names("uploads/digits/1-1")) == sorted(
                 [*staged, left[0], left[30]]
             )

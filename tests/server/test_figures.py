@@ -18,7 +18,8 @@ from sqlalchemy.engine import Connection
 from fedpress_protocols.messages import EvaluationReport, EvaluationTerms, RoundStatus
 from fedpress_protocols.model import Model
 from fedpress_server.coordination.adaptive import Bodies, bodies_of
-from fedpress_server.coordination.turns import Received, note_delivered, write_received
+from fedpress_server.coordination.commands import ReceivedUpload
+from fedpress_server.coordination.journal import note_delivered, write_received
 from fedpress_server.policies.facts import Tally
 from fedpress_server.rounds.selection import Candidate
 from fedpress_server.storage import evaluation, participants, records
@@ -200,7 +201,7 @@ class History:
         key, name, client_id = taken
         loss = self.chance.choice([None, self.chance.random()])
         row = UploadRecord(name, digest_of(name), 10, self.chance.randrange(3), 0.0, loss)
-        received = [Received(key, row, {"received": 1}, client_id)]
+        received = [ReceivedUpload(key, row, {"received": 1}, (client_id, None))]
 
         def work(connection: Connection) -> None:
             write_received(connection, received, now)
@@ -413,7 +414,7 @@ def long(history: History, more: int) -> None:
             participants.was_given(connection, TASK, client_id)
             at = 1e9 + number
             upload = UploadRecord(name, digest_of(name), 10, 3, at, 0.5)
-            received = [Received(key, upload, {"received": 1}, client_id)]
+            received = [ReceivedUpload(key, upload, {"received": 1}, (client_id, None))]
             write_received(connection, received, at)
             note_delivered(connection, received, at)
             report = EvaluationReport(model=digest, num_examples=3, metrics={"accuracy": 0.5})

@@ -14,7 +14,7 @@ import sqlalchemy as sa
 
 from fedpress_protocols.errors import FedpressError, InvalidUpdate, StorageFull
 from fedpress_server import failpoints
-from fedpress_server.intake.keeping import Keeper
+from fedpress_server.intake.body_writer import BodyWriter
 from fedpress_server.storage.payloads import LocalPayloads
 from fedpress_server.storage.prepared import Prepared, Rows, each_of
 
@@ -25,13 +25,13 @@ def payloads(tmp_path: Path) -> LocalPayloads:
 
 
 @pytest.fixture
-def keeper(payloads: LocalPayloads) -> Iterator[Keeper]:
-    made = Keeper(payloads, threads=2)
+def writer(payloads: LocalPayloads) -> Iterator[BodyWriter]:
+    made = BodyWriter(payloads, threads=2)
     yield made
     made.stop()
 
 
-def test_each_body_gets_its_own_outcome(keeper: Keeper, payloads: LocalPayloads) -> None:
+def test_each_body_gets_its_own_outcome(writer: BodyWriter, payloads: LocalPayloads) -> None:
     """Refused, failed or kept, whoever it was kept together with."""
 
     def check(number: int) -> int | FedpressError:
@@ -43,7 +43,7 @@ def test_each_body_gets_its_own_outcome(keeper: Keeper, payloads: LocalPayloads)
 
     async def keep() -> list[object]:
         waiting = [
-            keeper.keep(f"uploads/t/1-1/{n}", b"%d" % n, lambda n=n: check(n))  # type: ignore[misc]
+            writer.write(f"uploads/t/1-1/{n}", b"%d" % n, lambda n=n: check(n))  # type: ignore[misc]
             for n in range(200)
         ]
         return list(await asyncio.gather(*waiting, return_exceptions=True))
@@ -64,7 +64,7 @@ def test_each_body_gets_its_own_outcome(keeper: Keeper, payloads: LocalPayloads)
 
 
 def test_bodies_that_wait_share_a_sync_of_their_folder(
-    keeper: Keeper, payloads: LocalPayloads, monkeypatch: pytest.MonkeyPatch
+    writer: BodyWriter, payloads: LocalPayloads, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     synced, begun, go_on = list[bool](), threading.Semaphore(0), threading.Event()
     fsync = os.fsync
@@ -79,10 +79,10 @@ def test_bodies_that_wait_share_a_sync_of_their_folder(
         return 0
 
     async def keep() -> None:
-        first = [asyncio.ensure_future(keeper.keep(f"a/{n}", b"x", held)) for n in range(2)]
+        first = [asyncio.ensure_future(writer.write(f"a/{n}", b"x", held)) for n in range(2)]
         for _ in first:
             await asyncio.to_thread(begun.acquire)
-        rest = [asyncio.ensure_future(keeper.keep(f"a/{n}", b"x", int)) for n in range(2, 34)]
+        rest = [asyncio.ensure_future(writer.write(f"a/{n}", b"x", int)) for n in range(2, 34)]
         await asyncio.sleep(0)
         go_on.set()
         await asyncio.gather(*first, *rest)

@@ -124,7 +124,7 @@ def test_a_server_whose_event_loop_is_late_asks_fewer_to_come(
     operator.begin(model, cohort={"size": 1, "minimum": 1})
     device, other = enrolled(), enrolled()
     device.assignment("digits")
-    check_ins = http.app.services.coordinator.check_ins
+    check_ins = http.app.services.check_ins
     assert other.check_in("digits") is None
     assert check_ins._pace.affordable == check_ins._pace.budget
     check_ins.load = Load()  # and what watches, watches another

@@ -70,7 +70,7 @@ def test_the_event_loop_never_waits_for_the_store(
         at = time.time() - 7200
         os.utime(store.path(name), (at, at))
     clock.advance(7200)
-    server.call(server.app.services.coordinator._forget)
+    server.call(server.app.services.scheduler.forget)
     assert len(list(store.names("optimizers"))) == 1
     assert len(list(store.names("bases/digits"))) == 1
     given, _ = send(device, model, 3)
@@ -79,5 +79,5 @@ def test_the_event_loop_never_waits_for_the_store(
     for name in list(store.names("bases/digits")):
         os.utime(store.path(name), (at, at))
     clock.advance(7200)
-    server.call(server.app.services.coordinator._forget)
+    server.call(server.app.services.scheduler.forget)
     assert list(store.names("bases/digits")) == []

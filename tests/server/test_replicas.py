@@ -22,7 +22,7 @@ from fedpress_protocols.errors import (
     Unavailable,
 )
 from fedpress_server import Settings, create_app
-from fedpress_server.coordination import batches, work
+from fedpress_server.coordination import job_runner, jobs
 from fedpress_server.storage.leases import LeaseLost
 from tests.lengths import examples
 from tests.server.replicated import (
@@ -82,12 +82,12 @@ def test_a_worker_that_was_paused_past_its_lease_changes_nothing(databases: Data
             assert not await second.work.once()
             servers.clock.advance(1)
             assert await second.work.once()
-            made = await second.coordinator.task("digits")
+            made = await second.services.queries.task("digits")
             assert made.round == 1
             assert second.metrics.lease_expired._value.get() == 1
             with pytest.raises(LeaseLost):
                 await first.work._do(lease)
-            assert await first.coordinator.task("digits") == made
+            assert await first.services.queries.task("digits") == made
             await servers.finish(2)
             await servers.check()
 
@@ -121,9 +121,9 @@ def test_a_fold_that_ends_after_its_lease_was_taken_writes_nothing(
             assert taken is not None
             go_on.set()
             await folding
-            assert (await first.coordinator.task("digits")).round == 0
+            assert (await first.services.queries.task("digits")).round == 0
             await second.work._do(taken)
-            assert (await first.coordinator.task("digits")).round == 1
+            assert (await first.services.queries.task("digits")).round == 1
             monkeypatch.undo()
             await servers.finish(2)
             await servers.check()
@@ -140,7 +140,7 @@ def test_the_model_is_the_same_whatever_the_batches_and_the_workers(
     models, num_jobs = [], []
 
     async def go(batch: int) -> None:
-        monkeypatch.setattr(batches, "BATCH", batch)
+        monkeypatch.setattr(jobs, "BATCH", batch)
         async with replicas(databases) as servers:
             await servers.begin(5, strategy=strategy, rounds=1, cohort={"size": 5, "minimum": 5})
             await fill(servers, 5)
@@ -148,7 +148,7 @@ def test_the_model_is_the_same_whatever_the_batches_and_the_workers(
             while await servers.all[done % 2].work.once():
                 done += 1
             num_jobs.append(done)
-            models.append((await servers.all[0].coordinator.task("digits")).model)
+            models.append((await servers.all[0].services.queries.task("digits")).model)
 
     for batch in (64, 2, 1):
         anyio.run(go, batch)
@@ -168,11 +168,11 @@ def test_a_job_that_fails_ten_times_gives_the_round_up_with_the_reason(
         async with replicas(databases) as servers:
             await servers.begin(2)
             await fill(servers, 2)
-            monkeypatch.setattr(work, "fold", fail)
+            monkeypatch.setattr(job_runner, "fold", fail)
             for attempt in range(11):
                 assert await servers.all[attempt % 2].work.once()
             monkeypatch.undo()
-            history = await servers.all[0].coordinator.history("digits")
+            history = await servers.all[0].services.queries.history("digits")
             assert history[0].state == "abandoned"
             assert history[0].reason == "fold failed 10 times: no room for the fold"
             assert servers.all[0].metrics.jobs_abandoned._value.get() == 1
@@ -193,12 +193,12 @@ def test_a_store_that_is_away_is_not_the_job_s_fault(
         async with replicas(databases) as servers:
             await servers.begin(2)
             await fill(servers, 2)
-            monkeypatch.setattr(work, "fold", fail)
+            monkeypatch.setattr(job_runner, "fold", fail)
             for attempt in range(30):
                 assert await servers.all[attempt % 2].work.once()
             monkeypatch.undo()
             assert await servers.all[0].work.once()
-            assert (await servers.all[1].coordinator.task("digits")).round == 1
+            assert (await servers.all[1].services.queries.task("digits")).round == 1
 
     anyio.run(go)
 
@@ -207,17 +207,17 @@ def test_a_store_that_is_away_is_not_the_job_s_fault(
 def test_what_an_operator_does_on_one_server_the_other_knows_at_once(databases: Databases) -> None:
     async def go() -> None:
         async with replicas(databases) as servers:
-            first, second = (each.coordinator for each in servers.all)
+            first, second = (each.services for each in servers.all)
             await servers.begin(2)
             await fill(servers, 1)
-            await second.life.abort_round("digits", "by the operator")
-            assert [status.attempt for status in await first.history("digits")] == [1, 2]
+            await second.lifecycle.abort_round("digits", "by the operator")
+            assert [status.attempt for status in await first.queries.history("digits")] == [1, 2]
             await servers.check_in(0, 0)
             assert servers.receipts
-            await first.life.cancel("digits", "by the operator")
+            await first.lifecycle.cancel("digits", "by the operator")
             with pytest.raises(Conflict):
-                await second.life.cancel("digits", "by the operator")
-            assert (await second.task("digits")).state == "cancelled"
+                await second.lifecycle.cancel("digits", "by the operator")
+            assert (await second.queries.task("digits")).state == "cancelled"
 
     anyio.run(go)
 
@@ -227,7 +227,7 @@ def test_a_policy_chooses_among_devices_that_other_servers_have_seen(databases: 
     async def go() -> None:
         async with replicas(databases, 3) as servers:
             for each in servers.all[:2]:
-                each.coordinator.check_ins.chooses = False
+                each.services.check_ins.chooses = False
             await servers.begin(4, selection={"policy": "uniform", "candidates": 4})
             for device in range(4):
                 await servers.check_in(device % 2, device)

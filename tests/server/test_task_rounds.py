@@ -303,7 +303,7 @@ def test_a_stopping_server_lets_nobody_wait(
     device = enrolled()
     with ThreadPoolExecutor(1) as pool:
         poll = pool.submit(device.check_in, "digits", wait=30.0)
-        http.call(http.app.services.coordinator.release)
+        http.call(http.app.services.scheduler.release)
         with pytest.raises(Unavailable, match="about to stop"):
             poll.result(30)
 

@@ -11,7 +11,7 @@ import pytest
 from fedpress_protocols.errors import FedpressError, RoundClosed, UnknownDevice
 from fedpress_protocols.messages import UploadAck
 from fedpress_protocols.model import Model
-from fedpress_server.coordination.turns import Received
+from fedpress_server.coordination.commands import Happen, ReceivedUpload
 from fedpress_server.rounds import UploadStaged
 from fedpress_server.storage.records import UploadRecord
 from tests.devices import Device, Operator
@@ -51,15 +51,17 @@ def test_one_revoked_among_many_fails_alone(
     devices = [enrolled() for _ in range(4)]
     assignments = [device.assignment("digits") for device in devices]
     operator.post(f"/v1/admin/clients/{devices[1].client_id}/revoke")
-    steps = http.app.services.coordinator.steps
+    store = http.app.services.store
 
     async def all_at_once() -> list[Any]:
         def one(number: int) -> Any:
             given, digest = assignments[number], f"{number}" * 64
             key = (given.plan.task, given.plan.round, given.plan.attempt)
             upload = UploadRecord(given.assignment, digest, 10, 1, 0.0)
-            also = Received(key, upload, {"received": 1}, devices[number].client_id)
-            return steps.apply("digits", UploadStaged(given.assignment, digest), key, also)
+            sender = (str(devices[number].client_id), None)
+            payload = ReceivedUpload(key, upload, {"received": 1}, sender)
+            event = UploadStaged(given.assignment, digest)
+            return store.apply(store.get("digits"), Happen(event, key, payload))
 
         return list(await asyncio.gather(*map(one, range(4)), return_exceptions=True))
 

@@ -12,7 +12,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 from fedpress_server import Settings, serve
-from fedpress_server.coordination import batches
+from fedpress_server.coordination import jobs
 from tests.system.server_process import ADMIN_TOKEN
 
 _START_SECONDS = 60.0
@@ -96,5 +96,5 @@ def _serve(settings: dict[str, str], log: str, batch: int) -> None:
     os.dup2(output, 2)
     for name in [name for name in os.environ if name.startswith("FEDPRESS_")]:
         del os.environ[name]
-    batches.BATCH = batch
+    jobs.BATCH = batch
     serve(Settings.load(None, **settings))

@@ -103,19 +103,19 @@ class World:
 
     @property
     def attempt(self) -> Any:
-        return self.server.app.services.coordinator.steps.tasks[TASK].attempt
+        return self.server.app.services.store.tasks[TASK].attempt
 
     @property
     def terms(self) -> RoundTerms:
         return self.terms_of(TASK)
 
     def terms_of(self, task: str) -> RoundTerms:
-        terms: RoundTerms = self.server.app.services.coordinator.steps.tasks[task].attempt.terms
+        terms: RoundTerms = self.server.app.services.store.tasks[task].attempt.terms
         return terms
 
     @property
     def is_folding(self) -> bool:
-        tasks = self.server.app.services.coordinator.steps.tasks.values()
+        tasks = self.server.app.services.store.tasks.values()
         return any(each.attempt and each.attempt.round.phase == "folding" for each in tasks)
 
     def pass_time(self) -> None:
@@ -538,14 +538,14 @@ def test_a_wrong_share_is_made_up_for_by_another(world: World, waits: bool) -> N
         world.drive_until(lambda: world.attempt.session_phase == "revealing")
         last = next(each for each in devices[1:] if "reveal" not in each.steps)
         last.is_gone = True
-    seen = world.server.app.services.coordinator.steps.happen
+    seen = world.server.app.services.store.happen
 
     async def apply(task: Any, event: Any, **more: Any) -> Any:
         if isinstance(event, UnmaskFailed):
             failed.append(event.detail)
         return await seen(task, event, **more)
 
-    world.server.app.services.coordinator.steps.happen = apply
+    world.server.app.services.store.happen = apply
     if waits:
         for each in [each for each in devices if not each.is_gone] * 3:
             each.step()

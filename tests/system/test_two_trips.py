@@ -213,7 +213,7 @@ def test_a_group_over_http_is_the_group_in_process(tmp_path: Path) -> None:
 def plan_of(group: Group) -> RoundPlan:
     """The plan of the round that is open."""
     assert group.http is not None
-    plan: RoundPlan = group.http.app.services.coordinator.steps.tasks["digits"].attempt.terms.plan
+    plan: RoundPlan = group.http.app.services.store.tasks["digits"].attempt.terms.plan
     return plan
 
 

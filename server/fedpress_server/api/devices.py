@@ -53,7 +53,7 @@ from fedpress_server.api.routing import (
     device_of,
     read_body,
 )
-from fedpress_server.coordination.coordinator import Form
+from fedpress_server.coordination.downloads import Form
 from fedpress_server.intake.uploads import UploadSlot
 from fedpress_server.observing import traces
 from fedpress_server.services import Services
@@ -155,7 +155,7 @@ async def check_in(
     often it asks. A pending id without a receipt in the answer is open, or not this device's:
     its receipt (202 or 404) tells which.
     """
-    check_ins = (await services_of(request)).coordinator.check_ins
+    check_ins = (await services_of(request)).check_ins
     client_id = device_of(request).client_id
     answer = await check_ins.check_in(client_id, task, body)
     if answer is None:
@@ -208,7 +208,7 @@ async def get_model(
 
     `task` says on whose behalf: its round counts the bytes.
     """
-    record = await services.coordinator.model(digest)
+    record = await services.models.get(digest)
     return await _immutable(request, model_name(digest), digest, record.num_bytes, task or "")
 
 
@@ -232,7 +232,8 @@ async def get_coded_model(
     (SPEC.md, "Models on the way down"). It never changes. One range is honoured, and the round of
     `task` counts the bytes.
     """
-    coded = await services.coordinator.coded(task, digest, None)
+    config = await services.queries.configuration(task)
+    coded = await services.coded_models.find(config, digest, None)
     return await _immutable(request, coded.name, coded.tag, coded.num_bytes, task, "coded")
 
 
@@ -247,7 +248,8 @@ async def get_difference(
     """The same as the difference to a model `base` that the device holds; 404 where `base` is too
     old, or the whole model is no longer than the difference.
     """
-    coded = await services.coordinator.coded(task, digest, base)
+    config = await services.queries.configuration(task)
+    coded = await services.coded_models.find(config, digest, base)
     return await _immutable(request, coded.name, coded.tag, coded.num_bytes, task, "difference")
 
 
@@ -262,7 +264,7 @@ async def get_artefact(
     """What the plan of an open round names besides models, by its SHA-256. As for a model, one
     range is honoured, and the round of `task` counts the bytes.
     """
-    size = await services.coordinator.artefact_bytes(digest)
+    size = await services.queries.artefact_bytes(digest)
     return await _immutable(request, artefact_name(digest), digest, size, task or "")
 
 
@@ -304,9 +306,7 @@ async def _immutable(
 
     def count(num_bytes: int) -> Awaitable[None]:
         device = getattr(request.state, "device", None)
-        return services.coordinator.count_download(
-            device.client_id if device else "", task, num_bytes, form
-        )
+        return services.downloads.count(device.client_id if device else "", task, num_bytes, form)
 
     file = await _opened(services.payloads, name)
     return _FileResponse(
@@ -414,30 +414,24 @@ async def put_update(request: Request, assignment: Identifier) -> Response:
     uploads = services.intake
     device = device_of(request)
     slot = await uploads.slot(device.client_id, assignment, device.key_id)
-    return await _taken(request, services, slot, uploads.admit, uploads.stage)
+    return await _taken(request, services, slot)
 
 
 @upload_routes.put("/assignments/{assignment}/first", **_UPLOAD)
 async def put_first(request: Request, assignment: Identifier) -> Response:
-    """Send the first of two trips: what the round's basis is made of. 201 says that it lies on the
-    disk, checked; a later check-in brings the assignment again, with the basis, and then the update
-    is due. The same bytes get the same answer while the round lasts; other bytes get 409.
+    """Answer a device that sends the first of two phases with 409: a round has one. Tasks of an
+    earlier release that had two are cancelled, and the assignment's receipt says so.
     """
-    services = await services_of(request)
-    uploads = services.intake
-    device = device_of(request)
-    slot = await uploads.slot(device.client_id, assignment, device.key_id)
-    return await _taken(request, services, slot, uploads.admit_first, uploads.stage_first)
+    uploads, device = (await services_of(request)).intake, device_of(request)
+    raise await uploads.closed(await uploads.slot(device.client_id, assignment, device.key_id))
 
 
 async def _taken(
     request: Request,
     services: Services,
     slot: UploadSlot,
-    admit: Callable[[UploadSlot, str], Awaitable[object]],
-    stage: Callable[..., Awaitable[tuple[UploadAck, bool]]],
 ) -> Response:
-    """The body of the request, once `admit` has let its SHA-256 pass, through `stage`."""
+    """Admit the upload by its SHA-256, read the body, and have it staged."""
     content, record = content_of(request), slot.record
     request.state.round_key = record.key
     if content.length > slot.max_body_bytes:
@@ -446,7 +440,7 @@ async def _taken(
             limit=slot.max_body_bytes,
         )
     digest = content.sha256.hex()
-    await admit(slot, digest)
+    await services.intake.admit(slot, digest)
     # A device has any number of settled assignments, all of which it may repeat.
     is_open = record.receipt is None
     sender = record.assignment if is_open else f"settled of {record.client_id}"
@@ -458,7 +452,7 @@ async def _taken(
         seconds = services.now - began_at
         services.intake.arrived(record.assignment, len(body), began_at, seconds)
         wire_bytes = head_bytes(request) + len(body)
-        ack, is_new = await stage(slot, body, digest, wire_bytes, due=content)
+        ack, is_new = await services.intake.stage(slot, body, digest, wire_bytes, due=content)
     status = 201 if is_new else 200
     return Response(ack.model_dump_json(), status, media_type="application/json")
 
@@ -483,23 +477,7 @@ async def get_own(
     """What the device's last included upload stood for, for one that has lost it: what `own` of
     the open assignment is the SHA-256 of. As for a model, one range is honoured.
     """
-    name, digest = await services.coordinator.own_name(device_of(request).client_id, assignment)
-    num_bytes = await asyncio.to_thread(services.payloads.size, name)
-    return await _immutable(request, name, digest, num_bytes, task or "")
-
-
-@device_routes.get(
-    "/assignments/{assignment}/basis",
-    response_class=StreamingResponse,
-    responses=responses(403, 404, besides=_FILE),
-)
-async def get_basis(
-    request: Request, assignment: Identifier, services: Parts, task: Name | None = None
-) -> Response:
-    """What the round's first trips came to, for the second. As for a model, one range is honoured,
-    and the round of `task` counts the bytes.
-    """
-    name, digest = await services.coordinator.basis_name(device_of(request).client_id, assignment)
+    name, digest = await services.queries.own_name(device_of(request).client_id, assignment)
     num_bytes = await asyncio.to_thread(services.payloads.size, name)
     return await _immutable(request, name, digest, num_bytes, task or "")
 
@@ -527,9 +505,7 @@ async def decline(
     """Give an assignment back, so that another device may have its place. Declined again, it has
     the same receipt."""
     client_id = device_of(request).client_id
-    return await services.coordinator.check_ins.decline(
-        client_id, assignment, reason, needed_seconds
-    )
+    return await services.check_ins.decline(client_id, assignment, reason, needed_seconds)
 
 
 @device_routes.get(
@@ -548,7 +524,7 @@ async def get_receipt(
     request: Request, assignment: Identifier, services: Parts
 ) -> SignedReceipt | Response:
     """What became of an assignment, signed; it never changes."""
-    receipt = await services.coordinator.check_ins.receipt(device_of(request).client_id, assignment)
+    receipt = await services.check_ins.receipt(device_of(request).client_id, assignment)
     if receipt is None:
         return Response(status_code=202, headers=_retry_after(services.settings.poll_seconds))
     return receipt
@@ -570,7 +546,7 @@ async def evaluate(
     for name, value in body.metrics.items():
         if abs(value) > MAX_METRIC:
             raise MalformedRequest(f"{name} of {value} where {MAX_METRIC:g} is the most")
-    await services.coordinator.evaluate(device_of(request).client_id, task, body)
+    await services.evaluations.keep(device_of(request).client_id, task, body)
 
 
 @shared_routes.get(
@@ -586,7 +562,7 @@ async def list_tasks(
     limit: Limit = MOST,
 ) -> list[TaskSummary]:
     """The tasks of this server, by name."""
-    found = await services.coordinator.tasks(after, limit + 1)
+    found = await services.queries.tasks(after, limit + 1)
     return first_page(request, response, found, limit, after=lambda each: each.task)
 
 
@@ -595,7 +571,7 @@ async def list_tasks(
 )
 async def get_task(task: Name, services: Parts) -> TaskSummary:
     """One task."""
-    return await services.coordinator.task(task)
+    return await services.queries.task(task)
 
 
 @shared_routes.get(
@@ -621,7 +597,7 @@ async def list_rounds(
     if before is not None:
         number, _, attempt = before.partition(".")
         at = int(number), int(attempt or 0)
-    found = await services.coordinator.history(task, at, limit + 1)
+    found = await services.queries.history(task, at, limit + 1)
     found.reverse()
     shown = first_page(
         request, response, found, limit, before=lambda each: f"{each.round}.{each.attempt}"
@@ -637,7 +613,7 @@ async def get_round(
     task: Name, number: Annotated[int, Field(ge=1, lt=2**31)], services: Parts
 ) -> RoundStatus:
     """The latest attempt at a round."""
-    return await services.coordinator.round_status(task, number)
+    return await services.queries.round_status(task, number)
 
 
 def _retry_after(seconds: float) -> dict[str, str]:

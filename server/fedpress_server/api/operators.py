@@ -67,7 +67,7 @@ async def put_model(
     """Bring a model, a safetensors file, under its SHA-256."""
     data = await read_body(request, services.settings.max_body_bytes)
     check_digest(data, digest)
-    record, is_new = await services.coordinator.add_model(data, digest, by=by)
+    record, is_new = await services.models.add(data, digest, by=by)
     if not is_new:
         response.status_code = 200
     return ModelStatus(digest=record.digest, spec=record.spec, num_bytes=record.num_bytes)
@@ -80,14 +80,14 @@ async def create_task(
     by: By,
 ) -> TaskSummary:
     """Begin a task on a model that is here."""
-    return await services.coordinator.life.create(body, by=by)
+    return await services.lifecycle.create(body, by=by)
 
 
 @operator_routes.get("/tasks/{task}/configuration", responses=responses(404))
 async def get_configuration(task: Name, services: Parts) -> TaskConfig:
     """A task's configuration as it stands, every default written out: what created it, with the
     seed that was drawn, and the rounds and the model of its newest continuation."""
-    return await services.coordinator.configuration(task)
+    return await services.queries.configuration(task)
 
 
 @operator_routes.post("/tasks/{task}/continue", responses=responses(400, 404, 409))
@@ -101,26 +101,26 @@ async def continue_task(
 
     The same call again changes nothing.
     """
-    return await services.coordinator.life.go_on(task, body, by=by)
+    return await services.lifecycle.continue_(task, body, by=by)
 
 
 @operator_routes.post("/tasks/{task}/pause", responses=responses(404, 409))
 async def pause_task(task: Name, services: Parts, by: By) -> TaskSummary:
     """Give no device work from now on. Uploads under way are taken, and with enough of them the
     round ends; the next one waits. Nothing is lost: the optimizer, residuals and the round stay."""
-    return await services.coordinator.life.hold(task, by=by)
+    return await services.lifecycle.pause(task, by=by)
 
 
 @operator_routes.post("/tasks/{task}/resume", responses=responses(404, 409))
 async def resume_task(task: Name, services: Parts, by: By) -> TaskSummary:
     """Give devices work again."""
-    return await services.coordinator.life.release(task, by=by)
+    return await services.lifecycle.resume(task, by=by)
 
 
 @operator_routes.post("/tasks/{task}/finish", responses=responses(404, 409))
 async def finish_task(task: Name, services: Parts, by: By) -> TaskSummary:
     """End a paused task for good: its devices may go."""
-    return await services.coordinator.life.finish(task, by=by)
+    return await services.lifecycle.finish(task, by=by)
 
 
 @operator_routes.post("/tasks/{task}/cancel", responses=responses(404, 409))
@@ -128,9 +128,7 @@ async def cancel_task(
     task: Name, services: Parts, by: By, body: Reason | None = None
 ) -> TaskSummary:
     """End a task; uploads of its open round are not included."""
-    return await services.coordinator.life.cancel(
-        task, "cancelled " + (body or Reason()).detail, by=by
-    )
+    return await services.lifecycle.cancel(task, "cancelled " + (body or Reason()).detail, by=by)
 
 
 @operator_routes.post("/tasks/{task}/abort-round", responses=responses(404, 409))
@@ -138,9 +136,7 @@ async def abort_round(
     task: Name, services: Parts, by: By, body: Reason | None = None
 ) -> TaskSummary:
     """Give the open attempt up and begin the next; it counts among the task's attempts."""
-    return await services.coordinator.life.abort_round(
-        task, "aborted " + (body or Reason()).detail, by=by
-    )
+    return await services.lifecycle.abort_round(task, "aborted " + (body or Reason()).detail, by=by)
 
 
 @operator_routes.get("/restores", responses=responses(400, besides={200: LINKED}))

@@ -84,6 +84,4 @@ async def roll_back(
 @registry_routes.post("/models/collect")
 async def collect(services: Parts, by: By, body: CollectRequest | None = None) -> Collected:
     """Give up the files of models that no policy keeps and nothing needs, now."""
-    return await services.coordinator.retention.collect(
-        dry_run=(body or CollectRequest()).dry_run, by=by
-    )
+    return await services.retention.collect(dry_run=(body or CollectRequest()).dry_run, by=by)

@@ -46,7 +46,7 @@ async def ready(request: Request, assignment: Identifier, services: Parts) -> No
     """Say that the update is trained, and wait for the session to begin. It may be said again."""
     if content_of(request).length:
         raise MalformedRequest("a body where none is due")
-    await services.sessions.ready(device_of(request).client_id, assignment)
+    await services.session_messages.ready(device_of(request).client_id, assignment)
 
 
 @session_routes.post(
@@ -56,7 +56,7 @@ async def ready(request: Request, assignment: Identifier, services: Parts) -> No
     responses=responses(400, 403, 404, 408, 409, 411, 413, 422, 503, 507),
     openapi_extra={"requestBody": {"required": True, "content": _BINARY}},
 )
-async def say(request: Request, assignment: Identifier, step: Step, services: Parts) -> None:
+async def post(request: Request, assignment: Identifier, step: Step, services: Parts) -> None:
     """Answer a step of the session. 204 says that the answer is on the disk.
 
     The same bytes get the same answer, other bytes get 409. The step `masked` announces the masked
@@ -64,7 +64,7 @@ async def say(request: Request, assignment: Identifier, step: Step, services: Pa
     are checked.
     """
     content, device = content_of(request), device_of(request)
-    bound = await services.sessions.bound(device.client_id, assignment, step)
+    bound = await services.session_messages.bound(device.client_id, assignment, step)
     if content.length > bound:
         raise BodyTooLarge(
             f"a message of {content.length} bytes where {bound} are allowed", limit=bound
@@ -73,7 +73,7 @@ async def say(request: Request, assignment: Identifier, step: Step, services: Pa
     with services.bytes_in_flight.hold(sender, content.length, device.client_id) as place:
         async with place.reading(services.settings.upload_seconds) as count:
             body = await read_body(request, bound, content, count)
-        await services.sessions.say(device, assignment, step, body)
+        await services.session_messages.post(device, assignment, step, body)
 
 
 @session_routes.get(
@@ -90,7 +90,7 @@ async def say(request: Request, assignment: Identifier, step: Step, services: Pa
         },
     ),
 )
-async def hear(
+async def poll(
     request: Request,
     assignment: Identifier,
     step: Answer,
@@ -101,7 +101,7 @@ async def hear(
 
     `offer` comes before the first step. 409 once the attempt is over: the receipt says the rest.
     """
-    found = await services.sessions.hear(device_of(request), assignment, step, wait)
+    found = await services.session_messages.poll(device_of(request), assignment, step, wait)
     if found is None:
         return Response(status_code=204, headers={"Retry-After": "0" if wait else "1"})
     return Response(found, media_type=_OCTETS)

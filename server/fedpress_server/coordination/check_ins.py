@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import secrets
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
 from typing import TypeVar, get_args
 
 from sqlalchemy.engine import Connection
@@ -18,7 +17,6 @@ from fedpress_protocols.messages import (
     CheckInRequest,
     CheckInResponse,
     DeclineReason,
-    Restore,
     SignedRecall,
     SignedReceipt,
 )
@@ -26,23 +24,20 @@ from fedpress_protocols.plan import agreed_version
 from fedpress_server.coordination.adaptive import Rates
 from fedpress_server.coordination.attempts import Attempt
 from fedpress_server.coordination.background import Background
+from fedpress_server.coordination.commands import GivePlace, GivePlaces, Happen
 from fedpress_server.coordination.journal import signed_receipt
 from fedpress_server.coordination.live import LiveTask
 from fedpress_server.coordination.load import Load
 from fedpress_server.coordination.pace import Outcome, Pace, Window
-from fedpress_server.coordination.steps import Clock, Steps
-from fedpress_server.identity.signing import SigningKeys
-from fedpress_server.metrics import Metrics
+from fedpress_server.coordination.placement import Placement, check_in_of
+from fedpress_server.coordination.queries import Queries
+from fedpress_server.coordination.resources import Resources
+from fedpress_server.coordination.task_store import TaskStore
 from fedpress_server.registry import restores
-from fedpress_server.rounds import ClientCheckedIn, CohortChosen, Declined
-from fedpress_server.rounds.selection import Candidates, choose, is_eligible, stream_of
-from fedpress_server.settings import Settings
-from fedpress_server.storage import participants, records
-from fedpress_server.storage.database import Database
-from fedpress_server.storage.records import AssignmentRecord, RoundKey
-
-_LONGEST_WAIT = 30.0
-"""Seconds that a check-in may be held."""
+from fedpress_server.rounds import Declined
+from fedpress_server.rounds.selection import is_eligible
+from fedpress_server.storage import records
+from fedpress_server.storage.records import RoundKey
 
 _REASONS = frozenset(get_args(DeclineReason))
 
@@ -55,36 +50,32 @@ class CheckIns:
 
     def __init__(
         self,
-        settings: Settings,
-        steps: Steps,
-        database: Database,
-        metrics: Metrics,
+        resources: Resources,
+        store: TaskStore,
+        queries: Queries,
+        rates: Rates,
+        placement: Placement,
         background: Background,
-        clock: Clock,
-        assignment: Callable[[str, str], Awaitable[AssignmentRecord]],
-        keys: SigningKeys,
     ) -> None:
-        """`assignment` finds a device's own, or raises UnknownAssignment or Forbidden; `keys` sign
-        what the server says."""
-        self._keys = keys
-        self._settings = settings
-        self._steps = steps
-        self._database = database
-        self._metrics = metrics
+        settings = resources.settings
+        self._keys = resources.server_keys
+        self._restore = resources.restore
+        self._database = resources.database
+        self._metrics = resources.metrics
+        self._clock = resources.clock
+        self._store = store
+        self._queries = queries
+        self._rates = rates
+        self._placement = placement
         self._background = background
-        self._clock = clock
-        self._assignment = assignment
         self.chooses = settings.role == "all"
         """Whether places are given as soon as enough wait, and not at the next tick alone."""
-        self._rates = Rates(database, background)
         self._pace = Pace(settings.check_ins_per_second, settings.poll_seconds)
         self._slow: dict[str, RoundKey] = {}
         """By task: the attempt of which it was logged that a device is too slow for it."""
         self.load = Load()
         """A check-in that waits to be begun takes as long as one that is worked on: fewer are to
         come in either case."""
-        self.restore: Restore | None = None
-        """The last that the records have been through."""
 
     async def check_in(
         self, client_id: str, name: str, request: CheckInRequest
@@ -102,7 +93,7 @@ class CheckIns:
 
     def window(self, client_id: str, name: str, request: CheckInRequest) -> Window:
         """When a device that was told nothing is to come back."""
-        task = self._steps.get(name)
+        task = self._store.get(name)
         attempt, members = task.attempt, task.config.members
         is_member = not members or client_id in members
         if not is_member or not is_eligible(task.config.eligible, request.attributes):
@@ -117,7 +108,7 @@ class CheckIns:
         """What `look` finds, now or at the task's next news; None after `seconds` without any.
         Raises Unavailable, at once and in the midst of it, where the server is about to stop."""
         with self._background.until_stopping(self._stopping):
-            task = await self._steps.fresh(name)
+            task = await self._store.fresh(name)
             loop = asyncio.get_running_loop()
             until = loop.time() + seconds
             while True:
@@ -144,13 +135,13 @@ class CheckIns:
     async def _look(
         self, name: str, client_id: str, request: CheckInRequest
     ) -> CheckInResponse | None:
-        task = await self._steps.fresh(name)
+        task = await self._store.fresh(name)
         assignment = await self._assignment_for(task, client_id, request.attributes)
         receipts, strange, backup_at = await self._receipts(client_id, request)
         recall = await self._recall(client_id, name, request, receipts, strange)
         if receipts:
             # They are on the disk a moment before the task in memory has moved on with them.
-            await self._steps.fresh(name)
+            await self._store.fresh(name)
             async with task.lock:
                 pass
         is_over = task.record.state not in ("running", "paused")
@@ -173,7 +164,7 @@ class CheckIns:
     async def _assignment_for(
         self, task: LiveTask, client_id: str, attributes: Attributes
     ) -> Assignment | None:
-        await self._steps.pass_deadline(task)
+        await self._store.pass_deadline(task)
         attempt = task.attempt
         self._rates.heard(client_id, attributes)
         is_held = task.record.held_at is not None
@@ -182,9 +173,9 @@ class CheckIns:
             if attempt.round.chooses:
                 await self._waits(task, attempt, client_id, eligible)
             elif eligible and attempt.course is not None:
-                await self._background.shielded(self._give(task, client_id))
+                await self._store.apply(task, GivePlace(client_id))
             elif eligible:
-                await self._steps.happen(task, _check_in_of(client_id))
+                await self._store.apply(task, Happen(check_in_of(client_id)))
         found = task.attempt.assignment_of(client_id) if task.attempt else None
         return found
 
@@ -194,7 +185,7 @@ class CheckIns:
         """The client waits for a place, or no longer. Where several servers see devices, whoever
         chooses reads from the disk who waits."""
         name, now = task.record.task, self._clock()
-        if self._steps.is_shared:
+        if self._store.is_shared:
             await self._database.write(
                 lambda c: records.set_waiting(c, name, client_id, eligible, now)
             )
@@ -205,36 +196,12 @@ class CheckIns:
         if eligible and self.chooses:
             await self.choose(task)
 
-    async def _give(self, task: LiveTask, client_id: str) -> None:
-        """A place, and the profile that policies choose for it: one client after the other, since
-        the choice may hang on what those before have."""
-
-        async def now() -> None:
-            attempt = task.attempt
-            if attempt is None or not attempt.has_place_for(client_id):
-                return
-            profiles = await self._profiles_for(task, attempt, (client_id,))
-            await self._steps.step(task, attempt, _check_in_of(client_id, profiles[0]))
-
-        await self._steps.alone(task, now)
-
-    async def _profiles_for(
-        self, task: LiveTask, attempt: Attempt, client_ids: Sequence[str]
-    ) -> list[str | None]:
-        """See `Rates.profiles_for`."""
-        now = self._clock()
-        return await self._rates.profiles_for(task.config, attempt, client_ids, now)
-
-    def no_candidates(self) -> Candidates:
-        """Who comes back as told to waits on between two check-ins."""
-        return Candidates(_LONGEST_WAIT + 2 * self._settings.poll_seconds)
-
     async def choose(self, task: LiveTask) -> None:
         """Let the task's policy give the places that are left, if it is time to."""
-        if self._steps.is_shared:
+        if self._store.is_shared:
             await self._read_waiting(task)
-        if self._may_choose(task):
-            await self._background.shielded(self._choose_now(task))
+        if self._placement.is_due(task, self._clock()):
+            await self._store.apply(task, GivePlaces())
 
     async def _read_waiting(self, task: LiveTask) -> None:
         attempt, name = task.attempt, task.record.task
@@ -246,42 +213,6 @@ class CheckIns:
                 task.candidates.remove(each.client_id)
             elif each.looks != task.candidates.looks(each.client_id):
                 task.candidates.add(each.client_id, attempt.key, each.seen_at, each.looks)
-
-    def _may_choose(self, task: LiveTask) -> bool:
-        attempt, now = task.attempt, self._clock()
-        if attempt is None or not attempt.round.chooses or attempt.round.phase != "collecting":
-            return False
-        if task.record.held_at is not None:
-            return False
-        places, most = attempt.round.places_left, attempt.round.may_come
-        return task.candidates.is_due(task.config.selection, attempt.key, places, most, now)
-
-    async def _choose_now(self, task: LiveTask) -> None:
-        async def now() -> None:
-            attempt = task.attempt
-            if attempt is None or not self._may_choose(task):
-                return
-            name, number, again = attempt.key
-            waiting = [
-                each
-                for each in task.candidates.waiting(self._clock())
-                if attempt.round.admits(each)
-            ]
-            table = await self._database.read(lambda c: participants.candidates(c, name, waiting))
-            stream = stream_of(task.config.seed or 0, name, number, again, attempt.seq + 1)
-            chosen = choose(task.config.selection, table, attempt.round.places_left, stream)
-            profiles = await self._profiles_for(task, attempt, chosen)
-            event = CohortChosen(tuple(map(_check_in_of, chosen, profiles)))
-
-            def also(connection: Connection, at: float) -> None:
-                records.drop_waiting(connection, name, chosen)
-
-            if await self._steps.step(
-                task, attempt, event, also if self._steps.is_shared else None
-            ):
-                task.candidates.chosen(chosen)
-
-        await self._steps.alone(task, now)
 
     async def _receipts(
         self, client_id: str, request: CheckInRequest
@@ -308,7 +239,7 @@ class CheckIns:
 
         found, known, nobodys, backup_at = await self._database.read(read)
         strange = set(asked) - known
-        if strange and (self.restore is None or strange != set(nobodys)):
+        if strange and (self._restore is None or strange != set(nobodys)):
             _log.warning("a client asks for %d assignments not its own", len(strange))
         receipts = tuple(map(self._signed_anew, found))
         return receipts, nobodys, backup_at
@@ -324,7 +255,7 @@ class CheckIns:
         """The word that the server was restored, and what it does not know because of that; None
         for a device that has taken account of it. What the device says was included after the
         backup is kept, for operators to see."""
-        restore, now = self.restore, self._clock()
+        restore, now = self._restore, self._clock()
         if restore is None or (request.epoch == restore.epoch and not strange):
             return None
         included = {each.receipt.assignment for each in receipts if each.receipt.model is not None}
@@ -337,7 +268,7 @@ class CheckIns:
 
     async def receipt(self, client_id: str, assignment: str) -> SignedReceipt | None:
         """None while the assignment is open. Raises UnknownAssignment or Forbidden."""
-        record = await self._assignment(client_id, assignment)
+        record = await self._queries.assignment(client_id, assignment)
         return self._signed_anew(record.receipt) if record.receipt else None
 
     def _signed_anew(self, text: str) -> SignedReceipt:
@@ -359,12 +290,12 @@ class CheckIns:
 
         `reason` is the device's own word. Raises Conflict once there is an upload.
         """
-        record = await self._assignment(client_id, assignment)
+        record = await self._queries.assignment(client_id, assignment)
         if record.receipt is None:
             why = "unstated" if reason is None else reason if reason in _REASONS else "other"
-            task = await self._steps.fresh(record.task)
+            task = await self._store.fresh(record.task)
             event = Declined(assignment, why, needed_seconds)
-            if await self._steps.happen(task, event, key=record.key):
+            if await self._store.apply(task, Happen(event, record.key)):
                 self._metrics.declined.labels(record.task, why).inc()
                 if needed_seconds is not None and self._slow.get(record.task) != record.key:
                     self._slow[record.task] = record.key
@@ -381,7 +312,3 @@ class CheckIns:
                 "the assignment has an upload already", hint="wait for its receipt instead"
             )
         return receipt
-
-
-def _check_in_of(client_id: str, profile: str | None = None) -> ClientCheckedIn:
-    return ClientCheckedIn(client_id, secrets.token_urlsafe(16), profile)

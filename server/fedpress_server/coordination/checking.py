@@ -3,9 +3,12 @@ strategy and this server's bounds."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from fedpress_compression.tensors import ModelSpec
 from fedpress_protocols.messages import TaskConfig
-from fedpress_server.coordination.opening import checked_bound
+from fedpress_server.coordination.attempts import Attempt
+from fedpress_server.coordination.opening import check_warm_up, checked_bound, later_periods
 from fedpress_server.folds.asynchronous import check_asynchronous
 from fedpress_server.folds.downlink import check_downlink
 from fedpress_server.folds.folding import check_strategy
@@ -13,6 +16,34 @@ from fedpress_server.folds.masked import check_masked_strategy
 from fedpress_server.folds.terms import RoundTerms
 from fedpress_server.policies.sizes import check_order
 from fedpress_strategies import Strategy
+
+
+def checked_task(
+    config: TaskConfig,
+    strategy: Strategy,
+    begin: Callable[[TaskConfig], Attempt],
+    spec: ModelSpec | None,
+    *,
+    most: int,
+    memory: int,
+) -> tuple[Attempt, int]:
+    """The first attempt at a task, which `begin` opens, and the bytes of the largest upload of any
+    of its rounds; raises ConfigurationError with the reason.
+
+    `most` and `memory`: see `check_plan`. Without the `spec` of its model, what hangs on tensors is
+    left out, and the bytes are 0. It takes a thread's time.
+    """
+    attempt, bound = begin(config), 0
+    check_warm_up(attempt.terms, strategy)
+    if spec is not None:
+        check_ladder(config, spec)
+    for each in (attempt, *map(begin, later_periods(config))):
+        if spec is None:
+            check_rules(each.terms, config, strategy, memory=memory)
+        else:
+            required = check_plan(each.terms, config, strategy, most=most, memory=memory)
+            bound = max(bound, required)
+    return attempt, bound
 
 
 def check_plan(

@@ -1,4 +1,4 @@
-"""The attempts on the disk: written event by event, read again by replay.
+"""The tasks on the disk: written step by step, read again by replay.
 
 An event is written with all that follows from it, receipts among it, in one transaction: the rows
 never tell of half a step.
@@ -7,11 +7,14 @@ never tell of half a step.
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Any
 
 from sqlalchemy.engine import Connection
 
 from fedpress_compression.tensors import ModelSpec
+from fedpress_protocols.errors import UnknownDevice
 from fedpress_protocols.messages import (
     RECEIPT_CONTEXT,
     Receipt,
@@ -19,21 +22,38 @@ from fedpress_protocols.messages import (
     SignedReceipt,
     TaskConfig,
 )
+from fedpress_protocols.model import Model
 from fedpress_protocols.plan import RoundPlan
 from fedpress_protocols.policies import Comparison, Course
 from fedpress_protocols.signatures import DeviceKey, sign_document
 from fedpress_server.coordination.attempts import Attempt
+from fedpress_server.coordination.commands import (
+    AuditEntry,
+    Command,
+    Create,
+    FinishedJob,
+    Happen,
+    LeftQueue,
+    ReceivedMessage,
+    ReceivedUpload,
+    Sender,
+)
+from fedpress_server.coordination.jobs import jobs_of
+from fedpress_server.coordination.live import LiveTask
 from fedpress_server.coordination.opening import round_of
+from fedpress_server.coordination.steps import Moved, Step
 from fedpress_server.folds.folding import FoldResult
 from fedpress_server.folds.masked import Host, left_out, read_message
 from fedpress_server.folds.terms import RoundTerms
+from fedpress_server.identity import audit
 from fedpress_server.policies.decisions import with_comparison
+from fedpress_server.registry import restores
+from fedpress_server.registry import versions as registry
 from fedpress_server.rounds import (
     Assign,
     BeginSecond,
     Declined,
     Effect,
-    Event,
     Extend,
     Folded,
     Said,
@@ -41,9 +61,10 @@ from fedpress_server.rounds import (
     from_record,
     to_record,
 )
-from fedpress_server.storage import declines, participants, records
+from fedpress_server.storage import declines, identities, leases, participants, records
+from fedpress_server.storage.files import model_name
 from fedpress_server.storage.payloads import Payloads
-from fedpress_server.storage.records import AssignmentRecord
+from fedpress_server.storage.records import AssignmentRecord, ModelRecord, RoundKey, TaskRecord
 
 _REMEMBERED = 20
 """Attempts for which those that masked sessions named are left out."""
@@ -60,13 +81,13 @@ def reopened(
     course = None if newest.course is None else Course.model_validate(newest.course)
     terms = RoundTerms(plan, spec, payloads, bases)
     begun = Attempt(round_, terms, host=host, course=course, opened_at=newest.opened_at)
-    attempt, _ = continued(connection, kept_out(connection, begun))
+    attempt, _ = replayed(connection, without_suspects(connection, begun))
     given = {part.given for part in attempt.round.parts.values() if part.given is not None}
     plans = {key: records.plan_of(connection, (config.task, *key)) for key in sorted(given)}
     return replace(attempt, earlier={key: RoundPlan.from_json(plans[key]) for key in plans})
 
 
-def kept_out(
+def without_suspects(
     connection: Connection, attempt: Attempt, ended: SessionStatus | None = None
 ) -> Attempt:
     """`attempt` without those that the sessions of its task before have named; `ended`: the last of
@@ -84,7 +105,7 @@ def kept_out(
     return replace(attempt, round=replace(round_, left_out=names))
 
 
-def continued(connection: Connection, held: Attempt) -> tuple[Attempt, tuple[Effect, ...]]:
+def replayed(connection: Connection, held: Attempt) -> tuple[Attempt, tuple[Effect, ...]]:
     """The attempt with the events that are on the disk and not in `held`, and their effects.
 
     Raises KeyError where a message is gone, as it is once the attempt is over.
@@ -102,76 +123,302 @@ def continued(connection: Connection, held: Attempt) -> tuple[Attempt, tuple[Eff
     return attempt, tuple(effects)
 
 
-def write_opening(connection: Connection, attempt: Attempt, now: float) -> None:
-    plan = attempt.terms.plan
-    records.open_round(
-        connection,
-        attempt.key,
-        plan=plan.to_json(),
-        base_model=plan.model,
-        size=plan.cohort.size,
-        minimum=plan.cohort.minimum,
-        opened_at=now,
-        deadline=plan.deadline,
-        course=None if attempt.course is None else attempt.course.model_dump(mode="json"),
-    )
+class Journal:
+    """Reads tasks from the disk, and writes the steps of a batch; all of it in the caller's
+    transaction.
 
+    `lease_time` is the one clock of all workers' leases; `epoch` names the last restore that the
+    records have been through.
+    """
 
-def write_step(
-    connection: Connection,
-    after: Attempt,
-    event: Event,
-    effects: tuple[Effect, ...],
-    now: float,
-    *,
-    key: DeviceKey,
-    result: FoldResult | None,
-    epoch: str | None = None,
-) -> None:
-    """`event` and its `effects` on the attempt itself; `key` signs the receipts, which name the
-    restore `epoch` in which they are issued."""
-    round_, of = after.round, after.key
-    records.add_event(connection, of, after.seq, now, to_record(event))
-    for effect in effects:
-        match effect:
-            case Assign(name, client_id, index, turn, named):
-                profile = after.terms.profile(index, named)
-                given = AssignmentRecord(name, *of, client_id, index, profile, now, None, turn)
-                records.add_assignment(connection, given)
-                if round_.chooses:
-                    participants.was_given(connection, of[0], client_id)
-                records.count(connection, of, assigned=1)
-            case Settle():
-                if isinstance(event, Declined) and effect.assignment == event.assignment:
-                    given_by = after.key_of(event.assignment)
-                    why = (event.reason, event.needed_seconds)
-                    declines.add(connection, event.assignment, given_by, *why)
-                signed = signed_receipt(_receipt(after, effect, now, result, epoch), key)
-                records.set_receipt(connection, effect.assignment, signed.model_dump_json())
-            case Extend(deadline) | BeginSecond(deadline):
-                plan = after.terms.plan.to_json()
-                records.update_round(connection, of, deadline=deadline, plan=plan)
-            case _:
-                pass
-    records.update_round(connection, of, state=round_.phase, reason=round_.reason)
-    if after.session is not None:
-        records.update_round(connection, of, session=after.session.status.model_dump())
-    if round_.is_over:
-        records.update_round(connection, of, closed_at=now)
-        records.drop_messages(connection, of)
-    if isinstance(event, Folded) and event.comparison is not None and after.course is not None:
-        course = with_comparison(after.course, Comparison.model_validate(dict(event.comparison)))
-        records.update_round(connection, of, course=course.model_dump(mode="json"))
-    if result is not None:
-        for client_id, digest in result.bases.items():
-            records.set_base(connection, of[0], client_id, digest)
-        records.update_round(
+    def __init__(
+        self,
+        payloads: Payloads,
+        host: Host,
+        lease_time: Callable[[Connection], float],
+        epoch: str | None = None,
+    ) -> None:
+        self._payloads = payloads
+        self._host = host
+        self._lease_time = lease_time
+        self._epoch = epoch
+
+    def spec(self, digest: str) -> ModelSpec:
+        """Of a model's tensors."""
+        return Model.from_bytes(self._payloads.get(model_name(digest))).spec
+
+    def newest(
+        self, connection: Connection, name: str, known: Attempt | None, spec: ModelSpec
+    ) -> tuple[TaskRecord, Attempt | None, tuple[Effect, ...]]:
+        """The task as the disk has it, of one version also where every statement has a view of its
+        own; and the effects of the events that the attempt `known` has not seen."""
+        while True:
+            record = records.task_record(connection, name)
+            self._host.keys.read(connection)
+            config = TaskConfig.model_validate_json(record.config)
+            attempt, effects = None, tuple[Effect, ...]()
+            try:
+                if record.state == "running":
+                    newest = records.newest_round(connection, name)
+                    if known is not None and known.key[1:] == (newest.round, newest.attempt):
+                        attempt, effects = replayed(connection, known)
+                    else:
+                        attempt = reopened(connection, config, spec, self._payloads, self._host)
+            except KeyError:
+                if records.task_version(connection, name) == record.version:
+                    raise
+                continue
+            if records.task_version(connection, name) == record.version:
+                return record, attempt, effects
+
+    def write(
+        self, connection: Connection, task: LiveTask, steps: Sequence[Step], now: float
+    ) -> bool:
+        """All that follows from `steps`, which follow one another; whether a backup under way holds
+        the files that the task leaves.
+
+        Raises UnknownDevice for a sender that was revoked, LeaseLost for a job that is another
+        worker's by now.
+        """
+        first, last = steps[0], steps[-1]
+        if isinstance(first.command, Create):
+            self._host.keys.read(connection)  # of which the new task's version cannot tell
+        gives_up = last.record is not task.record or any(each.ends_attempt for each in steps)
+        is_held = gives_up and restores.is_held(connection, now)
+        for step in steps:
+            self._write_models(connection, step, now)
+        if isinstance(first.command, Create):
+            records.add_task(connection, first.record)
+            registry.add_first_version(connection, first.record, now)
+        moved = [step for step in steps if step.moved is not None]
+        if moved:
+            self._write_moves(connection, task, moved, now)
+        for step in steps:
+            if step.jobs:
+                leases.add(connection, step.jobs, self._lease_time(connection))
+            if step.opened is not None:
+                self._write_opening(connection, task, step, now)
+            for entry in step.entries:
+                about = (entry.by, entry.action, step.record.task)
+                audit.add(connection, now, *about, **entry.details)
+        if last.record is not task.record:
+            records.set_task(connection, last.record)
+        return is_held
+
+    def _write_models(self, connection: Connection, step: Step, now: float) -> None:
+        """The rows of models that the step publishes, and of the version that they are."""
+        if step.model is not None:
+            records.add_model(connection, step.model)
+            registry.keep_again(connection, self._payloads, {step.model.digest})
+        moved = step.moved
+        if moved is None or moved.result is None:
+            return
+        result, after = moved.result, moved.after
+        made = {result.model: result.num_bytes, **dict(result.published.values())}
+        for digest, num_bytes in made.items():
+            records.add_model(connection, ModelRecord(digest, result.spec, num_bytes, now))
+        registry.keep_again(connection, self._payloads, made)
+        parts = after.round.parts.values()
+        registry.add_version(
             connection,
-            of,
+            step.record,
+            version=after.round.number,
+            attempt=after.key[2],
             model=result.model,
+            parent=after.terms.plan.model,
             published={name: digest for name, (digest, _) in result.published.items()},
-            included=sum(part.reason == "included" for part in round_.parts.values()),
-            num_examples=result.num_examples,
+            updates=[part.upload for part in parts if part.reason == "included" and part.upload],
+            now=now,
+        )
+
+    def _write_moves(
+        self, connection: Connection, task: LiveTask, steps: Sequence[Step], now: float
+    ) -> None:
+        """Events of one attempt, with their effects: rows of one kind together."""
+        moves = [step.moved for step in steps if step.moved is not None]
+        before, after = moves[0].before, moves[-1].after
+        numbered = [(each.after.seq, to_record(each.event)) for each in moves]
+        records.add_events(connection, after.key, now, numbered)
+        _write_places(connection, after, moves, now)
+        self._write_payloads(connection, after, [step.command for step in steps], now)
+        for each in moves:
+            self._write_effects(connection, each, now)
+        _write_attempt(connection, before, after, now)
+        for each in moves:
+            if each.result is not None:
+                _write_result(connection, each, each.result)
+        self._write_jobs(connection, task, before, after)
+        if after.round.is_over and steps[-1].opened is None:
+            records.drop_bases(connection, after.key[0])
+
+    def _write_payloads(
+        self, connection: Connection, after: Attempt, commands: Sequence[Command], now: float
+    ) -> None:
+        uploads = []
+        for command in commands:
+            if not isinstance(command, Happen):
+                continue
+            match command.payload:
+                case ReceivedUpload() as received:
+                    uploads.append(received)
+                case ReceivedMessage(_, body) if isinstance(command.event, Said):
+                    event = command.event
+                    where = (event.assignment, event.step, event.digest)
+                    records.add_message(connection, *where, body)
+                case FinishedJob(lease):
+                    leases.finish(connection, lease)
+                case AuditEntry(by, action, detail):
+                    audit.add(connection, now, by, action, after.key[0], reason=detail)
+                case LeftQueue(client_ids):
+                    records.drop_waiting(connection, after.key[0], client_ids)
+                case _:
+                    pass
+        if uploads:
+            write_received(connection, uploads, now)
+            if after.round.chooses:
+                note_delivered(connection, uploads, now)
+
+    def _write_effects(self, connection: Connection, moved: Moved, now: float) -> None:
+        after, event = moved.after, moved.event
+        for effect in moved.effects:
+            match effect:
+                case Settle():
+                    if isinstance(event, Declined) and effect.assignment == event.assignment:
+                        why = (event.reason, event.needed_seconds)
+                        given_by = after.key_of(event.assignment)
+                        declines.add(connection, event.assignment, given_by, *why)
+                    receipt = _receipt(after, effect, now, moved.result, self._epoch)
+                    signed = signed_receipt(receipt, self._host.keys.current)
+                    records.set_receipt(connection, effect.assignment, signed.model_dump_json())
+                case Extend(deadline) | BeginSecond(deadline):
+                    plan = after.terms.plan.to_json()
+                    records.update_round(connection, after.key, deadline=deadline, plan=plan)
+                case _:
+                    pass
+
+    def _write_jobs(
+        self, connection: Connection, task: LiveTask, before: Attempt | None, after: Attempt
+    ) -> None:
+        """The jobs that an attempt has come to, or none once it is past them."""
+        due = jobs_of(after, task.strategy)
+        if before is not None and jobs_of(before, task.strategy) and not due:
+            leases.drop(connection, after.key)
+        elif due and (before is None or before.round.phase != after.round.phase):
+            leases.add(connection, due, self._lease_time(connection))
+
+    def _write_opening(
+        self, connection: Connection, task: LiveTask, step: Step, now: float
+    ) -> None:
+        """The attempt that begins with the step, and what it takes over."""
+        opened = step.opened
+        if opened is None:
+            return
+        plan = opened.terms.plan
+        records.open_round(
+            connection,
+            opened.key,
+            plan=plan.to_json(),
+            base_model=plan.model,
+            size=plan.cohort.size,
+            minimum=plan.cohort.minimum,
+            opened_at=now,
+            deadline=plan.deadline,
+            course=None if opened.course is None else opened.course.model_dump(mode="json"),
+        )
+        if step.carried is not None:
+            event, effects = step.carried
+            records.add_event(connection, opened.key, opened.seq, now, to_record(event))
+            self._write_effects(connection, Moved(event, opened, opened, effects), now)
+            state = {"state": opened.round.phase, "reason": opened.round.reason}
+            records.update_round(connection, opened.key, **state)
+        self._write_jobs(connection, task, None, opened)
+
+
+def _write_places(
+    connection: Connection, after: Attempt, moves: Sequence[Moved], now: float
+) -> None:
+    given = []
+    for moved in moves:
+        for effect in moved.effects:
+            if isinstance(effect, Assign):
+                profile = after.terms.profile(effect.index, effect.profile)
+                row = (effect.assignment, *after.key, effect.client_id, effect.index, profile)
+                given.append(AssignmentRecord(*row, now, None, effect.turn))
+    if given:
+        records.add_assignments(connection, given)
+        records.count(connection, after.key, assigned=len(given))
+        if after.round.chooses:
+            for each in given:
+                participants.was_given(connection, after.key[0], each.client_id)
+
+
+def _write_attempt(connection: Connection, before: Attempt, after: Attempt, now: float) -> None:
+    """The attempt's row, where what it shows has changed."""
+    values: dict[str, Any] = {}
+    if (before.round.phase, before.round.reason) != (after.round.phase, after.round.reason):
+        values = {"state": after.round.phase, "reason": after.round.reason}
+    if after.session is not None and after.session is not before.session:
+        values["session"] = after.session.status.model_dump()
+    if after.round.is_over:
+        values["closed_at"] = now
+    if values:
+        records.update_round(connection, after.key, **values)
+    if after.round.is_over:
+        records.drop_messages(connection, after.key)
+
+
+def _write_result(connection: Connection, moved: Moved, result: FoldResult) -> None:
+    """The model that the round has made."""
+    event, after = moved.event, moved.after
+    values: dict[str, Any] = {
+        "model": result.model,
+        "published": {name: digest for name, (digest, _) in result.published.items()},
+        "included": sum(part.reason == "included" for part in after.round.parts.values()),
+        "num_examples": result.num_examples,
+    }
+    if isinstance(event, Folded) and event.comparison is not None and after.course is not None:
+        compared = Comparison.model_validate(dict(event.comparison))
+        values["course"] = with_comparison(after.course, compared).model_dump(mode="json")
+    records.update_round(connection, after.key, **values)
+    for client_id, digest in result.bases.items():
+        records.set_base(connection, after.key[0], client_id, digest)
+
+
+def write_received(connection: Connection, received: Sequence[ReceivedUpload], now: float) -> None:
+    """Raises UnknownDevice if one of the devices was revoked, or has left the key that signed."""
+    check_senders(connection, [each.sender for each in received])
+    counts: dict[RoundKey, dict[str, int]] = {}
+    for each in received:
+        sums = counts.setdefault(each.key, {})
+        for name, amount in each.amounts.items():
+            sums[name] = sums.get(name, 0) + amount
+    records.add_uploads(connection, [each.upload for each in received], now)
+    for key, sums in counts.items():
+        records.count(connection, key, **sums)
+
+
+def check_senders(connection: Connection, senders: Sequence[Sender]) -> None:
+    """Check that all of them, clients and the keys that they signed with, may still send; raises
+    UnknownDevice."""
+    key_ids = {key_id for _, key_id in senders if key_id is not None}
+    strangers = identities.strangers_among(connection, key_ids) if key_ids else set[str]()
+    others = [client_id for client_id, key_id in senders if key_id is None]
+    revoked = records.revoked_among(connection, others) if others else set[str]()
+    if strangers or revoked:
+        num = len(strangers) + len(revoked)
+        raise UnknownDevice(f"{num} of these devices were revoked, or signed with a former key")
+
+
+def note_delivered(connection: Connection, received: Sequence[ReceivedUpload], now: float) -> None:
+    """For choices among the clients to come; see `participants`."""
+    for each in received:
+        participants.has_delivered(
+            connection,
+            each.key[0],
+            each.sender[0],
+            num_examples=each.upload.num_examples,
+            loss=each.upload.loss,
+            at=now,
         )
 
 

@@ -9,15 +9,33 @@ from dataclasses import dataclass, field
 from fedpress_protocols.messages import TaskConfig, TaskSummary
 from fedpress_protocols.policies import divergence_guard
 from fedpress_server.coordination.attempts import Attempt
-from fedpress_server.coordination.turns import Wish
+from fedpress_server.coordination.commands import Command, Outcome
 from fedpress_server.registry.sweeping import files_of
 from fedpress_server.rounds.selection import Candidates
 from fedpress_server.storage.records import TaskRecord
 from fedpress_server.storage.scoreboard import Scoreboard
-from fedpress_strategies import Strategy
+from fedpress_strategies import Strategy, from_config
 
+LONGEST_WAIT = 30.0
+"""Seconds that a check-in may be held."""
 HELD = "held by the operator"
 """The reason that a running task gives for not going on."""
+
+
+@dataclass(slots=True, eq=False)
+class PendingCommand:
+    """A command in a task's queue; without an `outcome` nobody waits for it."""
+
+    command: Command
+    outcome: asyncio.Future[Outcome] | None
+
+    def succeed(self, outcome: Outcome) -> None:
+        if self.outcome is not None and not self.outcome.done():
+            self.outcome.set_result(outcome)
+
+    def fail(self, reason: BaseException) -> None:
+        if self.outcome is not None and not self.outcome.done():
+            self.outcome.set_exception(reason)
 
 
 @dataclass
@@ -32,10 +50,10 @@ class LiveTask:
     """None once the task has ended."""
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
     news: asyncio.Event = field(default_factory=asyncio.Event)
-    wishes: deque[Wish] = field(default_factory=deque)
-    """Events that wait to be written, all that there are together."""
-    is_granting: bool = False
-    """Whether somebody sees to the wishes."""
+    queue: deque[PendingCommand] = field(default_factory=deque)
+    """Commands that wait to be applied."""
+    is_draining: bool = False
+    """Whether somebody sees to the queue."""
     scoreboard: Scoreboard = field(init=False)
 
     def __post_init__(self) -> None:
@@ -71,3 +89,17 @@ class LiveTask:
             lane=self.config.lane,
             downlink=self.config.downlink is not None,
         )
+
+
+@dataclass(frozen=True)
+class Memory:
+    """The tasks that this process holds, by name; `patience`: see `Candidates`."""
+
+    patience: float
+    tasks: dict[str, LiveTask] = field(default_factory=dict)
+
+    def task_of(self, record: TaskRecord) -> LiveTask:
+        """A task of this row, without its attempt, and not yet among the others."""
+        config = TaskConfig.model_validate_json(record.config)
+        strategy = from_config(config.strategy, config.training)
+        return LiveTask(record, config, strategy, Candidates(self.patience))

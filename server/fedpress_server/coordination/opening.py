@@ -1,4 +1,4 @@
-"""How an attempt begins: what the round before has left it, and the profiles chosen for it."""
+"""The opening of an attempt: the carry-over of the round before, and the profiles chosen for it."""
 
 from __future__ import annotations
 
@@ -33,19 +33,19 @@ from fedpress_server.storage.scoreboard import Scoreboard
 from fedpress_strategies import Strategy
 
 
-class Told(NamedTuple):
-    """What the records tell of the rounds before: the fields of Legacy of these names."""
+class History(NamedTuple):
+    """The records of the rounds before: the fields of RoundCarryover of these names."""
 
     uploaded: tuple[int, ...] = ()
     course: Course | None = None
 
 
 @dataclass(frozen=True)
-class Legacy:
-    """What a round leaves the next one, and with the first round the task's beginning.
+class RoundCarryover:
+    """The values that a round passes to the next one, and the first round has from the task.
 
-    What is new here is one field more, with its value at the beginning and, in `after`, what
-    becomes of it; the plan or the task's row keeps it over a restart.
+    A new one is one field more, with its value at the beginning and the one `after` a round; the
+    plan or the task's row keeps it over a restart.
     """
 
     model: str
@@ -66,12 +66,14 @@ class Legacy:
     """What the task's policies make of the round to open; None where they begin with it."""
 
     @classmethod
-    def beginning(cls, model: str, spec: ModelSpec) -> Legacy:
+    def beginning(cls, model: str, spec: ModelSpec) -> RoundCarryover:
         """What a task has that begins, or goes on, with this model."""
         return cls(model, spec, model)
 
     @classmethod
-    def after(cls, terms: RoundTerms, result: FoldResult | None, told: Told) -> Legacy:
+    def after(
+        cls, terms: RoundTerms, result: FoldResult | None, history: History
+    ) -> RoundCarryover:
         """Of an attempt under these terms that made `result`, None if it was given up."""
         plan = terms.plan
         if result is not None:
@@ -82,8 +84,8 @@ class Legacy:
                 activity=result.activity,
                 control=result.control,
                 bases={**terms.bases, **result.bases},
-                uploaded=told.uploaded,
-                course=told.course,
+                uploaded=history.uploaded,
+                course=history.course,
             )
         held = plan.client_terms.control
         return cls(
@@ -93,8 +95,8 @@ class Legacy:
             activity=plan.activity,
             control=held.server if held is not None else None,
             bases=terms.bases,
-            uploaded=told.uploaded,
-            course=told.course,
+            uploaded=history.uploaded,
+            course=history.course,
         )
 
 
@@ -106,17 +108,17 @@ class Chosen(NamedTuple):
     course: Course | None = None
 
 
-def chosen_profiles(config: TaskConfig, left: Legacy, number: int) -> Chosen:
+def chosen_profiles(config: TaskConfig, carryover: RoundCarryover, number: int) -> Chosen:
     """Which profiles round `number` has: the schedule's, and after it those that policies choose.
 
     It is decided once, when the round is opened; the plan keeps the answer, and no replay asks.
     """
-    period = _period(config, left.spec, left.uploaded)
+    period = _period(config, carryover.spec, carryover.uploaded)
     if period is not None:
         return Chosen(period.profiles, period.warms_up)
     if not config.policies:
         return Chosen(config.profiles)
-    course = left.course
+    course = carryover.course
     if course is None:
         facts = Facts(number, config.rounds)
         course = next_course(config.policies, len(config.profiles), None, facts)
@@ -128,14 +130,14 @@ def _period(config: TaskConfig, spec: ModelSpec, uploaded: tuple[int, ...]) -> P
     return period_at(config.schedule, uploaded, 4 * spec.size * config.cohort.size * rounds)
 
 
-def told_before(
+def history_before(
     connection: Connection,
     config: TaskConfig,
     spec: ModelSpec,
     board: Scoreboard,
     opens: OpenRound,
     ended: Event,
-) -> Told:
+) -> History:
     """What the profiles of the round that `opens` hang on; `ended` ends the one before. `board` is
     the task's."""
     after = config.schedule_after
@@ -143,11 +145,11 @@ def told_before(
     if config.schedule:
         uploaded = _uploaded(connection, config, opens.number - after - 1)
     if _period(config, spec, uploaded) is not None:
-        return Told(uploaded)
+        return History(uploaded)
     compared = ended.comparison if isinstance(ended, Folded) else None
     probed = None if compared is None else Comparison.model_validate(dict(compared))
     course = course_of(connection, config, board, opens.number, opens.attempt, probed)
-    return Told(uploaded, course)
+    return History(uploaded, course)
 
 
 def _uploaded(connection: Connection, config: TaskConfig, num: int) -> tuple[int, ...]:
@@ -164,13 +166,13 @@ def opened(
     payloads: Payloads,
     host: Host,
     *,
-    left: Legacy,
+    carryover: RoundCarryover,
     number: int,
     attempt: int,
     now: float,
 ) -> Attempt:
-    """Attempt `attempt` at round `number`, with what was left to it; raises IncompatiblePlan."""
-    profiles, warms_up, course = chosen_profiles(config, left, number)
+    """Attempt `attempt` at round `number`, from its carry-over; raises IncompatiblePlan."""
+    profiles, warms_up, course = chosen_profiles(config, carryover, number)
     bounds = FixedPoint.widest(
         max_abs=config.max_abs, max_weight=config.max_examples * config.cohort.size
     )
@@ -184,13 +186,13 @@ def opened(
             task=config.task,
             round=number,
             attempt=attempt,
-            model=left.model,
-            spec=left.spec.digest,
+            model=carryover.model,
+            spec=carryover.spec.digest,
             lane=config.lane,
             masking=masking,
             profiles=profiles,
             training=config.training,
-            client_terms=strategy.client_terms.with_control(left.control),
+            client_terms=strategy.client_terms.with_control(carryover.control),
             report=strategy.report,
             cohort=config.cohort,
             fixed_cohort=bool(config.members),
@@ -200,16 +202,16 @@ def opened(
                 max_abs=config.max_abs,
                 max_examples=config.max_examples,
             ),
-            previous_model=left.previous if "previous" in needs else None,
+            previous_model=carryover.previous if "previous" in needs else None,
             first_model=config.model if "drift" in needs else None,
-            activity=left.activity if "activity" in needs else None,
+            activity=carryover.activity if "activity" in needs else None,
             warming=warms_up,
             public_seed=hashlib.sha256(seed.encode()).hexdigest(),
         )
     except ValidationError as exc:
         raise IncompatiblePlan(explained(exc)) from exc
     round_ = round_of(config, plan, now)
-    terms = RoundTerms(plan, left.spec, payloads, left.bases)
+    terms = RoundTerms(plan, carryover.spec, payloads, carryover.bases)
     return Attempt(round_, terms, host=host, course=course, opened_at=now)
 
 

@@ -16,7 +16,7 @@ import secrets
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
-from typing import Any, get_args
+from typing import Any
 
 import sqlalchemy as sa
 from sqlalchemy.engine import Connection
@@ -37,7 +37,6 @@ from fedpress_protocols.messages import (
     PartialCompletion,
     PartialIntent,
     PartialUpload,
-    Trip,
     UploadAck,
 )
 from fedpress_server.intake.uploads import Intake, UploadSlot
@@ -201,10 +200,10 @@ class Resumable:
         more.
         """
         if intent.upload is not None:
-            ack = await self._intake.acknowledged(slot, intent.upload, intent.trip)
+            ack = await self._intake.acknowledged(slot, intent.upload)
             if ack is not None:
                 return self._told(None, ack), False
-        await self._intake.check_awaited(slot, intent.trip)
+        await self._intake.check_awaited(slot)
         if intent.max_bytes > slot.max_body_bytes:
             raise BodyTooLarge(
                 f"a body of up to {intent.max_bytes} bytes where the plan allows "
@@ -262,7 +261,7 @@ class Resumable:
     async def check_part(self, slot: UploadSlot, partial: str, offset: int, length: int) -> None:
         """Raises unless a part of `length` bytes from `offset` on would be taken now."""
         record = await self._record(slot, partial)
-        await self._intake.check_awaited(slot, record.trip)
+        await self._intake.check_awaited(slot)
         if offset != record.num_bytes:
             raise _moved(record, offset)
         if not length:
@@ -335,10 +334,9 @@ class Resumable:
                 f"parts of SHA-256 {record.digest}, and a completion of {completion.upload}",
                 hint="drop the upload and begin it again",
             )
-        stage = self._intake.stage if record.trip == "update" else self._intake.stage_first
         try:
             body = await asyncio.to_thread(self._joined, await self._parts(partial), record)
-            ack, is_new = await stage(slot, body, record.digest, wire_bytes, len(body))
+            ack, is_new = await self._intake.stage(slot, body, record.digest, wire_bytes, len(body))
         except (Conflict, InvalidUpdate, UnknownPartial):
             await self._drop(partial)
             raise
@@ -347,11 +345,10 @@ class Resumable:
 
     async def completed(self, slot: UploadSlot, digest: str) -> UploadAck:
         """The answer to a completion that is repeated; raises UnknownPartial if there was none."""
-        for trip in get_args(Trip):
-            ack = await self._intake.acknowledged(slot, digest, trip)
-            if ack is not None:
-                return ack
-        raise UnknownPartial(f"no such upload of assignment {slot.record.assignment}")
+        ack = await self._intake.acknowledged(slot, digest)
+        if ack is None:
+            raise UnknownPartial(f"no such upload of assignment {slot.record.assignment}")
+        return ack
 
     async def drop(self, partial: str) -> None:
         """Forget an upload; to be called in its turn."""

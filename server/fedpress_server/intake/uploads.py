@@ -7,36 +7,29 @@ the same bytes may come again, and are then either new or known.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import partial
-
-from sqlalchemy.engine import Connection
 
 from fedpress_protocols.errors import (
-    DigestMismatch,
     FedpressError,
     Forbidden,
     RoundClosed,
-    Unavailable,
     UnknownAssignment,
-    UnknownDevice,
     UpdateConflict,
 )
-from fedpress_protocols.messages import Trip, UploadAck
+from fedpress_protocols.messages import UploadAck
 from fedpress_protocols.signatures import Content
 from fedpress_server import failpoints
 from fedpress_server.coordination.attempts import Attempt
-from fedpress_server.coordination.coordinator import Coordinator
-from fedpress_server.coordination.turns import Received, check_senders
-from fedpress_server.folds.masked import Session, Words
+from fedpress_server.coordination.commands import Happen, ReceivedUpload
+from fedpress_server.coordination.queries import Queries
+from fedpress_server.coordination.resources import Resources
+from fedpress_server.coordination.task_store import TaskStore
+from fedpress_server.folds.masked import Session, Sums, Words
 from fedpress_server.folds.terms import RoundTerms
-from fedpress_server.intake.keeping import Keeper
-from fedpress_server.metrics import Metrics
+from fedpress_server.intake.body_writer import BodyWriter
 from fedpress_server.observing import traces
-from fedpress_server.rounds import FirstStaged, Stage, StageFirst, UploadStaged
+from fedpress_server.rounds import UploadStaged
 from fedpress_server.storage import records
-from fedpress_server.storage.database import Database
 from fedpress_server.storage.files import upload_name
-from fedpress_server.storage.payloads import Payloads
 from fedpress_server.storage.records import AssignmentRecord, UploadRecord
 
 _ARRIVALS = 65536
@@ -64,38 +57,36 @@ class Arrival:
 
 
 class Intake:
-    """Takes the uploads of every task; `threads` check them beside the event loop."""
+    """Takes the uploads of every task; threads check them beside the event loop."""
 
     def __init__(
-        self,
-        coordinator: Coordinator,
-        database: Database,
-        payloads: Payloads,
-        metrics: Metrics,
-        threads: int,
+        self, resources: Resources, store: TaskStore, queries: Queries, sums: Sums
     ) -> None:
-        self._coordinator = coordinator
-        self._database = database
-        self._payloads = payloads
-        self._metrics = metrics
-        self._keeper = Keeper(payloads, threads)
+        """`sums` takes in masked bodies as they come."""
+        self._store = store
+        self._queries = queries
+        self._sums = sums
+        self._database = resources.database
+        self._payloads = resources.payloads
+        self._metrics = resources.metrics
+        self._writer = BodyWriter(resources.payloads, resources.settings.worker_threads)
         self._arrivals: dict[str, Arrival] = {}
         """By assignment; lost in a restart, after which that upload tells nothing of a link."""
 
     def stop(self) -> None:
-        self._keeper.stop()
+        self._writer.stop()
 
     async def slot(self, client_id: str, assignment: str, key_id: str | None = None) -> UploadSlot:
         """Raises UnknownAssignment or Forbidden."""
-        held = self._coordinator.held(assignment)
+        held = self._queries.held(assignment)
         if held is not None:
             task, attempt = held
             record = attempt.record_of(assignment)
             if record.client_id != client_id:
                 raise Forbidden("the assignment is another device's")
             return UploadSlot(record, task.record.max_body_bytes, key_id)
-        record = await self._coordinator.assignment(client_id, assignment)
-        most = await self._coordinator.max_body_bytes(record.task)
+        record = await self._queries.assignment(client_id, assignment)
+        most = await self._queries.max_body_bytes(record.task)
         return UploadSlot(record, most, key_id)
 
     def arrived(self, assignment: str, num_bytes: int, began_at: float, seconds: float) -> None:
@@ -128,7 +119,7 @@ class Intake:
         if self._awaited(slot) is not None:
             return  # another server may know better; what is written asks the disk
         # In this order: one that is not awaited because it has just been staged is found then.
-        is_awaited = await self._coordinator.takes_upload(slot.record) is not None
+        is_awaited = await self._queries.takes_upload(slot.record) is not None
         if self._awaited(slot) is not None:
             return
         staged = await self._staged(slot)
@@ -138,18 +129,19 @@ class Intake:
                 upload=staged.digest,
             )
         if staged is None and not is_awaited:
-            raise await self._closed(slot)
+            raise await self.closed(slot)
 
     def _awaited(self, slot: UploadSlot) -> Attempt | None:
         """The attempt in which memory has the upload still awaited."""
-        held = self._coordinator.held(slot.record.assignment)
+        held = self._queries.held(slot.record.assignment)
         if held is None or not held[1].holds(slot.record.assignment, slot.record.key):
             return None
         return held[1]
 
-    async def _closed(self, slot: UploadSlot) -> RoundClosed:
+    async def closed(self, slot: UploadSlot) -> RoundClosed:
+        """The error that says that the round takes no upload of the assignment any more."""
         task, number, attempt = slot.record.key
-        summary = await self._coordinator.task(task)
+        summary = await self._queries.task(task)
         return RoundClosed(
             f"round {number}, attempt {attempt} of task {task!r} takes no update under this "
             "assignment any more",
@@ -160,28 +152,17 @@ class Intake:
             rounds_committed=summary.round,
         )
 
-    async def check_awaited(self, slot: UploadSlot, trip: Trip) -> None:
-        """Raises RoundClosed or UpdateConflict unless a body of this trip is still awaited."""
-        if trip == "first":
-            attempt = await self._coordinator.attempt_of(slot.record)
-            name, now = slot.record.assignment, self._coordinator.now
-            if attempt is None or not attempt.takes_first(name, now):
-                raise await self._closed(slot)
-        elif await self._coordinator.takes_upload(slot.record) is None:
+    async def check_awaited(self, slot: UploadSlot) -> None:
+        """Raises RoundClosed or UpdateConflict unless a body is still awaited."""
+        if await self._queries.takes_upload(slot.record) is None:
             staged = await self._staged(slot)
             if staged is not None:
                 raise UpdateConflict("an upload came before", upload=staged.digest)
-            raise await self._closed(slot)
+            raise await self.closed(slot)
 
-    async def acknowledged(self, slot: UploadSlot, digest: str, trip: Trip) -> UploadAck | None:
+    async def acknowledged(self, slot: UploadSlot, digest: str) -> UploadAck | None:
         """The acknowledgement of a body of this SHA-256, if it is staged."""
-        name = slot.record.assignment
-        if trip == "first":
-            attempt = await self._coordinator.attempt_of(slot.record)
-            if attempt is None or attempt.first_of(name) != digest:
-                return None
-            return UploadAck(assignment=name, upload=digest, received_at=self._coordinator.now)
-        staged = await self._staged(slot)
+        name, staged = slot.record.assignment, await self._staged(slot)
         if staged is None or staged.digest != digest:
             return None
         return UploadAck(assignment=name, upload=digest, received_at=staged.received_at)
@@ -207,7 +188,7 @@ class Intake:
         try:
             received_at = await self._stage_new(slot, body, digest, amounts, due)
             if received_at is None:
-                await self._keeper.run(_check_content, body, due)
+                await self._writer.run(_check_content, body, due)
                 await self._count(slot, amounts)
                 await self._refuse(slot, digest)
         except FedpressError as exc:
@@ -223,80 +204,6 @@ class Intake:
         ack = UploadAck(assignment=slot.record.assignment, upload=digest, received_at=received_at)
         return ack, is_new
 
-    async def admit_first(self, slot: UploadSlot, digest: str) -> bool:
-        """Whether a first trip of this SHA-256 is new; raises RoundClosed or UpdateConflict."""
-        attempt = await self._coordinator.attempt_of(slot.record)
-        name = slot.record.assignment
-        held = None if attempt is None else attempt.first_of(name)
-        if held == digest:
-            return False
-        if held is not None:
-            raise UpdateConflict(
-                f"a first trip of SHA-256 {held} came under this assignment before", upload=held
-            )
-        if attempt is None or not attempt.takes_first(name, self._coordinator.now):
-            raise await self._closed(slot)
-        return True
-
-    async def stage_first(
-        self,
-        slot: UploadSlot,
-        body: bytes,
-        digest: str,
-        wire_bytes: int,
-        counted: int = 0,
-        due: Content | None = None,
-    ) -> tuple[UploadAck, bool]:
-        """As `stage`, for the first of two trips: what a basis is made of. Its bytes are counted as
-        there."""
-        key, name = slot.record.key, slot.record.assignment
-        amounts = {"upload_bytes": len(body) - counted, "wire_upload_bytes": wire_bytes}
-        self._metrics.upload_size.labels(key[0]).observe(len(body))
-        ack = UploadAck(assignment=name, upload=digest, received_at=self._coordinator.now)
-        try:
-            await self._keeper.run(_check_content, body, due)
-            is_new = await self._stage_new_first(slot, body, digest, amounts)
-        except FedpressError as exc:
-            self._metrics.uploads.labels(key[0], exc.slug).inc()
-            if not isinstance(exc, (DigestMismatch, Unavailable, UnknownDevice)):
-                await self._count(slot, amounts)
-            raise
-        if not is_new:
-            await self._count(slot, amounts)
-        self._metrics.uploads.labels(key[0], "first" if is_new else "repeated").inc()
-        return ack, is_new
-
-    async def _stage_new_first(
-        self, slot: UploadSlot, body: bytes, digest: str, amounts: dict[str, int]
-    ) -> bool:
-        """Whether the first trip was awaited, and is staged now; False for one that was before."""
-        key, name = slot.record.key, slot.record.assignment
-        attempt = await self._coordinator.attempt_of(slot.record)
-        if not await self.admit_first(slot, digest):
-            return False
-        if attempt is None:
-            raise await self._closed(slot)
-        where = upload_name(key, name, digest)
-        await self._keeper.keep(where, body, partial(attempt.terms.first, body))
-        failpoints.reach("upload-kept")
-
-        sender = slot.record.client_id, slot.key_id
-
-        def also(connection: Connection, now: float) -> None:
-            check_senders(connection, [sender])
-            records.count(connection, key, **amounts)
-
-        effects = await self._coordinator.apply(key[0], FirstStaged(name, digest), key, also)
-        failpoints.reach("upload-committed")
-        if StageFirst(name, digest) in effects:
-            return True
-        try:
-            await self.admit_first(slot, digest)  # passes if the same bytes came twice at once
-        except FedpressError:
-            await self._drop(where)
-            raise
-        return False
-
     async def _stage_new(
         self,
         slot: UploadSlot,
@@ -309,9 +216,9 @@ class Intake:
         key, name = slot.record.key, slot.record.assignment
         attempt = self._awaited(slot)
         if attempt is None:
-            if await self._coordinator.takes_upload(slot.record) is None:
+            if await self._queries.takes_upload(slot.record) is None:
                 return None
-            attempt = await self._coordinator.attempt_of(slot.record)
+            attempt = await self._queries.attempt_of(slot.record)
         if attempt is None:
             return None
         terms, session = attempt.terms_of(name), attempt.session
@@ -327,7 +234,7 @@ class Intake:
                 return exc
 
         with traces.span("stage"):
-            found = await self._keeper.keep(where, body, checked)
+            found = await self._writer.write(where, body, checked)
         if isinstance(found, FedpressError):
             await self._count(slot, amounts)
             try:
@@ -339,17 +246,18 @@ class Intake:
         travelled = self._travelled(name, len(body))
         upload = UploadRecord(name, digest, len(body), num_examples, 0.0, loss, *travelled)
         amounts = {"received": 1, **amounts}
-        also = Received(key, upload, amounts, slot.record.client_id, slot.key_id)
+        received = ReceivedUpload(key, upload, amounts, (slot.record.client_id, slot.key_id))
+        command = Happen(UploadStaged(name, digest), key, received)
         with traces.span("commit"):
-            effects = await self._coordinator.apply(key[0], UploadStaged(name, digest), key, also)
+            outcome = await self._store.apply(self._store.get(key[0]), command)
         failpoints.reach("upload-committed")
-        if Stage(name, digest) in effects:
+        if outcome:
             self._metrics.staged(key[0], len(body), terms.spec.size)
             if words is not None:
-                await self._keeper.run(self._coordinator.steps.sums.add, key, where, words)
-                if await self._coordinator.attempt_of(slot.record) is None:
-                    self._coordinator.steps.sums.drop(key)  # it was over before this was added
-            return also.received_at
+                await self._writer.run(self._sums.add, key, where, words)
+                if await self._queries.attempt_of(slot.record) is None:
+                    self._sums.drop(key)  # it was over before this was added
+            return outcome.at
         staged = await self._staged(slot)
         if staged is None or staged.digest != digest:
             # The round closed while the body was checked: nothing leads to the file.
@@ -374,8 +282,8 @@ class Intake:
     async def _drop(self, where: str) -> None:
         """Remove a body that came to nothing. Where another server may be about to write the row
         of the same bytes, it goes with the attempt's folder instead, or is swept."""
-        if not self._coordinator.is_shared:
-            await self._keeper.run(self._payloads.drop, where)
+        if not self._store.is_shared:
+            await self._writer.run(self._payloads.drop, where)
 
     async def _count(self, slot: UploadSlot, amounts: dict[str, int]) -> None:
         await self._database.write(lambda c: records.count(c, slot.record.key, **amounts))

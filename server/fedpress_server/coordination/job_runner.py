@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from sqlalchemy.engine import Connection
@@ -16,11 +17,13 @@ from fedpress_protocols.policies import divergence_guard
 from fedpress_server import failpoints
 from fedpress_server.coordination.attempts import Attempt
 from fedpress_server.coordination.background import Background
+from fedpress_server.coordination.commands import FinishedJob, Happen
 from fedpress_server.coordination.live import LiveTask
-from fedpress_server.coordination.steps import Steps
+from fedpress_server.coordination.publisher import JobSignal
+from fedpress_server.coordination.task_store import TaskStore
 from fedpress_server.folds.adding import FoldJob, StagedUpload, add_batch
 from fedpress_server.folds.folding import FoldResult, fold, make_basis
-from fedpress_server.folds.masked import Session, unmasked
+from fedpress_server.folds.masked import Session, Sums, unmasked
 from fedpress_server.folds.probing import compare
 from fedpress_server.metrics import Metrics
 from fedpress_server.observing import outages, traces
@@ -41,8 +44,17 @@ _TRIES = 10
 _log = logging.getLogger(__name__)
 
 
-class Work:
-    """Takes jobs under leases, does them in threads, and tells the attempt what they came to.
+@dataclass(frozen=True)
+class SharedWithJobs:
+    """`lease_time` is the one clock of all workers' leases; `sums` are those of masked bodies."""
+
+    sums: Sums
+    signal: JobSignal
+    lease_time: Callable[[Connection], float]
+
+
+class JobRunner:
+    """Takes jobs under leases, does them in threads, and applies their results to the task.
 
     Whatever is done twice comes to the same bytes, and is written once: in the transaction that
     writes it the lease is held up to the newest, see `leases`.
@@ -50,14 +62,18 @@ class Work:
 
     def __init__(
         self,
-        steps: Steps,
+        store: TaskStore,
         database: Database,
         payloads: Payloads,
         metrics: Metrics,
         background: Background,
         settings: Settings,
+        shared: SharedWithJobs,
     ) -> None:
-        self._steps = steps
+        self._store = store
+        self._sums = shared.sums
+        self._lease_time = shared.lease_time
+        self._wake = shared.signal.event
         self._database = database
         self._payloads = payloads
         self._metrics = metrics
@@ -66,15 +82,9 @@ class Work:
         self._seconds = settings.lease_seconds
         self._pause = settings.follow_seconds
         self._room = asyncio.Semaphore(settings.worker_threads)
-        self._wake = asyncio.Event()
         self._holder = leases.holder_of(settings.data_dir)
         self._ours: dict[JobKey, Lease | None] = {}
         """What this process has, or is to leave alone for a while after it has failed."""
-
-    def look(self, task: LiveTask) -> None:
-        """Wake up if the task may have come to a job."""
-        if task.attempt is not None and task.attempt.round.phase in ("folding", "basing"):
-            self._wake.set()
 
     async def serve(self) -> None:
         """Do jobs as they come due, several at a time."""
@@ -104,12 +114,10 @@ class Work:
         ours = tuple(self._ours)
 
         def read(connection: Connection) -> bool:
-            return leases.is_any_due(
-                connection, self._holder, self._steps.lease_time(connection), ours
-            )
+            return leases.is_any_due(connection, self._holder, self._lease_time(connection), ours)
 
         def write(connection: Connection) -> Lease | None:
-            now = self._steps.lease_time(connection)
+            now = self._lease_time(connection)
             return leases.acquire(connection, self._holder, now, self._seconds, ours)
 
         if not await self._database.read(read):
@@ -168,7 +176,7 @@ class Work:
 
     async def _renew(self, lease: Lease) -> None:
         def write(connection: Connection) -> bool:
-            until = self._steps.lease_time(connection) + self._seconds
+            until = self._lease_time(connection) + self._seconds
             return leases.renew(connection, lease, until)
 
         while True:
@@ -181,14 +189,14 @@ class Work:
 
     async def _put_back(self, lease: Lease, reason: str, *, counts: bool) -> None:
         def write(connection: Connection) -> None:
-            now = self._steps.lease_time(connection)
+            now = self._lease_time(connection)
             leases.put_back(connection, lease, now, reason[:1000], counts=counts)
 
         await self._database.write(write, locks=True)
 
     async def _do(self, lease: Lease) -> None:
         job = lease.job
-        task = await self._steps.fresh(job.key[0])
+        task = await self._store.fresh(job.key[0])
         async with task.lock:  # the job is on the disk a moment before memory has come to it
             attempt = task.attempt
         if attempt is None or attempt.key != job.key:
@@ -209,11 +217,9 @@ class Work:
     ) -> None:
         """Let the attempt know, if the lease is ours still."""
 
-        def also(connection: Connection, now: float) -> None:
-            leases.finish(connection, lease)
-
+        command = Happen(event, lease.job.key, FinishedJob(lease, result))
         with traces.span("publish" if result is not None else "tell"):
-            await self._steps.happen(task, event, key=lease.job.key, also=also, result=result)
+            await self._store.apply(task, command)
         failpoints.reach("round-committed")
 
     async def _sum(self, task: LiveTask, attempt: Attempt, lease: Lease) -> None:
@@ -315,6 +321,6 @@ class Work:
     def _folded(self, job: FoldJob, session: Session | None) -> FoldResult:
         if session is None:
             return fold(job, self._payloads, self._memory)
-        summed, masked, suspects = unmasked(job, session, self._steps.sums, self._payloads)
+        summed, masked, suspects = unmasked(job, session, self._sums, self._payloads)
         made = fold(job, self._payloads, self._memory, summed)
         return replace(made, masked=masked, suspects=suspects)

@@ -1,15 +1,16 @@
-"""What devices ask of a masked session: to be in it, to say something, to hear what comes of it."""
+"""The messages of masked sessions: devices get ready, post theirs, and poll for the server's."""
 
 from __future__ import annotations
 
 import asyncio
 import hashlib
 
-from sqlalchemy.engine import Connection
-
 from fedpress_protocols.errors import Conflict, Forbidden, RoundClosed
 from fedpress_server.coordination.attempts import Attempt
-from fedpress_server.coordination.coordinator import Coordinator
+from fedpress_server.coordination.check_ins import CheckIns
+from fedpress_server.coordination.commands import Happen, ReceivedMessage
+from fedpress_server.coordination.queries import Queries
+from fedpress_server.coordination.task_store import TaskStore
 from fedpress_server.folds.masked import (
     Answer,
     Message,
@@ -18,15 +19,16 @@ from fedpress_server.folds.masked import (
     read_message,
 )
 from fedpress_server.rounds import ClientReady, Said, Step
-from fedpress_server.storage import records
 from fedpress_server.storage.records import AssignmentRecord, Device
 
 
-class SessionDesk:
-    """The session verbs of every task."""
+class SessionMessages:
+    """Takes and gives the messages of every task."""
 
-    def __init__(self, coordinator: Coordinator) -> None:
-        self._coordinator = coordinator
+    def __init__(self, store: TaskStore, queries: Queries, check_ins: CheckIns) -> None:
+        self._store = store
+        self._queries = queries
+        self._check_ins = check_ins
 
     async def ready(self, client_id: str, assignment: str) -> None:
         """The device has trained, and waits for the session; to say it again changes nothing.
@@ -34,51 +36,49 @@ class SessionDesk:
         Raises UnknownAssignment, Forbidden, Conflict in the clear lane, RoundClosed if the place
         is lost.
         """
-        record = await self._coordinator.assignment(client_id, assignment)
+        record = await self._queries.assignment(client_id, assignment)
         attempt = await self._attempt(record)
         if not attempt.round.is_masked:
             raise Conflict("the clear lane has no session", hint="upload the update")
-        await self._coordinator.apply(record.task, ClientReady(assignment), record.key)
+        task = self._store.get(record.task)
+        await self._store.apply(task, Happen(ClientReady(assignment), record.key))
         attempt = await self._attempt(record)
         if assignment not in attempt.round.queue:
             raise _lost(record)
 
     async def bound(self, client_id: str, assignment: str, step: Step) -> int:
-        """The largest message that may be read; raises as `say` does."""
-        record = await self._coordinator.assignment(client_id, assignment)
+        """The largest message that may be read; raises as `post` does."""
+        record = await self._queries.assignment(client_id, assignment)
         attempt = await self._attempt(record)
         self._session(attempt, record)
         return message_bound(step, attempt.terms.plan)
 
-    async def say(self, device: Device, assignment: str, step: Step, body: bytes) -> None:
+    async def post(self, device: Device, assignment: str, step: Step, body: bytes) -> None:
         """Take what a client says; it is on the disk when this returns.
 
         The same bytes may come again. Raises UnknownAssignment; Forbidden for a device that is not
         in the session; RoundClosed once the step or the attempt is over; UpdateConflict for other
         bytes than before; and what the session has against the message.
         """
-        record = await self._coordinator.assignment(device.client_id, assignment)
+        record = await self._queries.assignment(device.client_id, assignment)
         self._session(await self._attempt(record), record)
         message = Message(read_message(step, body), device.public_key)
         digest = hashlib.sha256(body).hexdigest()
 
-        def also(connection: Connection, now: float) -> None:
-            records.add_message(connection, assignment, step, digest, body)
-
-        event = Said(assignment, step, digest)
-        effects = await self._coordinator.apply(record.task, event, record.key, also, message)
-        if not effects:
+        event, payload = Said(assignment, step, digest), ReceivedMessage(message, body)
+        task = self._store.get(record.task)
+        if not await self._store.apply(task, Happen(event, record.key, payload)):
             # Said before, or needed no more; unless the device was let go just now.
             self._session(await self._attempt(record), record)
 
-    async def hear(
+    async def poll(
         self, device: Device, assignment: str, step: Answer, wait: float
     ) -> bytes | None:
         """What the server says after `step`, or None after `wait` seconds without it.
 
-        Raises as `say` does, and RoundClosed once the attempt is over: the receipt tells the rest.
+        Raises as `post` does, and RoundClosed once the attempt is over: the receipt tells the rest.
         """
-        record = await self._coordinator.assignment(device.client_id, assignment)
+        record = await self._queries.assignment(device.client_id, assignment)
 
         async def look() -> bytes | None:
             attempt = await self._attempt(record)
@@ -88,10 +88,10 @@ class SessionDesk:
             # Of a large cohort, all that was sealed for one client takes a while to write.
             return await asyncio.to_thread(session.answer, step, device.public_key)
 
-        return await self._coordinator.check_ins.wait_for(record.task, look, wait)
+        return await self._check_ins.wait_for(record.task, look, wait)
 
     async def _attempt(self, record: AssignmentRecord) -> Attempt:
-        attempt = await self._coordinator.attempt_of(record)
+        attempt = await self._queries.attempt_of(record)
         if attempt is None:
             raise _lost(record)
         return attempt

@@ -18,7 +18,7 @@ from fedpress_protocols.errors import FedpressError
 from fedpress_server.storage.payloads import Payloads
 
 T = TypeVar("T")
-_TOGETHER = 16
+_BATCH = 16
 """Bodies that a thread takes at a time: with a slow disk the first waits for the last."""
 
 
@@ -29,13 +29,13 @@ class _Body:
     name: str
     data: bytes
     check: Callable[[], Any]
-    kept: asyncio.Future[None]
+    written: asyncio.Future[None]
     found: Any = None
     failure: Exception | None = None
 
     def tell(self) -> None:
-        if not self.kept.done():  # or nobody waits any more
-            self.kept.set_result(None)
+        if not self.written.done():  # or nobody waits any more
+            self.written.set_result(None)
 
     def outcome(self) -> Any:
         """What was found; raises the failure. Neither is kept: an error leads to the frames that it
@@ -50,14 +50,14 @@ class _Body:
             del failure
 
 
-class Keeper:
+class BodyWriter:
     """`threads` of its own, for whatever else there is to do about bodies too."""
 
     def __init__(self, payloads: Payloads, threads: int) -> None:
         self._payloads = payloads
         self._num_threads = threads
         self._threads = ThreadPoolExecutor(threads, "fedpress-check")
-        self._most = _TOGETHER if payloads.is_local else 1  # a network is waited for by each
+        self._most = _BATCH if payloads.is_local else 1  # a network is waited for by each
         self._waiting: deque[_Body] = deque()
         self._num_busy = 0
 
@@ -68,7 +68,7 @@ class Keeper:
         """What `work` comes to in a thread."""
         return await asyncio.get_running_loop().run_in_executor(self._threads, work, *given)
 
-    async def keep(
+    async def write(
         self, name: str, data: bytes, check: Callable[[], T | FedpressError]
     ) -> T | FedpressError:
         """What `check` finds in a thread; unless that is an error, `data` is durable under `name`
@@ -79,14 +79,14 @@ class Keeper:
         if self._num_busy < self._num_threads:
             self._num_busy += 1
             self._threads.submit(self._work, loop)
-        await body.kept
+        await body.written
         found: T | FedpressError = body.outcome()
         return found
 
     def _work(self, loop: asyncio.AbstractEventLoop) -> None:
         """Keep some of those that wait, in a thread, and see to the rest after others' work."""
-        some = self._taken()
-        self._keep_all(some)
+        some = self._next_batch()
+        self._write_all(some)
         goes_on = False
         if self._waiting:
             with suppress(RuntimeError):  # no work is taken any more
@@ -95,7 +95,7 @@ class Keeper:
         with suppress(RuntimeError):  # the loop has ended, and nobody waits
             loop.call_soon_threadsafe(self._tell, loop, some, goes_on)
 
-    def _taken(self) -> list[_Body]:
+    def _next_batch(self) -> list[_Body]:
         share = -(-len(self._waiting) // self._num_threads)
         some: list[_Body] = []
         with suppress(IndexError):  # another thread was faster
@@ -103,7 +103,7 @@ class Keeper:
                 some.append(self._waiting.popleft())
         return some
 
-    def _keep_all(self, some: list[_Body]) -> None:
+    def _write_all(self, some: list[_Body]) -> None:
         passed = []
         for body in some:
             try:

@@ -1,0 +1,62 @@
+"""The bytes that devices fetch, booked under the round for which they fetch them."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from typing import Literal
+
+from fedpress_server.coordination.background import Background
+from fedpress_server.coordination.task_store import TaskStore
+from fedpress_server.metrics import Metrics
+from fedpress_server.observing import outages
+from fedpress_server.storage import records
+from fedpress_server.storage.database import Database
+from fedpress_server.storage.records import RoundKey
+
+Form = Literal["plain", "coded", "difference"]
+"""How a model is sent: as its file, or coded whole, or coded as a difference."""
+
+_log = logging.getLogger(__name__)
+
+
+class Downloads:
+    """Counts bytes sent. A count that cannot be written is logged, and the device has its model."""
+
+    def __init__(
+        self, store: TaskStore, database: Database, metrics: Metrics, background: Background
+    ) -> None:
+        self._store = store
+        self._database = database
+        self._metrics = metrics
+        self._background = background
+
+    def count(
+        self, client_id: str, task: str, num_bytes: int, form: Form = "plain"
+    ) -> asyncio.Task[None]:
+        """Book bytes sent under the attempt for which the device fetched them, if there is one.
+
+        Booked once the task is done, awaited or not.
+        """
+        self._metrics.download_bytes.inc(num_bytes)
+        self._metrics.downloaded.labels(form).inc(num_bytes)
+        amounts = {"download_bytes": num_bytes}
+        if form != "plain":
+            amounts[f"{form}_download_bytes"] = num_bytes
+        return self._background.finish(self._book(self._downloader(client_id, task), amounts))
+
+    async def _book(self, key: RoundKey | None, amounts: dict[str, int]) -> None:
+        num_bytes = amounts["download_bytes"]
+        if key is None or not num_bytes:
+            return
+        try:
+            await self._database.write(lambda c: records.count(c, key, **amounts))
+        except Exception as exc:  # the device has its model all the same
+            outages.tell(_log, exc, "%d bytes sent could not be booked", num_bytes)
+
+    def _downloader(self, client_id: str, task: str) -> RoundKey | None:
+        found = self._store.tasks.get(task)
+        if found is None or found.attempt is None:
+            return None
+        part = found.attempt.round.part_of(client_id)
+        return found.attempt.key if part is not None and part[1].is_open else None

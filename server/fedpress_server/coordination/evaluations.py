@@ -1,0 +1,43 @@
+"""What devices measure of models on their own data."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from sqlalchemy.engine import Connection
+
+from fedpress_protocols.errors import Forbidden, UnknownModel
+from fedpress_protocols.messages import EvaluationReport
+from fedpress_server.coordination.commands import Rate
+from fedpress_server.coordination.task_store import TaskStore
+from fedpress_server.storage import evaluation
+from fedpress_server.storage.database import Database
+
+
+class Evaluations:
+    """Takes the devices' reports."""
+
+    def __init__(self, store: TaskStore, database: Database, clock: Callable[[], float]) -> None:
+        self._store = store
+        self._database = database
+        self._clock = clock
+
+    async def keep(self, client_id: str, name: str, report: EvaluationReport) -> None:
+        """Keep a device's report; raises UnknownModel if the model is none of the task's, Forbidden
+        if the device is not one of the task's members."""
+        task = await self._store.fresh(name)
+        by, now = task.config.evaluation.group_by or "", self._clock()
+        members = task.config.members
+
+        def write(connection: Connection) -> None:
+            if members and client_id not in members:
+                raise Forbidden(f"task {name!r} is for its members alone, to measure too")
+            if evaluation.place_of(connection, name, report.model) is None:
+                raise UnknownModel(f"task {name!r} has no model {report.model[:12]}")
+            evaluation.keep(connection, name, client_id, report, by, now)
+            if task.config.selection.policy != "first":
+                evaluation.note_loss(connection, name, client_id, report, now)
+
+        await self._database.write(write)
+        if task.attempt is None:
+            await self._store.apply(task, Rate())

@@ -1,0 +1,148 @@
+"""What follows from a batch once it is on the disk: memory, metrics, the log, files, and whoever
+waits for news."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Sequence
+from dataclasses import replace
+
+from fedpress_server.coordination.attempts import Attempt
+from fedpress_server.coordination.commands import GivePlaces
+from fedpress_server.coordination.figures import Phases
+from fedpress_server.coordination.file_cleanup import FileCleanup
+from fedpress_server.coordination.live import LiveTask
+from fedpress_server.coordination.steps import Step
+from fedpress_server.folds.masked import Sums
+from fedpress_server.metrics import Metrics
+from fedpress_server.rounds import Assign, Effect, Keep, Queue, Stage, StageFirst
+from fedpress_server.storage.files import artefact_name
+
+_QUIET = Assign | Stage | StageFirst | Queue | Keep
+"""Effects that are news for nobody else."""
+
+_log = logging.getLogger(__name__)
+
+
+class JobSignal:
+    """Wakes the job runner when a task may have come to a job."""
+
+    def __init__(self) -> None:
+        self.event = asyncio.Event()
+
+    def look(self, task: LiveTask) -> None:
+        if task.attempt is not None and task.attempt.round.phase in ("folding", "basing"):
+            self.event.set()
+
+
+class Publisher:
+    """Makes a task in memory what its steps have made of it on the disk, and tells of it."""
+
+    def __init__(
+        self, metrics: Metrics, cleanup: FileCleanup, sums: Sums, signal: JobSignal
+    ) -> None:
+        self._metrics = metrics
+        self._cleanup = cleanup
+        self._sums = sums
+        self._signal = signal
+        self._phases = Phases(metrics)
+
+    def publish(
+        self, task: LiveTask, steps: Sequence[Step], now: float, *, version: int, keeps: bool
+    ) -> None:
+        """`version` is the task's by now; whether a backup `keeps` the files that are left."""
+        before, files, name = task.attempt, task.files, task.record.task
+        last = steps[-1]
+        task.record = replace(last.record, version=version)
+        task.config, task.attempt = last.config, last.attempt
+        for step in steps:
+            if step.moved is not None:
+                self._phases.wrote(name, step.moved.before, step.moved.after, now)
+                if step.moved.result is not None:
+                    files |= set(map(artefact_name, step.moved.result.artefacts))
+            if isinstance(step.command, GivePlaces):
+                given = [each.client_id for each in step.effects if isinstance(each, Assign)]
+                task.candidates.chosen(given)
+        self._phases.saw(name, task.attempt, now, began=True)
+        self._cleanup.drop(task, files - task.files, keeps=keeps)
+        if last.moved is not None and last.ends_attempt:
+            self._cleanup.end(last.moved.after, last.opened, keeps=keeps)
+            self._end_attempt(task, last.moved.after, last.opened)
+        is_other = any(step.moved is None for step in steps)
+        self._tell(task, before, [each for step in steps for each in step.effects], is_other)
+
+    def caught_up(
+        self,
+        task: LiveTask,
+        before: Attempt | None,
+        effects: Sequence[Effect],
+        now: float,
+        *,
+        anew: bool,
+    ) -> None:
+        """The task in memory was read from the disk; `effects` are of events that others wrote."""
+        name = task.record.task
+        self._metrics.round_number.labels(name).set(task.record.round)
+        self._phases.saw(name, task.attempt, now, began=before is not None and not anew)
+        if before is not None and (task.attempt is None or task.attempt.key != before.key):
+            self._sums.drop(before.key)
+        self._tell(task, before, effects)
+
+    def _tell(
+        self,
+        task: LiveTask,
+        before: Attempt | None,
+        effects: Sequence[Effect],
+        is_other: bool = False,
+    ) -> None:
+        """Wake whoever waits for what changed since `before`."""
+        self._signal.look(task)
+        after = task.attempt
+        is_other |= before is None or after is None or before.key != after.key
+        is_news = is_other or any(not isinstance(each, _QUIET) for each in effects)
+        if before is not None and after is not None and not is_other:
+            is_news |= after.session_phase != before.session_phase
+            is_news |= before.round.places_left <= 0 < after.round.places_left
+        if is_news:
+            task.tell()
+
+    def _end_attempt(self, task: LiveTask, ended: Attempt, follows: Attempt | None) -> None:
+        name, number, attempt = ended.key
+        if follows is not None and follows.course is not None:
+            self._metrics.follow(name, follows.course)
+            for warning in follows.course.warnings:
+                _log.warning("task %s round %d: %s", name, follows.round.number, warning)
+        self._metrics.rounds.labels(name, ended.round.phase).inc()
+        self._metrics.round_number.labels(name).set(task.record.round)
+        why = f": {ended.round.reason}" if ended.round.reason else ""
+        _log.info("task %s round %d.%d %s%s", name, number, attempt, ended.round.phase, why)
+        if task.record.state != "running":
+            _log.info("task %s is %s", name, task.record.state)
+        self._sums.drop(ended.key)
+        for part in ended.round.parts.values():
+            if ended.round.is_asynchronous and part.reason == "included":
+                self._metrics.staleness.labels(name).observe(ended.round.staleness(part))
+        self._end_session(ended)
+
+    def _end_session(self, ended: Attempt) -> None:
+        if ended.session is None:
+            return
+        name, status = ended.key[0], ended.session.status
+        for step, lost in ended.session.silent.items():
+            self._metrics.dropped_out.labels(name, step).inc(lost)
+        self._metrics.session_seconds.labels(name).observe(status.seconds or 0.0)
+        self._metrics.session_failures.labels(name).inc(len(status.failures))
+        self._metrics.session_suspects.labels(name).inc(len(status.suspects))
+        if status.suspects:
+            _log.warning(
+                "task %s round %d.%d: disturbed by %s, left out of the next sessions",
+                *ended.key,
+                ", ".join(status.suspects),
+            )
+        elif status.failures:
+            _log.warning(
+                "task %s round %d.%d: shares could not be opened, either may be at fault: %s",
+                *ended.key,
+                ", ".join(f"{one} of {other}" for one, other in status.failures),
+            )

@@ -1,0 +1,150 @@
+"""What is asked of tasks, rounds and assignments; nothing here changes any."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+from sqlalchemy.engine import Connection
+
+from fedpress_protocols.errors import Forbidden, NotFound, UnknownAssignment, UnknownRound
+from fedpress_protocols.messages import RoundStatus, TaskConfig, TaskSummary
+from fedpress_server.coordination.attempts import Attempt
+from fedpress_server.coordination.live import LiveTask
+from fedpress_server.coordination.task_store import TaskStore
+from fedpress_server.folds.terms import RoundTerms
+from fedpress_server.storage import declines, records
+from fedpress_server.storage.database import Database
+from fedpress_server.storage.files import artefact_name, base_name
+from fedpress_server.storage.payloads import Payloads
+from fedpress_server.storage.records import AssignmentRecord
+
+
+class Queries:
+    """Reads tasks as memory has them, brought up to date first, and the records on the disk."""
+
+    def __init__(
+        self,
+        store: TaskStore,
+        database: Database,
+        payloads: Payloads,
+        clock: Callable[[], float],
+    ) -> None:
+        self._store = store
+        self._database = database
+        self._payloads = payloads
+        self._clock = clock
+
+    async def task(self, name: str) -> TaskSummary:
+        """Raises UnknownTask."""
+        return (await self._store.fresh(name)).summary
+
+    async def configuration(self, name: str) -> TaskConfig:
+        """Raises UnknownTask."""
+        return (await self._store.fresh(name)).config
+
+    async def tasks(self, after: str | None = None, limit: int = 1000) -> list[TaskSummary]:
+        """The first `limit` of those whose names come after `after`, in their order."""
+        if self._store.is_shared:
+            await self._store.follow()
+        names = sorted(name for name in self._store.tasks if after is None or name > after)
+        return [self._store.tasks[name].summary for name in names[:limit]]
+
+    async def history(
+        self, name: str, before: tuple[int, int] | None = None, limit: int = 1000
+    ) -> list[RoundStatus]:
+        """See `records.round_history`; raises UnknownTask."""
+        await self._store.fresh(name)
+
+        def read(connection: Connection) -> list[RoundStatus]:
+            found = records.round_history(connection, name, before, limit)
+            if not found:
+                return found
+            counted = declines.counts(connection, name, [each.round for each in found])
+            return [
+                each.model_copy(update={"declined": counted.get((each.round, each.attempt), {})})
+                for each in found
+            ]
+
+        return await self._database.read(read)
+
+    async def round_status(self, name: str, number: int) -> RoundStatus:
+        """The latest attempt at the round; raises UnknownRound."""
+        least = (await self._store.fresh(name)).config.evaluation.least_clients
+
+        def read(connection: Connection) -> RoundStatus | None:
+            found = records.measured_attempt(connection, name, number, least)
+            if found is None:
+                return None
+            counted = declines.counts(connection, name, [number])
+            seconds = declines.durations(connection, (name, number, found.attempt))
+            why = counted.get((number, found.attempt), {})
+            return found.model_copy(update={"declined": why, "durations": seconds})
+
+        found = await self._database.read(read)
+        if found is None:
+            raise UnknownRound(f"task {name!r} has no round {number}", task=name)
+        return found
+
+    async def artefact_bytes(self, digest: str) -> int:
+        """The size of what an open plan names besides models; raises NotFound."""
+        if self._store.is_shared:
+            await self._store.follow()
+        for task in self._store.tasks.values():
+            plans = task.attempt.plans if task.attempt is not None else ()
+            if any(digest in plan.artefacts for plan in plans):
+                return await asyncio.to_thread(self._payloads.size, artefact_name(digest))
+        raise NotFound(f"no open round names {digest[:12]}")
+
+    async def assignment(self, client_id: str, name: str) -> AssignmentRecord:
+        """Raises UnknownAssignment, or Forbidden for another device's."""
+        record = await self._database.read(lambda c: records.assignment(c, name))
+        if record is None:
+            raise UnknownAssignment(f"no assignment {name[:64]!r}")
+        if record.client_id != client_id:
+            raise Forbidden("the assignment is another device's")
+        return record
+
+    def held(self, assignment: str) -> tuple[LiveTask, Attempt] | None:
+        """The task in memory, and its attempt, in which the assignment awaits its upload.
+
+        Another server may be ahead. Whoever goes by this finds out when it writes.
+        """
+        for task in self._store.tasks.values():
+            attempt = task.attempt
+            if attempt is not None and attempt.takes_upload(assignment, self._clock()):
+                return task, attempt
+        return None
+
+    async def takes_upload(self, assignment: AssignmentRecord) -> RoundTerms | None:
+        """The terms of the upload that this assignment still awaits."""
+        task = await self._store.fresh(assignment.task)
+        await self._store.pass_deadline(task)
+        attempt, name = task.attempt, assignment.assignment
+        if attempt is None or not attempt.holds(name, assignment.key):
+            return None
+        return attempt.terms_of(name) if attempt.takes_upload(name, self._clock()) else None
+
+    async def attempt_of(self, assignment: AssignmentRecord) -> Attempt | None:
+        """The attempt that the assignment is a part of; None if it is over."""
+        task = await self._store.fresh(assignment.task)
+        await self._store.pass_deadline(task)
+        attempt = task.attempt
+        if attempt is None or not attempt.holds(assignment.assignment, assignment.key):
+            return None
+        return attempt
+
+    async def own_name(self, client_id: str, assignment: str) -> tuple[str, str]:
+        """The file of what the client's last included upload stood for, and its digest, while the
+        assignment is open. Raises UnknownAssignment, Forbidden or NotFound."""
+        record = await self.assignment(client_id, assignment)
+        attempt = (await self._store.fresh(record.task)).attempt
+        if attempt is not None and attempt.key == record.key:
+            digest = attempt.terms.bases.get(client_id)
+            if digest is not None:
+                return base_name(record.task, client_id, digest), digest
+        raise NotFound("the assignment names no upload before it, or is over")
+
+    async def max_body_bytes(self, task: str) -> int:
+        """The largest upload of any of the task's rounds."""
+        return (await self._store.fresh(task)).record.max_body_bytes
