@@ -10,8 +10,9 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, SerializerFunctionWrapHandler, model_serializer, model_validator
 
 from fedpress_compression.compressors.error_feedback import check_feedback
-from fedpress_protocols.errors import ConfigurationError
+from fedpress_protocols.errors import ConfigurationError, IncompatiblePlan
 from fedpress_protocols.plan import (
+    TWO_PHASES,
     CohortRules,
     Digest,
     MaskingTerms,
@@ -676,6 +677,13 @@ class TaskConfig(Term):
         before are read as they are."""
         for profile in self.every_profile:
             check_feedback(profile.compressor)
+        self.check_phases()
+
+    def check_phases(self) -> None:
+        """Raise IncompatiblePlan for a profile whose rounds have two phases."""
+        for profile in self.every_profile:
+            if "basis" in profile.compressor.needs:
+                raise IncompatiblePlan(f"profile {profile.name!r}: {TWO_PHASES}")
 
     @model_validator(mode="after")
     def _can_be_scheduled(self) -> TaskConfig:

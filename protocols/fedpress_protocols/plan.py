@@ -226,6 +226,13 @@ LEAST_MASKED = 3
 """Clients whose sum says little enough of each: of two, each learns the other's update."""
 
 
+TWO_PHASES = (
+    "powersgd in two trips needs two exchanges in every round, which servers run no more; begin a "
+    "new task with powersgd in one trip, or with lowrank"
+)
+"""The reason for which a task with such a profile is refused, and an open one is cancelled."""
+
+
 class RoundPlan(Term):
     """One attempt at one round: its model, profiles, terms, rules and bounds."""
 

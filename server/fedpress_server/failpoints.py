@@ -32,7 +32,6 @@ POINTS: Mapping[str, str] = MappingProxyType(
         "sum-committed": "the row of a batch's sum is durable",
         "model-stepped": "the optimizer has made the next model, no file of it is written",
         "model-kept": "the model and its state are durable, the version is not committed",
-        "basis-kept": "a basis is durable, the round does not know",
         "round-committed": "what a job came to is durable",
         "device-changed": "an operator's word on a device, or its next key, is durable, and nobody "
         "knows",

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Iterable
+from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import strategies as st
@@ -20,6 +22,7 @@ from fedpress_server.rounds import (
     Aborted,
     Assign,
     Begin,
+    BufferedRound,
     Cancelled,
     Carried,
     CarriedOver,
@@ -32,7 +35,6 @@ from fedpress_server.rounds import (
     Folded,
     FoldFailed,
     OpenRound,
-    Round,
     Settle,
     Stage,
     StartFold,
@@ -40,58 +42,42 @@ from fedpress_server.rounds import (
     from_record,
     to_record,
 )
+from tests.server import rounds
+from tests.server.rounds import after
 
 INF = float("inf")
 
 
-def opened(**changes: object) -> Round:
+def opened(**changes: Any) -> BufferedRound:
     """Buffers of two, three clients at a time, ten seconds each."""
-    terms: dict[str, object] = {
-        "number": 1,
-        "attempt": 1,
-        "last_round": 9,
-        "max_attempts": 2,
-        "size": 2,
-        "places": 3,
-        "seconds": 10.0,
-        "deadline": INF,
-        "max_staleness": 2,
-    }
-    terms |= changes
-    return Round(**(terms | {"minimum": terms["size"]}))  # type: ignore[arg-type]
-
-
-def after(round_: Round, *events: Event, now: float = 1.0) -> Round:
-    for event in events:
-        round_, effects = round_.on(event, now)
-        assert effects, f"{event} had no place in {round_.phase}"
-    return round_
+    terms = {"last_round": 9, "deadline": INF, "max_staleness": 2} | changes
+    return rounds.opened(BufferedRound, **(terms | {"minimum": terms.get("size", 2)}))
 
 
 def follow(
-    round_: Round, effects: Iterable[Effect], now: float = 1.0
-) -> tuple[Round, list[Effect]]:
+    round_: BufferedRound, effects: Iterable[Effect], now: float = 1.0
+) -> tuple[BufferedRound, list[Effect]]:
     """The attempt that an end opens, begun as the server begins it."""
     opening = next(effect for effect in effects if isinstance(effect, OpenRound))
     assert opening.opening is not None
     fresh = opened(
         number=opening.number,
         attempt=opening.attempt,
-        last_round=round_.last_round,
-        size=round_.size,
-        places=round_.places,
+        last_round=round_.rules.last_round,
+        size=round_.rules.size,
+        places=round_.rules.places,
         max_staleness=round_.max_staleness,
     )
     begun, made = fresh.on(opening.opening, now)
     return begun, list(made)
 
 
-def folded(round_: Round, now: float = 1.0) -> tuple[Round, list[Effect]]:
+def folded(round_: BufferedRound, now: float = 1.0) -> tuple[BufferedRound, list[Effect]]:
     ended, effects = round_.on(Folded("m"), now)
     return follow(ended, effects, now)
 
 
-def three() -> Round:
+def three() -> BufferedRound:
     return after(opened(), *(ClientCheckedIn(f"c{i}", f"a{i}") for i in range(3)))
 
 
@@ -218,7 +204,9 @@ def test_the_last_attempt_takes_the_task_with_it_and_everybody_s_work() -> None:
 
 def test_the_last_model_settles_everybody() -> None:
     folding = after(three(), UploadStaged("a0", "x"), UploadStaged("a1", "y"))
-    last = after(Round(**(vars_of(folding) | {"last_round": 1})), UploadStaged("a2", "z"))
+    last = after(
+        replace(folding, rules=replace(folding.rules, last_round=1)), UploadStaged("a2", "z")
+    )
     _, effects = last.on(Folded("m"), 2.0)
     assert effects == (
         Settle("a0", "included", "x"),
@@ -226,10 +214,6 @@ def test_the_last_model_settles_everybody() -> None:
         Settle("a2", "round-full", "z"),
         EndTask("finished"),
     )
-
-
-def vars_of(round_: Round) -> dict[str, object]:
-    return {name: getattr(round_, name) for name in Round.__dataclass_fields__}
 
 
 def test_profiles_go_round_over_models() -> None:
@@ -285,10 +269,10 @@ class AnyOrder(RuleBasedStateMachine):
             fresh = opened(
                 number=opening.number,
                 attempt=opening.attempt,
-                size=before.size,
-                places=before.places,
+                size=before.rules.size,
+                places=before.rules.places,
                 max_staleness=before.max_staleness,
-                last_round=before.last_round,
+                last_round=before.rules.last_round,
             )
             self.round, self.first, self.events = fresh, fresh, []
             assert opening.opening is not None
@@ -377,8 +361,8 @@ class AnyOrder(RuleBasedStateMachine):
     @invariant()
     def one_is_open_for_each_client_and_few_in_all(self) -> None:
         open_ = [part.client_id for part in self.round.parts.values() if part.is_open]
-        assert len(set(open_)) == len(open_) <= self.round.places
-        assert len(self.round.staged) <= self.round.size
+        assert len(set(open_)) == len(open_) <= self.round.rules.places
+        assert len(self.round.staged) <= self.round.rules.size
 
     @invariant()
     def check_replay(self) -> None:

@@ -28,7 +28,7 @@ from fedpress_protocols.errors import (
 )
 from fedpress_protocols.messages import Assignment, Receipt
 from fedpress_protocols.model import Model
-from fedpress_server.coordination import work
+from fedpress_server.coordination import job_runner
 from fedpress_server.storage.database import Database
 from fedpress_server.storage.payloads import LocalPayloads
 from tests.devices import Device, Operator
@@ -220,14 +220,14 @@ class Held:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.begun, self.go = threading.Event(), threading.Event()
-        fold = work.fold
+        fold = job_runner.fold
 
         def held(*args: Any) -> Any:
             self.begun.set()
             assert self.go.wait(30)
             return fold(*args)
 
-        monkeypatch.setattr(work, "fold", held)
+        monkeypatch.setattr(job_runner, "fold", held)
 
 
 def test_uploads_that_come_during_a_fold_count_in_the_next(

@@ -25,11 +25,13 @@ from fedpress_server.rounds import (
     Folded,
     OpenRound,
     Round,
+    SynchronousRound,
     UploadStaged,
 )
 from fedpress_server.storage.database import Database
 from fedpress_server.storage.evaluation import MAX_GROUPS, Score, best, reason_to_stop
 from tests.devices import Device, Operator
+from tests.server import rounds
 from tests.server.in_process import Clock, Enrolled, Start, include_one
 
 pytestmark = pytest.mark.both_databases
@@ -200,8 +202,7 @@ def test_a_task_that_keeps_getting_better_is_never_stopped_and_one_that_does_not
 
 
 def test_a_fold_with_a_reason_to_stop_ends_the_task_with_it() -> None:
-    terms = {"number": 1, "attempt": 1, "last_round": 9, "max_attempts": 2, "size": 1, "minimum": 1}
-    round_ = Round(**terms, places=1, seconds=10.0, deadline=10.0)  # type: ignore[arg-type]
+    round_: Round = rounds.opened(SynchronousRound, last_round=9, size=1, places=1)
     for event in (ClientCheckedIn("c", "a"), UploadStaged("a", "x")):
         round_, _ = round_.on(event, 1.0)
     assert isinstance(round_.on(Folded("m"), 2.0)[1][-1], OpenRound)

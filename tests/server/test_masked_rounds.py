@@ -22,49 +22,34 @@ from fedpress_server.rounds import (
     Folded,
     FoldFailed,
     Keep,
+    MaskedRound,
     MoveSession,
     OpenRound,
     Queue,
-    Round,
     Said,
     SessionEnded,
     SessionFailed,
     Settle,
     Stage,
     StartFold,
+    SynchronousRound,
     UnmaskFailed,
     UploadStaged,
     from_record,
     to_record,
 )
+from tests.server import rounds
+from tests.server.rounds import after
 
 pytestmark = pytest.mark.both_databases
 
 
-def opened(**changes: Any) -> Round:
-    terms: dict[str, Any] = {
-        "number": 1,
-        "attempt": 1,
-        "last_round": 3,
-        "max_attempts": 2,
-        "size": 3,
-        "minimum": 2,
-        "places": 5,
-        "seconds": 100.0,
-        "deadline": 100.0,
-        "is_masked": True,
-    }
-    return Round(**(terms | changes))
+def opened(**changes: Any) -> MaskedRound:
+    terms = {"size": 3, "minimum": 2, "places": 5, "seconds": 100.0, "deadline": 100.0}
+    return rounds.opened(MaskedRound, **(terms | changes))
 
 
-def after(round_: Round, *events: Event, now: float = 1.0) -> Round:
-    for event in events:
-        round_, effects = round_.on(event, now)
-        assert effects, f"{event} had no place in {round_.phase}"
-    return round_
-
-
-def queued(count: int, assigned: int = 4, **changes: Any) -> Round:
+def queued(count: int, assigned: int = 4, **changes: Any) -> MaskedRound:
     """`assigned` clients with a part, the first `count` of them ready."""
     parts = [ClientCheckedIn(f"c{i}", f"a{i}") for i in range(assigned)]
     return after(opened(**changes), *parts, *(ClientReady(f"a{i}") for i in range(count)))
@@ -86,7 +71,7 @@ def test_being_ready_twice_is_being_ready_once() -> None:
     assert round_.on(ClientReady("a0"), 1.0) == (round_, ())
     assert round_.on(ClientReady("nobody"), 1.0) == (round_, ())
     assert round_.on(ClientReady("a1"), 100.0) == (round_, ())
-    clear = queued(0, is_masked=False)
+    clear = after(rounds.opened(SynchronousRound), ClientCheckedIn("c0", "a0"))
     assert clear.on(ClientReady("a0"), 1.0) == (clear, ())
 
 
@@ -185,7 +170,7 @@ class AnyOrder(RuleBasedStateMachine):
                 case BeginSession():
                     assert not self.began
                     self.began = self.round.queue
-                    assert self.round.minimum <= len(self.began) <= self.round.size
+                    assert self.round.rules.minimum <= len(self.began) <= self.round.rules.size
                 case Stage(name) | Keep(name):
                     assert name in self.began
                 case StartFold():

@@ -36,7 +36,6 @@ from fedpress_protocols.errors import (
 from fedpress_protocols.messages import Assignment, PartialUpload, UploadAck
 from fedpress_protocols.model import Model
 from fedpress_protocols.signatures import Content
-from fedpress_protocols.upload import Upload
 from fedpress_server.intake.resumable import MAX_PER_DEVICE, Resumable
 from fedpress_server.storage.payloads import Payloads
 from tests.devices import Device, Operator, checked
@@ -686,55 +685,9 @@ def test_two_replicas_at_one_upload_append_it_once(
     assert parts.complete().status_code == 201
 
 
-def test_the_first_of_two_trips_may_go_by_parts(
-    http: Server, operator: Operator, enrolled: Enrolled
-) -> None:
-    model = Model.from_tensors({"w": np.linspace(-1, 1, 64, dtype=np.float32).reshape(8, 8)})
-    operator.begin(
-        model,
-        rounds=1,
-        cohort={"size": 1, "minimum": 1},
-        profiles=[
-            {
-                "name": "two",
-                "compressor": {
-                    "id": "error_feedback",
-                    "inner": {
-                        "id": "powersgd",
-                        "rank": 1,
-                        "min_compression_rate": 1.0,
-                        "trips": 2,
-                    },
-                },
-            }
-        ],
-    )
-    device = enrolled()
-    assignment = device.assignment("digits")
-    body = first_trip(assignment, model)
-    parts = Parts(device, assignment, body)
+def test_a_round_has_no_first_phase_to_send_by_parts(parts: Parts) -> None:
     with pytest.raises(RoundClosed):
-        parts.begin()  # the update is not due yet
-    parts.begin(trip="first")
-    parts.send(0, 10)
-    parts.send(10, len(body))
-    answer = parts.complete()
-    assert answer.status_code == 201
-    assert parts.complete().json()["upload"] == parts.digest
-    news = device.check_in("digits", wait=10)
-    assert news is not None
-    assert news.assignment is not None
-    assert news.assignment.basis is not None
-
-
-def first_trip(assignment: Assignment, model: Model) -> bytes:
-    plan = assignment.plan
-    lossy = plan.first_trip
-    assert lossy is not None
-    known = {what: np.zeros(model.spec.size, np.float32) for what in plan.needs & {"previous"}}
-    public = plan.public(model.spec, **known)
-    symbols = lossy.first(ones(model), public)
-    return Upload(0, 1, symbols).to_bytes(lossy.first_layout(public.spec))
+        parts.begin(trip="first")
 
 
 NUMBERS = itertools.count()

@@ -7,11 +7,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from fedpress_server.rounds import (
-    TRANSITIONS,
+    PROTOCOLS,
     Aborted,
     Assign,
-    BasisMade,
-    BeginSecond,
     Cancelled,
     ClientCheckedIn,
     CohortChosen,
@@ -20,46 +18,28 @@ from fedpress_server.rounds import (
     EndTask,
     Event,
     Extend,
-    FirstStaged,
     Folded,
     FoldFailed,
     OpenRound,
     Round,
     Settle,
     Stage,
-    StageFirst,
-    StartBasis,
     StartFold,
+    SynchronousRound,
     UploadStaged,
     diagram,
     from_record,
     to_record,
 )
+from tests.server import rounds
+from tests.server.rounds import after
 
 
-def opened(**changes: object) -> Round:
-    terms = {
-        "number": 1,
-        "attempt": 1,
-        "last_round": 3,
-        "max_attempts": 2,
-        "size": 2,
-        "minimum": 1,
-        "places": 3,
-        "seconds": 10.0,
-        "deadline": 10.0,
-    }
-    return Round(**(terms | changes))  # type: ignore[arg-type]
+def opened(**changes: object) -> SynchronousRound:
+    return rounds.opened(SynchronousRound, **changes)
 
 
-def after(round_: Round, *events: Event, now: float = 1.0) -> Round:
-    for event in events:
-        round_, effects = round_.on(event, now)
-        assert effects, f"{event} had no place in {round_.phase}"
-    return round_
-
-
-def three_assigned(**changes: object) -> Round:
+def three_assigned(**changes: object) -> SynchronousRound:
     return after(opened(**changes), *(ClientCheckedIn(f"c{i}", f"a{i}") for i in range(3)))
 
 
@@ -213,91 +193,21 @@ def test_what_is_over_stays_over() -> None:
         assert round_.on(event, 2.0) == (round_, ())
 
 
-def test_the_page_on_rounds_shows_the_diagram() -> None:
+def test_the_page_on_rounds_shows_the_diagrams() -> None:
     page = Path(__file__).parents[2] / "docs" / "rounds.md"
-    assert diagram().strip() in page.read_text()
+    for protocol in PROTOCOLS:
+        assert diagram(protocol.table()).strip() in page.read_text()
 
 
-def test_the_diagram_draws_every_row() -> None:
-    drawn = diagram()
+@pytest.mark.parametrize("protocol", PROTOCOLS)
+def test_the_diagram_draws_every_row(protocol: type[Round]) -> None:
+    drawn = diagram(protocol.table())
     assert drawn.startswith("stateDiagram-v2\n    [*] --> collecting\n")
-    for row in TRANSITIONS:
+    for row in protocol.table():
         assert f"{row.source} --> {row.target}: {row.event.__name__}" in drawn
 
 
 names = st.sampled_from([f"a{i}" for i in range(8)])
-
-
-# Two trips
-
-
-def both_first(**changes: object) -> Round:
-    """Three assigned, of whom two were to send and have."""
-    assigned = three_assigned(trips=2, **changes)
-    return after(assigned, FirstStaged("a0", "p0"), FirstStaged("a2", "p2"))
-
-
-def test_the_last_first_trip_closes_the_first() -> None:
-    round_, effects = after(three_assigned(trips=2), FirstStaged("a0", "p0")).on(
-        FirstStaged("a2", "p2"), 1.0
-    )
-    assert effects == (StageFirst("a2", "p2"), Settle("a1", "round-full", None), StartBasis())
-    assert (round_.phase, round_.firsts) == ("basing", ("a0", "a2"))
-    assert round_.on(ClientCheckedIn("c9", "a9"), 1.0) == (round_, ())
-
-
-def test_an_upload_has_its_place_after_the_basis() -> None:
-    first = three_assigned(trips=2)
-    assert first.on(UploadStaged("a0", "x"), 1.0) == (first, ())
-    basing = both_first()
-    assert basing.on(UploadStaged("a0", "x"), 1.0) == (basing, ())
-    second, effects = basing.on(BasisMade("b"), 7.0)
-    assert effects == (BeginSecond(17.0),)
-    assert (second.phase, second.basis, second.deadline) == ("collecting", "b", 17.0)
-    assert second.on(FirstStaged("a0", "other"), 8.0) == (second, ())
-    assert second.on(UploadStaged("a1", "x"), 8.0) == (second, ()), "it has made no first trip"
-    folding = after(second, UploadStaged("a0", "x"), UploadStaged("a2", "y"), now=8.0)
-    assert (folding.phase, folding.staged) == ("folding", ("a0", "a2"))
-
-
-def test_nobody_new_comes_between_the_trips() -> None:
-    second = after(both_first(places=9), BasisMade("b"))
-    assert second.on(ClientCheckedIn("c9", "a9"), 1.0) == (second, ())
-
-
-def test_those_who_stay_are_enough_for_a_second_trip() -> None:
-    second = after(both_first(), BasisMade("b"), UploadStaged("a0", "x"))
-    round_, effects = second.on(DeadlinePassed(), 99.0)
-    assert effects == (Settle("a2", "missed-deadline", None), StartFold())
-    left, effects = second.on(Declined("a2"), 1.0)
-    assert effects == (Settle("a2", "declined", None), StartFold())
-    assert round_.staged == left.staged == ("a0",)
-
-
-def test_too_few_in_either_trip_end_the_attempt() -> None:
-    few = after(three_assigned(trips=2, minimum=2), FirstStaged("a0", "p"))
-    over, effects = few.on(DeadlinePassed(), 99.0)
-    assert over.reason == "1 first trips at the deadline, fewer than 2"
-    reasons = {effect.assignment: effect.reason for effect in effects if isinstance(effect, Settle)}
-    assert reasons == {"a0": "round-abandoned", "a1": "missed-deadline", "a2": "missed-deadline"}
-    second = after(both_first(minimum=2), BasisMade("b"), UploadStaged("a0", "x"))
-    over, effects = second.on(DeadlinePassed(), 99.0)
-    assert over.reason == "1 uploads at the deadline, fewer than 2"
-    reasons = {effect.assignment: effect.reason for effect in effects if isinstance(effect, Settle)}
-    assert reasons == {"a0": "round-abandoned", "a2": "missed-deadline"}
-
-
-def test_too_few_left_between_the_trips_wait_for_the_deadline() -> None:
-    second = after(both_first(minimum=2), BasisMade("b"), Declined("a0"), UploadStaged("a2", "x"))
-    assert second.phase == "collecting"
-    assert after(second, DeadlinePassed(), now=99.0).phase == "abandoned"
-
-
-@pytest.mark.parametrize("event", [FoldFailed("no"), Aborted("no"), Cancelled("no")])
-def test_a_round_without_a_basis_settles_everybody(event: Event) -> None:
-    over, effects = both_first().on(event, 1.0)
-    assert over.phase == "abandoned"
-    assert sum(isinstance(effect, Settle) for effect in effects) == 2
 
 
 class AnyOrder(RuleBasedStateMachine):
@@ -307,7 +217,6 @@ class AnyOrder(RuleBasedStateMachine):
         size=st.integers(1, 3),
         spare=st.integers(0, 2),
         attempt=st.integers(1, 2),
-        trips=st.integers(1, 2),
         chooses=st.booleans(),
         data=st.data(),
     )
@@ -316,15 +225,11 @@ class AnyOrder(RuleBasedStateMachine):
         size: int,
         spare: int,
         attempt: int,
-        trips: int,
         chooses: bool,
         data: st.DataObject,
     ) -> None:
         terms = {"minimum": data.draw(st.integers(1, size)), "chooses": chooses}
-        self.round = self.first = opened(
-            size=size, places=size + spare, attempt=attempt, trips=trips, **terms
-        )
-        self.firsts: set[str] = set()
+        self.round = self.first = opened(size=size, places=size + spare, attempt=attempt, **terms)
         self.now = 0.0
         self.events: list[tuple[Event, float]] = []
         self.receipts: dict[str, Settle] = {}
@@ -346,12 +251,7 @@ class AnyOrder(RuleBasedStateMachine):
                     assert client not in self.assigned.values()
                     assert index == len(self.assigned)
                     self.assigned[name] = client
-                case StageFirst(name):
-                    assert name not in self.firsts | set(self.receipts)
-                    assert self.round.trips == 2
-                    self.firsts.add(name)
                 case Stage(name, upload):
-                    assert self.round.trips == 1 or name in self.firsts
                     assert name not in self.acknowledged
                     assert name not in self.receipts
                     self.acknowledged[name] = upload
@@ -363,7 +263,7 @@ class AnyOrder(RuleBasedStateMachine):
                 case OpenRound() | EndTask():
                     self.sequels.append(effect)
                 case Extend():
-                    assert len(self.assigned) < self.round.minimum
+                    assert len(self.assigned) < self.round.rules.minimum
 
     @rule(number=st.integers(0, 7))
     def check_in(self, number: int) -> None:
@@ -379,15 +279,6 @@ class AnyOrder(RuleBasedStateMachine):
     @rule(name=names, upload=st.sampled_from(["x", "y"]))
     def upload(self, name: str, upload: str) -> None:
         self.happen(UploadStaged(name, upload))
-
-    @rule(name=names, upload=st.sampled_from(["x", "y"]))
-    def first_trip(self, name: str, upload: str) -> None:
-        self.happen(FirstStaged(name, upload))
-
-    @precondition(lambda self: self.round.phase == "basing")
-    @rule(event=st.sampled_from([BasisMade("b"), BasisMade("b"), FoldFailed("no")]))
-    def base(self, event: Event) -> None:
-        self.happen(event)
 
     @rule(name=names)
     def decline(self, name: str) -> None:
@@ -411,9 +302,9 @@ class AnyOrder(RuleBasedStateMachine):
     def what_is_included_was_acknowledged(self) -> None:
         included = {n: s.upload for n, s in self.receipts.items() if s.reason == "included"}
         assert included.items() <= self.acknowledged.items()
-        assert len(self.acknowledged) <= self.round.size
+        assert len(self.acknowledged) <= self.round.rules.size
         if self.round.phase == "committed":
-            assert self.round.minimum <= len(included)
+            assert self.round.rules.minimum <= len(included)
             assert included == self.acknowledged
 
     @invariant()

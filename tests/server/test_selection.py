@@ -22,16 +22,15 @@ from fedpress_protocols.model import Model
 from fedpress_protocols.upload import Upload
 from fedpress_server.rounds import (
     Assign,
-    BasisMade,
     BeginSession,
     CallUp,
     ClientCheckedIn,
     ClientReady,
     CohortChosen,
-    DeadlinePassed,
     Declined,
-    FirstStaged,
+    MaskedRound,
     Round,
+    SynchronousRound,
     from_record,
     to_record,
 )
@@ -44,6 +43,7 @@ from fedpress_server.rounds.selection import (
 )
 from fedpress_server.storage import participants
 from tests.devices import Device, Operator
+from tests.server import rounds
 from tests.server.in_process import Clock, Enrolled, Server, Start, history, ones
 
 pytestmark = pytest.mark.both_databases
@@ -256,10 +256,8 @@ def test_who_does_not_come_back_waits_no_longer() -> None:
 # The event
 
 
-def opened(**changes: Any) -> Round:
-    terms = {"number": 1, "attempt": 1, "last_round": 3, "max_attempts": 2, "size": 2, "minimum": 1}
-    terms |= {"places": 2, "seconds": 10.0, "deadline": 10.0, "chooses": True}
-    return Round(**(terms | changes))
+def opened(**changes: Any) -> SynchronousRound:
+    return rounds.opened(SynchronousRound, **({"places": 2, "chooses": True} | changes))
 
 
 def event(*clients: str) -> CohortChosen:
@@ -299,17 +297,11 @@ def test_a_choice_that_does_not_fit_changes_nothing() -> None:
     assert declined.on(event("c1", "c3"), 3.0)[1][-1] == CallUp()
 
 
-def test_a_chosen_cohort_goes_on_to_a_masked_session_or_a_second_trip() -> None:
-    masked, _ = opened(is_masked=True).on(event("c0", "c1"), 1.0)
+def test_a_chosen_cohort_goes_on_to_a_masked_session() -> None:
+    masked: Round = rounds.opened(MaskedRound, places=2, chooses=True)
+    masked, _ = masked.on(event("c0", "c1"), 1.0)
     masked, _ = masked.on(ClientReady("of-c0"), 2.0)
     assert masked.on(ClientReady("of-c1"), 2.0)[1][-1] == BeginSession()
-    twice, _ = opened(trips=2, minimum=1).on(event("c0"), 1.0)
-    twice, _ = twice.on(FirstStaged("of-c0", "x"), 2.0)
-    twice, _ = twice.on(DeadlinePassed(), 10.0)
-    twice, _ = twice.on(BasisMade("b"), 11.0)
-    assert twice.phase == "collecting"
-    assert twice.places_left == 0
-    assert twice.on(event("c1"), 12.0) == (twice, ())
 
 
 def test_as_many_members_may_come_as_have_no_assignment() -> None:

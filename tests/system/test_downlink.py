@@ -118,7 +118,6 @@ class Fleet:
         )
         self.trainers = list(trainers) or [Wanderer(number) for number in range(num_devices)]
         self.events: list[list[Event]] = [[] for _ in self.trainers]
-        self.trips = 2 if "trips" in str(config) else 1
         self.token = token
         self.clients = [self.client(number) for number in range(num_devices)]
 
@@ -145,7 +144,7 @@ class Fleet:
     def round(self, *who: int) -> None:
         """These devices take part in the next round, and wait until it is committed."""
         before = self.summary.round
-        due = {number: self.uploads(number) + self.trips for number in who}
+        due = {number: self.uploads(number) + 1 for number in who}
         for _ in range(2000):
             for number in who:
                 if self.uploads(number) < due[number]:
@@ -247,7 +246,6 @@ WORKS: dict[str, dict[str, Any]] = {
     "activity": with_contexts("activity"),
     "cafe": one({"id": "cafe", "inner": {"id": "topk", "fraction": 0.05}, "guard": None}),
     "shared support": one({"id": "error_feedback", "inner": {"id": "shared_support"}}),
-    "two trips": one({"id": "error_feedback", "inner": {"id": "powersgd", "trips": 2}}),
     "range coder": {"downlink": {"coder": "auto"}},
     "fine": {"downlink": {"bits": 14, "rate": 3.2}},
     "coarse": {"downlink": {"bits": 6, "rate": 0.05}},
@@ -274,7 +272,7 @@ def test_it_goes_with(name: str, server: Server, tmp_path: Path) -> None:
             assert set(began) <= set(models)
     for status in history(fleet.operator):
         plain, coded, difference = forms_of(status)
-        if name not in ("activity", "two trips"):  # whose maps and bases go down as they are
+        if name != "activity":  # whose maps go down as they are
             assert plain == 0
         assert coded or difference or status.assigned == 0
     assert fleet.summary.state == "finished"

@@ -39,8 +39,8 @@ ANYWHERE = ("file-kept", "commit-due", "committed")
 """Reached by whoever writes."""
 LOCAL = ("file-written",)
 """Reached where files are written in a folder."""
-ELSEWHERE = ("basis-kept", "device-changed")
-"""Of rounds of two trips, which `test_crash` kills at random; of devices, `test_key_changes`."""
+ELSEWHERE = ("device-changed",)
+"""Of devices: `test_key_changes`."""
 EVERY = 12
 """Passes through a point of ANYWHERE, or through "request-answered", until the kill, at most."""
 

@@ -1,4 +1,4 @@
-"""Every kind of body by parts, however small: two trips, masked words; and nothing else changes."""
+"""Masked bodies by parts, however small; and nothing else changes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from fedpress_client.parts import PartSizes
 from fedpress_client.transport import HttpTransport
 from tests.masked import TASK, drive
 from tests.server.in_process import Clock, history
-from tests.system import test_two_trips
 from tests.system.test_masked_sessions import World
 
 PART = 16
@@ -30,12 +29,6 @@ def parts(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     monkeypatch.setattr(HttpTransport, "_deliver", HttpTransport._by_parts)
     monkeypatch.setattr(HttpTransport, "send_part", counted)
     return sent
-
-
-@pytest.mark.slow
-def test_two_trips_by_parts_are_the_group_in_process(tmp_path: Path, parts: list[str]) -> None:
-    test_two_trips.test_a_group_over_http_is_the_group_in_process(tmp_path)
-    assert len(parts) > 3 * 3 * 2
 
 
 def masked_model(folder: Path) -> str:

@@ -1,4 +1,4 @@
-"""A policy that goes by losses, where an upload takes two trips and where it goes under masks."""
+"""A policy that goes by losses, where uploads go under masks."""
 
 from __future__ import annotations
 
@@ -19,7 +19,6 @@ from fedpress_server import Settings, create_app
 from tests.devices import ADMIN_TOKEN, Operator
 from tests.masked import SHARED, Numbered, Participant, Unread, drive, masked_task
 from tests.server.in_process import Server, history, running
-from tests.system.test_two_trips import Group
 
 LOOP = {"id": "accuracy_driven", "window": 3, "settle": 0}
 
@@ -107,32 +106,3 @@ def test_a_masked_ladder_has_one_profile_a_round(
     }
     assert made.num_updates == len(set(made.updates)) == 3
     assert not bare & set(made.updates), "the lineage names masked bodies"
-
-
-def test_a_ladder_of_ranks_in_two_trips(tmp_path: Path) -> None:
-    ladder = [
-        {
-            "name": f"rank-{rank}",
-            "compressor": {
-                "id": "error_feedback",
-                "inner": {"id": "powersgd", "rank": rank, "trips": 2},
-            },
-        }
-        for rank in (3, 1)
-    ]
-    group = Group(tmp_path, 2)
-    for trainer in group.trainers:
-        losses = Improving(0)
-        trainer.evaluate = losses.evaluate  # type: ignore[method-assign]
-    with group.server() as operator:
-        group.begin(operator, rounds=10, profiles=ladder, policies=[LOOP])
-        for number in range(1, 11):
-            group.commit(operator, 0, 1, number=number)
-        rounds = history(operator)
-        assert profiles_of(rounds)[0] == 0
-        assert max(profiles_of(rounds)) == 1
-        group.step(0, 1)
-        for index in range(2):
-            ledger = group.clients[index].ledger
-            assert not ledger.pending
-            assert set(ledger.settled.values()) == {"included"}

@@ -13,8 +13,8 @@ from fedpress_server.api.examples import answered
 from fedpress_server.api.listeners import Parts
 from fedpress_server.api.problems import responses
 from fedpress_server.api.routing import DeviceRoute, content_of, device_of, read_body
-from fedpress_server.folds.masked import Answer
 from fedpress_server.rounds import Step
+from fedpress_server.rounds.session import Answer
 
 _OCTETS = "application/octet-stream"
 _BINARY = {_OCTETS: {"schema": {"type": "string", "format": "binary"}}}

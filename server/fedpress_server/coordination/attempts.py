@@ -1,33 +1,25 @@
-"""An attempt at a round as it is now: the machine, its plan's terms, and in the masked lane the
-session, which move in one step."""
+"""An attempt at a round as it is now: the state of its protocol, and its plan's terms."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
-from fedpress_protocols.errors import FedpressError
-from fedpress_protocols.masking.messages import ClientMessage
 from fedpress_protocols.messages import Assignment
 from fedpress_protocols.plan import RoundPlan
 from fedpress_protocols.policies import Course
 from fedpress_server.folds.adding import StagedUpload
-from fedpress_server.folds.masked import Host, Message, Session
+from fedpress_server.folds.masked import SessionOpening
 from fedpress_server.folds.terms import RoundTerms
 from fedpress_server.rounds import (
-    BeginSession,
     CarriedOver,
-    DeadlinePassed,
     Effect,
     Event,
-    Folded,
+    MaskedRound,
     Part,
     Round,
     Said,
-    SessionEnded,
-    SessionFailed,
-    UnmaskFailed,
-    UploadStaged,
+    Session,
 )
 from fedpress_server.storage.files import upload_name, uploads_folder
 from fedpress_server.storage.records import AssignmentRecord, RoundKey
@@ -37,9 +29,6 @@ from fedpress_server.storage.records import AssignmentRecord, RoundKey
 class Attempt:
     """An attempt at a round as it is now; `seq` counts its events.
 
-    In the masked lane `session` is the round's once it has begun, under the keys of `host`. The two
-    move in one step: what becomes of the session the round is told at once.
-
     In an asynchronous task an assignment stays what it was when another attempt takes it over: it
     keeps the key and the plan of the attempt that gave it, which are among the `earlier`.
     """
@@ -47,13 +36,20 @@ class Attempt:
     round: Round
     terms: RoundTerms
     seq: int = 0
-    host: Host | None = None
-    session: Session | None = None
     course: Course | None = None
     """What the task's policies made of the round."""
     earlier: Mapping[tuple[int, int], RoundPlan] = field(default_factory=dict)
     """By round and attempt: the plans of assignments that were taken over."""
-    opened_at: float = 0.0
+
+    @property
+    def session(self) -> Session | None:
+        """That of a masked round, once it has begun."""
+        return self.round.session if isinstance(self.round, MaskedRound) else None
+
+    @property
+    def queue(self) -> tuple[str, ...]:
+        """The assignments that wait for the session of a masked round, or are in it."""
+        return self.round.queue if isinstance(self.round, MaskedRound) else ()
 
     @property
     def key(self) -> RoundKey:
@@ -101,87 +97,34 @@ class Attempt:
         begun = replace(self, earlier={key: plans[key] for key in sorted(given)})
         return begun.after(opening, now)
 
-    def after(
-        self, event: Event, now: float, message: ClientMessage | None = None
-    ) -> tuple[Attempt, tuple[Effect, ...]]:
-        """The attempt after `event`, and what must be done; nothing if it has no place here.
-
-        `message` is what was `Said`, admitted before.
-        """
-        if self.round.phase == "masking" and self._is_out_of_turn(event, now):
-            return self, ()
+    def after(self, event: Event, now: float) -> tuple[Attempt, tuple[Effect, ...]]:
+        """The attempt after `event`, and what must be done; nothing if it has no place here."""
         round_, effects = self.round.on(event, now)
         if not effects:
             return self, ()
-        terms = self.terms
-        if round_.deadline != self.round.deadline:
-            plan = terms.plan.model_copy(update={"deadline": round_.deadline})
-            terms = replace(terms, plan=plan)
-        if round_.basis != self.round.basis:
-            terms = replace(terms, basis=f"{uploads_folder(self.key)}/{round_.basis}")
-        after = replace(self, round=round_, terms=terms, seq=self.seq + 1)
-        if not round_.is_masked:
+        after = replace(self, round=round_, seq=self.seq + 1)
+        if round_.deadline == self.round.deadline:
             return after, effects
-        return after._with_session(event, effects, message, now)
+        plan = self.terms.plan.model_copy(update={"deadline": round_.deadline})
+        return after.under(replace(self.terms, plan=plan)), effects
 
-    def admits(self, event: Event, said: Message, now: float) -> bool:
-        """Whether what was `said` counts; False for a repeat. Raises as `Session.admits` does."""
-        if self.session is None or not isinstance(event, Said):
+    def under(self, terms: RoundTerms) -> Attempt:
+        """With other terms, in which its session begins too."""
+        round_ = self.round
+        if isinstance(round_, MaskedRound) and isinstance(round_.opens, SessionOpening):
+            round_ = replace(round_, opens=replace(round_.opens, terms=terms))
+        return replace(self, round=round_, terms=terms)
+
+    def admits(self, event: Said, identity: bytes, now: float) -> bool:
+        """Whether the message of the event, by the device with this key, counts; False for a
+        repeat. Raises as `Session.admits` does."""
+        if self.session is None or event.message is None or event.assignment not in self.queue:
             return False
-        if event.assignment not in self.round.queue:
-            return False
-        return self.session.admits(event.assignment, said.message, said.identity, now)
+        return self.session.admits(event.assignment, event.message, identity, now)
 
     @property
     def session_phase(self) -> str:
         return "" if self.session is None else self.session.machine.phase
-
-    def _is_out_of_turn(self, event: Event, now: float) -> bool:
-        """Whether the session has no place for what its round would take."""
-        if self.session is None:
-            return False
-        match event:
-            case DeadlinePassed():
-                return now < self.session.machine.deadline
-            case UploadStaged(assignment):
-                return not self.session.takes_body(assignment, now)
-            case _:
-                return False
-
-    def _with_session(
-        self, event: Event, effects: tuple[Effect, ...], message: ClientMessage | None, now: float
-    ) -> tuple[Attempt, tuple[Effect, ...]]:
-        """With the session moved on too, and the round by what came of it."""
-        session, verdict = self.session, None
-        try:
-            if BeginSession() in effects and self.host is not None:
-                parts = self.round.parts
-                clients = {name: parts[name].client_id for name in self.round.queue}
-                session = Session.begun(self.host, self.terms, clients, self.opened_at, now)
-        except FedpressError as exc:
-            verdict = SessionFailed(f"no session can begin: {exc.detail}")
-        if session is None:
-            return self._told(verdict, effects, now)
-        match event:
-            case Said(assignment) if message is not None:
-                session = session.said(assignment, message, now, len(self.round.queue))
-            case UploadStaged(assignment):
-                session = session.staged(assignment, now)
-            case DeadlinePassed() if BeginSession() not in effects:
-                session = session.passed(now)
-            case UnmaskFailed(detail, suspects):
-                session = session.unmask_failed(detail, suspects, now)
-            case Folded(suspects=suspects):
-                session = session.suspecting(suspects)
-        return replace(self, session=session)._told(session.outcome, effects, now)
-
-    def _told(
-        self, verdict: SessionEnded | SessionFailed | None, effects: tuple[Effect, ...], now: float
-    ) -> tuple[Attempt, tuple[Effect, ...]]:
-        if verdict is None:
-            return self, effects
-        round_, more = self.round.on(verdict, now)
-        return replace(self, round=round_), (*effects, *more)
 
     def is_due(self, now: float) -> bool:
         if self.round.phase == "masking" and self.session is not None:
@@ -197,15 +140,12 @@ class Attempt:
         if not self.round.takes_uploads or found is None or not found[1].is_open:
             return None
         name, part = found
-        if part.first is not None and self.round.basis is None:
-            return None
         return Assignment(
             assignment=name,
             client_id=client_id,
             plan=self._plan_for(part),
             profile=self.terms_of(name).profile(part.index, part.profile),
             own=self.terms.bases.get(client_id),
-            basis=self.round.basis,
             turn=part.turn,
         )
 
@@ -221,33 +161,7 @@ class Attempt:
             return False
         if self.round.is_masked:
             return self.session is not None and self.session.takes_body(assignment, now)
-        is_time = self.round.takes_uploads and not self.round.is_first_trip
-        return is_time and now < min(self.round.deadline, part.due)
-
-    def takes_first(self, assignment: str, now: float) -> bool:
-        part = self.round.parts.get(assignment)
-        is_new = part is not None and part.is_open and part.first is None
-        is_time = self.round.phase == "collecting" and self.round.is_first_trip
-        return is_new and is_time and now < self.round.deadline
-
-    def first_of(self, assignment: str) -> str | None:
-        """SHA-256 of the body of the assignment's first trip."""
-        part = self.round.parts.get(assignment)
-        return None if part is None else part.first
-
-    @property
-    def firsts(self) -> tuple[StagedUpload, ...]:
-        """Where the first trips lie that a basis is made of, in the order of their assignments."""
-        parts = self.round.parts
-        return tuple(
-            StagedUpload(
-                upload_name(self.key, name, digest),
-                digest,
-                self.terms.profile(parts[name].index, parts[name].profile),
-            )
-            for name in self.round.firsts
-            if (digest := parts[name].first) is not None
-        )
+        return self.round.takes_uploads and now < min(self.round.deadline, part.due)
 
     @property
     def staged(self) -> tuple[StagedUpload, ...]:

@@ -1,4 +1,4 @@
-"""The long work of tasks, under leases: folds, in batches or whole; bases between two trips."""
+"""The jobs of tasks, under leases: aggregation, in batches or whole."""
 
 from __future__ import annotations
 
@@ -22,13 +22,14 @@ from fedpress_server.coordination.live import LiveTask
 from fedpress_server.coordination.publisher import JobSignal
 from fedpress_server.coordination.task_store import TaskStore
 from fedpress_server.folds.adding import FoldJob, StagedUpload, add_batch
-from fedpress_server.folds.folding import FoldResult, fold, make_basis
-from fedpress_server.folds.masked import Session, Sums, unmasked
+from fedpress_server.folds.folding import FoldResult, fold
+from fedpress_server.folds.masked import Sums, unmasked
 from fedpress_server.folds.probing import compare
 from fedpress_server.metrics import Metrics
 from fedpress_server.observing import outages, traces
 from fedpress_server.observing.logs import about
-from fedpress_server.rounds import BasisMade, Event, Folded, FoldFailed, UnmaskFailed
+from fedpress_server.rounds import Event, Folded, FoldFailed, UnmaskFailed
+from fedpress_server.rounds.session import Session
 from fedpress_server.settings import Settings
 from fedpress_server.storage import evaluation, leases
 from fedpress_server.storage.database import Database
@@ -208,7 +209,7 @@ class JobRunner:
         elif job.kind == "sum":
             await self._sum(task, attempt, lease)
         elif job.kind == "basis":
-            await self._tell(task, lease, await self._basis_of(attempt))
+            raise LeaseLost(f"{job} is of rounds in two phases, which this release has not")
         else:
             await self._fold(task, attempt, lease)
 
@@ -240,21 +241,6 @@ class JobRunner:
         failpoints.reach("sum-kept")
         await self._database.write(write, locks=True)
         failpoints.reach("sum-committed")
-
-    async def _basis_of(self, attempt: Attempt) -> Event:
-        """That there is one; raises what waiting may mend."""
-        folder = uploads_folder(attempt.key)
-        try:
-            digest = await self._background.in_thread(
-                make_basis, attempt.terms, attempt.firsts, folder
-            )
-        except (Unavailable, OSError, MemoryError):
-            raise
-        except Exception as exc:
-            _log.exception("task %s round %d.%d can have no basis", *attempt.key)
-            return FoldFailed(f"no basis could be made: {exc}")
-        failpoints.reach("basis-kept")
-        return BasisMade(digest)
 
     async def _fold(self, task: LiveTask, attempt: Attempt, lease: Lease) -> None:
         digests = await self._database.read(lambda c: leases.outputs(c, attempt.key))

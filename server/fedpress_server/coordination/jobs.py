@@ -13,8 +13,6 @@ BATCH = 64
 def jobs_of(attempt: Attempt, strategy: Strategy) -> list[Job]:
     """None while there is nothing to make. What is added up under masks is one sum already."""
     key, round_ = attempt.key, attempt.round
-    if round_.phase == "basing":
-        return [Job(key, "basis")]
     if round_.phase != "folding":
         return []
     due = [Job(key, "fold")]

@@ -40,7 +40,7 @@ from fedpress_server.coordination.commands import (
 )
 from fedpress_server.coordination.jobs import jobs_of
 from fedpress_server.coordination.live import LiveTask
-from fedpress_server.coordination.opening import round_of
+from fedpress_server.coordination.opening import masked_by, round_of
 from fedpress_server.coordination.steps import Moved, Step
 from fedpress_server.folds.folding import FoldResult
 from fedpress_server.folds.masked import Host, left_out, read_message
@@ -51,11 +51,11 @@ from fedpress_server.registry import restores
 from fedpress_server.registry import versions as registry
 from fedpress_server.rounds import (
     Assign,
-    BeginSecond,
     Declined,
     Effect,
     Extend,
     Folded,
+    MaskedRound,
     Said,
     Settle,
     from_record,
@@ -80,7 +80,7 @@ def reopened(
     bases = records.bases_of(connection, config.task)
     course = None if newest.course is None else Course.model_validate(newest.course)
     terms = RoundTerms(plan, spec, payloads, bases)
-    begun = Attempt(round_, terms, host=host, course=course, opened_at=newest.opened_at)
+    begun = Attempt(masked_by(round_, host, terms, newest.opened_at), terms, course=course)
     attempt, _ = replayed(connection, without_suspects(connection, begun))
     given = {part.given for part in attempt.round.parts.values() if part.given is not None}
     plans = {key: records.plan_of(connection, (config.task, *key)) for key in sorted(given)}
@@ -92,33 +92,33 @@ def without_suspects(
 ) -> Attempt:
     """`attempt` without those that the sessions of its task before have named; `ended`: the last of
     them, where it is not on the disk yet."""
-    if not attempt.round.is_masked:
+    round_ = attempt.round
+    if not isinstance(round_, MaskedRound):
         return attempt
     rows = records.last_sessions(connection, attempt.key, _REMEMBERED)
     sessions = [SessionStatus.model_validate_json(json.dumps(row)) for row in rows]
     if ended is not None:
         sessions.append(ended)
-    round_ = attempt.round
-    names = left_out(
-        sessions, round_.number + round_.attempt, round_.members or frozenset(), round_.minimum
-    )
+    turn, rules = round_.number + round_.attempt, round_.rules
+    names = left_out(sessions, turn, rules.members or frozenset(), rules.minimum)
     return replace(attempt, round=replace(round_, left_out=names))
 
 
-def replayed(connection: Connection, held: Attempt) -> tuple[Attempt, tuple[Effect, ...]]:
-    """The attempt with the events that are on the disk and not in `held`, and their effects.
+def replayed(connection: Connection, known: Attempt) -> tuple[Attempt, tuple[Effect, ...]]:
+    """The attempt with the events that are on the disk and not in `known`, and their effects.
 
     Raises KeyError where a message is gone, as it is once the attempt is over.
     """
-    attempt, effects = held, list[Effect]()
-    found = [(at, from_record(row)) for at, row in records.events(connection, held.key, held.seq)]
-    whose = {event.assignment for _, event in found if isinstance(event, Said)}
-    said = records.session_bodies(connection, held.key, whose) if whose else {}
-    for at, event in found:
+    attempt, effects = known, list[Effect]()
+    rows = records.events(connection, known.key, known.seq)
+    whose = {row["assignment"] for _, row in rows if row["event"] == Said.__name__}
+    said = records.session_bodies(connection, known.key, whose) if whose else {}
+    for seq, (at, row) in enumerate(rows, known.seq + 1):
         message = None
-        if isinstance(event, Said):
-            message = read_message(event.step, said[event.assignment, event.step])
-        attempt, more = attempt.after(event, at, message)
+        if row["event"] == Said.__name__:
+            message = read_message(row["step"], said[row["assignment"], row["step"]])
+        attempt, more = attempt.after(from_record(row, message), at)
+        attempt = replace(attempt, seq=seq)  # also behind an event that changes nothing any more
         effects += more
     return attempt, tuple(effects)
 
@@ -290,7 +290,7 @@ class Journal:
                     receipt = _receipt(after, effect, now, moved.result, self._epoch)
                     signed = signed_receipt(receipt, self._host.keys.current)
                     records.set_receipt(connection, effect.assignment, signed.model_dump_json())
-                case Extend(deadline) | BeginSecond(deadline):
+                case Extend(deadline):
                     plan = after.terms.plan.to_json()
                     records.update_round(connection, after.key, deadline=deadline, plan=plan)
                 case _:
@@ -301,7 +301,8 @@ class Journal:
     ) -> None:
         """The jobs that an attempt has come to, or none once it is past them."""
         due = jobs_of(after, task.strategy)
-        if before is not None and jobs_of(before, task.strategy) and not due:
+        was_due = before is not None and bool(jobs_of(before, task.strategy))
+        if after.round.is_over or (was_due and not due):
             leases.drop(connection, after.key)
         elif due and (before is None or before.round.phase != after.round.phase):
             leases.add(connection, due, self._lease_time(connection))

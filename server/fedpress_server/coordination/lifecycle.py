@@ -206,6 +206,7 @@ class Lifecycle:
         if is_same and begun is not None and begun.base_model == model.digest:
             return None
         _check_can_continue(task, more)
+        task.config.check_phases()
         tried = 0 if begun is None else begun.attempt
         changes = {
             "rounds": last,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import inf
 from typing import NamedTuple
 
@@ -22,11 +22,20 @@ from fedpress_protocols.schedule import Period, period_at
 from fedpress_server.coordination.adaptive import course_of
 from fedpress_server.coordination.attempts import Attempt
 from fedpress_server.folds.folding import FoldResult
-from fedpress_server.folds.masked import Host
+from fedpress_server.folds.masked import Host, SessionOpening
 from fedpress_server.folds.terms import RoundTerms
 from fedpress_server.policies.decisions import every_choice, next_course, profiles_of
 from fedpress_server.policies.facts import Facts
-from fedpress_server.rounds import Event, Folded, OpenRound, Round
+from fedpress_server.rounds import (
+    BufferedRound,
+    Event,
+    Folded,
+    MaskedRound,
+    OpenRound,
+    Round,
+    Rules,
+    SynchronousRound,
+)
 from fedpress_server.storage import records
 from fedpress_server.storage.payloads import Payloads
 from fedpress_server.storage.scoreboard import Scoreboard
@@ -210,9 +219,8 @@ def opened(
         )
     except ValidationError as exc:
         raise IncompatiblePlan(explained(exc)) from exc
-    round_ = round_of(config, plan, now)
     terms = RoundTerms(plan, carryover.spec, payloads, carryover.bases)
-    return Attempt(round_, terms, host=host, course=course, opened_at=now)
+    return Attempt(masked_by(round_of(config, plan, now), host, terms, now), terms, course=course)
 
 
 def later_periods(config: TaskConfig) -> Iterator[TaskConfig]:
@@ -236,8 +244,9 @@ def check_warm_up(terms: RoundTerms, strategy: Strategy) -> None:
 
 
 def round_of(config: TaskConfig, plan: RoundPlan, opened_at: float) -> Round:
+    """The state in which an attempt of the task's round protocol begins."""
     asynchronous = config.asynchronous
-    return Round(
+    rules = Rules(
         number=plan.round,
         attempt=plan.attempt,
         last_round=config.rounds,
@@ -246,14 +255,21 @@ def round_of(config: TaskConfig, plan: RoundPlan, opened_at: float) -> Round:
         minimum=config.cohort.minimum,
         places=asynchronous.concurrency if asynchronous else config.cohort.assigned,
         seconds=config.round_seconds,
-        deadline=inf if asynchronous else opened_at + config.round_seconds,
         members=frozenset(config.members) or None,
         chooses=config.selection.policy != "first",
-        is_masked=config.lane == "masked",
         at_end=config.at_end,
-        trips=2 if "basis" in plan.needs else 1,
-        max_staleness=asynchronous.max_staleness if asynchronous else None,
     )
+    if asynchronous is not None:
+        return BufferedRound(rules, inf, max_staleness=asynchronous.max_staleness)
+    kind = MaskedRound if config.lane == "masked" else SynchronousRound
+    return kind(rules, opened_at + config.round_seconds)
+
+
+def masked_by(round_: Round, host: Host, terms: RoundTerms, opened_at: float) -> Round:
+    """With all that its session begins with, if it has one."""
+    if not isinstance(round_, MaskedRound):
+        return round_
+    return replace(round_, opens=SessionOpening(host, terms, opened_at))
 
 
 def checked_bound(terms: RoundTerms, most: int) -> int:

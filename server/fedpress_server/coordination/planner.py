@@ -37,7 +37,15 @@ from fedpress_server.coordination.placement import Placement
 from fedpress_server.coordination.steps import Draft, Entry, Moved, Step
 from fedpress_server.folds.masked import Host
 from fedpress_server.identity import audit
-from fedpress_server.rounds import Cancelled, CarriedOver, Effect, EndTask, Folded, OpenRound
+from fedpress_server.rounds import (
+    Cancelled,
+    CarriedOver,
+    Effect,
+    EndTask,
+    Folded,
+    OpenRound,
+    Said,
+)
 from fedpress_server.storage import evaluation, leases
 from fedpress_server.storage.database import Database
 from fedpress_server.storage.payloads import Payloads
@@ -102,12 +110,12 @@ class Planner:
         if attempt.round.is_masked and attempt.session is None:
             # A session may begin with it.
             await self._background.in_thread(lambda: attempt.terms.payload)
-        message = None
-        if isinstance(command.payload, ReceivedMessage):
+        if isinstance(event, Said) and isinstance(command.payload, ReceivedMessage):
             message = command.payload.message
-            if not attempt.admits(event, message, now):
+            event = replace(event, message=message.message)
+            if not attempt.admits(event, message.identity, now):
                 return None
-        after, effects = attempt.after(event, now, None if message is None else message.message)
+        after, effects = attempt.after(event, now)
         if not effects:
             return None
         moved = Moved(event, attempt, after, effects, result)

@@ -9,17 +9,16 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from fedpress_server.coordination.attempts import Attempt
-from fedpress_server.coordination.commands import GivePlaces
 from fedpress_server.coordination.figures import Phases
 from fedpress_server.coordination.file_cleanup import FileCleanup
 from fedpress_server.coordination.live import LiveTask
 from fedpress_server.coordination.steps import Step
 from fedpress_server.folds.masked import Sums
 from fedpress_server.metrics import Metrics
-from fedpress_server.rounds import Assign, Effect, Keep, Queue, Stage, StageFirst
+from fedpress_server.rounds import Assign, CohortChosen, Effect, Keep, Queue, Stage
 from fedpress_server.storage.files import artefact_name
 
-_QUIET = Assign | Stage | StageFirst | Queue | Keep
+_QUIET = Assign | Stage | Queue | Keep
 """Effects that are news for nobody else."""
 
 _log = logging.getLogger(__name__)
@@ -32,7 +31,7 @@ class JobSignal:
         self.event = asyncio.Event()
 
     def look(self, task: LiveTask) -> None:
-        if task.attempt is not None and task.attempt.round.phase in ("folding", "basing"):
+        if task.attempt is not None and task.attempt.round.phase == "folding":
             self.event.set()
 
 
@@ -57,13 +56,13 @@ class Publisher:
         task.record = replace(last.record, version=version)
         task.config, task.attempt = last.config, last.attempt
         for step in steps:
-            if step.moved is not None:
-                self._phases.wrote(name, step.moved.before, step.moved.after, now)
-                if step.moved.result is not None:
-                    files |= set(map(artefact_name, step.moved.result.artefacts))
-            if isinstance(step.command, GivePlaces):
-                given = [each.client_id for each in step.effects if isinstance(each, Assign)]
-                task.candidates.chosen(given)
+            if step.moved is None:
+                continue
+            self._phases.wrote(name, step.moved.before, step.moved.after, now)
+            if step.moved.result is not None:
+                files |= set(map(artefact_name, step.moved.result.artefacts))
+            if isinstance(step.moved.event, CohortChosen):
+                task.candidates.chosen([each.client_id for each in step.moved.event.chosen])
         self._phases.saw(name, task.attempt, now, began=True)
         self._cleanup.drop(task, files - task.files, keeps=keeps)
         if last.moved is not None and last.ends_attempt:

@@ -10,18 +10,21 @@ from sqlalchemy.engine import Connection
 
 from fedpress_protocols.errors import ConfigurationError, NotFound
 from fedpress_protocols.messages import Restore
+from fedpress_protocols.plan import TWO_PHASES
 from fedpress_server.coordination.background import Background
 from fedpress_server.coordination.check_ins import CheckIns
-from fedpress_server.coordination.commands import Happen, RecoverJobs
+from fedpress_server.coordination.commands import AuditEntry, Happen, RecoverJobs
 from fedpress_server.coordination.file_cleanup import FileCleanup
 from fedpress_server.coordination.job_runner import JobRunner
+from fedpress_server.coordination.live import LiveTask
 from fedpress_server.coordination.resources import Resources
 from fedpress_server.coordination.task_store import TaskStore
+from fedpress_server.identity import audit
 from fedpress_server.observing import outages
 from fedpress_server.registry import restores
 from fedpress_server.registry.retention import Retention
 from fedpress_server.registry.sweeping import sweep
-from fedpress_server.rounds import Restored
+from fedpress_server.rounds import Cancelled, Restored
 from fedpress_server.storage import records
 
 _FORGET_EVERY = 60.0
@@ -69,6 +72,8 @@ class Scheduler:
         await self._load()
         if self._restore is not None:
             await self._give_up_restored(self._restore)
+        for task in list(self._store.tasks.values()):
+            await self._end_retired(task)
         if self._store.is_shared:
             self._listen()
             self._background.serve(self._follow_forever())
@@ -127,11 +132,21 @@ class Scheduler:
         for task in list(self._store.tasks.values()):
             try:
                 await self._store.pass_deadline(task)
+                await self._end_retired(task)
                 await self._check_ins.choose(task)
             except Exception as exc:  # the next tick tries again
                 outages.tell(_log, exc, "task %s: its deadline could not pass", task.record.task)
         if self._retention.is_due():
             self._background.serve(self._collect())
+
+    async def _end_retired(self, task: LiveTask) -> None:
+        """Cancel a task that an earlier release has begun and no round protocol runs any more: its
+        devices have receipts, and take their updates back."""
+        if task.attempt is None or task.attempt.terms.plan.first_trip is None:
+            return
+        entry = AuditEntry(audit.SERVER, "task.cancelled", TWO_PHASES)
+        if await self._store.apply(task, Happen(Cancelled(TWO_PHASES), payload=entry)):
+            _log.warning("task %s is cancelled: %s", task.record.task, TWO_PHASES)
 
     async def _collect(self) -> None:
         try:

@@ -17,13 +17,12 @@ import safetensors
 import safetensors.numpy
 
 from fedpress_compression import activity
-from fedpress_compression.fixed_point import Accumulator
 from fedpress_compression.tensors import ModelSpec, Vector
 from fedpress_protocols.errors import IncompatiblePlan
 from fedpress_protocols.messages import DownlinkTerms, MaskedSum
 from fedpress_protocols.model import Model
 from fedpress_server import failpoints
-from fedpress_server.folds.adding import FoldJob, StagedUpload, Summed, added, adding, body_of
+from fedpress_server.folds.adding import FoldJob, Summed, added, adding
 from fedpress_server.folds.terms import RoundTerms
 from fedpress_server.storage.files import (
     artefact_name,
@@ -129,23 +128,6 @@ def fold(
         {name: kept_model(values) for name, values in public.items()},
         bases,
     )
-
-
-def make_basis(terms: RoundTerms, firsts: tuple[StagedUpload, ...], folder: str) -> str:
-    """Of the mean of the round's first trips, durably: its digest, under which it lies in `folder`.
-
-    Raises FedpressError if these make none.
-    """
-    made, payloads = terms.plan.first_trip, terms.payloads
-    if made is None:
-        raise IncompatiblePlan("the plan has one trip, and no basis is made")
-    total = Accumulator(made.basis_size(terms.shared), terms.image_bounds)
-    for staged in firsts:
-        total.add(*terms.first(body_of(staged, payloads)))
-    data = made.basis(total.mean(), terms.shared).astype("<f4").tobytes()
-    digest = hashlib.sha256(data).hexdigest()
-    payloads.put(f"{folder}/{digest}", data)
-    return digest
 
 
 def first_model(digest: str, downlink: DownlinkTerms, payloads: Payloads) -> tuple[str, int]:

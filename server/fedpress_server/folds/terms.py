@@ -14,7 +14,6 @@ from fedpress_compression.coding import Found
 from fedpress_compression.coding.fields import Contexts, Layout
 from fedpress_compression.compressor import Public
 from fedpress_compression.contexts import contexts_of
-from fedpress_compression.fixed_point import FixedPoint
 from fedpress_compression.tensors import ModelSpec, Vector
 from fedpress_compression.update import Update
 from fedpress_protocols.errors import InvalidUpdate, ServerError
@@ -43,8 +42,6 @@ class RoundTerms:
     payloads: Payloads
     bases: Mapping[str, str] = field(default_factory=dict)
     """By client: the digest of what its last included upload stood for, where the plan reads it."""
-    basis: str | None = None
-    """The file of the basis that the round's first trips came to, once there is one."""
 
     @cached_property
     def shared(self) -> ModelSpec:
@@ -61,12 +58,7 @@ class RoundTerms:
             what: self._map(digest) if what == "activity" else self.since(digest)
             for what, digest in self.plan.sources.items()
         }
-        return replace(self.plan.public(self.spec, **known), basis=self._basis())
-
-    def _basis(self) -> Vector | None:
-        if self.basis is None:
-            return None
-        return np.frombuffer(self.payloads.get(self.basis), "<f4").astype(np.float32)
+        return self.plan.public(self.spec, **known)
 
     @cached_property
     def payload(self) -> Payload:
@@ -92,25 +84,6 @@ class RoundTerms:
         if digest is None:  # the first round
             return np.zeros(self.shared.size, np.float32)
         return activity.from_bytes(self.payloads.get(artefact_name(digest)), self.shared)
-
-    def first(self, body: bytes) -> tuple[Update, int]:
-        """The images in the body of a first trip, and its number of examples, within
-        `image_bounds`; raises as `read` does."""
-        made = self.plan.first_trip
-        if made is None:
-            raise InvalidUpdate("the plan has one trip")
-        upload = Upload.from_bytes(body, (made.first_layout(self.shared),), 0)
-        self._check(upload.num_examples)
-        images = Update.from_dense(made.images(upload.symbols, self.shared))
-        images.check(self.image_bounds.max_abs)
-        return images, upload.num_examples
-
-    @property
-    def image_bounds(self) -> FixedPoint:
-        """In which first trips are summed: no update within the plan's bounds has a row longer."""
-        bounds = self.plan.sum_bounds()
-        longest = bounds.max_abs * float(np.sqrt(self.shared.size))
-        return FixedPoint.widest(max_abs=longest, max_weight=bounds.max_weight)
 
     def known_to(self, client_id: str) -> Public:
         """What the server and this client know; `public` where no profile reads more."""

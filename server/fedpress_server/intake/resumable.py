@@ -204,6 +204,8 @@ class Resumable:
             if ack is not None:
                 return self._told(None, ack), False
         await self._intake.check_awaited(slot)
+        if intent.trip != "update":
+            raise await self._intake.closed(slot)
         if intent.max_bytes > slot.max_body_bytes:
             raise BodyTooLarge(
                 f"a body of up to {intent.max_bytes} bytes where the plan allows "

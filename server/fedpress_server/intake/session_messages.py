@@ -11,14 +11,9 @@ from fedpress_server.coordination.check_ins import CheckIns
 from fedpress_server.coordination.commands import Happen, ReceivedMessage
 from fedpress_server.coordination.queries import Queries
 from fedpress_server.coordination.task_store import TaskStore
-from fedpress_server.folds.masked import (
-    Answer,
-    Message,
-    Session,
-    message_bound,
-    read_message,
-)
+from fedpress_server.folds.masked import Message, message_bound, read_message
 from fedpress_server.rounds import ClientReady, Said, Step
+from fedpress_server.rounds.session import Answer, Session
 from fedpress_server.storage.records import AssignmentRecord, Device
 
 
@@ -43,7 +38,7 @@ class SessionMessages:
         task = self._store.get(record.task)
         await self._store.apply(task, Happen(ClientReady(assignment), record.key))
         attempt = await self._attempt(record)
-        if assignment not in attempt.round.queue:
+        if assignment not in attempt.queue:
             raise _lost(record)
 
     async def bound(self, client_id: str, assignment: str, step: Step) -> int:
@@ -82,7 +77,7 @@ class SessionMessages:
 
         async def look() -> bytes | None:
             attempt = await self._attempt(record)
-            if attempt.session is None and assignment in attempt.round.queue:
+            if attempt.session is None and assignment in attempt.queue:
                 return None
             session = self._session(attempt, record)
             # Of a large cohort, all that was sealed for one client takes a while to write.
@@ -101,7 +96,7 @@ class SessionMessages:
         part = attempt.round.parts[record.assignment]
         if attempt.session is None and part.reason is None:
             raise Conflict("the session has not begun", hint="be ready, and wait for its offer")
-        if attempt.session is None or record.assignment not in attempt.round.queue:
+        if attempt.session is None or record.assignment not in attempt.queue:
             raise Forbidden(
                 "this assignment is not in the session", hint="its receipt says what became of it"
             )

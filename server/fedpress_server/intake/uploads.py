@@ -23,11 +23,12 @@ from fedpress_server.coordination.commands import Happen, ReceivedUpload
 from fedpress_server.coordination.queries import Queries
 from fedpress_server.coordination.resources import Resources
 from fedpress_server.coordination.task_store import TaskStore
-from fedpress_server.folds.masked import Session, Sums, Words
+from fedpress_server.folds.masked import Sums
 from fedpress_server.folds.terms import RoundTerms
 from fedpress_server.intake.body_writer import BodyWriter
 from fedpress_server.observing import traces
 from fedpress_server.rounds import UploadStaged
+from fedpress_server.rounds.session import Session, Words
 from fedpress_server.storage import records
 from fedpress_server.storage.files import upload_name
 from fedpress_server.storage.records import AssignmentRecord, UploadRecord

@@ -15,9 +15,7 @@ from sqlalchemy.engine import Connection
 from fedpress_protocols.plan import RoundPlan
 from fedpress_server.registry import restores
 from fedpress_server.rounds import (
-    BasisMade,
     CarriedOver,
-    FirstStaged,
     UploadStaged,
     from_record,
 )
@@ -99,7 +97,7 @@ def needed_by_rounds(connection: Connection) -> set[str]:
         given: dict[str, RoundKey] = {}
         for _, record in records.events(connection, key):
             event = from_record(record)
-            if isinstance(event, UploadStaged | FirstStaged):
+            if isinstance(event, UploadStaged):
                 of = given.get(event.assignment, key)
                 kept.add(upload_name(of, event.assignment, event.upload))
             elif isinstance(event, CarriedOver):
@@ -107,8 +105,6 @@ def needed_by_rounds(connection: Connection) -> set[str]:
                     given[each.assignment] = of = (key[0], each.round, each.attempt)
                     if each.upload is not None:
                         kept.add(upload_name(of, each.assignment, each.upload))
-            elif isinstance(event, BasisMade):
-                kept.add(f"{uploads_folder(key)}/{event.basis}")
     for key, output in leases.all_outputs(connection):
         kept.add(f"{uploads_folder(key)}/{output}")
     return kept

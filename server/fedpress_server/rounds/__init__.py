@@ -1,9 +1,9 @@
-"""The life of a round, as a pure machine: events and the time in, effects out."""
+"""The round protocols, as pure state machines: events and the time in, effects out."""
 
+from fedpress_server.rounds.buffered import BufferedRound
 from fedpress_server.rounds.effects import (
     Assign,
     Begin,
-    BeginSecond,
     BeginSession,
     CallUp,
     Effect,
@@ -15,13 +15,10 @@ from fedpress_server.rounds.effects import (
     Queue,
     Settle,
     Stage,
-    StageFirst,
-    StartBasis,
     StartFold,
 )
 from fedpress_server.rounds.events import (
     Aborted,
-    BasisMade,
     Cancelled,
     CarriedOver,
     ClientCheckedIn,
@@ -30,10 +27,10 @@ from fedpress_server.rounds.events import (
     DeadlinePassed,
     Declined,
     Event,
-    FirstStaged,
     Folded,
     FoldFailed,
     Restored,
+    Retired,
     Said,
     SessionEnded,
     SessionFailed,
@@ -42,29 +39,21 @@ from fedpress_server.rounds.events import (
     from_record,
     to_record,
 )
-from fedpress_server.rounds.machine import (
-    Round,
-)
-from fedpress_server.rounds.parts import (
-    Carried,
-    Part,
-    Reason,
-    Step,
-)
-from fedpress_server.rounds.transitions import (
-    TRANSITIONS,
-    Transition,
-    diagram,
-)
+from fedpress_server.rounds.masked import MaskedRound
+from fedpress_server.rounds.parts import Carried, Part, Reason, Step
+from fedpress_server.rounds.round import Round, Rules, Transition, diagram
+from fedpress_server.rounds.session import Session
+from fedpress_server.rounds.synchronous import SynchronousRound
+
+PROTOCOLS: tuple[type[Round], ...] = (SynchronousRound, BufferedRound, MaskedRound)
 
 __all__ = [
-    "TRANSITIONS",
+    "PROTOCOLS",
     "Aborted",
     "Assign",
-    "BasisMade",
     "Begin",
-    "BeginSecond",
     "BeginSession",
+    "BufferedRound",
     "CallUp",
     "Cancelled",
     "Carried",
@@ -78,26 +67,28 @@ __all__ = [
     "EndTask",
     "Event",
     "Extend",
-    "FirstStaged",
     "FoldFailed",
     "Folded",
     "Keep",
+    "MaskedRound",
     "MoveSession",
     "OpenRound",
     "Part",
     "Queue",
     "Reason",
     "Restored",
+    "Retired",
     "Round",
+    "Rules",
     "Said",
+    "Session",
     "SessionEnded",
     "SessionFailed",
     "Settle",
     "Stage",
-    "StageFirst",
-    "StartBasis",
     "StartFold",
     "Step",
+    "SynchronousRound",
     "Transition",
     "UnmaskFailed",
     "UploadStaged",

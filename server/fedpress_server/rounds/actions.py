@@ -1,101 +1,101 @@
-"""What each transition does: the round after it, and the effects. Which is taken when, the table
-says."""
+"""Guards and actions that the protocols share. An action gives the round after a transition, and
+its effects."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import Any
 
+from fedpress_protocols.messages import RoundState
 from fedpress_server.rounds.effects import (
     Assign,
-    Begin,
-    BeginSecond,
-    BeginSession,
     CallUp,
     Effect,
     EndTask,
     Extend,
-    Keep,
-    MoveSession,
-    OpenRound,
-    Queue,
     Stage,
-    StageFirst,
-    StartBasis,
     StartFold,
 )
 from fedpress_server.rounds.events import (
     Aborted,
-    BasisMade,
     Cancelled,
-    CarriedOver,
     ClientCheckedIn,
-    ClientReady,
     CohortChosen,
     DeadlinePassed,
     Declined,
-    FirstStaged,
     Folded,
     FoldFailed,
     Restored,
-    Said,
-    SessionEnded,
-    SessionFailed,
-    UnmaskFailed,
     UploadStaged,
 )
-from fedpress_server.rounds.parts import (
-    Part,
-    Reason,
-)
+from fedpress_server.rounds.parts import Part, Reason
+from fedpress_server.rounds.round import Outcome, Round, Transition
 
-if TYPE_CHECKING:  # the machine reads the table, which names these
-    from fedpress_server.rounds.machine import Round
+Action = Callable[[Any, Any, float], Outcome]
 
-Outcome = tuple["Round", Iterable[Effect]]
+# Guards
+
+
+def always(round_: Round, event: Any, now: float) -> bool:
+    return True
+
+
+def is_new_here(round_: Round, event: ClientCheckedIn, now: float) -> bool:
+    is_open = not round_.chooses and now < round_.deadline
+    return is_open and round_.admits(event.client_id)
+
+
+def may_choose(round_: Round, event: CohortChosen, now: float) -> bool:
+    clients = [each.client_id for each in event.chosen]
+    is_whole = 0 < len(clients) == len(set(clients)) <= round_.places_left
+    is_open = round_.chooses and now < round_.deadline
+    return is_open and is_whole and all(map(round_.admits, clients))
+
+
+def is_awaited(round_: Round, event: UploadStaged | Declined, now: float) -> bool:
+    part = round_.parts.get(event.assignment)
+    return part is not None and part.is_open and now < min(round_.deadline, part.due)
+
+
+def fills_up(round_: Round, event: UploadStaged, now: float) -> bool:
+    is_last = round_.num_staged + 1 == round_.rules.size >= round_.rules.minimum
+    return is_last and is_awaited(round_, event, now)
+
+
+def has_few(round_: Round, event: DeadlinePassed, now: float) -> bool:
+    """Whether the minimum was out of reach, whatever those assigned had done."""
+    return now >= round_.deadline and len(round_.parts) < round_.rules.minimum
+
+
+def is_due(round_: Round, event: DeadlinePassed, now: float) -> bool:
+    return now >= round_.deadline
+
+
+# Actions
 
 
 def assign(round_: Round, event: ClientCheckedIn, now: float) -> Outcome:
-    own = [part for part in round_.parts.values() if part.given is None]
-    part = Part(event.client_id, round_.given + len(own), profile=event.profile)
-    if round_.is_asynchronous:
-        turn = sum(other.client_id == event.client_id for other in own)
-        part = replace(part, turn=turn, due=now + round_.seconds)
-    assigned = round_.having(event.assignment, part)
-    given = Assign(event.assignment, event.client_id, part.index, part.turn, part.profile)
-    return assigned, [given]
+    part = Part(event.client_id, len(round_.parts), profile=event.profile)
+    return assigned(round_, event.assignment, part)
+
+
+def assigned(round_: Round, name: str, part: Part) -> Outcome:
+    """With a new assignment."""
+    effect = Assign(name, part.client_id, part.index, part.turn, part.profile)
+    return round_.having(name, part), [effect]
 
 
 def assign_chosen(round_: Round, event: CohortChosen, now: float) -> Outcome:
+    return assign_each(round_, event, now, assign)
+
+
+def assign_each(round_: Round, event: CohortChosen, now: float, assign_one: Action) -> Outcome:
     effects: list[Effect] = []
     for each in event.chosen:
-        round_, assigned = assign(round_, each, now)
-        effects += assigned
+        round_, one = assign_one(round_, each, now)
+        effects += one
     return round_, [*effects, CallUp()]
-
-
-def carry_over(round_: Round, event: CarriedOver, now: float) -> Outcome:
-    parts: dict[str, Part] = {}
-    for each in event.carried:
-        given = (each.round, each.attempt)
-        parts[each.assignment] = Part(
-            each.client_id,
-            each.index,
-            each.upload,
-            given=given,
-            turn=each.turn,
-            due=each.due,
-            profile=each.profile,
-        )
-    begun = replace(round_, given=event.given, parts=parts)
-    stale: dict[str, Reason] = {n: "stale" for n, part in parts.items() if begun.is_stale(part)}
-    begun, effects = begun.settled(stale)
-    for name in begun.staged[round_.size :]:
-        begun = begun.having(name, replace(begun.parts[name], is_next=True))
-    if len(begun.staged) == round_.size:
-        effects.append(StartFold())
-    return begun, [Begin(), *effects]
 
 
 def stage(round_: Round, event: UploadStaged, now: float) -> Outcome:
@@ -108,141 +108,58 @@ def stage_last(round_: Round, event: UploadStaged, now: float) -> Outcome:
     return close(full, "round-full", effects)
 
 
-def stage_for_next(round_: Round, event: UploadStaged, now: float) -> Outcome:
-    part = replace(round_.parts[event.assignment], upload=event.upload, is_next=True)
-    return round_.having(event.assignment, part), [Stage(event.assignment, event.upload)]
-
-
 def close(round_: Round, reason: Reason, effects: Iterable[Effect] = ()) -> Outcome:
+    """Settle whoever has sent nothing, and aggregate the others' uploads."""
     late: dict[str, Reason] = {n: reason for n, part in round_.parts.items() if part.is_open}
-    closed, settled = round_.settled({} if round_.is_asynchronous else late)
-    return closed, [*effects, *settled, StartFold()]
-
-
-def stage_first(round_: Round, event: FirstStaged, now: float) -> Outcome:
-    part = replace(round_.parts[event.assignment], first=event.upload)
-    return round_.having(event.assignment, part), [StageFirst(event.assignment, event.upload)]
-
-
-def stage_last_first(round_: Round, event: FirstStaged, now: float) -> Outcome:
-    full, effects = stage_first(round_, event, now)
-    return close_first(full, "round-full", effects)
-
-
-def base_at_deadline(round_: Round, event: DeadlinePassed, now: float) -> Outcome:
-    return close_first(round_, "missed-deadline")
-
-
-def close_first(round_: Round, reason: Reason, effects: Iterable[Effect] = ()) -> Outcome:
-    late: dict[str, Reason] = {
-        n: reason for n, part in round_.parts.items() if part.is_open and not part.first
-    }
     closed, settled = round_.settled(late)
-    return closed, [*effects, *settled, StartBasis()]
-
-
-def begin_second(round_: Round, event: BasisMade, now: float) -> Outcome:
-    deadline = now + round_.seconds
-    return replace(round_, basis=event.basis, deadline=deadline), [BeginSecond(deadline)]
-
-
-def queue(round_: Round, event: ClientReady, now: float) -> Outcome:
-    part = replace(round_.parts[event.assignment], is_ready=True)
-    return round_.having(event.assignment, part), [Queue(event.assignment)]
-
-
-def queue_last(round_: Round, event: ClientReady, now: float) -> Outcome:
-    full, effects = queue(round_, event, now)
-    return begin_session(full, "round-full", effects)
-
-
-def begin_at_deadline(round_: Round, event: DeadlinePassed, now: float) -> Outcome:
-    return begin_session(round_, "missed-deadline")
-
-
-def begin_session(round_: Round, reason: Reason, effects: Iterable[Effect] = ()) -> Outcome:
-    late: dict[str, Reason] = {
-        n: reason for n, part in round_.parts.items() if part.is_open and not part.is_ready
-    }
-    begun, settled = round_.settled(late)
-    return begun, [*effects, *settled, BeginSession()]
-
-
-def keep(round_: Round, event: Said, now: float) -> Outcome:
-    return round_, [Keep(event.assignment, event.step)]
-
-
-def move_session(round_: Round, event: DeadlinePassed | UnmaskFailed, now: float) -> Outcome:
-    return round_, [MoveSession()]
-
-
-def end_session(round_: Round, event: SessionEnded, now: float) -> Outcome:
-    return close(round_, "dropped-out")
-
-
-def decline(round_: Round, event: Declined, now: float) -> Outcome:
-    return round_.settled({event.assignment: "declined"})
-
-
-def decline_last(round_: Round, event: Declined, now: float) -> Outcome:
-    left, effects = round_.settled({event.assignment: "declined"})
-    return close(left, "missed-deadline", effects)
+    return closed, [*effects, *settled, StartFold()]
 
 
 def fold_at_deadline(round_: Round, event: DeadlinePassed, now: float) -> Outcome:
     return close(round_, "missed-deadline")
 
 
-def expire(round_: Round, event: DeadlinePassed, now: float) -> Outcome:
-    parts = round_.parts.items()
-    return round_.settled({n: "missed-deadline" for n, p in parts if p.is_open and p.due <= now})
+def decline(round_: Round, event: Declined, now: float) -> Outcome:
+    return round_.settled({event.assignment: "declined"})
 
 
 def extend(round_: Round, event: DeadlinePassed, now: float) -> Outcome:
-    deadline = now + round_.seconds
+    deadline = now + round_.rules.seconds
     return replace(round_, deadline=deadline), [Extend(deadline)]
 
 
 def miss(round_: Round, event: DeadlinePassed, now: float) -> Outcome:
-    found = f"{len(round_.staged)} uploads"
-    if round_.is_masked:
-        found = f"{len(round_.queue)} ready"
-    elif round_.is_first_trip:
-        found = f"{len(round_.firsts)} first trips"
-    detail = f"{found} at the deadline, fewer than {round_.minimum}"
+    return abandon_late(round_, f"{len(round_.staged)} uploads")
 
-    def is_late(part: Part) -> bool:
-        has_come = part.first is not None if round_.is_first_trip else part.is_ready
-        return part.is_open and not has_come
 
+def abandon_late(round_: Round, found: str) -> Outcome:
+    """Give the attempt up at its deadline, with what was `found`: whoever has done nothing is
+    late."""
     reasons: dict[str, Reason] = {
-        name: "missed-deadline" if is_late(part) else "round-abandoned"
+        name: "missed-deadline" if part.is_open and not part.is_ready else "round-abandoned"
         for name, part in round_.parts.items()
         if part.reason is None
     }
     settled, effects = round_.settled(reasons)
-    return abandon(settled, detail, effects)
+    minimum = round_.rules.minimum
+    return abandon(settled, f"{found} at the deadline, fewer than {minimum}", effects)
 
 
-def give_up(round_: Round, event: FoldFailed | SessionFailed | Aborted, now: float) -> Outcome:
-    if round_.is_asynchronous and round_.attempt < round_.max_attempts:
-        settled, effects = round_.settled({name: "round-abandoned" for name in round_.staged})
-    else:
-        settled, effects = round_.settled_all("round-abandoned")
+def give_up(round_: Round, event: FoldFailed | Aborted, now: float) -> Outcome:
+    settled, effects = round_.settled_all("round-abandoned")
     return abandon(settled, event.detail, effects)
+
+
+def abandon(round_: Round, detail: str, effects: Iterable[Effect]) -> Outcome:
+    then: Effect = round_.next_attempt()
+    if round_.attempt >= round_.rules.max_attempts:
+        then = EndTask("cancelled")
+    return replace(round_, reason=detail), [*effects, then]
 
 
 def start_anew(round_: Round, event: Restored, now: float) -> Outcome:
     settled, effects = round_.settled_all("round-abandoned")
-    follows = OpenRound(round_.number, round_.attempt + 1, settled.opening)
-    return replace(settled, reason=event.detail), [*effects, follows]
-
-
-def abandon(round_: Round, detail: str, effects: Iterable[Effect]) -> Outcome:
-    then: Effect = OpenRound(round_.number, round_.attempt + 1, round_.opening)
-    if round_.attempt >= round_.max_attempts:
-        then = EndTask("cancelled")
-    return replace(round_, reason=detail), [*effects, then]
+    return replace(settled, reason=event.detail), [*effects, settled.next_attempt()]
 
 
 def cancel(round_: Round, event: Cancelled, now: float) -> Outcome:
@@ -253,7 +170,30 @@ def cancel(round_: Round, event: Cancelled, now: float) -> Outcome:
 def commit(round_: Round, event: Folded, now: float) -> Outcome:
     settled, effects = round_.settled({name: "included" for name in round_.staged})
     settled = replace(settled, reason=event.stop)
-    if round_.number < round_.last_round and not event.stop:
-        return settled, [*effects, OpenRound(round_.number + 1, 1, settled.opening)]
+    if round_.number < round_.rules.last_round and not event.stop:
+        return settled, [*effects, settled.next_round()]
     settled, rest = settled.settled_all("round-full")
-    return settled, [*effects, *rest, EndTask(round_.at_end)]
+    return settled, [*effects, *rest, EndTask(round_.rules.at_end)]
+
+
+# Rows
+
+
+def assigning(
+    assign: Action = assign, assign_chosen: Action = assign_chosen
+) -> Sequence[Transition]:
+    """Rows of every protocol: clients are assigned while uploads are collected."""
+    here: RoundState = "collecting"
+    return (
+        Transition(here, ClientCheckedIn, "a place is left", is_new_here, assign, here),
+        Transition(here, CohortChosen, "for places left", may_choose, assign_chosen, here),
+    )
+
+
+def ends(*phases: RoundState, give_up: Action = give_up) -> Sequence[Transition]:
+    """Rows of every protocol: an attempt may be given up, or the task cancelled, in any phase."""
+    return tuple(
+        Transition(phase, event, "", always, action, "abandoned")
+        for phase in phases
+        for event, action in ((Aborted, give_up), (Restored, start_anew), (Cancelled, cancel))
+    )

@@ -62,26 +62,6 @@ class MoveSession:
 
 
 @dataclass(frozen=True, slots=True)
-class StageFirst:
-    """The first trip counts as received and may be acknowledged."""
-
-    assignment: str
-    upload: str
-
-
-@dataclass(frozen=True, slots=True)
-class StartBasis:
-    pass
-
-
-@dataclass(frozen=True, slots=True)
-class BeginSecond:
-    """Those whose first trips are in go on; the deadline is theirs."""
-
-    deadline: float
-
-
-@dataclass(frozen=True, slots=True)
 class Settle:
     """Issue the assignment's one receipt."""
 
@@ -126,9 +106,6 @@ Effect = (
     | Keep
     | MoveSession
     | Settle
-    | StageFirst
-    | StartBasis
-    | BeginSecond
     | StartFold
     | Extend
     | OpenRound

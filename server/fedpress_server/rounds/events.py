@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
+from fedpress_protocols.errors import ServerError
+from fedpress_protocols.masking.messages import ClientMessage
 from fedpress_server.rounds.parts import Carried, Step
 
 
@@ -44,11 +46,13 @@ class ClientReady:
 
 @dataclass(frozen=True, slots=True)
 class Said:
-    """A client's message of the session, admitted and kept; `digest` is its SHA-256."""
+    """A client's message of the session, admitted and kept; `digest` is its SHA-256. The `message`
+    itself lies apart from the event's record, and goes when the attempt is over."""
 
     assignment: str
     step: Step
     digest: str
+    message: ClientMessage | None = field(default=None, compare=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,21 +74,6 @@ class SessionFailed:
     """Those who are left in the session cannot bring it to its end."""
 
     detail: str
-
-
-@dataclass(frozen=True, slots=True)
-class FirstStaged:
-    """The body of a first trip, checked, lies on disk; `upload` is its SHA-256."""
-
-    assignment: str
-    upload: str
-
-
-@dataclass(frozen=True, slots=True)
-class BasisMade:
-    """What the first trips came to lies on disk; `basis` is its SHA-256."""
-
-    basis: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +102,7 @@ class DeadlinePassed:
 @dataclass(frozen=True, slots=True)
 class Folded:
     """The next model lies on disk. With a reason to `stop` the task ends with it; `best` is the
-    model that devices measured best so far. `comparison`: of a probe, see `policies.course`."""
+    model that devices measured best so far. `comparison`: of a probe, see `policies.Comparison`."""
 
     model: str
     stop: str = ""
@@ -150,6 +139,13 @@ class Cancelled:
     detail: str
 
 
+@dataclass(frozen=True, slots=True)
+class Retired:
+    """An event of an earlier release that no protocol has any more; it changes nothing."""
+
+    name: str
+
+
 Event = (
     CarriedOver
     | ClientCheckedIn
@@ -159,8 +155,7 @@ Event = (
     | SessionEnded
     | UnmaskFailed
     | SessionFailed
-    | FirstStaged
-    | BasisMade
+    | Retired
     | UploadStaged
     | Declined
     | DeadlinePassed
@@ -170,6 +165,7 @@ Event = (
     | Restored
     | Cancelled
 )
+_RETIRED = frozenset({"FirstStaged", "BasisMade"})
 _EVENTS: dict[str, type[Any]] = {
     cls.__name__: cls
     for cls in (
@@ -181,8 +177,6 @@ _EVENTS: dict[str, type[Any]] = {
         SessionEnded,
         UnmaskFailed,
         SessionFailed,
-        FirstStaged,
-        BasisMade,
         UploadStaged,
         Declined,
         DeadlinePassed,
@@ -200,16 +194,29 @@ def to_record(event: Event) -> dict[str, Any]:
     name = type(event).__name__
     if isinstance(event, UploadStaged | ClientCheckedIn):  # of which there are many: all plain
         return {"event": name, **{each: getattr(event, each) for each in event.__slots__}}
+    if isinstance(event, Said):
+        event = replace(event, message=None)
+        fields = asdict(event)
+        del fields["message"]
+        return {"event": name, **fields}
     return {"event": name, **asdict(event)}
 
 
-def from_record(record: Mapping[str, Any]) -> Event:
+def from_record(record: Mapping[str, Any], message: ClientMessage | None = None) -> Event:
+    """The event of a record; `message` is that of `Said`."""
     fields = dict(record)
+    name = fields.pop("event")
+    if name not in _EVENTS:
+        if name in _RETIRED:
+            return Retired(name)
+        raise ServerError(f"an event {name!r} of a later release", hint="update this server")
     if "carried" in fields:
         fields["carried"] = tuple(Carried(**each) for each in fields["carried"])
     if "suspects" in fields:
         fields["suspects"] = tuple(fields["suspects"])
     if "chosen" in fields:
         fields["chosen"] = tuple(ClientCheckedIn(**each) for each in fields["chosen"])
-    event: Event = _EVENTS[fields.pop("event")](**fields)
+    if message is not None:
+        fields["message"] = message
+    event: Event = _EVENTS[name](**fields)
     return event

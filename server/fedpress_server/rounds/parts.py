@@ -30,7 +30,6 @@ class Part:
     upload: str | None = None
     reason: Reason | None = None
     is_ready: bool = False
-    first: str | None = None
     given: tuple[int, int] | None = None
     """The round and the attempt it is of, if it was carried over."""
     turn: int = 0
