@@ -72,7 +72,7 @@ _PROGRESS = (
     SessionAdvanced,
 )
 _OVER = frozenset({"committed", "abandoned"})
-_AT_WORK = frozenset({"folding", "basing"})
+_AT_WORK = frozenset({"folding"})
 
 
 class Clock:

@@ -6,8 +6,8 @@ upload that completes `size`, its buffer; nobody is late for it. What is open th
 takes over as its first event (`CarriedOver`), and so it does with uploads that come while the
 buffer is *folding*. `places` bounds the assignments that are open at a time: a client whose upload
 is in may be assigned again, with another `turn`. Each assignment has `seconds` for itself, the
-round has no deadline. An assignment whose model is more than `max_staleness` models behind is settled as
-stale when it would be taken over.
+round has no deadline. An assignment whose model is more than `max_staleness` models behind is
+settled as stale when it would be taken over.
 """
 
 from __future__ import annotations

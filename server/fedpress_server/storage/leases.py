@@ -23,8 +23,8 @@ from fedpress_server.storage.records import RoundKey
 from fedpress_server.storage.tables import jobs
 
 Kind = Literal["sum", "fold", "basis"]
-"""A batch of uploads added up; the round's model made, once all sums are there; the basis between
-two trips made."""
+"""A batch of uploads added up; the round's model made, once all sums are there. An earlier release
+has jobs for a basis."""
 JobKey = tuple[str, int, int, Kind, int]
 """Task, round, attempt, kind, batch."""
 
