@@ -38,9 +38,10 @@ def test_who_has_not_seen_the_newest_write_writes_nothing(databases: Databases) 
             await servers.begin(2)
             task = await second.services.store.fresh("digits")
             await first.services.lifecycle.pause("digits")
-            late = await second.services.store._planned(task, [PendingCommand(Pause("late"), None)])
+            store = second.services.store
+            late = await store._planner.plan(task, [PendingCommand(Pause("late"), None)], 0.0)
             with pytest.raises(StaleVersion):
-                await second.services.store._write(task, late)
+                await store._write(task, late)
             summary = await first.services.queries.task("digits")
             assert (summary.rounds, summary.reason) == (2, "held by the operator")
             version = await first.database.read(lambda c: records.task_version(c, "digits"))

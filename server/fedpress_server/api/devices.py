@@ -54,9 +54,7 @@ from fedpress_server.api.routing import (
     read_body,
 )
 from fedpress_server.coordination.downloads import Form
-from fedpress_server.intake.uploads import UploadSlot
 from fedpress_server.observing import traces
-from fedpress_server.services import Services
 from fedpress_server.storage.evaluation import MAX_METRIC
 from fedpress_server.storage.files import artefact_name, model_name
 from fedpress_server.storage.payloads import Payloads
@@ -410,28 +408,9 @@ async def put_update(request: Request, assignment: Identifier) -> Response:
     body is read, who sends it, its length and its place are checked. An assignment has one body on
     its way at a time: another is put off, 503.
     """
-    services = await services_of(request)
-    uploads = services.intake
-    device = device_of(request)
-    slot = await uploads.slot(device.client_id, assignment, device.key_id)
-    return await _taken(request, services, slot)
-
-
-@upload_routes.put("/assignments/{assignment}/first", **_UPLOAD)
-async def put_first(request: Request, assignment: Identifier) -> Response:
-    """Answer a device that sends the first of two phases with 409: a round has one. Tasks of an
-    earlier release that had two are cancelled, and the assignment's receipt says so.
-    """
-    uploads, device = (await services_of(request)).intake, device_of(request)
-    raise await uploads.closed(await uploads.slot(device.client_id, assignment, device.key_id))
-
-
-async def _taken(
-    request: Request,
-    services: Services,
-    slot: UploadSlot,
-) -> Response:
-    """Admit the upload by its SHA-256, read the body, and have it staged."""
+    services, device = await services_of(request), device_of(request)
+    intake = services.intake
+    slot = await intake.slot(device.client_id, assignment, device.key_id)
     content, record = content_of(request), slot.record
     request.state.round_key = record.key
     if content.length > slot.max_body_bytes:
@@ -440,7 +419,7 @@ async def _taken(
             limit=slot.max_body_bytes,
         )
     digest = content.sha256.hex()
-    await services.intake.admit(slot, digest)
+    await intake.admit(slot, digest)
     # A device has any number of settled assignments, all of which it may repeat.
     is_open = record.receipt is None
     sender = record.assignment if is_open else f"settled of {record.client_id}"
@@ -450,11 +429,20 @@ async def _taken(
             async with place.reading(services.settings.upload_seconds) as count:
                 body = await read_body(request, content.length, count=count)
         seconds = services.now - began_at
-        services.intake.arrived(record.assignment, len(body), began_at, seconds)
+        intake.arrived(record.assignment, len(body), began_at, seconds)
         wire_bytes = head_bytes(request) + len(body)
-        ack, is_new = await services.intake.stage(slot, body, digest, wire_bytes, due=content)
+        ack, is_new = await intake.stage(slot, body, digest, wire_bytes, due=content)
     status = 201 if is_new else 200
     return Response(ack.model_dump_json(), status, media_type="application/json")
+
+
+@upload_routes.put("/assignments/{assignment}/first", **_UPLOAD)
+async def put_first(request: Request, assignment: Identifier) -> Response:
+    """Answer a device that sends the first of two phases with 409: a round has one. Tasks of an
+    earlier release that had two are cancelled, and the assignment's receipt says so.
+    """
+    uploads, device = (await services_of(request)).intake, device_of(request)
+    raise await uploads.closed(await uploads.slot(device.client_id, assignment, device.key_id))
 
 
 def head_bytes(request: Request) -> int:

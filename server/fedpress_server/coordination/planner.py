@@ -6,6 +6,7 @@ in one transaction, and asks again where another server was first.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -28,13 +29,14 @@ from fedpress_server.coordination.commands import (
 )
 from fedpress_server.coordination.jobs import jobs_of
 from fedpress_server.coordination.journal import without_suspects
+from fedpress_server.coordination.live import LiveTask, PendingCommand
 from fedpress_server.coordination.opening import (
     RoundCarryover,
     history_before,
     opened,
 )
 from fedpress_server.coordination.placement import Placement
-from fedpress_server.coordination.steps import Draft, Entry, Moved, Step
+from fedpress_server.coordination.steps import Batch, Draft, Entry, Moved, Step
 from fedpress_server.folds.masked import Host
 from fedpress_server.identity import audit
 from fedpress_server.rounds import (
@@ -73,15 +75,34 @@ class Planner:
         self._background = background
         self._placement = placement
 
-    async def step(self, draft: Draft, command: Command, now: float) -> Step | None:
-        """The step that `command` makes now, None if it has no place.
+    async def plan(self, task: LiveTask, commands: Sequence[PendingCommand], now: float) -> Batch:
+        """Steps for the first of `commands`, from the task as memory has it; what the task has
+        against one of them (Conflict, MalformedRequest, ...) concerns that one alone."""
+        draft = Draft(task)
+        batch = Batch(draft, now)
+        for pending in commands:
+            command = pending.command
+            try:
+                if isinstance(command, Happen):
+                    step = await self._happen(draft, command, now)
+                else:
+                    step = await self._other(draft, command, now)
+            except BeginsBatch:
+                break
+            except Exception as exc:
+                if pending.outcome is None:
+                    raise
+                batch.refused.append((pending, exc))
+                continue
+            batch.decided.append((pending, step))
+            if step is not None:
+                draft.steps.append(step)
+                if step.ends_attempt or step.opened is not None:
+                    break
+        return batch
 
-        Raises what the task has against it (Conflict, MalformedRequest, IncompatiblePlan, ...), and
-        BeginsBatch if it has to be asked for again with an empty draft.
-        """
+    async def _other(self, draft: Draft, command: Command, now: float) -> Step | None:
         match command:
-            case Happen():
-                return await self._happen(draft, command, now)
             case GivePlace() | GivePlaces():
                 _check_first(draft)
                 placed = await self._placement.resolve(draft.task, command, now)
@@ -100,6 +121,8 @@ class Planner:
                 return await self._rate(draft, command)
             case RecoverJobs():
                 return await self._recover_jobs(draft, command)
+            case _:
+                raise TypeError(f"no command: {command!r}")
 
     # Rounds
 

@@ -8,8 +8,8 @@ from typing import Any
 
 from fedpress_protocols.messages import TaskConfig
 from fedpress_server.coordination.attempts import Attempt
-from fedpress_server.coordination.commands import Command
-from fedpress_server.coordination.live import LiveTask
+from fedpress_server.coordination.commands import Command, Outcome
+from fedpress_server.coordination.live import LiveTask, PendingCommand
 from fedpress_server.folds.folding import FoldResult
 from fedpress_server.identity import audit
 from fedpress_server.rounds import CarriedOver, Effect, Event
@@ -84,3 +84,29 @@ class Draft:
     @property
     def attempt(self) -> Attempt | None:
         return self.steps[-1].attempt if self.steps else self.task.attempt
+
+
+@dataclass
+class Batch:
+    """Commands that were decided together: those with a step or without a place, in their order,
+    and those that the task refuses."""
+
+    draft: Draft
+    now: float
+    decided: list[tuple[PendingCommand, Step | None]] = field(default_factory=list)
+    refused: list[tuple[PendingCommand, Exception]] = field(default_factory=list)
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether every command of it has a step."""
+        return not self.refused and all(step is not None for _, step in self.decided)
+
+    def conclude(self) -> int:
+        """Tell everybody who waits; the number of commands that somebody waits for."""
+        for pending, step in self.decided:
+            effects = () if step is None else step.effects
+            pending.succeed(Outcome(self.now, step is not None, effects))
+        for pending, reason in self.refused:
+            pending.fail(reason)
+        commands = [pending for pending, _ in (*self.decided, *self.refused)]
+        return sum(pending.outcome is not None for pending in commands)

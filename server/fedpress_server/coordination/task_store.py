@@ -24,7 +24,6 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
 
@@ -37,9 +36,9 @@ from fedpress_server.coordination.background import Background
 from fedpress_server.coordination.commands import Command, Create, Happen, Outcome
 from fedpress_server.coordination.journal import Journal
 from fedpress_server.coordination.live import LiveTask, Memory, PendingCommand
-from fedpress_server.coordination.planner import BeginsBatch, Planner
+from fedpress_server.coordination.planner import Planner
 from fedpress_server.coordination.publisher import Publisher
-from fedpress_server.coordination.steps import Draft, Step
+from fedpress_server.coordination.steps import Batch
 from fedpress_server.rounds import DeadlinePassed
 from fedpress_server.storage import records
 from fedpress_server.storage.database import Database
@@ -54,21 +53,6 @@ _log = logging.getLogger(__name__)
 
 class StaleVersion(Exception):
     """Another server has written to the task since memory was like the disk."""
-
-
-@dataclass
-class _Batch:
-    """The steps of some commands, and what is known of the others of them already."""
-
-    draft: Draft
-    now: float
-    decided: list[tuple[PendingCommand, Step | None]] = field(default_factory=list)
-    refused: list[tuple[PendingCommand, Exception]] = field(default_factory=list)
-
-    @property
-    def is_complete(self) -> bool:
-        """Whether every command of it has a step."""
-        return not self.refused and all(step is not None for _, step in self.decided)
 
 
 class TaskStore:
@@ -172,37 +156,42 @@ class TaskStore:
         """Apply the commands of a task as long as there are any, those that wait together."""
         try:
             while task.queue:
-                batch = list(islice(task.queue, BATCH))
+                commands = list(islice(task.queue, BATCH))
                 async with task.lock:
-                    num_done = await self._apply_batch(task, batch)
+                    try:
+                        num_done = (await self._committed(task, commands)).conclude()
+                    except Exception as exc:
+                        num_done = await self._apply_apart(task, commands, exc)
                 for _ in range(num_done):
                     task.queue.popleft()
         finally:
             task.is_draining = False
 
-    async def _apply_batch(self, task: LiveTask, commands: Sequence[PendingCommand]) -> int:
-        """Apply the first of `commands`, one or more, and return how many."""
-        try:
-            batch = await self._committed(task, commands)
-        except Exception as exc:
-            if len(commands) > 1 and _concerns_one(exc):
-                return sum([await self._apply_batch(task, [each]) for each in commands])
-            for pending in commands:
-                pending.fail(exc)
-            return len(commands)
-        for pending, step in batch.decided:
-            effects = () if step is None else step.effects
-            pending.succeed(Outcome(batch.now, step is not None, effects))
-        for pending, reason in batch.refused:
-            pending.fail(reason)
-        mine = set(map(id, commands))
-        return sum(id(each) in mine for each, _ in (*batch.decided, *batch.refused))
+    async def _apply_apart(
+        self, task: LiveTask, commands: Sequence[PendingCommand], failure: Exception
+    ) -> int:
+        """Apply commands each by itself whose batch has failed, if that may concern one of them
+        alone; else they fail together."""
+        is_apart = len(commands) > 1 and _concerns_one(failure)
+        for each in commands:
+            is_done = not is_apart
+            if is_done:
+                each.fail(failure)
+            while not is_done:  # a deadline that has passed makes a batch before it
+                try:
+                    is_done = (await self._committed(task, [each])).conclude() > 0
+                except Exception as exc:
+                    each.fail(exc)
+                    is_done = True
+        return len(commands)
 
-    async def _committed(self, task: LiveTask, commands: Sequence[PendingCommand]) -> _Batch:
-        """Steps for the first of `commands`, on the disk and in memory."""
+    async def _committed(self, task: LiveTask, commands: Sequence[PendingCommand]) -> Batch:
+        """The batch of the first of `commands`, on the disk and in memory."""
         while True:
+            now = self._clock()
+            before = [PendingCommand(Happen(DeadlinePassed()), None)] if task.is_due(now) else []
             try:
-                batch = await self._planned(task, commands)
+                batch = await self._planner.plan(task, [*before, *commands], now)
                 if not batch.is_complete:
                     await self._check_version(task)
                 if batch.draft.steps:
@@ -210,28 +199,6 @@ class TaskStore:
                 return batch
             except StaleVersion:
                 await self._catch_up(task)
-
-    async def _planned(self, task: LiveTask, commands: Sequence[PendingCommand]) -> _Batch:
-        batch = _Batch(Draft(task), self._clock())
-        attempt = task.attempt
-        if attempt is not None and attempt.is_due(batch.now):
-            commands = [PendingCommand(Happen(DeadlinePassed()), None), *commands]
-        for pending in commands:
-            try:
-                step = await self._planner.step(batch.draft, pending.command, batch.now)
-            except BeginsBatch:
-                break
-            except Exception as exc:
-                if pending.outcome is None:
-                    raise
-                batch.refused.append((pending, exc))
-                continue
-            batch.decided.append((pending, step))
-            if step is not None:
-                batch.draft.steps.append(step)
-                if step.ends_attempt or step.opened is not None:
-                    break
-        return batch
 
     async def _check_version(self, task: LiveTask) -> None:
         """Raise StaleVersion if the disk is ahead: what has no place in the attempt that memory
@@ -241,7 +208,7 @@ class TaskStore:
             if (await self._database.read(lambda c: records.task_version(c, name))) != version:
                 raise StaleVersion(name)
 
-    async def _write(self, task: LiveTask, batch: _Batch) -> None:
+    async def _write(self, task: LiveTask, batch: Batch) -> None:
         """Claim the task's version and write the steps of the batch; then memory is theirs.
 
         Raises StaleVersion if the disk is ahead of memory, and then nothing was written; after any

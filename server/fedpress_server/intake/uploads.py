@@ -57,6 +57,19 @@ class Arrival:
     seconds: float
 
 
+@dataclass(frozen=True, slots=True)
+class _Written:
+    """A body whose file is durable, and the command by which it counts."""
+
+    where: str
+    command: Happen
+    num_bytes: int
+    num_values: int
+    """Of the model."""
+    words: Words | None
+    """Of a masked body."""
+
+
 class Intake:
     """Takes the uploads of every task; threads check them beside the event loop."""
 
@@ -183,48 +196,50 @@ class Intake:
         those `counted` before, as parts of it; unless it is not what is `due`, DigestMismatch: what
         the device has not signed may be anybody's. Nor are they where the server could not keep it.
         """
-        task = slot.record.task
+        task, outcome = slot.record.task, None
         amounts = {"upload_bytes": len(body) - counted, "wire_upload_bytes": wire_bytes}
         self._metrics.upload_size.labels(task).observe(len(body))
         try:
-            received_at = await self._stage_new(slot, body, digest, amounts, due)
-            if received_at is None:
+            written = await self._write(slot, body, digest, amounts, due)
+            if written is not None:
+                with traces.span("commit"):
+                    outcome = await self._store.apply(self._store.get(task), written.command)
+                failpoints.reach("upload-committed")
+                await self._written(slot, written, digest, is_new=bool(outcome))
+            if not outcome:
                 await self._writer.run(_check_content, body, due)
                 await self._count(slot, amounts)
                 await self._refuse(slot, digest)
         except FedpressError as exc:
             self._metrics.uploads.labels(task, exc.slug).inc()
             raise
-        self._metrics.uploads.labels(task, "repeated" if received_at is None else "staged").inc()
-        is_new = received_at is not None
-        if received_at is None:
-            staged = await self._staged(slot)
-            if staged is None:
-                raise UnknownAssignment(f"assignment {slot.record.assignment} has no upload")
-            received_at = staged.received_at
-        ack = UploadAck(assignment=slot.record.assignment, upload=digest, received_at=received_at)
-        return ack, is_new
+        self._metrics.uploads.labels(task, "staged" if outcome else "repeated").inc()
+        if outcome:
+            name = slot.record.assignment
+            return UploadAck(assignment=name, upload=digest, received_at=outcome.at), True
+        ack = await self.acknowledged(slot, digest)
+        if ack is None:
+            raise UnknownAssignment(f"assignment {slot.record.assignment} has no upload")
+        return ack, False
 
-    async def _stage_new(
+    async def _write(
         self,
         slot: UploadSlot,
         body: bytes,
         digest: str,
         amounts: dict[str, int],
         due: Content | None,
-    ) -> float | None:
-        """When the upload was received, if it is one that was awaited, and is staged now."""
+    ) -> _Written | None:
+        """Check the body and make its file durable; None if it is not awaited."""
         key, name = slot.record.key, slot.record.assignment
         attempt = self._awaited(slot)
         if attempt is None:
             if await self._queries.takes_upload(slot.record) is None:
                 return None
             attempt = await self._queries.attempt_of(slot.record)
-        if attempt is None:
+        if attempt is None or (attempt.round.is_masked and attempt.session is None):
             return None
         terms, session = attempt.terms_of(name), attempt.session
-        if terms.plan.lane == "masked" and session is None:
-            return None
         where = upload_name(key, name, digest)
 
         def checked() -> tuple[int, float | None, Words | None] | FedpressError:
@@ -246,24 +261,27 @@ class Intake:
         num_examples, loss, words = found
         travelled = self._travelled(name, len(body))
         upload = UploadRecord(name, digest, len(body), num_examples, 0.0, loss, *travelled)
-        amounts = {"received": 1, **amounts}
-        received = ReceivedUpload(key, upload, amounts, (slot.record.client_id, slot.key_id))
+        sender = (slot.record.client_id, slot.key_id)
+        received = ReceivedUpload(key, upload, {"received": 1, **amounts}, sender)
         command = Happen(UploadStaged(name, digest), key, received)
-        with traces.span("commit"):
-            outcome = await self._store.apply(self._store.get(key[0]), command)
-        failpoints.reach("upload-committed")
-        if outcome:
-            self._metrics.staged(key[0], len(body), terms.spec.size)
-            if words is not None:
-                await self._writer.run(self._sums.add, key, where, words)
+        return _Written(where, command, len(body), terms.spec.size, words)
+
+    async def _written(
+        self, slot: UploadSlot, written: _Written, digest: str, *, is_new: bool
+    ) -> None:
+        """Add up a masked body that counts; drop the file of one that does not."""
+        key = slot.record.key
+        if is_new:
+            self._metrics.staged(key[0], written.num_bytes, written.num_values)
+            if written.words is not None:
+                await self._writer.run(self._sums.add, key, written.where, written.words)
                 if await self._queries.attempt_of(slot.record) is None:
                     self._sums.drop(key)  # it was over before this was added
-            return outcome.at
+            return
         staged = await self._staged(slot)
         if staged is None or staged.digest != digest:
             # The round closed while the body was checked: nothing leads to the file.
-            await self._drop(where)
-        return None
+            await self._drop(written.where)
 
     def _checked(
         self,

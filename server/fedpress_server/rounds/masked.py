@@ -17,7 +17,7 @@ brings them about again, and no record has them.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import ClassVar, Protocol
 
 from fedpress_protocols.errors import FedpressError
@@ -57,7 +57,7 @@ class MaskedRound(Round):
 
     left_out: frozenset[str] = frozenset()
     """Who takes no part: named by the sessions before. A replay has no need of it."""
-    opens: Opening | None = None
+    opens: Opening | None = field(default=None, compare=False, repr=False)
     session: Session | None = None
     """Once it has begun."""
     failure: str = ""
