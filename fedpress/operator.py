@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import ssl
+from collections.abc import Iterator
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, Self, TypeVar
-from urllib.parse import quote, urlsplit
+from urllib.parse import parse_qsl, quote, urlsplit
 
 import httpx
 from pydantic import BaseModel, TypeAdapter, ValidationError
@@ -122,15 +123,7 @@ class Operator:
 
     def tokens(self) -> list[TokenStatus]:
         """Every enrolment token without its secret, the newest first."""
-        found: list[TokenStatus] = []
-        asked: dict[str, str] = {}
-        while True:
-            response = self._send("GET", "/v1/admin/tokens", params=asked)
-            page = self._parsed(_TOKENS, response)
-            found += page
-            if not page or "next" not in response.links:
-                return found
-            asked = {"before": page[-1].token_id}
+        return self._listed(_TOKENS, "/v1/admin/tokens")
 
     def revoke_token(self, token_id: str) -> TokenStatus:
         """Let no more devices enrol with it; those that have, stay."""
@@ -139,15 +132,8 @@ class Operator:
 
     def clients(self, state: DeviceState | None = None) -> list[ClientStatus]:
         """The devices that have enrolled, in that order; of one state alone, or of all."""
-        found: list[ClientStatus] = []
-        asked: dict[str, str] = {} if state is None else {"state": state}
-        while True:
-            response = self._send("GET", "/v1/admin/clients", params=asked)
-            page = self._parsed(_CLIENTS, response)
-            found += page
-            if not page or "next" not in response.links:
-                return found
-            asked["after"] = page[-1].client_id
+        asked = {} if state is None else {"state": state}
+        return self._listed(_CLIENTS, "/v1/admin/clients", **asked)
 
     def client(self, client_id: str) -> ClientDetails:
         """One device, with the keys that it has left."""
@@ -214,14 +200,7 @@ class Operator:
         return self._read(_TASK, "POST", _admin(task, "abort-round"), **_reason(why))
 
     def tasks(self) -> list[TaskSummary]:
-        found, asked = list[TaskSummary](), dict[str, str]()
-        while True:
-            response = self._send("GET", "/v1/tasks", params=asked)
-            page = self._parsed(_TASKS, response)
-            found += page
-            if not page or "next" not in response.links:
-                return found
-            asked = {"after": page[-1].task}
+        return self._listed(_TASKS, "/v1/tasks")
 
     def task(self, task: str) -> TaskSummary:
         return self._read(_TASK, "GET", f"/v1/tasks/{_segment(task)}")
@@ -237,16 +216,10 @@ class Operator:
         """The newest attempts at the task's rounds, in order: `limit` of them, at most 1000, or
         every one. `before`: only those before a round, `"12"`, or before an attempt, `"12.1"`."""
         path = f"/v1/tasks/{_segment(task)}/rounds"
-        found: list[RoundStatus] = []
-        while True:
-            asked = {"before": before, "limit": limit}
-            params = {name: value for name, value in asked.items() if value is not None}
-            response = self._send("GET", path, params=params)
-            page = self._parsed(_ROUNDS, response)
-            found = page + found
-            if limit is not None or not page or "next" not in response.links:
-                return found
-            before = f"{page[0].round}.{page[0].attempt}"
+        asked = {"before": before, "limit": limit}
+        pages = self._pages(_ROUNDS, path, **{n: v for n, v in asked.items() if v is not None})
+        newest_first = [next(pages)] if limit is not None else list(pages)
+        return [status for page in reversed(newest_first) for status in page]
 
     def round(self, task: str, number: int) -> RoundStatus:
         """The newest attempt at a round, with what devices measured by group and by class."""
@@ -305,15 +278,7 @@ class Operator:
 
     def operators(self) -> list[OperatorStatus]:
         """Whoever has or had a token, besides the one of the server's settings."""
-        found: list[OperatorStatus] = []
-        asked: dict[str, str] = {}
-        while True:
-            response = self._send("GET", "/v1/admin/operators", params=asked)
-            page = self._parsed(_OPERATORS, response)
-            found += page
-            if not page or "next" not in response.links:
-                return found
-            asked = {"after": page[-1].operator_id}
+        return self._listed(_OPERATORS, "/v1/admin/operators")
 
     def revoke_operator(self, operator_id: str) -> OperatorStatus:
         """Refuse somebody's token from now on; done again, it changes nothing."""
@@ -343,6 +308,21 @@ class Operator:
         """Have all servers log from another level on."""
         asked = {"level": level}
         return self._read(TypeAdapter(LogLevelStatus), "PUT", "/v1/admin/log-level", json=asked)
+
+    def _pages(self, kind: TypeAdapter[list[T]], path: str, **asked: object) -> Iterator[list[T]]:
+        """The pages of a list, as their links lead from one to the next."""
+        query = {name: str(value) for name, value in asked.items()}
+        while True:
+            response = self._send("GET", path, params=query)
+            page = self._parsed(kind, response)
+            yield page
+            if not page or "next" not in response.links:
+                return
+            query = dict(parse_qsl(urlsplit(response.links["next"]["url"]).query))
+
+    def _listed(self, kind: TypeAdapter[list[T]], path: str, **asked: object) -> list[T]:
+        """All entries of a list, page after page."""
+        return [each for page in self._pages(kind, path, **asked) for each in page]
 
     def _read(self, kind: TypeAdapter[T], method: str, path: str, **content: Any) -> T:
         """The answer as what it should be."""
