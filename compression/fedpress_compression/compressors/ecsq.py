@@ -88,10 +88,10 @@ class Ecsq(Stateless):
         if self.control == "step":
             step = max(self.target / largest, 1 / _MOST)
         elif self.control == "nmse":
-            energy = float(unit @ unit)
+            cells = _Cells.of(unit, self.theta)
 
             def near(step: float) -> bool:
-                return self._error(unit, step) <= self.target * energy
+                return cells.error(step, self.centroids) <= self.target * cells.energy
 
             step = _edge(near, coarsest, finest_that_holds=False)
         else:
@@ -124,30 +124,18 @@ class Ecsq(Stateless):
         step_sent = np.array([narrow], "<f4")
         return where, signs, above.astype(np.uint8), offsets.astype("<f2"), step_sent
 
-    def _error(self, unit: npt.NDArray[np.float64], step: float) -> float:
-        """The squared error at `step`."""
-        magnitudes = np.abs(unit)
-        scaled = magnitudes / step
-        whole = np.minimum(np.floor(scaled + self.theta), _MOST).astype(np.int64)
-        classes = np.minimum(whole, self.centroids)
-        counts = np.bincount(classes, minlength=self.centroids + 1)
-        sums = np.bincount(classes, scaled - whole, minlength=self.centroids + 1)
-        means = sums / np.maximum(counts, 1).astype(np.float64)
-        means[0] = 0
-        left = (scaled - whole - means[classes]) * step
-        return float(left @ left)
-
     def _step_within(
         self, unit: npt.NDArray[np.float64], budget: float, coarsest: float, spec: ModelSpec
     ) -> float:
         """The finest step found whose coded size is at most `budget` bytes, or `coarsest`."""
         layout, narrow, best, aim = self.layout(spec), unit.astype(np.float32), math.inf, budget
+        cells = _Cells.of(unit, self.theta)
 
         def size(step: float) -> int:
             return len(encode(self._quantised(narrow, step), layout))
 
         for _ in range(_TRIALS):  # the estimate is off by a share that varies little with the step
-            step = _edge(partial(self._meets, unit, aim), coarsest)
+            step = _edge(partial(self._meets, cells, aim), coarsest)
             coded = size(step)
             if coded <= budget:
                 best = min(best, step)
@@ -158,16 +146,68 @@ class Ecsq(Stateless):
                 best = step
         return best
 
-    def _meets(self, unit: npt.NDArray[np.float64], aim: float, step: float) -> bool:
-        return self._estimated(unit, step) <= aim
+    def _meets(self, cells: _Cells, aim: float, step: float) -> bool:
+        return self._estimated(cells, step) <= aim
 
-    def _estimated(self, unit: npt.NDArray[np.float64], step: float) -> float:
+    def _estimated(self, cells: _Cells, step: float) -> float:
         """Bytes at `step`, as if every number were by itself: the entropy, and the signs."""
-        whole = np.minimum(np.floor(np.abs(unit) / step + self.theta), _MOST).astype(np.int64)
-        counts = np.bincount(whole)
+        counts = np.diff(cells.bounds(step))
+        sent = cells.size - int(counts[0])
         counts = counts[counts > 0]
-        bits = float((counts * np.log2(unit.size / counts)).sum())
-        return (bits + np.count_nonzero(whole)) / 8 + 2 * self.centroids + 4
+        bits = float((counts * np.log2(cells.size / counts)).sum())
+        return (bits + sent) / 8 + 2 * self.centroids + 4
+
+
+@dataclass(frozen=True, slots=True)
+class _Cells:
+    """The magnitudes of an update, sorted, with their running sums and those of their squares, each
+    [size + 1]: what a step does to all of them comes of a few look-ups."""
+
+    magnitudes: npt.NDArray[np.float64]
+    sums: npt.NDArray[np.float64]
+    squares: npt.NDArray[np.float64]
+    theta: float
+
+    @classmethod
+    def of(cls, unit: npt.NDArray[np.float64], theta: float) -> _Cells:
+        """`unit` [size], the largest magnitude 1."""
+        magnitudes = np.sort(np.abs(unit))
+        sums, squares = np.zeros((2, magnitudes.size + 1))
+        np.cumsum(magnitudes, out=sums[1:])
+        np.cumsum(np.square(magnitudes), out=squares[1:])
+        return cls(magnitudes, sums, squares, theta)
+
+    @property
+    def size(self) -> int:
+        return self.magnitudes.size
+
+    @property
+    def energy(self) -> float:
+        return float(self.squares[-1])
+
+    def bounds(self, step: float) -> npt.NDArray[np.intp]:
+        """Where the cells of 0, 1, 2 and so on begin among the magnitudes, and where the last one
+        ends."""
+        cells = min(int(1 / step + self.theta) + 1, _MOST)
+        edges = (np.arange(1, cells + 1) - self.theta) * step
+        inner = np.searchsorted(self.magnitudes, edges)
+        return np.concatenate([[0], inner, [self.size]])
+
+    def error(self, step: float, centroids: int) -> float:
+        """The squared error at `step`, each cell received as its mean, those from `centroids` on
+        at the mean of their offsets."""
+        bounds = self.bounds(step)
+        counts, sums, squares = (
+            np.diff(bounds).astype(np.float64),
+            np.diff(self.sums[bounds]),
+            np.diff(self.squares[bounds]),
+        )
+        offsets = sums - counts * np.arange(counts.size) * step
+        classes = np.minimum(np.arange(counts.size), centroids)
+        means = np.bincount(classes, offsets) / np.maximum(np.bincount(classes, counts), 1)
+        means[0] = 0
+        values = np.arange(counts.size) * step + means[classes]
+        return float((squares - 2 * values * sums + counts * np.square(values)).sum())
 
 
 def _edge(
