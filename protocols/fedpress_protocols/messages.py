@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, SerializerFunctionWrapHandler, model_serializer, model_validator
 
 from fedpress_compression.compressors.error_feedback import check_feedback
+from fedpress_protocols.defaults import completed
 from fedpress_protocols.errors import ConfigurationError, IncompatiblePlan
 from fedpress_protocols.plan import (
     TWO_PHASES,
@@ -22,7 +23,7 @@ from fedpress_protocols.plan import (
     Term,
     TrainingTerms,
 )
-from fedpress_protocols.policies import Course, Policies, check_policies, divergence_guard
+from fedpress_protocols.policies import Course, Policies, check_policies, prober
 from fedpress_protocols.schedule import Schedule, check_schedule
 from fedpress_protocols.upload import WIRE_VERSIONS
 
@@ -604,7 +605,10 @@ class RetentionTerms(Term):
 
 
 class TaskConfig(Term):
-    """What an operator starts a task with; the initial model is registered before."""
+    """What an operator starts a task with; the initial model is registered before.
+
+    A task that names no profiles gets them, see `defaults`.
+    """
 
     task: Name
     model: Digest
@@ -647,6 +651,11 @@ class TaskConfig(Term):
     seed: Annotated[int, Field(ge=0, lt=2**63)] | None = None
     """Derives the public seeds of the rounds; None draws one at random."""
 
+    @model_validator(mode="before")
+    @classmethod
+    def _completed(cls, data: Any) -> Any:
+        return completed(data) if isinstance(data, dict) else data
+
     @model_validator(mode="after")
     def _can_select(self) -> TaskConfig:
         terms = self.selection
@@ -669,8 +678,8 @@ class TaskConfig(Term):
     def every_profile(self) -> tuple[Profile, ...]:
         """Those of the schedule's periods in order, of the rounds after, and of probes."""
         periods = [each for period in self.schedule for each in period.profiles]
-        guard = divergence_guard(self.policies)
-        return (*periods, *self.profiles, *([guard.reference] if guard is not None else []))
+        probing = prober(self.policies)
+        return (*periods, *self.profiles, *([] if probing is None else [probing.reference]))
 
     def check_new(self) -> None:
         """Raise IncompatiblePlan for what no task may begin with any more. Tasks that were begun

@@ -6,10 +6,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Annotated, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import Field
+from pydantic import Field, SerializerFunctionWrapHandler, model_serializer
 
+from fedpress_compression.compressors.coded import Coded
+from fedpress_compression.compressors.ecsq import Ecsq
 from fedpress_compression.compressors.none import Uncompressed
 from fedpress_protocols.errors import ConfigurationError
 from fedpress_protocols.plan import Profile, Term
@@ -19,6 +21,8 @@ TELLING = 16 * 1024
 once, whatever the link."""
 UPLINK = "uplink_mbps"
 """The attribute under which a device says what its uplink is, in Mbit/s; see `CheckInRequest`."""
+LEAST_COMPARED = 2
+"""Updates of either kind whose products tell their mean's norm without the noise."""
 Rung = Annotated[int, Field(ge=0, lt=256)]
 """The index of a profile in the ladder."""
 
@@ -79,6 +83,23 @@ class Watch(Term):
     norm: float = 0.0
 
 
+class Pace(Term):
+    """Where `Auto` is.
+
+    `rung` is in use since the round `since`; no harder one is tried before round `barred`. `inner`
+    and `norm` are the pooled numerator and denominator of the probes' `progress`, `probes` how
+    many were pooled since the last change; the next probe is in round `probe_at`.
+    """
+
+    rung: Rung
+    since: int = 1
+    barred: int = 1
+    probe_at: int = 1
+    probes: int = 0
+    inner: float = 0.0
+    norm: float = 0.0
+
+
 class Course(Term):
     """What the policies made of a round. Plans have the profiles from `gentlest` to `hardest`, and
     in a `probe` the reference besides."""
@@ -91,8 +112,17 @@ class Course(Term):
     why: str = ""
     trend: Trend | None = None
     watch: Watch | None = None
+    pace: Pace | None = None
+    """Of `Auto`; there only with it."""
     comparison: Comparison | None = None
     """Once the round is over, if it was a probe and enough of both kinds came."""
+
+    @model_serializer(mode="wrap")
+    def _without_pace(self, serialize: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        fields: dict[str, Any] = serialize(self)
+        if fields.get("pace", ...) is None:  # so that who knows of none can read it
+            del fields["pace"]
+        return fields
 
 
 class AccuracyDriven(Term):
@@ -165,13 +195,43 @@ class DivergenceGuard(Term):
         return math.floor(round(clients * self.share, 6))
 
 
-Policy = Annotated[BandwidthAware | AccuracyDriven | DivergenceGuard, Field(discriminator="id")]
+class Auto(Term):
+    """The rate of each round by what the server observes; a task that names no profiles has it.
+
+    It begins two profiles gentler than `gap` asks for, goes one harder after each `window` of
+    rounds, and one gentler where quality falls: the loss that devices measure rises, or the mean
+    of the compressed updates goes less than `floor` of the way of the reference's. That is
+    measured once in each of the first three windows and every `every` rounds after: `share` of the
+    cohort, two clients at least, sends the `reference`. What was given up is not tried again for
+    four windows. Without measures of either kind the hardest profile is kept.
+    """
+
+    id: Literal["auto"] = "auto"
+    gap: Annotated[float, Field(gt=0, le=100)] = 0.5
+    """Points of accuracy below an uncompressed task that are accepted."""
+    upload_bytes: Annotated[int, Field(ge=1, lt=2**53)] | None = None
+    """What the bodies of all rounds may come to; the rate is raised to keep within it."""
+    window: Annotated[int, Field(ge=1, le=1000)] = 5
+    every: Annotated[int, Field(ge=1)] = 20
+    share: Annotated[float, Field(ge=0, le=0.5)] = 0.3
+    floor: Annotated[float, Field(ge=0, lt=1)] = 0.35
+    rise: Annotated[float, Field(gt=0)] = 0.15
+    reference: Profile = Profile(
+        name="probe", compressor=Coded(Ecsq("nmse", 0.1), contexts="previous")
+    )
+
+    def references_among(self, clients: int) -> int:
+        """How many of the first `clients` that are assigned in a probe send the reference."""
+        if not self.share:
+            return 0
+        return max(min(LEAST_COMPARED, clients // 2), math.floor(round(clients * self.share, 6)))
+
+
+Policy = Annotated[
+    BandwidthAware | AccuracyDriven | DivergenceGuard | Auto, Field(discriminator="id")
+]
 Policies = Annotated[tuple[Policy, ...], Field(max_length=3)]
-PolicyT = TypeVar("PolicyT", AccuracyDriven, BandwidthAware, DivergenceGuard)
-
-
-LEAST_COMPARED = 2
-"""Updates of either kind whose products tell their mean's norm without the noise."""
+PolicyT = TypeVar("PolicyT", AccuracyDriven, Auto, BandwidthAware, DivergenceGuard)
 
 
 def bandwidth_aware(policies: Sequence[Policy]) -> BandwidthAware | None:
@@ -180,6 +240,15 @@ def bandwidth_aware(policies: Sequence[Policy]) -> BandwidthAware | None:
 
 def divergence_guard(policies: Sequence[Policy]) -> DivergenceGuard | None:
     return _one(policies, DivergenceGuard)
+
+
+def automatic(policies: Sequence[Policy]) -> Auto | None:
+    return _one(policies, Auto)
+
+
+def prober(policies: Sequence[Policy]) -> DivergenceGuard | Auto | None:
+    """Which of them has part of a cohort send a reference."""
+    return divergence_guard(policies) or automatic(policies)
 
 
 def accuracy_driven(policies: Sequence[Policy]) -> AccuracyDriven | None:
@@ -201,6 +270,9 @@ def check_policies(
             hint="give the task's profiles in order, the gentlest first",
         )
     guard, masked = divergence_guard(policies), lane == "masked"
+    auto = automatic(policies)
+    if auto is not None:
+        _check_auto(ids, ladder, auto, is_masked=masked)
     if masked and bandwidth_aware(policies) is not None:
         raise ConfigurationError(
             "bandwidth_aware in the masked lane, whose cohort adds up one kind of numbers",
@@ -226,6 +298,28 @@ def check_policies(
             hint="set share nearer to 0.5"
             if size >= 2 * LEAST_COMPARED
             else f"make cohort.size {2 * LEAST_COMPARED} or more, or set share to 0",
+        )
+
+
+def _check_auto(
+    ids: Sequence[str], ladder: Sequence[Profile], auto: Auto, *, is_masked: bool
+) -> None:
+    """As `check_policies`, of the rules that are auto's own."""
+    if is_masked:
+        raise ConfigurationError(
+            "auto in the masked lane, where no update is seen by itself",
+            hint="leave policies and profiles out: a masked task then has a fixed profile",
+        )
+    others = [each for each in ids if each in ("accuracy_driven", "divergence_guard")]
+    if others:
+        raise ConfigurationError(
+            f"auto beside {', '.join(others)}: auto decides on the rate of a round by itself",
+            hint="remove one of them; auto goes with bandwidth_aware alone",
+        )
+    if auto.reference.name in {each.name for each in ladder}:
+        raise ConfigurationError(
+            f"auto's reference has the name {auto.reference.name!r} of one of the profiles",
+            hint="give one of them another name",
         )
 
 

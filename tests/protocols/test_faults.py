@@ -70,7 +70,7 @@ class Document(Term):
         (
             {"policies": [{"id": "bandwith_aware"}]},
             "policies.0: 'id' must be one of 'bandwidth_aware', 'accuracy_driven', "
-            "'divergence_guard', not 'bandwith_aware'",
+            "'divergence_guard', 'auto', not 'bandwith_aware'",
         ),
         ({"share": 0, "lane": 1}, "share: must be more than 0, not 0; lane: must be 'clear' or "
         "'masked', not 1"),

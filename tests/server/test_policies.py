@@ -269,6 +269,57 @@ def test_the_rate_follows_the_losses_that_devices_report_across_a_restart(
     assert any("where" in why for why in whys)
 
 
+# Auto
+
+
+def test_a_task_without_a_compressor_runs_auto_and_goes_on_after_a_restart(
+    start: Start, clock: Clock, model: Model
+) -> None:
+    """Four devices of which a probe has two send more; each decision says why."""
+    profiles = []
+    with start() as http:
+        operator = Operator(http)
+        operator.begin(model, profiles=None, cohort={"size": 4, "minimum": 4}, rounds=30)
+        devices = [Device(http, clock) for _ in range(4)]
+        for device in devices:
+            device.enrol(operator.token())
+
+    def rounds(count: int) -> None:
+        for _ in range(count):
+            assignments = [given(device) for device in devices]
+            profiles.append(sorted(each.profile for each in assignments))
+            for device, assignment in zip(devices, assignments, strict=True):
+                send(device, assignment, 0.01)
+            for device, assignment in zip(devices, assignments, strict=True):
+                committed(device, assignment)
+
+    def resumed(count: int) -> list[RoundStatus]:
+        with start() as http:
+            for device in devices:
+                device.http = http
+            rounds(count)
+            return history(Operator(http))
+
+    before = resumed(7)
+    after = resumed(5)
+    assert [each.course for each in after[:7]] == [each.course for each in before[:7]]
+    probe = ["probe", "probe"]
+    assert profiles[:4] == [["0.2-bit"] * 4] * 4
+    assert profiles[4] == ["0.2-bit", "0.2-bit", *probe], "round 5 is the first probe"
+    assert profiles[5:9] == [["0.14-bit"] * 4] * 4
+    assert profiles[9] == ["0.14-bit", "0.14-bit", *probe]
+    assert profiles[10:] == [["0.1-bit"] * 4] * 2
+    courses = [each.course for each in after if each.course is not None]
+    assert courses[4].comparison is not None
+    assert courses[10].pace is not None
+    assert (courses[10].pace.rung, courses[10].pace.since) == (4, 11)
+    whys = {each.round: each.why for each in courses if each.why}
+    assert sorted(whys) == [1, 6, 11]
+    assert whys[1] == "begin gentle"
+    assert all(each.startswith("harder: ") for number, each in whys.items() if number > 1)
+    assert set(after[0].published) == {"average"}
+
+
 # DivergenceGuard
 
 

@@ -20,8 +20,10 @@ from fedpress_protocols.policies import (
     UPLINK,
     Comparison,
     Course,
+    automatic,
     bandwidth_aware,
     divergence_guard,
+    prober,
 )
 from fedpress_server.coordination.attempts import Attempt
 from fedpress_server.coordination.background import Background
@@ -29,6 +31,7 @@ from fedpress_server.policies.bandwidth_aware import Link, Transfer, choose, fit
 from fedpress_server.policies.decisions import next_course, with_comparison
 from fedpress_server.policies.facts import Facts
 from fedpress_server.policies.sizes import expected_bytes
+from fedpress_server.storage import records
 from fedpress_server.storage.database import Database
 from fedpress_server.storage.scoreboard import Scoreboard
 from fedpress_server.storage.tables import assignments, rounds, uploads
@@ -93,7 +96,11 @@ def _facts(connection: Connection, config: TaskConfig, board: Scoreboard, number
     if divergence_guard(config.policies) is not None:
         counted = board.counted(connection, least)
         classes = {model: found for model, found in counted.items() if 0 <= model < number}
-    return Facts(number, config.rounds, losses, classes)
+    auto, uploaded = automatic(config.policies), list[int]()
+    if auto is not None and auto.upload_bytes is not None:
+        uploaded = records.uploaded(connection, config.task, config.schedule_after)
+        del uploaded[number - config.schedule_after - 1 :]
+    return Facts(number, config.rounds, losses, classes, uploaded, config.cohort.size)
 
 
 # Clients
@@ -187,7 +194,7 @@ class Rates:
         """What each of these clients is to use in the attempt, if it is given a place: the name of
         a profile, None where the plan has but one or gives them in turn."""
         course, plan = attempt.course, attempt.terms.plan
-        policy, guard = bandwidth_aware(config.policies), divergence_guard(config.policies)
+        policy, guard = bandwidth_aware(config.policies), prober(config.policies)
         if course is None or len(plan.profiles) == 1:
             return [None] * len(client_ids)
         names = [each.name for each in plan.profiles]

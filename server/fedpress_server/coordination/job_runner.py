@@ -13,7 +13,7 @@ from typing import Any
 from sqlalchemy.engine import Connection
 
 from fedpress_protocols.errors import FedpressError, InvalidShare, Unavailable
-from fedpress_protocols.policies import divergence_guard
+from fedpress_protocols.policies import prober
 from fedpress_server import failpoints
 from fedpress_server.coordination.attempts import Attempt
 from fedpress_server.coordination.background import Background
@@ -287,13 +287,13 @@ class JobRunner:
 
     async def _compared(self, task: LiveTask, key: RoundKey, job: FoldJob) -> dict[str, Any] | None:
         """What the attempt came to as a probe, if it is one; the model does not hang on it."""
-        guard, attempt = divergence_guard(task.config.policies), task.attempt
+        probing, attempt = prober(task.config.policies), task.attempt
         course = attempt.course if attempt is not None and attempt.key == key else None
-        if guard is None or course is None or not course.probe:
+        if probing is None or course is None or not course.probe:
             return None
         try:
             found = await self._background.in_thread(
-                compare, job.terms, job.uploads, guard.reference.name
+                compare, job.terms, job.uploads, probing.reference.name
             )
         except FedpressError:
             _log.exception("task %s round %d.%d cannot be compared", *key)

@@ -16,10 +16,14 @@ from fedpress_protocols.policies import (
     Policy,
     Trend,
     accuracy_driven,
+    automatic,
     bandwidth_aware,
     divergence_guard,
+    prober,
 )
 from fedpress_server.policies.accuracy_driven import next_trend
+from fedpress_server.policies.auto import first_pace, next_pace
+from fedpress_server.policies.auto import probes as paces_probe
 from fedpress_server.policies.divergence_guard import first_watch, next_watch, probes
 from fedpress_server.policies.facts import Facts
 
@@ -30,12 +34,17 @@ def next_course(
     """The course of the round that `facts` are of, over a `ladder` of so many profiles; `before` is
     that of the round before, None where the policies begin.
 
-    The guard says which profile is the hardest, the loop on the loss which is the gentlest; with
-    neither, these are the ladder's ends. Without bandwidth-awareness a round has one of them: the
-    loop's, or else the hardest.
+    The guard says which profile is the hardest, auto or the loop on the loss which is the gentlest;
+    with none of them, these are the ladder's ends. Without bandwidth-awareness a round has one of
+    them: auto's or the loop's, or else the hardest.
     """
-    loop, guard = accuracy_driven(policies), divergence_guard(policies)
+    loop, guard, auto = (
+        accuracy_driven(policies),
+        divergence_guard(policies),
+        automatic(policies),
+    )
     hardest, watch, trend, why, probe = ladder - 1, None, None, "", False
+    pace = None
     warnings: tuple[str, ...] = ()
     if guard is not None:
         watch = first_watch(hardest)
@@ -50,8 +59,13 @@ def next_course(
         if before is not None and before.trend is not None:
             trend, why = next_trend(loop, before.trend, facts, hardest)
         gentlest = trend.rung
+    if auto is not None:
+        pace, why = first_pace(auto, hardest), "begin gentle"
+        if before is not None and before.pace is not None:
+            pace, why = next_pace(auto, before.pace, facts, before.comparison, hardest)
+        gentlest, probe = pace.rung, paces_probe(auto, pace, facts)
     each_its_own = bandwidth_aware(policies) is not None
-    if each_its_own and loop is None:
+    if each_its_own and loop is None and auto is None:
         gentlest = 0
     return Course(
         round=facts.number,
@@ -62,6 +76,7 @@ def next_course(
         why=why,
         trend=trend,
         watch=watch,
+        pace=pace,
     )
 
 
@@ -70,8 +85,8 @@ def profiles_of(
 ) -> tuple[Profile, ...]:
     """Those of a round's plan: gentlest to hardest, and in a probe the reference after them."""
     chosen = tuple(ladder[course.gentlest : course.hardest + 1])
-    guard = divergence_guard(policies)
-    return (*chosen, guard.reference) if guard is not None and course.probe else chosen
+    probing = prober(policies)
+    return (*chosen, probing.reference) if probing is not None and course.probe else chosen
 
 
 def every_choice(
@@ -80,11 +95,11 @@ def every_choice(
     """The profiles that plans of these policies may come to have, as many as tell what may go
     wrong: every profile is in one of them beside each other one that may be beside it."""
     whole = bandwidth_aware(policies) is not None
-    guard = divergence_guard(policies)
+    probing = prober(policies)
     for chosen in [tuple(ladder)] if whole else [(each,) for each in ladder]:
         yield chosen
-        if guard is not None and guard.share:
-            yield (*chosen, guard.reference)
+        if probing is not None and probing.share:
+            yield (*chosen, probing.reference)
 
 
 def with_comparison(course: Course, comparison: Comparison | None) -> Course:

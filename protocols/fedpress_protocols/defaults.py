@@ -1,0 +1,104 @@
+"""What a task has that names no compressor: `auto` over a ladder of rates, and what goes with it.
+
+Measured in docs/auto.md, each constant on other tasks than the one it is reported on. Everything is
+written out in the task's configuration when it is created, so that later releases change nothing
+about a task that has begun.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+BITS = (0.4, 0.28, 0.2, 0.14, 0.1, 0.07, 0.05)
+"""Of the ladder's profiles, a value; the coder's contexts make it less."""
+_USUAL = 4
+"""The rung that the usual gap asks for; the rungs beyond it are for a larger gap."""
+_USUAL_GAP = 0.5
+_ALONE = frozenset({"auto", "bandwidth_aware"})
+"""Policies that go with a ladder made here."""
+_SHORTEST, _LONGEST, _SHARE = 3.0, 50.0, 0.1
+"""Rounds that the average goes over, and their share of the task's."""
+_WITH_CONTROL = frozenset({"scaffold"})
+"""Strategies that no downlink is for."""
+
+
+def completed(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of a task with what it leaves open, if it names neither profiles nor policies of
+    its own; else as they are. What a task says by itself stays as it says it."""
+    made = dict(fields)
+    policies = made.get("policies") or ({"id": "auto"},)
+    if made.get("profiles") or not _is_ours(policies):
+        return made
+    is_masked = made.get("lane", "clear") == "masked"
+    rounds = made.get("rounds")
+    if made.get("strategy") is None and isinstance(rounds, int) and not made.get("asynchronous"):
+        made["strategy"] = _strategy(rounds, is_masked=is_masked)
+    strategy = made.get("strategy")
+    identity = strategy.get("id") if isinstance(strategy, Mapping) else None
+    if "downlink" not in made and identity not in _WITH_CONTROL:
+        made["downlink"] = {}
+    if is_masked:
+        return {**made, **_masked(made)}
+    gap = next((each.get("gap", _USUAL_GAP) for each in policies if each["id"] == "auto"), None)
+    return {**made, "policies": tuple(policies), "profiles": _ladder(gap)}
+
+
+def _is_ours(policies: Any) -> bool:
+    """Whether these are auto's, in the form of a file."""
+    if not isinstance(policies, list | tuple):
+        return False
+    ids = [each.get("id") for each in policies if isinstance(each, Mapping)]
+    return len(ids) == len(policies) and "auto" in ids and _ALONE.issuperset(ids)
+
+
+def _ladder(gap: Any) -> list[dict[str, Any]]:
+    """Error feedback around entropy-coded quantisation, the gentlest first, down to the rate that
+    `gap` points of accuracy ask for: a quarter of the gap for twice the rate."""
+    hardest = _USUAL
+    if isinstance(gap, int | float) and gap > 0:
+        least = BITS[_USUAL] * (_USUAL_GAP / gap) ** 0.5
+        hardest = max([1, *(rung for rung, bits in enumerate(BITS) if bits > 0.97 * least)])
+    return [
+        {
+            "name": f"{bits:g}-bit",
+            "compressor": {
+                "id": "error_feedback",
+                "inner": {
+                    "id": "coded",
+                    "contexts": "previous",
+                    "inner": {"id": "ecsq", "control": "bits", "target": bits},
+                },
+            },
+        }
+        for bits in BITS[: hardest + 1]
+    ]
+
+
+def _strategy(rounds: int, *, is_masked: bool) -> dict[str, Any]:
+    """Server momentum, which makes good what a rate costs in speed, and the rounds' average."""
+    over = min(max(_SHARE * rounds, _SHORTEST), _LONGEST)
+    rate = 1.0 if is_masked else 0.5
+    inner = {"id": "fedavgm", "learning_rate": rate, "momentum": 0.8}
+    return {"id": "ema", "decay": round(1 - 1 / over, 4), "inner": inner}
+
+
+def _masked(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """One profile: a support that the cohort shares, on which alone it trains, few levels."""
+    training = fields.get("training") or {}
+    masking = fields.get("masking") or {}
+    if not isinstance(training, Mapping) or not isinstance(masking, Mapping):
+        return {}
+    small = {"id": "quantize", "clip": 0.1}
+    support = {"id": "shared_support", "fraction": 0.05, "explore": 0.1}
+    return {
+        "policies": (),
+        "profiles": [
+            {
+                "name": "support",
+                "compressor": {"id": "per_tensor", "large": support, "small": small},
+            }
+        ],
+        "masking": {"levels": 4, "headroom": 8.0, "first_range": 0.05, **masking},
+        "training": {"restricted": True, **training},
+    }

@@ -1,0 +1,132 @@
+"""The rate that holds on tasks nobody tuned: begin safe, descend, back off when quality falls.
+
+Error feedback keeps what a rate leaves out, so the error of the model is no more than what waits on
+the devices, and averages of models lose most of that. What a rate must not do is keep the mean
+update from going its way, and that the server can measure without any knowledge of the task.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from fedpress_protocols.policies import LEAST_COMPARED, Auto, Comparison, Pace, Rung
+from fedpress_server.policies.facts import Facts
+
+_SAFE = 2
+"""Rungs that a task begins above what its gap asks for."""
+_RECENT = 5
+"""Models whose losses are taken together."""
+_BARRED = 4
+"""Windows for which a rung that was given up is not tried again."""
+_FADING = 0.5
+"""What a probe counts for beside the next one."""
+_GENTLER = 1.5
+"""By how many times the next gentler profile's bodies may be larger."""
+
+
+def first_pace(auto: Auto, hardest: Rung) -> Pace:
+    return Pace(rung=max(0, hardest - _SAFE), probe_at=auto.window)
+
+
+def probes(auto: Auto, pace: Pace, facts: Facts) -> bool:
+    """Whether part of the cohort sends the reference in the round that `facts` are of."""
+    return auto.references_among(facts.size) >= LEAST_COMPARED and facts.number >= pace.probe_at
+
+
+def next_pace(
+    auto: Auto, before: Pace, facts: Facts, compared: Comparison | None, hardest: Rung
+) -> tuple[Pace, str]:
+    """The pace of the round that `facts` are of, no harder than `hardest`, and the reason for what
+    it changes; `compared` is of the round before, if that was a probe and enough came of it."""
+    number, rung = facts.number, min(before.rung, hardest)
+    changes: dict[str, float] = {"rung": rung}
+    if compared is not None:
+        changes |= {
+            "inner": _FADING * before.inner + compared.inner,
+            "norm": _FADING * before.norm + compared.norm,
+            "probes": before.probes + 1,
+        }
+    if number > before.probe_at:
+        is_early = number <= 3 * auto.window
+        changes["probe_at"] = number - 1 + (auto.window if is_early else auto.every)
+    pace = before.model_copy(update=changes)
+    moved, why = _moved(auto, pace, facts, hardest)
+    if moved == rung:
+        return pace, why
+    changes = {"rung": moved, "since": number, "inner": 0.0, "norm": 0.0, "probes": 0}
+    if moved < rung:
+        changes |= {"barred": number + _BARRED * auto.window, "probe_at": number + auto.window - 1}
+    return pace.model_copy(update=changes), why
+
+
+def _moved(auto: Auto, pace: Pace, facts: Facts, hardest: Rung) -> tuple[Rung, str]:
+    """The rung to go to, and why."""
+    rung, is_settled = pace.rung, facts.number - pace.since >= auto.window
+    over = _over_budget(auto, facts)
+    if over:
+        return (rung + 1, over) if rung < hardest else (rung, f"{over}, at the hardest profile")
+    if not is_settled:
+        return rung, ""
+    fault = _fault(auto, pace, facts)
+    if fault:
+        if rung == 0:
+            return rung, f"{fault}, at the gentlest profile"
+        if not _may_spend(auto, facts):
+            return rung, f"{fault}, and upload_bytes leave no room for a gentler profile"
+        return rung - 1, f"gentler: {fault}"
+    if rung < hardest and facts.number >= pace.barred:
+        if pace.probes and pace.norm > 0:
+            return rung + 1, f"harder: compressed updates go {_progress(pace):.2f} of the way"
+        return rung + 1, "harder: nothing measured speaks against it"
+    return rung, ""
+
+
+def _progress(pace: Pace) -> float:
+    return pace.inner / pace.norm
+
+
+def _fault(auto: Auto, pace: Pace, facts: Facts) -> str:
+    """What speaks against the rate; "" if nothing does."""
+    if pace.probes > 1 and pace.norm > 0 and _progress(pace) < auto.floor:
+        return (
+            f"compressed updates go {_progress(pace):.2f} of the reference's way, less than "
+            f"{auto.floor:g}"
+        )
+    known = [(model, loss) for model, loss in enumerate(facts.losses) if loss is not None]
+    newest = [loss for model, loss in known[-_RECENT:] if model >= pace.since]
+    values = [loss for _, loss in known]
+    if len(newest) < _RECENT or len(values) < 2 * _RECENT:
+        return ""
+    level = sum(newest) / _RECENT
+    best = min(sum(values[stop - _RECENT : stop]) / _RECENT for stop in range(_RECENT, len(values)))
+    if level > best + max(auto.rise * abs(best), 2 * _error(newest)):
+        return f"the loss of the last {_RECENT} models is {level:.4g}, after {best:.4g}"
+    return ""
+
+
+def _error(values: Sequence[float]) -> float:
+    """The standard error of their mean."""
+    mean = sum(values) / len(values)
+    return math.sqrt(sum((each - mean) ** 2 for each in values) / (len(values) - 1) / len(values))
+
+
+def _over_budget(auto: Auto, facts: Facts) -> str:
+    """Why the rate must rise for the budget of bytes; "" if it need not."""
+    if auto.upload_bytes is None or not facts.uploaded:
+        return ""
+    left = facts.rounds - facts.number + 1
+    spent, usual = sum(facts.uploaded), facts.uploaded[-1]
+    if spent + left * usual <= auto.upload_bytes:
+        return ""
+    return (
+        f"harder: {spent:,} bytes came in, and {left} rounds of {usual:,} would go beyond "
+        f"upload_bytes of {auto.upload_bytes:,}"
+    )
+
+
+def _may_spend(auto: Auto, facts: Facts) -> bool:
+    if auto.upload_bytes is None or not facts.uploaded:
+        return True
+    left = facts.rounds - facts.number + 1
+    return sum(facts.uploaded) + left * _GENTLER * facts.uploaded[-1] <= auto.upload_bytes

@@ -1,0 +1,239 @@
+"""Auto on signals made up for it, and what a task that names nothing gets."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+from fedpress_protocols.defaults import BITS
+from fedpress_protocols.messages import TaskConfig
+from fedpress_protocols.policies import Auto, Comparison, Course, automatic
+from fedpress_server.policies.decisions import (
+    every_choice,
+    next_course,
+    profiles_of,
+    with_comparison,
+)
+from fedpress_server.policies.facts import Facts
+from fedpress_strategies import from_config
+
+ROUNDS, LADDER = 100, 5
+
+
+def probe(progress: float | None) -> Comparison:
+    norm = 0.0 if progress is None else 1.0
+    return Comparison(
+        progress=progress,
+        cosine=None,
+        nmse=None,
+        energy=1.0,
+        inner=progress or 0.0,
+        norm=norm,
+        compressed=7,
+        reference=3,
+    )
+
+
+def courses(
+    auto: Auto,
+    *,
+    progress: Sequence[float | None] = (None,),
+    losses: Sequence[float | None] = (),
+    uploaded: int = 0,
+    size: int = 10,
+    rounds: int = ROUNDS,
+) -> list[Course]:
+    """The course of every round; the last of `progress` goes on, and so does `uploaded` bytes at
+    the rung 0, two thirds of it at each harder one."""
+    made: list[Course] = []
+    spent: list[int] = []
+    for number in range(1, rounds + 1):
+        facts = Facts(number, rounds, losses[:number], {}, tuple(spent), size)
+        course = next_course((auto,), LADDER, made[-1] if made else None, facts)
+        if course.probe:
+            value = progress[min(sum(each.probe for each in made), len(progress) - 1)]
+            course = with_comparison(course, probe(value))
+        spent.append(round(uploaded * (2 / 3) ** course.hardest))
+        made.append(course)
+    return made
+
+
+def rungs(made: Sequence[Course]) -> list[int]:
+    assert all(each.gentlest == each.hardest for each in made)
+    return [each.hardest for each in made]
+
+
+def reasons(made: Sequence[Course]) -> dict[int, str]:
+    return {each.round: each.why for each in made if each.why}
+
+
+def test_auto_begins_gentle_and_descends_to_what_its_gap_asks_for() -> None:
+    made = courses(Auto(), progress=[0.8])
+    assert rungs(made) == [2] * 5 + [3] * 5 + [4] * 90
+    assert reasons(made) == {
+        1: "begin gentle",
+        6: "harder: compressed updates go 0.80 of the way",
+        11: "harder: compressed updates go 0.80 of the way",
+    }
+
+
+def test_auto_descends_where_nothing_can_be_measured_and_says_so() -> None:
+    made = courses(Auto(), size=3)
+    assert rungs(made)[-1] == 4
+    assert not any(each.probe for each in made)
+    assert reasons(made)[6] == "harder: nothing measured speaks against it"
+
+
+def test_two_poor_probes_have_auto_back_off_and_stay_there_for_four_windows() -> None:
+    made = courses(Auto(every=5), progress=[0.8, 0.8, 0.1, 0.1, 0.8])
+    sequence = rungs(made)
+    lowered = next(i for i in range(1, ROUNDS) if sequence[i] < sequence[i - 1])
+    assert "less than 0.35" in made[lowered].why
+    assert made[lowered].why.startswith("gentler: ")
+    assert sequence[lowered : lowered + 20] == [sequence[lowered]] * 20
+    assert sequence[-1] == 4
+
+
+def test_one_poor_probe_is_no_reason_to_back_off() -> None:
+    made = courses(Auto(every=5), progress=[0.8, 0.8, 0.8, 0.2, 0.8])
+    assert sorted(rungs(made)) == rungs(made)
+
+
+def test_a_loss_that_rises_has_auto_back_off() -> None:
+    falls = [2.0 * 0.97**model for model in range(40)]
+    made = courses(Auto(), losses=[*falls, *[1.2] * 60])
+    gentler = {number: why for number, why in reasons(made).items() if "gentler" in why}
+    assert min(gentler) in range(41, 48)
+    assert "the loss of the last 5 models is" in gentler[min(gentler)]
+
+
+def test_a_loss_that_falls_or_was_not_measured_leaves_auto_alone() -> None:
+    falls = [2.0 * 0.97**model for model in range(ROUNDS)]
+    assert rungs(courses(Auto(), losses=falls))[-1] == 4
+    assert rungs(courses(Auto(), losses=[None] * ROUNDS))[-1] == 4
+
+
+def test_auto_keeps_to_a_budget_of_bytes() -> None:
+    def cost(made: Sequence[Course]) -> int:
+        return sum(round(1000 * (2 / 3) ** rung) for rung in rungs(made))
+
+    assert cost(courses(Auto(floor=0.9), progress=[0.1], uploaded=1000)) > 24_000
+    made = courses(Auto(upload_bytes=24_000, floor=0.9), progress=[0.1], uploaded=1000)
+    assert cost(made) <= 24_000
+    assert any("upload_bytes leave no room" in why for why in reasons(made).values())
+    hopeless = courses(Auto(upload_bytes=10), uploaded=1000)
+    assert rungs(hopeless)[:4] == [2, 3, 4, 4]
+    assert "at the hardest profile" in hopeless[-1].why
+
+
+def test_probes_are_seldom_and_never_of_a_cohort_that_is_too_small() -> None:
+    made = courses(Auto(), progress=[0.8])
+    assert [each.round for each in made if each.probe] == [5, 10, 15, 35, 55, 75, 95]
+    auto = Auto()
+    assert [auto.references_among(size) for size in (1, 2, 4, 10, 100)] == [0, 1, 2, 3, 30]
+
+
+def test_the_course_says_where_auto_is_and_is_read_back() -> None:
+    course = courses(Auto(), progress=[0.8], rounds=12)[-1]
+    assert course.pace is not None
+    assert (course.pace.rung, course.pace.since) == (4, 11)
+    assert Course.model_validate_json(course.model_dump_json()) == course
+    without = course.model_copy(update={"pace": None})
+    assert "pace" not in without.model_dump(mode="json")
+
+
+# A task that names nothing
+
+
+def config(**changes: Any) -> TaskConfig:
+    fields: dict[str, Any] = {
+        "task": "t",
+        "model": "a" * 64,
+        "rounds": 100,
+        "cohort": {"size": 10, "minimum": 5},
+    }
+    return TaskConfig.model_validate({**fields, **changes})
+
+
+def test_a_task_that_names_no_profiles_has_auto_an_average_and_a_downlink() -> None:
+    made = config()
+    auto = automatic(made.policies)
+    assert auto == Auto()
+    assert [each.name for each in made.profiles] == [f"{bits:g}-bit" for bits in BITS[:5]]
+    assert made.downlink is not None
+    assert made.strategy["id"] == "ema"
+    from_config(made.strategy, made.training)
+    made.check_new()
+    assert TaskConfig.model_validate_json(made.model_dump_json()) == made
+    choices = list(every_choice(made.policies, made.profiles))
+    assert len(choices) == 2 * len(made.profiles)
+    course = next_course(made.policies, 5, None, Facts(1, 100, size=10))
+    assert profiles_of(made.policies, made.profiles, course) == made.profiles[2:3]
+
+
+def test_what_a_task_says_itself_stays() -> None:
+    named = {"name": "p", "compressor": {"id": "topk"}}
+    plain = config(profiles=[named])
+    assert (plain.policies, plain.downlink, plain.strategy) == ((), None, {"id": "fedavg"})
+    made = config(strategy={"id": "fedadam"}, downlink=None)
+    assert (made.strategy, made.downlink) == ({"id": "fedadam"}, None)
+    assert config(strategy={"id": "scaffold"}).downlink is None
+    ours = config(policies=[{"id": "auto"}], profiles=[named, {**named, "name": "q"}])
+    assert [each.name for each in ours.profiles] == ["p", "q"]
+    with pytest.raises(ValidationError, match="profiles"):
+        config(policies=[{"id": "accuracy_driven"}])
+
+
+@pytest.mark.parametrize(
+    ("gap", "bits"), [(0.05, 0.28), (0.125, 0.2), (0.25, 0.14), (0.5, 0.1), (2, 0.05), (50, 0.05)]
+)
+def test_a_larger_gap_is_a_harder_ladder(gap: float, bits: float) -> None:
+    made = config(policies=[{"id": "auto", "gap": gap}])
+    assert made.profiles[-1].name == f"{bits:g}-bit"
+
+
+def test_the_average_goes_over_a_tenth_of_the_rounds() -> None:
+    decays = [config(rounds=rounds).strategy["decay"] for rounds in (1, 30, 100, 1000)]
+    assert decays == [0.6667, 0.6667, 0.9, 0.98]
+
+
+def test_a_masked_task_has_one_profile_and_no_policy() -> None:
+    made = config(lane="masked")
+    assert made.policies == ()
+    assert [each.name for each in made.profiles] == ["support"]
+    assert made.training.restricted
+    assert made.masking is not None
+    assert made.masking.levels == 4
+    other = config(lane="masked", masking={"levels": 7}, training={"restricted": False})
+    assert other.masking is not None
+    assert (other.masking.levels, other.training.restricted) == (7, False)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"policies": [{"id": "auto"}, {"id": "divergence_guard"}]}, "profiles"),
+        ({"policies": [{"id": "auto", "gap": 0}]}, "gap"),
+        ({"policies": [{"id": "auto", "rate": 1}]}, "rate"),
+    ],
+)
+def test_what_auto_cannot_be_asked_for_is_refused(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValidationError, match=message):
+        config(**changes)
+
+
+def test_auto_beside_what_does_its_work_is_refused() -> None:
+    ladder = [
+        {"name": name, "compressor": {"id": "topk", "fraction": share}}
+        for name, share in (("p", 0.1), ("q", 0.01))
+    ]
+    with pytest.raises(ValidationError, match="auto beside accuracy_driven"):
+        config(profiles=ladder, policies=[{"id": "auto"}, {"id": "accuracy_driven"}])
+    with pytest.raises(ValidationError, match="auto in the masked lane"):
+        config(profiles=ladder, policies=[{"id": "auto"}], lane="masked")
+    probe_named = [{**ladder[0], "name": "probe"}, ladder[1]]
+    with pytest.raises(ValidationError, match="auto's reference has the name 'probe'"):
+        config(profiles=probe_named, policies=[{"id": "auto"}])
