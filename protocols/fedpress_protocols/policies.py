@@ -198,12 +198,13 @@ class DivergenceGuard(Term):
 class Auto(Term):
     """The rate of each round by what the server observes; a task that names no profiles has it.
 
-    It begins two profiles gentler than `gap` asks for, goes one harder after each `window` of
-    rounds, and one gentler where quality falls: the loss that devices measure rises, or the mean
-    of the compressed updates goes less than `floor` of the way of the reference's. That is
-    measured once in each of the first three windows and every `every` rounds after: `share` of the
-    cohort, two clients at least, sends the `reference`. What was given up is not tried again for
-    four windows. Without measures of either kind the hardest profile is kept.
+    It begins three profiles gentler than `gap` asks for, goes one harder after a `window` of rounds
+    while the mean of the compressed updates goes well more than `floor` of the way of the
+    reference's, and one gentler where it goes less, or where the loss that devices measure rises by
+    more than `rise` of it. The way is measured at the end of each window, and every `every` rounds
+    at the hardest profile: `share` of the cohort, two clients at least, sends the `reference`. What
+    was given up is not tried again for four windows. Where nothing can be measured the rate goes to
+    the hardest profile in steps all the same.
     """
 
     id: Literal["auto"] = "auto"
@@ -211,10 +212,10 @@ class Auto(Term):
     """Points of accuracy below an uncompressed task that are accepted."""
     upload_bytes: Annotated[int, Field(ge=1, lt=2**53)] | None = None
     """What the bodies of all rounds may come to; the rate is raised to keep within it."""
-    window: Annotated[int, Field(ge=1, le=1000)] = 5
+    window: Annotated[int, Field(ge=1, le=1000)] = 4
     every: Annotated[int, Field(ge=1)] = 20
     share: Annotated[float, Field(ge=0, le=0.5)] = 0.3
-    floor: Annotated[float, Field(ge=0, lt=1)] = 0.35
+    floor: Annotated[float, Field(ge=0, lt=1)] = 0.5
     rise: Annotated[float, Field(gt=0)] = 0.15
     reference: Profile = Profile(
         name="probe", compressor=Coded(Ecsq("nmse", 0.1), contexts="previous")

@@ -304,17 +304,17 @@ def test_a_task_without_a_compressor_runs_auto_and_goes_on_after_a_restart(
     after = resumed(5)
     assert [each.course for each in after[:7]] == [each.course for each in before[:7]]
     probe = ["probe", "probe"]
-    assert profiles[:4] == [["0.2-bit"] * 4] * 4
-    assert profiles[4] == ["0.2-bit", "0.2-bit", *probe], "round 5 is the first probe"
-    assert profiles[5:9] == [["0.14-bit"] * 4] * 4
-    assert profiles[9] == ["0.14-bit", "0.14-bit", *probe]
-    assert profiles[10:] == [["0.1-bit"] * 4] * 2
+    assert profiles[:3] == [["0.28-bit"] * 4] * 3
+    assert profiles[3] == ["0.28-bit", "0.28-bit", *probe], "round 4 is the first probe"
+    assert profiles[4:7] == [["0.2-bit"] * 4] * 3
+    assert profiles[7] == ["0.2-bit", "0.2-bit", *probe]
+    assert profiles[8:11] == [["0.14-bit"] * 4] * 3
     courses = [each.course for each in after if each.course is not None]
-    assert courses[4].comparison is not None
+    assert courses[3].comparison is not None
     assert courses[10].pace is not None
-    assert (courses[10].pace.rung, courses[10].pace.since) == (4, 11)
+    assert (courses[10].pace.rung, courses[10].pace.since) == (3, 9)
     whys = {each.round: each.why for each in courses if each.why}
-    assert sorted(whys) == [1, 6, 11]
+    assert sorted(whys) == [1, 5, 9]
     assert whys[1] == "begin gentle"
     assert all(each.startswith("harder: ") for number, each in whys.items() if number > 1)
     assert set(after[0].published) == {"average"}

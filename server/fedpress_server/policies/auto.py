@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from fedpress_protocols.policies import LEAST_COMPARED, Auto, Comparison, Pace, Rung
 from fedpress_server.policies.facts import Facts
 
-_SAFE = 2
+_SAFE = 3
 """Rungs that a task begins above what its gap asks for."""
 _RECENT = 5
 """Models whose losses are taken together."""
@@ -21,6 +21,10 @@ _BARRED = 4
 """Windows for which a rung that was given up is not tried again."""
 _FADING = 0.5
 """What a probe counts for beside the next one."""
+_STEP = 0.85
+"""What the next harder profile leaves of the progress, or less."""
+_FAR = 0.7
+"""Of the floor: a progress below this is a fault at the first probe."""
 _GENTLER = 1.5
 """By how many times the next gentler profile's bodies may be larger."""
 
@@ -41,22 +45,22 @@ def next_pace(
     it changes; `compared` is of the round before, if that was a probe and enough came of it."""
     number, rung = facts.number, min(before.rung, hardest)
     changes: dict[str, float] = {"rung": rung}
-    if compared is not None:
+    if compared is not None and compared.progress is not None:
         changes |= {
             "inner": _FADING * before.inner + compared.inner,
             "norm": _FADING * before.norm + compared.norm,
             "probes": before.probes + 1,
         }
-    if number > before.probe_at:
-        is_early = number <= 3 * auto.window
-        changes["probe_at"] = number - 1 + (auto.window if is_early else auto.every)
     pace = before.model_copy(update=changes)
     moved, why = _moved(auto, pace, facts, hardest)
-    if moved == rung:
-        return pace, why
-    changes = {"rung": moved, "since": number, "inner": 0.0, "norm": 0.0, "probes": 0}
+    changes = {"rung": moved}
+    if number > before.probe_at or moved != rung:
+        wait = auto.every if moved == rung == hardest else auto.window
+        changes["probe_at"] = number - 1 + wait
+    if moved != rung:
+        changes |= {"since": number, "probes": 0}
     if moved < rung:
-        changes |= {"barred": number + _BARRED * auto.window, "probe_at": number + auto.window - 1}
+        changes |= {"barred": number + _BARRED * auto.window, "inner": 0.0, "norm": 0.0}
     return pace.model_copy(update=changes), why
 
 
@@ -76,23 +80,24 @@ def _moved(auto: Auto, pace: Pace, facts: Facts, hardest: Rung) -> tuple[Rung, s
             return rung, f"{fault}, and upload_bytes leave no room for a gentler profile"
         return rung - 1, f"gentler: {fault}"
     if rung < hardest and facts.number >= pace.barred:
-        if pace.probes and pace.norm > 0:
-            return rung + 1, f"harder: compressed updates go {_progress(pace):.2f} of the way"
-        return rung + 1, "harder: nothing measured speaks against it"
+        progress = _progress(pace)
+        if progress is None:
+            return rung + 1, "harder: nothing measured speaks against it"
+        if _STEP * progress >= auto.floor:
+            return rung + 1, f"harder: compressed updates go {progress:.2f} of the reference's way"
     return rung, ""
 
 
-def _progress(pace: Pace) -> float:
-    return pace.inner / pace.norm
+def _progress(pace: Pace) -> float | None:
+    """As pooled over the probes; None where none told any."""
+    return pace.inner / pace.norm if pace.norm > 0 else None
 
 
 def _fault(auto: Auto, pace: Pace, facts: Facts) -> str:
     """What speaks against the rate; "" if nothing does."""
-    if pace.probes > 1 and pace.norm > 0 and _progress(pace) < auto.floor:
-        return (
-            f"compressed updates go {_progress(pace):.2f} of the reference's way, less than "
-            f"{auto.floor:g}"
-        )
+    progress, floor = _progress(pace), auto.floor if pace.probes > 1 else _FAR * auto.floor
+    if pace.probes and progress is not None and progress < floor:
+        return f"compressed updates go {progress:.2f} of the reference's way, less than {floor:g}"
     known = [(model, loss) for model, loss in enumerate(facts.losses) if loss is not None]
     newest = [loss for model, loss in known[-_RECENT:] if model >= pace.since]
     values = [loss for _, loss in known]

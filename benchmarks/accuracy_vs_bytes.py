@@ -1,0 +1,374 @@
+"""Accuracy against bytes on eight real tasks: what a task that names no compressor has, and float32.
+
+    python benchmarks/accuracy_vs_bytes.py --data FOLDER [--tasks A,B] [--recipes A,B] [--seeds 0,1,2]
+    python benchmarks/accuracy_vs_bytes.py --data FOLDER --table     # of what has been run
+
+What runs is the product's own code without its network: plans are opened and policies decide as on
+a server, devices keep ledgers and make real bodies, the server folds them and publishes models for
+a downlink. Every run is kept as a JSON file of its own in benchmarks/results/accuracy_vs_bytes, and
+is not run again. Accuracies are means of the last five measures, newest model and average (of the
+same horizon for every recipe). `up` is the bytes of the bodies until the mean over three measures is
+where float32 FedAvg ends less half a point, `down` those of a device that holds the model before.
+float32 recipes are tuned on the task itself, over the learning rates that are tried; auto is not.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import os
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import accuracy_tasks
+import numpy as np
+from federation import InMemory
+
+from fedpress_client.ledger import Ledger
+from fedpress_protocols.defaults import completed
+from fedpress_protocols.downlink import encode_difference
+from fedpress_protocols.messages import Assignment, Receipt, TaskConfig
+from fedpress_protocols.model import Model
+from fedpress_protocols.plan import RoundPlan
+from fedpress_protocols.policies import Course, prober
+from fedpress_protocols.signatures import DeviceKey
+from fedpress_server.coordination.opening import Legacy, opened
+from fedpress_server.folds.adding import FoldJob, StagedUpload
+from fedpress_server.folds.folding import first_model, first_state, fold
+from fedpress_server.folds.masked import Host
+from fedpress_server.folds.probing import compare
+from fedpress_server.identity.membership import Authority
+from fedpress_server.policies.decisions import next_course, with_comparison
+from fedpress_server.policies.facts import Facts
+from fedpress_server.storage.files import model_name
+from fedpress_strategies import from_config
+
+STORE = Path(__file__).parent / "results" / "accuracy_vs_bytes"
+EVERY, LAST, MARGIN = 3, 5, 0.005
+Config = dict[str, Any]
+_FLOAT32: Config = {"profiles": [{"name": "float32", "compressor": {"id": "none"}}]}
+
+
+def _float32(inner: Config, factor: float = 1.0) -> tuple[Config, float]:
+    return {**_FLOAT32, "strategy": {"id": "ema", "inner": inner}}, factor
+
+
+_FEDAVGM: Config = {"id": "fedavgm", "learning_rate": 1.0, "momentum": 0.8}
+RECIPES: Mapping[str, tuple[Config, float]] = {
+    "auto": ({}, 1.0),
+    "fedavg": _float32({"id": "fedavg"}),
+    "fedavg, rate x 2": _float32({"id": "fedavg"}, 2.0),
+    "fedavgm": _float32(_FEDAVGM),
+    "fedavgm, rate / 2": _float32(_FEDAVGM, 0.5),
+    "fedadam .01": _float32({"id": "fedadam", "learning_rate": 0.01}),
+    "fedadam .03": _float32({"id": "fedadam", "learning_rate": 0.03}),
+}
+"""Fields of the task's configuration, and what the task's learning rate is multiplied by."""
+
+
+@dataclass
+class Run:
+    """By measure: the round, the bytes up to then, accuracy and loss of the newest model and of the
+    average; by round, what policies decided."""
+
+    rounds: list[int] = field(default_factory=list)
+    up: list[int] = field(default_factory=list)
+    down: list[int] = field(default_factory=list)
+    newest: list[tuple[float, float]] = field(default_factory=list)
+    average: list[tuple[float, float]] = field(default_factory=list)
+    profiles: list[str] = field(default_factory=list)
+    reasons: dict[int, str] = field(default_factory=dict)
+    progress: dict[int, float | None] = field(default_factory=dict)
+
+
+def run(name: str, recipe: str, seed: int, data: Path, rounds: int | None = None) -> Run:
+    """One task from its beginning to its end."""
+    task = accuracy_tasks.made(name, data, seed)
+    total = rounds or task.rounds
+    changes, factor = RECIPES[recipe]
+    initial = Model.from_bytes(task.first_model.to_bytes())
+    fields: Config = {
+        "task": "task",
+        "model": initial.digest,
+        "rounds": total,
+        "training": {"learning_rate": task.rate * factor},
+        "cohort": {"size": task.cohort, "minimum": 1},
+        "seed": seed,
+    }
+    ours = completed(fields)["strategy"]
+    strategy_fields = changes.get("strategy")
+    if strategy_fields is not None:  # the same horizon for all
+        changes = {**changes, "strategy": {**strategy_fields, "decay": ours["decay"]}}
+    config = TaskConfig.model_validate({**fields, **changes})
+    with tempfile.TemporaryDirectory() as folder:
+        return _played(task, config, seed, InMemory(Path(folder)), initial)
+
+
+def _played(
+    task: accuracy_tasks.Task, config: TaskConfig, seed: int, payloads: InMemory, initial: Model
+) -> Run:
+    done, total = Run(), config.rounds
+    strategy = from_config(config.strategy, config.training)
+    key = DeviceKey.from_bytes(bytes(32))
+    host = Host(key, Authority("task", key.public, key))
+    ledgers = [Ledger("task", f"client-{index}") for index in range(len(task.clients))]
+    payloads.put(model_name(initial.digest), initial.to_bytes())
+    model, state = initial, None
+    if config.downlink is not None:
+        digest, _ = first_model(initial.digest, config.downlink, payloads)
+        state = first_state(initial.digest, initial.spec, payloads)
+        model = Model.from_bytes(payloads.get(model_name(digest)))
+    before, course = model, None
+    chosen, up, down = np.random.default_rng([seed, 2]), 0, 0
+    losses: list[float | None] = []
+    for number in range(1, total + 1):
+        losses.append(_loss(task, model, seed, number))
+        if config.policies:
+            facts = Facts(number, total, tuple(losses), {}, (), config.cohort.size)
+            course = next_course(config.policies, len(config.profiles), course, facts)
+            if course.why:
+                done.reasons[number] = course.why
+        left = Legacy(model.digest, model.spec, before.digest, course=course)
+        attempt = opened(
+            config, strategy, payloads, host, left=left, number=number, attempt=1, now=0.0
+        )
+        plan, staged = attempt.terms.plan, []
+        cohort = chosen.choice(len(task.clients), config.cohort.size, replace=False).tolist()
+        names = _profiles(config, course, plan, len(cohort))
+        rate = plan.training.learning_rate or 0.0
+        previous = model.parameters - before.parameters
+        for client, profile in zip(cohort, names, strict=True):
+            rng = np.random.default_rng([seed, number, client])
+            update = task.update(model, client, rng, rate)
+            assignment = Assignment(
+                assignment=f"a{number}", client_id=f"client-{client}", plan=plan, profile=profile
+            )
+            ledger, body = ledgers[client].prepare(
+                assignment,
+                update,
+                task.clients[client].size,
+                model.spec,
+                rng,
+                previous=previous if "previous" in plan.needs else None,
+            )
+            assert body is not None, "an update beyond the plan's bound"
+            file, digest = f"uploads/{client}", hashlib.sha256(body).hexdigest()
+            payloads.put(file, body)
+            up += len(body)
+            staged.append(StagedUpload(file, digest, profile, f"client-{client}"))
+            ledgers[client] = ledger.settle(_receipt(plan, client, digest)).told()
+        job = FoldJob(attempt.terms, strategy, state, tuple(staged), config.downlink)
+        result = fold(job, payloads)
+        state, before = result.optimizer_state, model
+        model = Model.from_bytes(payloads.get(model_name(result.model)))
+        is_coded = config.downlink is not None
+        down += len(encode_difference(before, model)) if is_coded else len(model.to_bytes())
+        if course is not None and course.probe:
+            probing = prober(config.policies)
+            assert probing is not None
+            found = compare(attempt.terms, tuple(staged), probing.reference.name)
+            course = with_comparison(course, found)
+            done.progress[number] = None if found is None else found.progress
+        done.profiles.append(names[0])
+        if number % EVERY == 0 or number > total - LAST:
+            average, _ = result.published["average"]
+            done.rounds.append(number)
+            done.up.append(up)
+            done.down.append(down)
+            done.newest.append(task.measure(model))
+            done.average.append(task.measure(Model.from_bytes(payloads.get(model_name(average)))))
+    return done
+
+
+def _loss(task: accuracy_tasks.Task, model: Model, seed: int, number: int) -> float | None:
+    """As devices would report it: over 256 examples that clients train on, others in each round."""
+    rng = np.random.default_rng([seed, 9, number])
+    rows = np.concatenate(task.clients)
+    drawn = accuracy_tasks.torch.from_numpy(rng.choice(rows, min(256, rows.size), replace=False))
+    kept = task.test_inputs, task.test_labels
+    task.test_inputs, task.test_labels = task.inputs[drawn], task.labels[drawn]
+    try:
+        return task.measure(model)[1]
+    finally:
+        task.test_inputs, task.test_labels = kept
+
+
+def _profiles(config: TaskConfig, course: Course | None, plan: RoundPlan, count: int) -> list[str]:
+    """As the server gives them, see `coordination.adaptive`."""
+    names, probing = [each.name for each in plan.profiles], prober(config.policies)
+    if course is None or not course.probe or probing is None:
+        return [names[0]] * count
+    given: list[str] = []
+    for place in range(count):
+        due = probing.references_among(place + 1) > given.count(names[-1])
+        given.append(names[-1] if due else names[0])
+    return given
+
+
+def _receipt(plan: RoundPlan, client: int, digest: str) -> Receipt:
+    return Receipt(
+        assignment=f"a{plan.round}",
+        client_id=f"client-{client}",
+        task=plan.task,
+        round=plan.round,
+        attempt=plan.attempt,
+        outcome="included",
+        reason="included",
+        upload=digest,
+        model=None,
+        issued_at=0,
+    )
+
+
+# The table
+
+
+@dataclass
+class Curve:
+    """Of one kind of model over the measures of a run."""
+
+    accuracies: list[float]
+    up: list[int]
+    down: list[int]
+    rounds: list[int]
+
+    @property
+    def end(self) -> float:
+        return float(np.mean(self.accuracies[-LAST:]))
+
+    def reached(self, target: float) -> int | None:
+        """The first measure from which the mean over three is at the target."""
+        for place in range(len(self.accuracies)):
+            if np.mean(self.accuracies[max(0, place - 2) : place + 1]) >= target:
+                return place
+        return None
+
+
+def _file(store: Path, task: str, recipe: str, seed: int) -> Path:
+    return store / f"{task} {recipe} {seed}.json".replace(", ", " ").replace("/", "over")
+
+
+def _curve(store: Path, task: str, recipe: str, seed: int, kind: str) -> Curve | None:
+    file = _file(store, task, recipe, seed)
+    if not file.exists():
+        return None
+    kept = json.loads(file.read_text())
+    accuracies = [accuracy for accuracy, _ in kept[kind]]
+    return Curve(accuracies, kept["up"], kept["down"], kept["rounds"])
+
+
+def table(store: Path, tasks: Sequence[str]) -> Iterator[str]:
+    """Markdown, of the runs that are there: means over the seeds that have auto and FedAvg."""
+    yield (
+        "| task | model | seeds | FedAvg ends | best float32 ends | auto ends | less than FedAvg | "
+        "up to FedAvg's end - .5: times less than FedAvg | than the best | both directions | "
+        "bits a value |"
+    )
+    yield "|" + "---|" * 11
+    for task in tasks:
+        for kind in ("average", "newest"):
+            row = _row(store, task, kind)
+            if row:
+                yield row
+
+
+def _row(store: Path, task: str, kind: str) -> str:
+    seeds = [
+        seed
+        for seed in range(10)
+        if all(_file(store, task, each, seed).exists() for each in ("auto", "fedavg"))
+    ]
+    if not seeds:
+        return ""
+
+    def curves(recipe: str) -> list[Curve]:
+        found = [_curve(store, task, recipe, seed, kind) for seed in seeds]
+        return [each for each in found if each is not None]
+
+    float32 = {
+        recipe: made
+        for recipe in RECIPES
+        if recipe != "auto" and len(made := curves(recipe)) == len(seeds)
+    }
+    plain = [name for name in float32 if name.startswith("fedavg") and "m" not in name[6:7]]
+    ends = {name: float(np.mean([each.end for each in made])) for name, made in float32.items()}
+    fedavg = max(plain, key=lambda name: ends[name])
+    best = max(ends, key=lambda name: ends[name])
+    ours = curves("auto")
+    fewer, than_best, both = [], [], []
+    for mine, other, top in zip(ours, float32[fedavg], float32[best], strict=True):
+        target = other.end - MARGIN
+        here, there, best_there = (each.reached(target) for each in (mine, other, top))
+        if here is None or there is None or best_there is None:
+            continue
+        fewer.append(other.up[there] / mine.up[here])
+        than_best.append(top.up[best_there] / mine.up[here])
+        cohort = other.up[there] / other.down[there]
+        both.append(
+            (other.up[there] + cohort * other.down[there])
+            / (mine.up[here] + cohort * mine.down[here])
+        )
+    mean = float(np.mean([each.end for each in ours]))
+    spread = float(np.std([each.end for each in ours]))
+    whole = float(
+        np.mean([f.up[-1] / m.up[-1] for f, m in zip(float32[fedavg], ours, strict=True)])
+    )
+
+    def times(values: Sequence[float]) -> str:
+        if not values:
+            return "never"
+        missing = len(ours) - len(values)
+        return f"{np.mean(values):.0f}" + (f" ({missing} never)" if missing else "")
+
+    return (
+        f"| {task} | {kind} | {len(seeds)} | {100 * ends[fedavg]:.1f} | {100 * ends[best]:.1f} "
+        f"({best}) | {100 * mean:.1f} +- {100 * spread:.1f} | {100 * (mean - ends[fedavg]):+.1f} | "
+        f"{times(fewer)} | {times(than_best)} | {times(both)} | {32 / whole:.3f} |"
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--data", type=Path, default=Path("data"), help="see accuracy_tasks.py")
+    parser.add_argument("--tasks", default=",".join(accuracy_tasks.TASKS))
+    parser.add_argument("--recipes", default=";".join(RECIPES), help="separated by semicolons")
+    parser.add_argument("--seeds", default="0,1,2")
+    parser.add_argument("--rounds", type=int, help="fewer than the task's own")
+    parser.add_argument("--store", type=Path, default=STORE, help="where runs are kept")
+    parser.add_argument("--table", action="store_true", help="print the table, run nothing")
+    parser.add_argument("--quick", action="store_true", help="digits, 12 rounds, FedAvg and auto")
+    asked = parser.parse_args()
+    tasks, seeds = asked.tasks.split(","), [int(seed) for seed in asked.seeds.split(",")]
+    recipes, rounds, store = asked.recipes.split(";"), asked.rounds, asked.store
+    if asked.quick:
+        tasks, seeds, recipes, rounds = ["digits"], [0], ["auto", "fedavg"], 12
+        store = Path(tempfile.mkdtemp())
+    store.mkdir(parents=True, exist_ok=True)
+    for seed in seeds if not asked.table else ():
+        for task in tasks:
+            for recipe in recipes:
+                file = _file(store, task, recipe, seed)
+                if file.exists():
+                    continue
+                done = run(task, recipe, seed, asked.data, rounds)
+                file.write_text(json.dumps(vars(done)) + "\n")
+                ends = [
+                    100 * np.mean([a for a, _ in e[-LAST:]]) for e in (done.newest, done.average)
+                ]
+                print(
+                    f"{task:12} {recipe:18} seed {seed}: newest {ends[0]:.1f}, average {ends[1]:.1f}, "
+                    f"{done.up[-1] / 1e6:.3f} MB up",
+                    flush=True,
+                )
+    print("\n".join(table(store, tasks)))
+
+
+if __name__ == "__main__":
+    main()

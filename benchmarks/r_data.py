@@ -1,0 +1,94 @@
+"""Data frames of R's .rda files: columns of numbers, and factors as their codes from 0 on.
+
+R's own XDR serialisation, versions 2 and 3, as far as data frames of packages such as mlbench need
+it (R Internals, Section 1.8). For files that one trusts.
+"""
+
+from __future__ import annotations
+
+import bz2
+import gzip
+import lzma
+import struct
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+Column = npt.NDArray[np.float64]
+_OPENERS = {b"\x1f\x8b": gzip.decompress, b"BZ": bz2.decompress, b"\xfd7": lzma.decompress}
+_NULL, _SYMBOL, _PAIRS, _CHARACTERS, _REFERENCE = 254, 1, 2, 9, 255
+_LOGICAL, _INTEGER, _REAL, _STRINGS, _LIST = 10, 13, 14, 16, 19
+_HAS_ATTRIBUTES, _HAS_TAG = 512, 1024
+
+
+def frame(path: Path) -> dict[str, Column]:
+    """The columns of the one data frame in the file, by name."""
+    raw = path.read_bytes()
+    data = _OPENERS[raw[:2]](raw)
+    if data[:4] not in (b"RDX2", b"RDX3"):
+        raise ValueError(f"{path} begins with {data[:4]!r}, where RDX2 or RDX3 is expected")
+    reader = _Reader(data[7:])
+    version = reader.integer()
+    reader.take(8)
+    if version == 3:
+        reader.take(reader.integer())
+    ((columns, attributes),) = reader.item().values()
+    names = attributes["names"][0]
+    return {name: _column(*column) for name, column in zip(names, columns, strict=True)}
+
+
+def _column(values: Any, attributes: dict[str, Any]) -> Column:
+    column = np.asarray(values, np.float64)
+    return column - 1 if "levels" in attributes else column
+
+
+class _Reader:
+    def __init__(self, data: bytes) -> None:
+        self._data, self._at = data, 0
+        self._symbols: list[str] = []
+
+    def take(self, count: int) -> bytes:
+        self._at += count
+        return self._data[self._at - count : self._at]
+
+    def integer(self) -> int:
+        return int(struct.unpack(">i", self.take(4))[0])
+
+    def item(self) -> Any:
+        """A value; of vectors with their attributes."""
+        flags = self.integer()
+        kind = flags & 255
+        if kind == _NULL:
+            return None
+        if kind == _REFERENCE:
+            return self._symbols[(flags >> 8) - 1]
+        if kind == _SYMBOL:
+            self._symbols.append(self.item())
+            return self._symbols[-1]
+        if kind == _PAIRS:
+            return self._pairs(flags)
+        count = self.integer()
+        if kind == _CHARACTERS:
+            return None if count < 0 else self.take(count).decode("latin-1")
+        values: Any
+        if kind in (_LOGICAL, _INTEGER):
+            values = np.frombuffer(self.take(4 * count), ">i4")
+        elif kind == _REAL:
+            values = np.frombuffer(self.take(8 * count), ">f8")
+        elif kind in (_STRINGS, _LIST):
+            values = [self.item() for _ in range(count)]
+        else:
+            raise ValueError(f"an R object of type {kind}, which no data frame here holds")
+        return values, self._pairs(self.integer()) if flags & _HAS_ATTRIBUTES else {}
+
+    def _pairs(self, flags: int) -> dict[str, Any]:
+        found: dict[str, Any] = {}
+        while flags & 255 == _PAIRS:
+            if flags & _HAS_ATTRIBUTES:
+                self.item()
+            tag = self.item() if flags & _HAS_TAG else ""
+            found[tag] = self.item()
+            flags = self.integer()
+        return found
