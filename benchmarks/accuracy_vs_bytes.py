@@ -1,15 +1,15 @@
-"""Accuracy against bytes on eight real tasks: what a task that names no compressor has, and float32.
+"""Accuracy against bytes on eight real tasks: what a task has by default, and float32.
 
-    python benchmarks/accuracy_vs_bytes.py --data FOLDER [--tasks A,B] [--recipes A,B] [--seeds 0,1,2]
+    python benchmarks/accuracy_vs_bytes.py --data FOLDER [--tasks A,B] [--recipes "A;B"]
     python benchmarks/accuracy_vs_bytes.py --data FOLDER --table     # of what has been run
 
 What runs is the product's own code without its network: plans are opened and policies decide as on
 a server, devices keep ledgers and make real bodies, the server folds them and publishes models for
 a downlink. Every run is kept as a JSON file of its own in benchmarks/results/accuracy_vs_bytes, and
-is not run again. Accuracies are means of the last five measures, newest model and average (of the
-same horizon for every recipe). `up` is the bytes of the bodies until the mean over three measures is
-where float32 FedAvg ends less half a point, `down` those of a device that holds the model before.
-float32 recipes are tuned on the task itself, over the learning rates that are tried; auto is not.
+is not run again. Accuracies are means of the last five measures, of the newest model and of the
+average (with the same horizon for every recipe). Bytes are those of the bodies until the mean over
+three measures is where float32 FedAvg ends less half a point; on the way down those of a device
+that holds the model before. float32 recipes are tried on the task itself, auto is not.
 """
 
 from __future__ import annotations
@@ -363,8 +363,8 @@ def main() -> None:
                     100 * np.mean([a for a, _ in e[-LAST:]]) for e in (done.newest, done.average)
                 ]
                 print(
-                    f"{task:12} {recipe:18} seed {seed}: newest {ends[0]:.1f}, average {ends[1]:.1f}, "
-                    f"{done.up[-1] / 1e6:.3f} MB up",
+                    f"{task:12} {recipe:18} seed {seed}: newest {ends[0]:.1f}, "
+                    f"average {ends[1]:.1f}, {done.up[-1] / 1e6:.3f} MB up",
                     flush=True,
                 )
     print("\n".join(table(store, tasks)))

@@ -40,7 +40,7 @@ from fedpress_compression.compressor import Public, from_config
 from fedpress_compression.fixed_point import FixedPoint
 from fedpress_compression.tensors import ModelSpec, Vector
 from fedpress_protocols.masking.payload import Payload
-from fedpress_protocols.messages import Assignment, Receipt
+from fedpress_protocols.messages import AVERAGE, Assignment, Receipt
 from fedpress_protocols.plan import (
     CohortRules,
     FixedPointTerms,
@@ -50,7 +50,6 @@ from fedpress_protocols.plan import (
     TrainingTerms,
 )
 from fedpress_strategies import from_config as strategy_from_config
-from fedpress_strategies.ema import AVERAGE
 from fedpress_strategies.strategy import published
 
 DROPPED, SMOOTHED, LAST = 0.1, 3, 5

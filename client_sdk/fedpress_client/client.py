@@ -202,7 +202,7 @@ class Client:
         )
 
     def model(self, *, max_age: float = 30.0) -> Model:
-        """The newest published model of the task, with this device's personal tensors if it has
+        """The model that the task serves, with this device's personal tensors if it has
         some: for inference, from any thread, before, while and after another one runs the client.
 
         The server is asked if its last answer is `max_age` seconds old or older (0: each time), and

@@ -1,4 +1,4 @@
-"""The newest published model for inference, beside training: its own file, its own connection.
+"""The model that a task serves, for inference beside training: its own file, its own connection.
 
 Nothing here touches what training holds: the ledger, its lock, its models. So any thread of the
 process may ask, and so may another process on the same state directory.
@@ -34,7 +34,7 @@ _ABSENT = (TransportError, Unavailable, NotFound)
 
 
 class PublishedModel:
-    """The newest model of a task, as far as this device knows; safe for threads.
+    """The model that a task serves, as far as this device knows; safe for threads.
 
     `connect` opens a transport that is this object's alone for as long as it is in use.
     """
@@ -73,18 +73,19 @@ class PublishedModel:
     def _refreshed(self, task: str, kept: tuple[str, Model] | None) -> tuple[str, Model]:
         with self._connect() as transport:
             summary = transport.task(task)
-            if kept is not None and kept[0] == summary.model:
+            digest = summary.served
+            if kept is not None and kept[0] == digest:
                 return kept
-            data = self._trained_on(task, summary.model)
+            data = self._trained_on(task, digest)
             if data is None:
                 files = [] if kept is None else [(kept[0], kept[1].to_bytes())]
                 bases = files if summary.downlink else None
-                data = download_model(transport, summary.model, task, self._max_bytes, bases)
-        if hashlib.sha256(data).hexdigest() != summary.model:
-            raise DigestMismatch(f"model {summary.model[:12]} came with other bytes")
+                data = download_model(transport, digest, task, self._max_bytes, bases)
+        if hashlib.sha256(data).hexdigest() != digest:
+            raise DigestMismatch(f"model {digest[:12]} came with other bytes")
         model = Model.from_bytes(data)
         self._keep(task, data)
-        return summary.model, model
+        return digest, model
 
     def _trained_on(self, task: str, digest: str) -> bytes | None:
         """The model's file if training has fetched it already; left as it is in any case."""

@@ -17,7 +17,7 @@ from fedpress_client.round_runner import checked_change
 from fedpress_client.settings import Services
 from fedpress_client.trainer import TrainingRequest
 from fedpress_protocols.errors import NotFound
-from fedpress_protocols.messages import TaskSummary
+from fedpress_protocols.messages import AVERAGE, TaskSummary
 from fedpress_protocols.model import Model
 
 _log = logging.getLogger(__name__)
@@ -46,10 +46,23 @@ class TaskEnd:
                 _log.info("the last model is gone: %s", exc.detail)
             else:
                 self._evaluator.evaluate(task, summary.model, model)
+                self._measure_average(task, summary)
                 if has_own:
                     self._keep_own(task, summary, model)
         self._services.events.emit(TaskEnded(state=summary.state, model=summary.model))
         return None
+
+    def _measure_average(self, task: JoinedTask, summary: TaskSummary) -> None:
+        """Let the server know which of the two is better, so that it serves that."""
+        average = summary.published.get(AVERAGE)
+        if average is None or not self._evaluator.can_evaluate:
+            return
+        try:
+            model = self._models.fetch(task, average)
+        except NotFound as exc:
+            _log.info("the average is gone: %s", exc.detail)
+            return
+        self._evaluator.evaluate(task, average, model)
 
     def _keep_own(self, task: JoinedTask, summary: TaskSummary, model: Model) -> None:
         """Keep the last model as this device uses it, once."""

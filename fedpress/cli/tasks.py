@@ -138,12 +138,17 @@ def cancel_task(server: Operator, task: str, why: str, as_json: bool) -> None:
 @click.argument("task")
 @argument("file", type=PATH, help="Where to write the safetensors file.")
 @click.option("--best", is_flag=True, help="The model with the best measured metric so far.")
+@click.option("--newest", is_flag=True, help="The newest model, also where an average is served.")
 @as_json
 @operates
-def save_model(server: Operator, task: str, file: Path, best: bool, as_json: bool) -> None:
-    """Save a task's newest model to a file."""
+def save_model(
+    server: Operator, task: str, file: Path, best: bool, newest: bool, as_json: bool
+) -> None:
+    """Save the model that a task serves: the newest, or the average where that is better."""
     summary = server.task(task)
-    digest = summary.best if best else summary.model
+    if best and newest:
+        raise ConfigurationError("--best and --newest name two models", hint="remove one of them")
+    digest = summary.best if best else summary.model if newest else summary.served
     if digest is None:
         raise ConfigurationError(
             f"no model of {task!r} has been measured",

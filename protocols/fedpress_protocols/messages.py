@@ -35,6 +35,8 @@ Attribute = float | Annotated[str, Field(max_length=64, pattern=WITHOUT_NUL)]
 MAX_ATTRIBUTES = 32
 Attributes = Annotated[dict[Name, Attribute], Field(max_length=MAX_ATTRIBUTES)]
 """What a device says of itself, by name: its memory in GiB, its region."""
+AVERAGE = "average"
+"""Under which a strategy publishes the average of its models."""
 Outcome = Literal["included", "not-included"]
 RoundState = Literal["collecting", "basing", "masking", "folding", "committed", "abandoned"]
 TaskState = Literal["running", "paused", "finished", "cancelled"]
@@ -147,6 +149,13 @@ class TaskSummary(Term):
     lane: Literal["clear", "masked"] = "clear"
     downlink: bool = False
     """Whether its models are to be had coded, whole and as differences."""
+
+    @property
+    def served(self) -> Digest:
+        """The model to use, where another is not asked for by name: the average of the rounds'
+        models where the strategy publishes one, unless devices have measured the newest as best."""
+        average = self.published.get(AVERAGE)
+        return self.model if average is None or self.best == self.model else average
 
 
 class Restore(Term):

@@ -213,10 +213,10 @@ class Auto(Term):
     upload_bytes: Annotated[int, Field(ge=1, lt=2**53)] | None = None
     """What the bodies of all rounds may come to; the rate is raised to keep within it."""
     window: Annotated[int, Field(ge=1, le=1000)] = 4
-    every: Annotated[int, Field(ge=1)] = 20
-    share: Annotated[float, Field(ge=0, le=0.5)] = 0.3
-    floor: Annotated[float, Field(ge=0, lt=1)] = 0.5
-    rise: Annotated[float, Field(gt=0)] = 0.15
+    every: Annotated[int, Field(ge=1)] = 30
+    share: Annotated[float, Field(ge=0, le=0.5)] = 0.5
+    floor: Annotated[float, Field(ge=0, lt=1)] = 0.45
+    rise: Annotated[float, Field(gt=0)] = 0.3
     reference: Profile = Profile(
         name="probe", compressor=Coded(Ecsq("nmse", 0.1), contexts="previous")
     )

@@ -10,6 +10,7 @@ import numpy as np
 
 from fedpress_compression.tensors import Vector
 from fedpress_protocols.errors import ConfigurationError
+from fedpress_protocols.messages import AVERAGE
 from fedpress_strategies.fedavg import FEDAVG
 from fedpress_strategies.strategy import (
     ALONE,
@@ -22,7 +23,6 @@ from fedpress_strategies.strategy import (
     strategy,
 )
 
-AVERAGE = "average"
 _INNER = "inner."
 
 

@@ -116,6 +116,8 @@ class FakeServer:
     key: DeviceKey = field(default_factory=DeviceKey.generate)
     clients: dict[str, str] = field(default_factory=dict)
     models: dict[str, bytes] = field(default_factory=dict)
+    published: dict[str, str] = field(default_factory=dict)
+    best: str | None = None
     artefacts: dict[str, bytes] = field(default_factory=dict)
     bases: dict[str, np.ndarray] = field(default_factory=dict)
     """By client: what its last included upload stood for."""
@@ -159,6 +161,8 @@ class FakeServer:
             spec=self.model.spec.digest,
             round=self.committed,
             rounds=self.rounds,
+            published=self.published,
+            best=self.best,
         )
 
     def enrol(self, public_key: str) -> str:

@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from fedpress_client import Evaluation
 from fedpress_protocols.errors import ConfigurationError, DigestMismatch, TransportError
 from fedpress_protocols.model import Model
 from tests.client.fake_server import TASK, FakeLink, RandomTrainer, make_client
@@ -45,6 +46,25 @@ def test_a_model_is_to_be_had_before_while_and_after_training(tmp_path: Path) ->
     assert len({model.digest for model in seen}) == 3, "each round's newest"
     assert client.model(max_age=0.0).digest == server.model.digest
     assert link.calls.count("model") == 5, "what training has fetched is not fetched again"
+
+
+def test_the_average_is_served_where_there_is_one_and_measured_at_the_end(tmp_path: Path) -> None:
+    server = make_server(rounds=1)
+    average = server.first.with_parameters(server.first.parameters + 1)
+    server.models[average.digest] = average.to_bytes()
+    server.published = {"average": average.digest}
+
+    class Measures(RandomTrainer):
+        def evaluate(self, model):
+            return Evaluation(9, {"loss": 1.0})
+
+    client = make_client(server, Measures(50), tmp_path)
+    assert client.model().digest == average.digest
+    client.run()
+    measured = [report.model for _, report in server.evaluations]
+    assert measured == [server.first.digest, server.model.digest, average.digest]
+    server.best = server.model.digest
+    assert client.model(max_age=0.0).digest == server.model.digest
 
 
 def test_the_server_is_asked_no_more_often_than_it_may_be(tmp_path: Path) -> None:

@@ -78,7 +78,7 @@ def test_auto_begins_gentle_and_descends_to_what_its_gap_asks_for() -> None:
 
 
 def test_auto_goes_no_harder_where_that_would_lead_below_the_floor() -> None:
-    made = courses(Auto(), progress=[0.55])
+    made = courses(Auto(), progress=[0.5])
     assert rungs(made) == [1] * 100
     assert [each.round for each in made if each.probe][:5] == [4, 8, 12, 16, 20]
 
@@ -95,7 +95,7 @@ def test_poor_probes_have_auto_back_off_and_stay_there_for_four_windows() -> Non
     sequence = rungs(made)
     lowered = next(i for i in range(1, ROUNDS) if sequence[i] < sequence[i - 1])
     assert made[lowered].why.startswith("gentler: compressed updates go ")
-    assert made[lowered].why.endswith("of the reference's way, less than 0.5")
+    assert made[lowered].why.endswith("of the reference's way, less than 0.45")
     assert sequence[lowered : lowered + 16] == [sequence[lowered]] * 16
     assert sequence[-1] == 4
 
@@ -105,11 +105,10 @@ def test_one_poor_probe_among_good_ones_is_no_reason_to_back_off() -> None:
     assert sorted(rungs(made)) == rungs(made)
 
 
-def test_one_probe_that_goes_nowhere_is_reason_enough() -> None:
+def test_where_updates_go_nowhere_auto_ends_at_the_gentlest_and_says_so() -> None:
     made = courses(Auto(), progress=[0.1])
-    assert rungs(made)[:5] == [1, 1, 1, 1, 0]
-    assert rungs(made)[-1] == 0
-    assert "at the gentlest profile" in made[8].why
+    assert rungs(made) == [1] * 8 + [0] * 92
+    assert "at the gentlest profile" in made[16].why
 
 
 def test_what_drowns_in_the_differences_between_clients_counts_for_nothing() -> None:
@@ -147,9 +146,9 @@ def test_auto_keeps_to_a_budget_of_bytes() -> None:
 
 def test_probes_are_seldom_and_never_of_a_cohort_that_is_too_small() -> None:
     made = courses(Auto(), progress=[0.8])
-    assert [each.round for each in made if each.probe] == [4, 8, 12, 16, 36, 56, 76, 96]
+    assert [each.round for each in made if each.probe] == [4, 8, 12, 16, 46, 76]
     auto = Auto()
-    assert [auto.references_among(size) for size in (1, 2, 4, 10, 100)] == [0, 1, 2, 3, 30]
+    assert [auto.references_among(size) for size in (1, 2, 4, 10, 100)] == [0, 1, 2, 5, 50]
 
 
 def test_the_course_says_where_auto_is_and_is_read_back() -> None:

@@ -314,7 +314,7 @@ def test_a_task_without_a_compressor_runs_auto_and_goes_on_after_a_restart(
     assert courses[10].pace is not None
     assert (courses[10].pace.rung, courses[10].pace.since) == (3, 9)
     whys = {each.round: each.why for each in courses if each.why}
-    assert sorted(whys) == [1, 5, 9]
+    assert sorted(whys) == [1, 5, 9, 13]
     assert whys[1] == "begin gentle"
     assert all(each.startswith("harder: ") for number, each in whys.items() if number > 1)
     assert set(after[0].published) == {"average"}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from fedpress_protocols.messages import TaskSummary
 from fedpress_protocols.model import Model
 from fedpress_protocols.upload import Upload
 from tests.devices import Device, Operator
-from tests.server.in_process import Clock, Server, Start, history, ones
+from tests.server.in_process import Clock, Enrolled, Server, Start, history, ones
 from tests.system.test_coded_task import Unread
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "client_sdk" / "examples"))
@@ -87,6 +88,28 @@ def test_an_average_is_published_beside_every_model(
         assert average.parameters == pytest.approx(model.parameters + 3.0)
         assert average.buffers["steps"] == model.buffers["steps"]
         assert history(Operator(http))[0].published.keys() == {"average"}
+
+
+def test_the_better_one_of_the_newest_model_and_the_average_is_served(
+    http: Server, operator: Operator, enrolled: Enrolled, model: Model
+) -> None:
+    operator.begin(model, strategy={"id": "ema", "decay": 0.5}, cohort=ALONE, rounds=2)
+    device = enrolled()
+    for value in (1.0, 4.0):
+        include(device, model, value)
+        receipt_of(device, http)
+    found = summary(http)
+    average = found.published["average"]
+    assert (found.state, found.served) == ("finished", average), "nobody has measured either"
+
+    def measured(digest: str, loss: float) -> str:
+        told = {"model": digest, "num_examples": 9, "metrics": {"loss": loss}}
+        device.json("POST", "/v1/tasks/digits/evaluations", json.dumps(told))
+        return summary(http).served
+
+    assert measured(found.model, 2.0) == found.model
+    assert measured(average, 1.0) == average
+    assert measured(average, 3.0) == found.model
 
 
 def receipt_of(device: Device, http: Server) -> None:

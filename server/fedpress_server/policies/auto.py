@@ -19,12 +19,12 @@ _RECENT = 5
 """Models whose losses are taken together."""
 _BARRED = 4
 """Windows for which a rung that was given up is not tried again."""
-_FADING = 0.5
+_FADING = 0.7
 """What a probe counts for beside the next one."""
 _STEP = 0.85
 """What the next harder profile leaves of the progress, or less."""
-_FAR = 0.7
-"""Of the floor: a progress below this is a fault at the first probe."""
+_SURE = 2
+"""Probes that must agree before the rate is lowered: one alone tells little."""
 _GENTLER = 1.5
 """By how many times the next gentler profile's bodies may be larger."""
 
@@ -52,19 +52,22 @@ def next_pace(
             "probes": before.probes + 1,
         }
     pace = before.model_copy(update=changes)
-    moved, why = _moved(auto, pace, facts, hardest)
+    moved, why = _moved(auto, pace, facts, compared, hardest)
     changes = {"rung": moved}
     if number > before.probe_at or moved != rung:
         wait = auto.every if moved == rung == hardest else auto.window
         changes["probe_at"] = number - 1 + wait
     if moved != rung:
-        changes |= {"since": number, "probes": 0}
+        changes |= {"since": number}
     if moved < rung:
-        changes |= {"barred": number + _BARRED * auto.window, "inner": 0.0, "norm": 0.0}
+        changes |= {"barred": number + _BARRED * auto.window}
+        changes |= {"probes": 0, "inner": 0.0, "norm": 0.0}
     return pace.model_copy(update=changes), why
 
 
-def _moved(auto: Auto, pace: Pace, facts: Facts, hardest: Rung) -> tuple[Rung, str]:
+def _moved(
+    auto: Auto, pace: Pace, facts: Facts, compared: Comparison | None, hardest: Rung
+) -> tuple[Rung, str]:
     """The rung to go to, and why."""
     rung, is_settled = pace.rung, facts.number - pace.since >= auto.window
     over = _over_budget(auto, facts)
@@ -75,7 +78,7 @@ def _moved(auto: Auto, pace: Pace, facts: Facts, hardest: Rung) -> tuple[Rung, s
     fault = _fault(auto, pace, facts)
     if fault:
         if rung == 0:
-            return rung, f"{fault}, at the gentlest profile"
+            return rung, "" if compared is None else f"{fault}, at the gentlest profile"
         if not _may_spend(auto, facts):
             return rung, f"{fault}, and upload_bytes leave no room for a gentler profile"
         return rung - 1, f"gentler: {fault}"
@@ -95,9 +98,11 @@ def _progress(pace: Pace) -> float | None:
 
 def _fault(auto: Auto, pace: Pace, facts: Facts) -> str:
     """What speaks against the rate; "" if nothing does."""
-    progress, floor = _progress(pace), auto.floor if pace.probes > 1 else _FAR * auto.floor
-    if pace.probes and progress is not None and progress < floor:
-        return f"compressed updates go {progress:.2f} of the reference's way, less than {floor:g}"
+    progress = _progress(pace)
+    if pace.probes >= _SURE and progress is not None and progress < auto.floor:
+        return (
+            f"compressed updates go {progress:.2f} of the reference's way, less than {auto.floor:g}"
+        )
     known = [(model, loss) for model, loss in enumerate(facts.losses) if loss is not None]
     newest = [loss for model, loss in known[-_RECENT:] if model >= pace.since]
     values = [loss for _, loss in known]

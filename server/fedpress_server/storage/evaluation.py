@@ -32,6 +32,8 @@ from fedpress_server.storage.tables import (
 
 MAX_METRIC = 1e15
 """Larger metrics are refused, and left out of means: no sum of weighted ones overflows."""
+_NEWEST = 8
+"""Attempts whose other models may be measured."""
 MAX_GROUPS = 64
 """Of more, those with the most examples are shown."""
 
@@ -121,14 +123,25 @@ class Place:
 
 
 def place_of(connection: Connection, task: str, digest: str) -> Place | None:
-    """None for a model that no round of the task began with or made."""
+    """None for a model that no round of the task began with or made; models that the newest rounds
+    published besides count as made by them."""
     row, found = rounds.c, []
     for column, is_made in ((row.base_model, False), (row.model, True)):
         query = sa.select(row.round, row.attempt).where(row.task == task, column == digest)
         first = connection.execute(query.order_by(row.round, row.attempt).limit(1)).one_or_none()
         if first is not None:
             found.append(Place(*first, is_made))
-    return min(found, default=None)
+    return min(found, default=None) or _published_at(connection, task, digest)
+
+
+def _published_at(connection: Connection, task: str, digest: str) -> Place | None:
+    row = rounds.c
+    query = sa.select(row.round, row.attempt, row.published).where(row.task == task)
+    newest = query.order_by(row.round.desc(), row.attempt.desc()).limit(_NEWEST)
+    for number, attempt, published in connection.execute(newest):
+        if digest in (published or {}).values():
+            return Place(number, attempt, is_made=True)
+    return None
 
 
 # Aggregates
