@@ -47,7 +47,7 @@ def doctor(
         )
     )
     if as_json:
-        # `mend` was the name of `fix` until release 0.1.
+        # `mend`: the earlier name of `fix`, for one more release.
         rows = [asdict(each) | {"is_fault": each.is_fault, "mend": each.fix} for each in findings]
         click.echo(json.dumps(rows, indent=2))
     else:

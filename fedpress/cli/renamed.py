@@ -1,4 +1,4 @@
-"""The names that commands had until release 0.1, which work for one more release."""
+"""Earlier names of commands, which work for one more release."""
 
 from __future__ import annotations
 
