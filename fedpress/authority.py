@@ -117,7 +117,7 @@ def read_requests(text: str) -> list[Request]:
 
 
 def inspected(file: Path) -> Certificate:
-    """What a file holds; raises ConfigurationError if it is no certificate. Its signature is not
+    """Read a certificate; raises ConfigurationError if the file is none. The signature is not
     looked at."""
     try:
         with file.open("rb") as opened:
@@ -129,7 +129,7 @@ def inspected(file: Path) -> Certificate:
 
 
 class Said(Term):
-    """What a certificate says of a device."""
+    """The contents of a certificate."""
 
     serial: Digest
     key: str
@@ -139,7 +139,7 @@ class Said(Term):
     expires: int
 
 
-def said_by(certificate: Certificate) -> Said:
+def summary_of(certificate: Certificate) -> Said:
     return Said(
         serial=hashlib.sha256(certificate.to_bytes()).hexdigest(),
         key=to_base64url(certificate.identity),
@@ -241,7 +241,7 @@ class EnrolmentAuthority:
         return [each for each in found if each.expires > now]
 
     def entries(self) -> list[Entry]:
-        """What was issued, in order, as it stands now."""
+        """The issued certificates, in order, with their current state."""
         now, latest = self._clock(), dict[str, Issued]()
         for line in self._lines():
             latest[line.serial] = line  # a later line about the same certificate counts

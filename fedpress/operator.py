@@ -246,7 +246,7 @@ class Operator:
         return self._read(TypeAdapter(ModelLineage), "GET", path)
 
     def aliases(self, task: str) -> list[Alias]:
-        """Where the task's aliases point, and have pointed."""
+        """The task's aliases and their history."""
         return self._read(_ALIASES, "GET", _admin(task, "aliases"))
 
     def promote(
@@ -352,7 +352,7 @@ class Operator:
         raise FedpressError.from_problem(problem, response.status_code)
 
     def _stranger(self, response: httpx.Response) -> FedpressError:
-        """What to raise for an answer that no fedpress server gives."""
+        """The error for an answer that no fedpress server gives."""
         asked, status = response.request.url, response.status_code
         if response.is_redirect:
             to = response.headers.get("location", "nowhere")

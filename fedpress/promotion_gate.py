@@ -1,4 +1,4 @@
-"""What a version must have shown on the devices before an alias may point to it.
+"""Requirements on a version's metrics, as devices measured them, for moving an alias to it.
 
     accuracy>=0.95              the mean over all devices that measured the model
     groups.accuracy>=0.9        the mean of every group, by the task's attribute `group_by`
@@ -115,5 +115,5 @@ class Finding:
 
 
 def examined(requirements: Iterable[Requirement], status: RoundStatus) -> list[Finding]:
-    """What was found of the model that the round has made, for each requirement in its order."""
+    """The finding for each requirement, in order, on the model that the round made."""
     return [finding for each in requirements for finding in each.findings(status)]

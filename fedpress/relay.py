@@ -165,7 +165,7 @@ class RegionalTrainer:
             self._sleep(self._poll)
 
     def _patiently(self, ask: Callable[[], T]) -> T:
-        """What the region answers, however long it is away."""
+        """Call the region's server until it answers, however long it is unreachable."""
         pause = self._poll
         while True:
             try:

@@ -38,7 +38,7 @@ _MOST_NEVER_SENT = 0.5
 
 @dataclass(frozen=True, slots=True)
 class Checked:
-    """What is known of a task whose file is right; `max_upload` is None without its model."""
+    """Summary of a valid task file; `max_upload` is None without its model."""
 
     config: TaskConfig
     max_upload: int | None

@@ -47,7 +47,7 @@ SETTINGS: Mapping[str, tuple[dict[str, Any], ...]] = {
     "threshold": ({"value": 0.003}, {"value": 0.01}),
     "topk": tuple({"fraction": fraction} for fraction in (0.001, 0.01, 0.05, 0.1)),
 }
-"""What is measured besides a method's defaults, or in their place."""
+"""Settings that are measured instead of a method's defaults."""
 
 _HEADINGS = ("method", "coder", "bytes", "bits/value", "NMSE", "encode ms", "decode ms")
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from fedpress.cli.tables import moment, table, tell, terminal_width
+from fedpress.cli.tables import echo, moment, table, terminal_width
 from fedpress.command_line import PATH, Group, argument, as_json, needs, operates
 from fedpress_protocols.audit import (
     MAX_ENTRY_BYTES,
@@ -43,7 +43,7 @@ def list_audit(server: Operator, limit: int, after: int | None, as_json: bool) -
     if after is None:
         after = max(0, server.audit(limit=1).head.seq - limit)
     page = server.audit(after=after, limit=limit)
-    tell(page, _listed(page), as_json=as_json)
+    echo(page, _listed(page), as_json=as_json)
 
 
 @audit.command("export")

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 import click
 
-from fedpress.cli.tables import fields, table, tell, terminal_width
+from fedpress.cli.tables import echo, fields, table, terminal_width
 from fedpress.command_line import PATH, Group, Number, argument, as_json, read, secret_option
 from fedpress_protocols.errors import ConfigurationError
 
@@ -148,7 +148,7 @@ def revoke_certificates(authority_file: Path, which: str, as_json: bool) -> None
         "revoke the device on the server now: fedpress devices revoke"
         for each in left
     ]
-    tell(left, lines or ["its certificates have expired already"], as_json=as_json)
+    echo(left, lines or ["its certificates have expired already"], as_json=as_json)
 
 
 @authorities.command("list")
@@ -158,10 +158,10 @@ def revoke_certificates(authority_file: Path, which: str, as_json: bool) -> None
 def list_certificates(authority_file: Path, every: bool, as_json: bool) -> None:
     """List the issued certificates from the register beside the key; needs no passphrase."""
     entries = _opened(authority_file, None).entries()
-    found = [each for each in entries if every or each.state != "superseded"]
+    listed = [each for each in entries if every or each.state != "superseded"]
     headings = ("key", "state", "expires", "population", "name")
-    lines = table(headings, list(map(_row, found)), width=terminal_width())
-    tell(found, lines if found else ["no certificate was issued yet"], as_json=as_json)
+    lines = table(headings, list(map(_row, listed)), width=terminal_width())
+    echo(listed, lines if listed else ["no certificate was issued yet"], as_json=as_json)
 
 
 @authorities.command("inspect")
@@ -172,23 +172,23 @@ def inspect_certificate(certificate: Path, authority: str | None, as_json: bool)
     """Show a certificate; with --authority verify its signature and validity."""
     import time
 
-    from fedpress.authority import inspected, said_by
+    from fedpress.authority import inspected, summary_of
     from fedpress_protocols.signatures import from_base64url
 
-    found = inspected(certificate)
+    opened = inspected(certificate)
     if authority is not None:
         key = from_base64url(authority, 32)
-        found.check(key, population=found.population, now=time.time())
-    told = said_by(found)
+        opened.check(key, population=opened.population, now=time.time())
+    summary = summary_of(opened)
     pairs = (
-        ("serial", told.serial),
-        ("key", f"{told.key} (id {told.key_id})"),
-        ("name", told.name),
-        ("population", told.population),
-        ("expires", strftime("%Y-%m-%d %H:%M:%S UTC", gmtime(told.expires))),
+        ("serial", summary.serial),
+        ("key", f"{summary.key} (id {summary.key_id})"),
+        ("name", summary.name),
+        ("population", summary.population),
+        ("expires", strftime("%Y-%m-%d %H:%M:%S UTC", gmtime(summary.expires))),
         ("signature", "of this authority, and good" if authority else ""),
     )
-    tell(told, fields(pairs), as_json=as_json)
+    echo(summary, fields(pairs), as_json=as_json)
 
 
 def _opened(file: Path, passphrase: str | None) -> EnrolmentAuthority:

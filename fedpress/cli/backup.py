@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import click
 
 from fedpress.cli.outcomes import FAILED
-from fedpress.cli.tables import moment, tell
+from fedpress.cli.tables import echo, moment
 from fedpress.command_line import PATH, Command, argument, as_json, needs, operates
 
 if TYPE_CHECKING:
@@ -52,7 +52,7 @@ def backup(
     made = asyncio.run(back_up(settings, place, with_keys=with_keys))
     size = sum(entry.num_bytes for entry in made.files)
     if as_json:
-        told = {
+        summary = {
             "place": str(place),
             "backup": made.backup,
             "began_at": made.began_at,
@@ -60,7 +60,7 @@ def backup(
             "num_bytes": size,
             "has_keys": with_keys,
         }
-        click.echo(json.dumps(told, indent=2))
+        click.echo(json.dumps(summary, indent=2))
         return
     click.echo(f"{place}: {len(made.files)} files, {size:,} bytes, as of {moment(made.began_at)}")
     if not with_keys:
@@ -80,7 +80,7 @@ def verify(place: Path, key_id: str, as_json: bool) -> None:
     made = report.manifest
     is_whole = made is not None and not report.faults
     if as_json:
-        told = {
+        summary = {
             "place": str(place),
             "is_whole": is_whole,
             "faults": report.faults,
@@ -91,7 +91,7 @@ def verify(place: Path, key_id: str, as_json: bool) -> None:
             "num_receipts": report.num_receipts,
             "num_open": report.num_open,
         }
-        click.echo(json.dumps(told, indent=2))
+        click.echo(json.dumps(summary, indent=2))
     else:
         for fault in report.faults:
             click.echo(fault)
@@ -121,7 +121,7 @@ def restore(
     done = restored(place, settings, key_id=key_id)
     made = done.restore
     if as_json:
-        told = made.model_dump(mode="json") | {
+        summary = made.model_dump(mode="json") | {
             "data_dir": str(settings.data_dir),
             "open_rounds": [
                 {"task": task, "round": number, "attempt": attempt}
@@ -129,7 +129,7 @@ def restore(
             ],
             "missing_keys": done.missing_keys,
         }
-        click.echo(json.dumps(told, indent=2))
+        click.echo(json.dumps(summary, indent=2))
         return
     click.echo(
         f"{settings.data_dir}: restore {made.number}, as of {moment(made.backup_at)}; what was "
@@ -151,12 +151,12 @@ def restore(
 @operates
 def list_restores(server: Operator, as_json: bool) -> None:
     """Show rounds that a restore undid, as devices report them."""
-    found = server.restores()
-    tell(found, _undone(found), as_json=as_json)
+    restores = server.restores()
+    echo(restores, _undone(restores), as_json=as_json)
 
 
-def _undone(found: Sequence[RestoreStatus]) -> Iterator[str]:
-    for each in found:
+def _undone(restores: Sequence[RestoreStatus]) -> Iterator[str]:
+    for each in restores:
         yield (
             f"restore {each.number}: {moment(each.restored_at)}, from a backup as of "
             f"{moment(each.backup_at)}"
@@ -168,7 +168,7 @@ def _undone(found: Sequence[RestoreStatus]) -> Iterator[str]:
             )
         if not each.undone:
             yield "  no device has reported a round that was committed after it"
-    if not found:
+    if not restores:
         yield "this server was never restored from a backup"
 
 

@@ -82,7 +82,7 @@ _MASKING_OPTIONS = (
 
 
 def masking_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """What a device insists on, whatever a plan says."""
+    """Add the options of a device's own masking rules, which no plan overrides."""
     for option in reversed(_MASKING_OPTIONS):
         command = option(command)
     return command
@@ -171,7 +171,7 @@ def join(
         masking=rules,
         fine_tuning=TrainingTerms(local_epochs=fine_tune) if fine_tune else None,
         attributes=attributes,
-        on_event=_tell,
+        on_event=_print_event,
     )
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
@@ -184,16 +184,15 @@ def join(
     )
 
 
-def _tell(event: Event) -> None:
-    """Print the events that an operator who approves devices waits for, or compares, and the plans
-    that the device's own rules refused."""
+def _print_event(event: Event) -> None:
+    """Print changes of the device's identity, and plans that its own rules refused, on stderr."""
     from fedpress_client import events
 
     match event:
         case events.DeviceEnrolled(client_id=client_id, key_id=key):
             line = f"enrolled as client {client_id}, key {key}"
         case events.ApprovalPending(key_id=key):
-            line = f"this device waits until an operator has approved it; its key is {key}"
+            line = f"this device waits for an operator's approval; its key is {key}"
         case events.DeviceApproved():
             line = "this device was approved"
         case events.KeyRotated(key_id=key):
@@ -272,7 +271,7 @@ def relay(
             client_certificate=client_certificate,
             client_key=client_key,
             masking=rules,
-            on_event=_tell,
+            on_event=_print_event,
         )
         try:
             ended = sdk.run()
@@ -294,7 +293,7 @@ def _masking_rules(
     min_support: int | None,
     max_rounds: int | None,
 ) -> MaskingRules | None:
-    """What `masking_options` say; None if none was given."""
+    """The rules of `masking_options`; None if no option is set."""
     from fedpress_client import MaskingRules
     from fedpress_protocols.signatures import from_base64url
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from fedpress.cli.tables import fields, moment, table, tell, terminal_width
+from fedpress.cli.tables import echo, fields, moment, table, terminal_width
 from fedpress.command_line import Group, argument, as_json, operates
 from fedpress_protocols.enrolment import DEVICE_STATES, DeviceState
 
@@ -36,7 +36,7 @@ def list_clients(server: Operator, state: DeviceState | None, as_json: bool) -> 
     ]
     headings = ("client", "state", "key", "enrolled", "name")
     lines = table(headings, rows, width=terminal_width()) if rows else ["no devices"]
-    tell(clients, lines, as_json=as_json)
+    echo(clients, lines, as_json=as_json)
 
 
 @devices.command("show")
@@ -46,7 +46,7 @@ def list_clients(server: Operator, state: DeviceState | None, as_json: bool) -> 
 def show_client(server: Operator, client_id: str, as_json: bool) -> None:
     """Show one device: keys, enrolment token, state."""
     client = server.client(client_id)
-    tell(client, _fields(client), as_json=as_json)
+    echo(client, _fields(client), as_json=as_json)
 
 
 @devices.command("approve")
@@ -58,7 +58,7 @@ def show_client(server: Operator, client_id: str, as_json: bool) -> None:
 @operates
 def approve_client(server: Operator, client_id: str, key: str | None, as_json: bool) -> None:
     """Approve a waiting device; compare its key id with what the device shows first."""
-    _tell(server.approve_client(client_id, key_id=key), as_json)
+    _echo(server.approve_client(client_id, key_id=key), as_json)
 
 
 @devices.command("reject")
@@ -67,7 +67,7 @@ def approve_client(server: Operator, client_id: str, key: str | None, as_json: b
 @operates
 def reject_client(server: Operator, client_id: str, as_json: bool) -> None:
     """Reject a waiting device; it may be approved later."""
-    _tell(server.reject_client(client_id), as_json)
+    _echo(server.reject_client(client_id), as_json)
 
 
 @devices.command("revoke")
@@ -76,11 +76,11 @@ def reject_client(server: Operator, client_id: str, as_json: bool) -> None:
 @operates
 def revoke_client(server: Operator, client_id: str, as_json: bool) -> None:
     """Refuse a device permanently; its contributions to models stay."""
-    _tell(server.revoke_client(client_id), as_json)
+    _echo(server.revoke_client(client_id), as_json)
 
 
-def _tell(client: ClientStatus, as_json: bool) -> None:
-    tell(
+def _echo(client: ClientStatus, as_json: bool) -> None:
+    echo(
         client, [f"client {client.client_id}, key {client.key_id}: {client.state}"], as_json=as_json
     )
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Literal
 
 import click
 
-from fedpress.cli.tables import fields, moment, table, tell, terminal_width
+from fedpress.cli.tables import echo, fields, moment, table, terminal_width
 from fedpress.command_line import PATH, Group, argument, as_json, operates
 from fedpress_protocols.errors import ConfigurationError, Conflict
 
@@ -34,9 +34,9 @@ def models() -> None:
 @operates
 def list_models(server: Operator, task: str, limit: int, before: int | None, as_json: bool) -> None:
     """List a task's versions with their aliases, the newest first."""
-    found = server.versions(task, before=before, limit=limit)
+    versions = server.versions(task, before=before, limit=limit)
     rows: list[Sequence[str]] = []
-    for each in found:
+    for each in versions:
         marks = [
             *each.aliases,
             *(name for name in ("newest", "best") if getattr(each, f"is_{name}")),
@@ -54,7 +54,7 @@ def list_models(server: Operator, task: str, limit: int, before: int | None, as_
             )
         )
     headings = ("version", "model", "updates", "bytes", "made, UTC", "called")
-    tell(found, table(headings, rows, width=terminal_width()), as_json=as_json)
+    echo(versions, table(headings, rows, width=terminal_width()), as_json=as_json)
 
 
 @models.command("show")
@@ -64,8 +64,8 @@ def list_models(server: Operator, task: str, limit: int, before: int | None, as_
 @operates
 def show_model(server: Operator, task: str, which: str, as_json: bool) -> None:
     """Show a version's lineage."""
-    found = server.version(task, which)
-    tell(found, _lineage(found), as_json=as_json)
+    lineage = server.version(task, which)
+    echo(lineage, _lineage(lineage), as_json=as_json)
 
 
 @models.command("aliases")
@@ -74,16 +74,16 @@ def show_model(server: Operator, task: str, which: str, as_json: bool) -> None:
 @operates
 def list_aliases(server: Operator, task: str, as_json: bool) -> None:
     """Show the aliases and their history."""
-    found = server.aliases(task)
+    aliases = server.aliases(task)
     rows = [
         (each.alias, str(each.version), each.model[:12], moment(each.history[-1].moved_at),
          ", ".join(f"{move.version}{' (undone)' if move.undone_at else ''}"
                    for move in each.history))
-        for each in found
+        for each in aliases
     ]  # fmt: skip
     headings = ("alias", "version", "model", "last moved", "moves, the oldest first")
     lines = table(headings, rows, width=terminal_width()) if rows else ["no alias yet"]
-    tell(found, lines, as_json=as_json)
+    echo(aliases, lines, as_json=as_json)
 
 
 @models.command("promote")
@@ -129,15 +129,15 @@ def promote_model(
                 click.echo(f"{'ok' if finding.holds else 'NO':3} {finding}")
     if dry_run:
         line = f"{alias} would be version {version.version}, {version.model}"
-        tell(version, [line], as_json=as_json)
+        echo(version, [line], as_json=as_json)
     else:
-        _tell(server.promote(task, alias, version.version, expect=expected), as_json)
+        _echo(server.promote(task, alias, version.version, expect=expected), as_json)
 
 
 def _measured(
     server: Operator, version: ModelLineage, requirements: Sequence[Requirement]
 ) -> list[Finding]:
-    """What was found of the version; raises Conflict unless all of it holds."""
+    """Check the version; raises Conflict unless every requirement holds."""
     from fedpress.promotion_gate import examined
 
     named = f"version {version.version} of task {version.task!r}"
@@ -178,7 +178,7 @@ def roll_back_model(
     expected = _expected(expect)
     if expected == "none":
         raise ConfigurationError("--expect none, and what points nowhere cannot be rolled back")
-    _tell(server.roll_back(task, alias, expect=expected), as_json)
+    _echo(server.roll_back(task, alias, expect=expected), as_json)
 
 
 @models.command("export")
@@ -198,7 +198,7 @@ def export_model(server: Operator, task: str, which: str, file: Path, as_json: b
         f"{file}: version {lineage.version} of {task}, {lineage.model}",
         f"{beside}: {lineage.num_updates} updates, {len(lineage.ancestors)} models before",
     ]
-    tell(lineage, lines, as_json=as_json)
+    echo(lineage, lines, as_json=as_json)
 
 
 @models.command("collect")
@@ -207,36 +207,36 @@ def export_model(server: Operator, task: str, which: str, file: Path, as_json: b
 @operates
 def collect_models(server: Operator, dry_run: bool, as_json: bool) -> None:
     """Remove model files that retention no longer keeps, now instead of within the hour."""
-    found = server.collect(dry_run=dry_run)
+    collected = server.collect(dry_run=dry_run)
     lines = []
-    for each in found.models:
+    for each in collected.models:
         named = ", ".join(f"{task} {version}" for task, version in sorted(each.versions.items()))
         lines.append(f"{each.model[:12]}  {each.num_bytes:,} bytes  {named}")
     verb = "would be removed" if dry_run else "removed"
-    lines.append(f"{len(found.models)} models, {found.num_bytes:,} bytes {verb}")
-    tell(found, lines, as_json=as_json)
+    lines.append(f"{len(collected.models)} models, {collected.num_bytes:,} bytes {verb}")
+    echo(collected, lines, as_json=as_json)
 
 
-def _tell(moved: Alias, as_json: bool) -> None:
+def _echo(moved: Alias, as_json: bool) -> None:
     line = f"{moved.alias}: version {moved.version}, {moved.model}"
-    tell(moved, [line], as_json=as_json)
+    echo(moved, [line], as_json=as_json)
 
 
-def _lineage(found: ModelLineage) -> Iterator[str]:
-    marks = [name for name in ("newest", "best") if getattr(found, f"is_{name}")]
+def _lineage(lineage: ModelLineage) -> Iterator[str]:
+    marks = [name for name in ("newest", "best") if getattr(lineage, f"is_{name}")]
     pairs = [
-        ("version", f"{found.version} of {found.task}"),
-        ("called", ", ".join((*found.aliases, *marks))),
-        ("model", found.model),
-        ("parent", found.parent or "none: the task began with it"),
-        *((f"  {name}", digest) for name, digest in found.published.items()),
-        ("bytes", f"{found.num_bytes:,}"),
-        ("made", f"{moment(found.created_at)}, at attempt {found.attempt}"),
-        ("file", f"given up {moment(found.collected_at)}" if found.collected_at else ""),
-        ("updates", f"{found.num_updates}; --json has the SHA-256 of each"),
-        ("before it", f"{len(found.ancestors)} models"),
-        ("task file", found.config),
-        ("release", found.code),
+        ("version", f"{lineage.version} of {lineage.task}"),
+        ("called", ", ".join((*lineage.aliases, *marks))),
+        ("model", lineage.model),
+        ("parent", lineage.parent or "none: the task began with it"),
+        *((f"  {name}", digest) for name, digest in lineage.published.items()),
+        ("bytes", f"{lineage.num_bytes:,}"),
+        ("made", f"{moment(lineage.created_at)}, at attempt {lineage.attempt}"),
+        ("file", f"given up {moment(lineage.collected_at)}" if lineage.collected_at else ""),
+        ("updates", f"{lineage.num_updates}; --json has the SHA-256 of each"),
+        ("before it", f"{len(lineage.ancestors)} models"),
+        ("task file", lineage.config),
+        ("release", lineage.code),
     ]
     return fields(pairs, width=terminal_width())
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, get_args
 
 import click
 
-from fedpress.cli.tables import moment, table, tell
+from fedpress.cli.tables import echo, moment, table
 from fedpress.command_line import Command, argument, as_json, operates
 from fedpress_protocols.fleet import LogLevel
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 def statistics(server: Operator, as_json: bool) -> None:
     """Show measured uplinks, clock offsets and bytes sent, over all devices."""
     fleet = server.fleet()
-    tell(fleet, _lines(fleet), as_json=as_json)
+    echo(fleet, _lines(fleet), as_json=as_json)
 
 
 @click.command("log-level", cls=Command)
@@ -39,7 +39,7 @@ def log_level(server: Operator, level: LogLevel | None, as_json: bool) -> None:
     """Show each server's log level, or change it for all."""
     levels = server.log_level() if level is None else server.set_log_level(level)
     rows = [(each.server, each.level) for each in levels.servers]
-    tell(levels, table(("server", "level"), rows), as_json=as_json)
+    echo(levels, table(("server", "level"), rows), as_json=as_json)
     late = [each.server for each in levels.servers if level is not None and each.level != level]
     for server_name in late:
         click.echo(f"{server_name} has not changed yet; ask again in a few seconds", err=True)

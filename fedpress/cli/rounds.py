@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from fedpress.cli.tables import fields, lasting, moment, size, table, tell, terminal_width
+from fedpress.cli.tables import echo, fields, lasting, moment, size, table, terminal_width
 from fedpress.cli.watching import watch
 from fedpress.command_line import Group, argument, as_json, operates
 
@@ -31,14 +31,14 @@ def rounds() -> None:
 @operates
 def list_rounds(server: Operator, task: str, limit: int, before: int | None, as_json: bool) -> None:
     """List the attempts at a task's rounds, the newest first."""
-    found = newest(server, task, limit, before)
+    attempts = newest(server, task, limit, before)
     headings = ("round", "state", "included", "up", "down", "took", "measured", "why")
     lines = (
-        table(headings, [_row(each) for each in found], width=terminal_width())
-        if found
+        table(headings, [_row(each) for each in attempts], width=terminal_width())
+        if attempts
         else ["no round before that" if before else "no round yet"]
     )
-    tell(found, lines, as_json=as_json)
+    echo(attempts, lines, as_json=as_json)
 
 
 @rounds.command("show")
@@ -57,8 +57,8 @@ def show_round(server: Operator, task: str, number: int | None, as_json: bool) -
     if number is None:
         newest_attempts = newest(server, task, 1, None)
         number = newest_attempts[0].round if newest_attempts else 1
-    found = server.round(task, number)
-    tell(found, _whole(found), as_json=as_json)
+    attempt = server.round(task, number)
+    echo(attempt, _whole(attempt), as_json=as_json)
 
 
 rounds.add_command(watch)
@@ -76,7 +76,7 @@ def abort_round(server: Operator, task: str, why: str, as_json: bool) -> None:
     aborted = next((a for a in newest(server, task, 4, None) if a.state == "abandoned"), None)
     if aborted is not None:
         lines.insert(0, f"round {_name(aborted)} is abandoned: {aborted.reason}")
-    tell(summary, lines, as_json=as_json)
+    echo(summary, lines, as_json=as_json)
 
 
 def newest(server: Operator, task: str, limit: int, before: int | None) -> list[RoundStatus]:
@@ -171,10 +171,10 @@ def _by_whom(measured: Measured | None) -> str:
     return f"; by {measured.num_clients} devices on {measured.num_examples:,} examples"
 
 
-def _by(found: dict[str, Measured]) -> list[Sequence[str]]:
+def _by(measured: dict[str, Measured]) -> list[Sequence[str]]:
     return [
         (name, str(each.num_clients), f"{each.num_examples:,}", _measured(each.metrics))
-        for name, each in found.items()
+        for name, each in measured.items()
     ]
 
 

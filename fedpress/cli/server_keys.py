@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 import click
 
-from fedpress.cli.tables import tell
+from fedpress.cli.tables import echo
 from fedpress.command_line import PATH, Group, as_json, needs
 
 if TYPE_CHECKING:
@@ -39,8 +39,8 @@ def show(data_dir: Path | None, config: Path | None, as_json: bool) -> None:
     """Show the current, next and former keys, and which are on this machine."""
     from fedpress_server.identity import rotation
 
-    found = _with(config, data_dir, rotation.standing)
-    tell(found, _lines(found), as_json=as_json)
+    standing = _with(config, data_dir, rotation.standing)
+    echo(standing, _lines(standing), as_json=as_json)
 
 
 @server_keys.command("rotate")
@@ -59,13 +59,13 @@ def rotate(data_dir: Path | None, config: Path | None, as_json: bool) -> None:
         place.append(rotation.next_file(file))
         return rotation.rotate(database, file, time)
 
-    found = _with(config, data_dir, work)
+    standing = _with(config, data_dir, work)
     lines = (
-        f"made {place[0]}: key {found.next}, which does not sign yet",
+        f"made {place[0]}: key {standing.next}, which does not sign yet",
         "copy it beside the key of every server that has files of its own, then:",
         "  fedpress server key switch",
     )
-    tell(found, lines, as_json=as_json)
+    echo(standing, lines, as_json=as_json)
 
 
 @server_keys.command("switch")
@@ -78,8 +78,8 @@ def switch(data_dir: Path | None, config: Path | None, as_json: bool) -> None:
 
     from fedpress_server.identity import rotation
 
-    found = _with(config, data_dir, lambda base, file: rotation.switch(base, file, time))
-    tell(found, _lines(found), as_json=as_json)
+    standing = _with(config, data_dir, lambda base, file: rotation.switch(base, file, time))
+    echo(standing, _lines(standing), as_json=as_json)
 
 
 @server_keys.command("replace")
@@ -93,10 +93,10 @@ def replace(data_dir: Path | None, config: Path | None, as_json: bool) -> None:
 
     from fedpress_server.identity import rotation
 
-    found = _with(config, data_dir, lambda base, file: rotation.replace(base, file, time))
-    then = f"each device now needs: fedpress client join --server-key {found.public}"
-    lines = [*_lines(found), then]
-    tell(found, lines, as_json=as_json)
+    standing = _with(config, data_dir, lambda base, file: rotation.replace(base, file, time))
+    then = f"each device now needs: fedpress client join --server-key {standing.public}"
+    lines = [*_lines(standing), then]
+    echo(standing, lines, as_json=as_json)
 
 
 @server_keys.command("retire")
@@ -109,26 +109,30 @@ def retire(data_dir: Path | None, config: Path | None, as_json: bool) -> None:
 
     from fedpress_server.identity import rotation
 
-    found = _with(config, data_dir, lambda base, file: rotation.retire(base, file, time))
-    line = f"key {found.erased} is erased" if found.erased else "no former key is on this machine"
-    tell(found, (line,), as_json=as_json)
+    standing = _with(config, data_dir, lambda base, file: rotation.retire(base, file, time))
+    erased = standing.erased
+    line = f"key {erased} is erased" if erased else "no former key is on this machine"
+    echo(standing, (line,), as_json=as_json)
 
 
-def _lines(found: Standing) -> list[str]:
+def _lines(standing: Standing) -> list[str]:
     def where(key: str) -> str:
-        return "on this machine" if key in found.here else "not on this machine"
+        return "on this machine" if key in standing.here else "not on this machine"
 
-    lines = [f"signs    {found.current}  {where(found.current)}", f"public   {found.public}"]
-    if found.next is not None:
-        lines.append(f"next     {found.next}  {where(found.next)}")
-    lines += [f"former   {key}  {where(key)}" for key in reversed(found.former)]
+    lines = [
+        f"signs    {standing.current}  {where(standing.current)}",
+        f"public   {standing.public}",
+    ]
+    if standing.next is not None:
+        lines.append(f"next     {standing.next}  {where(standing.next)}")
+    lines += [f"former   {key}  {where(key)}" for key in reversed(standing.former)]
     return lines
 
 
 def _with(
     config: Path | None, data_dir: Path | None, work: Callable[[Database, Path], Awaitable[T]]
 ) -> T:
-    """What `work` makes of the database and of the place of the server's key."""
+    """Run `work` on the database and the path of the server's key."""
     import asyncio
 
     try:

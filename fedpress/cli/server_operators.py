@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from fedpress.cli.tables import moment, table, tell, terminal_width
+from fedpress.cli.tables import echo, moment, table, terminal_width
 from fedpress.command_line import Group, argument, as_json, operates
 from fedpress_protocols.errors import ConfigurationError
 from fedpress_protocols.operators import ROLES, Role
@@ -41,7 +41,7 @@ def create_operator(server: Operator, role: Role, note: str, days: float, as_jso
     if not 0 < days <= 10 * 366:
         raise ConfigurationError(f"--days {days:g}", hint="above 0, and 3660 at most")
     created = server.create_operator(role, expires_in=days * _DAY, note=note)
-    tell(created, _new(created), as_json=as_json)
+    echo(created, _new(created), as_json=as_json)
 
 
 @operator.command("list")
@@ -56,7 +56,7 @@ def list_operators(server: Operator, as_json: bool) -> None:
     ]
     headings = ("operator", "role", "state", "until", "note")
     lines = table(headings, rows, width=terminal_width()) if rows else ["no operators"]
-    tell(operators, lines, as_json=as_json)
+    echo(operators, lines, as_json=as_json)
 
 
 @operator.command("revoke")
@@ -67,7 +67,7 @@ def revoke_operator(server: Operator, operator_id: str, as_json: bool) -> None:
     """Revoke an operator's token."""
     revoked = server.revoke_operator(operator_id)
     line = f"{revoked.operator_id}, {revoked.role}: revoked at {moment(revoked.revoked_at)}"
-    tell(revoked, [line], as_json=as_json)
+    echo(revoked, [line], as_json=as_json)
 
 
 def _new(made: OperatorToken) -> Iterator[str]:

@@ -1,4 +1,4 @@
-"""What operators' commands print: a table for people, or one JSON document for scripts."""
+"""Output of operators' commands: a table for people, or one JSON document for scripts."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _LEAST_WRAPPED = 16
 _UNITS = ("B", "kB", "MB", "GB", "TB", "PB")
 
 
-def tell(answer: BaseModel | Sequence[BaseModel], lines: Iterable[str], *, as_json: bool) -> None:
+def echo(answer: BaseModel | Sequence[BaseModel], lines: Iterable[str], *, as_json: bool) -> None:
     """Print `answer` as JSON by the API's own fields, or the `lines` that stand for it."""
     if as_json:
         click.echo(document(answer))

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from fedpress.cli.tables import fields, table, tell, terminal_width
+from fedpress.cli.tables import echo, fields, table, terminal_width
 from fedpress.cli.task_check import check_task
 from fedpress.command_line import PATH, Group, argument, as_json, operates, read
 from fedpress_protocols.errors import ConfigurationError
@@ -37,7 +37,7 @@ def create_task(server: Operator, config: Path, model: Path, as_json: bool) -> N
     initial = Model.from_bytes(read(model))
     parsed = task_config(config, initial.digest)
     server.register_model(initial)
-    _tell(server.create_task(parsed), as_json)
+    _echo(server.create_task(parsed), as_json)
 
 
 tasks.add_command(check_task)
@@ -56,7 +56,7 @@ def list_tasks(server: Operator, as_json: bool) -> None:
     ]  # fmt: skip
     headings = ("task", "state", "rounds", "lane", "model", "why")
     lines = table(headings, rows, width=terminal_width()) if rows else ["no task yet"]
-    tell(summaries, lines, as_json=as_json)
+    echo(summaries, lines, as_json=as_json)
 
 
 @tasks.command("show")
@@ -71,7 +71,7 @@ def show_task(server: Operator, task: str, configuration: bool, as_json: bool) -
     if configuration:
         click.echo(server.configuration(task).model_dump_json(indent=2))
     else:
-        _tell(server.task(task), as_json)
+        _echo(server.task(task), as_json)
 
 
 @tasks.command("continue")
@@ -94,7 +94,7 @@ def continue_task(
     if model is not None:
         digest = server.register_model(Model.from_bytes(read(model)))
     more = Continuation(after_round=before.round, rounds=rounds, model=digest)
-    _tell(server.continue_task(task, more), as_json)
+    _echo(server.continue_task(task, more), as_json)
 
 
 @tasks.command("pause")
@@ -103,7 +103,7 @@ def continue_task(
 @operates
 def pause_task(server: Operator, task: str, as_json: bool) -> None:
     """Pause a running task: its devices get no work until it is resumed."""
-    _tell(server.pause_task(task), as_json)
+    _echo(server.pause_task(task), as_json)
 
 
 @tasks.command("resume")
@@ -112,7 +112,7 @@ def pause_task(server: Operator, task: str, as_json: bool) -> None:
 @operates
 def resume_task(server: Operator, task: str, as_json: bool) -> None:
     """Resume a paused task."""
-    _tell(server.resume_task(task), as_json)
+    _echo(server.resume_task(task), as_json)
 
 
 @tasks.command("finish")
@@ -121,7 +121,7 @@ def resume_task(server: Operator, task: str, as_json: bool) -> None:
 @operates
 def finish_task(server: Operator, task: str, as_json: bool) -> None:
     """Finish a paused task permanently and release its devices."""
-    _tell(server.finish_task(task), as_json)
+    _echo(server.finish_task(task), as_json)
 
 
 @tasks.command("cancel")
@@ -131,7 +131,7 @@ def finish_task(server: Operator, task: str, as_json: bool) -> None:
 @operates
 def cancel_task(server: Operator, task: str, why: str, as_json: bool) -> None:
     """Cancel a task before its last round; its last model stays."""
-    _tell(server.cancel_task(task, why), as_json)
+    _echo(server.cancel_task(task, why), as_json)
 
 
 @tasks.command("model")
@@ -160,8 +160,8 @@ def save_model(
     click.echo(json.dumps(saved, indent=2) if as_json else f"{file}: {digest}")
 
 
-def _tell(task: TaskSummary, as_json: bool) -> None:
-    tell(task, _fields(task), as_json=as_json)
+def _echo(task: TaskSummary, as_json: bool) -> None:
+    echo(task, _fields(task), as_json=as_json)
 
 
 def _fields(task: TaskSummary) -> Iterator[str]:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from fedpress.cli.tables import moment, table, tell, terminal_width
+from fedpress.cli.tables import echo, moment, table, terminal_width
 from fedpress.command_line import Group, Number, argument, as_json, operates
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ def create_token(
     created = server.new_token(
         uses=uses, expires_in=3600 * hours, note=note, approve_each=approve_each
     )
-    tell(created, _new(created), as_json=as_json)
+    echo(created, _new(created), as_json=as_json)
 
 
 @token.command("list")
@@ -61,7 +61,7 @@ def list_tokens(server: Operator, as_json: bool) -> None:
     ]
     headings = ("token", "state", "used", "until", "note")
     lines = table(headings, rows, width=terminal_width()) if rows else ["no token yet"]
-    tell(tokens, lines, as_json=as_json)
+    echo(tokens, lines, as_json=as_json)
 
 
 @token.command("revoke")
@@ -71,7 +71,7 @@ def list_tokens(server: Operator, as_json: bool) -> None:
 def revoke_token(server: Operator, token_id: str, as_json: bool) -> None:
     """Revoke a token: no more devices enrol with it; enrolled devices stay."""
     revoked = server.revoke_token(token_id)
-    tell(revoked, [_line(revoked)], as_json=as_json)
+    echo(revoked, [_line(revoked)], as_json=as_json)
 
 
 def _new(made: TokenResponse) -> Iterator[str]:

@@ -1,4 +1,4 @@
-"""What the demo measured: per round and task, from the server's own counts and the test images."""
+"""Measurements of the demo by round and task, from the server's counts and the test images."""
 
 from __future__ import annotations
 

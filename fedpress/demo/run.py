@@ -25,7 +25,7 @@ from fedpress_protocols.plan import CohortRules, Profile, TrainingTerms
 _POLL_SECONDS = 0.2
 _STRATEGY = {"id": "fedavgm", "learning_rate": 1.0, "momentum": 0.8}
 _TERMS = TrainingTerms(local_epochs=5, batch_size=16, learning_rate=0.2)
-"""What else was tried, and what it gave, is in docs/design.md."""
+"""docs/design.md has the other settings that were tried, with results."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -42,7 +42,7 @@ _MASKING = MaskingTerms(
     levels=15, seconds=PhaseTerms(advertise=6, share=6, mask=6, consent=6, reveal=6)
 )
 _GOES_AFTER = ("advertise", "shares", "masked")
-"""What a device has said when it drops out, for the three that do."""
+"""The last message of each of the three devices that drop out."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +81,7 @@ class Settings:
 
 @dataclass
 class Findings:
-    """What there is to report; filled while the task runs."""
+    """The report's data, filled while the task runs."""
 
     clients: int
     rounds: list[RoundStatus] = field(default_factory=list)
@@ -273,7 +273,7 @@ def _task(settings: Settings, digest: str) -> TaskConfig:
 
 
 def _is_over(operator: Operator, number: int) -> bool:
-    """Whether an attempt at the round is over, well or not."""
+    """True once an attempt at the round has ended, committed or abandoned."""
     ends = ("committed", "abandoned")
     return any(each.round == number and each.state in ends for each in operator.rounds(TASK))
 

@@ -1,4 +1,4 @@
-"""What `fedpress demo --secure` draws: rounds and devices as they go, and a report at the end."""
+"""Output of `fedpress demo --secure`: rounds and devices live, and a report at the end."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def session(status: RoundStatus) -> SessionStatus:
 
 
 def print_report(console: Console, findings: Findings, drop_round: int) -> None:
-    """What the server saw and what it could not, in the round that devices dropped out of."""
+    """The server's view, and what stayed hidden, in the round with drop-outs."""
     status = next(each for each in findings.rounds if each.round == drop_round)
     found = session(status)
     of_round = {device: body for (r, device), body in findings.masked.items() if r == drop_round}
@@ -177,5 +177,5 @@ def uniformity(data: bytes) -> float:
 
 
 def shrunk(data: bytes) -> float:
-    """What zlib makes of `data`, as a share of its length."""
+    """The share of its length that `data` has after zlib."""
     return len(zlib.compress(data, 9)) / len(data)

@@ -1,4 +1,4 @@
-"""What the demo draws: a live table in a terminal, lines elsewhere, and a plot at the end."""
+"""Output of the demo: a live table in a terminal, lines elsewhere, and a plot at the end."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""What a task would cost before it is started, profile by profile: fedpress plan."""
+"""Predicted costs of a task, profile by profile: fedpress plan."""

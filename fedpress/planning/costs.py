@@ -1,4 +1,4 @@
-"""What one upload under a profile costs: real bodies and real CPU time, by the device's own code.
+"""Costs of one upload under a profile: real bodies and real CPU time, by the device's own code.
 
 A ledger prepares uploads of drawn updates as a device does, residual, contexts and the reading of
 its own bytes included; the sum adds them as a server does. Models of more than SAMPLE values are
@@ -218,7 +218,7 @@ def _timed(call: Callable[[], T]) -> tuple[T, float]:
 
 @contextmanager
 def _one_thread() -> Iterator[None]:
-    """What kernels do in other threads would go unmeasured."""
+    """Limit kernels to one thread, since CPU time of other threads is not measured."""
     before = kernels.limit_threads(1)
     try:
         yield

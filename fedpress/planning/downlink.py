@@ -1,4 +1,4 @@
-"""What a device downloads for a round: the model as the float32 it is, or coded.
+"""Downloads of a device for a round: the model as float32, or encoded.
 
 Of a coded model the first bytes are measured, on normal values put on the task's grid; a step after
 it takes what the terms allow it at most, which the server uses up.

@@ -38,7 +38,7 @@ class Candidate:
     masking: MaskingTerms | None = None
     restricted: bool = False
     advice: str = ""
-    """What goes with it."""
+    """Settings that belong to it."""
     made: Compressor[Any] = field(init=False)
 
     def __post_init__(self) -> None:

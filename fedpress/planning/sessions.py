@@ -1,4 +1,4 @@
-"""What a masked session says besides the bodies, in bytes and in CPU: the messages themselves.
+"""Costs of a masked session besides the bodies, in bytes and CPU: those of its messages.
 
 The sizes are those of `masking.messages`, each made once with as many entries as the cohort's graph
 asks for, so that nobody has to lose a session to know. Nobody is lost in them.

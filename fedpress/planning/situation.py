@@ -1,4 +1,4 @@
-"""What is known before a task starts: the model, the links, the devices, the deadline."""
+"""Inputs of a prediction: the model, the links, the devices, the deadline."""
 
 from __future__ import annotations
 
@@ -45,9 +45,9 @@ class Situation:
     server_link: float = 1000.0
     most_loss: float = 1.0
     metered: bool = False
-    """Whether bytes cost more than seconds."""
+    """True if bytes cost more than seconds."""
     coded_downloads: bool = False
-    """Whether the task has a `downlink`."""
+    """True if the task has a `downlink`."""
 
     def __post_init__(self) -> None:
         positive = {

@@ -1,4 +1,4 @@
-"""Updates to press before there are any: uneven over layers, rows and columns, half of them still.
+"""Synthetic updates for predictions, uneven over layers, rows and columns, half of them zero.
 
 What a body costs hangs on how uneven an update is: where a few layers have the large values, their
 positions are cheap, and what does not move at all quantises to zero. The constants were chosen so
@@ -29,7 +29,7 @@ _LAST_STEP = 1 / 3
 
 @dataclass(frozen=True)
 class Drawn:
-    """What one device uploads round by round, and the model's last step [spec.size]."""
+    """Updates of one device, round by round, and the model's last step [spec.size]."""
 
     spec: ModelSpec
     updates: tuple[Vector, ...]

@@ -30,7 +30,7 @@ from fedpress_protocols.model import Model
 from fedpress_protocols.plan import TrainingTerms
 
 ROUNDS = "num-server-rounds"
-"""Where Flower's apps, its templates' among them, read how many rounds to run."""
+"""The run configuration's key of the number of rounds, as in Flower's templates."""
 _HINT = (
     "give module:name of a function (index, clients) that returns a Trainer, or of a pair "
     "(ServerApp, ClientApp) or a function that returns one; or the folder of a Flower app"
@@ -50,7 +50,7 @@ class TrainerApp:
     task: Task | None = None
     factory: str = ""
     masking: MaskingRules | None = None
-    """What its clients insist on in masked rounds; None: their uploads are not masked."""
+    """Rules of its clients for masked rounds; None: uploads are not masked."""
 
     def client_app(self) -> ClientApp:
         common: dict[str, Any] = {
@@ -204,7 +204,7 @@ def _pair(folder: str, reference: str) -> tuple[Any, Any]:
 
 
 def load(reference: str, folder: str = ".") -> Any:
-    """What module:name names; modules in `folder` are found first. Raises ConfigurationError."""
+    """Import module:name; modules in `folder` take precedence. Raises ConfigurationError."""
     module_name, colon, attribute = reference.partition(":")
     if not colon or not module_name or not attribute:
         raise ConfigurationError(f"{reference!r} names nothing", hint=_HINT)
@@ -223,7 +223,7 @@ def load(reference: str, folder: str = ".") -> Any:
 
 
 def parse_app(text: str) -> FlowerApp | Callable[[int, int], Trainer]:
-    """What `--app` names: an app of Flower's, or a function that makes trainers."""
+    """Load the value of `--app`: a Flower app, or a factory of trainers."""
     path = Path(text)
     if path.is_dir():
         return _project(path)

@@ -33,14 +33,14 @@ _BUNDLE_SECONDS = 0.02
 """Of work that a process is given, and answers, at a time: each time costs it and us a waking."""
 _MOST_IN_BUNDLE = 64
 _PATIENCE_SECONDS = 0.25
-"""How long idle processes let another keep what it has not begun."""
+"""Seconds after which idle processes take over messages that another has not started."""
 _SHARED_KEPT = 4
 _END_SECONDS = 5.0
 _ONE_THREAD = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "NUMBA_NUM_THREADS")
 
 
 class Apps(Protocol):
-    """Where the client app comes from; sent to other processes, so it must be picklable."""
+    """Source of the client app; sent to other processes, so it must be picklable."""
 
     def client_app(self) -> ClientApp: ...
 
@@ -57,7 +57,7 @@ class Engine(Protocol):
 
 @dataclass(frozen=True)
 class Run:
-    """What every client of a run knows, and the `folder` for what clients keep."""
+    """Settings of every client of a run, and the `folder` of their state."""
 
     apps: Apps
     clients: int
@@ -184,7 +184,7 @@ class ProcessEngine:
                     worker.give(bundle, self._shared)
 
     def _taken(self, worker: _Worker, todo: deque[Message]) -> list[Message]:
-        """What a process has to tell: replies, or, by its end, that a client has failed."""
+        """Receive a process's replies; the end of its stream means that a client failed."""
         try:
             data = worker.pipe.recv()
         except (EOFError, ConnectionError) as exc:
@@ -281,7 +281,7 @@ class _Worker:
 
 @dataclass(frozen=True)
 class _Desk:
-    """What a process and the driver both see: the number of the job that it is at or was last at,
+    """State shared by a process and the driver: the number of its current or last job,
     plus 1, and below which number jobs that it has not begun are void."""
 
     numbers: Any

@@ -123,7 +123,7 @@ def records_from_bytes(data: bytes) -> RecordDict:
 
 
 def node_config(index: int, clients: int) -> dict[str, int]:
-    """What a simulated client knows of itself, by Flower's names."""
+    """A simulated client's own configuration, by Flower's names."""
     return {"partition-id": index, "num-partitions": clients}
 
 

@@ -97,7 +97,7 @@ class SimulatedGrid(Grid):
         self._unpulled: dict[str, Message] = {}
 
     def clock(self) -> float:
-        """What time it is for a strategy."""
+        """The time as strategies see it."""
         return self._record.clock()
 
     def set_run(self, run: Any) -> None:

@@ -1,4 +1,4 @@
-"""What a run measured, round by round, as JSON, as CSV and as a plot."""
+"""Measurements of a run, round by round, as JSON, as CSV and as a plot."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ class History:
     _lost: frozenset[int] = frozenset()
     """In the newest round, of whom nothing came."""
     _has_joined: bool = False
-    """Whether the newest round has begun with clients that gave their keys."""
+    """True once clients of the newest round have sent their keys."""
 
     def change(self, exchange: Exchange) -> None:
         """Take in how far an exchange has come."""

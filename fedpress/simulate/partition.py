@@ -1,4 +1,4 @@
-"""Who has what: examples dealt to clients in ways that are uneven on purpose.
+"""Partitions of examples among clients, uneven on purpose.
 
     iid            every client the like of all
     dirichlet:A    each client its own proportions of the classes, drawn from Dirichlet(A)

@@ -316,7 +316,7 @@ def _server_app(settings: Settings, app: TrainerApp, history: History) -> Server
 
 
 def _rules(settings: Settings) -> MaskingRules:
-    """What simulated clients insist on: the terms of the run. They tell what they measure."""
+    """Masking rules of simulated clients: the terms of the run. They report their metrics."""
     terms = settings.masking_terms
     return MaskingRules(adversary=terms.adversary, corrupt=terms.corrupt, reports_evaluations=True)
 

@@ -1,4 +1,4 @@
-"""What a simulation shows while it runs, and at its end."""
+"""Progress and summary of a simulation on the terminal."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `fedpress simulate` is told."""
+"""Settings of `fedpress simulate`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What can be simulated without an app of one's own: data, a model for them, local training.
+"""Built-in tasks of the simulator: data, models, local training.
 
     digits              scikit-learn's handwritten digits, a perceptron 64-256-128-10 in numpy
     fashion-mnist:DIR   the four files of Fashion-MNIST, a small convolutional network in torch
@@ -292,7 +292,7 @@ class _Shakespeare:
         return Data(whole[:, :-1], whole[:, 1:], labels, others[:, :-1], others[:, 1:], owners)
 
     def _roles(self, folder: Path) -> list[str]:
-        """What each role of each play says, in the order of plays and of first words."""
+        """The lines of each role of each play, in the order of plays and of first lines."""
         found: list[str] = []
         for text in _plays(folder):
             speeches: dict[str, list[str]] = {}

@@ -68,9 +68,9 @@ def test_an_export_is_the_file_of_that_digest_and_its_lineage(
 def test_collection_says_what_would_go_and_then_takes_it(fedpress: Command, clock: Clock) -> None:
     clock.advance(30 * 86400)
     assert "2 models" in said(fedpress("model", "collect", "--dry-run"))
-    assert "would go" in said(fedpress("model", "collect", "--dry-run"))
+    assert "would be removed" in said(fedpress("model", "collect", "--dry-run"))
     assert "digits 2" in said(fedpress("model", "collect"))
-    assert "0 models, 0 bytes gone" in said(fedpress("model", "collect"))
+    assert "0 models, 0 bytes removed" in said(fedpress("model", "collect"))
     assert "collected" in said(fedpress("model", "list", "digits"))
     gone = fedpress("model", "export", "digits", "1", "anywhere")
     assert isinstance(gone.exception, NotFound)
