@@ -12,7 +12,7 @@ import pytest
 
 import fedpress
 import fedpress_client
-from fedpress.cli.client import _tell
+from fedpress.cli.client import _print_event
 from fedpress_client import events
 from fedpress_client.events import EVENTS, ClientEvent, Event, EventLog, markdown_table
 from fedpress_compression.compressors.none import Uncompressed
@@ -103,7 +103,7 @@ def test_a_device_that_enrols_again_shows_its_key(
     client.step()
     first, again = (event for event in seen if event.kind == "enrolled")
     assert again == first
-    _tell(again)
-    _tell(events.AssignmentDeclined(assignment="a", code="too-slow", reason="no time"))
+    _print_event(again)
+    _print_event(events.AssignmentDeclined(assignment="a", code="too-slow", reason="no time"))
     said = capsys.readouterr().err
     assert said == f"enrolled as client {link.client_id}, key {client.key_id}\n"

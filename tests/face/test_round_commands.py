@@ -119,7 +119,7 @@ def test_a_watch_tells_each_change_and_ends_with_the_task(
     assert lines[0].split()[1:4] == ["round", "4.1", "collecting"]
     assert "round 4.1  committed  1 included" in lines[-2]
     assert lines[-1] == "task digits finished, 4/4"
-    assert "asking again" in done.stderr
+    assert "retrying in" in done.stderr
 
 
 def test_a_watch_of_a_cancelled_task_has_failed(fedpress: Command) -> None:
