@@ -25,11 +25,11 @@ from pydantic import Field, ValidationError
 
 from fedpress_client.state import StateDirectory
 from fedpress_protocols.errors import ConfigurationError, FedpressError, MalformedRequest, NotFound
-from fedpress_protocols.faults import explained
 from fedpress_protocols.local_files import OPEN_FLAGS, check_private, locked, open_lock
 from fedpress_protocols.masking.certificates import Certificate
 from fedpress_protocols.plan import Digest, Term
 from fedpress_protocols.signatures import DeviceKey, from_base64url, key_id_of, to_base64url
+from fedpress_protocols.validation import format_validation_errors
 
 _DAY = 24 * 3600
 _MAX_REGISTER = 2**28
@@ -294,7 +294,7 @@ class EnrolmentAuthority:
                 yield Issued.model_validate_json(line)
             except ValidationError as exc:
                 raise ConfigurationError(
-                    f"{self._register}, line {number}: {explained(exc)}",
+                    f"{self._register}, line {number}: {format_validation_errors(exc)}",
                     hint="bring it back from a copy; without it, nobody knows what was issued",
                 ) from exc
 

@@ -28,9 +28,9 @@ from fedpress_protocols.errors import (
     Unavailable,
     UnknownTask,
 )
-from fedpress_protocols.faults import explained
 from fedpress_protocols.messages import Continuation, TaskConfig, TaskSummary
 from fedpress_protocols.model import Model
+from fedpress_protocols.validation import format_validation_errors
 
 T = TypeVar("T")
 _log = logging.getLogger(__name__)
@@ -152,7 +152,9 @@ class RegionalTrainer:
             try:
                 self._region.create_task(TaskConfig.model_validate(config))
             except ValidationError as exc:
-                raise ConfigurationError(f"the region's task: {explained(exc)}") from exc
+                raise ConfigurationError(
+                    f"the region's task: {format_validation_errors(exc)}"
+                ) from exc
         else:
             more = Continuation(after_round=start, rounds=self._rounds, model=digest)
             self._region.continue_task(self._task, more)

@@ -23,10 +23,10 @@ from fedpress.command_line import needs, read
 from fedpress.compressor_table import never_sent
 from fedpress_compression.compressor import properties
 from fedpress_protocols.errors import ConfigurationError
-from fedpress_protocols.faults import explained
 from fedpress_protocols.messages import TaskConfig
 from fedpress_protocols.model import Model
 from fedpress_protocols.plan import Profile
+from fedpress_protocols.validation import format_validation_errors
 from fedpress_strategies import from_config
 
 _YAML = (".yaml", ".yml")
@@ -54,7 +54,7 @@ def task_config(path: Path, model: str | None = None) -> TaskConfig:
     try:
         return TaskConfig.model_validate({**fields, "model": given}, strict=False)
     except ValidationError as exc:
-        raise ConfigurationError(f"{path}: {explained(exc)}") from exc
+        raise ConfigurationError(f"{path}: {format_validation_errors(exc)}") from exc
 
 
 def checked(path: Path, model: Path | Model | None) -> Checked:

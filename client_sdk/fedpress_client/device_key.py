@@ -22,10 +22,10 @@ from fedpress_client.state import StateDirectory, write_durably
 from fedpress_client.transport import Transport
 from fedpress_protocols.device_keys import signed_rotation
 from fedpress_protocols.errors import ConfigurationError, Conflict, StateCorrupt, UnknownDevice
-from fedpress_protocols.faults import explained
 from fedpress_protocols.local_files import sync_folder
 from fedpress_protocols.messages import MAX_ROTATIONS, RotationRequest, SignedRotation
 from fedpress_protocols.signatures import DeviceKey
+from fedpress_protocols.validation import format_validation_errors
 
 _ROTATIONS: TypeAdapter[tuple[SignedRotation, ...]] = TypeAdapter(tuple[SignedRotation, ...])
 _KEY, _NEXT, _CHAIN = "key.pem", "next-key.pem", "rotations.json"
@@ -45,7 +45,7 @@ def rotations(directory: StateDirectory) -> tuple[SignedRotation, ...]:
         return _ROTATIONS.validate_json(path.read_bytes())
     except ValidationError as exc:
         raise StateCorrupt(
-            f"{path}: {explained(exc)}",
+            f"{path}: {format_validation_errors(exc)}",
             hint="restore it, or remove it: it is needed only where a server loses its records",
         ) from exc
 

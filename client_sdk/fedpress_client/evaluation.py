@@ -15,9 +15,9 @@ from fedpress_client.joined_task import JoinedTask
 from fedpress_client.settings import Services
 from fedpress_client.trainer import Evaluation
 from fedpress_protocols.errors import ConfigurationError, Conflict, MalformedRequest, NotFound
-from fedpress_protocols.faults import explained
 from fedpress_protocols.messages import Attribute, ClassCount, EvaluationReport
 from fedpress_protocols.model import Model
+from fedpress_protocols.validation import format_validation_errors
 
 _log = logging.getLogger(__name__)
 
@@ -97,5 +97,5 @@ def _report(
         )
     except ValidationError as exc:
         raise ConfigurationError(
-            f"the trainer's evaluation cannot be sent: {explained(exc)}"
+            f"the trainer's evaluation cannot be sent: {format_validation_errors(exc)}"
         ) from exc

@@ -40,7 +40,7 @@ from fedpress_compression.compressor import Compressor, Public, check_finite, st
 from fedpress_compression.compressors.dgc import Dgc, stilled
 from fedpress_compression.compressors.error_feedback import ErrorFeedback
 from fedpress_compression.contexts import contexts_of
-from fedpress_compression.kernels.scratch import lasting
+from fedpress_compression.kernels.buffer_pool import pooled
 from fedpress_compression.tensors import ModelSpec, Vector
 from fedpress_compression.update import Piece, Update
 from fedpress_protocols.errors import (
@@ -52,7 +52,7 @@ from fedpress_protocols.errors import (
     StateCorrupt,
 )
 from fedpress_protocols.masking.payload import SECRET_BYTES, Payload
-from fedpress_protocols.messages import Assignment, Fate, Outcome, Recall, Receipt
+from fedpress_protocols.messages import Assignment, IncludedUpload, Outcome, Recall, Receipt
 from fedpress_protocols.upload import Upload, check_report
 
 FORMAT = 1
@@ -299,7 +299,7 @@ class Ledger:
             ledger = ledger._tended(rules.stricter(compressor), update, plan.round)
             if ledger.residual is not None:
                 with np.errstate(over="ignore"):  # check_finite, when compressed
-                    whole = np.add(update, ledger.residual, out=lasting(spec.size, np.float32))
+                    whole = np.add(update, ledger.residual, out=pooled(spec.size, np.float32))
         name = json.dumps(state_key(lossy), sort_keys=True)
         limit = np.float32(plan.fixed_point.max_abs)
         within = whole if kernels.peak(whole) <= limit else np.clip(whole, -limit, limit)
@@ -323,7 +323,7 @@ class Ledger:
         except InvalidUpdate:
             ledger = replace(ledger, settled=ledger._remembering(key, "not-included"))
             return ledger._left(whole, key, feedback=feedback), None
-        left = lasting(spec.size, np.float32)
+        left = pooled(spec.size, np.float32)
         np.copyto(left, whole)
         sent.add_to(left, sign=-1.0)
         ledger = ledger._left(left, key, feedback=feedback)
@@ -482,10 +482,10 @@ class Ledger:
         return replace(self, backup_at=backup_at, kept=kept)
 
     @property
-    def fates(self) -> tuple[Fate, ...]:
+    def fates(self) -> tuple[IncludedUpload, ...]:
         """What the account takes for included, and a restore may have undone."""
         return tuple(
-            Fate(assignment=key, round=each.round, attempt=each.attempt, model=each.model)
+            IncludedUpload(assignment=key, round=each.round, attempt=each.attempt, model=each.model)
             for key, each in self.kept.items()
         )
 

@@ -28,7 +28,7 @@ from fedpress_protocols.errors import (
     UpdateConflict,
 )
 from fedpress_protocols.masking.agreement import check_agreed
-from fedpress_protocols.masking.client import ClientPolicy, MaskingClient, Trained
+from fedpress_protocols.masking.client import ClientPolicy, MaskingClient, RoundDigests
 from fedpress_protocols.masking.client import Step as MaskingStep
 from fedpress_protocols.masking.messages import Offer, ServerMessage, parse, survivors_digest
 from fedpress_protocols.masking.transcript import (
@@ -257,7 +257,7 @@ class MaskedPart:
             identity=self._key,
             certificate=self.member.certificate,
             policy=self._policy,
-            trained=Trained(due.model, due.support, due.plan, self._content()),
+            trained=RoundDigests(due.model, due.support, due.plan, self._content()),
             now=now,
         )
         self._diary = replace(self._diary, seen=(*seen, _Seen(config.digest, config.expires)))

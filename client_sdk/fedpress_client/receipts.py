@@ -14,7 +14,7 @@ from fedpress_protocols.messages import (
     RECALL_CONTEXT,
     RECEIPT_CONTEXT,
     CheckInRequest,
-    Fate,
+    IncludedUpload,
     Recall,
     Receipt,
     SignedRecall,
@@ -34,7 +34,7 @@ class Receipts:
         self._transport, self._events, self._uplink = transport, events, uplink
 
     def request(
-        self, task: JoinedTask, wait: float = 0.0, fates: tuple[Fate, ...] = ()
+        self, task: JoinedTask, wait: float = 0.0, fates: tuple[IncludedUpload, ...] = ()
     ) -> CheckInRequest:
         """The check-in that asks for the receipts of all that is pending."""
         return CheckInRequest(

@@ -10,13 +10,13 @@ from typing import Any, Protocol
 
 from fedpress_client.state import Identity, StateDirectory
 from fedpress_protocols.errors import InvalidSignature, NotFound
+from fedpress_protocols.key_rollover import ServerKeys, follow_rollovers
 from fedpress_protocols.signatures import (
     from_base64url,
     key_id_of,
     to_base64url,
     verify_document,
 )
-from fedpress_protocols.succession import ServerKeys, followed
 
 _log = logging.getLogger(__name__)
 
@@ -78,7 +78,7 @@ class ServerTrust:
                 successions = self._source.server_keys().successions
             except NotFound:  # a server that has never heard of changing its key
                 successions = ()
-            passed = (pinned, *followed(pinned, key_id, successions))
+            passed = (pinned, *follow_rollovers(pinned, key_id, successions))
             left = (*self._identity.left_server_keys, *map(to_base64url, passed[:-1]))
             self._identity = self._identity.model_copy(
                 update={
@@ -107,7 +107,7 @@ def pinned_anew(
     if named == pinned or server_key in {identity.former_server_key, *identity.left_server_keys}:
         return identity
     try:
-        followed(named, key_id_of(pinned), source.server_keys().successions)
+        follow_rollovers(named, key_id_of(pinned), source.server_keys().successions)
     except (InvalidSignature, NotFound):
         _log.warning(
             "server key %s is pinned in the place of %s", key_id_of(named), key_id_of(pinned)

@@ -20,11 +20,11 @@ from fedpress_client.state import StateDirectory
 from fedpress_client.trainer import Trainer
 from fedpress_client.transport import Transport
 from fedpress_protocols.errors import ConfigurationError, MalformedRequest
-from fedpress_protocols.faults import explained
 from fedpress_protocols.messages import Attribute, CheckInRequest
 from fedpress_protocols.plan import TrainingTerms
 from fedpress_protocols.policies import UPLINK
 from fedpress_protocols.signatures import from_base64url
+from fedpress_protocols.validation import format_validation_errors
 
 MAX_MODEL_BYTES = 4 * 2**30
 _random = SystemRandom().random
@@ -143,7 +143,7 @@ def _checked_attributes(attributes: Mapping[str, Attribute]) -> dict[str, Attrib
     try:
         return CheckInRequest(attributes=dict(attributes)).attributes
     except ValidationError as exc:
-        raise ConfigurationError(explained(exc)) from exc
+        raise ConfigurationError(format_validation_errors(exc)) from exc
 
 
 def _check_key(server_key: str) -> None:

@@ -39,7 +39,6 @@ from fedpress_protocols.errors import (
     StateLocked,
     StateWriteError,
 )
-from fedpress_protocols.faults import explained
 from fedpress_protocols.local_files import (
     OPEN_FLAGS,
     locked,
@@ -48,6 +47,7 @@ from fedpress_protocols.local_files import (
     try_lock,
 )
 from fedpress_protocols.signatures import DeviceKey
+from fedpress_protocols.validation import format_validation_errors
 
 _log = logging.getLogger(__name__)
 
@@ -113,7 +113,7 @@ class StateDirectory:
             return Identity.model_validate_json(path.read_bytes())
         except ValidationError as exc:
             raise StateCorrupt(
-                f"{path}: {explained(exc)}",
+                f"{path}: {format_validation_errors(exc)}",
                 hint="restore it, or remove it and enrol again: the key is kept",
             ) from exc
 

@@ -19,6 +19,7 @@ from fedpress_client.http_link import (
 from fedpress_client.http_parts import HttpParts
 from fedpress_client.parts import PART_SECONDS, PARTS_ABOVE, PartsNotOffered
 from fedpress_client.retrying import Retries, TryAgain
+from fedpress_protocols.key_rollover import ServerKeys
 from fedpress_protocols.messages import (
     CheckInRequest,
     DeclineReason,
@@ -34,7 +35,6 @@ from fedpress_protocols.messages import (
     UploadAck,
 )
 from fedpress_protocols.signatures import DeviceKey
-from fedpress_protocols.succession import ServerKeys
 
 __all__ = [
     "MAX_ANSWER_BYTES",

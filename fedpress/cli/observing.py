@@ -13,7 +13,7 @@ from fedpress_protocols.fleet import LogLevel
 
 if TYPE_CHECKING:
     from fedpress.operator import Operator
-    from fedpress_protocols.fleet import FleetStatus, Spread
+    from fedpress_protocols.fleet import FleetStatus, Quantiles
 
 
 @click.command("statistics", cls=Command)
@@ -62,7 +62,7 @@ def _lines(fleet: FleetStatus) -> Iterator[str]:
     yield f"sent: {fleet.download_bytes} bytes of downloads, {fleet.answer_bytes} of answers{cost}"
 
 
-def _cells(spread: Spread, scale: float) -> tuple[str, str, str, str]:
+def _cells(spread: Quantiles, scale: float) -> tuple[str, str, str, str]:
     values = (spread.tenth, spread.median, spread.nine_tenths)
     tenth, median, most = ("-" if each is None else f"{each * scale:.3g}" for each in values)
     return str(spread.num), tenth, median, most

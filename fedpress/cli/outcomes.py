@@ -48,10 +48,10 @@ def as_family(exc: Exception) -> FedpressError | None:
         return FedpressError(f"{exc.filename or 'input or output'}: {exc.strerror or exc}")
     from pydantic import ValidationError
 
-    from fedpress_protocols.faults import explained
+    from fedpress_protocols.validation import format_validation_errors
 
     if isinstance(exc, ValidationError):  # an option whose value its field refuses
-        return ConfigurationError(explained(exc))
+        return ConfigurationError(format_validation_errors(exc))
     return None
 
 

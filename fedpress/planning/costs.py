@@ -28,7 +28,6 @@ from fedpress_compression.contexts import contexts_of
 from fedpress_compression.decode_add import decode_add
 from fedpress_compression.fixed_point import Accumulator, FixedPoint
 from fedpress_protocols.errors import ConfigurationError, IncompatiblePlan
-from fedpress_protocols.faults import explained
 from fedpress_protocols.masking.agreement import agreed
 from fedpress_protocols.masking.payload import SECRET_BYTES, Payload
 from fedpress_protocols.messages import Assignment, Receipt
@@ -40,6 +39,7 @@ from fedpress_protocols.plan import (
     TrainingTerms,
 )
 from fedpress_protocols.upload import Upload
+from fedpress_protocols.validation import format_validation_errors
 
 SAMPLE = 2_000_000 if kernels.CHOSEN == "numba" else 200_000
 """Values up to which a model is measured as it is."""
@@ -207,7 +207,7 @@ def _plan(candidate: Candidate, situation: Situation, drawn: Drawn, number: int)
             first_model=_DIGEST,
         )
     except ValidationError as exc:
-        raise IncompatiblePlan(explained(exc)) from exc
+        raise IncompatiblePlan(format_validation_errors(exc)) from exc
 
 
 def _timed(call: Callable[[], T]) -> tuple[T, float]:

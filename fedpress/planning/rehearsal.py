@@ -21,7 +21,7 @@ import numpy.typing as npt
 from fedpress_protocols.errors import ServerError
 from fedpress_protocols.masking import certificates, graph, shamir
 from fedpress_protocols.masking.certificates import Certificate
-from fedpress_protocols.masking.client import ClientPolicy, MaskingClient, Step, Trained
+from fedpress_protocols.masking.client import ClientPolicy, MaskingClient, RoundDigests, Step
 from fedpress_protocols.masking.keystream import Suite
 from fedpress_protocols.masking.messages import (
     Consents,
@@ -227,7 +227,7 @@ class _Session:
                 identity=client.key,
                 certificate=certificate,
                 policy=self._policy,
-                trained=Trained(config.model, config.support, config.plan, content),
+                trained=RoundDigests(config.model, config.support, config.plan, content),
                 now=self._now,
             )
 

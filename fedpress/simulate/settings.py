@@ -15,9 +15,9 @@ from pydantic import ValidationError
 from fedpress.compressor_option import compressor_from_option
 from fedpress_compression.compressor import Compressor
 from fedpress_protocols.errors import ConfigurationError
-from fedpress_protocols.faults import explained
 from fedpress_protocols.masking.graph import COMPLETE_UP_TO
 from fedpress_protocols.plan import MaskingTerms, PhaseTerms, TrainingTerms, parsed
+from fedpress_protocols.validation import format_validation_errors
 
 USUAL_ROUNDS = 20
 MOST_DEVICES = 2000
@@ -148,7 +148,9 @@ class Settings:
         try:
             return TrainingTerms(**{name: getattr(self, name) for name in asked})
         except ValidationError as exc:
-            raise ConfigurationError(f"the local training: {explained(exc)}") from exc
+            raise ConfigurationError(
+                f"the local training: {format_validation_errors(exc)}"
+            ) from exc
 
     @property
     def method(self) -> Compressor[Any]:

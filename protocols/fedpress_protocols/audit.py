@@ -14,9 +14,9 @@ from typing import Annotated, Any
 from pydantic import Field, ValidationError
 
 from fedpress_protocols.errors import BrokenChain, ConfigurationError, MalformedRequest
-from fedpress_protocols.faults import explained
 from fedpress_protocols.plan import Digest, Term
 from fedpress_protocols.signatures import canonical_json
+from fedpress_protocols.validation import format_validation_errors
 
 _DOMAIN = b"fedpress audit v1\x00"
 BEFORE_THE_FIRST = "0" * 64
@@ -57,9 +57,11 @@ class AuditEntry(Term):
             entry = cls.model_validate_json(line, strict=True)
             is_canonical = entry.to_line() == line
         except ValidationError as exc:
-            raise ConfigurationError(f"no entry of an audit log: {explained(exc)}") from exc
+            raise ConfigurationError(
+                f"not an entry of an audit log: {format_validation_errors(exc)}"
+            ) from exc
         except MalformedRequest as exc:
-            raise ConfigurationError(f"no entry of an audit log: {exc.detail}") from exc
+            raise ConfigurationError(f"not an entry of an audit log: {exc.detail}") from exc
         if not is_canonical:
             raise ConfigurationError("an entry that is not spelled as RFC 8785 has it")
         return entry
@@ -84,7 +86,7 @@ class Head(Term):
             return cls(seq=int(seq) if seq.isdecimal() and len(seq) < 17 else -1, hash=digest)
         except ValidationError:
             raise ConfigurationError(
-                f"{text[:80]!r} is no head of an audit log",
+                f"{text[:80]!r} is not a head of an audit log",
                 hint="give SEQ:HASH as fedpress server audit verify printed it",
             ) from None
 

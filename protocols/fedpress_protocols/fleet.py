@@ -34,7 +34,7 @@ class ServerSince(Term):
     since: float
 
 
-class Spread(Term):
+class Quantiles(Term):
     """About where observations lie: a tenth, a half and nine tenths of them are at most so much.
     None before the first."""
 
@@ -52,12 +52,12 @@ class FleetStatus(Term):
     seconds old."""
     since: float
     """Unix seconds: when the first of them was started."""
-    uplink_bits_per_second: Spread
+    uplink_bits_per_second: Quantiles
     """Of bodies that took 10 ms or longer to come."""
     uplink_unmeasured: int
     """Bodies that came faster."""
-    clocks_ahead_seconds: Spread
-    clocks_behind_seconds: Spread
+    clocks_ahead_seconds: Quantiles
+    clocks_behind_seconds: Quantiles
     """Of requests, their way included."""
     download_bytes: int
     answer_bytes: int

@@ -173,7 +173,7 @@ class Restore(Term):
     restored_at: int
 
 
-class Fate(Term):
+class IncludedUpload(Term):
     """An upload that a device knows to have been included, by the receipt that it has."""
 
     assignment: Identifier
@@ -196,7 +196,7 @@ class CheckInRequest(Term):
     """What the task's rules of eligibility read; the device's own word."""
     epoch: Identifier | None = None
     """Of the last restore that the device has taken account of; None: of none."""
-    fates: Annotated[tuple[Fate, ...], Field(max_length=MAX_FATES)] = ()
+    fates: Annotated[tuple[IncludedUpload, ...], Field(max_length=MAX_FATES)] = ()
     """What it was told since the last backup; asked once it hears of a restore."""
 
 

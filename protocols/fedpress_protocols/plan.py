@@ -35,7 +35,6 @@ from fedpress_compression.randomness import PublicRandomness
 from fedpress_compression.tensors import ModelSpec, Vector
 from fedpress_compression.update import Indices
 from fedpress_protocols.errors import FedpressError, IncompatiblePlan, WireVersionMismatch
-from fedpress_protocols.faults import explained
 from fedpress_protocols.masking.graph import Adversary, parameters
 from fedpress_protocols.masking.keystream import Suite
 from fedpress_protocols.upload import (
@@ -45,6 +44,7 @@ from fedpress_protocols.upload import (
     WIRE_VERSIONS,
     max_body_bytes,
 )
+from fedpress_protocols.validation import format_validation_errors
 
 Digest = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")]
@@ -517,7 +517,7 @@ def parsed(cls: type[TermT], text: str | bytes) -> TermT:
     try:
         return cls.model_validate_json(text)
     except ValidationError as exc:
-        raise IncompatiblePlan(explained(exc)) from exc
+        raise IncompatiblePlan(format_validation_errors(exc)) from exc
 
 
 def agreed_version(offered: tuple[int, ...]) -> int:

@@ -11,22 +11,22 @@ from pathlib import Path
 from typing import Any
 
 from fedpress_protocols.errors import FedpressError
+from fedpress_protocols.key_rollover import SignedKeyRollover, follow_rollovers, sign_key_rollover
 from fedpress_protocols.signatures import DeviceKey
-from fedpress_protocols.succession import SignedSuccession, followed, signed_succession
 
 PATH = Path(__file__).with_name("server-keys.json")
 MADE_AT = 1_790_000_000
 KEYS = tuple(DeviceKey.from_bytes(bytes(range(start, start + 32))) for start in (32, 0, 64, 96))
 
 
-def statements() -> list[SignedSuccession]:
+def statements() -> list[SignedKeyRollover]:
     return [
-        signed_succession(key, successor.public, MADE_AT + 86_400 * index)
+        sign_key_rollover(key, successor.public, MADE_AT + 86_400 * index)
         for index, (key, successor) in enumerate(pairwise(KEYS))
     ]
 
 
-def chain(name: str, pinned: int, wanted: int, said: list[SignedSuccession]) -> dict[str, Any]:
+def chain(name: str, pinned: int, wanted: int, said: list[SignedKeyRollover]) -> dict[str, Any]:
     vector: dict[str, Any] = {
         "name": name,
         "pinned": KEYS[pinned].public.hex(),
@@ -34,7 +34,7 @@ def chain(name: str, pinned: int, wanted: int, said: list[SignedSuccession]) -> 
         "successions": [each.model_dump(mode="json") for each in said],
     }
     try:
-        passed = followed(KEYS[pinned].public, KEYS[wanted].key_id, said)
+        passed = follow_rollovers(KEYS[pinned].public, KEYS[wanted].key_id, said)
         return vector | {"passed": [key.hex() for key in passed], "error": None}
     except FedpressError as exc:
         return vector | {"passed": None, "error": exc.slug}
@@ -42,13 +42,13 @@ def chain(name: str, pinned: int, wanted: int, said: list[SignedSuccession]) -> 
 
 def vectors() -> dict[str, Any]:
     first, second, third = said = statements()
-    two = signed_succession(KEYS[0], KEYS[2].public, MADE_AT)
+    two = sign_key_rollover(KEYS[0], KEYS[2].public, MADE_AT)
     forged = first.model_copy(update={"signature": second.signature})
     renamed = first.model_copy(update={"key_id": KEYS[1].key_id})
     later = first.model_copy(
         update={"succession": first.succession.model_copy(update={"made_at": MADE_AT + 1})}
     )
-    back = signed_succession(KEYS[1], KEYS[0].public, MADE_AT)
+    back = sign_key_rollover(KEYS[1], KEYS[0].public, MADE_AT)
     return {
         "keys": [
             {"secret": key.to_bytes().hex(), "public": key.public.hex(), "key_id": key.key_id}

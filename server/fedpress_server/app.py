@@ -19,6 +19,7 @@ from fedpress_protocols.errors import ConfigurationError
 from fedpress_protocols.local_files import open_lock, try_lock
 from fedpress_server.api.administration import administration_routes
 from fedpress_server.api.description import description_routes
+from fedpress_server.api.device_registry import device_registry_routes
 from fedpress_server.api.devices import (
     device_routes,
     enrolment,
@@ -33,7 +34,6 @@ from fedpress_server.api.operators import operator_routes
 from fedpress_server.api.parts import resumable_routes
 from fedpress_server.api.problems import Problem, RequestGuard, install, responses
 from fedpress_server.api.registry import registry_routes
-from fedpress_server.api.roster import roster_routes
 from fedpress_server.api.server_keys import server_key_routes
 from fedpress_server.api.sessions import session_routes
 from fedpress_server.coordination.resources import Clock, Resources
@@ -115,7 +115,7 @@ def _routes(settings: Settings) -> tuple[list[APIRouter], list[APIRouter], list[
         return [health_routes], [], []
     devices = [upload_routes, device_routes, enrolment, rotation, resumable_routes]
     devices += [session_routes, server_key_routes]
-    operators = [observing_routes, operator_routes, roster_routes, registry_routes]
+    operators = [observing_routes, operator_routes, device_registry_routes, registry_routes]
     operators += [administration_routes, description_routes]
     return [health_routes, shared_routes], devices, operators
 

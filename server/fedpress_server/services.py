@@ -33,11 +33,11 @@ from fedpress_server.coordination.server_registry import ServerRegistry
 from fedpress_server.coordination.task_store import TaskStore
 from fedpress_server.folds.masked import Host, Sums
 from fedpress_server.identity.admission import EnrolmentLimits
+from fedpress_server.identity.authentication import Authenticator
+from fedpress_server.identity.device_registry import DeviceRegistry
 from fedpress_server.identity.enrolment import Enrolment
-from fedpress_server.identity.gatekeeper import Gatekeeper
 from fedpress_server.identity.operators import Operators
 from fedpress_server.identity.refusals import Refusals
-from fedpress_server.identity.roster import Roster
 from fedpress_server.intake.bodies import BytesInFlight
 from fedpress_server.intake.resumable import PartLimits, Resumable
 from fedpress_server.intake.session_messages import SessionMessages
@@ -59,9 +59,9 @@ class Readiness:
 class Services(Resources):
     """Every part of one server. `assembled` makes them; what they are is fixed from then on."""
 
-    gatekeeper: Gatekeeper
+    authenticator: Authenticator
     operators: Operators
-    roster: Roster
+    device_registry: DeviceRegistry
     enrolment: Enrolment
     store: TaskStore
     queries: Queries
@@ -123,7 +123,7 @@ def assembled(resources: Resources, release: str, *, is_shared: bool | None = No
     retention = Retention(
         database, payloads, clock, grace=settings.retention_grace, every=settings.retention_seconds
     )
-    gatekeeper = Gatekeeper(
+    authenticator = Authenticator(
         database,
         clock,
         clock_skew=settings.clock_skew,
@@ -139,11 +139,11 @@ def assembled(resources: Resources, release: str, *, is_shared: bool | None = No
     )
     return Services(
         **vars(resources),
-        gatekeeper=gatekeeper,
+        authenticator=authenticator,
         operators=_operators(resources),
-        roster=Roster(gatekeeper, database, clock),
+        device_registry=DeviceRegistry(authenticator, database, clock),
         enrolment=Enrolment(
-            gatekeeper, database, clock, limits, approve_each=settings.approve_each_device
+            authenticator, database, clock, limits, approve_each=settings.approve_each_device
         ),
         store=store,
         queries=queries,
@@ -217,7 +217,7 @@ def _operators(resources: Resources) -> Operators:
 async def started(services: Services, host: str, release: str) -> AsyncIterator[None]:
     """The parts at work, begun in order and ended in the other; `host` is the machine's name."""
     settings = services.settings
-    await services.gatekeeper.start()
+    await services.authenticator.start()
     await services.scheduler.start()
     await services.resumable.start()
     await services.operators.start(

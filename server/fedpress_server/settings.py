@@ -20,8 +20,8 @@ from pydantic_settings import (
 )
 
 from fedpress_protocols.errors import ConfigurationError
-from fedpress_protocols.faults import explained
 from fedpress_protocols.local_files import check_private
+from fedpress_protocols.validation import format_validation_errors
 from fedpress_server import failpoints
 
 MIB = 2**20
@@ -315,7 +315,7 @@ class Settings(BaseSettings):
         try:
             loaded: Settings = WithFile(**given)
         except ValidationError as exc:
-            raise ConfigurationError(explained(exc)) from exc
+            raise ConfigurationError(format_validation_errors(exc)) from exc
         return loaded
 
     @model_validator(mode="after")

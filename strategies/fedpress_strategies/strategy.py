@@ -30,8 +30,8 @@ from fedpress_compression.fixed_point import Accumulator, FixedPoint
 from fedpress_compression.tensors import ModelSpec, Vector
 from fedpress_compression.update import Update
 from fedpress_protocols.errors import ConfigurationError, IncompatiblePlan, InvalidUpdate
-from fedpress_protocols.faults import explained
 from fedpress_protocols.plan import ClientTerms, RoundPlan, TrainingTerms
+from fedpress_protocols.validation import format_validation_errors
 
 Delta = npt.NDArray[np.float64]
 OptimizerState = Mapping[str, npt.NDArray[Any]]
@@ -447,5 +447,5 @@ def _from_config(config: Mapping[str, Any], training: TrainingTerms, depth: int)
             hint="`fedpress strategies` has each with its settings",
         ) from exc
     except ValueError as exc:
-        said = explained(exc) if isinstance(exc, ValidationError) else exc
+        said = format_validation_errors(exc) if isinstance(exc, ValidationError) else exc
         raise ConfigurationError(f"strategy {identifier!r} from {dict(config)}: {said}") from exc

@@ -23,6 +23,7 @@ from fedpress_protocols.errors import (
     UnknownAssignment,
     UpdateConflict,
 )
+from fedpress_protocols.key_rollover import ServerKeys
 from fedpress_protocols.messages import (
     RECEIPT_CONTEXT,
     Assignment,
@@ -45,7 +46,6 @@ from fedpress_protocols.plan import (
     TrainingTerms,
 )
 from fedpress_protocols.signatures import DeviceKey, sign_document, to_base64url
-from fedpress_protocols.succession import ServerKeys
 from fedpress_protocols.upload import Upload
 
 TASK = "task"

@@ -30,7 +30,7 @@ from fedpress_compression.compressors.quantize import Quantize
 from fedpress_compression.compressors.topk import TopK
 from fedpress_compression.decode_add import decode_add
 from fedpress_compression.fixed_point import Accumulator, FixedPoint
-from fedpress_compression.kernels import huffman_reference, reference, scratch, workers
+from fedpress_compression.kernels import buffer_pool, huffman_reference, reference, workers
 from fedpress_compression.randomness import PublicRandomness
 from fedpress_compression.tensors import ModelSpec, TensorSpec
 from fedpress_protocols.errors import (
@@ -44,7 +44,7 @@ pytest.importorskip("numba", reason="compares the compiled kernels of fedpress[f
 from fedpress_compression.kernels import (
     compiled,
     huffman_compiled,
-    machine,
+    intrinsics,
     numbers_compiled,
     tables_compiled,
     vectors_compiled,
@@ -762,31 +762,31 @@ print(sum(vectors_compiled._peak.stats.cache_hits.values()))
         started = run(code, **settings)
         assert started.stdout == "1\n", started.stderr
     assert [path.name for path in kept.parent.iterdir()] == ["kernels"]
-    machine.bring_along(str(warmed), str(tmp_path / "again"))
+    intrinsics.bring_along(str(warmed), str(tmp_path / "again"))
     assert {path.name for path in (tmp_path / "again").iterdir()}
-    machine.bring_along(str(warmed), "/proc/none/kernels")
+    intrinsics.bring_along(str(warmed), "/proc/none/kernels")
     lost = run(code, **settings | {"NUMBA_CACHE_DIR": "/proc/none", "HOME": "/proc/none"})
     assert lost.returncode == 0, lost.stderr
 
 
 def test_memory_is_lent_again_once_nothing_holds_it() -> None:
     size = 1 << 20
-    first = scratch.lasting(size, np.float32)
+    first = buffer_pool.pooled(size, np.float32)
     first[:] = 1
     address, part = first.ctypes.data, first[10:20].view(np.uint32)
     del first
-    second = scratch.lasting(size, np.float32)
+    second = buffer_pool.pooled(size, np.float32)
     assert second.ctypes.data != address
     second[:] = 2
     assert (part.view(np.float32) == 1).all()
     del part
-    again = scratch.lasting(size - 5, np.float32)
+    again = buffer_pool.pooled(size - 5, np.float32)
     assert again.ctypes.data == address
     assert again.size == size - 5
-    many = [scratch.lasting(32 << 20, np.uint8) for _ in range(8)]
+    many = [buffer_pool.pooled(32 << 20, np.uint8) for _ in range(8)]
     del many
-    held = sum(room * len(those) for room, those in scratch._spare.items())
-    assert held <= scratch._SPARE_BYTES
+    held = sum(room * len(those) for room, those in buffer_pool._spare.items())
+    assert held <= buffer_pool._SPARE_BYTES
 
 
 def test_warming_up_runs_every_kernel() -> None:
@@ -801,5 +801,5 @@ def test_kernels_work_where_nothing_can_be_kept(monkeypatch: pytest.MonkeyPatch)
             raise RuntimeError("cannot cache function: no locator available")
         return lambda function: function
 
-    monkeypatch.setattr(machine.numba, "njit", njit)
-    assert machine.kernel(abs)(-3) == 3
+    monkeypatch.setattr(intrinsics.numba, "njit", njit)
+    assert intrinsics.kernel(abs)(-3) == 3

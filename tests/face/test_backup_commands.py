@@ -11,7 +11,7 @@ from click.testing import CliRunner, Result
 
 from fedpress.cli import app
 from fedpress_protocols.errors import ConfigurationError
-from fedpress_protocols.messages import CheckInRequest, Fate
+from fedpress_protocols.messages import CheckInRequest, IncludedUpload
 from fedpress_protocols.model import Model
 from fedpress_server import Settings, create_app
 from tests.devices import ADMIN_TOKEN, Device, Operator
@@ -76,7 +76,7 @@ def test_a_server_is_backed_up_verified_restored_and_asked(
     with running(create_app(settings, clock=clock)) as restored:
         assert "no device has reported" in said(fedpress("server", "restores", server=restored))
         device.http = restored
-        fate = Fate(assignment="gone", round=2, attempt=1, model="ab" * 32)
+        fate = IncludedUpload(assignment="gone", round=2, attempt=1, model="ab" * 32)
         asked = CheckInRequest(fates=(fate,)).model_dump_json()
         device.json("POST", "/v1/tasks/digits/check-in", asked)
         told = said(fedpress("server", "restores", server=restored))

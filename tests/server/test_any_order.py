@@ -49,7 +49,7 @@ from fedpress_protocols.upload import Upload
 from fedpress_server import Settings, app, create_app, failpoints, services
 from fedpress_server.coordination.job_runner import JobRunner
 from fedpress_server.coordination.scheduler import Scheduler
-from fedpress_server.identity.gatekeeper import Gatekeeper
+from fedpress_server.identity.authentication import Authenticator
 from fedpress_server.services import Services, assembled
 from fedpress_server.storage.database import migrate
 from fedpress_server.storage.payloads import LocalPayloads
@@ -177,7 +177,9 @@ class Place:
             with (
                 mock.patch.object(app, "opened_payloads", return_value=store),
                 mock.patch.object(app, "assembled", partial(assembled, is_shared=shared)),
-                mock.patch.object(services, "Gatekeeper", partial(Gatekeeper, is_shared=shared)),
+                mock.patch.object(
+                    services, "Authenticator", partial(Authenticator, is_shared=shared)
+                ),
                 mock.patch.object(Scheduler, "_tick_forever", idle),
                 mock.patch.object(Scheduler, "_follow_forever", idle),
                 mock.patch.object(JobRunner, "serve", idle),

@@ -25,7 +25,7 @@ from fedpress_protocols.messages import (
     RECALL_CONTEXT,
     CheckInRequest,
     CheckInResponse,
-    Fate,
+    IncludedUpload,
     Recall,
 )
 from fedpress_protocols.model import Model
@@ -139,7 +139,9 @@ def test_what_came_after_the_backup_is_recalled_and_told(
             assert told is not None
             assert told.backup_at == int(clock.now) - 5 - 60
             after = told.receipts[0].receipt
-            fates.append(Fate(assignment=name, round=number, attempt=1, model=after.model))
+            fates.append(
+                IncludedUpload(assignment=name, round=number, attempt=1, model=after.model)
+            )
         last = device.assignment("digits").assignment
     other = settings_of(tmp_path / "other")
     restore(place, other, clock=clock)
@@ -153,7 +155,7 @@ def test_what_came_after_the_backup_is_recalled_and_told(
         assert recall.unknown == (last, fates[1].assignment)
         assert answer is not None
         assert [each.receipt.reason for each in answer.receipts] == ["round-abandoned"]
-        kept = Fate(assignment=first, round=1, attempt=1, model=None)
+        kept = IncludedUpload(assignment=first, round=1, attempt=1, model=None)
         answer = asked(device, fates=(kept,))
         assert recalled(device, answer).unknown == ()
         assert answer is not None
@@ -640,7 +642,7 @@ def test_included_after_the_backup_and_abandoned_by_the_restore_contradict_nobod
     done = restore(tmp_path / "backup", other := settings_of(tmp_path / "other"), clock=clock)
     with start(data_dir=other.data_dir) as http:
         device.http = http
-        fate = Fate(assignment=name.assignment, round=1, attempt=1, model=None)
+        fate = IncludedUpload(assignment=name.assignment, round=1, attempt=1, model=None)
         answer = asked(device, fates=(fate,))
         assert recalled(device, answer).unknown == ()
         assert answer is not None

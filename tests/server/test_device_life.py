@@ -523,7 +523,7 @@ def test_a_former_key_uploads_nothing_from_a_server_that_remembers_it(
         device = waiting(two, clock, token_for(two))
         assignment = device.assignment("digits")
         body = device.body_for(assignment, model.parameters * 0)
-        gate = two.app.services.gatekeeper
+        gate = two.app.services.authenticator
 
         def forget_nothing(topic: str | None = None) -> None:
             """As if nothing had been heard."""
@@ -589,8 +589,8 @@ def test_a_device_that_is_revoked_while_it_enrols_again_is_no_device(
                 patch.setattr(database, "read", held)
                 return await real(client_id)
 
-        real = http.app.services.gatekeeper.look_again
-        monkeypatch.setattr(http.app.services.gatekeeper, "look_again", look_again)
+        real = http.app.services.authenticator.look_again
+        monkeypatch.setattr(http.app.services.authenticator, "look_again", look_again)
     revoke = f"/v1/admin/clients/{device.client_id}/revoke"
     with ThreadPoolExecutor(2) as pool:
         enrolling = pool.submit(device.enrol, token)

@@ -188,7 +188,7 @@ class History:
         def work(connection: Connection) -> None:
             row = AssignmentRecord(name, *key, client_id, self.count, "whole", now, None)
             records.add_assignment(connection, row)
-            participants.was_given(connection, TASK, client_id)
+            participants.add_assignment(connection, TASK, client_id)
 
         self.write(work)
         self.open.append((key, name, client_id))
@@ -411,7 +411,7 @@ def long(history: History, more: int) -> None:
             name = f"long {number}"
             row = AssignmentRecord(name, *key, client_id, 0, "whole", 1e9, None)
             records.add_assignment(connection, row)
-            participants.was_given(connection, TASK, client_id)
+            participants.add_assignment(connection, TASK, client_id)
             at = 1e9 + number
             upload = UploadRecord(name, digest_of(name), 10, 3, at, 0.5)
             received = [ReceivedUpload(key, upload, {"received": 1}, (client_id, None))]

@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 
 from fedpress_protocols.errors import ConfigurationError, Conflict, InvalidSignature, Unavailable
+from fedpress_protocols.key_rollover import ServerKeys, follow_rollovers
 from fedpress_protocols.messages import SignedReceipt
 from fedpress_protocols.model import Model
 from fedpress_protocols.signatures import DeviceKey, from_base64url, key_id_of
-from fedpress_protocols.succession import ServerKeys, followed
 from fedpress_server import Settings
 from fedpress_server.backup import back_up, verify
 from fedpress_server.identity import audit, rotation
@@ -81,7 +81,7 @@ def test_a_device_follows_every_change_from_the_key_that_it_pinned(
         device.http = http
         told = follow(device)
         assert key_id_of(from_base64url(told.server_key, 32)) == newest
-        passed = followed(device.server_key, newest, told.successions)
+        passed = follow_rollovers(device.server_key, newest, told.successions)
         assert len(passed) == 2
         # The receipt of before says what it said, in the name of the key that signs by now.
         answer = device.json("GET", f"/v1/assignments/{before.receipt.assignment}/receipt")
@@ -94,7 +94,7 @@ def test_a_device_follows_every_change_from_the_key_that_it_pinned(
         assert late.enrol(Operator(http).token()).server_key == told.server_key
         late.verify(settled(http, late))
         with pytest.raises(InvalidSignature, match="no chain"):
-            followed(DeviceKey.generate().public, newest, told.successions)
+            follow_rollovers(DeviceKey.generate().public, newest, told.successions)
 
 
 # The steps
@@ -328,7 +328,7 @@ def test_a_key_that_leaked_is_replaced_by_one_that_nothing_leads_to(
         receipt = settled(http, device)
         assert receipt.key_id == after.current
         with pytest.raises(InvalidSignature, match="no chain"):
-            followed(device.server_key, after.current, follow(device).successions)
+            follow_rollovers(device.server_key, after.current, follow(device).successions)
         device.server_key = from_base64url(after.public, 32)
         device.verify(receipt)
     with start(**shared) as http:

@@ -180,7 +180,7 @@ def test_a_replayed_request_is_refused(
 
 
 def test_requests_that_only_read_take_no_memory(http: Server, enrolled: Enrolled) -> None:
-    device, guard = enrolled(), http.app.services.gatekeeper._guard
+    device, guard = enrolled(), http.app.services.authenticator._guard
     before = len(guard)
     signed = device.sign("GET", "/v1/tasks", Content.of(b""))
     for _ in range(3):

@@ -13,6 +13,7 @@ import pytest
 from fedpress_client.server_trust import FORMER_SECONDS, ServerTrust, pinned_anew
 from fedpress_client.state import Identity, StateDirectory
 from fedpress_protocols.errors import InvalidSignature, NotFound
+from fedpress_protocols.key_rollover import ServerKeys, SignedKeyRollover, sign_key_rollover
 from fedpress_protocols.signatures import (
     DeviceKey,
     from_base64url,
@@ -20,7 +21,6 @@ from fedpress_protocols.signatures import (
     sign_document,
     to_base64url,
 )
-from fedpress_protocols.succession import ServerKeys, SignedSuccession, signed_succession
 from fedpress_server.identity import rotation
 from fedpress_server.storage.database import Database
 from tests.masked import TASK, Participant
@@ -67,7 +67,7 @@ class Nobody:
 class Told:
     """A server that says so."""
 
-    def __init__(self, *said: SignedSuccession) -> None:
+    def __init__(self, *said: SignedKeyRollover) -> None:
         self.said, self.asked = said, 0
 
     def server_keys(self) -> ServerKeys:
@@ -163,7 +163,7 @@ def test_the_key_before_is_believed_for_a_day_and_the_one_before_that_never(
     directory: StateDirectory, keys: list[DeviceKey]
 ) -> None:
     clock = Clock()
-    source = Told(*(signed_succession(a, b.public, 0) for a, b in pairwise(keys)))
+    source = Told(*(sign_key_rollover(a, b.public, 0) for a, b in pairwise(keys)))
     held = trust(directory, source, clock)
     held.verify(statement(keys[0]), CONTEXT)
     assert source.asked == 0
@@ -184,8 +184,8 @@ def test_a_key_without_a_chain_is_refused_and_nothing_is_pinned(
     directory: StateDirectory, keys: list[DeviceKey]
 ) -> None:
     before = directory.identity()
-    forked = [signed_succession(keys[0], key.public, 0) for key in (keys[2], keys[1])]
-    for source in (Nobody(), Told(signed_succession(keys[1], keys[2].public, 0)), Told(*forked)):
+    forked = [sign_key_rollover(keys[0], key.public, 0) for key in (keys[2], keys[1])]
+    for source in (Nobody(), Told(sign_key_rollover(keys[1], keys[2].public, 0)), Told(*forked)):
         held = trust(directory, source, Clock())
         with pytest.raises(InvalidSignature):
             held.verify(statement(keys[2]), CONTEXT)
@@ -203,13 +203,13 @@ def test_a_key_that_is_given_takes_the_place_of_one_that_no_chain_leads_to(
     assert after.server_key == given
     assert directory.identity() == after
     # What was given long ago does not undo what a chain has led to since.
-    source = Told(signed_succession(keys[3], keys[1].public, 0))
+    source = Told(sign_key_rollover(keys[3], keys[1].public, 0))
     trust(directory, source, Clock()).verify(statement(keys[1]), CONTEXT)
     newest = directory.identity()
     assert newest is not None
     assert pinned_anew(directory, newest, given, source) == newest
     # ... and a server that was copied cannot lead back to a key that was given up.
-    leaked = Told(signed_succession(keys[0], keys[2].public, 0))
+    leaked = Told(sign_key_rollover(keys[0], keys[2].public, 0))
     with pytest.raises(InvalidSignature):
         trust(directory, leaked, Clock()).verify(statement(keys[2]), CONTEXT)
 
@@ -219,7 +219,7 @@ def test_a_key_that_a_chain_has_left_is_not_pinned_again_by_a_server_that_hides_
 ) -> None:
     standing = to_base64url(keys[0].public)
     for number in (1, 2):
-        source = Told(signed_succession(keys[number - 1], keys[number].public, 0))
+        source = Told(sign_key_rollover(keys[number - 1], keys[number].public, 0))
         trust(directory, source, Clock()).verify(statement(keys[number]), CONTEXT)
         newest = identity_of(directory)
         assert newest.server_key == to_base64url(keys[number].public)
@@ -238,7 +238,7 @@ def test_an_identity_of_before_can_be_read_and_one_without_a_change_looks_the_sa
     assert "former_server_key" not in text
     assert "followed_at" not in text
     assert "left_server_keys" not in text
-    trust(directory, Told(signed_succession(keys[0], keys[1].public, 0)), Clock()).verify(
+    trust(directory, Told(sign_key_rollover(keys[0], keys[1].public, 0)), Clock()).verify(
         statement(keys[1]), CONTEXT
     )
     assert "former_server_key" in (directory.path / "identity.json").read_text()

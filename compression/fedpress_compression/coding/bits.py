@@ -9,7 +9,7 @@ import numpy.typing as npt
 
 from fedpress_compression import kernels
 from fedpress_compression.errors import DecodingError
-from fedpress_compression.kernels.scratch import lasting
+from fedpress_compression.kernels.buffer_pool import pooled
 from fedpress_compression.kernels.wire import GUARD, Ints, Octets
 
 __all__ = ["UVARINT_BOUND", "Ints", "Octets", "Reader", "bit_string", "pack", "uvarint"]
@@ -28,7 +28,7 @@ class Reader:
 
     def __init__(self, data: bytes | memoryview) -> None:
         self._data = data
-        self.octets: Octets = lasting(len(data) + GUARD, np.uint8)
+        self.octets: Octets = pooled(len(data) + GUARD, np.uint8)
         self.octets[: len(data)] = np.frombuffer(data, np.uint8)
         self.octets[len(data) :] = 0
         self.at = 0

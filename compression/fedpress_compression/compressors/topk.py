@@ -24,7 +24,7 @@ from fedpress_compression.compressor import (
     check_values,
     compressor,
 )
-from fedpress_compression.kernels.scratch import lasting
+from fedpress_compression.kernels.buffer_pool import pooled
 from fedpress_compression.tensors import ModelSpec, Vector
 from fedpress_compression.update import Indices, Piece, Tabled, Update
 from fedpress_compression.values import check_share, check_whole
@@ -105,7 +105,7 @@ class TopK(Stateless):
         """The sum of `update` and `other`, and the symbols that `compress` gives for it; one pass
         over the vectors serves both."""
         check_shape(update, public.spec)
-        total = lasting(update.size, np.float32)
+        total = pooled(update.size, np.float32)
 
         def kept(chunk: slice, k: int) -> tuple[Indices, Vector]:
             return kernels.add_largest(update[chunk], other[chunk], k, total[chunk])

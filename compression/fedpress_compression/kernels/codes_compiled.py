@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from fedpress_compression.kernels import huffman_reference
-from fedpress_compression.kernels.machine import kernel, load64, store64, trailing_zeros
+from fedpress_compression.kernels.intrinsics import kernel, load64, store64, trailing_zeros
 from fedpress_compression.kernels.numbers_compiled import put
 from fedpress_compression.kernels.wire import ALONE, FIRST_GUESS, GUARD, MAX_LENGTH, Ints, Octets
 

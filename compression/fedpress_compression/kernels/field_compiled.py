@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from fedpress_compression.kernels.machine import kernel
+from fedpress_compression.kernels.intrinsics import kernel
 from fedpress_compression.kernels.wire import Words
 
 _U = np.uint64

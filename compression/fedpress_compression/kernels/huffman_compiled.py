@@ -5,8 +5,9 @@ from __future__ import annotations
 import numpy as np
 
 from fedpress_compression.errors import DecodingError
+from fedpress_compression.kernels.buffer_pool import pooled, thread_buffer
 from fedpress_compression.kernels.codes_compiled import codes_of, lookup_of
-from fedpress_compression.kernels.machine import (
+from fedpress_compression.kernels.intrinsics import (
     add_two,
     kernel,
     leading_zeros,
@@ -15,7 +16,6 @@ from fedpress_compression.kernels.machine import (
     store64,
 )
 from fedpress_compression.kernels.numbers_compiled import digits_of
-from fedpress_compression.kernels.scratch import lasting, scratch
 from fedpress_compression.kernels.wire import ALONE, BLOCK, GUARD, MAX_LENGTH, STREAMS, Ints, Octets
 from fedpress_compression.kernels.workers import each, parts
 
@@ -40,7 +40,7 @@ _0, _1, _2, _3, _4, _7, _8, _63, _64 = (_U(n) for n in (0, 1, 2, 3, 4, 7, 8, 63,
 def write_streams(symbols: Octets, lengths: Octets, of_block: Ints, num_bytes: Ints) -> Octets:
     among = parts(of_block.size, _BLOCKS)
     ends = np.append(0, np.cumsum(num_bytes.sum(axis=1))).tolist()
-    out = scratch("streams", ends[-1] + GUARD * len(among), np.uint8)
+    out = thread_buffer("streams", ends[-1] + GUARD * len(among), np.uint8)
     # A word that is stored may go on past the end of a part, so each has a guard after it at first.
     spares = {begin: GUARD * index for index, (begin, _) in enumerate(among)}
 
@@ -110,7 +110,7 @@ def _write_streams(symbols, first_block, lengths, of_block, out, at):
 def read_streams(
     octets: Octets, start: int, num: int, num_bytes: Ints, of_block: Ints, lengths: Octets
 ) -> Octets:
-    symbols = lasting(num, np.uint8)
+    symbols = pooled(num, np.uint8)
     lookup = np.empty((len(lengths), _WINDOW), np.uint16)
     _lookups(lengths, lookup)
     starts = _starts(start, num_bytes)

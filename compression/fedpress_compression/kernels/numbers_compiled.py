@@ -6,14 +6,14 @@ import numpy as np
 import numpy.typing as npt
 
 from fedpress_compression.errors import DecodingError
-from fedpress_compression.kernels.machine import (
+from fedpress_compression.kernels.buffer_pool import pooled
+from fedpress_compression.kernels.intrinsics import (
     kernel,
     leading_zeros,
     load64,
     store64,
     trailing_zeros,
 )
-from fedpress_compression.kernels.scratch import lasting
 from fedpress_compression.kernels.wire import GUARD, Ints, Octets, Words
 from fedpress_compression.kernels.workers import each, parts
 
@@ -87,7 +87,7 @@ def _write_octets(symbols, width, out):
 
 
 def read_octets(octets: Octets, start: int, num: int, width: int) -> Octets:
-    symbols = lasting(num, np.uint8)
+    symbols = pooled(num, np.uint8)
     _read_octets(octets, start, width, symbols)
     return symbols
 
@@ -126,7 +126,7 @@ def _write_raw(symbols, raw, raw_widths, out):
 def read_raw(
     octets: Octets, at: int, stop: int, symbols: Octets, raw_widths: Ints
 ) -> tuple[Ints, int]:
-    raw = lasting(symbols.size, np.int64)
+    raw = pooled(symbols.size, np.int64)
     return raw, _read_raw(octets, at, stop, symbols, raw_widths, raw)
 
 
@@ -148,7 +148,7 @@ def _read_raw(octets, start, end, symbols, raw_widths, raw):
 
 
 def split(values: Ints, mantissa: int) -> tuple[Octets, Ints]:
-    buckets, raw = lasting(values.size, np.uint8), lasting(values.size, np.int64)
+    buckets, raw = pooled(values.size, np.uint8), pooled(values.size, np.int64)
     split_into(values, mantissa, buckets, raw)
     return buckets, raw
 
@@ -165,7 +165,7 @@ def split_into(values, mantissa, buckets, raw):
 
 
 def join(buckets: Octets, raw: Ints, mantissa: int) -> Ints:
-    values = lasting(buckets.size, np.int64)
+    values = pooled(buckets.size, np.int64)
     _join(buckets, raw, mantissa, values)
     return values
 
@@ -182,7 +182,7 @@ def _join(buckets, raw, mantissa, values):
 
 
 def gaps_of(positions: Ints) -> Ints:
-    gaps = lasting(positions.size, np.int64)
+    gaps = pooled(positions.size, np.int64)
     _gaps_of(positions, gaps)
     return gaps
 
@@ -196,7 +196,7 @@ def _gaps_of(positions, gaps):
 
 
 def others(symbols: Octets, common: int) -> Ints:
-    where = lasting(symbols.size + 1, np.int64)
+    where = pooled(symbols.size + 1, np.int64)
     return where[: _others(symbols, common, where)]
 
 
@@ -211,7 +211,7 @@ def _others(symbols, common, where):
 
 
 def positions_of(gaps: Ints) -> Ints:
-    positions = lasting(gaps.size, np.int64)
+    positions = pooled(gaps.size, np.int64)
     _positions_of(gaps, positions)
     return positions
 
@@ -225,7 +225,7 @@ def _positions_of(gaps, positions):
 
 
 def read_rice(octets: Octets, at: int, stop: int, num: int, parameter: int) -> tuple[Ints, int]:
-    positions = lasting(num, np.int64)
+    positions = pooled(num, np.int64)
     unary = at + num * parameter
     found, end = _read_rice(octets, at, unary, min(stop, unary + 3 * num), parameter, positions)
     return positions[:found], end
@@ -313,7 +313,7 @@ def _write_rice(gaps, parameter, out):
 
 
 def group(symbols: Octets, size: int, per_group: int) -> Octets:
-    groups = lasting(-(-symbols.size // per_group), np.uint8)
+    groups = pooled(-(-symbols.size // per_group), np.uint8)
     _group(symbols, size, per_group, groups)
     return groups
 
@@ -342,7 +342,7 @@ def _group(symbols, size, per_group, groups):
 
 
 def ungroup(groups: Octets, size: int, per_group: int, num: int) -> Octets:
-    symbols = lasting(num, np.uint8)
+    symbols = pooled(num, np.uint8)
     if _ungroup(groups, size, per_group, symbols):
         raise DecodingError("symbols after the last are not zero")
     return symbols
@@ -386,7 +386,7 @@ def _ungroup(groups, size, per_group, symbols):
 
 
 def pack_lanes(values: npt.NDArray[np.signedinteger], bits: int) -> Words:
-    words = lasting(-(-values.size // (64 // bits)), np.uint64)
+    words = pooled(-(-values.size // (64 // bits)), np.uint64)
     lanes = 64 // bits
     each(
         lambda begin, end: _pack_lanes(values[begin * lanes : end * lanes], bits, words[begin:end]),
@@ -408,7 +408,7 @@ def _pack_lanes(values, bits, words):
 
 
 def unpack_lanes(words: Words, bits: int, num: int) -> Ints:
-    values = lasting(num, np.int64)
+    values = pooled(num, np.int64)
     lanes = 64 // bits
     each(
         lambda begin, end: _unpack_lanes(

@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 
 from fedpress_compression.errors import DecodingError
-from fedpress_compression.kernels.machine import kernel
+from fedpress_compression.kernels.intrinsics import kernel
 from fedpress_compression.kernels.range_model import (
     BITS,
     COLUMN_ROWS,

@@ -7,10 +7,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from fedpress_compression.kernels.buffer_pool import pooled
 from fedpress_compression.kernels.codes_compiled import bits_of_table, lengths_of, sort
-from fedpress_compression.kernels.machine import kernel, prefetch
+from fedpress_compression.kernels.intrinsics import kernel, prefetch
 from fedpress_compression.kernels.numbers_compiled import split_into
-from fedpress_compression.kernels.scratch import lasting
 from fedpress_compression.kernels.wire import (
     ALONE,
     BLOCK,
@@ -96,7 +96,7 @@ def _count_streams(symbols, first_block, histograms):
 
 
 def _histograms(num_blocks: int, alphabet: int) -> npt.NDArray[Any]:
-    return lasting(num_blocks * STREAMS * alphabet, np.int16).reshape(num_blocks, STREAMS, alphabet)
+    return pooled(num_blocks * STREAMS * alphabet, np.int16).reshape(num_blocks, STREAMS, alphabet)
 
 
 def count_buckets(values: Ints, mantissa: int, alphabet: int) -> Ints:

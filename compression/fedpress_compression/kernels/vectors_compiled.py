@@ -8,7 +8,8 @@ from collections.abc import Callable
 import numpy as np
 import numpy.typing as npt
 
-from fedpress_compression.kernels.machine import (
+from fedpress_compression.kernels.buffer_pool import pooled, thread_buffer
+from fedpress_compression.kernels.intrinsics import (
     add16,
     at_least16,
     kernel,
@@ -16,7 +17,6 @@ from fedpress_compression.kernels.machine import (
     prefetch,
     trailing_zeros,
 )
-from fedpress_compression.kernels.scratch import lasting, scratch
 from fedpress_compression.kernels.wire import Ints, Octets, Reals
 from fedpress_compression.kernels.workers import each, parts
 
@@ -55,7 +55,7 @@ def largest(vector: Reals, k: int) -> tuple[Ints, Reals]:
     entries = np.ascontiguousarray(vector).view(np.uint32)
     least, room = 1, vector.size  # all but zeros
     if k < vector.size and vector.size >= _SAMPLED_FROM:
-        sample = scratch("sample", _SAMPLES, np.uint32)
+        sample = thread_buffer("sample", _SAMPLES, np.uint32)
         _sample(entries, sample)
         least = _guess(sample, k, vector.size)
         found = _gathered(vector.size, k, lambda *part: _reach(entries, least, *part))
@@ -76,7 +76,7 @@ def add_largest(vector: Reals, other: Reals, k: int, total: Reals) -> tuple[Ints
     if not 0 < k < vector.size or vector.size < _SAMPLED_FROM:
         np.add(vector, other, out=total)
         return largest(total, k)
-    sample = scratch("sample", _SAMPLES, np.uint32)
+    sample = thread_buffer("sample", _SAMPLES, np.uint32)
     _sample_sums(vector, other, sample)
     least = _guess(sample, k, vector.size)
     found = _gathered(
@@ -91,8 +91,8 @@ def _gathered(
     """What `reach` finds in each part of `size` entries, in order; None where that is fewer than k,
     or too many for the room there is."""
     among, room = parts(size, _LONG, _CHUNK), 2 * k + _SPARE
-    where = scratch("where", len(among) * room, np.int64)
-    entries = scratch("entries", len(among) * room, np.uint32)
+    where = thread_buffer("where", len(among) * room, np.int64)
+    entries = thread_buffer("entries", len(among) * room, np.uint32)
     places = {begin: slice(i * room, (i + 1) * room) for i, (begin, _) in enumerate(among)}
     found = each(
         lambda begin, end: reach(begin, end, where[places[begin]], entries[places[begin]]), among
@@ -120,7 +120,7 @@ def _refined(where: Ints, entries: Entries, k: int) -> tuple[Ints, Reals]:
     if where.size <= k:
         return where.copy(), entries.view(np.float32).copy()
     threshold = np.partition(entries & _MAGNITUDE, where.size - k)[where.size - k]
-    chosen, values = lasting(k + 1, np.int64), lasting(k + 1, np.uint32)
+    chosen, values = pooled(k + 1, np.int64), pooled(k + 1, np.uint32)
     _refine(where, entries, threshold, chosen, values)
     return chosen[:k], values[:k].view(np.float32)
 
@@ -369,7 +369,7 @@ def nearest_levels(magnitudes: Reals, middles: Reals) -> Octets:
 
 
 def lloyd(rising: Reals, edges: Ints, steps: int) -> npt.NDArray[np.float64]:
-    sums = scratch("sums", rising.size + 1, np.float64)
+    sums = thread_buffer("sums", rising.size + 1, np.float64)
     centres = np.zeros(edges.size - 1)
     _lloyd(np.ascontiguousarray(rising), edges.copy(), steps, sums, centres)
     return centres
@@ -423,7 +423,7 @@ def _nearest_levels(magnitudes, middles, symbols):
 def quantise(
     vector: Reals, step: float, levels: int, noise: npt.NDArray[np.float64] | None
 ) -> Octets:
-    symbols: Octets = lasting(vector.size, np.uint8)
+    symbols: Octets = pooled(vector.size, np.uint8)
 
     def round_part(begin: int, end: int) -> None:
         part = slice(begin, end)

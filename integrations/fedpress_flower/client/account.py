@@ -23,11 +23,11 @@ from fedpress_client.ledger import Ledger
 from fedpress_client.state import Identity, write_durably
 from fedpress_flower import envelope
 from fedpress_protocols.errors import ConfigurationError, MalformedRequest, StateCorrupt
-from fedpress_protocols.faults import explained
 from fedpress_protocols.local_files import OPEN_FLAGS, locked, open_lock
 from fedpress_protocols.messages import Identifier
 from fedpress_protocols.plan import Name
 from fedpress_protocols.signatures import DeviceKey
+from fedpress_protocols.validation import format_validation_errors
 
 STATE_DIR = "fedpress-state-dir"
 SEED = "fedpress-seed"
@@ -183,7 +183,7 @@ class Account:
         try:
             return Identity.model_validate_json(path.read_bytes())
         except ValidationError as exc:
-            raise StateCorrupt(f"{path}: {explained(exc)}") from exc
+            raise StateCorrupt(f"{path}: {format_validation_errors(exc)}") from exc
 
     def enrolled(self, identity: Identity) -> None:
         self._write(self.path.with_suffix(".identity"), identity.model_dump_json().encode())

@@ -18,7 +18,6 @@ from fedpress_compression.tensors import Vector
 from fedpress_flower import envelope
 from fedpress_flower.server.plan import PROFILE, Plan
 from fedpress_protocols.errors import ConfigurationError, IncompatiblePlan
-from fedpress_protocols.faults import explained
 from fedpress_protocols.messages import Receipt
 from fedpress_protocols.model import Model
 from fedpress_protocols.plan import (
@@ -28,6 +27,7 @@ from fedpress_protocols.plan import (
     Profile,
     RoundPlan,
 )
+from fedpress_protocols.validation import format_validation_errors
 
 
 @dataclass
@@ -100,7 +100,7 @@ class Round:
                 public_seed=hashlib.sha256(seed.encode()).hexdigest(),
             )
         except ValidationError as exc:
-            raise IncompatiblePlan(explained(exc)) from exc
+            raise IncompatiblePlan(format_validation_errors(exc)) from exc
         public = plan.public(
             model.spec,
             previous=model.parameters - before if "previous" in needs else None,

@@ -164,7 +164,7 @@ class ClientPolicy:
 
 
 @dataclass(frozen=True, slots=True)
-class Trained:
+class RoundDigests:
     """What the device knows by itself of the round it trained for: digests, 32 bytes each.
 
     A server that gave other clients another model, support or plan cannot have them in one sum
@@ -247,7 +247,7 @@ class _State(Record):
     """Digests of the server's messages so far."""
     version: U16 = _RECORD_VERSION
     content: Annotated[bytes, blob(32)] = b""
-    """Of `Trained`; nothing in a record of the version before."""
+    """Of `RoundDigests`; nothing in a record of the version before."""
 
     @property
     def topology(self) -> Topology:
@@ -325,7 +325,7 @@ class MaskingClient:
         identity: DeviceKey,
         certificate: Certificate,
         policy: ClientPolicy,
-        trained: Trained,
+        trained: RoundDigests,
         now: float,
     ) -> Step:
         """Take part in the session that `offer` opens, with fresh secrets.

@@ -38,7 +38,7 @@ from fedpress_protocols.masking.transcript import (
     U64,
     UNSIGNED,
     Bytes32,
-    Kept,
+    CachedBytes,
     Members,
     Reader,
     Record,
@@ -97,7 +97,7 @@ class Row(Record):
 
 
 @dataclass(frozen=True)
-class Listing(Kept):
+class Listing(CachedBytes):
     """All members of a session, rising by `identity`: the server has no freedom in their order."""
 
     rows: tuple[Row, ...]
@@ -207,7 +207,7 @@ class Abandoned(Message):
 
 
 @dataclass(frozen=True)
-class Advertise(Kept, Message):
+class Advertise(CachedBytes, Message):
     """P0: the client's keys for this session alone; signed by its identity over the configuration.
 
     A key is 32 bytes, or 1216 where the configuration is hybrid. `nonce` keeps a server from
@@ -282,7 +282,7 @@ class MaskedInput(Message):
 
 
 @dataclass(frozen=True)
-class Consent(Kept, Message):
+class Consent(CachedBytes, Message):
     """P3: the sender saw this survivor set, and will help to unmask no other."""
 
     TAG = 19

@@ -246,7 +246,7 @@ class Record:
         return Codec(lambda record: record.to_bytes(), cls.read)
 
 
-class Kept(Record):
+class CachedBytes(Record):
     """Base of records that are written again and again, for everybody that they concern: the bytes
     are made once. Comes before other bases, and is a dataclass without slots."""
 

@@ -136,7 +136,7 @@ async def rotate_key(
 
     The request is signed by either of the two, and the change by both. It may be sent again.
     """
-    device = await services.roster.rotate(request, body)
+    device = await services.device_registry.rotate(request, body)
     return RotationResponse(
         client_id=device.client_id, key_id=device.key_id, server_time=services.now
     )

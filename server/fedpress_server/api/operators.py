@@ -1,4 +1,4 @@
-"""The API of the operators: models and tasks; `roster` has that of devices."""
+"""The API of the operators: models and tasks; `device_registry` has that of devices."""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ from fedpress_protocols.errors import (
     Unavailable,
     error_classes,
 )
-from fedpress_protocols.faults import told
+from fedpress_protocols.validation import format_error_details
 from fedpress_server import failpoints
 from fedpress_server.api.listeners import Listening
 from fedpress_server.metrics import Metrics
@@ -117,7 +117,7 @@ def install(app: FastAPI, metrics: Metrics) -> None:
 
     @app.exception_handler(RequestValidationError)
     async def on_invalid(request: Request, exc: RequestValidationError) -> JSONResponse:
-        return await on_error(request, MalformedRequest(told(exc.errors())))
+        return await on_error(request, MalformedRequest(format_error_details(exc.errors())))
 
     @app.exception_handler(HTTPException)
     async def on_http(request: Request, refused: HTTPException) -> JSONResponse:

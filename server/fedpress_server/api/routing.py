@@ -15,10 +15,10 @@ from pydantic import TypeAdapter, ValidationError
 from starlette.types import Message
 
 from fedpress_protocols.errors import BodyTooLarge, DigestMismatch, MalformedRequest, NotFound
-from fedpress_protocols.faults import told
 from fedpress_protocols.messages import CheckInRequest, Identifier
 from fedpress_protocols.plan import Name
 from fedpress_protocols.signatures import Content
+from fedpress_protocols.validation import format_error_details
 from fedpress_server import failpoints
 from fedpress_server.api.listeners import listener_of, services_of
 from fedpress_server.api.permissions import permission_of
@@ -63,9 +63,9 @@ class DeviceRoute(BoundedRoute):
     """Whether what the request does fails if its device was revoked, and so writes nothing."""
 
     async def admit(self, request: Request) -> Content | None:
-        gatekeeper = (await services_of(request)).gatekeeper
+        authenticator = (await services_of(request)).authenticator
         with traces.span("verify"):
-            device, content = await gatekeeper.check_device(
+            device, content = await authenticator.check_device(
                 request, is_asked_again=self.is_asked_again
             )
         request.state.device, request.state.content = device, content
@@ -78,7 +78,7 @@ class SignedRoute(BoundedRoute):
     """For whoever signs; with which key, and whether that may do it, the handler finds out."""
 
     async def admit(self, request: Request) -> Content | None:
-        (await services_of(request)).gatekeeper.signer_of(request)
+        (await services_of(request)).authenticator.signer_of(request)
         return None
 
 
@@ -107,7 +107,7 @@ def _parsed(place: tuple[str, ...], parse: Callable[[Any], T], value: Any) -> T:
     except ValidationError as exc:
         faults = exc.errors(include_url=False)
         raise MalformedRequest(
-            told([{**fault, "loc": (*place, *fault["loc"])} for fault in faults])
+            format_error_details([{**fault, "loc": (*place, *fault["loc"])} for fault in faults])
         ) from exc
 
 

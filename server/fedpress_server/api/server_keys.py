@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from fastapi import APIRouter
 
+from fedpress_protocols.key_rollover import ServerKeys
 from fedpress_protocols.signatures import to_base64url
-from fedpress_protocols.succession import ServerKeys
 from fedpress_server.api.listeners import Parts
 from fedpress_server.api.problems import responses
 from fedpress_server.api.routing import DeviceRoute

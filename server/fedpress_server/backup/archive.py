@@ -27,11 +27,11 @@ from typing import Annotated, Any, BinaryIO, Literal, Self
 from pydantic import Field, ValidationError
 
 from fedpress_protocols.errors import ConfigurationError, NotFound
-from fedpress_protocols.faults import explained
 from fedpress_protocols.local_files import sync_folder
 from fedpress_protocols.messages import Identifier
 from fedpress_protocols.plan import Digest, Term
 from fedpress_protocols.signatures import DeviceKey, sign_document, verify_document
+from fedpress_protocols.validation import format_validation_errors
 from fedpress_server.storage.payloads import Payloads
 
 MANIFEST = "manifest.json"
@@ -81,7 +81,7 @@ class Manifest(Term):
             return cls.model_validate(plain), document
         except ValidationError as exc:
             raise ConfigurationError(
-                f"{MANIFEST} is no list of a backup: {explained(exc)}"
+                f"{MANIFEST} is no list of a backup: {format_validation_errors(exc)}"
             ) from exc
         except (ValueError, AttributeError, RecursionError) as exc:
             raise ConfigurationError(f"{MANIFEST} is no list of a backup: {exc}") from exc

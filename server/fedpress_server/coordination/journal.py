@@ -350,7 +350,7 @@ def _write_places(
         records.count(connection, after.key, assigned=len(given))
         if after.round.chooses:
             for each in given:
-                participants.was_given(connection, after.key[0], each.client_id)
+                participants.add_assignment(connection, after.key[0], each.client_id)
 
 
 def _write_attempt(connection: Connection, before: Attempt, after: Attempt, now: float) -> None:
@@ -413,7 +413,7 @@ def check_senders(connection: Connection, senders: Sequence[Sender]) -> None:
 def note_delivered(connection: Connection, received: Sequence[ReceivedUpload], now: float) -> None:
     """For choices among the clients to come; see `participants`."""
     for each in received:
-        participants.has_delivered(
+        participants.add_upload(
             connection,
             each.key[0],
             each.sender[0],

@@ -14,11 +14,11 @@ from sqlalchemy.engine import Connection
 from fedpress_compression.fixed_point import FixedPoint
 from fedpress_compression.tensors import ModelSpec
 from fedpress_protocols.errors import ConfigurationError, IncompatiblePlan
-from fedpress_protocols.faults import explained
 from fedpress_protocols.messages import TaskConfig
 from fedpress_protocols.plan import FixedPointTerms, MaskingTerms, Profile, RoundPlan
 from fedpress_protocols.policies import Comparison, Course
 from fedpress_protocols.schedule import Period, period_at
+from fedpress_protocols.validation import format_validation_errors
 from fedpress_server.coordination.adaptive import course_of
 from fedpress_server.coordination.attempts import Attempt
 from fedpress_server.folds.folding import FoldResult
@@ -218,7 +218,7 @@ def opened(
             public_seed=hashlib.sha256(seed.encode()).hexdigest(),
         )
     except ValidationError as exc:
-        raise IncompatiblePlan(explained(exc)) from exc
+        raise IncompatiblePlan(format_validation_errors(exc)) from exc
     terms = RoundTerms(plan, carryover.spec, payloads, carryover.bases)
     return Attempt(masked_by(round_of(config, plan, now), host, terms, now), terms, course=course)
 

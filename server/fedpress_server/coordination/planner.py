@@ -245,7 +245,7 @@ class Planner:
         _check_first(draft)
         attempt = draft.attempt
         due = () if attempt is None else tuple(jobs_of(attempt, draft.task.strategy))
-        if not due or await self._database.read(lambda c: leases.are_there(c, due)):
+        if not due or await self._database.read(lambda c: leases.has_outputs(c, due)):
             return None
         return _with_record(draft, command, draft.record, jobs=due)
 

@@ -19,7 +19,7 @@ from typing import Any, cast
 
 from sqlalchemy.engine import Connection
 
-from fedpress_protocols.fleet import FleetStatus, LogLevel, ServerLogLevel, ServerSince, Spread
+from fedpress_protocols.fleet import FleetStatus, LogLevel, Quantiles, ServerLogLevel, ServerSince
 from fedpress_server.identity import audit
 from fedpress_server.metrics import Metrics
 from fedpress_server.observing import logs, outages
@@ -253,9 +253,9 @@ class ServerRegistry:
         )
 
 
-def _spread(ours: Distribution, counts: Sequence[int]) -> Spread:
+def _spread(ours: Distribution, counts: Sequence[int]) -> Quantiles:
     seen = ours.with_counts(counts)
-    return Spread(
+    return Quantiles(
         num=sum(counts),
         tenth=seen.quantile(0.1),
         median=seen.quantile(0.5),

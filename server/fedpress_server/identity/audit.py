@@ -28,8 +28,8 @@ from fedpress_protocols.audit import (
     end_of,
 )
 from fedpress_protocols.errors import BrokenChain, ConfigurationError, MalformedRequest
-from fedpress_protocols.faults import explained
 from fedpress_protocols.signatures import canonical_json
+from fedpress_protocols.validation import format_validation_errors
 from fedpress_server.storage.database import Database
 from fedpress_server.storage.tables import audit_log
 
@@ -159,7 +159,7 @@ def _entry(row: Row[Any]) -> AuditEntry:
             raise MalformedRequest("details that are not spelled as RFC 8785 has it")
         return AuditEntry.model_validate({**fields, "details": details}, strict=True)
     except ValidationError as exc:
-        raise BrokenChain(f"entry {row.seq}: {explained(exc)}", seq=row.seq) from exc
+        raise BrokenChain(f"entry {row.seq}: {format_validation_errors(exc)}", seq=row.seq) from exc
     except (ValueError, TypeError, RecursionError, MalformedRequest) as exc:
         raise BrokenChain(f"entry {row.seq}: {exc}", seq=row.seq) from exc
 

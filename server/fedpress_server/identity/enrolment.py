@@ -25,7 +25,7 @@ from fedpress_protocols.messages import EnrolRequest
 from fedpress_protocols.signatures import Content, from_base64url, key_id_of, to_base64url
 from fedpress_server.identity import audit
 from fedpress_server.identity.admission import MOST_TOKENS, EnrolmentLimits
-from fedpress_server.identity.gatekeeper import Gatekeeper, bearer_token, hash_of, revoked
+from fedpress_server.identity.authentication import Authenticator, bearer_token, hash_of, revoked
 from fedpress_server.identity.limits import address_of
 from fedpress_server.storage import identities, records
 from fedpress_server.storage.database import Database
@@ -38,7 +38,7 @@ class Enrolment:
 
     def __init__(
         self,
-        gate: Gatekeeper,
+        gate: Authenticator,
         database: Database,
         clock: Callable[[], float],
         limits: EnrolmentLimits,

@@ -28,7 +28,7 @@ from fedpress_protocols.operators import (
     Role,
 )
 from fedpress_server.identity import audit
-from fedpress_server.identity.gatekeeper import bearer_token, hash_of
+from fedpress_server.identity.authentication import bearer_token, hash_of
 from fedpress_server.identity.limits import address_of
 from fedpress_server.identity.refusals import WINDOW_SECONDS, Refusals
 from fedpress_server.observing import outages

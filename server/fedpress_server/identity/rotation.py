@@ -23,17 +23,17 @@ from pydantic import TypeAdapter, ValidationError
 from sqlalchemy.engine import Connection
 
 from fedpress_protocols.errors import ConfigurationError, Conflict, FedpressError
-from fedpress_protocols.faults import explained
+from fedpress_protocols.key_rollover import (
+    MAX_KEY_ROLLOVERS,
+    SignedKeyRollover,
+    follow_rollovers,
+    sign_key_rollover,
+    verify_key_rollover,
+)
 from fedpress_protocols.local_files import check_private, sync_folder
 from fedpress_protocols.plan import Term
 from fedpress_protocols.signatures import DeviceKey, from_base64url, key_id_of, to_base64url
-from fedpress_protocols.succession import (
-    MAX_SUCCESSIONS,
-    SignedSuccession,
-    followed,
-    signed_succession,
-    verify_succession,
-)
+from fedpress_protocols.validation import format_validation_errors
 from fedpress_server.identity import audit
 from fedpress_server.identity.signing import (
     KeyIsElsewhere,
@@ -48,7 +48,7 @@ from fedpress_server.storage.tables import audit_log, rounds, server_keys, tasks
 from fedpress_server.storage.tables import server_key_successions as successions
 
 _MAX_CHAIN = 2**20
-_STATEMENTS = TypeAdapter(list[SignedSuccession])
+_STATEMENTS = TypeAdapter(list[SignedKeyRollover])
 
 
 class Standing(Term):
@@ -112,7 +112,7 @@ def ring(place: Path) -> Ring:
     return found
 
 
-def chain(place: Path) -> list[SignedSuccession]:
+def chain(place: Path) -> list[SignedKeyRollover]:
     """The statements that lie beside the key; none where there is no file."""
     file = chain_file(place)
     try:
@@ -125,16 +125,16 @@ def chain(place: Path) -> list[SignedSuccession]:
     try:
         found = _STATEMENTS.validate_json(data)
         for each in found:
-            verify_succession(each)
+            verify_key_rollover(each)
     except (ValidationError, FedpressError) as exc:
-        why = explained(exc) if isinstance(exc, ValidationError) else exc.detail
+        why = format_validation_errors(exc) if isinstance(exc, ValidationError) else exc.detail
         raise ConfigurationError(
             f"{file} is no chain of server keys: {why}", hint="bring it back from a copy"
         ) from exc
     return found
 
 
-def _settle(place: Path, current: bytes, said: Collection[SignedSuccession]) -> None:
+def _settle(place: Path, current: bytes, said: Collection[SignedKeyRollover]) -> None:
     """Give each file its name by what the database says; the statements come first."""
     folder, on_disk = LocalPayloads(place.parent), ring(place)
     if said:
@@ -185,10 +185,10 @@ def _current(connection: Connection) -> bytes | None:
     return None if found is None else bytes(found)
 
 
-def _prepared(connection: Connection) -> SignedSuccession | None:
+def _prepared(connection: Connection) -> SignedKeyRollover | None:
     query = sa.select(successions.c.statement).where(successions.c.active_at.is_(None))
     found = connection.execute(query).scalar_one_or_none()
-    return None if found is None else SignedSuccession.model_validate_json(found)
+    return None if found is None else SignedKeyRollover.model_validate_json(found)
 
 
 def _open_masked(connection: Connection) -> list[float]:
@@ -205,8 +205,8 @@ def _open_masked(connection: Connection) -> list[float]:
     ]
 
 
-def _write(connection: Connection, signed: SignedSuccession, active_at: float | None) -> None:
-    key, successor = verify_succession(signed)
+def _write(connection: Connection, signed: SignedKeyRollover, active_at: float | None) -> None:
+    key, successor = verify_key_rollover(signed)
     row = {
         "public_key": key,
         "successor": successor,
@@ -216,10 +216,10 @@ def _write(connection: Connection, signed: SignedSuccession, active_at: float | 
     connection.execute(sa.insert(successions), row)
 
 
-def _put_in_force(connection: Connection, signed: SignedSuccession, now: float, by: str) -> None:
+def _put_in_force(connection: Connection, signed: SignedKeyRollover, now: float, by: str) -> None:
     """From here on the successor signs. Every task is new to whoever holds it in memory, so that
     nobody writes another step before having read which key it is."""
-    key, successor = verify_succession(signed)
+    key, successor = verify_key_rollover(signed)
     opened = connection.execute(sa.select(sa.func.max(rounds.c.opened_at))).scalar() or 0.0
     before = connection.execute(sa.select(sa.func.max(successions.c.active_at))).scalar()
     later = 0.0 if before is None else math.nextafter(before, math.inf)
@@ -249,26 +249,26 @@ async def bring_forward(
         return
 
     def write(connection: Connection) -> None:
-        known, last = _current(connection), verify_succession(said[-1])[1]
+        known, last = _current(connection), verify_key_rollover(said[-1])[1]
         if known is None or known == last or last not in held:
             return
         already = {each.succession.successor for each in statements(connection)}
         if said[-1].succession.successor in already:
             return  # the database is ahead of the file
         try:
-            followed(known, key_id_of(last), said)
+            follow_rollovers(known, key_id_of(last), said)
         except FedpressError as exc:
             raise ConfigurationError(
                 f"the database is signed for with key {key_id_of(known)}, and {chain_file(place)} "
                 f"does not lead from it to {key_id_of(last)}",
                 hint="are both of one server? Bring back the chain that belongs to the key",
             ) from exc
-        by_key = {verify_succession(each)[0]: each for each in said}
+        by_key = {verify_key_rollover(each)[0]: each for each in said}
         connection.execute(sa.delete(successions).where(successions.c.active_at.is_(None)))
         while known != last:
             _write(connection, by_key[known], None)
             _put_in_force(connection, by_key[known], clock(), audit.SERVER)
-            known = verify_succession(by_key[known])[1]
+            known = verify_key_rollover(by_key[known])[1]
 
     await database.write(write)
 
@@ -287,7 +287,7 @@ async def standing(database: Database, place: Path) -> Standing:
             )
         return Standing(
             current=key_id_of(current),
-            next=None if prepared is None else key_id_of(verify_succession(prepared)[1]),
+            next=None if prepared is None else key_id_of(verify_key_rollover(prepared)[1]),
             former=tuple(each.key_id for each in statements(connection)),
             here=tuple(map(key_id_of, held)),
             public=to_base64url(current),
@@ -314,8 +314,8 @@ async def rotate(database: Database, place: Path, clock: Callable[[], float]) ->
             f"server key {before.current} is not at {place}: only it can name the next",
             hint="run this where a server of this database has its key",
         )
-    if len(before.former) >= MAX_SUCCESSIONS:
-        raise ConfigurationError(f"the server's key was changed {MAX_SUCCESSIONS} times already")
+    if len(before.former) >= MAX_KEY_ROLLOVERS:
+        raise ConfigurationError(f"the server's key was changed {MAX_KEY_ROLLOVERS} times already")
     said = await database.read(statements)
     current = held[before.current]
     await asyncio.to_thread(_settle, place, current.public, said)
@@ -325,7 +325,7 @@ async def rotate(database: Database, place: Path, clock: Callable[[], float]) ->
     else:
         made = DeviceKey.generate()
         await asyncio.to_thread(LocalPayloads(place.parent).put, following.name, made.to_pem())
-    signed = signed_succession(current, made.public, int(clock()))
+    signed = sign_key_rollover(current, made.public, int(clock()))
 
     def write(connection: Connection) -> None:
         if _current(connection) != current.public or _prepared(connection) is not None:
@@ -356,7 +356,7 @@ async def switch(database: Database, place: Path, clock: Callable[[], float]) ->
 
         def write(connection: Connection) -> None:
             prepared = _prepared(connection)
-            if prepared is None or key_id_of(verify_succession(prepared)[1]) != before.next:
+            if prepared is None or key_id_of(verify_key_rollover(prepared)[1]) != before.next:
                 raise Conflict("somebody else changed the server's key meanwhile")
             _put_in_force(connection, prepared, clock(), audit.COMMAND)
 

@@ -16,8 +16,8 @@ import sqlalchemy as sa
 from sqlalchemy.engine import Connection
 
 from fedpress_protocols.errors import Unavailable
+from fedpress_protocols.key_rollover import SignedKeyRollover
 from fedpress_protocols.signatures import DeviceKey, key_id_of
-from fedpress_protocols.succession import SignedSuccession
 from fedpress_server.storage.tables import server_key_successions as successions
 from fedpress_server.storage.tables import server_keys
 
@@ -65,7 +65,7 @@ def history(connection: Connection, first: bytes) -> History:
     return History(keys, tuple(row.active_at for row in rows))
 
 
-def statements(connection: Connection) -> list[SignedSuccession]:
+def statements(connection: Connection) -> list[SignedKeyRollover]:
     """Every change of key that has come into force, the oldest first."""
     query = (
         sa.select(successions.c.statement)
@@ -73,7 +73,7 @@ def statements(connection: Connection) -> list[SignedSuccession]:
         .order_by(successions.c.active_at)
     )
     found = connection.execute(query).scalars()
-    return [SignedSuccession.model_validate_json(text) for text in found]
+    return [SignedKeyRollover.model_validate_json(text) for text in found]
 
 
 class SigningKeys:

@@ -13,7 +13,13 @@ from collections.abc import Collection, Sequence
 import sqlalchemy as sa
 from sqlalchemy.engine import Connection
 
-from fedpress_protocols.messages import RECALL_CONTEXT, Fate, Recall, Restore, SignedRecall
+from fedpress_protocols.messages import (
+    RECALL_CONTEXT,
+    IncludedUpload,
+    Recall,
+    Restore,
+    SignedRecall,
+)
 from fedpress_protocols.restores import RestoreStatus, UndoneRound
 from fedpress_protocols.signatures import DeviceKey, sign_document
 from fedpress_server.storage.records import RoundKey, unfinished_rounds
@@ -127,7 +133,7 @@ def add_undone(
     restore: Restore,
     client_id: str,
     task: str,
-    fates: Sequence[Fate],
+    fates: Sequence[IncludedUpload],
     now: float,
 ) -> None:
     """Keep what a device knows to have been included and these records do not; once."""

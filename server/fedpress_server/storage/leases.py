@@ -72,7 +72,7 @@ def now_of(connection: Connection) -> float:
     return float(connection.execute(sa.select(sa.text(moment))).scalar_one())
 
 
-def are_there(connection: Connection, due: Sequence[Job]) -> bool:
+def has_outputs(connection: Connection, due: Sequence[Job]) -> bool:
     """Whether the attempt that these are all jobs of has any."""
     query = sa.select(sa.literal(1)).where(*_of_round(due[0].key)).limit(1)
     return connection.execute(query).first() is not None

@@ -19,12 +19,12 @@ _TOGETHER = 1000
 """Clients that one statement asks for."""
 
 
-def was_given(connection: Connection, task: str, client_id: str) -> None:
+def add_assignment(connection: Connection, task: str, client_id: str) -> None:
     """An assignment."""
     _add(connection, task, client_id, {"given": participants.c.given + 1}, {"given": 1})
 
 
-def has_delivered(
+def add_upload(
     connection: Connection,
     task: str,
     client_id: str,

@@ -19,7 +19,7 @@ import numpy as np
 
 from fedpress_protocols.errors import FedpressError, InvalidShare
 from fedpress_protocols.masking.certificates import Certificate
-from fedpress_protocols.masking.client import ClientPolicy, MaskingClient, Step, Trained
+from fedpress_protocols.masking.client import ClientPolicy, MaskingClient, RoundDigests, Step
 from fedpress_protocols.masking.messages import (
     ClientMessage,
     Consents,
@@ -103,7 +103,7 @@ def policy(**changes: Any) -> ClientPolicy:
     return ClientPolicy(**(terms | changes))
 
 
-TRAINED = Trained(MODEL, SUPPORT, PLAN, bytes(32))
+TRAINED = RoundDigests(MODEL, SUPPORT, PLAN, bytes(32))
 
 
 @dataclass
@@ -113,7 +113,7 @@ class Device:
     key: DeviceKey
     values: Mapping[str, np.ndarray[Any, Any]]
     policy: ClientPolicy
-    trained: Trained = TRAINED
+    trained: RoundDigests = TRAINED
     record: bytes = b""
     body: bytes = b""
 

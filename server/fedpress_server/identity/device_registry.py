@@ -31,18 +31,18 @@ from fedpress_protocols.messages import RotationRequest
 from fedpress_protocols.signatures import Content
 from fedpress_server import failpoints
 from fedpress_server.identity import audit
+from fedpress_server.identity.authentication import Authenticator, revoked
 from fedpress_server.identity.enrolment import former
-from fedpress_server.identity.gatekeeper import Gatekeeper, revoked
 from fedpress_server.storage import identities
 from fedpress_server.storage.database import Database
 from fedpress_server.storage.identities import FormerKey
 from fedpress_server.storage.records import Approval, Device
 
 
-class Roster:
+class DeviceRegistry:
     """What operators decide of devices, and devices of their keys."""
 
-    def __init__(self, gate: Gatekeeper, database: Database, clock: Callable[[], float]) -> None:
+    def __init__(self, gate: Authenticator, database: Database, clock: Callable[[], float]) -> None:
         self._gate = gate
         self._database = database
         self._clock = clock

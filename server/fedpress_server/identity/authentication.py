@@ -57,7 +57,7 @@ _TOPIC = "@devices"
 _DEFAULT_PORTS = {"http": ":80", "https": ":443"}
 
 
-class Gatekeeper:
+class Authenticator:
     """Tells devices from strangers, by headers alone; `start()` reads who is enrolled."""
 
     def __init__(

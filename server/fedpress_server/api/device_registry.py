@@ -25,7 +25,7 @@ from fedpress_server.api.routing import By, OperatorRoute
 from fedpress_server.services import Services
 from fedpress_server.storage.records import Device, EnrolmentToken
 
-roster_routes = APIRouter(
+device_registry_routes = APIRouter(
     prefix="/v1/admin",
     route_class=OperatorRoute,
     tags=["operators"],
@@ -34,7 +34,7 @@ roster_routes = APIRouter(
 )
 
 
-@roster_routes.post("/tokens", status_code=201, responses=responses(400))
+@device_registry_routes.post("/tokens", status_code=201, responses=responses(400))
 async def make_token(
     request: Request, body: TokenRequest, services: Parts, by: By
 ) -> TokenResponse:
@@ -49,7 +49,7 @@ async def make_token(
     return TokenResponse(token=token, **_token(services, record))
 
 
-@roster_routes.get("/tokens", responses=responses(400, 404, besides={200: LINKED}))
+@device_registry_routes.get("/tokens", responses=responses(400, 404, besides={200: LINKED}))
 async def list_tokens(
     request: Request,
     response: Response,
@@ -66,13 +66,13 @@ async def list_tokens(
     return [TokenStatus(**_token(services, each)) for each in shown]
 
 
-@roster_routes.post("/tokens/{token_id}/revoke", responses=responses(404))
+@device_registry_routes.post("/tokens/{token_id}/revoke", responses=responses(404))
 async def revoke_token(token_id: Identifier, services: Parts, by: By) -> TokenStatus:
     """Let no more devices enrol with a token; those that have, stay."""
     return TokenStatus(**_token(services, await services.enrolment.revoke_token(token_id, by)))
 
 
-@roster_routes.get("/clients", responses=responses(400, 404, besides={200: LINKED}))
+@device_registry_routes.get("/clients", responses=responses(400, 404, besides={200: LINKED}))
 async def list_clients(
     request: Request,
     response: Response,
@@ -84,35 +84,35 @@ async def list_clients(
     limit: Limit = MOST,
 ) -> list[ClientStatus]:
     """Devices that were ever enrolled, in that order; the link leads to the next ones."""
-    found = await services.roster.devices(state, after, limit + 1)
+    found = await services.device_registry.devices(state, after, limit + 1)
     shown = first_page(request, response, found, limit, after=lambda each: each.client_id)
     return [ClientStatus(**_client(each)) for each in shown]
 
 
-@roster_routes.get("/clients/{client_id}", responses=responses(404))
+@device_registry_routes.get("/clients/{client_id}", responses=responses(404))
 async def get_client(client_id: Identifier, services: Parts) -> ClientDetails:
     """One device, with the keys that it has left."""
-    device, former = await services.roster.device(client_id)
+    device, former = await services.device_registry.device(client_id)
     left = tuple(KeyLeft(key_id=each.key_id, retired_at=each.retired_at) for each in former)
     return ClientDetails(former_keys=left, **_client(device))
 
 
-@roster_routes.post("/clients/{client_id}/approve", responses=responses(404, 409))
+@device_registry_routes.post("/clients/{client_id}/approve", responses=responses(404, 409))
 async def approve_client(client_id: Identifier, services: Parts, by: By) -> ClientStatus:
     """Let a device in that waits, or was rejected."""
-    return ClientStatus(**_client(await services.roster.approve(client_id, by)))
+    return ClientStatus(**_client(await services.device_registry.approve(client_id, by)))
 
 
-@roster_routes.post("/clients/{client_id}/reject", responses=responses(404, 409))
+@device_registry_routes.post("/clients/{client_id}/reject", responses=responses(404, 409))
 async def reject_client(client_id: Identifier, services: Parts, by: By) -> ClientStatus:
     """Turn a device away that waits."""
-    return ClientStatus(**_client(await services.roster.reject(client_id, by)))
+    return ClientStatus(**_client(await services.device_registry.reject(client_id, by)))
 
 
-@roster_routes.post("/clients/{client_id}/revoke", responses=responses(404))
+@device_registry_routes.post("/clients/{client_id}/revoke", responses=responses(404))
 async def revoke_client(client_id: Identifier, services: Parts, by: By) -> ClientStatus:
     """Turn a device away from now on, and for good."""
-    return ClientStatus(**_client(await services.roster.revoke(client_id, by)))
+    return ClientStatus(**_client(await services.device_registry.revoke(client_id, by)))
 
 
 def _token(services: Services, record: EnrolmentToken) -> dict[str, Any]:

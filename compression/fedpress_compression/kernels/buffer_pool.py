@@ -25,7 +25,7 @@ _spare: dict[int, list[Octets]] = {}
 and given back by calls that cannot be interrupted: arrays may go at any time, in any thread."""
 
 
-def scratch(name: str, size: int, dtype: npt.DTypeLike) -> npt.NDArray[Any]:
+def thread_buffer(name: str, size: int, dtype: npt.DTypeLike) -> npt.NDArray[Any]:
     """An array [size] of this thread, whose contents are anything; the next call with the same
     `name` gives the same memory again."""
     found: npt.NDArray[Any] | None = getattr(_kept, name, None)
@@ -36,7 +36,7 @@ def scratch(name: str, size: int, dtype: npt.DTypeLike) -> npt.NDArray[Any]:
     return found[:size]
 
 
-def lasting(size: int, dtype: npt.DTypeLike) -> npt.NDArray[Any]:
+def pooled(size: int, dtype: npt.DTypeLike) -> npt.NDArray[Any]:
     """An array [size] whose contents are anything, the caller's to keep. Where it is long, its
     memory becomes another such array once neither it nor a view of it is left."""
     kind = np.dtype(dtype)

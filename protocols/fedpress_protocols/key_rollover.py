@@ -24,13 +24,13 @@ from fedpress_protocols.signatures import (
     verify_document,
 )
 
-SUCCESSION_CONTEXT = "fedpress server key v1"
-MAX_SUCCESSIONS = 256
+KEY_ROLLOVER_CONTEXT = "fedpress server key v1"
+MAX_KEY_ROLLOVERS = 256
 PublicKey = Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{42}[AEIMQUYcgkosw048]$")]
 """32 bytes, base64url without padding, in its one spelling."""
 
 
-class Succession(Term):
+class KeyRollover(Term):
     """The word of `key` that from now on the server signs with `successor`."""
 
     key: PublicKey
@@ -39,10 +39,10 @@ class Succession(Term):
     """Unix seconds."""
 
 
-class SignedSuccession(Term):
+class SignedKeyRollover(Term):
     """Signed by `key`, as receipts are: over the fields of the succession with `key_id`."""
 
-    succession: Succession
+    succession: KeyRollover
     key_id: Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{22}$")]
     signature: Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{86}$")]
 
@@ -51,31 +51,31 @@ class ServerKeys(Term):
     """The key that a server signs with now, and every change of it, the oldest first."""
 
     server_key: PublicKey
-    successions: Annotated[tuple[SignedSuccession, ...], Field(max_length=MAX_SUCCESSIONS)] = ()
+    successions: Annotated[tuple[SignedKeyRollover, ...], Field(max_length=MAX_KEY_ROLLOVERS)] = ()
 
 
-def signed_succession(key: DeviceKey, successor: bytes, made_at: int) -> SignedSuccession:
+def sign_key_rollover(key: DeviceKey, successor: bytes, made_at: int) -> SignedKeyRollover:
     """The statement by which `key` hands over to the public key `successor` (32 bytes)."""
-    succession = Succession(
+    succession = KeyRollover(
         key=to_base64url(key.public), successor=to_base64url(successor), made_at=made_at
     )
-    signed = sign_document(succession.model_dump(mode="json"), key, context=SUCCESSION_CONTEXT)
-    return SignedSuccession(
+    signed = sign_document(succession.model_dump(mode="json"), key, context=KEY_ROLLOVER_CONTEXT)
+    return SignedKeyRollover(
         succession=succession, key_id=signed["key_id"], signature=signed["signature"]
     )
 
 
-def verify_succession(signed: SignedSuccession) -> tuple[bytes, bytes]:
+def verify_key_rollover(signed: SignedKeyRollover) -> tuple[bytes, bytes]:
     """The key and its successor; raises InvalidSignature unless the key itself says so."""
     key = from_base64url(signed.succession.key, 32)
     document = signed.succession.model_dump(mode="json")
     document |= {"key_id": signed.key_id, "signature": signed.signature}
-    verify_document(document, key, context=SUCCESSION_CONTEXT)
+    verify_document(document, key, context=KEY_ROLLOVER_CONTEXT)
     return key, from_base64url(signed.succession.successor, 32)
 
 
-def followed(
-    pinned: bytes, key_id: str, successions: Collection[SignedSuccession]
+def follow_rollovers(
+    pinned: bytes, key_id: str, successions: Collection[SignedKeyRollover]
 ) -> tuple[bytes, ...]:
     """The keys after `pinned` (32 bytes), in order, up to the one that is called `key_id`.
 
@@ -91,7 +91,7 @@ def followed(
             )
     at, passed = pinned, list[bytes]()
     while (signed := by_key.pop(to_base64url(at), None)) is not None:
-        at = verify_succession(signed)[1]
+        at = verify_key_rollover(signed)[1]
         passed.append(at)
         if key_id_of(at) == key_id:
             return tuple(passed)

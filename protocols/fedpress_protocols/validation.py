@@ -60,12 +60,12 @@ _SHOWN = 80
 _KIND = re.compile(r"int|float|str|bool|constrained-[a-z]+|(literal|tuple|list|dict)\[.*\]")
 
 
-def explained(exc: ValidationError) -> str:
+def format_validation_errors(exc: ValidationError) -> str:
     """What pydantic found, one clause a field: where, what was expected, what was found."""
-    return told(exc.errors(include_url=False))
+    return format_error_details(exc.errors(include_url=False))
 
 
-def told(faults: Iterable[Mapping[str, Any]]) -> str:
+def format_error_details(faults: Iterable[Mapping[str, Any]]) -> str:
     """`explained`, of faults in the form that pydantic lists them in."""
     by_place: dict[tuple[Any, ...], list[Mapping[str, Any]]] = {}
     for fault in faults:
@@ -113,4 +113,4 @@ def _found(value: Any) -> str:
     return ""
 
 
-__all__ = ["explained", "told"]
+__all__ = ["format_error_details", "format_validation_errors"]

@@ -11,22 +11,22 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from fedpress_protocols.errors import FedpressError, InvalidSignature
-from fedpress_protocols.signatures import DeviceKey, canonical_json, key_id_of
-from fedpress_protocols.succession import (
-    MAX_SUCCESSIONS,
+from fedpress_protocols.key_rollover import (
+    MAX_KEY_ROLLOVERS,
+    KeyRollover,
     ServerKeys,
-    SignedSuccession,
-    Succession,
-    followed,
-    signed_succession,
-    verify_succession,
+    SignedKeyRollover,
+    follow_rollovers,
+    sign_key_rollover,
+    verify_key_rollover,
 )
+from fedpress_protocols.signatures import DeviceKey, canonical_json, key_id_of
 
 PROTOCOLS = Path(__file__).parents[2] / "protocols"
 GOLDEN: dict[str, Any] = json.loads((PROTOCOLS / "vectors/server-keys.json").read_text())
 KEYS = tuple(DeviceKey.from_bytes(bytes([index]) * 32) for index in range(6))
 CHAIN = tuple(
-    signed_succession(key, KEYS[index + 1].public, index) for index, key in enumerate(KEYS[:-1])
+    sign_key_rollover(key, KEYS[index + 1].public, index) for index, key in enumerate(KEYS[:-1])
 )
 
 
@@ -52,10 +52,10 @@ def test_a_golden_chain_leads_where_it_should(vector: dict[str, Any]) -> None:
     pinned = bytes.fromhex(vector["pinned"])
     if vector["error"] is not None:
         with pytest.raises(FedpressError) as caught:
-            followed(pinned, vector["key_id"], told)
+            follow_rollovers(pinned, vector["key_id"], told)
         assert caught.value.slug == vector["error"]
         return
-    passed = followed(pinned, vector["key_id"], told)
+    passed = follow_rollovers(pinned, vector["key_id"], told)
     assert [key.hex() for key in passed] == vector["passed"]
 
 
@@ -68,15 +68,15 @@ def test_the_example_of_the_specification_is_the_first_golden_statement() -> Non
 
 @given(st.permutations(CHAIN), st.integers(0, 4), st.integers(1, 5))
 def test_a_chain_leads_on_from_any_of_its_keys_and_never_back(
-    said: list[SignedSuccession], pinned: int, ahead: int
+    said: list[SignedKeyRollover], pinned: int, ahead: int
 ) -> None:
     wanted = min(pinned + ahead, 5)
     keys = [key.public for key in KEYS]
-    assert followed(keys[pinned], key_id_of(keys[wanted]), said) == tuple(
+    assert follow_rollovers(keys[pinned], key_id_of(keys[wanted]), said) == tuple(
         keys[pinned + 1 : wanted + 1]
     )
     with pytest.raises(InvalidSignature, match="no chain"):
-        followed(keys[wanted], key_id_of(keys[pinned]), said)
+        follow_rollovers(keys[wanted], key_id_of(keys[pinned]), said)
 
 
 @given(st.integers(0, 4), st.sampled_from(["key", "successor", "made_at"]), st.integers(0, 5))
@@ -90,14 +90,14 @@ def test_a_statement_that_was_changed_anywhere_is_nobodys(
         return
     forged = signed.model_copy(update={"succession": changed})
     with pytest.raises(InvalidSignature):
-        verify_succession(forged)
+        verify_key_rollover(forged)
 
 
 def test_a_list_that_is_too_long_or_a_key_in_two_spellings_is_refused() -> None:
     with pytest.raises(ValidationError):
         ServerKeys(
-            server_key=CHAIN[0].succession.key, successions=CHAIN[:1] * (MAX_SUCCESSIONS + 1)
+            server_key=CHAIN[0].succession.key, successions=CHAIN[:1] * (MAX_KEY_ROLLOVERS + 1)
         )
     loose = CHAIN[0].succession.key[:-1] + "B"
     with pytest.raises(ValidationError):
-        Succession(key=loose, successor=CHAIN[0].succession.successor, made_at=0)
+        KeyRollover(key=loose, successor=CHAIN[0].succession.successor, made_at=0)

@@ -9,9 +9,9 @@ from typing import Annotated, Any, Literal
 import pytest
 from pydantic import BaseModel, Field, ValidationError
 
-from fedpress_protocols.faults import explained
 from fedpress_protocols.plan import Name, Term
 from fedpress_protocols.policies import Policies
+from fedpress_protocols.validation import format_validation_errors
 
 PYDANTIC = ("Input ", "Value error", "Field required", "Extra inputs", "Tuple ", "Unable")
 
@@ -79,17 +79,17 @@ class Document(Term):
 def test_every_fault_is_told_in_plain_words(fields: dict[str, Any], says: str) -> None:
     with pytest.raises(ValidationError) as caught:
         Document.model_validate(fields, strict=False)
-    assert explained(caught.value) == says
+    assert format_validation_errors(caught.value) == says
     assert not any(word in says for word in PYDANTIC)
 
 
 def test_text_that_is_no_json_says_so() -> None:
     with pytest.raises(ValidationError) as caught:
         Document.model_validate_json("{")
-    assert explained(caught.value).startswith("is not JSON: ")
+    assert format_validation_errors(caught.value).startswith("is not JSON: ")
     with pytest.raises(ValidationError) as caught:
         Document.model_validate_json("[" * 100_000)
-    assert "is not JSON: recursion limit" in explained(caught.value)
+    assert "is not JSON: recursion limit" in format_validation_errors(caught.value)
 
 
 def test_a_kind_of_fault_that_nobody_thought_of_keeps_its_message() -> None:
@@ -98,4 +98,4 @@ def test_a_kind_of_fault_that_nobody_thought_of_keeps_its_message() -> None:
 
     with pytest.raises(ValidationError) as caught:
         Odd.model_validate_json(json.dumps({"data": 3}))
-    assert explained(caught.value) == "data: Input should be a valid bytes"
+    assert format_validation_errors(caught.value) == "data: Input should be a valid bytes"
