@@ -97,7 +97,7 @@ class Accumulator:
 
     def _check(self, size: int, weight: int) -> None:
         if size != self.total.size:
-            raise InvalidUpdate(f"an update of {size} values where {self.total.size} are due")
+            raise InvalidUpdate(f"an update of {size} values, expected {self.total.size}")
         if not 1 <= weight <= self.fixed_point.max_weight - self.weight:
             raise InvalidUpdate(
                 f"weight {weight} on top of {self.weight}, where the plan allows "

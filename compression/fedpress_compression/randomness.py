@@ -29,7 +29,7 @@ class PublicRandomness:
 
     def __post_init__(self) -> None:
         if len(self.seed) != 32:
-            raise ConfigurationError(f"a public seed of {len(self.seed)} bytes where 32 are due")
+            raise ConfigurationError(f"a public seed of {len(self.seed)} bytes, expected 32")
 
     def stream(self, label: str) -> PublicStream:
         """The stream for `label`; the same label gives the same stream from its beginning."""

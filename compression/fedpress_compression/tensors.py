@@ -170,7 +170,7 @@ class ModelSpec:
             if array is None or tuple(array.shape) != tensor.shape:
                 found = "missing" if array is None else f"of shape {tuple(array.shape)}"
                 raise ConfigurationError(
-                    f"tensor {tensor.name!r} is {found} where shape {tensor.shape} is due"
+                    f"tensor {tensor.name!r} is {found}, expected shape {tensor.shape}"
                 )
             flat[self.slices[tensor.name]] = np.asarray(array, np.float32).ravel()
         return flat
@@ -178,7 +178,7 @@ class ModelSpec:
     def unflatten(self, flat: Vector) -> dict[str, npt.NDArray[np.float32]]:
         """Views of `flat` [d], one for each trained tensor, in its shape."""
         if flat.shape != (self.size,):
-            raise ConfigurationError(f"a vector of shape {flat.shape} where ({self.size},) is due")
+            raise ConfigurationError(f"a vector of shape {flat.shape}, expected ({self.size},)")
         return {t.name: flat[self.slices[t.name]].reshape(t.shape) for t in self.trained}
 
     def part(self, flat: Vector, chosen: ModelSpec) -> Vector:

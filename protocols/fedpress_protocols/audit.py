@@ -1,7 +1,7 @@
 """The audit log: entries, each of which holds the hash of the one before it.
 
-Whoever changes an entry, takes one out or puts one in has to make every later hash anew. Who has
-noted a later hash elsewhere, as a `Head`, then finds out. docs/audit.md has the bytes for programs
+Changing, removing or inserting an entry changes every later hash. Anyone who noted a later hash
+elsewhere, as a `Head`, detects it. docs/audit.md has the bytes for programs
 in other languages.
 """
 
@@ -20,14 +20,14 @@ from fedpress_protocols.validation import format_validation_errors
 
 _DOMAIN = b"fedpress audit v1\x00"
 BEFORE_THE_FIRST = "0" * 64
-"""What the first entry has in place of a hash before it."""
+"""The `previous` of the first entry."""
 MAX_ENTRY_BYTES = 65536
 """The longest line of an exported log that is read."""
 _MAX_SEQ = 2**53 - 1
 
 
 class AuditEntry(Term):
-    """What was done, by whom, to what; see docs/audit.md for actors and actions."""
+    """One action: who did it, to which object; see docs/audit.md for actors and actions."""
 
     seq: Annotated[int, Field(ge=1, le=_MAX_SEQ)]
     """1, 2, 3 and so on, without a gap."""
@@ -43,16 +43,18 @@ class AuditEntry(Term):
 
     @property
     def digest(self) -> str:
-        """What `hash` has to be. Raises MalformedRequest for details that no log has."""
+        """The expected value of `hash`. Raises MalformedRequest for details that no log can
+        hold."""
         return digest_of(self.model_dump(exclude={"hash"}))
 
     def to_line(self) -> str:
-        """As a line of an exported log, without its end."""
+        """Format as a line of an exported log, without the line break."""
         return canonical_json(self.model_dump()).decode()
 
     @classmethod
     def from_line(cls, line: str) -> AuditEntry:
-        """Raises ConfigurationError unless it is an entry in its one spelling."""
+        """Parse a line of an exported log; raises ConfigurationError unless it is canonical
+        JSON."""
         try:
             entry = cls.model_validate_json(line, strict=True)
             is_canonical = entry.to_line() == line
@@ -63,7 +65,7 @@ class AuditEntry(Term):
         except MalformedRequest as exc:
             raise ConfigurationError(f"not an entry of an audit log: {exc.detail}") from exc
         if not is_canonical:
-            raise ConfigurationError("an entry that is not spelled as RFC 8785 has it")
+            raise ConfigurationError("an entry that is not canonical JSON (RFC 8785)")
         return entry
 
 
@@ -80,7 +82,7 @@ class Head(Term):
 
     @classmethod
     def parsed(cls, text: str) -> Head:
-        """Of `SEQ:HASH`; raises ConfigurationError."""
+        """Parse `SEQ:HASH`; raises ConfigurationError."""
         seq, _, digest = text.partition(":")
         try:
             return cls(seq=int(seq) if seq.isdecimal() and len(seq) < 17 else -1, hash=digest)
@@ -95,7 +97,7 @@ NOTHING = Head(seq=0, hash=BEFORE_THE_FIRST)
 
 
 class AuditPage(Term):
-    """Some entries in their order, and where the log ends now."""
+    """Some entries in order, and the current head of the log."""
 
     entries: tuple[AuditEntry, ...]
     head: Head
@@ -112,10 +114,10 @@ def checked(
     heads: Iterable[Head] = (),
     after: Head | None = NOTHING,
 ) -> Iterator[AuditEntry]:
-    """The entries, each once it is found to follow from the one before.
+    """Yield the entries after checking that each one links to the previous.
 
-    `after` is what the first one follows; None takes its own word for that. Every one of `heads`
-    must be met. Raises BrokenChain.
+    `after` is the head that the first entry must link to; None accepts any. Every one of `heads`
+    must be reached. Raises BrokenChain.
     """
     noted = {head.seq: head for head in heads}
     last = after
@@ -135,7 +137,7 @@ def checked(
 
 
 def end_of(entries: Iterable[AuditEntry]) -> Head:
-    """Where they end; `NOTHING` if there are none."""
+    """The head after the last of them; `NOTHING` if there are none."""
     last = NOTHING
     for entry in entries:
         last = Head(seq=entry.seq, hash=entry.hash)
@@ -164,8 +166,8 @@ def _follow(entry: AuditEntry, last: Head | None) -> None:
         )
 
 
-def _meet(head: Head, found: str) -> None:
-    if found != head.hash:
+def _meet(head: Head, actual_hash: str) -> None:
+    if actual_hash != head.hash:
         raise BrokenChain(
-            f"entry {head.seq} has hash {found}, and had {head.hash} once", seq=head.seq
+            f"entry {head.seq} has hash {actual_hash}, and had {head.hash} once", seq=head.seq
         )

@@ -1,9 +1,9 @@
-"""How a device changes its key: one statement, signed by the key before and the key after.
+"""Device key rotation: one statement, signed by the old key and the new key.
 
-The old key's signature says whose key comes next, the new key's that its holder has it; so nobody
-can move a device to a key that is not its own, nor take another's key for his. Statements make a
-chain from the key with which a device enrolled. SPEC-signatures.md, "A device's next key", is the
-norm.
+The old key's signature authorizes the new key; the new key's signature proves possession. So nobody
+can move a device to a key that is not its own, nor claim the key of another device. Statements form
+a chain from the key with which a device enrolled. SPEC-signatures.md, "A device's next key", is
+normative.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ ROTATION_CONTEXT = "fedpress device key v1"
 
 
 def signed_rotation(client_id: str, old: DeviceKey, new: DeviceKey) -> SignedRotation:
-    """The statement that `new` follows `old` for the device `client_id`; the same each time."""
+    """Sign the statement that `new` replaces `old` for the device `client_id`; deterministic."""
     rotation = KeyRotation(
         client_id=client_id, old_key=to_base64url(old.public), new_key=to_base64url(new.public)
     )
@@ -42,7 +42,7 @@ def signed_rotation(client_id: str, old: DeviceKey, new: DeviceKey) -> SignedRot
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """A statement whose keys are parsed and whose signatures are still to be checked."""
+    """A statement with parsed keys, whose signatures have not been verified yet."""
 
     signed: SignedRotation
     old: bytes
@@ -57,7 +57,7 @@ class Link:
         return key_id_of(self.new)
 
     def check(self) -> None:
-        """Raises InvalidSignature unless both keys have signed."""
+        """Verify both signatures; raises InvalidSignature."""
         document = self.signed.rotation.model_dump(mode="json")
         halves = (
             ("old", self.old, self.signed.old_signature),
@@ -74,10 +74,10 @@ class Link:
 
 
 def chain(rotations: Sequence[SignedRotation]) -> tuple[Link, ...]:
-    """One device's statements, each beginning at the key where the one before it ended.
+    """Parse one device's statements, each of which must start at the key where the previous one
+    ended.
 
-    Raises MalformedRequest if they are not that, or a key comes twice; signatures are not looked
-    at.
+    Raises MalformedRequest for a gap or a repeated key; signatures are not verified here.
     """
     links = tuple(
         Link(
@@ -90,11 +90,11 @@ def chain(rotations: Sequence[SignedRotation]) -> tuple[Link, ...]:
     for before, after in pairwise(links):
         if before.new != after.old:
             raise MalformedRequest(
-                f"a change of key from {after.old_id} after one to {before.new_id}"
+                f"a rotation from key {after.old_id} follows one to key {before.new_id}"
             )
     if len({link.signed.rotation.client_id for link in links}) > 1:
-        raise MalformedRequest("changes of key of more than one device")
+        raise MalformedRequest("key rotations of more than one device")
     keys = [link.old for link in links[:1]] + [link.new for link in links]
     if len(set(keys)) < len(keys):
-        raise MalformedRequest("a device comes back to a key that it has left")
+        raise MalformedRequest("a device returns to a key that it replaced before")
     return links

@@ -1,8 +1,8 @@
-"""Models on their way down: whole, or as the difference to one that the device holds.
+"""Coding of models for download: whole, or as the difference to one that the device has.
 
-A model on a grid has, in every trained tensor, whole multiples of some power of two. Those whole
-numbers are what is coded, so both forms are exact: whatever way a device has come by a model, its
-file is the same to the last bit, and so is its digest. SPEC.md, "Models on the way down", has the
+In a model on a grid, every trained tensor holds whole multiples of some power of two. Those whole
+numbers are coded, so both forms are exact: by either way, a device gets the same file to the last
+bit, and so the same digest. SPEC.md, "Models on the way down", has the
 bytes.
 """
 
@@ -28,18 +28,18 @@ Whole = npt.NDArray[np.int64]
 LEAST_EXPONENT, MOST_EXPONENT = -100, 120
 """A grid's step is 2**-exponent: a normal float32, and so is every multiple below `_BEYOND`."""
 _BEYOND = 2**24
-"""Multiples of a step are below this in magnitude: exact in float32."""
+"""Bound on the magnitude of multiples of a step: below it they are exact in float32."""
 _MOST_SHIFT = 24
 _MOST_SPEC = 2**20
-"""Bytes of a spec: more than 10,000 tensors."""
+"""Maximum bytes of a spec; enough for more than 10,000 tensors."""
 _MODEL, _DIFFERENCE = 1, 2
 _ANY: Coder = "auto"
 DownlinkCoder = Literal["huffman", "auto"]
 
 
 def exponent_of(values: Vector) -> int | None:
-    """The least h for which every one of `values` is a whole multiple of 2**-h, within bounds of
-    the format; None for zeros. Raises ConfigurationError if there is none such."""
+    """The smallest h such that all `values` are whole multiples of 2**-h, within the bounds of the
+    format; None for zeros. Raises ConfigurationError if no h fits."""
     others = values[values != 0]
     if np.signbit(values[values == 0]).any():
         raise ConfigurationError("a model with a negative zero is on no grid")
@@ -55,7 +55,7 @@ def exponent_of(values: Vector) -> int | None:
         raise ConfigurationError(
             f"values up to {np.abs(others).max():g} in steps of 2**-{exponent} are on no grid of "
             f"less than {_BEYOND} steps",
-            hint="only models that a task with a downlink publishes have a coded form",
+            hint="only models published by a task with a downlink can be coded",
         )
     return exponent
 
@@ -74,7 +74,7 @@ def multiples(values: Vector, exponent: int) -> Whole:
 
 
 def valued(whole: Whole, exponent: int) -> Vector:
-    """What `whole` steps of 2**-exponent come to; raises DecodingError beyond 2**24 of them."""
+    """The values of `whole` steps of 2**-exponent; raises DecodingError beyond 2**24 steps."""
     if np.abs(whole).max(initial=0) >= _BEYOND:
         raise DecodingError(f"{_BEYOND} steps of a grid or more")
     return whole.astype(np.float32) * np.float32(2.0**-exponent)
@@ -102,14 +102,14 @@ class _Part:
 
 
 def encode_model(model: Model, coder: DownlinkCoder = "huffman") -> bytes:
-    """The coded form of a model on a grid; a function of the model and of `coder`.
+    """Encode a model on a grid; the bytes are a function of the model and `coder`.
 
     Raises ConfigurationError for a model that is on none, or holds values that its file does not.
     """
     spec = model.spec
     text = spec.to_json().encode()
     if len(text) > _MOST_SPEC:
-        raise ConfigurationError(f"a spec of {len(text)} bytes where {_MOST_SPEC} are coded")
+        raise ConfigurationError(f"a spec of {len(text)} bytes; at most {_MOST_SPEC} can be coded")
     described = _coded_octets(np.frombuffer(text, np.uint8))
     carried = _coded_octets(_buffers(model))
     head = bytes((_MODEL,)) + uvarint(len(text)) + uvarint(len(described)) + described
@@ -119,10 +119,10 @@ def encode_model(model: Model, coder: DownlinkCoder = "huffman") -> bytes:
 
 
 def decode_model(data: bytes, max_bytes: int) -> Model:
-    """The model that `encode_model` was given.
+    """Decode the bytes of `encode_model`.
 
-    Raises DecodingError, or BodyTooLarge for one whose tensors are longer than `max_bytes`; both
-    before anything of that size is allocated.
+    Raises DecodingError, or BodyTooLarge if the tensors are longer than `max_bytes`; both before
+    anything of that size is allocated.
     """
     reader = Reader(data)
     _expect_form(reader, _MODEL)
@@ -133,10 +133,10 @@ def decode_model(data: bytes, max_bytes: int) -> Model:
     try:
         spec = ModelSpec.from_json(text)
     except ConfigurationError as exc:
-        raise DecodingError(f"no spec of a model: {exc.detail}") from exc
+        raise DecodingError(f"not a model spec: {exc.detail}") from exc
     total = sum(tensor.num_bytes for tensor in spec.tensors)
     if total > max_bytes:
-        raise BodyTooLarge(f"a model of {total} bytes where {max_bytes} are allowed")
+        raise BodyTooLarge(f"a model of {total} bytes; at most {max_bytes} are allowed")
     others = [tensor for tensor in spec.tensors if not tensor.is_trained]
     carried = _octets(reader, sum(tensor.num_bytes for tensor in others)).tobytes()
     try:
@@ -149,22 +149,22 @@ def decode_model(data: bytes, max_bytes: int) -> Model:
 
 
 def encode_difference(base: Model, model: Model, coder: DownlinkCoder = "huffman") -> bytes:
-    """What leads from `base` to `model`; a function of the two and of `coder`.
+    """Encode the difference from `base` to `model`; a function of the two and of `coder`.
 
-    Raises ConfigurationError for models of two specs, with other buffers, or on no grid.
+    Raises ConfigurationError for models with different specs or buffers, or on no grid.
     """
     spec = model.spec
     if base.spec != spec or not np.array_equal(_buffers(base), _buffers(model)):
-        raise ConfigurationError("the models differ in more than trained values")
+        raise ConfigurationError("the models differ in more than their trained values")
     return bytes((_DIFFERENCE,)) + _encode(
         spec, *_parts(spec, base.parameters, model.parameters), coder
     )
 
 
 def decode_difference(data: bytes, base: Model) -> Model:
-    """The model that `encode_difference` led to from `base`; raises DecodingError.
+    """Apply the bytes of `encode_difference` to `base`; raises DecodingError.
 
-    From another base it comes to something else: check the digest.
+    Another base gives another model, so the caller checks the digest.
     """
     reader = Reader(data)
     _expect_form(reader, _DIFFERENCE)
@@ -186,7 +186,7 @@ def on_grid(tensor: TensorSpec, values: Vector, bits: int) -> Vector:
 
 
 def finest(values: Vector, bits: int) -> int | None:
-    """The largest h for which `values` take less than 2**(bits - 1) steps of 2**-h; None for
+    """The largest h such that all `values` are below 2**(bits - 1) steps of 2**-h; None for
     zeros."""
     largest = float(np.abs(values).max(initial=0.0))
     if not largest:
@@ -196,7 +196,7 @@ def finest(values: Vector, bits: int) -> int | None:
     if np.rint(largest * 2.0**exponent) >= 2 ** (bits - 1):
         exponent -= 1
     if exponent < LEAST_EXPONENT:
-        raise ConfigurationError(f"a value of {largest:g} is beyond what a grid is made for")
+        raise ConfigurationError(f"a value of {largest:g} is out of range for any grid")
     return min(exponent, MOST_EXPONENT)
 
 
@@ -222,7 +222,7 @@ def _parts(spec: ModelSpec, base: Vector, values: Vector) -> tuple[list[_Part], 
         if before.tobytes() == after.tobytes():
             parts.append(_Part(tensor, where, 0, 0, 0))
             continue
-        if exponent is None:  # zeros now: on any grid, and so on that of what they were
+        if exponent is None:  # zeros are on any grid, so also on the grid of the base
             exponent = exponent_of(before) or 0
         try:
             move = multiples(after, exponent) - multiples(before, exponent)
@@ -233,16 +233,16 @@ def _parts(spec: ModelSpec, base: Vector, values: Vector) -> tuple[list[_Part], 
         bound = int(np.abs(move).max(initial=0))
         if bound >= 2**31:
             raise ConfigurationError(f"tensor {tensor.name!r} moves by {bound} steps")
-        # A tensor whose rounding to the new grid is all that moves it still has to be rounded.
+        # A tensor that changes only by rounding to the new grid still has to be sent.
         parts.append(_Part(tensor, where, exponent, shift, max(bound, 1)))
         moves.append(move)
     return parts, moves
 
 
 def _common_zeros(whole: Whole) -> int:
-    """How many low bits are zero in every one of `whole`; 0 if all of them are."""
-    seen = int(np.bitwise_or.reduce(whole, initial=0))
-    return (seen & -seen).bit_length() - 1 if seen else 0
+    """The number of low bits that are zero in all of `whole`; 0 if all values are zero."""
+    union = int(np.bitwise_or.reduce(whole, initial=0))
+    return (union & -union).bit_length() - 1 if union else 0
 
 
 def _encode(
@@ -256,7 +256,7 @@ def _encode(
 
 
 def _decode(reader: Reader, data: bytes, spec: ModelSpec, parameters: Vector) -> None:
-    """Move `parameters` [spec.size] by what is left to be read."""
+    """Add the decoded differences from `reader` to `parameters` [spec.size]."""
     if reader.uvarint() != len(spec.trained):
         raise DecodingError(f"not of the model's {len(spec.trained)} trained tensors")
     parts = [part for part in _heads(reader, spec) if part.bound]
@@ -287,7 +287,7 @@ def _heads(reader: Reader, spec: ModelSpec) -> Iterator[_Part]:
 
 
 def _buffers(model: Model) -> npt.NDArray[np.uint8]:
-    """The bytes of every tensor that is not trained, in order."""
+    """The bytes of every untrained tensor, in order."""
     stored = [
         to_stored(tensor, model.buffers[tensor.name]).tobytes()
         for tensor in model.spec.tensors
@@ -297,7 +297,7 @@ def _buffers(model: Model) -> npt.NDArray[np.uint8]:
 
 
 def _split(carried: bytes, tensors: Sequence[TensorSpec]) -> dict[str, npt.NDArray[Any]]:
-    """The arrays whose bytes are `carried`, end to end."""
+    """Split the concatenated bytes `carried` into arrays."""
     arrays, at = {}, 0
     for tensor in tensors:
         stored = np.frombuffer(carried, stored_dtype(tensor), tensor.size, at)
@@ -311,7 +311,7 @@ def _coded_octets(octets: npt.NDArray[np.uint8]) -> bytes:
 
 
 def _octets(reader: Reader, num: int) -> npt.NDArray[np.uint8]:
-    """`num` bytes, after the number of bytes that they are coded in."""
+    """Read `num` bytes, preceded by the length of their code."""
     length = reader.uvarint()
     start = reader.skip(8 * length) >> 3
     coded = reader.octets[start : start + length].tobytes()
@@ -320,9 +320,9 @@ def _octets(reader: Reader, num: int) -> npt.NDArray[np.uint8]:
 
 
 def _expect_form(reader: Reader, form: int) -> None:
-    found = reader.read(8)
-    if found != form:
-        raise DecodingError(f"form {found} where {form} is due")
+    actual = reader.read(8)
+    if actual != form:
+        raise DecodingError(f"form {actual}, expected {form}")
 
 
 __all__ = [

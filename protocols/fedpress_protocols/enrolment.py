@@ -1,4 +1,4 @@
-"""What operators and the server say to each other of devices and the tokens that bring them."""
+"""Messages between operators and the server about devices and enrolment tokens."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ TokenState = Literal["good", "used-up", "expired", "revoked"]
 
 class TokenRequest(Term):
     uses: Annotated[int, Field(ge=1, le=1_000_000)] = 1
-    """How many devices may enrol with it."""
+    """Number of devices that may enrol with the token."""
     expires_in: Annotated[float, Field(gt=0, le=10 * 366 * 86400)] = 86400.0
     """Seconds."""
     note: Annotated[str, Field(max_length=256, pattern=WITHOUT_NUL)] = ""
     approve_each: bool = False
-    """Whether each device that it brings waits until an operator has approved it."""
+    """Whether each device that enrols with the token waits for an operator's approval."""
 
 
 class TokenStatus(Term):
@@ -33,7 +33,7 @@ class TokenStatus(Term):
     used: int
     """Devices that have enrolled with it."""
     created_at: float
-    """Unix seconds, as all times here."""
+    """Unix seconds, like all times here."""
     expires_at: float
     note: str = ""
     approve_each: bool = False
@@ -41,35 +41,35 @@ class TokenStatus(Term):
 
 
 class TokenResponse(TokenStatus):
-    """With its secret."""
+    """An enrolment token with its secret."""
 
     token: str
     """Shown once: the server keeps only its hash."""
 
 
 class ClientStatus(Term):
-    """A device that was ever enrolled."""
+    """A device that is or was enrolled."""
 
     client_id: Identifier
     state: DeviceState
-    """waiting: every request is refused until an operator approves it; approved: it may take part,
-    as most may without anybody's word; rejected, revoked: it is turned away."""
+    """waiting: every request is refused until an operator approves the device; approved: it may
+    take part, the default without approval; rejected, revoked: every request is refused."""
     key_id: str
-    """Of its key; the device prints the same one."""
+    """The id of its key, as the device prints it."""
     name: str
-    """What the device calls itself."""
+    """The name that the device gave."""
     token_id: Identifier
-    """Of the token that brought it."""
+    """The token with which it enrolled."""
     enrolled_at: float
     decided_at: float | None = None
-    """When an operator approved or rejected it; None if nobody had to."""
+    """When an operator approved or rejected it; None if no decision was needed."""
     rotated_at: float | None = None
-    """Since when it has this key, if it had another before."""
+    """When it rotated to this key; None if it never did."""
     revoked_at: float | None = None
 
 
 class KeyLeft(Term):
-    """A key that its device has left for the next one; it never comes back."""
+    """A key that its device has replaced; it is never valid again."""
 
     key_id: str
     retired_at: float
@@ -77,4 +77,4 @@ class KeyLeft(Term):
 
 class ClientDetails(ClientStatus):
     former_keys: tuple[KeyLeft, ...] = ()
-    """In the order in which the device had them."""
+    """The former keys, oldest first."""

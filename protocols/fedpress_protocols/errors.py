@@ -1,49 +1,49 @@
-"""Errors that cross the wire, and the few that stay at home.
+"""Errors that cross the wire, and the few that are only raised locally.
 
 FedpressError
 ├── ConfigurationError          a setting or a task that cannot work
 │   ├── IncompatiblePlan        the parts of a round plan cannot work together
-│   │   └── PlanDeclined        a plan that this device's own rules do not admit
+│   │   └── PlanDeclined        a plan that this device's own rules refuse
 │   └── MissingExtra            an optional dependency is not installed
 ├── MalformedRequest            a request that is not what the API describes
 │   ├── LengthRequired          an upload that does not say how long it is
-│   ├── RequestTimeout          a request that stopped half-way
+│   ├── RequestTimeout          a request whose body stopped arriving
 │   ├── HeaderTooLarge          more header than the server reads
 │   ├── BodyTooLarge            an upload longer than the plan allows
-│   ├── DigestMismatch          a body other than the one its digest was taken of
+│   ├── DigestMismatch          a body that does not match its digest
 │   └── WireVersionMismatch     the two ends speak no wire version in common
-├── InvalidUpdate               an update that the plan does not admit
-│   └── DecodingError           bytes that are not what they claim to be
-├── MaskingError                a party to secure aggregation does not keep to the protocol
-│   ├── InvalidShare            a share that was not dealt, or shares of no secret
+├── InvalidUpdate               an update that the plan does not allow
+│   └── DecodingError           malformed bytes of a coded object
+├── MaskingError                a party to secure aggregation violates the protocol
+│   ├── InvalidShare            a share that was never issued, or inconsistent shares
 │   ├── InvalidKey              a public key that cannot be used
-│   └── InvalidSeal             a sealed message that its sender did not seal for this receiver
+│   └── InvalidSeal             a sealed message that was not sealed for this receiver
 ├── Unauthorized
 │   ├── InvalidToken            an enrolment or admin token unknown, used up or expired
 │   ├── UnknownDevice           a key that was never enrolled, or was revoked
-│   ├── InvalidSignature        a request that its key did not sign
+│   ├── InvalidSignature        a request whose signature does not verify
 │   ├── ReplayedRequest         a signed request seen before
 │   └── ClockSkew               a request signed too long ago, or in the future
-├── Forbidden                   a device at another device's door
-│   ├── RoleRequired            an operator whose role does not reach so far
-│   ├── DeviceNotApproved       a device that waits for an operator's word
-│   └── DeviceRejected          a device that an operator does not want
+├── Forbidden                   a request for another device's resource
+│   ├── RoleRequired            an operator whose role lacks the permission
+│   ├── DeviceNotApproved       a device that waits for an operator's approval
+│   └── DeviceRejected          a device that an operator has rejected
 ├── NotFound
 │   ├── UnknownTask
 │   ├── UnknownRound
 │   ├── UnknownModel
 │   ├── UnknownAssignment
-│   └── UnknownPartial          an upload by parts that was dropped, has expired or never began
+│   └── UnknownPartial          an upload in parts that was dropped, has expired or never began
 ├── Conflict
 │   ├── RoundClosed             the round takes no more updates
 │   ├── UpdateConflict          other bytes under an assignment already used
-│   ├── OffsetConflict          a part that does not begin where the parts before it end
+│   ├── OffsetConflict          a part whose offset is not the end of the previous parts
 │   └── AlreadyExists           a name or key that is taken
 ├── Unavailable                 try again after a while
 │   ├── StorageFull
-│   └── TooManyRequests         more of a kind than the server takes in a while
-├── ServerError                 the server's own fault
-├── BrokenChain                 an audit log that was changed; found at home, never sent
+│   └── TooManyRequests         a rate limit of the server was reached
+├── ServerError                 an internal error of the server
+├── BrokenChain                 an audit log that was modified; raised locally, never sent
 └── DeviceError                 on the device alone, never sent
     ├── StateLocked             another process holds the state directory
     ├── StateCorrupt            a state file that cannot be read
@@ -120,9 +120,9 @@ __all__ = [
 
 
 class PlanDeclined(IncompatiblePlan):
-    """Carries `rule`, the device's own that the plan does not keep."""
+    """Raised with `rule`, the device's rule that the plan violates."""
 
-    slug, title = "plan-declined", "The device's own rules do not admit the plan"
+    slug, title = "plan-declined", "The device's own rules refuse the plan"
     default_hint = "check the server's task, or change the device's rules"
 
 
@@ -136,7 +136,7 @@ class LengthRequired(MalformedRequest):
 
 
 class RequestTimeout(MalformedRequest):
-    slug, status, title = "request-timeout", 408, "The request stopped half-way"
+    slug, status, title = "request-timeout", 408, "The request was not completed in time"
     default_hint = "send it again"
 
 
@@ -150,7 +150,7 @@ class BodyTooLarge(MalformedRequest):
 
 class DigestMismatch(MalformedRequest):
     slug, title = "digest-mismatch", "The body does not match its Content-Digest"
-    default_hint = "the bytes were changed on the way: send them again"
+    default_hint = "the bytes were changed in transit: send them again"
 
 
 class WireVersionMismatch(MalformedRequest):
@@ -159,11 +159,11 @@ class WireVersionMismatch(MalformedRequest):
 
 
 class MaskingError(FedpressError):
-    slug, status, title = "masking", 422, "The masking protocol was not kept to"
+    slug, status, title = "masking", 422, "The masking protocol was violated"
 
 
 class InvalidShare(MaskingError):
-    slug, title = "invalid-share", "A share is not one of a secret's"
+    slug, title = "invalid-share", "A share does not belong to a secret"
 
 
 class InvalidKey(MaskingError):
@@ -189,16 +189,16 @@ class UnknownDevice(Unauthorized):
 
 
 class InvalidSignature(Unauthorized):
-    slug, title = "invalid-signature", "The signature does not fit the request"
+    slug, title = "invalid-signature", "The signature does not match the request"
 
 
 class ReplayedRequest(Unauthorized):
     slug, title = "replayed-request", "The signed request was seen before"
-    default_hint = "sign every request anew"
+    default_hint = "sign every request with a fresh nonce"
 
 
 class ClockSkew(Unauthorized):
-    """Carries `server_time` (Unix seconds), by which a device corrects its own clock."""
+    """Raised with `server_time` (Unix seconds), by which a device corrects its clock."""
 
     slug, title = "clock-skew", "The request was signed at another time"
     default_hint = "sign again with server_time as the clock"
@@ -209,21 +209,21 @@ class Forbidden(FedpressError):
 
 
 class RoleRequired(Forbidden):
-    """Carries `role`, the operator's, and `roles`, those that may."""
+    """Raised with the operator's `role` and the `roles` that are allowed."""
 
     slug, title = "role-required", "The operator's role does not allow it"
 
 
 class DeviceNotApproved(Forbidden):
-    """Carries `retry_after` (seconds) and `key_id`, by which operator and device know it is it."""
+    """Raised with `retry_after` (seconds) and `key_id`, which operator and device compare."""
 
     slug, title = "device-not-approved", "The device waits for an operator's approval"
-    default_hint = "have an operator compare the key id and approve the device; then ask again"
+    default_hint = "have an operator compare the key id and approve the device; then retry"
 
 
 class DeviceRejected(Forbidden):
     slug, title = "device-rejected", "An operator has rejected the device"
-    default_hint = "ask the operator; asking the server again changes nothing"
+    default_hint = "ask the operator; a retry changes nothing"
 
 
 class NotFound(FedpressError):

@@ -1,4 +1,4 @@
-"""What servers tell their operators of the devices that come to them, and of what they log."""
+"""Reports of servers to their operators: statistics about devices, and log levels."""
 
 from __future__ import annotations
 
@@ -10,33 +10,32 @@ LogLevel = Literal["debug", "info", "warning", "error"]
 
 
 class ServerLogLevel(Term):
-    """The least severe message that one server logs."""
+    """The lowest severity that one server logs."""
 
     server: str
     level: LogLevel
 
 
 class LogLevelStatus(Term):
-    """The least severe message that servers log."""
+    """The lowest severity that servers log."""
 
     level: LogLevel
-    """Of the server that answers."""
+    """The level of the server that answers."""
     server: str = ""
     """Which server answers, of several; only in answers."""
     servers: tuple[ServerLogLevel, ...] = ()
-    """All that run; only in answers."""
+    """All running servers; only in answers."""
 
 
 class ServerSince(Term):
-    """A server that runs, and when it was started, in Unix seconds."""
+    """A running server and its start time in Unix seconds."""
 
     server: str
     since: float
 
 
 class Quantiles(Term):
-    """About where observations lie: a tenth, a half and nine tenths of them are at most so much.
-    None before the first."""
+    """Approximate quantiles (10%, 50%, 90%) of `num` observations; None before the first."""
 
     num: int
     tenth: float | None = None
@@ -45,28 +44,27 @@ class Quantiles(Term):
 
 
 class FleetStatus(Term):
-    """What all servers that run have seen, each since it was started."""
+    """Statistics of all running servers, each since its start."""
 
     server: str
-    """Which server answers, of several. Its own part is of this moment, those of others are a few
-    seconds old."""
+    """The server that answers. Its own figures are current, those of others a few seconds old."""
     since: float
-    """Unix seconds: when the first of them was started."""
+    """Unix seconds at which the first of them was started."""
     uplink_bits_per_second: Quantiles
-    """Of bodies that took 10 ms or longer to come."""
+    """Rates of bodies that took 10 ms or longer to receive."""
     uplink_unmeasured: int
-    """Bodies that came faster."""
+    """Number of bodies that arrived faster."""
     clocks_ahead_seconds: Quantiles
     clocks_behind_seconds: Quantiles
-    """Of requests, their way included."""
+    """Difference of request timestamps to the server's clock, transit time included."""
     download_bytes: int
     answer_bytes: int
     """Bytes sent, headers among them."""
     egress_cost: float
-    """Of both, at the price of the settings."""
+    """The cost of both at the configured price."""
     egress_currency: str
     staged_bytes: int
     staged_float32_bytes: int
-    """Body bytes of staged uploads, and what their updates would have come to in float32."""
+    """Body bytes of staged uploads, and the bytes of their updates in float32."""
     servers: tuple[ServerSince, ...] = ()
-    """Those that this is of."""
+    """The servers that are included."""

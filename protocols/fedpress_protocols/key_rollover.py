@@ -1,9 +1,9 @@
-"""How a server comes to sign with another key, and how a device follows it.
+"""Server key rollover: how a server changes its signing key, and how a device follows it.
 
-The old key names the new one in a signed statement. A device believes the key that it pinned when
-it was enrolled, and whatever a chain of such statements leads to from there; SPEC-signatures.md is
-the norm. A chain is worth as much as the secrecy of the keys in it: whoever has copied an old key
-can name a successor too.
+The old key names the new one in a signed statement. A device trusts the key that it pinned when
+it enrolled, and every key that a chain of such statements leads to from there; SPEC-signatures.md
+is normative. A chain is only as secure as the keys in it: a copy of an old key can name a successor
+too.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from fedpress_protocols.signatures import (
 KEY_ROLLOVER_CONTEXT = "fedpress server key v1"
 MAX_KEY_ROLLOVERS = 256
 PublicKey = Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{42}[AEIMQUYcgkosw048]$")]
-"""32 bytes, base64url without padding, in its one spelling."""
+"""32 bytes, canonical base64url without padding."""
 
 
 class KeyRollover(Term):
-    """The word of `key` that from now on the server signs with `successor`."""
+    """The statement of `key` that the server signs with `successor` from now on."""
 
     key: PublicKey
     successor: PublicKey
@@ -40,7 +40,7 @@ class KeyRollover(Term):
 
 
 class SignedKeyRollover(Term):
-    """Signed by `key`, as receipts are: over the fields of the succession with `key_id`."""
+    """A rollover signed by `key`, like receipts: over its fields with `key_id`."""
 
     succession: KeyRollover
     key_id: Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{22}$")]
@@ -48,14 +48,14 @@ class SignedKeyRollover(Term):
 
 
 class ServerKeys(Term):
-    """The key that a server signs with now, and every change of it, the oldest first."""
+    """The current signing key of a server, and all rollovers, oldest first."""
 
     server_key: PublicKey
     successions: Annotated[tuple[SignedKeyRollover, ...], Field(max_length=MAX_KEY_ROLLOVERS)] = ()
 
 
 def sign_key_rollover(key: DeviceKey, successor: bytes, made_at: int) -> SignedKeyRollover:
-    """The statement by which `key` hands over to the public key `successor` (32 bytes)."""
+    """Sign the statement by which `key` hands over to the public key `successor` (32 bytes)."""
     succession = KeyRollover(
         key=to_base64url(key.public), successor=to_base64url(successor), made_at=made_at
     )
@@ -66,7 +66,7 @@ def sign_key_rollover(key: DeviceKey, successor: bytes, made_at: int) -> SignedK
 
 
 def verify_key_rollover(signed: SignedKeyRollover) -> tuple[bytes, bytes]:
-    """The key and its successor; raises InvalidSignature unless the key itself says so."""
+    """Return the key and its successor; raises InvalidSignature unless that key signed it."""
     key = from_base64url(signed.succession.key, 32)
     document = signed.succession.model_dump(mode="json")
     document |= {"key_id": signed.key_id, "signature": signed.signature}
@@ -77,9 +77,9 @@ def verify_key_rollover(signed: SignedKeyRollover) -> tuple[bytes, bytes]:
 def follow_rollovers(
     pinned: bytes, key_id: str, successions: Collection[SignedKeyRollover]
 ) -> tuple[bytes, ...]:
-    """The keys after `pinned` (32 bytes), in order, up to the one that is called `key_id`.
+    """Return the keys after `pinned` (32 bytes), in order, up to the one with id `key_id`.
 
-    Raises InvalidSignature where no chain leads there, or a key on the way names two successors.
+    Raises InvalidSignature if no chain leads there, or if a key in it names two successors.
     """
     by_key = {each.succession.key: each for each in successions}
     for each in successions:

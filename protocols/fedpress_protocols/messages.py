@@ -1,6 +1,6 @@
-"""The control plane: what devices and server say to each other in JSON.
+"""The control plane: JSON messages between devices and the server.
 
-Both ends parse with these and refuse unknown fields; the API's schemas are drawn from them.
+Both ends parse with these classes and refuse unknown fields; the API's schemas come from them.
 """
 
 from __future__ import annotations
@@ -40,19 +40,20 @@ AVERAGE = "average"
 Outcome = Literal["included", "not-included"]
 RoundState = Literal["collecting", "basing", "masking", "folding", "committed", "abandoned"]
 TaskState = Literal["running", "paused", "finished", "cancelled"]
-"""A paused task has had its rounds and may get more; to a device it is as good as running."""
+"""A paused task has finished its rounds and may be continued; devices treat it like a running
+one."""
 
 
 PublicKey = Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{42}[AEIMQUYcgkosw048]$")]
-"""32 bytes, base64url without padding, in its one spelling."""
+"""32 bytes, canonical base64url without padding."""
 _Signature = Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{85}[AQgw]$")]
-"""64 bytes, likewise."""
+"""64 bytes, canonical base64url without padding."""
 MAX_ROTATIONS = 256
-"""How often a device may change its key."""
+"""Maximum number of key rotations of a device."""
 
 
 class KeyRotation(Term):
-    """That the device `client_id` signs with `new_key` from now on, and with `old_key` no more."""
+    """The statement that the device `client_id` signs with `new_key` from now on, not `old_key`."""
 
     client_id: Identifier
     old_key: PublicKey
@@ -60,9 +61,9 @@ class KeyRotation(Term):
 
 
 class SignedRotation(Term):
-    """Signed by both keys: the old one says which comes next, the new one that it is there.
+    """A key rotation signed by both keys: the old one authorizes, the new one proves possession.
 
-    See `device_keys` for what is signed.
+    See `device_keys` for the signed bytes.
     """
 
     rotation: KeyRotation
@@ -71,10 +72,10 @@ class SignedRotation(Term):
 
 
 class RotationRequest(Term):
-    """Brings in a device's newest key; the request is signed by it, or by the one before it.
+    """Register a device's newest key; the request is signed by it or by the previous one.
 
-    `rotations` is the chain of all that led to it, or the end of that: a server which came back
-    from a backup knows an earlier key.
+    `rotations` is the whole chain of rotations or its end: a server that was restored from a backup
+    may know an earlier key only.
     """
 
     rotations: Annotated[tuple[SignedRotation, ...], Field(min_length=1, max_length=MAX_ROTATIONS)]
@@ -83,12 +84,12 @@ class RotationRequest(Term):
 class RotationResponse(Term):
     client_id: Identifier
     key_id: Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{22}$")]
-    """Of the key that the server knows the device by now."""
+    """The id of the key that the server now has for the device."""
     server_time: float
 
 
 class EnrolRequest(Term):
-    """Registers the Ed25519 key that signed this very request: its signature proves possession.
+    """Register the Ed25519 key that signed this request: the signature proves possession.
 
     The enrolment token travels as `Authorization: Bearer`.
     """
@@ -97,8 +98,8 @@ class EnrolRequest(Term):
     """32 bytes, base64url without padding."""
     name: Annotated[str, Field(max_length=128, pattern=WITHOUT_NUL)] = ""
     rotations: Annotated[tuple[SignedRotation, ...], Field(max_length=MAX_ROTATIONS)] = ()
-    """From the key with which the device first enrolled to this one, if it is another: the device
-    is the one that it was, to a server that has lost its records. Left out where it is empty."""
+    """Rotations from the key with which the device first enrolled to this one: a server that has
+    lost its records recognizes the device by them. Left out if empty."""
 
     @model_serializer(mode="wrap")
     def _without_empty(self, serialize: SerializerFunctionWrapHandler) -> dict[str, Any]:
@@ -116,7 +117,7 @@ class EnrolResponse(Term):
 
 
 class Membership(Term):
-    """What a device of the masked lane shows to others: a certificate, and whose it is.
+    """The certificate that a device of the masked lane shows to others, and its issuer.
 
     `authority` is the Ed25519 key that signs certificates for `population`. `certificate` is
     None where the server does not hold that key: the operator of the authority issues it.
@@ -129,26 +130,26 @@ class Membership(Term):
 
 
 class TaskSummary(Term):
-    """What a device needs to know of a task before it joins."""
+    """A task as a device sees it before it joins."""
 
     task: Name
     state: TaskState
     model: Digest
     """The newest model."""
     published: dict[Name, Digest] = Field(default_factory=dict)
-    """Models that the strategy publishes beside it, by name: `average`, say."""
+    """Further models that the strategy publishes, by name; for example `average`."""
     best: Digest | None = None
-    """The one that devices measured best so far, see EvaluationTerms; None before any did."""
+    """The best model by the devices' evaluations so far, see EvaluationTerms; None without any."""
     spec: Digest
     round: Annotated[int, Field(ge=0)]
     """Rounds committed so far."""
     rounds: Annotated[int, Field(ge=1)]
     """Rounds in all."""
     reason: str = ""
-    """Why it ended before its last round, if it did; of a running task, why it does not go on."""
+    """Why it ended before its last round; for a running task, why it makes no progress."""
     lane: Literal["clear", "masked"] = "clear"
     downlink: bool = False
-    """Whether its models are to be had coded, whole and as differences."""
+    """Whether its models can be downloaded coded, whole and as differences."""
 
     @property
     def served(self) -> Digest:
@@ -159,28 +160,28 @@ class TaskSummary(Term):
 
 
 class Restore(Term):
-    """A server came back from a backup: what was committed after it is in no model of this server.
+    """A restore of the server from a backup; rounds committed after the backup are lost.
 
-    Each restore makes a new *epoch*.
+    Each restore starts a new *epoch*.
     """
 
     number: Annotated[int, Field(ge=1)]
-    """Of restores that this server's records have been through."""
+    """Number of restores in the history of this server's records."""
     epoch: Identifier
-    """Drawn anew by each restore: of two restores of one backup too."""
+    """Drawn at random for each restore, so that two restores of one backup differ."""
     backup_at: int
-    """Unix seconds; what was committed before is here."""
+    """Unix seconds; everything committed before is kept."""
     restored_at: int
 
 
 class IncludedUpload(Term):
-    """An upload that a device knows to have been included, by the receipt that it has."""
+    """An upload for which the device has a receipt that says it was included."""
 
     assignment: Identifier
     round: Annotated[int, Field(ge=0, lt=2**31)]
     attempt: Annotated[int, Field(ge=0, lt=2**31)]
     model: Digest | None
-    """The one that it went into."""
+    """The model that includes it."""
 
 
 MAX_FATES = 1024
@@ -189,40 +190,40 @@ MAX_FATES = 1024
 class CheckInRequest(Term):
     wire_versions: tuple[int, ...] = WIRE_VERSIONS
     pending: Annotated[tuple[Identifier, ...], Field(max_length=1024)] = ()
-    """Assignments of which the device holds an upload and no receipt."""
+    """Assignments with an upload but without a receipt."""
     wait: Annotated[float, Field(ge=0, le=30)] = 0.0
-    """Seconds that the server may hold the answer until there is news."""
+    """Seconds for which the server may hold the request (long poll)."""
     attributes: Attributes = Field(default_factory=dict)
-    """What the task's rules of eligibility read; the device's own word."""
+    """Attributes for the task's eligibility rules, as the device reports them; not verified."""
     epoch: Identifier | None = None
-    """Of the last restore that the device has taken account of; None: of none."""
+    """The epoch of the last restore that the device has processed; None before any."""
     fates: Annotated[tuple[IncludedUpload, ...], Field(max_length=MAX_FATES)] = ()
-    """What it was told since the last backup; asked once it hears of a restore."""
+    """Uploads with receipts since the last backup; sent once after a restore."""
 
 
 class Assignment(Term):
-    """One client's part in one attempt at a round; the key under which its upload is idempotent."""
+    """The work of one client in one attempt at a round; its id makes the upload idempotent."""
 
     assignment: Identifier
     client_id: Identifier
     plan: RoundPlan
     profile: Name
     own: Digest | None = None
-    """SHA-256 of what the client's last included upload stood for, float32; None for zeros, and
-    where no profile of the plan reads it."""
+    """SHA-256 of the client's last included update, decoded, float32; None for zeros, or if no
+    profile of the plan reads it."""
     basis: Digest | None = None
-    """Of the second of two trips: SHA-256 of the basis that the first trips came to, float32."""
+    """In the second exchange of a round with two: SHA-256 of the basis from the first, float32."""
     turn: Annotated[int, Field(ge=0)] = 0
-    """How many assignments of this very attempt the client had before; in an asynchronous task."""
+    """Number of earlier assignments of the client in this attempt; in an asynchronous task."""
 
 
 RECEIPT_CONTEXT = "fedpress receipt v1"
-"""Under which the server signs receipts and a device verifies them."""
+"""Signature context of receipts."""
 
 
 class MaskedSum(Term):
-    """Which sum a masked upload went into: the session's id, the digest of the set of clients that
-    was signed in it, and that of the sum."""
+    """The sum that includes a masked upload: the session's id, the digest of the signed set of
+    survivors, and the digest of the sum."""
 
     session: Digest
     survivors: Digest
@@ -230,10 +231,10 @@ class MaskedSum(Term):
 
 
 class Receipt(Term):
-    """What became of an assignment, once and for all; signed by the server.
+    """The final outcome of an assignment, signed by the server.
 
-    `model` is the model that the upload went into, `upload` the SHA-256 of the body. `masked` is
-    there, also among the fields signed, for an upload of the masked lane that was included.
+    `model` is the model that includes the upload, `upload` the SHA-256 of the body. `masked` is
+    set, and signed, for an included upload of the masked lane.
     """
 
     assignment: Identifier
@@ -258,7 +259,7 @@ class Receipt(Term):
     """Unix seconds."""
     masked: MaskedSum | None = None
     epoch: Identifier | None = None
-    """Of the server's last restore before the receipt was issued; there only if there was one."""
+    """The epoch of the server's last restore before the receipt was issued; left out before any."""
 
     @model_serializer(mode="wrap")
     def _without_none(self, serialize: SerializerFunctionWrapHandler) -> dict[str, Any]:
@@ -279,8 +280,8 @@ DeclineReason = Literal[
     "storage-failed",
     "upload-refused",
 ]
-"""Why a device gives an assignment back. A server counts words of later releases as `other`, and
-devices that state none as `unstated`."""
+"""Reasons to decline an assignment. A server counts reasons of later releases as `other`, and
+requests without one as `unstated`."""
 
 
 class SignedReceipt(Term):
@@ -290,12 +291,12 @@ class SignedReceipt(Term):
 
 
 RECALL_CONTEXT = "fedpress recall v1"
-"""Under which the server signs what a restore undid."""
+"""Signature context of recalls."""
 
 
 class Recall(Term):
-    """The server's word to one device, signed: since `restore` it knows nothing of the assignments
-    `unknown`, and what was sent for them is in no model of it, nor will be."""
+    """A signed statement to one device after `restore`: the server has no record of the assignments
+    `unknown`, and no model does or will include their uploads."""
 
     client_id: Identifier
     task: Name
@@ -312,24 +313,24 @@ class SignedRecall(Term):
 
 
 class CheckInResponse(Term):
-    """An assignment or none, and the fate of everything pending that has one."""
+    """An assignment, if there is one, and the receipts of pending uploads."""
 
     task: TaskSummary
     receipts: tuple[SignedReceipt, ...] = ()
     assignment: Assignment | None = None
     retry_after: float
-    """Seconds until the next check-in is worth while; jitter is the device's."""
+    """Seconds until the next check-in; the device adds jitter."""
     server_time: float
     recall: SignedRecall | None = None
-    """Where the server was restored since the device's `epoch`, or does not know what it asks of
-    because of that."""
+    """Set if the server was restored since the device's `epoch`, or if a restore lost a pending
+    assignment."""
     backup_at: int | None = None
-    """The server may go back to here (Unix seconds): a device keeps what receipts of later say was
-    included. Told with receipts; None without a backup."""
+    """Time of the last backup (Unix seconds), to which a restore may return: a device keeps
+    included updates of later receipts. Sent with receipts; None without a backup."""
 
 
 class UploadAck(Term):
-    """The upload is staged durably. What becomes of it, the receipt will say."""
+    """Acknowledgement that the upload is stored durably. The receipt will give the outcome."""
 
     assignment: Identifier
     upload: Digest
@@ -337,40 +338,40 @@ class UploadAck(Term):
 
 
 Trip = Literal["first", "update"]
-"""Which body of an assignment: the first of two trips, or the update."""
+"""The body of an assignment: that of the first of two exchanges, or the update."""
 
 
 class PartialIntent(Term):
-    """Begins an upload by parts of an assignment's body, or finds the one that was begun."""
+    """Start an upload in parts of an assignment's body, or resume one."""
 
     trip: Trip = "update"
     max_bytes: Annotated[int, Field(ge=1, lt=2**53)]
-    """What the body will not be longer than; its length, once that is known."""
+    """Maximum length of the body; its exact length once known."""
     upload: Digest | None = None
-    """SHA-256 of the whole body; None while it is still being made."""
+    """SHA-256 of the whole body; None while it is still being produced."""
 
 
 class PartialUpload(Term):
-    """How far an upload by parts has come: everything before `offset` is on the server's disk.
+    """Progress of an upload in parts: everything before `offset` is on the server's disk.
 
-    It is no upload before its completion, and is forgotten at `expires_at`, which every part puts
-    off.
+    It counts as an upload only after its completion, and is dropped at `expires_at`, which every
+    part postpones.
     """
 
     partial: Identifier | None
-    """What names it; None where `ack` says that there is nothing to send."""
+    """Its id; None if `ack` is set and there is nothing to send."""
     offset: Annotated[int, Field(ge=0)]
     digest: Digest
-    """SHA-256 of the bytes before `offset`: a device whose body begins otherwise starts anew."""
+    """SHA-256 of the bytes before `offset`: a device whose body differs restarts."""
     part_bytes: Annotated[int, Field(ge=1)]
-    """The longest part that is taken."""
+    """Maximum bytes of a part."""
     expires_at: float
     ack: UploadAck | None = None
-    """Of the very body that was asked about, if it is staged already."""
+    """Set if this body is already staged."""
 
 
 class PartialCompletion(Term):
-    """The device's signed word that the parts are the whole body: from here on it is an upload."""
+    """Completes an upload in parts; the device's signature makes the body count as its upload."""
 
     num_bytes: Annotated[int, Field(ge=1, lt=2**53)]
     upload: Digest
@@ -381,7 +382,7 @@ MAX_CLASSES = 1000
 
 
 class ClassCount(Term):
-    """How many examples of a class a device has, and of how many the model was right."""
+    """Number of examples of a class on a device, and of correct predictions."""
 
     num_examples: Annotated[int, Field(ge=1, lt=2**32)]
     correct: Annotated[int, Field(ge=0)]
@@ -389,7 +390,9 @@ class ClassCount(Term):
     @model_validator(mode="after")
     def _no_more_than_all(self) -> ClassCount:
         if self.correct > self.num_examples:
-            raise ValueError(f"{self.correct} correct of {self.num_examples} examples")
+            raise ValueError(
+                f"correct must be at most num_examples ({self.num_examples}), not {self.correct}"
+            )
         return self
 
 
@@ -402,20 +405,22 @@ class EvaluationReport(Term):
     classes: Annotated[dict[Name, ClassCount], Field(max_length=MAX_CLASSES)] = Field(
         default_factory=dict
     )
-    """By class, if the device counts them."""
+    """Counts by class, if the device has them."""
     attributes: Attributes = Field(default_factory=dict)
-    """As of CheckInRequest: one of them says which group the report counts in."""
+    """As in CheckInRequest: one of them may select the group of the report."""
 
     @model_validator(mode="after")
     def _no_more_than_all(self) -> EvaluationReport:
         total = sum(count.num_examples for count in self.classes.values())
         if total > self.num_examples:
-            raise ValueError(f"classes of {total} examples in all, of {self.num_examples}")
+            raise ValueError(
+                f"the classes count {total} examples, more than num_examples ({self.num_examples})"
+            )
         return self
 
 
 class Measured(Term):
-    """What several devices measured: means weighted by their examples."""
+    """Evaluation results of several devices: means weighted by their examples."""
 
     num_clients: int
     num_examples: int
@@ -423,38 +428,38 @@ class Measured(Term):
 
 
 class SessionStatus(Term):
-    """A masked session, as far as it has come. `began` clients were there for it; by step,
-    `answered` is how many came and `silent` how many had not, of those asked, at its deadline."""
+    """Progress of a masked session. `began` is the number of clients at its start; by phase,
+    `answered` counts those that answered, `silent` those that missed the deadline."""
 
     began: int
     answered: dict[str, int]
     silent: dict[str, int] = Field(default_factory=dict)
     message_bytes: int
-    """Of all that clients said, uploads not among it."""
+    """Bytes of all client messages, without the uploads."""
     seconds: float | None = None
-    """From its beginning until the last step was over."""
+    """Seconds from its start to the end of the last phase."""
     suspects: tuple[str, ...] = ()
-    """The clients at fault: what they sealed several could not open, or their shares were wrong.
-    They take no part in the task's next sessions."""
+    """Clients at fault: several others could not open their sealed messages, or their shares were
+    wrong. They are excluded from the task's next sessions."""
     failures: tuple[tuple[str, str], ...] = ()
-    """Who could not open what whom had sealed. Of a pair by itself either may be at fault: they are
-    kept apart."""
+    """Pairs (receiver, sender) with a sealed message that did not open. Either may be at fault, so
+    they are kept apart."""
 
 
 class Durations(Term):
-    """How long devices took for their assignments of a round, in seconds from the assignment to the
-    whole upload, and how long those that declined as `too-slow` say that they need."""
+    """Seconds that devices took from assignment to complete upload in a round, and the estimates of
+    those that declined as `too-slow`."""
 
     num_uploads: Annotated[int, Field(ge=0)]
     num_too_slow: Annotated[int, Field(ge=0)]
     median: Annotated[float, Field(ge=0)]
     longest: Annotated[float, Field(ge=0)]
     suggested_round_seconds: Annotated[float, Field(gt=0)]
-    """Time for nine of ten of these devices, and a quarter more."""
+    """The 90% quantile of these durations plus a quarter."""
 
 
 class RoundStatus(Term):
-    """One attempt at a round, as operators and devices may see it."""
+    """One attempt at a round, as operators and devices see it."""
 
     task: Name
     round: int
@@ -464,7 +469,7 @@ class RoundStatus(Term):
     base_model: Digest
     model: Digest | None = None
     published: dict[Name, Digest] = Field(default_factory=dict)
-    """Models beside `model`, see TaskSummary."""
+    """Further models, see TaskSummary."""
     assigned: int
     received: int
     included: int
@@ -474,36 +479,37 @@ class RoundStatus(Term):
     deadline: float
     closed_at: float | None = None
     upload_bytes: int
-    """Body bytes of every upload that was read."""
+    """Body bytes of all uploads read."""
     wire_upload_bytes: int
-    """The same with request lines and headers."""
+    """The same, including request lines and headers."""
     download_bytes: int
     """Model bytes sent for this attempt."""
     coded_download_bytes: int = 0
-    """Of them: of whole models, coded."""
+    """Bytes among them of coded whole models."""
     difference_download_bytes: int = 0
-    """Of them: of differences to a model that the device held."""
+    """Bytes among them of coded differences."""
     num_examples: int
     session: SessionStatus | None = None
-    """In the masked lane, once a session has begun."""
+    """Set in the masked lane once a session has started."""
     course: Course | None = None
-    """What the task's policies made of the round, if it has any."""
+    """Decisions of the task's policies for the round, if it has policies."""
     declined: dict[str, int] = Field(default_factory=dict)
-    """Assignments that devices gave back, by their `DeclineReason`, `other` or `unstated`."""
+    """Declined assignments by `DeclineReason`, `other` or `unstated`."""
     durations: Durations | None = None
-    """How long devices took; asked for one round, None before any upload or estimate."""
+    """Durations of the devices' work; only for a single round, None before any upload or
+    estimate."""
     metrics: Metrics = Field(default_factory=dict)
     """Evaluation reports on the round's model, averaged by their examples."""
     measured: Measured | None = None
-    """The same with how many devices and examples they are of; asked for one round."""
+    """The same with the numbers of devices and examples; only for a single round."""
     groups: dict[str, Measured] = Field(default_factory=dict)
-    """The same by the value of the task's attribute, see EvaluationTerms; asked for one round."""
+    """The same by value of `group_by`, see EvaluationTerms; only for a single round."""
     classes: dict[Name, Measured] = Field(default_factory=dict)
-    """Accuracy by class, over the reports that count classes; asked for one round."""
+    """Accuracy by class, over the reports that count classes; only for a single round."""
 
 
 class Continuation(Term):
-    """More rounds for a task that has stopped after `after_round` of them, beginning at `model`."""
+    """More rounds for a task that stopped after `after_round` rounds, starting from `model`."""
 
     after_round: Annotated[int, Field(ge=0, lt=2**30)]
     rounds: Annotated[int, Field(ge=1, lt=2**30)]
@@ -511,11 +517,11 @@ class Continuation(Term):
 
 
 class AsynchronousTerms(Term):
-    """How a task goes on without rounds that wait: every `cohort.size` uploads make a model,
-    whatever the models that they were trained from.
+    """Asynchronous aggregation: every `cohort.size` uploads make a model, whichever models they
+    were trained from.
 
-    At most `concurrency` assignments are open at a time, each for `round_seconds`. One whose model
-    is more than `max_staleness` models behind comes to nothing.
+    At most `concurrency` assignments are open at a time, each for `round_seconds`. An upload whose
+    model is more than `max_staleness` versions old is not included.
     """
 
     concurrency: Annotated[int, Field(ge=1, lt=2**31)]
@@ -523,40 +529,40 @@ class AsynchronousTerms(Term):
 
 
 class DownlinkTerms(Term):
-    """How a task's models go down coded; docs/downlink.md says what each number costs.
+    """Compression of model downloads; docs/downlink.md has the cost of each number.
 
-    Every published model lies on a grid: its tensors hold whole numbers of `bits` bits, and a step
-    from model to model takes at most `rate` bits a coordinate. What a step leaves out stays with
-    the server, for the next. A device that holds one of the last `keep` models before the newest
-    gets the difference, any other the newest whole, coded.
+    Every published model lies on a grid: its tensors hold integers of `bits` bits, and a step from
+    model to model takes at most `rate` bits per coordinate. The server keeps the remainder of a
+    step for the next. A device that has one of the last `keep` models before the newest gets the
+    difference, any other device the newest model whole, coded.
     """
 
     bits: Annotated[int, Field(ge=4, le=14)] = 12
     rate: Annotated[float, Field(gt=0, le=3.2)] = 1.0
     keep: Annotated[int, Field(ge=1, le=256)] = 8
     coder: Literal["huffman", "auto"] = "huffman"
-    """"auto" gets more into the same bytes; slow to read on a device without fast kernels."""
+    """"auto" fits more into the same bytes; decoding is slow on a device without fast kernels."""
 
 
 class SelectionTerms(Term):
-    """Which of the devices that wait are assigned; docs/selection.md compares the policies.
+    """Selection of waiting devices for assignments; docs/selection.md compares the policies.
 
-    "first": whoever comes first, at once. The others choose once `candidates` devices wait, or
-    `window` seconds after the first did, and again whenever places are left or given back:
-    "uniform", each as likely; "weighted", in proportion to examples; "seldom", in inverse
-    proportion to the assignments that a device has had; "reliable", in proportion to the share of
-    them that came to an upload; "loss", those with the highest loss among `candidates` drawn in
-    proportion to examples.
+    "first" assigns in order of arrival, at once. The others choose once `candidates` devices wait,
+    or `window` seconds after the first, and again whenever places are free: "uniform", all equally
+    likely; "weighted", in proportion to examples; "seldom", in inverse proportion to the device's
+    previous assignments; "reliable", in proportion to the share of them that led to an upload;
+    "loss", the highest losses among `candidates` devices drawn in proportion to examples.
     """
 
     policy: Literal["first", "uniform", "weighted", "seldom", "reliable", "loss"] = "first"
     candidates: Annotated[int, Field(ge=1, lt=2**20)] | None = None
-    """None: twice as many as places are to be filled."""
+    """None: twice the number of free places."""
     window: Annotated[float, Field(gt=0)] = 10.0
 
 
 class Eligibility(Term):
-    """What one attribute must be: a number in [`minimum`, `maximum`], or any value of `one_of`."""
+    """A condition on one attribute: a number in [`minimum`, `maximum`], or any value of
+    `one_of`."""
 
     minimum: float | None = None
     maximum: float | None = None
@@ -566,13 +572,13 @@ class Eligibility(Term):
     def _asks_for_one_thing(self) -> Eligibility:
         least, most = self.minimum, self.maximum
         if (least is not None or most is not None) == bool(self.one_of):
-            raise ValueError("give one_of, or minimum or maximum or both")
+            raise ValueError("set either one_of, or minimum, maximum or both")
         if least is not None and most is not None and least > most:
             raise ValueError(f"minimum {least:g} is larger than maximum {most:g}")
         return self
 
     def admits(self, value: Attribute | None) -> bool:
-        """Whether an attribute may be `value`; None, one that is missing, never may."""
+        """Return whether `value` satisfies the condition; None, a missing attribute, never does."""
         if value is None or isinstance(value, str) or self.one_of:
             return value in self.one_of
         return (self.minimum is None or value >= self.minimum) and (
@@ -581,13 +587,13 @@ class Eligibility(Term):
 
 
 class EvaluationTerms(Term):
-    """What a task makes of its devices' evaluation reports.
+    """Use of the devices' evaluation reports in a task.
 
-    The best model is the one with the `goal` of `metric`, of several the first. With `patience` the
-    task ends, as after its last round, once that many models in a row are not better than the best
-    before them by more than `min_delta`. `group_by` names the attribute of devices whose values
-    the metrics are shown by. What fewer than `least_clients` devices report is not shown by group
-    or class, and makes a model neither the best nor a reason to end.
+    The best model has the `goal` (min or max) of `metric`; of equal ones, the first. With
+    `patience` the task ends, as after its last round, once that many models in a row do not improve
+    on the best previous one by more than `min_delta`. `group_by` names the device attribute by
+    which metrics are grouped. Results of fewer than `least_clients` devices are not shown by group
+    or class, and count neither for the best model nor for patience.
     """
 
     metric: Name = "loss"
@@ -598,15 +604,15 @@ class EvaluationTerms(Term):
     least_clients: Annotated[int, Field(ge=1)] = 1
 
     def cost(self, value: float) -> float:
-        """The less, the better."""
+        """The metric as a cost: lower is better."""
         return value if self.goal == "lowest" else -value
 
 
 class RetentionTerms(Term):
-    """Which of a task's versions keep their files: the newest `last`, and one of `every`.
+    """Retention of a task's model files: the newest `last` versions, and every `every`-th.
 
-    Besides, always: the first, the best, those that an alias has pointed to, and whatever a round
-    needs. Rows stay of all.
+    Always kept: the first, the best, those that an alias has pointed to, and all that a round
+    needs. The records of all versions stay.
     """
 
     last: Annotated[int, Field(ge=1, lt=2**31)] = 10
@@ -625,38 +631,38 @@ class TaskConfig(Term):
     strategy: dict[str, Any] = Field(default_factory=lambda: {"id": "fedavg"})
     lane: Literal["clear", "masked"] = "clear"
     masking: MaskingTerms | None = None
-    """Of the masked lane; None there stands for the defaults."""
+    """Terms of the masked lane; None there means the defaults."""
     profiles: Annotated[tuple[Profile, ...], Field(min_length=1, max_length=256)]
-    """Those of all rounds, or of those after the `schedule`."""
+    """The profiles of all rounds, or of the rounds after the `schedule`."""
     schedule: Schedule = ()
     """What the rounds have before: warm-ups, other rates."""
     policies: Policies = ()
     """Which of `profiles` a round has, and each client of it. With any these are a ladder, the
     gentlest first; without, the assignments of a round have them in turn."""
     schedule_after: Annotated[int, Field(ge=0, lt=2**31)] = 0
-    """Rounds before the schedule begins; a continuation, whose optimizer begins anew, sets it."""
+    """Rounds before the schedule starts; set by a continuation, whose optimizer restarts."""
     training: TrainingTerms = TrainingTerms()
     cohort: CohortRules
     round_seconds: Annotated[float, Field(gt=0, lt=2**31)] = 600.0
     at_end: Literal["finished", "paused"] = "finished"
-    """What becomes of the task after its last round."""
+    """Whether the task finishes or pauses after its last round."""
     max_attempts: Annotated[int, Field(ge=1, lt=2**31)] = 10
-    """Attempts at one round before the task is cancelled."""
+    """Maximum attempts at one round before the task is cancelled."""
     max_abs: Annotated[float, Field(gt=0)] = 256.0
     max_examples: Annotated[int, Field(ge=1, lt=2**32)] = 65536
     members: Annotated[tuple[Identifier, ...], Field(max_length=65536)] = ()
-    """The clients that may take part; none named: all."""
+    """The clients that may take part; empty: all."""
     eligible: Annotated[dict[Name, Eligibility], Field(max_length=32)] = Field(default_factory=dict)
-    """By attribute: what it must be for a device to be assigned."""
+    """Conditions by attribute for a device to be assigned."""
     selection: SelectionTerms = SelectionTerms()
     evaluation: EvaluationTerms = EvaluationTerms()
     asynchronous: AsynchronousTerms | None = None
-    """None: round by round."""
+    """None: synchronous rounds."""
     downlink: DownlinkTerms | None = None
-    """None: models go down as they are. Else the first model is rounded to the grid, and has
-    another digest than `model`."""
+    """None: models are sent uncompressed. Otherwise the first model is rounded to the grid, and its
+    digest differs from `model`."""
     retention: RetentionTerms | None = RetentionTerms()
-    """None: the files of all versions stay."""
+    """None: the files of all versions are kept."""
     seed: Annotated[int, Field(ge=0, lt=2**63)] | None = None
     """Derives the public seeds of the rounds; None draws one at random."""
 
@@ -673,13 +679,13 @@ class TaskConfig(Term):
         if terms.window >= self.round_seconds:
             raise ValueError(
                 f"selection.window of {terms.window:g} s in rounds of {self.round_seconds:g} s; "
-                "choose a shorter one, since those chosen have the rest of the round"
+                "choose a shorter window: the selected devices only have the rest of the round"
             )
         places = 1 if self.asynchronous else self.cohort.assigned
         if terms.candidates is not None and terms.candidates < places:
             raise ValueError(
-                f"selection.candidates of {terms.candidates} for {places} places, which leaves "
-                "nothing to choose; give as many at least, or none"
+                f"selection.candidates of {terms.candidates} for {places} places leaves "
+                f"nothing to choose; set at least {places}, or leave it out"
             )
         return self
 
@@ -691,8 +697,8 @@ class TaskConfig(Term):
         return (*periods, *self.profiles, *([] if probing is None else [probing.reference]))
 
     def check_new(self) -> None:
-        """Raise IncompatiblePlan for what no task may begin with any more. Tasks that were begun
-        before are read as they are."""
+        """Raise IncompatiblePlan for a configuration that new tasks may not have. Tasks started by
+        an earlier release are read unchanged."""
         for profile in self.every_profile:
             check_feedback(profile.compressor)
         self.check_phases()
@@ -719,24 +725,24 @@ class TaskConfig(Term):
             return self
         if self.lane == "masked":
             raise ValueError(
-                "an asynchronous task in the masked lane, whose clients have to be there at the "
-                "same time; use the clear lane, or a task without asynchronous terms"
+                "an asynchronous task cannot use the masked lane, whose clients must be online "
+                "at the same time; use the clear lane, or a task without asynchronous terms"
             )
         needs = frozenset[str]().union(*(each.compressor.needs for each in self.every_profile))
         if needs & {"own", "basis"}:
             raise ValueError(
-                "an asynchronous task, and what an upload stands for hangs on the round that it is "
-                "of; use another compressor than delta and powersgd in two trips, or a task "
-                "without asynchronous terms"
+                "an asynchronous task cannot use delta or powersgd in two exchanges, whose uploads "
+                "decode only within their round; use another compressor, or a task without "
+                "asynchronous terms"
             )
         if self.cohort.minimum != self.cohort.size:
             raise ValueError(
-                f"cohort.minimum of {self.cohort.minimum} where an asynchronous task makes every "
-                f"model of cohort.size = {self.cohort.size} uploads; set both the same"
+                f"cohort.minimum of {self.cohort.minimum}, but an asynchronous task makes every "
+                f"model of cohort.size = {self.cohort.size} uploads; set both to the same number"
             )
         if self.cohort.over_selection != 1:
             raise ValueError(
-                f"over_selection of {self.cohort.over_selection:g} in an asynchronous task, where "
-                "no upload is one too many; asynchronous.concurrency says how many clients train"
+                f"over_selection of {self.cohort.over_selection:g} in an asynchronous task, which "
+                "uses every upload; set asynchronous.concurrency for the number of clients"
             )
         return self

@@ -1,9 +1,9 @@
-"""A model as both ends see it: what its tensors are, their values, and the file that holds them.
+"""Models: their tensors, the values, and the safetensors file that holds them.
 
 A model travels as one safetensors file, addressed by the SHA-256 of its bytes. Its trained tensors
-(float32, float16, bfloat16, and not frozen) form one flat float32 vector in the order of the spec;
-everything else (frozen tensors, BatchNorm's counter, integer tables) is carried from model to model
-and never averaged.
+(float32, float16 or bfloat16, and not frozen) form one flat float32 vector in the order of the
+spec; everything else (frozen tensors, BatchNorm's counter, integer tables) is copied from model to
+model and never averaged.
 """
 
 from __future__ import annotations
@@ -63,30 +63,30 @@ class Model:
     def __post_init__(self) -> None:
         if self.parameters.shape != (self.spec.size,) or self.parameters.dtype != np.float32:
             raise ConfigurationError(
-                f"parameters are {self.parameters.dtype}{list(self.parameters.shape)} where "
-                f"float32[{self.spec.size}] is due"
+                f"parameters are {self.parameters.dtype}{list(self.parameters.shape)}, "
+                f"expected float32[{self.spec.size}]"
             )
         if not self.spec.size:
             raise ConfigurationError(
-                f"no tensor of the model is trained; trained are {', '.join(TRAINED_DTYPES)}, "
+                f"no tensor of the model is trainable; trainable are {', '.join(TRAINED_DTYPES)}, "
                 "unless they are frozen"
             )
         if not np.isfinite(self.parameters).all():
             raise ConfigurationError("the model holds NaN or infinity")
-        due = {tensor.name for tensor in self.spec.tensors if not tensor.is_trained}
-        if set(self.buffers) != due:
-            raise ConfigurationError(f"buffers {sorted(self.buffers)} where {sorted(due)} are due")
+        expected = {tensor.name for tensor in self.spec.tensors if not tensor.is_trained}
+        if set(self.buffers) != expected:
+            raise ConfigurationError(f"buffers {sorted(self.buffers)}, expected {sorted(expected)}")
 
     @classmethod
     def from_tensors(
         cls, tensors: Mapping[str, npt.NDArray[Any]], *, frozen: Collection[str] = ()
     ) -> Model:
-        """A model of numpy arrays; every float32 and float16 array is trained, but for those whose
-        names are in `frozen`."""
+        """Build a model from numpy arrays; all float32 and float16 arrays are trained, except those
+        named in `frozen`."""
         unknown = sorted(set(frozen).difference(tensors))
         if unknown:
             raise ConfigurationError(
-                f"{', '.join(map(repr, unknown))} called frozen and no tensor of the model"
+                f"frozen names no tensor of the model: {', '.join(map(repr, unknown))}"
             )
         spec = ModelSpec(
             tuple(
@@ -101,7 +101,7 @@ class Model:
         return Model(self.spec, parameters, self.buffers)
 
     def tensors(self) -> dict[str, npt.NDArray[Any]]:
-        """Every tensor by name: the trained as float32 views, the buffers as they are."""
+        """All tensors by name: trained ones as float32 views, buffers unchanged."""
         trained = self.spec.unflatten(self.parameters)
         return {
             t.name: trained[t.name] if t.is_trained else self.buffers[t.name]
@@ -116,10 +116,10 @@ class Model:
     def to_bytes(self) -> bytes:
         """The safetensors file; trained tensors are rounded to their dtype, ties to even."""
         entries = {}
-        kept = []  # safetensors takes addresses, so the arrays must outlive the call
+        arrays = []  # safetensors takes addresses, so the arrays must outlive the call
         for tensor, array in zip(self.spec.tensors, self.tensors().values(), strict=True):
             stored = to_stored(tensor, array)
-            kept.append(stored)
+            arrays.append(stored)
             entries[tensor.name] = safetensors.TensorSpec(
                 dtype=tensor.dtype,
                 shape=tensor.shape,
@@ -136,9 +136,9 @@ class Model:
 
     @classmethod
     def from_bytes(cls, data: bytes) -> Model:
-        """Parse a safetensors file, ours or another's; raises ConfigurationError.
+        """Parse a safetensors file, whichever program wrote it; raises ConfigurationError.
 
-        Without our order of tensors in its metadata the order is that of the names.
+        Tensors are in the order of fedpress's metadata, without it in the order of their names.
         """
         try:
             header = _header(data)
@@ -166,19 +166,21 @@ class Model:
 
 
 def to_stored(tensor: TensorSpec, array: npt.NDArray[Any]) -> npt.NDArray[Any]:
-    """`array` as the file holds `tensor`, contiguous; raises ConfigurationError for a number that
-    float16 has not."""
+    """Convert `array` to the stored form of `tensor`, contiguous; raises ConfigurationError for a
+    number beyond float16."""
     if tensor.dtype == "bfloat16":
         array = _to_bfloat16(np.asarray(array, np.float32))
     with np.errstate(over="ignore"):
         stored = np.ascontiguousarray(array, stored_dtype(tensor))
     if tensor.dtype == "float16" and (np.isinf(stored) & np.isfinite(array)).any():
-        raise ConfigurationError(f"tensor {tensor.name!r} outgrew float16's 65504")
+        raise ConfigurationError(
+            f"tensor {tensor.name!r} has a value beyond float16's maximum, 65504"
+        )
     return stored
 
 
 def from_stored(tensor: TensorSpec, stored: npt.NDArray[Any]) -> npt.NDArray[Any]:
-    """The array of which `to_stored` makes `stored`."""
+    """Invert `to_stored`."""
     return _from_bfloat16(stored) if tensor.dtype == "bfloat16" else stored
 
 
@@ -197,8 +199,8 @@ def rounded_to_stored(tensor: TensorSpec, values: Vector) -> Vector:
 def _header(data: bytes) -> dict[str, Any]:
     """Parse the header of a safetensors file in memory bounded by MAX_TENSORS.
 
-    Raises ValueError for one that is too long, has too many values or repeats a key; whether it
-    describes tensors, and just the bytes after it, safetensors finds out.
+    Raises ValueError for one that is too long, has too many values or repeats a key; safetensors
+    checks that it describes tensors, and exactly the bytes after it.
     """
     length = int.from_bytes(data[:8], "little")
     if length > min(_MAX_HEADER_BYTES, len(data) - 8):
@@ -209,26 +211,26 @@ def _header(data: bytes) -> dict[str, Any]:
     try:
         header = json.loads(text, object_pairs_hook=_unrepeated)
     except RecursionError as exc:
-        raise ValueError("a header of too many levels") from exc
+        raise ValueError("a header nested too deeply") from exc
     if not isinstance(header, dict):
-        raise ValueError("a header that is no JSON object")
+        raise ValueError("a header that is not a JSON object")
     if len(header) > MAX_TENSORS + 1:
         raise ValueError(f"{len(header)} tensors; at most {MAX_TENSORS} are supported")
     return header
 
 
 def _unrepeated(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) != len(pairs):
-        raise ValueError("a name stands twice in the header")
-    return found
+    members = dict(pairs)
+    if len(members) != len(pairs):
+        raise ValueError("a name occurs twice in the header")
+    return members
 
 
 def _order(header: Mapping[str, Any], entries: Mapping[str, Any]) -> tuple[list[str], set[str]]:
-    """The names in the order that the file's metadata tells, and those of frozen tensors.
+    """The names in the order of the file's metadata, and the names of frozen tensors.
 
-    Raises ValueError for other names than the file's, and for frozen ones that are none, or not in
-    this order.
+    Raises ValueError if they are not the names in the file, or if frozen names are unknown or out
+    of order.
     """
     metadata = header.get("__metadata__", {})
     if _ORDER_KEY not in metadata:
@@ -236,7 +238,7 @@ def _order(header: Mapping[str, Any], entries: Mapping[str, Any]) -> tuple[list[
     try:
         order = json.loads(metadata[_ORDER_KEY], object_pairs_hook=_unrepeated)
     except RecursionError as exc:
-        raise ValueError("an order of too many levels") from exc
+        raise ValueError("an order nested too deeply") from exc
     frozen: list[str] = []
     if isinstance(order, dict):
         if set(order) != {"order", "frozen"}:

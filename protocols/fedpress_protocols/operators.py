@@ -1,4 +1,4 @@
-"""Who operates a server: roles, and what is told of their tokens."""
+"""Operators of a server: roles, and messages about their tokens."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ Note = Annotated[str, Field(max_length=256, pattern=WITHOUT_NUL)]
 
 
 class OperatorRequest(Term):
-    """A token for somebody who is to operate the server."""
+    """Create a token for an operator."""
 
     role: Role
-    """viewer reads; operator runs tasks and moves models; registrar lets devices in and out;
-    admin does all of it, and makes operators."""
+    """viewer reads; operator runs tasks and promotes models; registrar approves and revokes
+    devices; admin does all of that and manages operators."""
     expires_in: Annotated[float, Field(gt=0, le=10 * 366 * 86400)] = 90 * 86400.0
     """Seconds."""
     note: Note = ""
-    """Whose it is, or what for."""
+    """The owner or the purpose of the token."""
 
 
 class OperatorStatus(Term):
-    """A token without its secret."""
+    """An operator token without its secret."""
 
     operator_id: Identifier
-    """By this the audit log names who has the token."""
+    """The name of the token's owner in the audit log."""
     role: Role
     note: str
     created_at: float
@@ -41,7 +41,7 @@ class OperatorStatus(Term):
 
 
 class OperatorToken(OperatorStatus):
-    """With its secret."""
+    """An operator token with its secret."""
 
     token: str
     """Shown once: the server keeps only its hash."""

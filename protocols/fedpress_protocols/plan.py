@@ -1,8 +1,8 @@
-"""What the server asks of every client in a round, checked once, when it is made.
+"""The plan of a round: the server's terms for every client, validated once at construction.
 
 A plan travels as JSON. Both ends derive everything else from it and from the model's spec: layouts,
-bounds, shared randomness. An unknown field is refused, since a client that does not know a term
-cannot honour it.
+bounds, shared randomness. Unknown fields are refused, since a client cannot honour a term
+that it does not know.
 """
 
 from __future__ import annotations
@@ -61,8 +61,8 @@ TermT = TypeVar("TermT", bound=Term)
 
 def _compressor(value: Any) -> Any:
     if not isinstance(value, dict) and not hasattr(value, "layout"):
-        found = repr(value[:32]) if isinstance(value, str) else f"a {type(value).__name__}"
-        raise ValueError(f"a compressor is an object with an id, not {found}")
+        actual = repr(value[:32]) if isinstance(value, str) else f"a {type(value).__name__}"
+        raise ValueError(f"a compressor is an object with an id, not {actual}")
     try:
         return from_config(value) if isinstance(value, dict) else value
     except FedpressError as exc:  # pydantic gathers ValueErrors under the field's name
@@ -82,18 +82,20 @@ class Profile(Term):
     name: Name
     compressor: AnyCompressor
     learning_rate_factor: Annotated[float, Field(gt=0, le=4)] = 1.0
-    """By which a client that uses this profile multiplies the plan's learning rate."""
+    """Multiplier of the plan's learning rate for clients with this profile."""
 
     @model_serializer(mode="wrap")
     def _without_factor(self, serialize: SerializerFunctionWrapHandler) -> dict[str, Any]:
         fields: dict[str, Any] = serialize(self)
-        if fields.get("learning_rate_factor") == 1:  # so that who knows of none can read it
+        if (
+            fields.get("learning_rate_factor") == 1
+        ):  # so that older releases, which do not know the field, can read it
             del fields["learning_rate_factor"]
         return fields
 
 
 class TrainingTerms(Term):
-    """What a client does between two models. Terms left out are the trainer's own choice."""
+    """Terms of local training. Terms left out are the trainer's choice."""
 
     local_epochs: Annotated[int, Field(ge=1)] | None = None
     local_steps: Annotated[int, Field(ge=1)] | None = None
@@ -101,17 +103,18 @@ class TrainingTerms(Term):
     learning_rate: Annotated[float, Field(gt=0)] | None = None
     gradient_accumulation: Annotated[int, Field(ge=1)] = 1
     restricted: bool = False
-    """Only coordinates of the profile's support are trained, so that nothing is left out after."""
+    """Train only coordinates of the profile's support, so that no update is left over."""
 
     @model_validator(mode="after")
     def _one_length(self) -> TrainingTerms:
         if self.local_epochs is not None and self.local_steps is not None:
-            raise ValueError("give local_epochs or local_steps, not both")
+            raise ValueError("set local_epochs or local_steps, not both")
         return self
 
 
 class ControlTerms(Term):
-    """A vector [d] that every client keeps, zero at first, and takes off each gradient.
+    """Control variates (SCAFFOLD): a vector [d] of each client, initially zero, subtracted from
+    gradients.
 
     To each gradient a trainer adds `server`'s vector less the client's own, and what it uploads is
     its update plus `offset` times `server`'s. Once an upload is included, the client's vector moves
@@ -129,26 +132,27 @@ Pattern = Annotated[str, Field(min_length=1, max_length=128)]
 
 
 class ClientTerms(Term):
-    """What a strategy asks of its clients besides plain local training; by default nothing."""
+    """Terms of a strategy for its clients beyond plain local training; by default none."""
 
     proximal: Annotated[float, Field(ge=0)] = 0.0
-    """To each gradient is added this times the parameters less the round's model."""
+    """Factor of the proximal term: it times (parameters - round's model) is added to each
+    gradient."""
     control: ControlTerms | None = None
     full_batch: bool = False
-    """One step, along the mean gradient over all local examples."""
+    """Take one step along the mean gradient over all local examples."""
     normalise: bool = False
-    """The update is divided by the steps that were taken, which the upload reports."""
+    """Divide the update by the number of steps, which the upload reports."""
     personal: Annotated[tuple[Pattern, ...], Field(max_length=256)] = ()
-    """Tensors whose names match one of these (`*`, `?`, `[abc]`) stay on the device."""
+    """Patterns (`*`, `?`, `[abc]`) of the names of tensors that stay on the device."""
 
     @property
     def of_trainer(self) -> frozenset[str]:
-        """The terms set that only a trainer can honour, by name."""
-        asked = {name for name in ("proximal", "control", "full_batch") if getattr(self, name)}
-        return frozenset(asked)
+        """The names of the terms that only a trainer can honour."""
+        names = {name for name in ("proximal", "control", "full_batch") if getattr(self, name)}
+        return frozenset(names)
 
     def with_control(self, server: str | None) -> ClientTerms:
-        """These terms with the vector `server`, if clients keep one."""
+        """Return these terms with the control vector `server`, if clients have one."""
         if self.control is None:
             return self
         control = self.control.model_copy(update={"server": server})
@@ -156,7 +160,7 @@ class ClientTerms(Term):
 
 
 class CohortRules(Term):
-    """How many clients a round wants (`size`), asks and needs at least.
+    """Cohort limits of a round: target (`size`), assigned, and minimum (quorum).
 
     ceil(size * over_selection) are assigned; the round closes when `size` uploads are in, or at
     the deadline with `minimum` of them, and is abandoned with fewer.
@@ -186,7 +190,7 @@ class FixedPointTerms(Term):
 
 
 class PhaseTerms(Term):
-    """Seconds that the server waits for the cohort in each phase of a masked session, at most."""
+    """Timeout in seconds of each phase of a masked session."""
 
     advertise: Annotated[int, Field(ge=1, lt=2**32)] = 30
     share: Annotated[int, Field(ge=1, lt=2**32)] = 30
@@ -196,34 +200,34 @@ class PhaseTerms(Term):
 
 
 class MaskingTerms(Term):
-    """How a cohort's updates are summed under masks, and in which whole numbers.
+    """Terms of a masked sum: the protocol's parameters and the integer encoding.
 
     A number in [-`levels`, `levels`] of each client takes log2(2 * levels * cohort.size + 1) bits.
-    Its step comes of what is public: the largest number stands for `headroom` times the root mean
-    square of what the model's last step had there, or for `first_range` where that tells nothing.
-    What a compressor says of bits, clip and rounding is for the clear lane.
+    Its step follows from public data: the largest number stands for `headroom` times the root mean
+    square of the model's last step there, or for `first_range` without such a step. A compressor's
+    own bits, clip and rounding apply to the clear lane only.
     """
 
     adversary: Adversary = "malicious"
     corrupt: Annotated[float, Field(ge=0, lt=1)] = 0.1
-    """The share of the cohort that may work with the server."""
+    """The share of the cohort that may collude with the server."""
     dropout: Annotated[float, Field(ge=0, lt=1)] = 0.05
-    """The share of the cohort that may be lost between its keys and the sum."""
+    """The share of the cohort that may drop out between key exchange and sum."""
     suite: Suite = "chacha20"
     hybrid: bool = False
-    """Whether pairs agree on their secrets by ML-KEM-768 besides X25519."""
+    """Whether pairs use ML-KEM-768 besides X25519."""
     seconds: PhaseTerms = PhaseTerms()
     levels: Annotated[int, Field(ge=1, lt=2**31)] = 15
     headroom: Annotated[float, Field(gt=0, le=2.0**20)] = 8.0
     first_range: Annotated[float, Field(ge=1e-6, le=2.0**20)] = 0.1
     max_weight: Annotated[int, Field(ge=1, lt=2**32)] | None = None
-    """An update counts by its examples up to this many; None: all count the same."""
+    """Updates are weighted by examples up to this number; None: all have the same weight."""
     support: Digest | None = None
-    """What clients must find as the digest of the coordinates and their steps; see `Payload`."""
+    """The expected digest of the coordinates and their steps; clients verify it, see `Payload`."""
 
 
 LEAST_MASKED = 3
-"""Clients whose sum says little enough of each: of two, each learns the other's update."""
+"""Minimum number of clients in a masked sum: of two, each learns the other's update."""
 
 
 TWO_PHASES = (
@@ -244,15 +248,15 @@ class RoundPlan(Term):
     spec: Digest
     lane: Literal["clear", "masked"] = "clear"
     masking: MaskingTerms | None = None
-    """Set in the masked lane."""
+    """Set in the masked lane only."""
     profiles: Annotated[tuple[Profile, ...], Field(min_length=1, max_length=256)]
     training: TrainingTerms = TrainingTerms()
     client_terms: ClientTerms = ClientTerms()
     report: Annotated[tuple[Name, ...], Field(max_length=MAX_REPORTS)] = ()
-    """The numbers that an upload carries besides, in order; see `upload.REPORT_BOUNDS`."""
+    """Names of the numbers that an upload reports, in order; see `upload.REPORT_BOUNDS`."""
     cohort: CohortRules
     fixed_cohort: bool = False
-    """Whether the task has named those who may take part."""
+    """Whether the task lists its members."""
     deadline: float
     fixed_point: FixedPointTerms
     public_seed: Digest
@@ -261,20 +265,20 @@ class RoundPlan(Term):
     first_model: Digest | None = None
     """The task's first model. Set if a profile needs it."""
     activity: Digest | None = None
-    """The map of how much each coordinate has moved of late. Set, from the second round on, if a
+    """Digest of the map of recent activity by coordinate. Set from the second round on, if a
     profile needs it."""
     warming: bool = False
-    """Whether the round is of a warm-up, in which a strategy settles what it freezes then."""
+    """Whether the round is part of a warm-up, after which a strategy freezes some of its state."""
 
     @model_validator(mode="after")
     def _parts_fit(self) -> RoundPlan:
         names = [profile.name for profile in self.profiles]
         if len(set(names)) != len(names):
-            raise ValueError(f"two profiles have one name: {', '.join(names)}")
+            raise ValueError(f"profile names must be unique, not {', '.join(names)}")
         if len(set(self.report)) != len(self.report):
-            raise ValueError(f"report names one number twice: {', '.join(self.report)}")
+            raise ValueError(f"report must not repeat a name: {', '.join(self.report)}")
         if self.client_terms.normalise and "steps" not in self.report:
-            raise ValueError("updates are to be normalised, and report does not name steps")
+            raise ValueError("normalised updates need the number of steps; add steps to report")
         try:
             self.sum_bounds()
             self._fits_lane()
@@ -290,7 +294,7 @@ class RoundPlan(Term):
 
     @classmethod
     def from_json(cls, text: str | bytes) -> RoundPlan:
-        """Parse; raises IncompatiblePlan with every fault found."""
+        """Parse a plan; raises IncompatiblePlan with all errors."""
         return parsed(cls, text)
 
     def to_json(self) -> str:
@@ -298,8 +302,8 @@ class RoundPlan(Term):
 
     @property
     def digest(self) -> str:
-        """SHA-256 (hex) of what the cohort of an attempt has in common: all but the deadline,
-        which moves on while too few have come."""
+        """SHA-256 (hex) of everything the cohort of an attempt has in common: all but the deadline,
+        which is extended while too few clients have answered."""
         return hashlib.sha256(self.model_dump_json(exclude={"deadline"}).encode()).hexdigest()
 
     def sum_bounds(self) -> FixedPoint:
@@ -310,10 +314,10 @@ class RoundPlan(Term):
     def _fits_lane(self) -> None:
         if self.lane == "clear":
             if self.masking is not None:
-                raise IncompatiblePlan("masking terms, and the lane is clear")
+                raise IncompatiblePlan("masking terms are set, but the lane is clear")
             return
         if self.masking is None:
-            raise IncompatiblePlan("the masked lane without masking terms; {} stands for defaults")
+            raise IncompatiblePlan("the masked lane needs masking terms; {} means the defaults")
         if len(self.profiles) > 1:
             raise IncompatiblePlan(
                 f"{len(self.profiles)} profiles in the masked lane, whose cohort adds up one kind "
@@ -321,8 +325,8 @@ class RoundPlan(Term):
             )
         if self.cohort.minimum < LEAST_MASKED:
             raise IncompatiblePlan(
-                f"a masked sum of {self.cohort.minimum} would be unmasked, which says too much of "
-                f"each client; raise cohort.minimum to {LEAST_MASKED} or, better, more"
+                f"a masked sum of {self.cohort.minimum} would be unmasked, which reveals too "
+                f"much of each client; raise cohort.minimum to {LEAST_MASKED} or, better, more"
             )
         as_linear(self.profiles[0].compressor)
         terms = self.masking
@@ -335,8 +339,9 @@ class RoundPlan(Term):
         for profile in self.profiles:
             if not restricts(profile.compressor):
                 raise IncompatiblePlan(
-                    f"training is to be restricted, and what {profile.name!r} will send is not "
-                    "known before; use shared_support or randomk with a shared seed, or train all"
+                    f"training is restricted, but the support of {profile.name!r} is not known "
+                    "before training; use shared_support or randomk with a shared seed, or "
+                    "train all"
                 )
 
     def _has_models(self) -> None:
@@ -346,25 +351,25 @@ class RoundPlan(Term):
                 "keeps of every client; name the task's members, so that their number is bounded, "
                 "or use ef21, for which the mean is enough"
             )
-        for what, digest in self.sources.items():
-            if digest is None and (what != "activity" or self.round > 1):
+        for vector, digest in self.sources.items():
+            if digest is None and (vector != "activity" or self.round > 1):
                 raise IncompatiblePlan(
-                    f"a profile reads {what}, and the plan names nothing to take it from"
+                    f"a profile reads {vector}, but the plan has no digest for it"
                 )
 
     def _has_one_basis(self) -> None:
         if "basis" in self.needs and (len(self.profiles) > 1 or self.first_trip is None):
             raise IncompatiblePlan(
-                "powersgd in two trips is for the whole upload of every client; give the plan this "
-                "profile alone, within error_feedback or by itself, and put what goes around it "
-                "into `rest`"
+                "powersgd in two exchanges needs the whole upload of every client; give the "
+                "plan this profile alone, within error_feedback or by itself, and put "
+                "the other wrappers into `rest`"
             )
 
     @property
     def first_trip(self) -> PowerSGD | None:
-        """What clients send before they upload, if they talk to the server twice in a round."""
-        made = self.profiles[0].compressor
-        inner = made.inner if isinstance(made, ErrorFeedback) else made
+        """The compressor of the first exchange, if clients send two bodies in a round."""
+        compressor = self.profiles[0].compressor
+        inner = compressor.inner if isinstance(compressor, ErrorFeedback) else compressor
         return inner if isinstance(inner, PowerSGD) and inner.trips == 2 else None
 
     def _has_one_mean(self) -> None:
@@ -405,7 +410,7 @@ class RoundPlan(Term):
             )
 
     def training_of(self, name: str) -> TrainingTerms:
-        """What a client with the profile `name` does between two models."""
+        """The training terms of a client with the profile `name`."""
         factor = self.profiles[self.profile_index(name)].learning_rate_factor
         if factor == 1 or self.training.learning_rate is None:
             return self.training
@@ -420,24 +425,25 @@ class RoundPlan(Term):
 
     def compressor(self, name: str) -> Compressor[Any]:
         """The compressor of the profile `name`."""
-        made: Compressor[Any] = self.profiles[self.profile_index(name)].compressor
-        return made
+        compressor: Compressor[Any] = self.profiles[self.profile_index(name)].compressor
+        return compressor
 
     def shared(self, spec: ModelSpec) -> ModelSpec:
-        """The tensors of the model `spec` that uploads are over: itself, or without its personal
-        tensors, and then without its buffers. Raises IncompatiblePlan for patterns that take none
-        or all."""
+        """The spec that uploads cover: `spec`, or without its personal tensors and then without its
+        buffers. Raises IncompatiblePlan for patterns that match no tensor or all of them."""
         patterns = self.client_terms.personal
         if not patterns:
             return spec
         names = [tensor.name for tensor in spec.trained]
         idle = [each for each in patterns if not any(fnmatchcase(name, each) for name in names)]
         if idle:
-            raise IncompatiblePlan(f"no trained tensor's name matches {', '.join(idle)}")
-        kept = [name for name in names if not any(fnmatchcase(name, each) for each in patterns)]
-        if not kept:
+            raise IncompatiblePlan(f"personal patterns match no trained tensor: {', '.join(idle)}")
+        shared_names = [
+            name for name in names if not any(fnmatchcase(name, each) for each in patterns)
+        ]
+        if not shared_names:
             raise IncompatiblePlan(f"every tensor is personal under {', '.join(patterns)}")
-        return spec.select(kept)
+        return spec.select(shared_names)
 
     def layouts(self, spec: ModelSpec) -> tuple[Layout, ...]:
         shared = self.shared(spec)
@@ -453,38 +459,38 @@ class RoundPlan(Term):
 
     @property
     def needs(self) -> frozenset[Knowledge]:
-        """Which of `Public`'s vectors some profile reads, or the steps of the masked lane."""
+        """The vectors of `Public` that some profile reads, or the steps of the masked lane."""
         of_lane: frozenset[Knowledge] = frozenset({"previous"} if self.lane == "masked" else ())
         return of_lane.union(*(profile.compressor.needs for profile in self.profiles))
 
     @property
     def artefacts(self) -> frozenset[str]:
-        """The digests of what the plan names besides models."""
+        """Digests of the artefacts that the plan names besides models."""
         control = self.client_terms.control
         named = (self.activity, None if control is None else control.server)
         return frozenset(digest for digest in named if digest is not None)
 
     @property
     def sources(self) -> dict[Known, str | None]:
-        """By what profiles read: the digest of what it is taken from."""
+        """By vector that profiles read: the digest of its source."""
         named: dict[Known, str | None] = {
             "previous": self.previous_model,
             "drift": self.first_model,
             "activity": self.activity,
         }
-        return {what: digest for what, digest in named.items() if what in self.needs}
+        return {kind: digest for kind, digest in named.items() if kind in self.needs}
 
     def support(self, profile: str, spec: ModelSpec, public: Public) -> Indices | None:
-        """The coordinates of a model of `spec` that training may move, rising: the support of what
-        is sent, and what is personal. None: any."""
+        """The coordinates of a model of `spec` that training may change, ascending: the support of
+        the upload and the personal tensors. None: all."""
         support = support_of(self.compressor(profile), public)
         if not self.training.restricted or support is None:
             return None
-        sent = np.zeros(public.spec.size, bool)
-        sent[support] = True
+        is_trained = np.zeros(public.spec.size, bool)
+        is_trained[support] = True
         free = np.ones(spec.size, bool)
         for name, where in public.spec.slices.items():
-            free[spec.slices[name]] = sent[where]
+            free[spec.slices[name]] = is_trained[where]
         return np.flatnonzero(free)
 
     def public(
@@ -497,10 +503,11 @@ class RoundPlan(Term):
         own: Vector | None = None,
         basis: Vector | None = None,
     ) -> Public:
-        """What both ends know before an upload; IncompatiblePlan for another model's spec.
+        """The public knowledge of both ends before an upload; IncompatiblePlan for another model
+        spec.
 
-        Its spec is `shared`. Whoever has the plan's models gives the vectors [shared size] that the
-        plan `needs`.
+        Its spec is `shared`. The caller, who has the plan's models, passes the vectors
+        [shared size] that the plan `needs`.
         """
         if spec.digest != self.spec:
             raise IncompatiblePlan(
@@ -513,7 +520,7 @@ class RoundPlan(Term):
 
 
 def parsed(cls: type[TermT], text: str | bytes) -> TermT:
-    """`cls` from JSON; raises IncompatiblePlan that names every field that is off."""
+    """Parse `cls` from JSON; raises IncompatiblePlan that names every invalid field."""
     try:
         return cls.model_validate_json(text)
     except ValidationError as exc:
@@ -521,10 +528,10 @@ def parsed(cls: type[TermT], text: str | bytes) -> TermT:
 
 
 def agreed_version(offered: tuple[int, ...]) -> int:
-    """The newest wire version in `offered` that this end speaks; raises WireVersionMismatch."""
+    """The newest wire version in `offered` that this end supports; raises WireVersionMismatch."""
     common = [version for version in WIRE_VERSIONS if version in offered]
     if not common:
         raise WireVersionMismatch(
-            f"one end speaks wire versions {list(offered)}, the other {list(WIRE_VERSIONS)}"
+            f"one end supports wire versions {list(offered)}, the other {list(WIRE_VERSIONS)}"
         )
     return common[0]

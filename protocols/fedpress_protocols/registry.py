@@ -1,7 +1,7 @@
-"""What a server tells its operators of the models that its tasks have made: versions and aliases.
+"""The model registry's messages to operators: versions and aliases of a task's models.
 
-The model of a task's round n is its version n, and the one it began with is version 0. A version
-never changes; an alias is a name that points to one and may be moved.
+The model of round n is version n, and the initial model is version 0. A version never changes; an
+alias is a name that points to a version and may be moved.
 """
 
 from __future__ import annotations
@@ -13,50 +13,49 @@ from pydantic import Field
 from fedpress_protocols.plan import Digest, Name, Term
 
 RESERVED = ("newest", "best")
-"""What a version may be called by besides its number and its aliases."""
+"""Names that select a version besides its number and its aliases."""
 
 Version = Annotated[int, Field(ge=0, lt=2**31)]
 
 
 class ModelVersion(Term):
-    """One version of a task's model, and what stands for it today."""
+    """One version of a task's model, and the names that point to it now."""
 
     task: Name
     version: Version
     model: Digest
     parent: Digest | None
-    """The model that its updates were made on; None for version 0."""
+    """The model from which its updates were trained; None for version 0."""
     attempt: int
-    """At its round, the one that was committed; 0 for version 0."""
+    """The committed attempt of its round; 0 for version 0."""
     published: dict[str, Digest]
-    """The models besides, by name."""
+    """Further published models by name."""
     num_updates: int
     num_bytes: int
-    """Of the model's file."""
+    """Size of the model's file."""
     config: Digest
     """SHA-256 of the task's configuration at that time."""
     code: str
-    """The release of fedpress that made it; empty if that is not known."""
+    """The fedpress release that made it; empty if unknown."""
     created_at: float
     collected_at: float | None = None
-    """When its file was given up, see `RetentionTerms`; the rest stays."""
+    """When its file was deleted, see `RetentionTerms`; the record stays."""
     aliases: tuple[Name, ...] = ()
     is_newest: bool = False
     is_best: bool = False
 
 
 class ModelLineage(ModelVersion):
-    """A version with all it was made of."""
+    """A version with its updates and ancestors."""
 
     updates: tuple[Digest, ...]
-    """SHA-256 of every upload that is in it, sorted; in the masked lane, of the masked bodies."""
+    """SHA-256 of every included upload, sorted; in the masked lane, of the masked bodies."""
     ancestors: tuple[Digest, ...]
-    """The models before it, from its parent to the first, as far as they are the task's; of more
-    than a thousand the nearest."""
+    """The task's models before it, from its parent back to the first; at most the 1,000 nearest."""
 
 
 class AliasMove(Term):
-    """That an alias was moved to a version; `undone_at` once it was rolled back."""
+    """One move of an alias to a version; `undone_at` is set once it was rolled back."""
 
     version: Version
     model: Digest
@@ -65,7 +64,7 @@ class AliasMove(Term):
 
 
 class Alias(Term):
-    """Where an alias points, and its newest moves, 1,000 at most, in their order."""
+    """The target of an alias and its newest moves, at most 1,000, in order."""
 
     task: Name
     alias: Name
@@ -75,27 +74,27 @@ class Alias(Term):
 
 
 class Promotion(Term):
-    """Move an alias to `version`, if it points to `expect` now; "none": if there is no such alias
-    yet, "any": wherever it points."""
+    """Move an alias to `version` if it points to `expect` now; "none": if the alias does not exist
+    yet, "any": unconditionally."""
 
     version: Version
     expect: Version | Literal["none", "any"] = "any"
 
 
 class Rollback(Term):
-    """Move an alias back to where it was before, if it points to `expect` now."""
+    """Move an alias back to its previous version, if it points to `expect` now."""
 
     expect: Version | Literal["any"] = "any"
 
 
 class CollectRequest(Term):
-    """Give up the files of models that nothing needs; with `dry_run`, only say which."""
+    """Delete the files of models that nothing needs; with `dry_run`, only list them."""
 
     dry_run: bool = False
 
 
 class CollectedModel(Term):
-    """A model whose file is given up, and which version of which tasks it was."""
+    """A model whose file is deleted, and its version in each task."""
 
     model: Digest
     num_bytes: int
@@ -103,7 +102,7 @@ class CollectedModel(Term):
 
 
 class Collected(Term):
-    """What was given up, or would be."""
+    """The deleted models, or with `dry_run` those that would be deleted."""
 
     dry_run: bool
     models: tuple[CollectedModel, ...]

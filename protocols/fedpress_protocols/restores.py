@@ -1,4 +1,4 @@
-"""What operators are told of restores, and of what these undid."""
+"""Reports to operators about restores and the rounds that they undid."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ from fedpress_protocols.plan import Digest, Name, Term
 
 
 class UndoneRound(Term):
-    """A round that was committed after the backup, as devices know it by their receipts."""
+    """A round that was committed after the backup, as reported by devices from their receipts."""
 
     task: Name
     round: int
     attempt: int
     model: Digest | None
-    """The model that it made, and that this server does not have from it."""
+    """The model that it published, which this server does not have."""
     devices: int
-    """How many have reported it so far; those that were in it and come back will."""
+    """Number of devices that have reported it so far."""
     reported_at: float
-    """Unix seconds, of the first report."""
+    """Unix seconds of the first report."""
 
 
 class RestoreStatus(Restore):

@@ -77,18 +77,20 @@ def period_at(schedule: Sequence[Period], uploaded: Sequence[int], whole: int) -
 def check_schedule(schedule: Sequence[Period], profiles: Sequence[Profile]) -> None:
     """Raise ConfigurationError where what one period leaves is not what the next one builds on;
     `profiles` are those after the last."""
-    made = [[p.compressor for p in each.profiles] for each in schedule]
-    made.append([profile.compressor for profile in profiles])
-    reads = [any("activity" in one.needs for one in each) for each in made]
+    compressors = [[p.compressor for p in each.profiles] for each in schedule]
+    compressors.append([profile.compressor for profile in profiles])
+    reads = [any("activity" in one.needs for one in each) for each in compressors]
     if any(reads) and not all(reads):
         raise ConfigurationError(
             "a compressor reads activity in one period and none does in another, and the map is "
             "drawn in rounds that read it alone",
             hint="give every period a profile that reads it, or none",
         )
-    if any(getattr(one, "needs_plain_mean", False) for each in made for one in each):
-        keys = [state_key(one) for each in made for one in each]
-        strange = next((one for each in made for one in each if state_key(one) != keys[-1]), None)
+    if any(getattr(one, "needs_plain_mean", False) for each in compressors for one in each):
+        keys = [state_key(one) for each in compressors for one in each]
+        strange = next(
+            (one for each in compressors for one in each if state_key(one) != keys[-1]), None
+        )
         if strange is not None:
             raise ConfigurationError(
                 f"{to_config(strange)['id']} before or after a compressor that follows its own "

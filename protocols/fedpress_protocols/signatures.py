@@ -125,7 +125,7 @@ class DeviceKey:
     def from_bytes(cls, secret: bytes) -> DeviceKey:
         """From the 32 bytes of RFC 8032's secret key; raises ConfigurationError."""
         if len(secret) != 32:
-            raise ConfigurationError(f"a secret key of {len(secret)} bytes where 32 are due")
+            raise ConfigurationError(f"a secret key of {len(secret)} bytes, expected 32")
         return cls(Ed25519PrivateKey.from_private_bytes(secret))
 
     @classmethod
@@ -136,7 +136,7 @@ class DeviceKey:
         except (ValueError, TypeError, UnsupportedAlgorithm) as exc:
             raise ConfigurationError("not an unencrypted private key in PEM") from exc
         if not isinstance(key, Ed25519PrivateKey):
-            raise ConfigurationError("a private key of another kind where Ed25519 is due")
+            raise ConfigurationError("the private key is not an Ed25519 key")
         return cls(key)
 
     def to_bytes(self) -> bytes:
@@ -144,7 +144,7 @@ class DeviceKey:
         return self._private.private_bytes_raw()
 
     def to_pem(self) -> bytes:
-        """Unencrypted PKCS #8: whoever writes it keeps others from reading it."""
+        """Unencrypted PKCS #8 in PEM: the caller must restrict access to the file."""
         return self._private.private_bytes(
             serialization.Encoding.PEM,
             serialization.PrivateFormat.PKCS8,
@@ -152,12 +152,12 @@ class DeviceKey:
         )
 
     def sign(self, message: bytes) -> bytes:
-        """64 bytes (RFC 8032), the same each time."""
+        """Sign `message`: 64 bytes (RFC 8032), deterministic."""
         return self._private.sign(message)
 
 
 def verify_signature(public_key: bytes, message: bytes, signature: bytes) -> None:
-    """Raises InvalidSignature unless `public_key` (32 bytes) made `signature` of `message`."""
+    """Verify `signature` of `message` under `public_key` (32 bytes); raises InvalidSignature."""
     try:
         _public_key(public_key).verify(signature, message)
     except (_Refused, ValueError) as exc:
@@ -166,16 +166,16 @@ def verify_signature(public_key: bytes, message: bytes, signature: bytes) -> Non
 
 @lru_cache(maxsize=16384)
 def _public_key(public_key: bytes) -> Ed25519PublicKey:
-    """Raises ValueError unless there is such a key. Of 32 bytes each, which is not much to keep."""
+    """Parse a public key; raises ValueError. Cached: 32 bytes each."""
     return Ed25519PublicKey.from_public_bytes(public_key)
 
 
-# What a signature covers
+# Signed content
 
 
 @dataclass(frozen=True, slots=True)
 class Content:
-    """A body without its bytes: what a signature says of it."""
+    """The length and digest of a body, as covered by a signature."""
 
     sha256: bytes
     length: int
@@ -185,11 +185,13 @@ class Content:
         return cls(hashlib.sha256(body).digest(), len(body))
 
     def check(self, received: Content) -> None:
-        """Raises DigestMismatch unless the body `received` is this one."""
+        """Raise DigestMismatch unless the body `received` has this length and digest."""
         if received.length != self.length:
-            raise DigestMismatch(f"a body of {received.length} bytes where {self.length} are due")
+            raise DigestMismatch(f"a body of {received.length} bytes, expected {self.length}")
         if received.sha256 != self.sha256:
-            raise DigestMismatch(f"a body of SHA-256 {received.sha256.hex()}, not its digest's")
+            raise DigestMismatch(
+                f"the body has SHA-256 {received.sha256.hex()}, expected {self.sha256.hex()}"
+            )
 
     @property
     def digest_header(self) -> str:
@@ -206,13 +208,13 @@ def parse_content_digest(header: str) -> bytes:
     """The SHA-256 in a Content-Digest; raises MalformedRequest for any other form or algorithm."""
     digest = _sf_bytes(header, "sha-256", 32)
     if digest is None:
-        raise MalformedRequest(f"Content-Digest {header[:64]!r}, not sha-256=:<base64>: alone")
+        raise MalformedRequest(f"Content-Digest {header[:64]!r}, expected sha-256=:<base64>: alone")
     return digest
 
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """Where a request goes, as it is written on the wire; raises MalformedRequest.
+    """The target of a request, as written on the wire; raises MalformedRequest.
 
     `authority` is the Host header in lower case, without the scheme's default port. `path` and
     `query` are percent-encoded, exactly as sent; `query` is without its question mark.
@@ -242,8 +244,8 @@ class Target:
     @classmethod
     def from_url(cls, method: str, url: str) -> Target:
         """From an absolute URL that is already percent-encoded."""
-        if not _URL.fullmatch(url):  # urlsplit would drop a tab or a line break without a word
-            raise MalformedRequest(f"{url[:64]!r} holds what a URL percent-encodes")
+        if not _URL.fullmatch(url):  # urlsplit would silently drop a tab or a line break
+            raise MalformedRequest(f"{url[:64]!r} has characters that a URL must percent-encode")
         try:
             parts = urlsplit(url)
         except ValueError as exc:
@@ -255,7 +257,7 @@ class Target:
 
 
 def signature_base(components: Iterable[tuple[str, str]], params: str) -> bytes:
-    """What is signed: RFC 9421, section 2.5. `params` is the value of @signature-params."""
+    """The signature base of RFC 9421, section 2.5. `params` is the value of @signature-params."""
     lines = [f'"{name}": {value}' for name, value in (*components, ("@signature-params", params))]
     return "\n".join(lines).encode()
 
@@ -284,13 +286,13 @@ def sign_request(
     nonce: bytes,
     lifetime: int = MAX_LIFETIME,
 ) -> dict[str, str]:
-    """The four headers that a request must be sent with.
+    """Return the four headers of a signed request.
 
     `nonce` is 16 bytes, fresh and random for every request, a retry included; `lifetime` is in
-    seconds. A long one bears with a device's slow clock.
+    seconds. A long one tolerates a device's slow clock.
     """
     if len(nonce) != NONCE_BYTES:
-        raise ConfigurationError(f"a nonce of {len(nonce)} bytes where {NONCE_BYTES} are due")
+        raise ConfigurationError(f"a nonce of {len(nonce)} bytes, expected {NONCE_BYTES}")
     if not 0 < lifetime <= MAX_LIFETIME:
         raise ConfigurationError(f"a lifetime of {lifetime} s outside (0, {MAX_LIFETIME}]")
     params = (
@@ -311,7 +313,7 @@ def sign_request(
 
 @dataclass(frozen=True, slots=True)
 class ParsedSignature:
-    """What a request says of its own signature; nothing in here is believed until verified."""
+    """The parsed signature headers of a request; not trusted until verified."""
 
     key_id: str
     created: int
@@ -323,34 +325,38 @@ class ParsedSignature:
 
 
 def signed_headers(raw: Iterable[tuple[bytes, bytes]]) -> dict[str, str]:
-    """The headers that matter here, by lower-case name; the others are left out.
+    """The headers relevant to signatures, by lower-case name.
 
     `raw` is what ASGI calls `scope["headers"]`. A second copy of any of them is refused with
     InvalidSignature: two parties could each read another one.
     """
-    found: dict[str, str] = {}
+    by_name: dict[str, str] = {}
     for raw_name, value in raw:
         name = raw_name.decode("latin-1").lower()
         if name in _SIGNED_HEADERS:
-            if name in found:
+            if name in by_name:
                 raise InvalidSignature(f"more than one {name} header")
-            found[name] = value.decode("latin-1").strip(" \t")
-    return found
+            by_name[name] = value.decode("latin-1").strip(" \t")
+    return by_name
 
 
 def parse_signature(headers: Mapping[str, str]) -> ParsedSignature:
     """Read Signature-Input and Signature in the profile's one form, byte for byte.
 
-    `headers` is what `signed_headers` gives. Raises InvalidSignature, which says what is missing,
-    unknown, doubled or out of order.
+    `headers` is the result of `signed_headers`. Raises InvalidSignature, which names the component
+    that is missing, unknown, repeated or out of order.
     """
-    given = headers.get("signature-input", "")
+    header = headers.get("signature-input", "")
     signature_header = headers.get("signature", "")
-    if not given or not signature_header:
-        raise InvalidSignature("the request is not signed: Signature-Input and Signature are due")
-    if not given.startswith(f"{LABEL}=("):
-        raise InvalidSignature(f"Signature-Input {given[:32]!r}, not one list labelled {LABEL!r}")
-    params = given[len(LABEL) + 1 :]
+    if not header or not signature_header:
+        raise InvalidSignature(
+            "the request is not signed: Signature-Input and Signature are required"
+        )
+    if not header.startswith(f"{LABEL}=("):
+        raise InvalidSignature(
+            f"Signature-Input {header[:32]!r}, expected one list labelled {LABEL!r}"
+        )
+    params = header[len(LABEL) + 1 :]
     covered, _, tail = params[1:].partition(")")
     _expect("component", covered.split(" "), _COVERED.split(" "))
     head, *items = tail.split(";")
@@ -361,7 +367,7 @@ def parse_signature(headers: Mapping[str, str]) -> ParsedSignature:
     values = dict(pairs)
     for name, constant in (("alg", '"ed25519"'), ("tag", f'"{TAG}"')):
         if values[name] != constant:
-            raise InvalidSignature(f"{name}={values[name][:64]} where {constant} is due")
+            raise InvalidSignature(f"{name}={values[name][:64]}, expected {constant}")
     created, expires = _seconds(values, "created"), _seconds(values, "expires")
     if not 0 < expires - created <= MAX_LIFETIME:
         raise InvalidSignature(
@@ -389,7 +395,7 @@ def verify_request(
     now: float,
     max_skew: float = MAX_LIFETIME,
 ) -> Content:
-    """The body that this request must turn out to have; its key, target and time are verified.
+    """Verify a request's key, target and time, and return the content that its body must have.
 
     `target` is built from the request line and the Host as received. Raises ClockSkew (with
     `server_time`) for a request signed more than `max_skew` seconds ahead of `now` or expired,
@@ -398,7 +404,7 @@ def verify_request(
     content = _declared_content(target.method, headers)
     if parsed.created > now + max_skew or parsed.expires < now:
         raise ClockSkew(
-            f"signed at {parsed.created} until {parsed.expires} where the server's clock says "
+            f"signed at {parsed.created} until {parsed.expires}, but the server's clock is at "
             f"{now:.0f}",
             server_time=now,
         )
@@ -420,19 +426,19 @@ def _declared_content(method: str, headers: Mapping[str, str]) -> Content:
     return Content(parse_content_digest(digest), int(length))
 
 
-def _expect(kind: str, found: Sequence[str], expected: Sequence[str]) -> None:
-    """Raises InvalidSignature, saying how `found` departs from `expected`."""
-    if tuple(found) == tuple(expected):
+def _expect(kind: str, actual: Sequence[str], expected: Sequence[str]) -> None:
+    """Raise InvalidSignature that describes how `actual` differs from `expected`."""
+    if tuple(actual) == tuple(expected):
         return
-    for name in found:
+    for name in actual:
         if name not in expected:
             raise InvalidSignature(f"unknown {kind} {name[:64]!r}")
-        if found.count(name) > 1:
+        if actual.count(name) > 1:
             raise InvalidSignature(f"{kind} {name} more than once")
     for name in expected:
-        if name not in found:
+        if name not in actual:
             raise InvalidSignature(f"{kind} {name} is missing")
-    raise InvalidSignature(f"{kind}s out of order: {' '.join(expected)} is due")
+    raise InvalidSignature(f"{kind}s out of order, expected {' '.join(expected)}")
 
 
 def _seconds(values: Mapping[str, str], name: str) -> int:
@@ -452,7 +458,8 @@ def _quoted_bytes(values: Mapping[str, str], name: str) -> bytes:
 
 
 def _sf_bytes(header: str, name: str, length: int) -> bytes | None:
-    """The bytes of a dictionary with one member, a byte sequence (RFC 8941); None if it is not."""
+    """The bytes of a dictionary with one member, a byte sequence (RFC 8941); None for other
+    forms."""
     match = _BYTES.fullmatch(header)
     if match is None or match[1] != name:
         return None
@@ -465,16 +472,15 @@ def _sf_bytes(header: str, name: str, length: int) -> bytes | None:
 
 
 class ReplayGuard:
-    """Remembers the nonces of verified requests until they expire; accepts none twice.
+    """Replay protection: remembers the nonces of verified requests until they expire.
 
-    It lives in one process's memory, so operations stay idempotent by themselves; this makes a
-    replay fail early. What was signed before `opened`, when this guard began, an earlier process
-    may have seen, and is refused; only a device whose clock is ahead can be replayed across a
-    restart. Memory is bounded by `capacity` nonces, some 300 bytes each. When they are used up,
-    room is made at the cost of the keys that hold most: a key keeps an equal share, its newest, and
-    what it signed before them is refused from then on. So neither a few busy keys nor a large
-    fleet keeps out a request that was signed just now. One key holds at most `per_key`. To be
-    called from one thread.
+    It is local to a process, so operations must be idempotent anyway; it makes a replay fail early.
+    Requests signed before `opened`, the start of this guard, are refused, since an earlier process
+    may have accepted them; only requests of a device whose clock is ahead can be replayed across a
+    restart. Memory is bounded by `capacity` nonces of some 300 bytes each. When it is full, the
+    keys with most nonces are trimmed to an equal share, their newest, and requests that they signed
+    before are refused from then on. So neither a few busy keys nor a large fleet blocks a request
+    that was just signed. One key has at most `per_key` nonces. Not thread-safe.
     """
 
     def __init__(self, *, opened: float = 0, capacity: int = 200_000, per_key: int = 4_096) -> None:
@@ -483,9 +489,9 @@ class ReplayGuard:
         self._per_key = per_key
         self._size = 0
         self._nonces: dict[str, dict[bytes, int]] = {}
-        """By key: when each expires."""
+        """By key: expiry times by nonce."""
         self._oldest: dict[str, int] = {}
-        """By key: the least `created` that is accepted, where it is later than `opened`."""
+        """By key: the least accepted `created`, if later than `opened`."""
         self._expiring: dict[int, list[_Seen]] = {}
         self._order: list[int] = []  # a heap of _expiring's keys
         self._latest = 0.0
@@ -496,27 +502,27 @@ class ReplayGuard:
     def check(self, verified: ParsedSignature, now: float) -> None:
         """Remember a request whose signature has just been verified.
 
-        Raises ReplayedRequest if it was here before, ClockSkew (with `server_time`) if there is no
-        telling, and Unavailable (with `retry_after`, seconds) for a key that holds too many.
+        Raises ReplayedRequest if the nonce was used before, ClockSkew (with `server_time`) if that
+        is unknown, and Unavailable (with `retry_after`, seconds) for a key with too many nonces.
         """
         key_id, nonce, expires = verified.key_id, verified.nonce, verified.expires
         self._latest = max(self._latest, now)
         self._forget(self._latest)
-        mine = self._nonces.get(key_id, {})
-        if nonce in mine:
+        nonces = self._nonces.get(key_id, {})
+        if nonce in nonces:
             raise ReplayedRequest(f"nonce {to_base64url(nonce)} of key {key_id} was used before")
-        if len(mine) >= self._per_key:
+        if len(nonces) >= self._per_key:
             raise Unavailable(
-                f"as many requests under key {key_id} as can be remembered",
-                retry_after=max(1, min(mine.values()) + 1 - int(now)),
+                f"key {key_id} has reached the limit of remembered requests",
+                retry_after=max(1, min(nonces.values()) + 1 - int(now)),
             )
         if self._size >= self._capacity:
             self._make_room()
-        # Where the clock was set back, what expired by the later time is no longer remembered.
+        # If the clock was set back, nonces that expired by the later time are forgotten.
         oldest = max(self._opened, self._oldest.get(key_id, 0))
         if verified.created < oldest or expires < self._latest:
             raise ClockSkew(
-                f"signed at {verified.created}, from when this server remembers nothing",
+                f"signed at {verified.created}, before the requests that this server remembers",
                 server_time=now,
             )
         self._nonces.setdefault(key_id, {})[nonce] = expires
@@ -529,15 +535,15 @@ class ReplayGuard:
     def _forget(self, now: float) -> None:
         while self._order and self._order[0] < now:
             for key_id, nonce, _ in self._expiring.pop(heappop(self._order)):
-                mine = self._nonces[key_id]
-                del mine[nonce]
-                if not mine:
+                nonces = self._nonces[key_id]
+                del nonces[nonce]
+                if not nonces:
                     del self._nonces[key_id]
                 self._size -= 1
 
     def _make_room(self) -> None:
-        """Forget half of the nonces, of the keys that hold most first, and refuse what they signed
-        before the newest of them. It looks through all, once for every half that is accepted."""
+        """Forget half of the nonces, those of the keys with most nonces first, and refuse what
+        these keys signed before their newest. Scans all nonces, once per half of the capacity."""
         signed: dict[str, list[int]] = {}
         for some in self._expiring.values():
             for key_id, _, created in some:
@@ -545,7 +551,7 @@ class ReplayGuard:
         self._oldest = {
             key_id: oldest
             for key_id, oldest in self._oldest.items()
-            if oldest + MAX_LIFETIME >= self._latest  # or all that it refuses has expired
+            if oldest + MAX_LIFETIME >= self._latest  # or everything that it refuses has expired
         }
         share = max(1, self._capacity // (2 * len(signed)))
         at_once = max(share, 3 * self._capacity // (4 * len(signed)))
@@ -553,21 +559,23 @@ class ReplayGuard:
             if len(times) > share:
                 oldest = sorted(times)[-share]
                 if sum(created >= oldest for created in times) > at_once:
-                    oldest += 1  # too many within one second: that is refused as a whole
+                    oldest += 1  # too many within one second: refuse that second as a whole
                 self._oldest[key_id] = max(oldest, self._oldest.get(key_id, 0))
-        if 2 * len(signed) > self._capacity:  # more keys than room: the newer half of all stays
+        if (
+            2 * len(signed) > self._capacity
+        ):  # more keys than room: keep the newer half of all nonces
             times = sorted(created for each in signed.values() for created in each)
             self._opened = max(self._opened, times[len(times) // 2] + 1)
         self._nonces, self._size = {}, 0
         for expires, some in self._expiring.items():
-            kept = [
+            newest = [
                 each
                 for each in some
                 if each.created >= max(self._opened, self._oldest.get(each.key_id, 0))
             ]
-            self._expiring[expires] = kept
-            self._size += len(kept)
-            for key_id, nonce, _ in kept:
+            self._expiring[expires] = newest
+            self._size += len(newest)
+            for key_id, nonce, _ in newest:
                 self._nonces.setdefault(key_id, {})[nonce] = expires
 
 
@@ -581,7 +589,7 @@ class _Seen(NamedTuple):
 
 
 def canonical_json(value: Any) -> bytes:
-    """The one UTF-8 spelling of a JSON value: RFC 8785, over a subset of JSON.
+    """The canonical UTF-8 form of a JSON value: RFC 8785, over a subset of JSON.
 
     Objects with text keys, arrays, texts, true, false, null and whole numbers within 2**53 - 1 of
     zero; a float that is whole counts as the integer it equals. Any other number, a lone surrogate
@@ -597,7 +605,9 @@ def canonical_json(value: Any) -> bytes:
 
 def _canonical(value: Any, depth: int) -> Any:
     if depth > _MAX_DEPTH:
-        raise MalformedRequest(f"a document of more than {_MAX_DEPTH} levels cannot be signed")
+        raise MalformedRequest(
+            f"a document nested more than {_MAX_DEPTH} levels deep cannot be signed"
+        )
     match value:
         case None | bool() | str():
             return value
@@ -622,20 +632,22 @@ def _canonical(value: Any, depth: int) -> Any:
 
 def _document_message(document: Mapping[str, Any], context: str) -> bytes:
     if not _CONTEXT.fullmatch(context):
-        raise ConfigurationError(f"context {context!r}: 1 to 64 printable ASCII characters are due")
-    # A request's base starts with a quotation mark, so neither can pass for the other.
+        raise ConfigurationError(
+            f"context {context!r}, expected 1 to 64 printable ASCII characters"
+        )
+    # A request's base starts with a quotation mark, so the two cannot be confused.
     return _DOCUMENT_DOMAIN + context.encode() + b"\x00" + canonical_json(document)
 
 
 def sign_document(document: Mapping[str, Any], key: DeviceKey, *, context: str) -> dict[str, Any]:
-    """`document` with `key_id` and `signature` added.
+    """Return `document` with `key_id` and `signature` added.
 
-    `context` says what kind of statement this is ("fedpress receipt v1"); a signature under one
-    context is worth nothing under another. Raises MalformedRequest for what `canonical_json`
-    refuses or a document that has these fields already.
+    `context` names the kind of statement ("fedpress receipt v1"); a signature is invalid under any
+    other context. Raises MalformedRequest for a document that `canonical_json` refuses or that has
+    these fields already.
     """
-    if taken := document.keys() & {"key_id", "signature"}:
-        raise MalformedRequest(f"the document has a field {sorted(taken)[0]!r} of its own")
+    if reserved := document.keys() & {"key_id", "signature"}:
+        raise MalformedRequest(f"the document already has a field {sorted(reserved)[0]!r}")
     signed = {**document, "key_id": key.key_id}
     signature = key.sign(_document_message(signed, context))
     return signed | {"signature": to_base64url(signature)}
@@ -644,7 +656,7 @@ def sign_document(document: Mapping[str, Any], key: DeviceKey, *, context: str) 
 def verify_document(
     signed: Mapping[str, Any], public_key: bytes, *, context: str
 ) -> dict[str, Any]:
-    """The document without `key_id` and `signature`.
+    """Verify a signed document and return it without `key_id` and `signature`.
 
     Raises InvalidSignature unless `public_key` signed it under `context`.
     """
@@ -652,7 +664,7 @@ def verify_document(
     key_id, signature = signed.get("key_id"), signed.get("signature")
     if key_id != key_id_of(public_key):
         raise InvalidSignature(
-            f"signed by key {str(key_id)[:64]!r}, not by {key_id_of(public_key)}"
+            f"signed by key {str(key_id)[:64]!r}, expected {key_id_of(public_key)}"
         )
     if not isinstance(signature, str):
         raise InvalidSignature("the document has no signature")

@@ -1,4 +1,4 @@
-"""The body of an upload: a few small numbers, then the coded fields that the plan lays out.
+"""The body of an upload: a short header, then the coded fields of the plan's layout.
 
 offset  size  field
 0       1     wire version (1)
@@ -29,7 +29,7 @@ from fedpress_protocols.errors import DecodingError, InvalidUpdate, WireVersionM
 
 WIRE_VERSION = 1
 WIRE_VERSIONS = (1,)
-"""The wire versions this release speaks, the newest first."""
+"""Wire versions that this release supports, newest first."""
 
 MAX_EXAMPLES = 2**32 - 1
 MAX_REPORTS = 16
@@ -37,8 +37,8 @@ REPORT_BYTES = 4
 REPORT_BOUNDS: Mapping[str, tuple[float, float]] = MappingProxyType(
     {"steps": (1.0, 2.0**24), "loss": (0.0, 2.0**24)}
 )
-"""The least and the most of what uploads report: the optimizer's steps, and the mean loss over the
-device's examples at the round's model. A number by another name lies in [-2**24, 2**24]."""
+"""Bounds of reported numbers: the optimizer's steps, and the mean loss of the round's model over
+the device's examples. A number with another name lies in [-2**24, 2**24]."""
 
 _HEADER_AT_MOST = 7
 _MODE_AT_MOST = 8
@@ -46,8 +46,8 @@ _MODE_AT_MOST = 8
 
 @dataclass(frozen=True, slots=True)
 class Upload:
-    """What one client sends: how many examples it learnt from, its compressed update, and the
-    numbers that the plan has it report, in the plan's order."""
+    """The content of an upload: the number of examples, the compressed update, and the numbers that
+    the plan asks clients to report, in the plan's order."""
 
     profile: int
     num_examples: int
@@ -55,14 +55,14 @@ class Upload:
     report: tuple[float, ...] = ()
 
     def to_bytes(self, layout: Layout, contexts: Contexts = ()) -> bytes:
-        """The body; raises InvalidUpdate if the symbols do not fill `layout`.
+        """Encode the body; raises InvalidUpdate if the symbols do not match `layout`.
 
         `contexts` are those of `layout`, see `compression.contexts`.
         """
         return b"".join(self.sections(layout, contexts))
 
     def sections(self, layout: Layout, contexts: Contexts = ()) -> Iterator[bytes]:
-        """What `to_bytes` joins, each section once it is coded: the head, then the fields."""
+        """Yield the sections of the body as they are encoded: the header, then the fields."""
         if not 1 <= self.num_examples <= MAX_EXAMPLES:
             raise InvalidUpdate(f"num_examples of {self.num_examples} outside [1, {MAX_EXAMPLES}]")
         head = bytes((WIRE_VERSION, self.profile)) + _uvarint(self.num_examples)
@@ -80,13 +80,13 @@ class Upload:
     ) -> Upload:
         """Parse a body under the plan's `layouts`, one for each profile.
 
-        `profile` is the one assigned, `contexts` are those of its layout, `report` is the plan's.
+        `profile` is the assigned one, `contexts` those of its layout, `report` the plan's.
         Raises WireVersionMismatch or DecodingError; the work and the memory are bounded by the
         layout, whatever the bytes.
         """
-        num_examples, told, start = _read_head(data, profile, report)
+        num_examples, reported, start = _read_head(data, profile, report)
         symbols = coding.decode(memoryview(data)[start:], layouts[profile], contexts)
-        return cls(profile, num_examples, symbols, told)
+        return cls(profile, num_examples, symbols, reported)
 
     @staticmethod
     def find(
@@ -96,15 +96,15 @@ class Upload:
         contexts: Contexts = (),
         report: tuple[str, ...] = (),
     ) -> tuple[int, tuple[float, ...], coding.Found]:
-        """The number of examples, what is reported, and what `decode_add` takes in the place of
-        symbols; else as `from_bytes`."""
-        num_examples, told, start = _read_head(data, profile, report)
-        found = coding.find(memoryview(data)[start:], layouts[profile], contexts)
-        return num_examples, told, found
+        """Like `from_bytes`, but locate the coded symbols without decoding them: the number of
+        examples, the report, and an argument for `decode_add`."""
+        num_examples, reported, start = _read_head(data, profile, report)
+        symbols = coding.find(memoryview(data)[start:], layouts[profile], contexts)
+        return num_examples, reported, symbols
 
 
 def check_report(values: tuple[float, ...], names: tuple[str, ...]) -> None:
-    """Raise InvalidUpdate if a value, one for each of `names`, is out of bounds or not finite."""
+    """Raise InvalidUpdate if a value (one for each of `names`) is out of bounds or not finite."""
     for name, value in zip(names, values, strict=True):
         least, most = REPORT_BOUNDS.get(name, (-(2.0**24), 2.0**24))
         if not least <= value <= most:  # NaN among them
@@ -112,7 +112,7 @@ def check_report(values: tuple[float, ...], names: tuple[str, ...]) -> None:
 
 
 def max_body_bytes(layout: Layout) -> int:
-    """An upper bound on an honest body: every field has a stored mode no larger than this."""
+    """An upper bound on a valid body: every field has a stored mode no larger than this."""
     total, positions = _HEADER_AT_MOST, 0
     for field in layout:
         total += _MODE_AT_MOST
@@ -132,25 +132,25 @@ def max_body_bytes(layout: Layout) -> int:
 def _read_head(
     data: bytes, profile: int, report: tuple[str, ...]
 ) -> tuple[int, tuple[float, ...], int]:
-    """The number of examples, what is reported, and where the fields begin."""
+    """Return the number of examples, the report, and the offset of the fields."""
     if len(data) < 3:
-        raise DecodingError(f"{len(data)} bytes where an upload has at least 3")
+        raise DecodingError(f"{len(data)} bytes; an upload has at least 3")
     if data[0] != WIRE_VERSION:
-        raise WireVersionMismatch(f"wire version {data[0]} where {WIRE_VERSION} is due")
+        raise WireVersionMismatch(f"wire version {data[0]}, expected {WIRE_VERSION}")
     if data[1] != profile:
-        raise DecodingError(f"profile {data[1]} where {profile} was assigned")
+        raise DecodingError(f"profile {data[1]}, but {profile} was assigned")
     num_examples, start = _read_uvarint(data, 2)
     if not num_examples:
-        raise DecodingError("num_examples of 0 where at least 1 is due")
+        raise DecodingError("num_examples must be at least 1, not 0")
     stop = start + REPORT_BYTES * len(report)
     if len(data) < stop:
-        raise DecodingError(f"the body ends in the {len(report)} numbers that it reports")
-    told = struct.unpack(f"<{len(report)}f", data[start:stop])
+        raise DecodingError(f"the body ends within the {len(report)} reported numbers")
+    reported = struct.unpack(f"<{len(report)}f", data[start:stop])
     try:
-        check_report(told, report)
+        check_report(reported, report)
     except InvalidUpdate as exc:
         raise DecodingError(exc.detail) from exc
-    return num_examples, told, stop
+    return num_examples, reported, stop
 
 
 def _uvarint(value: int) -> bytes:
@@ -162,7 +162,7 @@ def _uvarint(value: int) -> bytes:
 
 
 def _read_uvarint(data: bytes, start: int) -> tuple[int, int]:
-    """The value at `start` and where it ends; DecodingError past 32 bits or the shortest form."""
+    """The value at `start` and its end; DecodingError beyond 32 bits or for a longer form."""
     value = 0
     for index, byte in enumerate(data[start : start + 5]):
         value |= (byte & 0x7F) << (7 * index)

@@ -1,6 +1,6 @@
-"""What is wrong with a document's fields, in one sentence for whoever wrote it.
+"""Validation errors in words: one sentence about the fields of a document, for its author.
 
-Pydantic finds the faults; its words are for those who program with it.
+Pydantic finds the errors; its own messages address programmers.
 """
 
 from __future__ import annotations
@@ -50,54 +50,54 @@ _CLAUSES = {
     "json_invalid": "is not JSON: {error}",
     "value_error": "{error}",
 }
-"""By pydantic's type of fault."""
-_SAYS_IT_ALL = frozenset(
+"""By pydantic's error type."""
+_WITHOUT_INPUT = frozenset(
     ("missing", "extra_forbidden", "string_too_short", "string_too_long", "too_short", "too_long",
      "union_tag_invalid", "union_tag_not_found", "json_invalid", "value_error")
 )  # fmt: skip
-"""Of these the value that was found is not told besides: there is none, or it is long."""
+"""Error types whose message leaves out the input: there is none, or it is long."""
 _SHOWN = 80
 _KIND = re.compile(r"int|float|str|bool|constrained-[a-z]+|(literal|tuple|list|dict)\[.*\]")
 
 
 def format_validation_errors(exc: ValidationError) -> str:
-    """What pydantic found, one clause a field: where, what was expected, what was found."""
+    """Format the errors, one clause for each field: where, what was expected, what was found."""
     return format_error_details(exc.errors(include_url=False))
 
 
-def format_error_details(faults: Iterable[Mapping[str, Any]]) -> str:
-    """`explained`, of faults in the form that pydantic lists them in."""
+def format_error_details(details: Iterable[Mapping[str, Any]]) -> str:
+    """Like `format_validation_errors`, for a list of errors as pydantic returns it."""
     by_place: dict[tuple[Any, ...], list[Mapping[str, Any]]] = {}
-    for fault in faults:
-        by_place.setdefault(_place(fault["loc"]), []).append(fault)
+    for detail in details:
+        by_place.setdefault(_place(detail["loc"]), []).append(detail)
     clauses = []
-    for place, found in by_place.items():
-        # A list is found too short when one of its items is wrong: that item is told.
-        if found[0]["type"] == "too_short" and any(
+    for place, errors in by_place.items():
+        # Pydantic also calls a list too short when one of its items is wrong: report the item.
+        if errors[0]["type"] == "too_short" and any(
             len(other) > len(place) and other[: len(place)] == place for other in by_place
         ):
             continue
         where = ".".join(str(part) for part in place)
-        clauses.append(f"{where}: {_clause(found)}" if where else _clause(found))
+        clauses.append(f"{where}: {_clause(errors)}" if where else _clause(errors))
     return "; ".join(clauses)
 
 
-def _place(found: Sequence[Any]) -> tuple[Any, ...]:
-    """Without the name of the kind, where a field may be of several."""
-    is_kind = found and isinstance(found[-1], str) and _KIND.fullmatch(found[-1])
-    return tuple(found[:-1] if is_kind and len(found) > 1 else found)
+def _place(location: Sequence[Any]) -> tuple[Any, ...]:
+    """Drop the name of the type from `location`, as pydantic adds it to fields of union types."""
+    is_kind = location and isinstance(location[-1], str) and _KIND.fullmatch(location[-1])
+    return tuple(location[:-1] if is_kind and len(location) > 1 else location)
 
 
-def _clause(faults: Sequence[Mapping[str, Any]]) -> str:
-    """Of one place: what it must be, or may be instead."""
-    clauses, says_it_all = [], False
-    for fault in faults:
-        kind = fault["type"]
-        context = {name: _plain(value) for name, value in fault.get("ctx", {}).items()}
-        clauses.append(_CLAUSES[kind].format(**context) if kind in _CLAUSES else fault["msg"])
-        says_it_all |= kind in _SAYS_IT_ALL or kind not in _CLAUSES
-    told = " or ".join(dict.fromkeys(clauses))
-    return told if says_it_all else told + _found(faults[0].get("input"))
+def _clause(errors: Sequence[Mapping[str, Any]]) -> str:
+    """Format the errors of one field: its allowed values, joined by "or"."""
+    clauses, without_input = [], False
+    for error in errors:
+        kind = error["type"]
+        context = {name: _plain(value) for name, value in error.get("ctx", {}).items()}
+        clauses.append(_CLAUSES[kind].format(**context) if kind in _CLAUSES else error["msg"])
+        without_input |= kind in _WITHOUT_INPUT or kind not in _CLAUSES
+    message = " or ".join(dict.fromkeys(clauses))
+    return message if without_input else message + _found(errors[0].get("input"))
 
 
 def _plain(value: Any) -> Any:
@@ -105,7 +105,7 @@ def _plain(value: Any) -> Any:
 
 
 def _found(value: Any) -> str:
-    """Numbers and short texts alone; no more is told of what may be large."""
+    """Format the input if it is a number or a short text; larger values are left out."""
     if isinstance(value, str | bool | int | float):
         shown = repr(value)
         if len(shown) <= _SHOWN:

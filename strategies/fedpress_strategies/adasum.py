@@ -44,7 +44,7 @@ class Tree:
     def add(self, update: Update, weight: int, report: Report = NO_REPORT) -> None:
         update.check(self._max_abs)
         if update.size != self._size:
-            raise InvalidUpdate(f"an update of {update.size} values where {self._size} are due")
+            raise InvalidUpdate(f"an update of {update.size} values, expected {self._size}")
         carried = update.dense().astype(np.float64)
         for level, held in enumerate(self._levels):
             if held is None:

@@ -55,9 +55,7 @@ class FairMean:
     def add(self, update: Update, weight: int, report: Report = NO_REPORT) -> None:
         update.check(self._max_abs)
         if update.size != self._total.size:
-            raise InvalidUpdate(
-                f"an update of {update.size} values where {self._total.size} are due"
-            )
+            raise InvalidUpdate(f"an update of {update.size} values, expected {self._total.size}")
         loss = max(report["loss"], _LEAST_LOSS)
         values = [piece.values.astype(np.float64) for piece in update.pieces]
         squares = sum(float(np.square(part).sum()) for part in values)

@@ -122,7 +122,7 @@ class SideBySide:
     def add(self, update: Update, weight: int, report: Report = NO_REPORT) -> None:
         """Take one update in; raises InvalidUpdate, and then nothing was added."""
         if update.size != self._size:
-            raise InvalidUpdate(f"an update of {update.size} values where {self._size} are due")
+            raise InvalidUpdate(f"an update of {update.size} values, expected {self._size}")
         most, given = self._fixed_point.max_weight, sum(self._weights)
         if not 1 <= weight <= most - given:
             raise InvalidUpdate(

@@ -250,7 +250,7 @@ def test_malformed_bodies_are_refused(case: dict[str, Any]) -> None:
         ("a Kraft sum of 5/4", "Kraft sum exceeds 1"),
         ("raw bits shorter than their length", "257 bytes of raw bits where 258 are declared"),
         ("infinity", r"field 0 \(reals\): NaN or infinity"),
-        ("the body ends within reals", "48 bits left where 64 more are due"),
+        ("the body ends within reals", "48 bits left, expected 64 more"),
     ],
 )
 def test_an_error_says_what_was_found_and_what_was_due(reason: str, said: str) -> None:

@@ -69,7 +69,7 @@ def test_the_mean_is_weighted_and_exact_to_the_step() -> None:
 @pytest.mark.parametrize(
     ("update", "weight", "says"),
     [
-        (sparse(3, {0: 1.0}), 1, "an update of 3 values where 2 are due"),
+        (sparse(3, {0: 1.0}), 1, "an update of 3 values, expected 2"),
         (sparse(2, {0: 1.0}), 0, "weight 0"),
         (sparse(2, {0: 1.0}), 1000, "weight 1000 on top of 1"),
         (sparse(2, {0: 1.0, 1: 257.0}), 1, "holds 257, larger"),
@@ -156,7 +156,7 @@ def test_integers_below_a_bound_are_below_it_and_uniform(bound: int) -> None:
 
 
 def test_what_gives_no_stream_says_why() -> None:
-    with pytest.raises(ConfigurationError, match="3 bytes where 32 are due"):
+    with pytest.raises(ConfigurationError, match="3 bytes, expected 32"):
         PublicRandomness(b"abc")
     stream = PublicRandomness(bytes(32)).stream("x")
     assert stream.below(5, 0).size == 0

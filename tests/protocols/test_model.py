@@ -204,7 +204,7 @@ def make(dtype: str = "float32", size: int = 2, **changes: Any) -> Model:
         (lambda: Model.from_tensors({"x": np.ones(2, np.int64)}), "is trained"),
         (lambda: make().spec.flatten({}), "missing where shape"),
         (lambda: make().spec.flatten({"x": np.ones(3)}), r"of shape \(3,\) where"),
-        (lambda: make().spec.unflatten(np.ones(5, np.float32)), r"where \(2,\) is due"),
+        (lambda: make().spec.unflatten(np.ones(5, np.float32)), r"expected \(2,\)"),
     ],
 )
 def test_what_is_no_model_says_why(build: Any, says: str) -> None:

@@ -166,7 +166,7 @@ def test_an_upload_without_a_weight_is_not_made(num_examples: int) -> None:
     ("head", "error", "says"),
     [
         (b"", DecodingError, "0 bytes where an upload has at least 3"),
-        (b"\x02\x00\x05", WireVersionMismatch, "wire version 2 where 1 is due"),
+        (b"\x02\x00\x05", WireVersionMismatch, "wire version 2, expected 1"),
         (b"\x01\x01\x05", DecodingError, "profile 1 where 0 was assigned"),
         (b"\x01\x00\x00", DecodingError, "num_examples of 0"),
         (b"\x01\x00\x80\x00", DecodingError, "shortest LEB128"),

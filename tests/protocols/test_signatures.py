@@ -408,7 +408,7 @@ def test_a_signature_in_another_form_is_told_what_is_wrong(
             f";expires={NOW + 300};created={NOW}",
             "parameters out of order",
         ),
-        ('"ed25519"', "ed25519", 'alg=ed25519 where "ed25519" is due'),
+        ('"ed25519"', "ed25519", 'alg=ed25519, expected "ed25519"'),
         ("fedpress-v1", "fedpress-v2", 'tag="fedpress-v2" where'),
         (f"created={NOW}", "created=-1", "created=-1 is not a count of seconds"),
         (f"created={NOW}", f"created={NOW}.0", "is not a count of seconds"),

@@ -242,7 +242,7 @@ def test_adasum_holds_a_vector_for_each_level(uploads: int) -> None:
 def test_folds_refuse_updates_of_another_size() -> None:
     fair = from_config({"id": "qfedavg"}, TERMS).aggregator(SIZE, FIXED)
     for fold in (Tree(SIZE, FIXED), fair):
-        with pytest.raises(InvalidUpdate, match="an update of 3 values where 20 are due"):
+        with pytest.raises(InvalidUpdate, match="an update of 3 values, expected 20"):
             fold.add(Update.from_dense(np.ones(3, np.float32)), 1, {"loss": 1.0})
         with pytest.raises(InvalidUpdate, match="larger than the plan's"):
             fold.add(Update.from_dense(np.full(SIZE, 300, np.float32)), 1, {"loss": 1.0})

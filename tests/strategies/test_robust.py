@@ -271,7 +271,7 @@ def test_values_that_are_no_numbers_are_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", sorted(set(RULES) - {"norm_bounding"}))
 def test_sizes_and_weights_are_the_plans(name: str) -> None:
     aggregator = strategy_from_config(made(name)).aggregator(3, FIXED)
-    with pytest.raises(InvalidUpdate, match="an update of 4 values where 3 are due"):
+    with pytest.raises(InvalidUpdate, match="an update of 4 values, expected 3"):
         aggregator.add(Update.from_dense(np.zeros(4, np.float32)), 1)
     for weight in (0, 10_001):
         with pytest.raises(InvalidUpdate, match="where the plan allows 10000 in all"):

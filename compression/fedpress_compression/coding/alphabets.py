@@ -249,7 +249,7 @@ def _read_runs(reader: Reader, parameter: int, num: int) -> Octets:
         raise DecodingError(f"{count} runs of {num} symbols")
     lengths = read_numbers(reader, count, num, parameter & MAX_MANTISSA)[0] + 1
     if int(lengths.sum()) != num:
-        raise DecodingError(f"runs of {lengths.sum()} symbols where {num} are due")
+        raise DecodingError(f"runs of {lengths.sum()} symbols, expected {num}")
     turns = np.arange(count, dtype=np.int64) + parameter // _SECOND_FIRST
     symbols: Octets = np.repeat((turns & 1).astype(np.uint8), lengths)
     return symbols

@@ -42,7 +42,7 @@ class Reader:
     def skip(self, num_bits: int) -> int:
         """Step over `num_bits` and return where they began."""
         if num_bits > self.left:
-            raise DecodingError(f"{self.left} bits left where {num_bits} more are due")
+            raise DecodingError(f"{self.left} bits left, expected {num_bits} more")
         start = self.at
         self.at += num_bits
         return start

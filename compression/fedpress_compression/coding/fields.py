@@ -110,7 +110,7 @@ def check_symbols(symbols: Sequence[npt.NDArray[np.generic]], layout: Layout) ->
         match field:
             case Positions(size, at_most):
                 num_positions = array.size
-                _expect(array.dtype == np.int64, f"{what}: {array.dtype} where int64 is due")
+                _expect(array.dtype == np.int64, f"{what}: {array.dtype}, expected int64")
                 _expect(array.size <= at_most, f"{what}: {array.size} entries, at most {at_most}")
                 if array.size:
                     rising = bool(np.greater(array[1:], array[:-1]).all())
@@ -119,19 +119,19 @@ def check_symbols(symbols: Sequence[npt.NDArray[np.generic]], layout: Layout) ->
                     _expect(inside, f"{what}: a coordinate outside [0, {size})")
             case Alphabet(size, count):
                 due = num_positions if count is None else count
-                _expect(array.dtype == np.uint8, f"{what}: {array.dtype} where uint8 is due")
-                _expect(array.size == due, f"{what}: {array.size} symbols where {due} are due")
+                _expect(array.dtype == np.uint8, f"{what}: {array.dtype}, expected uint8")
+                _expect(array.size == due, f"{what}: {array.size} symbols, expected {due}")
                 inside = not array.size or int(array.max()) < size
                 _expect(inside, f"{what}: a symbol outside [0, {size})")
             case Integers(bound, count):
                 due = num_positions if count is None else count
-                _expect(array.dtype == np.int32, f"{what}: {array.dtype} where int32 is due")
-                _expect(array.size == due, f"{what}: {array.size} integers where {due} are due")
+                _expect(array.dtype == np.int32, f"{what}: {array.dtype}, expected int32")
+                _expect(array.size == due, f"{what}: {array.size} integers, expected {due}")
                 largest = int(np.abs(array.astype(np.int64)).max(initial=0))
                 _expect(largest <= bound, f"{what}: an integer beyond {bound} in magnitude")
             case Reals(count):
                 _expect(array.dtype == field.dtype, f"{what}: {array.dtype}, not {field.dtype}")
-                _expect(array.size == count, f"{what}: {array.size} numbers where {count} are due")
+                _expect(array.size == count, f"{what}: {array.size} numbers, expected {count}")
                 _expect(bool(np.isfinite(array).all()), f"{what}: NaN or infinity")
 
 

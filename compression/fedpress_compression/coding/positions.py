@@ -159,7 +159,7 @@ def _read_rice(reader: Reader, parameter: int, num: int) -> Ints:
     start = reader.skip(num * parameter)
     positions, end = kernels.read_rice(reader.octets, start, reader.end, num, parameter)
     if positions.size < num:
-        raise DecodingError(f"{positions.size} unary codes where {num} are due")
+        raise DecodingError(f"{positions.size} unary codes, expected {num}")
     reader.skip(end - reader.at)
     reader.align()
     return positions

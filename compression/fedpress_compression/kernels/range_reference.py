@@ -70,7 +70,7 @@ def decode_flags(
     flags = bytearray(size)
     found = _flags(coder, flags, num, matrices.tolist(), contexts.tobytes())
     if found < num:
-        raise DecodingError(f"{found} flags set where {num} are due")
+        raise DecodingError(f"{found} flags set, expected {num}")
     return np.flatnonzero(np.frombuffer(flags, np.uint8)), coder.finish()
 
 

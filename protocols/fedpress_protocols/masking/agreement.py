@@ -1,8 +1,8 @@
-"""The configuration of a session, as its round's plan has it.
+"""The configuration of a masked session, derived from its round's plan.
 
-The server makes it of the plan that it gave to the cohort. A device makes it of the plan that it
-trained under, and takes part in no session that differs from it: what a server may still choose is
-its nonce and the time until which the session lasts.
+The server derives it from the plan that it gave to the cohort. A device derives it from the plan
+that it trained under, and declines a session that differs: the server may only choose its nonce and
+the expiry time.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ _OPEN = bytes(32)
 
 
 def agreed(payload: Payload, *, population: str, server_key: bytes) -> SessionConfig:
-    """All of the configuration but the server's own choices, which are zero.
+    """The configuration without the server's own choices, which are zero.
 
-    `population` and `server_key` are those that the device knows since it was enrolled.
+    `population` and `server_key` are known to the device from its enrolment.
     """
     plan = payload.plan
     terms = plan.masking or MaskingTerms()
@@ -54,16 +54,16 @@ def agreed(payload: Payload, *, population: str, server_key: bytes) -> SessionCo
 
 
 def chosen(config: SessionConfig, *, nonce: bytes, expires: int) -> SessionConfig:
-    """`config` with the server's choices; `nonce` is 32 bytes that no session had before."""
+    """Add the server's choices to `config`; `nonce` is 32 bytes that no session used before."""
     return replace(config, server_nonce=nonce, expires=expires)
 
 
-def check_agreed(offered: SessionConfig, due: SessionConfig) -> None:
-    """Raises IncompatiblePlan unless `offered` is `due`, the server's choices aside."""
+def check_agreed(offered: SessionConfig, expected: SessionConfig) -> None:
+    """Raise IncompatiblePlan unless `offered` is `expected`, except for the server's choices."""
     same = chosen(offered, nonce=_OPEN, expires=0)
-    for name in due.__dataclass_fields__:
-        if getattr(same, name) != getattr(due, name):
+    for name in expected.__dataclass_fields__:
+        if getattr(same, name) != getattr(expected, name):
             raise IncompatiblePlan(
-                f"the session's {name} is not the one that the plan gives",
-                hint="the server says one thing in the plan and another in the session",
+                f"the session's {name} differs from the plan's",
+                hint="the server contradicts itself: report this to the operator",
             )

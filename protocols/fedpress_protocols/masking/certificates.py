@@ -1,9 +1,8 @@
-"""Who may take part: an enrolment authority's word for a device's key.
+"""Membership certificates: an enrolment authority's statement about a device's key.
 
-A server that could invent clients could fill a cohort with its own and read the one that is left.
-So clients trust a list of members only as far as an authority, whose key the server need not hold,
-has certified them. Where one operator holds both keys, no more than protection from a server that
-only looks is claimed.
+A server that could invent clients could fill a cohort with its own and read the update of the one
+that is left. So clients accept only members certified by an authority, whose key the server need
+not have. If one operator has both keys, the protection is only against a semi-honest server.
 """
 
 from __future__ import annotations
@@ -27,8 +26,8 @@ _CONTEXT = b""
 
 @dataclass(frozen=True, slots=True)
 class Certificate(Signed):
-    """That `identity` (an Ed25519 public key) is the device `client_id` of `population`, until
-    `expires` (Unix seconds); signed by the enrolment authority."""
+    """A certificate that `identity` (an Ed25519 public key) is the device `client_id` of
+    `population` until `expires` (Unix seconds); signed by the enrolment authority."""
 
     NAME = "certificate"
 
@@ -42,15 +41,15 @@ class Certificate(Signed):
     def issue(
         cls, authority: DeviceKey, *, identity: bytes, client_id: str, population: str, expires: int
     ) -> Certificate:
-        """The authority's half: whoever calls this has checked that the device is one."""
+        """Issue a certificate; the caller must have verified the device."""
         return cls(identity, client_id, population, expires).signed(authority, _CONTEXT)
 
     def check(self, authority: bytes, *, population: str, now: float) -> None:
-        """Raises InvalidSignature unless the pinned key `authority` certified this for
-        `population` and it has not expired at `now`."""
+        """Raise InvalidSignature unless the pinned key `authority` certified this for `population`
+        and it has not expired at `now`."""
         if self.population != population:
             raise InvalidSignature(
-                f"a certificate for the population {self.population!r} where {population!r} is due"
+                f"a certificate for the population {self.population!r}, expected {population!r}"
             )
         if self.expires <= now:
             raise InvalidSignature(
@@ -62,5 +61,5 @@ class Certificate(Signed):
 
 @lru_cache(maxsize=4096)
 def _verify(certificate: Certificate, authority: bytes) -> None:
-    """Once for the same certificate: members of a population meet again round after round."""
+    """Verify a certificate; cached, since the same members meet in every round."""
     certificate.verify(authority, _CONTEXT)

@@ -5,14 +5,14 @@
     client = step.written()
     send(client.outgoing)                             # and the body with it, after `mask`
 
-Nothing is sent that is not on record, and what is sent is a function of the record, to the byte: so
-a device that is killed anywhere and begins again from `MaskingClient.from_bytes` says what it said,
-never masks twice with other content and never answers for two survivor sets. A `Step` is all that a
-transition gives, and it leads to a client, and so to its message, by way of `written` alone.
+Every message is a function of a durable record, to the byte: a device that is killed at any point
+and restarts from `MaskingClient.from_bytes` repeats its messages, never masks different content
+with the same secrets and never answers for two survivor sets. A transition returns a `Step`, and
+only its `written` leads to the next client, and so to its message.
 
-No I/O and no clock in here; the randomness is the operating system's. A message that the server did
-not sign raises and changes nothing. One that it did sign and that breaks the protocol makes the
-client withdraw: it says nothing more, and its secrets are gone.
+No I/O and no clock; randomness comes from the operating system. A message without the server's
+valid signature raises and changes nothing. A signed message that violates the protocol makes the
+client withdraw: it sends nothing more and wipes its secrets.
 """
 
 from __future__ import annotations
@@ -105,35 +105,34 @@ Outcome = Literal["pending", "included", "not-included"]
 _PHASES = get_args(Phase)
 _RECORD_VERSION = 2
 _UNBOUND = 1
-"""The version of records that do not say what is to be masked."""
+"""The version of records without a digest of the content to be masked."""
 _MAX_REASON = 512
 
 
 @dataclass(frozen=True, slots=True)
 class ClientPolicy:
-    """What the device insists on, whatever a server offers; an offer below it is refused.
+    """Minimum requirements of the device for any session; an offer below them is declined.
 
     `authority` and `server_key` are pinned Ed25519 keys: of the enrolment authority, and of the
-    server. Degree and threshold are found by the client from the offer's caps and the roster, and
-    from nothing else that the server says.
+    server. The client computes degree and threshold from the offer's caps and the roster alone.
     """
 
     authority: bytes
     server_key: bytes
     population: str
     minimum: int = 3
-    """The least number of survivors whose sum the client will help to unmask."""
+    """Minimum number of survivors whose sum the client helps to unmask."""
     adversary: Adversary = "malicious"
-    """With "semi-honest", sessions of either profile are good enough."""
+    """With "semi-honest", sessions of either profile are accepted."""
     corrupt: float = 0.1
-    """The share of corrupt clients that a session must bear at least."""
+    """Minimum share of corrupt clients that a session must tolerate."""
     suites: tuple[Suite, ...] = SUITES
     hybrid: bool = False
-    """Whether ML-KEM beside X25519 is a must."""
+    """Whether ML-KEM beside X25519 is required."""
 
     def check(self, config: SessionConfig) -> None:
-        """Raises PlanDeclined for the first term that is not good enough."""
-        faults = {
+        """Raise PlanDeclined for the first term that does not meet the requirements."""
+        failures = {
             "server_key": ("another server's key", config.server_key != self.server_key),
             "population": (
                 f"the population {config.population!r}",
@@ -154,10 +153,10 @@ class ClientPolicy:
             "suites": (f"the suite {config.suite!r}", config.suite not in self.suites),
             "hybrid": ("no post-quantum keys", self.hybrid and not config.hybrid),
         }
-        for rule, (fault, is_there) in faults.items():
+        for rule, (failure, is_there) in failures.items():
             if is_there:
                 raise PlanDeclined(
-                    f"a session with {fault}, which this device's policy does not admit",
+                    f"a session with {failure}, which this device's policy does not allow",
                     hint="check the server, or change the device's policy",
                     rule=rule,
                 )
@@ -165,12 +164,12 @@ class ClientPolicy:
 
 @dataclass(frozen=True, slots=True)
 class RoundDigests:
-    """What the device knows by itself of the round it trained for: digests, 32 bytes each.
+    """The device's own digests of the round that it trained for, 32 bytes each.
 
-    A server that gave other clients another model, support or plan cannot have them in one sum
-    with this one: the digests are in every mask. `content` is the SHA-256 of the values that are to
-    be masked, packed as a body. The session's secrets are drawn for these values and stay on one
-    record with their digest, so no copy of a record, brought back whenever, masks any others.
+    The digests enter every mask, so clients that got another model, support or plan from the server
+    cannot be in one sum with this one. `content` is the SHA-256 of the values to be masked, packed
+    as a body. The session's secrets are drawn for these values and stored with their digest, so no
+    restored copy of a record can mask other values.
     """
 
     model: bytes
@@ -179,21 +178,21 @@ class RoundDigests:
     content: bytes
 
     def check(self, config: SessionConfig) -> None:
-        """Raises IncompatiblePlan for a session about anything else."""
+        """Raise IncompatiblePlan for a session about another round."""
         for name in ("model", "support", "plan"):
             if not same(getattr(self, name), getattr(config, name)):
                 raise IncompatiblePlan(
-                    f"a session on the {name} {getattr(config, name).hex()[:12]} where this client "
+                    f"a session on the {name} {getattr(config, name).hex()[:12]}, but this client "
                     f"trained on {getattr(self, name).hex()[:12]}"
                 )
 
 
-# What is on record
+# The record
 
 
 @dataclass(frozen=True, slots=True)
 class _Peer(Record):
-    """A neighbour, as its certificate and its own signature vouch for it."""
+    """A neighbour, verified by its certificate and its own signature."""
 
     slot: U32
     identity: Bytes32
@@ -202,8 +201,8 @@ class _Peer(Record):
 
 
 @dataclass(frozen=True, slots=True, repr=False)
-class _Held(Record):
-    """The shares of one owner that this client holds. Of its own secrets it keeps one alone."""
+class _HeldShares(Record):
+    """The shares of one owner that this client holds; of its own secrets it holds only one."""
 
     owner: U32
     mask_share: Annotated[bytes, blob(SHARE_BYTES)]
@@ -222,12 +221,12 @@ class _Mask(Record):
 
 @dataclass(frozen=True, slots=True, repr=False)
 class _State(Record):
-    """All that a client knows; secrets stay only as long as something is still to come of them."""
+    """The whole state of a client; secrets are kept only while they are needed."""
 
     phase: Annotated[Phase, choice(*_PHASES)]
     config: SessionConfig
     sent: Annotated[bytes, blob()]
-    """The message of this phase, or nothing."""
+    """The message of this phase, or empty."""
     mask_secret: Annotated[bytes, blob(SECRET_BYTES)] = b""
     seed: Annotated[bytes, blob(SECRET_BYTES)] = b""
     channel_secret: Annotated[bytes, blob(SECRET_BYTES)] = b""
@@ -235,7 +234,7 @@ class _State(Record):
     n: U32 = 0
     slot: U32 = 0
     peers: tuple[_Peer, ...] = ()
-    held: tuple[_Held, ...] = ()
+    held_shares: tuple[_HeldShares, ...] = ()
     sharers: Members = frozenset()
     masks: tuple[_Mask, ...] = ()
     survivors: Members = frozenset()
@@ -244,10 +243,10 @@ class _State(Record):
     outcome: Annotated[Outcome, choice("pending", "included", "not-included")] = "pending"
     reason: Annotated[str, text(_MAX_REASON)] = ""
     heard: tuple[Bytes32, ...] = ()
-    """Digests of the server's messages so far."""
+    """Digests of the server's messages received so far."""
     version: U16 = _RECORD_VERSION
     content: Annotated[bytes, blob(32)] = b""
-    """Of `RoundDigests`; nothing in a record of the version before."""
+    """As in `RoundDigests`; empty in a record of the previous version."""
 
     @property
     def topology(self) -> Topology:
@@ -261,15 +260,15 @@ class _State(Record):
             seed=b"",
             channel_secret=b"",
             peers=(),
-            held=(),
+            held_shares=(),
             masks=(),
             content=b"",
         )
 
 
 def _unbound(record: bytes) -> _State | None:
-    """The state in a record of the version before, which ends without `content`; None if it is
-    none."""
+    """The state in a record of the previous version, which lacks `content`; None for other
+    bytes."""
     try:
         state = _State.from_bytes(record + bytes(4))
     except FedpressError:
@@ -279,24 +278,24 @@ def _unbound(record: bytes) -> _State | None:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """A transition that is not yet on record."""
+    """A transition that has not been recorded yet."""
 
     _client: MaskingClient
 
     @property
     def record(self) -> bytes:
-        """The whole state, secrets among it: to be written durably, readable by the device alone,
-        in the place of the one before."""
+        """The whole state including secrets: the caller replaces the previous record durably,
+        readable by the device only."""
         return self._client.to_bytes()
 
     def written(self) -> MaskingClient:
-        """The client after the transition; to be called when `record` is on the disk."""
+        """Return the client after the transition; call it once `record` is on the disk."""
         return self._client
 
 
 @dataclass(frozen=True)
 class MaskingClient:
-    """One client in one session; every method that changes anything gives a `Step`.
+    """One client in one session; every method that changes the state returns a `Step`.
 
     | phase        | what the driver does                                                     |
     |--------------|--------------------------------------------------------------------------|
@@ -330,11 +329,11 @@ class MaskingClient:
     ) -> Step:
         """Take part in the session that `offer` opens, with fresh secrets.
 
-        Raises InvalidSignature for an offer of another server or a certificate that is not good
-        for this device, IncompatiblePlan for an offer that `policy` or what was `trained` does not
-        admit, ConfigurationError for vectors that fit no words, Conflict for one that expired. To
-        be called once for an offer, by a driver that keeps a list of the configurations it has
-        answered; after that, `from_bytes`.
+        Raises InvalidSignature for an offer of another server or a certificate that is not valid
+        for this device, PlanDeclined or IncompatiblePlan for an offer that violates `policy` or
+        differs from `trained`, ConfigurationError for vectors that do not fit into words, Conflict
+        for an expired offer. Call it once per offer: the driver keeps a list of the configurations
+        it has answered, and uses `from_bytes` afterwards.
         """
         config = offer.config
         offer.verify(policy.server_key, config.digest)
@@ -343,7 +342,7 @@ class MaskingClient:
         config.packing  # noqa: B018
         _check_time(config, now)
         if certificate.identity != identity.public:
-            raise IncompatiblePlan("the certificate is of another key than this device's")
+            raise IncompatiblePlan("the certificate is for another key than this device's")
         certificate.check(policy.authority, population=policy.population, now=now)
         mask_secret, seed, channel_secret = (bytes(new_secret()) for _ in range(3))
         advertise = Advertise(
@@ -367,10 +366,10 @@ class MaskingClient:
     def from_bytes(
         cls, record: bytes, *, identity: DeviceKey, policy: ClientPolicy
     ) -> MaskingClient:
-        """The client whose `Step.record` was written; raises StateCorrupt.
+        """Restore the client from `Step.record`; raises StateCorrupt.
 
-        One that an earlier release wrote before it masked anything gives up: it does not say what
-        it is for.
+        A client recorded by an earlier release before it masked anything withdraws: its record
+        lacks the digest of the content.
         """
         try:
             state = _State.from_bytes(record)
@@ -380,17 +379,17 @@ class MaskingClient:
                 raise StateCorrupt(f"not the record of a masked session: {exc.detail}") from exc
             client = cls(unbound, identity, policy)
             if unbound.phase in ("advertised", "shared", "ready"):
-                return client.give_up("an earlier release began the session").written()
+                return client.give_up("an earlier release started the session").written()
             return client
         if state.version != _RECORD_VERSION:
             raise StateCorrupt(
-                f"a record of version {state.version} where {_RECORD_VERSION} is read",
-                hint="end the session with the version that began it",
+                f"a record of version {state.version}, expected {_RECORD_VERSION}",
+                hint="finish the session with the release that started it",
             )
         return cls(state, identity, policy)
 
     def to_bytes(self) -> bytes:
-        """The record again."""
+        """The record of the current state."""
         return self._state.to_bytes()
 
     @property
@@ -408,28 +407,28 @@ class MaskingClient:
 
     @property
     def survivors(self) -> frozenset[int]:
-        """The slots that the server named as those in the sum; none before it did."""
+        """The slots that the server announced as survivors; empty before that."""
         return self._state.survivors
 
     @property
     def outcome(self) -> Outcome:
-        """What became of the masked input. While it is pending, the update is in no other session
-        and not back in the residual; it never goes into another session as it is."""
+        """The outcome of the masked input. While it is pending, the update must not be returned to
+        the residual; it is never used unchanged in another session."""
         return self._state.outcome
 
     @property
     def reason(self) -> str:
-        """Why the client withdrew, or why the session was abandoned; empty otherwise."""
+        """The reason why the client withdrew or the session was abandoned; empty otherwise."""
         return self._state.reason
 
     @property
     def outgoing(self) -> ClientMessage | None:
-        """What is to be sent in this phase, the same bytes each time; None if nothing is."""
-        sent = self._state.sent
-        return parse(sent) if sent else None  # type: ignore[return-value]
+        """The message to send in this phase, always the same bytes; None if there is none."""
+        message = self._state.sent
+        return parse(message) if message else None  # type: ignore[return-value]
 
     def on(self, message: ServerMessage, now: float) -> Step:
-        """The client after `message`. One that was heard before changes nothing.
+        """Process `message` from the server. A repeated message changes nothing.
 
         Raises InvalidSignature, and changes nothing, if the server did not sign it for this
         session.
@@ -446,7 +445,7 @@ class MaskingClient:
         )
         try:
             if handler is None:
-                raise Conflict(f"{message.NAME} is not due for a client that is {state.phase}")
+                raise Conflict(f"unexpected {message.NAME} for a client in phase {state.phase}")
             state = handler(self, message, now)
         except FedpressError as exc:
             if state.phase == "withdrawn":
@@ -458,20 +457,20 @@ class MaskingClient:
         """Pack and mask `vectors`, by the names, lengths and bounds of the configuration: the body
         to send, beside the header in `outgoing`.
 
-        In `ready`, for the values that the session was begun with; in `masked` it makes the same
-        body again. Raises UpdateConflict for other values, which nothing of this session masks;
-        Conflict in any other phase, InvalidUpdate for values that the configuration does not admit.
+        In `ready`, for the values that the session was started with; in `masked` it repeats the
+        same body. Raises UpdateConflict for other values, which this session never masks; Conflict
+        in any other phase, InvalidUpdate for values outside the configuration's bounds.
         """
         state = self._state
         if state.phase not in ("ready", "masked"):
-            raise Conflict(f"a client that is {state.phase} has nothing to mask")
+            raise Conflict(f"a client in phase {state.phase} has nothing to mask")
         packing = state.config.packing
         words = packing.pack(vectors)
         content = hashlib.sha256(packing.to_bytes(words)).digest()
         if state.phase == "ready" and not same(content, state.content):
             raise UpdateConflict(
-                "other values than the session was begun with",
-                hint="was the state directory brought back from a copy?",
+                "other values than the session was started with",
+                hint="was the state directory restored from a copy?",
             )
         add_keystreams(words, [mask.signed for mask in state.masks], state.config.suite)
         body = packing.to_bytes(words)
@@ -481,16 +480,16 @@ class MaskingClient:
             hashlib.sha256(body).digest(),
             len(body),
         ).signed(self.identity, state.sid)
-        sent = header.to_bytes()
-        if state.phase == "masked" and sent != state.sent:
+        message = header.to_bytes()
+        if state.phase == "masked" and message != state.sent:
             raise UpdateConflict("other values were masked in this session before")
-        return self._step(replace(state, phase="masked", sent=sent, has_masked=True)), body
+        return self._step(replace(state, phase="masked", sent=message, has_masked=True)), body
 
     def give_up(self, reason: str) -> Step:
-        """The device ends its part; the outcome stays open if a body may have left."""
+        """Withdraw; the outcome stays pending if a body may have been sent."""
         return Step(self) if self.phase == "over" else self._step(self._ended(reason))
 
-    # What each message leads to
+    # Transitions by message
 
     def _on_roster(self, roster: Roster, now: float) -> _State:
         state, config = self._state, self.config
@@ -499,21 +498,21 @@ class MaskingClient:
         n = len(rows)
         if not config.least(n) <= n <= config.maximum:
             raise IncompatiblePlan(
-                f"a roster of {n} where {config.least(n)} to {config.maximum} are due"
+                f"a roster of {n}, expected {config.least(n)} to {config.maximum}"
             )
         num_corrupt = config.corrupt * n // 10_000
         if (sure := config.honest(n) + num_corrupt) < self.policy.minimum:
             raise IncompatiblePlan(
-                f"a roster of {n}, by whose graph a sum may be of {sure} clients, fewer than "
+                f"a roster of {n}, whose graph allows a sum of {sure} clients, fewer than "
                 f"{self.policy.minimum}",
                 hint="enlarge the cohort, or lower this device's minimum",
             )
         order = [row.identity for row in rows]
         if any(one >= other for one, other in pairwise(order)):
-            raise MalformedRequest("a roster out of order, or with one identity twice")
+            raise MalformedRequest("a roster that is not sorted by identity, or repeats one")
         own = Advertise.from_bytes(state.sent)
         if own.row not in rows:
-            raise Conflict("a roster without what this client advertised")
+            raise Conflict("a roster without this client's Advertise")
         slot = rows.index(own.row)
         sid = config.session_id(roster.listing.root)
         topology = Topology.of(config, n, sid)
@@ -523,11 +522,13 @@ class MaskingClient:
     def _peers(
         self, roster: Roster, slot: int, topology: Topology, now: float
     ) -> tuple[_Peer, ...]:
-        """The neighbours, each entry checked; raises for the first that is not as it should be."""
+        """Verify the entries of the neighbours; raises for the first invalid one."""
         slots = sorted({*topology.neighbours(slot), slot})
-        due = [roster.listing.rows[each] for each in slots]
-        if [entry.row for entry in roster.entries] != due:
-            raise MalformedRequest("a roster whose entries are not the neighbours' and one's own")
+        rows = [roster.listing.rows[each] for each in slots]
+        if [entry.row for entry in roster.entries] != rows:
+            raise MalformedRequest(
+                "a roster whose entries are not those of the neighbours and this client"
+            )
         for entry in roster.entries:
             entry.certificate.check(
                 self.policy.authority, population=self.policy.population, now=now
@@ -536,7 +537,7 @@ class MaskingClient:
             check_public(entry.mask_key, hybrid=self.config.hybrid)  # `_deal` agrees by the other
         keys = [key for each in roster.entries for key in (each.mask_key, each.channel_key)]
         if len(set(keys)) != len(keys):
-            raise InvalidKey("one key twice in a roster")
+            raise InvalidKey("a roster with a repeated key")
         return tuple(
             _Peer(each, entry.certificate.identity, entry.mask_key, entry.channel_key)
             for each, entry in zip(slots, roster.entries, strict=True)
@@ -573,7 +574,7 @@ class MaskingClient:
             state,
             phase="shared",
             sent=message.to_bytes(),
-            held=() if own is None else (_Held(slot, b"", shamir.to_bytes(own[1])),),
+            held_shares=() if own is None else (_HeldShares(slot, b"", shamir.to_bytes(own[1])),),
         )
 
     def _on_inbox(self, inbox: Inbox, now: float) -> _State:
@@ -583,13 +584,11 @@ class MaskingClient:
         self._check_set("sharers", sharers, topology)
         peers = [peer for peer in state.peers if peer.slot in sharers]
         if len(inbox.sealed) != len(peers):
-            raise MalformedRequest(
-                f"{len(inbox.sealed)} sealed shares of {len(peers)} neighbours that shared"
-            )
+            raise MalformedRequest(f"{len(inbox.sealed)} sealed shares, expected {len(peers)}")
         sid, slot, hybrid = state.sid, state.slot, state.config.hybrid
         mask_key = MaskKey(state.mask_secret, hybrid=hybrid)
         channel = ChannelKey(state.channel_secret, hybrid=hybrid)
-        held = list(state.held)
+        held_shares = list(state.held_shares)
         masks = [_Mask(self_mask(state.seed, sid=sid, slot=slot), True)]
         failed: dict[int, str] = {}
         for peer, box in zip(peers, inbox.sealed, strict=True):
@@ -616,7 +615,7 @@ class MaskingClient:
             except MaskingError as exc:
                 failed[peer.slot] = exc.detail
                 continue
-            held.append(_Held(peer.slot, *shares))
+            held_shares.append(_HeldShares(peer.slot, *shares))
             masks.append(_Mask(material, slot < peer.slot))
         if failed:
             return self._complain(state, failed)
@@ -628,12 +627,12 @@ class MaskingClient:
             seed=b"",
             channel_secret=b"",
             sharers=sharers,
-            held=tuple(sorted(held, key=lambda each: each.owner)),
+            held_shares=tuple(sorted(held_shares, key=lambda each: each.owner)),
             masks=tuple(masks),
         )
 
     def _complain(self, state: _State, failed: Mapping[int, str]) -> _State:
-        """Out of the session, and say with whom it could not be; no secret is left."""
+        """Leave the session with a Complaint that names the senders; wipes all secrets."""
         complaint = Complaint(state.slot, frozenset(failed)).signed(self.identity, state.sid)
         return replace(
             state.without_secrets(),
@@ -648,7 +647,7 @@ class MaskingClient:
         _check_time(state.config, now)
         members = survivors.members
         if not members <= state.sharers:
-            raise Conflict("survivors that shared nothing")
+            raise Conflict("survivors that sent no shares")
         self._check_set("survivors", members, state.topology)
         state = replace(state, survivors=members, masks=())
         if state.config.adversary == "semi-honest":
@@ -659,39 +658,43 @@ class MaskingClient:
     def _on_consents(self, consents: Consents, now: float) -> _State:
         state = self._state
         _check_time(state.config, now)
-        topology, seen = state.topology, survivors_digest(state.survivors)
+        topology, digest = state.topology, survivors_digest(state.survivors)
         identities = {peer.slot: peer.identity for peer in state.peers}
         consenting = {state.slot} & set(topology.holders(state.slot))
         for consent in consents.consents:
             if consent.sender not in identities or consent.sender not in state.survivors:
-                raise Conflict(f"a consent of slot {consent.sender}, no survivor near this client")
-            if not same(consent.survivors, seen):
-                raise Conflict(f"the client in slot {consent.sender} saw other survivors")
-            if len(consenting) < topology.threshold:  # more would prove nothing more
+                raise Conflict(
+                    f"a consent of slot {consent.sender}, which is no surviving neighbour"
+                )
+            if not same(consent.survivors, digest):
+                raise Conflict(f"slot {consent.sender} consented to another set of survivors")
+            if len(consenting) < topology.threshold:  # enough: skip the others' signatures
                 consent.verify(identities[consent.sender], state.sid)
                 consenting.add(consent.sender)
         if len(consenting) < topology.threshold:
             raise Conflict(
-                f"{len(consenting)} of this client's neighbours consent where "
-                f"{topology.threshold} must"
+                f"{len(consenting)} of this client's neighbours consent, "
+                f"at least {topology.threshold} must"
             )
         return self._reveal(state)
 
     def _reveal(self, state: _State) -> _State:
         shares = b"".join(
-            held.seed_share if held.owner in state.survivors else held.mask_share
-            for held in state.held
+            share.seed_share if share.owner in state.survivors else share.mask_share
+            for share in state.held_shares
         )
         reveal = Reveal(state.slot, survivors_digest(state.survivors), shares)
         signed = reveal.signed(self.identity, state.sid)
-        return replace(state, phase="revealed", sent=signed.to_bytes(), held=(), masks=(), peers=())
+        return replace(
+            state, phase="revealed", sent=signed.to_bytes(), held_shares=(), masks=(), peers=()
+        )
 
     def _on_receipt(self, receipt: Receipt, now: float) -> _State:
         state = self._state
         if state.sid and receipt.session != state.sid:
-            raise Conflict("a receipt for another roster than the server gave before")
+            raise Conflict("a receipt for another roster than the server announced")
         if state.survivors and receipt.members != state.survivors:
-            raise Conflict("a receipt for other survivors than the server named before")
+            raise Conflict("a receipt for other survivors than the server announced")
         is_in = state.has_masked and state.slot in receipt.members
         outcome: Outcome = "included" if is_in else "not-included"
         return replace(state.without_secrets(), phase="over", outcome=outcome)
@@ -702,25 +705,27 @@ class MaskingClient:
 
     # Helpers
 
-    def _check_set(self, what: str, members: frozenset[int], topology: Topology) -> None:
+    def _check_set(self, role: str, members: frozenset[int], topology: Topology) -> None:
         state = self._state
         least = state.config.least(state.n)
-        mine = len(members.intersection(topology.holders(state.slot)))
+        neighbouring = len(members.intersection(topology.holders(state.slot)))
         if members and max(members) >= state.n:
-            raise MalformedRequest(f"{what} beyond the roster's {state.n}")
+            raise MalformedRequest(f"{role} outside of the roster's {state.n} slots")
         if state.slot not in members:
-            raise Conflict(f"this client is not among the {what}")
+            raise Conflict(f"this client is not among the {role}")
         if len(members) < least:
-            raise Conflict(f"{len(members)} {what} where {least} must be")
-        if mine < topology.threshold:
-            raise Conflict(f"{mine} {what} near this client where {topology.threshold} must be")
+            raise Conflict(f"{len(members)} {role}, at least {least} are required")
+        if neighbouring < topology.threshold:
+            raise Conflict(
+                f"{neighbouring} {role} near this client, at least {topology.threshold} required"
+            )
 
     def _context(self, message: ServerMessage) -> bytes:
         by_config = isinstance(message, Offer | Roster | Receipt | Abandoned)
         return self.config.digest if by_config else self._state.sid
 
     def _ended(self, reason: str) -> _State:
-        """Withdrawn; over at once if no body can have left."""
+        """Withdraw; the outcome is final at once if no body can have been sent."""
         state = self._state.without_secrets()
         reason = reason.encode(errors="replace")[:_MAX_REASON].decode(errors="ignore")
         if state.has_masked:
@@ -746,4 +751,4 @@ _TRANSITIONS: Mapping[
     ("any", Receipt): MaskingClient._on_receipt,
     ("any", Abandoned): MaskingClient._on_abandoned,
 }
-"""Every other message makes the client withdraw; one that has withdrawn, nothing any more."""
+"""Any other message makes the client withdraw; after that, all messages are ignored."""

@@ -1,6 +1,6 @@
-"""The clients of a session once its roster is closed: slots, graph, and who needs whom.
+"""The cohort of a session once its roster is closed: slots, graph and share holders.
 
-The server's view, of all of them; a client finds its own part by the same rules.
+This is the server's view of all clients; a client computes its own part by the same rules.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ from fedpress_protocols.masking.transcript import SessionConfig, Topology
 
 @dataclass(frozen=True)
 class Cohort:
-    """The roster, closed, and what follows from it; `members` are in the order of their slots."""
+    """The closed roster and the values derived from it; `members` are in the order of their
+    slots."""
 
     config: SessionConfig
     members: tuple[Advertise, ...]
@@ -50,25 +51,25 @@ class Cohort:
         return tuple(self.topology.holders(slot) for slot in range(len(self.members)))
 
     def place(self, owner: int, neighbour: int) -> int:
-        """Where `neighbour` stands in the owner's list of sealed shares."""
+        """The index of `neighbour` in the owner's list of sealed shares."""
         return bisect_left(self.neighbours[owner], neighbour)
 
     def point(self, owner: int, holder: int) -> int:
-        """The x of the share that `holder` has of the owner's secrets."""
+        """The x coordinate of `holder`'s share of the owner's secrets."""
         return bisect_left(self.holders[owner], holder) + 1
 
     def roster(self, slot: int) -> Roster:
-        """What the client in `slot` is to hear, not signed."""
+        """The unsigned Roster message for the client in `slot`."""
         near = sorted({slot, *self.neighbours[slot]})
         return Roster(self.listing, tuple(self.members[each] for each in near))
 
     def owners(self, holder: int, sharers: frozenset[int]) -> list[int]:
-        """Of whom among `sharers` a holder has a share: those of its `Reveal`, in their order."""
+        """The owners among `sharers` whose shares a holder has: those of its `Reveal`, in order."""
         return [owner for owner in self.holders[holder] if owner in sharers]
 
     def needed(self, sharers: frozenset[int], survivors: frozenset[int]) -> list[int]:
-        """Whose secrets must be put together: the seeds of the survivors, and the mask secrets of
-        the others that a survivor masked with."""
+        """The secrets to reconstruct: the seeds of the survivors, and the mask secrets of the other
+        clients that a survivor masked with."""
         return [
             slot
             for slot in sorted(sharers)

@@ -1,14 +1,14 @@
-"""Who masks with whom: the graph of a session, its degree and the threshold of its shares.
+"""The masking graph of a session: neighbours, degree and secret-sharing threshold.
 
-Up to 128 clients everybody masks with everybody (Bonawitz et al. 2017, eprint 2017/281). Above, a
+Up to 128 clients the graph is complete (Bonawitz et al. 2017, eprint 2017/281). Above, a
 client masks with `degree` neighbours and shares its secrets among them (Bell et al. 2020, eprint
 2020/704): those at fixed distances on a ring that is shuffled by the transcript.
 
-Against a server that only looks, the distances are the shortest ones, a Harary graph: no cheaper
-graph stays connected. A server that deviates could open the sum of an arc of it alone: those at the
-arc's ends have half of their neighbours inside, and hear of the others what the server likes. So
-against that one distances are spread over the whole ring, and `sound_search` asks for so many of
-them that no set of clients but a large one is closed; see docs/secure-aggregation.md.
+Against a semi-honest server the distances are the shortest ones, a Harary graph: no cheaper graph
+stays connected. A malicious server could open the sum of an arc of it alone: the clients at the
+ends of the arc have half of their neighbours inside, and only the server tells them about the
+others. So against a malicious server, distances are spread over the whole ring, and `sound_search`
+requires so many of them that only a large set of clients is closed; see docs/secure-aggregation.md.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ Slots = npt.NDArray[np.int64]
 COMPLETE_UP_TO = 128
 """Clients up to which the graph is complete."""
 SECURITY_BITS = 40
-"""A semi-honest adversary wins over some client with a probability of 2**-40 at most."""
+"""A semi-honest adversary learns some client's update with a probability of at most 2**-40."""
 GRAPH_BITS = 128
-"""Against a deviating server a graph is bad with a probability of 2**-128 at most: after 2**64
+"""Against a malicious server a graph is bad with a probability of at most 2**-128: after 2**64
 graphs that it has tried, 64 bits are left."""
 COMPLETE_AT_MOST = 1024
-"""Clients up to which the graph is complete where no other bears what it has to."""
+"""Clients up to which the graph is complete if no sparse graph tolerates the faults."""
 CORRECTNESS_BITS = 20
-"""Some client's secret cannot be put together with a probability of 2**-20 at most."""
+"""Probability of at most 2**-20 that some client's secret cannot be reconstructed."""
 
 _SMALL = 32
 _ROUNDING = 1e-14
@@ -48,28 +48,29 @@ _LABEL = "secure aggregation graph"
 
 @dataclass(frozen=True, slots=True)
 class Parameters:
-    """A client has `degree` neighbours, and `threshold` shares of a secret of its give it away.
+    """Each client has `degree` neighbours; `threshold` shares reconstruct one of its secrets.
 
-    In a complete graph (`degree` is n - 1) the threshold counts a client's own share too, where it
+    In a complete graph (`degree` is n - 1) the threshold counts a client's own share too, if it
     keeps one: t of n, as in Bonawitz et al. In a sparse graph shares go to neighbours alone.
     """
 
     degree: int
     threshold: int
     honest: int = 0
-    """In a sparse graph against a deviating server: honest clients that every sum is of at least,
-    whatever the server says of the survivors; more than half of them, so there is one sum."""
+    """In a sparse graph against a malicious server: the minimum number of honest clients in any
+    sum, whatever the server claims about the survivors; more than half of them, so there is one
+    sum."""
 
 
 def parameters(n: int, *, corrupt: float, dropout: float, adversary: Adversary) -> Parameters:
-    """The graph for `n` clients, n >= 2, of which up to the share `corrupt` works with the server
-    and up to the share `dropout` is lost between its keys and the sum.
+    """The graph for `n` clients, n >= 2, of which up to the share `corrupt` colludes with the
+    server and up to the share `dropout` drops out between key exchange and sum.
 
-    Up to 128 clients the graph is complete, and the threshold is more than 2n/3 against a server
-    that deviates, more than n/2 against one that only looks (n/3 below 32 clients, where drop-outs
-    weigh more than collusion), or what more corrupt ones ask for; above, `sound_search` finds both
-    against a server that deviates, `search` against one that only looks. Raises IncompatiblePlan if
-    nothing bears both shares, ConfigurationError if they make no sense.
+    Up to 128 clients the graph is complete, and the threshold is more than 2n/3 against a malicious
+    server, more than n/2 against a semi-honest one (n/3 below 32 clients, where drop-outs matter
+    more than collusion), or more if `corrupt` requires it; above, `sound_search` finds both against
+    a malicious server, `search` against a semi-honest one. Raises IncompatiblePlan if no graph
+    tolerates both shares, ConfigurationError for invalid shares.
     """
     _check(n, corrupt, dropout, adversary)
     if n > COMPLETE_UP_TO:
@@ -80,9 +81,10 @@ def parameters(n: int, *, corrupt: float, dropout: float, adversary: Adversary) 
             return sound
         if n > COMPLETE_AT_MOST:
             raise IncompatiblePlan(
-                f"no sparse graph on {n} clients bears {corrupt:g} of them corrupt and {dropout:g} "
-                "lost against a server that deviates",
-                hint="lower either share: a session lasts seconds, and few are lost in one",
+                f"no sparse graph on {n} clients tolerates {corrupt:g} of them corrupt and "
+                f"{dropout:g} "
+                "dropping out against a malicious server",
+                hint="lower either share: a session lasts seconds, and few clients drop out of it",
             )
     num_corrupt = _at_most(corrupt, n)
     if adversary == "malicious":
@@ -91,22 +93,23 @@ def parameters(n: int, *, corrupt: float, dropout: float, adversary: Adversary) 
         threshold = max(n // (3 if n < _SMALL else 2), num_corrupt, 1) + 1
     if n - _at_most(dropout, n) < threshold:
         raise IncompatiblePlan(
-            f"{threshold} of {n} clients have to stay, where {dropout:g} of them may be lost",
-            hint="lower the share of lost or of corrupt clients, or enlarge the cohort",
+            f"{threshold} of {n} clients must stay, but {dropout:g} of them may drop out",
+            hint="lower masking.dropout or masking.corrupt, or enlarge the cohort",
         )
     return Parameters(n - 1, threshold)
 
 
 @lru_cache(maxsize=256)
 def search(n: int, *, corrupt: float, dropout: float, adversary: Adversary) -> Parameters:
-    """The least degree of a Harary graph on `n` clients, and its least threshold, such that but for
-    2**-40 the graph of honest clients that stay is connected and no client's neighbours give its
-    secrets away, and but for 2**-20 enough neighbours of every client stay.
+    """The least degree of a Harary graph on `n` clients, and its least threshold, such that, except
+    with probability 2**-40, the graph of honest remaining clients is connected and no client's
+    neighbours reveal its secrets, and, except with probability 2**-20, enough neighbours of every
+    client remain.
 
-    A threshold t is safe if no client has t corrupt neighbours; against a deviating server, which
+    A threshold t is safe if no client has t corrupt neighbours; against a malicious server, which
     may ask half of the honest neighbours for one secret and half for the other, if 2t is more than
-    the degree and the corrupt neighbours (Bell et al. 2020). Raises IncompatiblePlan where only a
-    complete graph would do.
+    the degree and the corrupt neighbours (Bell et al. 2020). Raises IncompatiblePlan if only a
+    complete graph is enough.
     """
     _check(n, corrupt, dropout, adversary)
     logs = _log_factorials(n)
@@ -129,7 +132,8 @@ def search(n: int, *, corrupt: float, dropout: float, adversary: Adversary) -> P
         if least <= most:
             return Parameters(degree, max(least, 2))
     raise IncompatiblePlan(
-        f"no sparse graph on {n} clients bears {corrupt:g} of them corrupt and {dropout:g} lost",
+        f"no sparse graph on {n} clients tolerates {corrupt:g} of them corrupt and {dropout:g} "
+        "dropping out",
         hint="lower either share, or enlarge the cohort",
     )
 
@@ -137,11 +141,11 @@ def search(n: int, *, corrupt: float, dropout: float, adversary: Adversary) -> P
 @lru_cache(maxsize=256)
 def sound_search(n: int, *, corrupt: float, dropout: float) -> Parameters | None:
     """The least even degree of a spread graph on `n` clients, and its greatest threshold, such that
-    a deviating server can open one sum at most, of more than half of the honest clients; None where
-    no degree below n - 1 will do.
+    a malicious server can open at most one sum, of more than half of the honest clients; None if
+    no degree below n - 1 is enough.
 
-    But for 2**-128 no honest client has more than c corrupt neighbours, and but for 2**-20 the
-    threshold t of every client's neighbours stay. Then 2t > degree + c keeps each client's two
+    Except with probability 2**-128 no honest client has more than c corrupt neighbours, and except
+    with 2**-20, t neighbours of every client remain. Then 2t > degree + c keeps each client's two
     secrets apart, and a set of honest clients whose sum can be opened is *closed*: each of its
     members has 2t - degree neighbours within it or among the corrupt. `_least_closed` bounds the
     size of a closed set by the graph's second eigenvalue.
@@ -154,7 +158,7 @@ def sound_search(n: int, *, corrupt: float, dropout: float) -> Parameters | None
         return None
     bad, incorrect = math.exp2(-GRAPH_BITS) / n, math.exp2(-CORRECTNESS_BITS) / n
     for degree in range(2, n - 1, 2):
-        # Of the n - 1 others of an honest client, and of one that stays.
+        # Among the n - 1 others of an honest client, and of a remaining client.
         corrupt_neighbours = _hypergeometric(n - 1, num_corrupt, degree, logs)
         reaching = np.append(np.cumsum(corrupt_neighbours[::-1])[::-1], 0.0)
         most_corrupt = int(np.argmax(reaching <= bad)) - 1
@@ -169,18 +173,18 @@ def sound_search(n: int, *, corrupt: float, dropout: float) -> Parameters | None
 
 
 def neighbours(n: int, degree: int, seed: bytes, *, is_spread: bool = False) -> Slots:
-    """[n, degree]: the neighbours of every slot, rising.
+    """[n, degree]: the neighbours of every slot, ascending.
 
     `seed` is 32 bytes of the transcript. Slots stand on a ring in the order of a Fisher-Yates
     shuffle; neighbours are those up to degree // 2 places away and, for an odd degree (n is even
     then), the one opposite. Where the graph `is_spread`, of even degree, they are those at
-    `distances`. Raises ConfigurationError where there is no such graph.
+    `distances`. Raises ConfigurationError if there is no such graph.
     """
     order = _ring(n, degree, seed)
     places = np.arange(n)[:, np.newaxis] + _offsets(n, degree, is_spread)
-    found = np.empty((n, degree), np.int64)
-    found[order] = np.sort(order[places % n], axis=1)
-    return found
+    neighbour_slots = np.empty((n, degree), np.int64)
+    neighbour_slots[order] = np.sort(order[places % n], axis=1)
+    return neighbour_slots
 
 
 def neighbours_of(slot: int, n: int, degree: int, seed: bytes, *, is_spread: bool = False) -> Slots:
@@ -194,20 +198,20 @@ def neighbours_of(slot: int, n: int, degree: int, seed: bytes, *, is_spread: boo
 
 @lru_cache(maxsize=8)
 def distances(n: int, degree: int) -> Slots:
-    """[degree / 2]: how far apart neighbours stand on the ring of a spread graph, in [1, n / 2),
-    rising. They are drawn once for each n and degree; the transcript has no part in them."""
+    """[degree / 2]: the distances between neighbours on the ring of a spread graph, in [1, n / 2),
+    ascending. They depend on n and degree only, not on the transcript."""
     if degree % 2 or not 2 <= degree < n:
         raise ConfigurationError(f"no spread graph gives each of {n} clients {degree} neighbours")
     label = f"fedpress secure aggregation distances v1|{n}|{degree}"
     stream = PublicRandomness(hashlib.sha256(label.encode()).digest()).stream(_LABEL)
-    found = stream.distinct((n - 1) // 2, degree // 2) + 1
-    found.setflags(write=False)
-    return found
+    offsets = stream.distinct((n - 1) // 2, degree // 2) + 1
+    offsets.setflags(write=False)
+    return offsets
 
 
 def second_eigenvalue(n: int, degree: int) -> float:
-    """The largest magnitude of an eigenvalue of a spread graph beside `degree` itself, rounded up
-    to a sixteenth, so that every machine finds the same."""
+    """The largest magnitude of an eigenvalue of a spread graph other than `degree`, rounded up to a
+    sixteenth, so that every machine gets the same value."""
     ring = np.zeros(n)
     ring[distances(n, degree)] = 2.0
     return math.ceil(16 * float(np.abs(np.fft.fft(ring)[1:].real).max())) / 16
@@ -235,13 +239,13 @@ def _offsets(n: int, degree: int, is_spread: bool) -> Slots:
 
 def _check(n: int, corrupt: float, dropout: float, adversary: str) -> None:
     if n < 2:
-        raise ConfigurationError(f"{n} clients cannot hide among each other")
+        raise ConfigurationError(f"secure aggregation needs at least 2 clients, not {n}")
     if not (0 <= corrupt < 1 and 0 <= dropout < 1):
         raise ConfigurationError(
-            f"shares of {corrupt:g} corrupt and {dropout:g} lost, not in [0, 1)"
+            f"corrupt and dropout must be in [0, 1), not {corrupt:g} and {dropout:g}"
         )
     if adversary not in ("semi-honest", "malicious"):
-        raise ConfigurationError(f"adversary is semi-honest or malicious, not {adversary!r}")
+        raise ConfigurationError(f"adversary must be semi-honest or malicious, not {adversary!r}")
 
 
 def _at_most(share: float, n: int) -> int:
@@ -271,22 +275,22 @@ def _least_closed(n: int, degree: int, threshold: int, num_corrupt: int, most_co
 
 
 def _log_cut(n: int, degree: int, num_gone: int, logs: npt.NDArray[np.float64]) -> float:
-    """A bound on the chance that those who are gone cut the ring in two: that at any two of its
-    places degree / 2 in a row are all gone."""
+    """A bound on the log probability that drop-outs disconnect the ring: that at any two places
+    degree / 2 clients in a row have dropped out."""
     if degree > num_gone:
         return -math.inf
     places = math.log(n) + math.log(n - degree - 1) - math.log(2)
-    gone = logs[num_gone] - logs[num_gone - degree] + logs[n - degree] - logs[n]
-    return float(places + gone)
+    log_run = logs[num_gone] - logs[num_gone - degree] + logs[n - degree] - logs[n]
+    return float(places + log_run)
 
 
 def _hypergeometric(
     n: int, marked: int, drawn: int, logs: npt.NDArray[np.float64]
 ) -> npt.NDArray[np.float64]:
-    """[drawn + 1]: the chance of each number of the `marked` among `drawn` of `n`."""
-    found = np.arange(drawn + 1)
-    possible = (found <= marked) & (drawn - found <= n - marked)
-    x = found[possible]
+    """[drawn + 1]: the probability of each number of `marked` among `drawn` of `n`."""
+    counts = np.arange(drawn + 1)
+    possible = (counts <= marked) & (drawn - counts <= n - marked)
+    x = counts[possible]
     chances = np.zeros(drawn + 1)
     chances[possible] = np.exp(
         (logs[drawn] - logs[x] - logs[drawn - x])

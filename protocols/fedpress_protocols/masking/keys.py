@@ -1,10 +1,10 @@
-"""Keys of a masked session: what is agreed between two clients, and what binds it to the session.
+"""Keys of a masked session: pairwise key agreement, bound to the session.
 
-A client draws a mask secret S, a self-mask seed b and a channel secret for one session, and nothing
-of them serves twice. All key derivation is HKDF-SHA256 (RFC 5869) with the session's id as salt and
+A client draws a mask secret S, a self-mask seed b and a channel secret for one session and never
+reuses them. All key derivation is HKDF-SHA256 (RFC 5869) with the session's id as salt and
 a statement as info. With `hybrid`, ML-KEM-768 (FIPS 203) stands beside X25519 (RFC 7748), so that
-what is recorded today stays sealed when X25519 falls: a key pair of each is made from the secret,
-and whoever holds a secret put together from its shares can do all that its owner could.
+recorded traffic stays confidential even if X25519 is broken: a key pair of each is derived from the
+secret, and a secret reconstructed from its shares gives everything that its owner could derive.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ SECRET_BYTES = 32
 PUBLIC_BYTES = 32
 HYBRID_PUBLIC_BYTES = PUBLIC_BYTES + 1184
 SEAL_BYTES = 16
-"""What `ChannelKey.seal` adds to a message; HYBRID_SEAL_BYTES with ML-KEM."""
+"""Bytes that `ChannelKey.seal` adds to a message; HYBRID_SEAL_BYTES with ML-KEM."""
 HYBRID_SEAL_BYTES = 1088 + SEAL_BYTES
 INTRODUCTION_BYTES = 1088 + SECRET_BYTES + SEAL_BYTES
-"""Of `MaskKey.introduce` with ML-KEM; without it, nothing."""
+"""Length of `MaskKey.introduce` with ML-KEM; without it, 0."""
 
 _CIPHERTEXT = 1088
 _NONCE = bytes(12)  # every key seals one message
@@ -44,13 +44,13 @@ def new_secret() -> bytearray:
 
 
 def wipe(*secrets: bytearray) -> None:
-    """Overwrite secrets with zeros: the best that can be done where objects are copied at will."""
+    """Overwrite secrets with zeros: best effort, since Python copies objects freely."""
     for secret in secrets:
         secret[:] = bytes(len(secret))
 
 
 def same(one: bytes | bytearray, other: bytes | bytearray) -> bool:
-    """Whether two byte strings are equal, in a time that does not tell where they differ."""
+    """Compare two byte strings in constant time."""
     return hmac.compare_digest(one, other)
 
 
@@ -60,7 +60,7 @@ def derive(secret: bytes | bytearray, *, salt: bytes, info: bytes, length: int =
 
 
 def commitment(seed: bytes | bytearray, *, sid: bytes, slot: int) -> bytes:
-    """32 bytes that bind the client in `slot` to its self-mask seed b, and do not tell it."""
+    """32 bytes that commit the client in `slot` to its self-mask seed b without revealing it."""
     return digest("b", sid, _slot(slot), bytes(seed))
 
 
@@ -70,9 +70,9 @@ def self_mask(seed: bytes | bytearray, *, sid: bytes, slot: int) -> bytes:
 
 
 def check_public(public: bytes, *, hybrid: bool) -> None:
-    """Raises InvalidKey for a public key that nobody can agree on a secret with.
+    """Raise InvalidKey for a public key with which no secret can be agreed.
 
-    A client finds that out by itself, too late: with one such key in the roster, it withdraws.
+    The server checks it early, since clients withdraw if the roster has one such key.
     """
     _exchange(_ANY, public, hybrid=hybrid)
     if hybrid:
@@ -80,10 +80,10 @@ def check_public(public: bytes, *, hybrid: bool) -> None:
 
 
 class MaskKey:
-    """The key of a client's pairwise masks; all of it follows from the 32-byte `secret` S.
+    """The key of a client's pairwise masks, derived from the 32-byte `secret` S.
 
     `public` (32 bytes, or 1216 with `hybrid`) goes into the roster. The server makes the same
-    object from a secret put together from its shares, and holds its `public` to the roster's.
+    object from a reconstructed secret, and compares its `public` with the roster's.
     """
 
     def __init__(self, secret: bytes | bytearray, *, hybrid: bool = False) -> None:
@@ -93,11 +93,12 @@ class MaskKey:
         self.public = _public(self._private, self._kem)
 
     def introduce(self, peer_public: bytes, *, sid: bytes, own: int, peer: int) -> bytes:
-        """What the client in slot `own` sends to its neighbour in slot `peer` through the server,
-        which keeps it: nothing without `hybrid` or to a lower slot, else 1136 bytes, new each time.
+        """The introduction that the client in slot `own` sends to its neighbour in slot `peer`
+        through the server, which stores it: empty without `hybrid` or to a lower slot, otherwise
+        1136 bytes, randomized.
 
-        It wraps a secret that follows from S under ML-KEM, so that the secret of either end leads
-        to the mask of both. The sender's signature or seal has to cover it. Raises InvalidKey.
+        It wraps a secret derived from S under ML-KEM, so that the secret of either end gives the
+        common mask. The sender's signature or seal must cover it. Raises InvalidKey.
         """
         if self._kem is None or peer < own:
             return b""
@@ -116,12 +117,12 @@ class MaskKey:
         peer: int,
         introduction: bytes = b"",
     ) -> bytes:
-        """The key material (48 bytes) of the mask that the clients in slots `own` and `peer` have
-        in common: it is the same from either side, and another in another session or under another
-        configuration. The lower slot adds it, the higher one subtracts it.
+        """The key material (48 bytes) of the common mask of the clients in slots `own` and `peer`:
+        the same for both, and unique to the session and its configuration. The lower slot adds the
+        mask, the higher one subtracts it.
 
-        `introduction` is what the lower slot sent to the higher, and is not read where `own` is the
-        lower. Raises InvalidKey for a public key of small order or of another length,
+        `introduction` is the one that the lower slot sent to the higher; it is ignored if `own` is
+        the lower. Raises InvalidKey for a public key of small order or of another length,
         InvalidSeal for an introduction that is not this pair's.
         """
         shared = _exchange(self._private, peer_public, hybrid=self._kem is not None)
@@ -135,7 +136,7 @@ class MaskKey:
         return derive(shared, salt=sid, info=info, length=MATERIAL_BYTES)
 
     def wipe(self) -> None:
-        """Overwrite S; the libraries' own copies go with the object."""
+        """Overwrite S; copies within the libraries are freed with the object."""
         wipe(self._secret)
 
     def _wrapped(self, sid: bytes, peer: int) -> bytes:
@@ -149,11 +150,11 @@ class MaskKey:
 
 
 class ChannelKey:
-    """The key under which a client seals shares to its neighbours and opens theirs.
+    """The key with which a client seals shares for its neighbours and opens theirs.
 
-    Each direction between two clients has a key of its own that seals one message: a second one for
-    the same neighbour in the same session is refused. Whoever keeps the `secret` over a restart
-    keeps the sealed messages too, and sends those again.
+    Each direction between two clients has its own key, which seals one message: a second one for
+    the same neighbour in the same session is refused. A caller that persists `secret` across a
+    restart must persist the sealed messages too, and resend those.
     """
 
     def __init__(self, secret: bytes | bytearray, *, hybrid: bool = False) -> None:
@@ -172,13 +173,13 @@ class ChannelKey:
         peer: int,
         associated: bytes = b"",
     ) -> bytes:
-        """`message` for `peer` alone, with ChaCha20-Poly1305 (RFC 8439, section 2.8); 16 bytes
+        """Seal `message` for `peer` with ChaCha20-Poly1305 (RFC 8439, section 2.8); 16 bytes
         longer, 1104 with `hybrid`. `associated` is authenticated with it and not sent.
 
         Raises InvalidKey, and ConfigurationError for a second message to `peer`.
         """
         if (sid, peer) in self._sealed:
-            raise ConfigurationError(f"a second message to slot {peer} under a key for one")
+            raise ConfigurationError(f"a second message to slot {peer}: the key may seal only one")
         shared = _exchange(self._private, peer_public, hybrid=self._kem is not None)
         ciphertext = b""
         if self._kem is not None:
@@ -199,7 +200,7 @@ class ChannelKey:
         peer: int,
         associated: bytes = b"",
     ) -> bytes:
-        """What `peer` sealed for `own`; raises InvalidKey, or InvalidSeal for anything else."""
+        """Open the message that `peer` sealed for `own`; raises InvalidKey or InvalidSeal."""
         shared = _exchange(self._private, peer_public, hybrid=self._kem is not None)
         ciphertext = b""
         if self._kem is not None:
@@ -226,12 +227,12 @@ def _open(key: bytes, sealed: bytes, associated: bytes | None, sender: int) -> b
     try:
         return ChaCha20Poly1305(key).decrypt(_NONCE, sealed, associated)
     except InvalidTag as exc:
-        raise InvalidSeal(f"bytes that slot {sender} did not seal for this receiver") from exc
+        raise InvalidSeal(f"the message was not sealed by slot {sender} for this receiver") from exc
 
 
 def _checked_secret(secret: bytes | bytearray) -> bytearray:
     if len(secret) != SECRET_BYTES:
-        raise ConfigurationError(f"a secret of {len(secret)} bytes where {SECRET_BYTES} are due")
+        raise ConfigurationError(f"a secret of {len(secret)} bytes, expected {SECRET_BYTES}")
     return bytearray(secret)
 
 
@@ -240,12 +241,12 @@ def _x25519(secret: bytes | bytearray, label: str) -> X25519PrivateKey:
 
 
 def _exchange(private: X25519PrivateKey, peer_public: bytes, *, hybrid: bool) -> bytes:
-    due = HYBRID_PUBLIC_BYTES if hybrid else PUBLIC_BYTES
-    if len(peer_public) != due:
-        raise InvalidKey(f"a public key of {len(peer_public)} bytes where {due} are due")
+    expected = HYBRID_PUBLIC_BYTES if hybrid else PUBLIC_BYTES
+    if len(peer_public) != expected:
+        raise InvalidKey(f"a public key of {len(peer_public)} bytes, expected {expected}")
     coordinate = peer_public[:PUBLIC_BYTES]
     if int.from_bytes(coordinate, "little") >= _FIELD:
-        raise InvalidKey("an X25519 public key in another spelling than its own")
+        raise InvalidKey("a non-canonical X25519 public key")
     try:
         return private.exchange(X25519PublicKey.from_public_bytes(coordinate))
     except ValueError as exc:  # the shared secret would be all zeros: RFC 7748, section 6.1
@@ -257,7 +258,7 @@ def _public(private: X25519PrivateKey, kem: Any) -> bytes:
     return public if kem is None else public + bytes(kem.public_key().public_bytes_raw())
 
 
-# ML-KEM-768, which `cryptography` has in its newer versions only.
+# ML-KEM-768, only in newer versions of `cryptography`
 
 
 def _mlkem() -> Any:
@@ -265,8 +266,8 @@ def _mlkem() -> Any:
         from cryptography.hazmat.primitives.asymmetric import mlkem
     except ImportError as exc:
         raise ConfigurationError(
-            "this version of cryptography has no ML-KEM-768",
-            hint="upgrade it, or use a plan without hybrid keys",
+            "the installed version of cryptography has no ML-KEM-768",
+            hint="upgrade cryptography, or use a plan without hybrid keys",
         ) from exc
     return mlkem
 
@@ -277,8 +278,8 @@ def _kem_private(secret: bytes | bytearray, label: str) -> Any:
         return _mlkem().MLKEM768PrivateKey.from_seed_bytes(seed)
     except UnsupportedAlgorithm as exc:
         raise ConfigurationError(
-            "the OpenSSL of this cryptography has no ML-KEM-768",
-            hint="upgrade it, or use a plan without hybrid keys",
+            "the OpenSSL of the installed cryptography has no ML-KEM-768",
+            hint="upgrade cryptography, or use a plan without hybrid keys",
         ) from exc
 
 
@@ -294,5 +295,5 @@ def _decapsulate(kem: Any, ciphertext: bytes) -> bytes:
         return bytes(kem.decapsulate(ciphertext))
     except ValueError as exc:
         raise InvalidSeal(
-            f"an ML-KEM-768 ciphertext of {len(ciphertext)} bytes where {_CIPHERTEXT} are due"
+            f"an ML-KEM-768 ciphertext of {len(ciphertext)} bytes, expected {_CIPHERTEXT}"
         ) from exc

@@ -1,9 +1,9 @@
-"""Masks: key streams of ChaCha20 or AES-128-CTR, added to words of Z_2^64 as they are made.
+"""Masks: key streams of ChaCha20 or AES-128-CTR, added to words of Z_2^64 while generated.
 
-A stream is named by 48 bytes that a key derivation gives, so no key meets a nonce twice: for
+A stream is identified by 48 bytes from a key derivation, so no nonce repeats under a key: for
 ChaCha20 (RFC 8439, section 2.4) the key is the first 32, the nonce the next 12 and the counter
 begins at 0; for AES-128-CTR (NIST SP 800-38A, section 6.5) the key is the first 16 and the first
-counter block the next 16. Words are little-endian, and every one of the 2**64 is as likely.
+counter block the next 16. Words are little-endian and uniform over 2**64.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ Words = npt.NDArray[np.uint64]
 SUITES: tuple[Suite, ...] = ("chacha20", "aes-128-ctr")
 MATERIAL_BYTES = 48
 MAX_WORDS = 2**35
-"""Words of a stream: ChaCha20 counts 2**32 blocks of 64 bytes."""
+"""Maximum words of a stream: ChaCha20 counts 2**32 blocks of 64 bytes."""
 
 _CHUNK = 2**15
-"""Words made at once, 256 KiB: a chunk of the masks and of their stream stay in the cache."""
+"""Words generated at once, 256 KiB: a chunk of the masks and of the stream fit into the cache."""
 _ZEROS = memoryview(bytes(8 * _CHUNK))
 
 
 def add_keystream(
     words: Words, key_material: bytes, suite: Suite, sign: int = 1, offset: int = 0
 ) -> None:
-    """words += sign * (the stream from its word `offset` on), mod 2**64; `sign` is 1 or -1."""
+    """Compute words += sign * (the stream from its word `offset`), mod 2**64; `sign` is 1 or -1."""
     add_keystreams(words, [(key_material, sign)], suite, offset)
 
 
@@ -47,11 +47,11 @@ def add_keystreams(
     offset: int = 0,
     threads: int = 1,
 ) -> None:
-    """`add_keystream` of many (key material, sign), in one pass over `words`.
+    """Add many streams (key material, sign) in one pass over `words`.
 
-    `words` is uint64, contiguous and native; with `threads`, that many share it out among
-    themselves (the ciphers and numpy release the interpreter's lock). Raises ConfigurationError,
-    and then nothing was added.
+    `words` is uint64, contiguous and in native byte order. `threads` threads divide it among
+    themselves (the ciphers and numpy release the GIL). Raises ConfigurationError before anything is
+    added.
     """
     _check(words, masks, suite, offset)
     if threads == 1 or words.size <= _CHUNK:
@@ -68,18 +68,18 @@ def add_keystreams(
 
 def _check(words: Words, masks: Sequence[tuple[bytes, int]], suite: str, offset: int) -> None:
     if words.dtype != np.uint64 or not words.flags.c_contiguous or not words.flags.writeable:
-        raise ConfigurationError(f"words of {words.dtype}, not writable contiguous uint64")
+        raise ConfigurationError(f"words of {words.dtype}, expected writable contiguous uint64")
     if suite not in SUITES:
-        raise ConfigurationError(f"suite {suite!r} is none of {', '.join(SUITES)}")
+        raise ConfigurationError(f"suite must be one of {', '.join(SUITES)}, not {suite!r}")
     if not 0 <= offset <= MAX_WORDS - words.size:
         raise ConfigurationError(
-            f"{words.size} words from {offset} on, where a stream has {MAX_WORDS}"
+            f"{words.size} words from offset {offset}, but a stream has only {MAX_WORDS}"
         )
     for material, sign in masks:
         if len(material) != MATERIAL_BYTES or sign not in (1, -1):
             raise ConfigurationError(
                 f"{len(material)} bytes of key material and a sign of {sign}, "
-                f"where {MATERIAL_BYTES} bytes and 1 or -1 are due"
+                f"expected {MATERIAL_BYTES} bytes and 1 or -1"
             )
 
 
@@ -99,7 +99,7 @@ def _add(words: Words, masks: Sequence[tuple[bytes, int]], suite: Suite, offset:
 
 
 def _stream(material: bytes, suite: Suite, offset: int) -> Any:
-    """A cipher that stands at the first byte of word `offset`."""
+    """A cipher positioned at the first byte of word `offset`."""
     size = 64 if suite == "chacha20" else 16
     block, skip = divmod(8 * offset, size)
     if suite == "chacha20":

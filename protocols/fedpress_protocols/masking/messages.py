@@ -1,7 +1,7 @@
-"""What the two ends of a masked session say to each other, as canonical bytes.
+"""Messages of a masked session, as canonical bytes.
 
-A client always initiates. It POSTs what is its to send and GETs, by long poll, the answer of each
-phase; an answer is a function of the session's state, so a GET may be repeated at any time.
+The client always initiates. It POSTs its message and GETs, by long poll, the answer of each phase;
+an answer is a function of the session's state, so a GET may be repeated at any time.
 
 | phase   | the client sends           | and waits for                        | in the profile |
 |---------|----------------------------|--------------------------------------|----------------|
@@ -14,7 +14,7 @@ phase; an answer is a function of the session's state, so a GET may be repeated 
 | P2      | `Complaint`, and no more   |                                      | both           |
 | any     |                            | `Abandoned`, in place of any answer  | both           |
 
-A client's *slot* is its place in the roster, from 0. The *holders* of its secrets are its
+A client's *slot* is its index in the roster, from 0. The *holders* of its secrets are its
 neighbours in the session's graph and, where the graph is complete, the client itself.
 """
 
@@ -55,7 +55,7 @@ from fedpress_protocols.signatures import Content
 
 
 class Message(Signed):
-    """A signed record behind one byte, `TAG`, that says which; `parse` reads any of them."""
+    """A signed record after one byte, `TAG`, for its kind; `parse` reads any of them."""
 
     __slots__ = ()
     TAG: ClassVar[int]
@@ -66,19 +66,18 @@ class Message(Signed):
     @classmethod
     def read(cls, reader: Reader) -> Self:
         if (tag := reader.integer(1)) != cls.TAG:
-            raise MalformedRequest(f"a message of kind {tag} where {cls.TAG} ({cls.NAME}) is due")
+            raise MalformedRequest(f"a message of kind {tag}, expected {cls.TAG} ({cls.NAME})")
         return super().read(reader)
 
 
-# What the server says
+# Messages of the server
 
 
 @dataclass(frozen=True, slots=True)
 class Offer(Message):
-    """A session opens; signed by the server over the configuration alone.
+    """The start of a session; signed by the server over the configuration alone.
 
-    A driver hands it to clients that have finished training. A client that does not take part says
-    nothing.
+    The driver hands it to clients that have finished training. A client that declines stays silent.
     """
 
     TAG = 1
@@ -89,7 +88,7 @@ class Offer(Message):
 
 
 @dataclass(frozen=True, slots=True)
-class Row(Record):
+class RosterRow(Record):
     """One member of the roster: the key id of its identity, and the digest of its `Advertise`."""
 
     identity: Annotated[bytes, fixed(16)]
@@ -98,24 +97,25 @@ class Row(Record):
 
 @dataclass(frozen=True)
 class Listing(CachedBytes):
-    """All members of a session, rising by `identity`: the server has no freedom in their order."""
+    """All members of a session, ascending by `identity`, so that the server cannot choose the
+    order."""
 
-    rows: tuple[Row, ...]
+    rows: tuple[RosterRow, ...]
 
     @cached_property
     def root(self) -> bytes:
-        """A digest of the rows, 32 bytes: what the session's id binds."""
+        """A digest of the rows, 32 bytes; part of the session's id."""
         return digest("roster root", b"".join(row.to_bytes() for row in self.rows))
 
 
 @dataclass(frozen=True, slots=True)
 class Roster(Message):
-    """P0's answer: who takes part. The session's id follows from it.
+    """The answer of P0: the members. It determines the session's id.
 
-    Of the members that the receiver shares its secrets with and of itself, `entries` holds the
-    `Advertise` in the order of the listing: all of them where the graph is complete. The listing
-    stands in for the hash tree that secagg+ describes: 48 bytes a client, 480 kB at 10,000, and no
-    proofs. The signature is over its root, which is the same for all, and over the entries.
+    `entries` holds the `Advertise` of the receiver and of the members with which it shares its
+    secrets, in the order of the listing: all of them if the graph is complete. The listing replaces
+    the hash tree that secagg+ describes: 48 bytes per client, 480 kB for 10,000, and no proofs. The
+    signature is over its root, which is the same for all, and over the entries.
     """
 
     TAG = 2
@@ -132,7 +132,7 @@ class Roster(Message):
 
 @dataclass(frozen=True, slots=True)
 class Inbox(Message):
-    """P1's answer: who shared, for all, and what was sealed for the receiver.
+    """The answer of P1: the set of sharers, and the shares sealed for the receiver.
 
     `sealed` comes from the receiver's neighbours among `sharers`, in their order. The set U2 is
     frozen: a client masks with these neighbours and no other.
@@ -148,7 +148,7 @@ class Inbox(Message):
 
 @dataclass(frozen=True, slots=True)
 class Survivors(Message):
-    """P2's answer: whose masked input is in the sum, U3. Frozen: there is never another."""
+    """The answer of P2: the clients whose masked input is in the sum, U3. Final once sent."""
 
     TAG = 4
     NAME = "survivors"
@@ -158,14 +158,13 @@ class Survivors(Message):
 
 
 def survivors_digest(members: frozenset[int]) -> bytes:
-    """What clients consent to, and what a receipt repeats."""
+    """The digest of a set of survivors, as in consents and receipts."""
     return digest("survivor set", b"".join(i.to_bytes(4, "little") for i in sorted(members)))
 
 
 @dataclass(frozen=True, slots=True)
 class Consents(Message):
-    """P3's answer: which survivors put their name to the same set, as far as they are holders of
-    the receiver's secrets."""
+    """The answer of P3: the consents of those survivors that hold shares of the receiver."""
 
     TAG = 5
     NAME = "consents"
@@ -179,8 +178,8 @@ class Receipt(Message):
     """The sum over `members` was unmasked; `aggregate` is the SHA-256 of its bytes by the session's
     packing.
 
-    A client commits its residual if it is a member, and only then; a client that is not takes its
-    update back. Signed over the configuration: a client that never saw the roster can check it too.
+    A client commits its residual only if it is a member; any other client returns its update to the
+    residual. Signed over the configuration: a client that never saw the roster can verify it too.
     """
 
     TAG = 6
@@ -194,7 +193,7 @@ class Receipt(Message):
 
 @dataclass(frozen=True, slots=True)
 class Abandoned(Message):
-    """The session is over without a sum: every update goes back to its client."""
+    """The end of a session without a sum: every client returns its update to the residual."""
 
     TAG = 7
     NAME = "abandoned"
@@ -203,7 +202,7 @@ class Abandoned(Message):
     signature: Signature = UNSIGNED
 
 
-# What a client says
+# Messages of a client
 
 
 @dataclass(frozen=True)
@@ -224,18 +223,18 @@ class Advertise(CachedBytes, Message):
     signature: Signature = UNSIGNED
 
     @cached_property
-    def row(self) -> Row:
+    def row(self) -> RosterRow:
         identity = hashlib.sha256(self.certificate.identity).digest()[:16]
-        return Row(identity, digest("advertisement", self.to_bytes()))
+        return RosterRow(identity, digest("advertisement", self.to_bytes()))
 
 
 @dataclass(frozen=True, slots=True)
 class SealedShares(Record):
-    """What one client has for one holder: a share of each of the sender's two secrets.
+    """One client's message for one holder: a share of each of the sender's two secrets.
 
-    `sealed` is what `ChannelKey.seal` makes of the mask secret's share and then the seed's, 96
-    bytes or 1184; `introduction` is what `MaskKey.introduce` gives for a holder in a higher slot,
-    1136 bytes where the configuration is hybrid, and empty otherwise. The seal covers it.
+    `sealed` is the mask secret's share followed by the seed's, sealed by `ChannelKey.seal`, 96
+    bytes or 1184 if hybrid; `introduction` is that of `MaskKey.introduce` for a holder in a higher
+    slot, 1136 bytes if hybrid, otherwise empty. The seal covers it.
     """
 
     sealed: Annotated[bytes, blob(2 * SHARE_BYTES + HYBRID_SEAL_BYTES)]
@@ -244,9 +243,10 @@ class SealedShares(Record):
 
 @dataclass(frozen=True, slots=True)
 class Shares(Message):
-    """P1: the client's secrets in shares, for its holders but itself, in their order.
+    """P1: the shares of the client's secrets for its holders other than itself, in order.
 
-    The `commitment` binds the seed of its own mask, so that a seed put together wrongly is noticed.
+    The `commitment` binds the seed of its own mask, so that a wrongly reconstructed seed is
+    detected.
     """
 
     TAG = 17
@@ -262,8 +262,8 @@ class Shares(Message):
 class MaskedInput(Message):
     """P2: the header of the masked body, which travels beside it.
 
-    `partners` are those it is masked with: the sender's neighbours in the inbox's set. `sha256` and
-    `length`, in bytes, are the body's; the server counts the input in when all of it lies staged.
+    `partners` are the slots it is masked with: the sender's neighbours in the inbox's set. `sha256`
+    and `length` (bytes) are the body's; the server accepts the input once the whole body is staged.
     """
 
     TAG = 18
@@ -277,13 +277,13 @@ class MaskedInput(Message):
 
     @property
     def content(self) -> Content:
-        """What the body must turn out to be."""
+        """The required length and digest of the body."""
         return Content(self.sha256, self.length)
 
 
 @dataclass(frozen=True)
 class Consent(CachedBytes, Message):
-    """P3: the sender saw this survivor set, and will help to unmask no other."""
+    """P3: the sender received this set of survivors and helps to unmask no other."""
 
     TAG = 19
     NAME = "consent"
@@ -295,8 +295,8 @@ class Consent(CachedBytes, Message):
 
 @dataclass(frozen=True, slots=True)
 class Reveal(Message):
-    """P4: of every client in U2 whose holder the sender is, in their order, one share: of its
-    own mask's seed if it survived, of its mask secret if it did not. Never both."""
+    """P4: one share for every client in U2 whose shares the sender holds, in order: of its own
+    mask's seed if it survived, of its mask secret if it did not. Never both."""
 
     TAG = 20
     NAME = "reveal"
@@ -309,11 +309,11 @@ class Reveal(Message):
 
 @dataclass(frozen=True, slots=True)
 class Complaint(Message):
-    """In place of P2's message: what these neighbours sealed for the sender opens to no shares.
+    """Sent instead of P2's message: the messages of these neighbours did not open to valid shares.
 
-    The sender masks nothing and takes no further part. It tells no secret: its channel secret would
-    prove who is at fault, and would give the server, who may have forged the seals of an inbox, the
-    shares of everybody else that it holds. So who is at fault shows in who fails with whom.
+    The sender masks nothing and leaves the session. It reveals no secret: its channel secret would
+    prove who is at fault, but would give the server, which may have forged the seals of an inbox,
+    the shares of all others that it holds. So faults are attributed by comparing complaints.
     """
 
     TAG = 21
@@ -336,8 +336,8 @@ _KINDS: dict[int, type[ServerMessage | ClientMessage]] = {
 
 
 def parse(data: bytes) -> ServerMessage | ClientMessage:
-    """The message with these bytes; raises MalformedRequest. Nothing in it is believed yet."""
+    """Parse a message; raises MalformedRequest. Its signature is not verified yet."""
     kind = _KINDS.get(data[0]) if data else None
     if kind is None:
-        raise MalformedRequest(f"no message begins with {data[:1].hex() or 'nothing'}")
+        raise MalformedRequest(f"unknown message tag: {data[:1].hex() or 'no bytes'}")
     return kind.from_bytes(data)

@@ -1,12 +1,13 @@
-"""How updates become whole numbers that a cohort adds up under masks, and the sum an update again.
+"""The masked lane's encoding: updates to integers that add up under masks, and the sum to an
+update.
 
     update → project → times weight → whole steps  ─ sum over the cohort ─  → steps → lift → mean
 
-A compressor that commutes with the sum says which numbers stand for an update (`linear`). What
-makes integers of them is the same for all: one public step for each number, stochastic rounding
-(Suresh et al. 2017, arXiv:1611.00429, Section 2.2), and a bound by which no sum of the cohort
-overflows its room. How many examples, what was clipped and what is reported travel in the same sum,
-since nothing else may leave the device.
+A compressor that commutes with the sum maps an update to numbers (`linear`). Their quantization to
+integers is the same for all: one public step for each number, stochastic rounding
+(Suresh et al. 2017, arXiv:1611.00429, Section 2.2), and a bound that excludes overflow of
+the cohort's sum. Example counts, clipping counts and reported numbers travel in the same sum, since
+nothing else may leave the device.
 """
 
 from __future__ import annotations
@@ -36,16 +37,16 @@ SECRET_BYTES = MATERIAL_BYTES
 _VALUES, _EXAMPLES, _WEIGHT, _CLIPPED = "values", "examples", "weight", "clipped"
 _REPORT = "report "
 _REPORTED = 2**24
-"""`upload.REPORT_BOUNDS` go no further."""
+"""The largest magnitude in `upload.REPORT_BOUNDS`."""
 _FINEST = 20
-"""Bits after the point that a reported number keeps at most."""
+"""Maximum fractional bits of a reported number."""
 _DOMAIN = b"fedpress masked support v1\x00"
 
 
 @dataclass(frozen=True, slots=True)
 class Contribution:
-    """What one client adds to the sum: `integers` by vector, and the `update` that they stand for,
-    in the client's own units, whatever its weight."""
+    """One client's contribution to the sum: `integers` by vector, and the `update` that they
+    encode, in the client's own units, independent of its weight."""
 
     integers: Mapping[str, Ints]
     update: Update
@@ -53,12 +54,12 @@ class Contribution:
 
 @dataclass(frozen=True, slots=True)
 class Aggregate:
-    """What the sum of `num_clients` contributions says.
+    """The decoded sum of `num_clients` contributions.
 
-    `numbers` [n] are the weighted mean of what stands for their updates, before it is lifted, and
-    `mean` is lifted from them. `num_examples` is the cohort's; `report` has the means of what the
-    clients reported, each weighted by its examples. `clipped` is the share of the numbers that were
-    beyond their range: where it grows, the plan's headroom is too small.
+    `numbers` [n] are the weighted mean of the linear map of their updates, and `mean` is lifted
+    from them. `num_examples` is the cohort's; `report` has the means of what the clients reported,
+    each weighted by its examples. `clipped` is the share of numbers that were out of range: if it
+    grows, the plan's headroom is too small.
     """
 
     numbers: Numbers
@@ -70,20 +71,20 @@ class Aggregate:
 
 
 class Payload:
-    """The masked lane's compress and decompress, for one plan and what is publicly known.
+    """The masked lane's compress and decompress, for one plan and its public knowledge.
 
-    A client of weight w, of W at most, sends q = round(number * w / W / step), and so
-    W * step / w * q is what reached the sum of it: in units of its update, which neither its weight
-    nor another client's has any part in. From the sum of all q the mean over the weights is
-    W * step / (sum of w) * (sum of q). With no `max_weight` in the plan, w = W = 1.
+    A client of weight w, of W at most, sends q = round(number * w / W / step), so its
+    contribution in units of its own update is W * step / w * q, independent of all weights. From
+    the sum of all q the mean over the weights is W * step / (sum of w) * (sum of q). With no
+    `max_weight` in the plan, w = W = 1.
 
-    Raises IncompatiblePlan if the plan is of the other lane, or names another support than the
-    published models give.
+    Raises IncompatiblePlan if the plan is of the clear lane, or its support is not the one derived
+    from the published models.
     """
 
     def __init__(self, plan: RoundPlan, public: Public) -> None:
         if plan.masking is None:
-            raise IncompatiblePlan("a plan of the clear lane, where one of the masked lane is due")
+            raise IncompatiblePlan("a plan of the clear lane, expected the masked lane")
         self.plan, self.public = plan, public
         self._terms: MaskingTerms = plan.masking
         self._map = as_linear(plan.profiles[0].compressor).linear_map(public)
@@ -100,23 +101,24 @@ class Payload:
 
     @cached_property
     def digest(self) -> str:
-        """SHA-256 (hex) of the coordinates that are sent and their steps: what masks are bound to.
+        """SHA-256 (hex) of the sent coordinates and their steps, to which masks are bound.
 
-        Of the domain's label, the spec's digest, the number of coordinates and the coordinates as
-        64-bit little-endian integers (2**64 - 1 alone for all), then the steps as float64.
+        Hashed are the domain's label, the spec's digest, the number of coordinates and the
+        coordinates as 64-bit little-endian integers (2**64 - 1 alone for all), then the steps as
+        float64.
         """
         support = support_of(self.plan.profiles[0].compressor, self.public)
-        found = hashlib.sha256(_DOMAIN + bytes.fromhex(self.public.spec.digest))
+        sha256 = hashlib.sha256(_DOMAIN + bytes.fromhex(self.public.spec.digest))
         if support is None:
-            found.update(b"\xff" * 8)
+            sha256.update(b"\xff" * 8)
         else:
-            found.update(support.size.to_bytes(8, "little") + support.astype("<i8").tobytes())
-        found.update(self._steps.astype("<f8").tobytes())
-        return found.hexdigest()
+            sha256.update(support.size.to_bytes(8, "little") + support.astype("<i8").tobytes())
+        sha256.update(self._steps.astype("<f8").tobytes())
+        return sha256.hexdigest()
 
     @cached_property
     def vectors(self) -> tuple[Bounded, ...]:
-        """What each client sends, and within which bounds."""
+        """The vectors that each client sends, with their bounds."""
         most_examples, num = self.plan.fixed_point.max_examples, self._steps.size
         vectors = [Bounded(_VALUES, num, self._terms.levels), Bounded(_EXAMPLES, 1, most_examples)]
         if self._terms.max_weight is not None:
@@ -128,22 +130,23 @@ class Payload:
 
     @cached_property
     def packing(self) -> Packing:
-        """How they lie in the words of up to cohort.size clients."""
+        """The packing of the vectors into words for up to cohort.size clients."""
         return Packing.of(self.vectors, self.plan.cohort.size)
 
     def compress(
         self, update: Vector, num_examples: int, report: Mapping[str, float], secret: bytes
     ) -> Contribution:
-        """Whole numbers for `update` [spec.size], and what they stand for.
+        """Quantize `update` [spec.size] to integers, with the update that they encode.
 
         `report` has the plan's numbers; `num_examples` is 1 to max_examples. Rounding draws from
-        the ChaCha20 stream of `secret`, SECRET_BYTES that nobody else knows and that are used once.
-        Raises InvalidUpdate on NaN and infinity, and for numbers that no report may hold.
+        the ChaCha20 stream of `secret`, SECRET_BYTES known to nobody else and used once. Raises
+        InvalidUpdate on NaN and infinity, and for reported numbers out of bounds.
         """
-        if not 1 <= num_examples <= self.plan.fixed_point.max_examples:
-            raise InvalidUpdate(f"an update of {num_examples} examples")
-        told = tuple(report[name] for name in self.plan.report)
-        check_report(told, self.plan.report)
+        maximum = self.plan.fixed_point.max_examples
+        if not 1 <= num_examples <= maximum:
+            raise InvalidUpdate(f"num_examples must be in [1, {maximum}], not {num_examples}")
+        reported = tuple(report[name] for name in self.plan.report)
+        check_report(reported, self.plan.report)
         weight = min(num_examples, self._most)
         unit = self._steps * (self._most / weight)
         scaled = self._map.project(update) / unit
@@ -156,24 +159,27 @@ class Payload:
         }
         if self._terms.max_weight is not None:
             integers[_WEIGHT] = _one(weight)
-        for name, value in zip(self.plan.report, told, strict=True):
+        for name, value in zip(self.plan.report, reported, strict=True):
             integers[_REPORT + name] = _one(round(value * 2**self._report_bits) * num_examples)
         return Contribution(integers, self._map.lift(values * unit))
 
     def decompress(self, sums: Mapping[str, Ints], num_clients: int) -> Aggregate:
-        """What the `sums` of `num_clients` contributions say; raises InvalidUpdate where no such
-        contributions could have them."""
+        """Decode the `sums` of `num_clients` contributions; raises InvalidUpdate for sums that no
+        valid contributions have."""
         for vector in self.vectors:
-            found = sums[vector.name]
+            vector_sum = sums[vector.name]
             if (
-                found.shape != (vector.length,)
-                or (np.abs(found) > num_clients * vector.bound).any()
+                vector_sum.shape != (vector.length,)
+                or (np.abs(vector_sum) > num_clients * vector.bound).any()
             ):
-                raise InvalidUpdate(f"{vector.name}: not a sum of {num_clients} clients'")
+                raise InvalidUpdate(f"{vector.name}: not a valid sum of {num_clients} clients")
         num_examples = int(sums[_EXAMPLES][0])
         weight = num_clients if self._terms.max_weight is None else int(sums[_WEIGHT][0])
         if not 1 <= num_clients <= min(weight, num_examples):
-            raise InvalidUpdate(f"{num_examples} examples of weight {weight} of {num_clients}")
+            raise InvalidUpdate(
+                f"a sum of {num_examples} examples and weight {weight} is impossible for "
+                f"{num_clients} clients"
+            )
         numbers = sums[_VALUES] * (self._steps * (self._most / weight))
         scale = 2**self._report_bits * num_examples
         return Aggregate(
@@ -187,12 +193,12 @@ class Payload:
 
     @property
     def _most(self) -> int:
-        """W, the weight of a client that counts in full."""
+        """W, the maximum weight of a client."""
         return self._terms.max_weight or 1
 
     @property
     def _report_bits(self) -> int:
-        """Bits after the point of reported numbers: as many as the sum has room for."""
+        """Fractional bits of reported numbers: as many as fit into the sum."""
         largest = _REPORTED * self.plan.fixed_point.max_examples * self.plan.cohort.size
         return min(_FINEST, math.floor(math.log2(max(1, MAX_SUM // largest))))
 
@@ -202,7 +208,7 @@ def _one(value: int) -> Ints:
 
 
 def _rounded(scaled: Numbers, secret: bytes) -> Numbers:
-    """The whole number below or above, with the mean kept to 2**-32."""
+    """Round to the integer below or above; the mean is preserved to 2**-32."""
     words = np.zeros(-(-scaled.size // 2), np.uint64)
     add_keystream(words, secret, "chacha20")
     below = np.floor(scaled)

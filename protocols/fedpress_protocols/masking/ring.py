@@ -1,12 +1,12 @@
-"""Signed integers in words of Z_2^64, such that the sum of a cohort's words holds its sums exactly.
+"""Packing of signed integers into words of Z_2^64, so that the sum of a cohort's words is exact.
 
 A word carries a few digits: word = sum of x_l * base**l mod 2**64. The base is a power of two, so
-that digits are lanes of bits, or any odd number, where lanes would leave too many bits unused. Sums
-are read back as balanced digits, and are exact as long as none is beyond what base was chosen for.
+that digits are lanes of bits, or any odd number, if lanes would leave too many bits unused. Sums
+are read back as balanced digits, and are exact as long as none exceeds the bound of the base.
 
-Only as many low bits of a word travel as its digits need: what is added mod 2**64 is right mod
-2**w too, and a mask that is uniform over 64 bits is uniform over any w of them. So a cohort whose
-sums need 13 or 17 bits sends 13 or 17 a coordinate, not 16 or 21.
+Only the low bits of a word that its digits need are sent: a sum mod 2**64 is also correct mod 2**w,
+and a mask that is uniform over 64 bits is uniform over any w of them. So a cohort whose sums need
+13 or 17 bits sends 13 or 17 bits per coordinate, not 16 or 21.
 """
 
 from __future__ import annotations
@@ -25,18 +25,19 @@ Words = npt.NDArray[np.uint64]
 Ints = npt.NDArray[np.int64]
 
 MAX_SUM = 2**62 - 1
-"""No sum may be larger in magnitude."""
+"""Maximum magnitude of a sum."""
 
 _WORD = 64
 _LANES = range(8, 33)
-"""Widths of lanes for which there is a kernel."""
+"""Lane widths with a kernel."""
 _TOLERATED = 64 / 63
-"""A bit of each word, and a word, go to simplicity: whole words before cut ones, lanes before other
-bases."""
+"""Bits per word, and words, that a simpler shape may waste: whole words are preferred to cut ones,
+lanes to other bases."""
 
 
 def qmax(bits: int, n: int) -> int:
-    """The largest |x| of which sums of `n` fit a lane of `bits`: floor((2**(bits - 1) - 1) / n)."""
+    """The largest |x| such that sums of `n` fit into a lane of `bits`: floor((2**(bits-1) - 1) /
+    n)."""
     return ((1 << (bits - 1)) - 1) // n
 
 
@@ -56,26 +57,26 @@ class Bounded:
     def __post_init__(self) -> None:
         if self.length < 1 or self.bound < 1:
             raise ConfigurationError(
-                f"{self.name}: {self.length} integers up to {self.bound}; both must be positive"
+                f"{self.name}: length {self.length} and bound {self.bound} must be positive"
             )
 
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """How a vector lies in words: `digits` of `base` in each, of which `word_bits` travel."""
+    """The packing of a vector: `digits` of `base` in each word, of which `word_bits` are sent."""
 
     vector: Bounded
     max_sum: int
-    """The largest magnitude that a sum may have."""
+    """The largest magnitude of a sum."""
     base: int
     digits: int
     word_bits: int
 
     @classmethod
     def of(cls, vector: Bounded, n: int) -> Segment:
-        """What wastes least, or nearly, for the sums of up to `n` clients.
+        """The shape with (nearly) the fewest bits for the sums of up to `n` clients.
 
-        Raises IncompatiblePlan if they could be beyond MAX_SUM.
+        Raises IncompatiblePlan if a sum could exceed MAX_SUM.
         """
         max_sum = vector.bound * n
         if n < 1 or max_sum > MAX_SUM:
@@ -83,9 +84,9 @@ class Segment:
                 f"{vector.name}: sums of {n} integers up to {vector.bound}, outside [1, {MAX_SUM}]",
                 hint="lower the bound or the cohort",
             )
-        found = [cls(vector, max_sum, *shape) for shape in _shapes(max_sum)]
-        least = min(each.num_bytes for each in found)
-        return next(each for each in found if each.num_bytes <= _TOLERATED * least + 8)
+        segments = [cls(vector, max_sum, *shape) for shape in _shapes(max_sum)]
+        least = min(each.num_bytes for each in segments)
+        return next(each for each in segments if each.num_bytes <= _TOLERATED * least + 8)
 
     @property
     def num_words(self) -> int:
@@ -97,16 +98,17 @@ class Segment:
 
     @property
     def lane_bits(self) -> int | None:
-        """The width of a lane; None where the base is no power of two."""
+        """The width of a lane; None if the base is not a power of two."""
         return None if self.base % 2 else self.base.bit_length() - 1
 
     def pack(self, values: npt.NDArray[np.signedinteger]) -> Words:
-        """[num_words] for [length] integers; raises InvalidUpdate for any beyond the bound."""
+        """Pack [length] integers into [num_words]; raises InvalidUpdate for any beyond the
+        bound."""
         bound = self.vector.bound
         if values.shape != (self.vector.length,) or values.dtype.kind != "i":
             raise InvalidUpdate(
-                f"{self.vector.name}: {values.dtype} {values.shape} where {self.vector.length} "
-                f"signed integers are due"
+                f"{self.vector.name}: {values.dtype} {values.shape}, expected {self.vector.length} "
+                f"signed integers"
             )
         if int(values.min()) < -bound or int(values.max()) > bound:
             raise InvalidUpdate(f"{self.vector.name}: an integer beyond {bound} in magnitude")
@@ -122,10 +124,10 @@ class Segment:
         return words
 
     def unpack(self, words: Words) -> Ints:
-        """The [length] sums in [num_words] words, whatever their bits beyond `word_bits`.
+        """Unpack [num_words] words into [length] sums; bits beyond `word_bits` are ignored.
 
-        Raises InvalidUpdate if they can be no sums of this cohort: a mask is left in them, or a
-        client did not keep to the bound.
+        Raises InvalidUpdate if they cannot be sums of this cohort: a mask was not removed, or a
+        client exceeded the bound.
         """
         count = self.num_words * self.digits
         if self.lane_bits is not None:
@@ -147,12 +149,12 @@ class Segment:
         if beyond or sums[length:].any() or int(sums.max()) > most or int(sums.min()) < -most:
             raise InvalidUpdate(
                 f"{self.vector.name}: the words hold a sum beyond {most}",
-                hint="a mask was not taken off, or a client went beyond the bound",
+                hint="a mask was not removed, or a client exceeded the bound",
             )
         return sums[:length]
 
     def to_bytes(self, words: Words) -> bytes:
-        """The low `word_bits` of every word, one after the other, from the lowest bit up."""
+        """The low `word_bits` of every word, concatenated, lowest bit first."""
         if self.word_bits == _WORD:
             return words.astype("<u8", copy=False).tobytes()
         group, per_group = self._group
@@ -172,9 +174,7 @@ class Segment:
         Raises InvalidUpdate for another length, or a bit set after the last word.
         """
         if len(data) != self.num_bytes:
-            raise InvalidUpdate(
-                f"{self.vector.name}: {len(data)} bytes where {self.num_bytes} are due"
-            )
+            raise InvalidUpdate(f"{self.vector.name}: {len(data)} bytes, expected {self.num_bytes}")
         if self.word_bits == _WORD:
             return np.frombuffer(data, "<u8").astype(np.uint64, copy=False)
         if data[-1] >> ((self.num_words * self.word_bits - 1) % 8 + 1):
@@ -193,7 +193,7 @@ class Segment:
 
     @property
     def _group(self) -> tuple[int, int]:
-        """So many words fill so many whole ones when they are cut."""
+        """The number of words whose cut bits fill whole words, and that number of whole words."""
         common = math.gcd(self.word_bits, _WORD)
         return _WORD // common, self.word_bits // common
 
@@ -203,7 +203,8 @@ class Segment:
 
 
 def _shapes(max_sum: int) -> Iterator[tuple[int, int, int]]:
-    """Every (base, digits, word_bits) for such sums, the simpler first, then those of few words."""
+    """Every (base, digits, word_bits) for such sums: simpler ones first, then those with few
+    words."""
     bits = max(lane_bits_for(max_sum, 1), _LANES.start)
     if bits in _LANES:
         lanes = _WORD // bits
@@ -217,7 +218,7 @@ def _shapes(max_sum: int) -> Iterator[tuple[int, int, int]]:
 
 @dataclass(frozen=True, slots=True)
 class Packing:
-    """Vectors of different bounds one after the other, in one array of words and in one body."""
+    """Vectors of different bounds, concatenated in one array of words and in one body."""
 
     segments: tuple[Segment, ...]
 
@@ -227,7 +228,7 @@ class Packing:
         n always give the same packing. Raises IncompatiblePlan, ConfigurationError."""
         names = {vector.name for vector in vectors}
         if not vectors or len(names) != len(vectors):
-            raise ConfigurationError(f"{len(vectors)} vectors under {len(names)} names")
+            raise ConfigurationError(f"{len(vectors)} vectors with {len(names)} distinct names")
         return cls(tuple(Segment.of(vector, n) for vector in vectors))
 
     @property
@@ -236,44 +237,44 @@ class Packing:
 
     @property
     def num_bytes(self) -> int:
-        """Of a body."""
+        """Length of a body in bytes."""
         return sum(segment.num_bytes for segment in self.segments)
 
     def pack(self, values: Mapping[str, npt.NDArray[np.signedinteger]]) -> Words:
-        """[num_words] for the integers of each vector; raises InvalidUpdate for any beyond its
-        bound, or another set of names."""
+        """Pack the integers of each vector into [num_words]; raises InvalidUpdate for an integer
+        beyond its bound, or another set of names."""
         if values.keys() != {segment.vector.name for segment in self.segments}:
-            raise InvalidUpdate(f"vectors {sorted(values)}, not those of the plan")
+            raise InvalidUpdate(f"vectors {sorted(values)}, expected those of the plan")
         return np.concatenate([each.pack(values[each.vector.name]) for each in self.segments])
 
     def unpack(self, words: Words) -> dict[str, Ints]:
-        """The sums of each vector, in int64; raises InvalidUpdate if they can be none."""
+        """Unpack the sums of each vector, in int64; raises InvalidUpdate for impossible sums."""
         parts = self._parts(words, [each.num_words for each in self.segments])
         pairs = zip(self.segments, parts, strict=True)
         return {each.vector.name: each.unpack(part) for each, part in pairs}
 
     def to_bytes(self, words: Words) -> bytes:
-        """The body: of each segment the bits that count, filled up to a byte with zeros."""
+        """The body: the used bits of each segment, padded to a byte with zeros."""
         parts = self._parts(words, [each.num_words for each in self.segments])
         pairs = zip(self.segments, parts, strict=True)
         return b"".join(each.to_bytes(part) for each, part in pairs)
 
     def from_bytes(self, data: bytes | memoryview) -> Words:
-        """[num_words] to be added up, from a body; it may be a view that cannot be written.
+        """Parse a body into [num_words]; the result may be a read-only view.
 
-        Raises InvalidUpdate for another length, or a bit set where none is due.
+        Raises InvalidUpdate for another length, or a padding bit that is set.
         """
         if len(data) != self.num_bytes:
-            raise InvalidUpdate(f"a body of {len(data)} bytes where {self.num_bytes} are due")
-        found, at = [], 0
+            raise InvalidUpdate(f"a body of {len(data)} bytes, expected {self.num_bytes}")
+        words, at = [], 0
         for segment in self.segments:
-            found.append(segment.from_bytes(memoryview(data)[at : at + segment.num_bytes]))
+            words.append(segment.from_bytes(memoryview(data)[at : at + segment.num_bytes]))
             at += segment.num_bytes
-        return found[0] if len(found) == 1 else np.concatenate(found)
+        return words[0] if len(words) == 1 else np.concatenate(words)
 
     def _parts(self, words: Words, sizes: Sequence[int]) -> list[Words]:
         if words.shape != (self.num_words,) or words.dtype != np.uint64:
             raise InvalidUpdate(
-                f"words of {words.dtype} {words.shape} where {self.num_words} uint64 are due"
+                f"words of {words.dtype} {words.shape}, expected {self.num_words} uint64"
             )
         return np.split(words, np.cumsum(sizes[:-1]))

@@ -4,14 +4,14 @@
         server, effects = server.on(message, now)  # store the event, then act on the effects
     answer = server.answer(Roster, identity)       # what a GET gives; None while it is not there
 
-Like a round (`rounds.py`), a session is its events: whoever replays them has it again, and every
-answer with it, to the byte. Roster, sharers and survivors are each decided by an event that is on
-record before an answer tells of them, and never again: no client is asked for both of another's
-secrets, none about two survivor sets.
+Like a round (`rounds.py`), a session is event-sourced: replaying its events restores it and all its
+answers, to the byte. Roster, sharers and survivors are each decided once, by an event that is
+stored before any answer depends on it: no client is asked for both secrets of another client, or
+about two survivor sets.
 
-No I/O, no clock, no randomness. Bodies are the driver's: it stages one whole, holds it to
-`MaskedInput.content`, and only then hands the header in; it may add the words of bodies as they
-come, in any order. TRANSITIONS is all there is to know; an event that no row takes changes nothing.
+No I/O, no clock, no randomness. The driver handles bodies: it stages a whole body, compares it with
+`MaskedInput.content`, and only then passes the header in; it may add the words of bodies in any
+order. TRANSITIONS is the complete behaviour; an event without a matching row changes nothing.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ _DUE: dict[type[Any], tuple[Phase, ...]] = {
     Consent: ("consenting",),
     Reveal: ("revealing", "unmasking"),
 }
-"""In which phases a message counts."""
+"""The phases in which each message is accepted."""
 _FILES: dict[type[Any], str] = {
     Shares: "shares",
     MaskedInput: "masked",
@@ -122,7 +122,7 @@ _SECONDS: dict[Phase, str] = {
 _MAX_REASON = 512
 
 
-# Events, beside the clients' messages: a `MaskedInput` says that its body is staged and checked.
+# Events besides the clients' messages; a `MaskedInput` means that its body is staged and verified
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,15 +132,15 @@ class DeadlinePassed:
 
 @dataclass(frozen=True, slots=True)
 class Unmasked:
-    """The sum is known and on disk; `aggregate` is the hex SHA-256 of its bytes, by the packing."""
+    """The sum is computed and on disk; `aggregate` is the hex SHA-256 of its packed bytes."""
 
     aggregate: str
 
 
 @dataclass(frozen=True, slots=True)
 class UnmaskFailed:
-    """`recover` raised: shares were wrong, and there were not enough others. `suspects` are the
-    slots at fault, where the shares tell: then no others will do."""
+    """`recover` raised: shares were wrong, and there were too few others. `suspects` are the slots
+    at fault, if the shares identify them; then more shares do not help."""
 
     detail: str
     suspects: tuple[int, ...] = ()
@@ -148,7 +148,7 @@ class UnmaskFailed:
 
 @dataclass(frozen=True, slots=True)
 class Aborted:
-    """An operator, or the round around it, gives the session up."""
+    """The session was cancelled by an operator or by its round."""
 
     detail: str
 
@@ -157,25 +157,25 @@ Event = ClientMessage | DeadlinePassed | Unmasked | UnmaskFailed | Aborted
 
 
 def to_record(event: Event) -> dict[str, Any]:
-    """Plain JSON, from which `from_record` makes the event again; a message is base64 in it."""
+    """Convert an event to plain JSON for `from_record`; messages are in base64."""
     if isinstance(event, DeadlinePassed | Unmasked | UnmaskFailed | Aborted):
         return {"event": type(event).__name__, **asdict(event)}
     return {"event": "message", "message": base64.b64encode(event.to_bytes()).decode()}
 
 
 def from_record(record: Mapping[str, Any]) -> Event:
-    found = dict(record)
-    name = found.pop("event")
+    members = dict(record)
+    name = members.pop("event")
     if name == "message":
-        message: Any = parse(base64.b64decode(found["message"]))
+        message: Any = parse(base64.b64decode(members["message"]))
         event: Event = message
         return event
     kinds = {kind.__name__: kind for kind in (DeadlinePassed, Unmasked, UnmaskFailed, Aborted)}
-    fields: dict[str, Any] = {**found}
+    fields: dict[str, Any] = {**members}
     if "suspects" in fields:
         fields["suspects"] = tuple(fields["suspects"])
-    made: Event = kinds[name](**fields)
-    return made
+    parsed: Event = kinds[name](**fields)
+    return parsed
 
 
 # Effects
@@ -183,13 +183,13 @@ def from_record(record: Mapping[str, Any]) -> Event:
 
 @dataclass(frozen=True, slots=True)
 class Accept:
-    """The message counts, and may be acknowledged once its event is on record."""
+    """The message is accepted, and may be acknowledged once its event is stored."""
 
 
 @dataclass(frozen=True, slots=True)
 class Enter:
-    """A phase begins and ends by `deadline`: wake up those who wait for its predecessor's answer,
-    set the timer for `DeadlinePassed`."""
+    """A phase starts and ends by `deadline`: wake up clients that wait for the previous phase's
+    answer, set the timer for `DeadlinePassed`."""
 
     phase: Phase
     deadline: float
@@ -197,20 +197,21 @@ class Enter:
 
 @dataclass(frozen=True, slots=True)
 class StartUnmask:
-    """Call `recover` and the job it gives, in a thread; hand in `Unmasked` or `UnmaskFailed`. To
-    be done again by a driver that finds itself in `unmasking` when it starts."""
+    """Call `recover` and run the returned job in a thread; pass in `Unmasked` or `UnmaskFailed`. A
+    driver that restarts in `unmasking` repeats it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Finish:
-    """The sum is out. Publish `receipt`; wipe bodies, and the messages of the session's events."""
+    """The sum is complete. Publish `receipt`; wipe bodies, and the messages of the session's
+    events."""
 
     receipt: Receipt
 
 
 @dataclass(frozen=True, slots=True)
 class Abandon:
-    """There will be no sum, for `reason`. Wipe bodies, and the messages of the session's events."""
+    """The session failed for `reason`. Wipe bodies, and the messages of the session's events."""
 
     reason: str
 
@@ -222,8 +223,9 @@ Effect = Accept | Enter | StartUnmask | Finish | Abandon
 
 
 def blamed(failures: Iterable[tuple[T, T]]) -> frozenset[T]:
-    """Who is at fault, where pairs fail and one of each is: those in pairs with two others or more,
-    and in more than any of these. A pair by itself does not say which of the two it is."""
+    """The slots at fault among failed pairs, one of each pair being at fault: those that fail with
+    at least two others, and with more than any of these do. A single pair does not identify
+    either."""
     others: dict[T, set[T]] = {}
     for one, other in failures:
         others.setdefault(one, set()).add(other)
@@ -236,15 +238,15 @@ def blamed(failures: Iterable[tuple[T, T]]) -> frozenset[T]:
 
 
 def aggregate_digest(config: SessionConfig, words: Words) -> str:
-    """What `Unmasked` and the receipt say of the sum: hex SHA-256 of its bytes, by the packing."""
+    """The digest of the sum in `Unmasked` and the receipt: hex SHA-256 of its packed bytes."""
     return hashlib.sha256(config.packing.to_bytes(words)).hexdigest()
 
 
 @dataclass(frozen=True)
 class MaskingServer:
-    """A session as it is now; `open` begins one.
+    """The state of a session; `open` starts one.
 
-    While one is `advertising`, clients are known by their identity keys; after that by their slots.
+    While `advertising`, clients are identified by their identity keys; after that by their slots.
     """
 
     config: SessionConfig
@@ -255,7 +257,7 @@ class MaskingServer:
     reason: str = ""
     advertised: Mapping[bytes, Advertise] = field(default_factory=dict, repr=False)
     keys: frozenset[bytes] = field(default=frozenset(), repr=False)
-    """Of all that are advertised; no key serves twice."""
+    """All advertised keys; none may be used twice."""
     cohort: Cohort | None = field(default=None, repr=False)
     shares: Mapping[int, Shares] = field(default_factory=dict, repr=False)
     sharers: frozenset[int] = frozenset()
@@ -265,22 +267,21 @@ class MaskingServer:
     """U3; set once."""
     complaints: Mapping[int, Complaint] = field(default_factory=dict, repr=False)
     suspects: frozenset[int] = frozenset()
-    """Whose shares were wrong; see `blame` for who sealed wrong ones."""
+    """Slots with wrong shares; see `blame` for those with wrong seals."""
     consents: Mapping[int, Consent] = field(default_factory=dict, repr=False)
     reveals: Mapping[int, Reveal] = field(default_factory=dict, repr=False)
     lacking: Mapping[int, int] = field(default_factory=dict, repr=False)
-    """By slot, how many consents or shares are still too few near it; nothing of those that have
-    enough."""
+    """By slot, the number of missing consents or shares; slots that have enough are left out."""
     tried: int = 0
-    """With how many answers to the last phase unmasking was begun."""
+    """Number of answers to the last phase when unmasking was started."""
     aggregate: str = ""
 
     @classmethod
     def open(
         cls, config: SessionConfig, key: DeviceKey, *, authority: bytes, now: float
     ) -> MaskingServer:
-        """A session in `advertising`. `authority` certifies clients, `key` signs for the server.
-        Who replays the session's events begins with the same arguments, `now` among them.
+        """Start a session in `advertising`. `authority` certifies clients, `key` signs for the
+        server. A replay of the session's events starts with the same arguments, `now` included.
 
         Raises IncompatiblePlan for a configuration without room for the sums or without a safe
         graph for the largest cohort, ConfigurationError for another key than the configuration's.
@@ -293,7 +294,7 @@ class MaskingServer:
 
     @cached_property
     def offer(self) -> Offer:
-        """For every client that may take part."""
+        """The offer for all clients that may take part."""
         return Offer(self.config).signed(self.key, self.config.digest)
 
     @property
@@ -302,7 +303,7 @@ class MaskingServer:
 
     @property
     def sid(self) -> bytes:
-        """32 bytes, known when the roster is closed."""
+        """The session's id, 32 bytes; known once the roster is closed."""
         return self._closed.sid
 
     @property
@@ -314,29 +315,28 @@ class MaskingServer:
     # Messages
 
     def admit(self, message: ClientMessage, identity: bytes, now: float) -> bool:
-        """Whether `message`, from the device with the Ed25519 key `identity`, is an event for `on`;
-        False for one that was here before, or that comes when it is needed no more: answer it as
-        the first time.
+        """Return whether `message`, from the device with the Ed25519 key `identity`, is an event
+        for `on`; False for a repeated one, or one that is no longer needed: acknowledge it again.
 
         Raises InvalidSignature, Forbidden (another's message, or no member), RoundClosed (its phase
-        is over), Conflict (its phase has not begun), UpdateConflict (other bytes than before),
-        MalformedRequest, InvalidKey or InvalidShare (not what its place in the session calls for).
+        is over), Conflict (its phase has not started), UpdateConflict (other bytes than before),
+        MalformedRequest, InvalidKey or InvalidShare (invalid content for this session).
         """
         if isinstance(message, Advertise):
             return self._admit_advertise(message, identity, now)
         cohort = self._closed
         if cohort.slots.get(identity) != message.sender:
-            raise Forbidden(f"slot {message.sender} is not this device's")
+            raise Forbidden(f"slot {message.sender} belongs to another device")
         if self.is_over:
             return False
         before = self._filed(type(message)).get(message.sender)
         if before is not None:
             return _is_other(before, message)
-        due = _DUE[type(message)]
+        expected = _DUE[type(message)]
         place = _PHASES.index(self.phase)
-        if place < _PHASES.index(due[0]):
+        if place < _PHASES.index(expected[0]):
             raise Conflict(f"a {message.NAME} while the session is {self.phase}")
-        if self.phase not in due or (now >= self.deadline and self.phase != "unmasking"):
+        if self.phase not in expected or (now >= self.deadline and self.phase != "unmasking"):
             if isinstance(message, Consent | Reveal):
                 return False
             raise RoundClosed(f"a {message.NAME} after its phase")
@@ -358,40 +358,42 @@ class MaskingServer:
         for key in keys:
             check_public(key, hybrid=self.config.hybrid)
         if keys[0] == keys[1] or not self.keys.isdisjoint(keys):
-            raise InvalidKey("a key that is somebody's already", hint="draw fresh ones")
+            raise InvalidKey("a key that another client has advertised", hint="draw fresh ones")
         return True
 
     def _check(self, message: Shares | MaskedInput | Consent | Reveal | Complaint) -> None:
         cohort, config, sender = self._closed, self.config, message.sender
         match message:
             case Shares():
-                due = 2 * SHARE_BYTES + (HYBRID_SEAL_BYTES if config.hybrid else SEAL_BYTES)
+                length = 2 * SHARE_BYTES + (HYBRID_SEAL_BYTES if config.hybrid else SEAL_BYTES)
                 lengths = [(len(each.sealed), len(each.introduction)) for each in message.sealed]
                 expected = [
-                    (due, INTRODUCTION_BYTES if config.hybrid and sender < other else 0)
+                    (length, INTRODUCTION_BYTES if config.hybrid and sender < other else 0)
                     for other in cohort.neighbours[sender]
                 ]
                 if lengths != expected:
                     raise MalformedRequest(
-                        f"{len(lengths)} sealed shares, not {len(expected)} of {due} bytes"
+                        f"{len(lengths)} sealed shares, not {len(expected)} of {length} bytes"
                     )
             case MaskedInput():
                 if sender not in self.sharers:
-                    raise RoundClosed("this client's shares did not come in time")
+                    raise RoundClosed("this client's shares did not arrive in time")
                 if sender in self.complaints:
                     raise Conflict("this client has complained, and masks nothing")
                 if message.partners != self.sharers.intersection(cohort.neighbours[sender]):
-                    raise MalformedRequest("masked with others than those in the inbox")
+                    raise MalformedRequest("masked with other partners than those in the inbox")
                 if message.length != config.packing.num_bytes:
                     raise MalformedRequest(
-                        f"a body of {message.length} bytes where {config.packing.num_bytes} are due"
+                        f"a body of {message.length} bytes, expected {config.packing.num_bytes}"
                     )
             case Complaint():
                 if sender not in self.sharers or sender in self.masked:
-                    raise Conflict("a complaint of a client that has no inbox, or has masked")
+                    raise Conflict(
+                        "a complaint of a client that has no inbox or has masked already"
+                    )
                 near = self.sharers.intersection(cohort.neighbours[sender])
                 if not message.accused or not message.accused <= near:
-                    raise MalformedRequest("a complaint of no client in the inbox")
+                    raise MalformedRequest("a complaint about a client that is not in the inbox")
             case Consent() | Reveal():
                 if sender not in self.survivors:
                     raise Forbidden("this client is not among the survivors")
@@ -400,7 +402,7 @@ class MaskingServer:
         if isinstance(message, Reveal):
             count = len(cohort.owners(sender, self.sharers))
             if len(message.shares) != count * SHARE_BYTES:
-                raise MalformedRequest(f"{len(message.shares)} bytes where {count} shares are due")
+                raise MalformedRequest(f"{len(message.shares)} bytes, expected {count} shares")
             for at in range(0, len(message.shares), SHARE_BYTES):
                 shamir.from_bytes(message.shares[at : at + SHARE_BYTES])
 
@@ -411,10 +413,10 @@ class MaskingServer:
     # Events
 
     def on(self, event: Event, now: float) -> tuple[MaskingServer, tuple[Effect, ...]]:
-        """The session after `event` and what must be done, all of it or nothing.
+        """The session after `event` and the effects to execute, atomically.
 
-        A message has been admitted before. An event that has no place here gives this very session
-        and no effects.
+        Messages must have been admitted. An event that does not apply returns this session and no
+        effects.
         """
         noted, effects = self._noted(event) if isinstance(event, _MESSAGES) else (self, ())
         if isinstance(event, _MESSAGES) and not effects:
@@ -428,7 +430,7 @@ class MaskingServer:
         return noted, effects
 
     def _noted(self, message: ClientMessage) -> _Step:
-        """With `message` filed, if this is its phase and it is the first from its sender."""
+        """Record `message`, if this is its phase and it is the first from its sender."""
         if self.phase not in _DUE[type(message)]:
             return self, ()
         if isinstance(message, Advertise):
@@ -453,21 +455,21 @@ class MaskingServer:
         return replace(self, **changes), (Accept(),)
 
     def _enter(self, phase: Phase, now: float, **changes: Any) -> _Step:
-        due = now + getattr(self.config.seconds, _SECONDS[phase])
-        return replace(self, deadline=due, **changes), (Enter(phase, due),)
+        deadline = now + getattr(self.config.seconds, _SECONDS[phase])
+        return replace(self, deadline=deadline, **changes), (Enter(phase, deadline),)
 
     def _wiped(self, **changes: Any) -> MaskingServer:
-        """Without anything that a secret could be read from; who took part is kept."""
+        """The session without anything that reveals a secret; the participants are kept."""
         return replace(self, shares={}, masked={}, consents={}, reveals={}, lacking={}, **changes)
 
     # Answers
 
     def answer(self, kind: type[ServerMessage], identity: bytes) -> ServerMessage | None:
-        """The answer of that kind for that client, the same bytes each time; None while the session
-        has not come to it.
+        """The answer of that kind for that client, always the same bytes; None until the session
+        has it.
 
         `Receipt` or `Abandoned` in its place once the session is over. Raises Forbidden for a
-        stranger, RoundClosed for a client that came too late in a phase before.
+        stranger, RoundClosed for a client that missed an earlier phase.
         """
         if identity not in self.advertised:
             raise Forbidden("this device has not advertised in this session")
@@ -481,7 +483,7 @@ class MaskingServer:
         if kind is Roster:
             return cohort.roster(slot).signed(self.key, self.config.digest)
         if slot not in self.sharers:
-            raise RoundClosed("this client's shares did not come in time")
+            raise RoundClosed("this client's shares did not arrive in time")
         if kind is Inbox:
             sealed = tuple(
                 self.shares[other].sealed[cohort.place(other, slot)]
@@ -509,25 +511,25 @@ class MaskingServer:
 
     @property
     def failures(self) -> tuple[tuple[int, int], ...]:
-        """By slots, who complained and of whom; rising."""
-        said = self.complaints.values()
-        return tuple(sorted((each.sender, other) for each in said for other in each.accused))
+        """Complaints as pairs of slots (complainant, accused), ascending."""
+        complaints = self.complaints.values()
+        return tuple(sorted((each.sender, other) for each in complaints for other in each.accused))
 
     @property
     def blame(self) -> frozenset[int]:
-        """The slots that are at fault, by who fails with whom or by shares that are wrong."""
+        """The slots at fault, by the failed pairs or by wrong shares."""
         return self.suspects | blamed(self.failures)
 
     # Unmasking
 
     def recover(self) -> UnmaskJob:
-        """Put the clients' secrets together; long, and a function of the state alone.
+        """Reconstruct the clients' secrets; slow, and a function of the state alone.
 
-        Each is held to what its owner said of it before; where it does not fit, other shares are
-        tried. Raises InvalidShare if no shares give some secret, Conflict outside of `unmasking`.
+        Each is compared with its owner's commitment; if it differs, other shares are tried. Raises
+        InvalidShare if no shares give some secret, Conflict outside of `unmasking`.
         """
         if self.phase != "unmasking":
-            raise Conflict(f"nothing to put together in a session that is {self.phase}")
+            raise Conflict(f"nothing to reconstruct in a session that is {self.phase}")
         return recovered(
             self._closed,
             sharers=self.sharers,
@@ -554,7 +556,7 @@ def _has_roster(server: MaskingServer, event: Event, now: float) -> bool:
 
 
 def _can_hide(config: SessionConfig, count: int) -> bool:
-    """Whether a roster of so many is large enough, and has a safe graph."""
+    """Whether the roster is large enough and has a safe graph."""
     try:
         return count >= config.least(count) and config.parameters(count).degree > 0
     except IncompatiblePlan:
@@ -567,26 +569,26 @@ def _has_sharers(server: MaskingServer, event: Event, now: float) -> bool:
 
 
 def _has_inputs(server: MaskingServer, event: Event, now: float) -> bool:
-    """Whether no more can come."""
+    """Whether no more inputs can arrive."""
     num_done = len(server.masked) + len(server.complaints)
     return num_done == len(server.sharers) or _is_due(server, event, now)
 
 
 def _has_survivors(server: MaskingServer, event: Event, now: float) -> bool:
-    """Whether no more can come, and those who came can give every secret that is needed."""
+    """Whether no more inputs can arrive, and the survivors can reconstruct every needed secret."""
     return _has_inputs(server, event, now) and _do_suffice(server, frozenset(server.masked))
 
 
 def _has_too_few(server: MaskingServer, event: Event, now: float) -> bool:
-    """Whether no more can come, or too many have complained for those who are left."""
+    """Whether no more inputs can arrive, or too many clients have complained."""
     if _has_inputs(server, event, now):
         return True
-    left = server.sharers - server.complaints.keys()
-    return bool(server.complaints) and not _do_suffice(server, left)
+    remaining = server.sharers - server.complaints.keys()
+    return bool(server.complaints) and not _do_suffice(server, remaining)
 
 
 def _do_suffice(server: MaskingServer, survivors: frozenset[int]) -> bool:
-    """Whether these can give every secret that their sum needs."""
+    """Whether these clients can reconstruct every secret that their sum needs."""
     cohort = server._closed
     return len(survivors) >= server.config.least(len(cohort.members)) and all(
         len(survivors.intersection(cohort.holders[slot])) >= cohort.topology.threshold
@@ -667,31 +669,34 @@ def _abandon(server: MaskingServer, event: Event, now: float) -> _Step:
     elif server.phase == "masking" and server.complaints:
         named = " ".join(map(str, sorted(server.blame))) or "none"
         reason = (
-            f"{len(server.complaints)} clients could not open what was sealed for them; by who "
-            f"fails with whom it is slot {named}"
+            f"{len(server.complaints)} clients could not open messages sealed for them; the "
+            f"failed pairs point to slot {named}"
         )
     else:
-        came = len(getattr(server, _AWAITED[server.phase]))
-        reason = f"{came} clients came while the session was {server.phase}: too few for a sum"
+        count = len(getattr(server, _AWAITED[server.phase]))
+        reason = (
+            f"only {count} clients answered while the session was {server.phase}: too few for a sum"
+        )
     reason = reason.encode(errors="replace")[:_MAX_REASON].decode(errors="ignore")
     return server._wiped(reason=reason), (Abandon(reason),)
 
 
 def _is_other(before: ClientMessage, message: ClientMessage) -> Literal[False]:
-    """False, or UpdateConflict if `message` is another than the one `before`."""
+    """Return False; raises UpdateConflict if `message` differs from the one `before`."""
     if before != message:
         raise UpdateConflict(
-            f"another {message.NAME} came from this client before",
-            hint="send the first bytes again, or leave this session",
+            f"this client has sent another {message.NAME} before",
+            hint="resend the first bytes, or leave this session",
         )
     return False
 
 
 @dataclass(frozen=True, slots=True)
 class Transition:
-    """Of the rows for a phase and an event, the first whose guard holds is taken.
+    """One row of the table. For a phase and an event, the first row whose guard is true applies.
 
-    A message is filed before the guards look; if no row takes it, it is filed and no more.
+    A message is recorded before the guards are evaluated; without a matching row, it is only
+    recorded.
     """
 
     source: Phase
@@ -706,7 +711,7 @@ TRANSITIONS: tuple[Transition, ...] = (
     Transition(
         "advertising",
         (Advertise, DeadlinePassed),
-        "the largest cohort is there, or enough are at the deadline",
+        "the maximum cohort is complete, or enough clients at the deadline",
         _has_roster,
         _to_sharing,
         "sharing",
@@ -715,7 +720,7 @@ TRANSITIONS: tuple[Transition, ...] = (
     Transition(
         "sharing",
         (Shares, DeadlinePassed),
-        "all shared, or enough have at the deadline",
+        "all have shared, or enough at the deadline",
         _has_sharers,
         _to_masking,
         "masking",
@@ -724,7 +729,7 @@ TRANSITIONS: tuple[Transition, ...] = (
     Transition(
         "masking",
         (MaskedInput, Complaint, DeadlinePassed),
-        "no more can come, enough did; malicious profile",
+        "no more can arrive, enough did; malicious profile",
         _must_consent,
         _to_consenting,
         "consenting",
@@ -732,7 +737,7 @@ TRANSITIONS: tuple[Transition, ...] = (
     Transition(
         "masking",
         (MaskedInput, Complaint, DeadlinePassed),
-        "no more can come, enough did",
+        "no more can arrive, enough did",
         _has_survivors,
         _to_revealing,
         "revealing",
@@ -767,7 +772,12 @@ TRANSITIONS: tuple[Transition, ...] = (
     ),
     Transition("unmasking", Unmasked, "", _always, _finish, "finished"),
     Transition(
-        "unmasking", UnmaskFailed, "who is at fault is known", _is_settled, _abandon, "abandoned"
+        "unmasking",
+        UnmaskFailed,
+        "the clients at fault are known",
+        _is_settled,
+        _abandon,
+        "abandoned",
     ),
     Transition(
         "unmasking", UnmaskFailed, "more came since", _has_shares, _to_unmasking, "unmasking"

@@ -1,10 +1,10 @@
-"""What is signed, sealed and hashed in a masked session: one spelling for every value.
+"""Canonical bytes of everything that is signed, sealed or hashed in a masked session.
 
 Everything that two parties of a session must agree on is a `Record`: a frozen dataclass whose
-fields say how they are written, so that equal values are equal bytes and other bytes are refused.
+fields define their encoding, so that equal values have equal bytes and other bytes are refused.
 Everything that is signed, authenticated or put into a key derivation is a `statement`: a label,
-then fields with their lengths, so that no two statements share their bytes. SPEC-masking.md is the
-norm.
+then fields with their lengths, so that no two statements share their bytes. SPEC-masking.md is
+normative.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ T = TypeVar("T")
 
 SIGNATURE_BYTES = 64
 UNSIGNED = bytes(SIGNATURE_BYTES)
-"""What stands for the signature of a record that is yet to be signed."""
+"""The placeholder signature of a record that has not been signed yet."""
 
 _DOMAIN = b"fl-sa1/"
 
 
 def statement(label: str, *parts: bytes) -> bytes:
-    """`parts` under `label`, each with its length: what is signed, hashed or authenticated.
+    """Concatenate `label` and `parts` with their lengths, to be signed, hashed or authenticated.
 
-    It begins like no HTTP signature base and no signed document, so a key may sign all three.
+    No HTTP signature base or signed document starts alike, so one key may sign all three.
     """
     head = _DOMAIN + label.encode() + b"\x00"
     return head + b"".join(len(part).to_bytes(4, "little") + part for part in parts)
@@ -54,7 +54,7 @@ def digest(label: str, *parts: bytes) -> bytes:
 
 
 class Reader:
-    """Takes bytes from the front of `data`; raises MalformedRequest where they run out."""
+    """Reads bytes from the front of `data`; raises MalformedRequest at its end."""
 
     def __init__(self, data: bytes) -> None:
         self._data = bytes(data)
@@ -64,23 +64,24 @@ class Reader:
         end = self._at + count
         if end > len(self._data):
             raise MalformedRequest(
-                f"{count} bytes are due at offset {self._at} where {len(self._data)} are in all"
+                f"expected {count} bytes at offset {self._at}, but there are only "
+                f"{len(self._data)} in all"
             )
-        taken = self._data[self._at : end]
+        data = self._data[self._at : end]
         self._at = end
-        return taken
+        return data
 
     def integer(self, size: int) -> int:
         return int.from_bytes(self.take(size), "little")
 
     def finish(self) -> None:
-        if left := len(self._data) - self._at:
-            raise MalformedRequest(f"{left} bytes are left over at offset {self._at}")
+        if rest := len(self._data) - self._at:
+            raise MalformedRequest(f"{rest} unexpected bytes at offset {self._at}")
 
 
 @dataclass(frozen=True, slots=True)
 class Codec(Generic[T]):
-    """How a field is written: `write` gives bytes, `read` takes them."""
+    """The encoding of a field: `write` returns bytes, `read` consumes them."""
 
     write: Callable[[T], bytes]
     read: Callable[[Reader], T]
@@ -102,18 +103,18 @@ def fixed(size: int) -> Codec[bytes]:
 
     def write(value: bytes) -> bytes:
         if len(value) != size:
-            raise MalformedRequest(f"{len(value)} bytes where {size} are due")
+            raise MalformedRequest(f"{len(value)} bytes, expected {size}")
         return bytes(value)
 
     return Codec(write, lambda reader: reader.take(size))
 
 
 def blob(at_most: int = 2**31) -> Codec[bytes]:
-    """A length of 4 bytes, then as many."""
+    """A length of 4 bytes, then that many bytes."""
 
     def checked(length: int) -> int:
         if length > at_most:
-            raise MalformedRequest(f"a field of {length} bytes where {at_most} are allowed")
+            raise MalformedRequest(f"a field of {length} bytes; at most {at_most} are allowed")
         return length
 
     def write(value: bytes) -> bytes:
@@ -130,40 +131,40 @@ def text(at_most: int = 64) -> Codec[str]:
         try:
             return inner.write(value.encode())
         except UnicodeEncodeError as exc:
-            raise MalformedRequest("a text that has no UTF-8") from exc
+            raise MalformedRequest("a text that cannot be encoded as UTF-8") from exc
 
     def read(reader: Reader) -> str:
         try:
             return inner.read(reader).decode()
         except UnicodeDecodeError as exc:
-            raise MalformedRequest("a text that is not UTF-8") from exc
+            raise MalformedRequest("a text that is not valid UTF-8") from exc
 
     return Codec(write, read)
 
 
 def choice(*names: str) -> Codec[str]:
-    """One of `names`, as its place among them; 1 byte."""
+    """One of `names`, encoded as its index; 1 byte."""
 
     def write(value: str) -> bytes:
         if value not in names:
-            raise MalformedRequest(f"{value!r} is none of {', '.join(names)}")
+            raise MalformedRequest(f"{value!r} is not one of {', '.join(names)}")
         return bytes([names.index(value)])
 
     def read(reader: Reader) -> str:
         place = reader.integer(1)
         if place >= len(names):
-            raise MalformedRequest(f"choice {place} where {len(names)} are known")
+            raise MalformedRequest(f"choice {place}; {len(names)} choices are known")
         return names[place]
 
     return Codec(write, read)
 
 
 def many(inner: Codec[T], at_most: int = 2**16) -> Codec[tuple[T, ...]]:
-    """A count of 4 bytes, then as many."""
+    """A count of 4 bytes, then that many items."""
 
     def checked(count: int) -> int:
         if count > at_most:
-            raise MalformedRequest(f"{count} items where {at_most} are allowed")
+            raise MalformedRequest(f"{count} items; at most {at_most} are allowed")
         return count
 
     def write(values: tuple[T, ...]) -> bytes:
@@ -176,7 +177,7 @@ def many(inner: Codec[T], at_most: int = 2**16) -> Codec[tuple[T, ...]]:
     return Codec(write, read)
 
 
-@lru_cache(maxsize=8)  # the same sets are told to every client
+@lru_cache(maxsize=8)  # the same sets are sent to every client
 def _bits(value: frozenset[int]) -> bytes:
     count = max(value, default=-1) + 1
     packed = bytearray(-(-count // 8))
@@ -187,7 +188,7 @@ def _bits(value: frozenset[int]) -> bytes:
 
 def _indices(packed: bytes) -> frozenset[int]:
     if packed and not packed[-1]:
-        raise MalformedRequest("a set of bits with an empty byte at its end")
+        raise MalformedRequest("a bit set with a zero byte at its end")
     return frozenset(
         8 * place + bit for place, byte in enumerate(packed) for bit in range(8) if byte >> bit & 1
     )
@@ -197,7 +198,7 @@ _BITS = blob(2**13)
 BITSET: Codec[frozenset[int]] = Codec(
     lambda value: _BITS.write(_bits(value)), lambda reader: _indices(_BITS.read(reader))
 )
-"""A set of small integers: bit i % 8 of byte i // 8 stands for i; no empty byte at the end."""
+"""A set of small integers: bit i % 8 of byte i // 8 represents i; no zero byte at the end."""
 
 Flag = Annotated[bool, Codec(lambda flag: bytes([flag]), lambda reader: _flag(reader))]
 U16 = Annotated[int, unsigned(2)]
@@ -217,7 +218,7 @@ def _flag(reader: Reader) -> bool:
 
 
 class Record:
-    """Base of frozen dataclasses that are their canonical bytes: the fields in order.
+    """Base of frozen dataclasses with canonical bytes: the fields in order.
 
     Every field is `Annotated` with its Codec, or is a Record or a tuple of Records itself.
     """
@@ -235,7 +236,7 @@ class Record:
 
     @classmethod
     def from_bytes(cls, data: bytes) -> Self:
-        """The one record with these bytes; raises MalformedRequest, for left-over bytes too."""
+        """Parse a record; raises MalformedRequest, also for trailing bytes."""
         reader = Reader(data)
         record = cls.read(reader)
         reader.finish()
@@ -247,8 +248,8 @@ class Record:
 
 
 class CachedBytes(Record):
-    """Base of records that are written again and again, for everybody that they concern: the bytes
-    are made once. Comes before other bases, and is a dataclass without slots."""
+    """Base of records that are serialized for many receivers: the bytes are computed once. Must
+    precede other bases, in a dataclass without slots."""
 
     def to_bytes(self) -> bytes:
         return self._bytes
@@ -259,9 +260,10 @@ class CachedBytes(Record):
 
 
 class Signed(Record):
-    """A record that ends with an Ed25519 signature of all before it, under `NAME` and a context.
+    """A record that ends with an Ed25519 signature of all previous fields, under `NAME` and a
+    context.
 
-    The context says to which session the record belongs: the digest of its configuration, or the
+    The context identifies the session of the record: the digest of its configuration, or the
     session's id once there is one. Subclasses end with a field `signature`.
     """
 
@@ -269,13 +271,13 @@ class Signed(Record):
     signature: bytes
 
     def signed(self, key: DeviceKey, context: bytes) -> Self:
-        """The same record with `key`'s signature."""
+        """Return the record signed with `key`."""
         signature = key.sign(self._statement(context))
         signed: Self = replace(cast(Any, self), signature=signature)
         return signed
 
     def verify(self, public_key: bytes, context: bytes) -> None:
-        """Raises InvalidSignature unless `public_key` signed this record in this context."""
+        """Raise InvalidSignature unless `public_key` signed this record in this context."""
         verify_signature(public_key, self._statement(context), self.signature)
 
     def _statement(self, context: bytes) -> bytes:
@@ -287,13 +289,13 @@ _CODECS: dict[Any, tuple[_Field, ...]] = {}
 
 
 def _codecs(cls: type[Record]) -> tuple[_Field, ...]:
-    found = _CODECS.get(cls)
-    if found is None:
+    cached = _CODECS.get(cls)
+    if cached is None:
         hints = get_type_hints(cls, include_extras=True)
         codecs = [(each.name, _codec_of(hints[each.name])) for each in fields(cast(Any, cls))]
-        found = tuple((name, codec.write, codec.read) for name, codec in codecs)
-        _CODECS[cls] = found
-    return found
+        cached = tuple((name, codec.write, codec.read) for name, codec in codecs)
+        _CODECS[cls] = cached
+    return cached
 
 
 def _codec_of(hint: Any) -> Codec[Any]:
@@ -306,15 +308,15 @@ def _codec_of(hint: Any) -> Codec[Any]:
     return many(_codec_of(items[0]))
 
 
-# What a session is about
+# The configuration of a session
 
 MAX_CLIENTS = 10_000
 VERSION = 1
 RULE = 1
-"""Which rule gives graph, degree and threshold: the first."""
+"""The first rule for graph, degree and threshold."""
 SPREAD_RULE = 2
-"""Of sessions of more than 128 clients at most against a deviating server: above 128, the graph is
-spread over the whole ring. Devices that know the first rule alone refuse it."""
+"""The rule of sessions that may exceed 128 clients against a malicious server: above 128, the graph
+is spread over the whole ring. Devices that only know the first rule refuse it."""
 
 
 def rule_of(adversary: Adversary, maximum: int) -> int:
@@ -333,7 +335,7 @@ class VectorSpec(Record):
 
 @dataclass(frozen=True, slots=True)
 class PhaseSeconds(Record):
-    """How long the server waits in each phase, at most; whole seconds, at least 1."""
+    """Timeout of each phase in whole seconds, at least 1."""
 
     advertise: U32 = 30
     share: U32 = 30
@@ -344,14 +346,14 @@ class PhaseSeconds(Record):
 
 @dataclass(frozen=True)
 class SessionConfig(Record):
-    """All that the parties of a session agree on before it begins; `digest` binds it into every
-    key, signature and mask.
+    """Everything that the parties of a session agree on before it starts; `digest` binds it into
+    every key, signature and mask.
 
-    `model`, `support` and `plan` are the digests of the model trained from, of the coordinates
-    that are sent and of the round's plan, with scales, clipping and noise in it. `corrupt` and
+    `model`, `support` and `plan` are the digests of the base model, of the sent coordinates and of
+    the round's plan, which includes scales, clipping and noise. `corrupt` and
     `dropout` are the caps that `graph.parameters` takes, in parts of 10,000: degree and threshold
-    follow from them and the roster, and nobody states them. Raises IncompatiblePlan for another
-    version, or numbers of clients that make no sense.
+    are computed from them and the roster, never transmitted. Raises IncompatiblePlan for another
+    version, or invalid numbers of clients.
     """
 
     population: Text
@@ -365,11 +367,11 @@ class SessionConfig(Record):
     plan: Bytes32
     vectors: tuple[VectorSpec, ...]
     minimum: U32
-    """Survivors without whom nothing is unmasked, and so the least number of clients."""
+    """Minimum number of survivors for unmasking, and so of clients."""
     maximum: U32
-    """Clients at most, whose values have room in a lane."""
+    """Maximum number of clients; determines the width of lanes."""
     expires: U64
-    """Unix seconds after which no client takes part in any phase."""
+    """Unix seconds at which the session expires for clients."""
     adversary: Annotated[Adversary, choice("semi-honest", "malicious")] = "malicious"
     corrupt: U16 = 1_000
     dropout: U16 = 500
@@ -382,26 +384,29 @@ class SessionConfig(Record):
     def __post_init__(self) -> None:
         if self.version != VERSION or self.rule not in (RULE, SPREAD_RULE):
             raise IncompatiblePlan(
-                f"a session of version {self.version}, rule {self.rule}, where version {VERSION} "
-                f"and the rules {RULE} and {SPREAD_RULE} are spoken",
+                f"a session of version {self.version}, rule {self.rule}; supported are version "
+                f"{VERSION} "
+                f"and the rules {RULE} and {SPREAD_RULE}",
                 hint="upgrade the older of the two ends",
             )
-        if self.rule != (due := rule_of(self.adversary, self.maximum)):
+        if self.rule != (expected := rule_of(self.adversary, self.maximum)):
             raise IncompatiblePlan(
                 f"rule {self.rule} for up to {self.maximum} clients, {self.adversary} profile, "
-                f"where rule {due} is due",
-                hint="upgrade the server: by the first rule a server that deviates can open the "
+                f"expected rule {expected}",
+                hint="upgrade the server: under the first rule a malicious server can open the "
                 "sum of a part of a large cohort"
-                if due == SPREAD_RULE
+                if expected == SPREAD_RULE
                 else "",
             )
         if not 2 <= self.minimum <= self.maximum <= MAX_CLIENTS:
             raise IncompatiblePlan(
-                f"{self.minimum} to {self.maximum} clients, not within 2 and {MAX_CLIENTS}"
+                f"{self.minimum} to {self.maximum} clients, expected a range within [2, "
+                f"{MAX_CLIENTS}]"
             )
         if self.least(self.maximum) > self.maximum:
             raise IncompatiblePlan(
-                f"{self.corrupt / 1e4:g} of {self.maximum} clients corrupt leave fewer than two",
+                f"a share of {self.corrupt / 1e4:g} corrupt of {self.maximum} clients leaves "
+                "fewer than two honest",
                 hint="enlarge the cohort",
             )
 
@@ -412,25 +417,26 @@ class SessionConfig(Record):
 
     @cached_property
     def packing(self) -> Packing:
-        """How the vectors lie in words and in a body; raises IncompatiblePlan where sums of
-        `maximum` clients have no room."""
+        """The packing of the vectors into words and a body; raises IncompatiblePlan if sums of
+        `maximum` clients do not fit."""
         return Packing.of(
             [Bounded(each.name, each.length, each.bound) for each in self.vectors], self.maximum
         )
 
     def least(self, n: int) -> int:
-        """Survivors, of a roster of `n`, without whom no sum is unmasked: `minimum`, and two honest
-        ones where as many are corrupt as may be."""
+        """Minimum survivors of a roster of `n` for unmasking: `minimum`, and enough that two are
+        honest with the maximum of corrupt ones."""
         return max(self.minimum, self.corrupt * n // 10_000 + 2)
 
     def honest(self, n: int) -> int:
-        """Honest clients, of a roster of `n`, that every sum is of at least, whatever the server
-        says of the survivors and as many being corrupt as may be."""
+        """Minimum honest clients, of a roster of `n`, in any sum, whatever the server claims about
+        the survivors and with the maximum of corrupt clients."""
         sure = self.parameters(n).honest
         return sure or self.least(n) - self.corrupt * n // 10_000
 
     def session_id(self, roster_root: bytes) -> bytes:
-        """32 bytes, of this configuration and of everybody's keys; each client finds it itself."""
+        """The session's id, 32 bytes, from this configuration and all keys; each client computes
+        it."""
         return digest("sid", self.digest, roster_root)
 
     def parameters(self, n: int) -> Parameters:
@@ -442,7 +448,7 @@ class SessionConfig(Record):
 
 @dataclass(frozen=True, slots=True)
 class Topology:
-    """Who shares with whom among the `n` clients of a session, by their slots, from 0."""
+    """The graph of secret sharing among the `n` clients of a session, by slots from 0."""
 
     n: int
     degree: int
@@ -452,25 +458,26 @@ class Topology:
 
     @classmethod
     def of(cls, config: SessionConfig, n: int, sid: bytes) -> Topology:
-        """Each party finds it itself; raises IncompatiblePlan where no graph is safe."""
-        found, is_spread = config.parameters(n), config.rule == SPREAD_RULE
-        return cls(n, found.degree, found.threshold, digest("graph", sid), is_spread)
+        """Compute the topology, as each party does; raises IncompatiblePlan if no graph is safe."""
+        parameters, is_spread = config.parameters(n), config.rule == SPREAD_RULE
+        return cls(n, parameters.degree, parameters.threshold, digest("graph", sid), is_spread)
 
     @property
     def is_complete(self) -> bool:
         return self.degree == self.n - 1
 
     def neighbours(self, slot: int) -> tuple[int, ...]:
-        """With whom `slot` masks, rising."""
+        """The slots with which `slot` masks, ascending."""
         if self.is_complete:
             return tuple(other for other in range(self.n) if other != slot)
         row = neighbours_of(slot, self.n, self.degree, self.seed, is_spread=self.is_spread)
         return tuple(row.tolist())
 
     def holders(self, slot: int) -> tuple[int, ...]:
-        """Who holds a share of `slot`'s secrets, rising; the one at place i has that of x = i + 1.
+        """The slots that hold shares of `slot`'s secrets, ascending; holder i has the share of
+        x = i + 1.
 
-        Whose shares a client holds, those hold its own. In a complete graph a client is among its
-        own holders: it gives its share of its own mask's seed where it survived.
+        The relation is symmetric. In a complete graph a client is among its own holders: it
+        reveals its share of its own mask's seed if it survived.
         """
         return tuple(range(self.n)) if self.is_complete else self.neighbours(slot)

@@ -1,8 +1,7 @@
-"""From the survivors' shares to the masks that have to come off, and to the sum.
+"""Unmasking: reconstructs secrets from shares, derives the masks to remove, and computes the sum.
 
-Every secret that is put together is held to what its owner said of it before the input was masked:
-the commitment to its seed, or its public mask key. So a wrong share costs time, and never gives a
-wrong sum.
+Every reconstructed secret is compared with its owner's earlier commitment: that to its seed, or its
+public mask key. So a wrong share costs time, but never gives a wrong sum.
 """
 
 from __future__ import annotations
@@ -28,30 +27,30 @@ Words = npt.NDArray[np.uint64]
 
 _MASKS_AT_ONCE = 256
 _MAX_TRIES = 2**10
-"""Choices of shares for all secrets, once all have answered; a tenth of a millisecond each."""
+"""Maximum choices of shares for all secrets, once all have answered; 0.1 ms each."""
 _FIRST_TRIES = 2**7
-"""Choices while others may answer."""
+"""Maximum choices while more answers may arrive."""
 
 
 @dataclass(frozen=True)
 class UnmaskJob:
-    """What turns the sum of the survivors' bodies into the sum of their words.
+    """The masks that turn the sum of the survivors' bodies into the sum of their words.
 
-    `suspects` are the slots whose shares were found to be wrong.
+    `suspects` are the slots whose shares were wrong.
     """
 
     config: SessionConfig
     survivors: tuple[int, ...]
-    """Whose bodies are to be added, rising; their digests are in `MaskingServer.masked`."""
+    """Slots whose bodies are added, ascending; their digests are in `MaskingServer.masked`."""
     masks: tuple[tuple[bytes, int], ...] = field(repr=False)
-    """Key material and sign of every mask that is to be added."""
+    """Key material and sign of every mask to add."""
     suspects: tuple[int, ...] = ()
 
     def unmask(self, bodies: Iterable[Words], *, threads: int = 1) -> Words:
-        """The sum of the survivors' words, exact in the bits that count; memory O(words).
+        """The sum of the survivors' words, exact in the used bits; memory O(words).
 
-        `bodies` are the words (`config.packing.from_bytes`) of every survivor's body once, in any
-        order, or a sum of them made before. `config.packing.unpack` gives the sums of the vectors.
+        `bodies` are the words (`config.packing.from_bytes`) of every survivor's body, once each, in
+        any order, or their sum. `config.packing.unpack` gives the sums of the vectors.
         """
         total = np.zeros(self.config.packing.num_words, np.uint64)
         for words in bodies:
@@ -70,12 +69,11 @@ def recovered(
     shares: Mapping[int, Shares],
     reveals: Mapping[int, Reveal],
 ) -> UnmaskJob:
-    """The job for these `survivors`, from what they revealed.
+    """The unmasking job for these `survivors`, from the shares that they revealed.
 
-    Raises InvalidShare if no shares give some secret, or a secret does not lead to its masks. Where
-    the shares tell who is at fault, `members["suspects"]` has the slots: an owner whose shares
-    agree with each other and not with what it said of its secret, or fit nothing though all have
-    answered.
+    Raises InvalidShare if no shares give some secret, or a secret does not lead to its masks. If
+    the shares identify the clients at fault, `members["suspects"]` has their slots: owners whose
+    shares are consistent but contradict the commitment, or fit nothing though all have answered.
     """
     commitments = {slot: shares[slot].commitment for slot in survivors}
     recovery = _Recovery(cohort, sharers, commitments, reveals, reveals.keys() >= survivors)
@@ -97,7 +95,7 @@ def _pair_masks(
     survivors: frozenset[int],
     shares: Mapping[int, Shares],
 ) -> Iterator[tuple[bytes, int]]:
-    """What takes off the masks that the survivors have in common with the lost client in `slot`."""
+    """The masks that the survivors share with the lost client in `slot`, with inverted signs."""
     key = MaskKey(secret, hybrid=cohort.config.hybrid)
     for peer in cohort.neighbours[slot]:
         if peer not in survivors:
@@ -124,8 +122,8 @@ def _pair_masks(
 
 
 class _Recovery:
-    """Secrets from shares, those of one pattern of holders together; `suspects` are the holders
-    that gave wrong ones."""
+    """Reconstruction of secrets, batched by the set of holders; `suspects` are the holders with
+    wrong shares."""
 
     def __init__(
         self,
@@ -135,14 +133,14 @@ class _Recovery:
         reveals: Mapping[int, Reveal],
         has_all: bool,
     ) -> None:
-        """`commitments` are the survivors'; `has_all`: nobody else can answer."""
+        """`commitments` are the survivors'; `has_all`: no more answers can arrive."""
         self._cohort, self._has_all = cohort, has_all
         self._tries = _MAX_TRIES if has_all else _FIRST_TRIES
         self._threshold = cohort.topology.threshold
         self._commitments = commitments
         self.suspects: set[int] = set()
         self._given: dict[int, dict[int, Words]] = {}
-        """By owner and holder: [5], a share."""
+        """By owner and holder: a share [5]."""
         for holder, reveal in sorted(reveals.items()):
             shares = np.frombuffer(reveal.shares, "<u8").astype(np.uint64)
             rows = shares.reshape(-1, shamir.LIMBS)
@@ -150,15 +148,15 @@ class _Recovery:
                 self._given.setdefault(owner, {})[holder] = share
 
     def secrets(self, owners: Iterable[int]) -> dict[int, bytes]:
-        """By slot, of all `owners`."""
+        """The secrets of all `owners` by slot."""
         groups: dict[tuple[int, ...], list[int]] = {}
         for owner in owners:
             groups.setdefault(self._points(owner, self._first(owner)), []).append(owner)
-        found: dict[int, bytes] = {}
+        by_owner: dict[int, bytes] = {}
         for points, group in groups.items():
             for owner, secret in zip(group, self._of_group(points, group), strict=True):
-                found[owner] = secret or self._search(owner)
-        return found
+                by_owner[owner] = secret or self._search(owner)
+        return by_owner
 
     def _first(self, owner: int) -> list[int]:
         return list(self._given[owner])[: self._threshold]
@@ -167,11 +165,11 @@ class _Recovery:
         return tuple(self._cohort.point(owner, holder) for holder in holders)
 
     def _of_group(self, points: tuple[int, ...], owners: Sequence[int]) -> list[bytes | None]:
-        """The secrets of `owners`, whose first holders have these points; None for wrong ones."""
+        """The secrets of `owners`, whose first holders have these points; None for invalid ones."""
         shares = [[self._given[owner][each] for each in self._first(owner)] for owner in owners]
         try:
             secrets = shamir.combine_many(points, np.array(shares), self._threshold)
-        except InvalidShare:  # of one of them: each by itself then
+        except InvalidShare:  # one of them is invalid: reconstruct each separately
             return [self._secret(owner, self._first(owner)) for owner in owners]
         return [
             secret if self._is_right(owner, secret) else None
@@ -179,7 +177,7 @@ class _Recovery:
         ]
 
     def _secret(self, owner: int, holders: Sequence[int]) -> bytes | None:
-        """The owner's secret, if the shares of `holders` give it."""
+        """The owner's secret, if the shares of `holders` give a valid one."""
         shares = np.array([self._given[owner][holder] for holder in holders])
         try:
             secret = shamir.combine(self._points(owner, holders), shares, self._threshold)
@@ -188,7 +186,7 @@ class _Recovery:
         return secret if self._is_right(owner, secret) else None
 
     def _is_right(self, owner: int, secret: bytes) -> bool:
-        """Whether it is what the owner has committed to."""
+        """Whether the secret matches the owner's commitment."""
         cohort = self._cohort
         if owner in self._commitments:
             bound = commitment(secret, sid=cohort.sid, slot=owner)
@@ -197,45 +195,46 @@ class _Recovery:
         return same(public, cohort.members[owner].mask_key)
 
     def _search(self, owner: int) -> bytes:
-        """Try other shares: at first those of holders that nothing is known against.
+        """Try other shares: first those of holders that are not suspects.
 
-        Then every other holder is tried in the place of one that was right, and so is known. Where
-        all shares lie on one polynomial none but the owner can be at fault, given more of them than
-        corrupt holders could bend: then nothing is tried.
+        Then each other holder replaces one with a correct share, which identifies the wrong ones.
+        If all shares lie on one polynomial, and are more than corrupt holders could change, only
+        the owner can be at fault: then nothing is tried.
         """
-        given = self._given[owner]
-        holders = list(given)
+        by_holder = self._given[owner]
+        holders = list(by_holder)
         config = self._cohort.config
-        num_spare = len(given) - self._threshold
+        num_spare = len(by_holder) - self._threshold
         is_sure = self._has_all or num_spare >= config.corrupt * len(self._cohort.members) // 10_000
-        shares = np.array([given[each] for each in holders])
+        shares = np.array([by_holder[each] for each in holders])
         if num_spare and shamir.agree(self._points(owner, holders), shares, self._threshold):
             raise InvalidShare(
-                f"{len(given)} shares of slot {owner} agree on a secret that it did not announce",
-                hint="leave that client out",
+                f"{len(by_holder)} shares of slot {owner} agree on a secret that contradicts its "
+                "commitment",
+                hint="exclude that client",
                 **({"suspects": [owner]} if is_sure else {}),
             )
         pools = [holders]
-        if not self.suspects.isdisjoint(given):
-            pools.insert(0, [holder for holder in given if holder not in self.suspects])
+        if not self.suspects.isdisjoint(by_holder):
+            pools.insert(0, [holder for holder in by_holder if holder not in self.suspects])
         for pool in pools:
             for chosen in self._choices(owner, pool):
                 if not self._tries:
                     break
                 self._tries -= 1
                 if secret := self._secret(owner, chosen):
-                    for holder in given.keys() - set(chosen):
+                    for holder in by_holder.keys() - set(chosen):
                         if not self._secret(owner, [*chosen[1:], holder]):
                             self.suspects.add(holder)
                     return secret
         raise InvalidShare(
-            f"no {self._threshold} of {len(given)} shares give the secret of slot {owner}",
-            hint="wait for the answers of more clients",
+            f"no {self._threshold} of {len(by_holder)} shares give the secret of slot {owner}",
+            hint="wait for answers of more clients",
             **({"suspects": [owner]} if self._has_all else {}),
         )
 
     def _choices(self, owner: int, pool: list[int]) -> Iterator[Sequence[int]]:
-        """As many holders as are needed: every such choice, or random ones without end."""
+        """Choices of `threshold` holders: all of them, or an endless random sequence."""
         if math.comb(len(pool), self._threshold) <= _MAX_TRIES:
             yield from combinations(pool, self._threshold)
             return
