@@ -27,7 +27,7 @@ from fedpress_protocols.masking.messages import (
     Receipt,
     Reveal,
     Roster,
-    Row,
+    RosterRow,
     SealedShares,
     Shares,
     Survivors,
@@ -74,7 +74,7 @@ def session_bytes(config: SessionConfig) -> SessionBytes:
     )
     received = (
         Offer(config),
-        Roster(Listing((Row(bytes(16), _DIGEST),) * n), (advertise,) * (degree + 1)),
+        Roster(Listing((RosterRow(bytes(16), _DIGEST),) * n), (advertise,) * (degree + 1)),
         Inbox(everybody, sealed),
         Survivors(everybody),
         *((Consents((consent,) * consents),) if config.adversary == "malicious" else ()),

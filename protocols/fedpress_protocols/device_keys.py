@@ -2,7 +2,7 @@
 
 The old key's signature authorizes the new key; the new key's signature proves possession. So nobody
 can move a device to a key that is not its own, nor claim the key of another device. Statements form
-a chain from the key with which a device enrolled. SPEC-signatures.md, "A device's next key", is
+a chain from the key with which a device enrolled. SPEC-signatures.md, "Device key rotation", is
 normative.
 """
 

@@ -2,7 +2,7 @@
 
 In a model on a grid, every trained tensor holds whole multiples of some power of two. Those whole
 numbers are coded, so both forms are exact: by either way, a device gets the same file to the last
-bit, and so the same digest. SPEC.md, "Models on the way down", has the
+bit, and so the same digest. SPEC-downlink.md, has the
 bytes.
 """
 

@@ -1,4 +1,4 @@
-"""From updates to the next model."""
+"""Strategies: aggregation of updates and the server optimizer."""
 
 from fedpress_strategies.strategy import (
     Aggregator,

@@ -1,5 +1,5 @@
-"""Server optimizers with a rate for each coordinate (Reddi et al. 2021, arXiv:2003.00295, Algorithm
-2); what differs is how the second moment follows the squares of the updates."""
+"""Adaptive server optimizers (Reddi et al. 2021, arXiv:2003.00295, Algorithm 2), which differ in
+the update of the second moment."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from fedpress_protocols.errors import ConfigurationError
 from fedpress_strategies.strategy import ALONE, Delta, OptimizerState, Tally
 
 SecondMoment = Callable[[Delta, Delta, float], Delta]
-"""The next second moment [size] of the one before, the squared update and beta2."""
+"""The next second moment [size] from the previous one, the squared update and beta2."""
 
 Variant = Literal["paper", "flwr"]
 
@@ -24,10 +24,10 @@ Variant = Literal["paper", "flwr"]
 class Adaptive:
     """parameters += learning_rate * m / (sqrt(v) + tau), m = beta1 * m + (1 - beta1) * delta.
 
-    v begins at tau**2, the least that Algorithm 2 allows. With `bias_correction` (Kingma and Ba
-    2015, arXiv:1412.6980, Algorithm 1) v begins at 0, and m and v are divided by 1 - beta**rounds.
+    v starts at tau**2, the least that Algorithm 2 allows. With `bias_correction` (Kingma and Ba
+    2015, arXiv:1412.6980, Algorithm 1) v starts at 0, and m and v are divided by 1 - beta**rounds.
 
-    The `variant` "flwr" is what Flower's strategy of the same name does: v begins at 0, and
+    The `variant` "flwr" is the rule of Flower's strategy of the same name: v starts at 0, and
     FedAdam's learning rate (`scales_rate`) is multiplied in round t by
     sqrt(1 - beta2**(t + 1)) / (1 - beta1**(t + 1)).
     """
@@ -53,7 +53,7 @@ class Adaptive:
             raise ConfigurationError(f"variant must be paper or flwr, not {self.variant!r}")
         if self.bias_correction and self.variant == "flwr":
             raise ConfigurationError(
-                "bias_correction with the variant flwr, which corrects in its own way; drop one"
+                "bias_correction cannot be combined with variant flwr, which has its own; drop one"
             )
 
     def init(self, parameters: Vector) -> OptimizerState:

@@ -21,8 +21,8 @@ from fedpress_strategies.strategy import (
 
 @strategy("adasum")
 def adasum(learning_rate: float = 1.0) -> Strategy:
-    """Updates are combined in pairs, in the order of their assignments, and the pairs in pairs. No
-    state; not linear. A client's examples do not count.
+    """Combine updates in pairs, in the order of their assignments, then the results in pairs. No
+    state; not linear. Examples do not count.
 
     The memory is one vector [size] for each level of the tree: at most log2(n) + 1 for n uploads.
     """
@@ -33,7 +33,7 @@ def adasum(learning_rate: float = 1.0) -> Strategy:
 
 
 class Tree:
-    """A binary counter: at most one vector a level, combined with the next that reaches it."""
+    """A binary counter: at most one vector per level, combined with the next that reaches it."""
 
     linear = False
 
@@ -46,18 +46,18 @@ class Tree:
         if update.size != self._size:
             raise InvalidUpdate(f"an update of {update.size} values, expected {self._size}")
         carried = update.dense().astype(np.float64)
-        for level, held in enumerate(self._levels):
-            if held is None:
+        for level, partial in enumerate(self._levels):
+            if partial is None:
                 self._levels[level] = carried
                 return
-            carried, self._levels[level] = combined(held, carried), None
+            carried, self._levels[level] = combined(partial, carried), None
         self._levels.append(carried)
 
     def result(self) -> Delta:
         total: Delta | None = None
-        for held in self._levels:
-            if held is not None:
-                total = held if total is None else combined(held, total)
+        for partial in self._levels:
+            if partial is not None:
+                total = partial if total is None else combined(partial, total)
         return np.zeros(self._size) if total is None else total
 
 

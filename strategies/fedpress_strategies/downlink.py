@@ -1,4 +1,4 @@
-"""What a task with a downlink publishes: models that lie on a grid, each a few bits from the last.
+"""Models published by a task with a downlink: on a grid, each a few bits from the previous one.
 
 The strategy goes on with its own parameters, in float32, as if nothing were rounded. Published is
 what a device has that follows the coded steps, and whatever a step leaves out is in the difference
@@ -28,9 +28,9 @@ from fedpress_protocols.messages import DownlinkTerms
 from fedpress_protocols.model import Model, rounded_to_stored
 
 _DROPPED = 16
-"""Bits of a float32 that a threshold leaves zero: it has seven of its fraction."""
+"""Low bits of a threshold that are zero: it has seven bits of fraction."""
 _BITS_OF_A_MOVE = 40
-"""More than the position and the length of one are coded in."""
+"""An upper bound on the bits of the position and length of one coordinate."""
 
 
 def rounded(model: Model, terms: DownlinkTerms) -> Model:
@@ -45,11 +45,11 @@ def rounded(model: Model, terms: DownlinkTerms) -> Model:
 def stepped(base: Model, target: Vector, terms: DownlinkTerms) -> Model:
     """The model to publish after `base`: as near to `target` [size] as `terms.rate` allows.
 
-    Only coordinates move that are a threshold or more from their target, all tensors in multiples
-    of one power of two between the threshold and twice that: what is left out costs the same
-    wherever it is. The threshold is the lowest, of 128 to the octave, whose coded difference
-    fits; the farthest coordinates move in any case. A function of its arguments, and of integers
-    and exact sums alone: the same bits on every machine.
+    Only coordinates at least a threshold away from their target move, in all tensors by multiples
+    of one power of two between the threshold and twice that, so that the remainder costs the same
+    everywhere. The threshold is the lowest, of 128 per octave, whose coded difference fits; the
+    farthest coordinates always move. Computed from integers and exact sums alone: the same bits on
+    every machine.
     """
     if not np.isfinite(target).all():
         raise ConfigurationError("the model holds NaN or infinity")
@@ -57,7 +57,7 @@ def stepped(base: Model, target: Vector, terms: DownlinkTerms) -> Model:
     parts = _parts(base, target, terms)
     least, most = _thresholds(parts, 8 * budget)
     found = _moved(base, parts, most)
-    while least < most:  # `most` fits, as far as is known; what is below `least` does not
+    while least < most:  # invariant: `most` fits, anything below `least` does not
         middle = (least + most) // 2
         tried = _moved(base, parts, middle)
         if len(encode_difference(base, tried, terms.coder)) <= budget:
@@ -69,8 +69,8 @@ def stepped(base: Model, target: Vector, terms: DownlinkTerms) -> Model:
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """A tensor that is not zero before and after: the published values in steps of the grid of
-    2**-exponent, and how far the target is from them, in these steps."""
+    """A tensor with a nonzero value before or after: the published values in steps of the grid of
+    2**-exponent, and the distance of the target in these steps."""
 
     tensor: TensorSpec
     where: slice
@@ -80,13 +80,13 @@ class _Part:
 
     @property
     def distances(self) -> npt.NDArray[np.uint32]:
-        """The magnitudes of the gaps, as bits of float32, which rank as they do."""
+        """The magnitudes of the gaps as bits of float32, which have the same order."""
         far = np.abs(self.gap) * 2.0**-self.exponent
         return far.astype(np.float32).view(np.uint32)
 
     def moved(self, threshold: np.uint32, exponent: int) -> Vector:
-        """The values after all that are `threshold` or more away have moved in steps of
-        2**-exponent, or of the grid where that is coarser."""
+        """The values after moving all that are `threshold` or more away, in steps of 2**-exponent,
+        or of the grid if that is coarser."""
         shift = max(0, self.exponent - exponent)
         moves = np.where(self.distances >= threshold, self.gap, 0.0) * 2.0**-shift
         values = valued(self.whole + (np.rint(moves).astype(np.int64) << shift), self.exponent)
@@ -108,9 +108,9 @@ def _parts(base: Model, target: Vector, terms: DownlinkTerms) -> list[_Part]:
 
 
 def _thresholds(parts: Sequence[_Part], num_bits: int) -> tuple[int, int]:
-    """The least and the most that a threshold may be, as the upper half of a float32:
-    no more than `num_bits` coordinates move, a bit each being the least that they cost, and at the
-    other end so few that they cost less in any code, or the farthest alone."""
+    """The range of thresholds, as upper halves of float32: at the low end at most `num_bits`
+    coordinates move, since each costs at least a bit; at the high end so few that they fit in any
+    code, or the farthest alone."""
     counts = np.zeros(1 << (32 - _DROPPED), np.int64)
     for part in parts:
         counts += np.bincount(part.distances >> np.uint32(_DROPPED), minlength=counts.size)

@@ -28,9 +28,8 @@ _INNER = "inner."
 
 @strategy("ema", inner={"id": "fedavg"})
 def ema(decay: float = 0.9, inner: Strategy = FEDAVG) -> Strategy:
-    """The rounds go on as `inner` has them; beside each round's model its average over the rounds
-    is published, under the name `average`. State: `inner`'s and one average [size]; linear as
-    `inner`."""
+    """Run `inner`, and publish the average of the model over the rounds under the name `average`.
+    State: `inner`'s and one average [size]; linear as `inner`."""
     state = inner.properties.server_state
     keeps = "average [d]" if state == "none" else f"{state}, average [d]"
     about = replace(inner.properties, server_state=keeps, source="Polyak and Juditsky 1992")
@@ -40,7 +39,7 @@ def ema(decay: float = 0.9, inner: Strategy = FEDAVG) -> Strategy:
 @dataclass(frozen=True, slots=True)
 class Averaged:
     """average += max(1 - decay, 1 / rounds) * (parameters - average): a plain mean at first, so
-    that nothing is left of the initial model."""
+    that the initial model has no weight."""
 
     inner: ServerOptimizer
     decay: float

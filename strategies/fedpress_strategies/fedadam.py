@@ -15,13 +15,13 @@ def fedadam(
     bias_correction: bool = False,
     variant: Variant = "paper",
 ) -> Strategy:
-    """Adam on the rounds' mean updates; `tau` bounds how far a small update is scaled up. State:
+    """Adam on the rounds' mean updates; `tau` bounds the scaling of small updates. State:
     two moments [size]; linear. The `variant` "flwr" is Flower's update rule."""
-    made = Adaptive(
+    optimizer = Adaptive(
         _second_moment, learning_rate, beta1, beta2, tau, bias_correction, variant, scales_rate=True
     )
     about = Properties("two moments [d]", source="Reddi et al. 2021, Algorithm 2")
-    return Strategy(WeightedMean, made, properties=about)
+    return Strategy(WeightedMean, optimizer, properties=about)
 
 
 def _second_moment(before: Delta, squares: Delta, beta2: float) -> Delta:

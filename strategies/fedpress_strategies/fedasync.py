@@ -19,14 +19,14 @@ def fedasync(
     slope: float = 10.0,
     free: int = 4,
 ) -> Strategy:
-    """For asynchronous tasks of `cohort.size` 1: every upload makes a model, the newest one moved
-    towards the client's by the share `mixing` times a discount by staleness. No state; not linear,
-    since no client knows its staleness.
+    """Asynchronous tasks with `cohort.size` 1: every upload moves the newest model towards the
+    client's by `mixing` times a staleness discount. No state; not linear, since no client knows its
+    staleness.
 
     The discount is (1 + staleness) ** -`exponent` (polynomial), 1 up to `free` models and then
-    1 / (1 + `slope` * (staleness - `free`)) (hinge), or none (constant). What a stale client's
-    model lacks of the newest is taken back by that share. The paper's clients stay near their model
-    by a proximal term: {"id": "fedprox", "mu": 0.01, "inner": {"id": "fedasync"}}.
+    1 / (1 + `slope` * (staleness - `free`)) (hinge), or none (constant). The changes
+    that a stale client's model lacks are also reverted by that share. The paper's clients stay near
+    their model by a proximal term: {"id": "fedprox", "mu": 0.01, "inner": {"id": "fedasync"}}.
     """
     if not 0 < mixing <= 1:
         raise ConfigurationError(f"mixing must lie in (0, 1], not {mixing}")

@@ -16,11 +16,11 @@ def fedbuff(
     exponent: float = 0.5,
     weighted: bool = True,
 ) -> Strategy:
-    """For asynchronous tasks: every `cohort.size` uploads make a model, each counted by
-    (1 + staleness) ** -`exponent`, whoever else is still training. State: with momentum one
+    """Asynchronous tasks: every `cohort.size` uploads make a model, each weighted by
+    (1 + staleness) ** -`exponent`, without waiting for stragglers. State: with momentum one
     velocity [size]; not linear, since no client knows its staleness.
 
-    With `weighted` an upload counts by its examples besides; the paper's counts all the same.
+    With `weighted` uploads are also weighted by examples; in the paper all weigh the same.
     """
     about = Properties(
         "velocity [d]" if momentum else "none", source="Nguyen et al. 2022, Algorithm 1"

@@ -24,12 +24,12 @@ from fedpress_strategies.strategy import (
 
 @strategy("feddyn", clients=100)
 def feddyn(clients: int, alpha: float = 0.1) -> Strategy:
-    """Each client's loss is tilted so that what all agree on is a minimum for each: its gradient
-    less h_i, plus `alpha` times the distance to the round's model. `clients` is how many take part
-    in the task. State: h [size], and h_i [size] on every device; linear.
+    """Regularize each client's loss so that the common optimum is also a minimum for each: its
+    gradient minus h_i, plus `alpha` times the distance to the round's model. `clients` is the
+    number of clients in the task. State: h [size], and h_i [size] on every device; linear.
 
     h_i moves by -alpha times the update as decoded, so h is the mean of all h_i. The update itself
-    goes to zero, and what compression leaves out stays in h_i's error; error feedback is refused.
+    goes to zero, and compression errors stay in the error of h_i; error feedback is refused.
     Every trained tensor takes part: give the statistics of BatchNorm to `fedper`.
     """
     if not alpha > 0:

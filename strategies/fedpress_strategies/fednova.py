@@ -22,17 +22,18 @@ from fedpress_strategies.strategy import (
 
 @strategy("fednova")
 def fednova(learning_rate: float = 1.0, momentum: float = 0.0) -> Strategy:
-    """Clients that take more steps pull no harder: each divides its update by its steps, and the
-    mean of that is multiplied by the mean of the steps. State: with momentum one velocity [size];
+    """Normalize updates by local work: each client divides its update by its steps, and the mean of
+    that is multiplied by the mean number of steps. State: with momentum one velocity [size];
     linear.
 
-    Made for local SGD without momentum, where every step counts the same. What error feedback keeps
-    is in units of a step. A client that overstates its steps lengthens the whole round's.
+    Designed for local SGD without momentum, where all steps weigh the same. The residual of error
+    feedback is in units of a step. A client that overstates its steps enlarges the whole round's
+    step.
     """
-    made = PerStep(ServerSGD(learning_rate, momentum))
+    optimizer = PerStep(ServerSGD(learning_rate, momentum))
     about = Properties("velocity [d]" if momentum else "none", source="Wang et al. 2020, Section 4")
     terms = ClientTerms(normalise=True)
-    return Strategy(WeightedMean, made, terms, ("steps",), properties=about)
+    return Strategy(WeightedMean, optimizer, terms, ("steps",), properties=about)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""FedPer: layers that are each device's own (Arivazhagan et al. 2019, arXiv:1912.00818, Algorithms
+"""FedPer: personal layers (Arivazhagan et al. 2019, arXiv:1912.00818, Algorithms
 1 and 2)."""
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from fedpress_strategies.strategy import Strategy, strategy
 
 @strategy("fedper", personal=["head.*"], inner={"id": "fedavg"})
 def fedper(personal: Sequence[str], inner: Strategy = FEDAVG) -> Strategy:
-    """Tensors whose names match one of the patterns `personal` are trained and kept on each device,
-    and are in no upload; `inner` works on the others. The server's file keeps their initial values,
-    with which every device begins. State: on the device, these tensors; linear as `inner`.
+    """Keep tensors whose names match one of the patterns `personal` on each device, out of all
+    uploads; `inner` works on the others. The server's model keeps their initial values, from which
+    every device starts. State: on the device, these tensors; linear as `inner`.
     """
     state = inner.properties.client_state
     keeps = "personal tensors" if state == "none" else f"{state}, personal tensors"

@@ -11,10 +11,13 @@ from fedpress_strategies.strategy import Strategy, strategy
 
 @strategy("fedprox", inner={"id": "fedavg"})
 def fedprox(mu: float = 0.01, inner: Strategy = FEDAVG) -> Strategy:
-    """The clients of `inner` minimise their loss plus mu / 2 times the squared distance to the
-    round's model; with mu = 0 it is `inner`, bit for bit. No state of its own; linear as `inner`.
+    """Add a proximal term to `inner`: clients minimise their loss plus mu / 2 times the squared
+    distance to the round's model; with mu = 0 it is `inner`, bit for bit. No state of its own;
+    linear as `inner`.
     """
     if inner.client_terms.proximal:
-        raise ConfigurationError("the strategy inside has a proximal term already")
+        raise ConfigurationError(
+            "the inner strategy already has a proximal term; set mu in one of them only"
+        )
     about = replace(inner.properties, source="Li et al. 2020, Algorithm 2")
     return inner.asking(proximal=mu)._replace(properties=about)

@@ -8,8 +8,8 @@ from fedpress_strategies.strategy import Properties, ServerSGD, Strategy, Weight
 
 @strategy("fedsgd")
 def fedsgd(learning_rate: float = 1.0, momentum: float = 0.0) -> Strategy:
-    """Every client takes one step along the gradient over all its examples, at the learning rate of
-    the training terms; their mean by examples is the gradient's over all. State: with momentum one
+    """One step per client along the gradient over all its examples, at the learning rate of the
+    training terms; their weighted mean is the gradient over all examples. State: with momentum one
     velocity [size]; linear."""
     about = Properties(
         "velocity [d]" if momentum else "none", source="McMahan et al. 2017, Section 2"

@@ -17,12 +17,12 @@ def fedyogi(
     bias_correction: bool = False,
     variant: Variant = "paper",
 ) -> Strategy:
-    """FedAdam whose second moment moves by no more than the squared update, so that one small
+    """FedAdam with a second moment that changes by at most the squared update, so that one small
     update does not raise the rate at once. State: two moments [size]; linear.
     The `variant` "flwr" is Flower's update rule."""
-    made = Adaptive(_second_moment, learning_rate, beta1, beta2, tau, bias_correction, variant)
+    optimizer = Adaptive(_second_moment, learning_rate, beta1, beta2, tau, bias_correction, variant)
     about = Properties("two moments [d]", source="Reddi et al. 2021, Algorithm 2")
-    return Strategy(WeightedMean, made, properties=about)
+    return Strategy(WeightedMean, optimizer, properties=about)
 
 
 def _second_moment(before: Delta, squares: Delta, beta2: float) -> Delta:

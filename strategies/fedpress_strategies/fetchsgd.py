@@ -41,11 +41,11 @@ def fetchsgd(
     """Sum the clients' sketches, keep momentum and error as sketches, and apply the `fraction` of
     the coordinates that are largest. State: two sketches; clients keep nothing.
 
-    Clients compress by count_sketch with these `rows`, `scale_bits` and `seed`, and
-    `sketch_fraction` for its fraction. Made for one local step and large cohorts: the noise of a
-    sketch is that of its whole update.
+    Clients compress with count_sketch, with these `rows`, `scale_bits` and `seed`, and
+    `sketch_fraction` for its fraction. Designed for one local step and large cohorts: the noise of
+    a sketch grows with its whole update.
     """
-    made = CountSketch(
+    sketch = CountSketch(
         rows=rows,
         fraction=sketch_fraction,
         scale_bits=scale_bits,
@@ -54,11 +54,11 @@ def fetchsgd(
     )
 
     def sums(compressor: Compressor[Any], public: Public, fixed_point: FixedPoint) -> SymbolSum:
-        return SketchSum(made, compressor, public, fixed_point)
+        return SketchSum(sketch, compressor, public, fixed_point)
 
     return Strategy(
         WeightedMean,
-        Unsketch(made, learning_rate, momentum, fraction),
+        Unsketch(sketch, learning_rate, momentum, fraction),
         symbol_aggregator=sums,
         properties=Properties(
             "two sketches of the update", source="Rothchild et al. 2020, Algorithm 1"
@@ -67,7 +67,7 @@ def fetchsgd(
 
 
 class SketchSum(SymbolSum):
-    """The cohort's mean update as a sketch: cells row by row, in the update's own units."""
+    """The cohort's mean update as a sketch: cells by row, in the units of the update."""
 
     def __init__(
         self,
@@ -76,8 +76,8 @@ class SketchSum(SymbolSum):
         public: Public,
         fixed_point: FixedPoint,
     ) -> None:
-        due = (sketch.rows, sketch.fraction, sketch.scale_bits, sketch.seed)
-        if not isinstance(compressor, CountSketch) or due != (
+        expected = (sketch.rows, sketch.fraction, sketch.scale_bits, sketch.seed)
+        if not isinstance(compressor, CountSketch) or expected != (
             compressor.rows,
             compressor.fraction,
             compressor.scale_bits,
@@ -100,9 +100,9 @@ class SketchSum(SymbolSum):
 class Unsketch:
     """error += learning_rate * (velocity = momentum * velocity + cells); apply the top of error.
 
-    The cells that what was applied falls into are set to zero in both sketches. To subtract its
-    sketch instead would leave there what else the cells held, wrongly signed for the coordinates
-    just applied, and diverges; for the velocity it is momentum factor masking (Lin et al. 2018,
+    The cells of the applied coordinates are set to zero in both sketches. Subtracting their sketch
+    instead would leave the other content of these cells, with a wrong sign for the coordinates just
+    applied, and diverges; for the velocity this is momentum factor masking (Lin et al. 2018,
     arXiv:1712.01887, Section 3).
     """
 
@@ -129,11 +129,11 @@ class Unsketch:
         velocity = self.momentum * state["velocity"] + delta.reshape(state["velocity"].shape)
         error = state["error"] + self.learning_rate * velocity
         randomness = self.sketch.randomness()
-        found = self.sketch.estimates(error, parameters.size, randomness)
+        estimates = self.sketch.estimates(error, parameters.size, randomness)
         k = math.ceil(self.fraction * parameters.size)
-        where = largest(np.abs(found).astype(np.float32), k)
+        where = largest(np.abs(estimates).astype(np.float32), k)
         moved = parameters.astype(np.float64)
-        moved[where] += found[where]
+        moved[where] += estimates[where]
         applied = np.zeros(parameters.size, bool)
         applied[where] = True
         untouched = ~self.sketch.touched(applied, randomness)

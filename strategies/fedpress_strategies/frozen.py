@@ -1,5 +1,5 @@
-"""Adam's moments of which the second is frozen after a warm-up: what follows is linear, and bears
-compression with error feedback (Tang et al. 2021, arXiv:2102.02888, Algorithm 1)."""
+"""Adam's moments with the second one frozen after a warm-up: the rest is linear, and compatible
+with error feedback (Tang et al. 2021, arXiv:2102.02888, Algorithm 1)."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from fedpress_strategies.strategy import Delta, OptimizerState, Tally
 class FrozenMoments:
     """first = beta1 * first + (1 - beta1) * delta; second likewise, of squares, while it warms up.
 
-    Both are divided by 1 - beta**n, n the rounds that they have seen, since a warm-up on a budget
-    may be short. Beyond the paper's Algorithm 1, which has no such correction.
+    Both are divided by 1 - beta**n, n the number of rounds so far, since a warm-up on a budget may
+    be short. The paper's Algorithm 1 has no such correction.
 
     With `both_ways` the momentum is rounded to one bit too, once the second moment is frozen: the
-    sign of first + error, times the mean magnitude of each `chunk` of coordinates. That takes the
-    momentum's place, and what it lost is the next error.
+    sign of first + error, times the mean magnitude of each `chunk` of coordinates. That replaces
+    the momentum, and the rounding error is the next error.
     """
 
     beta1: float
@@ -52,13 +52,13 @@ class FrozenMoments:
             moved = {"first": first, "second": second, "settled": settled + 1}
         elif not settled:
             raise ConfigurationError(
-                "the second moment is to be frozen, and no warm-up has settled it",
-                hint="begin the task's schedule with a period that warms_up",
+                "the second moment cannot be frozen: the task had no warm-up",
+                hint="start the task's schedule with a period that warms_up",
             )
         elif self.both_ways:
             whole = first + state["error"]
-            sent = self._one_bit(whole)
-            moved = {"first": sent, "error": whole - sent}
+            rounded = self._one_bit(whole)
+            moved = {"first": rounded, "error": whole - rounded}
         else:
             moved = {"first": first}
         return {**state, **moved, "rounds": rounds + 1}
@@ -67,14 +67,14 @@ class FrozenMoments:
         return int(state["rounds"][0]) > int(state["settled"][0])
 
     def direction(self, state: OptimizerState) -> Delta:
-        """Of the next step [size]: momentum over the root of the second moment."""
+        """The direction of the next step [size]: momentum over the root of the second moment."""
         return np.asarray(self.momentum(state) / self.root(state))
 
     def momentum(self, state: OptimizerState) -> Delta:
         return np.asarray(state["first"] / (1 - self.beta1 ** int(state["rounds"][0])))
 
     def root(self, state: OptimizerState) -> Delta:
-        """Of the second moment, with tau added."""
+        """The root of the second moment, with tau added."""
         settled = int(state["settled"][0])
         return np.asarray(np.sqrt(state["second"] / (1 - self.beta2**settled)) + self.tau)
 

@@ -26,16 +26,17 @@ def geometric_median(
     """The vector with the least sum of distances to the updates, each weighted by its examples or,
     not `weighted`, alike. Not linear.
 
-    `smoothing` is the distance below which nearer counts no more. From the mean, `iterations` steps
-    at most; it ends when no update's part moves by 1e-12.
+    `smoothing` is a lower bound on distances. At most `iterations` steps from the mean; stops when
+    no weight changes by 1e-12.
 
     Breakdown: while the forged updates have less than half of the weight, the result is bounded by
-    how far the honest ones lie from each other, however far the forged ones are. A client's
-    examples are its own word up to the plan's max_examples: where that is no bound, do without.
+    the distances between the honest ones, however far the forged ones are. Example counts are
+    reported by clients, up to the plan's max_examples: use `weighted` only if that is a tight
+    bound.
 
     State: none, one velocity [size] with momentum. Memory: a few vectors of the model's size and
     fold_memory_bytes, 32 bytes for each pair of updates among them; disk: 4 bytes a value and
-    update, read twice whatever the iterations.
+    update, read twice for any number of iterations.
     """
     rule = GeometricMedian(weighted, smoothing, iterations)
     return side_by_side(rule, learning_rate, momentum, "Pillutla et al. 2022")
@@ -43,8 +44,9 @@ def geometric_median(
 
 @dataclass(frozen=True, slots=True)
 class GeometricMedian:
-    """Every step of Weiszfeld's is a mean of the updates, and how far a mean is from each follows
-    from the distances between them: the updates themselves are needed for the last mean alone."""
+    """The rule of the geometric median. Every Weiszfeld step is a mean of the updates, and its
+    distances follow from those between updates: the updates themselves are only read for the last
+    mean."""
 
     weighted: bool = True
     smoothing: float = 1e-6
@@ -54,11 +56,11 @@ class GeometricMedian:
 
     def __post_init__(self) -> None:
         if not isinstance(self.weighted, bool):
-            raise ConfigurationError(f"weighted is true or false, not {self.weighted!r}")
+            raise ConfigurationError(f"weighted must be true or false, not {self.weighted!r}")
         if not 0 < self.smoothing < np.inf:
             raise ConfigurationError(f"smoothing must be positive, not {self.smoothing}")
         if not isinstance(self.iterations, int) or self.iterations < 1:
-            raise ConfigurationError(f"iterations must be 1 or more, not {self.iterations}")
+            raise ConfigurationError(f"iterations must be at least 1, not {self.iterations}")
 
     def check(self, number: int) -> None:
         return None

@@ -17,7 +17,7 @@ _SOURCE = "Blanchard et al. 2017"
 
 @strategy("krum")
 def krum(byzantine: float = 0.2, learning_rate: float = 1.0, momentum: float = 0.0) -> Strategy:
-    """The one update that lies closest to its neighbours, whatever its examples. Not linear.
+    """The one update that is closest to its neighbours. Examples do not count. Not linear.
 
     `byzantine` is the share of a round's updates that may be forged: f, rounded up to whole
     updates. An update's score is the sum of the squared distances to the number - f - 2 nearest
@@ -39,8 +39,8 @@ def krum(byzantine: float = 0.2, learning_rate: float = 1.0, momentum: float = 0
 def multi_krum(
     byzantine: float = 0.2, learning_rate: float = 1.0, momentum: float = 0.0
 ) -> Strategy:
-    """The mean of the number - f updates with the least scores of Krum, whatever their examples;
-    all else is as in `krum`. Not linear.
+    """The mean of the number - f updates with the lowest Krum scores. Examples do not count; all
+    else is as in `krum`. Not linear.
 
     Breakdown: as for `krum`; an update whose score is among the number - f least counts for as
     much as any honest one.
@@ -50,7 +50,8 @@ def multi_krum(
 
 @dataclass(frozen=True, slots=True)
 class Krum:
-    """The mean of the number - f least scores, or with `several` off the one that is least."""
+    """The mean of the updates with the number - f lowest scores, or without `several` the
+    lowest."""
 
     byzantine: float = 0.2
     several: bool = True
@@ -66,14 +67,14 @@ class Krum:
 
     def combine(self, rows: Rows, weights: Weights) -> Delta:
         forged = part_of(self.byzantine, rows.number)
-        found = scores(rows.squared_distances(), rows.number - forged - 2)
-        kept = rows.number - forged if self.several else 1
+        krum_scores = scores(rows.squared_distances(), rows.number - forged - 2)
+        num_kept = rows.number - forged if self.several else 1
         coefficients = np.zeros(rows.number)
-        coefficients[np.argsort(found, kind="stable")[:kept]] = 1 / kept
+        coefficients[np.argsort(krum_scores, kind="stable")[:num_kept]] = 1 / num_kept
         return rows.combination(coefficients)
 
 
 def scores(distances: npt.NDArray[np.float64], neighbours: int) -> npt.NDArray[np.float64]:
-    """Each one's sum of squared distances [number, number] to its nearest others."""
+    """Krum scores: the sum of squared distances [number, number] to the nearest others."""
     others = np.sort(distances, axis=1)[:, 1 : 1 + neighbours]
     return np.asarray(others.sum(axis=1))

@@ -15,7 +15,7 @@ from fedpress_strategies.strategy import Delta, Strategy, strategy
 
 @strategy("median")
 def median(learning_rate: float = 1.0, momentum: float = 0.0) -> Strategy:
-    """In each coordinate the median of the updates, whatever their examples. Not linear.
+    """The median of the updates in each coordinate. Examples do not count. Not linear.
 
     Breakdown: while fewer than half of the updates are forged, every coordinate stays between the
     least and the greatest of the honest. Uneven clients cost accuracy even without attack, since
@@ -29,7 +29,7 @@ def median(learning_rate: float = 1.0, momentum: float = 0.0) -> Strategy:
 
 @dataclass(frozen=True, slots=True)
 class Median:
-    """Of an even number, half the sum of the two in the middle."""
+    """The rule of the median; of an even number, the mean of the two in the middle."""
 
     coordinatewise = True
     pairwise = False
@@ -38,13 +38,13 @@ class Median:
         return None
 
     def combine(self, rows: Rows, weights: Weights) -> Delta:
-        found = np.empty(rows.width)
+        medians = np.empty(rows.width)
         for where, ordered in rows.ordered():
-            found[where] = middle(ordered)
-        return found
+            medians[where] = middle(ordered)
+        return medians
 
 
 def middle(ordered: npt.NDArray[np.floating[Any]]) -> Delta:
-    """The median [columns] of columns that ascend [number, columns]."""
+    """The median [columns] of sorted columns [number, columns]."""
     low, high = ordered[(len(ordered) - 1) // 2], ordered[len(ordered) // 2]
     return np.asarray((low.astype(np.float64) + high) / 2)

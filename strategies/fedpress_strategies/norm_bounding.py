@@ -1,4 +1,4 @@
-"""Norm bounding on the server: no update counts for more than a norm (Sun et al. 2019, "Can You
+"""Norm bounding on the server: every update is clipped to a norm (Sun et al. 2019, "Can You
 Really Backdoor Federated Learning?", arXiv:1911.07963); by the median of the round's own norms,
 Nguyen et al. 2022, "FLAME", arXiv:2101.02281, adaptive clipping."""
 
@@ -38,20 +38,20 @@ def norm_bounding(
 ) -> Strategy:
     """The mean of the updates, each scaled to an L2 norm of `max_norm` if it is longer, weighted by
     its examples or, not `weighted`, alike. Without a `max_norm` it is the median of the round's own
-    norms. Not linear, since the server clips; where updates are masked let the devices clip, by the
-    compressor `clip` under fedavg, which bounds those that keep to it and no forged one.
+    norms. Not linear, since the server clips; in the masked lane let the devices clip, with the
+    compressor `clip` under fedavg, which does not bound forged updates.
 
-    Breakdown: one forged update moves the mean by its share of the weight times the norm and no
-    more, but every one does: it bounds the damage and does not keep a direction out. The median
-    holds while fewer than half of the updates are forged. A client's examples are its own word up
-    to the plan's max_examples: where that is no bound, do without.
+    Breakdown: one forged update moves the mean by at most its share of the weight times the norm,
+    but each of them does: it bounds the damage, and does not exclude a direction. The median is
+    valid while fewer than half of the updates are forged. Example counts are reported by clients,
+    up to the plan's max_examples: use `weighted` only if that is a tight bound.
 
-    State: none, one velocity [size] with momentum. Memory: with a `max_norm` it streams, and takes
-    what fedavg takes; without, a few vectors of the model's size and fold_memory_bytes, and on the
+    State: none, one velocity [size] with momentum. Memory: with a `max_norm` it streams, like
+    fedavg; without, a few vectors of the model's size and fold_memory_bytes, and on the
     disk 4 bytes a value and update.
     """
     if not isinstance(weighted, bool):
-        raise ConfigurationError(f"weighted is true or false, not {weighted!r}")
+        raise ConfigurationError(f"weighted must be true or false, not {weighted!r}")
     if max_norm is None:
         source = "Nguyen et al. 2022"
         return side_by_side(MedianNorm(weighted), learning_rate, momentum, source)
@@ -83,7 +83,7 @@ class ClippedMean:
         self._sum = Accumulator(size, fixed_point)
 
     def add(self, update: Update, weight: int, report: Report = NO_REPORT) -> None:
-        """Take one update in; raises InvalidUpdate, and then nothing was added."""
+        """Add one update; raises InvalidUpdate without adding anything."""
         update.check(self._sum.fixed_point.max_abs)
         norm = norm_of(update)
         if norm > self._max_norm:

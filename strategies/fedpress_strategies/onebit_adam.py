@@ -30,22 +30,22 @@ def onebit_adam(
     both_ways: bool = True,
     chunk: int = 256,
 ) -> Strategy:
-    """Adam while the task warms up; then its second moment is frozen, and clients upload 1 bit a
+    """Adam during the warm-up; then its second moment is frozen, and clients upload 1 bit per
     value. State: two moments [size] and, with `both_ways`, an error [size]; linear.
 
-    The task's schedule says when: a period that `warms_up`, in float32 or 8 bits with error
+    The task's schedule sets the warm-up: a period that `warms_up`, in float32 or 8 bits with error
     feedback, then `error_feedback` around `sign`. In the paper each device compresses its momentum
-    beta1 * m + (1 - beta1) * g, m the momentum of all. m is made of what the server has received
-    and nothing else, so here it stays there, and a device sends g: its update, with feedback. The
-    mean comes to the same, a device keeps no moment that could go stale while it sits out, and what
-    is lost is a part of the update rather than of m, which everybody knew. `both_ways` rounds what
-    goes down as well, as the paper has it: the step is then a sign for each coordinate, a scale for
-    each `chunk` and the frozen root.
+    beta1 * m + (1 - beta1) * g, m the momentum of all. m depends only on what the server
+    receives, so here it stays on the server, and a device sends g: its update, with feedback. The
+    mean is the same, a device keeps no moment that could become stale while it does not
+    participate, and compression loses parts of the update rather than of m, which is public.
+    `both_ways` also rounds the download, as in the paper: the step is then a sign for each
+    coordinate, a scale for each `chunk` and the frozen root.
     """
-    made = OneBitAdam(FrozenMoments(beta1, beta2, tau, both_ways, chunk), learning_rate)
+    optimizer = OneBitAdam(FrozenMoments(beta1, beta2, tau, both_ways, chunk), learning_rate)
     keeps = "two moments, error [d]" if both_ways else "two moments [d]"
     about = Properties(keeps, source="Tang et al. 2021, Algorithm 1")
-    return Strategy(WeightedMean, made, needs_warm_up=True, properties=about)
+    return Strategy(WeightedMean, optimizer, needs_warm_up=True, properties=about)
 
 
 @dataclass(frozen=True, slots=True)

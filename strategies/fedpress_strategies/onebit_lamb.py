@@ -22,7 +22,7 @@ from fedpress_strategies.strategy import (
 
 _COEFFICIENTS = (0.01, 10.0)
 _FACTORS = (0.5, 4.0)
-"""Bounds of the layers' coefficients and, once these are frozen, of what they are multiplied by."""
+"""Bounds of the layers' coefficients and of the factors of frozen coefficients."""
 
 
 @strategy("onebit_lamb")
@@ -36,29 +36,29 @@ def onebit_lamb(
     both_ways: bool = True,
     chunk: int = 256,
 ) -> Strategy:
-    """LAMB (You et al. 2020, arXiv:1904.00962) while the task warms up; then the second moment and
-    every layer's coefficient, averaged by `beta3`, are frozen, and clients upload 1 bit a value.
+    """LAMB (You et al. 2020, arXiv:1904.00962) during the warm-up; then the second moment and
+    every layer's coefficient, averaged by `beta3`, are frozen, and clients upload 1 bit per value.
     State: as `onebit_adam`'s, a third moment [size] and three numbers a tensor; linear.
 
-    A layer is a tensor. Its frozen coefficient is multiplied by how much larger the frozen root is
-    than that of a second moment that goes on beside it, at most, within [0.5, 4] and changing by
-    `factor_change` of itself a round; 0 leaves the coefficient frozen as it is. In the paper every
-    worker takes the squares for that from two compressed momentums; here the server has the mean
-    update itself. Nor are momentums scaled to one size before they are compressed together, since
-    every chunk has its own scale. Who keeps what, and the schedule, are as for `onebit_adam`.
+    A layer is a tensor. Its frozen coefficient is multiplied by the largest ratio of the frozen
+    root to that of a second moment that continues beside it, within [0.5, 4] and changing by at
+    most the share `factor_change` per round; 0 keeps the coefficient constant. In the paper every
+    worker computes these squares from two compressed momentums; here the server has the mean update
+    itself. Momentums are not scaled to one size before compression, since every chunk has its own
+    scale. State and schedule are as for `onebit_adam`.
     """
     moments = FrozenMoments(beta1, beta2, tau, both_ways, chunk)
-    made = OneBitLamb(moments, learning_rate, beta3, factor_change)
+    optimizer = OneBitLamb(moments, learning_rate, beta3, factor_change)
     keeps = "three moments, error [d]" if both_ways else "three moments [d]"
     about = Properties(keeps, source="Li et al. 2021, Algorithm 1")
-    return Strategy(WeightedMean, made, needs_warm_up=True, properties=about)
+    return Strategy(WeightedMean, optimizer, needs_warm_up=True, properties=about)
 
 
 @dataclass(frozen=True, slots=True)
 class OneBitLamb:
     """parameters += learning_rate * coefficient * momentum / (sqrt(second) + tau), by layers.
 
-    While it warms up, a layer's coefficient is the norm of its parameters over that of its
+    During the warm-up, a layer's coefficient is the norm of its parameters over that of its
     direction, within [0.01, 10]; 1 if either is zero.
     """
 
@@ -100,7 +100,7 @@ class OneBitLamb:
         return before.astype(np.float32), after
 
     def _factors(self, state: OptimizerState, layers: list[slice]) -> Delta:
-        """What the layers' frozen coefficients are multiplied by."""
+        """The factors of the layers' frozen coefficients."""
         last = state.get("factor", np.ones(len(layers)))
         if not self.factor_change:
             return last

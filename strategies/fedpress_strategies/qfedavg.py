@@ -1,4 +1,4 @@
-"""q-FedAvg: an accuracy that is spread more evenly over the clients (Li et al. 2020,
+"""q-FedAvg: more even accuracy across clients (Li et al. 2020,
 arXiv:1905.10497, Algorithm 2)."""
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ _LEAST_LOSS = 1e-10
 
 @strategy("qfedavg")
 def qfedavg(q: float = 1.0, *, training: TrainingTerms) -> Strategy:
-    """Clients count by the q-th power of their loss at the round's model, which they report; q = 0
-    is the mean over clients. No state; not linear: each weight depends on its update's length.
+    """Weight clients by the q-th power of their reported loss at the round's model; q = 0 is the
+    plain mean. No state; not linear: each weight depends on its update's length.
 
     The step is bounded by an estimate of the loss's smoothness, 1 / (local learning rate).
     """
     if training.learning_rate is None:
         raise ConfigurationError(
-            "qfedavg takes the smoothness of the loss from the local learning rate",
+            "qfedavg estimates the smoothness of the loss from the local learning rate",
             hint="set training.learning_rate",
         )
     if not 0 <= q <= 10:

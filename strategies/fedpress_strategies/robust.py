@@ -1,13 +1,13 @@
-"""Rules that compare the updates of a round instead of adding them up, so that a share of forged
-ones moves the result only so far.
+"""Robust aggregation rules, which compare the updates of a round instead of summing them, so that
+forged updates have a bounded effect.
 
-All but norm bounding with a given norm need the updates side by side (`rows.Rows`): 4 bytes on the
-disk for each value of each update, and memory within a limit. None of them is linear, so none works
-on masked updates, of which a server learns the sum alone; there the devices can bound their norms
-themselves, by the compressor `clip`.
+All except norm bounding with a fixed norm need all updates at once (`rows.Rows`): 4 bytes on disk
+per value of each update, and bounded memory. None of them is linear, so none works on masked
+updates, of which a server only learns the sum; there the devices can clip their updates themselves,
+with the compressor `clip`.
 
-Unless a rule says otherwise every update counts alike: how many examples a client has is its own
-word, and a rule for which one update in ten is nothing must not be told that it is nine.
+Unless a rule states otherwise all updates have the same weight: example counts are reported by
+clients, and a forged count must not multiply the weight of an update.
 """
 
 from __future__ import annotations
@@ -38,17 +38,17 @@ from fedpress_strategies.strategy import (
 )
 
 Support = npt.NDArray[np.bool_]
-"""Which coordinates [size] an update has values for."""
+"""A mask [size] of the coordinates for which an update has values."""
 
 Weights = npt.NDArray[np.float64]
 """The updates' numbers of examples [number]."""
 
 
 class Rule(Protocol):
-    """What becomes of the rows of a round; a frozen dataclass.
+    """An aggregation rule over the rows of a round; a frozen dataclass.
 
-    `coordinatewise`: it looks at each coordinate by itself, so that all updates must have values
-    for the same ones. `pairwise`: it keeps something for each pair of updates.
+    `coordinatewise`: it treats each coordinate separately, so all updates must have values for the
+    same ones. `pairwise`: it needs memory for each pair of updates.
     """
 
     @property
@@ -62,13 +62,12 @@ class Rule(Protocol):
         ...
 
     def combine(self, rows: Rows, weights: Weights) -> Delta:
-        """One update [rows.width] for all."""
+        """Aggregate the rows into one update [rows.width]."""
         ...
 
 
 def side_by_side(rule: Rule, learning_rate: float, momentum: float, source: str) -> Strategy:
-    """The strategy of a rule: what it makes of the updates is the step that SGD on the server
-    takes."""
+    """Build the strategy of a rule: server SGD with its aggregate as the gradient."""
 
     def planned(plan: RoundPlan, public: Public, space: FoldSpace) -> Aggregator:
         check_lane(plan)
@@ -94,10 +93,10 @@ def side_by_side(rule: Rule, learning_rate: float, momentum: float, source: str)
 
 
 class SideBySide:
-    """Keeps the updates of a round on the disk, then lets `rule` make one of them.
+    """Stores the updates of a round on disk, then aggregates them with `rule`.
 
-    `support` names the coordinates that all updates have values for, if that is known; the others
-    are then left out, on the disk as well. Without it, a coordinate-wise rule takes updates that
+    `support` is the mask of coordinates for which all updates have values, if known; the others are
+    then left out, also on disk. Without it, a coordinate-wise rule takes updates that
     have values for all coordinates.
     """
 
@@ -120,24 +119,24 @@ class SideBySide:
         self._weights: list[int] = []
 
     def add(self, update: Update, weight: int, report: Report = NO_REPORT) -> None:
-        """Take one update in; raises InvalidUpdate, and then nothing was added."""
+        """Add one update; raises InvalidUpdate without adding anything."""
         if update.size != self._size:
             raise InvalidUpdate(f"an update of {update.size} values, expected {self._size}")
-        most, given = self._fixed_point.max_weight, sum(self._weights)
-        if not 1 <= weight <= most - given:
+        most, max_weight = self._fixed_point.max_weight, sum(self._weights)
+        if not 1 <= weight <= most - max_weight:
             raise InvalidUpdate(
-                f"weight {weight} on top of {given}, where the plan allows {most} in all"
+                f"weight {weight} on top of {max_weight}, where the plan allows {most} in all"
             )
         update.check(self._fixed_point.max_abs)
-        due = self._rows.width
+        width = self._rows.width
         if (self._rule.coordinatewise or self._support is not None) and not self._fills(update):
-            raise InvalidUpdate(f"{_SENTENCE}; the update leaves some of {due} coordinates out")
+            raise InvalidUpdate(f"{_SENTENCE}; the update leaves some of {width} coordinates out")
         values = update.dense()
         self._rows.add(values if self._support is None else values[self._support])
         self._weights.append(weight)
 
     def result(self) -> Delta:
-        """One update [size] for the round; zeros if nothing was added."""
+        """The aggregated update [size] of the round; zeros if nothing was added."""
         whole = np.zeros(self._size)
         if self._weights:
             self._rule.check(len(self._weights))
@@ -146,11 +145,13 @@ class SideBySide:
         return whole
 
     def _fills(self, update: Update) -> bool:
-        found = support_of(update)
-        return bool(found.all() if self._support is None else (found == self._support).all())
+        has_value = support_of(update)
+        return bool(
+            has_value.all() if self._support is None else (has_value == self._support).all()
+        )
 
 
-# What a plan must be like
+# Requirements on the plan
 
 _SENTENCE = (
     "coordinate-wise rules need dense or shared-support updates: the median of client-chosen "
@@ -162,9 +163,10 @@ def check_lane(plan: RoundPlan) -> None:
     """Raise IncompatiblePlan for the masked lane."""
     if plan.lane != "clear":
         raise IncompatiblePlan(
-            f"a robust rule looks at every update, and of the {plan.lane} lane's it sees the sum "
+            f"a robust rule needs every update, but the server of the {plan.lane} lane sees the "
+            "sum "
             "alone",
-            hint="bound the norms on the devices, by the compressor clip, under fedavg; or choose "
+            hint="bound the norms on the devices with the compressor clip under fedavg; or choose "
             "the clear lane",
         )
 
@@ -172,10 +174,10 @@ def check_lane(plan: RoundPlan) -> None:
 def common_support(plan: RoundPlan, public: Public) -> Support:
     """The coordinates [size] for which every upload of the plan has values.
 
-    Raises IncompatiblePlan where clients choose them, or profiles differ in them. Clients choose
-    them where positions travel; otherwise two unlike uploads of each profile are decompressed.
+    Raises IncompatiblePlan if clients choose them, or profiles differ in them. Clients choose them
+    if the layout has positions; otherwise two different uploads of each profile are compared.
     """
-    found: list[tuple[str, Support]] = []
+    supports: list[tuple[str, Support]] = []
     for profile in plan.profiles:
         compressor: Compressor[Any] = profile.compressor
         layout = compressor.layout(public.spec)
@@ -186,9 +188,9 @@ def common_support(plan: RoundPlan, public: Public) -> Support:
         for seed in (0, 1):
             with np.errstate(all="ignore"):
                 update = compressor.decompress(_any_symbols(compressor, public, seed), public)
-            found.append((profile.name, support_of(update)))
-    first, support = found[0]
-    for name, other in found[1:]:
+            supports.append((profile.name, support_of(update)))
+    first, support = supports[0]
+    for name, other in supports[1:]:
         if (other != support).any():
             who = "clients choose" if name == first else f"and {name!r} they are not the same"
             raise IncompatiblePlan(f"{_SENTENCE}; under the profile {first!r} {who}", hint=_INSTEAD)
@@ -202,36 +204,36 @@ _INSTEAD = (
 
 
 def support_of(update: Update) -> Support:
-    """The coordinates [size] that `update` has values for, zeros among them."""
-    found = np.zeros(update.size, bool)
+    """The mask [size] of coordinates for which `update` has values, zeros included."""
+    mask = np.zeros(update.size, bool)
     for piece in update.pieces:
-        found[piece.where] = True
-    return found
+        mask[piece.where] = True
+    return mask
 
 
 def _any_symbols(compressor: Compressor[Any], public: Public, seed: int) -> Symbols:
     """Symbols that fill a layout without positions."""
     rng = np.random.default_rng(seed)
-    made: list[npt.NDArray[np.generic]] = []
+    arrays: list[npt.NDArray[np.generic]] = []
     for field in compressor.layout(public.spec):
         match field:
             case Alphabet(size, int(count)):
-                made.append(rng.integers(0, size, count, np.uint8))
+                arrays.append(rng.integers(0, size, count, np.uint8))
             case Integers(bound, int(count)):
-                made.append(rng.integers(-bound, bound + 1, count, np.int32))
+                arrays.append(rng.integers(-bound, bound + 1, count, np.int32))
             case Reals(count):
-                made.append(np.abs(rng.standard_normal(count)).astype(field.dtype))
+                arrays.append(np.abs(rng.standard_normal(count)).astype(field.dtype))
             case _:
                 raise IncompatiblePlan(f"{compressor} has {field} without positions before it")
-    return tuple(made)
+    return tuple(arrays)
 
 
 def _check_cohort(rule: Rule, plan: RoundPlan, space: FoldSpace) -> None:
-    """A round may close with any number of uploads from the cohort's minimum to its size."""
+    """Check the rule for every possible number of uploads: the cohort's minimum to its size."""
     needed = memory_for(plan.cohort.size, pairwise=rule.pairwise)
     if needed > space.memory:
         raise IncompatiblePlan(
-            f"to compare {plan.cohort.size} updates takes {needed} bytes of memory, where the "
+            f"comparing {plan.cohort.size} updates takes {needed} bytes of memory, but the "
             f"server allows {space.memory}",
             hint="raise the setting fold_memory_bytes, or choose a smaller cohort",
         )
@@ -241,15 +243,15 @@ def _check_cohort(rule: Rule, plan: RoundPlan, space: FoldSpace) -> None:
         except ConfigurationError as exc:
             raise IncompatiblePlan(
                 f"a round may close with {number} uploads, and {exc.detail}",
-                hint="raise the cohort's minimum, or let the rule expect fewer forged ones",
+                hint="raise the cohort's minimum, or configure the rule for fewer forged updates",
             ) from exc
 
 
-# What rules share
+# Shared by the rules
 
 
 def check_share(name: str, share: float) -> None:
-    """Raise ConfigurationError unless 0 <= share < 1/2, beyond which no rule can tell."""
+    """Raise ConfigurationError unless 0 <= share < 1/2, the limit of any robust rule."""
     if not 0 <= share < 0.5:
         raise ConfigurationError(f"{name} must lie in [0, 0.5), not {share}")
 
@@ -259,7 +261,7 @@ def part_of(share: float, number: int) -> int:
     return math.ceil(round(share * number, 6))
 
 
-def check_enough(what: str, number: int, least: int) -> None:
+def check_enough(rule: str, number: int, least: int) -> None:
     """Raise ConfigurationError if `number` updates are fewer than the `least`."""
     if number < least:
-        raise ConfigurationError(f"{what} needs {least} updates at least, not {number}")
+        raise ConfigurationError(f"{rule} needs at least {least} updates, not {number}")

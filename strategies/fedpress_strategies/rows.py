@@ -1,5 +1,5 @@
-"""The updates of one round side by side: on the disk whole, in memory a range of coordinates at a
-time."""
+"""The updates of one round as rows of a matrix: stored on disk, processed in ranges of
+coordinates."""
 
 from __future__ import annotations
 
@@ -17,29 +17,28 @@ Block = npt.NDArray[np.float32]
 """[rows, columns]"""
 
 _COLUMNS = 1024
-"""Ranges begin at multiples of it. Sums over coordinates are taken range by range of this width
-whatever the memory, so that it leaves no trace in their bits."""
+"""Alignment of ranges. Sums over coordinates always use ranges of this width, so that their bits do
+not depend on the available memory."""
 
 _MOST_COLUMNS = 16 * _COLUMNS
-"""Beyond this more memory makes nothing faster."""
+"""Bytes beyond which more memory does not increase speed."""
 
 _BYTES = 32
-"""What a value of a block takes at most, with all copies and float64 intermediates; also what a
-pair of rows takes where rows are compared pair by pair."""
+"""Maximum bytes per value of a block, with copies and float64 intermediates; also per pair of rows
+in pairwise rules."""
 
 
 def memory_for(rows: int, *, pairwise: bool = False) -> int:
-    """The least bytes of memory in which so many rows can be worked on."""
+    """The least bytes of memory needed to process this number of rows."""
     return _BYTES * rows * max(_COLUMNS, rows if pairwise else 0)
 
 
 class Rows:
     """float32 rows of `width` values each, in the order in which they were added.
 
-    They lie in a file of `space.folder` without a name (where the system cannot make one, it loses
-    its name, which ends in .tmp, at once): however this process ends, nothing of it stays. The file
-    takes 4 bytes a value. Memory: `space.memory`, or `memory_for` if that is more, and what is
-    returned.
+    They are in an unnamed file in `space.folder` (if the system has none, a *.tmp file that is
+    unlinked at once), which disappears however this process ends. The file takes 4 bytes per value.
+    Memory: `space.memory`, or `memory_for` if that is more, plus the returned arrays.
     """
 
     def __init__(self, width: int, space: FoldSpace) -> None:
@@ -52,15 +51,15 @@ class Rows:
         weakref.finalize(self, self._file.close)
 
     def add(self, values: Vector) -> None:
-        """One more row [width]; raises OSError, and then it was not added."""
+        """Add a row [width]; raises OSError, and the row is not added."""
         self._file.seek(4 * self.width * self.number)
-        left = np.ascontiguousarray(values).view(np.uint8).data
-        while left:
-            left = left[self._file.write(left) :]
+        rest = np.ascontiguousarray(values).view(np.uint8).data
+        while rest:
+            rest = rest[self._file.write(rest) :]
         self.number += 1
 
     def blocks(self, chosen: Sequence[int] | None = None) -> Iterator[tuple[slice, Block]]:
-        """Range by range of the coordinates: where it is, and all rows there, or the `chosen`."""
+        """Iterate over ranges of coordinates with the values of all rows, or of the `chosen`."""
         rows = range(self.number) if chosen is None else chosen
         fits = self._memory // (_BYTES * max(1, len(rows))) // _COLUMNS * _COLUMNS
         step = max(_COLUMNS, min(_MOST_COLUMNS, fits))
@@ -73,14 +72,15 @@ class Rows:
             yield where, block
 
     def ordered(self, chosen: Sequence[int] | None = None) -> Iterator[tuple[slice, Block]]:
-        """As `blocks`, the values of each coordinate ascending."""
+        """Like `blocks`, with the values of each coordinate sorted."""
         for where, block in self.blocks(chosen):
             columns = np.ascontiguousarray(block.T)
             columns.sort(axis=1)
             yield where, np.ascontiguousarray(columns.T)
 
     def combination(self, coefficients: npt.NDArray[np.float64]) -> Delta:
-        """The sum of the rows, each times its coefficient [number]; rows of 0 are not read."""
+        """The linear combination of the rows with `coefficients` [number]; rows with 0 are not
+        read."""
         chosen = np.flatnonzero(coefficients).tolist()
         total = np.zeros(self.width)
         for where, block in self.blocks(chosen):
@@ -90,24 +90,24 @@ class Rows:
 
     def products(self) -> npt.NDArray[np.float64]:
         """The inner product of every row with every other [number, number]."""
-        found = np.zeros((self.number, self.number))
+        gram = np.zeros((self.number, self.number))
         for _, block in self.blocks():
             for start in range(0, block.shape[1], _COLUMNS):
                 wide = block[:, start : start + _COLUMNS].astype(np.float64)
-                found += wide @ wide.T
-        return found
+                gram += wide @ wide.T
+        return gram
 
     def squared_distances(self) -> npt.NDArray[np.float64]:
-        """From every row to every other [number, number]: symmetric, zero on the diagonal.
+        """Squared distances between all rows [number, number]: symmetric, zero on the diagonal.
 
-        Off by some 1e-15 of the two rows' squared norms, which are subtracted.
+        Error about 1e-15 of the two rows' squared norms, which are subtracted.
         """
-        found = self.products()
-        squares = found.diagonal().copy()
-        found *= -2
-        found += squares
-        found += squares[:, np.newaxis]
-        upper = np.triu(np.maximum(found, 0, out=found), 1)
+        distances = self.products()
+        squares = distances.diagonal().copy()
+        distances *= -2
+        distances += squares
+        distances += squares[:, np.newaxis]
+        upper = np.triu(np.maximum(distances, 0, out=distances), 1)
         upper += upper.T
         return upper
 

@@ -29,33 +29,34 @@ from fedpress_strategies.strategy import (
 def scaffold(
     clients: int, learning_rate: float = 1.0, damping: float = 1.0, *, training: TrainingTerms
 ) -> Strategy:
-    """Clients take c - c_i off their drift: to every gradient they add the server's control variate
-    c and subtract their own. `clients` is how many take part in the task. State: c [size], and c_i
-    [size] on every device; linear.
+    """Correct client drift: to every gradient clients add the server's control variate c and
+    subtract their own, c_i. `clients` is the number of clients in the task. State: c [size], and
+    c_i [size] on every device; linear.
 
-    With K local steps at rate r, the same for all, c_i moves by -(c + update / (K r)). So what is
-    uploaded is v = update + K r c, one vector, and c_i moves by -`damping` v / (K r) as decoded: c
-    is the mean of all c_i by what the server decodes itself. What compression leaves out of v is
-    still in the difference between gradient and c_i, as in EF21, so error feedback is refused.
+    With K local steps at rate r, the same for all, c_i moves by -(c + update / (K r)). So
+    clients upload one vector, v = update + K r c, and c_i moves by -`damping` v / (K r) as decoded:
+    the server gets c, the mean of all c_i, from the decoded uploads. Compression errors of v remain
+    in the difference between gradient and c_i, as in EF21, so error feedback is refused.
     """
     if training.local_steps is None or training.learning_rate is None:
         raise ConfigurationError(
-            "scaffold takes the gradient from the steps and their rate",
+            "scaffold computes the gradient from the number of steps and their rate",
             hint="set training.local_steps and training.learning_rate",
         )
     check_clients(clients)
     length = training.local_steps * training.learning_rate
-    made = Controlled(clients, length, learning_rate, damping)
+    optimizer = Controlled(clients, length, learning_rate, damping)
     terms = ClientTerms(control=ControlTerms(scale=-damping / length, offset=length))
     about = Properties(
         "control variate [d]", "control variate [d]", source="Karimireddy et al. 2020, Algorithm 1"
     )
-    return Strategy(UniformMean, made, terms, properties=about)
+    return Strategy(UniformMean, optimizer, terms, properties=about)
 
 
 @dataclass(frozen=True, slots=True)
 class Controlled:
-    """parameters += learning_rate * (delta - length * c); c moves by what the clients' c_i do."""
+    """parameters += learning_rate * (delta - length * c); c moves like the mean of the clients'
+    c_i."""
 
     clients: int
     length: float

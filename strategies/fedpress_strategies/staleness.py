@@ -1,7 +1,7 @@
-"""The mean of updates that were trained from different models, those from older ones counted less.
+"""The mean of updates trained from different models, discounted by staleness.
 
-How many models an update's own is behind the newest, its staleness, is known when it is added and
-not before: no client can weight its upload by it, so such sums cannot be masked.
+The staleness of an update is the number of models published since its own. It is only known when
+the update is added: no client can weight its upload by it, so such sums cannot be masked.
 """
 
 from __future__ import annotations
@@ -17,24 +17,24 @@ from fedpress_protocols.errors import ConfigurationError, InvalidUpdate
 from fedpress_strategies.strategy import NO_REPORT, Delta, Part, Report
 
 UNIT = 2**10
-"""The weight of an example in an update that is not stale; older ones have a whole share of it."""
+"""The weight of an example in a fresh update; stale ones weigh an integer share of it."""
 
 
 class Discount(Protocol):
-    """What an update counts by its staleness, 0 or more: 1 for 0, and never more."""
+    """The weight of an update by its staleness (0 or more): 1 for 0, never more."""
 
     def __call__(self, staleness: int) -> float: ...
 
 
 @dataclass(frozen=True, slots=True)
 class Polynomial:
-    """(1 + staleness) ** -exponent; with exponent 0 age makes no difference."""
+    """(1 + staleness) ** -exponent; exponent 0 means no discount."""
 
     exponent: float = 0.5
 
     def __post_init__(self) -> None:
         if not self.exponent >= 0:
-            raise ConfigurationError(f"exponent must be 0 or more, not {self.exponent}")
+            raise ConfigurationError(f"exponent must be at least 0, not {self.exponent}")
 
     def __call__(self, staleness: int) -> float:
         return float((1.0 + staleness) ** -self.exponent)
@@ -50,7 +50,8 @@ class Hinge:
     def __post_init__(self) -> None:
         if not self.slope >= 0 or self.free < 0:
             raise ConfigurationError(
-                f"slope {self.slope} and free {self.free} must be 0 or more, free a whole number"
+                f"slope and free must be at least 0, free a whole number, not {self.slope} and "
+                f"{self.free}"
             )
 
     def __call__(self, staleness: int) -> float:
@@ -61,13 +62,13 @@ class DiscountedMean:
     """The sum of examples * discount(staleness) * update, over the number of examples: a buffer of
     stale updates makes a shorter step.
 
-    The sum is exact whatever its order. A weight is examples times a whole number in [1, UNIT], the
-    discount rounded to a share of UNIT, so that one update may weigh UNIT times what `fixed_point`
-    allows; where 63 bits do not hold that, the steps are coarser than its own by as much.
+    The sum is exact in any order. A weight is examples times an integer in [1, UNIT], the discount
+    rounded to a share of UNIT, so one update may weigh UNIT times the maximum of `fixed_point`; if
+    63 bits are not enough for that, the steps are coarser accordingly.
 
-    What is added to its `sums` with a weight from `weight_of`, as `decode_add` does with an
-    upload's bytes, is to be told to `count`. With `mixes` a stale update is to be counted from the
-    newest model and not from its own: whoever adds it puts its model less the newest to it.
+    A caller that adds to `sums` with a weight from `weight_of`, as `decode_add` does with an
+    upload's bytes, must call `count`. With `mixes` a stale update counts from the newest model, not
+    its own: the caller adds the difference of its model to the newest.
     """
 
     linear = False
@@ -93,7 +94,7 @@ class DiscountedMean:
         self._counted = 0
 
     def weight_of(self, num_examples: int, staleness: int) -> int:
-        """How much an upload counts; raises InvalidUpdate beyond the plan's bounds."""
+        """The weight of an upload; raises InvalidUpdate beyond the plan's bounds."""
         examples = self._examples(num_examples)
         if not 1 <= examples <= self._max_weight - self._counted:
             raise InvalidUpdate(
@@ -103,14 +104,13 @@ class DiscountedMean:
         return examples * max(1, round(UNIT * self._discount(staleness)))
 
     def count(self, num_examples: int) -> None:
-        """Tell of an upload that was added to `sums`."""
+        """Count an upload that was added to `sums`."""
         self._counted += self._examples(num_examples)
 
     def add(
         self, update: Update, weight: int, report: Report = NO_REPORT, staleness: int = 0
     ) -> None:
-        """Take in one update that stands for `weight` examples; raises InvalidUpdate, and then
-        nothing was added."""
+        """Add one update of `weight` examples; raises InvalidUpdate without adding anything."""
         self.sums.add(update, self.weight_of(weight, staleness))
         self.count(weight)
 

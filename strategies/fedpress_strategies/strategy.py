@@ -1,9 +1,9 @@
-"""How many updates become one, and how one update moves the model.
+"""Aggregators, server optimizers and strategies.
 
-An aggregator is a fold: updates stream in, one result comes out, in memory that does not grow with
-their number. A server optimizer treats that result as a gradient (Reddi et al. 2021,
-arXiv:2003.00295, Algorithm 1). A strategy names both, and the terms it sets for its clients.
-Configurations nest: a strategy that works around another takes it as `inner`.
+An aggregator is a fold: it takes a stream of updates and returns one result, in memory independent
+of their number. A server optimizer treats that result as a gradient (Reddi et al. 2021,
+arXiv:2003.00295, Algorithm 1). A strategy combines both with terms for its clients. Configurations
+nest: a strategy that wraps another takes it as `inner`.
 """
 
 from __future__ import annotations
@@ -35,25 +35,26 @@ from fedpress_protocols.validation import format_validation_errors
 
 Delta = npt.NDArray[np.float64]
 OptimizerState = Mapping[str, npt.NDArray[Any]]
-"""Named arrays, so that any optimizer's state can be stored beside its model."""
+"""Named arrays: the state of any optimizer, stored beside its model."""
 Report = Mapping[str, float]
-"""The numbers that an upload reports, by the names that the strategy asks for."""
+"""The numbers that an upload reports, by the names in the strategy's `report`."""
 NO_REPORT: Report = MappingProxyType({})
 CONTROL = "control"
-"""The name under which an optimizer publishes the vector for the plan's `ControlTerms.server`."""
+"""The name of the vector that an optimizer publishes for the plan's `ControlTerms.server`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Tally:
-    """What is known of a round besides its update: how many uploads went into it, and the mean of
-    each number that they report, weighted by their examples."""
+    """Statistics of a round besides its update: the number of included uploads, and the mean of
+    each reported number, weighted by examples."""
 
     count: int = 1
     report: Report = field(default_factory=dict)
     warming: bool = False
-    """Whether it is of a warm-up, after which an optimizer freezes what has settled."""
+    """Whether the round is part of a warm-up, after which an optimizer freezes some of its
+    state."""
     spec: ModelSpec | None = None
-    """The tensors that the vectors are of, where they are known."""
+    """The tensors of the vectors, if known."""
 
 
 ALONE = Tally()
@@ -61,10 +62,10 @@ ALONE = Tally()
 
 @dataclass(frozen=True, slots=True)
 class Properties:
-    """What a strategy says of itself, for whoever has to choose one.
+    """A strategy's description for users.
 
-    The states name what either end keeps from round to round, `memory` what the server needs while
-    it folds where that is more than a few models, `source` where the method is from.
+    The states name the data that either end keeps across rounds, `memory` the server's memory
+    during aggregation if it is more than a few models, `source` the paper.
     """
 
     server_state: str = "none"
@@ -78,43 +79,43 @@ class Aggregator(Protocol):
 
     @property
     def linear(self) -> bool:
-        """Whether it needs no more than the weighted sum, as masking leaves nothing else."""
+        """Whether it only needs the weighted sum, the only thing that masking reveals."""
         ...
 
     def add(self, update: Update, weight: int, report: Report = NO_REPORT) -> None:
-        """Take in one update that stands for `weight` examples; raises InvalidUpdate, and then
-        nothing was added."""
+        """Add one update of `weight` examples; raises InvalidUpdate without adding anything."""
         ...
 
     def result(self) -> Delta:
-        """One update [size] for the round."""
+        """The aggregated update [size] of the round."""
         ...
 
 
 Part = Mapping[str, npt.NDArray[np.int64]]
-"""What a batch of uploads came to, in whole numbers, by names of the aggregator's own."""
+"""The partial sums of a batch of uploads, integers by names that the aggregator defines."""
 
 
 @runtime_checkable
 class Divisible(Protocol):
-    """A fold whose uploads may be added up in batches, apart from one another: its sums are exact,
-    so that any batches in any order come to the same."""
+    """A fold that supports separate batches of uploads: its sums are exact, so any batches in any
+    order give the same result."""
 
     def part(self) -> Part:
-        """What was added so far."""
+        """The partial sum so far."""
         ...
 
     def merge(self, part: Part) -> None:
-        """Add what another fold of the same round came to; raises InvalidUpdate beyond bounds."""
+        """Add the partial sum of another fold of the same round; raises InvalidUpdate beyond
+        bounds."""
         ...
 
 
 class ServerOptimizer(Protocol):
-    """How the round's update moves the parameters.
+    """A server optimizer: applies the round's update to the parameters.
 
-    An optimizer may have `published(state)`: vectors by name, float32 [size], that the server makes
-    public with the round's model. The one named CONTROL is for the clients' `ControlTerms`; any
-    other is the parameters of a model besides the newest.
+    An optimizer may have `published(state)`: vectors by name, float32 [size], which the server
+    publishes with the round's model. The vector CONTROL is for the clients' `ControlTerms`; any
+    other is the parameters of a further model.
     """
 
     def init(self, parameters: Vector) -> OptimizerState: ...
@@ -127,21 +128,22 @@ class ServerOptimizer(Protocol):
 
 
 def published(optimizer: ServerOptimizer, state: OptimizerState) -> Mapping[str, Vector]:
-    """What `optimizer` makes public of its `state`; nothing where it has no such method."""
-    found: Callable[[OptimizerState], Mapping[str, Vector]] | None
-    found = getattr(optimizer, "published", None)
-    return found(state) if found else {}
+    """The vectors that `optimizer` publishes from its `state`; none without such a method."""
+    publish: Callable[[OptimizerState], Mapping[str, Vector]] | None
+    publish = getattr(optimizer, "published", None)
+    return publish(state) if publish else {}
 
 
 class SymbolAggregator(Protocol):
     """A fold over the uploads of one round before they are decompressed."""
 
     def add(self, symbols: Symbols, weight: int) -> None:
-        """Take one upload in; raises InvalidUpdate, and then nothing was added."""
+        """Add one upload; raises InvalidUpdate without adding anything."""
         ...
 
     def result(self) -> Delta:
-        """What the round's symbols come to, in whatever form the strategy's optimizer takes."""
+        """The aggregated symbols of the round, in the form that the strategy's optimizer
+        expects."""
         ...
 
     def part(self) -> Part: ...
@@ -151,22 +153,24 @@ class SymbolAggregator(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class FoldSpace:
-    """What a fold may use besides a few vectors of the model's size: `memory` bytes, and `folder`
-    for unnamed files (None: the system's folder for temporary ones)."""
+    """Resources of a fold besides a few vectors of the model's size: `memory` bytes, and `folder`
+    for unnamed files (None: the system's temporary folder)."""
 
     folder: Path | None = None
     memory: int = 256 * 2**20
 
 
 class Strategy(NamedTuple):
-    """`aggregator` makes a fresh fold for a round over `size` coordinates; uploads `report` the
+    """An aggregator with a server optimizer and terms for clients.
+
+    `aggregator` returns a new fold for a round over `size` coordinates; uploads `report` the
     numbers that it or the optimizer needs.
 
-    A strategy that works on the symbols of a linear compressor gives `symbol_aggregator` besides,
-    and then that is used: uploads are added up as they are, none is decompressed by itself.
+    A strategy that works on the symbols of a linear compressor also sets `symbol_aggregator`, which
+    is then used: uploads are summed without decompressing each.
 
-    One whose fold depends on the plan, or needs more than memory, gives `planned_aggregator`
-    besides, and on a server that is used. It raises IncompatiblePlan if the fold cannot work.
+    A strategy whose fold depends on the plan, or needs disk space, also sets `planned_aggregator`,
+    which a server then uses. It raises IncompatiblePlan if the fold cannot work.
     """
 
     aggregator: Callable[[int, FixedPoint], Aggregator]
@@ -178,17 +182,17 @@ class Strategy(NamedTuple):
     )
     planned_aggregator: Callable[[RoundPlan, Public, FoldSpace], Aggregator] | None = None
     needs_warm_up: bool = False
-    """Whether a task's first rounds must be of a warm-up, see Tally."""
+    """Whether a task must start with a warm-up, see Tally."""
     properties: Properties = Properties()
 
     @property
     def linear(self) -> bool:
-        """Whether its rounds may be masked: it needs no more than weighted sums."""
+        """Whether its rounds may be masked, since it only needs weighted sums."""
         return self.aggregator(1, FixedPoint(0, 1.0, 1)).linear
 
     @property
     def divisible(self) -> bool:
-        """Whether its uploads may be added up in batches: see Divisible."""
+        """Whether its uploads may be aggregated in batches, see Divisible."""
         if self.symbol_aggregator is not None:
             return True
         if self.planned_aggregator is not None:
@@ -196,7 +200,7 @@ class Strategy(NamedTuple):
         return isinstance(self.aggregator(1, FixedPoint(0, 1.0, 1)), Divisible)
 
     def asking(self, **terms: Any) -> Strategy:
-        """This strategy with more client terms; raises ValueError if they cannot be."""
+        """Return this strategy with further client terms; raises ValueError for invalid ones."""
         whole = self.client_terms.model_dump() | terms
         return self._replace(client_terms=ClientTerms.model_validate(whole))
 
@@ -204,7 +208,7 @@ class Strategy(NamedTuple):
 class WeightedMean:
     """The mean of the updates, each weighted by its examples; exact in fixed point.
 
-    What is added to its `sums`, as `decode_add` does with an upload's bytes, counts as well.
+    A caller may add to `sums` directly, as `decode_add` does with an upload's bytes.
     """
 
     linear = True
@@ -213,7 +217,7 @@ class WeightedMean:
         self.sums = Accumulator(size, fixed_point)
 
     def weight_of(self, num_examples: int) -> int:
-        """How much an upload counts."""
+        """The weight of an upload."""
         return num_examples
 
     def add(self, update: Update, weight: int, report: Report = NO_REPORT) -> None:
@@ -246,7 +250,7 @@ class SymbolSum:
         if not compressor.commutes_with_sum:
             raise IncompatiblePlan(
                 f"symbols of {compressor} cannot be summed: it does not commute with the sum",
-                hint="choose a linear compressor, or a strategy that takes decoded updates",
+                hint="choose a linear compressor, or a strategy that uses decoded updates",
             )
         if fixed_point.max_weight >= 2**32:
             raise IncompatiblePlan(
@@ -313,7 +317,7 @@ class ServerSGD:
 
     @property
     def is_plain(self) -> bool:
-        """Whether the parameters move by the very update."""
+        """Whether the step equals the update."""
         return self == ServerSGD()
 
     def init(self, parameters: Vector) -> OptimizerState:
@@ -331,7 +335,7 @@ class ServerSGD:
 
 
 def check_clients(clients: int) -> None:
-    """Raise ConfigurationError unless a task can have this many."""
+    """Raise ConfigurationError unless a task can have this number of clients."""
     if clients < 1:
         raise ConfigurationError(f"clients must be at least 1, not {clients}")
 
@@ -343,20 +347,23 @@ _examples: dict[str, Mapping[str, Any]] = {}
 _TRAINING = "training"
 _NO_TERMS = TrainingTerms()
 _MOST_DEPTH = 16
-"""Of strategies within one another."""
+"""Maximum depth of nested strategies."""
 
 
 def strategy(identifier: str, **example: Any) -> Callable[[BuilderT], BuilderT]:
     """Register a function that builds a strategy from its configuration.
 
-    Its parameters are the settings. A parameter `training` is none: it is given the task's
-    TrainingTerms. `example` has a value for every setting without a default.
+    Its parameters are the settings, except `training`, which gets the task's TrainingTerms.
+    `example` has a value for every setting without a default.
     """
 
     def claim(build: BuilderT) -> BuilderT:
         plugins.check_id(identifier, build.__module__, "fedpress_strategies")
         if _by_id.setdefault(identifier, build).__qualname__ != build.__qualname__:
-            raise ValueError(f"strategy {identifier!r} is {_by_id[identifier].__qualname__}'s")
+            raise ValueError(
+                f"strategy {identifier!r} is already registered by "
+                f"{_by_id[identifier].__qualname__}"
+            )
         _examples[identifier] = example
         return build
 
@@ -375,7 +382,7 @@ def _load() -> None:
     at for entry points."""
     package = importlib.import_module(__package__)
     for module in pkgutil.iter_modules(package.__path__):
-        if module.name != "flower":  # the adapter to Flower is heavy, and no strategy by itself
+        if module.name != "flower":  # the Flower adapter is heavy and not itself a strategy
             importlib.import_module(f"{__package__}.{module.name}")
     plugins.load("fedpress.strategies", _id_of)
 
@@ -385,12 +392,12 @@ def _id_of(build: object) -> str | None:
 
 
 EXAMPLE_TERMS = TrainingTerms(local_steps=10, learning_rate=0.1)
-"""What a task of `example_of` may have."""
+"""The training terms of tasks with `example_of`."""
 
 
 def example_of(identifier: str) -> dict[str, Any]:
-    """A whole configuration of the strategy `identifier`: its defaults, and its example's values
-    where it has none."""
+    """A complete configuration of the strategy `identifier`: its defaults, and its example's values
+    for settings without one."""
     parameters = inspect.signature(strategies()[identifier]).parameters
     defaults = {name: each.default for name, each in parameters.items() if name != _TRAINING}
     settings = defaults | dict(_examples[identifier])
@@ -406,7 +413,7 @@ def from_config(config: Mapping[str, Any], training: TrainingTerms = _NO_TERMS) 
 
 def _from_config(config: Mapping[str, Any], training: TrainingTerms, depth: int) -> Strategy:
     if depth > _MOST_DEPTH:
-        raise ConfigurationError(f"a strategy within more than {_MOST_DEPTH} others")
+        raise ConfigurationError(f"strategies nested more than {_MOST_DEPTH} levels deep")
     settings = dict(config)
     identifier = settings.pop("id", None)
     known = strategies()
@@ -444,8 +451,8 @@ def _from_config(config: Mapping[str, Any], training: TrainingTerms, depth: int)
     except (TypeError, AttributeError) as exc:
         raise ConfigurationError(
             f"strategy {identifier!r} from {dict(config)}: a setting is of the wrong kind",
-            hint="`fedpress strategies` has each with its settings",
+            hint="`fedpress strategies` lists all strategies with their settings",
         ) from exc
     except ValueError as exc:
-        said = format_validation_errors(exc) if isinstance(exc, ValidationError) else exc
-        raise ConfigurationError(f"strategy {identifier!r} from {dict(config)}: {said}") from exc
+        reason = format_validation_errors(exc) if isinstance(exc, ValidationError) else exc
+        raise ConfigurationError(f"strategy {identifier!r} from {dict(config)}: {reason}") from exc

@@ -14,11 +14,11 @@ from fedpress_strategies.strategy import Delta, Strategy, strategy
 
 @strategy("trimmed_mean")
 def trimmed_mean(trim: float = 0.2, learning_rate: float = 1.0, momentum: float = 0.0) -> Strategy:
-    """In each coordinate the mean of the updates less the share `trim` (rounded up to whole
-    updates) at either end, whatever their examples. Not linear.
+    """The mean of the updates in each coordinate without the share `trim` (rounded up to whole
+    updates) at either end. Examples do not count. Not linear.
 
-    Breakdown: while no more updates are forged than are cut at one end, every coordinate stays
-    between the least and the greatest of the honest.
+    Breakdown: while at most as many updates are forged as are cut at one end, every coordinate
+    stays between the least and the greatest of the honest.
 
     State: none, one velocity [size] with momentum. Memory: a few vectors of the model's size and
     fold_memory_bytes; disk: 4 bytes a value and update.
@@ -28,7 +28,7 @@ def trimmed_mean(trim: float = 0.2, learning_rate: float = 1.0, momentum: float 
 
 @dataclass(frozen=True, slots=True)
 class TrimmedMean:
-    """Without the ceil(trim * number) least and as many greatest values of each coordinate."""
+    """The mean without the ceil(trim * number) least and greatest values of each coordinate."""
 
     trim: float = 0.2
     coordinatewise = True
@@ -39,12 +39,12 @@ class TrimmedMean:
 
     def check(self, number: int) -> None:
         cut = part_of(self.trim, number)
-        check_enough(f"a mean without {cut} at either end", number, 2 * cut + 1)
+        check_enough(f"trimmed_mean without {cut} updates at either end", number, 2 * cut + 1)
 
     def combine(self, rows: Rows, weights: Weights) -> Delta:
         cut = part_of(self.trim, rows.number)
-        found = np.zeros(rows.width)
+        mean = np.zeros(rows.width)
         for where, ordered in rows.ordered():
             for values in ordered[cut : rows.number - cut]:
-                found[where] += values
-        return found / (rows.number - 2 * cut)
+                mean[where] += values
+        return mean / (rows.number - 2 * cut)

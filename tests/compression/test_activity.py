@@ -135,7 +135,7 @@ def plan_of(made: Any, round_: int = 1, **sources: str) -> RoundPlan:
 def test_a_plan_names_the_map_from_the_second_round_on() -> None:
     made = Coded(TopK(0.1), contexts="activity")
     assert plan_of(made).sources == {"activity": None}
-    with pytest.raises(ValueError, match="reads activity, and the plan names nothing"):
+    with pytest.raises(ValueError, match="reads activity, but the plan has no digest"):
         plan_of(made, 2)
     assert plan_of(made, 2, activity="0" * 64).sources == {"activity": "0" * 64}
 

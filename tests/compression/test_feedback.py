@@ -137,7 +137,7 @@ def test_a_plan_refuses_what_would_have_the_server_keep_every_client(made: Compr
 
 
 def test_a_plan_without_the_model_that_a_compressor_reads_is_refused() -> None:
-    with pytest.raises(ValueError, match="reads previous, and the plan names nothing"):
+    with pytest.raises(ValueError, match="reads previous, but the plan has no digest"):
         plan(Cafe(), None)
 
 

@@ -218,7 +218,7 @@ def test_clients_are_lost_at_every_step_and_stay_lost() -> None:
         ({"masking": "[]"}, "not a JSON object"),
         ({"masking": '{"levles": 3}'}, "levles"),
         ({"secure": False, "masking": "{}", "compressor": None}, "for masked rounds"),
-        ({"masking": '{"dropout": 0.5}'}, "have to stay"),
+        ({"masking": '{"dropout": 0.5}'}, "must stay"),
         ({"fraction": 0.1}, "asks 1 clients"),
         ({"app": "tests.flower.apps:pair"}, "masks by itself"),
     ],

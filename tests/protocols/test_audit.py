@@ -179,5 +179,5 @@ def test_a_line_that_is_no_entry_is_refused(line: str) -> None:
     "text", ["", "5", ":", "x:" + "0" * 64, "-1:" + "0" * 64, "1:ab", "1" * 20]
 )
 def test_a_head_is_a_number_and_a_hash(text: str) -> None:
-    with pytest.raises(ConfigurationError, match="is no head"):
+    with pytest.raises(ConfigurationError, match="is not a head"):
         Head.parsed(text)

@@ -34,8 +34,8 @@ def plan(**terms: Any) -> RoundPlan:
         ({"client_terms": {"personal": [""]}}, "client_terms.personal"),
         ({"client_terms": {"control": {}}}, "client_terms.control.scale"),
         ({"client_terms": {"clip": 1.0}}, "client_terms.clip"),
-        ({"client_terms": {"normalise": True}}, "report does not name steps"),
-        ({"report": ["steps", "steps"]}, "names one number twice: steps, steps"),
+        ({"client_terms": {"normalise": True}}, "add steps to report"),
+        ({"report": ["steps", "steps"]}, "must not repeat a name: steps, steps"),
         ({"report": [f"n{index}" for index in range(17)]}, "report"),
         ({"report": ["no spaces"]}, "report"),
         ({"client_terms": {"control": {"scale": 1.0}}}, "counted twice it diverges"),
@@ -80,7 +80,7 @@ def test_uploads_are_over_what_is_not_personal() -> None:
 
 @pytest.mark.parametrize("pattern", ["tail", "count"])
 def test_a_pattern_must_match_a_trained_tensor(pattern: str) -> None:
-    with pytest.raises(IncompatiblePlan, match=f"no trained tensor's name matches {pattern}"):
+    with pytest.raises(IncompatiblePlan, match=f"match no trained tensor: {pattern}"):
         plan(personal=["head.*", pattern]).layouts(SPEC)
 
 

@@ -28,8 +28,8 @@ def with_header(header: bytes) -> bytes:
 @pytest.mark.parametrize(
     ("data", "says"),
     [
-        (with_header(b"[]"), "no JSON object"),
-        (with_header(b"[" * 200_000), "too many levels"),
+        (with_header(b"[]"), "not a JSON object"),
+        (with_header(b"[" * 200_000), "nested too deeply"),
         (with_header(b"[" * 2_000_000), "more values than"),
         (
             with_header(b"{%s}" % b",".join(b'"t%d":0' % n for n in range(MAX_TENSORS + 2))),
@@ -39,7 +39,7 @@ def with_header(header: bytes) -> bytes:
             safetensors.numpy.save(
                 {"w": np.zeros(1, np.float32)}, {"fedpress.order": "[" * 200_000}
             ),
-            "an order of too many levels",
+            "an order nested too deeply",
         ),
     ],
     ids=["list", "deep", "long", "many", "deep-order"],

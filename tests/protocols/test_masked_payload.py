@@ -344,11 +344,11 @@ def test_what_is_no_update_or_no_sum_is_refused() -> None:
         with pytest.raises(InvalidUpdate, match=f"an update of {num_examples} examples"):
             payload.compress(some_update(0), num_examples, {}, secret_of(0))
     made = payload.compress(some_update(0), 5, {}, secret_of(0))
-    with pytest.raises(InvalidUpdate, match="examples: not a sum of 2 clients'"):
+    with pytest.raises(InvalidUpdate, match="examples: not a valid sum of 2 clients"):
         payload.decompress({**made.integers, "examples": np.array([2001])}, 2)
-    with pytest.raises(InvalidUpdate, match="values: not a sum"):
+    with pytest.raises(InvalidUpdate, match="values: not a valid sum"):
         payload.decompress({**made.integers, "values": np.zeros(3, np.int64)}, 1)
-    with pytest.raises(InvalidUpdate, match="0 examples of weight 1 of 1"):
+    with pytest.raises(InvalidUpdate, match="0 examples and weight 1 is impossible"):
         payload.decompress({**made.integers, "examples": np.array([0])}, 1)
     clear = made_plan(SHARED, lane="clear", masking=None)
     with pytest.raises(IncompatiblePlan, match="a plan of the clear lane"):
@@ -361,8 +361,8 @@ def test_what_is_no_update_or_no_sum_is_refused() -> None:
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
-        ({"masking": None}, "the masked lane without masking terms"),
-        ({"lane": "clear"}, "masking terms, and the lane is clear"),
+        ({"masking": None}, "the masked lane needs masking terms"),
+        ({"lane": "clear"}, "masking terms are set, but the lane is clear"),
         (
             {"profiles": [{"name": "a", "compressor": {"id": "topk"}}]},
             "does not commute with the sum.*use shared_support",
@@ -393,14 +393,14 @@ def test_what_is_no_update_or_no_sum_is_refused() -> None:
         ({"cohort": {"size": 10, "minimum": 2}}, "a masked sum of 2 would be unmasked"),
         (
             {"masking": {"corrupt": 0.9}, "cohort": {"size": 200, "minimum": 150}},
-            "of 200 clients have to stay",
+            "of 200 clients must stay",
         ),
         ({"masking": {"levels": 0}}, "levels"),
         ({"masking": {"adversary": "bored"}}, "adversary"),
         ({"previous_model": None}, "a profile reads previous"),
         (
             {"profiles": [{"name": "a", "compressor": DENSE}], "training": {"restricted": True}},
-            "'a' will send is not known before",
+            "the support of 'a' is not known",
         ),
     ],
 )

@@ -142,7 +142,7 @@ def test_arrays_are_frozen_by_name() -> None:
     model = Model.from_tensors(arrays, frozen=["b"])
     assert [tensor.name for tensor in model.spec.trained] == ["a"]
     assert Model.from_bytes(model.to_bytes()).spec == model.spec
-    with pytest.raises(ConfigurationError, match="'c' called frozen and no tensor"):
+    with pytest.raises(ConfigurationError, match="frozen names no tensor of the model: 'c'"):
         Model.from_tensors(arrays, frozen=["c"])
     with pytest.raises(ConfigurationError, match="unless they are frozen"):
         Model.from_tensors(arrays, frozen=["a", "b"])

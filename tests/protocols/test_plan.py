@@ -94,7 +94,7 @@ def test_a_compressor_is_told_by_its_id(given: Any) -> None:
         ({"profiles": []}, "profiles"),
         (
             {"profiles": [{"name": "a", "compressor": {"id": "none"}}] * 2},
-            "two profiles have one name",
+            "profile names must be unique",
         ),
         (
             {"profiles": [{"name": "a", "compressor": {"id": "zip"}}]},
@@ -165,10 +165,10 @@ def test_an_upload_without_a_weight_is_not_made(num_examples: int) -> None:
 @pytest.mark.parametrize(
     ("head", "error", "says"),
     [
-        (b"", DecodingError, "0 bytes where an upload has at least 3"),
+        (b"", DecodingError, "0 bytes; an upload has at least 3"),
         (b"\x02\x00\x05", WireVersionMismatch, "wire version 2, expected 1"),
-        (b"\x01\x01\x05", DecodingError, "profile 1 where 0 was assigned"),
-        (b"\x01\x00\x00", DecodingError, "num_examples of 0"),
+        (b"\x01\x01\x05", DecodingError, "profile 1, but 0 was assigned"),
+        (b"\x01\x00\x00", DecodingError, "num_examples must be at least 1"),
         (b"\x01\x00\x80\x00", DecodingError, "shortest LEB128"),
         (b"\x01\x00\xff\xff\xff\xff\x1f", DecodingError, "shortest LEB128"),
         (b"\x01\x00\xff\xff\xff\xff\xff", DecodingError, "shortest LEB128"),

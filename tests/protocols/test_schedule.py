@@ -137,7 +137,7 @@ def test_a_map_that_no_round_before_drew_is_not_read() -> None:
 
 def test_a_period_is_held_to_an_asynchronous_task_s_terms() -> None:
     terms = {"asynchronous": {"concurrency": 2}, "cohort": {"size": 2, "minimum": 2}}
-    with pytest.raises(ValidationError, match="another compressor than delta"):
+    with pytest.raises(ValidationError, match="cannot use delta"):
         follows({"id": "delta"}, {"id": "none"}, **terms)
 
 

@@ -437,7 +437,7 @@ EF21 = {"id": "ef21", "inner": {"id": "topk", "fraction": 0.5}}
     ("config", "says"),
     [
         ({"lane": "masked"}, "masked lane"),
-        ({"cohort": {"size": 2, "minimum": 1}}, "set both the same"),
+        ({"cohort": {"size": 2, "minimum": 1}}, "set both to the same"),
         (
             {"cohort": {"size": 2, "minimum": 2, "over_selection": 1.5}},
             "asynchronous.concurrency says",
@@ -447,8 +447,8 @@ EF21 = {"id": "ef21", "inner": {"id": "topk", "fraction": 0.5}}
         ({"strategy": {"id": "median"}}, "choose fedbuff or fedasync"),
         ({"strategy": {"id": "fedasync"}}, "set cohort.size and cohort.minimum to 1"),
         ({"profiles": [{"name": "one", "compressor": EF21}]}, "stale ones count less"),
-        ({"profiles": [{"name": "one", "compressor": DELTA}]}, "another compressor than delta"),
-        ({"profiles": [{"name": "one", "compressor": TWO_TRIPS}]}, "powersgd in two trips"),
+        ({"profiles": [{"name": "one", "compressor": DELTA}]}, "cannot use delta"),
+        ({"profiles": [{"name": "one", "compressor": TWO_TRIPS}]}, "powersgd in two exchanges"),
         ({"strategy": SCAFFOLD, "training": STEPS}, "choose fedbuff or fedasync"),
         ({"asynchronous": None}, "give the task asynchronous terms"),
     ],

@@ -106,7 +106,7 @@ def test_an_asynchronous_task_is_no_place_for_either(
     operator: Operator, enrolled: Enrolled, model: Model, compressor: dict[str, Any]
 ) -> None:
     profiles = [{"name": "one", "compressor": compressor}]
-    with pytest.raises(FedpressError, match="hangs on the round that it is of"):
+    with pytest.raises(FedpressError, match="decode only within their round"):
         begin(
             operator,
             model,

@@ -694,7 +694,7 @@ def test_a_state_directory_brought_back_from_a_copy_masks_nothing_else(world: Wo
     victim.step()
     assert victim.ledger.pending[name].session is None, "nothing was masked"
     assert victim.ledger.pending[name].body == other.body
-    assert any("brought back from a copy" in str(each.details) for each in victim.events)
+    assert any("restored from a copy" in str(each.details) for each in victim.events)
 
 
 def test_a_device_withdraws_from_a_server_that_lies(world: World) -> None:

@@ -45,7 +45,7 @@ from fedpress_protocols.masking.messages import (
     Receipt,
     Reveal,
     Roster,
-    Row,
+    RosterRow,
     SealedShares,
     Shares,
     Survivors,
@@ -134,7 +134,7 @@ def test_a_client_is_never_asked_for_both_shares_of_another() -> None:
     tell(session, device, Survivors(everybody))
     assert device.client.outgoing == said  # the same question: the same answer
     tell(session, device, Survivors(everybody - {other}))
-    refuses(device, "survivors is not due")
+    refuses(device, "unexpected survivors")
 
 
 def test_of_each_client_one_share_is_given_by_what_became_of_it() -> None:
@@ -187,8 +187,8 @@ def test_different_survivors_for_different_clients_are_not_unmasked() -> None:
     others = tuple(each for each in said if each and each.sender != own)
     record = device.record
     for consents, why in (
-        (others, "saw other survivors"),
-        ((replace(others[5], sender=99),), "no survivor near"),
+        (others, "consented to another set of survivors"),
+        ((replace(others[5], sender=99),), "no surviving neighbour"),
         ((replace(others[5], sender=others[4].sender),), "did not make this signature"),
         ((others[5], others[5]), "2 of this client's neighbours consent"),
     ):
@@ -206,7 +206,7 @@ def test_who_did_not_survive_has_no_say() -> None:
     consent = Consent(slot_of(session, lost), survivors_digest(members))
     tell(session, device, Survivors(members))
     tell(session, device, Consents((consent.signed(lost.key, session.server.sid),)))
-    refuses(device, "no survivor near")
+    refuses(device, "no surviving neighbour")
 
 
 def test_in_a_sparse_graph_so_many_neighbours_have_to_consent() -> None:
@@ -234,7 +234,9 @@ def test_in_a_sparse_graph_so_many_neighbours_have_to_consent() -> None:
         for slot in near[:threshold]
     )
     tell(session, device, Consents(consents[1:]))
-    refuses(device, f"{threshold - 1} of this client's neighbours consent where {threshold} must")
+    refuses(
+        device, f"{threshold - 1} of this client's neighbours consent, at least {threshold} must"
+    )
     device.record = record
     device.client = device.read()
     tell(session, device, Consents(consents))
@@ -291,7 +293,7 @@ def test_a_roster_whose_graph_promises_too_little_is_refused() -> None:
     session.play("advertise", None, {})
     device = session.devices[0]
     session.hear(device, Roster)
-    refuses(device, "by whose graph a sum may be of 8")
+    refuses(device, "whose graph allows a sum of 8")
 
 
 def with_other_key(entries: list[Advertise]) -> None:
@@ -368,10 +370,10 @@ def signed_advertise(session: Session, key: DeviceKey) -> Advertise:
         (with_other_key, "did not make this signature"),
         (with_swapped_keys, "did not make this signature"),
         (with_invented_client, "did not make this signature"),
-        (with_a_copied_key, "one key twice"),
-        (with_a_copied_channel_key, "one key twice"),
+        (with_a_copied_key, "a repeated key"),
+        (with_a_copied_channel_key, "a repeated key"),
         (with_a_respelled_key, "another spelling"),
-        (with_twice_the_same, "one identity twice"),
+        (with_twice_the_same, "sorted by identity"),
     ],
     ids=[
         "other key",
@@ -408,16 +410,16 @@ def test_a_roster_that_is_short_shuffled_or_without_the_client() -> None:
     rows = roster.listing.rows
     shuffled = replace(roster, listing=Listing(rows[::-1]), entries=roster.entries[::-1])
     other_row = replace(
-        roster, listing=Listing(tuple(Row(row.identity, bytes(32)) for row in rows))
+        roster, listing=Listing(tuple(RosterRow(row.identity, bytes(32)) for row in rows))
     )
     more = [*others, signed_advertise(session, identity(1_000))]
     for bad, why in (
         (forged(session, roster, [own, *more]), "a roster of 7 where 4 to 6"),
         (forged(session, roster, [own, *others[:2]]), "a roster of 3 where 4 to 6"),
         (shuffled, "out of order"),
-        (forged(session, roster, others), "without what this client advertised"),
-        (other_row, "without what this client advertised"),
-        (hidden, "entries are not the neighbours'"),
+        (forged(session, roster, others), "without this client's Advertise"),
+        (other_row, "without this client's Advertise"),
+        (hidden, "entries are not those of the neighbours"),
     ):
         device.record = record
         device.client = device.read()
@@ -441,7 +443,7 @@ def test_different_rosters_for_different_clients_open_no_share() -> None:
     assert isinstance(sealed, Shares)
     inbox = Inbox(frozenset(range(5)), (sealed.sealed[0],) * 4)
     one.hear(inbox.signed(SERVER, one.client._state.sid), session.now)
-    refuses(one, "did not seal for this receiver")
+    refuses(one, "for this receiver")
 
 
 def test_a_replayed_session_finds_other_keys() -> None:
@@ -453,7 +455,7 @@ def test_a_replayed_session_finds_other_keys() -> None:
     assert isinstance(old, Roster)
     session.begin(device)
     device.hear(old, session.now)
-    refuses(device, "without what this client advertised")
+    refuses(device, "without this client's Advertise")
 
 
 def test_an_offer_that_has_expired_is_refused_in_any_phase() -> None:
@@ -637,12 +639,12 @@ def test_a_sealed_share_that_was_touched_or_moved_ends_it() -> None:
     theirs = session.answer(other, Inbox).sealed
     record = device.record
     for sealed, why in (
-        ((flipped, *inbox.sealed[1:]), "did not seal for this receiver"),
-        ((introduced, *inbox.sealed[1:]), "did not seal for this receiver"),
-        ((inbox.sealed[1], first, *inbox.sealed[2:]), "did not seal for this receiver"),
-        ((theirs[-1], *inbox.sealed[1:]), "did not seal for this receiver"),
-        ((back.sealed[0], *inbox.sealed[1:]), "did not seal for this receiver"),
-        (inbox.sealed[1:], "3 sealed shares of 4"),
+        ((flipped, *inbox.sealed[1:]), "for this receiver"),
+        ((introduced, *inbox.sealed[1:]), "for this receiver"),
+        ((inbox.sealed[1], first, *inbox.sealed[2:]), "for this receiver"),
+        ((theirs[-1], *inbox.sealed[1:]), "for this receiver"),
+        ((back.sealed[0], *inbox.sealed[1:]), "for this receiver"),
+        (inbox.sealed[1:], "3 sealed shares, expected 4"),
     ):
         device.record = record
         device.client = device.read()
@@ -650,7 +652,7 @@ def test_a_sealed_share_that_was_touched_or_moved_ends_it() -> None:
         refuses(device, why)
     for sharers, why in (
         (inbox.sharers - {own}, "not among the sharers"),
-        (inbox.sharers | {5}, "beyond the roster's 5"),
+        (inbox.sharers | {5}, "outside of the roster's 5"),
         (frozenset({own, (own + 1) % 5, (own + 2) % 5}), "3 sharers near this client"),
     ):
         device.record = record
@@ -827,7 +829,7 @@ def test_masks_with_others_than_those_announced_are_refused() -> None:
     assert header.partners == session.server.sharers & near
     for partners in (header.partners - {min(header.partners)}, frozenset(near)):
         lie = replace(header, partners=partners).signed(device.key, session.server.sid)
-        with pytest.raises(MalformedRequest, match="masked with others"):
+        with pytest.raises(MalformedRequest, match="masked with other partners"):
             session.post(device, lie)
 
 
@@ -938,10 +940,10 @@ def test_a_client_that_came_too_late_to_share_is_told_so() -> None:
     session.play("share", Roster, {0: "share"})
     with pytest.raises(RoundClosed):
         session.post(late)
-    with pytest.raises(RoundClosed, match="did not come in time"):
+    with pytest.raises(RoundClosed, match="did not arrive in time"):
         session.answer(late, Inbox)
     header = MaskedInput(slot_of(session, late), frozenset(), bytes(32), 0)
-    with pytest.raises(RoundClosed, match="did not come in time"):
+    with pytest.raises(RoundClosed, match="did not arrive in time"):
         session.post(late, header.signed(late.key, session.server.sid))
     late.keep(late.client.give_up("too late"))
     assert late.client.outcome == "not-included"
@@ -1115,7 +1117,7 @@ def test_an_introduction_that_is_none_costs_the_sum_and_no_more() -> None:
             shares = replace(shares, sealed=sealed).signed(device.key, cohort.sid)
         session.post(device, shares)
     session.play("mask", Inbox, {})
-    refuses(by_slot[5], "did not seal for this receiver")
+    refuses(by_slot[5], "for this receiver")
     session.play("reveal", Survivors, {})
     if session.server.phase == "revealing":
         session.pass_deadline()
@@ -1131,12 +1133,12 @@ def test_a_sum_is_unmasked_once() -> None:
     session = Session(4).run()
     over = session.server
     assert over.on(Unmasked("00" * 32), session.now) == (over, ())
-    with pytest.raises(Conflict, match="nothing to put together"):
+    with pytest.raises(Conflict, match="nothing to reconstruct"):
         over.recover()
     assert not any((over.shares, over.masked, over.reveals))
     for state in session.states:
         if state.phase != "unmasking":
-            with pytest.raises(Conflict, match="nothing to put together"):
+            with pytest.raises(Conflict, match="nothing to reconstruct"):
                 state.recover()
 
 
@@ -1155,7 +1157,7 @@ def test_a_record_brought_back_masks_nothing_else() -> None:
     again = device.read()
     assert again.phase == "ready"
     assert again.mask(device.values)[1] == first
-    with pytest.raises(UpdateConflict, match="than the session was begun with"):
+    with pytest.raises(UpdateConflict, match="than the session was started with"):
         again.mask(values_of(session.config.vectors, 99))
 
 
@@ -1200,7 +1202,7 @@ def test_clients_brought_back_from_a_copy_do_not_open_a_second_sum() -> None:
         assert device.client.phase == "masked"
     answer(everybody - {devices[11].client._state.slot}, [*rolled, *others])
     for device in [*rolled, *others]:
-        refuses(device, "neighbours consent where 9 must")
+        refuses(device, "neighbours consent, at least 9 must")
 
 
 def test_other_values_are_not_masked_twice() -> None:
@@ -1271,7 +1273,7 @@ def test_the_largest_values_of_all_sum_exactly() -> None:
 
 def test_a_server_cannot_open_a_session_that_cannot_be_safe() -> None:
     for terms, error, why in (
-        (config(140, corrupt=9_000), IncompatiblePlan, "134 of 140 clients have to stay"),
+        (config(140, corrupt=9_000), IncompatiblePlan, "134 of 140 clients must stay"),
         (config(1_100, dropout=3_000), IncompatiblePlan, "no sparse graph on 1100 clients"),
         (config(10, vectors=(VectorSpec("x", 1, 2**60),)), IncompatiblePlan, "sums of 10"),
         (config(10, server_key=bytes(32)), ConfigurationError, "another server's key"),
@@ -1340,10 +1342,10 @@ def test_whom_nobody_can_open_is_named_before_anything_is_masked() -> None:
         if session.server.is_over:
             break
         session.hear(device, Inbox)
-        refuses(device, "did not seal for this receiver")
+        refuses(device, "for this receiver")
         session.post(device)
     assert (session.server.phase, session.server.blame) == ("abandoned", {cheat})
-    assert f"it is slot {cheat}" in session.server.reason
+    assert f"point to slot {cheat}" in session.server.reason
     assert replayed(session, len(session.log))[0].blame == {cheat}
 
 
@@ -1353,7 +1355,7 @@ def test_a_complaint_is_of_a_client_in_the_inbox_by_one_that_has_not_masked() ->
     own, another = slot_of(session, device), slot_of(session, other)
     for accused in (frozenset(), frozenset({own}), frozenset({99})):
         lie = Complaint(own, accused).signed(device.key, session.server.sid)
-        with pytest.raises(MalformedRequest, match="no client in the inbox"):
+        with pytest.raises(MalformedRequest, match="a client that is not in the inbox"):
             session.post(device, lie)
     session.hear(device, Inbox)
     device.mask()

@@ -142,9 +142,9 @@ def test_the_table_keeps_its_promises_by_exact_arithmetic(
 
 def test_what_no_graph_bears_is_refused() -> None:
     parameters(10, corrupt=0.1, dropout=0.3, adversary="malicious")
-    with pytest.raises(IncompatiblePlan, match=r"7 of 10 clients have to stay, where 0\.4"):
+    with pytest.raises(IncompatiblePlan, match=r"7 of 10 clients must stay, but 0\.4"):
         parameters(10, corrupt=0.1, dropout=0.4, adversary="malicious")
-    with pytest.raises(IncompatiblePlan, match="141 of 200 clients have to stay"):
+    with pytest.raises(IncompatiblePlan, match="141 of 200 clients must stay"):
         parameters(200, corrupt=0.4, dropout=0.5, adversary="malicious")
     with pytest.raises(IncompatiblePlan, match="no sparse graph on 2000 clients"):
         parameters(2000, corrupt=0.1, dropout=0.3, adversary="malicious")

@@ -256,7 +256,7 @@ def test_no_sum_has_fewer_survivors_than_the_noise_was_drawn_for() -> None:
         drops = dict.fromkeys(range(lost), "mask")
         session = Session(6, {"minimum": 5, "corrupt": 0, "adversary": "semi-honest"}).run(drops)
         assert (session.server.phase == "finished") == (lost == 1)
-    assert session.server.reason.startswith("4 clients came while the session was masking")
+    assert session.server.reason.startswith("only 4 clients answered while the session was masking")
 
 
 def test_only_a_receipt_that_lists_the_client_includes_its_update() -> None:

@@ -161,5 +161,5 @@ def test_each_kind_of_wrong_argument_is_refused_and_nothing_added() -> None:
     frozen = np.zeros(4, np.uint64)
     frozen.setflags(write=False)
     for wrong in (np.zeros(4, np.int64), np.zeros(8, np.uint64)[::2], frozen):
-        with pytest.raises(ConfigurationError, match="not writable contiguous uint64"):
+        with pytest.raises(ConfigurationError, match="expected writable contiguous uint64"):
             add_keystreams(wrong, [good], "chacha20")  # type: ignore[arg-type]

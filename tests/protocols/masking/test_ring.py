@@ -182,7 +182,7 @@ def test_integers_beyond_the_bound_are_not_packed() -> None:
         with pytest.raises(InvalidUpdate, match="an integer beyond 10"):
             segment.pack(np.array(values))
     for wrong in (np.zeros(4, np.int64), np.zeros(3), np.zeros(3, np.uint8)):
-        with pytest.raises(InvalidUpdate, match="3 signed integers are due"):
+        with pytest.raises(InvalidUpdate, match="expected 3 signed integers"):
             segment.pack(wrong)
     assert segment.unpack(segment.pack(np.array([10, -10, 0], np.int8))).tolist() == [10, -10, 0]
 
@@ -219,9 +219,9 @@ def test_other_vectors_and_words_than_the_plan_s_are_refused() -> None:
     with pytest.raises(InvalidUpdate, match=r"vectors \['y'\]"):
         packing.pack({"y": np.zeros(2, int)})
     for wrong in (np.zeros(2, np.uint64), np.zeros(1, np.int64)):
-        with pytest.raises(InvalidUpdate, match="1 uint64 are due"):
+        with pytest.raises(InvalidUpdate, match="expected 1 uint64"):
             packing.unpack(wrong)
-        with pytest.raises(InvalidUpdate, match="1 uint64 are due"):
+        with pytest.raises(InvalidUpdate, match="expected 1 uint64"):
             packing.to_bytes(wrong)
 
 

@@ -18,7 +18,7 @@ from fedpress_protocols.masking.messages import (
     Listing,
     Receipt,
     Roster,
-    Row,
+    RosterRow,
     ServerMessage,
     Survivors,
 )
@@ -230,7 +230,7 @@ def test_a_roster_is_written_once_for_all(monkeypatch: pytest.MonkeyPatch) -> No
         answer.to_bytes()
     assert written[Roster] == len(session.devices)
     assert written[Listing] == 1
-    assert written[Row] <= 2 * len(session.devices)
+    assert written[RosterRow] <= 2 * len(session.devices)
     assert written[Advertise] <= len(session.devices)
 
 
@@ -268,11 +268,11 @@ def test_a_client_that_dies_before_it_hears_says_the_same_again() -> None:
 def test_too_few_clients_at_any_deadline_end_the_session() -> None:
     """Invariant 16."""
     for phase, reason in (
-        ("advertise", "4 clients came while the session was advertising"),
-        ("share", "4 clients came while the session was sharing"),
-        ("mask", "4 clients came while the session was masking"),
-        ("consent", "4 clients came while the session was consenting"),
-        ("reveal", "4 clients came while the session was revealing"),
+        ("advertise", "only 4 clients answered while the session was advertising"),
+        ("share", "only 4 clients answered while the session was sharing"),
+        ("mask", "only 4 clients answered while the session was masking"),
+        ("consent", "only 4 clients answered while the session was consenting"),
+        ("reveal", "only 4 clients answered while the session was revealing"),
     ):
         drops = dict.fromkeys(range(6), phase)
         session = Session(10, {"minimum": 5}).run(drops)
@@ -290,7 +290,7 @@ def test_survivors_that_cannot_give_every_secret_are_asked_for_none(adversary: s
     threshold = {"malicious": 7, "semi-honest": 4}[adversary]
     drops = dict.fromkeys(range(11 - threshold), "mask")
     session = Session(10, {"adversary": adversary}).run(drops)
-    came = f"{threshold - 1} clients came while the session was masking"
+    came = f"only {threshold - 1} clients answered while the session was masking"
     assert session.server.reason.startswith(came)
 
 
@@ -299,7 +299,9 @@ def test_a_roster_without_a_safe_graph_ends_the_session() -> None:
     changes = {"dropout": 3_500, "corrupt": 0}
     session = Session(7, changes).run({0: "advertise"})
     assert session.server.phase == "abandoned"
-    assert session.server.reason.startswith("6 clients came while the session was advertising")
+    assert session.server.reason.startswith(
+        "only 6 clients answered while the session was advertising"
+    )
     assert Session(7, changes).run({0: "advertise", 1: "advertise"}).server.phase == "finished"
 
 
