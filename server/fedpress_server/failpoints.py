@@ -1,8 +1,8 @@
-"""Named moments between two durable steps, at which a test may stop the process.
+"""Failpoints: named points between two durable steps at which a test may stop the process.
 
-`FEDPRESS_FAILPOINT=upload-kept:kill:3` kills the process the third time that it gets to
-`upload-kept`; without a number, the first. Several are separated by commas. Off, as they are unless
-set, a moment costs one look at an empty mapping. What every moment is for, docs/fault-table.md has.
+`FEDPRESS_FAILPOINT=upload-kept:kill:3` kills the process the third time that it reaches
+`upload-kept`; without a number, the first. Several are separated by commas. A disabled failpoint
+costs one lookup in an empty mapping. docs/fault-table.md has the purpose of each.
 """
 
 from __future__ import annotations
@@ -37,17 +37,17 @@ POINTS: Mapping[str, str] = MappingProxyType(
         "knows",
     }
 )
-"""By name: what is so when the process gets there."""
+"""By name: the state when the process reaches the point."""
 ACTIONS = ("kill", "raise", "pause")
 """SIGKILL; an exception; SIGSTOP, until somebody sends SIGCONT."""
 
 
 class FailpointReached(RuntimeError):
-    """What `raise` raises."""
+    """Raised by the action `raise`."""
 
 
 class Failpoint:
-    """What happens at the pass number `at` through one point, once."""
+    """One action at the pass number `at` through a point."""
 
     def __init__(self, action: str, at: int) -> None:
         self._action, self._left = action, at
@@ -67,13 +67,13 @@ _armed: dict[str, Failpoint] = {}
 
 
 def reach(name: str) -> None:
-    """The process has got to the moment `name` of POINTS."""
+    """Mark that the process has reached the point `name` of POINTS."""
     if _armed and name in _armed:
         _armed[name].passed(name)
 
 
 def parsed(text: str) -> dict[str, Failpoint]:
-    """By name, what `name:action[:pass]` and so on says; raises ConfigurationError."""
+    """Parse `name:action[:pass],...` by name; raises ConfigurationError."""
     found: dict[str, Failpoint] = {}
     for each in filter(None, text.split(",")):
         name, _, rest = each.strip().partition(":")
@@ -92,7 +92,7 @@ def parsed(text: str) -> dict[str, Failpoint]:
 
 
 def arm(text: str) -> None:
-    """For this process from now on; "" disarms. Raises ConfigurationError."""
+    """Set the failpoints of this process; "" disarms. Raises ConfigurationError."""
     found = parsed(text)
     _armed.clear()
     _armed.update(found)
@@ -100,7 +100,7 @@ def arm(text: str) -> None:
 
 @contextmanager
 def armed(text: str) -> Iterator[None]:
-    """As `arm`, while the block lasts."""
+    """Like `arm`, within the block."""
     arm(text)
     try:
         yield

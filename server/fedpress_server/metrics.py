@@ -1,9 +1,8 @@
-"""What Prometheus scrapes; every app has a registry of its own.
+"""Prometheus metrics; every app has its own registry.
 
-Labels never name a device, and none takes more values than there are tasks, routes or answers.
-What is counted was done by this process, so that sums over servers are right. What is true of a
-task every server says, each as it knows: there the newest, `max by (task)`, is right. Gauges of the
-latter kind are set as they are asked for, by `sources`.
+Labels never name a device, and have at most as many values as there are tasks, routes or answers.
+Counters count events of this process, so sum them over servers. Gauges of a task are reported by
+every server that knows it: use the newest, `max by (task)`. `sources` sets these when scraped.
 """
 
 from __future__ import annotations
@@ -33,20 +32,20 @@ _LINKS = tuple(each * 10.0**power for power in range(3, 9) for each in (1, 2, 5)
 _SIZES = tuple(4.0**power * 64 for power in range(13))
 _STALENESS = (0, *(2**power for power in range(8)))
 _MEASURED = 0.01
-"""Seconds that a body must have taken to tell anything of its link."""
+"""Minimum seconds of a body's transfer to measure its link."""
 
 
 class Metrics:
-    """Counters and histograms by what they count."""
+    """All counters, gauges and histograms of a server."""
 
     def __init__(self, *, price: float = 0.0, currency: str = "EUR") -> None:
-        """`price` of a GiB that is sent, in `currency`."""
+        """`price` of a sent GiB in `currency`."""
         self.registry = registry = CollectorRegistry()
         self.since = time.time()
         """Unix seconds."""
         self.price, self.currency = price, currency
         self.sources: list[Callable[[], None]] = []
-        """Called before the figures are collected, in the event loop's thread."""
+        """Callbacks before collection, in the event loop's thread."""
 
         def counter(name: str, about: str, *labels: str) -> Counter:
             return Counter(name, about, labels, registry=registry)
@@ -70,22 +69,22 @@ class Metrics:
             "fedpress_refused_requests", "Requests answered with a problem, by its type.", "type"
         )
         self.auth_failures = counter(
-            "fedpress_auth_failures", "Requests of strangers, by what they lacked.", "reason"
+            "fedpress_auth_failures", "Unauthenticated requests, by reason.", "reason"
         )
         self.operator_refusals = counter(
             "fedpress_operator_refusals",
-            "Requests to the operators' API that were refused, by what was wrong with the token.",
+            "Refused requests to the operators' API, by the fault of the token.",
             "reason",
         )
         self.closed_connections = counter(
             "fedpress_closed_connections",
-            "Connections closed because the other end was slow, silent or unintelligible.",
+            "Connections closed because the peer was slow, silent or sent invalid data.",
             "reason",
         )
-        self.waiting = gauge("fedpress_waiting_check_ins", "Check-ins held until there is news.")
+        self.waiting = gauge("fedpress_waiting_check_ins", "Check-ins waiting in a long poll.")
         self.clock_skew = Histograms(
             "fedpress_client_clock_skew_seconds",
-            "How far devices' clocks are from the server's, their requests' way included.",
+            "Difference of devices' clocks to the server's, transit time included.",
             ("side",),
             _SKEWS,
             registry,
@@ -95,7 +94,7 @@ class Metrics:
 
         self.uploads = Counters(
             "fedpress_uploads",
-            "Uploads by what became of the request.",
+            "Uploads by the outcome of the request.",
             ("task", "result"),
             registry,
         )
@@ -108,7 +107,7 @@ class Metrics:
         )
         self.parts = Counters(
             "fedpress_upload_parts",
-            "Parts of uploads by what became of the request.",
+            "Parts of uploads by the outcome of the request.",
             ("task", "result"),
             registry,
         )
@@ -117,33 +116,33 @@ class Metrics:
         )
         self.staged_float32_bytes = Counters(
             "fedpress_staged_float32_bytes",
-            "What the same updates would have come to in float32.",
+            "Size of the same updates in float32.",
             ("task",),
             registry,
         )
         self.uplink = Histograms(
             "fedpress_uplink_bits_per_second",
-            "Speed at which bodies came, of those that took 10 ms or longer.",
+            "Receive rate of bodies that took 10 ms or longer.",
             (),
             _LINKS,
             registry,
         )
         self.uplink_unmeasured = Counters(
             "fedpress_uplink_unmeasured",
-            "Bodies that came within 10 ms, which tells nothing of their link.",
+            "Bodies received within 10 ms, too fast to measure their link.",
             (),
             registry,
         )
-        self.bytes_in_flight = gauge("fedpress_bytes_in_flight", "Upload bytes held in memory now.")
+        self.bytes_in_flight = gauge("fedpress_bytes_in_flight", "Upload bytes in memory now.")
         self.bytes_in_flight_limit = gauge(
-            "fedpress_bytes_in_flight_limit", "Upload bytes that may be held in memory."
+            "fedpress_bytes_in_flight_limit", "Maximum upload bytes in memory."
         )
 
         # What is sent
 
         self.egress = Counters(
             "fedpress_egress_bytes",
-            "Bytes sent, headers among them: downloads, and all other answers.",
+            "Bytes sent, including headers: downloads, and all other answers.",
             ("kind",),
             registry,
         )
@@ -159,12 +158,12 @@ class Metrics:
 
         self.transaction_retries = counter(
             "fedpress_tx_retries",
-            "Transactions that were run again: a lock, a deadlock or a connection was lost.",
+            "Retried transactions, by reason: lock timeout, deadlock or lost connection.",
             "tx",
         )
         self.commit_batch = Histogram(
             "fedpress_commit_batch_size",
-            "Writes that went into one commit.",
+            "Writes per commit (group commit).",
             buckets=(1, 2, 4, 8, 16, 32, 64),
             registry=registry,
         )
@@ -172,12 +171,12 @@ class Metrics:
             "fedpress_db_pool_connections", "Connections to the database, by use.", "state"
         )
         self.waiting_writes = gauge(
-            "fedpress_db_waiting_writes", "Writes that wait for the next commit."
+            "fedpress_db_waiting_writes", "Writes waiting for the next commit."
         )
         self.wal_bytes = gauge("fedpress_wal_bytes", "Length of SQLite's write-ahead log.")
         self.disk_free = gauge(
             "fedpress_disk_free_bytes",
-            "Room for this server on the disks of its data folder and of others that it watches.",
+            "Free disk space for this server, of its data folder and other watched folders.",
             "folder",
         )
         self.disk_size = gauge("fedpress_disk_size_bytes", "Size of that disk.", "folder")
@@ -185,15 +184,15 @@ class Metrics:
         # Rounds
 
         self.rounds = counter(
-            "fedpress_rounds", "Attempts at rounds by how they ended.", "task", "outcome"
+            "fedpress_rounds", "Attempts at rounds by outcome.", "task", "outcome"
         )
         self.round_seconds = seconds(
             "fedpress_round_duration_seconds",
-            "Attempts at rounds, by the phase that took so long; all of them together are total.",
+            "Duration of attempts at rounds by phase; the whole is total.",
             "task",
             "phase",
         )
-        self.round_number = gauge("fedpress_round_number", "The round that the task is at.", "task")
+        self.round_number = gauge("fedpress_round_number", "The current round of the task.", "task")
         self.model_version = gauge(
             "fedpress_model_version", "The newest version of the task's model.", "task"
         )
@@ -202,80 +201,83 @@ class Metrics:
         )
         self.round_deadline = gauge(
             "fedpress_round_deadline_timestamp_seconds",
-            "When the time of the task's round is up (Unix time).",
+            "Deadline of the task's round (Unix time).",
             "task",
         )
         self.participants = gauge(
             "fedpress_round_participants",
-            "Assignments of the task's round, by what became of them.",
+            "Assignments of the task's round, by state.",
             "task",
             "state",
         )
         self.declined = counter(
             "fedpress_declined",
-            "Assignments that devices gave back, by the reason that they state.",
+            "Declined assignments, by the stated reason.",
             "task",
             "reason",
         )
         self.tasks = gauge("fedpress_tasks", "Tasks by their state.", "state")
         self.staleness = Histogram(
             "fedpress_included_staleness",
-            "Of uploads in models of asynchronous tasks: how many models their own was behind.",
+            "Staleness of included uploads of asynchronous tasks, in model versions.",
             ("task",),
             buckets=_STALENESS,
             registry=registry,
         )
         self.dropped_out = counter(
             "fedpress_session_dropouts",
-            "Clients of masked sessions that had not answered a step at its deadline.",
+            "Clients of masked sessions that missed the deadline of a phase.",
             "task",
             "step",
         )
         self.session_failures = counter(
             "fedpress_session_failures",
-            "Pairs of clients of masked sessions of which one could not open the other's shares.",
+            "Pairs of clients of masked sessions in which one could not open the other's shares.",
             "task",
         )
         self.session_suspects = counter(
             "fedpress_session_suspects",
-            "Clients that masked sessions named for wrong shares; a round's status has names.",
+            "Clients of masked sessions with wrong shares; a round's status has their ids.",
             "task",
         )
         self.session_seconds = seconds(
             "fedpress_session_duration_seconds",
-            "Masked sessions from their beginning until the last step was over.",
+            "Duration of masked sessions.",
             "task",
         )
 
         # Jobs
 
         self.fold_seconds = seconds(
-            "fedpress_fold_seconds", "Folds of staged uploads into the next model.", "task"
+            "fedpress_fold_seconds",
+            "Duration of aggregating staged uploads into the next model.",
+            "task",
         )
         self.job_seconds = seconds(
-            "fedpress_fold_job_seconds", "Jobs under a lease that were done, by kind.", "kind"
+            "fedpress_fold_job_seconds", "Duration of completed jobs, by kind.", "kind"
         )
         self.lease_expired = counter(
             "fedpress_lease_expired", "Jobs taken over from a worker whose lease ran out."
         )
         self.jobs_abandoned = counter(
-            "fedpress_jobs_abandoned", "Jobs that failed too often, and their rounds with them."
+            "fedpress_jobs_abandoned",
+            "Jobs that failed too often and were abandoned with their rounds.",
         )
 
         # Policies
 
         self.policy_warnings = counter(
-            "fedpress_policy_warnings", "Findings of a task's divergence guard.", "task"
+            "fedpress_policy_warnings", "Warnings of a task's divergence guard.", "task"
         )
         self.policy_rung = gauge(
             "fedpress_policy_rung",
-            "The gentlest and the hardest profile of the task's round, from 0 on.",
+            "Least and most compressed profile of the task's round, from 0.",
             "task",
             "end",
         )
         self.progress = gauge(
             "fedpress_probe_progress",
-            "How far compressed updates went along the reference's direction in the last probe.",
+            "Progress of compressed updates along the reference's direction in the last probe.",
             "task",
         )
 
@@ -285,29 +287,29 @@ class Metrics:
         ProcessCollector(registry=registry)
 
     def follow(self, task: str, course: Course) -> None:
-        """What policies made of a round that opens."""
+        """Record the policies' decisions for a new round."""
         self.policy_warnings.labels(task).inc(len(course.warnings))
         self.policy_rung.labels(task, "gentlest").set(course.gentlest)
         self.policy_rung.labels(task, "hardest").set(course.hardest)
 
     def arrived(self, num_bytes: int, seconds: float) -> None:
-        """A body, or a part of one, was on its way for so long."""
+        """Record the transfer time of a body or of a part."""
         if seconds < _MEASURED:
             self.uplink_unmeasured.labels().inc()
         else:
             self.uplink.labels().observe(8 * num_bytes / seconds)
 
     def staged(self, task: str, num_bytes: int, num_values: int) -> None:
-        """A body stands for an update of so many values."""
+        """Record a staged body and the number of values of its update."""
         self.staged_bytes.labels(task).value += num_bytes
         self.staged_float32_bytes.labels(task).value += 4 * num_values
 
     def skewed(self, seconds: float) -> None:
-        """A device's clock is so far ahead of the server's, or behind it."""
+        """Record the offset of a device's clock to the server's."""
         self.clock_skew.labels("ahead" if seconds > 0 else "behind").observe(abs(seconds))
 
     def cost(self, num_bytes: float) -> float:
-        """Of sending so much."""
+        """The cost of sending this number of bytes."""
         return num_bytes / _GIB * self.price
 
     def text(self) -> bytes:
@@ -317,7 +319,7 @@ class Metrics:
 
 
 class _Cost(Collector):
-    """What was sent, in money."""
+    """The cost of sent bytes as a metric."""
 
     def __init__(self, metrics: Metrics) -> None:
         self._metrics = metrics
@@ -325,7 +327,7 @@ class _Cost(Collector):
     def collect(self) -> Iterator[CounterMetricFamily]:
         family = CounterMetricFamily(
             "fedpress_egress_cost",
-            "What was sent at the price of the settings.",
+            "Cost of sent bytes at the configured price.",
             labels=("currency", "kind"),
         )
         metrics = self._metrics

@@ -1,4 +1,4 @@
-"""How many files the process may open, and so how many connections it can serve."""
+"""The limit on open files, which bounds the number of connections."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from fedpress_server.settings import Settings
 
 _MOST_CONNECTIONS = 16_384
 _ENOUGH = 65_536
-"""Open files that no server needs more of; a hard limit may be a billion."""
+"""Maximum open files to request; a hard limit may be a billion."""
 _OWN = 64
-"""Files that a server has open for itself: its database, its log, its libraries."""
+"""Open files of the server itself: database, log, libraries."""
 
 
 def raise_limit() -> int:
-    """Raise the soft limit on open files as far as the hard one lets, and return it."""
+    """Raise the soft limit on open files up to the hard one, and return it."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = _ENOUGH if hard == resource.RLIM_INFINITY else min(hard, _ENOUGH)
     if soft != resource.RLIM_INFINITY and soft < wanted:
@@ -25,7 +25,7 @@ def raise_limit() -> int:
 
 
 def possible() -> tuple[int, int]:
-    """The soft limit on open files, and what it can be raised to."""
+    """The soft limit on open files, and the maximum it can be raised to."""
     soft, hard = (
         _ENOUGH if each == resource.RLIM_INFINITY else each
         for each in resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -34,14 +34,14 @@ def possible() -> tuple[int, int]:
 
 
 def connections(settings: Settings, files: int) -> tuple[int, int]:
-    """The connections to serve at a time with so many `files`, in all and of one address.
+    """The maximum connections for this number of `files`, in total and per address.
 
-    A connection that downloads has a file open, too.
+    A connection with a download also has a file open.
     """
     most = settings.max_connections or min(_MOST_CONNECTIONS, max(1, (files - _OWN) // 2))
     return most, min(most, settings.max_connections_per_address or max(1, most // 2))
 
 
 def needed(settings: Settings) -> int:
-    """Open files for the connections that the settings name."""
+    """The open files needed for the connections in the settings."""
     return 2 * (settings.max_connections or 0) + _OWN

@@ -1,4 +1,4 @@
-"""The application behind uvicorn, with bounds on what a connection may take."""
+"""Running the application under uvicorn with connection limits."""
 
 from __future__ import annotations
 
@@ -28,17 +28,17 @@ from fedpress_server.tls import Certificates, certificates_of
 
 _log = logging.getLogger(__name__)
 _COLLECT_AFTER = 5_000
-"""Objects made and not yet freed, where Python looks for cycles after 700: requests leave none."""
+"""The garbage collector's threshold instead of Python's 700: requests create no cycles."""
 _LOOK = 0.1
-"""Seconds between two looks for a second signal while the server waits for its end."""
+"""Poll interval in seconds for a second signal during shutdown."""
 _LAST_REQUESTS = 0.2
-"""Seconds in which the first bytes come of connections that were taken just before the end."""
+"""Seconds to wait for the first bytes of connections accepted just before shutdown."""
 
 
 def serve(settings: Settings) -> None:
-    """Run until SIGTERM or SIGINT; prints one line with the address once it takes requests.
+    """Run until SIGTERM or SIGINT; prints one line with the address once it accepts requests.
 
-    Raises ConfigurationError if the data folder or the database is not to be had.
+    Raises ConfigurationError if the data folder or the database cannot be used.
     """
     lines = logs.install(
         settings.log_level, settings.log_format, role=settings.role, secrets=_spelt(settings)
@@ -46,7 +46,7 @@ def serve(settings: Settings) -> None:
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGUSR1, lambda *_: _toggle(settings.log_level))
     if settings.failpoint:
-        _log.warning("this server is to fail at %s", settings.failpoint)
+        _log.warning("this server has the failpoints %s", settings.failpoint)
     failpoints.arm(settings.failpoint)
     app = create_app(settings, lines=lines)
     closed = app.process.metrics.closed_connections
@@ -54,7 +54,8 @@ def serve(settings: Settings) -> None:
     in_all, of_address = open_files.connections(settings, files)
     if open_files.needed(settings) > files:
         _log.warning(
-            "max_connections is %d, and %d files may be open: set LimitNOFILE or ulimit -n to %d",
+            "max_connections is %d, but only %d files may be open: set LimitNOFILE or ulimit -n "
+            "to %d",
             in_all,
             files,
             open_files.needed(settings),
@@ -99,14 +100,14 @@ def _listening(
     protocol: type[asyncio.Protocol],
     certificates: Certificates | None,
 ) -> uvicorn.Config:
-    """How `app` is served there; both listeners have the same limits."""
+    """The uvicorn configuration of a listener; both listeners have the same limits."""
     config = uvicorn.Config(
         app,
         host=host,
         port=port,
         http=protocol,
         ws="none",
-        lifespan="off",  # run below, so that a fault at the start comes out as itself
+        lifespan="off",  # run below, so that an error at startup is raised unchanged
         log_config=None,
         access_log=False,
         server_header=False,
@@ -123,11 +124,11 @@ def _listening(
 
 def _toggle(configured: logs.Level) -> None:
     level = logs.toggle(configured)
-    Context().run(_log.warning, "the log level is %s now", level)  # it concerns no request
+    Context().run(_log.warning, "the log level is %s now", level)  # it belongs to no request
 
 
 def _spelt(settings: Settings) -> list[str]:
-    """The secrets that these settings hold."""
+    """The secrets in these settings."""
     given = [each for _, each in settings if isinstance(each, SecretStr)]
     found = [each.get_secret_value() for each in given]
     with suppress(ValueError):
@@ -137,7 +138,7 @@ def _spelt(settings: Settings) -> list[str]:
 
 
 class _Server(uvicorn.Server):
-    """One server with one or two listeners: `apart` is the operators' own."""
+    """One server with one or two listeners: `apart` is the separate one for operators."""
 
     def __init__(
         self, config: uvicorn.Config, app: Listening, apart: uvicorn.Config | None
@@ -148,7 +149,7 @@ class _Server(uvicorn.Server):
         self._is_ready = False
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """Stop, and be done with the signal: a server told to stop has not failed."""
+        """Stop, and consume the signal: a requested stop is no failure."""
         self.force_exit = self.should_exit
         self.should_exit = True
 
@@ -163,7 +164,8 @@ class _Server(uvicorn.Server):
         self._is_ready = True
 
     async def _listen_apart(self, config: uvicorn.Config) -> asyncio.Server:
-        """Its connections count with the others', and end with them."""
+        """Start the operators' listener; it shares connection limits and shutdown with the
+        other."""
 
         def made() -> asyncio.Protocol:
             protocol: asyncio.Protocol = config.http_protocol_class(  # type: ignore[call-arg]
@@ -178,7 +180,8 @@ class _Server(uvicorn.Server):
         except OSError as exc:
             await self.shutdown()
             raise ConfigurationError(
-                f"operators cannot be listened to on {config.host}:{config.port}: {exc.strerror}",
+                f"cannot open the operators' listener on {config.host}:{config.port}: "
+                f"{exc.strerror}",
                 hint="choose another admin_port (FEDPRESS_ADMIN_PORT) or admin_host",
             ) from exc
 
@@ -189,7 +192,7 @@ class _Server(uvicorn.Server):
             print(line, flush=True)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Say so, then take no more connections, then let running requests come to their end."""
+        """Report not ready, then stop accepting connections, then let running requests finish."""
         services = self._app.services
         services.readiness.is_stopping = True
         services.scheduler.release()
@@ -202,7 +205,7 @@ class _Server(uvicorn.Server):
         await super().shutdown(sockets)
 
     async def _pause(self, seconds: float) -> None:
-        """Sleep, unless a second signal comes."""
+        """Sleep until the timeout or a second signal."""
         for _ in range(math.ceil(seconds / _LOOK)):
             if self.force_exit:
                 return
@@ -210,9 +213,8 @@ class _Server(uvicorn.Server):
 
 
 def _settle() -> None:
-    """Let the garbage collector pass over what the start has made, which lives as long as the
-    process: to look through it takes 0.1 s, in which nothing else runs, every few hundred
-    requests."""
+    """Freeze the objects created at startup for the garbage collector: scanning them takes 0.1 s,
+    in which nothing else runs, every few hundred requests."""
     gc.collect()
     gc.freeze()
     gc.set_threshold(_COLLECT_AFTER, *gc.get_threshold()[1:])

@@ -1,8 +1,8 @@
-"""TLS on the server's own listeners: who it is, and which certificates it asks devices for.
+"""TLS of the server's listeners: its own certificate, and client certificates of devices.
 
-A file that is replaced (by a client of a certificate authority, by an operator) is taken up within
-`LOOK_EVERY` seconds: connections from then on have it, those that are open keep theirs. A pair that
-does not fit is told in the log, and the one before stays.
+A replaced file (by an ACME client or an operator) is loaded within `LOOK_EVERY` seconds for new
+connections; open ones keep the old certificate. A mismatched pair is logged, and the previous one
+stays in use.
 """
 
 from __future__ import annotations
@@ -25,9 +25,8 @@ LOOK_EVERY = 10.0
 class Certificates:
     """The server's `certificate` (PEM, the chain after it) and its `key`.
 
-    With `client_ca`, PEM certificates of authorities, nobody is answered without a certificate that
-    one of them has signed; a revocation list (CRL, PEM) in the same file is heeded. Raises
-    ConfigurationError.
+    With `client_ca`, PEM certificates of authorities, clients need a certificate signed by one of
+    them; a revocation list (CRL, PEM) in the same file is enforced. Raises ConfigurationError.
     """
 
     def __init__(self, certificate: Path, key: Path, client_ca: Path | None = None) -> None:
@@ -39,11 +38,11 @@ class Certificates:
 
     @property
     def context(self) -> ssl.SSLContext:
-        """For a listener. What it holds is renewed with the files."""
+        """The SSL context of a listener, updated with the files."""
         return self._context
 
     def renew(self) -> bool:
-        """Take up files that have changed; False if there was nothing to take up."""
+        """Reload changed files; False if nothing changed."""
         looks = self._looks()
         if looks == self._seen:
             return False
@@ -51,9 +50,9 @@ class Certificates:
         try:
             self._newest = self._loaded()
         except ConfigurationError as exc:
-            _log.error("the certificate is not renewed: %s", exc)
+            _log.error("the certificate was not reloaded: %s", exc)
             return False
-        # A connection takes these from the listener's own, before it comes to `_choose`.
+        # A connection takes these from the listener's context, before `_choose` is called.
         self._context.verify_flags = self._newest.verify_flags
         _log.warning("%s is renewed", self._certificate)
         return True
@@ -63,8 +62,8 @@ class Certificates:
             await asyncio.sleep(LOOK_EVERY)
             try:
                 await asyncio.to_thread(self.renew)
-            except Exception:  # a file that went away while it was read: the next look finds it
-                _log.exception("the certificate is not renewed")
+            except Exception:  # a file disappeared while it was read: retried at the next check
+                _log.exception("the certificate was not reloaded")
 
     def _choose(
         self, connection: ssl.SSLSocket | ssl.SSLObject, name: str | None, _: ssl.SSLContext
@@ -92,17 +91,18 @@ class Certificates:
                 context.verify_flags |= ssl.VerifyFlags.VERIFY_CRL_CHECK_LEAF
         except (OSError, ValueError) as exc:  # ssl.SSLError is an OSError
             raise ConfigurationError(
-                f"tls_client_ca: {authorities} holds no certificates in PEM: {exc}",
-                hint="give the certificates of the authorities that sign devices' certificates",
+                f"tls_client_ca: {authorities} has no certificates in PEM: {exc}",
+                hint="use the certificates of the authorities that sign devices' certificates",
             ) from exc
         context.verify_mode = ssl.CERT_REQUIRED
-        # Who resumes a session is not asked again: an authority taken away must be away at once.
+        # A resumed session skips verification, but a removed authority must be rejected at once.
         context.options |= ssl.OP_NO_TICKET
         context.num_tickets = 0
 
 
 def certificates_of(settings: Settings) -> tuple[Certificates | None, Certificates | None]:
-    """For the devices' listener and for the operators' own, which asks nobody for a certificate."""
+    """The certificates of the devices' listener and the operators', which needs no client
+    certificate."""
     certificate, key = settings.tls_certificate, settings.tls_key
     if certificate is None or key is None:
         return None, None
@@ -111,13 +111,13 @@ def certificates_of(settings: Settings) -> tuple[Certificates | None, Certificat
 
 
 def load_pair(context: ssl.SSLContext, certificate: Path, key: Path) -> None:
-    """Load a certificate and its private key, both PEM; raises ConfigurationError that says which
-    of the two is at fault."""
+    """Load a certificate and its private key, both PEM; raises ConfigurationError that names the
+    faulty file."""
 
     def no_passphrase() -> str:
         raise ConfigurationError(
-            f"{key} is encrypted, and a server cannot ask for its passphrase",
-            hint=f"write it without: openssl pkey -in {key} -out FILE, and chmod 0600 FILE",
+            f"{key} is encrypted, but a server cannot ask for its passphrase",
+            hint=f"decrypt it: openssl pkey -in {key} -out FILE, and chmod 0600 FILE",
         )
 
     check_private(key, "TLS")
@@ -131,7 +131,7 @@ def load_pair(context: ssl.SSLContext, certificate: Path, key: Path) -> None:
     except ssl.SSLError as exc:
         if "MISMATCH" in str(exc):
             raise ConfigurationError(
-                f"TLS: {key} is not the key of {certificate}", hint="give the pair that belongs"
+                f"TLS: {key} is not the key of {certificate}", hint="use a matching pair"
             ) from exc
         raise ConfigurationError(
             f"TLS: {certificate} and {key} are not a certificate and its private key in PEM: {exc}"
@@ -139,16 +139,16 @@ def load_pair(context: ssl.SSLContext, certificate: Path, key: Path) -> None:
 
 
 def _certificates(text: str) -> str:
-    """The certificates alone; OpenSSL reads no lists beside them."""
+    """The certificates only, since OpenSSL does not read lists among them."""
     begin, end = "-----BEGIN CERTIFICATE-----", "-----END CERTIFICATE-----"
     found = [part.partition(end)[0] for part in text.split(begin)[1:]]
     if not found:
-        raise ValueError("there is no BEGIN CERTIFICATE in it")
+        raise ValueError("the file has no BEGIN CERTIFICATE")
     return "".join(f"{begin}{body}{end}\n" for body in found)
 
 
 def _look(file: Path) -> object:
-    """What changes when a file is replaced, written to, or made private."""
+    """File attributes that change when a file is replaced, written, or made private."""
     try:
         found = file.stat()
     except OSError:

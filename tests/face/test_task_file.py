@@ -194,7 +194,7 @@ def test_a_file_that_is_no_mapping_or_no_text_is_refused(tmp_path: Path) -> None
                     {"name": "p", "compressor": {"id": "shared_support", "fraction": 0.1}}
                 ],
             },
-            "sees the sum alone",
+            "lane sees the sum",
         ),
         ({"strategy": {"id": "median"}}, "coordinate"),
         (
@@ -261,7 +261,7 @@ def test_against_its_model_what_the_server_would_refuse_is_refused(
         "profiles": [{"name": "p", "compressor": {"id": "shared_support", "fraction": 0.1}}],
     }
     file = written(tmp_path, json.dumps(masked), "task.json")
-    assert "sees the sum alone" in refused(file, "--model", str(model))
+    assert "lane sees the sum" in refused(file, "--model", str(model))
     topk = masked | {"strategy": {"id": "fedavg"}, "profiles": FIELDS["profiles"]}
     file = written(tmp_path, json.dumps(topk), "task.json")
     assert "commute with the sum" in refused(file, "--model", str(model))

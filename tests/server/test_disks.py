@@ -179,7 +179,11 @@ def test_a_full_disk_is_two_lines_of_the_log(
         assert is_ready(http) == 200
         operator.token()
     assert not [each for each in caplog.records if each.exc_info]
-    full = [line for line in caplog.messages if "make room, and all goes on by itself" in line]
+    full = [
+        line
+        for line in caplog.messages
+        if "free some space, and the server resumes by itself" in line
+    ]
     over = [line for line in caplog.messages if line.startswith("there is room")]
     assert len(full) == len(over) == 2
     assert meanwhile == []

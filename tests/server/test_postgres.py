@@ -259,8 +259,8 @@ def test_what_is_said_in_a_transaction_is_heard_when_it_commits(cluster: Cluster
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        ("foo", "no database's URL"),
-        ("postgresql://ada:secret@host:port/name", "no database's URL"),
+        ("foo", "not a database URL"),
+        ("postgresql://ada:secret@host:port/name", "not a database URL"),
         ("postgresql://ada:se@secret@host/name", "write it as %40"),
         ("mysql://ada:secret@host/name", "'mysql'"),
         ("postgresql://ada:secret@host", "names no database"),

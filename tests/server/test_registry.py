@@ -289,7 +289,7 @@ def test_a_promotion_again_is_no_move(operator: Operator, enrolled: Enrolled, mo
 def test_names_that_mean_a_version_already_are_no_aliases(operator: Operator, model: Model) -> None:
     begin(operator, model)
     for name in ("newest", "best", "12"):
-        with pytest.raises(ConfigurationError, match="names a version already"):
+        with pytest.raises(ConfigurationError, match="already selects a version"):
             promote(operator, 0, name)
     with pytest.raises(NotFound, match="no version 9"):
         promote(operator, 9)

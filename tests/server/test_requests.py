@@ -86,7 +86,7 @@ def test_enrolment_needs_the_very_key(http: Server, operator: Operator, clock: C
 
     body = b'{"public_key": "' + b"A" * 43 + b'"}'
     headers = {"Authorization": f"Bearer {token}", "Content-Type": "application/json"}
-    with pytest.raises(InvalidSignature, match="not by the one to be enrolled"):
+    with pytest.raises(InvalidSignature, match="expected the key to enrol"):
         checked(thief.request("POST", "/v1/enrol", body, headers))
     enrol_signed_by(victim.key)
 

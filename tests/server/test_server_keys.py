@@ -69,10 +69,10 @@ def test_another_key_than_the_database_knows_is_refused(start: Start, tmp_path: 
     with start():
         pass
     (tmp_path / "data/server-key.pem").write_bytes(DeviceKey.generate().to_pem())
-    with pytest.raises(ConfigurationError, match=r"signed for with key.*the same"), start():
+    with pytest.raises(ConfigurationError, match=r"but the database's is.*the same"), start():
         pass
     (tmp_path / "data/server-key.pem").write_bytes(b"no key")
-    with pytest.raises(ConfigurationError, match="no Ed25519 private key"), start():
+    with pytest.raises(ConfigurationError, match="not an Ed25519 private key"), start():
         pass
     with (
         pytest.raises(ConfigurationError, match="server_key_file"),

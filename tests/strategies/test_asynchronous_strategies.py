@@ -126,7 +126,7 @@ def test_fedasync_moves_by_its_share() -> None:
 @pytest.mark.parametrize(
     ("config", "says"),
     [
-        ({"id": "fedbuff", "exponent": -1}, "exponent must be 0 or more"),
+        ({"id": "fedbuff", "exponent": -1}, "exponent must be at least 0"),
         ({"id": "fedbuff", "momentum": 1}, r"momentum must lie in \[0, 1\)"),
         ({"id": "fedasync", "mixing": 1.5}, r"mixing must lie in \(0, 1\]"),
         ({"id": "fedasync", "staleness": "cubic"}, "polynomial, hinge, constant, not 'cubic'"),

@@ -169,7 +169,7 @@ def test_what_no_warm_up_has_settled_cannot_be_frozen(name: str) -> None:
     strategy = from_config({"id": name})
     assert strategy.needs_warm_up
     state = strategy.optimizer.init(START)
-    with pytest.raises(ConfigurationError, match="no warm-up has settled it"):
+    with pytest.raises(ConfigurationError, match="the task had no warm-up"):
         strategy.optimizer.apply(START, np.zeros(SPEC.size), state)
 
 

@@ -286,12 +286,16 @@ def test_every_strategy_has_an_example_and_says_what_it_is(name: str) -> None:
         (
             {"id": "fedadam", "variant": "flwr", "bias_correction": True},
             {},
-            "flwr, which corrects in its own way",
+            "flwr, which has its own",
         ),
         ({"id": "fedyogi", "beta2": 1}, {}, r"beta2 must lie in \[0, 1\)"),
         ({"id": "fedadagrad", "tau": 0}, {}, "tau must be positive"),
         ({"id": "fedprox", "mu": -1}, {}, "proximal"),
-        ({"id": "fedprox", "inner": {"id": "feddyn", "clients": 9}}, {}, "proximal term already"),
+        (
+            {"id": "fedprox", "inner": {"id": "feddyn", "clients": 9}},
+            {},
+            "already has a proximal term",
+        ),
         ({"id": "scaffold", "clients": 9}, {}, "set training.local_steps"),
         ({"id": "scaffold", "clients": 0}, TERMS, "clients must be at least 1"),
         ({"id": "scaffold", "clients": 9, "damping": 0}, TERMS, r"damping must lie in \(0, 1\]"),

@@ -1,4 +1,4 @@
-"""The operators' API of devices: the tokens that bring them, and which of them are let in."""
+"""The operators' API of the device registry: enrolment tokens, and approval of devices."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ device_registry_routes = APIRouter(
 async def make_token(
     request: Request, body: TokenRequest, services: Parts, by: By
 ) -> TokenResponse:
-    """A new enrolment token."""
+    """Create an enrolment token."""
     token, record = await services.enrolment.make_token(
         by,
         uses=body.uses,
@@ -55,7 +55,7 @@ async def list_tokens(
     response: Response,
     services: Parts,
     before: Annotated[
-        Identifier | None, Query(description="A token's id: those made before it are shown.")
+        Identifier | None, Query(description="A token's id: tokens created before it are listed.")
     ] = None,
     limit: Limit = MOST,
 ) -> list[TokenStatus]:
@@ -68,7 +68,7 @@ async def list_tokens(
 
 @device_registry_routes.post("/tokens/{token_id}/revoke", responses=responses(404))
 async def revoke_token(token_id: Identifier, services: Parts, by: By) -> TokenStatus:
-    """Let no more devices enrol with a token; those that have, stay."""
+    """Revoke a token; devices that enrolled with it stay."""
     return TokenStatus(**_token(services, await services.enrolment.revoke_token(token_id, by)))
 
 
@@ -79,11 +79,11 @@ async def list_clients(
     services: Parts,
     state: Annotated[DeviceState | None, Query(description="Of these alone.")] = None,
     after: Annotated[
-        Identifier | None, Query(description="A client: those enrolled after it are shown.")
+        Identifier | None, Query(description="A client: clients enrolled after it are listed.")
     ] = None,
     limit: Limit = MOST,
 ) -> list[ClientStatus]:
-    """Devices that were ever enrolled, in that order; the link leads to the next ones."""
+    """All devices ever enrolled, in order of enrolment; the link leads to the next ones."""
     found = await services.device_registry.devices(state, after, limit + 1)
     shown = first_page(request, response, found, limit, after=lambda each: each.client_id)
     return [ClientStatus(**_client(each)) for each in shown]
@@ -91,7 +91,7 @@ async def list_clients(
 
 @device_registry_routes.get("/clients/{client_id}", responses=responses(404))
 async def get_client(client_id: Identifier, services: Parts) -> ClientDetails:
-    """One device, with the keys that it has left."""
+    """One device, with its former keys."""
     device, former = await services.device_registry.device(client_id)
     left = tuple(KeyLeft(key_id=each.key_id, retired_at=each.retired_at) for each in former)
     return ClientDetails(former_keys=left, **_client(device))
@@ -99,19 +99,19 @@ async def get_client(client_id: Identifier, services: Parts) -> ClientDetails:
 
 @device_registry_routes.post("/clients/{client_id}/approve", responses=responses(404, 409))
 async def approve_client(client_id: Identifier, services: Parts, by: By) -> ClientStatus:
-    """Let a device in that waits, or was rejected."""
+    """Approve a waiting or rejected device."""
     return ClientStatus(**_client(await services.device_registry.approve(client_id, by)))
 
 
 @device_registry_routes.post("/clients/{client_id}/reject", responses=responses(404, 409))
 async def reject_client(client_id: Identifier, services: Parts, by: By) -> ClientStatus:
-    """Turn a device away that waits."""
+    """Reject a waiting device."""
     return ClientStatus(**_client(await services.device_registry.reject(client_id, by)))
 
 
 @device_registry_routes.post("/clients/{client_id}/revoke", responses=responses(404))
 async def revoke_client(client_id: Identifier, services: Parts, by: By) -> ClientStatus:
-    """Turn a device away from now on, and for good."""
+    """Revoke a device permanently."""
     return ClientStatus(**_client(await services.device_registry.revoke(client_id, by)))
 
 

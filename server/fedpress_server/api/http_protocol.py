@@ -1,15 +1,15 @@
-"""The time and room that one connection may take; plain uvicorn sets no bound to either.
+"""Timeouts and size limits of a connection, which plain uvicorn does not have.
 
-uvicorn keeps a connection that says nothing, sends half a header, stops in the middle of a body or
-does not read its answer for as long as the other end likes; its only timeout is for idle keep-alive
-connections. This is its protocol class with those bounds, to be passed as `http=`:
+uvicorn keeps a connection that is silent, sends half a header, stops in the middle of a body or
+does not read its answer for as long as the peer likes; its only timeout is for idle keep-alive
+connections. This is its protocol class with limits, to be passed as `http=`:
 
     uvicorn.Config(app, http=bounded_protocol(ConnectionLimits()))
 
-A refusal is RFC 9457's problem+json (408, 431 or 400) where the client can tell what it answers,
-and a closed connection elsewhere; answers to earlier requests go out first. An application in the
-middle of reading a refused body gets `http.disconnect`. The client's time stands still while the
-application does not read. No connection becomes a WebSocket.
+A refusal is RFC 9457's problem+json (408, 431 or 400) if the client can match it to a request,
+otherwise a closed connection; answers to earlier requests are sent first. An application that is
+reading a refused body gets `http.disconnect`. The client's timeout is suspended while the
+application does not read. WebSockets are not supported.
 """
 
 from __future__ import annotations
@@ -52,22 +52,22 @@ Refusal = Literal[
     "too-many",
     "too-many-from-address",
 ]
-"""Why a connection was closed: a label for a metric."""
+"""The reason why a connection was closed: a label for a metric."""
 
 _LINGER = 1.0
-"""Seconds between a refusal and the end, so that what the client still sends does not make the
-kernel answer with a reset that overtakes the refusal."""
+"""Seconds between a refusal and the close, so that data still sent by the client does not cause a
+reset that overtakes the refusal."""
 
 
 _MOST_SURPLUS = 64
-"""Refused connections that may linger at a time; the others are closed without a word."""
+"""Maximum refused connections that linger at a time; others are closed without an answer."""
 _RETRY_AFTER = 5
-"""Seconds after which a device that found no room is to come again."""
+"""Retry-After in seconds for a device that was refused for lack of room."""
 Network = IPv4Network | IPv6Network
 
 
 class _EnoughError(Exception):
-    """Ends the parser's work on what has come."""
+    """Stops the parser's work on the current data."""
 
 
 class _Problem(NamedTuple):
@@ -88,50 +88,51 @@ _MALFORMED = _Problem(HTTPStatus.BAD_REQUEST, MalformedRequest.slug, MalformedRe
 
 @dataclass(frozen=True, slots=True)
 class ConnectionLimits:
-    """Times in seconds. The first two are within the ten that the server promises."""
+    """Limits of a connection; times in seconds."""
 
     header_timeout: float = 9.0
-    """From a connection's beginning, or a request's first byte on one kept alive, to the end of the
-    header. Also for the rest of a body after its answer."""
+    """From the start of a connection, or a request's first byte on a kept-alive one, to the end of
+    the header. Also for the rest of a body after its answer."""
     body_timeout: float = 9.0
-    """Without a byte of the body."""
+    """Maximum time without a byte of the body."""
     write_timeout: float = 30.0
-    """Without a byte of the answer taken."""
+    """Maximum time without a byte of the answer being read."""
     min_rate: float = 256.0
-    """Bytes per second. A body or an answer below it uses up its timeout, silent or not; one at or
-    above it may take any time. 0 asks for no rate."""
+    """Minimum bytes per second. A body or an answer below it uses up its timeout, silent or not;
+    one at or above it may take any time. 0 means no minimum."""
     max_header_bytes: int = 16 * 1024
     max_headers: int = 64
     max_pipelined: int = 16
-    """Requests that may wait for the answer of the one before."""
+    """Maximum pipelined requests."""
     free_chunks: int = 256
-    """Chunks of a body with Transfer-Encoding that may be of any size."""
+    """Number of chunks of a body with Transfer-Encoding without a minimum size."""
     min_chunk_bytes: int = 512
-    """Mean size of those after them; each costs as much whatever is in it."""
+    """Minimum mean size of the chunks after them, since every chunk costs the same."""
     connections: int = 16_384
-    """At a time; more are answered 503 and closed."""
+    """Maximum concurrent connections; more are answered 503 and closed."""
     address_connections: int = 8_192
-    """Of one address, or network of 64 bits of IPv6, unless it is a trusted proxy."""
+    """Maximum connections of one address, or IPv6 /64 network, except trusted proxies."""
     trusted_proxies: tuple[Network, ...] = ()
 
     def __post_init__(self) -> None:
         if min(self.header_timeout, self.body_timeout, self.write_timeout) <= 0:
-            raise ConfigurationError("a connection's timeouts must be above 0")
+            raise ConfigurationError("a connection's timeouts must be positive")
         if self.min_rate < 0:
-            raise ConfigurationError(f"a least rate of {self.min_rate} bytes per second below 0")
+            raise ConfigurationError(f"min_rate must be at least 0, not {self.min_rate}")
         sizes = (self.max_header_bytes, self.max_headers, self.max_pipelined)
         if min(*sizes, self.connections, self.address_connections) < 1:
             raise ConfigurationError("a connection's sizes must be at least 1")
 
     def extended(self, deadline: float, now: float, timeout: float, num_bytes: int) -> float:
-        """The deadline after progress: a byte buys 1 / min_rate seconds, up to `timeout` ahead."""
+        """The deadline after progress: a byte extends it by 1 / min_rate seconds, up to
+        `timeout`."""
         if not self.min_rate:
             return now + timeout
         return min(now + timeout, max(now, deadline) + num_bytes / self.min_rate)
 
 
 class _Connections:
-    """Those that are open, in all and by address."""
+    """Counts of open connections, in total and by address."""
 
     def __init__(self, limits: ConnectionLimits) -> None:
         self._limits = limits
@@ -139,7 +140,7 @@ class _Connections:
         self._by_address: Counter[str] = Counter()
 
     def admit(self, address: str) -> Refusal | None:
-        """Count a connection; the reason if there are too many, and then it is not counted."""
+        """Count a connection; returns a reason, without counting, if there are too many."""
         if self._num >= self._limits.connections:
             return "too-many"
         limit = self._limits.address_connections
@@ -156,7 +157,8 @@ class _Connections:
             del self._by_address[address]
 
     def may_linger(self) -> bool:
-        """Whether one more that is refused may stay to read why; `left` when it is gone."""
+        """Whether another refused connection may linger to read the answer; call `left` at its
+        end."""
         if self._num_surplus >= _MOST_SURPLUS:
             return False
         self._num_surplus += 1
@@ -176,10 +178,10 @@ class _Connections:
 def bounded_protocol(
     limits: ConnectionLimits, observe: Callable[[Refusal], None] = lambda _reason: None
 ) -> type[HttpToolsProtocol]:
-    """The class to give to uvicorn as `http=`; `observe` is told of every connection it closes.
+    """Create the class for uvicorn's `http=`; `observe` is called for every connection it closes.
     Servers that share the class share its limits on connections.
 
-    The class is made here and so cannot be pickled: `uvicorn.run(workers=...)` cannot carry it.
+    The class is local and so cannot be pickled: `uvicorn.run(workers=...)` does not work with it.
     """
     connections = _Connections(limits)
 
@@ -197,7 +199,7 @@ def bounded_protocol(
 
 
 class _Flow(FlowControl):
-    """uvicorn's flow control, which also tells when the application stops and starts to read."""
+    """uvicorn's flow control that also reports when the application stops and starts to read."""
 
     def __init__(
         self,
@@ -220,11 +222,11 @@ class _Flow(FlowControl):
 
 
 class _BoundedProtocol(HttpToolsProtocol):
-    """Two deadlines per connection, both lazy: a timer that fires early looks again later.
+    """A protocol with two lazy deadlines per connection: a timer that fires early is rescheduled.
 
-    The read deadline belongs to what is awaited: a header, the rest of a body, or (never) the
-    application. It stands still while reading is paused. The write deadline runs while bytes wait
-    that the client does not take.
+    The read deadline applies to the awaited data: a header, the rest of a body, but not the
+    application. It is suspended while reading is paused. The write deadline runs while the client
+    does not read pending bytes.
     """
 
     def __init__(
@@ -244,8 +246,8 @@ class _BoundedProtocol(HttpToolsProtocol):
         self._lingers = False
         self._observe = observe
         self._awaited: Literal["header", "body", "nothing"] = "nothing"
-        self._deaf = False  # whatever still comes is dropped unread
-        self._begun = False  # a byte of the awaited header has come
+        self._deaf = False  # further data is dropped unread
+        self._begun = False  # a byte of the awaited header has arrived
         self._heads = 0
         self._unfinished_bytes = 0
         self._header_bytes = 0
@@ -299,7 +301,7 @@ class _BoundedProtocol(HttpToolsProtocol):
         return False
 
     def _unsupported_upgrade_warning(self) -> None:
-        """The parser takes what follows for another protocol, so this answer is the last."""
+        """Answer and close: the parser treats the following data as another protocol."""
         if not self._deaf:
             self._deaf = True
             self.cycle.keep_alive = False
@@ -312,7 +314,7 @@ class _BoundedProtocol(HttpToolsProtocol):
         if self._deaf or self.transport.is_closing():
             return
         if self._awaited == "header" == awaited and heads == self._heads:
-            # The parser tells of a header's line when it is whole; till then it is counted here.
+            # The parser reports complete header lines; until then their bytes are counted here.
             self._unfinished_bytes += len(data)
             if self._unfinished_bytes > self._limits.max_header_bytes:
                 self._refuse_header()
@@ -320,7 +322,7 @@ class _BoundedProtocol(HttpToolsProtocol):
             # Bytes between requests have disarmed uvicorn's keep-alive timeout.
             self._await_header()
 
-    # What the parser tells
+    # Callbacks of the parser
 
     def on_message_begin(self) -> None:
         if self._deaf:
@@ -376,7 +378,7 @@ class _BoundedProtocol(HttpToolsProtocol):
                 f"a body in chunks of less than {self._limits.min_chunk_bytes} bytes after "
                 f"{self._limits.free_chunks}: send longer ones, or a Content-Length",
             )
-            raise _EnoughError  # or the parser would call for every chunk that has come
+            raise _EnoughError  # otherwise the parser would report every received chunk
 
     def on_body(self, body: bytes) -> None:
         if self._deaf:
@@ -394,7 +396,7 @@ class _BoundedProtocol(HttpToolsProtocol):
         super().on_message_complete()
         self._await_nothing()
 
-    # What the application and the transport tell
+    # Callbacks of the application and the transport
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
@@ -452,14 +454,15 @@ class _BoundedProtocol(HttpToolsProtocol):
             if self._read_deadline < math.inf:
                 self._arm_read_timer()
         elif not self._overdue:
-            # The process itself may have slept: what came meanwhile is read before the verdict.
+            # The process itself may have been suspended: read pending data before deciding.
             self._overdue = True
             self._read_timer = self.loop.call_later(0, self._look_at_reading)
         elif self._awaited == "body":
             self._refuse(
                 "body-timeout",
                 _TIMEOUT,
-                f"the body came slower than {self._limits.min_rate:g} bytes per second, or not at "
+                f"the body arrived slower than {self._limits.min_rate:g} bytes per second, or not "
+                "at "
                 f"all for {self._limits.body_timeout:g} s",
             )
         elif self._begun:
@@ -469,8 +472,8 @@ class _BoundedProtocol(HttpToolsProtocol):
                 f"the header was not complete after {self._limits.header_timeout:g} s",
             )
         else:
-            # A client that has asked nothing yet would take a 408 for the answer to what it asks
-            # this moment.
+            # A client without a request yet would take a 408 for the answer to a request that it
+            # sends this moment.
             self._refuse("silent")
 
     # The write deadline
@@ -498,7 +501,7 @@ class _BoundedProtocol(HttpToolsProtocol):
             self._write_deadline = self._limits.extended(
                 self._write_deadline, now, self._limits.write_timeout, self._unsent - unsent
             )
-        elif unsent > self._unsent:  # another answer was written meanwhile
+        elif unsent > self._unsent:  # another answer was written in the meantime
             self._write_deadline = now + self._limits.write_timeout
         self._unsent = unsent
         if now < self._write_deadline:
@@ -508,24 +511,24 @@ class _BoundedProtocol(HttpToolsProtocol):
             self.transport.abort()
 
     def _count_unsent(self) -> int:
-        """Bytes of answers that the client has not acknowledged, the kernel's included.
+        """Bytes of answers that the client has not acknowledged, including the kernel's buffer.
 
-        The kernel takes more from us only in large steps; its own count tells a client that reads
-        slowly from one that does not read.
+        The kernel accepts more data only in large steps; its own count distinguishes a client that
+        reads slowly from one that does not read.
         """
         unsent = self.transport.get_write_buffer_size()
         try:
             in_kernel = ioctl(
                 self.transport.get_extra_info("socket").fileno(), TIOCOUTQ, struct.pack("i", 0)
             )
-        except (OSError, ValueError, AttributeError):  # not a socket that can tell
+        except (OSError, ValueError, AttributeError):  # a socket without that information
             return unsent
         return unsent + int(struct.unpack("i", in_kernel)[0])
 
     # The end
 
     def send_400_response(self, msg: str) -> None:
-        self._refuse("malformed", _MALFORMED, "this is not HTTP/1.1 as RFC 9112 has it")
+        self._refuse("malformed", _MALFORMED, "the request is not valid HTTP/1.1 (RFC 9112)")
 
     def _refuse_header(self) -> None:
         self._refuse(
@@ -588,7 +591,7 @@ class _BoundedProtocol(HttpToolsProtocol):
         self._deaf = True
         self.transport.close()
         if self.transport.get_write_buffer_size():
-            self._watch_writing()  # closing waits for these to be taken
+            self._watch_writing()  # closing waits until these are read
 
     def _all_answered(self) -> bool:
         return not self.pipeline and (self.cycle is None or self.cycle.response_complete)

@@ -1,7 +1,7 @@
-"""The one place where errors become answers: RFC 9457's problem+json, whatever went wrong.
+"""Error handling: every error becomes an RFC 9457 problem+json answer.
 
-`RequestGuard` stands around the whole application: it names each request, measures it, and is the
-last to catch what nobody expected, so that no answer ever carries a traceback.
+`RequestGuard` wraps the whole application: it gives each request an id, measures it, and catches
+unexpected exceptions, so that no answer ever has a traceback.
 """
 
 from __future__ import annotations
@@ -42,14 +42,14 @@ from fedpress_server.observing.requests import RequestObserver, SeenRequest, cur
 
 _log = logging.getLogger(__name__)
 _ANY_HOST = ("/livez", "/readyz", "/metrics")
-"""Paths that supervisors ask for by address."""
+"""Paths of health checks, which supervisors request by address."""
 _PORT = re.compile(r":[0-9]*$")
 _PAUSE = 1.0
-"""Seconds between two lines on failures of the same kind."""
+"""Minimum seconds between log lines about failures of the same kind."""
 
 
 class Problem(BaseModel):
-    """RFC 9457: what is wrong, and what to do about it. `type` never changes its meaning."""
+    """An RFC 9457 problem with a hint. A `type` never changes its meaning."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -58,14 +58,14 @@ class Problem(BaseModel):
     status: int
     detail: str
     hint: str | None = None
-    request_id: str = Field(description="Names the request in the server's log.")
+    request_id: str = Field(description="The id of the request in the server's log.")
 
 
 Responses = dict[int | str, dict[str, Any]]
 
 
 def responses(*statuses: int, besides: Responses | None = None) -> Responses:
-    """The problems of these statuses, for a route's documentation, `besides` other answers."""
+    """The documented problems of a route for these statuses, `besides` other answers."""
     return {**(besides or {}), **{status: _documented(status) for status in statuses}}
 
 
@@ -99,7 +99,7 @@ def _response(problem: dict[str, Any], headers: dict[str, str]) -> JSONResponse:
 
 
 def install(app: FastAPI, metrics: Metrics) -> None:
-    """Every error of `app` becomes a problem."""
+    """Install the handlers that turn every error of `app` into a problem."""
     failures = _Failures()
 
     @app.exception_handler(FedpressError)
@@ -110,7 +110,8 @@ def install(app: FastAPI, metrics: Metrics) -> None:
             metrics.auth_failures.labels(error.slug).inc()
         if error.status >= 500:
             failures.tell(error)
-        # A browser asks for a password only if it is told to, and only where that opens something.
+        # A browser asks for a password only with this challenge; send it only where one is
+        # accepted.
         asks = {"WWW-Authenticate": 'Basic realm="fedpress operators"'}
         headers = asks if error.status == 401 and request.url.path == "/docs" else None
         return problem_response(error, request.state.request_id, headers)
@@ -135,8 +136,8 @@ def install(app: FastAPI, metrics: Metrics) -> None:
 
 
 class _Failures:
-    """Writes down requests that the server could not serve. What is expected under load or without
-    a database is a line a second for each kind at most, and names the reason alone."""
+    """Logs requests that the server could not serve. Failures expected under load or without a
+    database are logged at most once a second per kind, without traceback."""
 
     def __init__(self) -> None:
         self._told: dict[str, tuple[float, int]] = {}
@@ -161,15 +162,14 @@ class _Failures:
 
 
 class RequestGuard:
-    """The outermost layer. Puts `request_id` into the request's state and X-Request-Id out.
+    """The outermost ASGI layer. Sets `request_id` in the request's state and X-Request-Id.
 
-    A server that is about to stop keeps no connection after its answer, and what is not answered
-    when its time is up is refused with 503.
+    A stopping server closes connections after their answer, and answers 503 to requests that are
+    unfinished at the end of the grace period.
     """
 
     def __init__(self, app: ASGIApp, observer: RequestObserver, hosts: Sequence[str] = ()) -> None:
-        """`hosts`: names that a request may be sent to, in lower case, `*.example.org` for those
-        below one; none: any."""
+        """`hosts`: allowed host names in lower case, `*.example.org` for subdomains; empty: any."""
         self._app = app
         self._observer = observer
         self._names = frozenset(each for each in hosts if not each.startswith("*."))
@@ -220,16 +220,19 @@ class RequestGuard:
             if not _is_stopping(request.scope):
                 raise
             if request.status:
-                _log.warning("broken off in the midst of its answer: the server stops")
+                _log.warning("interrupted during its answer: the server is stopping")
             else:
-                error = Unavailable("the server stopped before this was done", retry_after=1)
+                error = Unavailable(
+                    "the server stopped before the request was completed", retry_after=1
+                )
                 answer = problem_response(error, request.request_id)
                 await answer(request.scope, receive, send)
         except Exception:
             _log.exception("the request failed")
             if not request.status:
                 answer = problem_response(
-                    ServerError("the server failed; its log has more"), request.request_id
+                    ServerError("the server failed; its log has details under the request id"),
+                    request.request_id,
                 )
                 await answer(request.scope, receive, send)
         finally:

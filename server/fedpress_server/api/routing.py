@@ -1,4 +1,4 @@
-"""How a request gets to its handler: who asks is known, and its body bounded, before it is read."""
+"""Route classes: authenticate a request and bound its body before the body is read."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ Handler = Callable[[Request], Coroutine[Any, Any, Response]]
 
 
 class BoundedRoute(APIRoute):
-    """A JSON route: its body has at most MAX_JSON_BYTES."""
+    """A JSON route with a body of at most MAX_JSON_BYTES."""
 
     def get_route_handler(self) -> Handler:
         handle = super().get_route_handler()
@@ -52,15 +52,16 @@ class BoundedRoute(APIRoute):
         return bounded
 
     async def admit(self, request: Request) -> Content | None:
-        """Raises unless the request may go on; what its body must be, if that is known."""
+        """Authorize the request, or raise; returns the required content of its body, if known."""
         return None
 
 
 class DeviceRoute(BoundedRoute):
-    """For an enrolled device: `device_of(request)` and `content_of(request)` in the handler."""
+    """A route for enrolled devices: `device_of(request)` and `content_of(request)` in the
+    handler."""
 
     is_asked_again = False
-    """Whether what the request does fails if its device was revoked, and so writes nothing."""
+    """Whether the handler's transaction checks again that the device is not revoked."""
 
     async def admit(self, request: Request) -> Content | None:
         authenticator = (await services_of(request)).authenticator
@@ -75,7 +76,7 @@ class DeviceRoute(BoundedRoute):
 
 
 class SignedRoute(BoundedRoute):
-    """For whoever signs; with which key, and whether that may do it, the handler finds out."""
+    """A route for signed requests; the handler checks the key and its permissions."""
 
     async def admit(self, request: Request) -> Content | None:
         (await services_of(request)).authenticator.signer_of(request)

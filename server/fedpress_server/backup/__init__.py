@@ -1,4 +1,4 @@
-"""Copies of a server, whole and checked: made while it runs, verified, and brought back."""
+"""Backups of a server: created while it runs, verified, and restored."""
 
 from fedpress_server.backup.restoring import Restored, restore
 from fedpress_server.backup.taking import back_up

@@ -1,12 +1,12 @@
-"""A backup on the disk: a folder or a tar file, and its signed list of contents.
+"""The format of a backup: a folder or a tar file, with a signed manifest.
 
     manifest.json         every other file with its size and SHA-256, signed by the server's key
     database.sqlite       the records, whatever database the server has
-    files/...             models and all else that the records lead to, by their names in the store
-    keys/...              only if they were asked for
+    files/...             models and all other files that the records refer to, by their names in
+the store keys/...              only if requested
 
-It is written beside its place and renamed into it when it is whole and on the disk, so what is
-there under the name is complete.
+It is written to a temporary name and renamed once it is complete and durable, so a backup under its
+final name is complete.
 """
 
 from __future__ import annotations
@@ -51,16 +51,16 @@ class Entry(Term):
 
 
 class Manifest(Term):
-    """What a backup holds. It goes back to `began_at`: what was committed before is in it."""
+    """The contents of a backup. Everything committed before `began_at` is in it."""
 
     format: Literal[1] = 1
     backup: Identifier
     release: str
-    """Of fedpress, that made it."""
+    """The fedpress release that created it."""
     revision: str
-    """Of the schema of its records."""
+    """The schema version of its records."""
     dialect: Literal["sqlite", "postgresql"]
-    """Of the server's database."""
+    """The dialect of the server's database."""
     began_at: int
     """Unix seconds."""
     files: tuple[Entry, ...]
@@ -71,9 +71,9 @@ class Manifest(Term):
 
     @classmethod
     def parsed(cls, data: bytes) -> tuple[Self, dict[str, Any]]:
-        """The manifest, and the document whose signature is to be checked by `check_signature`.
+        """Parse a manifest; returns it with the document for `check_signature`.
 
-        Raises ConfigurationError for anything else.
+        Raises ConfigurationError for any other content.
         """
         try:
             document = json.loads(data)
@@ -81,14 +81,14 @@ class Manifest(Term):
             return cls.model_validate(plain), document
         except ValidationError as exc:
             raise ConfigurationError(
-                f"{MANIFEST} is no list of a backup: {format_validation_errors(exc)}"
+                f"{MANIFEST} is not a backup manifest: {format_validation_errors(exc)}"
             ) from exc
         except (ValueError, AttributeError, RecursionError) as exc:
-            raise ConfigurationError(f"{MANIFEST} is no list of a backup: {exc}") from exc
+            raise ConfigurationError(f"{MANIFEST} is not a backup manifest: {exc}") from exc
 
     @staticmethod
     def check_signature(document: dict[str, Any], public: bytes) -> None:
-        """Raises InvalidSignature."""
+        """Verify the signature of `document`; raises InvalidSignature."""
         verify_document(document, public, context=_CONTEXT)
 
 
@@ -96,7 +96,7 @@ class Manifest(Term):
 
 
 class Writer(ABC):
-    """Adds files one after another; `commit` puts the whole in its place, `abandon` removes it."""
+    """Adds files in sequence; `commit` moves the backup to its place, `abandon` removes it."""
 
     def __init__(self, place: Path) -> None:
         self.entries: list[Entry] = []
@@ -104,12 +104,12 @@ class Writer(ABC):
         self._beside = place.with_name(f".{place.name}.{secrets.token_hex(4)}.partial")
 
     def add(self, name: str, source: BinaryIO, num_bytes: int) -> Entry:
-        """Raises ConfigurationError if `source` is not of `num_bytes`."""
+        """Add a file; raises ConfigurationError if `source` does not have `num_bytes`."""
         counted = _Counted(source)
         self._add(name, counted, num_bytes)
         if counted.num_bytes != num_bytes or source.read(1):
             raise ConfigurationError(
-                f"{name} has another size than {num_bytes}: it changed while it was copied"
+                f"{name} does not have the expected {num_bytes} bytes: it changed during the copy"
             )
         entry = Entry(name=name, num_bytes=num_bytes, sha256=counted.digest.hexdigest())
         self.entries.append(entry)
@@ -120,7 +120,7 @@ class Writer(ABC):
 
     @abstractmethod
     def commit(self, manifest: bytes) -> None:
-        """Durable and in its place when it returns."""
+        """Make the backup durable and move it to its place."""
 
     @abstractmethod
     def abandon(self) -> None: ...
@@ -159,14 +159,14 @@ class _TarWriter(Writer):
         self._tar = tarfile.open(fileobj=self._file, mode="w", format=tarfile.PAX_FORMAT)  # noqa: SIM115
 
     def _add(self, name: str, source: _Counted, num_bytes: int) -> None:
-        told = tarfile.TarInfo(name)
-        told.size, told.mode = num_bytes, 0o600
+        info = tarfile.TarInfo(name)
+        info.size, info.mode = num_bytes, 0o600
         try:
-            self._tar.addfile(told, source)
+            self._tar.addfile(info, source)
         except OSError as exc:
             if exc.errno is not None:
                 raise
-            raise ConfigurationError(f"{name} became shorter while it was copied") from exc
+            raise ConfigurationError(f"{name} became shorter during the copy") from exc
 
     def commit(self, manifest: bytes) -> None:
         self._add(MANIFEST, _Counted(io.BytesIO(manifest)), len(manifest))
@@ -183,16 +183,21 @@ class _TarWriter(Writer):
 
 
 def writer(place: Path) -> Writer:
-    """A tar file if the name ends so, else a folder. Raises ConfigurationError if it is there."""
+    """A writer of a tar file if the name ends in .tar, else of a folder. Raises ConfigurationError
+    if the place exists."""
     if place.exists() and (not place.is_dir() or any(place.iterdir())):
-        raise ConfigurationError(f"{place} is there already", hint="name one that is not")
+        raise ConfigurationError(
+            f"{place} already exists; choose another name", hint="name one that is not"
+        )
     if not place.parent.is_dir():
-        raise ConfigurationError(f"there is no folder {place.parent}", hint="make it first")
+        raise ConfigurationError(
+            f"the folder {place.parent} does not exist; create it first", hint="make it first"
+        )
     return _TarWriter(place) if place.suffix == ".tar" else _FolderWriter(place)
 
 
 class _Counted(io.RawIOBase):
-    """A source whose bytes are counted and digested as they are read."""
+    """A source that counts and hashes its bytes as they are read."""
 
     def __init__(self, source: BinaryIO) -> None:
         self._source = source
@@ -210,14 +215,14 @@ class _Counted(io.RawIOBase):
 
 
 class Reader(ABC):
-    """Regular files by name, whatever else may be there."""
+    """Reads the regular files of a backup by name; other entries are ignored."""
 
     @abstractmethod
     def names(self) -> set[str]: ...
 
     @abstractmethod
     def open(self, name: str) -> BinaryIO:
-        """Raises NotFound."""
+        """Open a file; raises NotFound."""
 
     @abstractmethod
     def close(self) -> None: ...
@@ -241,8 +246,8 @@ class _FolderReader(Reader):
         self._place = place
 
     def names(self) -> set[str]:
-        found = self._place.rglob("*")
-        return {str(p.relative_to(self._place)) for p in found if p.is_symlink() or p.is_file()}
+        entries = self._place.rglob("*")
+        return {str(p.relative_to(self._place)) for p in entries if p.is_symlink() or p.is_file()}
 
     def open(self, name: str) -> BinaryIO:
         path = self._place / name
@@ -262,7 +267,7 @@ class _TarReader(Reader):
             self._file = file
         except (tarfile.TarError, OSError, EOFError) as exc:
             file.close()
-            raise ConfigurationError(f"{place} is no tar file of a backup: {exc}") from exc
+            raise ConfigurationError(f"{place} is not a tar file of a backup: {exc}") from exc
 
     def names(self) -> set[str]:
         return set(self._members)
@@ -280,16 +285,16 @@ class _TarReader(Reader):
 
 
 def reader(place: Path) -> Reader:
-    """Raises ConfigurationError where there is no backup."""
+    """A reader of the backup at `place`; raises ConfigurationError if there is none."""
     if place.is_dir():
         return _FolderReader(place)
     if place.is_file():
         return _TarReader(place)
-    raise ConfigurationError(f"there is no backup {place}")
+    raise ConfigurationError(f"there is no backup at {place}")
 
 
 class BackedUp(Payloads):
-    """The files of a backup, as a store that nothing is written to."""
+    """The files of a backup as a read-only store."""
 
     is_local = True
 
@@ -317,13 +322,13 @@ class BackedUp(Payloads):
         yield from ()
 
     def put(self, name: str, data: bytes) -> None:
-        raise AssertionError("a backup is not written to")
+        raise AssertionError("a backup is read-only")
 
     def drop(self, name: str) -> None:
-        raise AssertionError("a backup is not written to")
+        raise AssertionError("a backup is read-only")
 
     def drop_settled(self, name: str, older_than: float = 0.0) -> None:
-        raise AssertionError("a backup is not written to")
+        raise AssertionError("a backup is read-only")
 
     def sweep_temporaries(self) -> int:
         return 0

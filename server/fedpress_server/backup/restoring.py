@@ -1,4 +1,4 @@
-"""A server out of its backup, at a place where there is none: a new epoch of its records."""
+"""Restoring a server from a backup into an empty place: a new epoch of its records."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ _RECORDS = "fedpress.db"
 
 @dataclass(frozen=True, slots=True)
 class Restored:
-    """What was brought back, and what is left to do."""
+    """The result of a restore, and the remaining steps."""
 
     restore: Restore
     report: Report
     open_rounds: tuple[RoundKey, ...]
-    """Under way in the backup; the server gives them up when it starts."""
+    """Rounds open in the backup; the server abandons them when it starts."""
     missing_keys: tuple[str, ...]
     """Files that the server needs before it starts."""
 
@@ -47,30 +47,30 @@ class Restored:
 def restore(
     place: Path, settings: Settings, *, key_id: str = "", clock: Callable[[], float] = time.time
 ) -> Restored:
-    """Bring the backup back as the server of `settings`, whose data folder is new or empty, as are
-    its database and its store.
+    """Restore the backup as the server of `settings`, whose data folder, database and store must be
+    new or empty.
 
     The backup is verified first, against the server's key `key_id` if that is given. A new folder
-    is filled beside its place and renamed into it; one that is there, which may be a volume, is
-    filled from inside. Raises ConfigurationError, and then the data folder is as it was.
+    is prepared under a temporary name and renamed; an existing one, which may be a volume, is
+    filled in place. Raises ConfigurationError, and leaves the data folder unchanged.
     """
     target = settings.data_dir
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise ConfigurationError(
-            f"{target} is not empty", hint="name a new folder: nothing is written over"
+            f"{target} is not empty", hint="choose a new folder: nothing is overwritten"
         )
     url = sa.make_url(settings.resolved_database_url)
     is_inside = url.get_backend_name() == "sqlite"
     if is_inside and settings.database_url:
         raise ConfigurationError(
-            "a SQLite database is brought back into the data folder",
+            "a SQLite database is restored into the data folder",
             hint="restore without database_url, and move fedpress.db afterwards",
         )
     report = verify(place, key_id=key_id)
     if report.faults or report.manifest is None:
         raise ConfigurationError(
             f"{place} is damaged: {'; '.join(report.faults[:3])}",
-            hint="fedpress server verify-backup lists all of it; restore another backup",
+            hint="fedpress server verify-backup lists all errors; restore another backup",
         )
     target.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     parent = target if target.is_dir() else target.parent
@@ -81,13 +81,13 @@ def restore(
             at = beside / _RECORDS
             _copy(backup, DATABASE, at)
             door.migrate(f"sqlite:///{at}")
-            made, open_rounds = _in_new_epoch(at, report.manifest.began_at, clock())
+            restored, open_rounds = _in_new_epoch(at, report.manifest.began_at, clock())
             purposes = _known_keys(at)
             snapshots.settle(at)
             for name in sorted(backup.names()):
                 if name.startswith(KEYS):
                     _copy(backup, name, beside / name.removeprefix(KEYS))
-            # The cache of a store lies in the folder that is being made.
+            # The store's cache is inside the new folder.
             there = settings.model_copy(update={"data_dir": beside})
             payloads = opened_payloads(there) if settings.store_url else folder
             for entry in report.manifest.files:
@@ -108,11 +108,12 @@ def restore(
         raise
     needed = [key_file(purpose, settings) for purpose in purposes]
     missing = tuple(str(file) for file in needed if not file.is_file())
-    return Restored(made, report, tuple(open_rounds), missing)
+    return Restored(restored, report, tuple(open_rounds), missing)
 
 
 def _move_up(filled: Path) -> None:
-    """What is in `filled` to where `filled` is, the records last: no server finds a part of it."""
+    """Move the contents of `filled` to its parent, the records last, so that no server sees a
+    part."""
     moved: list[Path] = []
     try:
         for entry in sorted(filled.iterdir(), key=lambda each: each.name == _RECORDS):
@@ -125,16 +126,16 @@ def _move_up(filled: Path) -> None:
 
 
 def _in_new_epoch(file: Path, backup_at: int, now: float) -> tuple[Restore, list[RoundKey]]:
-    """Note the restore in the records, and drop what cannot go on: uploads by parts."""
+    """Record the restore, and drop uploads in parts, which cannot be resumed."""
     backend = engines.opened(f"sqlite:///{file}")
     try:
         with backend.writes.connect() as connection, connection.begin():
-            made = restores.add(connection, secrets.token_urlsafe(12), backup_at, now)
-            told = {"number": made.number, "backup_at": made.backup_at}
-            audit.add(connection, now, audit.COMMAND, "server.restored", made.epoch, **told)
+            restored = restores.add(connection, secrets.token_urlsafe(12), backup_at, now)
+            details = {"number": restored.number, "backup_at": restored.backup_at}
+            audit.add(connection, now, audit.COMMAND, "server.restored", restored.epoch, **details)
             for table in (partial_parts, partial_uploads):
                 connection.execute(sa.delete(table))
-            return made, restores.open_rounds(connection)
+            return restored, restores.open_rounds(connection)
     finally:
         backend.dispose()
 

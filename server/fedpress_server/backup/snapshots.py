@@ -1,9 +1,9 @@
-"""The records at one moment, as a SQLite file, out of either database and into either.
+"""Consistent snapshots of the records as a SQLite file, from and to either database.
 
-From SQLite they come by its own backup, all pages in one step under a read transaction, beside
-which the server goes on to write. From PostgreSQL they come row by row in one REPEATABLE READ
-transaction, and go there in one transaction: no tool of PostgreSQL's need be there, a backup reads
-the same wherever it was made, and may be brought back to the other database.
+SQLite's own backup copies all pages in one step under a read transaction, while the server
+continues to write. From PostgreSQL rows are read in one REPEATABLE READ transaction, and restored
+in one transaction: no PostgreSQL tools are needed, the format does not depend on the source, and a
+backup can be restored to the other database.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _ROWS = 500
 
 
 async def take(database: Database, database_url: str, file: Path) -> None:
-    """What is committed, as the new SQLite file."""
+    """Copy everything committed to a new SQLite file."""
     if database.dialect == "sqlite":
         source = sa.make_url(database_url).database or ""
         await database.read(lambda connection: _copy_file(Path(source), file))
@@ -36,27 +36,29 @@ async def take(database: Database, database_url: str, file: Path) -> None:
 
 
 def settle(file: Path) -> None:
-    """One file without a log beside it."""
+    """Switch the file to a journal mode without a log file beside it."""
     with closing(sqlite3.connect(file)) as connection:
         connection.execute("PRAGMA journal_mode=DELETE")
 
 
 def faults(file: Path) -> list[str]:
-    """What SQLite itself has against a file that nobody writes to."""
+    """The integrity errors that SQLite reports for a file without writers."""
     try:
         with closing(sqlite3.connect(f"file:{file}?immutable=1", uri=True)) as connection:
-            said = [str(row[0]) for row in connection.execute("PRAGMA integrity_check(5)")]
+            lines = [str(row[0]) for row in connection.execute("PRAGMA integrity_check(5)")]
             broken = connection.execute("PRAGMA foreign_key_check").fetchmany(5)
     except sqlite3.DatabaseError as exc:
         return [str(exc)]
-    found = [line for line in said if line != "ok"]
-    return found + [f"a row of {table} leads to none of {other}" for table, _, other, _ in broken]
+    errors = [line for line in lines if line != "ok"]
+    return errors + [
+        f"a row of {table} refers to a missing row of {other}" for table, _, other, _ in broken
+    ]
 
 
 def put_into(file: Path, database_url: str) -> None:
-    """All rows of the SQLite file, which is of the newest schema, into a database that has none.
+    """Copy all rows of the SQLite file, which has the newest schema, into an empty database.
 
-    Raises ConfigurationError if it has, or cannot be used.
+    Raises ConfigurationError if it is not empty, or cannot be used.
     """
     door.migrate(database_url)
     source, target = engines.opened(_url(file)), engines.opened(database_url)
@@ -71,8 +73,8 @@ def put_into(file: Path, database_url: str) -> None:
                     ).first()
                 ):
                     raise ConfigurationError(
-                        f"the database has rows in {table.name} already",
-                        hint="make a new database, and name that one",
+                        f"the database already has rows in {table.name}",
+                        hint="create a new database and name that one",
                     )
             _copy_rows(read, written)
     finally:

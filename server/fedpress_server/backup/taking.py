@@ -1,5 +1,5 @@
-"""A backup of a server that goes on meanwhile: first the records of one moment, then the files that
-they lead to, which never change and which no step removes while the backup is under way."""
+"""Creating a backup of a running server: first a snapshot of the records, then the files that they
+refer to, which never change and are not removed during the backup."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from fedpress_server.storage.payloads import Payloads
 from fedpress_server.storage.tables import bases, model_files, models
 
 HOLD_SECONDS = 600.0
-"""The files are held for so long at a time: a backup that was killed lets go of them then."""
+"""Seconds of a lease on the files, renewed during the backup: it expires after a kill."""
 
 
 async def back_up(
@@ -44,27 +44,27 @@ async def back_up(
     clock: Callable[[], float] = time.time,
     before_files: Callable[[], None] = lambda: None,
 ) -> Manifest:
-    """Copy the server of `settings` to `place`, a folder or a `.tar` file that is not there yet.
+    """Copy the server of `settings` to `place`, a new folder or `.tar` file.
 
-    The server may run. Keys are left out unless `with_keys`. Raises ConfigurationError; then, as
-    after any other error, nothing is left behind. `before_files` is called between the snapshot and
-    the first file. That it was taken is in the audit log once it is whole.
+    The server may run. Keys are left out unless `with_keys`. Raises ConfigurationError; after this
+    and any other error, nothing is left behind. `before_files` is called between the snapshot and
+    the first file. A completed backup is recorded in the audit log.
     """
     _check(settings, place)
     database = await asyncio.to_thread(Database, settings.resolved_database_url, migrates=False)
     try:
         keys = await signing_keys(settings.server_key_file, settings.data_dir, database, clock)
         with tempfile.TemporaryDirectory(dir=place.parent, prefix=f".{place.name}.") as scratch:
-            # A store's cache is its server's own.
-            apart = settings.model_copy(update={"data_dir": Path(scratch) / "store"})
-            of = apart if settings.store_url else settings
+            # The store's cache belongs to its server.
+            store_settings = settings.model_copy(update={"data_dir": Path(scratch) / "store"})
+            of = store_settings if settings.store_url else settings
             payloads = await asyncio.to_thread(opened_payloads, of)
             copy = await asyncio.to_thread(writer, place)
             try:
-                taken = _Taking(
+                backup = _Taking(
                     settings, database, payloads, keys.current, copy, clock, before_files, place
                 )
-                return await taken.run(Path(scratch) / DATABASE, with_keys=with_keys)
+                return await backup.run(Path(scratch) / DATABASE, with_keys=with_keys)
             except BaseException:
                 await asyncio.to_thread(copy.abandon)
                 raise
@@ -76,11 +76,12 @@ def _check(settings: Settings, place: Path) -> None:
     url = sa.make_url(settings.resolved_database_url)
     if url.get_backend_name() == "sqlite" and not Path(url.database or "").is_file():
         raise ConfigurationError(
-            f"there is no server's database {url.database}", hint="name its folder as --data-dir"
+            f"there is no server database {url.database}", hint="name its folder as --data-dir"
         )
     if place.absolute().is_relative_to(settings.data_dir.absolute()):
         raise ConfigurationError(
-            f"{place} lies in the server's own folder", hint="choose another disk, if there is one"
+            f"{place} is inside the server's own folder",
+            hint="choose a place outside of it, best on another disk",
         )
 
 
@@ -104,7 +105,7 @@ class _Taking:
         self._clock = clock
         self._before_files = before_files
         self._name = secrets.token_urlsafe(12)
-        # The audit log holds Unicode alone, and the name of a file may be any bytes.
+        # The audit log is Unicode, but a file name may be any bytes.
         self._file_name = place.name.encode(errors="replace").decode()
 
     async def run(self, file: Path, *, with_keys: bool) -> Manifest:
@@ -150,12 +151,12 @@ class _Taking:
 
     async def _hold_on(self) -> None:
         now = self._clock()
-        held = await self._database.write(
+        is_held = await self._database.write(
             lambda c: restores.hold_on(c, self._name, now, now + HOLD_SECONDS)
         )
-        if not held:
+        if not is_held:
             raise ConfigurationError(
-                f"the backup stood still for {HOLD_SECONDS:.0f} s, and the server may have removed "
+                f"the backup was stopped for {HOLD_SECONDS:.0f} s, and the server may have removed "
                 "files that it needs",
                 hint="make another",
             )
@@ -197,8 +198,8 @@ class _Taking:
                 self._copy.add(FILES + name, source, self._payloads.size(name))
         except NotFound as exc:
             raise ConfigurationError(
-                f"the server's records lead to {name}, and it is not in the store",
-                hint="the store has lost it: bring it back from an earlier backup",
+                f"the server's records refer to {name}, which is not in the store",
+                hint="the store has lost it: restore it from an earlier backup",
             ) from exc
 
     def _add_keys(self) -> None:
@@ -212,7 +213,7 @@ class _Taking:
 
 
 def _read(file: Path) -> tuple[str, list[str]]:
-    """The version of the schema of a snapshot, and the names of the files that it leads to."""
+    """The schema version of a snapshot, and the names of the files that it refers to."""
     backend = engines.opened(f"sqlite:///{file.absolute()}")
     try:
         with backend.reads.connect() as connection:
@@ -223,10 +224,10 @@ def _read(file: Path) -> tuple[str, list[str]]:
 
 
 def needed(connection: Connection) -> set[str]:
-    """The names of all files that the records lead to."""
+    """The names of all files that the records refer to."""
     given_up = sa.select(model_files.c.digest).where(model_files.c.collected_at.is_not(None))
-    kept = sa.select(models.c.digest).where(models.c.digest.not_in(given_up))
-    found = {model_name(digest) for digest in connection.execute(kept).scalars()}
+    kept_models = sa.select(models.c.digest).where(models.c.digest.not_in(given_up))
+    names = {model_name(digest) for digest in connection.execute(kept_models).scalars()}
     for row in connection.execute(sa.select(bases.c.task, bases.c.client_id, bases.c.digest)):
-        found.add(base_name(*row))
-    return found | needed_by_rounds(connection) | needed_by_tasks(connection)
+        names.add(base_name(*row))
+    return names | needed_by_rounds(connection) | needed_by_tasks(connection)

@@ -1,4 +1,4 @@
-"""Whether a backup can be brought back, and if not, which part of it is at fault."""
+"""Verification of a backup: whether it can be restored, and which of its parts are damaged."""
 
 from __future__ import annotations
 
@@ -44,43 +44,43 @@ from fedpress_server.storage.tables import assignments
 
 _CHUNK = 2**20
 _MOST = 100
-"""Faults that are told; the first of them say what is wrong."""
+"""Maximum number of reported faults."""
 
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """What was found. `faults` are sentences that begin with the part at fault."""
+    """The result of a verification. `faults` are sentences that start with the damaged part."""
 
     manifest: Manifest | None
     key_id: str
-    """Of the server's key, which signed the manifest and the receipts; empty if it is not known."""
+    """The id of the server's key, which signed manifest and receipts; empty if unknown."""
     num_receipts: int
     num_open: int
-    """Attempts that the backup has under way, all replayed."""
+    """Open attempts in the backup, all replayed."""
     faults: tuple[str, ...]
 
 
 def verify(place: Path, *, key_id: str = "") -> Report:
-    """Look at every byte of a backup: the manifest and its signature, the size and the digest of
-    every file, the database as SQLite and then as a server sees it, whether there is a file for
-    every model, and the signature of every receipt.
+    """Verify every byte of a backup: the manifest and its signature, the size and digest of every
+    file, the database as SQLite and as a server reads it, the files of all models, and the
+    signatures of all receipts.
 
-    `key_id`: of the server's key; without it the backup's own word is taken for which key is the
-    server's. Raises ConfigurationError if there is no backup at all.
+    `key_id` is the expected server key; without it the backup's own is trusted. Raises
+    ConfigurationError if there is no backup.
     """
     with reader(place) as backup, tempfile.TemporaryDirectory() as scratch:
-        found = _Found(backup, Path(scratch), key_id)
-        found.look()
+        verification = _Verification(backup, Path(scratch), key_id)
+        verification.look()
         return Report(
-            found.manifest,
-            key_id_of(found.public) if found.public else "",
-            found.num_receipts,
-            found.num_open,
-            tuple(found.faults[:_MOST]),
+            verification.manifest,
+            key_id_of(verification.public) if verification.public else "",
+            verification.num_receipts,
+            verification.num_open,
+            tuple(verification.faults[:_MOST]),
         )
 
 
-class _Found:
+class _Verification:
     def __init__(self, backup: Reader, scratch: Path, key_id: str) -> None:
         self._backup = backup
         self._scratch = scratch
@@ -95,7 +95,7 @@ class _Found:
         try:
             self.manifest, document = Manifest.parsed(self._backup.manifest())
         except NotFound:
-            self.faults.append(f"{MANIFEST}: there is none")
+            self.faults.append(f"{MANIFEST}: it is missing")
             return
         except ConfigurationError as exc:
             self.faults.append(exc.detail)
@@ -118,7 +118,7 @@ class _Found:
     def _files(self, manifest: Manifest) -> Iterator[str]:
         listed = {entry.name for entry in manifest.files}
         for name in sorted(self._backup.names() - listed - {MANIFEST}):
-            yield f"{name}: it is not in the list"
+            yield f"{name}: it is not in the manifest"
         for entry in manifest.files:
             try:
                 with self._backup.open(entry.name) as file:
@@ -133,23 +133,23 @@ class _Found:
                 yield f"{entry.name}: it cannot be read: {exc}"
                 continue
             if num_bytes != entry.num_bytes:
-                yield f"{entry.name}: {num_bytes} bytes where the list has {entry.num_bytes}"
+                yield f"{entry.name}: {num_bytes} bytes, expected {entry.num_bytes}"
             elif digest.hexdigest() != entry.sha256:
-                yield f"{entry.name}: its SHA-256 is not the list's"
+                yield f"{entry.name}: its SHA-256 is not the manifest's"
             named = digest_in(entry.name.removeprefix(FILES))
             if entry.name.startswith(FILES) and named not in (None, entry.sha256):
-                yield f"{entry.name}: its name is of other bytes"
+                yield f"{entry.name}: its content does not match its name"
 
     def _opened(self, whole: Path) -> bool:
-        """A copy of the database with the newest schema, if the database is sound."""
+        """A copy of the database with the newest schema, if the database is intact."""
         try:
             with self._backup.open(DATABASE) as source, whole.open("wb") as file:
                 shutil.copyfileobj(source, file, _CHUNK)
         except NotFound:
             return False
-        found = snapshots.faults(whole)
-        self.faults += [f"{DATABASE}: {fault}" for fault in found]
-        if found:
+        errors = snapshots.faults(whole)
+        self.faults += [f"{DATABASE}: {error}" for error in errors]
+        if errors:
             return False
         try:
             door.migrate(f"sqlite:///{whole}")
@@ -161,12 +161,12 @@ class _Found:
     def _signatures(self, connection: Connection, document: dict[str, object]) -> None:
         self.public = known_key(connection, "server")
         if self.public is None:
-            self.faults.append(f"{DATABASE}: it does not say which key is the server's")
+            self.faults.append(f"{DATABASE}: it has no key of the server")
             return
         known = {key_id_of(key): key for key in history(connection, self.public).keys}
         if self._key_id and self._key_id not in known:
             self.faults.append(
-                f"{DATABASE}: its server's key is {key_id_of(self.public)}, not {self._key_id}"
+                f"{DATABASE}: the server's key is {key_id_of(self.public)}, expected {self._key_id}"
             )
         try:
             Manifest.check_signature(document, known.get(str(document.get("key_id")), self.public))
@@ -175,9 +175,9 @@ class _Found:
         if (pem := f"{KEYS}server-key.pem") in self._backup.names():
             self._private_half(pem, self.public)
         row = assignments.c
-        kept = sa.select(row.assignment, row.receipt).where(row.receipt.is_not(None))
+        rows = sa.select(row.assignment, row.receipt).where(row.receipt.is_not(None))
         known |= {key_id_of(key): key for key in replaced(connection)}
-        for name, text in connection.execute(kept):
+        for name, text in connection.execute(rows):
             self.num_receipts += 1
             fault = _receipt_fault(name, text, known)
             if fault:
@@ -204,11 +204,11 @@ class _Found:
         try:
             names = sorted(needed(connection))
         except FedpressError as exc:
-            yield f"{DATABASE}: what it leads to cannot be read: {exc.detail}"
+            yield f"{DATABASE}: its references cannot be read: {exc.detail}"
             return
         for name in names:
             if FILES + name not in there:
-                yield f"{FILES}{name}: the records lead to it, and it is missing"
+                yield f"{FILES}{name}: the records refer to it, but it is missing"
 
     def _attempts(self, connection: Connection) -> Iterator[str]:
         payloads = BackedUp(self._backup, self._scratch)
@@ -222,13 +222,13 @@ class _Found:
                 config = TaskConfig.model_validate_json(record.config)
                 reopened(connection, config, spec, payloads, host)
                 self.num_open += 1
-            except Exception as exc:  # whatever it is, this round cannot go on
-                what = f"the open round of task {record.task!r} cannot be replayed"
-                yield f"{DATABASE}: {what}: {exc}"
+            except Exception as exc:  # whatever the error, this round cannot be resumed
+                description = f"the open round of task {record.task!r} cannot be replayed"
+                yield f"{DATABASE}: {description}: {exc}"
 
 
 def _receipt_fault(name: str, text: str, known: Mapping[str, bytes]) -> str:
-    """`known`: the keys that signed for this database, by their ids."""
+    """The fault of a receipt, or None; `known` are the signing keys of this database by id."""
     try:
         signed = SignedReceipt.model_validate_json(text)
         document = signed.receipt.model_dump(mode="json")
@@ -239,4 +239,4 @@ def _receipt_fault(name: str, text: str, known: Mapping[str, bytes]) -> str:
         verify_document(document, public, context=RECEIPT_CONTEXT)
     except (FedpressError, ValueError) as exc:
         return str(exc)
-    return "" if signed.receipt.assignment == name else "it is another assignment's"
+    return "" if signed.receipt.assignment == name else "it belongs to another assignment"

@@ -172,7 +172,7 @@ class ServerRegistry:
         def write(connection: Connection) -> str | None:
             now = self._now(connection)
             sign = ServerRecord(self._server_id, self.name, self._role, now, level, fleet)
-            return servers.sign(connection, sign)
+            return servers.heartbeat(connection, sign)
 
         return await self._database.write(write, locks=True)
 

@@ -1,1 +1,1 @@
-"""Who is who: devices, operators, and the keys that this server signs with."""
+"""Identity: devices, operators, and the server's signing keys."""

@@ -1,12 +1,11 @@
-"""How often enrolment is tried: what a stranger may cost, and what a fleet may ask at once.
+"""Rate limits of enrolment: for failed attempts, and for bursts of a fleet.
 
-A token is 192 random bits, so nobody guesses one; what is to be kept small is the work that guesses
-make. A token that has let a device in is remembered, and passes whatever its neighbours do. Any
-other one spends from the budget for failures of its address, of itself and of all before anything
-is looked up for it, and has it back if it turns out good. Behind a proxy every device has the
-proxy's address, and so do all behind one router: there strangers may use that budget up, and a good
-token that is new to this server gets in by the list of good ones, which is then read every few
-seconds. Nothing here outlives the process.
+A token is 192 random bits and cannot be guessed; the limits bound the cost of guesses. A token that
+has enrolled a device is cached, and passes independently of its neighbours. Any other token spends
+from the failure budgets of its address, of itself and of all addresses before it is looked up, and
+is refunded if it is valid. Behind a proxy or router all devices have one address: there strangers
+may exhaust that budget, and a valid token that is new to this server passes by the list of valid
+ones, which is then read every few seconds. All state is in memory.
 """
 
 from __future__ import annotations
@@ -18,20 +17,20 @@ from fedpress_protocols.errors import TooManyRequests
 from fedpress_server.identity.limits import Budgets
 
 BURST_SECONDS = 5.0
-"""A crowd is let in at once as far as this many seconds' worth of enrolments."""
+"""Burst of enrolments, in seconds of the rate."""
 FAILURES_PER_SECOND = 20.0
 MOST_FAILURES = 600.0
-"""Of all addresses together: so many at once, and so many more a second."""
+"""Failures of all addresses together: burst and rate per second."""
 MOST_TOKENS = 4_096
-"""That are remembered to be good."""
+"""Maximum number of cached valid tokens."""
 LIST_SECONDS = 5.0
-"""How often the list of good tokens is read at most."""
+"""Minimum seconds between reads of the list of valid tokens."""
 _LONGEST_WAIT = 60.0
 _ALL = ""
 
 
 class Place:
-    """What was spent on a token that is not known, until it turns out good."""
+    """The budget spent on an unknown token, refunded if it is valid."""
 
     def __init__(self, spent: tuple[tuple[Budgets, str], ...]) -> None:
         self._spent = spent
@@ -42,8 +41,8 @@ class Place:
 
 
 class EnrolmentLimits:
-    """`per_second` enrolments with good tokens, and `failures_per_minute` from one address, and of
-    one token. To be called from one thread."""
+    """Limits of `per_second` enrolments with valid tokens, and `failures_per_minute` per address
+    and per token. Not thread-safe."""
 
     def __init__(self, per_second: float, failures_per_minute: float) -> None:
         burst, rate = max(1.0, failures_per_minute), failures_per_minute / 60
@@ -57,7 +56,7 @@ class EnrolmentLimits:
         self._listed_at = -math.inf
 
     def knows(self, token_hash: str) -> bool:
-        """Whether the token was good when it was last looked at."""
+        """Whether the token was valid when it was last looked up."""
         return token_hash in self._good
 
     def learn(self, token_hash: str) -> None:
@@ -70,14 +69,14 @@ class EnrolmentLimits:
         self._good.pop(token_hash, None)
 
     def list_is_due(self, now: float) -> bool:
-        """Whether the list of good tokens may be read; if so it is taken to be."""
+        """Whether the list of valid tokens may be read now; if so, counts it as read."""
         if 0 <= now - self._listed_at < LIST_SECONDS:
             return False
         self._listed_at = now
         return True
 
     def place(self, address: str, token_hash: str, now: float) -> Place:
-        """For a token that is not known to be good; raises TooManyRequests."""
+        """Spend from the failure budgets for an unknown token; raises TooManyRequests."""
         spent = (
             (self._failures, _ALL),
             (self._of_address, address),
@@ -91,7 +90,7 @@ class EnrolmentLimits:
         return Place(spent)
 
     def admit(self, now: float) -> None:
-        """One more enrolment with a good token; raises TooManyRequests."""
+        """Count an enrolment with a valid token; raises TooManyRequests."""
         wait = self._enrolments.wait(_ALL, now)
         if wait > 0:
             raise _refused(wait, "too many devices enrol at once")
@@ -99,5 +98,5 @@ class EnrolmentLimits:
 
 
 def _refused(wait: float, why: str) -> TooManyRequests:
-    """For `wait` seconds; a device adds chance of its own."""
+    """The error for a limit that ends in `wait` seconds; the device adds jitter."""
     return TooManyRequests(why, retry_after=min(_LONGEST_WAIT, max(1, math.ceil(wait))))

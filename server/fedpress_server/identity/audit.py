@@ -1,9 +1,9 @@
-"""The audit log on the disk: what was done to this server and by whom, as a chain of hashes.
+"""The stored audit log: actions on this server and their actors, as a chain of hashes.
 
-An entry is written in the transaction that does what it tells of: neither is there without the
-other. Writes that do so are alone (`Database.write` without `locks`), in all servers of a database,
-so entries follow one another without a fork; two that took the same place would fail by its key.
-Nothing here changes or removes an entry. An entry holds no secret: tokens are named by their ids.
+An entry is written in the transaction of its action, so neither exists without the other. These
+writes are exclusive among all servers of a database (`Database.write` without `locks`), so the
+chain cannot fork; two entries with the same number would violate the primary key. No code changes
+or removes an entry. Entries hold no secrets: tokens appear by id.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ from fedpress_server.storage.database import Database
 from fedpress_server.storage.tables import audit_log
 
 SERVER = "server"
-"""The actor of what a server does of itself."""
+"""The actor of a server's own actions."""
 COMMAND = "command-line"
-"""The actor of what is done on the server's machine, without a token."""
+"""The actor of commands on the server's machine, without a token."""
 
 Action = Literal[
     "server.started",
@@ -70,11 +70,11 @@ Action = Literal[
     "alias.rolled-back",
     "log-level.changed",
 ]
-"""docs/audit.md says what each of them means, and what its details are."""
+"""The actions; docs/audit.md has their meanings and details."""
 
 _AT_A_TIME = 500
 _BEFORE_ALL = -(2**63)
-"""So that a row which somebody has put before the first is read too."""
+"""Below the first number, so that a row inserted before the first is read too."""
 _TO_MILLISECONDS = 1000
 
 
@@ -86,7 +86,7 @@ def add(
     subject: str,
     **details: Any,
 ) -> Head:
-    """Write what is done in this very transaction; where the log ends then.
+    """Append an entry about an action of this transaction; returns the new head.
 
     `now`: Unix seconds. `by`: `SERVER`, `COMMAND`, or what `operator_route`'s `By` or `by_device`
     gives. `details` are JSON without fractions, and never a secret.
@@ -101,32 +101,33 @@ def add(
         "details": details,
         "previous": last.hash,
     }
-    made = Head(seq=last.seq + 1, hash=digest_of(fields))
-    row = {**fields, "details": canonical_json(details).decode(), "hash": made.hash}
+    new = Head(seq=last.seq + 1, hash=digest_of(fields))
+    row = {**fields, "details": canonical_json(details).decode(), "hash": new.hash}
     connection.execute(_ADD, row)
-    return made
+    return new
 
 
 def by_device(client_id: str) -> str:
-    """The actor of what a device does."""
+    """The actor of a device's actions."""
     return f"device:{client_id}"
 
 
 def head(connection: Connection) -> Head:
-    """Where the log ends."""
-    found = connection.execute(_HEAD).one_or_none()
-    return NOTHING if found is None else Head(seq=found.seq, hash=found.hash)
+    """The head of the log."""
+    row = connection.execute(_HEAD).one_or_none()
+    return NOTHING if row is None else Head(seq=row.seq, hash=row.hash)
 
 
 def page(connection: Connection, after: int, limit: int) -> AuditPage:
-    """The first `limit` entries later than `after`; raises BrokenChain for a row that is none."""
+    """The first `limit` entries after `after`; raises BrokenChain for an invalid row."""
     rows = connection.execute(_PAGE, {"after_seq": after, "most": limit})
     return AuditPage(entries=tuple(map(_entry, rows)), head=head(connection))
 
 
 async def verified(database_url: str, heads: Sequence[Head]) -> Head:
-    """Check the whole log of a server's database, whether the server runs or not, and that it has
-    all of `heads`; where it ends. Raises BrokenChain, or ConfigurationError without a database."""
+    """Verify the whole log of a server's database, whether the server runs or not, and that it has
+    all of `heads`; returns the head. Raises BrokenChain, or ConfigurationError without a
+    database."""
     url = sa.make_url(database_url)
     if url.get_backend_name() == "sqlite" and not await asyncio.to_thread(
         Path(url.database or "").is_file
@@ -142,13 +143,12 @@ async def verified(database_url: str, heads: Sequence[Head]) -> Head:
 
 
 def entries(connection: Connection) -> Iterator[AuditEntry]:
-    """All of them in their order, read a few at a time; raises BrokenChain for a row that is
-    none."""
+    """Iterate over all entries in order, read in batches; raises BrokenChain for an invalid row."""
     last = _BEFORE_ALL
-    while found := connection.execute(_PAGE, {"after_seq": last, "most": _AT_A_TIME}).all():
-        for row in found:
+    while rows := connection.execute(_PAGE, {"after_seq": last, "most": _AT_A_TIME}).all():
+        for row in rows:
             yield _entry(row)
-        last = found[-1].seq
+        last = rows[-1].seq
 
 
 def _entry(row: Row[Any]) -> AuditEntry:
@@ -156,7 +156,7 @@ def _entry(row: Row[Any]) -> AuditEntry:
     try:
         details = json.loads(fields["details"])
         if canonical_json(details).decode() != fields["details"]:
-            raise MalformedRequest("details that are not spelled as RFC 8785 has it")
+            raise MalformedRequest("details that are not canonical JSON (RFC 8785)")
         return AuditEntry.model_validate({**fields, "details": details}, strict=True)
     except ValidationError as exc:
         raise BrokenChain(f"entry {row.seq}: {format_validation_errors(exc)}", seq=row.seq) from exc

@@ -1,9 +1,9 @@
-"""Which device is asking: signed requests.
+"""Authentication of devices by signed requests.
 
-Devices are kept in memory where one process serves them all; what changes is on the disk first.
-Where several do, each request asks the database who is enrolled, and one that may change something
-leaves its nonce there. What is asked again when it is written may be remembered for a while; a
-server that changes a device has the others forget it.
+A single process caches all devices in memory; changes are on disk first. With several servers, each
+request asks the database for the device, and a request that may change something stores its nonce
+there. Checks that are repeated in the writing transaction may be cached for a while; a server that
+changes a device invalidates the caches of the others.
 """
 
 from __future__ import annotations
@@ -43,22 +43,22 @@ from fedpress_server.storage.identities import FormerKey
 from fedpress_server.storage.records import Device
 
 _CHANGING = ("POST", "DELETE")
-"""Methods of requests that may do something more when they come again. To repeat a GET tells what
-it told; a PUT and a PATCH name the bytes and their place."""
+"""Methods whose repetition could have an effect. A repeated GET returns the same; a PUT and a PATCH
+name the bytes and their offset."""
 _READING = "GET"
-"""The method whose requests are not remembered at all: a device sends most of these, and whoever
-can repeat one has seen its answer. A HEAD asks for an upload that is under way, and ends its part.
+"""The method whose nonces are not stored: a device sends mostly these, and anyone who can replay
+one has seen its answer. A HEAD interrupts the part of a running upload.
 """
 _REMEMBERED = 60.0
-"""Seconds for which a device is taken to be enrolled that is asked again before it matters."""
+"""Seconds for which an enrolled device is cached where the writing transaction checks it again."""
 _MOST_REMEMBERED = 65536
 _TOPIC = "@devices"
-"""What other servers hear when a device is not what it was; no task's name begins so."""
+"""Prefix of notifications to other servers about a changed device; no task name starts with it."""
 _DEFAULT_PORTS = {"http": ":80", "https": ":443"}
 
 
 class Authenticator:
-    """Tells devices from strangers, by headers alone; `start()` reads who is enrolled."""
+    """Authenticates devices by headers alone; `start()` loads the enrolled devices."""
 
     def __init__(
         self,
@@ -80,11 +80,11 @@ class Authenticator:
         self._approval_poll = approval_poll
         self._skewed = skewed
         self._devices: dict[str, Device] = {}
-        """By key id. Where other servers see devices too, nobody's."""
+        """By key id. Empty if other servers may change devices."""
         self._former: set[str] = set()
-        """Ids of keys that their devices have left; likewise."""
+        """Ids of replaced keys; empty likewise."""
         self._read: dict[str, tuple[float, Device]] = {}
-        """Where other servers see devices too: whom this one read of, and when."""
+        """If other servers may change devices: cached devices with their read times."""
         self._looking = asyncio.Lock()
         self._guard = ReplayGuard(opened=clock())
 
@@ -103,10 +103,10 @@ class Authenticator:
             self._devices[device.key_id] = device
         self._former.update(await self._database.read(identities.former_key_ids))
 
-    # What changes
+    # Changes of devices
 
     def announce(self, connection: Connection) -> None:
-        """Have other servers forget what they remember of devices, once this is committed."""
+        """Invalidate the caches of other servers once this is committed."""
         self._database.notify(connection, _TOPIC)
 
     async def know(self, client_id: str) -> None:
@@ -153,7 +153,7 @@ class Authenticator:
             raise revoked(device)
         now = self._clock()
         content = self._verify(request, parsed, headers, device.public_key, now)
-        if device.approval != "approved":  # before its nonce takes any memory
+        if device.approval != "approved":  # before storing its nonce
             raise self.unapproved(device)
         if request.method != _READING:
             self._guard.check(parsed, now)
@@ -177,7 +177,7 @@ class Authenticator:
         return device
 
     async def _remember(self, parsed: ParsedSignature) -> None:
-        """Raises ReplayedRequest if another server has seen the request."""
+        """Store the nonce; raises ReplayedRequest if another server has seen the request."""
         nonce = to_base64url(parsed.nonce)
         is_new = await self._database.write(
             lambda c: records.add_nonce(c, parsed.key_id, nonce, parsed.expires)
@@ -186,21 +186,21 @@ class Authenticator:
             raise ReplayedRequest(f"nonce {nonce} of key {parsed.key_id} was used before")
 
     async def stranger(self, key_id: str) -> UnknownDevice:
-        """The error for a key that is no device's."""
+        """The error for a key of no device."""
         was_known = key_id in self._former
         if self._is_shared:
-            found = await self._database.read(lambda c: identities.former_by_key(c, [key_id]))
-            was_known = key_id in found
+            former_keys = await self._database.read(lambda c: identities.former_by_key(c, [key_id]))
+            was_known = key_id in former_keys
         if was_known:
             return UnknownDevice(
                 f"device key {key_id} was replaced by another",
-                hint="if this device has not done that, somebody else has a copy of its key: have "
+                hint="if this device did not rotate it, somebody else has a copy of its key: have "
                 "the operator revoke the device",
             )
         return UnknownDevice(f"device key {key_id} was never enrolled")
 
     def unapproved(self, device: Device) -> FedpressError:
-        """The error for a device that was not let in, or is not to be."""
+        """The error for a device that is waiting or rejected."""
         if device.approval == "rejected":
             return DeviceRejected(f"an operator has rejected this device, key {device.key_id}")
         return DeviceNotApproved(
@@ -210,19 +210,19 @@ class Authenticator:
         )
 
     def signer_of(self, request: Request) -> str:
-        """The id of the key by which the request says it is signed; nothing is verified."""
+        """The key id that the request claims; nothing is verified."""
         return parse_signature(signed_headers(request.scope["headers"])).key_id
 
     def check_key(self, request: Request, public_key: bytes) -> Content:
-        """That the request is signed by `public_key`, whoever's that is.
+        """Verify that the request is signed by `public_key`, of a device or not.
 
-        It may come again: enrolment and changes of key are idempotent, and the memory of nonces is
-        for the devices, so that strangers cannot fill it.
+        Replays are allowed: enrolment and key rotation are idempotent, and nonces are only stored
+        for devices, so that strangers cannot exhaust the memory.
         """
         headers = signed_headers(request.scope["headers"])
         parsed = parse_signature(headers)
         if parsed.key_id != key_id_of(public_key):
-            raise InvalidSignature(f"signed by key {parsed.key_id}, not by the one to be enrolled")
+            raise InvalidSignature(f"signed by key {parsed.key_id}, expected the key to enrol")
         return self._verify(request, parsed, headers, public_key, self._clock())
 
     def _verify(
@@ -244,7 +244,7 @@ class Authenticator:
 
 
 def bearer_token(request: Request) -> str:
-    """Raises InvalidToken if there is none."""
+    """The bearer token of the request; raises InvalidToken if there is none."""
     scheme, _, token = request.headers.get("authorization", "").partition(" ")
     if scheme.lower() != "bearer" or not token.strip():
         raise InvalidToken("the request carries no bearer token", hint="send Authorization: Bearer")
@@ -252,7 +252,7 @@ def bearer_token(request: Request) -> str:
 
 
 def target_of(request: Request, headers: dict[str, str]) -> Target:
-    """The request line and the Host as they came, which is what was signed."""
+    """The signed target: request line and Host as received."""
     scope = request.scope
     host = headers.get("host")
     if host is None:
@@ -265,13 +265,13 @@ def target_of(request: Request, headers: dict[str, str]) -> Target:
 
 
 def revoked(device: Device) -> UnknownDevice:
-    """The error for a device that an operator has turned away for good."""
+    """The error for a revoked device."""
     return UnknownDevice(
         f"device key {device.key_id} was revoked",
-        hint="an operator may enrol the device anew, with a new state directory and a new token",
+        hint="an operator may enrol the device again, with a new state directory and a new token",
     )
 
 
 def hash_of(token: str) -> str:
-    """What the server keeps of a token."""
+    """The hash of a token, as stored."""
     return hashlib.sha256(token.encode("utf-8", "surrogateescape")).hexdigest()

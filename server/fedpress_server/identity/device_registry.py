@@ -1,11 +1,11 @@
-"""The devices that are enrolled, and what becomes of them: approved, rejected, revoked, rotated.
+"""The device registry: enrolled devices, their approval, revocation and key rotation.
 
     enrolled → waiting → approved → revoked
                       ↘ rejected ↗
 
-Whom nobody has to approve begins as approved. A rejected device may be approved after all; from
-revoked no way leads back. A change of key is of an approved device alone, and leaves it as it is.
-Every change is in the audit log, by the same transaction.
+Without required approval a device starts as approved. A rejected device may still be approved;
+revoked is final. Only an approved device may rotate its key, which does not change its state. Every
+change is in the audit log, by the same transaction.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from fedpress_server.storage.records import Approval, Device
 
 
 class DeviceRegistry:
-    """What operators decide of devices, and devices of their keys."""
+    """Operators' decisions about devices, and key rotation by devices."""
 
     def __init__(self, gate: Authenticator, database: Database, clock: Callable[[], float]) -> None:
         self._gate = gate
@@ -48,7 +48,7 @@ class DeviceRegistry:
         self._clock = clock
 
     async def device(self, client_id: str) -> tuple[Device, list[FormerKey]]:
-        """With the keys that it has left; raises NotFound."""
+        """A device with its former keys; raises NotFound."""
 
         def read(connection: Connection) -> tuple[Device, list[FormerKey]]:
             return _known(connection, client_id), identities.former_of(connection, client_id)
@@ -58,7 +58,7 @@ class DeviceRegistry:
     async def devices(
         self, state: DeviceState | None, after: str | None, limit: int
     ) -> list[Device]:
-        """In the order in which they enrolled, those after the client `after`. Raises NotFound."""
+        """Devices in order of enrolment, after the client `after`. Raises NotFound."""
 
         def read(connection: Connection) -> list[Device]:
             at = None if after is None else _known(connection, after)
@@ -69,11 +69,11 @@ class DeviceRegistry:
     # Decisions
 
     async def approve(self, client_id: str, by: str) -> Device:
-        """Let a device in that waits, or was rejected. Raises NotFound; Conflict if revoked."""
+        """Approve a waiting or rejected device. Raises NotFound; Conflict if revoked."""
         return await self._decide(client_id, "approved", by)
 
     async def reject(self, client_id: str, by: str) -> Device:
-        """Turn a device away that waits. Raises NotFound; Conflict if it was let in before."""
+        """Reject a waiting device. Raises NotFound; Conflict if it was approved before."""
         return await self._decide(client_id, "rejected", by)
 
     async def _decide(self, client_id: str, approval: Approval, by: str) -> Device:
@@ -83,13 +83,13 @@ class DeviceRegistry:
             device = _known(connection, client_id)
             if device.revoked_at is not None:
                 raise Conflict(
-                    f"client {client_id} was revoked, which is for good",
-                    hint="have it enrolled anew, with a new state directory",
+                    f"client {client_id} was revoked, which is final",
+                    hint="enrol it again, with a new state directory",
                 )
             if device.approval == approval:
                 return device
             if device.approval == "approved":
-                raise Conflict(f"client {client_id} was let in before", hint="revoke it")
+                raise Conflict(f"client {client_id} was approved before", hint="revoke it")
             identities.decide(connection, client_id, approval, now)
             action: audit.Action = (
                 "device.approved" if approval == "approved" else "device.rejected"
@@ -101,7 +101,7 @@ class DeviceRegistry:
         return await self._changed(client_id, write)
 
     async def revoke(self, client_id: str, by: str) -> Device:
-        """From now on the device is a stranger; what it has had acknowledged, stays."""
+        """Revoke a device; its acknowledged uploads stay."""
         now = self._clock()
 
         def write(connection: Connection) -> Device:
@@ -116,8 +116,8 @@ class DeviceRegistry:
         return await self._changed(client_id, write)
 
     async def _changed(self, client_id: str, write: Callable[[Connection], Device]) -> Device:
-        """What `write` makes of a device. The gate knows it afterwards, also where nobody waits for
-        the answer any more, or the database did not say what became of it."""
+        """Run `write` and update the authenticator with the changed device, even if the request was
+        cancelled or the outcome of the commit is unknown."""
 
         async def change() -> Device:
             try:
@@ -132,15 +132,15 @@ class DeviceRegistry:
     # Keys
 
     async def rotate(self, request: Request, body: RotationRequest) -> Device:
-        """The device, known by its newest key from now on. The same change may come again, signed
-        by either key. Raises one of the Unauthorized family, the errors of a device that is not
-        let in, MalformedRequest, AlreadyExists for a key that is, or was, a device's."""
+        """Rotate the device to its newest key. Idempotent; the request may be signed by either key.
+        Raises errors of the Unauthorized family, those of a device that is not approved,
+        MalformedRequest, and AlreadyExists for a key that is or was a device's."""
         links = chain(body.rotations)
         newest = links[-1]
         signer = self._gate.signer_of(request)
         if signer not in (newest.old_id, newest.new_id):
             raise InvalidSignature(
-                f"signed by key {signer}, which is neither the newest key nor the one before it"
+                f"signed by key {signer}, expected the newest key or the previous one"
             )
         keys = [link.old_id for link in links] + [newest.new_id]
         known = await self._database.read(lambda c: identities.devices_by_key(c, keys))
@@ -170,7 +170,7 @@ class DeviceRegistry:
             return self._welcome(done, links)
         here = max((n for n, key in enumerate(keys[:-1]) if key in current), default=None)
         if here is None:
-            raise UnknownDevice("none of these keys is a device's now")
+            raise UnknownDevice("none of these keys is the current key of a device")
         device = self._welcome(current[keys[here]], links)
         for link in links[here:]:
             if link.new_id in current or link.new_id in past:
@@ -189,26 +189,29 @@ class DeviceRegistry:
         return replace(device, key_id=newest.new_id, public_key=newest.new, rotated_at=now)
 
     def _welcome(self, device: Device, links: Sequence[Link]) -> Device:
-        """The device, if it may change its key by these statements."""
+        """The device, if these statements allow it to rotate its key."""
         if device.revoked_at is not None:
             raise revoked(device)
         if device.approval != "approved":
             raise self._gate.unapproved(device)
         if links[0].signed.rotation.client_id != device.client_id:
-            raise MalformedRequest("the changes of key name another device than the one they move")
+            raise MalformedRequest(
+                "the key rotations name another device than the owner of the key"
+            )
         return device
 
 
 def _known(connection: Connection, client_id: str) -> Device:
-    found = identities.device(connection, client_id)
-    if found is None:
+    device = identities.device(connection, client_id)
+    if device is None:
         raise NotFound(f"no client {client_id[:64]!r}")
-    return found
+    return device
 
 
 def _taken(key_id: str) -> AlreadyExists:
     return AlreadyExists(
-        f"key {key_id} is, or was, a device's", hint="make a new key: no key comes back"
+        f"key {key_id} is, or was, a device's",
+        hint="create a new key: a replaced key is never valid again",
     )
 
 

@@ -1,4 +1,4 @@
-"""How devices get in: tokens, and the requests that use them up."""
+"""Enrolment of devices: tokens, and the requests that use them."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from fedpress_server.storage.records import Device, EnrolmentToken
 
 
 class Enrolment:
-    """Makes tokens, and takes devices in for them; `approve_each`: all wait for an operator."""
+    """Creates tokens and enrols devices with them; `approve_each`: all wait for approval."""
 
     def __init__(
         self,
@@ -56,7 +56,7 @@ class Enrolment:
     async def make_token(
         self, by: str, *, uses: int, expires_in: float, note: str, approve_each: bool = False
     ) -> tuple[str, EnrolmentToken]:
-        """A new token, of which only the hash is kept. `by`: who has it made."""
+        """Create a token, of which only the hash is stored. `by` is the actor."""
         token, now = "fpe_" + secrets.token_urlsafe(24), self._clock()
         record = EnrolmentToken(
             token_id=secrets.token_urlsafe(12),
@@ -88,7 +88,7 @@ class Enrolment:
         return token, record
 
     async def tokens(self, before: str | None, limit: int) -> list[EnrolmentToken]:
-        """The newest tokens, those made before the token `before`. Raises NotFound."""
+        """The newest tokens created before the token `before`. Raises NotFound."""
 
         def read(connection: Connection) -> list[EnrolmentToken]:
             at = None if before is None else _known(connection, before)
@@ -97,16 +97,16 @@ class Enrolment:
         return await self._database.read(read)
 
     async def revoke_token(self, token_id: str, by: str) -> EnrolmentToken:
-        """No device enrols with it from now on; those that have, stay. Raises NotFound."""
+        """Revoke a token; devices that enrolled with it stay. Raises NotFound."""
         now = self._clock()
 
         def write(connection: Connection) -> EnrolmentToken:
-            found = _known(connection, token_id)
-            if found.revoked_at is not None:
-                return found
+            token = _known(connection, token_id)
+            if token.revoked_at is not None:
+                return token
             identities.revoke_token(connection, token_id, now)
-            audit.add(connection, now, by, "token.revoked", token_id, used=found.used)
-            return replace(found, revoked_at=now)
+            audit.add(connection, now, by, "token.revoked", token_id, used=token.used)
+            return replace(token, revoked_at=now)
 
         revoked = await self._database.write(write)
         self._limits.forget(revoked.token_hash)
@@ -115,11 +115,11 @@ class Enrolment:
     # Devices
 
     async def enrol(self, request: Request, body: EnrolRequest) -> tuple[Device, bool]:
-        """The device, and whether it is new.
+        """Enrol a device; returns it and whether it is new.
 
-        The same key with the same token is the same device, and uses the token up no further.
+        Idempotent: the same key with the same token is the same device and uses the token once.
         Raises InvalidToken, AlreadyExists for a key enrolled with another token, UnknownDevice for
-        one that is never to come back, TooManyRequests.
+        a revoked or replaced key, TooManyRequests.
         """
         token_hash, now = hash_of(bearer_token(request)), self._clock()
         place = None
@@ -135,7 +135,9 @@ class Enrolment:
         try:
             device, is_new = await self._enrolled(request, body, token_hash, now)
         except (InvalidToken, InvalidSignature, MalformedRequest):
-            self._limits.forget(token_hash)  # who sends it now pays for failures again
+            self._limits.forget(
+                token_hash
+            )  # further requests with it spend from the failure budget again
             raise
         if place is not None:
             place.was_good()
@@ -160,32 +162,34 @@ class Enrolment:
         content.check(Content.of(await request.body()))
         links = chain(body.rotations)
         if links and links[-1].new != public_key:
-            raise MalformedRequest("the changes of key do not lead to the key to be enrolled")
+            raise MalformedRequest("the key rotations do not lead to the key to enrol")
         first = links[0].old if links else public_key
         client_id = _client_id(first)
         if links and links[0].signed.rotation.client_id != client_id:
-            raise MalformedRequest("the changes of key are not of the device with that first key")
+            raise MalformedRequest(
+                "the key rotations do not belong to the device with that first key"
+            )
 
         def look(connection: Connection) -> EnrolmentToken | Device:
             return _looked_up(connection, token_hash, public_key, client_id, links, now)
 
-        # In a read first: what comes to nothing is not to wait for a writer's turn.
-        found = await self._database.read(look)
-        if isinstance(found, Device):
-            return found, False
+        # Read first: a request that will be refused must not wait for the writer.
+        match = await self._database.read(look)
+        if isinstance(match, Device):
+            return match, False
         await asyncio.to_thread(_check, links)
 
         def write(connection: Connection) -> tuple[Device, bool]:
-            found = look(connection)
-            if isinstance(found, Device):
-                return found, False
-            waits = found.approve_each or self._approve_each
+            match = look(connection)
+            if isinstance(match, Device):
+                return match, False
+            waits = match.approve_each or self._approve_each
             device = Device(
                 client_id=client_id,
                 key_id=key_id_of(public_key),
                 public_key=public_key,
                 name=body.name,
-                token_id=found.token_id,
+                token_id=match.token_id,
                 enrolled_at=now,
                 revoked_at=None,
                 approval="waiting" if waits else "approved",
@@ -201,7 +205,7 @@ class Enrolment:
                 "device.enrolled",
                 client_id,
                 key_id=device.key_id,
-                token=found.token_id,
+                token=match.token_id,
                 approval=device.approval,
                 former_keys=[link.old_id for link in links],
             )
@@ -211,10 +215,10 @@ class Enrolment:
 
 
 def _known(connection: Connection, token_id: str) -> EnrolmentToken:
-    found = identities.token(connection, token_id)
-    if found is None:
+    token = identities.token(connection, token_id)
+    if token is None:
         raise NotFound(f"no enrolment token {token_id[:64]!r}")
-    return found
+    return token
 
 
 def _looked_up(
@@ -225,7 +229,7 @@ def _looked_up(
     links: tuple[Link, ...],
     now: float,
 ) -> EnrolmentToken | Device:
-    """The token that lets the key in, or the device that it is already; raises as `enrol` does."""
+    """The token for the key, or the device that already has it; raises like `enrol`."""
     token = records.token_by_hash(connection, token_hash)
     if token is None:
         raise InvalidToken("the enrolment token is unknown")
@@ -236,7 +240,7 @@ def _looked_up(
     if identities.former_by_key(connection, [key_id]):
         raise UnknownDevice(
             f"device key {key_id} was replaced by another",
-            hint="go on with the key that came after it, or enrol with a new one",
+            hint="use the key that replaced it, or enrol with a new one",
         )
     if known is not None and known.token_id == token.token_id:
         return known
@@ -254,7 +258,7 @@ def _looked_up(
             raise revoked(before)
         raise AlreadyExists(
             "this device is enrolled with an earlier key",
-            hint="bring in the next by /v1/key-rotation",
+            hint="register the next key with POST /v1/key-rotation",
         )
     earlier = [link.old_id for link in links]
     if earlier and (
@@ -266,7 +270,7 @@ def _looked_up(
 
 
 def former(links: tuple[Link, ...], client_id: str, now: float) -> list[FormerKey]:
-    """The keys that a device has left with these statements."""
+    """The keys that these statements replace."""
     return [
         FormerKey(
             key_id=link.old_id,
@@ -286,6 +290,6 @@ def _check(links: tuple[Link, ...]) -> None:
 
 
 def _client_id(public_key: bytes) -> str:
-    """Of the key with which a device first enrolled. It is the same for one that is enrolled again,
-    after records that knew it were lost: what the device has is under this name."""
+    """The client id, derived from the key of the first enrolment, so that a device that enrols
+    again after its records were lost keeps its id and its local state."""
     return to_base64url(hashlib.sha256(b"fedpress client\x00" + public_key).digest()[:12])

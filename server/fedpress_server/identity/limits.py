@@ -1,4 +1,4 @@
-"""How often somebody may try: a budget for each address, bounded in memory."""
+"""Rate limits: a token bucket for each address, in bounded memory."""
 
 from __future__ import annotations
 
@@ -12,54 +12,54 @@ _MOST_KEYS = 4096
 class Budgets:
     """Token buckets by key: `burst` at once, then `per_second`.
 
-    A key that nobody has spent from for long has its whole budget again and is forgotten. Beyond
-    4,096 keys the one that has spent the least goes first, so a flood of new ones pushes out no
-    one who is held back. To be called from one thread.
+    A key that is idle long enough has its full budget again and is forgotten. Beyond 4,096 keys the
+    one that has spent least is evicted first, so a flood of new keys does not evict limited ones.
+    Not thread-safe.
     """
 
     def __init__(self, *, burst: float, per_second: float) -> None:
         self._burst = burst
         self._per_second = per_second
         self._spent: dict[str, tuple[float, float]] = {}
-        """By key: what was spent, and at which time."""
+        """By key: the amount spent, and when."""
 
     def wait(self, key: str, now: float, cost: float = 1.0) -> float:
         """Seconds until `cost` can be spent; 0 if it can be now."""
         return max(0.0, (self._left_over(key, now) + cost - self._burst) / self._per_second)
 
     def spend(self, key: str, now: float, cost: float = 1.0) -> None:
-        """Spend `cost`, or what is left of it."""
+        """Spend `cost`, or the rest of the budget."""
         spent = self._left_over(key, now)
         if key not in self._spent and len(self._spent) >= _MOST_KEYS:
             self._forget(now)
         self._spent[key] = min(self._burst, spent + cost), now
 
     def give_back(self, key: str, cost: float = 1.0) -> None:
-        """Take back what was spent."""
+        """Refund `cost`."""
         if key in self._spent:
             spent, at = self._spent[key]
             self._spent[key] = max(0.0, spent - cost), at
 
     def _left_over(self, key: str, now: float) -> float:
-        """What is not won back yet of what the key has spent."""
+        """The part of the key's spending that has not been refilled."""
         spent, at = self._spent.get(key, (0.0, now))
         return max(0.0, spent - max(0.0, now - at) * self._per_second)
 
     def _forget(self, now: float) -> None:
         spent = {key: self._left_over(key, now) for key in self._spent}
         least = sorted(spent, key=spent.__getitem__)[: _MOST_KEYS // 4]
-        gone = {key for key in spent if not spent[key]} | set(least)
-        self._spent = {key: kept for key, kept in self._spent.items() if key not in gone}
+        idle = {key for key in spent if not spent[key]} | set(least)
+        self._spent = {key: kept for key, kept in self._spent.items() if key not in idle}
 
 
 def address_of(request: Request) -> str:
-    """Whose budget a request spends from: the address of the other end, of IPv6 its network of 64
-    bits. Behind a proxy all have the proxy's."""
+    """The bucket key of a request: the peer's address, for IPv6 its /64 network. Behind a proxy all
+    requests have the proxy's."""
     return budget_of(request.client.host if request.client else "")
 
 
 def budget_of(host: str) -> str:
-    """The address itself, of IPv6 its network of 64 bits; what is no address as it is."""
+    """The bucket key of an address: itself, for IPv6 its /64 network; other text unchanged."""
     try:
         address = ipaddress.ip_address(host)
     except ValueError:

@@ -1,8 +1,8 @@
-"""Who vouches for the devices of the masked lane: an authority apart, or the server itself.
+"""The certificate authority of the masked lane: a separate one, or the server itself.
 
-An authority apart certifies devices with a key that this server never sees, and so the server
-cannot fill a cohort with clients of its own making. Where the server holds the key itself, masking
-protects from a server that only looks at what it gets.
+A separate authority certifies devices with a key that this server never sees, so the server cannot
+fill a cohort with its own clients. If the server has the key itself, masking only protects against
+a semi-honest server.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ CERTIFICATE_SECONDS = 90 * 24 * 3600
 
 @dataclass(frozen=True)
 class Authority:
-    """`public` certifies devices of `population`; `key` is the private half, if it is here."""
+    """The authority with key `public` for `population`; `key` is the private half if on this
+    server."""
 
     population: str
     public: bytes
@@ -28,7 +29,7 @@ class Authority:
 
     @classmethod
     def apart(cls, population: str, public: str) -> Authority:
-        """One whose private key is elsewhere; `public` in base64url. Raises ConfigurationError."""
+        """A separate authority with the key `public` (base64url). Raises ConfigurationError."""
         try:
             return cls(population, from_base64url(public, 32), None)
         except MalformedRequest as exc:
@@ -39,11 +40,11 @@ class Authority:
 
     @classmethod
     def here(cls, population: str, key: DeviceKey) -> Authority:
-        """The server itself."""
+        """The server itself as the authority."""
         return cls(population, key.public, key)
 
     def membership(self, device: Device, now: float) -> Membership:
-        """What `device` needs to show others that it is one."""
+        """The membership proof of `device` for other devices."""
         issued = None
         if self.key is not None:
             certificate = Certificate.issue(

@@ -1,8 +1,8 @@
-"""Who operates the server: tokens with a role each, and what a role may do.
+"""Authentication and authorization of operators: tokens with roles, and the permissions of a role.
 
-The token of the settings is the first administrator and makes the others. Of those the database has
-hashes, and this process a copy that is never older than `SEEN_WITHIN`: with the next second a token
-that was revoked on another server is refused by this one too.
+The token in the settings belongs to the first administrator, who creates the others. The database
+stores hashes of those, and this process caches them for at most `SEEN_WITHIN` seconds: a token
+revoked on another server is refused here within a second.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ from fedpress_server.storage.database import Database
 from fedpress_server.storage.tables import operators
 
 Permission = Literal["see", "run", "enrol", "administer"]
-"""see: read what is no secret; run: tasks, rounds, models, aliases; enrol: enrolment tokens and
-devices; administer: operators, the audit log, what is given up for good, the server itself."""
+"""Permissions. see: read non-secret data; run: tasks, rounds, models, aliases; enrol: enrolment
+tokens and devices; administer: operators, the audit log, deletion, the server itself."""
 
 MAY: dict[Role, frozenset[Permission]] = {
     "viewer": frozenset({"see"}),
@@ -46,13 +46,13 @@ MAY: dict[Role, frozenset[Permission]] = {
     "admin": frozenset({"see", "run", "enrol", "administer"}),
 }
 SETTINGS_TOKEN = "settings-token"  # noqa: S105
-"""The actor who has the token of the settings."""
+"""The actor with the token in the settings."""
 METRICS_TOKEN = "metrics-token"  # noqa: S105
 SEEN_WITHIN = 1.0
-"""Seconds after which every server of a database knows what another did to a token, at most."""
+"""Maximum seconds until a change of a token on one server takes effect on all."""
 UNGUESSABLE = 24
-"""Characters from which on nobody finds the settings' token by trying. A shorter one is not even
-compared for an address that has sent too many wrong ones."""
+"""Length from which the settings' token cannot be guessed. A shorter one is not even compared for
+an address that has sent too many wrong ones."""
 
 _log = logging.getLogger(__name__)
 
@@ -60,7 +60,7 @@ _COLUMNS = [operators.c[name] for name in OperatorStatus.model_fields]
 
 
 class Operators:
-    """Tells operators from strangers by the bearer token of a request."""
+    """Authenticates operators by the bearer token of a request."""
 
     def __init__(
         self,
@@ -83,11 +83,11 @@ class Operators:
         self._begun = 0
         self._telling: asyncio.Task[None] | None = None
 
-    async def start(self, name: str, **told: str) -> None:
-        """Tell the audit log that the server `name` begins, and from now on what it refuses."""
+    async def start(self, name: str, **details: str) -> None:
+        """Record the start of the server `name` in the audit log, and from now on its refusals."""
         now = self._clock()
         head = await self._database.write(
-            lambda c: audit.add(c, now, audit.SERVER, "server.started", name, **told)
+            lambda c: audit.add(c, now, audit.SERVER, "server.started", name, **details)
         )
         _log.info("the audit log is at %s", head)
         self._telling = asyncio.create_task(self._tell_forever())
@@ -104,7 +104,7 @@ class Operators:
             await self.write_refusals()
 
     async def check_reader(self, request: Request, permission: Permission) -> str:
-        """As `check`, for what the metrics token opens, too."""
+        """Like `check`, but also accepts the metrics token."""
         address = address_of(request)
         if self._metrics_hash is not None and self._refusals.may_try(address):
             with suppress(InvalidToken):
@@ -114,10 +114,10 @@ class Operators:
         return await self.check(request, permission)
 
     async def check(self, request: Request, permission: Permission) -> str:
-        """The actor whose token the request carries, for the audit log.
+        """The actor of the request's token, for the audit log.
 
-        Raises InvalidToken, RoleRequired, or TooManyRequests for wrong tokens that come too fast. A
-        right token is refused with that only if it is the settings' and short.
+        Raises InvalidToken, RoleRequired, or TooManyRequests after too many wrong tokens. A valid
+        token gets the last only if it is the settings' and short.
         """
         address = address_of(request)
         try:
@@ -127,28 +127,29 @@ class Operators:
             raise
         if self._is_settings(token_hash, address):
             return SETTINGS_TOKEN
-        found = await self._find(token_hash, address)
-        if found is None:
+        operator = await self._find(token_hash, address)
+        if operator is None:
             self._refuse_unknown(address)
-        if found.revoked_at is not None:
-            self._refusals.note("revoked", address, found.operator_id)
+        if operator.revoked_at is not None:
+            self._refusals.note("revoked", address, operator.operator_id)
             raise InvalidToken(
                 "this operator's token was revoked", hint="ask an admin for a new one"
             )
-        if self._clock() >= found.expires_at:
-            self._refusals.note("expired", address, found.operator_id)
+        if self._clock() >= operator.expires_at:
+            self._refusals.note("expired", address, operator.operator_id)
             raise InvalidToken(
                 "this operator's token has expired", hint="ask an admin for a new one"
             )
-        if permission not in MAY[found.role]:
-            self._refusals.note("role", address, found.operator_id)
+        if permission not in MAY[operator.role]:
+            self._refusals.note("role", address, operator.operator_id)
             able = [role for role in ROLES if permission in MAY[role]]
             raise RoleRequired(
-                f"the role {found.role} may not do this; {' or '.join(able)} may",
-                role=found.role,
+                f"the role {operator.role} is not allowed to do this; required: "
+                f"{' or '.join(able)}",
+                role=operator.role,
                 roles=able,
             )
-        return f"operator:{found.operator_id}"
+        return f"operator:{operator.operator_id}"
 
     def _is_settings(self, token_hash: str, address: str) -> bool:
         if self._settings_hash is None:
@@ -172,54 +173,55 @@ class Operators:
     async def _find(self, token_hash: str, address: str) -> OperatorStatus | None:
         if not 0 <= self._clock() - self._read_at < SEEN_WITHIN:
             await self._read()
-        found = self._known.get(token_hash)
-        if found is None and self._refusals.may_try(address):
-            await self._read()  # it may have been made a moment ago, on another server
-            found = self._known.get(token_hash)
-        return found
+        operator = self._known.get(token_hash)
+        if operator is None and self._refusals.may_try(address):
+            await self._read()  # it may have just been created on another server
+            operator = self._known.get(token_hash)
+        return operator
 
     async def _read(self) -> None:
-        """All of them anew; whoever waits for a reading that began later needs none of his own."""
+        """Reload all tokens; a caller that waited for a reload that started later does not repeat
+        it."""
         asked_at = self._begun
         async with self._reading:
             if self._begun > asked_at:
                 return
             now = self._clock()
             self._known = await self._database.read(_by_hash)
-            self._begun += 1  # after it succeeded: a reading that failed is nobody's
+            self._begun += 1  # after success only: a failed reload serves nobody
             self._read_at = now
 
-    async def create(self, asked: OperatorRequest, by: str) -> OperatorToken:
-        """A new token, of which only the hash is kept."""
+    async def create(self, new: OperatorRequest, by: str) -> OperatorToken:
+        """Create a token, of which only the hash is stored."""
         token, now = "fpo_" + secrets.token_urlsafe(24), self._clock()
         status = OperatorStatus(
             operator_id=secrets.token_hex(6),
-            role=asked.role,
-            note=asked.note,
+            role=new.role,
+            note=new.note,
             created_at=now,
             created_by=by,
-            expires_at=now + asked.expires_in,
+            expires_at=now + new.expires_in,
         )
 
         def write(connection: Connection) -> None:
             row = {**status.model_dump(), "token_hash": hash_of(token)}
             connection.execute(sa.insert(operators), row)
-            told = {"role": status.role, "note": status.note, "expires": int(status.expires_at)}
-            audit.add(connection, now, by, "operator.created", status.operator_id, **told)
+            details = {"role": status.role, "note": status.note, "expires": int(status.expires_at)}
+            audit.add(connection, now, by, "operator.created", status.operator_id, **details)
 
         await self._database.write(write)
         await self._read()
         return OperatorToken(**status.model_dump(), token=token)
 
     async def listed(self, after: str, limit: int) -> list[OperatorStatus]:
-        """The first `limit` by their ids, those after `after`; without secrets."""
+        """The first `limit` operators by id after `after`; without secrets."""
         query = sa.select(*_COLUMNS).where(operators.c.operator_id > after)
         query = query.order_by(operators.c.operator_id).limit(limit)
         rows = await self._database.read(lambda c: c.execute(query).all())
         return [OperatorStatus(**row._mapping) for row in rows]
 
     async def revoke(self, operator_id: str, by: str) -> OperatorStatus:
-        """Refuse the token from now on; done again, it changes nothing. Raises NotFound."""
+        """Revoke a token; idempotent. Raises NotFound."""
         now = self._clock()
 
         def write(connection: Connection) -> OperatorStatus:
@@ -227,27 +229,27 @@ class Operators:
             row = connection.execute(query).one_or_none()
             if row is None:
                 raise NotFound(f"no operator {operator_id[:64]!r}")
-            found = OperatorStatus(**row._mapping)
-            if found.revoked_at is None:
+            operator = OperatorStatus(**row._mapping)
+            if operator.revoked_at is None:
                 is_this = operators.c.operator_id == operator_id
                 connection.execute(sa.update(operators).where(is_this).values(revoked_at=now))
-                audit.add(connection, now, by, "operator.revoked", operator_id, role=found.role)
-                found = found.model_copy(update={"revoked_at": now})
-            return found
+                audit.add(connection, now, by, "operator.revoked", operator_id, role=operator.role)
+                operator = operator.model_copy(update={"revoked_at": now})
+            return operator
 
-        found = await self._database.write(write)
+        operator = await self._database.write(write)
         await self._read()
-        return found
+        return operator
 
     async def write_refusals(self) -> None:
-        """Tell the audit log of what was refused since the last time."""
+        """Write the refusals since the last call to the audit log."""
         if write := self._refusals.take():
             try:
                 await self._database.write(write)
-            except Exception as exc:  # tried again with the next window
+            except Exception as exc:  # retried with the next window
                 self._refusals.put_back()
-                told = "refused attempts to operate the server could not be written down"
-                outages.tell(_log, exc, told)
+                message = "could not write refused operator requests to the audit log"
+                outages.tell(_log, exc, message)
 
 
 def _by_hash(connection: Connection) -> dict[str, OperatorStatus]:

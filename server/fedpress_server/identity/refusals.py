@@ -1,5 +1,5 @@
-"""Attempts to operate the server that were refused: counted, slowed down, and told in the audit log
-in windows, so that strangers cannot fill the disk with it."""
+"""Refused operator requests: counted, rate-limited, and summarized in the audit log by time window,
+so that strangers cannot fill the disk."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from fedpress_server.identity import audit
 from fedpress_server.identity.limits import Budgets
 
 WINDOW_SECONDS = 60.0
-"""What was refused within a window is one entry of the audit log."""
+"""Seconds of a window; its refusals are one entry of the audit log."""
 BURST, PER_SECOND = 20.0, 0.2
-"""Wrong tokens that an address may send at once, and how fast it may go on."""
+"""Wrong tokens allowed per address: burst and rate."""
 _MOST_TOLD = 16
 
 Reason = Literal["no-token", "unknown", "expired", "revoked", "role", "too-many"]
@@ -25,12 +25,12 @@ Reason = Literal["no-token", "unknown", "expired", "revoked", "role", "too-many"
 class Refused(NamedTuple):
     reason: Reason
     operator: str
-    """The id of the operator whose token it was; empty if it was nobody's."""
+    """The operator id of the token; empty if unknown."""
     address: str
 
 
 class Refusals:
-    """`count` tells a counter of every one by its reason."""
+    """Records refusals; `count` is called with the reason of each."""
 
     def __init__(self, clock: Callable[[], float], count: Callable[[Reason], None]) -> None:
         self._clock = clock
@@ -40,17 +40,17 @@ class Refusals:
         self._refused: Counter[Refused] = Counter()
         self._others = 0
         self._taken = self._since, self._refused, self._others
-        """The window that was taken last."""
+        """The last window that was taken."""
 
     def may_try(self, address: str) -> bool:
-        """Whether the address has not spent its budget of wrong tokens."""
+        """Whether the address has budget left for wrong tokens."""
         return self._budgets.wait(address, self._clock()) == 0
 
     def note(self, reason: Reason, address: str, operator: str = "") -> None:
-        """Count a request that is refused; a wrong token is paid for.
+        """Count a refused request; a wrong token spends budget.
 
-        Raises TooManyRequests, in place of what the caller would raise, if the budget of wrong
-        tokens was spent before.
+        Raises TooManyRequests, instead of the caller's error, if the budget for wrong tokens is
+        exhausted.
         """
         now = self._clock()
         wait = self._budgets.wait(address, now) if reason == "unknown" else 0.0
@@ -70,7 +70,7 @@ class Refusals:
             self._others += 1
 
     def put_back(self) -> None:
-        """What was taken last was not written: it belongs to the window that goes on."""
+        """Return the last window, which could not be written, to the current one."""
         self._since, refused, others = self._taken
         self._others += others
         for each, times in refused.items():
@@ -80,7 +80,7 @@ class Refusals:
                 self._others += times
 
     def take(self) -> Callable[[Connection], None] | None:
-        """What writes the window that ends now; None if nothing was refused in it."""
+        """The write for the window that ends now; None without refusals."""
         since, now = self._since, self._clock()
         refused, others = self._refused, self._others
         self._taken = since, refused, others

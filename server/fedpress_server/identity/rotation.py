@@ -1,12 +1,11 @@
-"""To sign with another key: made beside the old one, named by it, and then put in its place.
+"""Rotation of the server's signing key: create the next key, sign the rollover, switch.
 
     rotate → (copy the file to every machine that has one of its own) → switch → retire
 
-The server's key lies in FILE. The next one is FILE.next, the one before FILE.former, and FILE.chain
-has the statements by which each handed over to the next; FILE.replacing is one that `replace` has
-made, until it is FILE. A server takes whichever of them the database says, so files and database
-need not change at one moment; each step may be repeated, and killed anywhere is only to be
-repeated.
+The server's key is in FILE. The next key is FILE.next, the previous one FILE.former, and FILE.chain
+has the rollover statements; FILE.replacing is a key created by `replace` until it becomes FILE. A
+server uses the one that the database names, so files and database need not change atomically; every
+step is idempotent and can be repeated after a crash.
 """
 
 from __future__ import annotations
@@ -52,15 +51,16 @@ _STATEMENTS = TypeAdapter(list[SignedKeyRollover])
 
 
 class Standing(Term):
-    """The server's key, by ids. `here` are those whose private half this machine has."""
+    """The state of the server's keys, by ids. `here` are those with a private half on this
+    machine."""
 
     current: str
     next: str | None
-    """Made, and not in force."""
+    """Created, but not active."""
     former: tuple[str, ...]
     here: tuple[str, ...]
     public: str
-    """The current key itself, base64url, as devices are given it."""
+    """The current public key, base64url, as configured on devices."""
 
 
 class Retired(Term):
@@ -84,7 +84,7 @@ def replacing_file(place: Path) -> Path:
 
 
 def key_files(place: Path) -> tuple[Path, ...]:
-    """Where a private key of the server may lie, `place` first."""
+    """The possible files of the server's private keys, `place` first."""
     return place, next_file(place), former_file(place), replacing_file(place)
 
 
@@ -93,9 +93,9 @@ def chain_file(place: Path) -> Path:
 
 
 def ring(place: Path) -> Ring:
-    """Every key of the server that lies at `place` or beside it; raises ConfigurationError for a
-    file that holds none."""
-    found: dict[bytes, DeviceKey] = {}
+    """All keys of the server at `place` and beside it; raises ConfigurationError for a file without
+    a key."""
+    keys: dict[bytes, DeviceKey] = {}
     for file in key_files(place):
         check_private(file, "the server's key")
         try:
@@ -106,14 +106,15 @@ def ring(place: Path) -> Ring:
             raise ConfigurationError(f"{file}: {exc.strerror}") from exc
         except (FedpressError, ValueError) as exc:
             raise ConfigurationError(
-                f"{file} holds no Ed25519 private key in PEM", hint="put the server's own back"
+                f"{file} is not an Ed25519 private key in PEM",
+                hint="restore the server's own key file",
             ) from exc
-        found[key.public] = key
-    return found
+        keys[key.public] = key
+    return keys
 
 
 def chain(place: Path) -> list[SignedKeyRollover]:
-    """The statements that lie beside the key; none where there is no file."""
+    """The statements in the chain file beside the key; none without a file."""
     file = chain_file(place)
     try:
         with file.open("rb") as opened:
@@ -123,22 +124,22 @@ def chain(place: Path) -> list[SignedKeyRollover]:
     except OSError as exc:
         raise ConfigurationError(f"{file}: {exc.strerror}") from exc
     try:
-        found = _STATEMENTS.validate_json(data)
-        for each in found:
+        statements_ = _STATEMENTS.validate_json(data)
+        for each in statements_:
             verify_key_rollover(each)
     except (ValidationError, FedpressError) as exc:
         why = format_validation_errors(exc) if isinstance(exc, ValidationError) else exc.detail
         raise ConfigurationError(
-            f"{file} is no chain of server keys: {why}", hint="bring it back from a copy"
+            f"{file} is not a chain of server keys: {why}", hint="restore it from a copy"
         ) from exc
-    return found
+    return statements_
 
 
-def _settle(place: Path, current: bytes, said: Collection[SignedKeyRollover]) -> None:
-    """Give each file its name by what the database says; the statements come first."""
+def _settle(place: Path, current: bytes, rollovers: Collection[SignedKeyRollover]) -> None:
+    """Rename the files according to the database; the statements come first."""
     folder, on_disk = LocalPayloads(place.parent), ring(place)
-    if said:
-        text = json.dumps([each.model_dump(mode="json") for each in said], indent=1) + "\n"
+    if rollovers:
+        text = json.dumps([each.model_dump(mode="json") for each in rollovers], indent=1) + "\n"
         folder.put(chain_file(place).name, text.encode())
     if current not in on_disk:
         return
@@ -159,19 +160,19 @@ def _settle(place: Path, current: bytes, said: Collection[SignedKeyRollover]) ->
 
 
 def first_key(connection: Connection) -> bytes | None:
-    """The key that signed before any change; None if there was none."""
+    """The key before the first rollover; None if there was none."""
     query = (
         sa.select(successions.c.public_key)
         .where(successions.c.active_at.is_not(None))
         .order_by(successions.c.active_at)
         .limit(1)
     )
-    found = connection.execute(query).scalar_one_or_none()
-    return None if found is None else bytes(found)
+    key = connection.execute(query).scalar_one_or_none()
+    return None if key is None else bytes(key)
 
 
 def check_open_sessions(connection: Connection, keys: SigningKeys) -> None:
-    """Raises ConfigurationError where an open masked round needs a key that is not here."""
+    """Raise ConfigurationError if an open masked round needs a key that is not on this machine."""
     for opened_at in _open_masked(connection):
         try:
             keys.at(opened_at)
@@ -181,18 +182,18 @@ def check_open_sessions(connection: Connection, keys: SigningKeys) -> None:
 
 def _current(connection: Connection) -> bytes | None:
     query = sa.select(server_keys.c.public_key).where(server_keys.c.purpose == "server")
-    found = connection.execute(query).scalar_one_or_none()
-    return None if found is None else bytes(found)
+    key = connection.execute(query).scalar_one_or_none()
+    return None if key is None else bytes(key)
 
 
 def _prepared(connection: Connection) -> SignedKeyRollover | None:
     query = sa.select(successions.c.statement).where(successions.c.active_at.is_(None))
-    found = connection.execute(query).scalar_one_or_none()
-    return None if found is None else SignedKeyRollover.model_validate_json(found)
+    text = connection.execute(query).scalar_one_or_none()
+    return None if text is None else SignedKeyRollover.model_validate_json(text)
 
 
 def _open_masked(connection: Connection) -> list[float]:
-    """When the open attempts of masked tasks were opened."""
+    """The opening times of open attempts of masked tasks."""
     query = (
         sa.select(rounds.c.opened_at, tasks.c.config)
         .join(tasks, tasks.c.task == rounds.c.task)
@@ -217,8 +218,8 @@ def _write(connection: Connection, signed: SignedKeyRollover, active_at: float |
 
 
 def _put_in_force(connection: Connection, signed: SignedKeyRollover, now: float, by: str) -> None:
-    """From here on the successor signs. Every task is new to whoever holds it in memory, so that
-    nobody writes another step before having read which key it is."""
+    """Activate the successor. Increments the version of every task, so that no server writes
+    another step before it has read the new key."""
     key, successor = verify_key_rollover(signed)
     opened = connection.execute(sa.select(sa.func.max(rounds.c.opened_at))).scalar() or 0.0
     before = connection.execute(sa.select(sa.func.max(successions.c.active_at))).scalar()
@@ -230,7 +231,10 @@ def _put_in_force(connection: Connection, signed: SignedKeyRollover, now: float,
         .values(active_at=at)
     )
     if changed.rowcount != 1:
-        raise Conflict("somebody else changed the server's key meanwhile", hint="look again")
+        raise Conflict(
+            "the server's key was changed concurrently; check the state and retry",
+            hint="look again",
+        )
     connection.execute(
         sa.update(server_keys).where(server_keys.c.purpose == "server").values(public_key=successor)
     )
@@ -241,29 +245,29 @@ def _put_in_force(connection: Connection, signed: SignedKeyRollover, now: float,
 
 
 async def bring_forward(
-    database: Database, place: Path, held: Ring, clock: Callable[[], float]
+    database: Database, place: Path, keys: Ring, clock: Callable[[], float]
 ) -> None:
-    """Have a database that came back from before changes of the key take them from FILE.chain."""
-    said = await asyncio.to_thread(chain, place)
-    if not said:
+    """Apply the rollovers in FILE.chain to a database that was restored from before them."""
+    rollovers = await asyncio.to_thread(chain, place)
+    if not rollovers:
         return
 
     def write(connection: Connection) -> None:
-        known, last = _current(connection), verify_key_rollover(said[-1])[1]
-        if known is None or known == last or last not in held:
+        known, last = _current(connection), verify_key_rollover(rollovers[-1])[1]
+        if known is None or known == last or last not in keys:
             return
         already = {each.succession.successor for each in statements(connection)}
-        if said[-1].succession.successor in already:
+        if rollovers[-1].succession.successor in already:
             return  # the database is ahead of the file
         try:
-            follow_rollovers(known, key_id_of(last), said)
+            follow_rollovers(known, key_id_of(last), rollovers)
         except FedpressError as exc:
             raise ConfigurationError(
-                f"the database is signed for with key {key_id_of(known)}, and {chain_file(place)} "
+                f"the database's signing key is {key_id_of(known)}, and {chain_file(place)} "
                 f"does not lead from it to {key_id_of(last)}",
-                hint="are both of one server? Bring back the chain that belongs to the key",
+                hint="are both from the same server? Restore the chain file of this key",
             ) from exc
-        by_key = {verify_key_rollover(each)[0]: each for each in said}
+        by_key = {verify_key_rollover(each)[0]: each for each in rollovers}
         connection.execute(sa.delete(successions).where(successions.c.active_at.is_(None)))
         while known != last:
             _write(connection, by_key[known], None)
@@ -273,23 +277,23 @@ async def bring_forward(
     await database.write(write)
 
 
-# What an operator does
+# Operator commands
 
 
 async def standing(database: Database, place: Path) -> Standing:
-    held = await asyncio.to_thread(ring, place)
+    keys = await asyncio.to_thread(ring, place)
 
     def read(connection: Connection) -> Standing:
         current, prepared = _current(connection), _prepared(connection)
         if current is None:
             raise ConfigurationError(
-                "the database is signed for with no key yet", hint="start the server once"
+                "the database has no signing key yet", hint="start the server once"
             )
         return Standing(
             current=key_id_of(current),
             next=None if prepared is None else key_id_of(verify_key_rollover(prepared)[1]),
             former=tuple(each.key_id for each in statements(connection)),
-            here=tuple(map(key_id_of, held)),
+            here=tuple(map(key_id_of, keys)),
             public=to_base64url(current),
         )
 
@@ -297,46 +301,53 @@ async def standing(database: Database, place: Path) -> Standing:
 
 
 async def rotate(database: Database, place: Path, clock: Callable[[], float]) -> Standing:
-    """Make the next key, FILE.next, and the statement that names it. Nothing signs with it yet."""
+    """Create the next key, FILE.next, and the statement that names it. Nothing signs with it
+    yet."""
     before = await standing(database, place)
-    held = {
+    details = {
         key_id_of(public): key for public, key in (await asyncio.to_thread(ring, place)).items()
     }
     if before.next is not None:
-        if before.next not in held:
+        if before.next not in details:
             raise ConfigurationError(
-                f"the next key is {before.next}, and it was made on another machine",
+                f"the next key {before.next} was created on another machine",
                 hint=f"copy {next_file(place).name} from there, then fedpress server key switch",
             )
         return before
-    if before.current not in held:
+    if before.current not in details:
         raise ConfigurationError(
-            f"server key {before.current} is not at {place}: only it can name the next",
-            hint="run this where a server of this database has its key",
+            f"server key {before.current} is not at {place}, but the current key must sign the "
+            "next",
+            hint="run this on a machine that has the key of a server of this database",
         )
     if len(before.former) >= MAX_KEY_ROLLOVERS:
-        raise ConfigurationError(f"the server's key was changed {MAX_KEY_ROLLOVERS} times already")
-    said = await database.read(statements)
-    current = held[before.current]
-    await asyncio.to_thread(_settle, place, current.public, said)
+        raise ConfigurationError(
+            f"the server's key was already changed {MAX_KEY_ROLLOVERS} times, the maximum"
+        )
+    rollovers = await database.read(statements)
+    current = details[before.current]
+    await asyncio.to_thread(_settle, place, current.public, rollovers)
     following = next_file(place)
-    if following.exists():  # of an attempt that was killed before the database had it
-        made = DeviceKey.from_pem(following.read_bytes())
+    if following.exists():  # left by a run that was killed before the database had it
+        new = DeviceKey.from_pem(following.read_bytes())
     else:
-        made = DeviceKey.generate()
-        await asyncio.to_thread(LocalPayloads(place.parent).put, following.name, made.to_pem())
-    signed = sign_key_rollover(current, made.public, int(clock()))
+        new = DeviceKey.generate()
+        await asyncio.to_thread(LocalPayloads(place.parent).put, following.name, new.to_pem())
+    signed = sign_key_rollover(current, new.public, int(clock()))
 
     def write(connection: Connection) -> None:
         if _current(connection) != current.public or _prepared(connection) is not None:
-            raise Conflict("somebody else changed the server's key meanwhile", hint="look again")
+            raise Conflict(
+                "the server's key was changed concurrently; check the state and retry",
+                hint="look again",
+            )
         _write(connection, signed, None)
         audit.add(
             connection,
             clock(),
             audit.COMMAND,
             "server-key.announced",
-            made.key_id,
+            new.key_id,
             former=current.key_id,
         )
 
@@ -345,64 +356,67 @@ async def rotate(database: Database, place: Path, clock: Callable[[], float]) ->
 
 
 async def switch(database: Database, place: Path, clock: Callable[[], float]) -> Standing:
-    """Have the next key sign from now on, and give this machine's files their names."""
+    """Activate the next key, and rename this machine's files."""
     before = await standing(database, place)
     if before.next is not None:
         if before.next not in before.here:
             raise ConfigurationError(
                 f"the next key {before.next} is not at {next_file(place)}",
-                hint="copy it from the machine where it was made; every server needs it",
+                hint="copy it from the machine that created it; every server needs it",
             )
 
         def write(connection: Connection) -> None:
             prepared = _prepared(connection)
             if prepared is None or key_id_of(verify_key_rollover(prepared)[1]) != before.next:
-                raise Conflict("somebody else changed the server's key meanwhile")
+                raise Conflict(
+                    "the server's key was changed concurrently; check the state and retry"
+                )
             _put_in_force(connection, prepared, clock(), audit.COMMAND)
 
         await database.write(write)
     current = await database.read(_current)
-    said = await database.read(statements)
+    rollovers = await database.read(statements)
     if current is not None:
-        await asyncio.to_thread(_settle, place, current, said)
+        await asyncio.to_thread(_settle, place, current, rollovers)
     return await standing(database, place)
 
 
 async def replace(database: Database, place: Path, clock: Callable[[], float]) -> Standing:
-    """Sign with a new key that no chain leads to, after a leak: devices believe nothing more before
-    they are given it. The old key and its chain go. Raises Conflict while a masked round goes on.
+    """Replace the key without a chain, after a leak: devices trust nothing until they are given the
+    new key. Deletes the old key and its chain. Raises Conflict while a masked round is open.
 
-    The chain's file goes before the database's statements, which would be found beside it as those
-    of another server; the new key is FILE.replacing until the database has it, and FILE then.
+    The chain file is deleted before the database's statements, since a chain file without them
+    would look like another server's; the new key is FILE.replacing until the database has it, then
+    FILE.
     """
 
     def current_of(connection: Connection) -> bytes:
         current = _current(connection)
         if current is None:
             raise ConfigurationError(
-                "the database is signed for with no key yet", hint="start the server once"
+                "the database has no signing key yet", hint="start the server once"
             )
         if _open_masked(connection):
             raise Conflict(
-                "a masked round goes on, which the old key signs",
+                "a masked round is open, and the old key signs its session",
                 hint="abort it first (fedpress round abort)",
             )
         return current
 
     before = await database.read(current_of)
     await asyncio.to_thread(_settle, place, before, ())
-    made = DeviceKey.generate()
+    new = DeviceKey.generate()
     folder = LocalPayloads(place.parent)
-    await asyncio.to_thread(folder.put, replacing_file(place).name, made.to_pem())
+    await asyncio.to_thread(folder.put, replacing_file(place).name, new.to_pem())
 
     def write(connection: Connection) -> None:
         current = current_of(connection)
-        gone = [to_base64url(key) for key in history(connection, current).keys]
+        replaced_keys = [to_base64url(key) for key in history(connection, current).keys]
         connection.execute(sa.delete(successions))
         connection.execute(
             sa.update(server_keys)
             .where(server_keys.c.purpose == "server")
-            .values(public_key=made.public)
+            .values(public_key=new.public)
         )
         connection.execute(sa.update(tasks).values(version=tasks.c.version + 1))
         audit.add(
@@ -410,23 +424,23 @@ async def replace(database: Database, place: Path, clock: Callable[[], float]) -
             clock(),
             audit.COMMAND,
             "server-key.activated",
-            made.key_id,
+            new.key_id,
             former=key_id_of(current),
             chain=False,
-            replaced=gone,
+            replaced=replaced_keys,
         )
 
     chain_file(place).unlink(missing_ok=True)
     await database.write(write)
-    await asyncio.to_thread(_settle, place, made.public, ())
+    await asyncio.to_thread(_settle, place, new.public, ())
     for file in (former_file(place), next_file(place)):
         file.unlink(missing_ok=True)
     return await standing(database, place)
 
 
 def replaced(connection: Connection) -> list[bytes]:
-    """The public keys that were replaced, and those before them: nobody is to believe them any
-    more, and receipts of their time are signed by them."""
+    """The replaced public keys and their predecessors, which are no longer trusted, but signed the
+    receipts of their time."""
     row = audit_log.c
     activated = sa.select(row.details).where(row.action == "server-key.activated").order_by(row.seq)
     return [
@@ -437,7 +451,7 @@ def replaced(connection: Connection) -> list[bytes]:
 
 
 async def retire(database: Database, place: Path, clock: Callable[[], float]) -> Retired:
-    """Erase FILE.former. Raises Conflict while a masked round goes on that began under it."""
+    """Delete FILE.former. Raises Conflict while a masked round is open that started under it."""
     file = former_file(place)
     if not file.exists():
         return Retired(erased=None)
@@ -445,7 +459,7 @@ async def retire(database: Database, place: Path, clock: Callable[[], float]) ->
     current = await database.read(_current)
     if current is None or key.public == current:
         raise ConfigurationError(
-            f"{file} is the key that signs, and not a former one", hint="name the files anew"
+            f"{file} is the active key, not a former one", hint="name the files anew"
         )
 
     def newest_change(connection: Connection) -> float:
@@ -454,8 +468,8 @@ async def retire(database: Database, place: Path, clock: Callable[[], float]) ->
     changed_at = await database.read(newest_change)
     if any(each <= changed_at for each in await database.read(_open_masked)):
         raise Conflict(
-            f"a masked round goes on that began under key {key.key_id}",
-            hint="wait until it is over, or abort it (fedpress round abort)",
+            f"a masked round that started under key {key.key_id} is still open",
+            hint="wait until it closes, or abort it (fedpress round abort)",
         )
     await database.write(
         lambda c: audit.add(c, clock(), audit.COMMAND, "server-key.retired", key.key_id)

@@ -1,8 +1,8 @@
-"""The keys that this server signs with: receipts, and where it is the authority certificates.
+"""The server's key files: for receipts, and for certificates if it is the authority.
 
-They are files of this machine, never of the store, whose privacy they do not depend on. The
-database remembers their public halves, so that every server of one database signs with the same:
-a receipt signed by another key is none to a device.
+They are files on this machine, never in the store, and do not depend on its privacy. The database
+records their public halves, so that all servers of one database sign with the same key: devices
+reject a receipt signed by another.
 """
 
 from __future__ import annotations
@@ -34,16 +34,15 @@ PURPOSES: tuple[Purpose, ...] = ("server", "authority")
 async def signing_key(
     purpose: Purpose, file: Path | None, data_dir: Path, database: Database
 ) -> DeviceKey:
-    """From `file`, or from `<purpose>-key.pem` in the data folder, where the first server of a
-    database makes it, readable by its owner alone. Raises ConfigurationError."""
+    """Load a key from `file`, or from `<purpose>-key.pem` in the data folder, where the first
+    server of a database creates it, readable only by its owner. Raises ConfigurationError."""
     setting, default = f"{purpose}_key_file", f"{purpose}-key.pem"
     known = await database.read(lambda c: known_key(c, purpose))
     key = _from_file(setting, file) if file else _from_folder(default, data_dir)
     if key is None:
         if known is not None:
             raise ConfigurationError(
-                f"this server has no {purpose} key, and the database is signed for with key "
-                f"{key_id_of(known)}",
+                f"this server has no {purpose} key, but the database's is {key_id_of(known)}",
                 hint=f"copy {default} from a server of this database and name it as {setting} "
                 f"(FEDPRESS_{setting.upper()})",
             )
@@ -54,8 +53,8 @@ async def signing_key(
         known = await database.write(lambda c: known_key(c, purpose) or _record(c, purpose, public))
     if known != public:
         raise ConfigurationError(
-            f"this server's {purpose} key is {key_id_of(public)}, and the database is signed for "
-            f"with key {key_id_of(known)}",
+            f"this server's {purpose} key is {key_id_of(public)}, but the database's is "
+            f"{key_id_of(known)}",
             hint=f"give every server of one database the same {setting} "
             f"(FEDPRESS_{setting.upper()})",
         )
@@ -65,11 +64,11 @@ async def signing_key(
 async def signing_keys(
     file: Path | None, data_dir: Path, database: Database, clock: Callable[[], float] = time.time
 ) -> SigningKeys:
-    """The server's keys, as `signing_key` finds the first; of those that the database has been
-    signed for with, this machine needs the newest, and that of each open masked round.
+    """Load the server's keys, the first like `signing_key`. This machine needs the newest key in
+    the database, and that of each open masked round.
 
-    Where the key's own record of its predecessors is ahead of the database, as after a restore,
-    the database is brought forward. Raises ConfigurationError.
+    If the chain file is ahead of the database, as after a restore, its rollovers are applied to the
+    database. Raises ConfigurationError.
     """
     place = file or data_dir / "server-key.pem"
     ring = await asyncio.to_thread(rotation.ring, place)
@@ -89,29 +88,29 @@ async def signing_keys(
 
 
 async def first_keys(settings: Settings, database: Database) -> list[Path]:
-    """Make the key files that the settings name and that are not there, where the database is
-    signed for with no key yet, so that servers which share them find them. Returns those made.
+    """Create the missing key files of the settings, if the database has no signing key yet, so that
+    servers that share them find them. Returns the created files.
 
-    Whoever does so at the same time, here or elsewhere, waits for its turn at the database.
+    Concurrent calls, here or on other machines, are serialized by the database.
     """
-    made = []
+    created = []
     for purpose in PURPOSES:
         file: Path | None = getattr(settings, f"{purpose}_key_file")
         if file is None or (purpose == "authority" and settings.masking_authority):
             continue
         if await database.write(partial(_make, purpose, file, DeviceKey.generate())):
-            made.append(file)
-    return made
+            created.append(file)
+    return created
 
 
 def _make(purpose: Purpose, file: Path, key: DeviceKey, connection: Connection) -> bool:
-    """Whether there was neither a file nor a key on record, and `key` is both now. The file is on
-    the disk before the record is: a key on record that nobody has could never sign."""
+    """Store `key` if there is neither a file nor a recorded key; returns whether it was stored. The
+    file is durable before the record: a recorded key without a file could never sign."""
     if known_key(connection, purpose) is not None:
-        return False  # of a key that is elsewhere whoever has it is to bring a copy
+        return False  # the key exists elsewhere: the operator has to copy it here
     if not file.exists():
         LocalPayloads(file.parent).put(file.name, key.to_pem())
-    elif not _holds(file, key):  # unless this is done once more
+    elif not _holds(file, key):  # until this is repeated
         return False
     _record(connection, purpose, key.public)
     return True
@@ -125,16 +124,16 @@ def _holds(file: Path, key: DeviceKey) -> bool:
 
 
 def key_file(purpose: Purpose, settings: Settings) -> Path:
-    """Where a server of these settings has the key, if it has one."""
-    given: Path | None = getattr(settings, f"{purpose}_key_file")
-    return given or settings.data_dir / f"{purpose}-key.pem"
+    """The key file of a server with these settings."""
+    path: Path | None = getattr(settings, f"{purpose}_key_file")
+    return path or settings.data_dir / f"{purpose}-key.pem"
 
 
 def known_key(connection: Connection, purpose: Purpose) -> bytes | None:
-    """The public half that the database remembers."""
+    """The public half recorded in the database."""
     query = sa.select(server_keys.c.public_key).where(server_keys.c.purpose == purpose)
-    found = connection.execute(query).scalar_one_or_none()
-    return None if found is None else bytes(found)
+    key = connection.execute(query).scalar_one_or_none()
+    return None if key is None else bytes(key)
 
 
 def _record(connection: Connection, purpose: Purpose, public: bytes) -> bytes:
@@ -165,5 +164,5 @@ def _parsed(pem: bytes, where: str) -> DeviceKey:
         return DeviceKey.from_pem(pem)
     except (FedpressError, ValueError) as exc:
         raise ConfigurationError(
-            f"{where} holds no Ed25519 private key in PEM", hint="put the server's own back"
+            f"{where} is not an Ed25519 private key in PEM", hint="put the server's own back"
         ) from exc

@@ -1,8 +1,8 @@
-"""Which of a machine's keys signs, as the database has it.
+"""Selection of the signing key among a machine's keys, by the database.
 
-A server's key is changed while servers run (`rotation`). The database says which key signs, and
-since when; a server reads that again and again, and with every change of a task. What is to come
-out the same on every server, the masked session of an attempt, goes by when the attempt was opened.
+A server's key is rotated while servers run (`rotation`). The database has the active key and its
+start time; a server reads it periodically, and with every change of a task. A masked session must
+be the same on every server, so its key is the one that was active when the attempt was opened.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ class KeyIsElsewhere(LookupError):
 
 @dataclass(frozen=True, slots=True)
 class History:
-    """The public keys that have signed for a database, in order; each but the first since one of
-    the times `since`, Unix seconds, later than every attempt that was opened before."""
+    """The signing keys of a database in order; `since` has the start time of each but the first,
+    Unix seconds, later than every attempt that was opened before."""
 
     keys: tuple[bytes, ...]
     since: tuple[float, ...] = ()
@@ -50,7 +50,7 @@ class History:
 
 
 def history(connection: Connection, first: bytes) -> History:
-    """What the database says; `first` is the key that signs if it says nothing."""
+    """The history in the database; `first` is the active key if it has none."""
     query = (
         sa.select(successions.c.public_key, successions.c.successor, successions.c.active_at)
         .where(successions.c.active_at.is_not(None))
@@ -59,27 +59,27 @@ def history(connection: Connection, first: bytes) -> History:
     rows = connection.execute(query).all()
     if not rows:
         query = sa.select(server_keys.c.public_key).where(server_keys.c.purpose == "server")
-        found = connection.execute(query).scalar_one_or_none()
-        return History((first if found is None else bytes(found),))
+        key = connection.execute(query).scalar_one_or_none()
+        return History((first if key is None else bytes(key),))
     keys = (bytes(rows[0].public_key), *(bytes(row.successor) for row in rows))
     return History(keys, tuple(row.active_at for row in rows))
 
 
 def statements(connection: Connection) -> list[SignedKeyRollover]:
-    """Every change of key that has come into force, the oldest first."""
+    """All active rollovers, oldest first."""
     query = (
         sa.select(successions.c.statement)
         .where(successions.c.active_at.is_not(None))
         .order_by(successions.c.active_at)
     )
-    found = connection.execute(query).scalars()
-    return [SignedKeyRollover.model_validate_json(text) for text in found]
+    texts = connection.execute(query).scalars()
+    return [SignedKeyRollover.model_validate_json(text) for text in texts]
 
 
 class SigningKeys:
-    """The keys that this machine has, and what it knows of the database's history.
+    """This machine's keys, and its copy of the database's key history.
 
-    `load` reads the key files again. Values are replaced whole, so any thread may ask.
+    `load` reads the key files again. Values are replaced atomically, so it is thread-safe.
     """
 
     def __init__(self, ring: Ring, known: History, load: Callable[[], Ring]) -> None:
@@ -88,22 +88,23 @@ class SigningKeys:
 
     @classmethod
     def of(cls, key: DeviceKey) -> SigningKeys:
-        """One key for all time."""
+        """A single key without rollovers."""
         ring = {key.public: key}
         return cls(ring, History((key.public,)), lambda: ring)
 
     @property
     def current(self) -> DeviceKey:
-        """What signs receipts: the newest key of the database that is here.
+        """The key for receipts: the newest key of the database on this machine.
 
-        Raises Unavailable where none of them is, as after a change without a chain.
+        Raises Unavailable if there is none, as after a replacement without a chain.
         """
         ring, known = self._ring, self._known
         found = next((ring[key] for key in reversed(known.keys) if key in ring), None)
         if found is None:
             raise Unavailable(
-                f"the database is signed for with server key {key_id_of(known.newest)}, and this "
-                "machine has none of its keys",
+                f"the database's server key is {key_id_of(known.newest)}, but this machine has "
+                "none of "
+                "its keys",
                 hint="copy the new key's file to this machine",
                 retry_after=_RETRY_AFTER,
             )
@@ -111,18 +112,18 @@ class SigningKeys:
 
     @property
     def first(self) -> bytes:
-        """The public key that signed first, as far as the database says: changes with a chain
-        leave it as it is, and one without (`rotation.replace`) begins anew."""
+        """The first public key in the database's history: rollovers keep it, a replacement without
+        a chain (`rotation.replace`) resets it."""
         return self._known.keys[0]
 
     @property
     def missing(self) -> str | None:
-        """The id of the key that should sign and is not here; None if all is well."""
+        """The id of the active key if it is missing on this machine; None otherwise."""
         newest = self._known.newest
         return None if newest in self._ring else key_id_of(newest)
 
     def at(self, opened_at: float) -> DeviceKey:
-        """The key of the masked session of an attempt that was opened then (Unix seconds).
+        """The key for the masked session of an attempt opened at this time (Unix seconds).
 
         Raises KeyIsElsewhere.
         """
@@ -136,16 +137,16 @@ class SigningKeys:
             ) from None
 
     def is_outdated(self, key_id: str) -> bool:
-        """Whether what the key of this id has signed is to be signed anew: it is neither the
-        current key nor one after it, of which this machine may not have the file yet.
+        """Whether a document of this key must be signed again: the key is neither the current one
+        nor a later one, whose file this machine may not have yet.
 
-        Raises Unavailable as `current` does.
+        Raises Unavailable like `current`.
         """
         ids = [key_id_of(key) for key in self._known.keys]
         return key_id not in ids[ids.index(self.current.key_id) :]
 
     def read(self, connection: Connection) -> None:
-        """Take in what the database says by now."""
+        """Read the database's current key history."""
         known = history(connection, self._known.keys[0])
         if known == self._known and known.newest in self._ring:
             return
@@ -157,8 +158,8 @@ class SigningKeys:
             _log.warning("signing with server key %s from now on", self.current.key_id)
         elif is_news:
             _log.error(
-                "the database is signed for with server key %s, which is not on this machine: copy "
-                "the new key's file here; until then the newest of its keys that is here signs, "
-                "which devices believe for a day, and where there is none nothing is signed",
+                "the database's server key is %s, which is not on this machine: copy "
+                "the new key's file here; until then the newest of its keys on this machine signs, "
+                "which devices accept for a day; without any, nothing is signed",
                 self.missing,
             )

@@ -1,1 +1,1 @@
-"""What a running server lets its operators see: log lines, figures, traces."""
+"""Observability: logs, metrics and traces."""

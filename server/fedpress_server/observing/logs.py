@@ -1,7 +1,7 @@
-"""Log lines: one for each event, as JSON or for people, with on whose behalf it happened.
+"""Structured logs: one line per event, as JSON or text, with the context of the request or round.
 
-Libraries log through the same door, from level warning on, whatever the server's own level: at
-debug, sqlalchemy would write down every row.
+Libraries log through the same handler from level warning on, independent of the server's level: at
+debug, sqlalchemy would log every row.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ OURS = (
     "fedpress_compression",
     "uvicorn",
 )
-"""Loggers that go by the server's level."""
+"""Loggers with the server's level."""
 
 _MOST_TEXT = 4096
 _MOST_TRACEBACK = 32768
@@ -50,7 +50,7 @@ _about: ContextVar[Mapping[str, object]] = ContextVar("fedpress_about", default=
 
 @contextmanager
 def about(task: str, round: int, attempt: int, **more: object) -> Iterator[None]:
-    """What is logged in this block, and in what is started from it, is about this attempt."""
+    """Set the attempt as the context of log lines in this block and in tasks started from it."""
     token = _about.set({"task": task, "round": round, "attempt": attempt, **more})
     try:
         yield
@@ -59,8 +59,8 @@ def about(task: str, round: int, attempt: int, **more: object) -> Iterator[None]
 
 
 class Pseudonyms:
-    """What devices are called in logs: the same in every server that has the same `secret`, which
-    is the key that signs receipts, and nobody without it can tell whose name it is."""
+    """Pseudonyms of devices in logs: the same on all servers with the same `secret`, the signing
+    key for receipts, and not reversible without it."""
 
     def __init__(self, secret: bytes) -> None:
         self._key = hmac.digest(secret, b"fedpress names in logs", "sha256")
@@ -71,8 +71,8 @@ class Pseudonyms:
 
 
 class Redaction:
-    """The net under the rule that no secret is logged: what looks like one of these leaves as
-    [secret]. Tests of the rule look for that word too."""
+    """Redaction as a second line of defence: text that looks like a secret is logged as [secret].
+    Tests that no secret is logged search for that word too."""
 
     def __init__(self, secrets: Iterable[str] = ()) -> None:
         spelt = {form for each in secrets for form in (each, json.dumps(each)[1:-1]) if each}
@@ -84,14 +84,14 @@ class Redaction:
 
 
 class Lines(logging.Formatter, ABC):
-    """What a log record says, as one event; `JsonLines` and `TextLines` spell it."""
+    """Base formatter: turns a log record into an event, for `JsonLines` and `TextLines`."""
 
     def __init__(self, role: str, hide: Redaction) -> None:
         super().__init__()
         self.pseudonyms: Pseudonyms | None = None
-        """None while the server's key is not read yet: no device is named till then."""
+        """None until the server's key is loaded; until then no device is named."""
         self.tracing: Callable[[], Mapping[str, object]] = dict
-        """The trace and the span that the event belongs to."""
+        """The trace and span ids of the event."""
         self._role = role
         self._hide = hide
 
@@ -132,8 +132,8 @@ class JsonLines(Lines):
 
 
 class TextLines(Lines):
-    """For people: a line, and below it the traceback of an exception. What others chose cannot
-    begin a line of its own."""
+    """Text lines for people, followed by the traceback of an exception. Untrusted text cannot start
+    a new line."""
 
     def spelt(self, record: logging.LogRecord, fields: Mapping[str, object]) -> str:
         message = _visible(record.getMessage()[:_MOST_TEXT])
@@ -155,12 +155,12 @@ def install(
     secrets: Iterable[str] = (),
     stream: TextIO | None = None,
 ) -> Lines:
-    """Let this process log from `level` on; how its lines are spelt is returned. JSON goes to
-    stdout, lines for people to stderr, unless `stream` is given."""
+    """Configure logging of this process from `level` on; returns the formatter. JSON goes to
+    stdout, text to stderr, unless `stream` is given."""
     lines = (JsonLines if form == "json" else TextLines)(role, Redaction(secrets))
     handler = logging.StreamHandler(stream or (sys.stdout if form == "json" else sys.stderr))
     handler.setFormatter(lines)
-    logging.raiseExceptions = False  # a reader that went away is no reason for tracebacks
+    logging.raiseExceptions = False  # a closed pipe must not cause tracebacks
     root = logging.getLogger()
     for old in root.handlers[:]:
         root.removeHandler(old)
@@ -172,9 +172,9 @@ def install(
 
 
 def set_level(level: Level) -> None:
-    """From now on. Raises ValueError for a level that is none of LEVELS."""
+    """Set the log level. Raises ValueError for a level outside of LEVELS."""
     if level not in LEVELS:
-        raise ValueError(f"log level {level!r} is none of {', '.join(LEVELS)}")
+        raise ValueError(f"log level must be one of {', '.join(LEVELS)}, not {level!r}")
     for name in OURS:
         logging.getLogger(name).setLevel(level.upper())
 
@@ -185,7 +185,7 @@ def level_now() -> Level:
 
 
 def toggle(configured: Level) -> Level:
-    """To debug, or from there back to what was `configured`; the level that is now."""
+    """Switch to debug, or back to the `configured` level; returns the new level."""
     to: Level = configured if level_now() == "debug" else "debug"
     set_level(to)
     return to

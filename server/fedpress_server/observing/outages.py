@@ -1,8 +1,8 @@
-"""Outages: what an operator mends, and what goes on by itself then.
+"""Outages: failures that an operator has to fix, after which the server recovers by itself.
 
-A full disk or a database that is down fails whatever wants it, several times a second. One line
-says so when it begins, with what to do, and one when it is over. What failed meanwhile says so at
-level debug, without a traceback: there is nothing in the code to look for.
+A full disk or a database that is down fails many operations a second. One log line reports the
+start with a remedy, one the end. Failures in between are logged at level debug, without a
+traceback, since the code is not the cause.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ from fedpress_protocols.errors import Unavailable
 
 FULL = (errno.ENOSPC, errno.EDQUOT)
 """The errors of a full disk."""
-MAKE_ROOM = "%s; nothing acknowledged is lost: make room, and all goes on by itself"
-"""Begins the outage of a disk; docs/operations/disk-full.md has more."""
+MAKE_ROOM = "%s; nothing acknowledged is lost: free some space, and the server resumes by itself"
+"""The start of a disk outage; see docs/operations/disk-full.md."""
 QUIET = 90.0
-"""Seconds without a failure after which a success is an end: longer than anything waits before it
-tries again, since on a full disk what is small, or changes nothing, goes through meanwhile."""
+"""Seconds without a failure after which a success ends the outage: longer than any retry interval,
+since small writes may succeed on a full disk."""
 
 
 class Outage:
-    """Of one thing, as its one door sees it. Any thread may tell of it.
+    """The outage of one resource, as seen by the module that uses it. Thread-safe.
 
-    `begins` has a place for the reason. `quiet`: seconds without a failure before a success ends
-    it.
+    `begins` has a placeholder for the reason. `quiet`: seconds without a failure before a success
+    ends it.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class Outage:
         with self._lock:
             is_new, self._failed_at = self._failed_at is None, self._clock()
         if is_new:
-            Context().run(self._log.warning, self._begins, reason)  # it concerns no request
+            Context().run(self._log.warning, self._begins, reason)  # it belongs to no request
 
     def worked(self) -> None:
         if self._failed_at is None:
@@ -65,8 +65,8 @@ class Outage:
 
 
 def tell(log: logging.Logger, exc: Exception, message: str, *args: object) -> None:
-    """Write down what failed and is tried again: with its traceback, unless it is an outage, of
-    which the door to what is out has told."""
+    """Log a failure that will be retried: with its traceback, unless it is an outage, which the
+    module of the resource has already logged."""
     if isinstance(exc, Unavailable):
         log.debug(f"{message}: %s", *args, exc)
     elif isinstance(exc, OSError) and exc.errno in FULL:  # by no door: a temporary file

@@ -1,4 +1,4 @@
-"""What is seen of a request: its name, what came of it, and on whose behalf it was."""
+"""Observation of requests: request id, outcome, and the device or operator."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from fedpress_server.observing.series import Count, Counters, Distribution, Hist
 _log = logging.getLogger("fedpress_server.requests")
 _PROCESS = secrets.token_hex(4)
 _NUMBERS = count()
-"""With these a request has a name of its own, and costs no call of the system's."""
+"""Parts of unique request ids that need no system call."""
 _SANE = re.compile(rb"[A-Za-z0-9][A-Za-z0-9._-]{7,63}")
 _METHODS = frozenset(("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE"))
 _LINES = {
@@ -28,14 +28,14 @@ _LINES = {
     + len("date: Fri, 20 Nov 2026 20:00:00 GMT\r\n")
     for status in HTTPStatus
 }
-"""Bytes that an answer has besides the header fields that the application gives it."""
+"""Bytes of an answer besides the header fields of the application."""
 
 current: ContextVar[SeenRequest | None] = ContextVar("fedpress_request", default=None)
-"""The request that is being answered, in whatever is called for it."""
+"""The current request, as a context variable."""
 
 
 class _Route(NamedTuple):
-    """What requests of one method, route and status add to."""
+    """The metrics of one method, route and status."""
 
     seconds: Distribution
     egress: Count
@@ -51,11 +51,11 @@ class SeenRequest:
         self.begun = time.perf_counter()
         self.status = 0
         self.sent = 0
-        """Bytes of the answer, header and all, as HTTP/1.1 has it, without TLS."""
+        """Bytes of the answer as HTTP/1.1 including the header, without TLS."""
         self.request_id = _named(scope["headers"])
 
     def tell(self, message: Message) -> Message:
-        """A message of the answer as it goes out: with the request's name."""
+        """Observe a message of the answer, and add the request id."""
         if message["type"] == "http.response.body":
             self.sent += len(message.get("body", b""))
             return message
@@ -79,17 +79,17 @@ class SeenRequest:
 
     @property
     def round_key(self) -> tuple[str, int, int] | None:
-        """The attempt that the request is for, if it is for one and that is known by now."""
+        """The attempt of the request, if it has one and it is known yet."""
         key: tuple[str, int, int] | None = self.scope.get("state", {}).get("round_key")
         return key
 
     def header(self, name: bytes) -> bytes:
-        """The first of this name, in lower case; empty if there is none."""
+        """The first header with this lower-case name; empty if there is none."""
         return next((value for found, value in self.scope["headers"] if found == name), b"")
 
     def facts(self) -> Mapping[str, object]:
-        """On whose behalf the request is, as far as that is known by now. `client` is the device's
-        own name: not to be written as it is."""
+        """The context of the request, as far as known. `client` is the device's real id, which must
+        not be logged."""
         scope = self.scope
         state: Mapping[str, Any] = scope.get("state", {})
         found: dict[str, object] = {
@@ -110,14 +110,14 @@ class SeenRequest:
 
     @property
     def received(self) -> int:
-        """Bytes of the body that the header announced."""
+        """Body bytes according to the header."""
         length = self.header(b"content-length")
         return int(length) if length.isdigit() else 0
 
 
 class RequestObserver:
-    """Counts requests, and writes a line for each: those of operators that change something are
-    told at level info, all others at debug, since there are thousands of them a second."""
+    """Counts and logs requests: changes by operators at level info, all others at debug, since
+    there are thousands of them a second."""
 
     def __init__(self, seconds: Histograms, egress: Counters) -> None:
         self._seconds, self._egress = seconds, egress
@@ -156,7 +156,7 @@ class RequestObserver:
 
 
 def _named(headers: list[tuple[bytes, bytes]]) -> str:
-    """The name that a request brings, if it is one that a line of a log can hold, or a new one."""
+    """The request's own id, if it is safe to log, or a new one."""
     for name, value in headers:
         if name == b"x-request-id":
             if _SANE.fullmatch(value):

@@ -1,8 +1,8 @@
-"""Counters and histograms for the event loop's own thread, at a fifth of what others cost.
+"""Single-threaded counters and histograms, at a fifth of the cost of prometheus_client.
 
-prometheus_client takes a lock and turns every label into text at each observation, which is more
-than all else that a request costs to observe. These count in plain lists, so whoever counts and
-whoever collects must be one thread.
+prometheus_client takes a lock and formats every label at each observation, which costs more than
+all other observation of a request. These use plain lists, so counting and collecting must be in one
+thread.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from prometheus_client.registry import Collector
 
 
 class Count:
-    """How often, or how much."""
+    """A counter."""
 
     __slots__ = ("value",)
 
@@ -29,14 +29,15 @@ class Count:
 
 
 class Distribution:
-    """How many observations were at most each of `bounds`, which ascend, and what all came to."""
+    """A histogram: the number of observations up to each of the ascending `bounds`, and their
+    sum."""
 
     __slots__ = ("_bounds", "counts", "total")
 
     def __init__(self, bounds: tuple[float, ...]) -> None:
         self._bounds = bounds
         self.counts = [0] * (len(bounds) + 1)
-        """By bucket; the last is of those above every bound."""
+        """Counts by bucket; the last is for values above all bounds."""
         self.total = 0.0
 
     def observe(self, value: float) -> None:
@@ -44,14 +45,14 @@ class Distribution:
         self.total += value
 
     def with_counts(self, counts: Sequence[int]) -> Distribution:
-        """Of the same bounds, with other observations by bucket."""
+        """A histogram with the same bounds and other counts by bucket."""
         other = Distribution(self._bounds)
         other.counts = list(counts)
         return other
 
     def quantile(self, share: float) -> float | None:
-        """About the value that `share` of the observations, in [0, 1], do not exceed: drawn
-        straight within its bucket, and no further than the outermost bounds. None without any."""
+        """The approximate quantile at `share` in [0, 1]: interpolated linearly within its bucket,
+        and limited to the outermost bounds. None without observations."""
         num = sum(self.counts)
         if not num:
             return None
@@ -107,7 +108,7 @@ class Histograms(Collector):
         self._bounds = tuple(map(float, bounds))
         self._children: dict[tuple[object, ...], Distribution] = {}
         if not labels:
-            self.labels()  # counted from the beginning
+            self.labels()  # cumulative
         registry.register(self)
 
     def labels(self, *values: object) -> Distribution:

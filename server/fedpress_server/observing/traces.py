@@ -1,9 +1,9 @@
-"""OpenTelemetry: what a request and a round spent their time on. Off unless an address is set.
+"""OpenTelemetry traces of requests and rounds. Disabled unless an endpoint is set.
 
-A round belongs to no request, lives for hours and is worked on by several servers. Its trace and
-the span of the whole follow from its name, so that every server adds to the same trace and nothing
-of it is kept in the database. A request's trace is its own and leads to its round's by a link, and
-so it does to the trace that a device brings: what a device says has no say in what is recorded.
+A round belongs to no request, lasts for hours and involves several servers. The ids of its trace
+and root span are derived from its name, so that every server adds to the same trace without storing
+anything. A request has its own trace with links to its round's, and to the trace of a device's
+header: a device cannot control what is recorded.
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ Key = tuple[str, int, int]
 """Task, round, attempt."""
 _NOTHING = nullcontext()
 _GIVE_UP = 3.0
-"""Seconds that a collector which does not answer may keep a server from stopping."""
+"""Seconds for which an unresponsive collector may delay a server's stop."""
 _log = logging.getLogger(__name__)
 _now: Tracing | None = None
 
 
 def start(tracing: Tracing) -> None:
-    """Let this process trace from now on."""
+    """Enable tracing in this process."""
     global _now
     _now = tracing
 
 
 def stop() -> None:
-    """Send what is left, and trace no more."""
+    """Flush and disable tracing."""
     global _now
     tracing, _now = _now, None
     if tracing is not None:
@@ -47,23 +47,23 @@ def stop() -> None:
 
 
 def span(name: str) -> AbstractContextManager[object]:
-    """A part of what is traced here, if anything is; a fifth of a microsecond if not."""
+    """A span of the current trace, if any; costs 0.2 microseconds without one."""
     return _NOTHING if _now is None else _now.part(name)
 
 
 def in_round(key: Key, name: str) -> AbstractContextManager[object]:
-    """Work for a round, in the trace of the round."""
+    """A span in the trace of a round."""
     return _NOTHING if _now is None else _now.in_round(key, name)
 
 
 def phase(key: Key, name: str, begun: float, ended: float) -> None:
-    """A round was in this phase from `begun` to `ended` (Unix seconds)."""
+    """Record a round's phase from `begun` to `ended` (Unix seconds)."""
     if _now is not None:
         _now.phase(key, name, begun, ended)
 
 
 def whole(key: Key, outcome: str, begun: float, ended: float) -> None:
-    """A round is over: the span of all the others in its trace."""
+    """Record the root span of a finished round."""
     if _now is not None:
         _now.whole(key, outcome, begun, ended)
 
@@ -73,23 +73,23 @@ def of_request(request: SeenRequest) -> AbstractContextManager[object]:
 
 
 def ids() -> Mapping[str, object]:
-    """For log lines: the trace and the span in which this is called."""
+    """The current trace and span ids, for log lines."""
     return {} if _now is None else _now.ids()
 
 
 class Tracing:
-    """Where spans go, and how many requests have any."""
+    """The tracer: exporter and sampling of requests."""
 
     def __init__(
         self,
         processor: SpanProcessor,
         name: bytes,
         *,
-        told: Mapping[str, str] | None = None,
+        resource: Mapping[str, str] | None = None,
         share: float = 1.0,
     ) -> None:
-        """`name` tells the servers of one database from all others; `told` is said of this one. Of
-        the requests a `share` in [0, 1] is traced."""
+        """`name` identifies the servers of one database; `resource` has attributes of this one. A
+        `share` in [0, 1] of the requests is traced."""
         from opentelemetry import context, trace
         from opentelemetry.sdk.resources import Resource
         from opentelemetry.sdk.trace import TracerProvider
@@ -97,7 +97,7 @@ class Tracing:
         self._trace, self._context = trace, context
         self._ids = _round_ids()
         self._provider = TracerProvider(
-            resource=Resource.create(dict(told or {})),
+            resource=Resource.create(dict(resource or {})),
             id_generator=self._ids,
             shutdown_on_exit=False,
         )
@@ -186,7 +186,7 @@ class Tracing:
         closing.start()
         closing.join(_GIVE_UP)
         if closing.is_alive():
-            _log.warning("the collector of traces does not answer: the last ones are lost")
+            _log.warning("the trace collector does not answer: the last traces are lost")
 
     def _round(self, key: Key) -> SpanContext:
         task, number, attempt = key
@@ -205,19 +205,20 @@ class Tracing:
 
 
 def to_collector(endpoint: str, role: str, version: str, name: bytes, share: float) -> Tracing:
-    """Traces that are sent to `endpoint`, OTLP over HTTP. Raises MissingExtra."""
+    """A tracer that exports to `endpoint` with OTLP over HTTP. Raises MissingExtra."""
     try:
         from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
         from opentelemetry.sdk.trace.export import BatchSpanProcessor
     except ModuleNotFoundError as exc:
         raise MissingExtra("traces need opentelemetry", hint="pip install fedpress[otel]") from exc
-    told = {"service.name": f"fedpress-{role}", "service.version": version}
+    resource = {"service.name": f"fedpress-{role}", "service.version": version}
     processor = BatchSpanProcessor(OTLPSpanExporter(endpoint=endpoint, timeout=_GIVE_UP))
-    return Tracing(processor, name, told=told, share=share)
+    return Tracing(processor, name, resource=resource, share=share)
 
 
 def _round_ids() -> Any:
-    """Random ids, but for a span whose ids were set by `next` in the same thread."""
+    """An id generator: random, except for a span whose ids were set by `next` in the same
+    thread."""
     from opentelemetry.sdk.trace.id_generator import RandomIdGenerator
 
     class RoundIds(RandomIdGenerator):
@@ -239,7 +240,7 @@ def _round_ids() -> Any:
 
 
 def _brought(request: SeenRequest) -> SpanContext | None:
-    """The trace that the device says its request belongs to (W3C traceparent)."""
+    """The trace context in the request's W3C traceparent header."""
     from opentelemetry import trace
     from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 

@@ -1,1 +1,1 @@
-"""Models that stay: versions, aliases, retention, and what a restore undid."""
+"""The model registry: versions, aliases, retention, and rounds undone by a restore."""

@@ -1,9 +1,9 @@
-"""What the records say of backups and restores; each statement runs in its caller's transaction.
+"""SQL statements about backups and restores; each runs in its caller's transaction.
 
-A backup under way holds every file: between the row that says so and the snapshot no step removes
-what the snapshot leads to, since a step looks for the row in its own transaction. A restore is a
-new epoch. Whatever was open in the backup is given up before the restored server answers anybody,
-so an upload is in its models if, and only if, it has a receipt that says so.
+A running backup holds all files: from the insertion of its row on, no transaction removes files
+that the snapshot refers to, since it checks for the row. A restore starts a new epoch. Everything
+open in the backup is abandoned before the restored server answers any request, so an upload is in
+its models if and only if its receipt says so.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from fedpress_server.storage.tables import assignments, backups, restores, undon
 
 _COLUMNS = [restores.c[name] for name in Restore.model_fields]
 _MARGIN = 60
-"""Seconds between a transaction's idea of the time and its commit, at most."""
+"""Maximum seconds between a transaction's timestamp and its commit."""
 
 # Backups
 
@@ -38,15 +38,15 @@ def begin_backup(connection: Connection, backup: str, now: float, holds_until: f
 
 
 def hold_on(connection: Connection, backup: str, now: float, holds_until: float) -> bool:
-    """Hold the files for longer; False if the hold was over, and they may be gone."""
+    """Renew the hold on the files; False if it had expired and files may be missing."""
     is_held = (backups.c.backup == backup, backups.c.holds_until > now)
     changed = connection.execute(sa.update(backups).where(*is_held).values(holds_until=holds_until))
     return changed.rowcount == 1
 
 
 def end_backup(connection: Connection, backup: str, now: float, *, is_whole: bool) -> bool:
-    """Let go of the files; False if the hold was over before. One that is not whole is forgotten,
-    and so are those before one that is."""
+    """Release the files; False if the hold had expired. An incomplete backup is deleted from the
+    records, as are those before a complete one."""
     if not is_whole:
         connection.execute(sa.delete(backups).where(backups.c.backup == backup))
         return True
@@ -60,14 +60,14 @@ def end_backup(connection: Connection, backup: str, now: float, *, is_whole: boo
 
 
 def is_held(connection: Connection, now: float) -> bool:
-    """Whether a backup under way may need what nothing else leads to any more."""
+    """Whether a running backup may need files that nothing else refers to."""
     query = sa.select(backups.c.backup).where(backups.c.holds_until > now).limit(1)
     return connection.execute(query).first() is not None
 
 
 def goes_back_to(connection: Connection) -> int | None:
-    """Unix seconds before which every commit is in the newest backup, or in the first one if that
-    is still under way; None if there is none."""
+    """Unix seconds before which every commit is in the newest backup, or in the first one while it
+    is running; None without a backup."""
     finished = sa.select(sa.func.max(backups.c.began_at)).where(backups.c.finished_at.is_not(None))
     found = connection.execute(finished).scalar_one()
     if found is None:
@@ -85,7 +85,7 @@ def newest(connection: Connection) -> Restore | None:
 
 
 def add(connection: Connection, epoch: str, backup_at: float, now: float) -> Restore:
-    """The restore that brings these records back; what they have open is noted, to be given up."""
+    """Record a restore of these records; their open rounds are noted, to be abandoned."""
     before = newest(connection)
     made = Restore(
         number=1 if before is None else before.number + 1,
@@ -101,14 +101,14 @@ def add(connection: Connection, epoch: str, backup_at: float, now: float) -> Res
 
 
 def open_rounds(connection: Connection) -> list[RoundKey]:
-    """What was open when the newest restore was made."""
+    """The rounds that were open at the newest restore."""
     query = sa.select(restores.c.open_rounds).order_by(restores.c.number.desc()).limit(1)
     found = connection.execute(query).scalar_one_or_none() or []
     return [(task, number, attempt) for task, number, attempt in found]
 
 
 def unknown(connection: Connection, names: Collection[str]) -> tuple[str, ...]:
-    """Those that are no assignment of any device, in their order."""
+    """The ids that are no assignment of any device, in order."""
     query = sa.select(assignments.c.assignment).where(assignments.c.assignment.in_(list(names)))
     known = set(connection.execute(query).scalars())
     return tuple(dict.fromkeys(name for name in names if name not in known))
@@ -136,7 +136,7 @@ def add_undone(
     fates: Sequence[IncludedUpload],
     now: float,
 ) -> None:
-    """Keep what a device knows to have been included and these records do not; once."""
+    """Record an inclusion that a device reports and these records lack; idempotent."""
     of_now = undone.c.number == restore.number
     names = [fate.assignment for fate in fates]
     query = sa.select(undone.c.assignment).where(of_now, undone.c.assignment.in_(names))
@@ -159,8 +159,7 @@ def add_undone(
 def listed(
     connection: Connection, before: int | None = None, limit: int = 1000
 ) -> list[RestoreStatus]:
-    """The newest restores that these records have been through, of those before the number
-    `before`; the newest first."""
+    """The restores in the history of these records with numbers below `before`, newest first."""
     query = sa.select(*_COLUMNS).order_by(restores.c.number.desc()).limit(limit)
     if before is not None:
         query = query.where(restores.c.number < before)

@@ -1,8 +1,8 @@
-"""Which models' files are given up, and when: never what a round, an alias or a backup needs.
+"""Retention of model files: never deletes files that a round, an alias or a backup needs.
 
-First it is written down what is given up, then the files are removed, each in a transaction beside
-which no other server writes. Who makes or brings such a model again finds that out in a transaction
-too, see `registry.keep_again`, and so no file is missing that the database says is there.
+The deletion is recorded first, then the files are removed, each in an exclusive transaction. Code
+that writes such a model again checks the record in a transaction too, see `registry.keep_again`, so
+no file is missing that the database says exists.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ from fedpress_server.storage.records import TaskRecord
 from fedpress_server.storage.tables import alias_moves, model_files, model_versions
 
 _TOGETHER = 32
-"""Files removed in one transaction: others wait that long to write."""
+"""Files removed in one transaction, during which other writers wait."""
 
 _log = logging.getLogger(__name__)
 
 
 class Retention:
-    """Gives up models once every `every` seconds, and when it is asked to.
+    """Deletes models every `every` seconds, and on request.
 
-    A model that is younger than `grace` seconds stays: whoever was told of it has time to fetch it.
-    While a backup is under way files stay, and go with the next collection.
+    A model younger than `grace` seconds stays, so that devices have time to fetch it. During a
+    backup files stay, until the next collection.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class Retention:
         self._collecting = asyncio.Lock()
 
     def is_due(self) -> bool:
-        """Whether it is time to collect; asked again, it is not before `every` seconds are over."""
+        """Whether a collection is due; at most once per `every` seconds."""
         now = self._clock()
         if now < self._due:
             return False
@@ -65,7 +65,7 @@ class Retention:
         return True
 
     async def collect(self, *, dry_run: bool = False, by: str = audit.SERVER) -> Collected:
-        """Give up what no policy keeps and nothing needs; done again, it changes nothing."""
+        """Delete the models that no policy keeps and nothing needs; idempotent."""
         since = self._clock() - self._grace
         if dry_run:
             found = await self._database.read(lambda c: collectable(c, since))
@@ -90,11 +90,11 @@ class Retention:
                 await self._database.write(partial(self._remove, chunk))
         if found:
             told = _told(found, dry_run=False)
-            _log.info("%d models given up, %d bytes", len(told.models), told.num_bytes)
+            _log.info("%d models deleted, %d bytes", len(told.models), told.num_bytes)
         return _told(found, dry_run=False)
 
     def _files_of(self, given_up: set[str]) -> Iterable[str]:
-        """What lies there of models that are given up, also what a killed server left."""
+        """The existing files of deleted models, including those left by a killed server."""
         folders = ["models", *self._payloads.names("coded")]
         for folder in folders:
             for name in self._payloads.names(folder):
@@ -111,8 +111,8 @@ class Retention:
 
 
 def collectable(connection: Connection, since: float) -> list[CollectedModel]:
-    """The models that may be given up: versions of tasks with terms of retention, and needed by
-    nothing. Those made after `since` are too young."""
+    """The models that may be deleted: versions of tasks with retention that nothing needs. Those
+    created after `since` are too young."""
     brought_or_gone = sa.select(model_files.c.digest).where(
         sa.or_(model_files.c.brought_at.is_not(None), model_files.c.collected_at.is_not(None))
     )
@@ -143,14 +143,14 @@ def collectable(connection: Connection, since: float) -> list[CollectedModel]:
 
 
 def keeps(terms: RetentionTerms | None, version: int, place: int) -> bool:
-    """Whether a version stays by the policy; `place` counts from the newest, 0."""
+    """Whether the policy keeps a version; `place` counts from the newest, 0."""
     if terms is None or version == 0 or place < terms.last:
         return True
     return terms.every is not None and version % terms.every == 0
 
 
 def _promoted(connection: Connection) -> Iterable[str]:
-    """What an alias points to or may be rolled back to, and has pointed to."""
+    """The models that aliases point to or have pointed to."""
     same = sa.and_(
         model_versions.c.task == alias_moves.c.task,
         model_versions.c.version == alias_moves.c.version,
@@ -161,7 +161,7 @@ def _promoted(connection: Connection) -> Iterable[str]:
 
 
 def _in_use(connection: Connection, record: TaskRecord, config: TaskConfig) -> set[str]:
-    """What a task reads, publishes, has devices measure, or sends differences to."""
+    """The models that a task reads, publishes, evaluates, or uses as base of differences."""
     used = {config.model, record.model, *(record.published or {}).values()}
     if record.best is not None:
         used.add(record.best)
@@ -194,7 +194,7 @@ def _given_up(connection: Connection) -> set[str]:
 
 
 def _digests_in(name: str) -> list[str]:
-    """Of the model that a file is of, and of the one that it is the difference to."""
+    """The digests in a file's name: of its model, and of the base of a difference."""
     return name.rpartition("/")[2].partition(".")[0].split("-")
 
 

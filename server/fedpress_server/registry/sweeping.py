@@ -1,8 +1,8 @@
-"""What is removed: files that a killed server left, and that nothing on record leads to.
+"""Sweeping of orphaned files, left by a killed server, to which no record refers.
 
-First the files that have lain there for a while are listed, then the records are asked which of
-them something leads to, and the others are removed. So a file whose row is written in between
-stays, and no transaction waits for a store. Who writes a file again makes it young again.
+Files older than a limit are listed first, then the records are searched for references, and the
+others are removed. So a file whose row is written in between stays, and no transaction waits for a
+store. Writing a file again resets its age.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ from fedpress_server.storage.records import RoundKey, TaskRecord
 async def sweep(
     database: Database, payloads: Payloads, now: float, older_than: float = 0.0
 ) -> bool:
-    """Remove what nothing on record leads to: what a killed server left, and what steps left for
-    others or for a backup that has ended since. Where it is not a start, `older_than` spares what
-    may be about to get its row (seconds). While a backup is under way, nothing is removed: False.
+    """Remove orphaned files, left by a killed server, for other servers, or for a backup that has
+    ended. Except at startup, `older_than` (seconds) spares files whose row may follow. Returns
+    False and removes nothing during a backup.
     """
     listed = await asyncio.to_thread(_settled, payloads, older_than)
-    spent = await database.read(lambda connection: _led_to_by_nothing(connection, listed, now))
+    spent = await database.read(lambda connection: _orphaned(connection, listed, now))
     if spent is None:
         return False
 
@@ -56,7 +56,7 @@ async def sweep(
 
 
 def _settled(payloads: Payloads, older_than: float) -> list[str]:
-    """What may be swept if nothing leads to it: files, and the folders of attempts."""
+    """The candidates for sweeping: files, and the folders of attempts."""
     found = []
     for of_task in list(payloads.names("uploads")):
         folders = list(payloads.names(of_task))
@@ -67,10 +67,8 @@ def _settled(payloads: Payloads, older_than: float) -> list[str]:
     return found
 
 
-def _led_to_by_nothing(
-    connection: Connection, listed: Iterable[str], now: float
-) -> list[str] | None:
-    """Of the names `listed`; None while a backup holds them all."""
+def _orphaned(connection: Connection, listed: Iterable[str], now: float) -> list[str] | None:
+    """The orphans among the names `listed`; None while a backup holds all files."""
     if restores.is_held(connection, now):
         return None
     kept = needed_by_rounds(connection)
@@ -91,7 +89,7 @@ def _led_to_by_nothing(
 
 
 def needed_by_rounds(connection: Connection) -> set[str]:
-    """The files of bodies, bases and partial sums that the attempts under way go on from."""
+    """The files of bodies, bases and partial sums that open attempts need."""
     kept: set[str] = set()
     for key in records.unfinished_rounds(connection):
         given: dict[str, RoundKey] = {}
@@ -111,7 +109,7 @@ def needed_by_rounds(connection: Connection) -> set[str]:
 
 
 def needed_by_tasks(connection: Connection) -> set[str]:
-    """The optimizers' states, and what open plans name besides models."""
+    """The optimizer states, and the artefacts in open plans."""
     led_to: set[str] = set()
     for task in records.task_records(connection):
         plans = []
@@ -123,7 +121,7 @@ def needed_by_tasks(connection: Connection) -> set[str]:
 
 
 def sweep_bases(payloads: Payloads, task: str, bases: Mapping[str, str]) -> None:
-    """Remove what uploads of the task stood for, but for `bases`."""
+    """Remove the decoded uploads of the task except `bases`."""
     kept = {base_name(task, client_id, digest) for client_id, digest in bases.items()}
     for name in list(payloads.settled(bases_folder(task))):
         if name not in kept:
@@ -131,7 +129,7 @@ def sweep_bases(payloads: Payloads, task: str, bases: Mapping[str, str]) -> None
 
 
 def files_of(record: TaskRecord, plans: Iterable[RoundPlan]) -> set[str]:
-    """What a task leads to besides models and uploads, with the plans under which uploads come."""
+    """The files of a task besides models and uploads, with the plans of its uploads."""
     files = set()
     if record.optimizer_state is not None:
         files.add(optimizer_name(record.optimizer_state))

@@ -31,15 +31,15 @@ from fedpress_server.storage.records import TaskRecord
 from fedpress_server.storage.tables import alias_moves, model_files, model_versions, models, tasks
 
 MOST_ANCESTORS = 1000
-"""Of one version that are shown, the nearest."""
+"""Maximum listed ancestors of a version, the nearest."""
 MOST_MOVES = 1000
-"""Of one alias that are shown, the newest."""
+"""Maximum listed moves of an alias, the newest."""
 
 # Versions
 
 
 def add_first_version(connection: Connection, record: TaskRecord, now: float) -> None:
-    """Version 0: the model that a new task begins with."""
+    """Add version 0: the initial model of a task."""
     row = {
         "task": record.task,
         "version": 0,
@@ -68,8 +68,8 @@ def add_version(
     updates: Iterable[str],
     now: float,
 ) -> None:
-    """The version that a round of `record`'s task has made of the model `parent` and `updates`;
-    `published` are the digests of the models besides, by name."""
+    """Add the version that a round of `record`'s task made from the model `parent` and `updates`;
+    `published` are the digests of further models by name."""
     included = sorted(updates)
     row = {
         "task": record.task,
@@ -164,16 +164,15 @@ def _number(connection: Connection, task: str, which: str, newest: str, best: st
     if not moves:
         raise NotFound(
             f"task {task!r} has no alias {which!r}",
-            hint="give a version's number, newest, best or an alias; fedpress model promote "
-            "makes one",
+            hint="use a version number, newest, best or an alias; fedpress model promote makes one",
             task=task,
         )
     return int(moves[-1].version)
 
 
 def _ancestors(connection: Connection, task: str, number: int, parent: str | None) -> Iterable[str]:
-    """From the parent to the task's first, or to a model that another task made; as many as are
-    shown."""
+    """The ancestors from the parent to the task's first model, or to one of another task, up to the
+    listed maximum."""
     row, shown = model_versions.c, 0
     while parent is not None and shown < MOST_ANCESTORS:
         query = sa.select(row.version, row.model, row.parent).where(
@@ -194,8 +193,7 @@ def _ancestors(connection: Connection, task: str, number: int, parent: str | Non
 
 
 def aliases(connection: Connection, task: str) -> list[Alias]:
-    """All that point to a version, by name. There are as many as operators have thought of names
-    for, and of each the newest moves alone are read."""
+    """All aliases by name, with the newest moves of each."""
     _newest_and_best(connection, task)
     return [_alias(connection, task, name) for name in sorted(_points(connection, task))]
 
@@ -209,15 +207,15 @@ def promote(
     *,
     by: str = audit.SERVER,
 ) -> Alias:
-    """Move an alias; the same move again changes nothing.
+    """Move an alias; idempotent.
 
-    Raises NotFound for what is not there, Conflict if the alias points elsewhere than expected or
-    the version's file was given up, ConfigurationError for a name that is no alias's.
+    Raises NotFound for an unknown version, Conflict if the alias does not point to the expected
+    version or the version's file was deleted, ConfigurationError for a reserved name.
     """
     _newest_and_best(connection, task)
     if name in RESERVED or name.isdecimal():
         raise ConfigurationError(
-            f"{name!r} names a version already", hint="choose a word such as production"
+            f"{name!r} already selects a version", hint="choose a word such as production"
         )
     query = (
         sa.select(model_files.c.collected_at)
@@ -230,13 +228,13 @@ def promote(
     if found is None:
         raise NotFound(f"task {task!r} has no version {asked.version}", task=task)
     if found.collected_at is not None:
-        raise Conflict(f"the model of version {asked.version} was given up by the task's retention")
+        raise Conflict(f"the model of version {asked.version} was deleted by the task's retention")
     standing = _standing(connection, task, name)
     points_to = standing[-1].version if standing else "none"
     if asked.expect not in ("any", points_to):
         raise Conflict(
             f"{name} points to {_said(points_to)}, not to {_said(asked.expect)}",
-            hint="look what was promoted since, and say what you expect now",
+            hint="check what was promoted since, and retry with the version you expect now",
             version=points_to,
         )
     if points_to != asked.version:
@@ -266,8 +264,8 @@ def rollback(
     *,
     by: str = audit.SERVER,
 ) -> Alias:
-    """Undo the last move of an alias that was not undone. Raises NotFound, or Conflict if it points
-    elsewhere than expected, or there is nothing before."""
+    """Roll an alias back to its previous version. Raises NotFound, or Conflict if it does not point
+    to the expected version, or has no previous one."""
     _newest_and_best(connection, task)
     standing = _standing(connection, task, name)
     if not standing:
@@ -279,7 +277,7 @@ def rollback(
         )
     if len(standing) == 1:
         raise Conflict(
-            f"{name} has pointed to version {standing[-1].version} alone",
+            f"{name} has only ever pointed to version {standing[-1].version}",
             hint="there is nothing to roll back to; promote another version",
         )
     connection.execute(
@@ -299,8 +297,7 @@ def rollback(
 def _moves(
     connection: Connection, task: str, name: str, most: int, *conditions: sa.ColumnElement[bool]
 ) -> list[Row[Any]]:
-    """The newest moves of an alias that meet the conditions, in order, with the model that each
-    leads to."""
+    """The newest moves of an alias that match the conditions, in order, with their models."""
     same = sa.and_(
         model_versions.c.task == alias_moves.c.task,
         model_versions.c.version == alias_moves.c.version,
@@ -316,12 +313,12 @@ def _moves(
 
 
 def _standing(connection: Connection, task: str, name: str) -> list[Row[Any]]:
-    """The last two moves that were not undone, if there are so many."""
+    """The last one or two moves that were not rolled back."""
     return _moves(connection, task, name, 2, alias_moves.c.undone_at.is_(None))
 
 
 def _points(connection: Connection, task: str) -> dict[str, int]:
-    """By alias: the version that it points to."""
+    """The version of each alias."""
     row = alias_moves.c
     last = (
         sa.select(row.alias, sa.func.max(row.seq).label("seq"))
@@ -373,7 +370,7 @@ def is_collected(connection: Connection, digest: str) -> bool:
 
 
 def keep_again(connection: Connection, payloads: Payloads, digests: Iterable[str]) -> None:
-    """For models whose files were just written: they are not given up any more.
+    """Mark models whose files were just written as kept again.
 
     Raises Unavailable for one whose file was removed in the meantime: write it again.
     """
@@ -385,13 +382,13 @@ def keep_again(connection: Connection, payloads: Payloads, digests: Iterable[str
             payloads.size(model_name(digest))
         except NotFound as exc:
             raise Unavailable(
-                f"the file of {digest[:12]} was being removed", retry_after=1
+                f"the file of model {digest[:12]} was being removed; retry", retry_after=1
             ) from exc
     connection.execute(sa.update(model_files).where(given_up).values(collected_at=None))
 
 
-def was_brought(connection: Connection, digest: str, now: float) -> None:
-    """What an operator brings is the operator's, and never given up."""
+def mark_uploaded(connection: Connection, digest: str, now: float) -> None:
+    """Mark a model as uploaded by an operator, which is never deleted."""
     row = sa.update(model_files).where(model_files.c.digest == digest)
     if not connection.execute(row.values(brought_at=now)).rowcount:
         connection.execute(

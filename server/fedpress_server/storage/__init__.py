@@ -1,1 +1,1 @@
-"""Where the server's truth is kept: the database's rows and the store's files."""
+"""Storage: the database's rows and the store's files."""

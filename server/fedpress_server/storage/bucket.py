@@ -1,10 +1,9 @@
-"""Payloads in an S3 store that several servers share, by way of obstore.
+"""Payloads in an S3 store shared by several servers, using obstore.
 
-An object is there whole or not at all, and what an acknowledged put has stored is found by its
-name at once; listings may lag behind, so nothing but sweeping goes by them. What is named by its
-content is put with the checksum that the store verifies, at first only where nothing is
-(If-None-Match), and is held against its name when it comes back. A body goes up in one request: an
-upload in parts that was broken off would leave bytes which no name leads to.
+Objects are atomic, and readable by name after an acknowledged put; listings may lag, so only
+sweeping uses them. Content-addressed objects are put with a checksum that the store verifies, first
+with If-None-Match, and are verified against their name when read. A body is uploaded in one
+request: an interrupted multipart upload would leave bytes without a name.
 """
 
 from __future__ import annotations
@@ -35,8 +34,8 @@ _RETRY_AFTER = 5.0
 
 
 class Bucket(Payloads):
-    """Objects under a prefix of a bucket. `grace`: seconds for which an object that no row leads to
-    is left alone, since another server may be about to commit one."""
+    """Objects under a prefix of a bucket. `grace`: seconds for which an object without a row is
+    kept, since another server may be about to commit one."""
 
     is_local = False
 
@@ -99,7 +98,8 @@ class Bucket(Payloads):
         self._cache = _Cache(cache, cache_bytes)
         self._away = Outage(
             _log,
-            "the store failed at %s; see whether it runs and can be reached: all goes on by itself "
+            "the store failed at %s; check that it runs and is reachable: the server resumes by "
+            "itself "
             "then",
             "the store answers again",
             quiet=_RETRY_AFTER,
@@ -115,7 +115,7 @@ class Bucket(Payloads):
         try:
             self._asked(name, lambda: self._put(name, data, "create"))
         except self._errors.AlreadyExistsError:
-            # Its age decides what is swept: it must not be as old as what a killed server left.
+            # Sweeping goes by age: the object must be younger than those left by a killed server.
             self._asked(name, lambda: self._put(name, data, "overwrite"))
         failpoints.reach("file-kept")
 
@@ -128,7 +128,7 @@ class Bucket(Payloads):
         return data
 
     def open(self, name: str) -> BinaryIO:
-        """From the local folder, where it lies until others need its room."""
+        """Open from the local cache, filled from the store."""
         return self._cache.open(name) or self._cache.keep(name, self.get(name))
 
     def size(self, name: str) -> int:
@@ -186,21 +186,21 @@ class Bucket(Payloads):
         self.put("probe", b"\n")
 
     def check_settings(self) -> None:
-        """Raises ConfigurationError if nothing can be stored, for whatever reason."""
+        """Raise ConfigurationError if nothing can be stored."""
         try:
             self.put("probe", b"\n")
         except NotFound as exc:
             raise ConfigurationError(
-                f"the store {self._where} has no such bucket", hint="make the bucket first"
+                f"the store {self._where} has no such bucket", hint="create the bucket first"
             ) from exc
         except Unavailable as exc:
             raise ConfigurationError(
                 f"the store {self._where} cannot be used: {_said(exc.__cause__ or exc)}",
-                hint="look at FEDPRESS_STORE_URL, FEDPRESS_STORE_ENDPOINT and the keys",
+                hint="check FEDPRESS_STORE_URL, FEDPRESS_STORE_ENDPOINT and the keys",
             ) from exc
 
     def _asked(self, name: str, ask: Callable[[], T]) -> T:
-        """What the store answers, after as many tries as there is time for."""
+        """The store's answer, with retries until the timeout."""
         try:
             answer = ask()
         except FileNotFoundError as exc:
@@ -217,7 +217,7 @@ class Bucket(Payloads):
 
 
 def opened_payloads(settings: Settings) -> Payloads:
-    """The data folder, or the S3 store of the settings; raises ConfigurationError."""
+    """Open the S3 store of the settings, or the data folder; raises ConfigurationError."""
     if not settings.store_url:
         return LocalPayloads(settings.data_dir)
     secret = settings.store_secret_access_key
@@ -236,8 +236,8 @@ def opened_payloads(settings: Settings) -> Payloads:
 
 
 class _Cache:
-    """Files of the store in a local folder, as many as `room` bytes hold; those least lately used
-    go first. A file that is open can be read to its end."""
+    """An LRU cache of the store's files in a local folder of at most `room` bytes. An open file can
+    be read to its end."""
 
     def __init__(self, folder: Path, room: int) -> None:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -254,7 +254,7 @@ class _Cache:
             return self._path(name).open("rb")
 
     def keep(self, name: str, data: bytes) -> BinaryIO:
-        """Opened at its beginning; kept only if there can be room."""
+        """Cache a file if there is room, and return it opened at its start."""
         file: BinaryIO = tempfile.NamedTemporaryFile(dir=self._folder, delete=False)  # type: ignore[assignment] # noqa: SIM115
         beside = Path(file.name)
         try:
@@ -299,12 +299,12 @@ def _parsed(url: str) -> tuple[str, str]:
     parts = urlsplit(url)
     if parts.scheme != "s3" or not parts.netloc or "@" in parts.netloc or parts.query:
         raise ConfigurationError(
-            "store_url is not of the form s3://bucket/prefix",
+            "store_url must have the form s3://bucket/prefix",
             hint="the endpoint and the keys are settings of their own",
         )
     return parts.netloc, parts.path.strip("/")
 
 
 def _said(exc: BaseException) -> str:
-    """The store's own sentence, without the library's account of its tries."""
+    """The store's own message, without the library's list of retries."""
     return " ".join(str(exc).partition("Debug source")[0].split())[:300]

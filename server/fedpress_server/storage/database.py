@@ -1,9 +1,8 @@
-"""The one door to the database: transactions that are on the disk when they return.
+"""Database access: transactions that are durable when they return.
 
-Writes run one at a time in a thread of their own, and those that wait share one commit, since a
-commit's price is the disk's. Reads run beside them. What a write has been given to do may be done
-more than once, in a transaction that was undone before, and so depends on nothing but what it
-reads in it.
+Writes run one at a time in their own thread, and waiting writes share one commit (group commit),
+since a commit costs a disk sync. Reads run concurrently. The callback of a write may run more than
+once, after a rollback, so it must depend only on what it reads in its transaction.
 """
 
 from __future__ import annotations
@@ -36,11 +35,11 @@ _COMMIT_TOGETHER = 64
 _PAUSES = (0.0, 0.03, 0.1, 0.3)
 _PATIENCE = 15.0
 _SURE = 5.0
-"""Seconds without a failure after which a database that answers is said to be back."""
+"""Seconds without a failure after which the end of an outage is logged."""
 
 
 class _Job:
-    """One write that waits for its turn, and where its outcome goes."""
+    """A pending write and the future of its outcome."""
 
     def __init__(self, work: Callable[[Connection], Any], *, alone: bool) -> None:
         self.work = work
@@ -51,26 +50,27 @@ class _Job:
 
 
 class Load(NamedTuple):
-    """How busy a database is, as one process sees it."""
+    """The load of a database as seen by one process."""
 
     used: int
     idle: int
-    """Connections of the pool."""
+    """Pool connections."""
     waiting_writes: int
     wal_bytes: int
-    """Of SQLite's write-ahead log; 0 elsewhere."""
+    """Bytes of SQLite's write-ahead log; 0 for other databases."""
 
 
 class _CommitFailed(Exception):
-    """Nobody knows what became of the transaction; it must not be run again."""
+    """The outcome of the commit is unknown; the transaction must not be retried."""
 
 
 class Database:
-    """Of the newest schema, or else `migrates` brings it there; `close()` ends its threads.
+    """A database with the newest schema, after migration with `migrates`; `close()` ends its
+    threads.
 
-    `retries` is told the kind of every transaction that is run again, `batches` of how many writes
-    went into a commit. Raises ConfigurationError if there is no such database or its schema does
-    not fit, MissingExtra if its driver is not installed.
+    `retries` is called with the kind of every retried transaction, `batches` with the number of
+    writes of a commit. Raises ConfigurationError if the database does not exist or has another
+    schema, MissingExtra if its driver is not installed.
     """
 
     def __init__(
@@ -86,16 +86,16 @@ class Database:
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._readers = ThreadPoolExecutor(READERS, "fedpress-read")
         self._closing = threading.Event()
-        self._full = Outage(_log, MAKE_ROOM, "there is room for the database again")
+        self._full = Outage(_log, MAKE_ROOM, "the database has disk space again")
         self._away = Outage(
             _log,
-            "%s; see whether the database runs and can be reached: all goes on by itself then",
+            "%s; check that the database runs and is reachable: the server then resumes by itself",
             "the database answers again",
             quiet=_SURE,
         )
         self._deaf = Outage(
             _log,
-            "not listening to the database for a while: %s",
+            "interrupted listening to the database: %s",
             "listening to the database again",
             quiet=0.0,
         )
@@ -114,19 +114,19 @@ class Database:
         return self.dialect == "postgresql"
 
     def load(self) -> Load:
-        """Asks nobody but this process and its file system."""
+        """The current load, from this process and its file system only."""
         pool = self._backend.writes.pool
         used = pool.checkedout() if isinstance(pool, sa.pool.QueuePool) else 0
         idle = pool.checkedin() if isinstance(pool, sa.pool.QueuePool) else 0
         return Load(used, idle, self._jobs.qsize(), self._backend.log_bytes())
 
     async def read(self, work: Callable[[Connection], T]) -> T:
-        """What `work` makes of a consistent view, in a thread; Unavailable without a database."""
+        """Run `work` on a consistent snapshot in a thread; Unavailable without a database."""
 
         def run() -> T:
             with self._backend.reads.connect() as connection:
                 result = work(connection)
-                connection.commit()  # PostgreSQL would count the end of every read as a rollback
+                connection.commit()  # otherwise PostgreSQL counts every read as a rollback
                 return result
 
         def patiently() -> T:
@@ -143,16 +143,15 @@ class Database:
         return await asyncio.get_running_loop().run_in_executor(self._readers, patiently)
 
     async def write(self, work: Callable[[Connection], T], *, locks: bool = False) -> T:
-        """What `work` makes in a transaction; durable when this returns, undone if it raises.
+        """Run `work` in a transaction; durable when this returns, rolled back if it raises.
 
-        Nothing that `work` reads changes before it is written: no other server writes meanwhile.
-        With `locks`, `work` sees to that itself: it locks every row on which what it writes
-        depends (`with_for_update()`), and then writes of other servers that do the same go on
-        beside it.
+        The transaction is exclusive among all servers, so nothing that `work` reads changes before
+        the commit. With `locks`, `work` itself locks every row on which its writes depend
+        (`with_for_update()`), and runs concurrently with such writes of other servers.
 
-        Raises Unavailable if the database does not answer; if that was while it committed, what
-        became of it is not known. Cancelling the caller does not undo it: shield a write whose
-        outcome must be known.
+        Raises Unavailable if the database does not answer; during the commit, the outcome is
+        unknown. Cancelling the caller does not roll it back: shield a write whose outcome must be
+        known.
         """
         job = _Job(work, alone=not locks)
         self._jobs.put(job)
@@ -160,26 +159,26 @@ class Database:
         return result
 
     def notify(self, connection: Connection, topic: str) -> None:
-        """Wake other servers' listeners when this transaction commits. A hint that may be lost:
-        what must be known is read."""
+        """Notify other servers' listeners when this transaction commits. Only a hint, which may be
+        lost."""
         self._backend.notify(connection, topic)
 
-    def listen(self, heard: Callable[[str | None], None]) -> None:
-        """Tell `heard` every topic, in a thread of its own; None when some may have been missed,
-        and once at the beginning.
+    def listen(self, callback: Callable[[str | None], None]) -> None:
+        """Call `callback` with every notified topic, in its own thread; with None when some may
+        have been missed, and once at the start.
 
-        With SQLite there is nobody to listen to, and no thread.
+        With SQLite there are no other servers, and no thread.
         """
         if not self.is_shared:
             return
-        self._hearers.append(heard)
+        self._hearers.append(callback)
         if self._listener is None:
             self._listener = threading.Thread(
                 target=self._listen, name="fedpress-listen", daemon=True
             )
             self._listener.start()
         else:
-            heard(None)
+            callback(None)
 
     def close(self) -> None:
         self._closing.set()
@@ -204,7 +203,8 @@ class Database:
             self._closing.wait(1.0)
 
     def _tried(self, attempt: Callable[[bool], T], kind: Kind) -> T:
-        """`attempt`, told whether it is not the first, again where that may help."""
+        """Run `attempt` (its argument: whether it is a retry), and retry it after transient
+        errors."""
         began = time.monotonic()
         for number, pause in enumerate(_PAUSES):
             try:
@@ -248,7 +248,7 @@ class Database:
                 job.future.set_result(job.result)
 
     def _failure(self, exc: BaseException) -> BaseException:
-        """What a caller is told; an outage is told of in the log, too."""
+        """The error for the caller; an outage is also logged."""
         failure = self._backend.translated(exc)
         if failure is not exc and isinstance(failure, Unavailable):
             outage = self._full if isinstance(failure, StorageFull) else self._away
@@ -256,8 +256,8 @@ class Database:
         return failure
 
     def _run(self, batch: list[_Job], again: bool) -> None:
-        """All of the batch in one transaction. What locks rows in another's way cannot do so a
-        second time: then the batch runs alone."""
+        """Run the batch in one transaction. A retry after a deadlock takes the exclusive lock, so
+        it cannot deadlock again."""
         for job in batch:
             job.result = job.error = None
         with (
@@ -267,7 +267,7 @@ class Database:
             self._backend.take_turn(connection, alone=again or any(job.alone for job in batch))
             for job in batch:
                 try:
-                    # One that is alone is undone with the transaction.
+                    # A single write is rolled back with the transaction.
                     with connection.begin_nested() if len(batch) > 1 else nullcontext():
                         job.result = job.work(connection)
                 except Exception as exc:
@@ -289,9 +289,9 @@ class Database:
 
 
 def migrate(url: str) -> tuple[str | None, str]:
-    """Bring a database up to date: the versions of its schema before and after.
+    """Migrate a database; returns the schema versions before and after.
 
-    Raises as `Database` does.
+    Raises like `Database`.
     """
     versions: list[tuple[str | None, str]] = []
     _reachable(url, lambda backend: versions.append(schema.migrate(backend))).dispose()
@@ -306,7 +306,7 @@ def _reachable(url: str, prepare: Callable[[Backend], Any]) -> Backend:
         backend.dispose()
         raise ConfigurationError(
             f"the {backend.dialect} database cannot be used: {_said(exc)}",
-            hint="look at FEDPRESS_DATABASE_URL, and whether the database runs",
+            hint="check FEDPRESS_DATABASE_URL, and that the database runs",
         ) from exc
     except BaseException:
         backend.dispose()
@@ -315,6 +315,6 @@ def _reachable(url: str, prepare: Callable[[Backend], Any]) -> Backend:
 
 
 def _said(exc: BaseException) -> str:
-    """The driver's own sentence, without the statement."""
+    """The driver's own message, without the statement."""
     orig = getattr(exc, "orig", None) or exc
     return " ".join(str(orig).split())[:300]

@@ -1,4 +1,4 @@
-"""Why devices gave assignments back, and how long rounds take them."""
+"""Declined assignments with their reasons, and the durations of devices' work."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from fedpress_server.storage.records import RoundKey
 from fedpress_server.storage.tables import assignments, declines, uploads
 
 _SHARE, _MARGIN = 0.9, 1.25
-"""Of the devices that a suggested deadline has time for, and times what they took."""
+"""The quantile of durations for a suggested deadline, and its safety factor."""
 _MOST = 10_000
-"""Uploads, and declines, whose times are read."""
+"""Maximum uploads and declines whose times are read."""
 
 
 def add(
@@ -26,7 +26,7 @@ def add(
     reason: str,
     needed_seconds: float | None,
 ) -> None:
-    """Note that `assignment`, which the attempt `key` gave, was declined."""
+    """Record that `assignment` of the attempt `key` was declined."""
     task, number, attempt = key
     row = {"assignment": assignment, "task": task, "round": number, "attempt": attempt}
     connection.execute(
@@ -37,7 +37,7 @@ def add(
 def counts(
     connection: Connection, task: str, rounds: Collection[int]
 ) -> dict[tuple[int, int], dict[str, int]]:
-    """By (round, attempt): how many of the assignments that it gave were declined, by reason."""
+    """By (round, attempt): the number of declined assignments by reason."""
     row = declines.c
     query = (
         sa.select(row.round, row.attempt, row.reason, sa.func.count())

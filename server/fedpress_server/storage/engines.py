@@ -1,9 +1,9 @@
-"""The two databases: how their connections are made ready, who may write when, what errors mean.
+"""Database backends: connection setup, write locks, and classification of errors.
 
-What is written on top of this is the same for both. A writer that has taken its turn alone is the
-only one, in SQLite's file as in a PostgreSQL that several servers share: what it has read cannot
-change before it commits. Writers that lock every row which their writing depends on may work
-beside each other in PostgreSQL; in SQLite a turn is always alone.
+All code above is the same for both. A writer with the exclusive lock is the only one, in SQLite as
+in a PostgreSQL shared by several servers: rows that it has read cannot change before it commits.
+Writers that lock every row on which their writes depend may run concurrently in PostgreSQL; in
+SQLite every writer is exclusive.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from fedpress_protocols.errors import (
 )
 
 READERS = 4
-"""Threads that read, each with a connection of its own."""
+"""Reader threads, each with its own connection."""
 
 _LOG_BYTES = 8 * 2**20
 _ALTERS = "fedpress_alters"
@@ -37,11 +37,11 @@ _READ_ONLY = "25006"
 _PASSING = {
     "40001",  # serialization failure
     "40P01",  # deadlock
-    "55P03",  # a lock was not to be had in time
-    "25P03",  # the transaction stalled, and the database ended it
+    "55P03",  # lock timeout
+    "25P03",  # the transaction was idle, and the database ended it
     "57P01",  # the database is shut down
     "57P02",
-    "57P03",  # ... or is not up yet
+    "57P03",  # ... or is starting
     "53300",  # too many connections
 }
 _AWAY_CLASSES = {"08", "53", "57", "58"}
@@ -54,14 +54,14 @@ _SESSION = {
 
 
 class Backend(Protocol):
-    """One database, by its engine for consistent reads and that for writes."""
+    """A database: an engine for consistent reads and one for writes."""
 
     dialect: Literal["sqlite", "postgresql"]
     reads: Engine
     writes: Engine
 
     def take_turn(self, connection: Connection, *, alone: bool) -> None:
-        """Wait until this transaction may write; the first thing that it does."""
+        """Take the write lock; the first statement of a write transaction."""
         ...
 
     def altering(self) -> Engine:
@@ -69,37 +69,38 @@ class Backend(Protocol):
         ...
 
     def is_passing(self, exc: BaseException) -> bool:
-        """Whether the same transaction may succeed if it is run again from its beginning."""
+        """Whether the error is transient, so that a retry of the whole transaction may succeed."""
         ...
 
     def is_undone(self, connection: Connection) -> bool:
-        """Whether the database itself has undone the transaction, and not a part of it alone."""
+        """Whether the database has rolled back the whole transaction."""
         ...
 
     def translated(self, exc: BaseException) -> BaseException:
-        """What a caller is told: Unavailable or StorageFull for what an operator can mend."""
+        """The error for the caller: Unavailable or StorageFull for failures that an operator can
+        fix."""
         ...
 
     def notify(self, connection: Connection, topic: str) -> None:
-        """Wake who listens, once the transaction commits."""
+        """Notify listeners once the transaction commits."""
         ...
 
-    def listen(self, heard: Callable[[str | None], None], is_over: Callable[[], bool]) -> None:
-        """Tell `heard` every topic, None where some may have been missed, until `is_over` or the
-        connection is lost."""
+    def listen(self, callback: Callable[[str | None], None], is_over: Callable[[], bool]) -> None:
+        """Call `callback` with every topic, with None if some may have been missed, until `is_over`
+        or the connection is lost."""
         ...
 
     def log_bytes(self) -> int:
-        """Length of the write-ahead log, where it is a file of this machine."""
+        """Length of the write-ahead log, if it is a file on this machine."""
         ...
 
     def dispose(self) -> None: ...
 
 
 def opened(database_url: str) -> Backend:
-    """The database behind an SQLAlchemy URL, which no error here repeats: it may hold a password.
+    """Open the database of an SQLAlchemy URL; no error repeats the URL, which may have a password.
 
-    Raises ConfigurationError, or MissingExtra where the driver is not installed.
+    Raises ConfigurationError, or MissingExtra if the driver is not installed.
     """
     url = _parsed(database_url)
     if url.get_backend_name() == "sqlite":
@@ -108,16 +109,16 @@ def opened(database_url: str) -> Backend:
 
 
 def _parsed(database_url: str) -> URL:
-    how = "give sqlite:////folder/file.db or postgresql://user:password@host:5432/name"
+    how = "use sqlite:////folder/file.db or postgresql://user:password@host:5432/name"
     try:
         url = sa.make_url(database_url)
         if not url.port:
             url = url.set(port=None)
     except (sa.exc.ArgumentError, ValueError):
-        raise ConfigurationError("database_url is no database's URL", hint=how) from None
+        raise ConfigurationError("database_url is not a database URL", hint=how) from None
     if "@" in (url.host or ""):
         raise ConfigurationError(
-            "the user or the password in database_url holds an @", hint="write it as %40"
+            "the user or the password in database_url contains an @", hint="write it as %40"
         )
     match url.get_backend_name():
         case "sqlite":
@@ -130,13 +131,13 @@ def _parsed(database_url: str) -> URL:
             return url.set(drivername="postgresql+psycopg")
         case other:
             raise ConfigurationError(
-                f"database_url begins with {other[:20]!r}, a database that is not spoken here",
+                f"database_url starts with {other[:20]!r}, which is not a supported database",
                 hint=how,
             )
 
 
 class SQLite:
-    """A file, which one server holds."""
+    """A SQLite file of a single server."""
 
     dialect: Literal["sqlite", "postgresql"] = "sqlite"
 
@@ -158,7 +159,7 @@ class SQLite:
             "foreign_keys=ON",
             "secure_delete=ON",  # shares of masks are not left to be found in free pages
             "busy_timeout=10000",
-            f"journal_size_limit={_LOG_BYTES}",  # what a long reader let grow is cut back
+            f"journal_size_limit={_LOG_BYTES}",  # shrink the log after a long reader
         ):
             cursor.execute(f"PRAGMA {pragma}")
         cursor.close()
@@ -166,12 +167,12 @@ class SQLite:
     @staticmethod
     def _begin(connection: Connection) -> None:
         options = connection.get_execution_options()
-        if options.get(_ALTERS):  # a table that is made anew is gone for a moment
+        if options.get(_ALTERS):  # a recreated table does not exist for a moment
             connection.exec_driver_sql("PRAGMA foreign_keys=OFF")
         connection.exec_driver_sql("BEGIN IMMEDIATE" if options.get(_WRITES) else "BEGIN")
 
     def take_turn(self, connection: Connection, *, alone: bool) -> None:
-        """BEGIN IMMEDIATE has."""
+        """BEGIN IMMEDIATE has taken the lock."""
 
     def altering(self) -> Engine:
         return self.writes.execution_options(**{_ALTERS: True})
@@ -180,7 +181,7 @@ class SQLite:
         return False  # busy_timeout has waited already
 
     def is_undone(self, connection: Connection) -> bool:
-        """As on a full disk: savepoints and all that was written before are gone with it."""
+        """As on a full disk: savepoints and all earlier writes are rolled back."""
         driver: Any = connection.connection.driver_connection
         return not driver.in_transaction
 
@@ -195,10 +196,10 @@ class SQLite:
         return exc
 
     def notify(self, connection: Connection, topic: str) -> None:
-        """Who would listen is this process."""
+        """No-op: the only listener is this process."""
 
-    def listen(self, heard: Callable[[str | None], None], is_over: Callable[[], bool]) -> None:
-        """Nobody else writes."""
+    def listen(self, callback: Callable[[str | None], None], is_over: Callable[[], bool]) -> None:
+        """No-op: there are no other writers."""
 
     def log_bytes(self) -> int:
         with suppress(OSError):
@@ -210,15 +211,15 @@ class SQLite:
 
 
 class PostgreSQL:
-    """A server that others may share.
+    """A PostgreSQL database that other servers may share.
 
-    A commit is on its disk when it returns, whatever the server is set to; only `options` in the
-    URL could say otherwise. A transaction that stalls, as in a stopped process, is ended by the
-    server after a quarter of a minute, and its locks with it.
+    A commit is durable when it returns, whatever the database's configuration; only `options` in
+    the URL could change that. An idle transaction, as of a stopped process, is ended by the
+    database after 15 seconds, with its locks.
 
-    Transactions that write are READ COMMITTED under an advisory lock, which those that must be
-    alone take exclusively and those that lock their rows share. SERIALIZABLE would tell the same
-    writers apart by failing them; see docs/design.md.
+    Write transactions are READ COMMITTED under an advisory lock, exclusive for those that must be
+    alone and shared for those that lock their rows. SERIALIZABLE would fail the same writers
+    instead; see docs/design.md.
     """
 
     dialect: Literal["sqlite", "postgresql"] = "postgresql"
@@ -258,7 +259,7 @@ class PostgreSQL:
 
     @staticmethod
     def _tell_apart(context: sa.engine.ExceptionContext) -> None:
-        # A standby, after another has taken over: to be made again, with whoever takes writes now.
+        # A standby after a failover: reconnect to the new primary.
         connection = context.connection
         is_reader = connection and connection.get_execution_options().get("postgresql_readonly")
         state = getattr(context.original_exception, "sqlstate", None)
@@ -306,18 +307,18 @@ class PostgreSQL:
     def notify(self, connection: Connection, topic: str) -> None:
         connection.execute(sa.select(sa.func.pg_notify(_CHANNEL, topic)))
 
-    def listen(self, heard: Callable[[str | None], None], is_over: Callable[[], bool]) -> None:
-        # A connection taken out of the pool, and in the driver's hands: SQLAlchemy cannot wait.
+    def listen(self, callback: Callable[[str | None], None], is_over: Callable[[], bool]) -> None:
+        # A connection detached from the pool: SQLAlchemy cannot wait for notifications.
         pooled = self.writes.raw_connection()
         driver: Any = pooled.driver_connection
         pooled.detach()
         with driver:
             driver.autocommit = True
             driver.execute(f"LISTEN {_CHANNEL}")
-            heard(None)
+            callback(None)
             while not is_over():
                 for said in driver.notifies(timeout=_HEARS):
-                    heard(said.payload)
+                    callback(said.payload)
 
     def log_bytes(self) -> int:
         return 0
@@ -327,14 +328,14 @@ class PostgreSQL:
 
 
 def _reasons(exc: BaseException | None) -> Iterator[str]:
-    """What was said last, and what came before it."""
+    """The error and its causes."""
     while exc is not None:
         yield str(exc)
         exc = exc.__cause__ or exc.__context__
 
 
 def _state(exc: sa.exc.DBAPIError) -> str | None:
-    """The SQLSTATE, if the database got as far as to give one."""
+    """The SQLSTATE, if the database returned one."""
     state = getattr(exc.orig, "sqlstate", None)
     return str(state) if state else None
 

@@ -1,6 +1,6 @@
-"""What devices measure of a task's models: kept, aggregated in SQL, and what follows from it.
+"""Evaluation reports of devices: storage, aggregation in SQL, best model and early stopping.
 
-Every number is a device's own word about data that nobody else sees, weighted by its examples.
+All numbers are reported by devices about their private data, weighted by their examples.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ MAX_METRIC = 1e15
 _NEWEST = 8
 """Attempts whose other models may be measured."""
 MAX_GROUPS = 64
-"""Of more, those with the most examples are shown."""
+"""Maximum listed classes, those with the most examples."""
 
 # Reports
 
@@ -43,8 +43,8 @@ MAX_GROUPS = 64
 def keep(
     connection: Connection, task: str, client_id: str, report: EvaluationReport, by: str, at: float
 ) -> None:
-    """One report for each client and model: the last one counts, in the group of its attribute
-    `by`. The model is noted as measured anew, see `Scoreboard`."""
+    """Store a client's report on a model, replacing an earlier one, in the group of its attribute
+    `by`. Marks the model as changed, see `Scoreboard`."""
     mine = {"task": task, "model": report.model, "client_id": client_id}
     for table in (measures, class_counts, evaluations):
         is_mine = (table.c[name] == value for name, value in mine.items())
@@ -75,7 +75,7 @@ def _note_change(connection: Connection, task: str, model: str) -> None:
 def note_loss(
     connection: Connection, task: str, client_id: str, report: EvaluationReport, at: float
 ) -> None:
-    """For choices among clients: what the client's newest loss is after `report`, kept just now."""
+    """Update the client's newest loss after `report`, for client selection."""
     loss = report.metrics.get("loss")
     known = participants.measured_model(connection, task, client_id)
     is_counted = loss is not None and -MAX_METRIC <= loss <= MAX_METRIC
@@ -90,7 +90,7 @@ def note_loss(
 
 
 def _losses(task: str, client_id: str) -> sa.Select[Any]:
-    """The query of every loss that a client has reported and not replaced."""
+    """The query for all current loss reports of a client."""
     return (
         sa.select(measures.c.model, measures.c.value, evaluations.c.reported_at)
         .join(evaluations, _SAME)
@@ -109,8 +109,7 @@ def _group(value: Attribute | None) -> str | None:
 
 @dataclass(frozen=True, slots=True, order=True)
 class Place:
-    """Where a model comes first in a task's history: in which attempt, as the one it began with or
-    the one it made."""
+    """The first place of a model in a task's history: an attempt, as its base or its result."""
 
     round: int
     attempt: int
@@ -118,7 +117,7 @@ class Place:
 
     @property
     def number(self) -> int:
-        """Of the round that made it, 0 for the task's first model."""
+        """The round that made it, 0 for the task's first model."""
         return self.round if self.is_made else self.round - 1
 
 
@@ -154,7 +153,7 @@ _IS_COUNTED = measures.c.value.between(-MAX_METRIC, MAX_METRIC)
 
 
 def means(connection: Connection, task: str, digests: Iterable[str]) -> dict[str, dict[str, float]]:
-    """By model, each metric's mean over the reports that have it, weighted by their examples."""
+    """By model: each metric's mean over the reports that have it, weighted by examples."""
     found = connection.execute(
         sa.select(measures.c.model, measures.c.metric, _MEAN)
         .join(evaluations, _SAME)
@@ -171,7 +170,7 @@ def means(connection: Connection, task: str, digests: Iterable[str]) -> dict[str
 def counted_means(
     connection: Connection, task: str, models: Sequence[str], metrics: Sequence[str]
 ) -> dict[str, dict[str, tuple[int, float]]]:
-    """By model and metric: over how many reports, and the mean as of `means`."""
+    """By model and metric: the number of reports, and the mean as in `means`."""
     found = connection.execute(
         sa.select(measures.c.model, measures.c.metric, sa.func.count(), _MEAN)
         .join(evaluations, _SAME)
@@ -192,9 +191,8 @@ def counted_means(
 def counted_classes(
     connection: Connection, task: str, models: Sequence[str]
 ) -> dict[str, tuple[dict[str, Tally], int]]:
-    """By model: by class the examples and how many the model was right of, for the MAX_CLASSES
-    with the most examples, since labels are the devices' choice; and how many devices have
-    counted."""
+    """By model: examples and correct predictions by class, for the MAX_CLASSES with the most
+    examples, since devices choose the labels; and the number of devices that counted."""
     row = class_counts.c
     is_asked = (row.task == task, row.model.in_(models))
     devices = sa.select(row.model, sa.func.count(sa.distinct(row.client_id)))
@@ -222,7 +220,7 @@ def counted_classes(
 
 
 def measured(connection: Connection, task: str, model: str) -> Measured | None:
-    """Over every report on the model, as `means`; None if there is none."""
+    """Means over all reports on the model; None without reports."""
     of_model = (evaluations.c.task == task, evaluations.c.model == model)
     query = sa.select(sa.func.count(), _WEIGHT).where(*of_model)
     num_clients, num_examples = connection.execute(query).one()
@@ -233,7 +231,7 @@ def measured(connection: Connection, task: str, model: str) -> Measured | None:
 
 
 def groups(connection: Connection, task: str, model: str, least: int) -> dict[str, Measured]:
-    """By the attribute's value, for groups of `least` devices or more: as `means`."""
+    """Means by the attribute's value, for groups of at least `least` devices."""
     whose, of_model = evaluations.c.group_name, (evaluations.c.task == task)
     of_model &= (evaluations.c.model == model) & whose.is_not(None)
     sizes = connection.execute(
@@ -261,7 +259,7 @@ def groups(connection: Connection, task: str, model: str, least: int) -> dict[st
 
 
 def classes(connection: Connection, task: str, model: str, least: int) -> dict[str, Measured]:
-    """By class, for those that `least` devices or more have examples of: its accuracy."""
+    """Accuracy by class, for classes with examples on at least `least` devices."""
     total = sa.func.sum(class_counts.c.num_examples)
     found = connection.execute(
         sa.select(class_counts.c.label, sa.func.count(), total, sa.func.sum(class_counts.c.correct))
@@ -278,17 +276,17 @@ def classes(connection: Connection, task: str, model: str, least: int) -> dict[s
 
 
 def _in_order(label: str) -> tuple[int, str]:
-    """2 before 10."""
+    """Natural sort order: 2 before 10."""
     return len(label) if label.isdecimal() else 0, label
 
 
-# What follows
+# Decisions
 
 
 @dataclass(frozen=True, slots=True)
 class Score:
-    """What a metric came to for the model that `round` made, 0 the first one; None: too few devices
-    have measured it."""
+    """A metric of the model made by `round` (0: the first model); None if too few devices measured
+    it."""
 
     round: int
     model: str
@@ -296,23 +294,22 @@ class Score:
 
 
 def last_stop(connection: Connection, task: str) -> int:
-    """The last round after which the task was stopped before its time, 0 if it never was."""
+    """The last round after which the task was stopped early, 0 if never."""
     query = sa.select(sa.func.max(rounds.c.round)).where(rounds.c.task == task, STOPPED)
     return connection.execute(query).scalar_one() or 0
 
 
 def best(scores: Sequence[Score], terms: EvaluationTerms) -> str | None:
-    """The model with the best score, of several the first; None if none has any."""
+    """The model with the best score, the first of equal ones; None without scores."""
     measured = [(terms.cost(s.value), s.round, s.model) for s in scores if s.value is not None]
     return min(measured)[2] if measured else None
 
 
 def reason_to_stop(scores: Sequence[Score], terms: EvaluationTerms) -> str:
-    """Why the task should stop after these scores, in the order of their rounds; "" if it should
-    not.
+    """The reason to stop the task early after these scores, in order of rounds; "" to continue.
 
     Stop once `patience` scores in a row are not better by more than `min_delta` than the best
-    before them. Models without a score are passed over.
+    before them. Models without a score are skipped.
     """
     if terms.patience is None:
         return ""

@@ -1,4 +1,4 @@
-"""Where everything that stays lies, by name; see `payloads`. Names are made of ids and digests."""
+"""Names of all files in the store, made of ids and digests; see `payloads`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def optimizer_name(digest: str) -> str:
 
 
 def artefact_name(digest: str) -> str:
-    """Of what a plan names besides models."""
+    """The name of a plan's artefact."""
     return f"artefacts/{digest}"
 
 
@@ -23,7 +23,7 @@ def bases_folder(task: str) -> str:
 
 
 def base_name(task: str, client_id: str, digest: str) -> str:
-    """Of what a client's last included upload stood for."""
+    """The name of a client's last included update, decoded."""
     return f"{bases_folder(task)}/{client_id}-{digest}"
 
 
@@ -33,17 +33,17 @@ def uploads_folder(key: RoundKey) -> str:
 
 
 def upload_name(key: RoundKey, assignment: str, digest: str) -> str:
-    """Two different bodies sent at once under one assignment lie in two files."""
+    """The name of an upload; concurrent different bodies of one assignment have different names."""
     return f"{uploads_folder(key)}/{assignment}-{digest}"
 
 
 def parts_folder(partial: str = "") -> str:
-    """Of one upload by parts, or of all."""
+    """The folder of one upload in parts, or of all."""
     return f"parts/{partial}" if partial else "parts"
 
 
 def part_name(partial: str, start: int, digest: str) -> str:
-    """Two different parts sent at once for one place lie in two files."""
+    """The name of a part; concurrent different parts for one offset have different names."""
     return f"{parts_folder(partial)}/{start:016d}-{digest}"
 
 
@@ -52,6 +52,6 @@ def coded_folder(task: str) -> str:
 
 
 def coded_name(task: str, model: str, base: str | None, coder: str) -> str:
-    """Of a model whole, or as the difference to `base`, in the form that the task's coder makes."""
+    """The name of a model coded by the task's coder: whole, or as the difference to `base`."""
     of = model if base is None else f"{model}-{base}"
     return f"{coded_folder(task)}/{of}.{coder}"

@@ -1,6 +1,6 @@
-"""The SQL of who is let in: tokens given back, devices decided on, keys that others came after.
+"""SQL statements about enrolment tokens, device approval and former keys.
 
-What every request asks of a device is in `records`; each function runs in its caller's transaction.
+The queries of every request are in `records`; each function runs in its caller's transaction.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from fedpress_server.storage.tables import clients, enrolment_tokens, former_key
 
 @dataclass(frozen=True, slots=True)
 class FormerKey:
-    """A key that its device has left, and which never signs for anybody again."""
+    """A key that its device has replaced, which is never valid again."""
 
     key_id: str
     client_id: str
@@ -29,7 +29,7 @@ class FormerKey:
     next_key_id: str
     retired_at: float
     rotation: dict[str, Any]
-    """The statement with which the device left it."""
+    """The rotation that replaced it."""
 
 
 # Tokens
@@ -44,7 +44,7 @@ def token(connection: Connection, token_id: str) -> EnrolmentToken | None:
 def tokens(
     connection: Connection, before: EnrolmentToken | None, limit: int
 ) -> list[EnrolmentToken]:
-    """The newest ones, those made before `before` or all; the newest first."""
+    """The newest tokens, optionally created before `before`; newest first."""
     row = enrolment_tokens.c
     query = sa.select(enrolment_tokens)
     if before is not None:
@@ -55,7 +55,7 @@ def tokens(
 
 
 def live_tokens(connection: Connection, now: float, most: int) -> list[str]:
-    """The hashes of tokens with which a device may enrol, of the newest ones at `most`."""
+    """The hashes of usable tokens among the `most` newest."""
     row = enrolment_tokens.c
     query = (
         sa.select(row.token_hash)
@@ -87,7 +87,7 @@ def device(connection: Connection, client_id: str) -> Device | None:
 def devices(
     connection: Connection, state: DeviceState | None, after: Device | None, limit: int
 ) -> list[Device]:
-    """In the order in which they enrolled, those after `after`; of one state alone, or of all."""
+    """Devices in order of enrolment after `after`; optionally of one state."""
     row = clients.c
     query = sa.select(clients)
     if state == "revoked":
@@ -119,13 +119,13 @@ def revoke(connection: Connection, client_id: str, at: float) -> None:
 
 
 def devices_by_key(connection: Connection, key_ids: Collection[str]) -> dict[str, Device]:
-    """By key id: whose key it is now."""
+    """The devices with these current keys, by key id."""
     query = sa.select(clients).where(clients.c.key_id.in_(list(key_ids)))
     return {each.key_id: each for each in (Device(*row) for row in connection.execute(query))}
 
 
 def former_by_key(connection: Connection, key_ids: Collection[str]) -> dict[str, FormerKey]:
-    """By key id: whose key it was."""
+    """The devices with these former keys, by key id."""
     query = sa.select(former_keys).where(former_keys.c.key_id.in_(list(key_ids)))
     return {each.key_id: each for each in (FormerKey(*row) for row in connection.execute(query))}
 
@@ -135,7 +135,7 @@ def former_key_ids(connection: Connection) -> list[str]:
 
 
 def former_of(connection: Connection, client_id: str) -> list[FormerKey]:
-    """The keys that a device has left, the first one first."""
+    """The former keys of a device, oldest first."""
     row = former_keys.c
     query = sa.select(former_keys).where(row.client_id == client_id)
     return [FormerKey(*each) for each in connection.execute(query.order_by(row.retired_at))]
@@ -158,8 +158,8 @@ def set_key(
 
 
 def strangers_among(connection: Connection, key_ids: Collection[str]) -> set[str]:
-    """Those of `key_ids` that may do nothing from now on: of no device, of one that was revoked or
-    is not approved, or left for another."""
+    """The invalid keys among `key_ids`: unknown, replaced, or of a device that is revoked or not
+    approved."""
     known = _WELCOME.run(connection, key_ids=json.dumps(list(key_ids))).scalars()
     return set(key_ids) - set(known)
 

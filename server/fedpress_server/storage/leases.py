@@ -1,8 +1,8 @@
-"""Work that any worker may do: rows that are leased, renewed, and finished by whoever holds them.
+"""Leases on jobs: workers acquire, renew and finish them.
 
-A lease is a token and a time. Who holds one may work; only who holds the newest may write what came
-of it, in one transaction with the check, so a worker that was paused past its lease changes nothing
-however late it wakes. All times here are of one clock.
+A lease is a token with an expiry time. Only the holder of the newest lease may write the job's
+result, in one transaction with the check (fencing), so a worker that was paused past its lease
+changes nothing. All times are of the database's clock.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ _HOLDER = "worker"
 
 
 class LeaseLost(Exception):
-    """Somebody else has the job, or the job is no more: nothing may be written."""
+    """Another worker has the job, or the job was dropped: nothing may be written."""
 
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """What is to be done, of the attempt `key`: for a sum, its uploads [start, stop)."""
+    """A job of the attempt `key`: for a sum, its uploads [start, stop)."""
 
     key: RoundKey
     kind: Kind
@@ -53,15 +53,15 @@ class Job:
 
 @dataclass(frozen=True, slots=True)
 class Lease:
-    """A job, and that it is ours; `tries` counts the leases it has had, this one among them."""
+    """A leased job; `tries` counts its leases, including this one."""
 
     job: Job
     token: str
     tries: int
     reason: str
-    """What went wrong the last time, "" if nothing did."""
+    """The error of the last try, "" if none."""
     has_expired: bool
-    """Whether another's lease ran out before this one."""
+    """Whether a previous lease expired."""
 
 
 def now_of(connection: Connection) -> float:
@@ -73,13 +73,13 @@ def now_of(connection: Connection) -> float:
 
 
 def has_outputs(connection: Connection, due: Sequence[Job]) -> bool:
-    """Whether the attempt that these are all jobs of has any."""
+    """Whether the attempt of these jobs has any job rows."""
     query = sa.select(sa.literal(1)).where(*_of_round(due[0].key)).limit(1)
     return connection.execute(query).first() is not None
 
 
 def add(connection: Connection, due: Sequence[Job], now: float) -> None:
-    """All the jobs of an attempt that has none."""
+    """Add all jobs of an attempt that has none."""
     rows = [
         {
             **dict(zip(_NAMES, job.job_key, strict=True)),
@@ -98,7 +98,7 @@ def add(connection: Connection, due: Sequence[Job], now: float) -> None:
 def is_any_due(
     connection: Connection, holder: str, now: float, but: Collection[JobKey] = ()
 ) -> bool:
-    """Whether `acquire` would find a job."""
+    """Whether `acquire` would return a job."""
     return _next(connection, holder, now, but, lock=False) is not None
 
 
@@ -109,11 +109,11 @@ def acquire(
     seconds: float,
     but: Collection[JobKey] = (),
 ) -> Lease | None:
-    """The job that has waited longest, for `seconds`; none of `but`. Workers that ask at a time get
-    different jobs, and none waits for another.
+    """Lease the longest waiting job for `seconds`, except those in `but`. Concurrent workers get
+    different jobs and never wait for each other.
 
-    What `holder` has itself, and not among `but`, it has without knowing, as after a commit whose
-    outcome it was not told, or since before it was killed; it may have it again at once.
+    Jobs leased by `holder` itself that are not in `but` were acquired in a commit with unknown
+    outcome, or before a kill; they are available to it at once.
     """
     row = _next(connection, holder, now, but, lock=True)
     if row is None:
@@ -133,30 +133,30 @@ def acquire(
 
 
 def renew(connection: Connection, lease: Lease, until: float) -> bool:
-    """False if the lease is lost."""
+    """Extend the lease; False if it is lost."""
     changed = connection.execute(sa.update(jobs).where(*_held(lease)).values(lease_expiry=until))
     return changed.rowcount == 1
 
 
 def finish(connection: Connection, lease: Lease, output: str | None = None) -> None:
-    """To be called in the transaction that writes what the job came to; raises LeaseLost.
+    """Finish a job, in the transaction that writes its result; raises LeaseLost.
 
     `output` is the digest of a batch's sum.
     """
     done = {"state": "done", "output": output, "lease_token": None}
     changed = connection.execute(sa.update(jobs).where(*_held(lease)).values(**done))
     if changed.rowcount != 1:
-        raise LeaseLost(f"the lease of {lease.job} is another's")
+        raise LeaseLost(f"the lease of {lease.job} was taken over by another worker")
 
 
 def put_back(connection: Connection, lease: Lease, at: float, reason: str, *, counts: bool) -> None:
-    """Nobody holds the job any more, and it may be had from `at` on; without `counts` this try
-    was none. Raises LeaseLost."""
+    """Release the job, available from `at` on; without `counts` this try is not counted. Raises
+    LeaseLost."""
     tries = lease.tries if counts else lease.tries - 1
     values = {"lease_token": None, "lease_expiry": at, "reason": reason, "attempts": tries}
     changed = connection.execute(sa.update(jobs).where(*_held(lease)).values(**values))
     if changed.rowcount != 1:
-        raise LeaseLost(f"the lease of {lease.job} is another's")
+        raise LeaseLost(f"the lease of {lease.job} was taken over by another worker")
 
 
 def outputs(connection: Connection, key: RoundKey) -> list[str]:
@@ -170,17 +170,17 @@ def outputs(connection: Connection, key: RoundKey) -> list[str]:
 
 
 def all_outputs(connection: Connection) -> list[tuple[RoundKey, str]]:
-    """Every digest that `outputs` has for any attempt."""
+    """The digests of the sums of all attempts."""
     query = sa.select(jobs.c.task, jobs.c.round, jobs.c.attempt, jobs.c.output)
     found = connection.execute(query.where(jobs.c.output.is_not(None)))
     return [((task, number, attempt), output) for task, number, attempt, output in found]
 
 
 def holder_of(data_dir: Path) -> str:
-    """The name of the one worker that holds this folder, the same after a restart.
+    """The holder name of this folder's worker, the same after a restart.
 
-    Should a copy of the folder have another worker, the two take each other's leases: then work is
-    done twice, and still counts once.
+    Two workers with copies of the folder take each other's leases: then jobs are done twice, but
+    count once.
     """
     file = data_dir / _HOLDER
     with suppress(FileNotFoundError):
@@ -193,7 +193,7 @@ def holder_of(data_dir: Path) -> str:
 
 
 def drop(connection: Connection, key: RoundKey) -> None:
-    """For when the attempt is past its work: whoever still holds a lease has lost it."""
+    """Drop the jobs of a finished attempt: remaining leases are lost."""
     connection.execute(sa.delete(jobs).where(*_of_round(key)))
 
 

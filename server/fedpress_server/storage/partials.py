@@ -1,7 +1,7 @@
-"""The rows of uploads by parts: how far each has come, which parts count, how long it is kept.
+"""SQL statements about uploads in parts: progress, parts and expiry.
 
-A part's file is durable before its row, and the row before the answer. A file to which no row leads
-does not count; so of two parts sent at once for one place, that one does whose row came first.
+A part's file is durable before its row, and the row before the answer. A file without a row does
+not count; so of two concurrent parts for one offset, the one with the first row counts.
 """
 
 from __future__ import annotations
@@ -18,13 +18,12 @@ from fedpress_protocols.messages import Trip
 from fedpress_server.storage.tables import assignments, partial_parts, partial_uploads, uploads
 
 NOTHING = hashlib.sha256().hexdigest()
-"""The SHA-256 of no bytes."""
+"""The SHA-256 of the empty string."""
 
 
 @dataclass(frozen=True, slots=True)
 class PartialRecord:
-    """An upload by parts that is not complete. `digest` is the SHA-256 of the `num_bytes` that
-    are held."""
+    """An incomplete upload in parts. `digest` is the SHA-256 of its `num_bytes` received bytes."""
 
     partial: str
     assignment: str
@@ -58,7 +57,7 @@ def _one(connection: Connection, where: sa.ColumnElement[bool]) -> PartialRecord
 
 
 def parts(connection: Connection, partial: str) -> list[PartRecord]:
-    """In the order of the body."""
+    """The parts in the order of the body."""
     found = connection.execute(
         sa.select(partial_parts.c.start, partial_parts.c.num_bytes, partial_parts.c.digest)
         .where(partial_parts.c.partial == partial)
@@ -68,12 +67,12 @@ def parts(connection: Connection, partial: str) -> list[PartRecord]:
 
 
 def promised(connection: Connection, now: float) -> int:
-    """The bytes that all uploads by parts under way may come to."""
+    """The maximum total bytes of all open uploads in parts."""
     return _over_all(connection, sa.func.sum(partial_uploads.c.max_bytes), now)
 
 
 def count_of(connection: Connection, client_id: str, now: float) -> int:
-    """How many uploads by parts a device has under way."""
+    """The number of open uploads in parts of a device."""
     mine = assignments.c.client_id == client_id
     return _over_all(connection, sa.func.count(), now, mine)
 
@@ -98,7 +97,7 @@ def add(connection: Connection, record: PartialRecord) -> None:
 def add_part(
     connection: Connection, before: PartialRecord, part: PartRecord, digest: str, expires_at: float
 ) -> bool:
-    """Append `part` to `before`, which then has SHA-256 `digest`; False if it has moved since."""
+    """Append `part` to `before`, which then has SHA-256 `digest`; False if it changed since."""
     partial = before.partial
     moved = connection.execute(
         sa.update(partial_uploads)
@@ -120,13 +119,13 @@ def add_part(
 
 
 def drop(connection: Connection, partials: Sequence[str]) -> None:
-    """Forget them; the files are for the caller to remove, after this is committed."""
+    """Delete the records; the caller removes the files after the commit."""
     for table in (partial_parts, partial_uploads):
         connection.execute(sa.delete(table).where(table.c.partial.in_(partials)))
 
 
 def drop_spent(connection: Connection, partial: str, now: float) -> bool:
-    """As `drop`, if it is one of `spent` still."""
+    """Like `drop`, if it is still one of `spent`."""
     if partial not in spent(connection, now):
         return False
     drop(connection, [partial])
@@ -138,7 +137,7 @@ def names(connection: Connection) -> set[str]:
 
 
 def spent(connection: Connection, now: float) -> list[str]:
-    """Those that have expired, and those of assignments that are over or have their upload."""
+    """Uploads in parts that have expired, or whose assignment has ended or has its upload."""
     is_over = sa.or_(
         partial_uploads.c.expires_at <= now,
         assignments.c.receipt.is_not(None),

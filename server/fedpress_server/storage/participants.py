@@ -1,7 +1,7 @@
-"""What each client has done in a task whose policy chooses: one row each, kept as it happens, so
-that a choice among n candidates reads n rows, however long the task's history is.
+"""Participation statistics of clients in tasks with a selection policy: one row per client, updated
+continuously, so that a selection among n candidates reads n rows.
 
-A task that takes whoever comes first has no rows: nobody would read them.
+Tasks with the policy "first" have no rows.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from fedpress_server.rounds.selection import Candidate
 from fedpress_server.storage.tables import participants
 
 _TOGETHER = 1000
-"""Clients that one statement asks for."""
+"""Clients per statement."""
 
 
 def add_assignment(connection: Connection, task: str, client_id: str) -> None:
-    """An assignment."""
+    """Count an assignment."""
     _add(connection, task, client_id, {"given": participants.c.given + 1}, {"given": 1})
 
 
@@ -33,8 +33,8 @@ def add_upload(
     loss: float | None,
     at: float,
 ) -> None:
-    """An upload, taken `at`, that tells of so many examples and, if the plan has it told, a loss.
-    Of two values the one that was taken later counts, by the clock."""
+    """Record an upload accepted `at` with its examples and, if the plan reports it, its loss. The
+    later value by the clock wins."""
     row = participants.c
     changes: dict[str, Any] = {"delivered": row.delivered + 1}
     first: dict[str, Any] = {"given": 1, "delivered": 1}
@@ -52,15 +52,14 @@ def add_upload(
 def measured(
     connection: Connection, task: str, client_id: str, newest: tuple[str, float, float] | None
 ) -> None:
-    """The `newest` loss that the client has reported on a model, and when: its digest, the loss,
-    the time; None for none."""
+    """Set the `newest` loss reported by the client: model digest, loss and time; None for none."""
     model, loss, at = newest if newest is not None else (None, None, None)
     values = {"measured_model": model, "measured_loss": loss, "measured_at": at}
     _add(connection, task, client_id, values, values)
 
 
 def measured_model(connection: Connection, task: str, client_id: str) -> tuple[str, float] | None:
-    """What the client's newest loss is of, and when it told it."""
+    """The model and time of the client's newest loss."""
     row = participants.c
     query = sa.select(row.measured_model, row.measured_at).where(
         row.task == task, row.client_id == client_id, row.measured_model.is_not(None)
@@ -70,7 +69,7 @@ def measured_model(connection: Connection, task: str, client_id: str) -> tuple[s
 
 
 def candidates(connection: Connection, task: str, client_ids: Iterable[str]) -> list[Candidate]:
-    """What is known of `client_ids`, in their order; see Candidate."""
+    """The statistics of `client_ids`, in order; see Candidate."""
     client_ids = list(client_ids)
     found: dict[str, Candidate] = {}
     for start in range(0, len(client_ids), _TOGETHER):

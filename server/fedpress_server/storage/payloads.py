@@ -1,8 +1,8 @@
-"""Bytes that stay: whole and durable before anybody is told of them.
+"""The file store: files are complete and durable before any record refers to them.
 
-`Payloads` is what the server knows of a store; `LocalPayloads` is a folder, `bucket` an S3 store
-that several servers share. A name leads to all of its bytes or does not exist. Names are made of
-digests and ids; what a name stands for never changes.
+`Payloads` is the interface of a store; `LocalPayloads` is a folder, `bucket` an S3 store shared by
+several servers. A name has all of its bytes or does not exist. Names are made of digests and ids;
+their content never changes.
 """
 
 from __future__ import annotations
@@ -28,32 +28,33 @@ _log = logging.getLogger(__name__)
 
 _TEMPORARY = ".tmp"
 _FOLDER_GONE = 10
-"""How often a folder may be dropped while one file is written there."""
+"""Maximum retries for a folder that is dropped while a file is written there."""
 _NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL
 _BY_CONTENT = {"models", "optimizers", "artefacts", "bases", "uploads", "parts"}
 _HEX = frozenset("0123456789abcdef")
 
 
 class Payloads(ABC):
-    """Durable files by names such as `models/<digest>`. Safe in many threads; every method may
-    wait for a disk or a network, and raises Unavailable if the store is not to be reached."""
+    """Durable files by names such as `models/<digest>`. Thread-safe; every method may block on a
+    disk or a network, and raises Unavailable if the store is not reachable."""
 
     is_local: bool
-    """Whether it is a disk of this machine, and no network is waited for."""
+    """Whether it is a local disk, without network latency."""
 
     scratch: Path
-    """A folder of this machine for files that need not outlive the process."""
+    """A local folder for temporary files of the process."""
 
     @abstractmethod
     def put(self, name: str, data: bytes) -> None:
-        """Durable when it returns; raises StorageFull, and then nothing is left behind.
+        """Write a file; durable when it returns. Raises StorageFull without leaving anything
+        behind.
 
-        What is there under `name` already is replaced, by the same bytes where names are digests,
-        and is as young as if it were new.
+        An existing file under `name` is replaced (by the same bytes if names are digests), which
+        resets its age.
         """
 
     def put_all(self, files: Sequence[tuple[str, bytes]]) -> list[Exception | None]:
-        """Several by their names, each as by `put`; what it raised for each, in their order."""
+        """Put several files; returns the error of each, or None, in order."""
         return [self._failure(name, data) for name, data in files]
 
     def _failure(self, name: str, data: bytes) -> Exception | None:
@@ -65,53 +66,53 @@ class Payloads(ABC):
 
     @abstractmethod
     def get(self, name: str) -> bytes:
-        """Raises NotFound."""
+        """Read a file; raises NotFound."""
 
     @abstractmethod
     def open(self, name: str) -> BinaryIO:
-        """The file, to be read here and closed, whatever becomes of the name; raises NotFound."""
+        """Open a file, which stays readable even if the name is dropped; raises NotFound."""
 
     @abstractmethod
     def size(self, name: str) -> int:
-        """Bytes of the file; raises NotFound."""
+        """The length of the file in bytes; raises NotFound."""
 
     @abstractmethod
     def drop(self, name: str) -> None:
-        """Remove a file or a folder; nothing to remove is no error."""
+        """Remove a file or a folder, if it exists."""
 
     @abstractmethod
     def names(self, folder: str) -> Iterator[str]:
-        """The files and folders right under `folder`. What was put a moment ago may be missing."""
+        """The files and folders directly in `folder`. Very recent ones may be missing."""
 
     @abstractmethod
     def settled(self, folder: str, older_than: float = 0.0) -> Iterator[str]:
-        """Of `names`, those that nobody can be about to write a row for: what may be swept if no
-        row leads to it. All have been there for `older_than` seconds."""
+        """The candidates for sweeping among `names`: older than `older_than` seconds, so that no
+        server is about to write a row for them."""
 
     @abstractmethod
     def drop_settled(self, name: str, older_than: float = 0.0) -> None:
-        """Remove it if it is still one of `settled`: somebody may have put it again since."""
+        """Remove the file if it is still one of `settled`: it may have been put again since."""
 
     @abstractmethod
     def sweep_temporaries(self) -> int:
-        """Remove what unfinished writes left behind; for a start, when nothing is being written."""
+        """Remove the temporary files of interrupted writes; only at startup, without writers."""
 
     @abstractmethod
     def check_writable(self) -> None:
-        """Raises OSError, Unavailable or StorageFull if nothing can be written."""
+        """Raise OSError, Unavailable or StorageFull if nothing can be written."""
 
 
 class LocalPayloads(Payloads):
-    """A folder. A file is written beside its place, synced, renamed into its place, and the folder
-    is synced, so a name leads to all of its bytes whatever moment the power fails."""
+    """A store in a folder. A file is written under a temporary name, synced and renamed, and the
+    folder is synced, so a name has all of its bytes even after a power failure."""
 
     is_local = True
 
     def __init__(self, root: Path) -> None:
         self.root = self.scratch = root
         self._named: set[str] = set()
-        """Folders whose own names are known to be durable."""
-        self._full = Outage(_log, MAKE_ROOM, f"there is room in {root} again")
+        """Folders whose own entries are known to be durable."""
+        self._full = Outage(_log, MAKE_ROOM, f"{root} has disk space again")
         self._make_folder(root)
 
     def path(self, name: str) -> Path:
@@ -119,13 +120,13 @@ class LocalPayloads(Payloads):
 
     def put(self, name: str, data: bytes) -> None:
         for _ in range(_FOLDER_GONE):
-            with suppress(FileNotFoundError):  # its folder was dropped meanwhile
+            with suppress(FileNotFoundError):  # its folder was dropped concurrently
                 return self._put(name, data)
         return self._put(name, data)
 
     def put_all(self, files: Sequence[tuple[str, bytes]]) -> list[Exception | None]:
-        """As `put`, and each folder is synced once. What the disk refuses has another try by
-        itself: a folder may have been dropped meanwhile."""
+        """Put several files, with one sync per folder. Failed files are retried one by one: a
+        folder may have been dropped concurrently."""
         if len(files) < 2:
             return super().put_all(files)
         placed: dict[str, list[int]] = {}
@@ -158,9 +159,9 @@ class LocalPayloads(Payloads):
         failpoints.reach("file-kept")
 
     def _place(self, name: str, data: bytes) -> str:
-        """Write and sync a file in its place; its folder, which is not synced yet.
+        """Write, sync and rename a file; returns its folder, which is not synced yet.
 
-        Paths are texts here: to make `Path`s takes longer than to write a small file.
+        Paths are strings here: creating `Path`s takes longer than writing a small file.
         """
         place = f"{self.root}/{name}"
         folder = place.rpartition("/")[0]
@@ -183,7 +184,7 @@ class LocalPayloads(Payloads):
 
     def _opened(self, folder: str, beside: str) -> int:
         if folder in self._named:
-            with suppress(FileNotFoundError):  # it was dropped meanwhile
+            with suppress(FileNotFoundError):  # it was dropped concurrently
                 return os.open(beside, _NEW, 0o600)
         self._make_folder(Path(folder))
         return os.open(beside, _NEW, 0o600)
@@ -207,8 +208,8 @@ class LocalPayloads(Payloads):
             raise NotFound(f"no file {name}") from exc
 
     def _make_folder(self, folder: Path) -> None:
-        """The folder and its parents, private to their owner and durable, whoever made them: one
-        that another thread has made may not have its name on the disk yet."""
+        """Create the folder and its parents, private and durable: the entry of one created by
+        another thread may not be on disk yet."""
         if str(folder) in self._named and folder.is_dir():
             return
         is_ours = folder != self.root and folder.is_relative_to(self.root)
@@ -238,8 +239,8 @@ class LocalPayloads(Payloads):
             yield from (f"{folder}/{entry.name}" for entry in sorted(place.iterdir()))
 
     def settled(self, folder: str, older_than: float = 0.0) -> Iterator[str]:
-        """All, at the start of the one server that has the folder; later, what is old enough. A
-        folder is as old as the newest file in it."""
+        """All names at startup of the folder's only server; later those that are old enough. The
+        age of a folder is that of its newest file."""
         before = time.time() - older_than
         for name in self.names(folder):
             if not older_than or self._touched(name) < before:
@@ -266,7 +267,7 @@ class LocalPayloads(Payloads):
 
 
 def digest_in(name: str) -> str | None:
-    """The SHA-256 that a name gives of its bytes, where names of its kind do."""
+    """The SHA-256 in a name, for names that have one."""
     if name.partition("/")[0] not in _BY_CONTENT:
         return None
     last = name.rpartition("/")[2].partition(".")[0].rpartition("-")[2]
@@ -274,16 +275,16 @@ def digest_in(name: str) -> str | None:
 
 
 def check_digest(name: str, data: bytes) -> None:
-    """Raises ServerError unless `data` are the bytes that `name` stands for."""
+    """Raise ServerError unless `data` matches the digest in `name`."""
     expected = digest_in(name)
     if expected is not None:
         found = hashlib.sha256(data).hexdigest()
         if found != expected:
-            raise ServerError(f"{name} came back from the store with SHA-256 {found}")
+            raise ServerError(f"{name} was read from the store with SHA-256 {found}")
 
 
 def _passed(point: str) -> Exception | None:
-    """What was raised at a failpoint."""
+    """The error raised at a failpoint."""
     try:
         failpoints.reach(point)
     except Exception as exc:

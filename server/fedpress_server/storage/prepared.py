@@ -1,8 +1,8 @@
-"""Statements made once and given to the driver as they are, for what every request comes to.
+"""Precompiled statements for the hot path, passed directly to the driver.
 
-To find a statement in SQLAlchemy's cache, to bind its values by their types and to wrap what comes
-back takes several times as long as to run it. Here values go to the driver by their places, so they
-must be what it takes: texts, numbers, bytes and None. Errors are SQLAlchemy's all the same.
+SQLAlchemy's cache lookup, type conversion and result wrapping take several times as long as the
+statement. Here values are passed by position, so they must be types of the driver: text, numbers,
+bytes and None. Errors are still SQLAlchemy's.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ _BY_PLACE: Dialect = psycopg.dialect(paramstyle="format")  # type: ignore[no-unt
 class _Compiled(NamedTuple):
     text: str
     order: list[str]
-    """The names of its values by their places."""
+    """The parameter names by position."""
     constants: dict[str, Any]
-    """Values that the statement came with."""
+    """Constant values of the statement."""
 
 
 class Prepared:
@@ -35,7 +35,7 @@ class Prepared:
         self._known: dict[str, _Compiled] = {}
 
     def run(self, connection: Connection, **values: Any) -> CursorResult[Any]:
-        """With a value for each of its parameters."""
+        """Execute with a value for each parameter."""
         name = connection.dialect.name
         text, order, constants = self._known.get(name) or self._compiled(connection)
         found = [values[each] if each in values else constants[each] for each in order]
@@ -52,7 +52,7 @@ class Prepared:
 
 
 class Rows:
-    """Rows of a table, all of its columns, added by one statement however many they are."""
+    """Bulk insert of complete rows with a single statement."""
 
     def __init__(self, table: sa.Table) -> None:
         self._table = table
@@ -62,8 +62,8 @@ class Rows:
         self._known: dict[str, str] = {}
 
     def add(self, connection: Connection, rows: Sequence[tuple[Any, ...]]) -> None:
-        """Each has its values in the order of the columns; JSON is what `json` takes, and there:
-        None is JSON's null."""
+        """Insert rows with values in column order; JSON columns take values for `json`, where None
+        is JSON's null."""
         if connection.dialect.name == "postgresql":
             told = json.dumps([dict(zip(self._names, row, strict=True)) for row in rows])
             connection.exec_driver_sql(self._text(connection), (told,))
@@ -83,7 +83,7 @@ class Rows:
         return str(sa.insert(self._table).compile(dialect=dialect))
 
     def _records(self, dialect: Dialect) -> str:
-        """One value for all rows: a message for each takes longer than to write it."""
+        """All rows as one JSON value: a message per row takes longer than the insert."""
         columns = self._table.columns
         typed = ", ".join(f"{each.name} {each.type.compile(dialect)}" for each in columns)
         names = ", ".join(self._names)
@@ -94,7 +94,7 @@ class Rows:
 
 
 def each_of(dialect: str, name: str) -> sa.Select[Any]:
-    """The texts in the value `name`, a JSON array of them, as rows."""
+    """The texts in the parameter `name`, a JSON array, as rows."""
     given = sa.bindparam(name, type_=sa.Text)
     if dialect == "postgresql":
         items = sa.func.json_array_elements_text(sa.cast(given, sa.JSON))

@@ -1,5 +1,5 @@
-"""The SQL statements of rounds, uploads, tasks and receipts, by what they mean; each runs in its
-caller's transaction."""
+"""SQL statements about devices, tasks, rounds, uploads and receipts; each runs in its caller's
+transaction."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from fedpress_server.storage.tables import (
 RoundKey = tuple[str, int, int]
 """Task, round, attempt."""
 Approval = Literal["waiting", "approved", "rejected"]
-"""What an operator has said of a device; of most nobody has to say anything."""
+"""An operator's decision about a device; most need none."""
 
 
 # Devices
@@ -52,9 +52,9 @@ class Device:
     revoked_at: float | None
     approval: Approval = "approved"
     decided_at: float | None = None
-    """When somebody approved or rejected it."""
+    """When an operator approved or rejected it."""
     rotated_at: float | None = None
-    """Since when this is its key, if another was before."""
+    """When it rotated to this key; None if it never did."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +67,7 @@ class EnrolmentToken:
     expires_at: float
     note: str
     approve_each: bool = False
-    """Whether every device that it brings waits for an operator's word."""
+    """Whether devices that enrol with it wait for approval."""
     revoked_at: float | None = None
 
 
@@ -81,7 +81,7 @@ def device_by_key(connection: Connection, key_id: str) -> Device | None:
 
 
 def add_device(connection: Connection, device: Device) -> None:
-    """Add it and count one use of its token."""
+    """Add a device and count one use of its token."""
     token = enrolment_tokens.c
     connection.execute(
         sa.update(enrolment_tokens)
@@ -92,7 +92,7 @@ def add_device(connection: Connection, device: Device) -> None:
 
 
 def revoked_among(connection: Connection, client_ids: Sequence[str]) -> set[str]:
-    """Those of them that are strangers from now on."""
+    """The revoked devices among `client_ids`."""
     return set(_REVOKED.run(connection, client_ids=json.dumps(list(client_ids))).scalars())
 
 
@@ -135,9 +135,9 @@ class TaskRecord:
     best: str | None = None
     reason: str | None = None
     version: int = 0
-    """Of what is kept of the task: every write that others must know of counts it up."""
+    """The version of the task's records, incremented by every write that other servers must see."""
     held_at: float | None = None
-    """Since when no device is given work, by the operator's word; None if it is."""
+    """When an operator paused assignments; None if they are not paused."""
 
 
 def model(connection: Connection, digest: str) -> ModelRecord | None:
@@ -146,7 +146,7 @@ def model(connection: Connection, digest: str) -> ModelRecord | None:
 
 
 def add_model(connection: Connection, record: ModelRecord) -> bool:
-    """False if it was there: the same digest is the same model."""
+    """Add a model; False if it exists, as the same digest is the same model."""
     if model(connection, record.digest):
         return False
     connection.execute(sa.insert(models), _fields(record))
@@ -166,23 +166,23 @@ def add_task(connection: Connection, record: TaskRecord) -> None:
 
 
 def set_task(connection: Connection, record: TaskRecord) -> None:
-    """All of the record but its version, which `claim_task` counts."""
+    """Write the record except its version, which `claim_task` increments."""
     values = _fields(record)
     del values["version"]
     connection.execute(sa.update(tasks).where(tasks.c.task == record.task).values(**values))
 
 
 def claim_task(connection: Connection, task: str, version: int) -> bool:
-    """Whether the task is still at `version`; if so it is now at the next one.
+    """Increment the task's version if it is still `version`; returns whether it was.
 
-    One statement is comparison, count and, where other servers write beside this transaction, a
-    lock: a second writer waits for the row, and then finds another version.
+    One statement compares, increments and, with concurrent writers, locks: a second writer waits
+    for the row, and then sees another version.
     """
     return _CLAIM.run(connection, of_task=task, at_version=version).rowcount == 1
 
 
 def task_version(connection: Connection, task: str) -> int | None:
-    """None for a task that there is not."""
+    """The task's version; None for an unknown task."""
     query = sa.select(tasks.c.version).where(tasks.c.task == task)
     return connection.execute(query).scalar_one_or_none()
 
@@ -237,7 +237,7 @@ def update_round(connection: Connection, key: RoundKey, **values: Any) -> None:
 
 
 def count(connection: Connection, key: RoundKey, **amounts: int) -> None:
-    """Add `amounts` to the round's counters of those names."""
+    """Add `amounts` to the round's counters by name."""
     task, number, attempt = key
     added = {f"add_{name}": amount for name, amount in amounts.items()}
     counting = _counting(tuple(amounts))
@@ -254,7 +254,7 @@ def _counting(names: tuple[str, ...]) -> Prepared:
 
 @dataclass(frozen=True, slots=True)
 class OpenRoundRecord:
-    """What a restart needs of the newest attempt of a task."""
+    """The data of a task's newest attempt that a restart needs."""
 
     round: int
     attempt: int
@@ -276,8 +276,8 @@ def newest_round(connection: Connection, task: str) -> OpenRoundRecord:
 
 
 def last_sessions(connection: Connection, key: RoundKey, count: int) -> list[dict[str, Any]]:
-    """How the sessions of the task's last attempts stood when they were written, the newest first;
-    the attempt `key` is not among them."""
+    """The stored status of the sessions of the task's last attempts, newest first, without the
+    attempt `key`."""
     query = (
         sa.select(rounds.c.session)
         .where(rounds.c.task == key[0], ~sa.and_(*_is_round(rounds, key)))
@@ -293,7 +293,7 @@ def plan_of(connection: Connection, key: RoundKey) -> str:
 
 
 def plans_in_use(connection: Connection, task: str) -> list[str]:
-    """Of the task's newest attempt, and of every other of which an assignment has no receipt."""
+    """The plans of the task's newest attempt, and of others with an assignment without receipt."""
     newest = newest_round(connection, task)
     query = (
         sa.select(rounds.c.plan)
@@ -318,14 +318,14 @@ def add_event(
 def add_events(
     connection: Connection, key: RoundKey, at: float, numbered: Sequence[tuple[int, dict[str, Any]]]
 ) -> None:
-    """Several events of an attempt by their numbers, all at one time."""
+    """Add several events of an attempt with their numbers and one time."""
     _EVENTS.add(connection, [(*key, seq, at, event) for seq, event in numbered])
 
 
 def events(
     connection: Connection, key: RoundKey, after: int = 0
 ) -> list[tuple[float, dict[str, Any]]]:
-    """Every event of the attempt later than its event `after`, and its time, in their order."""
+    """The events of the attempt after its event `after`, with times, in order."""
     found = connection.execute(
         sa.select(round_events.c.at, round_events.c.event)
         .where(*_is_round(round_events, key), round_events.c.seq > after)
@@ -346,8 +346,7 @@ def unfinished_rounds(connection: Connection) -> set[RoundKey]:
 def round_history(
     connection: Connection, task: str, before: tuple[int, int] | None, limit: int
 ) -> list[RoundStatus]:
-    """The newest `limit` attempts of those before the attempt `before`, (round, attempt), or of
-    all; oldest first."""
+    """The newest `limit` attempts, optionally before `before` (round, attempt); oldest first."""
     row = rounds.c
     query = sa.select(*_SHOWN).where(row.task == task)
     if before is not None:
@@ -361,7 +360,7 @@ def round_history(
 
 
 def newest_models(connection: Connection, task: str, most: int) -> list[str]:
-    """The task's newest models, those that its rounds began with and made; the newest first."""
+    """The task's newest models, bases and results of its rounds; newest first."""
     row = rounds.c
     query = (
         sa.select(row.round, row.attempt, row.model, row.base_model)
@@ -384,12 +383,11 @@ def newest_models(connection: Connection, task: str, most: int) -> list[str]:
 
 
 def uploaded(connection: Connection, task: str, after: int) -> list[int]:
-    """The bytes of the uploads that were taken for each round later than `after`, all its attempts
-    together, in order. What a device repeats, or sends in vain, is not among them.
+    """The accepted upload bytes of each round after `after`, all its attempts together, in order.
+    Repeated and refused bodies are not counted.
 
-    A number for each round of the task, 2^30 at most, out of one sum over their uploads: for
-    schedules with a budget alone, once for each round that opens, in a read beside which others
-    write.
+    One number per round of the task, at most 2^30, from one sum over the uploads: only for
+    schedules with a budget, once per opened round, in a concurrent read.
     """
     of_attempt = sa.and_(
         assignments.c.task == rounds.c.task,
@@ -413,11 +411,11 @@ def _status(row: Row[Any], metrics: dict[str, float]) -> RoundStatus:
 
 
 _BEYOND = 2**31 - 1
-"""After every attempt, and still an INTEGER of the database."""
+"""Greater than every attempt, and still a database INTEGER."""
 
 
 def newest_attempt(connection: Connection, task: str, number: int) -> RoundStatus | None:
-    """At round `number`; None if there is none."""
+    """The newest attempt at round `number`; None if there is none."""
     found = round_history(connection, task, (number, _BEYOND), 1)
     return found[0] if found and found[0].round == number else None
 
@@ -425,8 +423,8 @@ def newest_attempt(connection: Connection, task: str, number: int) -> RoundStatu
 def measured_attempt(
     connection: Connection, task: str, number: int, least: int
 ) -> RoundStatus | None:
-    """The newest at round `number`, with what `least` devices or more measured by group and by
-    class."""
+    """The newest attempt at round `number`, with metrics by group and class of at least `least`
+    devices."""
     found = newest_attempt(connection, task, number)
     if found is None or found.model is None:
         return found
@@ -440,7 +438,7 @@ def measured_attempt(
 
 
 def bases_of(connection: Connection, task: str) -> dict[str, str]:
-    """By client: the digest of what its last included upload stood for, where that is kept."""
+    """By client: the digest of its last included update, decoded, if it is stored."""
     query = sa.select(bases.c.client_id, bases.c.digest).where(bases.c.task == task)
     return {client_id: digest for client_id, digest in connection.execute(query)}
 
@@ -458,7 +456,7 @@ def drop_bases(connection: Connection, task: str) -> None:
 
 
 def unenrolled(connection: Connection, client_ids: Iterable[str]) -> list[str]:
-    """Those of `client_ids` that are no device's, in their order."""
+    """The ids among `client_ids` without a device, in order."""
     known = set(connection.execute(sa.select(clients.c.client_id)).scalars())
     return [client_id for client_id in client_ids if client_id not in known]
 
@@ -474,10 +472,10 @@ class UploadRecord:
     num_examples: int
     received_at: float
     loss: float | None = None
-    """At the round's model, where the plan has it reported."""
+    """The loss at the round's model, if the plan reports it."""
     began_at: float | None = None
     seconds: float | None = None
-    """From the first byte, at `began_at`, to the last; None where the server did not see it."""
+    """Seconds from the first byte, at `began_at`, to the last; None if unknown."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -518,7 +516,7 @@ def add_upload(connection: Connection, record: UploadRecord) -> None:
 
 
 def add_uploads(connection: Connection, taken: Sequence[UploadRecord], now: float) -> None:
-    """All received `now`, whatever they say themselves."""
+    """Add uploads, with `now` as their time of receipt."""
     _UPLOADS.add(connection, [_values(each, received_at=now) for each in taken])
 
 
@@ -528,7 +526,7 @@ def upload(connection: Connection, name: str) -> UploadRecord | None:
 
 
 def set_receipt(connection: Connection, name: str, receipt: str) -> None:
-    """Once and for all: a second receipt for one assignment is a bug, and raises."""
+    """Set the final receipt; a second one for an assignment is a bug, and raises."""
     changed = connection.execute(
         sa.update(assignments)
         .where(assignments.c.assignment == name, assignments.c.receipt.is_(None))
@@ -541,7 +539,8 @@ def set_receipt(connection: Connection, name: str, receipt: str) -> None:
 def receipts(
     connection: Connection, client_id: str, names: Sequence[str]
 ) -> tuple[list[str], set[str]]:
-    """The client's receipts among the assignments `names`, and which of these are the client's."""
+    """The client's receipts for the assignments `names`, and those of these that are the
+    client's."""
     found = connection.execute(
         sa.select(assignments.c.assignment, assignments.c.receipt)
         .where(assignments.c.assignment.in_(names), assignments.c.client_id == client_id)
@@ -553,7 +552,7 @@ def receipts(
 def set_waiting(
     connection: Connection, task: str, client_id: str, is_eligible: bool, at: float
 ) -> None:
-    """The device waits for a place in the task since its check-in `at`, if it is eligible."""
+    """Record that the device waits for an assignment since its check-in `at`, if it is eligible."""
     mine = (waiting.c.task == task, waiting.c.client_id == client_id)
     values = {"is_eligible": is_eligible, "seen_at": at}
     again = sa.update(waiting).where(*mine).values(looks=waiting.c.looks + 1, **values)
@@ -564,7 +563,7 @@ def set_waiting(
 
 @dataclass(frozen=True, slots=True)
 class Waiting:
-    """A device that checked in and got no place, for the `looks`th time in a row."""
+    """A device that checked in without getting an assignment, `looks` times in a row."""
 
     client_id: str
     is_eligible: bool
@@ -573,7 +572,7 @@ class Waiting:
 
 
 def waiting_since(connection: Connection, task: str, at: float) -> list[Waiting]:
-    """Who checked in after `at`, in the order of the times."""
+    """The devices that checked in after `at`, in order of time."""
     row = waiting.c
     found = connection.execute(
         sa.select(row.client_id, row.is_eligible, row.seen_at, row.looks)
@@ -593,7 +592,7 @@ def forget_waiting(connection: Connection, before: float) -> None:
 
 
 def add_nonce(connection: Connection, key_id: str, nonce: str, expires: int) -> bool:
-    """False for a nonce that was there."""
+    """Add a nonce; False if it exists."""
     mine = (request_nonces.c.key_id == key_id, request_nonces.c.nonce == nonce)
     if connection.execute(sa.select(request_nonces.c.expires).where(*mine)).first():
         return False
@@ -622,8 +621,8 @@ def add_message(
 def session_bodies(
     connection: Connection, key: RoundKey, whose: Collection[str]
 ) -> dict[tuple[str, str], bytes]:
-    """By assignment and step: what clients of the round said in its session; of a few assignments
-    `whose` alone."""
+    """The messages of clients in the round's session by assignment and phase; optionally only of
+    the assignments `whose`."""
     query = (
         sa.select(session_messages.c.assignment, session_messages.c.step, session_messages.c.body)
         .join(assignments, assignments.c.assignment == session_messages.c.assignment)
@@ -635,7 +634,7 @@ def session_bodies(
 
 
 def drop_messages(connection: Connection, key: RoundKey) -> None:
-    """For the end of a round: what was said held shares of its clients' masks."""
+    """Delete the messages of a finished round, which contain shares of its clients' masks."""
     of_round = sa.select(assignments.c.assignment).where(*_is_round(assignments, key))
     connection.execute(
         sa.delete(session_messages).where(session_messages.c.assignment.in_(of_round))
@@ -643,7 +642,7 @@ def drop_messages(connection: Connection, key: RoundKey) -> None:
 
 
 def public_keys(connection: Connection, key: RoundKey) -> dict[str, bytes]:
-    """By assignment of the round: the public key of the device it is for."""
+    """The public keys of the devices by assignment of the round."""
     found = connection.execute(
         sa.select(assignments.c.assignment, clients.c.public_key)
         .join(clients, clients.c.client_id == assignments.c.client_id)
@@ -678,6 +677,6 @@ def _fields(record: Any) -> dict[str, Any]:
 
 
 def _values(record: Any, **other: Any) -> tuple[Any, ...]:
-    """In the order of its table's columns, some of them `other` than the record says."""
+    """The record's values in column order, with some replaced by `other`."""
     names = record.__slots__
     return tuple([other[name] if name in other else getattr(record, name) for name in names])

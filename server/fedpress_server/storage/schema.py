@@ -1,4 +1,4 @@
-"""The schema's versions: who may bring a database up to date, and who must leave it alone."""
+"""Schema versions: migration of a database, and the check of its version."""
 
 from __future__ import annotations
 
@@ -18,10 +18,9 @@ from fedpress_server.storage.tables import schema_releases
 
 
 def migrate(backend: Backend) -> tuple[str | None, str]:
-    """Bring the schema up to date, all of it or nothing; the versions before and after.
+    """Migrate the schema atomically; returns the versions before and after.
 
-    Whoever comes at the same time waits. Raises ConfigurationError for a database of a newer
-    release.
+    Concurrent migrations wait. Raises ConfigurationError for a database of a newer release.
     """
     head = _head()
     with backend.altering().connect() as connection, connection.begin():
@@ -32,12 +31,12 @@ def migrate(backend: Backend) -> tuple[str | None, str]:
         config.attributes["connection"] = connection
         command.upgrade(config, "head")
         connection.execute(sa.insert(schema_releases), {"revision": head, "release": __version__})
-    backend.dispose()  # SQLite: no other connection is to begin with foreign keys off
+    backend.dispose()  # SQLite: no other connection may start with foreign keys off
     return found, head
 
 
 def check(backend: Backend) -> None:
-    """Raises ConfigurationError unless the database has this release's schema."""
+    """Raise ConfigurationError unless the database has this release's schema."""
     head = _head()
     with backend.reads.connect() as connection:
         found = _found(connection)
@@ -50,7 +49,7 @@ def check(backend: Backend) -> None:
 
 
 def revision(connection: Connection) -> str:
-    """The version of the schema; raises ConfigurationError if there is none."""
+    """The schema version; raises ConfigurationError if there is none."""
     found = MigrationContext.configure(connection).get_current_revision()
     if found is None:
         raise ConfigurationError("the database has no tables")
@@ -77,7 +76,7 @@ def _head() -> str:
 
 
 def _found(connection: Connection) -> str | None:
-    """The version of the schema, which this release knows; None if there is none yet."""
+    """The schema version, if this release knows it; None without a schema."""
     found = MigrationContext.configure(connection).get_current_revision()
     known = {each.revision for each in _scripts().walk_revisions()}
     if found is None or found in known:

@@ -1,11 +1,9 @@
-"""What devices measured of a task's models, in memory: read once, and then no more than what has
-changed.
+"""A cache of the evaluation results of a task's models, updated incrementally.
 
-A step that commits a round asks which model is the best, whether it is time to stop and how the
-losses went. The answer hangs on every report of the task's history; what hangs on a report that
-came since the last time is one model's mean. Each report notes its model as changed under the
-task's next number, in its own transaction, so that whoever asks sees by one index what to read
-again.
+The commit of a round needs the best model, the check for early stopping and the history of losses.
+These depend on all reports of the task, but a new report changes only one model's means. Each
+report marks its model as changed with the task's next number, in its own transaction, so that one
+index lists the models to read again.
 """
 
 from __future__ import annotations
@@ -25,13 +23,13 @@ from fedpress_server.storage.evaluation import Place, Score
 from fedpress_server.storage.tables import measured_models
 
 _TOGETHER = 500
-"""Models that one statement reads."""
+"""Models per statement."""
 
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """What a model came to: by metric, how many devices have measured it and their mean; by class
-    the examples and how many it was right of, and how many devices have counted."""
+    """The results of a model: by metric the number of devices and the mean; by class the examples
+    and correct predictions, and the number of devices that counted."""
 
     means: dict[str, tuple[int, float]]
     classes: dict[str, Tally]
@@ -39,7 +37,7 @@ class Figures:
 
 
 class Scoreboard:
-    """Of the models of `task` that were measured, by `metrics`. To be asked from any thread."""
+    """The results of the measured models of `task` by `metrics`. Thread-safe."""
 
     def __init__(self, task: str, metrics: Sequence[str], *, has_classes: bool) -> None:
         self._task = task
@@ -47,12 +45,12 @@ class Scoreboard:
         self._has_classes = has_classes
         self._lock = Lock()
         self._seen = 0
-        """The number of the last change that was taken account of."""
+        """The number of the last processed change."""
         self._figures: dict[str, Figures] = {}
         self._order: list[tuple[Place, str]] = []
 
     def scores(self, connection: Connection, metric: str, least: int) -> list[Score]:
-        """Of the models that `least` devices or more have measured, in the order of the rounds."""
+        """Scores of the models measured by at least `least` devices, in order of rounds."""
         with self._lock:
             self._look(connection)
             return [
@@ -63,12 +61,12 @@ class Scoreboard:
             ]
 
     def rated(self, connection: Connection, terms: EvaluationTerms) -> list[Score]:
-        """The same for what a task goes by."""
+        """Scores by the metric in the task's evaluation terms."""
         return self.scores(connection, terms.metric, terms.least_clients)
 
     def counted(self, connection: Connection, least: int) -> dict[int, dict[str, Tally]]:
-        """By the round that made the model, of models that `least` devices or more counted: by
-        class the examples, and how many the model was right of."""
+        """By round of the model, for models counted by at least `least` devices: examples and
+        correct predictions by class."""
         with self._lock:
             self._look(connection)
             return {
@@ -83,8 +81,8 @@ class Scoreboard:
             yield found
 
     def _look(self, connection: Connection) -> None:
-        """Read what has changed. Nothing is taken over before all of it is read: a transaction that
-        is undone is asked again."""
+        """Read the changes. The cache is only updated after all are read, since a transaction that
+        is rolled back runs again."""
         row = measured_models.c
         query = sa.select(row.model, row.change).where(
             row.task == self._task, row.change > self._seen

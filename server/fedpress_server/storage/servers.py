@@ -1,4 +1,4 @@
-"""The SQL of the servers that run: what each logs and has seen, and what it is to log.
+"""SQL statements about running servers: heartbeats, log levels and device statistics.
 
 Each function runs in its caller's transaction. Times are seconds of the database's clock, one for
 all servers.
@@ -18,7 +18,7 @@ from fedpress_server.storage.tables import servers
 
 @dataclass(frozen=True, slots=True)
 class ServerRecord:
-    """A server as its last sign has it."""
+    """A server according to its last heartbeat."""
 
     server_id: str
     name: str
@@ -26,11 +26,11 @@ class ServerRecord:
     seen_at: float
     log_level: str
     fleet: Mapping[str, Any]
-    """What it has seen of devices since it was started; see `FleetCounts`."""
+    """Its statistics about devices since its start; see `FleetCounts`."""
 
 
-def sign(connection: Connection, server: ServerRecord) -> str | None:
-    """Write a server's sign of life; the log level that was asked of it since its last one."""
+def heartbeat(connection: Connection, server: ServerRecord) -> str | None:
+    """Write a server's heartbeat; returns the log level requested since its last one."""
     row = servers.c.server_id == server.server_id
     asked = sa.select(servers.c.next_log_level).where(row).with_for_update()
     found = connection.execute(asked).one_or_none()
@@ -47,17 +47,17 @@ def remove(connection: Connection, server_id: str) -> None:
 
 
 def remove_silent(connection: Connection, since: float) -> None:
-    """Those that have given no sign since then: they were killed."""
+    """Remove servers without a heartbeat since then: they were killed."""
     connection.execute(sa.delete(servers).where(servers.c.seen_at < since))
 
 
 def ask_log_level(connection: Connection, level: str) -> None:
-    """Of every server, with its next sign."""
+    """Request a log level of every server, applied with its next heartbeat."""
     connection.execute(sa.update(servers).values(next_log_level=level))
 
 
 def running(connection: Connection, since: float) -> list[ServerRecord]:
-    """Those that have given a sign since then, by role and name."""
+    """The servers with a heartbeat since then, by role and name."""
     columns = [servers.c[name] for name in ServerRecord.__dataclass_fields__]
     query = sa.select(*columns).where(servers.c.seen_at >= since)
     found = connection.execute(query.order_by(servers.c.role, servers.c.name))

@@ -98,7 +98,9 @@ def refuses(device: Device, why: str) -> None:
     assert isinstance(device.client.outgoing, Complaint if complains else NoneType)
     assert why in device.client.reason
     state = device.client._state
-    assert not any((state.mask_secret, state.seed, state.channel_secret, state.held, state.masks))
+    assert not any(
+        (state.mask_secret, state.seed, state.channel_secret, state.held_shares, state.masks)
+    )
 
 
 def slot_of(session: Session, device: Device) -> int:
@@ -144,7 +146,7 @@ def test_of_each_client_one_share_is_given_by_what_became_of_it() -> None:
     session.play("share", Roster, {})
     session.play("mask", Inbox, {3: "mask"})
     device = session.devices[0]
-    held = {each.owner: each for each in device.client._state.held}
+    held = {each.owner: each for each in device.client._state.held_shares}
     session.hear(device, Survivors)
     given = revealed(session, device)
     lost, own = slot_of(session, session.devices[3]), slot_of(session, device)

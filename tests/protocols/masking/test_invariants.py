@@ -222,7 +222,7 @@ def test_secrets_are_never_printed_and_leave_the_record_when_they_are_spent() ->
     session.play("mask", Inbox, {})
     assert not any(secret in device.record for secret in secrets)
     masks = [mask.material for mask in device.client._state.masks]
-    shares = [held.mask_share for held in device.client._state.held if held.mask_share]
+    shares = [held.mask_share for held in device.client._state.held_shares if held.mask_share]
     assert all(mask in device.record for mask in masks)
     session.play("consent", Survivors, {})
     assert not any(mask in device.record for mask in masks)
