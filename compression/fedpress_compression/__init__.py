@@ -1,1 +1,1 @@
-"""Arrays to bytes and back: compressors, the entropy coder and their kernels. Usable on its own."""
+"""Compressors, the entropy coder and their kernels: arrays to bytes and back. Usable on its own."""

@@ -1,8 +1,8 @@
-"""How much each coordinate has moved of late: an average that the server keeps, and a small map
-of it that it publishes, as contexts of uploads.
+"""Recent activity of coordinates: an average on the server, and a small published map of it, as
+contexts of uploads.
 
-The map says of each coordinate among how many it ranks, in octaves, and no value. It is one coded
-field, so its bytes are bounded by the model's spec, and so is the work of reading them.
+The map has each coordinate's rank in octaves, not its value. It is one coded field, so its length
+and the work of decoding it are bounded by the model's spec.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from fedpress_compression.contexts import CLASSES, grid_of, ranks
 from fedpress_compression.tensors import ModelSpec, Vector
 
 DECAY = 0.8
-"""What a round leaves of the average before it."""
+"""Decay of the average per round."""
 _LOWEST = 3
-"""The map tells the size >> 3 largest apart, and nothing of the others: what a sparse upload takes
-is seldom among them, and their octaves would be half of the map."""
+"""The map only distinguishes the size >> 3 largest: sparse uploads rarely use the others, and their
+octaves would be half of the map."""
 
 
 def averaged(average: Vector | None, step: Vector) -> Vector:
-    """The average [size] after the model moved by `step`; None before the first. In float32, each
-    operation rounded by itself: the same bits on every machine."""
+    """The average [size] after the model moved by `step`; `None` before the first. In float32, each
+    operation rounded separately: the same bits on every machine."""
     if average is None:
         average = np.zeros_like(step)
     kept: Vector = np.float32(DECAY) * average
@@ -32,13 +32,14 @@ def averaged(average: Vector | None, step: Vector) -> Vector:
 
 
 def to_bytes(average: Vector, spec: ModelSpec) -> bytes:
-    """The map of `average` [spec.size]."""
+    """Encode the map of `average` [spec.size]."""
     classes = np.maximum(ranks(average), _LOWEST - 1) - np.uint8(_LOWEST - 1)
     return coding.encode((classes,), _layout(spec))
 
 
 def from_bytes(data: bytes, spec: ModelSpec) -> Vector:
-    """The classes [spec.size] of a map, as numbers that rank as the average did; 0 is the lowest.
+    """Decode a map into classes [spec.size], numbers with the order of the average; 0 is the
+    lowest.
 
     Raises DecodingError.
     """
@@ -47,7 +48,7 @@ def from_bytes(data: bytes, spec: ModelSpec) -> Vector:
 
 
 def max_bytes(spec: ModelSpec) -> int:
-    """No map of such a model is longer."""
+    """The maximum length of a map for such a model."""
     return spec.size + 8
 
 

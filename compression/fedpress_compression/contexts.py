@@ -1,8 +1,8 @@
-"""What both ends know of a coordinate before an upload comes, as the contexts of its code.
+"""Contexts of coordinates for the range coder, from data that both ends know before an upload.
 
-Where the last step was large, or the model has gone far, the next update is likely to be large
-too; and where the last step went up, a correction of it goes down. Ranks rather than values, since
-ranks need no scale.
+Where the last step or the total drift was large, the next update is likely to be large too; and
+after a positive step, a correction is negative. Ranks are used instead of values, since they need
+no scale.
 """
 
 from __future__ import annotations
@@ -29,20 +29,20 @@ _POSITIVE, _NEGATIVE = 16, 32
 
 
 def grid_of(spec: ModelSpec, known: Known | None = None) -> Grid:
-    """Every coordinate of the trained tensors, in the context of what is `known` of it."""
+    """The grid of all coordinates of the trained tensors, with contexts from `known`."""
     names = tuple(tensor.name for tensor in spec.trained)
     return Grid(names, tuple(_matrix(tensor) for tensor in spec.trained), known)
 
 
 def _matrix(tensor: TensorSpec) -> tuple[int, int]:
-    """Rows and columns: a row for each place of the first axis, one row for a vector."""
+    """Rows and columns of a tensor: one row per index of the first axis, one row for a vector."""
     if len(tensor.shape) < 2:
         return 1, tensor.size
     return tensor.shape[0], math.prod(tensor.shape[1:])
 
 
 def contexts_of(layout: Layout, public: Public) -> Contexts:
-    """One entry for each field of `layout`, whose compressor works on the tensors of `public`."""
+    """The contexts of each field of `layout`, whose compressor works on the tensors of `public`."""
     return tuple(
         _signed(public.part(field.grid.names).known(field.grid.known))
         if isinstance(field, Positions | Alphabet | Integers)

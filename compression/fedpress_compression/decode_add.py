@@ -1,4 +1,4 @@
-"""From the bytes of an upload to the sum, without the update in between where that pays.
+"""Decoding of an upload directly into the sum, without materializing the update if that is faster.
 
 The sum is that of `Upload.from_bytes`, `decompress` and `Accumulator.add`, to the last bit.
 """
@@ -19,9 +19,9 @@ def decode_add(
     accumulator: Accumulator,
     weight: int,
 ) -> None:
-    """Add `weight` times the update of the symbols that `coding.find` has found.
+    """Add `weight` times the update of the symbols from `coding.find`.
 
-    Raises DecodingError or InvalidUpdate, and then nothing was added.
+    Raises DecodingError or InvalidUpdate without adding anything.
     """
     inner = getattr(compressor, "inner", None) if hasattr(compressor, "keeps_residual") else None
     tabled = getattr(inner or compressor, "tabled", None)

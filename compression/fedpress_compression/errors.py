@@ -1,13 +1,13 @@
-"""The root of the errors, and those that turning arrays into bytes and back can raise.
+"""The base of all errors, and the errors of compression and coding.
 
 FedpressError
 ├── ConfigurationError          a setting or a task that cannot work
 │   ├── IncompatiblePlan        the parts of a round plan cannot work together
 │   └── MissingExtra            an optional dependency is not installed
-└── InvalidUpdate               an update that the plan does not admit
-    └── DecodingError           bytes that are not what they claim to be
+└── InvalidUpdate               an update that the plan does not allow
+    └── DecodingError           malformed bytes of a coded object
 
-`fedpress_protocols.errors` has the whole family.
+`fedpress_protocols.errors` has the complete tree.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ PROBLEM_PREFIX = "urn:fedpress:problem:"
 
 
 class FedpressError(Exception):
-    """Base of all errors here: RFC 9457's problem on the wire, the same class at both ends.
+    """Base of all fedpress errors: an RFC 9457 problem on the wire, the same class at both ends.
 
-    `detail` says what was found and what was expected, `hint` what to do about it. `members` are
+    `detail` says what was found and what was expected, `hint` what to do. `members` are
     the problem's extension members, plain JSON (`server_time`, `retry_after`, `round`, ...).
     """
 
@@ -40,7 +40,7 @@ class FedpressError(Exception):
         return f"{self.detail} ({self.hint})" if self.hint else self.detail
 
     def to_problem(self) -> dict[str, Any]:
-        """The RFC 9457 object that travels."""
+        """The RFC 9457 problem object."""
         problem: dict[str, Any] = {
             "type": PROBLEM_PREFIX + self.slug,
             "title": self.title,
@@ -53,7 +53,7 @@ class FedpressError(Exception):
 
     @staticmethod
     def from_problem(problem: Mapping[str, Any], status: int = 500) -> FedpressError:
-        """The error that `problem` describes; an unknown type gives the nearest by its status."""
+        """The error of `problem`; an unknown type gives the class with the nearest status."""
         slug = str(problem.get("type", "")).removeprefix(PROBLEM_PREFIX)
         cls = _by_slug().get(slug) or _nearest(int(problem.get("status", status)))
         members = {
@@ -79,7 +79,7 @@ class MissingExtra(ConfigurationError):
 
 
 class InvalidUpdate(FedpressError):
-    slug, status, title = "invalid-update", 422, "The update is not one the plan admits"
+    slug, status, title = "invalid-update", 422, "The plan does not allow the update"
 
 
 class DecodingError(InvalidUpdate):
@@ -87,7 +87,7 @@ class DecodingError(InvalidUpdate):
 
 
 def error_classes() -> Iterator[type[FedpressError]]:
-    """Every class of the family, parents first."""
+    """All error classes, parents first."""
 
     def below(cls: type[FedpressError]) -> Iterator[type[FedpressError]]:
         yield cls

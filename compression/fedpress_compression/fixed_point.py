@@ -1,8 +1,8 @@
-"""Sums that do not depend on order: int64 fixed point with a scale the plan declares.
+"""Order-independent sums: int64 fixed point with a scale declared by the plan.
 
-A float sum changes with the order of its terms, so a restart or a second replica would give another
+A float sum depends on the order of its terms, so a restart or a second replica would give another
 model. Integers do not: weight * rint(value * 2**scale_bits) is added exactly, and the plan's bounds
-promise, before the round begins, that no sum can overflow.
+exclude overflow before the round starts.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class FixedPoint:
             raise IncompatiblePlan(
                 f"weights of {self.max_weight} in all times values up to {self.max_abs:g} in steps "
                 f"of 2**-{self.scale_bits} can overflow 63 bits",
-                hint="lower max_examples, max_abs or the cohort, or the scale",
+                hint="lower max_examples, max_abs, the cohort or scale_bits",
             )
 
     @classmethod
@@ -58,7 +58,7 @@ class Accumulator:
         self.weight = 0
 
     def add(self, update: Update, weight: int) -> None:
-        """Add `weight` times `update`; raises InvalidUpdate, and then nothing was added."""
+        """Add `weight` times `update`; raises InvalidUpdate without adding anything."""
         self._check(update.size, weight)
         update.check(self.fixed_point.max_abs)
         scale = 2.0**self.fixed_point.scale_bits
@@ -70,10 +70,10 @@ class Accumulator:
         self.weight += weight
 
     def add_tabled(self, tabled: Tabled, weight: int) -> bool:
-        """`add` of the update that `tabled` stands for, with the same sum to the last bit, and no
-        values in between. False, and nothing is done, where that update might not be admitted.
+        """Add the update that `tabled` represents, with the same sum to the last bit, without
+        materializing its values. Returns False and does nothing if values might exceed the bounds.
 
-        Raises InvalidUpdate or DecodingError, and then nothing was added.
+        Raises InvalidUpdate or DecodingError without adding anything.
         """
         if not float(np.abs(tabled.tables).max(initial=0.0)) <= self.fixed_point.max_abs:
             return False
@@ -88,8 +88,8 @@ class Accumulator:
         return True
 
     def add_sums(self, total: npt.NDArray[np.int64], weight: int) -> None:
-        """Add what another accumulator of these bounds came to; raises InvalidUpdate, and then
-        nothing was added."""
+        """Add the sums of another accumulator with these bounds; raises InvalidUpdate without
+        adding anything."""
         if weight or total.any():
             self._check(total.size, weight)
             self.total += total

@@ -1,4 +1,4 @@
-"""Random rotations that cost n log n: signs at random and a Hadamard matrix, twice."""
+"""Random rotations in O(n log n): random signs and a Hadamard matrix, applied twice."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from fedpress_compression.randomness import PublicStream
 from fedpress_compression.tensors import Vector
 
 SHORTEST = 64
-"""The shortest row worth rotating; below it too few sums of signs are possible to look normal."""
+"""The shortest useful row: below it too few sums of signs are possible to be nearly normal."""
 
 
 class Rotation:
     """x -> H D2 H D1 x in each row, D1 and D2 signs from `stream` for `size` coordinates each.
 
-    Once is not enough: of an update with one large value a single H D makes values of nearly one
-    magnitude, which quantised look as if nothing else were there. The mean over all signs is then
-    off by half of that update, or a quarter of a heavy-tailed one; after the second H D, by less
-    than can be measured. A row of n becomes n times as long, and n times again on the way back.
+    One application is not enough: a single H D turns an update with one large value into values of
+    nearly equal magnitude, and their quantization loses everything else. The mean over all signs is
+    then off by half of that update, or a quarter of a heavy-tailed one; after the second H D by
+    less than can be measured. The norm of a row of n grows by a factor of n, and again in `back`.
     """
 
     def __init__(self, stream: PublicStream, size: int) -> None:
@@ -40,7 +40,7 @@ def transform(rows: Vector) -> Vector:
     """Each row [n, a power of two] times the Hadamard matrix H[i, j] = (-1)^popcount(i & j).
 
     The same bits everywhere: for h = 1, 2, 4 .. n / 2 in turn, every pair (i, i + h) with bit h of
-    i clear becomes (a + b, a - b), in float32. H is its own inverse but for a factor of n.
+    i clear becomes (a + b, a - b), in float32. H is its own inverse up to a factor of n.
     """
     for _ in range(rows.shape[1].bit_length() - 1):
         # The pair is the lowest bit of the index; sum and difference go to the two halves, so
@@ -51,10 +51,9 @@ def transform(rows: Vector) -> Vector:
 
 
 def blocks(size: int, log2_block: int) -> Iterator[tuple[slice, int]]:
-    """`size` coordinates, a multiple of 64, in rows of a power of two: where, and how long.
+    """Split `size` coordinates, a multiple of 64, into rows of a power of two: offsets and lengths.
 
-    As many rows of 2**log2_block as there are, together; then one row for each bit of the rest, the
-    larger first.
+    All rows of 2**log2_block together; then one row for each bit of the rest, larger first.
     """
     length, start = 2**log2_block, 0
     if size >= length:
@@ -67,7 +66,7 @@ def blocks(size: int, log2_block: int) -> Iterator[tuple[slice, int]]:
 
 
 def padded(values: Vector, size: int) -> Vector:
-    """`values` and zeros, float32 [size]."""
+    """`values` padded with zeros, float32 [size]."""
     whole = np.zeros(size, np.float32)
     whole[: values.size] = values
     return whole

@@ -762,9 +762,9 @@ print(sum(vectors_compiled._peak.stats.cache_hits.values()))
         started = run(code, **settings)
         assert started.stdout == "1\n", started.stderr
     assert [path.name for path in kept.parent.iterdir()] == ["kernels"]
-    intrinsics.bring_along(str(warmed), str(tmp_path / "again"))
+    intrinsics.copy_cache(str(warmed), str(tmp_path / "again"))
     assert {path.name for path in (tmp_path / "again").iterdir()}
-    intrinsics.bring_along(str(warmed), "/proc/none/kernels")
+    intrinsics.copy_cache(str(warmed), "/proc/none/kernels")
     lost = run(code, **settings | {"NUMBA_CACHE_DIR": "/proc/none", "HOME": "/proc/none"})
     assert lost.returncode == 0, lost.stderr
 
@@ -785,8 +785,8 @@ def test_memory_is_lent_again_once_nothing_holds_it() -> None:
     assert again.size == size - 5
     many = [buffer_pool.pooled(32 << 20, np.uint8) for _ in range(8)]
     del many
-    held = sum(room * len(those) for room, those in buffer_pool._spare.items())
-    assert held <= buffer_pool._SPARE_BYTES
+    held = sum(room * len(those) for room, those in buffer_pool._free.items())
+    assert held <= buffer_pool._MAX_POOL_BYTES
 
 
 def test_warming_up_runs_every_kernel() -> None:

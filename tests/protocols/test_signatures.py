@@ -409,7 +409,7 @@ def test_a_signature_in_another_form_is_told_what_is_wrong(
             "parameters out of order",
         ),
         ('"ed25519"', "ed25519", 'alg=ed25519, expected "ed25519"'),
-        ("fedpress-v1", "fedpress-v2", 'tag="fedpress-v2" where'),
+        ("fedpress-v1", "fedpress-v2", 'tag="fedpress-v2", expected'),
         (f"created={NOW}", "created=-1", "created=-1 is not a count of seconds"),
         (f"created={NOW}", f"created={NOW}.0", "is not a count of seconds"),
         (f"created={NOW}", "created=" + "9" * 16, "is not a count of seconds"),

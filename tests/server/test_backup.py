@@ -332,7 +332,7 @@ def test_verify_says_which_part_is_damaged(
         (place / entry.name).unlink()
         assert any(fault == f"{entry.name}: it is missing" for fault in verify(place).faults)
         (place / entry.name).write_bytes(b"short")
-        assert any(f"{entry.name}: 5 bytes where" in fault for fault in verify(place).faults)
+        assert any(f"{entry.name}: 5 bytes, expected" in fault for fault in verify(place).faults)
         with pytest.raises(ConfigurationError, match="damaged"):
             restore(place, settings_of(tmp_path / "never"))
         assert not (tmp_path / "never").exists()
@@ -355,7 +355,7 @@ def test_verify_says_which_part_is_damaged(
         return lambda place: resigned(place, lambda connection: connection.execute(statement))
 
     assert faults(lambda place: (place / "manifest.json").unlink()) == [
-        "manifest.json: there is none"
+        "manifest.json: it is missing"
     ]
     assert "manifest.json: " in faults(edited)[0]
     assert faults(lambda place: (place / "manifest.json").write_text("{"))[0].startswith("manifest")
@@ -419,7 +419,7 @@ def test_nothing_is_written_over(start: Start, clock: Clock, model: Model, tmp_p
     restore(place, settings_of(tmp_path / "empty"))
     with start() as http:
         for there in (place, tmp_path / "full"):
-            with pytest.raises(ConfigurationError, match="there already"):
+            with pytest.raises(ConfigurationError, match="already exists"):
                 taken(http, there, clock)
         with pytest.raises(ConfigurationError, match="own folder"):
             taken(http, tmp_path / "data" / "backup", clock)
@@ -500,7 +500,7 @@ def test_a_backup_that_fails_leaves_nothing_and_holds_nothing(
         database = http.app.services.database
         held = http.call(database.read, lambda c: restores.is_held(c, clock.now))
         assert not held
-        with pytest.raises(ConfigurationError, match="stood still"):
+        with pytest.raises(ConfigurationError, match="was stopped"):
             taken(http, place, clock, before_files=lambda: clock.advance(3600))
         (http.app.services.settings.data_dir / model_name(model.digest)).unlink()
         with pytest.raises(ConfigurationError, match="not in the store"):

@@ -1,10 +1,10 @@
-"""Coded symbols of a small alphabet: stored, or under Huffman codes in one of three guises.
+"""Codes for symbols of a small alphabet: stored, or Huffman codes in one of four forms.
 
-A code has whole bits, so symbols that carry less than a few go together, several to a byte, before
-they are coded (grouped); where one symbol is far more frequent than all others, what is coded is
-where the others are and which (gaps). Few symbols of a large alphabet cannot pay for its table, so
-there only their magnitudes' buckets are coded (buckets). Two symbols that come in company are coded
-by how long each goes on (runs).
+A Huffman code has whole bits, so symbols with little information are first combined, several to a
+byte (grouped); if one symbol is far more frequent than the others, the positions and values of the
+others are coded (gaps). Few symbols of a large alphabet do not justify its table, so only the
+buckets of their magnitudes are coded (buckets). Two symbols with long runs are coded by the lengths
+of the runs (runs).
 """
 
 from __future__ import annotations
@@ -40,7 +40,8 @@ _TABLE_IS_CHEAP = 16
 
 
 def plan_alphabet(symbols: Octets, size: int, nested: bool = False) -> Candidate:
-    """Symbols in [0, size), 1 <= size <= 256; what is `nested` in gaps has no gaps itself."""
+    """Plan symbols in [0, size), 1 <= size <= 256; symbols `nested` in gaps have no gaps
+    themselves."""
     if not symbols.size or size == 1:
         return Candidate(0, bytes)
     candidates = [_headed(_Mode.STORED, 0, _plan_stored(symbols, size))]
@@ -64,7 +65,7 @@ def plan_alphabet(symbols: Octets, size: int, nested: bool = False) -> Candidate
 
 
 class Grouped(NamedTuple):
-    """`num` symbols in groups that are yet to be read."""
+    """`num` symbols in groups that have not been read yet."""
 
     blocks: sequences.Blocks
     size: int
@@ -75,15 +76,15 @@ class Grouped(NamedTuple):
         return kernels.ungroup(self.blocks.read(), self.size, self.per_group, self.num)
 
     def add_to(self, total: Ints, ends: Ints, tables: Ints) -> None:
-        """total += tables[tensor, symbol] for each tensor, which ends before ends[tensor].
+        """Add tables[tensor, symbol] to `total` for each tensor, which ends before ends[tensor].
 
-        Raises DecodingError, and then nothing was added.
+        Raises DecodingError without adding anything.
         """
         kernels.add_streams(*self.blocks, self.per_group, total, ends, tables)
 
 
 def find_alphabet(reader: Reader, size: int, num: int) -> Octets | Grouped:
-    """`read_alphabet`, which leaves many symbols in groups unread, to be added up as they are."""
+    """Like `read_alphabet`, but leave long sequences in groups unread, for direct summation."""
     head = int(reader.octets[reader.at >> 3])
     mode, per_group = head & 7, head >> _PARAMETER_SHIFT
     in_groups = size > 1 and mode == _Mode.GROUPED and 1 <= per_group <= _most_per_group(size)
@@ -95,7 +96,7 @@ def find_alphabet(reader: Reader, size: int, num: int) -> Octets | Grouped:
 
 
 def read_alphabet(reader: Reader, size: int, num: int, nested: bool = False) -> Octets:
-    """`num` symbols in [0, size). The caller has bounded `num`."""
+    """Read `num` symbols in [0, size). The caller must bound `num`."""
     if not num or size == 1:
         return np.zeros(num, np.uint8)
     head = reader.read(8)
@@ -131,12 +132,13 @@ def _headed(mode: _Mode, parameter: int, body: Candidate) -> Candidate:
 
 
 def _most_per_group(size: int) -> int:
-    """How many symbols fit into a byte, as digits of a number to the base `size`."""
+    """The number of symbols that fit into a byte, as digits to the base `size`."""
     return max(digits for digits in range(1, 9) if size**digits <= 256)
 
 
 def _groupings(num: int, size: int) -> list[int]:
-    """The group sizes worth a try: the largest, or where a table weighs, all with small tables."""
+    """The group sizes to try: the largest, or if the table is significant, all with small
+    tables."""
     most = _most_per_group(size)
     if num > _MANY:
         return [most]
@@ -150,7 +152,7 @@ def _plan_grouped(symbols: Octets, size: int, per_group: int) -> Candidate:
 
 
 def _stored_as_digits(size: int) -> bool:
-    """Whether digits in a byte take fewer bits a symbol than a binary number does: 3, 5 and 6."""
+    """Whether digits in a byte take fewer bits per symbol than binary numbers: sizes 3, 5 and 6."""
     return _most_per_group(size) * (size - 1).bit_length() > 8
 
 
@@ -201,7 +203,7 @@ def _unfold(numbers: Ints, size: int) -> Ints:
 
 
 def _plan_gaps(symbols: Octets, size: int, common: int, below: int) -> Candidate:
-    """The most frequent symbol, the positions of the others, the others; of any form where that
+    """Plan the most frequent symbol, the positions of the others, and the others; any form if it
     cannot take less than `below` bytes."""
     where = kernels.others(symbols, common)
     others = symbols[where]
@@ -227,7 +229,7 @@ def _read_gaps(reader: Reader, size: int, num: int) -> Octets:
 
 
 def _plan_runs(symbols: Octets) -> list[Candidate]:
-    """How long each symbol goes on before the other: signs of an update keep company."""
+    """Plan the lengths of runs of two symbols, since signs of an update cluster."""
     begins = np.append(0, np.flatnonzero(symbols[1:] != symbols[:-1]) + 1)
     if 9 * begins.size >= 4 * symbols.size:  # at random, a run is of two
         return []

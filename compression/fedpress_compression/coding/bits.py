@@ -18,9 +18,9 @@ UVARINT_BOUND = 2**32
 
 
 class Reader:
-    """A cursor over the bits of a body. Whatever would run past the end raises DecodingError.
+    """A cursor over the bits of a body. Reading past the end raises DecodingError.
 
-    `octets` is the body as uint8 with 8 zero bytes after it, so that a 64-bit window may begin at
+    `octets` is the body as uint8 with 8 zero bytes after it, so that a 64-bit window may start at
     any of its bytes; `at` and `end` count bits.
     """
 
@@ -40,7 +40,7 @@ class Reader:
         return self.end - self.at
 
     def skip(self, num_bits: int) -> int:
-        """Step over `num_bits` and return where they began."""
+        """Skip `num_bits` and return their offset."""
         if num_bits > self.left:
             raise DecodingError(f"{self.left} bits left, expected {num_bits} more")
         start = self.at
@@ -54,7 +54,7 @@ class Reader:
         return window >> (start & 7) & ((1 << num_bits) - 1)
 
     def peek(self) -> int:
-        """The next byte, which stays the next; 0 at the end."""
+        """The next byte without consuming it; 0 at the end."""
         return int(self.octets[self.at >> 3])
 
     def uvarint(self) -> int:
@@ -70,7 +70,7 @@ class Reader:
         raise DecodingError("a number that is not the shortest LEB128 form of 32 bits")
 
     def align(self) -> None:
-        """Step to the next byte; the bits between must be zero."""
+        """Advance to the next byte; the skipped bits must be zero."""
         if self.read(-self.at % 8):
             raise DecodingError(f"padding before byte {self.at >> 3} is not zero")
 
@@ -89,11 +89,11 @@ def uvarint(value: int) -> bytes:
 
 
 def pack(values: npt.ArrayLike, widths: npt.ArrayLike) -> bytes:
-    """Concatenate one or more `values`, each in as many bits as its width says, 63 at most."""
+    """Concatenate one or more `values` with the given widths in bits, at most 63."""
     return kernels.pack(np.asarray(values, np.uint64), np.asarray(widths, np.int64))
 
 
 def bit_string(fields: Iterable[tuple[int, int]]) -> tuple[list[int], list[int]]:
-    """Split (value, width) pairs into what `pack` takes."""
+    """Pack (value, width) pairs."""
     pairs = list(fields)
     return [value for value, _ in pairs], [width for _, width in pairs]

@@ -1,8 +1,8 @@
-"""Symbols to bytes and back, without loss: the layout is the schema, SPEC-coding.md the format.
+"""Lossless coding of symbols: the layout is the schema, SPEC-coding.md the format.
 
-A body is its layout's fields in their order and nothing else. Every field takes the shortest of its
-forms. Decoding is bounded by the layout and total: it yields symbols that fill the layout, or
-raises DecodingError.
+A body has exactly the fields of its layout, in order. Every field is encoded in its shortest form.
+Decoding is bounded by the layout and total: it returns symbols that match the layout, or raises
+DecodingError.
 """
 
 from __future__ import annotations
@@ -41,24 +41,25 @@ from fedpress_compression.coding.sequences import Candidate
 from fedpress_compression.errors import ConfigurationError, DecodingError
 
 Found = tuple[npt.NDArray[np.generic] | Grouped, ...]
-"""The symbols of a body, some of which may be yet to be read."""
+"""The symbols of a body, some of which may not be read yet."""
 
 _SPARE = 8
-"""Bytes that a field may take more than it does stored, before its static forms are tried."""
+"""Bytes beyond the stored form up to which the range coder tries a field before the static
+forms."""
 _PIECE = 2**20
 
 
 def encode(symbols: Symbols, layout: Layout, contexts: Contexts = ()) -> bytes:
-    """Code `symbols` under `layout`; the same symbols give the same bytes, on every machine.
+    """Encode `symbols` under `layout`; the same symbols give the same bytes on every machine.
 
-    `contexts` may be left out where no grid of the layout has any. Raises InvalidUpdate unless the
-    symbols fill the layout.
+    `contexts` may be left out if no grid of the layout has any. Raises InvalidUpdate unless the
+    symbols match the layout.
     """
     return b"".join(encode_fields(symbols, layout, contexts))
 
 
 def encode_fields(symbols: Symbols, layout: Layout, contexts: Contexts = ()) -> Iterator[bytes]:
-    """What `encode` joins, each field once it is coded; plain numbers in pieces of a megabyte."""
+    """Yield the parts of `encode` as fields are encoded; plain numbers in pieces of a megabyte."""
     places = _Places(layout, contexts)
     check_symbols(symbols, layout)
     for index, (field, array) in enumerate(zip(layout, symbols, strict=True)):
@@ -70,17 +71,17 @@ def encode_fields(symbols: Symbols, layout: Layout, contexts: Contexts = ()) -> 
 
 
 def decode(data: bytes | memoryview, layout: Layout, contexts: Contexts = ()) -> Symbols:
-    """The symbols that `encode` was given.
+    """Decode the bytes of `encode`.
 
-    Raises DecodingError for bytes that it cannot have written. Memory is a small multiple of what
-    the layout admits; work is bounded by the bytes and by what the layout asks for in any case.
+    Raises DecodingError for bytes that it cannot have written. Memory is a small multiple of the
+    layout's maximum; work is bounded by the bytes and the layout.
     """
     return cast(Symbols, _decode(data, layout, contexts, read_alphabet))
 
 
 def find(data: bytes | memoryview, layout: Layout, contexts: Contexts = ()) -> Found:
-    """`decode`, which leaves alphabets of many symbols unread where they can be added up as they
-    are; to read them may raise as well."""
+    """Like `decode`, but leave long alphabets unread if they can be summed directly; reading them
+    later may raise, too."""
     return _decode(data, layout, contexts, find_alphabet)
 
 
@@ -133,8 +134,8 @@ def _is_coded(coder: Coder, grid: Grid | None, size: int | None) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """What a field's form hangs on besides the field: `num` values, at the coordinates `where` of
-    `plane`, or at all of them; no plane where only static codes are admitted."""
+    """The context of a field's form: `num` values at the coordinates `where` of `plane`, or at all
+    of them; no plane if only static codes are allowed."""
 
     num: int
     where: Ints | None
@@ -142,7 +143,7 @@ class _Place:
 
 
 class _Places:
-    """The place of each field of a layout, as the fields before it are known."""
+    """Tracks the place of each field of a layout while the previous fields are processed."""
 
     def __init__(self, layout: Layout, contexts: Contexts) -> None:
         check_layout(layout)
@@ -165,7 +166,7 @@ class _Places:
         return _Place(0, None, None)
 
     def passed(self, index: int, array: npt.NDArray[np.generic]) -> None:
-        """The field at `index` holds `array`."""
+        """Record that the field at `index` is `array`."""
         field = self._layout[index]
         if isinstance(field, Positions):
             self._where = np.ascontiguousarray(array, np.int64)
@@ -184,7 +185,7 @@ def _plane(
         return ranged.Plane(matrices, np.zeros(0, np.uint8))
     if contexts is None or contexts.size != size:
         raise ConfigurationError(
-            f"a field of {size} coordinates is coded in the context of {grid.known}, and has "
+            f"a field of {size} coordinates needs the contexts {grid.known}, but has "
             f"{'none' if contexts is None else contexts.size} of its contexts"
         )
     return ranged.Plane(matrices, contexts)
@@ -233,7 +234,7 @@ def _shortest(
     under_range: Callable[[ranged.Plane, int], Candidate | None],
     where: tuple[ranged.Plane | None, int],
 ) -> bytes:
-    """The shortest form that `coder` admits; a static one where the other has none as short."""
+    """The shortest form that `coder` allows; on ties a static one."""
     plane, stored = where
     if plane is None or coder == "huffman":
         return static().write()

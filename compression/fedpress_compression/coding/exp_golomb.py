@@ -2,7 +2,7 @@
 
 With m mantissa bits, u = value + 2**m and e = floor(log2 u), the bucket is (e - m) * 2**m plus the
 m bits after the leading one of u; the e - m bits below them follow raw (Teuhola 1978 for m = 0).
-The smallest numbers have buckets of their own, the others share one with those about as large, so
+The smallest numbers have their own buckets, larger ones share a bucket with similar numbers, so
 the Huffman code over the buckets follows any smooth distribution with few symbols.
 """
 
@@ -34,8 +34,7 @@ def plan_numbers(
 def read_numbers(
     reader: Reader, num: int, bound: int, mantissa: int, anchored: bool = False
 ) -> tuple[Ints, Ints | None]:
-    """`num` numbers and the anchors. Numbers are below 2**33; to hold them to `bound` is left to
-    the caller."""
+    """Read `num` numbers and the anchors. Numbers are below 2**33; the caller checks `bound`."""
     raw_widths = _raw_widths(bound, mantissa)
     buckets, raw, anchors = sequences.read(reader, num, raw_widths, anchored)
     if raw is None:
@@ -44,6 +43,6 @@ def read_numbers(
 
 
 def _raw_widths(bound: int, mantissa: int) -> Ints:
-    """How many raw bits go with each bucket that a value below `bound` can have [at most 240]."""
+    """The number of raw bits of each bucket for values below `bound` [at most 240]."""
     last, _ = kernels.split(np.array([bound - 1], np.int64), mantissa)
     return np.arange(int(last[0]) + 1, dtype=np.int64) >> mantissa

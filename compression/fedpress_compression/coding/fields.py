@@ -1,8 +1,8 @@
-"""What a coded update is made of: a layout that the plan implies, and the symbols that fill it.
+"""Layouts and their fields: the schema of a coded update.
 
-The plan is the schema. A compressor's `layout(spec)` names its fields in order; both ends derive it
-from the plan, so an upload carries no shapes, no dtypes and no names, and the decoder knows the
-largest thing that it may allocate before it reads a byte.
+The plan is the schema. A compressor's `layout(spec)` lists its fields in order; both ends derive it
+from the plan, so an upload carries no shapes, dtypes or names, and the decoder knows its maximum
+allocation before it reads a byte.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ import numpy.typing as npt
 from fedpress_compression.errors import InvalidUpdate
 
 Coder = Literal["huffman", "range", "auto"]
-"""Which codes a field may have: static ones, those of the range coder, or whichever are shorter."""
+"""The allowed codes of a field: static ones, the range coder's, or the shorter of both."""
 Known = Literal["previous", "drift", "activity"]
-"""The vectors whose ranks may be contexts, see `compression.compressor.Public`."""
+"""The vectors whose ranks can be contexts, see `compression.compressor.Public`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Grid:
-    """What both ends know of the coordinates that a field runs over, for the range coder.
+    """The coordinates of a field as known to both ends, for the range coder.
 
-    They are the values of the tensors `names`, end to end, each a matrix of so many rows and
-    columns. `known` is the vector whose ranks are the coordinates' contexts, see
-    `compression.contexts`; None for no contexts.
+    They are the values of the tensors `names`, concatenated, each a matrix of rows and columns.
+    `known` is the vector whose ranks are the coordinates' contexts, see `compression.contexts`;
+    None for no contexts.
     """
 
     names: tuple[str, ...]
@@ -57,8 +57,8 @@ class Positions:
 class Alphabet:
     """Symbols in [0, size), 1 <= size <= 256; uint8.
 
-    `count` says how many; None stands for one per coordinate of the last `Positions` before, on
-    whose grid they lie. A `grid` of its own is for symbols that fill it.
+    `count` is their number; None means one per coordinate of the last previous `Positions`, on its
+    grid. A separate `grid` is for symbols at all of its coordinates.
     """
 
     size: int
@@ -79,7 +79,7 @@ class Integers:
 
 @dataclass(frozen=True, slots=True)
 class Reals:
-    """`count` finite numbers, sent as they are: `width` 4 is float32, 2 is float16."""
+    """`count` finite numbers, sent uncompressed: `width` 4 is float32, 2 is float16."""
 
     count: int
     width: int = 4
@@ -93,17 +93,17 @@ class Reals:
 Field = Positions | Alphabet | Integers | Reals
 Layout = tuple[Field, ...]
 Symbols = tuple[npt.NDArray[np.generic], ...]
-"""One array for each field of the layout, in its order, with the dtype that the field names."""
+"""One array for each field of the layout, in order, with the field's dtype."""
 
 Contexts = Sequence[npt.NDArray[np.uint8] | None]
-"""One entry for each field of a layout: for a grid with a `known`, what is known of each of its
-coordinates, below 64 [grid.size]; else None."""
+"""One entry for each field of a layout: for a grid with `known`, the context of each coordinate,
+below 64 [grid.size]; otherwise None."""
 
 
 def check_symbols(symbols: Sequence[npt.NDArray[np.generic]], layout: Layout) -> None:
-    """Raise InvalidUpdate unless `symbols` fill `layout`; O(symbols)."""
+    """Raise InvalidUpdate unless `symbols` match `layout`; O(symbols)."""
     if len(symbols) != len(layout):
-        raise InvalidUpdate(f"{len(symbols)} fields where the layout has {len(layout)}")
+        raise InvalidUpdate(f"{len(symbols)} fields, expected {len(layout)}")
     num_positions = 0
     for index, (field, array) in enumerate(zip(layout, symbols, strict=True)):
         what = f"field {index} ({type(field).__name__.lower()})"
@@ -114,7 +114,7 @@ def check_symbols(symbols: Sequence[npt.NDArray[np.generic]], layout: Layout) ->
                 _expect(array.size <= at_most, f"{what}: {array.size} entries, at most {at_most}")
                 if array.size:
                     rising = bool(np.greater(array[1:], array[:-1]).all())
-                    _expect(rising, f"{what}: coordinates do not rise")
+                    _expect(rising, f"{what}: coordinates are not strictly increasing")
                     inside = bool(array[0] >= 0) and bool(array[-1] < size)
                     _expect(inside, f"{what}: a coordinate outside [0, {size})")
             case Alphabet(size, count):
@@ -130,7 +130,9 @@ def check_symbols(symbols: Sequence[npt.NDArray[np.generic]], layout: Layout) ->
                 largest = int(np.abs(array.astype(np.int64)).max(initial=0))
                 _expect(largest <= bound, f"{what}: an integer beyond {bound} in magnitude")
             case Reals(count):
-                _expect(array.dtype == field.dtype, f"{what}: {array.dtype}, not {field.dtype}")
+                _expect(
+                    array.dtype == field.dtype, f"{what}: {array.dtype}, expected {field.dtype}"
+                )
                 _expect(array.size == count, f"{what}: {array.size} numbers, expected {count}")
                 _expect(bool(np.isfinite(array).all()), f"{what}: NaN or infinity")
 

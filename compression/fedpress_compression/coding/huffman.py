@@ -1,7 +1,7 @@
 """Canonical Huffman codes of at most 12 bits, and the few bits that describe one.
 
-A code is given by its lengths alone, uint8 [alphabet], 0 for a symbol that does not occur. Where
-only one symbol occurs, its code has no bits: the lengths say so with `ALONE`.
+A code is represented by its lengths, uint8 [alphabet], 0 for an unused symbol. If only one symbol
+occurs, its code has no bits, and its length is `ALONE`.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def code_lengths(histogram: npt.NDArray[np.integer]) -> Lengths:
 def read_table(reader: Reader, alphabet: int) -> Lengths:
     """Read the lengths of a code [alphabet], 1 <= alphabet <= 256; SPEC-coding.md, Prefix codes.
 
-    Raises DecodingError unless the code is complete, and is said in the fewest bits.
+    Raises DecodingError unless the code is complete and its description minimal.
     """
     lengths, end = kernels.read_table(reader.octets, reader.at, reader.end, alphabet)
     reader.skip(end - reader.at)

@@ -1,7 +1,7 @@
-"""Coded signed integers: what quantisers of more than 256 levels emit, and sums.
+"""Codes for signed integers, from quantizers with more than 256 levels and from sums.
 
-Folded onto 0, 1, 2, ... (0, -1, 1, -2, ...) they are numbers in buckets. Where more than half are
-zero, what is coded is where the others are and which (gaps).
+Folded onto 0, 1, 2, ... (0, -1, 1, -2, ...) they are coded in buckets. If more than half are zero,
+the positions and values of the others are coded (gaps).
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _PARAMETER_SHIFT = 3
 
 
 def plan_integers(values: Ints, bound: int, nested: bool = False) -> Candidate:
-    """Values in [-bound, bound], 1 <= bound < 2**31; those `nested` in gaps have no gaps."""
+    """Plan values in [-bound, bound], 1 <= bound < 2**31; those `nested` in gaps have no gaps."""
     if not values.size:
         return Candidate(0, bytes)
     candidates = [_headed(_Mode.STORED, 0, _plan_stored(values, bound))]
@@ -45,7 +45,7 @@ def plan_integers(values: Ints, bound: int, nested: bool = False) -> Candidate:
 
 
 def read_integers(reader: Reader, bound: int, num: int, nested: bool = False) -> Ints:
-    """`num` values in [-bound, bound]. The caller has bounded `num`."""
+    """Read `num` values in [-bound, bound]. The caller must bound `num`."""
     if not num:
         return np.zeros(0, np.int64)
     head = reader.read(8)
@@ -62,7 +62,7 @@ def read_integers(reader: Reader, bound: int, num: int, nested: bool = False) ->
             raise DecodingError(f"integers in mode {mode} with parameter {parameter}")
     largest = int(np.abs(values).max())
     if largest > bound:
-        raise DecodingError(f"an integer of magnitude {largest} where {bound} is the bound")
+        raise DecodingError(f"an integer of magnitude {largest}, at most {bound}")
     return values
 
 
@@ -88,7 +88,7 @@ def _plan_stored(values: Ints, bound: int) -> Candidate:
 
 
 def _plan_gaps(values: Ints, where: Ints, bound: int) -> Candidate:
-    """Where the values other than 0 are, and they, the positive ones less 1."""
+    """Plan the positions of nonzero values, and the values, the positive ones minus 1."""
     others = values[where]
     positions = plan_positions(where, values.size)
     which = plan_integers(others - (others > 0), bound, nested=True)

@@ -1,9 +1,9 @@
-"""Coded positions: rising coordinates as the gaps between them.
+"""Codes for positions: increasing coordinates as the gaps between them.
 
-Large entries of real updates cluster, so a Huffman code over the sizes of the gaps comes well below
-log2 C(d, k), the bound for a support drawn at random. Where the support is random, Rice codes
-(Rice 1979) come near that bound without a table. A bitmap is never smaller than what is here:
-Rice codes of parameter 0 are one, less the zeros at its end.
+Large entries of real updates cluster, so a Huffman code over the sizes of the gaps is well below
+log2 C(d, k), the bound for a random support. For a random support, Rice codes (Rice 1979) are close
+to that bound without a table. A bitmap is never smaller: Rice codes of parameter 0 are a bitmap
+without its trailing zeros.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ _LEAST_ROW = 12  # bytes: the lengths of four streams, the anchor
 
 
 def plan_positions(positions: Ints, size: int, below: int | None = None) -> Candidate:
-    """Strictly rising coordinates in [0, size), size <= 2**32. What does not take less than `below`
-    bytes is of no use, and need not be the shortest form."""
+    """Plan strictly increasing coordinates in [0, size), size <= 2**32. A result of `below` bytes
+    or more will be discarded, and need not be the shortest form."""
     if 2 * positions.size <= size:
         return _plan(positions, size, 0, below)
     absent = np.ones(size, np.bool_)
@@ -43,10 +43,10 @@ def plan_positions(positions: Ints, size: int, below: int | None = None) -> Cand
 
 
 def read_positions(reader: Reader, size: int, at_most: int) -> Ints:
-    """What `plan_positions` wrote, at most `at_most` coordinates.
+    """Read the output of `plan_positions`, at most `at_most` coordinates.
 
-    A coded coordinate takes a bit or more, so a short body cannot ask for long work, unless the
-    layout admits more than half of all coordinates: then those that are absent may be coded.
+    A coded coordinate takes at least a bit, so a short body cannot cause much work, unless the
+    layout allows more than half of all coordinates: then the absent ones may be coded.
     """
     head = reader.read(8)
     num = reader.uvarint()
@@ -54,7 +54,7 @@ def read_positions(reader: Reader, size: int, at_most: int) -> Ints:
     if not 0 <= count <= min(size, at_most):
         raise DecodingError(f"{count} coordinates outside [0, {min(size, at_most)}]")
     if bool(head & _ABSENT) != (2 * count > size):
-        raise DecodingError(f"{count} of {size} coordinates, of which the fewer are not coded")
+        raise DecodingError(f"{count} of {size} coordinates, but the smaller part must be coded")
     if num > reader.left:
         raise DecodingError(f"{num} coordinates in {reader.left} bits")
     coded = _read(reader, head & 3, head >> _PARAMETER_SHIFT, num, size)
@@ -86,15 +86,15 @@ def _plan(positions: Ints, size: int, absent: int, below: int | None) -> Candida
     anchors = np.append(0, positions[BLOCK - 1 : -1 : BLOCK] + 1)
     for mantissa in range(0 if num <= SMALL else 2, MAX_MANTISSA + 1):
         buckets = plan_numbers(gaps, size, mantissa, anchors)
-        if 8 * buckets.size >= num:  # else read_positions would take it for a forgery
+        if 8 * buckets.size >= num:  # otherwise read_positions would refuse it
             candidates.append(headed(_Mode.BUCKETS, mantissa, buckets))
     return smallest(candidates)
 
 
 def _least_in_buckets(gaps: Ints) -> int:
-    """Bytes that buckets of more than 2048 gaps cannot go below: under one table, the gaps of a
-    block take their order-0 entropy or more, also if all large ones are taken for the same; and a
-    block has a row in the directory."""
+    """A lower bound on the bytes of buckets of more than 2048 gaps: with one table, the gaps of a
+    block take at least their order-0 entropy, even with all large ones merged; and a block has a
+    row in the directory."""
     counts = kernels.count_streams(np.minimum(gaps, _LARGE).astype(np.uint8), _LARGE + 1)
     of_blocks = counts.sum(axis=1, dtype=np.int64)
     totals = of_blocks.sum(axis=1)
@@ -104,7 +104,7 @@ def _least_in_buckets(gaps: Ints) -> int:
 
 
 def _read(reader: Reader, mode: int, parameter: int, num: int, size: int) -> Ints:
-    """`num` rising coordinates below `size`."""
+    """Read `num` increasing coordinates below `size`."""
     match mode:
         case _Mode.STORED if not parameter:
             positions = _read_stored(reader, num, size)
@@ -133,7 +133,7 @@ def _read_stored(reader: Reader, num: int, size: int) -> Ints:
     positions = reader.fields(num, _stored_width(size))
     reader.align()
     if (positions[1:] <= positions[:-1]).any():
-        raise DecodingError("stored coordinates do not rise")
+        raise DecodingError("stored coordinates are not strictly increasing")
     return positions
 
 
@@ -148,13 +148,13 @@ def _best_parameter(gaps: Ints) -> tuple[int, int]:
 
 
 def _plan_rice(gaps: Ints, parameter: int, num_bits: int) -> Candidate:
-    """The low `parameter` bits of every gap; then its other bits as a number, in unary: as many
-    zeros and a one."""
+    """Plan Rice codes: the low `parameter` bits of every gap, then its other bits as a number in
+    unary: that many zeros and a one."""
     return Candidate(-(-num_bits // 8), lambda: kernels.write_rice(gaps, parameter))
 
 
 def _read_rice(reader: Reader, parameter: int, num: int) -> Ints:
-    """The unary parts of the gaps hold at most two zeros to a one: with more of them the next
+    """Read Rice codes. The unary parts have at most two zeros per one: with more, the next
     parameter would have been shorter."""
     start = reader.skip(num * parameter)
     positions, end = kernels.read_rice(reader.octets, start, reader.end, num, parameter)
@@ -166,11 +166,11 @@ def _read_rice(reader: Reader, parameter: int, num: int) -> Ints:
 
 
 def _read_buckets(reader: Reader, mantissa: int, num: int, size: int) -> Ints:
-    """Positions from gaps in buckets. Where there are blocks, each one's anchor is the least
-    coordinate that it could hold, so that a block can be placed without those before it."""
+    """Read positions from gaps in buckets. With blocks, each anchor is the least possible
+    coordinate of its block, so that a block can be decoded without the previous ones."""
     gaps, anchors = read_numbers(reader, num, size, mantissa, anchored=True)
     if anchors is not None:
         spans = np.add.reduceat(gaps + 1, np.arange(0, num, BLOCK))[:-1]
         if anchors[0] or (np.diff(anchors) != spans).any():
-            raise DecodingError("an anchor that is not where the block before it ends")
+            raise DecodingError("an anchor that is not the end of the previous block")
     return kernels.positions_of(gaps)

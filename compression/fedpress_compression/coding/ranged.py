@@ -1,9 +1,8 @@
 """Fields under the range coder: a support as flags, values at their coordinates.
 
-The coder learns as it goes where a matrix is dense and what its rows and columns are like, and it
-is told what both ends knew before: so it takes a fifth to a third less than the static codes, for
-ten times their work. Which fields may use it is for the layout to say: to decode a support takes
-work for every coordinate there is.
+The coder adapts to dense regions of a matrix and to its rows and columns, and uses contexts known
+to both ends: it takes a fifth to a third less than the static codes, for ten times their work. The
+layout says which fields may use it: decoding a support takes work for every coordinate.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ _PARAMETER_SHIFT = 3
 
 @dataclass(frozen=True, slots=True)
 class Plane:
-    """Coordinates as both ends see them: `matrices` [m, 2], heights and widths, end to end, and a
+    """Coordinates as known to both ends: `matrices` [m, 2], heights and widths, concatenated, and a
     context below 64 for each coordinate, or none."""
 
     matrices: Ints
@@ -42,7 +41,7 @@ class Plane:
 
 
 class _Values(NamedTuple):
-    """What the values of a field are: magnitudes up to `most`; `signed` as for the kernels."""
+    """The kind of a field's values: magnitudes up to `most`; `signed` as for the kernels."""
 
     most: int
     signed: int
@@ -57,8 +56,8 @@ class _Values(NamedTuple):
 
 
 def plan_positions(positions: Ints, plane: Plane, at_most: int) -> Candidate | None:
-    """Rising coordinates of `plane`, or None if they are none or all, or would take more than
-    `at_most` bytes."""
+    """Plan increasing coordinates of `plane`; None for none or all of them, or if they would take
+    more than `at_most` bytes."""
     size, absent = plane.size, 0
     if 2 * positions.size > size:
         left_out = np.ones(size, np.bool_)
@@ -70,7 +69,7 @@ def plan_positions(positions: Ints, plane: Plane, at_most: int) -> Candidate | N
 
 
 def read_positions(reader: Reader, at_most: int, plane: Plane) -> Ints:
-    """What `plan_positions` wrote; work and memory are those of the plane."""
+    """Read the output of `plan_positions`; work and memory are proportional to the plane."""
     head, size = reader.read(8), plane.size
     num = reader.uvarint()
     count = size - num if head & _ABSENT else num
@@ -115,7 +114,7 @@ def _read_flags(reader: Reader, num: int, plane: Plane) -> Ints:
 def plan_symbols(
     symbols: Octets, size: int, where: Ints | None, plane: Plane, at_most: int
 ) -> Candidate | None:
-    """Symbols in [0, size), one or more, at the coordinates `where` of `plane`, or at all."""
+    """Plan one or more symbols in [0, size), at the coordinates `where` of `plane`, or at all."""
     common = int(np.bincount(symbols).argmax())
     best: Candidate | None = None
     for folded in (0, 1):
@@ -135,7 +134,7 @@ def plan_symbols(
 
 
 def read_symbols(reader: Reader, size: int, num: int, where: Ints | None, plane: Plane) -> Octets:
-    """What `plan_symbols` wrote."""
+    """Read the output of `plan_symbols`."""
     head = reader.read(8)
     mode, folded = head & 7, head >> _PARAMETER_SHIFT
     if (
@@ -157,7 +156,8 @@ def read_symbols(reader: Reader, size: int, num: int, where: Ints | None, plane:
 
 
 def _kind(size: int, folded: int) -> _Values:
-    """Folded about the middle: of an odd number, where the symbol in the middle has no sign."""
+    """The kind of symbols, folded at the middle; with an odd number the middle symbol has no
+    sign."""
     if not folded:
         return _Values(size - 1, 0)
     return _Values((size - 1) // 2, 1 if size % 2 else 2)
@@ -190,7 +190,7 @@ def _read_symbols(reader: Reader, size: int, folded: int, where: Ints, plane: Pl
 def plan_integers(
     values: Ints, bound: int, where: Ints | None, plane: Plane, at_most: int
 ) -> Candidate | None:
-    """One or more integers in [-bound, bound], as `plan_symbols` has its symbols."""
+    """Plan one or more integers in [-bound, bound], like `plan_symbols`."""
     magnitudes, signs = np.abs(values), (values < 0).astype(np.uint8)
     places = _places(where, values.size)
     coded = _values(magnitudes, signs, _Values(bound, 1), places, plane, at_most - 1)
@@ -206,7 +206,7 @@ def plan_integers(
 
 
 def read_integers(reader: Reader, bound: int, num: int, where: Ints | None, plane: Plane) -> Ints:
-    """What `plan_integers` wrote."""
+    """Read the output of `plan_integers`."""
     head = reader.read(8)
     if head == INTEGERS:
         magnitudes, signs = _read_values(reader, _Values(bound, 1), _places(where, num), plane)
@@ -220,7 +220,7 @@ def read_integers(reader: Reader, bound: int, num: int, where: Ints | None, plan
     return values
 
 
-# What these have in common.
+# Shared parts.
 
 
 def _places(where: Ints | None, num: int) -> Ints:
@@ -228,7 +228,7 @@ def _places(where: Ints | None, num: int) -> Ints:
 
 
 def _read_others(reader: Reader, num: int, plane: Plane) -> Ints:
-    """The positions of the values that are not the most frequent one, at most half of `num`."""
+    """Read the positions of values other than the most frequent one, at most half of `num`."""
     count = reader.uvarint()
     if 2 * count > num:
         raise DecodingError(f"{count} of {num} values are not the most frequent one")
@@ -256,7 +256,7 @@ def _read_values(reader: Reader, kind: _Values, where: Ints, plane: Plane) -> tu
     )
     reader.skip(8 * (end - start))
     if int(magnitudes.max()) > kind.most:
-        raise DecodingError(f"a magnitude of {magnitudes.max()} where {kind.most} is the largest")
+        raise DecodingError(f"a magnitude of {magnitudes.max()}, at most {kind.most}")
     return magnitudes, signs
 
 
@@ -265,7 +265,7 @@ def _candidate(data: bytes) -> Candidate:
 
 
 def _shorter(best: Candidate | None, head: bytes, body: bytes | None) -> Candidate | None:
-    """`head` and `body`, if they are there and shorter than the `best` so far."""
+    """The shorter of `best` and `head` with `body`, if there is a body."""
     if body is None or (best is not None and best.size <= len(head) + len(body)):
         return best
     return _candidate(head + body)

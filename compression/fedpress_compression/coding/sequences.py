@@ -1,4 +1,4 @@
-"""Sequences of symbols under Huffman codes, each symbol with a few raw bits of its own if need be.
+"""Sequences of symbols under Huffman codes, optionally with raw bits for each symbol.
 
 A sequence of up to 2048 symbols is one string of bits: table, codes, raw bits. A longer one is cut
 into blocks of 8192, which share up to 4 tables:
@@ -8,8 +8,8 @@ into blocks of 8192, which share up to 4 tables:
     streams     4 per block, each a quarter of its symbols and padded to a byte
     raw bits    one string per block, padded to a byte
 
-A block can be decoded by itself, and its four streams side by side, so that one looks up a code
-while another still waits for its own (Zstandard, RFC 8878, Section 3.1.1.3.1.6, has four as well).
+Blocks can be decoded independently, and the four streams of a block in parallel, so that lookups
+overlap (Zstandard, RFC 8878, Section 3.1.1.3.1.6, has four as well).
 """
 
 from __future__ import annotations
@@ -32,24 +32,24 @@ _LONGEST_STREAM = BLOCK // STREAMS * huffman.MAX_LENGTH // 8
 
 
 class Candidate(NamedTuple):
-    """One way to write something: how many bytes it takes, and the bytes when they are wanted."""
+    """A candidate encoding: its length in bytes, and a function that produces the bytes."""
 
     size: int
     write: Callable[[], bytes]
 
 
 def smallest(candidates: Sequence[Candidate]) -> Candidate:
-    """The shortest, the first of equals."""
+    """The shortest candidate, the first of equal ones."""
     return min(candidates, key=lambda candidate: candidate.size)
 
 
 def plan(
     symbols: Octets, raw_widths: Ints, raw: Ints | None = None, anchors: Ints | None = None
 ) -> Candidate:
-    """One or more symbols in [0, len(raw_widths)), each with as many raw bits as its width says.
+    """Plan one or more symbols in [0, len(raw_widths)), each with the raw bits of its width.
 
-    `raw` holds those bits, one number for each symbol, and may be left out if no symbol has any.
-    `anchors` [blocks] are numbers below 2**32 that go into the directory, if there is one.
+    `raw` has these bits, one number for each symbol, and may be left out if no symbol has any.
+    `anchors` [blocks] are numbers below 2**32 for the directory, if there is one.
     """
     if symbols.size <= SMALL:
         return _plan_small(symbols, raw_widths, raw)
@@ -60,9 +60,9 @@ def plan(
 def read(
     reader: Reader, num: int, raw_widths: Ints, anchored: bool = False
 ) -> tuple[Octets, Ints | None, Ints | None]:
-    """The symbols, raw bits and anchors of `plan`; None for what is not there.
+    """Read the symbols, raw bits and anchors of `plan`; None for absent ones.
 
-    Memory and work are O(num), so a `num` that came off the wire is bounded by the caller.
+    Memory and work are O(num), so the caller must bound a `num` from the wire.
     """
     if num <= SMALL:
         return *_read_small(reader, num, raw_widths), None
@@ -148,7 +148,8 @@ def plan_counted(
 
 
 class Blocks(NamedTuple):
-    """Streams in the `octets` of a body, checked but for what is in them; see `kernels`."""
+    """Streams in the `octets` of a body, with validated structure but not content; see
+    `kernels`."""
 
     octets: Octets
     start: int
@@ -162,14 +163,14 @@ class Blocks(NamedTuple):
 
 
 def find_blocks(reader: Reader, num: int, alphabet: int) -> Blocks:
-    """Step over a sequence of more than 2048 symbols without raw bits."""
+    """Skip a sequence of more than 2048 symbols without raw bits."""
     return _find_blocks(reader, num, np.zeros(alphabet, np.int64), False)[0]
 
 
 def _find_blocks(
     reader: Reader, num: int, raw_widths: Ints, anchored: bool
 ) -> tuple[Blocks, npt.NDArray[np.void]]:
-    """Step over tables, directory and streams, and check all of it but what the streams hold."""
+    """Skip tables, directory and streams, and validate all except the content of the streams."""
     num_tables = 1 + reader.read(2)
     tables = [huffman.read_table(reader, raw_widths.size) for _ in range(num_tables)]
     reader.align()
@@ -203,5 +204,5 @@ def _read_blocks(
             reader.align()
             if reader.at - begin != 8 * num_bytes:
                 found = (reader.at - begin) // 8
-                raise DecodingError(f"{found} bytes of raw bits where {num_bytes} are declared")
+                raise DecodingError(f"{found} bytes of raw bits, but {num_bytes} are declared")
     return symbols, raw, rows["anchor"].astype(np.int64) if anchored else None

@@ -1,12 +1,11 @@
-"""The inner loops of coding and compression, in numpy or, where numba is there, compiled.
+"""Kernels: the inner loops of coding and compression, in numpy or, with numba, compiled.
 
     from fedpress_compression import kernels
     kernels.largest(vector, k)
 
-Both give the same results, bit for bit. FEDPRESS_KERNELS=numpy or =numba forces one of them; that
-is settled when this module is imported, but numba itself is imported by the first kernel that runs.
-A kernel trusts its arguments: what comes off a wire is checked by its caller or by the kernel, as
-its docstring says.
+Both give the same results, bit for bit. FEDPRESS_KERNELS=numpy or =numba selects one of them when
+this module is imported; numba itself is imported by the first kernel that runs. A kernel trusts its
+arguments: data from the wire is validated by its caller or by the kernel, as its docstring says.
 """
 
 from __future__ import annotations
@@ -30,12 +29,12 @@ _MODULES = {"numpy": "reference", "numba": "compiled"}
 
 
 def choose(asked: str, installed: bool, byte_order: str = sys.byteorder) -> str:
-    """numpy or numba: what was `asked` for, or else numba where it can be.
+    """Choose numpy or numba: the `asked` one, otherwise numba if possible.
 
-    Raises MissingExtra for numba where it is not installed, ConfigurationError for anything else.
+    Raises MissingExtra if numba is not installed, ConfigurationError for any other value.
     """
     if asked not in ("", *_MODULES):
-        raise ConfigurationError(f"FEDPRESS_KERNELS is {asked!r}; it may be numpy or numba")
+        raise ConfigurationError(f"FEDPRESS_KERNELS must be numpy or numba, not {asked!r}")
     if asked == "numba" and not installed:
         raise MissingExtra(
             "FEDPRESS_KERNELS=numba, but numba is not installed", hint="pip install fedpress[fast]"
@@ -45,26 +44,26 @@ def choose(asked: str, installed: bool, byte_order: str = sys.byteorder) -> str:
 
 
 CHOSEN = choose(os.environ.get("FEDPRESS_KERNELS", ""), find_spec("numba") is not None)
-"""Which kernels run here: numpy or numba."""
+"""The kernels in use: numpy or numba."""
 
 
 def limit_threads(most: int) -> int:
-    """Use at most so many threads for a call from now on; returns what the limit was, which
-    FEDPRESS_THREADS sets at first. Compiled kernels alone use more than one."""
+    """Set the maximum threads of a call; returns the previous limit, initially FEDPRESS_THREADS.
+    Only compiled kernels use more than one."""
     from fedpress_compression.kernels import workers
 
     return workers.limit_threads(most)
 
 
 def warm_up() -> None:
-    """Compile every kernel and fill numba's cache; with numpy kernels, nothing worth mention."""
+    """Compile every kernel and fill numba's cache; a no-op with numpy kernels."""
     from fedpress_compression.kernels import warming
 
     warming.warm_up()
 
 
 def __getattr__(name: str) -> Any:
-    """A kernel, on first use; from then on it is an attribute like any other."""
+    """Load a kernel on first use and store it as an attribute."""
     if name.startswith("_") or name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     module = importlib.import_module(f"{__name__}.{_MODULES[CHOSEN]}")

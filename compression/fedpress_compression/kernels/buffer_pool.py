@@ -1,4 +1,4 @@
-"""Memory that is used again: fresh pages cost more to get than a kernel takes to fill them."""
+"""Reuse of memory: new pages cost more than the kernels that fill them."""
 
 from __future__ import annotations
 
@@ -12,53 +12,53 @@ import numpy.typing as npt
 
 from fedpress_compression.kernels.wire import Octets
 
-_KEPT = 64 << 20
-"""Bytes; what is larger is not kept as scratch."""
-_LENT_FROM = 1 << 18
-"""Bytes of an array that is worth it."""
-_SPARE_BYTES = 160 << 20
-"""Bytes that are kept, at most, while nobody has them."""
+_MAX_THREAD_BUFFER = 64 << 20
+"""Maximum bytes of a buffer that a thread keeps."""
+_MIN_POOLED = 1 << 18
+"""Minimum bytes of a pooled array."""
+_MAX_POOL_BYTES = 160 << 20
+"""Maximum bytes of free memory in the pool."""
 
-_kept = threading.local()
-_spare: dict[int, list[Octets]] = {}
-"""By size, that given back last at the end, memory of arrays that nobody has any more. It is taken
-and given back by calls that cannot be interrupted: arrays may go at any time, in any thread."""
+_thread_buffers = threading.local()
+_free: dict[int, list[Octets]] = {}
+"""Free memory by size, the last returned at the end. Taking and returning are single atomic calls,
+since arrays may be finalized at any time, in any thread."""
 
 
 def thread_buffer(name: str, size: int, dtype: npt.DTypeLike) -> npt.NDArray[Any]:
-    """An array [size] of this thread, whose contents are anything; the next call with the same
-    `name` gives the same memory again."""
-    found: npt.NDArray[Any] | None = getattr(_kept, name, None)
-    if found is None or found.size < size:
-        found = np.empty(size + size // 4, dtype)
-        if found.nbytes <= _KEPT:
-            setattr(_kept, name, found)
-    return found[:size]
+    """An uninitialized array [size] local to this thread; the next call with the same `name` reuses
+    its memory."""
+    buffer: npt.NDArray[Any] | None = getattr(_thread_buffers, name, None)
+    if buffer is None or buffer.size < size:
+        buffer = np.empty(size + size // 4, dtype)
+        if buffer.nbytes <= _MAX_THREAD_BUFFER:
+            setattr(_thread_buffers, name, buffer)
+    return buffer[:size]
 
 
 def pooled(size: int, dtype: npt.DTypeLike) -> npt.NDArray[Any]:
-    """An array [size] whose contents are anything, the caller's to keep. Where it is long, its
-    memory becomes another such array once neither it nor a view of it is left."""
+    """An uninitialized array [size] owned by the caller. If it is large, its memory returns to the
+    pool once neither it nor a view of it is referenced."""
     kind = np.dtype(dtype)
     num_bytes = size * kind.itemsize
-    if not _LENT_FROM <= num_bytes <= _SPARE_BYTES:
+    if not _MIN_POOLED <= num_bytes <= _MAX_POOL_BYTES:
         return np.empty(size, kind)
     step = 1 << (num_bytes.bit_length() - 3)
     room = -(-num_bytes // step) * step
     try:
-        memory = _spare[room].pop()
+        memory = _free[room].pop()
     except (KeyError, IndexError):
         memory = np.empty(room, np.uint8)
-    # By way of a memoryview, lest numpy let views of the array hold on to `memory` in its place.
+    # Through a memoryview, since otherwise numpy's views of the array would reference `memory`.
     array: npt.NDArray[Any] = np.frombuffer(memory.data[:num_bytes], kind)
-    weakref.finalize(array, _take_back, memory).atexit = False
+    weakref.finalize(array, _return_memory, memory).atexit = False
     return array
 
 
-def _take_back(memory: Octets) -> None:
-    with suppress(RuntimeError):  # others came and went while they were counted: let this one go
-        _spare[memory.size] = [*_spare.pop(memory.size, ()), memory]
-        held = sum(room * len(those) for room, those in tuple(_spare.items()))
-        while held > _SPARE_BYTES and _spare:
-            room = next(iter(_spare))
-            held -= room * len(_spare.pop(room, ()))
+def _return_memory(memory: Octets) -> None:
+    with suppress(RuntimeError):  # changed concurrently while counting: drop this one
+        _free[memory.size] = [*_free.pop(memory.size, ()), memory]
+        total = sum(room * len(those) for room, those in tuple(_free.items()))
+        while total > _MAX_POOL_BYTES and _free:
+            room = next(iter(_free))
+            total -= room * len(_free.pop(room, ()))

@@ -1,4 +1,4 @@
-"""Prefix codes as machine code: their lengths, their tables as bits, and lookups made of them."""
+"""Compiled kernels for prefix codes: lengths, coded tables, and lookup tables."""
 
 from __future__ import annotations
 
@@ -184,7 +184,7 @@ def _merge(leaves, pairs, items, among, leaf, pair, leaf_end, pair_end):
 
 @kernel
 def codes_of(lengths, coded):
-    """For each symbol its code, first bit lowest, in the uppermost bits; in the lowest its bits."""
+    """By symbol: its code in the uppermost bits, first bit lowest, and its length in the lowest."""
     code = 0
     for length in range(1, MAX_LENGTH + 1):
         for symbol in range(lengths.size):
@@ -216,7 +216,7 @@ def lookup_of(lengths, singles):
 
 @kernel
 def bits_of_table(lengths):
-    """How many bits describe a code; SPEC-coding.md, Prefix codes."""
+    """The number of bits that describe a code; SPEC-coding.md, Prefix codes."""
     used, only = 0, 0
     for symbol in range(lengths.size):
         if lengths[symbol]:

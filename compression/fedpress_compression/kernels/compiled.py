@@ -1,4 +1,4 @@
-"""Every kernel as machine code, by numba; the same results as `reference`, bit for bit."""
+"""All kernels compiled by numba; the same results as `reference`, bit for bit."""
 
 from __future__ import annotations
 

@@ -125,14 +125,14 @@ def read_streams(
 
 
 def _starts(start: int, num_bytes: Ints) -> Ints:
-    """The byte where each block's streams begin."""
+    """The offset of each block's streams."""
     sizes = num_bytes.sum(axis=1)
     starts: Ints = start + np.cumsum(sizes) - sizes
     return starts
 
 
 def check(outcome: int) -> None:
-    """Raise what a kernel has found."""
+    """Raise the error of a kernel's result code."""
     if outcome == _RUNS_ON:
         raise DecodingError("a stream that does not end in its last byte")
     if outcome == _PADDED:
@@ -193,7 +193,7 @@ def _finish(octets, at, end, singles, target, wide, place, stop):
 
 @kernel
 def _refills(a, b, c, d):
-    """How often all four streams can be refilled without a look at their ends, from bits left."""
+    """The number of refills of all four streams that need no bounds check, from the bits left."""
     return min(min(a, b), min(c, d)) // _REFILL
 
 
@@ -519,7 +519,7 @@ def _add_streams(octets, starts, num, num_bytes, of_block, singles, per_group, t
 
 @kernel
 def _widen(table, digits, per_group, wide):
-    """For each byte, what the symbols in it stand for."""
+    """By byte: the values of the symbols in it."""
     for byte in range(256):
         for place in range(per_group):
             wide[byte * per_group + place] = table[digits[byte, place]]

@@ -1,9 +1,9 @@
-"""Huffman codes in numpy: their lengths, which blocks share one, streams written and followed.
+"""Huffman codes in numpy: code lengths, tables shared by blocks, encoding and decoding of streams.
 
-Where a code ends is known only once it is looked up, so a stream is sequential. What comes first is
-not: the length of the code that would begin at every bit, looked up for all bits at once. To follow
-a stream is then to add lengths, in many streams side by side or, where they are few, in plain
-Python; and the symbols are looked up together at the end.
+A code's end is only known after its lookup, so decoding a stream is sequential. The lengths of the
+codes starting at every bit are looked up in parallel first. Decoding a stream then adds lengths, in
+many streams in parallel or, for few, in plain Python; the symbols are looked up together at the
+end.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def code_lengths(histogram: npt.NDArray[np.integer], limit: int = MAX_LENGTH) ->
 
 
 def code_bits(lengths: Octets) -> Ints:
-    """How many bits each symbol takes [alphabet]."""
+    """The code length of each symbol in bits [alphabet]."""
     return np.where(lengths == ALONE, 0, lengths).astype(np.int64)
 
 
@@ -96,7 +96,7 @@ def codes(lengths: Octets) -> Words:
 
 
 def lookup(lengths: Octets) -> tuple[Octets, Octets]:
-    """For each window of the next 12 bits, the symbol it begins with and that symbol's bits."""
+    """By window of 12 bits: its first symbol and the length of that symbol's code."""
     alone = np.flatnonzero(lengths == ALONE)
     if alone.size:
         return np.full(_WINDOW, alone[0], np.uint8), np.zeros(_WINDOW, np.uint8)
@@ -138,12 +138,12 @@ def _table(lengths: Octets) -> Iterator[tuple[int, int]]:
 
 
 def table_bits(lengths: Octets) -> int:
-    """How many bits describe the codes [tables, alphabet]."""
+    """The number of bits that describe the codes [tables, alphabet]."""
     return sum(width for row in lengths for _, width in table(row))
 
 
 def write_tables(lengths: Octets) -> bytes:
-    """How many codes [tables, alphabet] there are, less 1, in 2 bits; the codes; padded."""
+    """Write the number of codes [tables, alphabet] minus 1 in 2 bits, then the codes, padded."""
     pairs = [(len(lengths) - 1, 2), *(pair for row in lengths for pair in table(row))]
     values, widths = zip(*pairs, strict=True)
     return pack(np.array(values, np.uint64), np.array(widths, np.int64))
@@ -167,7 +167,7 @@ class _Bits:
         return found
 
     def ones(self, at_most: int) -> int:
-        """How many ones come before a zero, which is read too; no zero follows `at_most` ones."""
+        """Read ones up to a zero, which is consumed; no zero follows `at_most` ones."""
         for count in range(at_most):
             if not self.read(1):
                 return count
@@ -179,7 +179,7 @@ class _Bits:
         while not self.read(1):
             zeros += 1
             if zeros > 7:
-                raise DecodingError(f"a run of unused symbols beyond the {alphabet} there are")
+                raise DecodingError(f"a run of unused symbols beyond the alphabet of {alphabet}")
         return 1 << zeros | self.read(zeros)
 
 
@@ -231,7 +231,7 @@ def read_table(octets: Octets, at: int, stop: int, alphabet: int) -> tuple[Octet
 
 
 def edges(num: int) -> Ints:
-    """Where each stream begins, and the end [4 * blocks + 1].
+    """The start of each stream, and the end [4 * blocks + 1].
 
     Stream j of a block of m symbols is the block's symbols m * j // 4 to m * (j + 1) // 4.
     """
@@ -242,12 +242,12 @@ def edges(num: int) -> Ints:
 
 
 def count(symbols: Octets, alphabet: int) -> Ints:
-    """How often each symbol occurs [alphabet]."""
+    """The histogram of symbols [alphabet]."""
     return np.bincount(symbols, minlength=alphabet)
 
 
 def count_streams(symbols: Octets, alphabet: int) -> Ints:
-    """How often each symbol occurs in each stream [blocks, 4, alphabet]."""
+    """The histograms of symbols by stream [blocks, 4, alphabet]."""
     bounds = edges(symbols.size).tolist()
     counts = [np.bincount(symbols[a:b], minlength=alphabet) for a, b in pairwise(bounds)]
     return np.stack(counts).reshape(-1, STREAMS, alphabet)
@@ -259,7 +259,7 @@ def count_buckets(values: Ints, mantissa: int, alphabet: int) -> Ints:
 
 
 def stream_bytes(histograms: Ints, lengths: Octets, of_block: Ints) -> Ints:
-    """How long each stream is under the table of its block [blocks, 4]."""
+    """The length in bytes of each stream under the table of its block [blocks, 4]."""
     bits = np.stack([code_bits(row) for row in lengths])
     return cast(Ints, (np.einsum("bsa,ba->bs", histograms, bits[of_block]) + 7) // 8)
 
@@ -452,7 +452,7 @@ def follow(octets: Octets, stop: int, lanes: Lanes, found: Lookup) -> tuple[Octe
 
 
 def _side_by_side(steps: Octets, begins: Ints, count: int) -> Ints:
-    """Where each of `count` codes begins in each lane [lanes * count]."""
+    """The starting bit of each of `count` codes in each lane [lanes * count]."""
     begun = np.empty((count, begins.size), np.int64)
     at = begins.copy()
     step = np.empty(begins.size, np.uint8)

@@ -1,10 +1,10 @@
-"""How kernels are compiled, and the few machine instructions that numba has no name for.
+"""Compilation of kernels, and machine instructions that numba does not expose.
 
-Compiled once and kept in `__pycache__` beside the source, in the user's cache folder where that
-cannot be written, or in NUMBA_CACHE_DIR; where none of them can be written, anew by each process.
-An image that is read-only brings its kernels along: they are in FEDPRESS_WARMED_KERNELS, and are
-copied to NUMBA_CACHE_DIR, for numba takes nothing from a folder that it cannot write to.
-numba checks no bounds: every kernel that reads a body does, and says so where it does.
+Kernels are compiled once and cached in `__pycache__` beside the source, in the user's cache folder
+if that is not writable, or in NUMBA_CACHE_DIR; if none is writable, each process compiles again. A
+read-only image ships its kernels in FEDPRESS_WARMED_KERNELS; they are copied to NUMBA_CACHE_DIR,
+since numba only loads from writable folders. numba checks no bounds: every kernel that reads a body
+does, and documents it.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from numba.extending import intrinsic
 _log = logging.getLogger(__name__)
 
 
-def bring_along(warmed: str, kept: str) -> None:
-    """Copy the folder `warmed` to `kept`, at one stroke, unless that is there already."""
+def copy_cache(warmed: str, kept: str) -> None:
+    """Copy the folder `warmed` to `kept` atomically, unless that exists."""
     if not warmed or not kept or Path(kept).exists():
         return
     try:
@@ -35,19 +35,22 @@ def bring_along(warmed: str, kept: str) -> None:
         with tempfile.TemporaryDirectory(dir=Path(kept).parent) as folder:
             shutil.copytree(warmed, Path(folder) / "kernels")
             (Path(folder) / "kernels").rename(kept)
-    except OSError as exc:  # another process was faster, or nothing can be kept
-        _log.info("kernels are not taken from %s: %s", warmed, exc)
+    except OSError as exc:  # another process was faster, or the folder is not writable
+        _log.info("cannot copy compiled kernels from %s: %s", warmed, exc)
 
 
-bring_along(os.environ.get("FEDPRESS_WARMED_KERNELS", ""), os.environ.get("NUMBA_CACHE_DIR", ""))
+copy_cache(os.environ.get("FEDPRESS_WARMED_KERNELS", ""), os.environ.get("NUMBA_CACHE_DIR", ""))
 
 
 def kernel(function: Callable[..., Any]) -> Any:
-    """Compile `function` when it is first called; kept from process to process where it can be."""
+    """Compile `function` at its first call; cached across processes if possible."""
     try:
         return numba.njit(nogil=True, cache=True, error_model="numpy")(function)
-    except RuntimeError:  # numba's word for a cache that cannot be written anywhere
-        _log.info("%s is compiled anew: set NUMBA_CACHE_DIR to keep it", function.__name__)
+    except RuntimeError:  # raised by numba if no cache folder is writable
+        _log.info(
+            "%s is compiled again by every process: set NUMBA_CACHE_DIR to a writable folder",
+            function.__name__,
+        )
         return numba.njit(nogil=True, error_model="numpy")(function)
 
 
@@ -107,7 +110,7 @@ def add_two(typing: Any, sums: Any, at: Any, addends: Any, first: Any) -> Any:
 
 @intrinsic
 def leading_zeros(typing: Any, word: Any) -> Any:
-    """Of a 64-bit number other than 0."""
+    """The count for a 64-bit number other than 0."""
 
     def generate(context: Any, builder: Any, signature: Any, given: Any) -> Any:
         return builder.ctlz(given[0], ir.Constant(ir.IntType(1), 1))
@@ -117,7 +120,7 @@ def leading_zeros(typing: Any, word: Any) -> Any:
 
 @intrinsic
 def trailing_zeros(typing: Any, word: Any) -> Any:
-    """Of a 64-bit number other than 0."""
+    """The count for a 64-bit number other than 0."""
 
     def generate(context: Any, builder: Any, signature: Any, given: Any) -> Any:
         return builder.cttz(given[0], ir.Constant(ir.IntType(1), 1))

@@ -1,4 +1,4 @@
-"""Numbers as bits, as buckets, as gaps and as groups of digits, as machine code."""
+"""Compiled kernels for numbers: bits, buckets, gaps and groups of digits."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def read_fields(octets: Octets, at: int, num: int, width: int) -> Ints:
 
 @kernel
 def _read_fields(octets, start, width, found):
-    """The caller has seen that the fields are there, and that 8 bytes follow."""
+    """Unchecked: the caller guarantees that the fields exist and 8 bytes follow."""
     at, mask = _U(start), (_ONE << _U(width)) - _ONE
     for i in range(found.size):
         found[i] = np.int64((load64(octets, at >> _3) >> (at & _7)) & mask)
@@ -94,7 +94,7 @@ def read_octets(octets: Octets, start: int, num: int, width: int) -> Octets:
 
 @kernel
 def _read_octets(octets, start, width, symbols):
-    """The caller has seen that the bits are there, and that 8 bytes follow."""
+    """Unchecked: the caller guarantees that the bits exist and 8 bytes follow."""
     bits, mask = _U(width), (_ONE << _U(width)) - _ONE
     for first in range(0, symbols.size, 8):
         held = load64(octets, start)

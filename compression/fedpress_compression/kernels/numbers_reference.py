@@ -68,7 +68,7 @@ def write_octets(symbols: Octets, width: int) -> bytes:
 
 
 def read_octets(octets: Octets, start: int, num: int, width: int) -> Octets:
-    """What `write_octets` wrote at byte `start`; it is there."""
+    """Read the output of `write_octets` at byte `start`, which must exist."""
     rows = np.unpackbits(octets[start:], count=num * width, bitorder="little").reshape(num, width)
     return np.packbits(rows, axis=1, bitorder="little").ravel()
 
@@ -81,8 +81,8 @@ def write_raw(symbols: Octets, raw: Ints, raw_widths: Ints) -> bytes:
 def read_raw(
     octets: Octets, at: int, stop: int, symbols: Octets, raw_widths: Ints
 ) -> tuple[Ints, int]:
-    """What `write_raw` wrote at bit `at`, and the bit where it ends; numbers that would go on past
-    bit `stop` are said to end beyond it and mean nothing."""
+    """Read the output of `write_raw` at bit `at`; returns it with its end; numbers that would go on
+    past bit `stop` are said to end beyond it and mean nothing."""
     widths = raw_widths[symbols]
     ends = np.cumsum(widths)
     end = at + int(ends[-1])
@@ -105,7 +105,7 @@ def split(values: Ints, mantissa: int) -> tuple[Octets, Ints]:
 
 
 def join(buckets: Octets, raw: Ints, mantissa: int) -> Ints:
-    """The values that `split` was given."""
+    """Invert `split`."""
     index = buckets.astype(np.int64)
     leading = (index & ((1 << mantissa) - 1)) + (1 << mantissa)
     return (leading << (index >> mantissa)) - (1 << mantissa) + raw
@@ -115,12 +115,12 @@ def join(buckets: Octets, raw: Ints, mantissa: int) -> Ints:
 
 
 def gaps_of(positions: Ints) -> Ints:
-    """How many coordinates each of the rising `positions` leaves out."""
+    """The gaps before each of the increasing `positions`."""
     return np.diff(positions, prepend=-1) - 1
 
 
 def others(symbols: Octets, common: int) -> Ints:
-    """Where the symbols other than `common` are."""
+    """The positions of symbols other than `common`."""
     return np.flatnonzero(symbols != common)
 
 
@@ -201,7 +201,7 @@ def digits_of(size: int, per_group: int) -> Octets:
 
 
 def lanes_of(bits: int) -> int:
-    """How many lanes of `bits` a word of 64 has."""
+    """The number of lanes of `bits` in a 64-bit word."""
     return 64 // bits
 
 

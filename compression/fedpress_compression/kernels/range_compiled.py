@@ -1,4 +1,4 @@
-"""The range coder as machine code: the same bytes as `range_reference`.
+"""The compiled range coder: the same bytes as `range_reference`.
 
 numba checks no bounds. Contexts of coordinates are below 64 and there is one for each coordinate;
 coordinates rise below the grid's size: the callers see to both. What is read past `stop` is 0.
@@ -73,7 +73,7 @@ def decode_flags(
     flags = np.zeros(size, np.uint8)
     end = _flags(flags, num, matrices, contexts, octets, at, stop, True)
     if end < 0:
-        raise DecodingError("a range-coded string that does not end where it should")
+        raise DecodingError("a range-coded string with a wrong end")
     return np.flatnonzero(flags), end
 
 
@@ -108,13 +108,13 @@ def decode_values(
     signs = np.zeros(where.size, np.uint8)
     end = _values(magnitudes, signs, kind, most, where, matrices, contexts, octets, at, stop, True)
     if end < 0:
-        raise DecodingError("a range-coded string that does not end where it should")
+        raise DecodingError("a range-coded string with a wrong end")
     return magnitudes, signs, end
 
 
 @kernel
 def _next(coder, octets):
-    """The next byte of what is decoded, or 0 after its end."""
+    """The next input byte, or 0 after the end."""
     at = coder[_AT]
     coder[_AT] = at + 1
     return np.int64(octets[at]) if at < coder[_STOP] else np.int64(0)
@@ -173,7 +173,7 @@ def _bit(coder, octets, chance, bit, decoding):
 
 @kernel
 def _widen(coder, octets, decoding):
-    """Go on to the bytes that a narrow interval has settled."""
+    """Shift out the bytes that a narrow interval has determined."""
     while coder[_RANGE] < 1 << 24:
         coder[_RANGE] <<= 8
         if decoding:

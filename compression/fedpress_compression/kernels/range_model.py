@@ -1,4 +1,4 @@
-"""The numbers that the range coder's model is made of; protocols/SPEC-coding.md has them as well.
+"""Constants of the range coder's model, as in protocols/SPEC-coding.md.
 
 Data alone: each kernel, and the decoder of the tests, has the algorithm in its own words.
 """
@@ -22,16 +22,16 @@ LEAST_CHANCE, MOST_CHANCE = 4, 65532
 LEARNT = 255
 """Bits after which an estimate learns no slower."""
 RATES = tuple(131072 // (2 * n + 3) for n in range(LEARNT + 1))
-"""What share of the way an estimate goes at its n-th bit, in 1/65536."""
+"""The learning rate of an estimate at its n-th bit, in 1/65536."""
 
 FLAG_SIZES = (256, 160, 160, 160, 1600, 160, 160)
-"""How many contexts each estimate of a flag has."""
+"""The number of contexts of each estimate of a flag."""
 FLAG_WEIGHT, FLAG_SHIFT = 9362, 16
 COLUMN_ROWS = 60
 """Rows after which a column's density learns no slower."""
 
 VALUE_SIZES = (64, 64, 64, 27, 512)
-"""How many contexts each estimate of a decision has, for each decision of a value."""
+"""The number of contexts of each estimate of a decision, for each decision of a value."""
 LONGER, SIGN, BITS, DECISIONS = 0, 33, 34, 146
 """Whether the magnitude is longer: one for each length; the sign; its bits: 7 for each length."""
 SETS = 10

@@ -48,7 +48,7 @@ _EVEN = 1 << 15
 def encode_flags(
     positions: Ints, size: int, matrices: Ints, contexts: Octets, at_most: int
 ) -> bytes | None:
-    """Which coordinates of [0, size) are the `positions`, one or more and at most half of them.
+    """Encode `positions` of [0, size), one or more and at most half, as flags.
 
     `matrices` [m, 2] are heights and widths, `size` coordinates in all; `contexts` [size] are below
     64, or it is empty. None if more than `at_most` bytes would be needed.
@@ -155,7 +155,7 @@ class _Encoder:
 
 
 class _Decoder:
-    """How far the code lies above the interval's beginning, and the interval's width."""
+    """The decoder's state: the code's offset in the interval, and the interval's width."""
 
     def __init__(self, octets: Octets, at: int, stop: int) -> None:
         self._octets, self._at, self._stop = octets[at:stop].tobytes(), 0, stop
@@ -185,7 +185,7 @@ class _Decoder:
         after = (self._octets[end : self._at] + bytes(4))[: 4 - kept]
         first = self._above - int.from_bytes(after, "big")
         if end > len(self._octets) or first < 0 or first + unit > self._width:
-            raise DecodingError("a range-coded string that does not end where it should")
+            raise DecodingError("a range-coded string with a wrong end")
         return self._start + end
 
     def _take(self) -> None:
@@ -273,8 +273,8 @@ def _bucket(density: int) -> int:
 
 
 class _History:
-    """What came before in a row, in a column, or at all: the size of the last magnitude, the
-    balance of the signs, the last sign."""
+    """The history of a row, of a column, or of all: the size of the last magnitude, the balance of
+    the signs, the last sign."""
 
     __slots__ = ("balance", "last", "size")
 

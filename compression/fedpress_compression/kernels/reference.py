@@ -1,4 +1,4 @@
-"""Every kernel in numpy: what the compiled ones are held to, and what runs where numba is not."""
+"""All kernels in numpy: the reference for the compiled ones, and the fallback without numba."""
 
 from fedpress_compression.kernels.field_reference import evaluate, lagrange, weighted_sums
 from fedpress_compression.kernels.huffman_reference import (

@@ -1,4 +1,4 @@
-"""Blocks counted, and the tables that they share, as machine code."""
+"""Compiled kernels for histograms of blocks and the choice of shared tables."""
 
 from __future__ import annotations
 

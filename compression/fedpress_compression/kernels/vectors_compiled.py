@@ -42,7 +42,7 @@ _LAST = _U(1 << 63)
 _BIN_SHIFT = 15
 _BINS = 1 << (31 - _BIN_SHIFT)
 _AHEAD = 192
-"""How far ahead memory is asked for, so that many waits pass at once."""
+"""The prefetch distance, so that many memory accesses overlap."""
 
 
 # The largest entries: a threshold from a sample that a few more than k reach, those that do, and
@@ -88,8 +88,8 @@ def add_largest(vector: Reals, other: Reals, k: int, total: Reals) -> tuple[Ints
 def _gathered(
     size: int, k: int, reach: Callable[[int, int, Ints, Entries], int]
 ) -> tuple[Ints, Entries] | None:
-    """What `reach` finds in each part of `size` entries, in order; None where that is fewer than k,
-    or too many for the room there is."""
+    """The entries that `reach` selects in each part of `size` entries, in order; None if they are
+    fewer than k, or do not fit."""
     among, room = parts(size, _LONG, _CHUNK), 2 * k + _SPARE
     where = thread_buffer("where", len(among) * room, np.int64)
     entries = thread_buffer("entries", len(among) * room, np.uint32)

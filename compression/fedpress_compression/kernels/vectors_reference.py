@@ -61,7 +61,7 @@ def lloyd(rising: Reals, edges: Ints, steps: int) -> npt.NDArray[np.float64]:
 
 
 def nearest_levels(magnitudes: Reals, middles: Reals) -> Octets:
-    """How many of the rising `middles` each magnitude reaches."""
+    """The number of the increasing `middles` that each magnitude reaches."""
     return np.searchsorted(middles, magnitudes, side="right").astype(np.uint8)
 
 

@@ -1,5 +1,5 @@
-"""Every kernel run once on a little data, with arguments of the types they get in earnest, so that
-numba compiles all of them and keeps what it made."""
+"""Warm-up: run every kernel once on small data with production argument types, so that numba
+compiles and caches all of them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from fedpress_compression.kernels.wire import GUARD, Octets
 
 
 def warm_up() -> None:
-    """Fill numba's cache; takes half a minute the first time, and nothing much after that."""
+    """Fill numba's cache; takes half a minute the first time, almost nothing afterwards."""
     _warm_codes()
     _warm_numbers()
     _warm_vectors()

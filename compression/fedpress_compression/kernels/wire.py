@@ -1,4 +1,4 @@
-"""What the format fixes and every kernel must know; protocols/SPEC-coding.md says why."""
+"""Constants of the wire format for the kernels, as in protocols/SPEC-coding.md."""
 
 from __future__ import annotations
 

@@ -186,9 +186,7 @@ def writer(place: Path) -> Writer:
     """A writer of a tar file if the name ends in .tar, else of a folder. Raises ConfigurationError
     if the place exists."""
     if place.exists() and (not place.is_dir() or any(place.iterdir())):
-        raise ConfigurationError(
-            f"{place} already exists; choose another name", hint="name one that is not"
-        )
+        raise ConfigurationError(f"{place} already exists", hint="choose another name")
     if not place.parent.is_dir():
         raise ConfigurationError(
             f"the folder {place.parent} does not exist; create it first", hint="make it first"

@@ -182,7 +182,7 @@ def test_different_survivors_for_different_clients_are_not_unmasked() -> None:
             group = {slot_of(session, other) for other in part} - {own}
             same = tuple(each for each in said if each and each.sender in group)
             tell(session, device, Consents(same))
-            refuses(device, "consent where 7 must")
+            refuses(device, "consent, at least 7 must")
     # Nor do consents to another set count, or those of nobody near, or forged ones.
     device = session.devices[8]
     own = slot_of(session, device)
@@ -257,8 +257,8 @@ def revealed_owners(session: Session, device: Device, sharers: frozenset[int]) -
 @pytest.mark.parametrize(
     ("members", "why"),
     [
-        (lambda s, own: frozenset({*s.server.survivors, 77}), "shared nothing"),
-        (lambda s, own: frozenset({own, (own + 1) % 5}), "2 survivors where 3"),
+        (lambda s, own: frozenset({*s.server.survivors, 77}), "sent no shares"),
+        (lambda s, own: frozenset({own, (own + 1) % 5}), "2 survivors, at least 3"),
         (lambda s, own: frozenset({own, (own + 1) % 5, (own + 2) % 5}), "3 survivors near"),
     ],
     ids=["strangers", "below the minimum", "below the threshold"],
@@ -374,7 +374,7 @@ def signed_advertise(session: Session, key: DeviceKey) -> Advertise:
         (with_invented_client, "did not make this signature"),
         (with_a_copied_key, "a repeated key"),
         (with_a_copied_channel_key, "a repeated key"),
-        (with_a_respelled_key, "another spelling"),
+        (with_a_respelled_key, "non-canonical"),
         (with_twice_the_same, "sorted by identity"),
     ],
     ids=[
@@ -416,7 +416,7 @@ def test_a_roster_that_is_short_shuffled_or_without_the_client() -> None:
     )
     more = [*others, signed_advertise(session, identity(1_000))]
     for bad, why in (
-        (forged(session, roster, [own, *more]), "a roster of 7 where 4 to 6"),
+        (forged(session, roster, [own, *more]), "a roster of 7, expected 4 to 6"),
         (forged(session, roster, [own, *others[:2]]), "a roster of 3 where 4 to 6"),
         (shuffled, "out of order"),
         (forged(session, roster, others), "without this client's Advertise"),
@@ -778,11 +778,11 @@ def test_an_uncertified_client_or_a_key_of_somebody_elses_is_refused() -> None:
     theirs, own = advertised(one), advertised(other)
     sybil = replace(own.certificate, signature=bytes(64))
     for bad, why in (
-        (replace(own, mask_key=theirs.mask_key), "somebody's already"),
-        (replace(own, channel_key=own.mask_key), "somebody's already"),
+        (replace(own, mask_key=theirs.mask_key), "another client has advertised"),
+        (replace(own, channel_key=own.mask_key), "another client has advertised"),
         (replace(own, mask_key=bytes(31)), "a public key of 31 bytes"),
         (replace(own, mask_key=bytes(32)), "small order"),
-        (replace(own, channel_key=respelled(theirs.channel_key)), "another spelling"),
+        (replace(own, channel_key=respelled(theirs.channel_key)), "non-canonical"),
         (replace(own, certificate=sybil), "did not make this signature"),
     ):
         with pytest.raises((InvalidKey, InvalidSignature), match=why):
@@ -813,7 +813,7 @@ def test_a_body_other_than_its_header_is_refused(change: str) -> None:
         with pytest.raises(InvalidUpdate):
             session.config.packing.from_bytes(bad)
         lie = replace(header, length=len(bad)).signed(device.key, session.server.sid)
-        with pytest.raises(MalformedRequest, match="bytes where"):
+        with pytest.raises(MalformedRequest, match="bytes, expected"):
             session.post(device, lie)
 
 
@@ -869,7 +869,7 @@ def test_an_answer_about_other_survivors_or_of_another_length_is_refused() -> No
     reveal = device.client.outgoing
     assert isinstance(reveal, Reveal)
     for shares, why in (
-        (reveal.shares[:-1], "239 bytes where 6 shares"),
+        (reveal.shares[:-1], "239 bytes, expected 6 shares"),
         (b"\xff" * 240, "limb outside"),
     ):
         lie = replace(reveal, shares=shares).signed(device.key, session.server.sid)

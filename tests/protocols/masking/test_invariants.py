@@ -411,7 +411,7 @@ def test_a_record_that_is_none_is_said_to_be_corrupt() -> None:
         with pytest.raises(StateCorrupt, match="not the record of a masked session"):
             MaskingClient.from_bytes(bad, identity=device.key, policy=policy())
     later = replace(device.client._state, version=3).to_bytes()
-    with pytest.raises(StateCorrupt, match="version 3 where 2"):
+    with pytest.raises(StateCorrupt, match="version 3, expected 2"):
         MaskingClient.from_bytes(later, identity=device.key, policy=policy())
 
 

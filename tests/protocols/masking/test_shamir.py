@@ -195,7 +195,7 @@ Dealt = tuple[npt.NDArray[np.int64], npt.NDArray[np.uint64]]
 
 def test_too_few_shares_are_refused(dealt: Dealt) -> None:
     xs, shares = dealt
-    with pytest.raises(InvalidShare, match="2 shares where 3 are needed"):
+    with pytest.raises(InvalidShare, match="2 shares, at least 3 are required"):
         combine(xs[:2], shares[:2], 3)
     with pytest.raises(InvalidShare, match="0 are needed"):
         combine(xs, shares, 0)
@@ -235,7 +235,7 @@ def test_holders_that_cannot_be_are_refused(xs: list[int], said: str, dealt: Dea
 def test_shares_of_another_shape_or_kind_are_refused(dealt: Dealt) -> None:
     xs, shares = dealt
     for wrong in (shares[:, :4], shares[:4], shares.astype(np.int64)):
-        with pytest.raises(InvalidShare, match=r"not uint64 \[secrets, 5, 5\]"):
+        with pytest.raises(InvalidShare, match=r"expected uint64 \[secrets, 5, 5\]"):
             combine(xs, wrong, 3)
 
 
@@ -247,12 +247,12 @@ def test_a_changed_share_gives_another_secret_or_none(holder: int, limb: int, by
     try:
         assert combine(xs, shares, 5) != SECRET
     except InvalidShare as exc:
-        assert "no 32-byte secret" in str(exc)  # noqa: PT017
+        assert "do not give a 32-byte secret" in str(exc)  # noqa: PT017
 
 
 def test_a_last_limb_of_more_than_48_bits_is_no_secret() -> None:
     shares = np.array([[0, 0, 0, 0, 2**48]], np.uint64)
-    with pytest.raises(InvalidShare, match="no 32-byte secret"):
+    with pytest.raises(InvalidShare, match="do not give a 32-byte secret"):
         combine([1], shares, 1)
 
 
