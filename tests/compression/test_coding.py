@@ -248,7 +248,7 @@ def test_malformed_bodies_are_refused(case: dict[str, Any]) -> None:
         ("a stream of 3073 bytes", "a stream of 3073 bytes, at most 3072"),
         ("a block under table 1 of 1", "a block under table 1 of 1"),
         ("a Kraft sum of 5/4", "Kraft sum exceeds 1"),
-        ("raw bits shorter than their length", "257 bytes of raw bits where 258 are declared"),
+        ("raw bits shorter than their length", "257 bytes of raw bits, but 258 are declared"),
         ("infinity", r"field 0 \(reals\): NaN or infinity"),
         ("the body ends within reals", "48 bits left, expected 64 more"),
     ],
@@ -313,7 +313,7 @@ def test_symbols_that_do_not_fill_the_layout_are_not_encoded(
 
 
 def test_a_field_too_many_is_not_encoded() -> None:
-    with pytest.raises(InvalidUpdate, match="1 fields where the layout has 0"):
+    with pytest.raises(InvalidUpdate, match="1 fields, expected 0"):
         encode((np.zeros(0, np.uint8),), ())
 
 

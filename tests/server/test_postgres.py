@@ -209,7 +209,7 @@ def test_while_the_database_is_away_a_server_says_so_and_then_goes_on(
             break
         time.sleep(0.1)
     heard = [each for each in caplog.messages if "listening to the database" in each]
-    assert [each.partition(" ")[0] for each in heard] == ["not", "listening"]
+    assert [each.partition(" ")[0] for each in heard] == ["interrupted", "listening"]
 
 
 def test_a_database_that_crashes_keeps_what_was_acknowledged(cluster: Cluster, url: str) -> None:

@@ -100,7 +100,10 @@ def finished(http: Server, parts: list[tuple[Device, str]]) -> Model:
             {"profiles": [{"name": "sparse", "compressor": {"id": "topk"}}]},
             "coordinate-wise rules need dense or shared-support updates.*'sparse' clients choose",
         ),
-        ({"cohort": {"size": 5, "minimum": 2}}, "close with 2 uploads, and trimmed_mean without 1"),
+        (
+            {"cohort": {"size": 5, "minimum": 2}},
+            "close with 2 uploads, and trimmed_mean without 1 updates",
+        ),
         ({"cohort": {"size": 40, "minimum": 40}}, "updates takes 1310720 bytes of memory"),
     ],
 )

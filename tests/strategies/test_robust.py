@@ -510,7 +510,7 @@ def test_masked_updates_cannot_be_compared(name: str) -> None:
             made("trimmed_mean", trim=0.4),
             9,
             2,
-            "2 uploads, and trimmed_mean without 1 at either end",
+            "2 uploads, and trimmed_mean without 1 updates at either end",
         ),
         (made("multi_krum"), 3000, 2999, "takes 288000000 bytes of memory"),
         (made("median"), 9000, 8999, "takes 294912000 bytes of memory"),
