@@ -130,7 +130,7 @@ def test_fedasync_moves_by_its_share() -> None:
         ({"id": "fedbuff", "momentum": 1}, r"momentum must lie in \[0, 1\)"),
         ({"id": "fedasync", "mixing": 1.5}, r"mixing must lie in \(0, 1\]"),
         ({"id": "fedasync", "staleness": "cubic"}, "polynomial, hinge, constant, not 'cubic'"),
-        ({"id": "fedasync", "free": -1}, "must be 0 or more"),
+        ({"id": "fedasync", "free": -1}, "must be at least 0"),
     ],
 )
 def test_settings_that_make_no_sense_are_refused(config: dict[str, object], says: str) -> None:

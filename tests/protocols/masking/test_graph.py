@@ -157,7 +157,7 @@ def test_what_no_graph_bears_is_refused() -> None:
 def test_arguments_that_make_no_sense_are_refused() -> None:
     with pytest.raises(ConfigurationError, match="not 1"):
         parameters(1, corrupt=0, dropout=0, adversary="malicious")
-    with pytest.raises(ConfigurationError, match="shares of 1 corrupt"):
+    with pytest.raises(ConfigurationError, match="not 1 and 0"):
         parameters(5, corrupt=1, dropout=0, adversary="malicious")
     with pytest.raises(ConfigurationError, match="'lazy'"):
         search(5, corrupt=0, dropout=0, adversary="lazy")  # type: ignore[arg-type]

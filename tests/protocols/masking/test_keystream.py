@@ -133,7 +133,7 @@ def test_a_stream_ends_where_the_counter_of_chacha20_does() -> None:
     assert stream(bytes(48), "chacha20", 8, MAX_WORDS - 8).any()
     with pytest.raises(ConfigurationError, match="8 words from offset 34359738361"):
         stream(bytes(48), "chacha20", 8, MAX_WORDS - 7)
-    with pytest.raises(ConfigurationError, match="from -1 on"):
+    with pytest.raises(ConfigurationError, match="from offset -1"):
         stream(bytes(48), "chacha20", 8, -1)
 
 

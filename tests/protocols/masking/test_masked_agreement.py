@@ -83,7 +83,7 @@ def test_a_plan_gives_both_ends_one_configuration() -> None:
 )
 def test_a_server_may_choose_the_nonce_and_the_time_alone(change: dict[str, Any]) -> None:
     due = config()
-    with pytest.raises(IncompatiblePlan, match=f"the session's {next(iter(change))} is not"):
+    with pytest.raises(IncompatiblePlan, match=f"the session's {next(iter(change))} differs"):
         check_agreed(replace(due, **change), due)
 
 

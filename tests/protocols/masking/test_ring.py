@@ -233,7 +233,7 @@ def test_plans_that_cannot_work_are_refused() -> None:
     for length, bound in ((0, 1), (1, 0)):
         with pytest.raises(ConfigurationError, match="must be positive"):
             Bounded("x", length, bound)
-    with pytest.raises(ConfigurationError, match="2 vectors under 1 names"):
+    with pytest.raises(ConfigurationError, match="2 vectors with 1 distinct names"):
         Packing.of([Bounded("x", 1, 1)] * 2, 3)
     with pytest.raises(ConfigurationError, match="0 vectors"):
         Packing.of([], 3)

@@ -197,7 +197,7 @@ def test_too_few_shares_are_refused(dealt: Dealt) -> None:
     xs, shares = dealt
     with pytest.raises(InvalidShare, match="2 shares, at least 3 are required"):
         combine(xs[:2], shares[:2], 3)
-    with pytest.raises(InvalidShare, match="0 are needed"):
+    with pytest.raises(InvalidShare, match="at least 0 are required"):
         combine(xs, shares, 0)
 
 
