@@ -43,7 +43,10 @@ def test_a_token_is_made_used_listed_and_revoked(
 ) -> None:
     name, viewer = made(operator, "viewer", note="for the wall", expires_in=60)
     assert viewer.get("/v1/tasks") == []
-    with pytest.raises(RoleRequired, match="the role viewer may not do this; registrar or admin"):
+    with pytest.raises(
+        RoleRequired,
+        match="the role viewer is not allowed to do this; required: registrar or admin",
+    ):
         viewer.token()
     (listed,) = operator.get("/v1/admin/operators")
     assert "token" not in listed

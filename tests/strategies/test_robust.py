@@ -500,11 +500,6 @@ def test_masked_updates_cannot_be_compared(name: str) -> None:
     [
         (made("krum"), 20, 4, "close with 4 uploads, and krum with 1 forged needs at least 5"),
         (made("krum", byzantine=0.45), 20, 15, "krum with 7 forged needs at least 17"),
-            made("krum", byzantine=0.45),
-            20,
-            15,
-            "15 uploads, and krum with 7 forged needs at least 17",
-        ),
         (
             made("bulyan", byzantine=0.2),
             20,
