@@ -64,7 +64,7 @@ class Models:
         def write(connection: Connection) -> bool:
             is_new = records.add_model(connection, record)
             registry.keep_again(connection, self._payloads, {digest})
-            registry.was_brought(connection, digest, now)
+            registry.mark_uploaded(connection, digest, now)
             if is_new:
                 audit.add(connection, now, by, "model.brought", digest, bytes=len(data))
             return is_new
