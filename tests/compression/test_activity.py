@@ -120,7 +120,7 @@ def test_the_map_takes_bytes_off_an_upload() -> None:
     known = activity.from_bytes(activity.to_bytes(average_of(moves[:-1]), SPEC), SPEC)
     sizes = {}
     for contexts in ("none", "activity"):
-        made = Coded(TopK(0.1, magnitude_bits=0), "range", contexts)  # type: ignore[arg-type]
+        made = Coded(TopK(0.1, magnitude_bits=0), "range", contexts)
         public = plan_of(made).public(SPEC, activity=known)
         symbols, _ = made.compress(moves[-1], None, public, np.random.default_rng(0))
         layout = made.layout(SPEC)
@@ -128,7 +128,7 @@ def test_the_map_takes_bytes_off_an_upload() -> None:
     assert sizes["activity"] < sizes["none"]
 
 
-def plan_of(made: Any, round_: int = 1, **sources: str) -> RoundPlan:
+def plan_of(made: Any, round_: int = 1, **sources: Any) -> RoundPlan:
     return make_plan(MODEL, made, round_=round_, **sources)
 
 

@@ -369,7 +369,7 @@ def test_memory_is_a_small_multiple_of_what_the_layout_admits() -> None:
     rng = np.random.default_rng(6)
     num = 10**6
     sparse = np.sort(rng.choice(num, num // 20, replace=False))
-    bodies = [
+    bodies: list[tuple[Field, np.ndarray]] = [
         (Alphabet(256, num), rng.integers(0, 200, num).astype(np.uint8)),
         (Alphabet(16, num), np.minimum(rng.geometric(0.3, num), 15).astype(np.uint8)),
         (Alphabet(3, num), (rng.random(num) < 0.3).astype(np.uint8)),

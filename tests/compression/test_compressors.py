@@ -92,7 +92,8 @@ EVERY: list[Compressor[Any]] = [
         for bits in (1, 4)
         for rounding in ("nearest", "stochastic")
     ),
-    *(Quantize(bits, rounding, clip=0.1) for bits, rounding in ((4, "nearest"), (8, "stochastic"))),
+    Quantize(4, "nearest", clip=0.1),
+    Quantize(8, "stochastic", clip=0.1),
     *(TopK(0.05, None, bits, scope) for bits in (0, 1, 4) for scope in ("model", "tensor")),
     TopK(count=3),
     TopK(fraction=1.0),

@@ -170,7 +170,13 @@ def test_who_follows_the_mean_is_alone_in_its_plan(made: Compressor[Any]) -> Non
 
 
 def test_a_state_goes_on_where_what_it_describes_does() -> None:
-    estimates = [EF21(TopK(0.1)), EF21(PowerSGD(2)), Clip(EF21()), Coded(EF21()), Cafe(EF21())]
+    estimates: list[Compressor[Any]] = [
+        EF21(TopK(0.1)),
+        EF21(PowerSGD(2)),
+        Clip(EF21()),
+        Coded(EF21()),
+        Cafe(EF21()),
+    ]
     assert [state_key(made) for made in estimates] == ["ef21"] * 5
     assert state_key(PerTensor(EF21(TopK(0.1)))) == state_key(PerTensor(EF21(TopK(0.2))))
     assert state_key(PerTensor(TopK(0.1))) == state_key(PerTensor(Quantize()))

@@ -266,7 +266,7 @@ def test_lanes_are_the_same_and_sums_of_words_are_sums_of_lanes(
 ) -> None:
     rng = np.random.default_rng(seed)
     most = 2 ** (bits - 1)
-    drawn = rng.integers(-most // 4, most // 4, (4, num)).astype(kind)
+    drawn: np.ndarray = rng.integers(-most // 4, most // 4, (4, num)).astype(kind)
     drawn[:, ::3] = rng.choice([-most // 4, -1, 0, most // 4 - 1])
     packed = [reference.pack_lanes(row, bits) for row in drawn]
     assert same(packed[1], compiled.pack_lanes(drawn[1], bits))
@@ -538,7 +538,7 @@ def test_damaged_blocks_are_refused_or_decoded_within_their_arrays(soak: bool) -
             num_bytes[0, 1] -= moved
         whole, symbols = guarded(num, np.uint8)
         starts = huffman_compiled._starts(0, num_bytes)
-        args = (bad, starts, num_bytes, of_block, lookup, symbols)
+        args: tuple[Any, ...] = (bad, starts, num_bytes, of_block, lookup, symbols)
         refused += huffman_compiled._read_streams(*args) > 0
         assert untouched(whole)
         if case % 4 == 1 and alphabet == 225:
@@ -801,5 +801,5 @@ def test_kernels_work_where_nothing_can_be_kept(monkeypatch: pytest.MonkeyPatch)
             raise RuntimeError("cannot cache function: no locator available")
         return lambda function: function
 
-    monkeypatch.setattr(intrinsics.numba, "njit", njit)
+    monkeypatch.setattr("numba.njit", njit)
     assert intrinsics.kernel(abs)(-3) == 3

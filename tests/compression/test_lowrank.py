@@ -208,7 +208,8 @@ def test_powersgd_sends_both_factors_of_the_last_right_one() -> None:
 def test_two_trips_apart_come_to_two_trips_together(width: Any) -> None:
     """From the last step instead of the last right factor, which spans the same."""
     made, tolerance = PowerSGD(2, width, trips=2), 1e-3 if width == 4 else 3e-3
-    step, right = np.zeros(MATRIX_ONLY.size, np.float32), None
+    step: np.ndarray = np.zeros(MATRIX_ONLY.size, np.float32)
+    right = None
     for number in range(1, 5):
         known = public(step, number, MATRIX_ONLY)
         updates = [of_rank(20, 10 * number + client, MATRIX_ONLY) for client in range(3)]
@@ -227,7 +228,7 @@ def test_two_trips_apart_come_to_two_trips_together(width: Any) -> None:
             )
             check_symbols(symbols, made.layout(MATRIX_ONLY))
             received.append(made.decompress(symbols, known).dense())
-        step = np.mean(received, axis=0, dtype=np.float64).astype(np.float32)
+        step = np.mean(np.stack(received), axis=0, dtype=np.float64).astype(np.float32)
         if right is None:
             begun, lengths = public_basis(np.zeros((60, 40)), 2, known.stream("powersgd"))
             right = begun / lengths
@@ -295,7 +296,7 @@ def test_symbols_of_one_side_add_up(number: int) -> None:
     known = public(of_rank(6, 7), number)
     weights, updates = (3, 1, 4), [of_rank(9, seed) for seed in (8, 9, 10)]
     told = [made.compress(u, None, known, np.random.default_rng(0))[0][0] for u in updates]
-    summed = sum(w * t.astype(np.int64) for w, t in zip(weights, told, strict=True))
+    summed = np.sum([w * t.astype(np.int64) for w, t in zip(weights, told, strict=True)], axis=0)
     whole = sum(
         w * made.decompress((t,), known).dense().astype(np.float64)
         for w, t in zip(weights, told, strict=True)

@@ -16,10 +16,12 @@ import pytest
 from fedpress_compression import kernels
 from fedpress_compression.coding import (
     Alphabet,
+    Coder,
     Contexts,
     Field,
     Grid,
     Integers,
+    Known,
     Layout,
     Positions,
     Reals,
@@ -133,7 +135,7 @@ def planes(rng: Generator) -> tuple[Grid | None, int, Contexts]:
         (int(rng.integers(0, 12)), int(rng.integers(0, 25))) for _ in range(rng.integers(1, 5))
     )
     size = sum(height * width for height, width in matrices)
-    known = "previous" if rng.random() < 0.5 else None
+    known: Known | None = "previous" if rng.random() < 0.5 else None
     grid = Grid(tuple(map(str, range(len(matrices)))), matrices, known)
     if rng.random() < 0.2:
         return None, size, (None,)
@@ -148,7 +150,7 @@ def filled(rng: Generator) -> tuple[Layout, Symbols, Contexts]:
     few, many = (int(rng.choice([1, 2, 3, 4, 5, 16, 255, 256])) for _ in range(2))
     bound = int(rng.choice([1, 2, 100, 2**31 - 1]))
     spread = float(rng.choice([0.2, 3, 40]))
-    coder = "range" if rng.random() < 0.5 else "auto"
+    coder: Coder = "range" if rng.random() < 0.5 else "auto"
 
     def symbols(of: int, num: int) -> np.ndarray:
         drawn = np.rint(rng.normal(of // 2, spread, num))

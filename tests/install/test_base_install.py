@@ -46,8 +46,8 @@ def run(*command: str | Path) -> str:
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("wheel")
     # Without isolation: hatchling is here already, at the version that constraints.txt names.
-    build = ["pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation", "--wheel-dir", folder]
-    run(sys.executable, "-m", *build, ROOT)
+    build = ["pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation", "--wheel-dir"]
+    run(sys.executable, "-m", *build, folder, ROOT)
     (path,) = folder.glob("fedpress-*.whl")
     return path
 

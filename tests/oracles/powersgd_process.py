@@ -66,7 +66,7 @@ def main(rank: int, store: str, out: str, matrix_rank: int) -> None:
             for name, parameter in model.module.named_parameters():
                 found[f"mean.{step}.{name}"] = parameter.grad.numpy().copy()
                 parameter -= 0.2 * parameter.grad
-    np.savez(Path(out), **found)
+    np.savez(Path(out), allow_pickle=False, **found)
     dist.destroy_process_group()
 
 

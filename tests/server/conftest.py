@@ -18,9 +18,11 @@ from tests.server.replicated import Databases
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    is_asked = metafunc.definition.get_closest_marker("both_databases") is not None
-    if is_asked and "dialect" in metafunc.fixturenames:
-        metafunc.parametrize("dialect", ["sqlite", "postgresql"], indirect=True)
+    mark = metafunc.definition.get_closest_marker("both_databases")
+    if mark is not None and "dialect" in metafunc.fixturenames:
+        is_short = mark.kwargs.get("short", False)
+        other = pytest.param("postgresql", marks=() if is_short else pytest.mark.slow)
+        metafunc.parametrize("dialect", ["sqlite", other], indirect=True)
 
 
 @pytest.fixture(scope="session")

@@ -204,7 +204,7 @@ asyncio.run(main())
 
 
 @pytest.mark.parametrize("where", ["commit-due", "committed"])
-@pytest.mark.parametrize("at", [1, 3])
+@pytest.mark.parametrize("at", [pytest.param(1, marks=pytest.mark.slow), 3])
 def test_a_kill_leaves_both_the_deed_and_its_entry_or_neither(
     tmp_path: Path, where: str, at: int
 ) -> None:

@@ -232,7 +232,7 @@ def settings(proxy: FaultProxy, prefix: str) -> dict[str, Any]:
     }
 
 
-@pytest.mark.both_databases
+@pytest.mark.both_databases(short=True)
 def test_a_federated_task_lives_in_the_store_and_waits_while_it_is_away(
     http: Server,
     operator: Operator,

@@ -20,7 +20,7 @@ from tests.server.replicated import Databases, replicas
 PUTS = 50
 
 
-@pytest.mark.both_databases
+@pytest.mark.both_databases(short=True)
 def test_of_fifty_equal_uploads_at_once_to_two_servers_one_is_new(databases: Databases) -> None:
     async def go() -> None:
         async with replicas(databases) as servers:

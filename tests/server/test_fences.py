@@ -27,7 +27,7 @@ from fedpress_server.storage.payloads import LocalPayloads
 from fedpress_server.storage.tables import jobs
 from tests.server.replicated import LEASE, Databases, Replica, Replicas, fill, replicas
 
-pytestmark = pytest.mark.both_databases
+pytestmark = pytest.mark.both_databases(short=True)
 HOUR = 3600.0
 
 

@@ -328,7 +328,9 @@ def begun(
 
 
 @both_databases
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize(
+    "seed", [0, 1, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (2, 3))]
+)
 def test_what_is_kept_is_what_the_whole_history_tells(
     begun: Callable[[int], History], seed: int
 ) -> None:
@@ -426,6 +428,7 @@ def long(history: History, more: int) -> None:
     history.write(write)
 
 
+@pytest.mark.slow
 def test_a_step_reads_no_more_where_the_history_is_ten_times_as_long(
     begun: Callable[[int], History],
 ) -> None:
@@ -562,6 +565,7 @@ def test_what_is_read_for_a_round_does_not_grow_with_the_rounds_before(
 # Pages
 
 
+@pytest.mark.slow
 def test_a_task_of_a_hundred_thousand_rounds_is_shown_page_by_page(
     http: Server, operator: Operator, begun: Callable[[int], History]
 ) -> None:

@@ -160,7 +160,7 @@ def test_a_failpoint_in_a_group_strikes_one(payloads: LocalPayloads) -> None:
     assert not (payloads.root / "f/1").exists()
 
 
-@pytest.mark.both_databases
+@pytest.mark.both_databases(short=True)
 def test_rows_and_statements_mean_what_sqlalchemy_s_do(
     database_url: Callable[[Path], str], tmp_path: Path
 ) -> None:

@@ -41,7 +41,7 @@ from fedpress_server.rounds import (
 from tests.server import rounds
 from tests.server.rounds import after
 
-pytestmark = pytest.mark.both_databases
+pytestmark = pytest.mark.both_databases(short=True)
 
 
 def opened(**changes: Any) -> MaskedRound:

@@ -43,7 +43,7 @@ OPERATION = st.tuples(
 )
 
 
-@pytest.mark.both_databases
+@pytest.mark.both_databases(short=True)
 @settings(
     max_examples=examples(4, 12),
     deadline=None,
@@ -67,7 +67,7 @@ def test_two_servers_on_one_database_count_every_upload_once(
     anyio.run(go)
 
 
-@pytest.mark.both_databases
+@pytest.mark.both_databases(short=True)
 def test_a_worker_that_was_paused_past_its_lease_changes_nothing(databases: Databases) -> None:
     async def go() -> None:
         async with replicas(databases) as servers:
@@ -94,7 +94,7 @@ def test_a_worker_that_was_paused_past_its_lease_changes_nothing(databases: Data
     anyio.run(go)
 
 
-@pytest.mark.both_databases
+@pytest.mark.both_databases(short=True)
 def test_a_fold_that_ends_after_its_lease_was_taken_writes_nothing(
     databases: Databases, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -131,7 +131,7 @@ def test_a_fold_that_ends_after_its_lease_was_taken_writes_nothing(
     anyio.run(go)
 
 
-@pytest.mark.both_databases
+@pytest.mark.both_databases(short=True)
 @pytest.mark.parametrize("strategy", [{"id": "fedavgm", "momentum": 0.5}, {"id": "adasum"}])
 def test_the_model_is_the_same_whatever_the_batches_and_the_workers(
     databases: Databases, strategy: dict[str, Any], monkeypatch: pytest.MonkeyPatch
@@ -157,7 +157,7 @@ def test_the_model_is_the_same_whatever_the_batches_and_the_workers(
     assert num_jobs == ([1, 4, 6] if strategy["id"] == "fedavgm" else [1, 1, 1])
 
 
-@pytest.mark.both_databases
+@pytest.mark.both_databases(short=True)
 def test_a_job_that_fails_ten_times_gives_the_round_up_with_the_reason(
     databases: Databases, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -182,7 +182,7 @@ def test_a_job_that_fails_ten_times_gives_the_round_up_with_the_reason(
     anyio.run(go)
 
 
-@pytest.mark.both_databases
+@pytest.mark.both_databases(short=True)
 def test_a_store_that_is_away_is_not_the_job_s_fault(
     databases: Databases, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -203,7 +203,7 @@ def test_a_store_that_is_away_is_not_the_job_s_fault(
     anyio.run(go)
 
 
-@pytest.mark.both_databases
+@pytest.mark.both_databases(short=True)
 def test_what_an_operator_does_on_one_server_the_other_knows_at_once(databases: Databases) -> None:
     async def go() -> None:
         async with replicas(databases) as servers:
@@ -222,7 +222,7 @@ def test_what_an_operator_does_on_one_server_the_other_knows_at_once(databases: 
     anyio.run(go)
 
 
-@pytest.mark.both_databases
+@pytest.mark.both_databases(short=True)
 def test_a_policy_chooses_among_devices_that_other_servers_have_seen(databases: Databases) -> None:
     async def go() -> None:
         async with replicas(databases, 3) as servers:

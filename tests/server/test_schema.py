@@ -25,7 +25,7 @@ from fedpress_server.storage.engines import opened
 from fedpress_server.storage.tables import metadata, schema_releases
 from tests.postgres import Cluster
 
-pytestmark = pytest.mark.both_databases
+pytestmark = pytest.mark.both_databases(short=True)
 
 OLDEST = "0007"
 """The schema of the oldest release."""

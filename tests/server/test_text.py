@@ -7,7 +7,7 @@ from fedpress_protocols.model import Model
 from tests.devices import Device, Operator
 from tests.server.in_process import Clock, Enrolled, Server
 
-pytestmark = pytest.mark.both_databases
+pytestmark = pytest.mark.both_databases(short=True)
 NUL = "a\\u0000b"
 
 

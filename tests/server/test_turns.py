@@ -17,7 +17,7 @@ from fedpress_server.storage.records import UploadRecord
 from tests.devices import Device, Operator
 from tests.server.in_process import Server
 
-pytestmark = pytest.mark.both_databases
+pytestmark = pytest.mark.both_databases(short=True)
 
 
 def test_uploads_of_many_are_all_staged_and_fill_the_round(

@@ -33,7 +33,7 @@ from fedpress_protocols.signatures import Content
 from tests.devices import ADMIN, Device, Operator, checked
 from tests.server.in_process import Clock, Enrolled, Server, Start, history, include_one, ones
 
-pytestmark = pytest.mark.both_databases
+pytestmark = pytest.mark.both_databases(short=True)
 
 # Uploads
 

@@ -74,7 +74,7 @@ def test_sums_of_symbols_are_divisible_too(batches: list[Weights]) -> None:
     for weights in batches:
         batch = SymbolSum(made, PUBLIC, FIXED)
         for weight in weights:
-            symbols, _ = made.compress(update(weight).dense(), made.init(SPEC), PUBLIC, rng)
+            symbols, _ = made.compress(update(weight).dense(), None, PUBLIC, rng)
             whole.add(symbols, weight)
             batch.add(symbols, weight)
         merged.merge(batch.part())
@@ -89,16 +89,16 @@ def test_batches_beyond_the_plan_s_bounds_are_refused(name: str) -> None:
     assert isinstance(merged, Divisible)
     assert isinstance(batch, Divisible)
     merged.merge(batch.part())
-    before = merged.result().tobytes()  # type: ignore[attr-defined]
+    before = merged.result().tobytes()
     with pytest.raises(InvalidUpdate, match="on top of"):
         merged.merge(batch.part())
-    assert merged.result().tobytes() == before  # type: ignore[attr-defined]
+    assert merged.result().tobytes() == before
 
 
 def test_symbols_beyond_the_plan_s_bounds_are_refused() -> None:
     made, rng = CountSketch(), np.random.default_rng(0)
     merged, batch = (SymbolSum(made, PUBLIC, FIXED) for _ in range(2))
-    symbols, _ = made.compress(update(1).dense(), made.init(SPEC), PUBLIC, rng)
+    symbols, _ = made.compress(update(1).dense(), None, PUBLIC, rng)
     batch.add(symbols, 6_000)
     merged.merge(batch.part())
     with pytest.raises(InvalidUpdate, match="weight 6000 on top of 6000"):

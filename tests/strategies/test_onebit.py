@@ -107,7 +107,7 @@ def test_with_the_identity_1_bit_lamb_is_lamb_frozen_at_the_same_round(change: f
         fresh = BETA2 * fresh + (1 - BETA2) * update**2
         for name, layer in SPEC.slices.items():
             if number <= WARM_UP:
-                c = np.linalg.norm(oracle[layer]) / np.linalg.norm(direction[layer])
+                c = float(np.linalg.norm(oracle[layer]) / np.linalg.norm(direction[layer]))
                 c = min(max(c, 0.01), 10.0)
                 average[name] = BETA3 * average[name] + (1 - BETA3) * c
             else:

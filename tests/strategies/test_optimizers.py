@@ -138,7 +138,7 @@ def test_fedprox_pulls_towards_the_rounds_model(tmp_path: Path) -> None:
     x = START.astype(np.float64)
     for chosen in rounds():
         weights = [client.num_examples for _, client in chosen]
-        ends = [local(client, x, lambda y, at=x: 0.7 * (y - at)) for _, client in chosen]
+        ends = [local(client, x, lambda y, at=x: 0.7 * (y - at)) for _, client in chosen]  # type: ignore[misc]
         x = np.average(ends, axis=0, weights=weights)
     made = federated(tmp_path, {"id": "fedprox", "mu": 0.7})
     assert made.model.parameters == pytest.approx(x, abs=1e-5)
@@ -155,7 +155,7 @@ def test_scaffold_is_option_two_of_its_algorithm(tmp_path: Path) -> None:
     for chosen in rounds():
         moves, changes = [], []
         for index, client in chosen:
-            y = local(client, x, lambda y, i=index, c=c: c - own[i])
+            y = local(client, x, lambda y, i=index, c=c: c - own[i])  # type: ignore[misc]
             after = own[index] - c + (x - y) / (4 * 0.1)
             moves.append(y - x)
             changes.append(after - own[index])
@@ -186,7 +186,7 @@ def test_feddyn_is_its_algorithm(tmp_path: Path) -> None:
     for chosen in rounds():
         ends = []
         for index, client in chosen:
-            y = local(client, x, lambda y, i=index, at=x: alpha * (y - at) - own[i])
+            y = local(client, x, lambda y, i=index, at=x: alpha * (y - at) - own[i])  # type: ignore[misc]
             own[index] = own[index] - alpha * (y - x)
             ends.append(y)
         h = h - alpha / CLIENTS * np.sum([y - x for y in ends], axis=0)
@@ -232,11 +232,12 @@ def test_adasum_holds_a_vector_for_each_level(uploads: int) -> None:
     assert len(tree._levels) <= np.log2(max(uploads, 1)) + 1
     assert tree.result().shape == (SIZE,)
     # What is orthogonal is added, what is equal is averaged.
+    twice = START.astype(np.float64) * 2
     flat = Tree(SIZE, FIXED)
     for index in range(uploads):
         flat.add(Update.from_dense(np.eye(SIZE, dtype=np.float32)[index]), 1)
     assert flat.result().sum() == uploads
-    assert (combined(START * 2.0, START * 2.0) == START * 2.0).all()
+    assert (combined(twice, twice) == twice).all()
 
 
 def test_folds_refuse_updates_of_another_size() -> None:

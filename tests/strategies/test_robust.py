@@ -80,10 +80,10 @@ def distances(rows: Values) -> npt.NDArray[np.float64]:
     return np.square(wide[:, None] - wide[None]).sum(axis=2)
 
 
-def krum_scores(rows: Values, forged: int) -> list[float]:
+def krum_scores(rows: Values, forged: int) -> list[list[float]]:
     neighbours = max(2, len(rows) - forged - 2)
     found = distances(rows)
-    return [sorted(np.delete(found[i], i))[:neighbours] for i in range(len(rows))]  # type: ignore[misc]
+    return [sorted(np.delete(found[i], i).tolist())[:neighbours] for i in range(len(rows))]
 
 
 def krum_order(rows: Values, forged: int) -> list[int]:
@@ -110,7 +110,7 @@ def reference_multi_krum(rows: Values, weights: list[int]) -> Any:
 
 def reference_bulyan(rows: Values, weights: list[int]) -> Any:
     forged = -(-len(rows) // 10)
-    left, chosen = list(range(len(rows))), []
+    left, chosen = list(range(len(rows))), list[int]()
     while len(chosen) < len(rows) - 2 * forged:
         chosen.append(left.pop(krum_order(rows[left], forged)[0]))
     selected = rows[chosen].astype(np.float64)
