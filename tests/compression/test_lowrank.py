@@ -228,7 +228,7 @@ def test_two_trips_apart_come_to_two_trips_together(width: Any) -> None:
             )
             check_symbols(symbols, made.layout(MATRIX_ONLY))
             received.append(made.decompress(symbols, known).dense())
-        step = np.mean(np.stack(received), axis=0, dtype=np.float64).astype(np.float32)
+        step = np.stack(received).mean(axis=0, dtype=np.float64).astype(np.float32)
         if right is None:
             begun, lengths = public_basis(np.zeros((60, 40)), 2, known.stream("powersgd"))
             right = begun / lengths

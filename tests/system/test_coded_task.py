@@ -95,7 +95,7 @@ def around_cafe(inner: dict[str, Any]) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("contexts", ["previous", "drift", "activity"])
-@pytest.mark.parametrize("around", [around_topk, around_cafe])
+@pytest.mark.parametrize("around", [around_topk, pytest.param(around_cafe, marks=pytest.mark.slow)])
 def test_contexts_make_uploads_smaller_and_change_no_model(
     tmp_path: Path, contexts: str, around: Callable[[dict[str, Any]], dict[str, Any]]
 ) -> None:

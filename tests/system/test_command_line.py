@@ -105,6 +105,7 @@ def test_a_task_from_the_command_line_alone(server: ServerProcess, tmp_path: Pat
     assert Model.from_bytes(saved.read_bytes()).digest in out
 
 
+@pytest.mark.slow
 def test_a_device_that_is_stopped_goes_on_from_there(server: ServerProcess, tmp_path: Path) -> None:
     shell = Shell(server, tmp_path)
     shell.run("task", "create", *write_task(tmp_path, rounds=2, size=2))

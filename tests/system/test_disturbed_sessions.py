@@ -73,6 +73,7 @@ def session_of(status: RoundStatus) -> tuple[tuple[str, ...], tuple[tuple[str, s
 
 
 @pytest.mark.parametrize("tamper", [rubbish, pytest.param(another_seed, marks=pytest.mark.slow)])
+@pytest.mark.slow
 def test_one_saboteur_of_twenty_is_named_and_left_out_and_rounds_commit(
     world: World, tamper: Callable[[Shares], Shares], caplog: pytest.LogCaptureFixture
 ) -> None:

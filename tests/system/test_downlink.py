@@ -258,7 +258,14 @@ WORKS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", WORKS)
+KINDS = {"fedavgm", "cafe", "two trips", "range coder", "fedbuff"}
+"""One of each: an optimizer, side information, a group's trip, a coder, no rounds."""
+
+
+@pytest.mark.parametrize(
+    "name",
+    [name if name in KINDS else pytest.param(name, marks=pytest.mark.slow) for name in WORKS],
+)
 def test_it_goes_with(name: str, server: Server, tmp_path: Path) -> None:
     fleet = Fleet(server, tmp_path, 2, **{"rounds": 4, **WORKS[name]})
     together = WORKS[name].get("cohort", ONE)["size"] == 2

@@ -205,6 +205,7 @@ def test_a_device_killed_before_its_account_was_saved_begins_again(
     assert model_of(server, "unsaved") == undisturbed(SMALLER)
 
 
+@pytest.mark.slow
 def test_a_device_killed_after_its_account_was_saved_resumes(
     server: ServerProcess, undisturbed: Undisturbed, tmp_path: Path
 ) -> None:

@@ -41,6 +41,7 @@ def serving(folder: Path, **settings: str) -> Iterator[ServerProcess]:
         pytest.param(8_000, {}, marks=pytest.mark.soak(only=True)),
     ],
 )
+@pytest.mark.slow
 def test_a_device_trains_beside_idle_connections(
     tmp_path: Path,
     num_idle: int,
