@@ -740,6 +740,7 @@ def test_a_forked_process_starts_threads_of_its_own() -> None:
     first.shutdown()
 
 
+@pytest.mark.slow
 def test_kernels_that_an_image_brings_are_found_where_its_root_is_read_only(tmp_path: Path) -> None:
     """As the Dockerfile does it: filled in one place and for any processor, used from another."""
     warmed, kept = tmp_path / "warmed", tmp_path / "temporary" / "kernels"

@@ -58,6 +58,7 @@ def fedpress(*arguments: str) -> Result:
         ("top-k .1 %, CAFe", "top-k .1 % ternary, CAFe, contexts", 10),
     ],
 )
+@pytest.mark.slow
 def test_expected_bodies_are_near_those_of_a_real_task(
     name: str, method: str, rounds: int, tmp_path: Path
 ) -> None:

@@ -16,6 +16,7 @@ from fedpress_compression.compressor import compressors
 from fedpress_protocols.errors import ConfigurationError
 
 
+@pytest.mark.slow
 def test_ecsq_under_the_range_coder_needs_at_most_0_36_bits_at_nmse_0_3(
     record_property: pytest.RecordProperty,
 ) -> None:

@@ -44,6 +44,7 @@ def recorded(folder: Path, matrix_rank: int) -> list[dict[str, np.ndarray]]:
 
 
 @pytest.mark.parametrize("matrix_rank", [2])
+@pytest.mark.slow
 def test_two_trips_are_torch_s_hook(matrix_rank: int, tmp_path: Path) -> None:
     """Every step's mean gradient, from the same local gradients and the same start."""
     members = recorded(tmp_path, matrix_rank)

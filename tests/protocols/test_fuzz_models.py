@@ -61,6 +61,7 @@ def test_a_mutated_model_is_a_model_or_refused(soak: bool) -> None:
     assert num_refused > 3_000
 
 
+@pytest.mark.slow
 def test_the_largest_number_of_tensors_is_read_in_a_few_times_its_file() -> None:
     header = {
         f"t{n}": {"dtype": "F32", "shape": [1], "data_offsets": [4 * n, 4 * n + 4]}

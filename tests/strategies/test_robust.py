@@ -308,6 +308,7 @@ def test_a_row_that_finds_no_space_is_not_there() -> None:
     assert (np.concatenate([block[0] for _, block in rows.blocks()]) == second).all()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", RULES)
 def test_memory_stays_within_its_limit(name: str) -> None:
     """Besides the limit: the result as the rule makes it, and as the fold gives it."""

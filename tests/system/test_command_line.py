@@ -126,6 +126,7 @@ def test_a_device_that_is_stopped_goes_on_from_there(server: ServerProcess, tmp_
         assert "2 uploads included, 0 not, 0 pending" in out
 
 
+@pytest.mark.slow
 def test_wrong_input_is_refused_with_a_sentence(server: ServerProcess, tmp_path: Path) -> None:
     shell = Shell(server, tmp_path)
     device = join(shell, server.url, 0, "no such token")

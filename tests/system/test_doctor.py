@@ -3,6 +3,7 @@
 import errno
 import json
 import os
+import shutil
 import socket
 import sqlite3
 import sys
@@ -195,10 +196,10 @@ def test_a_store_that_is_not_reached(faults: Faults, free_port: int) -> None:
     assert "FEDPRESS_STORE_ENDPOINT" in fault.fix
 
 
-@pytest.fixture
-def begun(tmp_path: Path) -> tuple[ServerProcess, Path]:
-    """A server, stopped, that has had a task; the file of the task's model."""
-    server = ServerProcess(tmp_path)
+@pytest.fixture(scope="module")
+def once_begun(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    """The data folder of a server that has had a task; the name of its model's file."""
+    server = ServerProcess(tmp_path_factory.mktemp("begun"))
     server.start()
     with server.operator() as operator:
         model = Model.from_tensors({"w": np.zeros(4, np.float32)})
@@ -211,7 +212,15 @@ def begun(tmp_path: Path) -> tuple[ServerProcess, Path]:
         )
     server.stop()
     [file] = (server.data_dir / "models").glob(f"{model.digest}*")
-    return server, file
+    return server.data_dir, file.name
+
+
+@pytest.fixture
+def begun(once_begun: tuple[Path, str], tmp_path: Path) -> tuple[ServerProcess, Path]:
+    """A server, stopped, that has had a task; the file of the task's model."""
+    server = ServerProcess(tmp_path)
+    shutil.copytree(once_begun[0], server.data_dir)
+    return server, server.data_dir / "models" / once_begun[1]
 
 
 def test_a_model_that_is_lost(begun: tuple[ServerProcess, Path], faults: Faults) -> None:

@@ -29,6 +29,7 @@ from fedpress_protocols.model import Model
 from fedpress_protocols.plan import TrainingTerms
 from fedpress_server import Settings, create_app
 from fedpress_server.storage.files import model_name, optimizer_name
+from tests import databases
 from tests.devices import ADMIN_TOKEN, Device, Operator, checked
 from tests.masked import Participant, Unread, drive, masked_task
 from tests.server.in_process import Server, history, running
@@ -176,6 +177,7 @@ def server(tmp_path: Path) -> Any:
     settings = Settings(
         data_dir=tmp_path / "server", admin_token=ADMIN_TOKEN, tick_seconds=3600, poll_seconds=0.01
     )
+    databases.lay(settings.data_dir / "fedpress.db")
     with running(create_app(settings)) as http:
         yield http
 

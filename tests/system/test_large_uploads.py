@@ -178,6 +178,7 @@ def test_a_server_killed_in_the_middle_keeps_what_it_acknowledged(
     assert proxy.bytes_up < most + HEADERS * 100
 
 
+@pytest.mark.slow
 def test_a_device_killed_before_its_account_was_saved_begins_again(
     server: ServerProcess, undisturbed: Undisturbed, tmp_path: Path
 ) -> None:

@@ -45,6 +45,7 @@ from fedpress_server import Settings, create_app
 from fedpress_server.coordination.commands import Happen
 from fedpress_server.folds.terms import RoundTerms
 from fedpress_server.rounds import UnmaskFailed
+from tests import databases
 from tests.devices import ADMIN, ADMIN_TOKEN, Device, Operator
 from tests.masked import TASK, Lost, Numbered, Participant, Unread, drive, masked_task, summed
 from tests.server.in_process import Clock, Server, history, running
@@ -74,6 +75,7 @@ class World:
             tick_seconds=3600,
             **self.settings,
         )
+        databases.lay(settings.data_dir / "fedpress.db")
         self._running = running(create_app(settings, clock=self.clock))
         self.server: Server = self._running.__enter__()
         self.operator = Operator(self.server)
