@@ -155,7 +155,7 @@ def eden(config: Any, fields: Fields, known: Known) -> list[Any]:
     levels = [f32(-x) for x in reversed(upper)] + [f32(x) for x in upper]
     words = known.stream("eden", fields[0])
     first, second = bits(words, padded), bits(words, padded)
-    symbols, out = iter(fields[1]), []
+    symbols, out = iter(fields[1]), list[float]()
     for length, scale in zip(lengths, fields[2], strict=True):
         sent = min(length, math.ceil(config["bits"] * length))
         places = distinct(words, sent, length) if config["bits"] < 1 else range(length)

@@ -557,7 +557,7 @@ def read(
     data: bytes, layout: list[dict[str, Any]], contexts: list[Any] | None = None
 ) -> list[list[Any]]:
     """The symbols of a body under a layout as the golden vectors write it; or Refused."""
-    body, fields = Body(data), []
+    body, fields = Body(data), list[list[Any]]()
     last: list[int] = []
     below = Plane([[1, 0]], None)
     for field, known in zip(layout, contexts or [None] * len(layout), strict=True):
