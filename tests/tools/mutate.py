@@ -1,5 +1,8 @@
 """Change lines of the product one at a time, and see whether the tests notice.
 
+    python tests/tools/mutate.py --json short.json                         # by `FILES`
+    FEDPRESS_SLOW=1 python tests/tools/mutate.py --again short.json        # with what is slow
+
     MEASURED='--cov --cov-config=tests/tools/all.coveragerc --cov-context=test --cov-report='
     python -m pytest -n 2 -m 'not slow or slow(short=True)' $MEASURED      # who runs which line
     python tests/tools/mutate.py --contexts .coverage --json short.json
@@ -28,11 +31,13 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
+from fnmatch import fnmatch
 from pathlib import Path
 
 from coverage import CoverageData
 
 ROOT = Path(__file__).parents[2]
+SLOW = os.environ.get("FEDPRESS_SLOW") == "1"
 AREAS = {
     "protocols": ["protocols/fedpress_protocols/**/*.py"],
     "compression": [
@@ -48,6 +53,38 @@ AREAS = {
     "rounds": ["server/fedpress_server/rounds/*.py"],
     "store": ["server/fedpress_server/storage/*.py", "server/fedpress_server/coordination/*.py"],
 }
+FILES = {
+    "protocols/fedpress_protocols/masking/*": ["tests/protocols/masking"],
+    "protocols/fedpress_protocols/policies*": [
+        "tests/protocols/test_policies.py",
+        "tests/server/test_policies.py",
+    ],
+    "protocols/*": ["tests/protocols", "--ignore=tests/protocols/masking"],
+    "compression/fedpress_compression/coding/*": [
+        "tests/compression/test_coding.py",
+        "tests/compression/test_huffman.py",
+        "tests/compression/test_range.py",
+        "tests/compression/test_fuzz_decode.py",
+        "tests/compression/test_kernels.py",
+    ],
+    "compression/*": ["tests/compression", "--ignore=tests/compression/test_kernels.py"],
+    "client_sdk/fedpress_client/outgoing.py": [
+        "tests/client/test_outgoing.py",
+        "tests/client/test_parts.py",
+        "tests/client/test_conservation.py",
+    ],
+    "client_sdk/*": ["tests/client", "--ignore=tests/client/test_data_parallel.py"],
+    "server/fedpress_server/rounds/*": [
+        "tests/server/test_rounds.py",
+        "tests/server/test_asynchronous_rounds.py",
+        "tests/server/test_masked_rounds.py",
+        "tests/server/test_selection.py",
+        "tests/server/test_task_rounds.py",
+        "tests/server/test_any_order.py",
+    ],
+    "server/*": ["tests/server"],
+}
+"""The tests of a file, where no `--contexts` say which run a line; the first that fits."""
 _COMPARED: dict[type[ast.cmpop], type[ast.cmpop]] = {
     ast.Lt: ast.LtE,
     ast.LtE: ast.Lt,
@@ -220,7 +257,9 @@ def outcome(tree: Path, mutant: Mutant, tests: list[str], seconds: float) -> tup
     data = file.read_bytes()
     file.write_bytes(data[: mutant.start] + mutant.after.encode() + data[mutant.end :])
     environment = {**os.environ, "CI": "1", "PYTHONPATH": str(tree)}
-    command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "--no-header"]
+    command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider"]
+    if not SLOW:
+        command += ["-m", "not slow or slow(short=True)"]
     before = os.times()
     try:
         process = subprocess.Popen(
@@ -250,6 +289,8 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=19)
     parser.add_argument("--lines", type=int, default=60, help="how many; 60")
     parser.add_argument("--contexts", type=Path, nargs="*", default=[], help="coverage's data")
+    parser.add_argument("--show", action="store_true", help="print the lines, and run nothing")
+    parser.add_argument("--areas", nargs="*", default=[*AREAS], help="only the lines of these")
     parser.add_argument("--again", type=Path, help="only those that survived there")
     parser.add_argument("--also", nargs="*", default=[], help="tests to run for every line")
     parser.add_argument("--at-most", type=int, default=300, help="tests of a line; 300")
@@ -257,12 +298,12 @@ def main() -> None:
     parser.add_argument("--begin", type=int, default=0, help="skip so many lines")
     parser.add_argument("--json", type=Path, help="where outcomes are kept, one by one")
     asked = parser.parse_args()
-    drawn = chosen(asked.lines, asked.seed)
+    drawn = [each for each in chosen(asked.lines, asked.seed) if each.area in asked.areas]
     if asked.again:
         rows = json.loads(asked.again.read_text())
         left = {(row["file"], row["start"]) for row in rows if row["outcome"] != "killed"}
         drawn = [mutant for mutant in drawn if (mutant.file, mutant.start) in left]
-    if not asked.contexts:
+    if asked.show:
         for mutant in drawn:
             print(f"{mutant.area:12} {mutant.file}:{mutant.line} {mutant.how}: {mutant.before!r}")
         return
@@ -272,7 +313,11 @@ def main() -> None:
         ignored = shutil.ignore_patterns(".git", ".venv", ".mypy_cache", ".hypothesis", ".cov*")
         shutil.copytree(ROOT, tree, ignore=ignored, symlinks=True)
         for mutant in drawn[asked.begin :]:
-            tests = [*contexts.tests(mutant, asked.at_most), *asked.also]
+            if asked.contexts:
+                tests = [*contexts.tests(mutant, asked.at_most), *asked.also]
+            else:
+                fits = next(glob for glob in FILES if fnmatch(mutant.file, glob))
+                tests = [*FILES[fits], *asked.also]
             begun = time.monotonic()
             how, cpu = outcome(tree, mutant, tests, asked.seconds)
             rows.append({**asdict(mutant), "outcome": how, "tests": len(tests), "cpu": cpu})
