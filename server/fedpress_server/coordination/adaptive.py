@@ -182,7 +182,7 @@ class Rates:
         self._expected: dict[tuple[str, str], int] = {}
         """By model spec and profile: the bytes of a body before the first has come."""
 
-    def heard(self, client_id: str, attributes: Attributes) -> None:
+    def note_uplink(self, client_id: str, attributes: Attributes) -> None:
         """A device checks in, and may say what its uplink is."""
         value = attributes.get(UPLINK)
         if isinstance(value, float) and 0 < value < 1e9:

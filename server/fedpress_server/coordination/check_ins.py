@@ -166,7 +166,7 @@ class CheckIns:
     ) -> Assignment | None:
         await self._store.pass_deadline(task)
         attempt = task.attempt
-        self._rates.heard(client_id, attributes)
+        self._rates.note_uplink(client_id, attributes)
         is_held = task.record.held_at is not None
         if attempt is not None and not is_held and attempt.has_place_for(client_id):
             eligible = is_eligible(task.config.eligible, attributes)

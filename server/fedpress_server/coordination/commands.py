@@ -1,7 +1,7 @@
-"""The commands of a task store: each is all that is to happen to a task, and to be written with it.
+"""The commands of a task store: a change of a task, with all that is written beside it.
 
-A command is a value: what changes, and the typed payload that goes into the same transaction. The
-outcome says what came of it.
+A command is a value: the change, and the typed payload that goes into the same transaction. The
+outcome is its result.
 """
 
 from __future__ import annotations
@@ -159,7 +159,7 @@ Command = (
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What came of a command, durable when it is told; `at`: when, in Unix seconds."""
+    """The result of a command, durable when it is told; `at`: when, in Unix seconds."""
 
     at: float
     has_changed: bool = False

@@ -15,7 +15,7 @@ from fedpress_server.storage.database import Database
 from fedpress_server.storage.records import RoundKey
 
 Form = Literal["plain", "coded", "difference"]
-"""How a model is sent: as its file, or coded whole, or coded as a difference."""
+"""The form in which a model is sent: its file, or coded whole, or coded as a difference."""
 
 _log = logging.getLogger(__name__)
 

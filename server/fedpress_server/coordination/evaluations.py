@@ -1,4 +1,4 @@
-"""What devices measure of models on their own data."""
+"""Evaluation reports: the metrics of models that devices measure on their own data."""
 
 from __future__ import annotations
 

@@ -104,7 +104,7 @@ class Phases:
         self._seen: dict[str, tuple[RoundKey, str, float | None, float | None]] = {}
         """By task: the attempt, its phase, since when, and when the attempt was opened."""
 
-    def saw(self, task: str, attempt: Attempt | None, now: float, *, began: bool) -> None:
+    def observe(self, task: str, attempt: Attempt | None, now: float, *, began: bool) -> None:
         """The task is at this attempt now; whether what it is at `began` just now."""
         if attempt is None:
             self._seen.pop(task, None)
@@ -117,7 +117,7 @@ class Phases:
         elif before[1] != phase:
             self._seen[task] = key, phase, since, before[3]
 
-    def wrote(self, task: str, before: Attempt, after: Attempt, now: float) -> None:
+    def record(self, task: str, before: Attempt, after: Attempt, now: float) -> None:
         """This process has moved the attempt on."""
         if before.round.phase == after.round.phase:
             return

@@ -18,8 +18,10 @@ _log = logging.getLogger(__name__)
 
 
 class FileCleanup:
-    """Where other servers write, their tasks may come to lead to the very same file; and no step
-    waits for a network. There, and while a backup is under way, files are left to the sweep."""
+    """Removes files that nothing leads to.
+
+    Other servers' tasks may come to lead to the very same file, and no step waits for a network:
+    there, and while a backup is under way, files are left to the sweep."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""Which jobs an attempt has come to: a function of the attempt, and so the same to every server."""
+"""The jobs that an attempt has come to: a function of the attempt, the same to every server."""
 
 from __future__ import annotations
 

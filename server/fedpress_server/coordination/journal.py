@@ -41,7 +41,7 @@ from fedpress_server.coordination.commands import (
 from fedpress_server.coordination.jobs import jobs_of
 from fedpress_server.coordination.live import LiveTask
 from fedpress_server.coordination.opening import masked_by, round_of
-from fedpress_server.coordination.steps import Moved, Step
+from fedpress_server.coordination.steps import AppliedEvent, Step
 from fedpress_server.folds.folding import FoldResult
 from fedpress_server.folds.masked import Host, left_out, read_message
 from fedpress_server.folds.terms import RoundTerms
@@ -190,9 +190,9 @@ class Journal:
         if isinstance(first.command, Create):
             records.add_task(connection, first.record)
             registry.add_first_version(connection, first.record, now)
-        moved = [step for step in steps if step.moved is not None]
-        if moved:
-            self._write_moves(connection, task, moved, now)
+        applied = [step for step in steps if step.applied is not None]
+        if applied:
+            self._write_events(connection, task, applied, now)
         for step in steps:
             if step.jobs:
                 leases.add(connection, step.jobs, self._lease_time(connection))
@@ -210,10 +210,10 @@ class Journal:
         if step.model is not None:
             records.add_model(connection, step.model)
             registry.keep_again(connection, self._payloads, {step.model.digest})
-        moved = step.moved
-        if moved is None or moved.result is None:
+        applied = step.applied
+        if applied is None or applied.result is None:
             return
-        result, after = moved.result, moved.after
+        result, after = applied.result, applied.after
         made = {result.model: result.num_bytes, **dict(result.published.values())}
         for digest, num_bytes in made.items():
             records.add_model(connection, ModelRecord(digest, result.spec, num_bytes, now))
@@ -231,20 +231,20 @@ class Journal:
             now=now,
         )
 
-    def _write_moves(
+    def _write_events(
         self, connection: Connection, task: LiveTask, steps: Sequence[Step], now: float
     ) -> None:
         """Events of one attempt, with their effects: rows of one kind together."""
-        moves = [step.moved for step in steps if step.moved is not None]
-        before, after = moves[0].before, moves[-1].after
-        numbered = [(each.after.seq, to_record(each.event)) for each in moves]
+        events = [step.applied for step in steps if step.applied is not None]
+        before, after = events[0].before, events[-1].after
+        numbered = [(each.after.seq, to_record(each.event)) for each in events]
         records.add_events(connection, after.key, now, numbered)
-        _write_places(connection, after, moves, now)
+        _write_places(connection, after, events, now)
         self._write_payloads(connection, after, [step.command for step in steps], now)
-        for each in moves:
+        for each in events:
             self._write_effects(connection, each, now)
         _write_attempt(connection, before, after, now)
-        for each in moves:
+        for each in events:
             if each.result is not None:
                 _write_result(connection, each, each.result)
         self._write_jobs(connection, task, before, after)
@@ -278,16 +278,16 @@ class Journal:
             if after.round.chooses:
                 note_delivered(connection, uploads, now)
 
-    def _write_effects(self, connection: Connection, moved: Moved, now: float) -> None:
-        after, event = moved.after, moved.event
-        for effect in moved.effects:
+    def _write_effects(self, connection: Connection, applied: AppliedEvent, now: float) -> None:
+        after, event = applied.after, applied.event
+        for effect in applied.effects:
             match effect:
                 case Settle():
                     if isinstance(event, Declined) and effect.assignment == event.assignment:
                         why = (event.reason, event.needed_seconds)
                         given_by = after.key_of(event.assignment)
                         declines.add(connection, event.assignment, given_by, *why)
-                    receipt = _receipt(after, effect, now, moved.result, self._epoch)
+                    receipt = _receipt(after, effect, now, applied.result, self._epoch)
                     signed = signed_receipt(receipt, self._host.keys.current)
                     records.set_receipt(connection, effect.assignment, signed.model_dump_json())
                 case Extend(deadline):
@@ -329,18 +329,18 @@ class Journal:
         if step.carried is not None:
             event, effects = step.carried
             records.add_event(connection, opened.key, opened.seq, now, to_record(event))
-            self._write_effects(connection, Moved(event, opened, opened, effects), now)
+            self._write_effects(connection, AppliedEvent(event, opened, opened, effects), now)
             state = {"state": opened.round.phase, "reason": opened.round.reason}
             records.update_round(connection, opened.key, **state)
         self._write_jobs(connection, task, None, opened)
 
 
 def _write_places(
-    connection: Connection, after: Attempt, moves: Sequence[Moved], now: float
+    connection: Connection, after: Attempt, events: Sequence[AppliedEvent], now: float
 ) -> None:
     given = []
-    for moved in moves:
-        for effect in moved.effects:
+    for applied in events:
+        for effect in applied.effects:
             if isinstance(effect, Assign):
                 profile = after.terms.profile(effect.index, effect.profile)
                 row = (effect.assignment, *after.key, effect.client_id, effect.index, profile)
@@ -368,9 +368,9 @@ def _write_attempt(connection: Connection, before: Attempt, after: Attempt, now:
         records.drop_messages(connection, after.key)
 
 
-def _write_result(connection: Connection, moved: Moved, result: FoldResult) -> None:
+def _write_result(connection: Connection, applied: AppliedEvent, result: FoldResult) -> None:
     """The model that the round has made."""
-    event, after = moved.event, moved.after
+    event, after = applied.event, applied.after
     values: dict[str, Any] = {
         "model": result.model,
         "published": {name: digest for name, (digest, _) in result.published.items()},

@@ -61,7 +61,7 @@ class LiveTask:
         guards = divergence_guard(self.config.policies) is not None
         self.scoreboard = Scoreboard(self.record.task, metrics, has_classes=guards)
 
-    def tell(self) -> None:
+    def notify(self) -> None:
         """Wake everybody who waits for news; the next news is another event."""
         self.news.set()
         self.news = asyncio.Event()

@@ -1,4 +1,4 @@
-"""Who gets a place, and which profile with it, where a task's selection or its policies choose."""
+"""The choice of clients and of their profiles, where a task's selection or its policies choose."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a command makes of a task: a step, decided in memory and from what is on the disk.
+"""The step that a command makes of a task, decided in memory and from what is on the disk.
 
 Nothing is written here. The store asks for the step of each command of a batch, writes all of them
 in one transaction, and asks again where another server was first.
@@ -36,7 +36,7 @@ from fedpress_server.coordination.opening import (
     opened,
 )
 from fedpress_server.coordination.placement import Placement
-from fedpress_server.coordination.steps import Batch, Draft, Entry, Moved, Step
+from fedpress_server.coordination.steps import AppliedEvent, Batch, Draft, Entry, Step
 from fedpress_server.folds.masked import Host
 from fedpress_server.identity import audit
 from fedpress_server.rounds import (
@@ -141,32 +141,32 @@ class Planner:
         after, effects = attempt.after(event, now)
         if not effects:
             return None
-        moved = Moved(event, attempt, after, effects, result)
-        record = _after_event(draft.record, moved, now)
+        applied = AppliedEvent(event, attempt, after, effects, result)
+        record = _after_event(draft.record, applied, now)
         follows, carried = None, None
         if any(isinstance(each, OpenRound | EndTask) for each in effects):
             _check_first(draft)  # the round that opens goes by what uploads came
-            follows, carried = await self._follow(draft, moved, now)
+            follows, carried = await self._follow(draft, applied, now)
         is_over = after.round.is_over
         return Step(
             command=command,
             record=record,
             config=draft.config,
             attempt=follows if is_over else after,
-            moved=moved,
+            applied=applied,
             opened=follows,
             carried=carried,
             entries=_entries(draft.record, record, command, after),
         )
 
     async def _follow(
-        self, draft: Draft, moved: Moved, now: float
+        self, draft: Draft, applied: AppliedEvent, now: float
     ) -> tuple[Attempt | None, tuple[CarriedOver, tuple[Effect, ...]] | None]:
         """The attempt that follows the one that is over, and what it takes over from it."""
-        opens = next((each for each in moved.effects if isinstance(each, OpenRound)), None)
+        opens = next((each for each in applied.effects if isinstance(each, OpenRound)), None)
         if opens is None:
             return None, None
-        task, config, ended, event = draft.task, draft.config, moved.before, moved.event
+        task, config, ended, event = draft.task, draft.config, applied.before, applied.event
         spec, board = ended.terms.spec, task.scoreboard
         history = await self._database.read(
             lambda c: history_before(c, config, spec, board, opens, event)
@@ -176,7 +176,7 @@ class Planner:
             task.strategy,
             self._payloads,
             self._host,
-            carryover=RoundCarryover.after(ended.terms, moved.result, history),
+            carryover=RoundCarryover.after(ended.terms, applied.result, history),
             number=opens.number,
             attempt=opens.attempt,
             now=now,
@@ -186,7 +186,7 @@ class Planner:
             follows, begun = follows.taking_over(ended, opens.opening, now)
             carried = opens.opening, begun
         if follows.round.is_masked:
-            begins, session = follows, moved.after.session
+            begins, session = follows, applied.after.session
             status = None if session is None else session.status
             follows = await self._database.read(lambda c: without_suspects(c, begins, status))
         return follows, carried
@@ -260,22 +260,22 @@ def _with_record(draft: Draft, command: Command, record: TaskRecord, **more: Any
     return Step(command=command, record=record, config=draft.config, attempt=draft.attempt, **more)
 
 
-def _after_event(record: TaskRecord, moved: Moved, now: float) -> TaskRecord:
+def _after_event(record: TaskRecord, applied: AppliedEvent, now: float) -> TaskRecord:
     """The task's row after an event; the very same row where nothing of it changes."""
-    result = moved.result
+    result = applied.result
     if result is not None:
         record = replace(
             record,
             model=result.model,
             optimizer_state=result.optimizer_state,
             published={name: digest for name, (digest, _) in result.published.items()},
-            round=moved.after.round.number,
+            round=applied.after.round.number,
         )
-    if isinstance(moved.event, Folded):
-        record = replace(record, best=moved.event.best)
-    for effect in moved.effects:
+    if isinstance(applied.event, Folded):
+        record = replace(record, best=applied.event.best)
+    for effect in applied.effects:
         if isinstance(effect, EndTask):
-            reason = moved.after.round.reason if effect.state != "running" else record.reason
+            reason = applied.after.round.reason if effect.state != "running" else record.reason
             record = replace(record, state=effect.state, ended_at=now, reason=reason)
     return record
 

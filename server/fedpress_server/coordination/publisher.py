@@ -1,5 +1,5 @@
-"""What follows from a batch once it is on the disk: memory, metrics, the log, files, and whoever
-waits for news."""
+"""The effects of a batch that is on the disk: on memory, metrics, the log, files, and whoever waits
+for news."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class JobSignal:
     def __init__(self) -> None:
         self.event = asyncio.Event()
 
-    def look(self, task: LiveTask) -> None:
+    def notify(self, task: LiveTask) -> None:
         if task.attempt is not None and task.attempt.round.phase == "folding":
             self.event.set()
 
@@ -56,19 +56,19 @@ class Publisher:
         task.record = replace(last.record, version=version)
         task.config, task.attempt = last.config, last.attempt
         for step in steps:
-            if step.moved is None:
+            if step.applied is None:
                 continue
-            self._phases.wrote(name, step.moved.before, step.moved.after, now)
-            if step.moved.result is not None:
-                files |= set(map(artefact_name, step.moved.result.artefacts))
-            if isinstance(step.moved.event, CohortChosen):
-                task.candidates.chosen([each.client_id for each in step.moved.event.chosen])
-        self._phases.saw(name, task.attempt, now, began=True)
+            self._phases.record(name, step.applied.before, step.applied.after, now)
+            if step.applied.result is not None:
+                files |= set(map(artefact_name, step.applied.result.artefacts))
+            if isinstance(step.applied.event, CohortChosen):
+                task.candidates.chosen([each.client_id for each in step.applied.event.chosen])
+        self._phases.observe(name, task.attempt, now, began=True)
         self._cleanup.drop(task, files - task.files, keeps=keeps)
-        if last.moved is not None and last.ends_attempt:
-            self._cleanup.end(last.moved.after, last.opened, keeps=keeps)
-            self._end_attempt(task, last.moved.after, last.opened)
-        is_other = any(step.moved is None for step in steps)
+        if last.applied is not None and last.ends_attempt:
+            self._cleanup.end(last.applied.after, last.opened, keeps=keeps)
+            self._end_attempt(task, last.applied.after, last.opened)
+        is_other = any(step.applied is None for step in steps)
         self._tell(task, before, [each for step in steps for each in step.effects], is_other)
 
     def caught_up(
@@ -83,7 +83,7 @@ class Publisher:
         """The task in memory was read from the disk; `effects` are of events that others wrote."""
         name = task.record.task
         self._metrics.round_number.labels(name).set(task.record.round)
-        self._phases.saw(name, task.attempt, now, began=before is not None and not anew)
+        self._phases.observe(name, task.attempt, now, began=before is not None and not anew)
         if before is not None and (task.attempt is None or task.attempt.key != before.key):
             self._sums.drop(before.key)
         self._tell(task, before, effects)
@@ -96,7 +96,7 @@ class Publisher:
         is_other: bool = False,
     ) -> None:
         """Wake whoever waits for what changed since `before`."""
-        self._signal.look(task)
+        self._signal.notify(task)
         after = task.attempt
         is_other |= before is None or after is None or before.key != after.key
         is_news = is_other or any(not isinstance(each, _QUIET) for each in effects)
@@ -104,7 +104,7 @@ class Publisher:
             is_news |= after.session_phase != before.session_phase
             is_news |= before.round.places_left <= 0 < after.round.places_left
         if is_news:
-            task.tell()
+            task.notify()
 
     def _end_attempt(self, task: LiveTask, ended: Attempt, follows: Attempt | None) -> None:
         name, number, attempt = ended.key

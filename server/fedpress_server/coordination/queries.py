@@ -1,4 +1,4 @@
-"""What is asked of tasks, rounds and assignments; nothing here changes any."""
+"""Queries about tasks, rounds and assignments; nothing here changes any."""
 
 from __future__ import annotations
 

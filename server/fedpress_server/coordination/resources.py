@@ -19,7 +19,7 @@ Clock = Callable[[], float]
 
 @dataclass(frozen=True)
 class Resources:
-    """What the parts of a server stand on."""
+    """The ground that the parts of a server stand on."""
 
     settings: Settings
     metrics: Metrics

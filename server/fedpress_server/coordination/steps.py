@@ -27,7 +27,7 @@ class Entry:
 
 
 @dataclass(frozen=True, slots=True)
-class Moved:
+class AppliedEvent:
     """An event that has happened to an attempt."""
 
     event: Event
@@ -39,31 +39,31 @@ class Moved:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Step:
-    """What one command makes of a task: the task after it, and what is written besides."""
+    """The effect of one command on a task: the task after it, and all that is written besides."""
 
     command: Command
     record: TaskRecord
     config: TaskConfig
     attempt: Attempt | None
     """The one that is open after the step."""
-    moved: Moved | None = None
+    applied: AppliedEvent | None = None
     opened: Attempt | None = None
     """An attempt that begins with the step."""
     carried: tuple[CarriedOver, tuple[Effect, ...]] | None = None
     """The first event of `opened`, if it takes over assignments of the one before."""
     model: ModelRecord | None = None
-    """Which the task begins with, or goes on with."""
+    """With which the task begins, or goes on."""
     entries: tuple[Entry, ...] = ()
     jobs: tuple[Job, ...] = ()
     """That were missing."""
 
     @property
     def effects(self) -> tuple[Effect, ...]:
-        return () if self.moved is None else self.moved.effects
+        return () if self.applied is None else self.applied.effects
 
     @property
     def ends_attempt(self) -> bool:
-        return self.moved is not None and self.moved.after.round.is_over
+        return self.applied is not None and self.applied.after.round.is_over
 
 
 @dataclass

@@ -65,14 +65,14 @@ class BodyWriter:
         self._threads.shutdown(cancel_futures=True)
 
     async def run(self, work: Callable[..., T], *given: object) -> T:
-        """What `work` comes to in a thread."""
+        """Run `work` in a thread, and return its result."""
         return await asyncio.get_running_loop().run_in_executor(self._threads, work, *given)
 
     async def write(
         self, name: str, data: bytes, check: Callable[[], T | FedpressError]
     ) -> T | FedpressError:
-        """What `check` finds in a thread; unless that is an error, `data` is durable under `name`
-        when this returns. Raises what `check` raises, and what `Payloads.put` does."""
+        """Run `check` in a thread, and return its result; unless that is an error, `data` is
+        durable under `name` when this returns. Raises as `check` does, and `Payloads.put`."""
         loop = asyncio.get_running_loop()
         body = _Body(name, data, check, loop.create_future())
         self._waiting.append(body)

@@ -1,4 +1,4 @@
-"""What must be done about an event, all of it in the transaction that writes the event."""
+"""The effects of an event, all of them done in the transaction that writes the event."""
 
 from __future__ import annotations
 

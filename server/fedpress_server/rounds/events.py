@@ -1,4 +1,4 @@
-"""What happens to an attempt at a round, as plain data: what is written down, and replayed."""
+"""The events of an attempt at a round, as plain data that is written down and replayed."""
 
 from __future__ import annotations
 

@@ -56,7 +56,7 @@ class MaskedRound(Round):
     is_masked: ClassVar[bool] = True
 
     left_out: frozenset[str] = frozenset()
-    """Who takes no part: named by the sessions before. A replay has no need of it."""
+    """Clients that take no part: named by the sessions before. A replay has no need of it."""
     opens: Opening | None = field(default=None, compare=False, repr=False)
     session: Session | None = None
     """Once it has begun."""

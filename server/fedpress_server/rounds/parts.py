@@ -1,4 +1,4 @@
-"""What one client has to do with an attempt at a round, and how the next attempt takes it over."""
+"""The part of one client in an attempt at a round, and the form in which the next takes it over."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ name."""
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """What one client has to do with this attempt; `reason` is set once, when it is settled."""
+    """The part of one client in this attempt; `reason` is set once, when it is settled."""
 
     client_id: str
     index: int

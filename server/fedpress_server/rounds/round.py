@@ -53,7 +53,7 @@ class Rules:
     places: int
     seconds: float
     members: frozenset[str] | None = None
-    """Who may take part; None: everybody."""
+    """The clients that may take part; None: all."""
     chooses: bool = False
     at_end: TaskState = "finished"
     """The state of the task after its last round."""

@@ -87,7 +87,7 @@ class Session:
 
     @property
     def outcome(self) -> SessionEnded | SessionFailed | None:
-        """What the round is to be told, if there is something."""
+        """The end that the session has come to, for its round."""
         if self.machine.phase == "unmasking":
             return SessionEnded()
         return SessionFailed(self.machine.reason) if self.machine.phase == "abandoned" else None
