@@ -187,7 +187,7 @@ class History:
 
         def work(connection: Connection) -> None:
             row = AssignmentRecord(name, *key, client_id, self.count, "whole", now, None)
-            records.add_assignment(connection, row)
+            records.add_assignments(connection, [row])
             participants.add_assignment(connection, TASK, client_id)
 
         self.write(work)
@@ -412,7 +412,7 @@ def long(history: History, more: int) -> None:
             client_id = history.clients[number % 2]
             name = f"long {number}"
             row = AssignmentRecord(name, *key, client_id, 0, "whole", 1e9, None)
-            records.add_assignment(connection, row)
+            records.add_assignments(connection, [row])
             participants.add_assignment(connection, TASK, client_id)
             at = 1e9 + number
             upload = UploadRecord(name, digest_of(name), 10, 3, at, 0.5)

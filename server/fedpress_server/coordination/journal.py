@@ -328,7 +328,7 @@ class Journal:
         )
         if step.carried is not None:
             event, effects = step.carried
-            records.add_event(connection, opened.key, opened.seq, now, to_record(event))
+            records.add_events(connection, opened.key, now, [(opened.seq, to_record(event))])
             self._write_effects(connection, AppliedEvent(event, opened, opened, effects), now)
             state = {"state": opened.round.phase, "reason": opened.round.reason}
             records.update_round(connection, opened.key, **state)

@@ -304,17 +304,6 @@ def plans_in_use(connection: Connection, task: str) -> list[str]:
     return [newest.plan, *connection.execute(query).scalars()]
 
 
-def add_event(
-    connection: Connection, key: RoundKey, seq: int, at: float, event: dict[str, Any]
-) -> None:
-    task, number, attempt = key
-    connection.execute(
-        sa.insert(round_events).values(
-            task=task, round=number, attempt=attempt, seq=seq, at=at, event=event
-        )
-    )
-
-
 def add_events(
     connection: Connection, key: RoundKey, at: float, numbered: Sequence[tuple[int, dict[str, Any]]]
 ) -> None:
@@ -496,10 +485,6 @@ class AssignmentRecord:
         return self.task, self.round, self.attempt
 
 
-def add_assignment(connection: Connection, record: AssignmentRecord) -> None:
-    connection.execute(sa.insert(assignments), _fields(record))
-
-
 def add_assignments(connection: Connection, given: Sequence[AssignmentRecord]) -> None:
     _ASSIGNMENTS.add(connection, [_values(each) for each in given])
 
@@ -509,10 +494,6 @@ def assignment(connection: Connection, name: str) -> AssignmentRecord | None:
         sa.select(assignments).where(assignments.c.assignment == name)
     ).one_or_none()
     return AssignmentRecord(*found) if found else None
-
-
-def add_upload(connection: Connection, record: UploadRecord) -> None:
-    connection.execute(sa.insert(uploads), _fields(record))
 
 
 def add_uploads(connection: Connection, taken: Sequence[UploadRecord], now: float) -> None:
@@ -639,16 +620,6 @@ def drop_messages(connection: Connection, key: RoundKey) -> None:
     connection.execute(
         sa.delete(session_messages).where(session_messages.c.assignment.in_(of_round))
     )
-
-
-def public_keys(connection: Connection, key: RoundKey) -> dict[str, bytes]:
-    """The public keys of the devices by assignment of the round."""
-    found = connection.execute(
-        sa.select(assignments.c.assignment, clients.c.public_key)
-        .join(clients, clients.c.client_id == assignments.c.client_id)
-        .where(*_is_round(assignments, key))
-    )
-    return {assignment: public_key for assignment, public_key in found}
 
 
 def _is_round(table: sa.Table, key: RoundKey) -> Iterable[sa.ColumnElement[bool]]:
