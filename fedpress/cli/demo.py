@@ -7,13 +7,13 @@ from pathlib import Path
 import click
 
 from fedpress.command_line import (
-    DEMO_COMPRESSOR,
     PATH,
     SECURE_COMPRESSOR,
     Command,
     console,
     needs,
 )
+from fedpress_protocols.errors import ConfigurationError
 
 
 @click.command("demo", cls=Command)
@@ -23,8 +23,8 @@ from fedpress.command_line import (
 @click.option("--rounds", type=int, help="Rounds of each task: 30, or 10 with --secure.")
 @click.option(
     "--compressor",
-    help=f"none, NAME, NAME:key=value,... or JSON; {DEMO_COMPRESSOR}, or {SECURE_COMPRESSOR} "
-    "with --secure.",
+    help="auto, none, NAME, NAME:key=value,... or JSON; auto, or "
+    f"{SECURE_COMPRESSOR} with --secure.",
 )
 @click.option("--secure", is_flag=True, help="With secure aggregation and three drop-outs.")
 @click.option("--seed", default=0, help="Of the split, the model and the training.")
@@ -54,15 +54,21 @@ def demo(
         from fedpress.demo import secure as masked
     except ModuleNotFoundError as exc:
         needs("demo,torch", exc)
-    usual = (20, 10, SECURE_COMPRESSOR) if secure else (10, 30, DEMO_COMPRESSOR)
+    usual = (20, 10, SECURE_COMPRESSOR) if secure else (10, 30, "auto")
     clients = usual[0] if clients is None else clients
     rounds = usual[1] if rounds is None else rounds
     if quick:
         clients, rounds = min(clients, 10 if secure else 4), min(rounds, 3 if secure else 5)
-    made = compressor_from_option(compressor or usual[2], masked=secure)
+    name = compressor or usual[2]
+    made = None if name == "auto" else compressor_from_option(name, masked=secure)
     screen = console()
     try:
         if secure:
+            if made is None:
+                raise ConfigurationError(
+                    "--compressor auto with --secure, where the demo has a fixed one",
+                    hint="leave --compressor out, or name one that commutes with the sum",
+                )
             masked.run(masked.Settings(made, clients, rounds, seed, out, json_file), screen)
         else:
             compared.run(compared.Settings(made, clients, rounds, seed, out, json_file), screen)

@@ -30,9 +30,10 @@ _TERMS = TrainingTerms(local_epochs=5, batch_size=16, learning_rate=0.2)
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """`out` is where the plot and history go; `json` is one more place for the history."""
+    """`out` is where the plot and history go; `json` is one more place for the history. Without a
+    `compressor` the compressed task names none, and has auto."""
 
-    compressor: Compressor[Any]
+    compressor: Compressor[Any] | None
     clients: int = 10
     rounds: int = 30
     seed: int = 0
@@ -52,7 +53,7 @@ def run(settings: Settings, console: Console) -> History:
     """Run the demo; the history is written even if it ends early. Raises ServerError."""
     history = History(
         plain=Curve("plain", to_config(Uncompressed())),
-        pressed=Curve("pressed", to_config(settings.compressor)),
+        pressed=Curve("pressed", _config(settings.compressor)),
         clients=settings.clients,
         seed=settings.seed,
     )
@@ -97,17 +98,23 @@ def _federate(settings: Settings, history: History, console: Console, fleet: Fle
             fleet.finish()
 
 
+def _config(compressor: Compressor[Any] | None) -> dict[str, Any]:
+    return {"id": "auto"} if compressor is None else to_config(compressor)
+
+
 def _task(settings: Settings, curve: Curve, digest: str) -> TaskConfig:
-    return TaskConfig(
-        task=curve.name,
-        model=digest,
-        rounds=settings.rounds,
-        strategy=_STRATEGY,
-        profiles=(Profile(name="device", compressor=curve.compressor),),
-        training=_TERMS,
-        cohort=CohortRules(size=settings.clients, minimum=settings.clients),
-        seed=settings.seed,
-    )
+    fields: dict[str, Any] = {
+        "task": curve.name,
+        "model": digest,
+        "rounds": settings.rounds,
+        "training": _TERMS,
+        "cohort": CohortRules(size=settings.clients, minimum=settings.clients),
+        "seed": settings.seed,
+    }
+    if curve.compressor != _config(None):
+        profile = Profile(name="device", compressor=curve.compressor)
+        fields |= {"strategy": _STRATEGY, "profiles": (profile,)}
+    return TaskConfig.model_validate(fields)
 
 
 def _caught_up(operator: Operator, history: History, test: digits.Images, rounds: int) -> bool:

@@ -164,6 +164,7 @@ JOIN = ("client", "join", "http://127.0.0.1:9")
             "give KEY=VALUE",
         ),
         (["demo", "--rounds", "0"], "--rounds must lie in 1 to 10000, not 0"),
+        (["demo", "--secure", "--compressor", "auto"], "--compressor auto with --secure"),
         (["demo", "--compressor", "zip"], "no compressor has the id 'zip'"),
         (["demo", "--compressor", "topk:fraction"], "not of the form key=value"),
         (["demo", "--compressor", "{"], "--compressor is not JSON"),
