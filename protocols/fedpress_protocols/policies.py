@@ -202,9 +202,9 @@ class Auto(Term):
     while the mean of the compressed updates goes well more than `floor` of the way of the
     reference's, and one gentler where it goes less, or where the loss that devices measure rises by
     more than `rise` of it. The way is measured at the end of each window, and every `every` rounds
-    at the hardest profile: `share` of the cohort, two clients at least, sends the `reference`. What
-    was given up is not tried again for four windows. Where nothing can be measured the rate goes to
-    the hardest profile in steps all the same.
+    once the rate has settled: `share` of the cohort, two clients at least, sends the `reference`.
+    What was given up is not tried again for four windows. Where nothing can be measured the rate
+    goes to the hardest profile in steps all the same.
     """
 
     id: Literal["auto"] = "auto"
@@ -215,7 +215,7 @@ class Auto(Term):
     window: Annotated[int, Field(ge=1, le=1000)] = 4
     every: Annotated[int, Field(ge=1)] = 30
     share: Annotated[float, Field(ge=0, le=0.5)] = 0.5
-    floor: Annotated[float, Field(ge=0, lt=1)] = 0.45
+    floor: Annotated[float, Field(ge=0, lt=1)] = 0.55
     rise: Annotated[float, Field(gt=0)] = 0.3
     reference: Profile = Profile(
         name="probe", compressor=Coded(Ecsq("nmse", 0.1), contexts="previous")

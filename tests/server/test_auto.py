@@ -78,9 +78,9 @@ def test_auto_begins_gentle_and_descends_to_what_its_gap_asks_for() -> None:
 
 
 def test_auto_goes_no_harder_where_that_would_lead_below_the_floor() -> None:
-    made = courses(Auto(), progress=[0.5])
+    made = courses(Auto(), progress=[0.6])
     assert rungs(made) == [1] * 100
-    assert [each.round for each in made if each.probe][:5] == [4, 8, 12, 16, 20]
+    assert [each.round for each in made if each.probe] == [4, 8, 12, 42, 72]
 
 
 def test_auto_descends_where_nothing_can_be_measured_and_says_so() -> None:
@@ -91,11 +91,11 @@ def test_auto_descends_where_nothing_can_be_measured_and_says_so() -> None:
 
 
 def test_poor_probes_have_auto_back_off_and_stay_there_for_four_windows() -> None:
-    made = courses(Auto(every=5), progress=[0.8, 0.8, 0.8, 0.1, 0.1, 0.8])
+    made = courses(Auto(every=5), progress=[0.8, 0.8, 0.8, 0.1, 0.8])
     sequence = rungs(made)
     lowered = next(i for i in range(1, ROUNDS) if sequence[i] < sequence[i - 1])
     assert made[lowered].why.startswith("gentler: compressed updates go ")
-    assert made[lowered].why.endswith("of the reference's way, less than 0.45")
+    assert made[lowered].why.endswith("of the reference's way, less than 0.55")
     assert sequence[lowered : lowered + 16] == [sequence[lowered]] * 16
     assert sequence[-1] == 4
 

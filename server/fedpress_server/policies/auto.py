@@ -19,6 +19,8 @@ _RECENT = 5
 """Models whose losses are taken together."""
 _BARRED = 4
 """Windows for which a rung that was given up is not tried again."""
+_NEW = 3
+"""Windows for which a rung that may not be the last is probed in each."""
 _FADING = 0.7
 """What a probe counts for beside the next one."""
 _STEP = 0.85
@@ -55,8 +57,8 @@ def next_pace(
     moved, why = _moved(auto, pace, facts, compared, hardest)
     changes = {"rung": moved}
     if number > before.probe_at or moved != rung:
-        wait = auto.every if moved == rung == hardest else auto.window
-        changes["probe_at"] = number - 1 + wait
+        is_new = moved != rung or (rung < hardest and number - pace.since < _NEW * auto.window)
+        changes["probe_at"] = number - 1 + (auto.window if is_new else auto.every)
     if moved != rung:
         changes |= {"since": number}
     if moved < rung:
