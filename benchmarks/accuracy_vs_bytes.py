@@ -18,6 +18,7 @@ import argparse
 import hashlib
 import json
 import os
+import re
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -39,7 +40,7 @@ from fedpress_protocols.model import Model
 from fedpress_protocols.plan import RoundPlan
 from fedpress_protocols.policies import Course, prober
 from fedpress_protocols.signatures import DeviceKey
-from fedpress_server.coordination.opening import Legacy, opened
+from fedpress_server.coordination.opening import RoundCarryover, opened
 from fedpress_server.folds.adding import FoldJob, StagedUpload
 from fedpress_server.folds.folding import first_model, first_state, fold
 from fedpress_server.folds.masked import Host
@@ -135,9 +136,9 @@ def _played(
             course = next_course(config.policies, len(config.profiles), course, facts)
             if course.why:
                 done.reasons[number] = course.why
-        left = Legacy(model.digest, model.spec, before.digest, course=course)
+        carryover = RoundCarryover(model.digest, model.spec, before.digest, course=course)
         attempt = opened(
-            config, strategy, payloads, host, left=left, number=number, attempt=1, now=0.0
+            config, strategy, payloads, host, carryover=carryover, number=number, attempt=1, now=0.0
         )
         plan, staged = attempt.terms.plan, []
         cohort = chosen.choice(len(task.clients), config.cohort.size, replace=False).tolist()
@@ -252,7 +253,7 @@ class Curve:
 
 
 def _file(store: Path, task: str, recipe: str, seed: int) -> Path:
-    return store / f"{task} {recipe} {seed}.json".replace(", ", " ").replace("/", "over")
+    return store / (re.sub("[^A-Za-z0-9.]+", "-", f"{task} {recipe} {seed}") + ".json")
 
 
 def _curve(store: Path, task: str, recipe: str, seed: int, kind: str) -> Curve | None:

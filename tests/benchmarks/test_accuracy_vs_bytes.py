@@ -1,0 +1,41 @@
+"""benchmarks/accuracy_vs_bytes.py: the page has its table, and it runs; no figure is held to
+anything."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+SCRIPT = ROOT / "benchmarks" / "accuracy_vs_bytes.py"
+
+
+def printed(*options: str) -> list[str]:
+    answer = subprocess.run(
+        [sys.executable, SCRIPT, *options],
+        env={"PYTHONPATH": os.pathsep.join(sys.path), "PATH": os.environ["PATH"]},
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=280,
+    )
+    return answer.stdout.splitlines()
+
+
+def test_the_page_has_the_table_of_the_kept_runs() -> None:
+    lines = printed("--table")
+    assert len(lines) > 4
+    page = (ROOT / "docs" / "auto.md").read_text().splitlines()
+    start = page.index(lines[0])
+    assert page[start : start + len(lines)] == lines, "print it anew with --table"
+
+
+@pytest.mark.slow
+def test_a_quick_run_measures_the_default_beside_float32() -> None:
+    lines = printed("--quick")
+    assert [line.split()[:2] for line in lines[:2]] == [["digits", "auto"], ["digits", "fedavg"]]
+    assert lines[-1].startswith("| digits | newest | 1 |")
