@@ -53,6 +53,7 @@ from fedpress_strategies import from_config
 
 STORE = Path(__file__).parent / "results" / "accuracy_vs_bytes"
 EVERY, LAST, MARGIN = 3, 5, 0.005
+SEEDS = range(10)
 Config = dict[str, Any]
 _FLOAT32: Config = {"profiles": [{"name": "float32", "compressor": {"id": "none"}}]}
 
@@ -268,7 +269,7 @@ def _curve(store: Path, task: str, recipe: str, seed: int, kind: str) -> Curve |
 def table(store: Path, tasks: Sequence[str]) -> Iterator[str]:
     """Markdown, of the runs that are there: means over the seeds that have auto and FedAvg."""
     yield (
-        "| task | model | seeds | FedAvg ends | best float32 ends | auto ends | less than FedAvg | "
+        "| task | model | seeds | FedAvg ends | best float32 ends | auto ends | above FedAvg | "
         "up to FedAvg's end - .5: times less than FedAvg | than the best | both directions | "
         "bits a value |"
     )
@@ -281,10 +282,11 @@ def table(store: Path, tasks: Sequence[str]) -> Iterator[str]:
 
 
 def _row(store: Path, task: str, kind: str) -> str:
+    tuned = [each for each in RECIPES if any(_file(store, task, each, s).exists() for s in SEEDS)]
+    has_momentum = any(each.startswith("fedavgm") for each in tuned)
+    needed = ["auto", "fedavg", *([each for each in tuned if each == "fedavgm"])]
     seeds = [
-        seed
-        for seed in range(10)
-        if all(_file(store, task, each, seed).exists() for each in ("auto", "fedavg"))
+        seed for seed in SEEDS if all(_file(store, task, each, seed).exists() for each in needed)
     ]
     if not seeds:
         return ""
@@ -328,10 +330,12 @@ def _row(store: Path, task: str, kind: str) -> str:
         missing = len(ours) - len(values)
         return f"{np.mean(values):.0f}" + (f" ({missing} never)" if missing else "")
 
+    top = f"{100 * ends[best]:.1f} ({best})" if has_momentum else "not run"
     return (
-        f"| {task} | {kind} | {len(seeds)} | {100 * ends[fedavg]:.1f} | {100 * ends[best]:.1f} "
-        f"({best}) | {100 * mean:.1f} +- {100 * spread:.1f} | {100 * (mean - ends[fedavg]):+.1f} | "
-        f"{times(fewer)} | {times(than_best)} | {times(both)} | {32 / whole:.3f} |"
+        f"| {task} | {kind} | {len(seeds)} | {100 * ends[fedavg]:.1f} | {top} | "
+        f"{100 * mean:.1f} +- {100 * spread:.1f} | {100 * (mean - ends[fedavg]):+.1f} | "
+        f"{times(fewer)} | {times(than_best) if has_momentum else '-'} | {times(both)} | "
+        f"{32 / whole:.3f} |"
     )
 
 
