@@ -26,6 +26,7 @@ from fedpress_protocols.errors import ConfigurationError
 from fedpress_protocols.messages import TaskConfig
 from fedpress_protocols.model import Model
 from fedpress_protocols.plan import Profile
+from fedpress_protocols.policies import automatic
 from fedpress_protocols.validation import format_validation_errors
 from fedpress_strategies import from_config
 
@@ -129,6 +130,9 @@ def summary(path: Path, found: Checked) -> Iterator[str]:
     )
     names = dict.fromkeys(profile.name for profile in config.every_profile)
     yield f"  profiles: {', '.join(names)}"
+    auto = automatic(config.policies)
+    if auto is not None:
+        yield f"  auto chooses one of them for each round, with a gap of {auto.gap:g} points"
     if not config.training.restricted:  # else nothing is trained that is not sent
         yield from _warnings({each.name: each for each in config.every_profile}.values())
     if config.retention is None:

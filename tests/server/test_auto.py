@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
 from pydantic import ValidationError
 
+from fedpress.task_file import checked, summary
 from fedpress_protocols.defaults import BITS
 from fedpress_protocols.messages import TaskConfig
 from fedpress_protocols.policies import Auto, Comparison, Course, automatic
@@ -252,3 +254,11 @@ def test_auto_beside_what_does_its_work_is_refused() -> None:
     probe_named = [{**ladder[0], "name": "probe"}, ladder[1]]
     with pytest.raises(ValidationError, match="auto's reference has the name 'probe'"):
         config(profiles=probe_named, policies=[{"id": "auto"}])
+
+
+def test_a_check_of_a_task_says_that_auto_chooses(tmp_path: Path) -> None:
+    file = tmp_path / "task.json"
+    file.write_text('{"task": "t", "rounds": 9, "cohort": {"size": 4, "minimum": 2}}')
+    lines = list(summary(file, checked(file, None)))
+    assert "  profiles: 0.4-bit, 0.28-bit, 0.2-bit, 0.14-bit, 0.1-bit, probe" in lines
+    assert "  auto chooses one of them for each round, with a gap of 0.5 points" in lines
