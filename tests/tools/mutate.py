@@ -30,7 +30,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from fnmatch import fnmatch
 from pathlib import Path
 
@@ -220,6 +220,22 @@ def chosen(num: int, seed: int) -> list[Mutant]:
     return found
 
 
+def survivors(file: Path) -> list[Mutant]:
+    """The lines of a run before that no test was seen to notice; raises SystemExit where the tree
+    is another one."""
+    names = [field.name for field in fields(Mutant)]
+    found = []
+    for row in json.loads(file.read_text()):
+        if row["outcome"] == "killed":
+            continue
+        mutant = Mutant(**{name: row[name] for name in names})
+        data = (ROOT / mutant.file).read_bytes()
+        if data[mutant.start : mutant.end].decode() != mutant.before:
+            raise SystemExit(f"{mutant.file} is not what it was when {file} was written")
+        found.append(mutant)
+    return found
+
+
 class Contexts:
     """Which tests run which line, and how much else each of them runs."""
 
@@ -298,11 +314,8 @@ def main() -> None:
     parser.add_argument("--begin", type=int, default=0, help="skip so many lines")
     parser.add_argument("--json", type=Path, help="where outcomes are kept, one by one")
     asked = parser.parse_args()
-    drawn = [each for each in chosen(asked.lines, asked.seed) if each.area in asked.areas]
-    if asked.again:
-        rows = json.loads(asked.again.read_text())
-        left = {(row["file"], row["start"]) for row in rows if row["outcome"] != "killed"}
-        drawn = [mutant for mutant in drawn if (mutant.file, mutant.start) in left]
+    drawn = survivors(asked.again) if asked.again else chosen(asked.lines, asked.seed)
+    drawn = [each for each in drawn if each.area in asked.areas]
     if asked.show:
         for mutant in drawn:
             print(f"{mutant.area:12} {mutant.file}:{mutant.line} {mutant.how}: {mutant.before!r}")
