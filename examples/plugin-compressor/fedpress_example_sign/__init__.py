@@ -1,5 +1,5 @@
 """One sign for each value, one scale for each tensor: a compressor as a plug-in."""
 
-from fedpress_example_sign.tensor_sign import TensorSign
+from .tensor_sign import TensorSign
 
 __all__ = ["TensorSign"]
