@@ -1,10 +1,10 @@
-"""What any compressor has to hold, for this one; run `pytest` in this folder."""
+"""The claims of every compressor, tested for this one; run `pytest` in this folder."""
 
 from __future__ import annotations
 
+import fedpress_example_sign as plugin
 import numpy as np
 import pytest
-from fedpress_example_sign import TensorSign
 
 from fedpress import FedpressError
 from fedpress.compressors import (
@@ -21,7 +21,7 @@ from fedpress.compressors import (
 
 SPEC = ModelSpec((TensorSpec("w", (3, 4)), TensorSpec("b", (3,)), TensorSpec("none", (0,))))
 PUBLIC = Public(SPEC, PublicRandomness(bytes(32)))
-MADE = TensorSign()
+MADE = plugin.TensorSign()
 
 
 def sent(update: np.ndarray) -> tuple[bytes, np.ndarray]:
@@ -32,7 +32,7 @@ def sent(update: np.ndarray) -> tuple[bytes, np.ndarray]:
 
 
 def test_the_package_is_found_by_its_entry_point() -> None:
-    assert compressors()["fedpress_example_sign.tensor_sign"] is TensorSign
+    assert compressors()["fedpress_example_sign.tensor_sign"] is plugin.TensorSign
     assert from_config(to_config(MADE)) == MADE
 
 
