@@ -30,16 +30,23 @@ def test_every_kind_is_in_the_union_public_and_named_once() -> None:
         for each in vars(events).values()
         if isinstance(each, type) and issubclass(each, ClientEvent) and each is not ClientEvent
     }
+    missing = {each.__name__ for each in defined - set(EVENTS)}
+    assert not missing, f"add {missing} to Event in client_sdk/fedpress_client/events.py"
     assert defined == set(EVENTS)
-    assert len({each.kind for each in EVENTS}) == len(EVENTS) == 18
+    assert len({each.kind for each in EVENTS}) == len(EVENTS), "two events have one kind"
     for each in EVENTS:
-        assert getattr(fedpress, each.__name__) is each
-        assert each.__name__ in fedpress.__all__
-        assert getattr(fedpress_client, each.__name__) is each
+        name = each.__name__
+        for package in (fedpress, fedpress_client):
+            assert getattr(package, name, None) is each, (
+                f"import {name} in {package.__file__} and add it to __all__ there"
+            )
+            assert name in package.__all__, f"add {name} to __all__ in {package.__file__}"
 
 
 def test_the_page_has_the_table_that_the_classes_give() -> None:
-    assert markdown_table() in PAGE.read_text(), "paste what events.markdown_table() returns"
+    assert markdown_table() in PAGE.read_text(), (
+        "paste what fedpress_client.events.markdown_table() returns into docs/client-events.md"
+    )
 
 
 def test_the_examples_of_the_page_run(capsys: pytest.CaptureFixture[str]) -> None:
