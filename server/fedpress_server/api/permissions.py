@@ -66,7 +66,7 @@ def permission_of(methods: Iterable[str] | None, path: str) -> Permission:
     needed = {PERMISSIONS.get((method, path)) for method in of}
     if len(needed) != 1 or (permission := needed.pop()) is None:
         raise LookupError(
-            f"{'/'.join(of)} {path}: say in api/permissions.py what an operator has "
-            "to be allowed for it"
+            f"{'/'.join(of)} {path}: say in PERMISSIONS in "
+            "server/fedpress_server/api/permissions.py what an operator has to be allowed for it"
         )
     return permission
