@@ -54,6 +54,8 @@ class Device:
         self.key = key or DeviceKey.generate()
         self.client_id = ""
         self.server_key = b""
+        self.epoch: str | None = None
+        """Of the last restore of the server that this device has heard of; its user sets it."""
 
     def sign(
         self,
@@ -102,7 +104,8 @@ class Device:
 
     def check_in(self, task: str, *pending: str, wait: float = 0.0) -> CheckInResponse | None:
         quoted = ", ".join(f'"{name}"' for name in pending)
-        body = f'{{"pending": [{quoted}], "wait": {wait}}}'
+        epoch = f', "epoch": "{self.epoch}"' if self.epoch else ""
+        body = f'{{"pending": [{quoted}], "wait": {wait}{epoch}}}'
         answer = self.json("POST", f"/v1/tasks/{task}/check-in", body)
         if answer.status_code == 204:
             assert int(answer.headers["retry-after"]) >= 0
