@@ -1,4 +1,4 @@
-"""What policies over rounds go by, as the records tell it; see `fedpress_server.policies`.
+"""Inputs of the adaptive policies, read from the records; see `fedpress_server.policies`.
 
 A course is made once, when its round opens, and kept in the round's row; the profile that a client
 is given is part of the event that gives it. Nothing here is asked again by a replay.
@@ -54,7 +54,7 @@ def course_of(
     attempt: int,
     comparison: Comparison | None = None,
 ) -> Course | None:
-    """What the task's policies make of attempt `attempt` at round `number`; None without any.
+    """Return the policies' decision for attempt `attempt` at round `number`; None without policies.
 
     `comparison` is of the round before, if that was a probe and ends in this very transaction. An
     attempt made again has the course of the first, and a continued task begins anew.
@@ -107,8 +107,8 @@ def _facts(connection: Connection, config: TaskConfig, board: Scoreboard, number
 
 
 def link_of(connection: Connection, task: str, client_id: str) -> Link:
-    """What a client's last assignments in the task tell of its way to the server."""
-    found = connection.execute(
+    """Estimate a client's link to the server from its last assignments in the task."""
+    rows = connection.execute(
         sa.select(
             assignments.c.assigned_at,
             assignments.c.receipt,
@@ -122,7 +122,7 @@ def link_of(connection: Connection, task: str, client_id: str) -> Link:
         .limit(_OF_CLIENT)
     )
     transfers, missed, has_come = [], 0, False
-    for row in found:
+    for row in rows:
         has_come |= row.num_bytes is not None
         if row.began_at is not None:
             before = max(0.0, row.began_at - row.assigned_at)
@@ -191,8 +191,10 @@ class Rates:
     async def profiles_for(
         self, config: TaskConfig, attempt: Attempt, client_ids: Sequence[str], now: float
     ) -> list[str | None]:
-        """What each of these clients is to use in the attempt, if it is given a place: the name of
-        a profile, None where the plan has but one or gives them in turn."""
+        """Choose each client's profile in the attempt, in the order of `client_ids`.
+
+        The name of a profile; None where the plan has only one or assigns them in turn.
+        """
         course, plan = attempt.course, attempt.terms.plan
         policy, guard = bandwidth_aware(config.policies), prober(config.policies)
         if course is None or len(plan.profiles) == 1:
@@ -203,16 +205,20 @@ class Rates:
         referring = sum(part.profile == reference for part in own) if reference else 0
         bodies, links = await self._known(config.task, client_ids if policy is not None else ())
         sizes = await self._sizes(attempt, bodies) if policy is not None else {}
-        left = config.round_seconds if config.asynchronous else attempt.round.deadline - now
+        remaining_seconds = (
+            config.round_seconds if config.asynchronous else attempt.round.deadline - now
+        )
         chosen: list[str | None] = []
         for place, client_id in enumerate(client_ids, len(own)):
             name, may_refer = names[0], True
             if policy is not None:
                 link = links[client_id]
                 in_order = [sizes[each] for each in names]
-                name = names[choose(policy, link, in_order, left, bodies.before)]
+                name = names[choose(policy, link, in_order, remaining_seconds, bodies.before)]
                 if reference is not None:
-                    may_refer = fits(policy, link, sizes[reference], left, bodies.before)
+                    may_refer = fits(
+                        policy, link, sizes[reference], remaining_seconds, bodies.before
+                    )
             due = guard.references_among(place + 1) if guard is not None else 0
             if reference is not None and may_refer and referring < due:
                 name, referring = reference, referring + 1

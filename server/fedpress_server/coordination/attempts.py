@@ -85,16 +85,16 @@ class Attempt:
 
     def terms_of(self, assignment: str) -> RoundTerms:
         """Under which the assignment's upload is read."""
-        given = self.round.parts[assignment].given
-        return self.terms if given is None else replace(self.terms, plan=self.earlier[given])
+        plan_key = self.round.parts[assignment].given
+        return self.terms if plan_key is None else replace(self.terms, plan=self.earlier[plan_key])
 
     def taking_over(
         self, ended: Attempt, opening: CarriedOver, now: float
     ) -> tuple[Attempt, tuple[Effect, ...]]:
         """This new attempt with what it takes over from the one before, and what must be done."""
         plans = {**ended.earlier, ended.key[1:]: ended.terms.plan}
-        given = {(each.round, each.attempt) for each in opening.carried}
-        begun = replace(self, earlier={key: plans[key] for key in sorted(given)})
+        earlier_keys = {(each.round, each.attempt) for each in opening.carried}
+        begun = replace(self, earlier={key: plans[key] for key in sorted(earlier_keys)})
         return begun.after(opening, now)
 
     def after(self, event: Event, now: float) -> tuple[Attempt, tuple[Effect, ...]]:
@@ -135,11 +135,11 @@ class Attempt:
         return self.round.phase == "collecting" and self.round.admits(client_id)
 
     def assignment_of(self, client_id: str) -> Assignment | None:
-        """What the client still has to do."""
-        found = self.round.part_of(client_id)
-        if not self.round.takes_uploads or found is None or not found[1].is_open:
+        """Return the client's open assignment; None without one or once uploads are closed."""
+        newest = self.round.part_of(client_id)
+        if not self.round.takes_uploads or newest is None or not newest[1].is_open:
             return None
-        name, part = found
+        name, part = newest
         return Assignment(
             assignment=name,
             client_id=client_id,
@@ -165,18 +165,18 @@ class Attempt:
 
     @property
     def staged(self) -> tuple[StagedUpload, ...]:
-        """Where the uploads lie that wait for the fold, in the order of their assignments."""
-        found = []
+        """The staged uploads that wait for the fold, in the order of `Round.staged`."""
+        uploads = []
         for name in self.round.staged:
             part, own = self.round.parts[name], self.terms_of(name)
             if part.upload is not None:
                 where = upload_name(self.key_of(name), name, part.upload)
                 profile = own.profile(part.index, part.profile)
                 staleness = self.round.staleness(part)
-                found.append(
+                uploads.append(
                     StagedUpload(where, part.upload, profile, part.client_id, own.plan, staleness)
                 )
-        return tuple(found)
+        return tuple(uploads)
 
     def spent(self, follows: Attempt | None) -> tuple[str, ...]:
         """The files and folders of uploads that nothing leads to once this attempt is over."""

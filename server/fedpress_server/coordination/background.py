@@ -1,4 +1,4 @@
-"""What a server does beside requests: services that may be broken off, and work that may not."""
+"""Background work of a server: services that may be cancelled, and work that may not."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Background:
         return await asyncio.shield(self.finish(work))
 
     async def in_thread(self, work: Callable[..., T], *args: Any) -> T:
-        """What is logged there is about what is logged here."""
+        """Run `work(*args)` in a thread, with the caller's context (log fields included)."""
         run = copy_context().run
         return await asyncio.get_running_loop().run_in_executor(self._threads, run, work, *args)
 

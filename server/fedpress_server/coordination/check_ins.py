@@ -1,4 +1,4 @@
-"""What devices ask for: news, work, the fate of what they sent; and who of them gets work."""
+"""Device check-ins: task news, assignments and receipts, and the choice of who is assigned."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ _log = logging.getLogger(__name__)
 
 
 class CheckIns:
-    """What devices are told, and how places are given to them."""
+    """Answers to check-ins, and the assignment of places to devices."""
 
     def __init__(
         self,
@@ -92,7 +92,7 @@ class CheckIns:
         return await self.wait_for(name, look, request.wait)
 
     def window(self, client_id: str, name: str, request: CheckInRequest) -> Window:
-        """When a device that was told nothing is to come back."""
+        """Return the time window in which a device without an assignment checks in again."""
         task = self._store.get(name)
         attempt, members = task.attempt, task.config.members
         is_member = not members or client_id in members
@@ -105,8 +105,11 @@ class CheckIns:
     async def wait_for(
         self, name: str, look: Callable[[], Awaitable[T | None]], seconds: float
     ) -> T | None:
-        """What `look` finds, now or at the task's next news; None after `seconds` without any.
-        Raises Unavailable, at once and in the midst of it, where the server is about to stop."""
+        """Return the first result of `look` that is not None, calling it now and at each news of
+        the task; None after `seconds` without one.
+
+        Raises Unavailable, even while it waits, where the server is about to stop.
+        """
         with self._background.until_stopping(self._stopping):
             task = await self._store.fresh(name)
             loop = asyncio.get_running_loop()
@@ -116,12 +119,12 @@ class CheckIns:
                 answer = await look()
                 if answer is not None:
                     return answer
-                left = until - loop.time()
-                if left <= 0:
+                remaining_seconds = until - loop.time()
+                if remaining_seconds <= 0:
                     return None
                 try:
                     with self._metrics.waiting.track_inprogress():
-                        async with asyncio.timeout(left):
+                        async with asyncio.timeout(remaining_seconds):
                             await news.wait()
                 except TimeoutError:
                     return None

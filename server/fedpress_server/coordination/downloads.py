@@ -55,8 +55,8 @@ class Downloads:
             outages.tell(_log, exc, "%d bytes sent could not be booked", num_bytes)
 
     def _downloader(self, client_id: str, task: str) -> RoundKey | None:
-        found = self._store.tasks.get(task)
-        if found is None or found.attempt is None:
+        live = self._store.tasks.get(task)
+        if live is None or live.attempt is None:
             return None
-        part = found.attempt.round.part_of(client_id)
-        return found.attempt.key if part is not None and part[1].is_open else None
+        part = live.attempt.round.part_of(client_id)
+        return live.attempt.key if part is not None and part[1].is_open else None

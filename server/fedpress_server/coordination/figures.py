@@ -1,4 +1,4 @@
-"""What is so at the moment at which metrics are asked for, and how long rounds' phases took."""
+"""Gauges computed when metrics are scraped, and the durations of rounds' phases."""
 
 from __future__ import annotations
 
@@ -93,10 +93,10 @@ def _state(part: Part) -> str:
 
 
 class Phases:
-    """How long each attempt has been in its phase, as this process saw it begin.
+    """Time of each attempt in its phase, for phases that this process saw begin.
 
-    Of several servers the one that ends a phase tells how long it was. What began before this
-    process did is not told of.
+    Of several servers the one that ends a phase records its duration. A phase that began before
+    this process did is not recorded.
     """
 
     def __init__(self, metrics: Metrics) -> None:

@@ -286,23 +286,26 @@ class JobRunner:
         return Folded(made, stop, evaluation.best(rated, terms))
 
     async def _compared(self, task: LiveTask, key: RoundKey, job: FoldJob) -> dict[str, Any] | None:
-        """What the attempt came to as a probe, if it is one; the model does not hang on it."""
+        """Return the comparison of an attempt that is a probe; None for any other.
+
+        A failure is logged and gives None: the model does not depend on the comparison.
+        """
         probing, attempt = prober(task.config.policies), task.attempt
         course = attempt.course if attempt is not None and attempt.key == key else None
         if probing is None or course is None or not course.probe:
             return None
         try:
-            found = await self._background.in_thread(
+            comparison = await self._background.in_thread(
                 compare, job.terms, job.uploads, probing.reference.name
             )
         except FedpressError:
             _log.exception("task %s round %d.%d cannot be compared", *key)
             return None
-        if found is None:
+        if comparison is None:
             return None
-        if found.progress is not None:
-            self._metrics.progress.labels(key[0]).set(found.progress)
-        return found.model_dump(mode="json")
+        if comparison.progress is not None:
+            self._metrics.progress.labels(key[0]).set(comparison.progress)
+        return comparison.model_dump(mode="json")
 
     def _folded(self, job: FoldJob, session: Session | None) -> FoldResult:
         if session is None:

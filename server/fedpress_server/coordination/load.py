@@ -1,4 +1,4 @@
-"""How busy a server is, as those feel it who wait for their turn on its event loop."""
+"""Load of a server, measured as the delay of its event loop."""
 
 from __future__ import annotations
 

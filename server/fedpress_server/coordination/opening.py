@@ -76,7 +76,7 @@ class RoundCarryover:
 
     @classmethod
     def beginning(cls, model: str, spec: ModelSpec) -> RoundCarryover:
-        """What a task has that begins, or goes on, with this model."""
+        """Return the carry-over of a task that starts, or continues, with this model."""
         return cls(model, spec, model)
 
     @classmethod
@@ -118,7 +118,7 @@ class Chosen(NamedTuple):
 
 
 def chosen_profiles(config: TaskConfig, carryover: RoundCarryover, number: int) -> Chosen:
-    """Which profiles round `number` has: the schedule's, and after it those that policies choose.
+    """Choose the profiles of round `number`: the schedule's, and after it those of the policies.
 
     It is decided once, when the round is opened; the plan keeps the answer, and no replay asks.
     """
@@ -147,8 +147,10 @@ def history_before(
     opens: OpenRound,
     ended: Event,
 ) -> History:
-    """What the profiles of the round that `opens` hang on; `ended` ends the one before. `board` is
-    the task's."""
+    """Read the history that the profiles of the round opened by `opens` depend on.
+
+    `ended` is the event that ends the round before; `board` is the task's scoreboard.
+    """
     after = config.schedule_after
     uploaded: tuple[int, ...] = ()
     if config.schedule:

@@ -1,9 +1,10 @@
-"""When devices with nothing to do come back: few of them together, many one after the other.
+"""Pace steering: time windows for the next check-in of devices without an assignment.
 
     pace = pace.heard(now, seconds)
     pace, window = pace.window(now, outcome, opens_at)
 
-A server that tells everybody the same pause gets everybody back at once. Here each device is given
+A few devices come back together, many one after the other. A server that tells everybody the same
+pause gets everybody back at once. Here each device is given
 a window of its own, and draws a moment in it. A round of a small population opens with all who can
 come: their windows begin at one moment, the next of a common beat or the round's own. Of a large
 one no more than `budget` come in a second: whoever finds the beat taken is booked behind those
@@ -47,8 +48,8 @@ class Window:
 
 @dataclass(frozen=True, slots=True)
 class Pace:
-    """What a server keeps of the check-ins so far; `budget` in check-ins per second, `pause` in
-    seconds. Times are seconds of one clock."""
+    """Statistics and bookings of the check-ins so far; `budget` in check-ins per second, `pause`
+    in seconds. Times are seconds of one clock."""
 
     budget: float
     pause: float
@@ -88,25 +89,27 @@ class Pace:
     def window(
         self, now: float, outcome: Outcome, opens_at: float | None = None
     ) -> tuple[Pace, Window]:
-        """When one device is to come back; `opens_at`: when the task's next round is expected, if
-        that is known."""
+        """Return the updated pace, and the window in which one device checks in again.
+
+        `opens_at`: the expected opening of the task's next round, None if it is not known.
+        """
         if outcome == "rejected":
-            due = self._beat(now, _FAR_BEATS)
-            slot = min(max(due, self.far_until), now + _FARTHEST)
+            beat = self._beat(now, _FAR_BEATS)
+            slot = min(max(beat, self.far_until), now + _FARTHEST)
             far_until = slot + 1.0 / (self.affordable * _FAR_SHARE)
-            return replace(self, far_until=far_until), self._from(now, due, slot)
-        due = self._beat(now, 1)
-        if opens_at is not None and now + self.pause * _SPREAD < opens_at < due:
-            due = opens_at
-        slot = min(max(due, self.booked_until), now + _FARTHEST)
+            return replace(self, far_until=far_until), self._from(now, beat, slot)
+        beat = self._beat(now, 1)
+        if opens_at is not None and now + self.pause * _SPREAD < opens_at < beat:
+            beat = opens_at
+        slot = min(max(beat, self.booked_until), now + _FARTHEST)
         gap = 1.0 / (self.affordable * (1.0 - _FAR_SHARE))
-        return replace(self, booked_until=slot + gap), self._from(now, due, slot)
+        return replace(self, booked_until=slot + gap), self._from(now, beat, slot)
 
     def _beat(self, now: float, number: int) -> float:
         """The `number`th beat from now; one that is hardly away any more is not counted."""
         return (floor(now / self.pause + _SPREAD) + number) * self.pause
 
     def _from(self, now: float, due: float, slot: float) -> Window:
-        """Who stands behind many others draws from a longer window: their bookings are as vague."""
+        """Window from `slot` on, relative to `now`; a longer one behind many other bookings."""
         narrow = _SPREAD * self.pause
         return Window(slot - now, slot - now + (narrow if slot - due < narrow else self.pause))

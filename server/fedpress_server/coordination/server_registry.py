@@ -44,7 +44,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class FleetCounts:
-    """What one server, or several, have seen of devices: sums, which can be added up."""
+    """Device counters of one server or several: sums, which can be added up."""
 
     since: float
     """Unix seconds: when the first of them was started."""
@@ -60,15 +60,15 @@ class FleetCounts:
 
     @classmethod
     def of(cls, metrics: Metrics) -> FleetCounts:
-        sent = {str(kind): each.value for (kind,), each in metrics.egress}
+        egress = {str(kind): each.value for (kind,), each in metrics.egress}
         return cls(
             metrics.since,
             tuple(metrics.uplink.labels().counts),
             tuple(metrics.clock_skew.labels("ahead").counts),
             tuple(metrics.clock_skew.labels("behind").counts),
             int(metrics.uplink_unmeasured.labels().value),
-            int(sent.get("download", 0)),
-            int(sent.get("answer", 0)),
+            int(egress.get("download", 0)),
+            int(egress.get("answer", 0)),
             int(sum(each.value for _, each in metrics.staged_bytes)),
             int(sum(each.value for _, each in metrics.staged_float32_bytes)),
         )
@@ -221,8 +221,8 @@ class ServerRegistry:
             await asyncio.sleep(0.05)
 
     async def fleet(self) -> FleetStatus:
-        """What all servers that run have seen since each was started."""
-        metrics, seen = self._metrics, FleetCounts.of(self._metrics)
+        """Add up the device counters of all running servers, each since its start."""
+        metrics, total = self._metrics, FleetCounts.of(self._metrics)
         listed = list[ServerSince]()
         for each in await self._running():
             if each.role not in ("all", "api"):
@@ -230,25 +230,25 @@ class ServerRegistry:
             try:
                 counts = FleetCounts.from_json(each.fleet)
                 if not self._is_this(each):
-                    seen = seen.plus(counts)
+                    total = total.plus(counts)
             except (KeyError, TypeError, ValueError):
                 _log.warning("%s is of another release: its devices are not counted", each.name)
                 continue
             listed.append(ServerSince(server=each.name, since=counts.since))
-        sent = seen.download_bytes + seen.answer_bytes
+        sent = total.download_bytes + total.answer_bytes
         return FleetStatus(
             server=self.name,
-            since=seen.since,
-            uplink_bits_per_second=_spread(metrics.uplink.labels(), seen.uplink),
-            uplink_unmeasured=seen.uplink_unmeasured,
-            clocks_ahead_seconds=_spread(metrics.clock_skew.labels("ahead"), seen.ahead),
-            clocks_behind_seconds=_spread(metrics.clock_skew.labels("behind"), seen.behind),
-            download_bytes=seen.download_bytes,
-            answer_bytes=seen.answer_bytes,
+            since=total.since,
+            uplink_bits_per_second=_spread(metrics.uplink.labels(), total.uplink),
+            uplink_unmeasured=total.uplink_unmeasured,
+            clocks_ahead_seconds=_spread(metrics.clock_skew.labels("ahead"), total.ahead),
+            clocks_behind_seconds=_spread(metrics.clock_skew.labels("behind"), total.behind),
+            download_bytes=total.download_bytes,
+            answer_bytes=total.answer_bytes,
             egress_cost=metrics.cost(sent),
             egress_currency=metrics.currency,
-            staged_bytes=seen.staged_bytes,
-            staged_float32_bytes=seen.staged_float32_bytes,
+            staged_bytes=total.staged_bytes,
+            staged_float32_bytes=total.staged_float32_bytes,
             servers=tuple(listed),
         )
 

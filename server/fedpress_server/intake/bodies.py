@@ -41,7 +41,7 @@ class Body:
         return self._reading is not None and not self._is_evicted and self.arrived > 0
 
     def seconds_in_all(self, now: float) -> float:
-        """How long the whole takes at the rate so far."""
+        """Estimate the seconds that the whole body takes at the rate so far."""
         return (now - self.began_at) * self.length / self.arrived
 
     @asynccontextmanager
@@ -97,7 +97,7 @@ class Body:
 
 
 class BytesInFlight:
-    """How many upload bytes are in memory, no more than `limit` in all; a body alone always fits.
+    """Limit on the upload bytes in memory, `limit` in all; a body alone always fits.
 
     One body at a time of each sender, MAX_PER_DEVICE of a device.
     """

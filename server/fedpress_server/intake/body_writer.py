@@ -38,8 +38,11 @@ class _Body:
             self.written.set_result(None)
 
     def outcome(self) -> Any:
-        """What was found; raises the failure. Neither is kept: an error leads to the frames that it
-        passed, and from there here, and the body would outlive them all in that cycle."""
+        """Return the result or raise the failure, once; neither is kept.
+
+        An error refers to the frames that it passed, and they refer to this object: the body
+        would outlive them all in that cycle.
+        """
         found, failure = self.found, self.failure
         self.found = self.failure = None
         if failure is None:

@@ -59,8 +59,8 @@ _REMEMBERED = 64
 
 @dataclass(frozen=True, slots=True)
 class PartLimits:
-    """What uploads by parts may take of a server: bytes of one part, bytes that all of them may
-    come to, seconds that one is kept after its last part."""
+    """Limits on uploads by parts: bytes of one part, bytes promised to all of them together,
+    seconds that one is kept after its last part."""
 
     part_bytes: int
     promised_bytes: int
@@ -82,7 +82,7 @@ class Turn:
             raise RequestTimeout("a newer request took this upload over")
 
     async def read(self, reading: Coroutine[Any, Any, bytes]) -> bytes:
-        """What `reading` gives, unless a newer request comes before it does: see `check`."""
+        """Return the result of `reading`; raise as `check` does if a newer request comes first."""
         read = asyncio.ensure_future(reading)
         overtaken = asyncio.ensure_future(self._overtaken.wait())
         try:
@@ -257,7 +257,7 @@ class Resumable:
         return new, None if old is None else old.partial
 
     async def held(self, slot: UploadSlot, partial: str) -> PartialUpload:
-        """How far the upload has come; raises UnknownPartial."""
+        """Return the progress of the upload; raises UnknownPartial."""
         return self._told(await self._record(slot, partial))
 
     async def check_part(self, slot: UploadSlot, partial: str, offset: int, length: int) -> None:

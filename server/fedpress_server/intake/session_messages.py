@@ -69,7 +69,7 @@ class SessionMessages:
     async def poll(
         self, device: Device, assignment: str, step: Answer, wait: float
     ) -> bytes | None:
-        """What the server says after `step`, or None after `wait` seconds without it.
+        """Return the server's message after `step`, or None after `wait` seconds without it.
 
         Raises as `post` does, and RoundClosed once the attempt is over: the receipt tells the rest.
         """

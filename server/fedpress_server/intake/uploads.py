@@ -39,7 +39,7 @@ _ARRIVALS = 65536
 
 @dataclass(frozen=True, slots=True)
 class UploadSlot:
-    """Where an upload may go: an assignment of the device that asks."""
+    """Destination of an upload: an assignment of the requesting device."""
 
     record: AssignmentRecord
     max_body_bytes: int
@@ -49,8 +49,8 @@ class UploadSlot:
 
 @dataclass(frozen=True, slots=True)
 class Arrival:
-    """How the bytes of an assignment's body have come so far: the first at `began_at`, and they
-    were on their way for so many `seconds`, pauses between parts not among them."""
+    """Transfer of an assignment's body so far: `num_bytes`, the first at `began_at`, in `seconds`
+    of transfer without the pauses between parts."""
 
     num_bytes: int
     began_at: float
@@ -114,12 +114,15 @@ class Intake:
         )
 
     def _travelled(self, assignment: str, num_bytes: int) -> tuple[float | None, float | None]:
-        """When the first byte of a body came, and how many seconds all of them took: those that
-        another process took in count at the speed of those that came here."""
-        found = self._arrivals.pop(assignment, None)
-        if found is None or not found.num_bytes:
+        """Return the arrival time of a body's first byte and the seconds of the whole transfer,
+        (None, None) if nothing arrived here.
+
+        Bytes that another process received count at the speed of those that came here.
+        """
+        arrival = self._arrivals.pop(assignment, None)
+        if arrival is None or not arrival.num_bytes:
             return None, None
-        return found.began_at, found.seconds * num_bytes / found.num_bytes
+        return arrival.began_at, arrival.seconds * num_bytes / arrival.num_bytes
 
     async def admit(self, slot: UploadSlot, digest: str) -> None:
         """Raises RoundClosed or UpdateConflict if an upload of this SHA-256 need not be read."""

@@ -138,7 +138,7 @@ class Round:
 
     @cached_property
     def may_come(self) -> int | None:
-        """How many members might still be assigned; None: there may be any number."""
+        """Number of members that might still be assigned; None for any number."""
         if self.rules.members is None:
             return None
         return len(self.rules.members - self._taken_clients())
@@ -148,7 +148,7 @@ class Round:
 
     @property
     def next_deadline(self) -> float:
-        """When `DeadlinePassed` has something to do, while uploads are collected."""
+        """Time of the next `DeadlinePassed` that has an effect, while uploads are collected."""
         return self.deadline
 
     def admits(self, client_id: str) -> bool:
@@ -168,7 +168,7 @@ class Round:
         return {part.client_id: name for name, part in self.parts.items()}
 
     def staleness(self, part: Part) -> int:
-        """How many models its own is behind the newest."""
+        """Number of models that the part's own is behind the newest."""
         return 0
 
     @property

@@ -1,8 +1,8 @@
-"""Who of the devices that wait is assigned: policies over a table of candidates, and the wait.
+"""Selection of clients: policies over a table of waiting candidates, and the selection window.
 
-No I/O, no clock, no chance in here: what is known of the candidates, the time and the stream of
-random numbers come in from outside. What was chosen becomes an event of the round, and so a replay
-asks nobody again.
+Pure, without I/O, clock or randomness of its own: the candidates' attributes, the time and the
+stream of random numbers are arguments. A selection becomes an event of the round, so that a replay
+does not select again.
 """
 
 from __future__ import annotations
@@ -178,7 +178,7 @@ def _split(weights: Sequence[int], places: int) -> tuple[list[int], list[int]]:
 
 @dataclass(slots=True)
 class Candidates:
-    """Which devices wait for a place in a task, as far as this process has seen.
+    """Devices that wait for a place in a task, as far as this process has seen.
 
     A device stays for `patience` seconds after its last check-in: between two of them it is not
     connected, and still waits. Lost in a restart, after which devices check in again.
@@ -213,7 +213,7 @@ class Candidates:
         return self._looks.get(client_id, 0) if client_id in self._seen else 0
 
     def waiting(self, now: float) -> tuple[str, ...]:
-        """Who waits, whoever has come back last last."""
+        """Return the clients that wait, ordered by their last check-in, latest last."""
         self._let_go(now)
         return tuple(self._seen)
 

@@ -169,14 +169,14 @@ class Session:
         return tuple(self.seats[cohort.members[slot].certificate.identity] for slot in slots)
 
     def answer(self, step: Answer, identity: bytes) -> bytes | None:
-        """What the server says to this client after its `step`; None while it is not there.
+        """Return the server's message to this client after its `step`; None until it is ready.
 
-        Raises Forbidden for one that the session does not know, RoundClosed for one it has lost.
+        Raises Forbidden for a client that the session does not know, RoundClosed for one it lost.
         """
         if step == "offer":
             return self.machine.offer.to_bytes()
-        found = self.machine.answer(_ANSWERS[step], identity)
-        return None if found is None else found.to_bytes()
+        message = self.machine.answer(_ANSWERS[step], identity)
+        return None if message is None else message.to_bytes()
 
     @property
     def status(self) -> SessionStatus:
@@ -192,10 +192,10 @@ class Session:
         )
 
     def _asked(self, step: Step) -> int:
-        """How many clients the step is for: those that answered the one before."""
-        asked = {"advertise": self.began, "shares": len(self.machine.advertised)}
-        asked |= {"masked": len(self.machine.sharers)}
-        return asked.get(step, len(self.machine.survivors))
+        """Number of clients that the step is for: those that answered the one before."""
+        expected = {"advertise": self.began, "shares": len(self.machine.advertised)}
+        expected |= {"masked": len(self.machine.sharers)}
+        return expected.get(step, len(self.machine.survivors))
 
     def _counting(self, kind: type[ClientMessage]) -> Session:
         step = next(step for step, said in MESSAGES.items() if said is kind)
