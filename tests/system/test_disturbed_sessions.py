@@ -118,7 +118,7 @@ def test_one_saboteur_of_twenty_is_left_out_by_a_server_process(
             masking=MaskingTerms(),
             profiles=(Profile(name="one", compressor=feedback),),
             cohort=CohortRules(size=20, minimum=15),
-            round_seconds=40,  # then a session begins without the one that is left out
+            round_seconds=60,  # then a session begins without the one that is left out
         )
         operator.create_task(config)
         token = operator.create_token(uses=20)
@@ -145,21 +145,24 @@ def test_one_saboteur_of_twenty_is_left_out_by_a_server_process(
             thread.start()
         for device, thread in zip(devices, threads, strict=True):
             if device is not saboteur:
-                thread.join(240)
+                thread.join(500)
                 assert not thread.is_alive(), "a device hangs"
         with server.operator() as operator:
-            first, *others = operator.rounds(TASK)
+            statuses = operator.rounds(TASK)
             names = operator.audit().entries
     finally:
         for device in devices:
             if device.client is not None:
                 device.client.stop()
         server.stop()
+    # On a slow machine an attempt may end before enough devices are there: it has no session.
+    sessions = [each for each in statuses if each.session is not None]
+    first, *others = sessions
     assert session_of(first)[0] == (client_id(saboteur),)
     assert [(each.state, each.included) for each in others] == [("committed", 19)] * 2
     disturbed = [entry.details["clients"] for entry in names if entry.action == "session.disturbed"]
     assert disturbed == [[client_id(saboteur)]]
-    record_property("sessions", 1 + len(others))
+    record_property("sessions", len(sessions))
 
 
 def test_who_was_named_stays_out_over_a_restart(world: World) -> None:
