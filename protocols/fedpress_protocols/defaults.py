@@ -28,7 +28,7 @@ def completed(fields: Mapping[str, Any]) -> dict[str, Any]:
     its own; else as they are. What a task says by itself stays as it says it."""
     made = dict(fields)
     policies = made.get("policies") or ({"id": "auto"},)
-    if made.get("profiles") or not _is_ours(policies):
+    if made.get("profiles") is not None or not _is_ours(policies):
         return made
     is_masked = made.get("lane", "clear") == "masked"
     rounds = made.get("rounds")

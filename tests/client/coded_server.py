@@ -28,8 +28,8 @@ BITS = 12
 
 def rounded(model: Model) -> Model:
     found = np.empty_like(model.parameters)
-    for where in model.spec.slices.values():
-        found[where] = on_grid(model.parameters[where], BITS)
+    for tensor, where in zip(model.spec.trained, model.spec.slices.values(), strict=True):
+        found[where] = on_grid(tensor, model.parameters[where], BITS)
     return model.with_parameters(found)
 
 

@@ -139,7 +139,7 @@ def telling(monkeypatch: pytest.MonkeyPatch) -> type:
     """A compressor that sends what differs from what the models tell, known for one test."""
     monkeypatch.setattr(registry, "_by_id", dict(registry.compressors()))
 
-    @registry.compressor("test-telling")
+    @registry.compressor("tests.telling")
     @dataclass(frozen=True, slots=True)
     class Telling(registry.Stateless):
         @property

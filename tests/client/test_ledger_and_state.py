@@ -266,7 +266,7 @@ def momentum(monkeypatch: pytest.MonkeyPatch) -> type:
     """A compressor that remembers something, known for one test."""
     monkeypatch.setattr(registry, "_by_id", dict(registry.compressors()))
 
-    @registry.compressor("test-momentum")
+    @registry.compressor("tests.momentum")
     @dataclass(frozen=True, slots=True)
     class Momentum:
         factor: float = 0.5

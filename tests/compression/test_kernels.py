@@ -608,7 +608,7 @@ def test_the_choice_follows_the_setting_and_what_is_there() -> None:
     assert kernels.choose("numba", installed=True) == "numba"
     with pytest.raises(MissingExtra, match=r"fedpress\[fast\]"):
         kernels.choose("numba", installed=False)
-    with pytest.raises(ConfigurationError, match="FEDPRESS_KERNELS is 'cuda'"):
+    with pytest.raises(ConfigurationError, match=r"FEDPRESS_KERNELS must be .* not 'cuda'"):
         kernels.choose("cuda", installed=True)
     with pytest.raises(AttributeError):
         _ = kernels.no_such_kernel

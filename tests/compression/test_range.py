@@ -324,9 +324,9 @@ def test_layouts_that_no_body_can_carry_are_refused(field: Field) -> None:
 def test_contexts_must_be_there_where_a_grid_names_them() -> None:
     layout = (Positions(8, 8, "range", Grid(("a",), ((2, 4),), "drift")),)
     symbols = (np.array([1], np.int64),)
-    with pytest.raises(ConfigurationError, match="in the context of drift, and has none"):
+    with pytest.raises(ConfigurationError, match="needs the contexts drift, but has none"):
         encode(symbols, layout)
-    with pytest.raises(ConfigurationError, match="and has 3 of its contexts"):
+    with pytest.raises(ConfigurationError, match="but has 3 of its contexts"):
         encode(symbols, layout, (np.zeros(3, np.uint8),))
     with pytest.raises(ConfigurationError, match="2 contexts for 1 fields"):
         encode(symbols, layout, (None, None))

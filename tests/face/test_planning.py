@@ -305,7 +305,7 @@ def test_the_masked_lane_counts_the_session_and_refuses_what_it_cannot_carry() -
         assert each["session_bytes"]["sent"] > 0
     alone = fedpress("50826", "--link", "1", "--lane", "masked", "--cohort", "2")
     assert isinstance(alone.exception, ConfigurationError)
-    assert "says too much of each client" in str(alone.exception)
+    assert "reveals too much of each client" in str(alone.exception)
 
 
 def test_real_updates_take_the_place_of_drawn_ones() -> None:

@@ -440,7 +440,7 @@ EF21 = {"id": "ef21", "inner": {"id": "topk", "fraction": 0.5}}
         ({"cohort": {"size": 2, "minimum": 1}}, "set both to the same"),
         (
             {"cohort": {"size": 2, "minimum": 2, "over_selection": 1.5}},
-            "asynchronous.concurrency says",
+            "set asynchronous.concurrency",
         ),
         ({"asynchronous": {"concurrency": 0}}, "must be 1 or more"),
         ({"strategy": {"id": "fedavg"}}, "choose fedbuff or fedasync"),

@@ -302,7 +302,7 @@ def test_any_row_that_is_changed_is_found(
 
 def test_verification_needs_a_database_of_this_schema(tmp_path: Path) -> None:
     url = f"sqlite:///{tmp_path / 'none.db'}"
-    with pytest.raises(ConfigurationError, match="there is no server database"):
+    with pytest.raises(ConfigurationError, match="there is no server's database"):
         asyncio.run(audit.verified(url, []))
     assert not (tmp_path / "none.db").exists()
     Database(url).close()

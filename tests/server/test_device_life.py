@@ -185,7 +185,7 @@ def test_whoever_was_let_in_stays_in(servers: list[Server], clock: Clock) -> Non
     assert operator.post(f"{path}/approve")["decided_at"] is None
     operator.post(f"{path}/revoke")
     for word in ("approve", "reject"):
-        with pytest.raises(Conflict, match="for good"):
+        with pytest.raises(Conflict, match="final"):
             operator.post(f"{path}/{word}")
     for word in ("approve", "reject", "revoke"):
         with pytest.raises(NotFound):

@@ -172,7 +172,7 @@ def test_a_full_disk_is_two_lines_of_the_log(
         for _ in range(20):  # deadlines that cannot pass, jobs that cannot be done
             clock.advance(600)
             http.call(anyio.sleep, 0.1)
-        meanwhile = [each for each in caplog.messages if "make room" not in each]
+        meanwhile = [each for each in caplog.messages if "free some space" not in each]
         assert is_ready(http) == 503
         disk.free()
         http.call(anyio.sleep, 4.1)
@@ -184,7 +184,7 @@ def test_a_full_disk_is_two_lines_of_the_log(
         for line in caplog.messages
         if "free some space, and the server resumes by itself" in line
     ]
-    over = [line for line in caplog.messages if line.startswith("there is room")]
+    over = [line for line in caplog.messages if line.endswith("has disk space again")]
     assert len(full) == len(over) == 2
     assert meanwhile == []
 

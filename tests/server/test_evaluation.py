@@ -137,8 +137,8 @@ def test_of_more_groups_than_can_be_shown_the_largest_are(
 @pytest.mark.parametrize(
     ("fields", "says"),
     [
-        ({"classes": counts(a=(2, 3))}, "3 correct of 2"),
-        ({"classes": counts(a=(6, 3), b=(5, 1))}, "11 examples in all, of 10"),
+        ({"classes": counts(a=(2, 3))}, r"at most num_examples \(2\), not 3"),
+        ({"classes": counts(a=(6, 3), b=(5, 1))}, r"11 examples, more than num_examples \(10\)"),
         ({"classes": {f"c{i}": {"num_examples": 1, "correct": 1} for i in range(1001)}}, "1000"),
         ({"classes": {"a b": {"num_examples": 1, "correct": 1}}}, "classes"),
         ({"attributes": {"a": "x" * 65}}, "attributes"),

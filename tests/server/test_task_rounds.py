@@ -232,7 +232,7 @@ def test_an_update_that_breaks_the_model_gives_every_upload_back(
     answer = device.check_in("digits", pending, wait=30)
     assert answer is not None
     assert answer.receipts[0].receipt.reason == "round-abandoned"
-    assert "outgrew float16" in history(operator)[0].reason
+    assert "beyond float16's maximum" in history(operator)[0].reason
 
 
 def test_a_plan_names_the_earlier_models_that_its_profiles_read(

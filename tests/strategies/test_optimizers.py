@@ -307,7 +307,7 @@ def test_every_strategy_has_an_example_and_says_what_it_is(name: str) -> None:
         ({"id": "qfedavg"}, {}, "set training.learning_rate"),
         ({"id": "qfedavg", "q": -1}, TERMS, r"q must lie in \[0, 10\]"),
         ({"id": "ema", "decay": 1}, {}, r"decay must lie in \[0, 1\)"),
-        ({"id": "ema", "inner": {"id": "nothing"}}, {}, "no strategy 'nothing'"),
+        ({"id": "ema", "inner": {"id": "nothing"}}, {}, "no strategy has the id 'nothing'"),
         ({"id": "fedper", "personal": [""]}, {}, "personal"),
     ],
 )

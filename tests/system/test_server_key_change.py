@@ -98,7 +98,7 @@ def test_a_masked_session_ends_under_the_key_that_its_round_was_opened_with(
 def test_a_round_that_opens_after_the_change_is_signed_with_the_new_key(world: World) -> None:
     world.begin(3, cohort={"size": 3, "minimum": 3})
     devices = world.enrol(3)
-    before = world.attempt.opened_at
+    before = world.clock()
     keys = world.server.app.services.server_keys
     old = keys.current.key_id
     world.clock.advance(1)

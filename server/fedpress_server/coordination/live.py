@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
+from contextvars import Context, copy_context
 from dataclasses import dataclass, field
 
 from fedpress_protocols.messages import TaskConfig, TaskSummary
@@ -28,6 +29,8 @@ class PendingCommand:
 
     command: Command
     outcome: asyncio.Future[Outcome] | None
+    context: Context = field(default_factory=copy_context)
+    """Of whoever gave the command: what its log lines are about."""
 
     def succeed(self, outcome: Outcome) -> None:
         if self.outcome is not None and not self.outcome.done():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextvars import Context
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -95,6 +96,11 @@ class Batch:
     now: float
     decided: list[tuple[PendingCommand, Step | None]] = field(default_factory=list)
     refused: list[tuple[PendingCommand, Exception]] = field(default_factory=list)
+
+    @property
+    def context(self) -> Context:
+        """Of the last command with a step, the only one that can end an attempt."""
+        return next(each.context for each, step in reversed(self.decided) if step is not None)
 
     @property
     def is_complete(self) -> bool:

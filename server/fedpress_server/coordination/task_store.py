@@ -237,9 +237,8 @@ class TaskStore:
             raise
         if is_new:
             self.tasks.setdefault(name, task)  # or another server's news has brought it already
-        self._publisher.publish(
-            task, steps, batch.now, version=version + (not is_new), keeps=is_held
-        )
+        publish = partial(self._publisher.publish, task, steps, batch.now)
+        batch.context.run(publish, version=version + (not is_new), keeps=is_held)
 
     async def _recover(self, task: LiveTask, *, is_new: bool) -> None:
         name = task.record.task

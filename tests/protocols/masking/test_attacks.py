@@ -418,7 +418,7 @@ def test_a_roster_that_is_short_shuffled_or_without_the_client() -> None:
     for bad, why in (
         (forged(session, roster, [own, *more]), "a roster of 7, expected 4 to 6"),
         (forged(session, roster, [own, *others[:2]]), "a roster of 3, expected 4 to 6"),
-        (shuffled, "out of order"),
+        (shuffled, "not sorted"),
         (forged(session, roster, others), "without this client's Advertise"),
         (other_row, "without this client's Advertise"),
         (hidden, "entries are not those of the neighbours"),
