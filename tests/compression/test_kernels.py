@@ -6,6 +6,7 @@ Corrupted blocks: 50,000 by default, FEDPRESS_SOAK=1 makes it 1,000,000.
 from __future__ import annotations
 
 import json
+import logging
 import os
 import subprocess
 import sys
@@ -740,6 +741,25 @@ def test_a_forked_process_starts_threads_of_its_own() -> None:
     first.shutdown()
 
 
+def test_compiled_kernels_are_copied_once_and_whole(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    warmed, kept = tmp_path / "warmed", tmp_path / "temporary" / "kernels"
+    warmed.mkdir()
+    (warmed / "one").write_text("compiled")
+    intrinsics.copy_cache(str(warmed), str(kept))
+    assert [path.read_text() for path in kept.iterdir()] == ["compiled"]
+    assert [path.name for path in kept.parent.iterdir()] == ["kernels"]
+    (warmed / "two").write_text("later")
+    intrinsics.copy_cache(str(warmed), str(kept))
+    assert [path.name for path in kept.iterdir()] == ["one"]
+    assert not caplog.messages
+    with caplog.at_level(logging.INFO):
+        intrinsics.copy_cache(str(tmp_path / "none"), str(tmp_path / "again"))
+    assert [text.startswith("cannot copy compiled kernels") for text in caplog.messages] == [True]
+    assert not (tmp_path / "again").exists()
+
+
 @pytest.mark.slow
 def test_kernels_that_an_image_brings_are_found_where_its_root_is_read_only(tmp_path: Path) -> None:
     """As the Dockerfile does it: filled in one place and for any processor, used from another."""
@@ -763,9 +783,6 @@ print(sum(vectors_compiled._peak.stats.cache_hits.values()))
         started = run(code, **settings)
         assert started.stdout == "1\n", started.stderr
     assert [path.name for path in kept.parent.iterdir()] == ["kernels"]
-    intrinsics.copy_cache(str(warmed), str(tmp_path / "again"))
-    assert {path.name for path in (tmp_path / "again").iterdir()}
-    intrinsics.copy_cache(str(warmed), "/proc/none/kernels")
     lost = run(code, **settings | {"NUMBA_CACHE_DIR": "/proc/none", "HOME": "/proc/none"})
     assert lost.returncode == 0, lost.stderr
 

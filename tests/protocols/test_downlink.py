@@ -318,6 +318,7 @@ def move(bound: int, exponent: int, shift: int, whole: list[int]) -> bytes:
         (header(b'[["a",[1],"float32"]]', b"\x01\x01\x7f\x00"), "steps of 2"),
         (header(b'[["a",[0],"float32"],["b",[1],"float32"]]', b"\x02\x01\x00\x00"), "bound 1"),
         (header(b'[["a",[0,9223372036854775808],"float32"]]', b""), r"at most 2\*\*48"),
+        (header(b'[["a",[0],"int64"]]', b""), "no tensor of the model is trainable"),
         (
             header(b'[["a",[1],"float32"]]', b"\x01" + move(2, 0, 24, [1])),
             "steps of a grid or more",

@@ -58,3 +58,16 @@ def test_a_read_only_mount_holds_what_an_orchestrator_gave(
     fields[8] = found.f_flag | os.ST_RDONLY
     monkeypatch.setattr(local_files.os, "statvfs", lambda path: os.statvfs_result(fields))
     assert not is_exposed(secret)
+
+
+def test_a_lock_that_cannot_wait_is_asked_for_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on Windows, where no call waits for as long as it takes."""
+    answers = iter((False, False, True))
+    monkeypatch.setattr(local_files, "try_lock", lambda descriptor, wait: next(answers))
+    descriptor = local_files.open_lock(tmp_path / "lock")
+    with local_files.locked(descriptor):
+        assert next(answers, None) is None
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(descriptor)

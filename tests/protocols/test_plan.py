@@ -75,6 +75,15 @@ def test_a_plan_implies_layouts_bounds_and_randomness() -> None:
         plan.compressor("fast")
 
 
+def test_powersgd_in_two_exchanges_is_a_plan_s_only_profile() -> None:
+    two = {"name": "two", "compressor": {"id": "powersgd", "trips": 2}}
+    model = "b" * 64
+    assert make_plan(profiles=[two], previous_model=model).first_trip is not None
+    plain = {"name": "plain", "compressor": {"id": "none"}}
+    with pytest.raises(IncompatiblePlan, match="give the plan this profile alone"):
+        make_plan(profiles=[two, plain], previous_model=model)
+
+
 @pytest.mark.parametrize("given", [None, 3, "topk", [PRESSED]])
 def test_a_compressor_is_told_by_its_id(given: Any) -> None:
     profiles = [{"name": "pressed", "compressor": given}]

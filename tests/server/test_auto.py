@@ -147,6 +147,7 @@ def test_auto_keeps_to_a_budget_of_bytes() -> None:
 
 
 def test_probes_are_seldom_and_never_of_a_cohort_that_is_too_small() -> None:
+    assert Auto(share=0).references_among(100) == 0
     made = courses(Auto(), progress=[0.8])
     assert [each.round for each in made if each.probe] == [4, 8, 12, 16, 46, 76]
     auto = Auto()
@@ -234,6 +235,8 @@ def test_a_masked_task_has_one_profile_and_no_policy() -> None:
     [
         ({"policies": [{"id": "auto"}, {"id": "divergence_guard"}]}, "profiles"),
         ({"policies": [{"id": "auto", "gap": 0}]}, "gap"),
+        ({"policies": "auto"}, "policies"),
+        ({"lane": "masked", "training": 3}, "training"),
         ({"policies": [{"id": "auto", "rate": 1}]}, "rate"),
     ],
 )

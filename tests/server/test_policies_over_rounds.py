@@ -328,6 +328,7 @@ def test_a_class_of_few_examples_is_given_the_benefit_of_the_doubt() -> None:
 
 
 def test_references_are_spread_over_the_cohort() -> None:
+    assert DivergenceGuard(share=0).references_among(10) == 0
     for share, due in ((0.5, 5), (0.2, 2), (0.9, 9)):
         guard = DivergenceGuard(share=share)
         counts = [guard.references_among(clients) for clients in range(11)]
