@@ -46,7 +46,7 @@ from fedpress_server.folds.folding import fold
 from fedpress_server.folds.masked import Host
 from fedpress_server.folds.probing import compare
 from fedpress_server.identity.membership import Authority
-from fedpress_server.policies.bandwidth_aware import Link, Transfer
+from fedpress_server.policies.bandwidth_aware import Link, Transfer, choose
 from fedpress_server.policies.decisions import next_course, with_comparison
 from fedpress_server.policies.facts import Facts
 from fedpress_server.policies.sizes import expected_bytes
@@ -239,7 +239,7 @@ def chosen_profiles(
     policy, guard = bandwidth_aware(config.policies), divergence_guard(config.policies)
     if policy is not None:
         in_order = [sizes[name] for name in names]
-        return [names[policy.choose(links[client], in_order, deadline)] for client in cohort]
+        return [names[choose(policy, links[client], in_order, deadline)] for client in cohort]
     if course is not None and course.probe and guard is not None:
         return [
             names[-1]

@@ -117,7 +117,7 @@ def test_twenty_cuts_cost_no_more_than_the_parts_in_flight(
     begin(server, "cut", SIZE)
     sender = device(server, proxy.url, tmp_path, "cut", SIZE)
     sent: list[int] = []
-    link: Any = sender._transport
+    link: Any = sender._transport._parts
     send = link.send_part
 
     def counting(assignment: str, partial: str, offset: int, part: bytes) -> PartialUpload:

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from fedpress_client.http_parts import HttpParts
 from fedpress_client.parts import PartSizes
 from fedpress_client.transport import HttpTransport
 from tests.masked import TASK, drive
@@ -19,15 +20,19 @@ PART = 16
 def parts(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Makes every body go by parts of PART bytes; the assignments that they were of."""
     sent: list[str] = []
-    send = HttpTransport.send_part
+    send = HttpParts.send_part
 
-    def counted(self: HttpTransport, assignment: str, *rest: object) -> object:
+    def counted(self: HttpParts, assignment: str, *rest: object) -> object:
         sent.append(assignment)
         return send(self, assignment, *rest)
 
     monkeypatch.setattr(PartSizes, "next", lambda self, most: PART)
-    monkeypatch.setattr(HttpTransport, "_deliver", HttpTransport._by_parts)
-    monkeypatch.setattr(HttpTransport, "send_part", counted)
+    monkeypatch.setattr(
+        HttpTransport,
+        "_deliver",
+        lambda self, assignment, trip, body: self._parts.deliver(assignment, trip, body),
+    )
+    monkeypatch.setattr(HttpParts, "send_part", counted)
     return sent
 
 
