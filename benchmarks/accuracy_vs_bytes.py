@@ -158,7 +158,7 @@ def _played(
                 task.clients[client].size,
                 model.spec,
                 rng,
-                previous=previous if "previous" in plan.needs else None,
+                knowledge={"previous": previous if "previous" in plan.needs else None},
             )
             assert body is not None, "an update beyond the plan's bound"
             file, digest = f"uploads/{client}", hashlib.sha256(body).hexdigest()

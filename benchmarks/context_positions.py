@@ -60,7 +60,12 @@ def main() -> None:
         randomness = PublicRandomness(number.to_bytes(32, "little"))
         published = activity.to_bytes(average, task.SPEC)
         known = activity.from_bytes(published, task.SPEC)
-        public = Public(task.SPEC, randomness, previous, model - first, number, known)
+        public = Public(
+            task.SPEC,
+            randomness,
+            {"previous": previous, "drift": model - first, "activity": known},
+            round=number,
+        )
         maps += len(published) if number > 1 else 0
         layouts = {name: way.layout(task.SPEC) for name, way in ways.items()}
         contexts = {name: contexts_of(layout, public) for name, layout in layouts.items()}

@@ -277,7 +277,7 @@ class Server:
         )
 
     def public(self, plan: RoundPlan) -> Public:
-        return plan.public(self.task.spec, previous=self.previous)
+        return plan.public(self.task.spec, {"previous": self.previous})
 
     def apply(self, delta: npt.NDArray[np.float64]) -> None:
         before = self.parameters
@@ -327,7 +327,7 @@ def train(task: Task, method: Method, seed: int, rounds: int) -> Curve:
                 task.data.clients[client].size,
                 task.spec,
                 private,
-                previous=server.previous,
+                knowledge={"previous": server.previous},
                 secret=private.bytes(48),
             )
             assert body is not None

@@ -80,7 +80,9 @@ def bits_per_value(made: Compressor[Any]) -> float:
     update, previous = _heavy_tailed(1), _heavy_tailed(2)
     first_upload = np.zeros(_SPEC.size, np.float32)
     randomness = PublicRandomness(bytes(32))
-    public = Public(_SPEC, randomness, previous, previous, own=first_upload)
+    public = Public(
+        _SPEC, randomness, {"previous": previous, "drift": previous, "own": first_upload}
+    )
     symbols, _ = made.compress(update, made.init(_SPEC), public, np.random.default_rng(0))
     return 8 * len(encode(symbols, made.layout(_SPEC))) / _SPEC.size
 
@@ -95,7 +97,12 @@ def never_sent(made: Compressor[Any]) -> float:
     total = np.zeros(_SPEC.size)
     for number in range(1, _ROUNDS + 1):
         seed = PublicRandomness(number.to_bytes(32, "little"))
-        public = Public(_SPEC, seed, last, last, number, np.abs(last), last)
+        public = Public(
+            _SPEC,
+            seed,
+            {"previous": last, "drift": last, "activity": np.abs(last), "own": last},
+            round=number,
+        )
         symbols, state = made.compress(update, state, public, rng)
         last = made.decompress(symbols, public).dense()
         total += last

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from fedpress_compression.compressor import Public
+from fedpress_compression.compressor import Knowledge, Public
 from fedpress_compression.randomness import PublicRandomness
 from fedpress_compression.tensors import ModelSpec, TensorSpec, Vector
 from fedpress_protocols.errors import ConfigurationError
@@ -55,13 +55,14 @@ class Updates:
         try:
             updates = np.atleast_2d(arrays["updates"].astype(np.float32))
             spec = _spec(arrays, updates.shape[1])
-            known = [arrays.get(key) for key in ("previous", "drift")]
-            previous, drift = (None if v is None else v.astype(np.float32) for v in known)
+            earlier: tuple[Knowledge, ...] = ("previous", "drift")
+            knowledge = {
+                kind: arrays[kind].astype(np.float32) for kind in earlier if kind in arrays
+            }
         except _UNREADABLE as exc:
             raise ConfigurationError(f"{path} is not a file of updates: {exc}", hint=_HINT) from exc
-        first_upload = np.zeros(spec.size, np.float32)  # none of the client's counts before it
-        randomness = PublicRandomness(bytes(32))
-        return cls(spec, updates, Public(spec, randomness, previous, drift, own=first_upload))
+        knowledge["own"] = np.zeros(spec.size, np.float32)  # of the client's first upload
+        return cls(spec, updates, Public(spec, PublicRandomness(bytes(32)), knowledge))
 
 
 def _spec(arrays: Mapping[str, Any], size: int) -> ModelSpec:

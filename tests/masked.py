@@ -10,7 +10,8 @@ import httpx
 import numpy as np
 
 from fedpress_client import Client, Event, MaskingRules
-from fedpress_client.ledger import Ledger, Pending
+from fedpress_client.ledger import Ledger
+from fedpress_client.ledger_records import Pending
 from fedpress_client.state import StateDirectory
 from fedpress_client.trainer import Trained, TrainingRequest
 from fedpress_client.transport import HttpTransport, Retries

@@ -27,7 +27,8 @@ from fedpress_client.events import (
     UploadRefused,
 )
 from fedpress_client.failures import FailurePolicy
-from fedpress_client.ledger import Discard, Ledger, ResidualRules
+from fedpress_client.ledger import Ledger
+from fedpress_client.ledger_records import Discard, ResidualRules
 from fedpress_client.masking_rules import MaskingRules
 from fedpress_client.trainer import Evaluation, Trained, Trainer, TrainingRequest
 from fedpress_client.transport import HttpTransport, Retries, Traffic, Transport

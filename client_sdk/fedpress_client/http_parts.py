@@ -15,7 +15,6 @@ from fedpress_protocols.messages import (
     PartialCompletion,
     PartialIntent,
     PartialUpload,
-    Trip,
     UploadAck,
 )
 
@@ -28,9 +27,9 @@ class HttpParts:
     def __init__(self, link: HttpLink, part_seconds: float) -> None:
         self._link, self._sizes = link, PartSizes(part_seconds)
 
-    def deliver(self, assignment: str, trip: Trip, body: bytes) -> UploadAck:
+    def deliver(self, assignment: str, body: bytes) -> UploadAck:
         """Send a whole body; raises PartsNotOffered where it is to go in one."""
-        delivery = Delivery(self, assignment, trip, self._sizes, self._link.clock)
+        delivery = Delivery(self, assignment, self._sizes, self._link.clock)
 
         def attempt() -> UploadAck:
             begun = delivery.offset
@@ -52,7 +51,7 @@ class HttpParts:
     ) -> None:
         """Send the beginning of an update that is not whole yet, see `Delivery.ahead`."""
         try:
-            delivery = Delivery(self, assignment, "update", self._sizes, self._link.clock)
+            delivery = Delivery(self, assignment, self._sizes, self._link.clock)
             delivery.ahead(source, max_bytes, begun)
         except TryAgain as again:
             raise again.error from again

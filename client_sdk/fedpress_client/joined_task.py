@@ -7,7 +7,8 @@ import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from fedpress_client.ledger import Discard, Ledger
+from fedpress_client.ledger import Ledger
+from fedpress_client.ledger_records import Discard
 from fedpress_client.masking import MaskedPart
 from fedpress_client.server_trust import ServerTrust
 from fedpress_client.state import TaskFiles

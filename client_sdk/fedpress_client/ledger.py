@@ -10,195 +10,59 @@ At every moment, for each coordinate and in unweighted units,
 
     included + residual + pending + reported discards = everything computed
 
-to float32 rounding. Under dgc what was computed is the velocities, and an upload's coordinates lose
-theirs when it is included, not before. What an upload stands for is taken from its own decoded
-bytes, or whole numbers where they are to be masked, in units of the update whatever its weight in
-the sum. Nothing in here touches a disk, a network or a clock.
+to float32 rounding. What a compressor keeps from update to update, the residual included, is its
+own affair: it says what an upload under way, a receipt and a rejection do to its state (`send`,
+`commit`, `roll_back`), and the ledger stores that. Under dgc what was computed is the velocities.
+What an upload stands for is taken from its own decoded bytes, or whole numbers where they are to be
+masked, in units of the update whatever its weight in the sum. Nothing in here touches a disk, a
+network or a clock.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import json
-import re
-import secrets
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
-from typing import Any, Literal, cast
+from typing import Any
 
 import numpy as np
-import numpy.typing as npt
-import safetensors
-from safetensors.numpy import load as load_arrays
-from safetensors.numpy import save as save_arrays
 
-from fedpress_compression import kernels
-from fedpress_compression.coding.fields import Layout
-from fedpress_compression.compressor import Compressor, Public, check_finite, state_key
-from fedpress_compression.compressors.dgc import Dgc, stilled
-from fedpress_compression.compressors.error_feedback import ErrorFeedback
-from fedpress_compression.contexts import contexts_of
-from fedpress_compression.kernels.buffer_pool import pooled
+from fedpress_client import ledger_file
+from fedpress_client.channels import ClearChannel, ClosedChannel, MaskedChannel, Sections
+from fedpress_client.ledger_records import (
+    KEEP_ALL,
+    Discard,
+    Included,
+    Pending,
+    Reason,
+    ResidualRules,
+    compressor_of,
+)
+from fedpress_compression.compressor import (
+    Compressor,
+    Knowledge,
+    check_finite,
+    state_name,
+    to_config,
+)
+from fedpress_compression.plain_states import State, plain, restored
 from fedpress_compression.tensors import ModelSpec, Vector
-from fedpress_compression.update import Piece, Update
+from fedpress_compression.update import Update
 from fedpress_protocols.errors import (
-    ConfigurationError,
     Conflict,
     DigestMismatch,
     Forbidden,
     InvalidUpdate,
-    StateCorrupt,
 )
-from fedpress_protocols.masking.payload import SECRET_BYTES, Payload
+from fedpress_protocols.masking.payload import Payload
 from fedpress_protocols.messages import Assignment, IncludedUpload, Outcome, Recall, Receipt
-from fedpress_protocols.upload import Upload, check_report
+from fedpress_protocols.upload import check_report
 
-FORMAT = 1
 REMEMBERED = 256
 """Outcomes kept, so that a second receipt which contradicts the first is noticed."""
-
-Reason = Literal[
-    "not-sent", "not-included", "spec-changed", "decayed", "capped", "invalid", "not-saved",
-    "rolled-back",
-]  # fmt: skip
-State = Any
-"""A compressor's state in plain form: None, numbers, text, arrays, lists and dicts of them."""
-
-_METADATA = "fedpress.ledger"
-_PERSONAL = "personal."
-_SEAL = re.compile(rb"sha256:[0-9a-f]{64}")
-_BLANK = b"sha256:" + b"0" * 64
-
-
-@dataclass(frozen=True, slots=True)
-class ResidualRules:
-    """Optional limits on what waits in the residual; by default there are none.
-
-    The residual is multiplied by `decay` for every round this device sat out, then scaled down
-    to at most `max_ratio` times the new update's norm. What either takes away is reported. These
-    are the device's own; where the plan's error feedback sets limits too, the stricter count.
-    """
-
-    decay: float = 1.0
-    max_ratio: float | None = None
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.decay <= 1:
-            raise ConfigurationError(f"decay must lie in [0, 1], not {self.decay}")
-        if self.max_ratio is not None and not self.max_ratio >= 0:
-            raise ConfigurationError(f"max_ratio must be 0 or more, not {self.max_ratio}")
-
-    def stricter(self, plan: ErrorFeedback) -> ResidualRules:
-        """The lower of each limit here and in `plan`."""
-        ratios = [ratio for ratio in (self.max_ratio, plan.max_ratio) if ratio is not None]
-        return ResidualRules(min(self.decay, plan.decay), min(ratios, default=None))
-
-
-KEEP_ALL = ResidualRules()
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Discard:
-    """Something computed that will not reach the model, and why.
-
-    not-sent      compression without error feedback lost it, or took it beyond the plan's bound
-    not-included  an upload without error feedback came to nothing
-    spec-changed  it was waiting for a model of other tensors
-    decayed       ResidualRules.decay
-    capped        ResidualRules.max_ratio
-    invalid       NaN, infinity or beyond float32: nothing of the update could be kept
-    not-saved     the account with it could not be written: a full disk
-    rolled-back   a restore of the server undid it, and it was not kept: `lost_norm` is all of it
-                  that is known, and `update` is zeros
-
-    A crash between deciding and telling has it told again, under the same `number`.
-    """
-
-    number: int
-    reason: Reason
-    assignment: str | None
-    update: Update
-    lost_norm: float | None = None
-
-    @property
-    def norm(self) -> float:
-        """Euclidean."""
-        if self.lost_norm is not None:
-            return self.lost_norm
-        squares = (np.square(p.values.astype(np.float64)).sum() for p in self.update.pieces)
-        return float(np.sqrt(sum(squares)))
-
-    @property
-    def vector(self) -> Vector:
-        """Dense [size of its model]."""
-        return self.update.dense()
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Pending:
-    """An upload that has no receipt yet: its bytes, and `update`, what they decode to."""
-
-    body: bytes
-    update: Update
-    num_examples: int
-    round: int
-    attempt: int
-    model: str
-    spec: str
-    profile: str
-    feedback: bool
-    """Whether it returns to the residual if it is not included."""
-    compressor: str
-    state: State
-    """The compressor's state once this upload is included."""
-    number: int
-    """Pendings are numbered as they are made."""
-    control: float = 0.0
-    """Times what it decodes to, it moves the client's control variate once it is included."""
-    is_base: bool = False
-    """Whether it is what later uploads are differences to, once it is included."""
-    is_first: bool = False
-    """Whether `body` is the first of two trips; `update` is then all that was computed."""
-    stills: bool = False
-    """Whether what it sent is to lose its velocity once it is included."""
-    report: tuple[float, ...] = ()
-    """The numbers that the plan names, for the second trip."""
-    lane: str = "clear"
-    session: str | None = None
-    """Of the masked lane: the id of the one session that `body` is masked for; None before."""
-
-    @property
-    def digest(self) -> str:
-        """SHA-256 (hex) of the body."""
-        return hashlib.sha256(self.body).hexdigest()
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Included:
-    """An upload that was included, for as long as a restore of the server may undo that."""
-
-    update: Update | None
-    """What it stood for; None if there was no room for it."""
-    norm: float
-    """Euclidean, of the update."""
-    round: int
-    attempt: int
-    model: str | None
-    """That it went into."""
-    issued_at: int
-    """Of its receipt, Unix seconds of the server."""
-    epoch: str | None
-    """Of the server's last restore before."""
-    spec: str
-    feedback: bool
-    number: int
-    control: float
-
-    @property
-    def num_values(self) -> int:
-        return 0 if self.update is None else sum(p.values.size for p in self.update.pieces)
+_NO_TENSORS = ModelSpec(())
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -217,10 +81,12 @@ class Ledger:
     round: int = 0
     """Of the newest update prepared."""
     residual: Vector | None = None
-    velocity: Vector | None = None
-    """Of the updates since, under dgc; None stands for zeros."""
+    """Of the states of compressors that keep one, which have it in common."""
+    tensors: ModelSpec | None = None
+    """That updates are over; None before the first, and where an older release has not kept it."""
     states: Mapping[str, tuple[int, State]] = dataclasses.field(default_factory=dict)
-    """By a compressor's `state_key`: the number of the last pending included, what it left."""
+    """By a compressor's `state_name`: the number of the last pending included, and the state,
+    without its residual."""
     pending: Mapping[str, Pending] = dataclasses.field(default_factory=dict)
     settled: Mapping[str, Outcome] = dataclasses.field(default_factory=dict)
     """By assignment, with those for which nothing could be sent as not included."""
@@ -250,14 +116,11 @@ class Ledger:
         rng: np.random.Generator,
         rules: ResidualRules = KEEP_ALL,
         *,
-        previous: Vector | None = None,
-        drift: Vector | None = None,
-        activity: Vector | None = None,
-        own: Vector | None = None,
+        knowledge: Mapping[Knowledge, Vector] = MappingProxyType({}),
         report: Mapping[str, float] = MappingProxyType({}),
         personal: Mapping[str, Vector] = MappingProxyType({}),
         secret: bytes | None = None,
-        sections: Callable[[bytes], None] | None = None,
+        sections: Sections | None = None,
     ) -> tuple[Ledger, bytes | None]:
         """The account once `update` is on its way, and the bytes to send; `spec` is the model's,
         `update` of the size that the plan's uploads are over.
@@ -267,10 +130,10 @@ class Ledger:
 
         An assignment prepared before gives its first bytes again, whatever `update` is. Values
         beyond the plan's `max_abs` are clipped, and what that takes off is left over like all that
-        compression leaves. `rng` is the compressor's private randomness; `previous`, `drift`
-        and `activity` are Public's, for a compressor that needs them. `report` has the numbers that
-        the plan names, `personal` the tensors that stay here. Raises InvalidUpdate on NaN or
-        infinity, IncompatiblePlan if `spec` is not the plan's.
+        compression leaves. `rng` is the compressor's private randomness, `knowledge` its side
+        information, see Public. `report` has the numbers that the plan names, `personal` the
+        tensors that stay here. Raises InvalidUpdate on NaN or infinity, IncompatiblePlan if `spec`
+        is not the plan's.
 
         In the masked lane the bytes are those to be masked, see `masked`; whole numbers are rounded
         by `secret` instead (SECRET_BYTES used once), or by the system's randomness.
@@ -283,69 +146,50 @@ class Ledger:
             return self, self.pending[key].body
         if key in self.settled:
             raise Conflict(f"assignment {key} has its receipt: {self.settled[key]}")
-        public = plan.public(spec, previous=previous, drift=drift, activity=activity, own=own)
-        layouts, spec = plan.layouts(spec), public.spec
-        check_finite(update, spec)
-        told = tuple(report[name] for name in plan.report)
-        check_report(told, plan.report)
+        public = plan.public(spec, knowledge)
+        check_finite(update, public.spec)
+        numbers = tuple(report[name] for name in plan.report)
+        check_report(numbers, plan.report)
         compressor = plan.compressor(assignment.profile)
-        feedback = isinstance(compressor, ErrorFeedback)
-        lossy = compressor.inner if isinstance(compressor, ErrorFeedback) else compressor
-        ledger, whole = self._for_spec(spec), update
-        if isinstance(compressor, Dgc):
-            whole = update = compressor.velocity(update, ledger.velocity, spec)
-            ledger = replace(ledger, velocity=update)
-        if isinstance(compressor, ErrorFeedback):
-            ledger = ledger._tended(rules.stricter(compressor), update, plan.round)
-            if ledger.residual is not None:
-                with np.errstate(over="ignore"):  # check_finite, when compressed
-                    whole = np.add(update, ledger.residual, out=pooled(spec.size, np.float32))
-        name = json.dumps(state_key(lossy), sort_keys=True)
-        limit = np.float32(plan.fixed_point.max_abs)
-        within = whole if kernels.peak(whole) <= limit else np.clip(whole, -limit, limit)
+        compressor = compressor.stricter(rules.decay, rules.max_ratio)
         examples = min(num_examples, plan.fixed_point.max_examples)
-        after: State = None
+        channel: ClearChannel | MaskedChannel
         if plan.lane == "masked":
-            body, sent = _for_masking(Payload(plan, public), within, examples, report, secret)
-        elif plan.first_trip is not None:
-            first = Upload(0, examples, plan.first_trip.first(within, public))
-            body = first.to_bytes(plan.first_trip.first_layout(spec))
-            sent = Update.from_dense(whole)  # until the basis is known nothing of it is left
+            channel = MaskedChannel(Payload(plan, public), plan, examples, report, secret)
         else:
-            before = _restored(ledger.states.get(name, (0, None))[1], lossy.init(spec))
-            symbols, after = lossy.compress(within, before, public, rng)
-            upload = Upload(plan.profile_index(assignment.profile), examples, symbols, told)
-            body, sent = _as_received(upload, layouts, lossy, public, plan.report, sections)
+            channel = ClearChannel(
+                compressor.lossy, plan, assignment.profile, examples, numbers, sections
+            )
+        ledger = self._for_spec(public.spec)
+        before = ledger._state(compressor, state_name(compressor))
+        _, state, mark = compressor.send(channel, update, before, public, rng)
         ledger = replace(ledger, round=max(ledger.round, plan.round), personal=dict(personal))
         try:
-            if plan.first_trip is None:
-                sent.check(plan.fixed_point.max_abs)
+            channel.sent.check(plan.fixed_point.max_abs)
         except InvalidUpdate:
+            closed = ClosedChannel()
+            _, state, _ = compressor.send(closed, update, before, public, rng)
             ledger = replace(ledger, settled=ledger._remembering(key, "not-included"))
-            return ledger._left(whole, key, feedback=feedback), None
-        left = pooled(spec.size, np.float32)
-        np.copyto(left, whole)
-        sent.add_to(left, sign=-1.0)
-        ledger = ledger._left(left, key, feedback=feedback)
+            return ledger._left(compressor, state, update, closed.sent, key), None
+        ledger = ledger._left(compressor, state, update, channel.sent, key)
         control = plan.client_terms.control
         pending = Pending(
-            body=body,
-            update=sent,
+            body=channel.body,
+            update=channel.sent,
             num_examples=examples,
             round=plan.round,
             attempt=plan.attempt,
             model=plan.model,
-            spec=spec.digest,
+            spec=public.spec.digest,
             profile=assignment.profile,
-            feedback=feedback,
-            compressor=name,
-            state=_plain(after),
+            feedback=compressor.keeps_residual,
+            compressor=json.dumps(to_config(compressor)),
+            state_name=state_name(compressor),
+            mark=plain(mark),
             number=ledger.counter + 1,
             control=control.scale if control is not None else 0.0,
             is_base="own" in plan.needs,
-            is_first=plan.first_trip is not None,
-            stills=isinstance(compressor, Dgc),
-            report=told,
+            report=numbers,
             lane=plan.lane,
         )
         ledger = replace(
@@ -353,53 +197,7 @@ class Ledger:
             counter=ledger.counter + 1,
             pending={**ledger.pending, key: pending},
         )
-        return ledger, body
-
-    def second(
-        self,
-        assignment: Assignment,
-        spec: ModelSpec,
-        rng: np.random.Generator,
-        basis: Vector,
-        *,
-        previous: Vector | None = None,
-        drift: Vector | None = None,
-        activity: Vector | None = None,
-        own: Vector | None = None,
-    ) -> tuple[Ledger, bytes | None]:
-        """The account once the second of two trips is on its way, and the bytes to send: of the
-        very update that the first was of, against the `basis` that the first ones came to.
-
-        What is left over joins the residual now, and not before. Made before, it gives the same
-        bytes again. None as in `prepare`. Raises Conflict if there was no first trip.
-        """
-        key, plan = assignment.assignment, assignment.plan
-        held, lossy = self.pending.get(key), plan.first_trip
-        if held is None or lossy is None:
-            raise Conflict(f"assignment {key} has made no first trip")
-        if not held.is_first:
-            return self, held.body
-        public = plan.public(
-            spec, previous=previous, drift=drift, activity=activity, own=own, basis=basis
-        )
-        whole, limit = held.update.dense(), np.float32(plan.fixed_point.max_abs)
-        before = _restored(self.states.get(held.compressor, (0, None))[1], lossy.init(public.spec))
-        symbols, after = lossy.compress(np.clip(whole, -limit, limit), before, public, rng)
-        upload = Upload(0, held.num_examples, symbols, tuple(held.report))
-        body, sent = _as_received(upload, plan.layouts(spec), lossy, public, plan.report)
-        try:
-            sent.check(plan.fixed_point.max_abs)
-        except InvalidUpdate:
-            pending = {other: item for other, item in self.pending.items() if other != key}
-            ledger = replace(self, pending=pending, settled=self._remembering(key, "not-included"))
-            return ledger._taken_back(held, key), None
-        left = whole.copy()
-        sent.add_to(left, sign=-1.0)
-        if held.feedback and self.residual is not None:
-            left += self.residual
-        ledger = self._left(left, key, feedback=held.feedback)
-        made = replace(held, body=body, update=sent, state=_plain(after), is_first=False)
-        return replace(ledger, pending={**self.pending, key: made}), body
+        return ledger, channel.body
 
     def masked(self, assignment: str, session: str, body: bytes) -> Ledger:
         """The account once an upload of the masked lane is masked for `session`, as `body`.
@@ -467,7 +265,7 @@ class Ledger:
             not_included=self.not_included + (not is_included),
         )
         if not is_included:
-            return ledger._taken_back(held, key)
+            return ledger._rolled_back(held, held.update, key)
         return ledger._committed(held)._keeping(held, receipt)
 
     def goes_back_to(self, backup_at: int) -> Ledger:
@@ -512,7 +310,7 @@ class Ledger:
                     pending=pending,
                     settled=settled,
                     not_included=ledger.not_included + 1,
-                )._taken_back(held, key)
+                )._rolled_back(held, held.update, key)
             elif kept is not None:
                 ledger = ledger._undone(key, kept)
         return ledger
@@ -529,11 +327,38 @@ class Ledger:
         """The account once every discard was reported."""
         return replace(self, discards=()) if self.discards else self
 
-    def _left(self, left: Vector, key: str, *, feedback: bool) -> Ledger:
-        """This account with `left` [spec.size], residual and all, for the next upload or lost."""
-        if feedback:
-            return replace(self, residual=left)
-        return self._discarding("not-sent", Update.from_dense(left), key)
+    def _state(self, compressor: Compressor[Any], name: str) -> Any:
+        """The state `name`, in the types of `compressor`, with the residual if it keeps one."""
+        _, stored = self.states.get(name, (0, None))
+        state = restored(stored, compressor.init(self.tensors or _NO_TENSORS))
+        return state._replace(residual=self.residual) if compressor.keeps_residual else state
+
+    def _with_state(
+        self, compressor: Compressor[Any], state: Any, name: str, number: int = 0
+    ) -> Ledger:
+        """This account with a compressor's state; `number` is that of an upload now included."""
+        ledger = self
+        if compressor.keeps_residual:
+            ledger = replace(ledger, residual=state.residual)
+            state = state._replace(residual=None, lost=())
+        stored = plain(state)
+        if stored is None and name not in self.states:
+            return ledger
+        newest = max(number, self.states.get(name, (0, None))[0])
+        return replace(ledger, states={**self.states, name: (newest, stored)})
+
+    def _left(
+        self, compressor: Compressor[Any], state: Any, update: Vector, sent: Update, key: str
+    ) -> Ledger:
+        """This account with the `state` after `sent` is under way; what is lost is a discard."""
+        ledger = self._with_state(compressor, state, state_name(compressor))
+        if compressor.keeps_residual:
+            for reason, lost in state.lost:
+                ledger = ledger._discarding(reason, Update.from_dense(lost), None)
+            return ledger
+        left = update.copy()
+        sent.add_to(left, sign=-1.0)
+        return ledger._discarding("not-sent", Update.from_dense(left), key)
 
     def _remembering(self, key: str, outcome: Outcome) -> dict[str, Outcome]:
         recent = list(self.settled.items())[-(REMEMBERED - 1) :]
@@ -549,14 +374,16 @@ class Ledger:
                 control = self.control.copy()
             held.update.add_to(control, held.control)
             ledger = replace(ledger, control=control)
-        if held.stills and self.velocity is not None:
-            ledger = replace(ledger, velocity=stilled(self.velocity, held.update))
         if held.is_base and (self.own is None or held.number > self.own[0]):
             ledger = replace(ledger, own=(held.number, held.update.dense()))
-        number, _ = self.states.get(held.compressor, (0, None))
-        if held.state is None or held.number < number:
+        name = held.state_name
+        newest, stored = self.states.get(name, (0, None))
+        mark = held.mark if held.number >= newest else None
+        if stored is None and mark is None:
             return ledger
-        return replace(ledger, states={**self.states, held.compressor: (held.number, held.state)})
+        compressor = compressor_of(held)
+        state = compressor.commit(ledger._state(compressor, name), mark, held.update)
+        return ledger._with_state(compressor, state, name, 0 if mark is None else held.number)
 
     def _keeping(self, held: Pending, receipt: Receipt) -> Ledger:
         """With what `held` stood for, if the server may go back behind its receipt."""
@@ -575,6 +402,8 @@ class Ledger:
             feedback=held.feedback,
             number=held.number,
             control=held.control,
+            compressor=held.compressor,
+            state_name=held.state_name,
         )
         room, kept = held.update.size // 2, list[tuple[str, Included]]()
         for key, each in [(receipt.assignment, new), *reversed(list(self.kept.items()))][
@@ -601,50 +430,30 @@ class Ledger:
             control = ledger.control.copy()
             undone.update.add_to(control, -undone.control)
             ledger = replace(ledger, control=control)
-        return ledger._returned(undone.update, key, undone.spec, feedback=undone.feedback)
+        return ledger._rolled_back(undone, undone.update, key)
 
-    def _taken_back(self, held: Pending, key: str) -> Ledger:
-        return self._returned(held.update, key, held.spec, feedback=held.feedback)
-
-    def _returned(self, update: Update, key: str, spec: str, *, feedback: bool) -> Ledger:
-        if not feedback:
-            return self._discarding("not-included", update, key)
-        if spec != self.spec:
-            return self._discarding("spec-changed", update, key)
-        residual = np.zeros(update.size, np.float32)
-        if self.residual is not None:
-            residual = self.residual.copy()
-        update.add_to(residual)
-        return replace(self, residual=residual)
+    def _rolled_back(self, upload: Pending | Included, update: Update, key: str) -> Ledger:
+        """With `update`, which `upload` stood for, back in the residual; else a discard."""
+        if upload.spec != self.spec:
+            reason: Reason = "spec-changed" if upload.feedback else "not-included"
+            return self._discarding(reason, update, key)
+        ledger = self if upload.feedback else self._discarding("not-included", update, key)
+        name = upload.state_name
+        if not upload.feedback and name not in self.states:
+            return ledger
+        compressor = compressor_of(upload)
+        state = compressor.roll_back(ledger._state(compressor, name), update)
+        return ledger._with_state(compressor, state, name)
 
     def _for_spec(self, spec: ModelSpec) -> Ledger:
         """This account for models of `spec`; what waits for another model is discarded."""
         if self.spec == spec.digest:
-            return self
+            return self if self.tensors is not None else replace(self, tensors=spec)
         ledger = self
         if self.residual is not None:
             ledger = self._discarding("spec-changed", Update.from_dense(self.residual), None)
-        cleared = replace(ledger, residual=None, velocity=None, states={}, control=None, own=None)
-        return replace(cleared, spec=spec.digest, round=0)
-
-    def _tended(self, rules: ResidualRules, update: Vector, round_: int) -> Ledger:
-        ledger = self
-        sat_out = max(0, round_ - self.round - 1) if self.round else 0
-        if rules.decay < 1 and sat_out:
-            ledger = ledger._shrunk(rules.decay**sat_out, "decayed")
-        if rules.max_ratio is not None and ledger.residual is not None:
-            norm = float(np.linalg.norm(ledger.residual.astype(np.float64)))
-            at_most = rules.max_ratio * float(np.linalg.norm(update.astype(np.float64)))
-            if norm > at_most:
-                ledger = ledger._shrunk(at_most / norm, "capped")
-        return ledger
-
-    def _shrunk(self, factor: float, reason: Reason) -> Ledger:
-        if self.residual is None:
-            return self
-        kept = self.residual * np.float32(factor)
-        lost = Update.from_dense(self.residual - kept)
-        return replace(self._discarding(reason, lost, None), residual=kept)
+        cleared = replace(ledger, residual=None, states={}, control=None, own=None)
+        return replace(cleared, spec=spec.digest, tensors=spec, round=0)
 
     def _discarding(self, reason: Reason, update: Update, assignment: str | None) -> Ledger:
         if not any(piece.values.any() for piece in update.pieces):
@@ -658,323 +467,9 @@ class Ledger:
 
     def to_bytes(self) -> bytes:
         """One safetensors file that carries the SHA-256 of itself; equal accounts, equal bytes."""
-        arrays: dict[str, npt.NDArray[Any]] = {}
-        document = {
-            "seal": _BLANK.decode(),
-            "format": FORMAT,
-            "task": self.task,
-            "client_id": self.client_id,
-            "spec": self.spec,
-            "round": self.round,
-            "counter": self.counter,
-            "own": None if self.own is None else self.own[0],
-            "included": self.included,
-            "not_included": self.not_included,
-            "settled": list(self.settled.items()),
-            "states": [
-                [name, number, _stored(state, f"states.{index}", arrays)]
-                for index, (name, (number, state)) in enumerate(self.states.items())
-            ],
-            "pending": [
-                {
-                    "assignment": key,
-                    "update": _stored_update(held.update, f"pending.{index}.update", arrays),
-                    "state": _stored(held.state, f"pending.{index}.state", arrays),
-                    **{name: getattr(held, name) for name in _PENDING_SCALARS},
-                }
-                for index, (key, held) in enumerate(self.pending.items())
-            ],
-            "discards": [
-                {
-                    "number": discard.number,
-                    "reason": discard.reason,
-                    "assignment": discard.assignment,
-                    "update": _stored_update(discard.update, f"discards.{index}", arrays),
-                    "lost_norm": discard.lost_norm,
-                }
-                for index, discard in enumerate(self.discards)
-            ],
-            "epoch": self.epoch,
-            "backup_at": self.backup_at,
-            "kept": [
-                {
-                    "assignment": key,
-                    "update": None
-                    if each.update is None
-                    else _stored_update(each.update, f"kept.{index}", arrays),
-                    **{name: getattr(each, name) for name in _INCLUDED_SCALARS},
-                }
-                for index, (key, each) in enumerate(self.kept.items())
-            ],
-        }
-        for index, held in enumerate(self.pending.values()):
-            arrays[f"pending.{index}.body"] = np.frombuffer(held.body, np.uint8)
-        if self.residual is not None:
-            arrays["residual"] = self.residual
-        if self.velocity is not None:
-            arrays["velocity"] = self.velocity
-        if self.control is not None:
-            arrays["control"] = self.control
-        if self.own is not None:
-            arrays["own"] = self.own[1]
-        arrays |= {_PERSONAL + name: values for name, values in self.personal.items()}
-        data = bytearray(save_arrays(arrays, {_METADATA: json.dumps(document)}))
-        start = _seal_of(data)
-        data[start : start + len(_BLANK)] = b"sha256:" + hashlib.sha256(data).hexdigest().encode()
-        return bytes(data)
+        return ledger_file.to_bytes(self)
 
     @classmethod
     def from_bytes(cls, data: bytes) -> Ledger:
         """The inverse of `to_bytes`; raises StateCorrupt for anything else."""
-        try:
-            start = _seal_of(data)
-            stop = start + len(_BLANK)
-            digest = hashlib.sha256(data[:start])
-            digest.update(_BLANK)
-            digest.update(memoryview(data)[stop:])
-            if data[start:stop] != b"sha256:" + digest.hexdigest().encode():
-                raise StateCorrupt("its bytes do not match their SHA-256")
-            header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
-            document = json.loads(header["__metadata__"][_METADATA])
-            if document["format"] != FORMAT:
-                raise StateCorrupt(
-                    f"its format is {document['format']}, this release reads {FORMAT}",
-                    hint="run the release of fedpress that wrote it, or a newer one",
-                )
-            return cls._parsed(document, load_arrays(data))
-        except (ValueError, KeyError, TypeError, safetensors.SafetensorError) as exc:
-            raise StateCorrupt(f"not a ledger: {exc!r}") from exc
-
-    @classmethod
-    def _parsed(cls, document: Mapping[str, Any], arrays: Mapping[str, npt.NDArray[Any]]) -> Ledger:
-        return cls(
-            task=document["task"],
-            client_id=document["client_id"],
-            spec=document["spec"],
-            round=document["round"],
-            residual=arrays.get("residual"),
-            velocity=arrays.get("velocity"),
-            control=arrays.get("control"),
-            own=(document["own"], arrays["own"]) if "own" in arrays else None,
-            personal={
-                name.removeprefix(_PERSONAL): array
-                for name, array in arrays.items()
-                if name.startswith(_PERSONAL)
-            },
-            states={
-                name: (number, _loaded(state, arrays)) for name, number, state in document["states"]
-            },
-            pending={
-                item["assignment"]: Pending(
-                    body=arrays[f"pending.{index}.body"].tobytes(),
-                    update=_loaded_update(item["update"], arrays),
-                    state=_loaded(item["state"], arrays),
-                    **{name: item[name] for name in _PENDING_SCALARS if name in item},
-                )
-                for index, item in enumerate(document["pending"])
-            },
-            settled=dict(document["settled"]),
-            discards=tuple(
-                Discard(
-                    item["number"],
-                    item["reason"],
-                    item["assignment"],
-                    _loaded_update(item["update"], arrays),
-                    item.get("lost_norm"),
-                )
-                for item in document["discards"]
-            ),
-            counter=document["counter"],
-            included=document["included"],
-            not_included=document["not_included"],
-            epoch=document.get("epoch"),
-            backup_at=document.get("backup_at"),
-            kept={
-                item["assignment"]: Included(
-                    update=item["update"] and _loaded_update(item["update"], arrays),
-                    **{name: item[name] for name in _INCLUDED_SCALARS},
-                )
-                for item in document.get("kept", ())
-            },
-        )
-
-
-_PENDING_SCALARS = (
-    "num_examples",
-    "round",
-    "attempt",
-    "model",
-    "spec",
-    "profile",
-    "feedback",
-    "compressor",
-    "number",
-    "control",
-    "is_base",
-    "is_first",
-    "stills",
-    "report",
-    "lane",
-    "session",
-)
-
-
-_INCLUDED_SCALARS = (
-    "norm",
-    "round",
-    "attempt",
-    "model",
-    "issued_at",
-    "epoch",
-    "spec",
-    "feedback",
-    "number",
-    "control",
-)
-
-
-def _seal_of(data: bytes | bytearray) -> int:
-    """Where the file's own SHA-256 stands; ValueError if nowhere in its header."""
-    found = _SEAL.search(data, 8, 8 + int.from_bytes(data[:8], "little"))
-    if found is None:
-        raise ValueError("it has no SHA-256 of itself")
-    return found.start()
-
-
-def _as_received(
-    upload: Upload,
-    layouts: tuple[Layout, ...],
-    lossy: Compressor[Any],
-    public: Public,
-    report: tuple[str, ...],
-    sections: Callable[[bytes], None] | None = None,
-) -> tuple[bytes, Update]:
-    """The bytes to be sent, and what they stand for once they are decoded."""
-    index = upload.profile
-    contexts = contexts_of(layouts[index], public)
-    coded = []
-    for section in upload.sections(layouts[index], contexts):
-        if sections is not None:
-            sections(section)
-        coded.append(section)
-    body = b"".join(coded)
-    received = Upload.from_bytes(body, layouts, index, contexts, report)
-    return body, lossy.decompress(received.symbols, public)
-
-
-def _for_masking(
-    payload: Payload,
-    update: Vector,
-    num_examples: int,
-    report: Mapping[str, float],
-    secret: bytes | None,
-) -> tuple[bytes, Update]:
-    """The bytes to be masked, and what they stand for."""
-    secret = secrets.token_bytes(SECRET_BYTES) if secret is None else secret
-    made = payload.compress(update, num_examples, report, secret)
-    return payload.packing.to_bytes(payload.packing.pack(made.integers)), made.update
-
-
-# A compressor's state: plain form ⇄ its own types, plain form ⇄ JSON and named arrays
-
-
-def _plain(state: Any) -> State:
-    """Tuples and dataclasses as lists; None if nothing is in it to remember."""
-    match state:
-        case None | bool() | int() | float() | str():
-            plain: State = state
-        case np.ndarray():
-            plain = state
-        case np.generic():
-            plain = state.item()
-        case Mapping():
-            plain = {str(name): _plain(item) for name, item in state.items()}
-        case tuple() | list():
-            plain = [_plain(item) for item in state]
-        case _ if dataclasses.is_dataclass(state):
-            plain = [_plain(item) for item in _fields(state)]
-        case _:
-            raise ConfigurationError(
-                f"a compressor's state holds a {type(state).__name__}, which cannot be stored"
-            )
-    return plain if any(True for _ in _leaves(plain)) else None
-
-
-def _leaves(plain: State) -> Iterator[Any]:
-    match plain:
-        case None:
-            return
-        case dict():
-            for item in plain.values():
-                yield from _leaves(item)
-        case list():
-            for item in plain:
-                yield from _leaves(item)
-        case _:
-            yield plain
-
-
-def _fields(state: Any) -> Iterator[Any]:
-    return (getattr(state, field.name) for field in dataclasses.fields(state))
-
-
-def _restored(plain: State, like: Any) -> Any:
-    """`plain` in the types of `like`, the state of a client that has sent nothing yet."""
-    if plain is None or like is None:
-        return like if plain is None else plain
-    if isinstance(like, Mapping):
-        return {name: _restored(plain.get(name), item) for name, item in like.items()}
-    is_dataclass = dataclasses.is_dataclass(like)
-    if is_dataclass or isinstance(like, tuple | list):
-        items = list(_fields(like) if is_dataclass else like)
-        restored = [_restored(p, item) for p, item in zip(plain, items, strict=True)]
-        by_position = is_dataclass or hasattr(like, "_fields")
-        return type(like)(*restored) if by_position else type(like)(restored)
-    return plain
-
-
-def _stored(plain: State, name: str, arrays: dict[str, npt.NDArray[Any]]) -> Any:
-    match plain:
-        case np.ndarray():
-            arrays[name] = np.ascontiguousarray(plain).reshape(plain.shape)
-            return {"array": name}
-        case dict():
-            items = {key: _stored(item, f"{name}.{key}", arrays) for key, item in plain.items()}
-            return {"map": items}
-        case list():
-            return [_stored(item, f"{name}.{index}", arrays) for index, item in enumerate(plain)]
-        case _:
-            return plain
-
-
-def _loaded(stored: Any, arrays: Mapping[str, npt.NDArray[Any]]) -> State:
-    match stored:
-        case {"array": name}:
-            return arrays[name]
-        case {"map": items}:
-            return {key: _loaded(item, arrays) for key, item in items.items()}
-        case list():
-            return [_loaded(item, arrays) for item in stored]
-        case _:
-            return stored
-
-
-def _stored_update(update: Update, name: str, arrays: dict[str, npt.NDArray[Any]]) -> Any:
-    pieces = []
-    for index, piece in enumerate(update.pieces):
-        arrays[f"{name}.{index}.values"] = np.ascontiguousarray(piece.values)
-        if isinstance(piece.where, slice):
-            pieces.append([piece.where.start, piece.where.stop])
-        else:
-            arrays[f"{name}.{index}.where"] = np.ascontiguousarray(piece.where)
-            pieces.append([])
-    return {"size": update.size, "pieces": pieces, "name": name}
-
-
-def _loaded_update(stored: Any, arrays: Mapping[str, npt.NDArray[Any]]) -> Update:
-    pieces = []
-    for index, bounds in enumerate(stored["pieces"]):
-        name = f"{stored['name']}.{index}"
-        where = slice(*bounds) if bounds else arrays[f"{name}.where"]
-        pieces.append(Piece(where, cast(Vector, arrays[f"{name}.values"])))
-    return Update(stored["size"], tuple(pieces))
+        return cls(**ledger_file.fields_of(data))

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 from fedpress_compression.compressor import compressors, members
-from fedpress_compression.compressors.error_feedback import ErrorFeedback
 from fedpress_protocols.errors import ConfigurationError, PlanDeclined
 from fedpress_protocols.masking.graph import Adversary
 from fedpress_protocols.masking.keystream import SUITES, Suite
@@ -128,7 +127,7 @@ def _name_of(plan: RoundPlan) -> str:
 
 
 def _ids(made: Any) -> Iterator[str]:
-    if not isinstance(made, ErrorFeedback):
+    if not made.keeps_residual:
         yield made.wire_id
     for member in members(made):
         yield from _ids(member)

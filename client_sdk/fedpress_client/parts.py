@@ -19,7 +19,6 @@ from fedpress_protocols.messages import (
     PartialCompletion,
     PartialIntent,
     PartialUpload,
-    Trip,
     UploadAck,
 )
 
@@ -89,11 +88,10 @@ class Delivery:
         self,
         verbs: PartVerbs,
         assignment: str,
-        trip: Trip,
         sizes: PartSizes,
         clock: Callable[[], float],
     ) -> None:
-        self._verbs, self._assignment, self._trip = verbs, assignment, trip
+        self._verbs, self._assignment = verbs, assignment
         self._sizes, self._clock = sizes, clock
         self._partial: str | None = None
         self._part_bytes = 1
@@ -129,7 +127,7 @@ class Delivery:
         `source(offset, most)` waits for that many bytes; none of them end it. `begun` is told the
         name of the upload before the first part goes. There is no completion here.
         """
-        intent = PartialIntent(trip=self._trip, max_bytes=max_bytes)
+        intent = PartialIntent(max_bytes=max_bytes)
         status = self._verbs.begin_parts(self._assignment, intent)
         if status.offset and status.partial is not None:
             # Left by a process that ended before its account was saved: nobody knows that body.
@@ -165,7 +163,7 @@ class Delivery:
         return status.ack
 
     def _begin(self, body: bytes, digest: str) -> PartialUpload:
-        intent = PartialIntent(trip=self._trip, max_bytes=len(body), upload=digest)
+        intent = PartialIntent(max_bytes=len(body), upload=digest)
         return self._verbs.begin_parts(self._assignment, intent)
 
     def _send(self, part: bytes) -> None:

@@ -174,7 +174,7 @@ class RoundRunner:
         plan.public(model.spec)
         needs = plan.needs if plan.lane == "masked" else compressor.needs
         knowledge = self._knowledge.gather(task, assignment, model, needs)
-        public = plan.public(model.spec, **knowledge)
+        public = plan.public(model.spec, knowledge)
         session: SessionConfig | None = None
         if plan.lane == "masked":  # before hours of training, and not after
             session = self._masked.agree(task, Payload(plan, public))
@@ -227,10 +227,7 @@ class RoundRunner:
             inputs.model.spec,
             compression_rng(seed, inputs.assignment),
             self._settings.rules,
-            previous=knowledge.get("previous"),
-            drift=knowledge.get("drift"),
-            activity=knowledge.get("activity"),
-            own=knowledge.get("own"),
+            knowledge=knowledge,
             report=terms.report(trained),
             personal=terms.personal(trained),
             secret=rounding_secret(seed, inputs.assignment),
@@ -287,9 +284,9 @@ def out_of_bounds(assignment: Assignment) -> InvalidUpdate:
 
 def _max_bytes(assignment: Assignment, spec: ModelSpec) -> int:
     """The largest body that may come of an assignment's update, where it may leave before it is
-    whole: not in the masked lane, nor in the first of two phases."""
+    whole: not in the masked lane."""
     plan = assignment.plan
-    if plan.lane == "masked" or plan.first_trip is not None:
+    if plan.lane == "masked":
         return 0
     layout = plan.layouts(spec)[plan.profile_index(assignment.profile)]
     return max_body_bytes(layout) + REPORT_BYTES * len(plan.report)

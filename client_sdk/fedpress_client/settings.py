@@ -14,7 +14,7 @@ from pydantic import ValidationError
 
 from fedpress_client.events import EventLog
 from fedpress_client.failures import FailurePolicy
-from fedpress_client.ledger import KEEP_ALL, Discard, ResidualRules
+from fedpress_client.ledger_records import KEEP_ALL, Discard, ResidualRules
 from fedpress_client.masking_rules import FREE, MaskingRules
 from fedpress_client.state import StateDirectory
 from fedpress_client.trainer import Trainer

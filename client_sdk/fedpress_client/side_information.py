@@ -45,21 +45,6 @@ class SideInformation:
             known["own"] = self._own(task, assignment, shared)
         return known
 
-    def basis(
-        self, task: JoinedTask, assignment: Assignment, digest: str, spec: ModelSpec
-    ) -> Vector:
-        """The basis of the round's second phase; raises IncompatiblePlan if it is none."""
-        first = assignment.plan.first_trip
-        size = 0 if first is None else first.basis_size(spec)
-        data = self._transport.basis(assignment.assignment, digest, 4 * size, task.name)
-        check_digest(data, digest)
-        if len(data) != 4 * size:
-            raise IncompatiblePlan(f"a basis of {len(data)} bytes where {4 * size} are due")
-        basis = np.frombuffer(data, "<f4").astype(np.float32)
-        if not np.abs(basis).max(initial=0.0) < 1.001:
-            raise IncompatiblePlan("the columns of the basis are not of length 1")
-        return basis
-
     def _moved_since(self, task: JoinedTask, digest: str, model: Model, kind: Known) -> Vector:
         """The difference of `model` to an earlier one."""
         other = self._models.read(task, digest)

@@ -12,7 +12,6 @@ from fedpress_client.masked_rounds import MaskedRounds
 from fedpress_client.models import TaskModels
 from fedpress_client.receipts import SHORTEST_PAUSE, Receipts
 from fedpress_client.round_runner import RoundRunner
-from fedpress_client.second_phase import SecondPhase
 from fedpress_client.settings import Services
 from fedpress_client.side_information import SideInformation
 from fedpress_client.task_end import TaskEnd
@@ -44,7 +43,6 @@ class TaskRunner:
         self._rounds = RoundRunner(
             services, models, knowledge, evaluator, self.masked, self.uploads
         )
-        self._second_phase = SecondPhase(settings, models, knowledge, self.uploads)
         self._end = TaskEnd(services, models, self.receipts, evaluator)
 
     def step(self, task: JoinedTask) -> float | None:
@@ -86,9 +84,6 @@ class TaskRunner:
         self, task: JoinedTask, assignment: Assignment, response: CheckInResponse, later: float
     ) -> float:
         """Run the assignment of a check-in; the seconds until the next."""
-        if assignment.basis is not None:
-            is_done = self._second_phase.run(task, assignment, assignment.basis)
-            return 0.0 if is_done else later
         if not task.is_new(assignment.assignment):
             return later
         seconds_left = assignment.plan.deadline - response.server_time

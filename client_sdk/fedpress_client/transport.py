@@ -31,7 +31,6 @@ from fedpress_protocols.messages import (
     RotationResponse,
     SignedReceipt,
     TaskSummary,
-    Trip,
     UploadAck,
 )
 from fedpress_protocols.signatures import DeviceKey
@@ -94,14 +93,6 @@ class Transport(Protocol):
 
     def own(self, assignment: str, digest: str, max_bytes: int, task: str) -> bytes:
         """As `model`, for what the device's last included upload stood for."""
-        ...
-
-    def basis(self, assignment: str, digest: str, max_bytes: int, task: str) -> bytes:
-        """As `model`, for what the round's first trips came to."""
-        ...
-
-    def first(self, assignment: str, body: bytes) -> UploadAck:
-        """Send the first of two trips."""
         ...
 
     def upload(self, assignment: str, body: bytes) -> UploadAck: ...
@@ -208,11 +199,8 @@ class HttpTransport:
             lambda: read(self._link.once("POST", path, json_of(request), wait=request.wait)), path
         )
 
-    def first(self, assignment: str, body: bytes) -> UploadAck:
-        return self._deliver(assignment, "first", body)
-
     def upload(self, assignment: str, body: bytes) -> UploadAck:
-        return self._deliver(assignment, "update", body)
+        return self._deliver(assignment, body)
 
     def decline(
         self, assignment: str, reason: DeclineReason, needed_seconds: float | None = None
@@ -283,19 +271,16 @@ class HttpTransport:
     def own(self, assignment: str, digest: str, max_bytes: int, task: str) -> bytes:
         return self._link.file(f"/v1/assignments/{assignment}/own?task={task}", digest, max_bytes)
 
-    def basis(self, assignment: str, digest: str, max_bytes: int, task: str) -> bytes:
-        return self._link.file(f"/v1/assignments/{assignment}/basis?task={task}", digest, max_bytes)
-
     # Bodies
 
-    def _deliver(self, assignment: str, trip: Trip, body: bytes) -> UploadAck:
+    def _deliver(self, assignment: str, body: bytes) -> UploadAck:
         if len(body) > self.parts_above and self._takes_parts:
             try:
-                return self._parts.deliver(assignment, trip, body)
+                return self._parts.deliver(assignment, body)
             except PartsNotOffered as exc:
                 _log.info("%s", exc)
                 self._takes_parts = False
-        path = f"/v1/assignments/{assignment}/{trip}"
+        path = f"/v1/assignments/{assignment}/update"
         return self._link.call("PUT", path, body, {"Content-Type": _OCTETS}).parsed(UploadAck)
 
     def ahead(

@@ -7,7 +7,7 @@ import logging
 from fedpress_client import tracing
 from fedpress_client.events import AssignmentDeclined, UpdateUploaded, UploadRefused
 from fedpress_client.joined_task import JoinedTask
-from fedpress_client.ledger import Pending
+from fedpress_client.ledger_records import Pending
 from fedpress_client.receipts import Receipts
 from fedpress_client.settings import Services
 from fedpress_client.uplink import UplinkMeter
@@ -95,10 +95,9 @@ class Uploads:
 
     def _timed(self, key: str, upload: Pending) -> UploadAck:
         """Send a body, and measure the uplink by it."""
-        send = self._transport.first if upload.is_first else self._transport.upload
         traffic = self._transport.traffic
         began_at, sent_before = self._clock(), traffic.body_up
-        ack = send(key, upload.body)
+        ack = self._transport.upload(key, upload.body)
         self._uplink.add(traffic.body_up - sent_before, self._clock() - began_at)
         return ack
 

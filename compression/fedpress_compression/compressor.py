@@ -10,11 +10,12 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
+import json
 import pkgutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
-from typing import Any, Literal, Protocol, TypeVar
+from typing import Any, Literal, Protocol, Self, TypeVar, cast
 
 import numpy as np
 
@@ -28,7 +29,7 @@ from fedpress_compression.update import Update
 StateT = TypeVar("StateT")
 Config = Mapping[str, Any]
 Knowledge = Known | Literal["own", "basis"]
-"""`Public`'s vectors."""
+"""The kinds of side information, see `Public`."""
 _ID = "id"
 _MOST_DEPTH = 16
 """Of compressors within one another."""
@@ -36,31 +37,27 @@ _MOST_DEPTH = 16
 
 @dataclass(frozen=True, slots=True)
 class Public:
-    """What both ends know before the upload: the tensors at hand and the round's randomness, and,
-    for the compressors that need them, vectors [spec.size] that what is published gives.
+    """What both ends know before the upload: the tensors, the round's randomness and side
+    information.
 
-    `previous` is the round's model less the one before it, what the last aggregate made of the
-    model; `drift` is the round's model less the task's first; `activity` ranks the coordinates by
-    how much they have moved of late, see `activity`. `own` is what the last included upload of the
-    client at hand stood for. All are zero in the first round, and None where nobody asked for them.
-    `basis`, of a length of its own, is what the server made of a first trip, see `powersgd`.
+    `knowledge` has a vector for each kind that the compressor at hand `needs`, [spec.size] but for
+    "basis". "previous" is the round's model less the one before it; "drift" is the round's model
+    less the task's first; "activity" ranks the coordinates by how much they have moved of late, see
+    `activity`; "own" is the update that the last included upload of this client stood for; all are
+    zeros in the first round. "basis" is what the server made of a first exchange, see `powersgd`.
     `round` counts from 1; its attempts share it.
     """
 
     spec: ModelSpec
     randomness: PublicRandomness
-    previous: Vector | None = None
-    drift: Vector | None = None
+    knowledge: Mapping[Knowledge, Vector] = field(default_factory=dict)
     round: int = 1
-    activity: Vector | None = None
-    own: Vector | None = None
-    basis: Vector | None = None
 
-    def known(self, what: Knowledge) -> Vector:
-        """The vector `what` [spec.size], which whoever made this was to give."""
-        vector: Vector | None = getattr(self, what)
+    def known(self, kind: Knowledge) -> Vector:
+        """The vector of this kind; raises ConfigurationError where it was not given."""
+        vector = self.knowledge.get(kind)
         if vector is None:
-            raise ConfigurationError(f"a compressor reads {what}, which it was not given")
+            raise ConfigurationError(f"a compressor reads {kind}, which it was not given")
         return vector
 
     def stream(self, wire_id: str, own: str = "") -> PublicStream:
@@ -71,23 +68,41 @@ class Public:
     def part(self, names: Sequence[str]) -> Public:
         """The same knowledge of the tensors `names` alone."""
         rows = [self.spec.slices[name] for name in names]
-
-        def cut(vector: Vector | None) -> Vector | None:
-            return None if vector is None else np.concatenate([vector[row] for row in rows])
-
-        return dataclasses.replace(
-            self,
-            spec=self.spec.select(names),
-            previous=cut(self.previous),
-            drift=cut(self.drift),
-            activity=cut(self.activity),
-            own=cut(self.own),
-            basis=None,
-        )
+        knowledge: dict[Knowledge, Vector] = {
+            kind: np.concatenate([vector[row] for row in rows])
+            for kind, vector in self.knowledge.items()
+            if kind != "basis"
+        }
+        return dataclasses.replace(self, spec=self.spec.select(names), knowledge=knowledge)
 
 
-class Compressor(Protocol[StateT]):
+class Lossy(Protocol[StateT]):
+    """The two halves of lossy compression: vectors [spec.size] to symbols, and back."""
+
+    def compress(
+        self, update: Vector, state: StateT, public: Public, rng: np.random.Generator
+    ) -> tuple[Symbols, StateT]:
+        """Symbols for `update` and the state once they are included.
+
+        `rng` is the client's own. Raises InvalidUpdate on NaN or infinity.
+        """
+        ...
+
+    def decompress(self, symbols: Symbols, public: Public, num_summands: int = 1) -> Update:
+        """The update that `symbols` stand for; the same bits on every machine.
+
+        `num_summands` says how many clients' symbols were summed; only a compressor that
+        commutes with the sum takes more than one.
+        """
+        ...
+
+
+class Compressor(Lossy[StateT], Protocol[StateT]):
     """Vectors of `spec.size` float32 values to symbols; lossy.
+
+    `compress` serves where an upload is included for certain. Where that is known later, `send`
+    gives the state for the time between, and the receipt decides: `commit` or `roll_back`.
+    `Stateful`, `Stateless` and `Wrapper` are bases with the usual ones of these.
 
     Two attributes more are optional. `needs_plain_mean`: the server must apply the plain mean of
     the uploads (learning rate 1, no momentum) to a float32 model, since its estimate of what the
@@ -104,6 +119,22 @@ class Compressor(Protocol[StateT]):
         """Which of `Public`'s vectors this compressor reads, at both ends."""
         ...
 
+    @property
+    def keeps_residual(self) -> bool:
+        """Whether what it does not send is added to the next update. Then its state is a
+        `HasResidual`, and nothing that it is given is lost without being told as `lost`."""
+        ...
+
+    @property
+    def lossy(self) -> Compressor[Any]:
+        """The compressor whose symbols are sent: itself, or the one within error feedback."""
+        ...
+
+    def stricter(self, decay: float, max_ratio: float | None) -> Self:
+        """The same with its residual, if it keeps one, limited at least so; see
+        `error_feedback`."""
+        ...
+
     def layout(self, spec: ModelSpec) -> Layout:
         """What `compress` emits for the tensors of `spec`; the decoder needs no other schema."""
         ...
@@ -112,22 +143,49 @@ class Compressor(Protocol[StateT]):
         """The state of a client that has sent nothing yet."""
         ...
 
-    def compress(
-        self, update: Vector, state: StateT, public: Public, rng: np.random.Generator
-    ) -> tuple[Symbols, StateT]:
-        """Symbols for `update` [spec.size] and the state once they are included.
+    def send(
+        self,
+        channel: Lossy[Any],
+        update: Vector,
+        state: StateT,
+        public: Public,
+        rng: np.random.Generator,
+    ) -> tuple[Symbols, StateT, Any]:
+        """Compress `update` by `channel`, which stands for `lossy` and everything on the way to
+        the other end: coding, masks, a collective. It is asked once, and then for what its symbols
+        stand for.
 
-        `rng` is the client's own. Raises InvalidUpdate on NaN or infinity.
+        Its symbols, the state for as long as nothing is known of their fate, and a mark: plain data
+        that `commit` needs, None if nothing.
         """
         ...
 
-    def decompress(self, symbols: Symbols, public: Public, num_summands: int = 1) -> Update:
-        """The update that `symbols` stand for; the same bits on every machine.
+    def commit(self, state: StateT, mark: Any, sent: Update) -> StateT:
+        """The state once the upload with this `mark`, which stood for `sent`, is included.
 
-        `num_summands` says how many clients' symbols were summed; only a compressor that
-        commutes with the sum takes more than one.
+        `mark` is None, too, where an upload of later was included before.
         """
         ...
+
+    def roll_back(self, state: StateT, sent: Update) -> StateT:
+        """The state once an upload that stood for `sent` is known not to be included."""
+        ...
+
+
+class HasResidual(Protocol):
+    """A state with what waits to be sent."""
+
+    @property
+    def residual(self) -> Vector | None:
+        """[spec.size], in units of the update; None: zeros."""
+        ...
+
+    @property
+    def lost(self) -> tuple[tuple[str, Vector], ...]:
+        """What limits on the residual took away in the last `send`: why, and what [spec.size]."""
+        ...
+
+    def _replace(self, **changes: Any) -> Any: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,7 +231,50 @@ def state_key(made: Compressor[Any]) -> Any:
     return _config(made, state_key) if own is None else own
 
 
-class Stateless:
+def state_name(made: Compressor[Any]) -> str:
+    """`state_key` as text."""
+    return json.dumps(state_key(made), sort_keys=True)
+
+
+class Stateful:
+    """The half of a compressor whose state moves when an upload is included, and only then.
+
+    Such a state is what `compress` returned for the newest upload that was included.
+    """
+
+    __slots__ = ()
+
+    @property
+    def keeps_residual(self) -> bool:
+        return False
+
+    @property
+    def lossy(self) -> Compressor[Any]:
+        made: Any = self
+        return cast(Compressor[Any], made)
+
+    def stricter(self, decay: float, max_ratio: float | None) -> Self:
+        return self
+
+    def send(
+        self,
+        channel: Lossy[Any],
+        update: Vector,
+        state: Any,
+        public: Public,
+        rng: np.random.Generator,
+    ) -> tuple[Symbols, Any, Any]:
+        symbols, after = channel.compress(update, state, public, rng)
+        return symbols, state, after
+
+    def commit(self, state: Any, mark: Any, sent: Update) -> Any:
+        return state if mark is None else mark
+
+    def roll_back(self, state: Any, sent: Update) -> Any:
+        return state
+
+
+class Stateless(Stateful):
     """The half of a compressor that remembers nothing and does not commute with the sum."""
 
     __slots__ = ()
@@ -194,6 +295,46 @@ class Stateless:
         return None
 
 
+class Wrapper(Stateful):
+    """The half of a compressor around one other, `inner`, whose symbols and state are its own."""
+
+    __slots__ = ()
+    inner: Compressor[Any]
+
+    @property
+    def commutes_with_sum(self) -> bool:
+        return self.inner.commutes_with_sum
+
+    @property
+    def needs(self) -> frozenset[Knowledge]:
+        return self.inner.needs
+
+    @property
+    def state_key(self) -> Any:
+        return state_key(self.inner)
+
+    def layout(self, spec: ModelSpec) -> Layout:
+        return self.inner.layout(spec)
+
+    def init(self, spec: ModelSpec) -> Any:
+        return self.inner.init(spec)
+
+    def compress(
+        self, update: Vector, state: Any, public: Public, rng: np.random.Generator
+    ) -> tuple[Symbols, Any]:
+        return self.inner.compress(update, state, public, rng)
+
+    def decompress(self, symbols: Symbols, public: Public, num_summands: int = 1) -> Update:
+        return self.inner.decompress(symbols, public, num_summands)
+
+    def commit(self, state: Any, mark: Any, sent: Update) -> Any:
+        return self.inner.commit(state, mark, sent)
+
+    def roll_back(self, state: Any, sent: Update) -> Any:
+        return self.inner.roll_back(state, sent)
+
+
+_HOOKS = ("keeps_residual", "lossy", "stricter", "send", "commit", "roll_back")
 _by_id: dict[str, type[Any]] = {}
 ClassT = TypeVar("ClassT", bound=type[Any])
 
@@ -207,6 +348,11 @@ def compressor(wire_id: str) -> Callable[[ClassT], ClassT]:
 
     def claim(cls: ClassT) -> ClassT:
         plugins.check_id(wire_id, cls.__module__, "fedpress_compression")
+        if missing := [name for name in _HOOKS if not hasattr(cls, name)]:
+            raise TypeError(
+                f"the compressor {wire_id!r} lacks {', '.join(missing)}; derive {cls.__qualname__} "
+                "from Stateless, Stateful or Wrapper of fedpress.compressors, which have them"
+            )
         holder = _by_id.setdefault(wire_id, cls)
         if holder.__qualname__ != cls.__qualname__:
             raise ValueError(f"wire id {wire_id!r} is {holder.__qualname__}'s")

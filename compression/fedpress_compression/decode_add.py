@@ -23,8 +23,7 @@ def decode_add(
 
     Raises DecodingError or InvalidUpdate without adding anything.
     """
-    inner = getattr(compressor, "inner", None) if hasattr(compressor, "keeps_residual") else None
-    tabled = getattr(inner or compressor, "tabled", None)
+    tabled = getattr(compressor.lossy, "tabled", None)
     update = tabled(found, public) if tabled else None
     if update is not None and accumulator.add_tabled(update, weight):
         return

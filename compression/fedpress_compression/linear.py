@@ -15,7 +15,6 @@ import numpy as np
 import numpy.typing as npt
 
 from fedpress_compression.compressor import Public, check_finite, members
-from fedpress_compression.compressors.error_feedback import ErrorFeedback
 from fedpress_compression.errors import IncompatiblePlan
 from fedpress_compression.matrices import root_mean_square
 from fedpress_compression.tensors import ModelSpec, Vector
@@ -124,7 +123,7 @@ class SideBySide:
 def as_linear(made: Any) -> Linear:
     """`made`, or what is in it if that is error feedback; raises IncompatiblePlan where it cannot
     be summed under masks."""
-    inner = _sent(made)
+    inner = made.lossy
     if not inner.commutes_with_sum:
         raise IncompatiblePlan(
             f"{inner} does not commute with the sum: under masks nothing adds up but whole numbers "
@@ -146,13 +145,9 @@ def as_linear(made: Any) -> Linear:
 def restricts(made: Any) -> bool:
     """Whether updates under `made` have a support that the whole cohort knows before training: a
     compressor that has says so by an attribute `restricts`, and has a method `support(public)`."""
-    return bool(getattr(_sent(made), "restricts", False))
+    return bool(getattr(made.lossy, "restricts", False))
 
 
 def support_of(made: Any, public: Public) -> Indices | None:
     """The only coordinates that updates under `made` can move, rising; None: any."""
-    return _sent(made).support(public) if restricts(made) else None
-
-
-def _sent(made: Any) -> Any:
-    return made.inner if isinstance(made, ErrorFeedback) else made
+    return made.lossy.support(public) if restricts(made) else None

@@ -84,7 +84,11 @@ def measured(name: str, compressor: Compressor[Any], values: int, repeats: int) 
     tensors = (matrix, TensorSpec("b", (rest,))) if rest else (matrix,)
     spec = ModelSpec(tensors)
     zeros = np.zeros(values, np.float32)
-    public = Public(spec, PublicRandomness(bytes(32)), previous=zeros, drift=zeros, own=zeros)
+    public = Public(
+        spec,
+        PublicRandomness(bytes(32)),
+        knowledge={"previous": zeros, "drift": zeros, "own": zeros},
+    )
     rng = np.random.default_rng(_SEED)
     update = rng.laplace(0, 1e-3, values).astype(np.float32)
     layout, state = compressor.layout(spec), compressor.init(spec)

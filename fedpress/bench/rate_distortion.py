@@ -119,7 +119,7 @@ def _coders(made: Compressor[Any], public: Public) -> Iterator[tuple[str, Compre
         yield "auto", cast(Compressor[Any], Coded(made, "auto"))
     except ValueError:  # what has compressors inside that it goes into
         return
-    if public.previous is not None:
+    if "previous" in public.knowledge:
         yield "auto+previous", cast(Compressor[Any], Coded(made, "auto", "previous"))
 
 

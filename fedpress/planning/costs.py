@@ -85,7 +85,7 @@ def cost(candidate: Candidate, situation: Situation, real: Drawn | None = None) 
 
 def _clear(candidate: Candidate, situation: Situation, drawn: Drawn, factor: float) -> Cost:
     plan = _plan(candidate, situation, drawn, 1)
-    public = plan.public(drawn.spec, previous=drawn.previous, drift=drawn.previous)
+    public = plan.public(drawn.spec, {"previous": drawn.previous, "drift": drawn.previous})
     made = candidate.made
     layout = made.layout(drawn.spec)
     contexts = contexts_of(layout, public)
@@ -108,7 +108,7 @@ def _clear(candidate: Candidate, situation: Situation, drawn: Drawn, factor: flo
 
 def _masked(candidate: Candidate, situation: Situation, drawn: Drawn, factor: float) -> Cost:
     plan = _plan(candidate, situation, drawn, 1)
-    payload = Payload(plan, plan.public(drawn.spec, previous=drawn.previous))
+    payload = Payload(plan, plan.public(drawn.spec, {"previous": drawn.previous}))
     config = agreed(payload, population=_POPULATION, server_key=bytes(32))
     graph = config.parameters(situation.cohort)
     said = session_bytes(config)
@@ -157,8 +157,7 @@ def _prepared(
             _EXAMPLES,
             drawn.spec,
             rng,
-            previous=drawn.previous,
-            drift=drawn.previous,
+            knowledge={"previous": drawn.previous, "drift": drawn.previous},
             secret=bytes([number]) * SECRET_BYTES,
         )
         seconds = time.thread_time() - begun

@@ -40,7 +40,7 @@ class Drawn:
         """Those of a file, one client's after the other as if they were one's; the first twice,
         since what a device uploads first is not measured."""
         updates = tuple(given.updates)
-        known = given.public.previous
+        known = given.public.knowledge.get("previous")
         previous = np.zeros(given.spec.size, np.float32) if known is None else known
         return cls(given.spec, (updates[0], *updates), previous)
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -19,15 +19,15 @@ import numpy.typing as npt
 
 from fedpress_compression import coding
 from fedpress_compression.coding.fields import Symbols
-from fedpress_compression.compressor import Compressor, Public, check_inner
-from fedpress_compression.compressors.dgc import Dgc
-from fedpress_compression.compressors.error_feedback import ErrorFeedback, check_feedback
+from fedpress_compression.compressor import Compressor, Public
+from fedpress_compression.compressors.error_feedback import check_feedback
 from fedpress_compression.compressors.none import Uncompressed
-from fedpress_compression.compressors.powersgd import PowerSGD
 from fedpress_compression.contexts import contexts_of
-from fedpress_compression.matrices import Matrix, orthonormal, views
-from fedpress_compression.randomness import PublicRandomness, PublicStream
+from fedpress_compression.matrices import Matrix
+from fedpress_compression.plain_states import State, plain, restored
+from fedpress_compression.randomness import PublicRandomness
 from fedpress_compression.tensors import ModelSpec, Vector
+from fedpress_compression.update import Update
 from fedpress_protocols.errors import ConfigurationError, IncompatiblePlan, MissingExtra
 
 try:
@@ -40,7 +40,6 @@ except ModuleNotFoundError as exc:
 
 Group = dist.ProcessGroup
 _NOT_FINITE = -1
-_DEAD = 1e-9
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,21 +100,14 @@ class Exchange:
             raise ConfigurationError("give a group or sites, not both")
         if dtype not in (torch.float16, torch.float32):
             raise ConfigurationError(f"numbers travel in float16 or float32, not {dtype}")
-        if isinstance(compressor, Dgc):
-            raise IncompatiblePlan(
-                "dgc keeps velocities, which an exchange has no place for",
-                hint="use error_feedback, and leave momentum to the optimizer",
-            )
         check_feedback(compressor)
-        self._feedback = compressor if isinstance(compressor, ErrorFeedback) else None
-        self._lossy = self._feedback.inner if self._feedback else compressor
-        check_inner(self._lossy, "exchange")
-        strange = sorted(self._lossy.needs - {"previous"})
+        strange = sorted(compressor.needs - {"previous"})
         if strange:
             raise IncompatiblePlan(
-                f"{self._lossy} reads {', '.join(strange)}, which a group of processes lacks",
+                f"{compressor} reads {', '.join(strange)}, which a group of processes lacks",
                 hint="it has the last mean alone",
             )
+        self._compressor = compressor
         self._group, self._sites = group, sites
         self._seed, self._dtype = seed, dtype
         self._residuals: dict[str, Vector] = {}
@@ -133,11 +125,11 @@ class Exchange:
         """All that is kept, as plain data and tensors: what `torch.save` writes safely."""
         kept = {
             key: {
-                "round": held.round,
-                "previous": None if held.previous is None else torch.from_numpy(held.previous),
-                "rights": [torch.from_numpy(right) for right in held.rights],
+                "round": each.round,
+                "previous": None if each.previous is None else torch.from_numpy(each.previous),
+                "state": _tensors(each.state),
             }
-            for key, held in self._kept.items()
+            for key, each in self._kept.items()
         }
         residuals = {name: torch.from_numpy(part) for name, part in self._residuals.items()}
         return {"kept": kept, "residuals": residuals}
@@ -146,11 +138,11 @@ class Exchange:
         self._residuals = {name: part.numpy() for name, part in state["residuals"].items()}
         self._kept = {
             key: _Kept(
-                round=held["round"],
-                previous=None if held["previous"] is None else held["previous"].numpy(),
-                rights=tuple(right.numpy() for right in held["rights"]),
+                round=each["round"],
+                previous=None if each["previous"] is None else each["previous"].numpy(),
+                state=_arrays(each["state"]),
             )
-            for key, held in state["kept"].items()
+            for key, each in state["kept"].items()
         }
 
     # The mean
@@ -160,9 +152,10 @@ class Exchange:
 
         Every process must call it in the same order with the same `spec`.
         """
-        if not isinstance(self._lossy, PowerSGD) and _remembers(self._lossy.init(spec)):
+        lossy = self._compressor.lossy
+        if not hasattr(lossy, "group_sum") and plain(lossy.init(spec)) is not None:
             raise IncompatiblePlan(
-                f"{self._lossy} keeps a state of its own, which an exchange has no place for",
+                f"{lossy} keeps a state of its own, which an exchange has no place for",
                 hint="put error_feedback around a compressor without one, or around powersgd",
             )
         flat = values.detach().to(torch.float32)
@@ -180,61 +173,72 @@ class Exchange:
     def _between(self, spec: ModelSpec, values: torch.Tensor, group: Group | None) -> torch.Tensor:
         trip = _Trip(group, values.device, self.sent)
         self.sent.plain_bytes += values.nbytes
-        if isinstance(self._lossy, Uncompressed) and self._feedback is None:
+        made = self._compressor
+        is_plain = made.lossy == Uncompressed()
+        if is_plain and not made.keeps_residual:
             return trip.total(values.to(self._dtype) / trip.size).to(torch.float32)
         whole = (values / trip.size).cpu().numpy()
-        if self._feedback is not None:
-            whole = whole + self.residual(spec)
-        if not trip.all_finite(whole):
+        kept = self._kept.get(spec.digest, _Kept())
+        state, brought = restored(kept.state, made.init(spec)), whole
+        if made.keeps_residual:
+            residual = self.residual(spec)
+            state, brought = state._replace(residual=residual), whole + residual
+        if not trip.all_finite(brought):
             return torch.full_like(values, torch.nan)
-        agreed, own = self._agreed(spec, whole, trip)
-        if self._feedback is not None:
-            left = whole - own
-            for tensor in spec.trained:
-                self._residuals[tensor.name] = left[spec.slices[tensor.name]]
-        return torch.from_numpy(agreed).to(values.device)
-
-    def _agreed(self, spec: ModelSpec, whole: Vector, trip: _Trip) -> tuple[Vector, Vector]:
-        """The sum of what all processes sent of their `whole`, and what this one sent."""
-        held = self._kept.get(spec.digest, _Kept())
-        words = f"fedpress exchange v1|{self._seed}|{held.round}"
+        words = f"fedpress exchange v1|{self._seed}|{kept.round}"
+        zeros = np.zeros(spec.size, np.float32)
         public = Public(
             spec,
             PublicRandomness(hashlib.sha256(words.encode()).digest()),
-            previous=np.zeros(spec.size, np.float32) if held.previous is None else held.previous,
-            round=held.round,
+            {"previous": zeros if kept.previous is None else kept.previous},
+            kept.round,
         )
-        if isinstance(self._lossy, Uncompressed):
-            sent = torch.from_numpy(whole).to(self._dtype)
-            own = sent.to(torch.float32).numpy()
-            agreed = trip.total(sent.to(trip.device)).to("cpu", torch.float32).numpy()
-            rights = held.rights
-        elif isinstance(self._lossy, PowerSGD):
-            agreed, rights = _two_trips(self._lossy, whole, held.rights, public, trip)
-            own = agreed / np.float32(trip.size)
+        channel: _Channel
+        if is_plain:
+            channel = _WholeNumbers(trip, self._dtype)
+        elif hasattr(made.lossy, "group_sum"):
+            channel = _SeveralSums(trip, made.lossy)
         else:
-            private = np.random.default_rng([self._seed, trip.rank, held.round])
-            symbols, _ = self._lossy.compress(whole, self._lossy.init(spec), public, private)
-            own = self._lossy.decompress(symbols, public).dense()
-            rights = held.rights
-            if self._lossy.commutes_with_sum:
-                summed = tuple(trip.whole_numbers(array) for array in symbols)
-                agreed = self._lossy.decompress(summed, public, trip.size).dense()
-            else:
-                agreed = _gathered(self._lossy, symbols, public, trip)
-        self._kept[spec.digest] = _Kept(held.round + 1, agreed, rights)
-        return agreed, own
+            channel = _Symbols(trip, made.lossy)
+        private = np.random.default_rng([self._seed, trip.rank, kept.round])
+        _, after, mark = made.send(channel, whole, state, public, private)
+        after = made.commit(after, mark, channel.own)
+        if made.keeps_residual:
+            for tensor in spec.trained:
+                self._residuals[tensor.name] = after.residual[spec.slices[tensor.name]]
+            after = after._replace(residual=None)
+        self._kept[spec.digest] = _Kept(kept.round + 1, channel.agreed, plain(after))
+        return torch.from_numpy(channel.agreed).to(values.device)
 
 
 @dataclass(frozen=True, slots=True)
 class _Kept:
     round: int = 1
     previous: Vector | None = None
-    rights: tuple[Matrix, ...] = ()
+    state: State = None
+    """Of the compressor, without a residual."""
 
 
-def _remembers(state: Any) -> bool:
-    return any(map(_remembers, state)) if isinstance(state, tuple) else state is not None
+def _tensors(state: State) -> Any:
+    match state:
+        case np.ndarray():
+            return torch.from_numpy(state)
+        case dict():
+            return {key: _tensors(item) for key, item in state.items()}
+        case list():
+            return [_tensors(item) for item in state]
+    return state
+
+
+def _arrays(stored: Any) -> State:
+    match stored:
+        case torch.Tensor():
+            return stored.numpy()
+        case dict():
+            return {key: _arrays(item) for key, item in stored.items()}
+        case list():
+            return [_arrays(item) for item in stored]
+    return stored
 
 
 @dataclass(frozen=True, slots=True)
@@ -309,47 +313,75 @@ class _Trip:
         ]
 
 
-def _gathered(compressor: Compressor[Any], symbols: Symbols, public: Public, trip: _Trip) -> Vector:
-    layout = compressor.layout(public.spec)
-    contexts = contexts_of(layout, public)
-    total = np.zeros(public.spec.size, np.float32)
-    for body in trip.gathered(coding.encode(symbols, layout, contexts)):
-        found = coding.decode(body, layout, contexts)
-        compressor.decompress(found, public).add_to(total)
-    return total
+class _Channel:
+    """A collective in place of the compressor, see `Compressor.send`: `agreed` [size] is the sum of
+    what all processes sent, `own` what this one did."""
+
+    agreed: Vector
+    own: Update
+
+    def decompress(self, symbols: Symbols, public: Public, num_summands: int = 1) -> Update:
+        return self.own
 
 
-def _two_trips(
-    compressor: PowerSGD, whole: Vector, rights: tuple[Matrix, ...], public: Public, trip: _Trip
-) -> tuple[Vector, tuple[Matrix, ...]]:
-    """Vogels et al. 2019, Algorithm 1; tensors that are not factored go whole, in the first trip.
+@dataclass(slots=True)
+class _WholeNumbers(_Channel):
+    trip: _Trip
+    dtype: torch.dtype
+    agreed: Vector = field(init=False)
+    own: Update = field(init=False)
 
-    The sum of all `whole`s and the next right factors, by which the next step begins.
-    """
-    spec = public.spec
-    matrices, others = views(spec, compressor.rank, compressor.min_compression_rate)
-    stream = public.stream("powersgd")
-    last = rights or tuple(np.zeros((view.columns, view.rank)) for view in matrices)
-    starts = [orthonormal(_revived(right, stream)) for right in last]
-    own = [view.of(whole) for view in matrices]
-    rest = [whole[spec.slices[name]].astype(np.float64) for name in others]
-    images = [matrix @ start for matrix, start in zip(own, starts, strict=True)]
-    sums = trip.matrices([*images, *rest], compressor.width)
-    lefts = [orthonormal(image) for image in sums[: len(matrices)]]
-    nexts = trip.matrices(
-        [matrix.T @ left for matrix, left in zip(own, lefts, strict=True)], compressor.width
-    )
-    agreed = np.empty(spec.size, np.float32)
-    for view, left, right in zip(matrices, lefts, nexts, strict=True):
-        agreed[view.where] = (left @ right.T).ravel()
-    for name, part in zip(others, sums[len(matrices) :], strict=True):
-        agreed[spec.slices[name]] = part
-    return agreed, tuple(nexts)
+    def compress(
+        self, update: Vector, state: Any, public: Public, rng: np.random.Generator
+    ) -> tuple[Symbols, Any]:
+        sent = torch.from_numpy(update).to(self.dtype)
+        self.own = Update.from_dense(sent.to(torch.float32).numpy())
+        agreed = self.trip.total(sent.to(self.trip.device))
+        self.agreed = agreed.to("cpu", torch.float32).numpy()
+        return (), state
 
 
-def _revived(columns: Matrix, stream: PublicStream) -> Matrix:
-    """`columns`, those that are all but zero beside the largest drawn anew, alike everywhere."""
-    norms = np.linalg.norm(columns, axis=0)
-    dead = norms <= _DEAD * norms.max(initial=0.0)
-    signs = 2.0 * stream.bits(columns.size).reshape(columns.shape) - 1.0
-    return np.where(dead, signs, columns)
+@dataclass(slots=True)
+class _SeveralSums(_Channel):
+    trip: _Trip
+    lossy: Any
+    agreed: Vector = field(init=False)
+    own: Update = field(init=False)
+
+    def compress(
+        self, update: Vector, state: Any, public: Public, rng: np.random.Generator
+    ) -> tuple[Symbols, Any]:
+        self.agreed, after = self.lossy.group_sum(update, state, public, self.trip.matrices)
+        self.own = Update.from_dense(self.agreed / np.float32(self.trip.size))
+        return (), after
+
+
+@dataclass(slots=True)
+class _Symbols(_Channel):
+    """Summed where they commute with the sum, else gathered."""
+
+    trip: _Trip
+    lossy: Compressor[Any]
+    agreed: Vector = field(init=False)
+    own: Update = field(init=False)
+
+    def compress(
+        self, update: Vector, state: Any, public: Public, rng: np.random.Generator
+    ) -> tuple[Symbols, Any]:
+        symbols, after = self.lossy.compress(update, state, public, rng)
+        self.own = self.lossy.decompress(symbols, public)
+        if self.lossy.commutes_with_sum:
+            summed = tuple(self.trip.whole_numbers(array) for array in symbols)
+            self.agreed = self.lossy.decompress(summed, public, self.trip.size).dense()
+        else:
+            self.agreed = self._gathered(symbols, public)
+        return symbols, after
+
+    def _gathered(self, symbols: Symbols, public: Public) -> Vector:
+        layout = self.lossy.layout(public.spec)
+        contexts = contexts_of(layout, public)
+        total = np.zeros(public.spec.size, np.float32)
+        for body in self.trip.gathered(coding.encode(symbols, layout, contexts)):
+            decoded = coding.decode(body, layout, contexts)
+            self.lossy.decompress(decoded, public).add_to(total)
+        return total

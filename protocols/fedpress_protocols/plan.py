@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import hashlib
 import math
+from collections.abc import Mapping
 from fnmatch import fnmatchcase
+from types import MappingProxyType
 from typing import Annotated, Any, Literal, TypeVar
 
 import numpy as np
@@ -27,7 +29,6 @@ from pydantic import (
 
 from fedpress_compression.coding.fields import Known, Layout
 from fedpress_compression.compressor import Compressor, Knowledge, Public, from_config, to_config
-from fedpress_compression.compressors.error_feedback import ErrorFeedback
 from fedpress_compression.compressors.powersgd import PowerSGD
 from fedpress_compression.fixed_point import FixedPoint
 from fedpress_compression.linear import as_linear, restricts, support_of
@@ -369,7 +370,7 @@ class RoundPlan(Term):
     def first_trip(self) -> PowerSGD | None:
         """The compressor of the first exchange, if clients send two bodies in a round."""
         compressor = self.profiles[0].compressor
-        inner = compressor.inner if isinstance(compressor, ErrorFeedback) else compressor
+        inner = compressor.lossy
         return inner if isinstance(inner, PowerSGD) and inner.trips == 2 else None
 
     def _has_one_mean(self) -> None:
@@ -386,7 +387,7 @@ class RoundPlan(Term):
         if self.client_terms.control is None:
             return
         for profile in self.profiles:
-            if isinstance(profile.compressor, ErrorFeedback):
+            if profile.compressor.keeps_residual:
                 raise IncompatiblePlan(
                     f"the profile {profile.name!r} adds what was not sent to the next update, and "
                     "the strategy's control variate knows of it already: counted twice it "
@@ -496,17 +497,12 @@ class RoundPlan(Term):
     def public(
         self,
         spec: ModelSpec,
-        *,
-        previous: Vector | None = None,
-        drift: Vector | None = None,
-        activity: Vector | None = None,
-        own: Vector | None = None,
-        basis: Vector | None = None,
+        knowledge: Mapping[Knowledge, Vector] = MappingProxyType({}),
     ) -> Public:
         """The public knowledge of both ends before an upload; IncompatiblePlan for another model
         spec.
 
-        Its spec is `shared`. The caller, who has the plan's models, passes the vectors
+        Its spec is `shared`. The caller, who has the plan's models, passes the side information
         [shared size] that the plan `needs`.
         """
         if spec.digest != self.spec:
@@ -514,9 +510,10 @@ class RoundPlan(Term):
                 f"the plan is for a model spec {self.spec[:12]}, not {spec.digest[:12]}",
                 hint="fetch the plan's model",
             )
+        if self.first_trip is not None:
+            raise IncompatiblePlan(TWO_PHASES)
         randomness = PublicRandomness(bytes.fromhex(self.public_seed))
-        known = (previous, drift, self.round, activity, own, basis)
-        return Public(self.shared(spec), randomness, *known)
+        return Public(self.shared(spec), randomness, knowledge, self.round)
 
 
 def parsed(cls: type[TermT], text: str | bytes) -> TermT:

@@ -13,11 +13,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Annotated
+from typing import Annotated, Any
 
 from pydantic import Field, model_validator
 
-from fedpress_compression.compressor import state_key, to_config
+from fedpress_compression.compressor import Compressor, state_key, to_config
 from fedpress_compression.compressors.dgc import SPARSITIES
 from fedpress_compression.compressors.error_feedback import ErrorFeedback
 from fedpress_compression.compressors.topk import TopK
@@ -87,16 +87,19 @@ def check_schedule(schedule: Sequence[Period], profiles: Sequence[Profile]) -> N
             hint="give every period a profile that reads it, or none",
         )
     if any(getattr(one, "needs_plain_mean", False) for each in compressors for one in each):
-        keys = [state_key(one) for each in compressors for one in each]
-        strange = next(
-            (one for each in compressors for one in each if state_key(one) != keys[-1]), None
-        )
+        every = [one for each in compressors for one in each]
+        strange = next((one for one in every if _goes_on(one) != _goes_on(every[-1])), None)
         if strange is not None:
             raise ConfigurationError(
                 f"{to_config(strange)['id']} before or after a compressor that follows its own "
                 "uploads by the model's last step, which its uploads would move too",
                 hint="let the rate of the same method change, or use error_feedback",
             )
+
+
+def _goes_on(made: Compressor[Any]) -> tuple[bool, Any]:
+    """Equal for compressors of which one goes on where the other has left."""
+    return made.keeps_residual, state_key(made.lossy)
 
 
 def sparsity_warm_up(

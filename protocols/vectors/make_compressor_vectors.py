@@ -95,7 +95,7 @@ def vectors() -> Iterator[tuple[str, dict[str, Any]]]:
     previous = draw.heavy_tailed(SPEC.size)
     update = draw.heavy_tailed(SPEC.size)
     update[28:42] = 0  # a row that was not touched
-    public = Public(SPEC, PublicRandomness(SEED), previous)
+    public = Public(SPEC, PublicRandomness(SEED), {"previous": previous})
     for name, config, drawn in configs():
         made = from_config(config)
         state, rng = made.init(SPEC), np.random.default_rng(0)

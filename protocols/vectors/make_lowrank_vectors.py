@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from fedpress_compression.coding import encode
-from fedpress_compression.compressor import Compressor, Public, to_config
+from fedpress_compression.compressor import Compressor, Knowledge, Public, to_config
 from fedpress_compression.compressors.cafe import Cafe
 from fedpress_compression.compressors.count_sketch import CountSketch
 from fedpress_compression.compressors.delta import Delta
@@ -105,12 +105,15 @@ def vectors() -> Iterator[tuple[str, dict[str, Any]]]:
     for name, compressor, number, stepped, drawn in cases():
         previous = low_rank(2) if stepped else np.zeros(SPEC.size, np.float32)
         own = low_rank(3) if "own" in compressor.needs else None
-        public = Public(SPEC, PublicRandomness(SEED), previous, None, number, own=own)
+        knowledge: dict[Knowledge, Vector] = {"previous": previous}
+        if own is not None:
+            knowledge["own"] = own
+        public = Public(SPEC, PublicRandomness(SEED), knowledge, number)
         between = {}
         if isinstance(compressor, PowerSGD) and compressor.trips == 2:
             told = compressor.first(update, public)
             basis = compressor.basis(compressor.images(told, SPEC), SPEC)
-            public = replace(public, basis=basis)
+            public = replace(public, knowledge={**knowledge, "basis": basis})
             first = encode(told, compressor.first_layout(SPEC))
             between = {"first": first.hex(), "basis": as_hex(basis)}
         rng = np.random.default_rng(0)

@@ -24,7 +24,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from fedpress_compression.compressor import Compressor, compressors, properties
+from fedpress_compression.compressor import Compressor, compressors, properties, state_name
+from fedpress_compression.compressors.dgc import Dgc
 from fedpress_compression.compressors.error_feedback import ErrorFeedback
 from fedpress_compression.compressors.none import Uncompressed
 from fedpress_compression.compressors.powersgd import PowerSGD
@@ -40,6 +41,9 @@ MIN_RATE = 1.5
 PLAIN_STEPS = 2
 TORCH_SEED = 5
 SPEC = ModelSpec((TensorSpec("weight", (40, 30)), TensorSpec("bias", (40,))))
+FACTORED = PowerSGD(rank=RANK, min_compression_rate=MIN_RATE)
+FACTORS = state_name(FACTORED)
+MOMENTUM = Dgc(TopK(0.1))
 Hook = Callable[[Any, dist.GradBucket], torch.futures.Future[torch.Tensor]]
 
 
@@ -98,7 +102,8 @@ def with_torch_s_start(state: HookState, hook: Hook) -> Hook:
                 rank = min(RANK, rows, columns)
                 if len(shape) > 1 and (rows + columns) * rank * MIN_RATE < rows * columns:
                     rights.append(torch.randn(1, columns, rank)[0].to(torch.float64))
-            kept = {"round": 1, "previous": None, "rights": rights}
+            feedback = [None, {FACTORS: [rights, None]}, 0, None, None]
+            kept = {"round": 1, "previous": None, "state": feedback}
             state.exchange.load_state_dict({"kept": {spec.digest: kept}, "residuals": {}})
         seen.append(bucket.is_last())
         return hook(state, bucket)
@@ -108,7 +113,7 @@ def with_torch_s_start(state: HookState, hook: Hook) -> Hook:
 
 def hooks(rank: int, pair: dist.ProcessGroup) -> dict[str, np.ndarray]:
     ours = HookState(Uncompressed(), group=pair, dtype=torch.float16, plain_steps=0)
-    feedback = ErrorFeedback(PowerSGD(rank=RANK, min_compression_rate=MIN_RATE))
+    feedback = ErrorFeedback(FACTORED)
     low_rank = HookState(feedback, group=pair, plain_steps=PLAIN_STEPS)
     torch_s = PowerSGDState(
         pair,
@@ -164,8 +169,8 @@ def stateless() -> list[str]:
 
 
 def everything(rank: int) -> dict[str, np.ndarray]:
-    """Each of the stateless under error feedback."""
-    found = {}
+    """Each of the stateless under error feedback, and dgc."""
+    found = {f"dgc.{key}": value for key, value in exchanged(rank, MOMENTUM).items()}
     for name in stateless():
         made = ErrorFeedback(compressors()[name]())
         found |= {f"{name}.{key}": value for key, value in exchanged(rank, made).items()}

@@ -204,10 +204,12 @@ class FakeServer:
             values = self.model.parameters
             public = plan.public(
                 spec,
-                previous=values - self.previous.parameters,
-                drift=values - self.first.parameters,
-                activity=activity.from_bytes(self.artefacts[plan.activity], spec),
-                own=self.bases.get(client_id, np.zeros(spec.size, np.float32)),
+                {
+                    "previous": values - self.previous.parameters,
+                    "drift": values - self.first.parameters,
+                    "activity": activity.from_bytes(self.artefacts[plan.activity], spec),
+                    "own": self.bases.get(client_id, np.zeros(spec.size, np.float32)),
+                },
             )
             layouts = plan.layouts(spec)
             contexts = contexts_of(layouts[index], public)

@@ -12,12 +12,14 @@ import numpy as np
 import pytest
 import torch
 
+from fedpress_compression.compressor import Public
 from fedpress_compression.compressors.coded import Coded
 from fedpress_compression.compressors.none import Uncompressed
+from fedpress_compression.randomness import PublicRandomness
 from fedpress_ddp.exchange import Exchange
 from fedpress_ddp.hook import HookState, LocalSGD
 from fedpress_protocols.errors import ConfigurationError, IncompatiblePlan
-from tests.client.data_parallel_process import PLAIN_STEPS, SPEC, STEPS, WORLD, stateless
+from tests.client.data_parallel_process import MOMENTUM, PLAIN_STEPS, SPEC, STEPS, WORLD, stateless
 
 Found = list[Mapping[str, np.ndarray]]
 EXCHANGED = stateless()
@@ -70,7 +72,21 @@ def test_nothing_is_lost_and_all_end_alike(name: str, found: Found) -> None:
     assert np.all(np.abs(error) <= 1e-5 * scale.max())
 
 
-@pytest.mark.parametrize("name", EXCHANGED)
+def test_dgc_between_processes_is_dgc_in_each(found: Found) -> None:
+    public = Public(SPEC, PublicRandomness(bytes(32)))
+    rng = np.random.default_rng(0)
+    total = np.zeros_like(found[0]["everything.dgc.means"])
+    for process in found:
+        state = MOMENTUM.init(SPEC)
+        for step, vector in enumerate(process["everything.dgc.inputs"]):
+            own = (vector / len(found)).astype(np.float32)
+            symbols, state = MOMENTUM.compress(own, state, public, rng)
+            total[step] += MOMENTUM.decompress(symbols, public).dense()
+    for process in found:
+        np.testing.assert_allclose(process["everything.dgc.means"], total, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", [*EXCHANGED, "dgc"])
 def test_a_checkpoint_goes_on_where_it_was(name: str, found: Found) -> None:
     for process in found:
         np.testing.assert_array_equal(

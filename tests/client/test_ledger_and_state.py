@@ -6,7 +6,7 @@ import os
 import stat
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -16,8 +16,10 @@ from hypothesis import strategies as st
 from fedpress_client import Ledger, ResidualRules
 from fedpress_client.state import Identity, StateDirectory
 from fedpress_compression import compressor as registry
+from fedpress_compression.compressor import state_name
 from fedpress_compression.compressors.error_feedback import ErrorFeedback
 from fedpress_compression.compressors.none import Uncompressed
+from fedpress_compression.compressors.powersgd import PowerSGD
 from fedpress_compression.compressors.quantize import Quantize
 from fedpress_compression.compressors.randomk import RandomK
 from fedpress_compression.compressors.topk import TopK
@@ -34,6 +36,7 @@ from fedpress_protocols.errors import (
 from fedpress_protocols.messages import Assignment, Receipt
 from fedpress_protocols.model import Model
 from tests.client.fake_server import make_plan
+from tests.ledgers import velocity
 
 RNG = np.random.default_rng(0)
 
@@ -118,11 +121,48 @@ def test_any_damage_to_the_file_is_noticed(where: float, bit: int, cut: bool) ->
 
 
 def test_a_file_of_a_later_format_says_who_can_read_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fedpress_client.ledger.FORMAT", 2)
+    monkeypatch.setattr("fedpress_client.ledger_file.FORMAT", 3)
     data = EMPTY.to_bytes()
     monkeypatch.undo()
-    with pytest.raises(StateCorrupt, match=r"format is 2.*newer one"):
+    with pytest.raises(StateCorrupt, match=r"format is 3, this release reads 1 to 2.*newer one"):
         Ledger.from_bytes(data)
+
+
+FORMAT_1 = Path(__file__).parents[1] / "golden" / "ledger-format-1.safetensors"
+"""Of release 0.1: rounds 1 to 3 included, 4 to 7 pending; powersgd within error feedback, ef21 and
+dgc in turn, then top-k alone; over one tensor of 6 x 5, with nothing but zeros before."""
+
+
+def test_an_account_of_the_first_format_goes_on() -> None:
+    ledger = Ledger.from_bytes(FORMAT_1.read_bytes())
+    assert (list(ledger.pending), list(ledger.kept)) == (
+        ["a4", "a5", "a6", "a7"],
+        ["a1", "a2", "a3"],
+    )
+    assert Ledger.from_bytes(ledger.to_bytes()).to_bytes() == ledger.to_bytes()
+    sent = {key: held.update.dense() for key, held in ledger.pending.items()}
+    before = ledger.residual
+    assert before is not None
+
+    back = ledger
+    for key in ("a4", "a6"):
+        back = back.settle(receipt(back, key, "not-included"))
+    np.testing.assert_allclose(back.residual, before + sent["a4"] + sent["a6"], atol=1e-6)
+    bare = ledger.settle(receipt(ledger, "a7", "not-included"))
+    assert [each.reason for each in bare.discards[-1:]] == ["not-included"]
+
+    moved = ledger.settle(receipt(ledger, "a6"))
+    assert not velocity(moved)[sent["a6"] != 0].any()
+    np.testing.assert_array_equal(moved.residual, before)
+    estimate, _ = ledger.states['"ef21"'][1]
+    after, _ = ledger.settle(receipt(ledger, "a5")).states['"ef21"'][1]
+    np.testing.assert_allclose(after, estimate + sent["a5"], atol=1e-6)
+    name = state_name(PowerSGD(1))
+    factors = ledger.settle(receipt(ledger, "a4")).states['"error_feedback"'][1][1]
+    assert (factors[name][0][0] != ledger.states['"error_feedback"'][1][1][name][0][0]).any()
+
+    spec = model(30).spec
+    assert ledger._for_spec(spec).discards[-1].reason == "spec-changed"
 
 
 def test_a_receipt_is_taken_once_and_only_if_it_is_ours() -> None:
@@ -229,7 +269,7 @@ def test_what_compression_takes_beyond_the_bound_is_not_sent_and_not_lost(feedba
     given_ = assignment(made, 2, max_abs=1.0)
     ledger, body = ledger.prepare(given_, update, 1, model().spec, RNG)
     assert body is None
-    assert (ledger.round, list(ledger.pending), ledger.states) == (2, ["a1"], before.states)
+    assert (ledger.round, list(ledger.pending)) == (2, ["a1"])
     if feedback:
         np.testing.assert_array_equal(ledger.residual, before.residual + update)
         assert not ledger.discards
@@ -268,7 +308,7 @@ def momentum(monkeypatch: pytest.MonkeyPatch) -> type:
 
     @registry.compressor("tests.momentum")
     @dataclass(frozen=True, slots=True)
-    class Momentum:
+    class Momentum(registry.Stateful):
         factor: float = 0.5
 
         commutes_with_sum = False
@@ -322,6 +362,65 @@ def test_a_state_that_cannot_be_stored_is_refused(momentum: type) -> None:
         patch.setattr(momentum, "compress", lambda *args: ((np.zeros(40, "<f4"),), object()))
         with pytest.raises(ConfigurationError, match="cannot be stored"):
             EMPTY.prepare(given_, np.zeros(40, np.float32), 1, model().spec, RNG)
+
+
+class Fate(NamedTuple):
+    included: int
+    rolled_back: int
+
+
+def test_a_compressor_of_others_says_what_a_receipt_does_to_its_state(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Bare and within error feedback, through the disk, with two uploads under way."""
+    monkeypatch.setattr(registry, "_by_id", dict(registry.compressors()))
+
+    @registry.compressor("tests.counting")
+    @dataclass(frozen=True, slots=True)
+    class Counting(registry.Stateful):
+        commutes_with_sum = False
+        needs = frozenset()
+
+        def layout(self, spec):
+            return Uncompressed().layout(spec)
+
+        def init(self, spec):
+            return Fate(0, 0)
+
+        def compress(self, update, state, public, rng):
+            symbols, _ = Uncompressed().compress(update, None, public, rng)
+            return symbols, state
+
+        def decompress(self, symbols, public, num_summands=1):
+            return Uncompressed().decompress(symbols, public)
+
+        def commit(self, state, mark, sent):
+            return state._replace(included=state.included + 1)
+
+        def roll_back(self, state, sent):
+            return state._replace(rolled_back=state.rolled_back + 1)
+
+    def fate(ledger: Ledger) -> list[int]:
+        """Wherever it lies."""
+        ((_, stored),) = ledger.states.values()
+        return next(iter(stored[1].values())) if isinstance(stored[1], dict) else stored
+
+    for made in (Counting(), ErrorFeedback(Counting())):
+        ledger = EMPTY
+        for number in (1, 2, 3):
+            ledger, _ = prepared(ledger, made, number)
+        for name, outcome in (("a1", "included"), ("a3", "not-included"), ("a2", "included")):
+            ledger = Ledger.from_bytes(ledger.to_bytes())
+            ledger = ledger.settle(receipt(ledger, name, outcome))
+        assert fate(ledger) == [2, 1]
+
+
+def test_a_compressor_without_the_hooks_is_refused_by_name() -> None:
+    class Bare:
+        pass
+
+    with pytest.raises(TypeError, match=r"'tests.bare' lacks keeps_residual.*derive .*Bare from"):
+        registry.compressor("tests.bare")(Bare)
 
 
 # The folder

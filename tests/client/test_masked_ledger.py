@@ -74,7 +74,13 @@ def prepared(ledger: Ledger, plan: RoundPlan, update: np.ndarray, **options: Any
     options = {"num_examples": 10, "client": ledger.client_id, **options}
     client, num_examples = options.pop("client"), options.pop("num_examples")
     return ledger.prepare(
-        assignment(plan, client), update, num_examples, SPEC, rng, previous=PREVIOUS, **options
+        assignment(plan, client),
+        update,
+        num_examples,
+        SPEC,
+        rng,
+        knowledge={"previous": PREVIOUS},
+        **options,
     )
 
 
@@ -150,7 +156,7 @@ def test_what_the_sum_gained_is_what_the_residuals_lost(max_weight: int | None) 
     """Over a cohort with a drop-out: the weighted mean that the server finds is that of what each
     survivor's account says was included."""
     plan = plan_of(METHODS[0], levels=5, max_weight=max_weight)
-    payload = Payload(plan, plan.public(SPEC, previous=PREVIOUS))
+    payload = Payload(plan, plan.public(SPEC, {"previous": PREVIOUS}))
     rng = np.random.default_rng(3)
     words = np.zeros(payload.packing.num_words, np.uint64)
     gained, total = np.zeros(SIZE), 0.0
@@ -241,7 +247,7 @@ def test_rounding_follows_the_secret_and_is_fresh_without() -> None:
 
 def test_reports_go_into_the_sum_and_another_support_is_refused() -> None:
     plan = plan_of(METHODS[0]).model_copy(update={"report": ("loss",)})
-    payload = Payload(plan, plan.public(SPEC, previous=PREVIOUS))
+    payload = Payload(plan, plan.public(SPEC, {"previous": PREVIOUS}))
     update = np.ones(SIZE, np.float32)
     _, body = prepared(Ledger("task", "me"), plan, update, report={"loss": 0.75})
     sums = payload.packing.unpack(payload.packing.from_bytes(body))

@@ -122,7 +122,9 @@ def test_an_earlier_upload_s_receipt_that_comes_last_moves_no_base() -> None:
             assignment=f"a{number}", client_id="client0", plan=moved, profile="p0"
         )
         update = rng.normal(size=model.spec.size).astype(np.float32)
-        ledger, body = ledger.prepare(assignment, update, 1, model.spec, rng, own=own)
+        ledger, body = ledger.prepare(
+            assignment, update, 1, model.spec, rng, knowledge={"own": own}
+        )
         parts.append(Part(assignment, number, 1, body))
     latest = ledger.pending["a2"].update.dense()
     for part in reversed(parts):

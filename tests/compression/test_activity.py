@@ -78,7 +78,7 @@ def test_contexts_rank_as_the_average_did() -> None:
     average = average_of(steps(2, 3))
     found = activity.from_bytes(activity.to_bytes(average, SPEC), SPEC)
     layout = Coded(TopK(0.1), contexts="activity").layout(SPEC)
-    public = plan_of(Coded(TopK(0.1), contexts="activity")).public(SPEC, activity=found)
+    public = plan_of(Coded(TopK(0.1), contexts="activity")).public(SPEC, {"activity": found})
     known = contexts_of(layout, public)[0]
     assert known is not None
     due = ranks(average)
@@ -88,7 +88,7 @@ def test_contexts_rank_as_the_average_did() -> None:
 def test_members_of_per_tensor_see_their_own_part_of_the_map() -> None:
     made = PerTensor(Coded(TopK(0.1), contexts="activity"), Uncompressed(), min_size=100)
     classes = np.arange(SPEC.size, dtype=np.float32)
-    public = plan_of(made).public(SPEC, activity=classes)
+    public = plan_of(made).public(SPEC, {"activity": classes})
     (known,) = [c for c in contexts_of(made.layout(SPEC), public) if c is not None]
     where = SPEC.slices["w"]
     np.testing.assert_array_equal(known & 15, ranks(classes[where]))
@@ -121,7 +121,7 @@ def test_the_map_takes_bytes_off_an_upload() -> None:
     sizes = {}
     for contexts in ("none", "activity"):
         made = Coded(TopK(0.1, magnitude_bits=0), "range", contexts)
-        public = plan_of(made).public(SPEC, activity=known)
+        public = plan_of(made).public(SPEC, {"activity": known})
         symbols, _ = made.compress(moves[-1], None, public, np.random.default_rng(0))
         layout = made.layout(SPEC)
         sizes[contexts] = len(Upload(0, 1, symbols).to_bytes(layout, contexts_of(layout, public)))
@@ -155,7 +155,7 @@ def test_the_golden_map_is_made_and_read() -> None:
     classes = activity.from_bytes(body, spec)
     assert classes.tolist() == vector["classes"]
     layout = Coded(TopK(0.1), contexts="activity").layout(spec)
-    public = Public(spec, PublicRandomness(bytes(32)), activity=classes)
+    public = Public(spec, PublicRandomness(bytes(32)), knowledge={"activity": classes})
     known = contexts_of(layout, public)[0]
     assert known is not None
     assert known.tolist() == vector["contexts"]

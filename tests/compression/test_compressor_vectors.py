@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from fedpress_compression.coding import decode, encode
-from fedpress_compression.compressor import Public, from_config
+from fedpress_compression.compressor import Knowledge, Public, from_config
 from fedpress_compression.randomness import PublicRandomness
 from fedpress_compression.tensors import ModelSpec, TensorSpec
 from tests.protocols.spec_compressors import METHODS, Known, decompressed
@@ -28,15 +28,16 @@ def load(name: str) -> dict[str, Any]:
 
 def public_of(vector: dict[str, Any]) -> Public:
     tensors = (TensorSpec(name, tuple(shape), dtype) for name, shape, dtype in vector["spec"])
-    previous, own, basis = vector["previous"], vector.get("own"), vector.get("basis")
+    kinds: tuple[Knowledge, ...] = ("previous", "own", "basis")
     return Public(
         ModelSpec(tuple(tensors)),
         PublicRandomness(bytes.fromhex(vector["public_seed"])),
-        None if previous is None else np.frombuffer(bytes.fromhex(previous), "<f4"),
-        None,
-        vector.get("round", 1),
-        own=None if own is None else np.frombuffer(bytes.fromhex(own), "<f4"),
-        basis=None if basis is None else np.frombuffer(bytes.fromhex(basis), "<f4"),
+        {
+            kind: np.frombuffer(bytes.fromhex(vector[kind]), "<f4")
+            for kind in kinds
+            if vector.get(kind) is not None
+        },
+        round=vector.get("round", 1),
     )
 
 

@@ -69,7 +69,7 @@ def public(spec: ModelSpec, seed: int = 0) -> Public:
     known = rng.standard_normal((3, spec.size)).astype(np.float32) * 1e-3
     known[0, ::2] = 0
     randomness = PublicRandomness(seed.to_bytes(32, "little"))
-    return Public(spec, randomness, known[0], known[1], own=known[2])
+    return Public(spec, randomness, {"previous": known[0], "drift": known[1], "own": known[2]})
 
 
 PUBLIC = public(SPEC)
@@ -301,7 +301,12 @@ def residual_norms(made: Compressor[Any], update: Vector, rounds: int) -> list[f
     last, rng, norms = np.zeros(SMALL.size, np.float32), np.random.default_rng(0), list[float]()
     for number in range(1, rounds + 1):
         randomness = PublicRandomness(number.to_bytes(32, "little"))
-        known = Public(SMALL, randomness, last, last, number, np.abs(last), last)
+        known = Public(
+            SMALL,
+            randomness,
+            {"previous": last, "drift": last, "activity": np.abs(last), "own": last},
+            round=number,
+        )
         corrected = update + residual
         symbols, state = made.compress(corrected, state, known, rng)
         last = made.decompress(symbols, known).dense()

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from fedpress_compression.compressor import Compressor, Public, from_config, state_key
+from fedpress_compression.compressor import Compressor, Knowledge, Public, from_config, state_key
 from fedpress_compression.compressors.cafe import Cafe
 from fedpress_compression.compressors.clip import Clip
 from fedpress_compression.compressors.coded import Coded
@@ -32,7 +32,8 @@ SPEC = ModelSpec((TensorSpec("w", (20, 15)),))
 
 
 def public(previous: Vector | None, number: int = 1) -> Public:
-    return Public(SPEC, PublicRandomness(bytes(32)), previous, None, number)
+    knowledge: dict[Knowledge, Vector] = {} if previous is None else {"previous": previous}
+    return Public(SPEC, PublicRandomness(bytes(32)), knowledge, number)
 
 
 def draw(seed: int) -> Vector:
@@ -105,7 +106,8 @@ def test_a_difference_beyond_float32_is_refused(made: Compressor[Any]) -> None:
     state = made.init(SPEC)
     if isinstance(made, EF21):
         state = state._replace(own=-edge)
-    known = replace(public(-edge), own=-edge)
+    known = public(-edge)
+    known = replace(known, knowledge={**known.knowledge, "own": -edge})
     with pytest.raises(InvalidUpdate, match="NaN or infinity"):
         made.compress(edge, state, known, np.random.default_rng(0))
 
@@ -184,10 +186,10 @@ def test_a_state_goes_on_where_what_it_describes_does() -> None:
 
 
 def test_what_both_ends_know_names_the_round() -> None:
-    known = plan(Cafe()).public(SPEC, previous=draw(9))
+    known = plan(Cafe()).public(SPEC, {"previous": draw(9)})
     assert known.round == known.part(["w"]).round == 3
     assert (known.known("previous") == draw(9)).all()
-    drifting = replace(known, drift=draw(10))
+    drifting = replace(known, knowledge={**known.knowledge, "drift": draw(10)})
     assert (drifting.known("drift") == draw(10)).all()
 
 
@@ -214,14 +216,17 @@ def test_the_residual_decays_for_every_round_sat_out_and_says_so() -> None:
     made = ErrorFeedback(TopK(count=1), decay=0.5)
     zero = np.zeros(SPEC.size, np.float32)
     _, state = made.compress(draw(11), made.init(SPEC), public(None, 1), np.random.default_rng(0))
-    assert state.discarded is None
+    assert not state.lost
     _, next_round = made.compress(zero, state, public(None, 2), np.random.default_rng(0))
-    assert next_round.discarded is None
+    assert not next_round.lost
     symbols, later = made.compress(zero, state, public(None, 4), np.random.default_rng(0))
-    assert later.discarded is not None
-    assert later.discarded == pytest.approx(0.75 * state.residual)
+    ((reason, decayed),) = later.lost
+    assert reason == "decayed"
+    assert state.residual is not None
+    assert later.residual is not None
+    assert decayed == pytest.approx(0.75 * state.residual)
     received = made.decompress(symbols, public(None)).dense()
-    assert received + later.residual + later.discarded == pytest.approx(state.residual, abs=1e-6)
+    assert received + later.residual + decayed == pytest.approx(state.residual, abs=1e-6)
     assert later.round == 4
 
 
@@ -230,10 +235,12 @@ def test_the_residual_is_capped_by_the_update_and_says_so() -> None:
     rng = np.random.default_rng(0)
     _, state = made.compress(draw(12), made.init(SPEC), public(None), rng)
     large, small = draw(13), np.float32(0.1) * draw(13)
-    assert made.compress(large, state, public(None), rng)[1].discarded is None
+    assert not made.compress(large, state, public(None), rng)[1].lost
     _, capped = made.compress(small, state, public(None), rng)
-    assert capped.discarded is not None
-    kept = state.residual - capped.discarded
+    ((reason, lost),) = capped.lost
+    assert reason == "capped"
+    assert state.residual is not None
+    kept = state.residual - lost
     assert np.linalg.norm(kept) == pytest.approx(2 * np.linalg.norm(small), rel=1e-5)
 
 
@@ -266,7 +273,7 @@ def test_an_upload_that_came_to_nothing_goes_back_into_the_residual() -> None:
     symbols, state = made.compress(
         draw(16), made.init(SPEC), public(None), np.random.default_rng(0)
     )
-    back = state.take_back(made.decompress(symbols, public(None)))
+    back = made.roll_back(state, made.decompress(symbols, public(None)))
     assert back.residual == pytest.approx(draw(16), abs=1e-6)
     assert back.round == state.round == 1
 

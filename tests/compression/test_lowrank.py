@@ -34,7 +34,7 @@ RANDOMNESS = PublicRandomness(bytes(32))
 
 
 def public(previous: Vector | None = None, number: int = 1, spec: ModelSpec = SPEC) -> Public:
-    return Public(spec, RANDOMNESS, previous, None, number)
+    return Public(spec, RANDOMNESS, {} if previous is None else {"previous": previous}, number)
 
 
 def of_rank(rank: int, seed: int = 0, spec: ModelSpec = SPEC) -> Vector:
@@ -220,7 +220,7 @@ def test_two_trips_apart_come_to_two_trips_together(width: Any) -> None:
             images.append(made.images(decode(encode(told, layout), layout), MATRIX_ONLY))
         basis = made.basis(np.sum(images, axis=0), MATRIX_ONLY)
         assert basis.size == made.basis_size(MATRIX_ONLY)
-        known = dataclasses.replace(known, basis=basis)
+        known = dataclasses.replace(known, knowledge={**known.knowledge, "basis": basis})
         received = []
         for update in updates:
             symbols, _ = made.compress(
@@ -242,7 +242,7 @@ def test_a_member_of_two_trips_is_its_update_projected_on_the_basis() -> None:
     other = of_rank(20, 4, MATRIX_ONLY)
     known = public(np.zeros(MATRIX_ONLY.size, np.float32), spec=MATRIX_ONLY)
     basis = made.basis(made.images(made.first(other, known), MATRIX_ONLY), MATRIX_ONLY)
-    known = dataclasses.replace(known, basis=basis)
+    known = dataclasses.replace(known, knowledge={**known.knowledge, "basis": basis})
     symbols, _ = made.compress(update, made.init(MATRIX_ONLY), known, np.random.default_rng(0))
     left = basis.reshape(2, 40).T.astype(np.float64)
     due = left @ (left.T @ update.reshape(40, 60))
@@ -253,7 +253,7 @@ def test_what_is_not_factored_goes_on_the_second_trip() -> None:
     made, update = PowerSGD(2, trips=2), of_rank(20, 3)
     known = public(np.zeros(SPEC.size, np.float32))
     basis = made.basis(made.images(made.first(update, known), SPEC), SPEC)
-    known = dataclasses.replace(known, basis=basis)
+    known = dataclasses.replace(known, knowledge={**known.knowledge, "basis": basis})
     symbols, state = made.compress(update, made.init(SPEC), known, np.random.default_rng(0))
     received = made.decompress(symbols, known).dense()
     _, others = views(SPEC, 2, 2.0)
@@ -311,7 +311,9 @@ def test_error_feedback_brings_in_what_one_side_leaves_out() -> None:
     update = np.float32(0.01) * of_rank(6, 11)
     state, previous, total = made.init(SPEC), np.zeros(SPEC.size, np.float32), np.zeros(SPEC.size)
     for number in range(1, 41):
-        known = Public(SPEC, PublicRandomness(bytes([number] * 32)), previous, None, number)
+        known = Public(
+            SPEC, PublicRandomness(bytes([number] * 32)), {"previous": previous}, round=number
+        )
         symbols, state = made.compress(update, state, known, np.random.default_rng(0))
         previous = made.decompress(symbols, known).dense()
         total += previous
@@ -359,10 +361,12 @@ def test_the_largest_values_come_out_finite(made: Compressor[Any]) -> None:
         rng = np.random.default_rng(seed)
         update = np.where(rng.random(spec.size) < 0.5, largest, -largest).astype(np.float32)
         zeros = np.zeros(spec.size, np.float32)
-        known = Public(spec, PublicRandomness(bytes(32)), zeros)
+        known = Public(spec, PublicRandomness(bytes(32)), {"previous": zeros})
         if isinstance(made, PowerSGD) and made.trips == 2:
             signs = rng.standard_normal(made.basis_size(spec))
-            known = dataclasses.replace(known, basis=made.basis(signs, spec))
+            known = dataclasses.replace(
+                known, knowledge={**known.knowledge, "basis": made.basis(signs, spec)}
+            )
         symbols, _ = made.compress(update, made.init(spec), known, rng)
         received = made.decompress(symbols, known).dense().astype(np.float64)
         assert np.isfinite(received).all()

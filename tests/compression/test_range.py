@@ -290,7 +290,7 @@ def test_contexts_that_tell_where_take_a_third_off_positions() -> None:
     hidden = np.abs(public_vector + rng.standard_t(2, size))
     where = np.sort(np.argsort(hidden)[-400:])
     spec = ModelSpec((TensorSpec("a", (200, 200)),))
-    public = Public(spec, PublicRandomness(bytes(32)), previous=public_vector)
+    public = Public(spec, PublicRandomness(bytes(32)), knowledge={"previous": public_vector})
     sizes = {}
     for contexts in ("none", "previous"):
         layout = Coded(SparseTernary(0.01), "range", contexts).layout(spec)
@@ -397,7 +397,9 @@ def public_of(spec: ModelSpec, seed: int = 0) -> Public:
     drawn = np.random.default_rng(seed).standard_t(2, (3, spec.size)).astype(np.float32)
     drawn[:, ::7] = 0
     randomness = PublicRandomness(bytes(32))
-    return Public(spec, randomness, drawn[0], drawn[1], activity=np.abs(drawn[2]))
+    return Public(
+        spec, randomness, {"previous": drawn[0], "drift": drawn[1], "activity": np.abs(drawn[2])}
+    )
 
 
 def ranks_by_sorting(vector: Vector) -> list[int]:
@@ -416,7 +418,7 @@ def test_contexts_are_ranks_and_signs(size: int) -> None:
     spec = ModelSpec((TensorSpec("a", (size,)),))
     vector = np.round(np.random.default_rng(size).standard_t(2, size), 1).astype(np.float32)
     vector[::5] = -0.0
-    public = Public(spec, PublicRandomness(bytes(32)), drift=vector)
+    public = Public(spec, PublicRandomness(bytes(32)), knowledge={"drift": vector})
     layout = Coded(TopK(0.1), contexts="drift").layout(spec)
     [known, *others] = contexts_of(layout, public)
     assert known is not None

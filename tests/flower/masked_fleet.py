@@ -12,7 +12,7 @@ from flwr.clientapp import ClientApp
 
 from fedpress.simulate import flower_runtime as runtime
 from fedpress_client import MaskingRules
-from fedpress_client.ledger import Pending
+from fedpress_client.ledger_records import Pending
 from fedpress_compression.compressors.error_feedback import ErrorFeedback
 from fedpress_compression.compressors.shared_support import SharedSupport
 from fedpress_flower import envelope
@@ -69,7 +69,7 @@ class MaskedFleet(StreamingFleet):
         reply: Message = call_next(message, context)
         if terms is not None:
             plan = terms.assignment.plan
-            public = plan.public(terms.spec, previous=terms.previous, drift=terms.drift)
+            public = plan.public(terms.spec, terms.knowledge)
             self.payloads[plan.round] = Payload(plan, public)
             held = self.ledger(context.node_id).pending[terms.assignment.assignment]
             self.plain[plan.round, context.node_id] = held

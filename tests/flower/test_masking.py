@@ -18,7 +18,7 @@ from flwr.serverapp import strategy as flowers
 
 from fedpress.simulate import flower_runtime as runtime
 from fedpress_client import MaskingRules
-from fedpress_client.ledger import Discard
+from fedpress_client.ledger_records import Discard
 from fedpress_client.masking import _Diary
 from fedpress_compression.compressors.shared_support import SharedSupport
 from fedpress_compression.compressors.topk import TopK

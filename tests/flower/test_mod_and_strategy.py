@@ -20,7 +20,7 @@ from flwr.clientapp import ClientApp
 from flwr.clientapp.mod import adaptiveclipping_mod, fixedclipping_mod
 from flwr.serverapp import strategy as flowers
 
-from fedpress_client.ledger import Discard
+from fedpress_client.ledger_records import Discard
 from fedpress_compression.compressors.cafe import Cafe
 from fedpress_compression.compressors.delta import Delta
 from fedpress_compression.compressors.ef21 import EF21

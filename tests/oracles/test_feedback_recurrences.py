@@ -50,7 +50,7 @@ def run(made: Compressor[Any], cohorts: list[list[int]]) -> list[Vector]:
     found = []
     for number, cohort in enumerate(cohorts, 1):
         randomness = PublicRandomness(bytes([number] * 32))
-        public = Public(SPEC, randomness, parameters - before, None, number)
+        public = Public(SPEC, randomness, {"previous": parameters - before}, round=number)
         aggregator = strategy.aggregator(SPEC.size, FIXED)
         for client in cohort:
             update = computed(client, parameters).astype(np.float32)
@@ -130,7 +130,7 @@ def test_delta_for_a_whole_cohort_moves_the_model_as_ef21_does() -> None:
     for theirs in run(EF21(INNER), everybody()):
         for client in range(CLIENTS):
             update = computed(client, parameters).astype(np.float32)
-            known = replace(public, own=lasts[client])
+            known = replace(public, knowledge={"own": lasts[client]})
             symbols, states[client] = made.compress(
                 update, states[client], known, np.random.default_rng(0)
             )

@@ -70,7 +70,7 @@ def made_plan(compressor: dict[str, Any], **changes: Any) -> RoundPlan:
 
 def payload_of(name: str, previous: Vector = KNOWN, **masking: Any) -> Payload:
     plan = made_plan(METHODS[name], masking=masking)
-    return Payload(plan, plan.public(SPEC, previous=previous))
+    return Payload(plan, plan.public(SPEC, {"previous": previous}))
 
 
 def some_update(seed: int) -> Vector:
@@ -152,7 +152,7 @@ def test_no_cohort_overflows_whatever_it_sends(data: st.DataObject) -> None:
         cohort={"size": size, "minimum": 3},
         report=["loss"],
     )
-    payload = Payload(plan, plan.public(SPEC, previous=KNOWN))
+    payload = Payload(plan, plan.public(SPEC, {"previous": KNOWN}))
     sign = data.draw(st.sampled_from([1, -1]))
     huge = np.full(SPEC.size, sign * 1e6, np.float32)
     made = payload.compress(huge, 1000, {"loss": 2.0**24}, secret_of(0))
@@ -169,7 +169,7 @@ def test_no_cohort_overflows_whatever_it_sends(data: st.DataObject) -> None:
 def test_a_body_has_no_more_bits_than_the_sums_range_needs() -> None:
     for size, levels in ((10, 4), (20, 3), (100, 15), (1000, 1)):
         plan = made_plan(DENSE, masking={"levels": levels}, cohort={"size": size, "minimum": 3})
-        payload = Payload(plan, plan.public(SPEC, previous=KNOWN))
+        payload = Payload(plan, plan.public(SPEC, {"previous": KNOWN}))
         needed = SPEC.size * np.log2(2 * levels * size + 1) / 8
         assert payload.packing.num_bytes <= 1.04 * needed + 24
 
@@ -250,7 +250,7 @@ def test_a_known_digest_never_changes(name: str) -> None:
     """Whole multiples of a power of two: the test's own arithmetic must not differ either."""
     plan = made_plan(METHODS[name])
     steps = (np.arange(SPEC.size) * 37 % 101 - 50).astype(np.float32) * np.float32(2.0**-10)
-    assert Payload(plan, plan.public(SPEC, previous=steps)).digest == GOLDEN[name]
+    assert Payload(plan, plan.public(SPEC, {"previous": steps})).digest == GOLDEN[name]
 
 
 def steps_by_the_specification(
@@ -280,7 +280,7 @@ def steps_by_the_specification(
 @pytest.mark.parametrize("moved", [KNOWN, np.zeros_like(KNOWN)])
 def test_the_specification_alone_gives_digest_steps_and_sum(moved: Vector) -> None:
     plan = made_plan(SHARED, masking={"levels": 9, "max_weight": 50})
-    public = plan.public(SPEC, previous=moved)
+    public = plan.public(SPEC, {"previous": moved})
     payload = Payload(plan, public)
     compressor: Any = plan.compressor("only")
     support = compressor.support(public).tolist()
@@ -308,14 +308,14 @@ def test_a_number_of_which_nothing_is_known_has_the_first_range() -> None:
     # A tensor that has not moved is rounded as the others are.
     moved = np.zeros_like(KNOWN)
     moved[SPEC.slices["w"]] = 0.02
-    dense = Payload(made_plan(DENSE), made_plan(DENSE).public(SPEC, previous=moved))
+    dense = Payload(made_plan(DENSE), made_plan(DENSE).public(SPEC, {"previous": moved}))
     sent = dense.compress(np.full(SPEC.size, 1.0, np.float32), 1, {}, secret_of(0)).update.dense()
     np.testing.assert_allclose(sent, 8 * 0.02, rtol=1e-3)
 
 
 def test_counts_and_reports_travel_in_the_sum() -> None:
     plan = made_plan(SHARED, report=["loss", "steps", "drift"])
-    payload = Payload(plan, plan.public(SPEC, previous=KNOWN))
+    payload = Payload(plan, plan.public(SPEC, {"previous": KNOWN}))
     told = [(10, 0.5, 7.0, -3.0), (30, 1.25, 9.0, 1000.0), (5, 0.0, 1.0, 2.0**24)]
     made = [
         payload.compress(
@@ -352,7 +352,7 @@ def test_what_is_no_update_or_no_sum_is_refused() -> None:
         payload.decompress({**made.integers, "examples": np.array([0])}, 1)
     clear = made_plan(SHARED, lane="clear", masking=None)
     with pytest.raises(IncompatiblePlan, match="a plan of the clear lane"):
-        Payload(clear, clear.public(SPEC, previous=KNOWN))
+        Payload(clear, clear.public(SPEC, {"previous": KNOWN}))
 
 
 # What a plan refuses when it is made
@@ -431,14 +431,14 @@ def test_a_masked_plan_survives_json() -> None:
 
 def support(plan: RoundPlan, spec: ModelSpec = SPEC) -> Any:
     shared = plan.shared(spec)
-    return plan.support("only", spec, plan.public(spec, previous=KNOWN[: shared.size]))
+    return plan.support("only", spec, plan.public(spec, {"previous": KNOWN[: shared.size]}))
 
 
 def test_the_support_of_training_is_what_will_be_sent() -> None:
     restricted = {"training": {"restricted": True}}
     for lane in ({}, {"lane": "clear", "masking": None}):
         plan = made_plan(METHODS["error_feedback"], **restricted, **lane)
-        public = plan.public(SPEC, previous=KNOWN)
+        public = plan.public(SPEC, {"previous": KNOWN})
         compressor: Any = plan.compressor("only")
         np.testing.assert_array_equal(support(plan), compressor.inner.support(public))
     assert support(made_plan(SHARED)) is None
@@ -463,7 +463,7 @@ def test_personal_tensors_are_trained_too() -> None:
 @pytest.mark.parametrize("fraction", [0.1, 1.0])
 def test_nine_tenths_of_a_support_are_where_the_model_moved_most(fraction: float) -> None:
     made: Any = from_config({**SHARED, "fraction": fraction})
-    public = Public(SPEC, PublicRandomness(bytes(32)), previous=KNOWN)
+    public = Public(SPEC, PublicRandomness(bytes(32)), knowledge={"previous": KNOWN})
     found = made.support(public)
     order = np.argsort(-np.abs(KNOWN), kind="stable")
     top = min(int(0.9 * found.size), np.count_nonzero(KNOWN))

@@ -50,7 +50,7 @@ def send(device: Device, model: Model, seed: int) -> tuple[Assignment, Vector]:
     update = update_of(seed, size)
     device.upload(assignment.assignment, device.body_for(assignment, update))
     made = plan.compressor("one")
-    public = plan.public(model.spec, own=device.own(assignment, size))
+    public = plan.public(model.spec, {"own": device.own(assignment, size)})
     symbols, _ = made.compress(update, None, public, np.random.default_rng(0))
     return assignment, made.decompress(symbols, public).dense()
 

@@ -12,7 +12,7 @@ import pytest
 import sqlalchemy as sa
 
 from fedpress_client import Client, Discard, Ledger, Trained, TrainingRequest
-from fedpress_client.ledger import Pending
+from fedpress_client.ledger_records import Pending
 from fedpress_client.state import StateDirectory
 from fedpress_client.transport import HttpTransport
 from fedpress_compression.tensors import Vector

@@ -30,7 +30,7 @@ def made_of(name: str) -> Strategy:
 
 DIVISIBLE = [name for name in strategies() if made_of(name).divisible]
 SPEC = ModelSpec((TensorSpec("w", (SIZE,)),))
-PUBLIC = Public(SPEC, PublicRandomness(bytes(32)), None, None, 1)
+PUBLIC = Public(SPEC, PublicRandomness(bytes(32)), {}, round=1)
 Weights = list[int]
 splits = st.lists(st.lists(st.integers(1, 99), max_size=4), min_size=1, max_size=5)
 

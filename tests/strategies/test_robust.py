@@ -367,7 +367,7 @@ def planned(config: dict[str, Any], of: RoundPlan, space: FoldSpace | None = Non
     strategy = strategy_from_config(config)
     assert strategy.planned_aggregator is not None
     zeros = np.zeros(SPEC.size, np.float32)
-    public = of.public(SPEC, previous=zeros, drift=zeros)
+    public = of.public(SPEC, {"previous": zeros, "drift": zeros})
     return strategy.planned_aggregator(of, public, space or FoldSpace())
 
 
@@ -419,7 +419,7 @@ def test_every_rule_takes_dense_and_shared_supports(
     """And over a shared support the result is that of the dense rule, zero elsewhere."""
     of = plan(*configs)
     zeros = np.zeros(SPEC.size, np.float32)
-    public = of.public(SPEC, previous=zeros, drift=zeros)
+    public = of.public(SPEC, {"previous": zeros, "drift": zeros})
     compressor = of.compressor("p0")
     aggregator, dense = planned(made(name), of), []
     for client, values in enumerate(drawn(19, SPEC.size) / 100):
@@ -473,7 +473,7 @@ def test_what_two_uploads_tell_holds_for_every_compressor() -> None:
             of = plan({"id": wire_id})
         except ValueError:  # one that no plan takes by itself
             continue
-        public = of.public(SPEC, previous=zeros, drift=zeros)
+        public = of.public(SPEC, {"previous": zeros, "drift": zeros})
         compressor = of.compressor("p0")
         try:
             support = common_support(of, public)

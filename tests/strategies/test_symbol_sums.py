@@ -23,7 +23,7 @@ SPEC = ModelSpec((TensorSpec("w", (30, 40)), TensorSpec("b", (30,))))
 FIXED = FixedPoint.widest(max_abs=64.0, max_weight=100)
 RNG = np.random.default_rng(0)
 PREVIOUS = RNG.standard_normal(SPEC.size).astype(np.float32)
-PUBLIC = Public(SPEC, PublicRandomness(bytes(32)), PREVIOUS, None, 2)
+PUBLIC = Public(SPEC, PublicRandomness(bytes(32)), {"previous": PREVIOUS}, round=2)
 
 
 @pytest.mark.parametrize("made", [OneSidedPowerSGD(2), CountSketch(), Quantize(8, clip=4.0)])

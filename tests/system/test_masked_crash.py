@@ -144,7 +144,7 @@ def check(
             continue
         plan = plans[status.round, status.attempt]
         previous = parameters(plan.model) - parameters(str(plan.previous_model))
-        payload = Payload(plan, plan.public(model.spec, previous=previous))
+        payload = Payload(plan, plan.public(model.spec, {"previous": previous}))
         held = [
             held
             for each in participants

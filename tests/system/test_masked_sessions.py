@@ -683,7 +683,7 @@ def test_a_state_directory_brought_back_from_a_copy_masks_nothing_else(world: Wo
     plain = victim.plain[name]
     packing = Payload(
         world.terms.plan,
-        world.terms.plan.public(world.model.spec, previous=np.zeros(40, np.float32)),
+        world.terms.plan.public(world.model.spec, {"previous": np.zeros(40, np.float32)}),
     ).packing
     values = dict(packing.unpack(packing.from_bytes(plain.body)))
     values["values"] = -values["values"]

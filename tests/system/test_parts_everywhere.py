@@ -30,7 +30,7 @@ def parts(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     monkeypatch.setattr(
         HttpTransport,
         "_deliver",
-        lambda self, assignment, trip, body: self._parts.deliver(assignment, trip, body),
+        lambda self, assignment, body: self._parts.deliver(assignment, body),
     )
     monkeypatch.setattr(HttpParts, "send_part", counted)
     return sent

@@ -15,11 +15,11 @@ from fedpress_compression.compressor import (
     Knowledge,
     Properties,
     Public,
+    Wrapper,
     check_finite,
     check_inner,
     compressor,
     properties,
-    state_key,
 )
 from fedpress_compression.compressors.topk import TopK
 from fedpress_compression.tensors import ModelSpec, Vector
@@ -28,7 +28,7 @@ from fedpress_compression.update import Update
 
 @compressor("cafe")
 @dataclass(frozen=True, slots=True)
-class Cafe:
+class Cafe(Wrapper):
     """Compress update - factor * previous with `inner`; the server adds factor * previous again.
 
     No state of its own, so that a client that takes part once is served as well as any other. What
@@ -57,10 +57,6 @@ class Cafe:
             raise ValueError(f"guard must be positive, not {self.guard}")
 
     @property
-    def commutes_with_sum(self) -> bool:
-        return self.inner.commutes_with_sum
-
-    @property
     def needs(self) -> frozenset[Knowledge]:
         return self.inner.needs | {"previous"}
 
@@ -77,16 +73,9 @@ class Cafe:
             source="Ortega et al. 2024, Algorithm 1",
         )
 
-    @property
-    def state_key(self) -> Any:
-        return state_key(self.inner)
-
     def layout(self, spec: ModelSpec) -> Layout:
         says = () if self.guard is None else (Alphabet(2, 1),)
         return (*self.inner.layout(spec), *says)
-
-    def init(self, spec: ModelSpec) -> Any:
-        return self.inner.init(spec)
 
     def compress(
         self, update: Vector, state: Any, public: Public, rng: np.random.Generator

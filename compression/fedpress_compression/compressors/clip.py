@@ -8,17 +8,16 @@ from typing import Any
 
 import numpy as np
 
-from fedpress_compression.coding.fields import Layout, Symbols
+from fedpress_compression.coding.fields import Symbols
 from fedpress_compression.compressor import (
     Compressor,
-    Knowledge,
     Properties,
     Public,
+    Wrapper,
     check_finite,
     check_inner,
     compressor,
     properties,
-    state_key,
 )
 from fedpress_compression.compressors.topk import TopK
 from fedpress_compression.linear import LinearMap, Numbers, as_linear, restricts, support_of
@@ -29,7 +28,7 @@ from fedpress_compression.values import check_positive
 
 @compressor("clip")
 @dataclass(frozen=True, slots=True)
-class Clip:
+class Clip(Wrapper):
     """Scale the update to an L2 norm of `max_norm` if it is longer, then compress it by `inner`.
 
     With error feedback around it what is clipped off joins the residual, like all that was not
@@ -47,14 +46,6 @@ class Clip:
         check_positive("max_norm", self.max_norm)
 
     @property
-    def commutes_with_sum(self) -> bool:
-        return self.inner.commutes_with_sum
-
-    @property
-    def needs(self) -> frozenset[Knowledge]:
-        return self.inner.needs
-
-    @property
     def properties(self) -> Properties:
         inner = properties(self.inner)
         return Properties(
@@ -66,24 +57,11 @@ class Clip:
             source="Pascanu et al. 2013, Section 3.2",
         )
 
-    @property
-    def state_key(self) -> Any:
-        return state_key(self.inner)
-
-    def layout(self, spec: ModelSpec) -> Layout:
-        return self.inner.layout(spec)
-
-    def init(self, spec: ModelSpec) -> Any:
-        return self.inner.init(spec)
-
     def compress(
         self, update: Vector, state: Any, public: Public, rng: np.random.Generator
     ) -> tuple[Symbols, Any]:
         check_finite(update, public.spec)
         return self.inner.compress(self.clipped(update), state, public, rng)
-
-    def decompress(self, symbols: Symbols, public: Public, num_summands: int = 1) -> Update:
-        return self.inner.decompress(symbols, public, num_summands)
 
     @property
     def restricts(self) -> bool:

@@ -6,8 +6,6 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, get_args
 
-import numpy as np
-
 from fedpress_compression.coding.fields import (
     Alphabet,
     Coder,
@@ -17,27 +15,24 @@ from fedpress_compression.coding.fields import (
     Known,
     Layout,
     Positions,
-    Symbols,
 )
 from fedpress_compression.compressor import (
     Compressor,
     Knowledge,
     Properties,
-    Public,
+    Wrapper,
     check_inner,
     compressor,
     properties,
-    state_key,
 )
 from fedpress_compression.compressors.topk import TopK
 from fedpress_compression.contexts import grid_of
-from fedpress_compression.tensors import ModelSpec, Vector
-from fedpress_compression.update import Update
+from fedpress_compression.tensors import ModelSpec
 
 
 @compressor("coded")
 @dataclass(frozen=True, slots=True)
-class Coded:
+class Coded(Wrapper):
     """The symbols of `inner` in fewer bytes, for more work; nothing changes of what they hold.
 
     With `range` or `auto` the range coder learns what each row and column of a tensor is like;
@@ -69,10 +64,6 @@ class Coded:
             raise ValueError("Huffman codes have no contexts: choose range or auto")
 
     @property
-    def commutes_with_sum(self) -> bool:
-        return self.inner.commutes_with_sum
-
-    @property
     def needs(self) -> frozenset[Knowledge]:
         return self.inner.needs | (frozenset() if self.contexts == "none" else {self.contexts})
 
@@ -81,24 +72,9 @@ class Coded:
         inner = properties(self.inner)
         return replace(inner, rate=f"under that of its inner: {inner.rate}")
 
-    @property
-    def state_key(self) -> Any:
-        return state_key(self.inner)
-
     def layout(self, spec: ModelSpec) -> Layout:
         grid = grid_of(spec, None if self.contexts == "none" else self.contexts)
         return tuple(self._coded(each, grid) for each in self.inner.layout(spec))
-
-    def init(self, spec: ModelSpec) -> Any:
-        return self.inner.init(spec)
-
-    def compress(
-        self, update: Vector, state: Any, public: Public, rng: np.random.Generator
-    ) -> tuple[Symbols, Any]:
-        return self.inner.compress(update, state, public, rng)
-
-    def decompress(self, symbols: Symbols, public: Public, num_summands: int = 1) -> Update:
-        return self.inner.decompress(symbols, public, num_summands)
 
     def _coded(self, given: Field, grid: Grid) -> Field:
         """The field under this coder, on `grid` if it runs over all of its coordinates."""

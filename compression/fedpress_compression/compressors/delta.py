@@ -8,26 +8,26 @@ from typing import Any
 
 import numpy as np
 
-from fedpress_compression.coding.fields import Layout, Symbols
+from fedpress_compression.coding.fields import Symbols
 from fedpress_compression.compressor import (
     Compressor,
     Knowledge,
     Properties,
     Public,
+    Wrapper,
     check_finite,
     check_inner,
     compressor,
     properties,
-    state_key,
 )
 from fedpress_compression.compressors.topk import TopK
-from fedpress_compression.tensors import ModelSpec, Vector
+from fedpress_compression.tensors import Vector
 from fedpress_compression.update import Update
 
 
 @compressor("delta")
 @dataclass(frozen=True, slots=True)
-class Delta:
+class Delta(Wrapper):
     """Send C(update - own), which stands for own + C(update - own).
 
     `own` is what this client's last included upload stood for, zeros before the first. The server
@@ -58,16 +58,6 @@ class Delta:
             server_state="every client's last upload",
             source="Mishchenko et al. 2019",
         )
-
-    @property
-    def state_key(self) -> Any:
-        return state_key(self.inner)
-
-    def layout(self, spec: ModelSpec) -> Layout:
-        return self.inner.layout(spec)
-
-    def init(self, spec: ModelSpec) -> Any:
-        return self.inner.init(spec)
 
     def compress(
         self, update: Vector, state: Any, public: Public, rng: np.random.Generator

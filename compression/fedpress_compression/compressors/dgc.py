@@ -4,14 +4,16 @@ al. 2018, arXiv:1712.01887, Section 3 and Algorithm 4)."""
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
 from fedpress_compression.coding.fields import Symbols
 from fedpress_compression.compressor import (
     Compressor,
+    Lossy,
     Properties,
     Public,
     check_finite,
@@ -27,13 +29,6 @@ from fedpress_compression.values import check_positive, check_whole
 
 SPARSITIES = (0.75, 0.9375, 0.984375, 0.996, 0.999)
 """The warm-up of Section 3.3: the share of the coordinates that is not sent, epoch by epoch."""
-
-
-class InMotion(NamedTuple):
-    """`velocity` [spec.size], u in the paper, and the residual, v, with the inner state."""
-
-    velocity: Vector
-    feedback: Feedback
 
 
 @compressor("dgc")
@@ -84,16 +79,31 @@ class Dgc(ErrorFeedback):
             source="Lin et al. 2018, Algorithm 4",
         )
 
-    def init(self, spec: ModelSpec) -> InMotion:  # type: ignore[override]
-        return InMotion(np.zeros(spec.size, np.float32), ErrorFeedback.init(self, spec))
+    def compress(
+        self, update: Vector, state: Feedback, public: Public, rng: np.random.Generator
+    ) -> tuple[Symbols, Feedback]:
+        symbols, after, mark = self.send(self.inner, update, state, public, rng)
+        return symbols, self.commit(after, mark, self.decompress(symbols, public))
 
-    def compress(  # type: ignore[override]
-        self, update: Vector, state: InMotion, public: Public, rng: np.random.Generator
-    ) -> tuple[Symbols, InMotion]:
+    def send(
+        self,
+        channel: Lossy[Any],
+        update: Vector,
+        state: Feedback,
+        public: Public,
+        rng: np.random.Generator,
+    ) -> tuple[Symbols, Feedback, Mapping[str, Any] | None]:
         check_shape(update, public.spec)
         velocity = self.velocity(update, state.velocity, public.spec)
-        symbols, after = ErrorFeedback.compress(self, velocity, state.feedback, public, rng)
-        return symbols, InMotion(stilled(velocity, self.decompress(symbols, public)), after)
+        symbols, after, mark = ErrorFeedback.send(self, channel, velocity, state, public, rng)
+        return symbols, after._replace(velocity=velocity), mark
+
+    def commit(self, state: Feedback, mark: Mapping[str, Any] | None, sent: Update) -> Feedback:
+        """Momentum factor masking: what was sent stands still."""
+        after = ErrorFeedback.commit(self, state, mark, sent)
+        if after.velocity is None:
+            return after
+        return after._replace(velocity=stilled(after.velocity, sent))
 
     def velocity(self, update: Vector, before: Vector | None, spec: ModelSpec) -> Vector:
         """momentum * `before` + `update`, which is clipped; None stands for zeros.

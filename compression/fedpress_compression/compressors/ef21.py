@@ -3,24 +3,24 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from fedpress_compression.coding.fields import Layout, Symbols
+from fedpress_compression.coding.fields import Symbols
 from fedpress_compression.compressor import (
     Compressor,
     Knowledge,
     Properties,
     Public,
+    Wrapper,
     check_finite,
     check_inner,
     compressor,
     properties,
-    state_key,
+    state_name,
 )
 from fedpress_compression.compressors.topk import TopK
 from fedpress_compression.tensors import ModelSpec, Vector
@@ -41,7 +41,7 @@ class Estimate(NamedTuple):
 
 @compressor("ef21")
 @dataclass(frozen=True, slots=True)
-class EF21:
+class EF21(Wrapper):
     """Send C(update - g_i); then g_i moves by what was sent.
 
     The server needs the mean g of all g_i and no g_i itself. Under plain averaging at learning rate
@@ -58,10 +58,6 @@ class EF21:
     def __post_init__(self) -> None:
         check_inner(self.inner, "ef21")
         check_share("participation", self.participation)
-
-    @property
-    def commutes_with_sum(self) -> bool:
-        return self.inner.commutes_with_sum
 
     @property
     def needs(self) -> frozenset[Knowledge]:
@@ -84,9 +80,6 @@ class EF21:
     def state_key(self) -> str:
         return "ef21"
 
-    def layout(self, spec: ModelSpec) -> Layout:
-        return self.inner.layout(spec)
-
     def init(self, spec: ModelSpec) -> Estimate:
         return Estimate(np.zeros(spec.size, np.float32), self._init_inner(spec))
 
@@ -102,6 +95,12 @@ class EF21:
         self.inner.decompress(symbols, public).add_to(own)
         return symbols, Estimate(own, {self._inner_key: inner})
 
+    def commit(self, state: Estimate, mark: Estimate | None, sent: Update) -> Estimate:
+        return state if mark is None else mark
+
+    def roll_back(self, state: Estimate, sent: Update) -> Estimate:
+        return state
+
     def decompress(self, symbols: Symbols, public: Public, num_summands: int = 1) -> Update:
         sent = self.inner.decompress(symbols, public, num_summands)
         whole = np.float32(num_summands) * public.known("previous")
@@ -111,7 +110,7 @@ class EF21:
 
     @property
     def _inner_key(self) -> str:
-        return json.dumps(state_key(self.inner), sort_keys=True)
+        return state_name(self.inner)
 
     def _init_inner(self, spec: ModelSpec) -> dict[str, Any]:
         return {self._inner_key: self.inner.init(spec)}

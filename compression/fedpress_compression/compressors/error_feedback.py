@@ -8,45 +8,48 @@ staleness as in Li and Li 2023 (arXiv:2207.09057, Section 4, partial participati
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from types import MappingProxyType
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 
-from fedpress_compression.coding.fields import Layout, Symbols
+from fedpress_compression.coding.fields import Symbols
 from fedpress_compression.compressor import (
     Compressor,
-    Knowledge,
+    Lossy,
     Properties,
     Public,
+    Wrapper,
+    check_shape,
     compressor,
     members,
     properties,
+    state_name,
     to_config,
 )
 from fedpress_compression.compressors.topk import TopK
 from fedpress_compression.errors import IncompatiblePlan
+from fedpress_compression.kernels.buffer_pool import pooled
 from fedpress_compression.tensors import ModelSpec, Vector
 from fedpress_compression.update import Update
 
 
 class Feedback(NamedTuple):
-    """`residual` [spec.size], everything computed and not yet sent, and the inner state.
+    """What error feedback remembers; `dgc` shares it, so that either goes on where the other left.
 
-    `round` is that of the newest update, 0 before the first; `discarded` [spec.size] what decay and
-    cap took away before it was compressed, None if they took nothing.
+    `residual` [spec.size] is everything computed and not yet sent; None: zeros. `inner` has the
+    states of inner compressors by their keys: where another one begins, the residual stays. `round`
+    is that of the newest update, 0 before the first. `velocity` [spec.size] is dgc's. `lost` is
+    what decay and cap took away in the last step.
     """
 
-    residual: Vector
-    inner: Any
+    residual: Vector | None = None
+    inner: Mapping[str, Any] = MappingProxyType({})
     round: int = 0
-    discarded: Vector | None = None
-
-    def take_back(self, update: Update) -> Feedback:
-        """The state once an upload came to nothing: what it carried is unsent again."""
-        residual = self.residual.copy()
-        update.add_to(residual)
-        return self._replace(residual=residual)
+    velocity: Vector | None = None
+    lost: tuple[tuple[str, Vector], ...] = ()
 
 
 def check_feedback(made: Any) -> None:
@@ -77,7 +80,7 @@ def _expansive(made: Any) -> Any:
 
 @compressor("error_feedback")
 @dataclass(frozen=True, slots=True)
-class ErrorFeedback:
+class ErrorFeedback(Wrapper):
     """Wraps any compressor; on the wire there is `inner` alone.
 
     What waits in the residual grows stale while a device sits rounds out. It is multiplied by
@@ -89,8 +92,6 @@ class ErrorFeedback:
     decay: float = 1.0
     max_ratio: float | None = None
 
-    keeps_residual = True
-
     def __post_init__(self) -> None:
         if not hasattr(self.inner, "wire_id") or isinstance(self.inner, ErrorFeedback):
             raise ValueError(f"inner must be a compressor other than this, not {self.inner!r}")
@@ -100,12 +101,12 @@ class ErrorFeedback:
             raise ValueError(f"max_ratio must be 0 or more, not {self.max_ratio}")
 
     @property
-    def commutes_with_sum(self) -> bool:
-        return self.inner.commutes_with_sum
+    def keeps_residual(self) -> bool:
+        return True
 
     @property
-    def needs(self) -> frozenset[Knowledge]:
-        return self.inner.needs
+    def lossy(self) -> Compressor[Any]:
+        return self.inner
 
     @property
     def properties(self) -> Properties:
@@ -119,36 +120,107 @@ class ErrorFeedback:
             source="Karimireddy et al. 2019, Algorithm 1",
         )
 
-    def layout(self, spec: ModelSpec) -> Layout:
-        return self.inner.layout(spec)
+    @property
+    def state_key(self) -> str:
+        return "error_feedback"
 
     def init(self, spec: ModelSpec) -> Feedback:
-        return Feedback(np.zeros(spec.size, np.float32), self.inner.init(spec))
+        inner = self.inner.init(spec)
+        return Feedback(inner={} if inner is None else {state_name(self.inner): inner})
 
     def compress(
         self, update: Vector, state: Feedback, public: Public, rng: np.random.Generator
     ) -> tuple[Symbols, Feedback]:
-        residual = self.tended(state.residual, update, public.round - state.round)
-        discarded = None if residual is state.residual else state.residual - residual
-        if isinstance(self.inner, TopK):
-            corrected, symbols = self.inner.compress_sum(update, residual, public)
-            inner = state.inner
+        symbols, after, mark = self.send(self.inner, update, state, public, rng)
+        return symbols, after if mark is None else _with_inner(after, **mark)
+
+    def send(
+        self,
+        channel: Lossy[Any],
+        update: Vector,
+        state: Feedback,
+        public: Public,
+        rng: np.random.Generator,
+    ) -> tuple[Symbols, Feedback, Mapping[str, Any] | None]:
+        check_shape(update, public.spec)
+        residual, lost = self._limited(state, update, public.round)
+        name = state_name(self.inner)
+        before = state.inner[name] if name in state.inner else self.inner.init(public.spec)
+        if residual is None:
+            left = pooled(update.size, np.float32)
+            np.copyto(left, update)
+            symbols, inner = channel.compress(update, before, public, rng)
         else:
-            corrected = update + residual
-            symbols, inner = self.inner.compress(corrected, state.inner, public, rng)
-        self.inner.decompress(symbols, public).add_to(corrected, sign=-1.0)
-        round_ = max(state.round, public.round)
-        return symbols, Feedback(corrected, inner, round_, discarded)
+            left, symbols, inner = compress_sum(channel, update, residual, before, public, rng)
+        channel.decompress(symbols, public).add_to(left, sign=-1.0)
+        after = state._replace(residual=left, round=max(state.round, public.round), lost=lost)
+        if inner is None:
+            return symbols, after, None
+        return symbols, _with_inner(after, name, before), {"name": name, "state": inner}
 
-    def decompress(self, symbols: Symbols, public: Public, num_summands: int = 1) -> Update:
-        return self.inner.decompress(symbols, public, num_summands)
+    def commit(self, state: Feedback, mark: Mapping[str, Any] | None, sent: Update) -> Feedback:
+        if mark is None:
+            return state
+        inner = self.inner.commit(state.inner.get(mark["name"]), mark["state"], sent)
+        return _with_inner(state, mark["name"], inner)
 
-    def tended(self, residual: Vector, update: Vector, rounds: int) -> Vector:
-        """What decay and cap leave of `residual`, `rounds` after the last; itself, if all."""
-        factor = self.decay ** max(0, rounds - 1)
-        if self.max_ratio is not None:
-            norm = factor * float(np.linalg.norm(residual.astype(np.float64)))
+    def roll_back(self, state: Feedback, sent: Update) -> Feedback:
+        """What the upload carried is unsent again."""
+        name = state_name(self.inner)
+        if name in state.inner:
+            state = _with_inner(state, name, self.inner.roll_back(state.inner[name], sent))
+        if state.residual is None:
+            return state._replace(residual=sent.dense())
+        residual = state.residual.copy()
+        sent.add_to(residual)
+        return state._replace(residual=residual)
+
+    def stricter(self, decay: float, max_ratio: float | None) -> Self:
+        """The same with the lower of each limit, here and given."""
+        ratios = [ratio for ratio in (self.max_ratio, max_ratio) if ratio is not None]
+        return replace(self, decay=min(self.decay, decay), max_ratio=min(ratios, default=None))
+
+    def _limited(
+        self, state: Feedback, update: Vector, round_: int
+    ) -> tuple[Vector | None, tuple[tuple[str, Vector], ...]]:
+        """What decay and cap leave of the residual, and what each takes away."""
+        residual, lost = state.residual, list[tuple[str, Vector]]()
+        sat_out = max(0, round_ - state.round - 1) if state.round else 0
+        if residual is not None and self.decay < 1 and sat_out:
+            kept = residual * np.float32(self.decay**sat_out)
+            lost.append(("decayed", residual - kept))
+            residual = kept
+        if residual is not None and self.max_ratio is not None:
+            norm = float(np.linalg.norm(residual.astype(np.float64)))
             at_most = self.max_ratio * float(np.linalg.norm(update.astype(np.float64)))
             if norm > at_most:
-                factor *= at_most / norm
-        return residual if factor == 1 else residual * np.float32(factor)
+                kept = residual * np.float32(at_most / norm)
+                lost.append(("capped", residual - kept))
+                residual = kept
+        return residual, tuple(lost)
+
+
+def _with_inner(after: Feedback, name: str, state: Any) -> Feedback:
+    return after._replace(inner={**after.inner, name: state})
+
+
+def compress_sum(
+    channel: Lossy[Any],
+    update: Vector,
+    other: Vector,
+    state: Any,
+    public: Public,
+    rng: np.random.Generator,
+) -> tuple[Vector, Symbols, Any]:
+    """The sum of `update` and `other`, the symbols that `channel` gives for it, and its state.
+
+    A channel that can do both in one pass over the vectors has a method `compress_sum`.
+    """
+    fused = getattr(channel, "compress_sum", None)
+    if fused is not None:
+        total, symbols, after = fused(update, other, state, public, rng)
+        return total, symbols, after
+    with np.errstate(over="ignore"):  # the channel refuses infinity
+        total = np.add(update, other, out=pooled(update.size, np.float32))
+    symbols, after = channel.compress(total, state, public, rng)
+    return total, symbols, after

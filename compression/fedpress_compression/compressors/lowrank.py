@@ -17,6 +17,7 @@ from fedpress_compression.compressor import (
     Knowledge,
     Properties,
     Public,
+    Stateful,
     check_finite,
     check_inner,
     compressor,
@@ -31,7 +32,7 @@ from fedpress_compression.values import Bytes, check_positive, check_whole, leve
 
 @compressor("lowrank")
 @dataclass(frozen=True, slots=True)
-class LowRank:
+class LowRank(Stateful):
     """Each matrix as the sum of `rank` products left_j right_j^T scale_j.
 
     The factors are whole numbers of `bits` bits, fitted by `iterations` power iterations and

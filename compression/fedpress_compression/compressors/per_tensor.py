@@ -14,6 +14,7 @@ from fedpress_compression.compressor import (
     Knowledge,
     Properties,
     Public,
+    Stateful,
     compressor,
     properties,
 )
@@ -50,7 +51,7 @@ def kinds_of(tensor: TensorSpec) -> tuple[str, ...]:
 
 @compressor("per_tensor")
 @dataclass(frozen=True)
-class PerTensor:
+class PerTensor(Stateful):
     """Each tensor goes to the first of these that fits it:
 
     the compressor in `rules` whose pattern (shell style, in the order given) matches its name, or

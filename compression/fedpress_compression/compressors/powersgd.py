@@ -11,7 +11,7 @@ on from its own last right factor. That is not linear: for sums under masks, see
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
@@ -24,6 +24,7 @@ from fedpress_compression.compressor import (
     Knowledge,
     Properties,
     Public,
+    Stateful,
     check_finite,
     check_inner,
     compressor,
@@ -39,6 +40,7 @@ from fedpress_compression.matrices import (
     public_basis,
     views,
 )
+from fedpress_compression.randomness import PublicStream
 from fedpress_compression.tensors import ModelSpec, Vector
 from fedpress_compression.update import Piece, Update
 from fedpress_compression.values import LARGEST, check_positive, check_whole
@@ -56,7 +58,7 @@ class Warm(NamedTuple):
 
 @compressor("powersgd")
 @dataclass(frozen=True, slots=True)
-class PowerSGD:
+class PowerSGD(Stateful):
     """Each matrix M as P Q^T: P orthonormal from M times the last Q, Q = M^T P, of `rank` columns.
 
     Columns of the last Q that are all but zero are drawn anew. Numbers are sent in `width` bytes,
@@ -246,6 +248,36 @@ class PowerSGD:
             pieces.extend(part.placed(slices, public.spec.size).pieces)
         return Update(public.spec.size, tuple(pieces))
 
+    def group_sum(
+        self,
+        update: Vector,
+        state: Warm,
+        public: Public,
+        total: Callable[[list[Matrix], int], list[Matrix]],
+    ) -> tuple[Vector, Warm]:
+        """The sum [size] of what the members of a group bring as `update`, and the next state, by
+        Algorithm 1: two all-reduces, which are `total` of matrices at a width in bytes.
+
+        Tensors that are not factored go whole, in the first.
+        """
+        spec = public.spec
+        matrices, others = self._views(spec)
+        stream = public.stream("powersgd")
+        starts = [orthonormal(_revived_alike(right, stream)) for right in state.rights]
+        own = [view.of(update) for view in matrices]
+        rest = [update[spec.slices[name]].astype(np.float64) for name in others]
+        images = [matrix @ start for matrix, start in zip(own, starts, strict=True)]
+        sums = total([*images, *rest], self.width)
+        lefts = [orthonormal(image) for image in sums[: len(matrices)]]
+        rights = [matrix.T @ left for matrix, left in zip(own, lefts, strict=True)]
+        rights = total(rights, self.width)
+        agreed = np.empty(spec.size, np.float32)
+        for view, left, right in zip(matrices, lefts, rights, strict=True):
+            agreed[view.where] = (left @ right.T).ravel()
+        for name, part in zip(others, sums[len(matrices) :], strict=True):
+            agreed[spec.slices[name]] = part
+        return agreed, Warm(tuple(rights), state.rest)
+
     def _views(self, spec: ModelSpec) -> tuple[tuple[View, ...], tuple[str, ...]]:
         return views(spec, self.rank, self.min_compression_rate)
 
@@ -270,6 +302,14 @@ def revived(columns: Matrix, rng: np.random.Generator) -> Matrix:
     norms = np.linalg.norm(columns, axis=0)
     dead = norms <= _DEAD * norms.max(initial=0.0)
     return np.where(dead, rng.standard_normal(columns.shape), columns)
+
+
+def _revived_alike(columns: Matrix, stream: PublicStream) -> Matrix:
+    """As `revived`, by signs that are the same everywhere."""
+    norms = np.linalg.norm(columns, axis=0)
+    dead = norms <= _DEAD * norms.max(initial=0.0)
+    signs = 2.0 * stream.bits(columns.size).reshape(columns.shape) - 1.0
+    return np.where(dead, signs, columns)
 
 
 def two_trips(matrices: Sequence[Matrix], right: Matrix) -> tuple[Matrix, Matrix]:

@@ -101,7 +101,14 @@ class TopK(Stateless):
 
         return self._pressed(public.spec, kept), None
 
-    def compress_sum(self, update: Vector, other: Vector, public: Public) -> tuple[Vector, Symbols]:
+    def compress_sum(
+        self,
+        update: Vector,
+        other: Vector,
+        state: None,
+        public: Public,
+        rng: np.random.Generator,
+    ) -> tuple[Vector, Symbols, None]:
         """The sum of `update` and `other`, and the symbols that `compress` gives for it; one pass
         over the vectors serves both."""
         check_shape(update, public.spec)
@@ -110,7 +117,7 @@ class TopK(Stateless):
         def kept(chunk: slice, k: int) -> tuple[Indices, Vector]:
             return kernels.add_largest(update[chunk], other[chunk], k, total[chunk])
 
-        return total, self._pressed(public.spec, kept)
+        return total, self._pressed(public.spec, kept), None
 
     def _pressed(
         self, spec: ModelSpec, kept_of: Callable[[slice, int], tuple[Indices, Vector]]

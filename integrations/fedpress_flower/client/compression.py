@@ -20,7 +20,8 @@ from pathlib import Path
 import numpy as np
 from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, RecordDict
 
-from fedpress_client.ledger import KEEP_ALL, Discard, Ledger, ResidualRules
+from fedpress_client.ledger import Ledger
+from fedpress_client.ledger_records import KEEP_ALL, Discard, ResidualRules
 from fedpress_compression.tensors import Vector
 from fedpress_flower import envelope
 from fedpress_flower.client.account import (
@@ -160,8 +161,7 @@ class CompressionMod:
                     terms.spec,
                     self._rng(context, terms.assignment.plan),
                     self.rules,
-                    previous=terms.previous,
-                    drift=terms.drift,
+                    knowledge=terms.knowledge,
                     report=report,
                 )
             except InvalidUpdate:

@@ -21,7 +21,8 @@ import numpy as np
 from flwr.app import ConfigRecord, Context, Message, RecordDict
 from pydantic import TypeAdapter, ValidationError
 
-from fedpress_client.ledger import KEEP_ALL, Discard, Ledger, ResidualRules
+from fedpress_client.ledger import Ledger
+from fedpress_client.ledger_records import KEEP_ALL, Discard, ResidualRules
 from fedpress_client.masking_rules import MaskingRules
 from fedpress_client.state import StateDirectory
 from fedpress_flower import envelope
@@ -140,7 +141,7 @@ class MaskingMod:
         part = seat.part(mailbox)
         ledger = settled(seat, part, ours, name, plan)
         self.masking.check(plan, _prepared(ledger, besides=name), is_pinned=True)
-        public = plan.public(terms.spec, previous=terms.previous, drift=terms.drift)
+        public = plan.public(terms.spec, terms.knowledge)
         payload = Payload(plan, public)
         self.masking.check_payload(payload)
         policy = part.member.policy
@@ -160,8 +161,7 @@ class MaskingMod:
                 terms.spec,
                 np.random.default_rng(),  # nothing of the masked lane draws from it
                 self.rules,
-                previous=terms.previous,
-                drift=terms.drift,
+                knowledge=terms.knowledge,
                 report=report_of(reply, terms),
                 secret=self._secret(context, plan),
             )

@@ -9,12 +9,16 @@ from typing import Any
 import numpy as np
 from flwr.app import ArrayRecord, Context, Message, RecordDict
 
+from fedpress_compression.compressor import Knowledge
 from fedpress_compression.tensors import ModelSpec, Vector
 from fedpress_flower import envelope
 from fedpress_flower.client.account import PARTITION
 from fedpress_protocols.errors import FedpressError, IncompatiblePlan, InvalidUpdate
 from fedpress_protocols.messages import Assignment, Receipt
 from fedpress_protocols.plan import RoundPlan, parsed
+
+EARLIER: tuple[Knowledge, ...] = ("previous", "drift")
+"""Side information that an earlier model gives."""
 
 
 @dataclass(frozen=True)
@@ -27,8 +31,8 @@ class Terms:
     weight: str
     spec: ModelSpec
     model: Vector
-    previous: Vector | None
-    drift: Vector | None
+    knowledge: dict[Knowledge, Vector]
+    """What the compressor reads of earlier models."""
 
     @classmethod
     def of(cls, message: Message) -> Terms:
@@ -51,12 +55,12 @@ class Terms:
         arrays = {key: array.numpy() for key, array in records[name].items()}
         spec = envelope.spec_of(arrays)
         model = spec.flatten(arrays)
-        known = {}
-        for what in ("previous", "drift"):
-            named = envelope.model_record(what)
+        knowledge: dict[Knowledge, Vector] = {}
+        for kind in EARLIER:
+            named = envelope.model_record(kind)
             if named in records:
                 earlier = {key: array.numpy() for key, array in records[named].items()}
-                known[what] = model - spec.flatten(earlier)
+                knowledge[kind] = model - spec.flatten(earlier)
         receipts: list[Any] = [record.get(envelope.RECEIPT)]
         receipts += list(record.get(envelope.RECEIPTS, []))
         return cls(
@@ -66,8 +70,7 @@ class Terms:
             str(record[envelope.WEIGHT]),
             spec,
             model,
-            known.get("previous"),
-            known.get("drift"),
+            knowledge,
         )
 
 

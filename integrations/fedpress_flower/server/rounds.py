@@ -12,7 +12,7 @@ import numpy.typing as npt
 from flwr.app import ArrayRecord, ConfigRecord, Message
 from pydantic import ValidationError
 
-from fedpress_compression.compressor import Public
+from fedpress_compression.compressor import Knowledge, Public
 from fedpress_compression.fixed_point import FixedPoint
 from fedpress_compression.tensors import Vector
 from fedpress_flower import envelope
@@ -101,10 +101,10 @@ class Round:
             )
         except ValidationError as exc:
             raise IncompatiblePlan(format_validation_errors(exc)) from exc
+        earlier: dict[Knowledge, Vector] = {"previous": before, "drift": first}
         public = plan.public(
             model.spec,
-            previous=model.parameters - before if "previous" in needs else None,
-            drift=model.parameters - first if "drift" in needs else None,
+            {kind: model.parameters - earlier[kind] for kind in earlier if kind in needs},
         )
         asked = {message.metadata.dst_node_id: message for message in messages}
         return cls(plan, model, found, names[0], asked, public)

@@ -12,7 +12,7 @@ import numpy as np
 from fedpress_compression import activity
 from fedpress_compression.coding import Found
 from fedpress_compression.coding.fields import Contexts, Layout
-from fedpress_compression.compressor import Public
+from fedpress_compression.compressor import Knowledge, Public
 from fedpress_compression.contexts import contexts_of
 from fedpress_compression.tensors import ModelSpec, Vector
 from fedpress_compression.update import Update
@@ -54,11 +54,11 @@ class RoundTerms:
 
     @cached_property
     def public(self) -> Public:
-        known = {
+        known: dict[Knowledge, Vector] = {
             what: self._map(digest) if what == "activity" else self.since(digest)
             for what, digest in self.plan.sources.items()
         }
-        return self.plan.public(self.spec, **known)
+        return self.plan.public(self.spec, known)
 
     @cached_property
     def payload(self) -> Payload:
@@ -96,7 +96,7 @@ class RoundTerms:
             if hashlib.sha256(data).hexdigest() != digest:
                 raise ServerError(f"{name} was changed on the disk")
             own = np.frombuffer(data, "<f4").astype(np.float32)
-        return replace(self.public, own=own)
+        return replace(self.public, knowledge={**self.public.knowledge, "own": own})
 
     def keep_base(self, client_id: str, update: Update) -> str:
         """Keep what a client's included upload stands for; its digest."""

@@ -42,7 +42,7 @@ def config(**changes: Any) -> SessionConfig:
         public_seed="ab" * 32,
         previous_model=MODEL.digest,
     ).model_copy(update=changes)
-    public = plan.public(MODEL.spec, previous=np.zeros(50, np.float32))
+    public = plan.public(MODEL.spec, {"previous": np.zeros(50, np.float32)})
     return agreed(Payload(plan, public), population="kitchen", server_key=KEY)
 
 

@@ -1,0 +1,130 @@
+"""What an update passes on its way into a body: the plan's bounds, and coding or rounding.
+
+Each channel takes the place of the compressor whose symbols are sent, see `Compressor.send`: error
+feedback around it then counts as sent what the server decodes, and nothing else.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from fedpress_compression import kernels
+from fedpress_compression.coding.fields import Symbols
+from fedpress_compression.compressor import Compressor, Public
+from fedpress_compression.compressors.error_feedback import compress_sum
+from fedpress_compression.contexts import contexts_of
+from fedpress_compression.tensors import Vector
+from fedpress_compression.update import Update
+from fedpress_protocols.masking.payload import SECRET_BYTES, Payload
+from fedpress_protocols.plan import RoundPlan
+from fedpress_protocols.upload import Upload
+
+Sections = Callable[[bytes], None]
+
+
+class Channel:
+    """A channel that has carried one update; `body` is what is sent, `sent` what it stands for."""
+
+    body: bytes = b""
+    sent: Update
+
+    def decompress(self, symbols: Symbols, public: Public, num_summands: int = 1) -> Update:
+        return self.sent
+
+
+@dataclass(slots=True)
+class ClearChannel(Channel):
+    """Compress by `lossy` within the plan's `max_abs`, encode, and decode again as the server does.
+
+    `sections` receives the body section by section, each once it is coded.
+    """
+
+    lossy: Compressor[Any]
+    plan: RoundPlan
+    profile: str
+    num_examples: int
+    report: tuple[float, ...]
+    sections: Sections | None = None
+    body: bytes = field(default=b"", init=False)
+    sent: Update = field(init=False)
+
+    def compress(
+        self, update: Vector, state: Any, public: Public, rng: np.random.Generator
+    ) -> tuple[Symbols, Any]:
+        within = clipped(update, self.plan)
+        symbols, after = self.lossy.compress(within, state, public, rng)
+        return self._encoded(symbols, public), after
+
+    def compress_sum(
+        self,
+        update: Vector,
+        other: Vector,
+        state: Any,
+        public: Public,
+        rng: np.random.Generator,
+    ) -> tuple[Vector, Symbols, Any]:
+        total, symbols, after = compress_sum(self.lossy, update, other, state, public, rng)
+        if (within := clipped(total, self.plan)) is not total:
+            symbols, after = self.lossy.compress(within, state, public, rng)
+        return total, self._encoded(symbols, public), after
+
+    def _encoded(self, symbols: Symbols, public: Public) -> Symbols:
+        index = self.plan.profile_index(self.profile)
+        layout = self.lossy.layout(public.spec)
+        contexts = contexts_of(layout, public)
+        upload = Upload(index, self.num_examples, symbols, self.report)
+        coded = []
+        for section in upload.sections(layout, contexts):
+            if self.sections is not None:
+                self.sections(section)
+            coded.append(section)
+        self.body = b"".join(coded)
+        layouts = tuple(each.compressor.layout(public.spec) for each in self.plan.profiles)
+        received = Upload.from_bytes(self.body, layouts, index, contexts, self.plan.report)
+        self.sent = self.lossy.decompress(received.symbols, public)
+        return received.symbols
+
+
+@dataclass(slots=True)
+class MaskedChannel(Channel):
+    """Round to the integers that are to be masked, by `secret` (SECRET_BYTES used once) or the
+    system's randomness."""
+
+    payload: Payload
+    plan: RoundPlan
+    num_examples: int
+    report: Mapping[str, float]
+    secret: bytes | None = None
+    body: bytes = field(default=b"", init=False)
+    sent: Update = field(init=False)
+
+    def compress(
+        self, update: Vector, state: Any, public: Public, rng: np.random.Generator
+    ) -> tuple[Symbols, Any]:
+        secret = secrets.token_bytes(SECRET_BYTES) if self.secret is None else self.secret
+        within = clipped(update, self.plan)
+        made = self.payload.compress(within, self.num_examples, self.report, secret)
+        self.body = self.payload.packing.to_bytes(self.payload.packing.pack(made.integers))
+        self.sent = made.update
+        return (), None
+
+
+class ClosedChannel(Channel):
+    """Nothing gets through: all of an update is left."""
+
+    def compress(
+        self, update: Vector, state: Any, public: Public, rng: np.random.Generator
+    ) -> tuple[Symbols, Any]:
+        self.sent = Update(update.size, ())
+        return (), None
+
+
+def clipped(update: Vector, plan: RoundPlan) -> Vector:
+    """`update` within the plan's `max_abs`; itself where it is."""
+    limit = np.float32(plan.fixed_point.max_abs)
+    return update if kernels.peak(update) <= limit else np.clip(update, -limit, limit)
