@@ -222,7 +222,7 @@ def _speeds(num: int, repeats: int) -> dict[str, Any]:
     into = np.empty_like(update)
     k = SPARSE.layout(public.spec)[0].at_most  # type: ignore[union-attr]
     feedback = ErrorFeedback(SPARSE)
-    state = feedback.init(public.spec)
+    _, state = feedback.compress(update, feedback.init(public.spec), public, rng)
     sparse_layout, dense_layout = SPARSE.layout(public.spec), DENSE.layout(public.spec)
 
     def encode_sparse() -> bytes:

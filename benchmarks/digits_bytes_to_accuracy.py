@@ -345,7 +345,7 @@ def train(method: Method, seed: int, rounds: int, folder: Path) -> Curve:
                 images[client].labels.size,
                 first.spec,
                 np.random.default_rng([5, seed, number, client]),
-                knowledge={"previous": terms.public.previous, "drift": terms.public.drift},
+                knowledge=terms.public.knowledge,
             )
             if body is None:
                 raise InvalidUpdate(f"round {number}: an update beyond the plan's max_abs")

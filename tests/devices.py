@@ -14,6 +14,7 @@ import httpx
 import numpy as np
 
 from fedpress_compression import activity
+from fedpress_compression.compressor import Knowledge
 from fedpress_compression.contexts import contexts_of
 from fedpress_compression.tensors import Vector
 from fedpress_protocols.errors import FedpressError
@@ -132,15 +133,15 @@ class Device:
         model = self.model(assignment.plan.model, assignment.plan.task)
         spec = model.spec
         compressor = assignment.plan.compressor(assignment.profile)
-        public = assignment.plan.public(spec, **self.known(assignment, model))
+        public = assignment.plan.public(spec, self.known(assignment, model))
         rng = np.random.default_rng(0)
         symbols, _ = compressor.compress(update, compressor.init(spec), public, rng)
         index, layout = assignment.plan.profile_index(assignment.profile), compressor.layout(spec)
         return Upload(index, num_examples, symbols).to_bytes(layout, contexts_of(layout, public))
 
-    def known(self, assignment: Assignment, model: Model) -> dict[str, Vector]:
+    def known(self, assignment: Assignment, model: Model) -> dict[Knowledge, Vector]:
         """What the plan's profiles read of how `model` came about, and of the upload before."""
-        plan, known = assignment.plan, {}
+        plan, known = assignment.plan, dict[Knowledge, Vector]()
         if "own" in plan.needs:
             known["own"] = self.own(assignment, model.spec.size)
         for what, digest in plan.sources.items():

@@ -15,7 +15,7 @@ import numpy as np
 
 from fedpress_compression import kernels
 from fedpress_compression.coding.fields import Symbols
-from fedpress_compression.compressor import Compressor, Public
+from fedpress_compression.compressor import Compressor, Public, check_values
 from fedpress_compression.compressors.error_feedback import compress_sum
 from fedpress_compression.contexts import contexts_of
 from fedpress_compression.tensors import Vector
@@ -125,6 +125,10 @@ class ClosedChannel(Channel):
 
 
 def clipped(update: Vector, plan: RoundPlan) -> Vector:
-    """`update` within the plan's `max_abs`; itself where it is."""
+    """`update` within the plan's `max_abs`; itself where it is. Raises InvalidUpdate on NaN or
+    infinity."""
     limit = np.float32(plan.fixed_point.max_abs)
-    return update if kernels.peak(update) <= limit else np.clip(update, -limit, limit)
+    if kernels.peak(update) <= limit:
+        return update
+    check_values(update)
+    return np.clip(update, -limit, limit)

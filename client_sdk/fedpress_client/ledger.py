@@ -43,7 +43,7 @@ from fedpress_client.ledger_records import (
 from fedpress_compression.compressor import (
     Compressor,
     Knowledge,
-    check_finite,
+    check_shape,
     state_name,
     to_config,
 )
@@ -147,7 +147,7 @@ class Ledger:
         if key in self.settled:
             raise Conflict(f"assignment {key} has its receipt: {self.settled[key]}")
         public = plan.public(spec, knowledge)
-        check_finite(update, public.spec)
+        check_shape(update, public.spec)
         numbers = tuple(report[name] for name in plan.report)
         check_report(numbers, plan.report)
         compressor = plan.compressor(assignment.profile)
@@ -467,7 +467,7 @@ class Ledger:
 
     def to_bytes(self) -> bytes:
         """One safetensors file that carries the SHA-256 of itself; equal accounts, equal bytes."""
-        return ledger_file.to_bytes(self)
+        return b"".join(ledger_file.parts_of(self))
 
     @classmethod
     def from_bytes(cls, data: bytes) -> Ledger:

@@ -12,7 +12,6 @@ import numpy as np
 import numpy.typing as npt
 import safetensors
 from safetensors.numpy import load as load_arrays
-from safetensors.numpy import save as save_arrays
 
 from fedpress_client.ledger_records import Discard, Included, Pending
 from fedpress_compression.plain_states import State
@@ -28,12 +27,19 @@ _METADATA = "fedpress.ledger"
 _PERSONAL = "personal."
 _FEEDBACK = json.dumps("error_feedback")
 """The name of error feedback's state."""
+_DTYPES = {
+    np.dtype(kind + str(size)).str: name + str(8 * size)
+    for kind, name in (("u", "U"), ("i", "I"), ("f", "F"))
+    for size in (1, 2, 4, 8)
+    if (kind, size) != ("f", 1)
+} | {"|b1": "BOOL"}
+"""By numpy's names, safetensors' own."""
 _SEAL = re.compile(rb"sha256:[0-9a-f]{64}")
 _BLANK = b"sha256:" + b"0" * 64
 
 
-def to_bytes(ledger: Ledger) -> bytes:
-    """One safetensors file that carries the SHA-256 of itself; equal accounts, equal bytes."""
+def parts_of(ledger: Ledger) -> tuple[bytes | memoryview, ...]:
+    """The file's bytes, in parts that share memory: an account is as large as its model."""
     arrays: dict[str, npt.NDArray[Any]] = {}
     document = {
         "seal": _BLANK.decode(),
@@ -93,10 +99,35 @@ def to_bytes(ledger: Ledger) -> bytes:
     if ledger.own is not None:
         arrays["own"] = ledger.own[1]
     arrays |= {_PERSONAL + name: values for name, values in ledger.personal.items()}
-    data = bytearray(save_arrays(arrays, {_METADATA: json.dumps(document)}))
-    start = _seal_of(data)
-    data[start : start + len(_BLANK)] = b"sha256:" + hashlib.sha256(data).hexdigest().encode()
-    return bytes(data)
+    header, values = _header({_METADATA: json.dumps(document)}, arrays)
+    digest = hashlib.sha256(header)
+    for part in values:
+        digest.update(part)
+    start = _seal_of(header)
+    seal = b"sha256:" + digest.hexdigest().encode()
+    return header[:start], seal, header[start + len(seal) :], *values
+
+
+def _header(
+    metadata: Mapping[str, str], arrays: Mapping[str, npt.NDArray[Any]]
+) -> tuple[bytes, list[memoryview]]:
+    """The header of a safetensors file and what follows it, without a copy of any array: the
+    library's own `save` makes two."""
+    names = sorted(arrays, key=lambda name: (-arrays[name].itemsize, name))  # so all are aligned
+    described: dict[str, Any] = {"__metadata__": metadata}
+    values, end = list[memoryview](), 0
+    for name in names:
+        array = np.ascontiguousarray(arrays[name])
+        begin, end = end, end + array.nbytes
+        described[name] = {
+            "dtype": _DTYPES[array.dtype.str],
+            "shape": arrays[name].shape,
+            "data_offsets": [begin, end],
+        }
+        values.append(array.reshape(-1).view(np.uint8).data)
+    text = json.dumps(described).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text, values
 
 
 def fields_of(data: bytes) -> dict[str, Any]:
@@ -238,7 +269,7 @@ _INCLUDED_SCALARS = (
 )
 
 
-def _seal_of(data: bytes | bytearray) -> int:
+def _seal_of(data: bytes) -> int:
     """Where the file's own SHA-256 stands; ValueError if nowhere in its header."""
     found = _SEAL.search(data, 8, 8 + int.from_bytes(data[:8], "little"))
     if found is None:

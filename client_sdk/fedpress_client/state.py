@@ -33,6 +33,7 @@ from pathlib import Path
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from fedpress_client.ledger import Ledger
+from fedpress_client.ledger_file import parts_of
 from fedpress_protocols.errors import (
     ConfigurationError,
     StateCorrupt,
@@ -197,7 +198,7 @@ class TaskFiles:
 
     def save(self, ledger: Ledger) -> None:
         """Durable when this returns; until then the account before is what there is."""
-        write_durably(self._path, ledger.to_bytes())
+        write_durably(self._path, *parts_of(ledger))
 
     def model(self, digest: str) -> bytes | None:
         """A model kept here, None if there is none or its bytes have changed."""
@@ -302,20 +303,20 @@ class TaskFiles:
         return self.folder / "models" / f"{digest}.safetensors"
 
 
-def write_durably(path: Path, data: bytes) -> None:
-    """Replace `path` by `data` in one step that survives a power cut; mode 0600.
+def write_durably(path: Path, *parts: bytes | memoryview) -> None:
+    """Replace `path` by `parts` in one step that survives a power cut; mode 0600.
 
-    Raises StateWriteError, and then leaves nothing of `data` behind that takes room.
+    Raises StateWriteError, and then leaves nothing of them behind that takes room.
     """
     temporary = path.with_name(path.name + ".tmp")
     try:
-        _write(temporary, data, sync=True)
+        _write(temporary, *parts, sync=True)
         os.replace(temporary, path)
         sync_folder(path.parent)
     except OSError as exc:
         with suppress(OSError):
             temporary.unlink(missing_ok=True)
-        raise not_written(path, exc, len(data)) from exc
+        raise not_written(path, exc, sum(map(len, parts))) from exc
 
 
 def not_written(path: Path, exc: OSError, num_bytes: int) -> StateWriteError:
@@ -330,14 +331,15 @@ def not_written(path: Path, exc: OSError, num_bytes: int) -> StateWriteError:
     return StateWriteError(f"{about}; what it held before is unchanged", hint=hint)
 
 
-def _write(path: Path, data: bytes, *, sync: bool) -> None:
+def _write(path: Path, *parts: bytes | memoryview, sync: bool) -> None:
     # What a crash left under this name is of no use to anyone.
     path.unlink(missing_ok=True)
     file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | OPEN_FLAGS, 0o600)
     try:
-        rest = memoryview(data)
-        while rest:
-            rest = rest[os.write(file, rest) :]
+        for part in parts:
+            rest = memoryview(part)
+            while rest:
+                rest = rest[os.write(file, rest) :]
         if sync:
             os.fsync(file)
     finally:

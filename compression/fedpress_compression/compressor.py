@@ -348,14 +348,15 @@ def compressor(wire_id: str) -> Callable[[ClassT], ClassT]:
 
     def claim(cls: ClassT) -> ClassT:
         plugins.check_id(wire_id, cls.__module__, "fedpress_compression")
+        holder = _by_id.get(wire_id, cls)
+        if holder.__qualname__ != cls.__qualname__:
+            raise ValueError(f"wire id {wire_id!r} is {holder.__qualname__}'s")
         if missing := [name for name in _HOOKS if not hasattr(cls, name)]:
             raise TypeError(
                 f"the compressor {wire_id!r} lacks {', '.join(missing)}; derive {cls.__qualname__} "
                 "from Stateless, Stateful or Wrapper of fedpress.compressors, which have them"
             )
-        holder = _by_id.setdefault(wire_id, cls)
-        if holder.__qualname__ != cls.__qualname__:
-            raise ValueError(f"wire id {wire_id!r} is {holder.__qualname__}'s")
+        _by_id[wire_id] = holder
         cls.wire_id = wire_id
         if not hasattr(cls, "needs_plain_mean"):
             cls.needs_plain_mean = property(_has_plain_mean_member)

@@ -103,7 +103,7 @@ class CodedLink(Drops):
     def upload(self, assignment: str, body: bytes) -> UploadAck:
         if len(body) <= self.parts_above:
             return super().upload(assignment, body)
-        return Delivery(self, assignment, "update", self.sizes, lambda: 0.0).whole(body)
+        return Delivery(self, assignment, self.sizes, lambda: 0.0).whole(body)
 
     def ahead(
         self,
@@ -112,7 +112,7 @@ class CodedLink(Drops):
         source: Callable[[int, int], bytes],
         begun: Callable[[str], None],
     ) -> None:
-        delivery = Delivery(self, assignment, "update", self.sizes, lambda: 0.0)
+        delivery = Delivery(self, assignment, self.sizes, lambda: 0.0)
         delivery.ahead(source, max_bytes, begun)
 
     def begin_parts(self, assignment: str, intent: PartialIntent) -> PartialUpload:

@@ -150,11 +150,11 @@ def telling(monkeypatch: pytest.MonkeyPatch) -> type:
             return Uncompressed().layout(spec)
 
         def compress(self, update, state, public, rng):
-            told = public.previous + public.drift
+            told = public.known("previous") + public.known("drift")
             return Uncompressed().compress(update - told, None, public, rng)
 
         def decompress(self, symbols, public, num_summands=1):
-            return Update.from_dense(symbols[0] + public.previous + public.drift)
+            return Update.from_dense(symbols[0] + public.known("previous") + public.known("drift"))
 
     return Telling
 

@@ -45,14 +45,14 @@ class Link:
         source: Callable[[int, int], bytes],
         begun: Callable[[str], None],
     ) -> None:
-        delivery = Delivery(self.store, assignment, "update", self.sizes, lambda: 0.0)
+        delivery = Delivery(self.store, assignment, self.sizes, lambda: 0.0)
         delivery.ahead(source, max_bytes, begun)
 
     def drop_parts(self, assignment: str, partial: str) -> None:
         self.store.drop_parts(assignment, partial)
 
     def upload(self, assignment: str, body: bytes) -> UploadAck:
-        delivery = Delivery(self.store, assignment, "update", self.sizes, lambda: 0.0)
+        delivery = Delivery(self.store, assignment, self.sizes, lambda: 0.0)
         return delivery.whole(body)
 
 

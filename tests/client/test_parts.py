@@ -124,7 +124,7 @@ class Store:
 
 
 def delivery(store: Store, num_bytes: int = 700) -> Delivery:
-    return Delivery(store, "a", "update", PartSizes(num_bytes=num_bytes), lambda: 0.0)
+    return Delivery(store, "a", PartSizes(num_bytes=num_bytes), lambda: 0.0)
 
 
 def test_a_body_goes_in_parts_and_is_completed() -> None:

@@ -83,12 +83,6 @@ def test_a_body_that_is_not_large_goes_in_one() -> None:
     assert asked(server) == ["PUT /v1/assignments/a/update"]
 
 
-def test_the_first_trip_may_go_by_parts() -> None:
-    server = Server(told(768), acked())
-    server.transport(parts_above=9).first("a", BODY)
-    assert json.loads(server.requests[0].content)["trip"] == "first"
-
-
 def test_after_a_cut_the_server_is_asked_where_it_stands() -> None:
     server = Server(
         told(0, status=201),

@@ -142,7 +142,7 @@ def test_an_upload_is_read_as_its_own_plan_has_it(
 def decoded(device: Device, assignment: Assignment, update: Vector) -> Vector:
     """What the upload that says `update` stands for."""
     held = device.model(assignment.plan.model)
-    public = assignment.plan.public(held.spec, **device.known(assignment, held))
+    public = assignment.plan.public(held.spec, device.known(assignment, held))
     compressor = assignment.plan.compressor(assignment.profile)
     rng = np.random.default_rng(0)
     symbols, _ = compressor.compress(update, compressor.init(held.spec), public, rng)

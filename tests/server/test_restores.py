@@ -370,8 +370,9 @@ def kept_one(ledger: Ledger, name: str = "a", **more: Any) -> Ledger:
         spec="s",
         profile="p",
         feedback=True,
-        compressor="c",
-        state=None,
+        compressor="",
+        state_name='"error_feedback"',
+        mark=None,
         number=ledger.counter + 1,
         **more,
     )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from itertools import combinations
 from typing import Any
 
@@ -38,10 +37,10 @@ def expected_bytes(compressor: Compressor[Any], spec: ModelSpec) -> int:
         values = 0.01 * rng.standard_normal(size) ** 3
         return np.where(rng.random(size) < 1 / 3, 0.0, values).astype(np.float32)
 
-    known: dict[str, Any] = {what: drawn(sample.size) for what in compressor.needs}
-    if "basis" in known:
+    if "basis" in compressor.needs:
         return 4 * spec.size
-    public = replace(Public(sample, PublicRandomness(bytes(32))), **known)
+    knowledge = {kind: drawn(sample.size) for kind in sorted(compressor.needs)}
+    public = Public(sample, PublicRandomness(bytes(32)), knowledge)
     try:
         symbols, _ = compressor.compress(
             drawn(sample.size), compressor.init(sample), public, np.random.default_rng(1)
