@@ -140,7 +140,7 @@ class Exchange:
             key: _Kept(
                 round=each["round"],
                 previous=None if each["previous"] is None else each["previous"].numpy(),
-                state=_arrays(each["state"]),
+                state=_arrays(each.get("state")),  # which earlier releases did not write
             )
             for key, each in state["kept"].items()
         }
