@@ -1,4 +1,5 @@
 # Sourced by tests/compose/run: compose.embedded.yml, and its backup in new volumes.
+down
 say "one container on SQLite"
 FEDPRESS_ADMIN_TOKEN=$(cat "$FEDPRESS_SECRETS/admin-token")
 export FEDPRESS_ADMIN_TOKEN COMPOSE_FILE=compose.embedded.yml
