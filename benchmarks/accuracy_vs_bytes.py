@@ -46,10 +46,10 @@ from fedpress_server.folds.folding import first_model, first_state, fold
 from fedpress_server.folds.masked import Host
 from fedpress_server.folds.probing import compare
 from fedpress_server.identity.membership import Authority
-from fedpress_server.policies.decisions import next_course, with_comparison
-from fedpress_server.policies.facts import Facts
 from fedpress_server.storage.files import model_name
 from fedpress_strategies import from_config
+from fedpress_strategies.policies.decisions import next_course, with_comparison
+from fedpress_strategies.policies.facts import Facts
 
 STORE = Path(__file__).parent / "results" / "accuracy_vs_bytes"
 EVERY, LAST, MARGIN = 3, 5, 0.005

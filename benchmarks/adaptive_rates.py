@@ -46,12 +46,12 @@ from fedpress_server.folds.folding import fold
 from fedpress_server.folds.masked import Host
 from fedpress_server.folds.probing import compare
 from fedpress_server.identity.membership import Authority
-from fedpress_server.policies.bandwidth_aware import Link, Transfer, choose
-from fedpress_server.policies.decisions import next_course, with_comparison
-from fedpress_server.policies.facts import Facts
-from fedpress_server.policies.sizes import expected_bytes
 from fedpress_server.storage.files import model_name
 from fedpress_strategies import from_config
+from fedpress_strategies.policies.bandwidth_aware import Link, Transfer, choose
+from fedpress_strategies.policies.decisions import next_course, with_comparison
+from fedpress_strategies.policies.facts import Facts
+from fedpress_strategies.policies.sizes import expected_bytes
 
 CLIENTS, COHORT, ROUNDS, LAST, HELD_OUT = 100, 10, 100, 10, 240
 TIMES_AS_LONG = 100

@@ -23,9 +23,8 @@ if TYPE_CHECKING:
 _LOCAL = "http://127.0.0.1:8080"
 _FILE_COLUMNS = 200
 PATH = click.Path(path_type=Path)
-DEMO_COMPRESSOR = "topk:fraction=0.02,magnitude_bits=1"
 SECURE_COMPRESSOR = "shared_support:fraction=0.3,explore=0.25"
-"""The default compressors of demo and simulation."""
+"""The default compressor of the demo under masks."""
 
 
 C = TypeVar("C", bound=Callable[..., Any])

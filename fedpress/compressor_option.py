@@ -1,5 +1,7 @@
 """The `--compressor` of the command line, as short as it can be typed.
 
+auto                                   the default, docs/auto.md, where a command has it
+auto:gap=1,upload_bytes=10000000       ... with its terms
 none                                   float32 as it is
 topk                                   a method with its defaults
 topk:fraction=0.02,magnitude_bits=1    ... or with settings
@@ -20,6 +22,8 @@ from typing import Any
 from fedpress_compression.compressor import Compressor, Config, from_config, properties
 from fedpress_compression.compressors.error_feedback import check_feedback
 from fedpress_protocols.errors import ConfigurationError, IncompatiblePlan
+from fedpress_protocols.plan import parsed
+from fedpress_protocols.policies import Auto
 
 
 def compressor_from_option(text: str, *, masked: bool = False) -> Compressor[Any]:
@@ -43,6 +47,15 @@ def compressor_from_option(text: str, *, masked: bool = False) -> Compressor[Any
     if claimed.suits_feedback and (masked or not claimed.unbiased):
         return from_config({"id": "error_feedback", "inner": inner})
     return from_config(inner)
+
+
+def auto_from_option(text: str) -> Auto | None:
+    """The terms of auto that `text` gives; None if it names a compressor. Raises
+    ConfigurationError."""
+    name, _, settings = text.partition(":")
+    if name.strip() != Auto().id:
+        return None
+    return parsed(Auto, json.dumps({"id": Auto().id, **dict(_settings(settings))}))
 
 
 def _checked(config: Config) -> Compressor[Any]:

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from fedpress_flower.client import CompressionMod, MaskingMod, compression_mod, masking_mod
     from fedpress_flower.server import (
         NO_ANSWER,
+        Auto,
         DownlinkTerms,
         ErrorFeedback,
         FedpressStrategy,
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "NO_ANSWER",
+    "Auto",
     "CompressionMod",
     "DownlinkTerms",
     "ErrorFeedback",
@@ -45,6 +47,7 @@ __all__ = [
 __getattr__, __dir__ = exports(
     __name__,
     {
+        "Auto": "fedpress_flower.server",
         "CompressionMod": "fedpress_flower.client",
         "DownlinkTerms": "fedpress_flower.server",
         "ErrorFeedback": "fedpress_flower.server",

@@ -8,9 +8,7 @@ from typing import Any
 import click
 
 from fedpress.command_line import (
-    DEMO_COMPRESSOR,
     PATH,
-    SECURE_COMPRESSOR,
     Command,
     console,
     needs,
@@ -47,10 +45,13 @@ from fedpress.command_line import (
 )
 @click.option(
     "--compressor",
-    help=f"none, NAME, NAME:key=value,... or JSON; {DEMO_COMPRESSOR}, or {SECURE_COMPRESSOR} "
-    "with --secure.",
+    help="auto, auto:gap=1, none, NAME, NAME:key=value,... or JSON; auto, see docs/auto.md.",
 )
-@click.option("--downlink", is_flag=True, help="Encode model downloads, and count their bytes.")
+@click.option(
+    "--downlink/--no-downlink",
+    default=None,
+    help="Encode model downloads, and count their bytes; as a rule with auto, else not.",
+)
 @click.option("--secure", is_flag=True, help="With secure aggregation: the server sees sums only.")
 @click.option(
     "--masking",
@@ -58,7 +59,10 @@ from fedpress.command_line import (
     help="Terms of masked rounds that differ from their defaults, as JSON: "
     '{"adversary": "semi-honest"}.',
 )
-@click.option("--strategy", default="fedavg", help="One of fedpress's: NAME or JSON.")
+@click.option(
+    "--strategy",
+    help="One of fedpress's: NAME or JSON; with auto momentum and an average, else fedavg.",
+)
 @click.option("--data", default="digits", help="digits, fashion-mnist:DIR or shakespeare:DIR.")
 @click.option(
     "--app",

@@ -23,6 +23,7 @@ from flwr.serverapp import ServerApp
 from fedpress.simulate.tasks import Task
 from fedpress_client import MaskingRules
 from fedpress_client.trainer import Trainer, TrainingRequest
+from fedpress_compression.update import Indices
 from fedpress_flower import envelope
 from fedpress_flower.client import compression_mod, masking_mod
 from fedpress_protocols.errors import ConfigurationError
@@ -61,12 +62,17 @@ class TrainerApp:
         mod = (
             compression_mod(**common)
             if self.masking is None
-            else masking_mod(masking=self.masking, **common)
+            else masking_mod(masking=self.masking, honours=self.honours, **common)
         )
         app = ClientApp(mods=[mod])
         app.train()(_Train(self))
         app.evaluate()(_Evaluate(self))
         return app
+
+    @property
+    def honours(self) -> frozenset[str]:
+        """The terms that its trainers know, see TrainingRequest."""
+        return frozenset(getattr(self.trainer(0), "honours", ()))
 
     def trainer(self, index: int) -> Trainer:
         """Raises ConfigurationError if the factory makes none."""
@@ -103,7 +109,9 @@ class _Train:
         own = envelope.client_seed(app.seed, index)
         # As a Client with the seed `own` draws it.
         drawn = np.random.SeedSequence([own, number, 1, 1]).generate_state(1, np.uint64)
-        work = TrainingRequest(app.name, number, 1, app.terms, int(drawn[0]) >> 1)
+        work = TrainingRequest(
+            app.name, number, 1, app.terms, int(drawn[0]) >> 1, support=_support_in(message)
+        )
         trained = app.trainer(index).train(model, work)
         after = model.with_parameters(np.asarray(trained.parameters, np.float32))
         numbers = {**trained.report, **trained.metrics, "num-examples": trained.num_examples}
@@ -134,6 +142,13 @@ class _Evaluate:
 def _model_in(message: Message) -> Model:
     arrays = next(iter(message.content.array_records.values()))
     return envelope.model_of({name: array.numpy() for name, array in arrays.items()})
+
+
+def _support_in(message: Message) -> Indices | None:
+    record = message.content.config_records.get(envelope.SUPPORT)
+    if record is None:
+        return None
+    return np.frombuffer(bytes(record[envelope.INDICES]), "<i8").astype(np.int64)
 
 
 def _plain(value: Any) -> int | float:

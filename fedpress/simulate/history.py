@@ -14,6 +14,7 @@ from typing import Any
 from fedpress.simulate.grid import Exchange
 from fedpress_flower.envelope import JOIN, STEPS
 from fedpress_flower.server import NO_ANSWER
+from fedpress_protocols.policies import Course
 
 
 @dataclass
@@ -22,8 +23,9 @@ class Row:
     the compressed bodies alone, None where nothing of fedpress was in the run, as `nmse` and
     `model`; `session_up_bytes` and `session_down_bytes` of the messages of a masked round's
     session, bodies not among them, and `abandoned` why it gave no sum. A client that was lost at
-    any of its steps counts as lost. `link_seconds`: how long the slowest client's transfers take on
-    the link asked for.
+    any of its steps counts as lost. `profile` names the compressor, `policies` says why auto
+    changed it, and `progress` what a probe measured. `link_seconds`: how long the slowest client's
+    transfers take on the link asked for.
 
     In a run of a task's file all attempts at the round count together: `up_bytes` are uploads with
     their headers, `down_bytes` the models that went down, coded or plain, and `download_bytes`
@@ -47,11 +49,21 @@ class Row:
     seconds: float = 0.0
     link_seconds: float | None = None
     model: str | None = None
+    profile: str | None = None
+    policies: str | None = None
+    progress: float | None = None
     train: dict[str, float] = field(default_factory=dict)
     evaluation: dict[str, float] = field(default_factory=dict)
     """As clients measured it."""
     test: dict[str, float] = field(default_factory=dict)
     """On examples that no client has."""
+
+    def decided(self, course: Course | None) -> None:
+        """Take in what policies made of the round."""
+        if course is not None:
+            self.policies = "; ".join((*course.warnings, *filter(None, [course.why]))) or None
+            compared = course.comparison
+            self.progress = None if compared is None else compared.progress
 
     @property
     def accuracy(self) -> float | None:
@@ -119,6 +131,8 @@ class History:
             row.session_up_bytes = report.session_up_bytes
             row.session_down_bytes = report.session_down_bytes
         row.abandoned = report.abandoned or None
+        row.profile = getattr(report, "profile", None)
+        row.decided(getattr(report, "course", None))
         came = {n: why for n, why in report.dropped.items() if not why.startswith(NO_ANSWER)}
         row.failed = {**row.failed, **came}
 

@@ -37,8 +37,9 @@ from fedpress_flower.server import FedpressStrategy, MaskedStrategy, Plan
 from fedpress_protocols.errors import ConfigurationError
 from fedpress_protocols.messages import DownlinkTerms
 from fedpress_protocols.plan import LEAST_MASKED
+from fedpress_protocols.policies import Auto
 from fedpress_protocols.signatures import DeviceKey
-from fedpress_strategies import from_config
+from fedpress_strategies import Strategy, from_config
 
 TASK = "simulation"
 _RUN_NAME = re.compile(r"\w(?:[\w .,%+=-]{0,62}[\w%])?")
@@ -260,12 +261,7 @@ def _apps(settings: Settings, folder: Path, history: History) -> tuple[Any, Serv
 
 
 def _server_app(settings: Settings, app: TrainerApp, history: History) -> ServerApp:
-    try:
-        is_json = settings.strategy.lstrip().startswith("{")
-        config = json.loads(settings.strategy) if is_json else {"id": settings.strategy}
-    except ValueError as exc:
-        raise ConfigurationError(f"--strategy is not JSON: {exc}") from exc
-    inner = from_config(config, settings.terms)
+    inner = _strategy(settings)
     sampling: dict[str, Any] = {
         "fraction_train": settings.fraction,
         "fraction_evaluate": 0.0 if app.task is not None else settings.fraction,
@@ -275,17 +271,25 @@ def _server_app(settings: Settings, app: TrainerApp, history: History) -> Server
     }
     strategy: FedpressStrategy | MaskedStrategy
     if settings.secure:
+        is_restricted = settings.method is None and "restricted" in app.honours
         strategy = MaskedStrategy(
             inner,
-            Plan(settings.method, task=TASK, seed=settings.seed, minimum=LEAST_MASKED),
-            settings.masking_terms,
+            Plan(
+                settings.method,
+                task=TASK,
+                seed=settings.seed,
+                minimum=LEAST_MASKED,
+                auto=settings.auto or Auto(),
+                restricted=is_restricted,
+            ),
+            settings.masking_terms(is_restricted=is_restricted),
             authority=_key(settings, "authority"),
             key=_key(settings, "server"),
             **sampling,
         )
     else:
-        plan = Plan(settings.method, task=TASK, seed=settings.seed)
-        downlink = DownlinkTerms() if settings.downlink else None
+        plan = Plan(settings.method, task=TASK, seed=settings.seed, auto=settings.auto or Auto())
+        downlink = DownlinkTerms() if settings.downlink else settings.downlink
         strategy = FedpressStrategy(inner, plan, downlink=downlink, **sampling)
     server_app = ServerApp()
     task = app.task
@@ -295,11 +299,17 @@ def _server_app(settings: Settings, app: TrainerApp, history: History) -> Server
         model = app.initial_model()
         arrays = ArrayRecord({name: Array(values) for name, values in model.tensors().items()})
 
+        def measured(found: ArrayRecord) -> dict[str, float]:
+            values = {name: array.numpy() for name, array in found.items()}
+            return dict(task.evaluate(envelope.model_of(values))) if task is not None else {}
+
         def tested(number: int, found: ArrayRecord) -> MetricRecord | None:
             if task is None or not number:
                 return None
-            values = {name: array.numpy() for name, array in found.items()}
-            metrics = task.evaluate(envelope.model_of(values))
+            metrics = measured(found)
+            if strategy.average is not None and strategy.newest is not None:
+                newest = measured(strategy.newest)
+                metrics |= {f"newest-{name}": value for name, value in newest.items()}
             history.tested(number, metrics)
             return MetricRecord(metrics)
 
@@ -315,9 +325,21 @@ def _server_app(settings: Settings, app: TrainerApp, history: History) -> Server
     return server_app
 
 
+def _strategy(settings: Settings) -> Strategy | None:
+    """The one that is named; None for what goes with the compressor."""
+    if settings.strategy is None:
+        return None
+    try:
+        is_json = settings.strategy.lstrip().startswith("{")
+        config = json.loads(settings.strategy) if is_json else {"id": settings.strategy}
+    except ValueError as exc:
+        raise ConfigurationError(f"--strategy is not JSON: {exc}") from exc
+    return from_config(config, settings.terms)
+
+
 def _rules(settings: Settings) -> MaskingRules:
     """Masking rules of simulated clients: the terms of the run. They report their metrics."""
-    terms = settings.masking_terms
+    terms = settings.masking_terms()
     return MaskingRules(adversary=terms.adversary, corrupt=terms.corrupt, reports_evaluations=True)
 
 

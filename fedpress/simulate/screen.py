@@ -119,6 +119,8 @@ class Screen:
             if row.nmse is not None:
                 parts.append(f"nmse {row.nmse:.3f}")
             self._console.print("  ".join(parts), highlight=False)
+            if row.policies:
+                self._console.print(f"{history.name}: {' ' * 9} {row.policies}", highlight=False)
         self._told = (history.name, max(told, whole))
 
 

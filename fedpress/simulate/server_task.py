@@ -299,6 +299,10 @@ class ServerTask:
             evaluation=dict(last.metrics),
         )
         row.lost = row.asked - row.answered
+        row.decided(last.course)
+        if last.course is not None:
+            names = [each.name for each in self.config.profiles]
+            row.profile = names[last.course.gentlest]
         if self.settings.link is not None and row.asked:
             each = (row.up_bytes + row.down_bytes) / row.asked
             row.link_seconds = 8 * each / (1e6 * self.settings.link)

@@ -12,11 +12,13 @@ from typing import Any, get_type_hints
 
 from pydantic import ValidationError
 
-from fedpress.compressor_option import compressor_from_option
+from fedpress.compressor_option import auto_from_option, compressor_from_option
 from fedpress_compression.compressor import Compressor
+from fedpress_protocols.defaults import masked_default
 from fedpress_protocols.errors import ConfigurationError
 from fedpress_protocols.masking.graph import COMPLETE_UP_TO
 from fedpress_protocols.plan import MaskingTerms, PhaseTerms, TrainingTerms, parsed
+from fedpress_protocols.policies import Auto
 from fedpress_protocols.validation import format_validation_errors
 
 USUAL_ROUNDS = 20
@@ -36,8 +38,6 @@ _OF_THE_TASK = (
     *("timeout", "local_epochs", "local_steps", "batch_size", "learning_rate"),
 )
 ENGINES = ("local", "processes", "ray")
-_COMPRESSOR = "topk:fraction=0.02,magnitude_bits=1"
-_MASKED_COMPRESSOR = "shared_support:fraction=0.3,explore=0.25"
 
 
 @dataclass(frozen=True)
@@ -49,10 +49,10 @@ class Settings:
     rounds: int | None = None
     engine: str = "processes"
     compressor: str | None = None
-    downlink: bool = False
+    downlink: bool | None = None
     secure: bool = False
     masking: str = ""
-    strategy: str = "fedavg"
+    strategy: str | None = None
     data: str = "digits"
     app: str | None = None
     run_config: str = ""
@@ -137,7 +137,9 @@ class Settings:
         for name, kind in get_type_hints(cls).items():
             value = fields.get(name, known[name].default)
             takes = kind | int if isinstance(1.0, kind) else kind
-            if not isinstance(value, takes) or isinstance(value, bool) != (kind is bool):
+            if not isinstance(value, takes) or (
+                isinstance(value, bool) and not isinstance(True, kind)
+            ):
                 due = getattr(kind, "__name__", str(kind))
                 raise ConfigurationError(f"the setting {name} is {value!r}, where {due} is due")
         return cls(**fields)
@@ -153,15 +155,21 @@ class Settings:
             ) from exc
 
     @property
-    def method(self) -> Compressor[Any]:
-        """The compressor asked for, or the lane's usual one."""
-        usual = _MASKED_COMPRESSOR if self.secure else _COMPRESSOR
-        return compressor_from_option(self.compressor or usual, masked=self.secure)
+    def auto(self) -> Auto | None:
+        """The terms of auto; None where a compressor is named."""
+        return Auto() if self.compressor is None else auto_from_option(self.compressor)
 
     @property
-    def masking_terms(self) -> MaskingTerms:
-        """As asked for; a phase may take as long as a round, and where the cohort's graph is made
-        for a share of lost clients it is for the one that the settings have."""
+    def method(self) -> Compressor[Any] | None:
+        """The compressor that is named; None for auto."""
+        if self.compressor is None or self.auto is not None:
+            return None
+        return compressor_from_option(self.compressor, masked=self.secure)
+
+    def masking_terms(self, *, is_restricted: bool = False) -> MaskingTerms:
+        """As asked for, and for the rest as the default has it if no compressor is named. A phase
+        may take as long as a round, and where the cohort's graph is made for a share of lost
+        clients it is for the one that the settings have."""
         try:
             asked = json.loads(self.masking or "{}")
             if not isinstance(asked, dict):
@@ -170,6 +178,8 @@ class Settings:
             raise ConfigurationError(f"--masking is not a JSON object: {exc}") from exc
         seconds = dict.fromkeys(PhaseTerms.model_fields, max(1, math.ceil(self.timeout)))
         terms: dict[str, Any] = {"seconds": seconds}
+        if self.method is None:
+            terms |= masked_default(is_restricted=is_restricted)[1]
         if self.clients * self.fraction > COMPLETE_UP_TO:
             terms["dropout"] = max(MaskingTerms().dropout, self.dropout)
         terms |= asked

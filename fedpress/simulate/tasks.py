@@ -118,7 +118,7 @@ class PerceptronTrainer:
     that, and not at all without.
     """
 
-    honours = frozenset({"proximal", "control", "full_batch", "steps", "loss"})
+    honours = frozenset({"proximal", "control", "full_batch", "restricted", "steps", "loss"})
 
     def __init__(
         self,

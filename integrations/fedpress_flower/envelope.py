@@ -43,6 +43,9 @@ client's first round a server that holds the authority's key asks for the client
 SERVER_KEY; the reply says it, and a signature of `joining`. All of these have the type of messages
 to train, the only ones that every app has mods for.
 
+Where training is restricted to what is sent, the mod tells its app of it by a config record SUPPORT
+with INDICES, see `masking_mod`; that travels nowhere.
+
 No Flower is imported here.
 """
 
@@ -74,6 +77,7 @@ JOIN, SHARES, MASKED, CONSENT, REVEAL = "join", "shares", "masked", "consent", "
 STEPS = (SHARES, MASKED, CONSENT, REVEAL)
 """What a client is asked for in a session, in order; its Advertise came with its training."""
 BODY_RECORD, MASKED_STYPE = "fedpress.body", "fedpress.masked.v1"
+SUPPORT, INDICES = "fedpress-support", "indices"
 Arrays = Mapping[str, npt.NDArray[Any]]
 
 

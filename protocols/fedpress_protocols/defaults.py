@@ -33,7 +33,7 @@ def completed(fields: Mapping[str, Any]) -> dict[str, Any]:
     is_masked = made.get("lane", "clear") == "masked"
     rounds = made.get("rounds")
     if made.get("strategy") is None and isinstance(rounds, int) and not made.get("asynchronous"):
-        made["strategy"] = _strategy(rounds, is_masked=is_masked)
+        made["strategy"] = strategy_for(rounds, is_masked=is_masked)
     strategy = made.get("strategy")
     identity = strategy.get("id") if isinstance(strategy, Mapping) else None
     if "downlink" not in made and identity not in _WITH_CONTROL:
@@ -41,7 +41,7 @@ def completed(fields: Mapping[str, Any]) -> dict[str, Any]:
     if is_masked:
         return {**made, **_masked(made)}
     gap = next((each.get("gap", _USUAL_GAP) for each in policies if each["id"] == "auto"), None)
-    return {**made, "policies": tuple(policies), "profiles": _ladder(gap)}
+    return {**made, "policies": tuple(policies), "profiles": rate_levels(gap)}
 
 
 def _is_ours(policies: Any) -> bool:
@@ -52,7 +52,7 @@ def _is_ours(policies: Any) -> bool:
     return len(ids) == len(policies) and "auto" in ids and _ALONE.issuperset(ids)
 
 
-def _ladder(gap: Any) -> list[dict[str, Any]]:
+def rate_levels(gap: Any = _USUAL_GAP) -> list[dict[str, Any]]:
     """Error feedback around entropy-coded quantisation, the gentlest first, down to the rate that
     `gap` points of accuracy ask for: a quarter of the gap for twice the rate."""
     hardest = _USUAL
@@ -75,7 +75,7 @@ def _ladder(gap: Any) -> list[dict[str, Any]]:
     ]
 
 
-def _strategy(rounds: int, *, is_masked: bool) -> dict[str, Any]:
+def strategy_for(rounds: int, *, is_masked: bool = False) -> dict[str, Any]:
     """Server momentum, which makes good what a rate costs in speed, and the rounds' average."""
     over = min(max(_SHARE * rounds, _SHORTEST), _LONGEST)
     rate = 1.0 if is_masked else 0.5
@@ -83,22 +83,33 @@ def _strategy(rounds: int, *, is_masked: bool) -> dict[str, Any]:
     return {"id": "ema", "decay": round(1 - 1 / over, 4), "inner": inner}
 
 
+def masked_default(*, is_restricted: bool) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The profile, and the masking terms: of a support that the cohort shares, on which alone it
+    trains, a few levels; of all values, fewer still, where training cannot be restricted."""
+    dense = {"id": "quantize", "clip": 0.1}
+    if not is_restricted:
+        return {"name": "all", "compressor": dense}, {
+            "levels": 2,
+            "headroom": 5.0,
+            "first_range": 0.05,
+        }
+    support = {"id": "shared_support", "fraction": 0.05, "explore": 0.1}
+    profile = {
+        "name": "support",
+        "compressor": {"id": "per_tensor", "large": support, "small": dense},
+    }
+    return profile, {"levels": 4, "headroom": 8.0, "first_range": 0.05}
+
+
 def _masked(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """One profile: a support that the cohort shares, on which alone it trains, few levels."""
     training = fields.get("training") or {}
     masking = fields.get("masking") or {}
     if not isinstance(training, Mapping) or not isinstance(masking, Mapping):
         return {}
-    small = {"id": "quantize", "clip": 0.1}
-    support = {"id": "shared_support", "fraction": 0.05, "explore": 0.1}
+    profile, terms = masked_default(is_restricted=training.get("restricted", True) is True)
     return {
         "policies": (),
-        "profiles": [
-            {
-                "name": "support",
-                "compressor": {"id": "per_tensor", "large": support, "small": small},
-            }
-        ],
-        "masking": {"levels": 4, "headroom": 8.0, "first_range": 0.05, **masking},
+        "profiles": [profile],
+        "masking": {**terms, **masking},
         "training": {"restricted": True, **training},
     }

@@ -13,14 +13,14 @@ from fedpress.task_file import checked, summary
 from fedpress_protocols.defaults import BITS
 from fedpress_protocols.messages import TaskConfig
 from fedpress_protocols.policies import Auto, Comparison, Course, automatic
-from fedpress_server.policies.decisions import (
+from fedpress_strategies import from_config
+from fedpress_strategies.policies.decisions import (
     every_choice,
     next_course,
     profiles_of,
     with_comparison,
 )
-from fedpress_server.policies.facts import Facts
-from fedpress_strategies import from_config
+from fedpress_strategies.policies.facts import Facts
 
 ROUNDS, LADDER = 100, 5
 

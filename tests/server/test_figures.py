@@ -20,7 +20,6 @@ from fedpress_protocols.model import Model
 from fedpress_server.coordination.adaptive import Bodies, bodies_of
 from fedpress_server.coordination.commands import ReceivedUpload
 from fedpress_server.coordination.journal import note_delivered, write_received
-from fedpress_server.policies.facts import Tally
 from fedpress_server.rounds.selection import Candidate
 from fedpress_server.storage import evaluation, participants, records
 from fedpress_server.storage.database import Database
@@ -37,6 +36,7 @@ from fedpress_server.storage.tables import (
     rounds,
     uploads,
 )
+from fedpress_strategies.policies.facts import Tally
 from tests.devices import Device, Operator
 from tests.server.in_process import Enrolled, Server
 

@@ -14,7 +14,7 @@ from fedpress_protocols.messages import Assignment, CheckInResponse, RoundStatus
 from fedpress_protocols.model import Model
 from fedpress_protocols.signatures import Content
 from fedpress_server.coordination.adaptive import bodies_of, link_of
-from fedpress_server.policies.bandwidth_aware import Link, Transfer
+from fedpress_strategies.policies.bandwidth_aware import Link, Transfer
 from tests.devices import ADMIN, Device, Operator
 from tests.server.in_process import Clock, Enrolled, Server, Start, history
 

@@ -34,8 +34,8 @@ from fedpress_protocols.policies import (
     bandwidth_aware,
     divergence_guard,
 )
-from fedpress_server.policies.accuracy_driven import next_trend
-from fedpress_server.policies.bandwidth_aware import (
+from fedpress_strategies.policies.accuracy_driven import next_trend
+from fedpress_strategies.policies.bandwidth_aware import (
     Link,
     Transfer,
     choose,
@@ -43,15 +43,15 @@ from fedpress_server.policies.bandwidth_aware import (
     seconds,
     uplink_of,
 )
-from fedpress_server.policies.decisions import (
+from fedpress_strategies.policies.decisions import (
     every_choice,
     next_course,
     profiles_of,
     with_comparison,
 )
-from fedpress_server.policies.divergence_guard import next_watch
-from fedpress_server.policies.facts import Facts, Tally
-from fedpress_server.policies.sizes import check_order, expected_bytes
+from fedpress_strategies.policies.divergence_guard import next_watch
+from fedpress_strategies.policies.facts import Facts, Tally
+from fedpress_strategies.policies.sizes import check_order, expected_bytes
 from tests.client.fake_server import make_plan
 
 LADDER = tuple(

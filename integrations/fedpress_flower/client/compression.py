@@ -52,7 +52,10 @@ CallNext = Callable[[Message, Context], Message]
 
 
 def warn(discard: Discard) -> None:
-    _log.warning("an update of norm %.3g is lost to the model: %s", discard.norm, discard.reason)
+    """Log the discard; as a warning unless the plan's compressor leaves it out by design."""
+    level = logging.INFO if discard.reason == "not-sent" else logging.WARNING
+    text = "an update of norm %.3g is lost to the model: %s"
+    _log.log(level, text, discard.norm, discard.reason)
 
 
 def compression_mod(

@@ -13,7 +13,7 @@ not see. What became of an update says the session's last word, which the next r
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -68,6 +68,7 @@ def masking_mod(
     durable: bool = True,
     on_discard: Callable[[Discard], None] = warn,
     clock: Callable[[], float] = time.time,
+    honours: Collection[str] = (),
 ) -> MaskingMod:
     """The mod; to be the first of a list, so that messages of sessions go no further.
 
@@ -77,13 +78,19 @@ def masking_mod(
     With a certificate the key that it is for lies in the state folder, where `fedpress authority
     request` made it; without one each run has a key of its own.
 
+    An app that `honours` "restricted" trains, where a message to train has a config record SUPPORT,
+    on the coordinates in it alone: indices into all values of the model's tensors, one after the
+    other, as little-endian int64 under INDICES. Every other value it returns as it was.
+
     A `seed` is for simulations: rounding then repeats. The other parameters are those of
     `compression_mod`.
     """
     if seed is not None and seed < 0:
         raise ConfigurationError(f"seed must be 0 or more, not {seed}")
     folder = None if state_dir is None else str(state_dir)
-    return MaskingMod(folder, seed, rules, masking, server_key, durable, on_discard, clock)
+    return MaskingMod(
+        folder, seed, rules, masking, server_key, durable, on_discard, clock, frozenset(honours)
+    )
 
 
 @dataclass(frozen=True)
@@ -98,6 +105,7 @@ class MaskingMod:
     durable: bool
     on_discard: Callable[[Discard], None]
     clock: Callable[[], float]
+    honours: frozenset[str] = frozenset()
 
     def __call__(self, message: Message, context: Context, call_next: CallNext) -> Message:
         """Train by `call_next`, or go on in a session.
@@ -134,6 +142,12 @@ class MaskingMod:
         name = assignment.assignment
         if plan.lane != "masked":
             raise IncompatiblePlan("the server asks for an upload that is not masked")
+        if plan.training.restricted and "restricted" not in self.honours:
+            raise IncompatiblePlan(
+                "training is to be restricted to what is sent, and this app may not know how to",
+                hint="leave `restricted` out of the server's Plan; or, where the app keeps to the "
+                "support, say masking_mod(honours=['restricted'])",
+            )
         _check_model(message, terms)
         seat = self._seat(context, plan.task, assignment.client_id)
         seat.believe(ours, self.server_key or _named(context, SERVER_KEY), self.clock())
@@ -147,7 +161,11 @@ class MaskingMod:
         policy = part.member.policy
         due = agreed(payload, population=policy.population, server_key=policy.server_key)
         policy.check(due)  # before hours of training, and not after
+        support = plan.support(assignment.profile, terms.spec, public)
         message.content = without_ours(message.content)
+        if support is not None:
+            indices = support.astype("<i8").tobytes()
+            message.content[envelope.SUPPORT] = ConfigRecord({envelope.INDICES: indices})
         reply = call_next(message, context)
         if reply.has_error():
             return reply

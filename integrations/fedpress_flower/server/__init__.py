@@ -20,9 +20,11 @@ from fedpress_flower.server.compressed import FedpressStrategy
 from fedpress_flower.server.masked import MaskedStrategy
 from fedpress_flower.server.plan import NO_ANSWER, Plan, RoundReport
 from fedpress_protocols.messages import DownlinkTerms
+from fedpress_protocols.policies import Auto
 
 __all__ = [
     "NO_ANSWER",
+    "Auto",
     "DownlinkTerms",
     "ErrorFeedback",
     "FedpressStrategy",

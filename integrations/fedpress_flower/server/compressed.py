@@ -3,6 +3,8 @@
     strategy = FedpressStrategy(FedAvg(fraction_train=0.1), Plan(ErrorFeedback(TopK(0.01))))
     strategy.start(grid, initial_arrays, num_rounds=20)
 
+`FedpressStrategy(fraction_train=0.1)` has the default of docs/auto.md: rates, strategy, downlink.
+
 What the inner strategy sends gains the round's plan and, for a client whose last upload has had its
 fate, the receipt; what comes back is decoded as it arrives. A strategy of Flower's is then given
 whole models, as if nothing had been compressed. One of ours folds as our server does, in int64
@@ -15,7 +17,7 @@ import logging
 import math
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
 from flwr.serverapp import Grid
@@ -26,11 +28,13 @@ from flwr.serverapp.strategy.strategy_utils import aggregate_metricrecords
 from fedpress_compression.tensors import ModelSpec, Vector
 from fedpress_flower import envelope
 from fedpress_flower.server.arrays import model_of, num_bytes, record_of, retyped
+from fedpress_flower.server.automatic import Rates
 from fedpress_flower.server.downlink import Downlink
 from fedpress_flower.server.plan import (
     ANOTHER,
     NO_ANSWER,
     NOT_THE_MEAN,
+    PROFILE,
     Plan,
     RoundReport,
     needs_plain_mean,
@@ -39,6 +43,7 @@ from fedpress_flower.server.uploads import Uploads, asked_in
 from fedpress_flower.server.wrapping import Wrapping, innermost, with_figures
 from fedpress_protocols.errors import IncompatiblePlan
 from fedpress_protocols.messages import DownlinkTerms, Receipt
+from fedpress_protocols.plan import Profile
 from fedpress_strategies.robust import common_support
 from fedpress_strategies.strategy import Strategy
 
@@ -55,6 +60,10 @@ class FedpressStrategy(Wrapping):
     the reason, and the round goes on without it. To a strategy of Flower's it is one that failed:
     those for differential privacy then skip the round, as their noise is for all who were asked.
 
+    Without a compressor in the plan each round has the rate that `auto` chooses (docs/auto.md), and
+    models go down coded unless `downlink` is False; without `inner` besides, the strategy is the
+    default's, server momentum and the average of the rounds' models.
+
     With a `downlink` models go down coded, to train and to evaluate: what clients get lies on a
     grid, as near to the strategy's own parameters as the terms allow, and the rest waits for later
     rounds. `Result.arrays` is the model that clients have. Clients run `compression_mod` around
@@ -67,17 +76,26 @@ class FedpressStrategy(Wrapping):
 
     def __init__(
         self,
-        inner: FlowerStrategy | Strategy,
-        plan: Plan,
+        inner: FlowerStrategy | Strategy | None = None,
+        plan: Plan | None = None,
         *,
-        downlink: DownlinkTerms | None = None,
+        downlink: DownlinkTerms | Literal[False] | None = None,
         **sampling: Any,
     ) -> None:
+        plan = Plan() if plan is None else plan
+        if plan.restricted:
+            raise IncompatiblePlan(
+                "training restricted to what is sent, which is for masked rounds",
+                hint="leave `restricted` out of the plan, or use MaskedStrategy",
+            )
         super().__init__(inner, plan, sampling)
+        self._rates = Rates(plan.auto) if plan.compressor is None else None
+        if downlink is None and self._rates is not None:
+            downlink = DownlinkTerms()
         takes_the_mean = type(self.inner).aggregate_train is FedAvg.aggregate_train
-        if needs_plain_mean(plan) and (not takes_the_mean or downlink is not None):
+        if needs_plain_mean(plan) and (not takes_the_mean or downlink):
             raise IncompatiblePlan(NOT_THE_MEAN, hint=ANOTHER)
-        self._downlink = None if downlink is None else Downlink(downlink, plan.task)
+        self._downlink = Downlink(downlink, plan.task) if downlink else None
         self._downloads = Counter[str]()
         needed = getattr(innermost(self.inner), "train_loss_key", None)
         self._needed = frozenset() if needed is None else frozenset({str(needed)})
@@ -87,7 +105,7 @@ class FedpressStrategy(Wrapping):
         """By node: assignments of nodes that it was before, whose receipts it lacks."""
 
     def summary(self) -> None:
-        _log.info("compressed by %s", self.plan.compressor)
+        _log.info("compressed by %s", self.plan.compressor or "auto")
         self.inner.summary()
 
     def configure_train(
@@ -100,9 +118,12 @@ class FedpressStrategy(Wrapping):
         if not messages:
             return messages
         report = () if self._ours is None else self._ours.strategy.report
+        profile, reference = self._profiles(server_round, len(messages))
         here = Uploads.opened(
-            self.plan, server_round, published, messages, self._models, report=report
+            self.plan, server_round, published, messages, self._models, profile, report=report
         )
+        if reference is not None and self._rates is not None:
+            here.probe(reference, self._rates.referring(server_round, here.asked))
         here.needed = self._needed
         if self._downlink is not None:
             here.own = model_of(own).parameters
@@ -121,6 +142,18 @@ class FedpressStrategy(Wrapping):
             )
         self._send(messages, here.key, beside, here.model.spec)
         return messages
+
+    def _begin(self, num_rounds: int) -> None:
+        super()._begin(num_rounds)
+        if self._rates is not None:
+            self._rates.begin(num_rounds)
+
+    def _profiles(self, server_round: int, size: int) -> tuple[Profile, Profile | None]:
+        """The round's, and in a probe the reference."""
+        if self._rates is not None:
+            return self._rates.opened(server_round, size)
+        assert self.plan.compressor is not None  # noqa: S101 - else there are rates
+        return Profile(name=PROFILE, compressor=self.plan.compressor), None
 
     def configure_evaluate(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
@@ -142,6 +175,8 @@ class FedpressStrategy(Wrapping):
                 content = {n: each for n, each in reply.content.items() if n != envelope.RECORD}
                 reply.content = RecordDict(content)
         metrics = super().aggregate_evaluate(server_round, answers)
+        if self._rates is not None:
+            self._rates.evaluated(server_round, metrics)
         if metrics is not None and self._downloads:
             metrics = MetricRecord({**metrics, DOWNLOAD_BYTES: self._downloads["all"]})
         return metrics
@@ -202,7 +237,11 @@ class FedpressStrategy(Wrapping):
             arrays = None if arrays is None else retyped(arrays, here.arrays)
         if self._downlink is not None and arrays is not None:
             arrays = self._downlink.step(arrays)
+        if arrays is not None:
+            self.newest = arrays
         metrics = self._with_means_of_some(here, metrics)
+        if self._rates is not None:
+            self._rates.trained(server_round, metrics)
         report = self._closed(here, included, arrays)
         return arrays, with_figures(metrics, report)
 
@@ -280,6 +319,11 @@ class FedpressStrategy(Wrapping):
                 here.drop(node, NO_ANSWER)
         errors = [here.taken[node].error for node in included]
         errors = [error for error in errors if math.isfinite(error)]
+        course = None
+        if self._rates is not None:
+            course = self._rates.closed(here.comparison(), here.upload_bytes)
+            if course is not None and course.why:
+                _log.info("round %d: %s", course.round, course.why)
         report = RoundReport(
             round=here.plan.round,
             asked=tuple(sorted(here.asked)),
@@ -293,6 +337,8 @@ class FedpressStrategy(Wrapping):
             coded_download_bytes=self._downloads["coded"],
             difference_download_bytes=self._downloads["difference"],
             left_out=here.left_out,
+            profile=here.plan.profiles[0].name,
+            course=course,
         )
         self._tell(report)
         return report

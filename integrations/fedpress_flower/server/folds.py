@@ -13,10 +13,11 @@ from fedpress_compression.fixed_point import FixedPoint
 from fedpress_compression.tensors import Vector
 from fedpress_compression.update import Update
 from fedpress_flower.server.arrays import moved
-from fedpress_flower.server.plan import ANOTHER, NOT_THE_MEAN, PROFILE, Plan, needs_plain_mean
+from fedpress_flower.server.plan import ANOTHER, NOT_THE_MEAN, Plan, needs_plain_mean
 from fedpress_flower.server.rounds import Round
 from fedpress_flower.server.uploads import Taken, Uploads
 from fedpress_protocols.errors import IncompatiblePlan
+from fedpress_protocols.messages import AVERAGE
 from fedpress_protocols.plan import MaskingTerms
 from fedpress_protocols.upload import Upload
 from fedpress_strategies.staleness import DiscountedMean
@@ -28,6 +29,7 @@ from fedpress_strategies.strategy import (
     Tally,
     UniformMean,
     WeightedMean,
+    published,
 )
 
 _SMALLEST = FixedPoint(0, 1.0, 1)
@@ -61,6 +63,13 @@ class Fold:
         self.state: OptimizerState | None = None
         self.master: Vector | None = None
         """The parameters in float32; the model's arrays may hold less."""
+
+    @property
+    def average(self) -> Vector | None:
+        """The average [size] that the strategy publishes; None if it does not, or not yet."""
+        if self.state is None:
+            return None
+        return published(self.strategy.optimizer, self.state).get(AVERAGE)
 
     def begun(self, here: Uploads) -> StreamedFold:
         if here.own is not None:
@@ -115,22 +124,22 @@ class StreamedFold:
         `found` is told what the upload weighs and reports."""
         here = self._here
         if not self._is_mean:
-            here.updated(here.read(body, found))
+            here.updated(node, here.read(node, body, found))
             self._waiting[node] = body
             return
-        mean, names = cast(WeightedMean, self._sums), here.plan.report
-        examples, told, symbols = Upload.find(body, here.layouts, 0, here.contexts, names)
+        mean, own, names = cast(WeightedMean, self._sums), here.format_of(node), here.plan.report
+        examples, told, symbols = Upload.find(body, own.layouts, 0, own.contexts, names)
         here.weigh(found, examples, told)
-        compressor = here.plan.compressor(PROFILE)
         with np.errstate(over="ignore", invalid="ignore"):  # as in `updated`
-            decode_add(symbols, compressor, here.public, mean.sums, mean.weight_of(examples))
+            decode_add(symbols, own.compressor, here.public, mean.sums, mean.weight_of(examples))
 
     def result(self) -> ArrayRecord:
         """The next model."""
         here = self._here
         for node in sorted(self._waiting):
             found = here.taken[node]
-            self.add(here.updated(here.read(self._waiting[node], found)), found)
+            upload = here.read(node, self._waiting[node], found)
+            self.add(here.updated(node, upload), found)
         taken = [here.taken[node] for node in sorted(here.taken)]
         total = sum(found.examples for found in taken)
         means = {

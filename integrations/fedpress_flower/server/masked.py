@@ -36,13 +36,15 @@ from fedpress_compression.linear import as_linear
 from fedpress_flower import envelope
 from fedpress_flower.server.arrays import model_of, moved, retyped
 from fedpress_flower.server.host import Host
-from fedpress_flower.server.plan import NO_ANSWER, Plan, RoundReport
+from fedpress_flower.server.plan import NO_ANSWER, PROFILE, Plan, RoundReport
 from fedpress_flower.server.rounds import Round
 from fedpress_flower.server.session import Session, said_by, step_message
-from fedpress_flower.server.wrapping import Wrapping, with_figures
+from fedpress_flower.server.wrapping import SHORT, Evaluate, Wrapping, with_figures
+from fedpress_protocols.defaults import masked_default
 from fedpress_protocols.errors import FedpressError, IncompatiblePlan
 from fedpress_protocols.masking.payload import Aggregate, Payload
-from fedpress_protocols.plan import LEAST_MASKED, MaskingTerms
+from fedpress_protocols.plan import LEAST_MASKED, MaskingTerms, Profile
+from fedpress_protocols.policies import Auto
 from fedpress_protocols.signatures import DeviceKey, from_base64url, to_base64url
 from fedpress_strategies.strategy import Strategy, Tally
 
@@ -55,9 +57,10 @@ _log = logging.getLogger(__name__)
 
 
 class MaskedStrategy(Wrapping):
-    """`inner` and `sampling` are as in FedpressStrategy; `inner` has to do with the mean of the
-    updates. `plan.compressor` has to commute with the sum, `plan.minimum` is the least number of
-    clients whose sum is ever unmasked. In that mean all clients count the same, or by their
+    """`inner`, `plan` and `sampling` are as in FedpressStrategy; `inner` has to do with the mean of
+    the updates. `plan.compressor` has to commute with the sum; a plan without one has the default
+    of docs/auto.md, whose terms count where `masking` is None. `plan.minimum` is the least number
+    of clients whose sum is ever unmasked. In that mean all clients count the same, or by their
     examples up to `masking.max_weight`.
 
     `authority` vouches for clients: the public key (base64url) of an enrolment authority elsewhere,
@@ -70,19 +73,33 @@ class MaskedStrategy(Wrapping):
     cannot work together.
     """
 
+    is_masked = True
+
     def __init__(
         self,
-        inner: FlowerStrategy | Strategy,
-        plan: Plan,
-        masking: MaskingTerms = _DEFAULTS,
+        inner: FlowerStrategy | Strategy | None = None,
+        plan: Plan | None = None,
+        masking: MaskingTerms | None = None,
         *,
         authority: str | DeviceKey | None = None,
         key: DeviceKey | None = None,
         population: str = "fedpress",
         **sampling: Any,
     ) -> None:
+        plan = Plan(minimum=LEAST_MASKED) if plan is None else plan
         super().__init__(inner, plan, sampling)
-        as_linear(plan.compressor)
+        if plan.auto != Auto():
+            raise IncompatiblePlan(
+                "terms of auto under masks, where no update is seen by itself",
+                hint="leave them out: without a compressor the plan has a fixed one",
+            )
+        if plan.compressor is None:
+            fields, usual = masked_default(is_restricted=plan.restricted)
+            self._profile, terms = Profile.model_validate(fields), MaskingTerms(**usual)
+        else:
+            self._profile, terms = Profile(name=PROFILE, compressor=plan.compressor), _DEFAULTS
+        masking = terms if masking is None else masking
+        as_linear(self._profile.compressor)
         if plan.minimum < LEAST_MASKED:
             raise IncompatiblePlan(
                 f"a sum of {plan.minimum} would be unmasked, which says too much of each client",
@@ -125,17 +142,18 @@ class MaskedStrategy(Wrapping):
         return to_base64url(self._host.key.public)
 
     def summary(self) -> None:
-        _log.info("masked, compressed by %s", self.plan.compressor)
+        _log.info("masked, compressed by %s", self._profile.compressor)
         self.inner.summary()
 
     def start(
         self,
         grid: Grid,
         initial_arrays: ArrayRecord,
-        num_rounds: int = 3,
+        num_rounds: int = SHORT,
         timeout: float = 3600,
-        *args: Any,
-        **kwargs: Any,
+        train_config: ConfigRecord | None = None,
+        evaluate_config: ConfigRecord | None = None,
+        evaluate_fn: Evaluate | None = None,
     ) -> Result:
         """Flower's `Strategy.start`; `timeout` is for training, the phases have their own in the
         masking terms. A grid with a method `clock` says what time it is; one with `stream`, which
@@ -143,7 +161,9 @@ class MaskedStrategy(Wrapping):
         self._clock = getattr(grid, "clock", time.time)
         self._hurries = getattr(grid, "stream", None) is None
         self._timeout = timeout or _DAY
-        return super().start(grid, initial_arrays, num_rounds, timeout, *args, **kwargs)
+        return super().start(
+            grid, initial_arrays, num_rounds, timeout, train_config, evaluate_config, evaluate_fn
+        )
 
     def configure_train(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
@@ -171,6 +191,7 @@ class MaskedStrategy(Wrapping):
             arrays,
             messages,
             self._models,
+            self._profile,
             report=report,
             masking=self.masking,
         )
@@ -222,6 +243,7 @@ class MaskedStrategy(Wrapping):
                 if arrays is None:
                     session.abort("the strategy made no model of this round")
                 else:
+                    self.newest = arrays
                     session.close()
         for node in session.began:
             assignment = f"{server_round}-{node}"
@@ -308,6 +330,7 @@ class MaskedStrategy(Wrapping):
             silent=dict(session.silent),
             faults=dict(sorted(session.faults.items())),
             abandoned=session.machine.reason,
+            profile=self._profile.name,
         )
 
     def _not_begun(
@@ -325,4 +348,5 @@ class MaskedStrategy(Wrapping):
             num_examples=0,
             model=model_of(arrays).digest,
             abandoned=reason,
+            profile=self._profile.name,
         )

@@ -9,6 +9,7 @@ from typing import Any
 from fedpress_compression.compressor import Compressor
 from fedpress_compression.compressors.error_feedback import check_feedback
 from fedpress_protocols.errors import IncompatiblePlan
+from fedpress_protocols.policies import Auto, Course
 
 PROFILE = "flower"
 NO_ANSWER = "no answer"
@@ -17,23 +18,40 @@ NOT_THE_MEAN = "the compressor counts on a model that moves by the very mean of 
 ANOTHER = "choose fedavg with its defaults, or another compressor"
 
 
+_AUTO = Auto()
+
+
 @dataclass(frozen=True, slots=True)
 class Plan:
     """What every round's plan is made of; the fields are those of `TaskConfig`.
 
+    Without a `compressor` the plan has the default of fedpress's server, docs/auto.md: a rate for
+    each round by the policy `auto` with these terms, and under masks a fixed one.
     A round to which fewer than `minimum` uploads come leaves the model as it is. With a `seed` the
     cohort of a round depends on the seed, the round and the nodes alone, and so does the plan's
     public randomness.
+
+    Where it is `restricted` clients of the masked lane train on what is sent alone, as their apps
+    have to know how to (`masking_mod(honours=["restricted"])`).
     """
 
-    compressor: Compressor[Any]
+    compressor: Compressor[Any] | None = None
     task: str = "flower"
     minimum: int = 1
     max_abs: float = 256.0
     max_examples: int = 65536
     seed: int | None = None
+    auto: Auto = _AUTO
+    restricted: bool = False
 
     def __post_init__(self) -> None:
+        if self.compressor is None:
+            return
+        if self.auto != _AUTO:
+            raise IncompatiblePlan(
+                "a plan with a compressor and terms of auto, which chooses compressors by itself",
+                hint="remove one of them",
+            )
         check_feedback(self.compressor)
         unknown = sorted(self.compressor.needs - {"previous", "drift"})
         if unknown:
@@ -52,6 +70,8 @@ class RoundReport:
     those of all models in the round's messages to train; of these `coded_download_bytes` were
     coded, and `difference_download_bytes` as the difference to a model that the client holds.
     `left_out` names by node the metrics that were NaN or infinite; its update was taken in.
+    `profile` names the round's compressor; `course` is what `auto` decided, why, and what a probe
+    came to, where the plan names no compressor.
 
     Of a masked round: `session_up_bytes` and `session_down_bytes` are those of the session's
     messages, bodies not among them; `silent` tells by step how many of those who were asked did not
@@ -71,6 +91,8 @@ class RoundReport:
     coded_download_bytes: int = 0
     difference_download_bytes: int = 0
     left_out: Mapping[int, tuple[str, ...]] = field(default_factory=dict)
+    profile: str = PROFILE
+    course: Course | None = None
     session_up_bytes: int = 0
     session_down_bytes: int = 0
     silent: Mapping[str, int] = field(default_factory=dict)

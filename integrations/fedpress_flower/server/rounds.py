@@ -16,7 +16,7 @@ from fedpress_compression.compressor import Knowledge, Public
 from fedpress_compression.fixed_point import FixedPoint
 from fedpress_compression.tensors import Vector
 from fedpress_flower import envelope
-from fedpress_flower.server.plan import PROFILE, Plan
+from fedpress_flower.server.plan import Plan
 from fedpress_protocols.errors import ConfigurationError, IncompatiblePlan
 from fedpress_protocols.messages import Receipt
 from fedpress_protocols.model import Model
@@ -26,6 +26,7 @@ from fedpress_protocols.plan import (
     MaskingTerms,
     Profile,
     RoundPlan,
+    TrainingTerms,
 )
 from fedpress_protocols.validation import format_validation_errors
 
@@ -54,12 +55,13 @@ class Round:
         arrays: ArrayRecord,
         messages: list[Message],
         models: tuple[Vector, Vector] | None,
+        profile: Profile,
         *,
         report: tuple[str, ...] = (),
         masking: MaskingTerms | None = None,
     ) -> Self:
-        """`models` are the first and the one before. Raises ConfigurationError for a model or
-        messages that this cannot work with."""
+        """`models` are the first and the one before, `profile` is that of the uploads. Raises
+        ConfigurationError for a model or messages that this cannot work with."""
         found = {name: array.numpy() for name, array in arrays.items()}
         model = envelope.model_of(found)
         names = list(messages[0].content.array_records)
@@ -70,7 +72,7 @@ class Round:
         bounds = FixedPoint.widest(
             max_abs=terms.max_abs, max_weight=terms.max_examples * len(messages)
         )
-        needs, here = terms.compressor.needs, model.digest
+        needs, here = profile.compressor.needs, model.digest
         if masking is not None:
             needs = needs | {"previous"}
         first, before = models if models is not None else (model.parameters, model.parameters)
@@ -84,9 +86,10 @@ class Round:
                 attempt=1,
                 model=here,
                 spec=model.spec.digest,
-                profiles=(Profile(name=PROFILE, compressor=terms.compressor),),
+                profiles=(profile,),
                 lane="clear" if masking is None else "masked",
                 masking=masking,
+                training=TrainingTerms(restricted=terms.restricted),
                 report=report,
                 cohort=CohortRules(size=len(messages), minimum=min(terms.minimum, len(messages))),
                 deadline=0.0,
@@ -117,9 +120,13 @@ class Round:
             if what in self.plan.needs
         }
 
+    def plan_text(self, node: int) -> str:
+        """The plan that the node is sent, JSON."""
+        return self._text
+
     def record(self, node: int, receipt: Receipt | None, weight: str) -> ConfigRecord:
         fields: dict[str, Any] = {
-            envelope.PLAN: self._text,
+            envelope.PLAN: self.plan_text(node),
             envelope.ASSIGNMENT: f"{self.plan.round}-{node}",
             envelope.CLIENT: str(node),
             envelope.ARRAYS: self.key,

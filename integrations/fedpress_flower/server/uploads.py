@@ -8,22 +8,24 @@ import re
 from collections import Counter
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol, cast
+from typing import Any, NamedTuple, Protocol, cast
 
 import numpy as np
 from flwr.app import ArrayRecord, Error, Message, MetricRecord, RecordDict
 
 from fedpress_compression.coding.fields import Contexts, Layout
+from fedpress_compression.compressor import Compressor
 from fedpress_compression.contexts import contexts_of
 from fedpress_compression.tensors import Vector
 from fedpress_compression.update import Update
 from fedpress_flower import envelope
 from fedpress_flower.server.arrays import moved
-from fedpress_flower.server.plan import PROFILE
 from fedpress_flower.server.rounds import Round
 from fedpress_protocols.errors import FedpressError, InvalidUpdate
-from fedpress_protocols.plan import RoundPlan
+from fedpress_protocols.plan import Profile, RoundPlan
+from fedpress_protocols.policies import Comparison
 from fedpress_protocols.upload import Upload
+from fedpress_strategies.policies.probing import Probe
 
 _ASSIGNMENT = re.compile(r"[1-9][0-9]{0,9}-[0-9]{1,20}")
 _FAILED = 2
@@ -53,6 +55,16 @@ class Folding(Protocol):
     def result(self) -> ArrayRecord: ...
 
 
+class Format(NamedTuple):
+    """A plan of one profile, as text too, and what its uploads are read by."""
+
+    plan: RoundPlan
+    text: str
+    compressor: Compressor[Any]
+    layouts: tuple[Layout, ...]
+    contexts: Contexts
+
+
 @dataclass
 class Uploads(Round):
     """A round whose uploads are decoded one by one."""
@@ -66,13 +78,47 @@ class Uploads(Round):
     """Metrics that the strategy cannot do without."""
     fold: Folding | None = None
     """Where uploads are added up, if the strategy is one of ours."""
-    layouts: tuple[Layout, ...] = field(init=False)
-    contexts: Contexts = field(init=False)
+    referring: frozenset[int] = frozenset()
+    """In a probe, the nodes that send the reference."""
+    _format: Format = field(init=False)
+    _reference: Format | None = field(init=False, default=None)
+    _compared: dict[int, bytes] = field(init=False, default_factory=dict)
+    """In a probe, the bodies by node."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.layouts = self.plan.layouts(self.model.spec)
-        self.contexts = contexts_of(self.layouts[0], self.public)
+        self._format = self._format_of(self.plan)
+
+    def probe(self, reference: Profile, nodes: frozenset[int]) -> None:
+        """Have these of the nodes send `reference`, in a plan of its own."""
+        self.referring = nodes & set(self.asked)
+        self._reference = self._format_of(self.plan.model_copy(update={"profiles": (reference,)}))
+
+    def format_of(self, node: int) -> Format:
+        """What the uploads of this node are read by."""
+        has_reference = self._reference is not None and node in self.referring
+        return cast(Format, self._reference) if has_reference else self._format
+
+    def plan_text(self, node: int) -> str:
+        return self.format_of(node).text
+
+    def _format_of(self, plan: RoundPlan) -> Format:
+        layouts = plan.layouts(self.model.spec)
+        contexts = contexts_of(layouts[0], self.public)
+        return Format(plan, plan.to_json(), plan.profiles[0].compressor, layouts, contexts)
+
+    def comparison(self) -> Comparison | None:
+        """What the uploads taken in a probe tell; None if this is none, or too few came."""
+        if self._reference is None:
+            return None
+        probe = Probe(self.model.spec.size)
+        for node in sorted(self._compared.keys() & self.taken.keys()):
+            body, own = self._compared[node], self.format_of(node)
+            upload = Upload.from_bytes(body, own.layouts, 0, own.contexts, own.plan.report)
+            update = self.updated(node, upload)
+            is_reference = node in self.referring
+            probe.add(update, upload.num_examples, len(body), is_reference=is_reference)
+        return probe.comparison()
 
     def take(self, reply: Message, weight: str) -> None:
         """Decode one reply, and add it up if there is a fold; one that will not do is dropped.
@@ -110,10 +156,12 @@ class Uploads(Round):
             error = own.get(envelope.ERROR)
             error = error if isinstance(error, float) else math.nan
             found = Taken(0, metrics, error, {}, left_out)
+            if self._reference is not None:
+                self._compared[node] = body
             if self.fold is not None:
                 self.fold.add_body(node, body, found)
                 return found
-            update = self.updated(self.read(body, found))
+            update = self.updated(node, self.read(node, body, found))
         if self.fold is not None:
             self.fold.add(update, found)
             return found
@@ -125,10 +173,10 @@ class Uploads(Round):
         found.decoded = Message(RecordDict(content), reply_to=self.asked[node])
         return found
 
-    def read(self, body: bytes, found: Taken) -> Upload:
+    def read(self, node: int, body: bytes, found: Taken) -> Upload:
         """The upload in `body`; `found` is told what it says. Raises InvalidUpdate."""
-        names = self.plan.report
-        upload = Upload.from_bytes(body, self.layouts, 0, self.contexts, names)
+        own, names = self.format_of(node), self.plan.report
+        upload = Upload.from_bytes(body, own.layouts, 0, own.contexts, names)
         self.weigh(found, upload.num_examples, upload.report)
         return upload
 
@@ -139,10 +187,10 @@ class Uploads(Round):
         found.examples = num_examples
         found.report = dict(zip(self.plan.report, told, strict=True))
 
-    def updated(self, upload: Upload) -> Update:
+    def updated(self, node: int, upload: Upload) -> Update:
         """What an upload stands for, within the plan's bounds; raises InvalidUpdate."""
         with np.errstate(over="ignore", invalid="ignore"):  # forged values; check refuses them
-            update = self.plan.compressor(PROFILE).decompress(upload.symbols, self.public)
+            update = self.format_of(node).compressor.decompress(upload.symbols, self.public)
             update.check(self.plan.fixed_point.max_abs)
         return update
 

@@ -1,4 +1,4 @@
-"""What our strategies have in common: an inner one, seeded cohorts, reports."""
+"""What our strategies have in common: an inner one, seeded cohorts, reports, averages served."""
 
 from __future__ import annotations
 
@@ -13,27 +13,47 @@ from flwr.serverapp.strategy import FedAvg, Result
 from flwr.serverapp.strategy import Strategy as FlowerStrategy
 
 from fedpress_compression.tensors import Vector
-from fedpress_flower.server.arrays import record_of
+from fedpress_flower import envelope
+from fedpress_flower.server.arrays import moved, record_of
+from fedpress_flower.server.automatic import default_strategy
 from fedpress_flower.server.folds import Fold
 from fedpress_flower.server.grid import Arriving, seeded
 from fedpress_flower.server.plan import Plan, RoundReport
 from fedpress_flower.server.rounds import Round
 from fedpress_protocols.errors import ConfigurationError
+from fedpress_strategies.fedavg import FEDAVG
 from fedpress_strategies.strategy import Strategy
 
+Evaluate = Callable[[int, ArrayRecord], MetricRecord | None]
+SHORT = 3
+"""Rounds that `start` has if it is not told otherwise."""
 _log = logging.getLogger(__name__)
 
 
 class Wrapping(FlowerStrategy):
     """`inner` chooses clients and configures them; if it is one of ours, an instance of FedAvg made
-    with `sampling` does."""
+    with `sampling` does. None stands for ours: the default's where the plan names no compressor,
+    which depends on the number of rounds, and else fedavg.
+
+    If the strategy publishes an average (`ema`), that is what `evaluate_fn` is given and what
+    `Result.arrays` is; clients go on from `newest`.
+    """
+
+    is_masked = False
 
     def __init__(
-        self, inner: FlowerStrategy | Strategy, plan: Plan, sampling: Mapping[str, Any]
+        self, inner: FlowerStrategy | Strategy | None, plan: Plan, sampling: Mapping[str, Any]
     ) -> None:
         self.plan = plan
         self.reports: list[RoundReport] = []
+        self.newest: ArrayRecord | None = None
+        """The model after the newest round; None before the first."""
         self._ours: Fold | None = None
+        self._hangs_on_rounds = inner is None and plan.compressor is None
+        if inner is None:
+            inner = FEDAVG
+            if self._hangs_on_rounds:
+                inner = default_strategy(SHORT, is_masked=self.is_masked)
         if isinstance(inner, Strategy):
             self._ours = Fold(inner, plan)
             self.inner: FlowerStrategy = FedAvg(**sampling)
@@ -48,10 +68,57 @@ class Wrapping(FlowerStrategy):
         self._models: tuple[Vector, Vector] | None = None  # the first, and the one before
         self._on_round: Callable[[RoundReport], None] | None = None
 
-    def start(self, grid: Grid, initial_arrays: ArrayRecord, *args: Any, **kwargs: Any) -> Result:
+    def start(
+        self,
+        grid: Grid,
+        initial_arrays: ArrayRecord,
+        num_rounds: int = SHORT,
+        timeout: float = 3600,
+        train_config: ConfigRecord | None = None,
+        evaluate_config: ConfigRecord | None = None,
+        evaluate_fn: Evaluate | None = None,
+    ) -> Result:
         """Flower's `Strategy.start`. A grid with a method `round_closed` is told every report."""
         self._on_round = getattr(grid, "round_closed", None)
-        return super().start(Arriving(grid, self._again), initial_arrays, *args, **kwargs)
+        self._begin(num_rounds)
+        result = super().start(
+            Arriving(grid, self._again),
+            initial_arrays,
+            num_rounds,
+            timeout,
+            train_config,
+            evaluate_config,
+            None if evaluate_fn is None else self._of_served(evaluate_fn),
+        )
+        average = self.average
+        if average is not None:
+            result.arrays = average
+        return result
+
+    def _begin(self, num_rounds: int) -> None:
+        """Prepare for a run of so many rounds."""
+        self.newest = None
+        if self._hangs_on_rounds:
+            strategy = default_strategy(num_rounds, is_masked=self.is_masked)
+            self._ours = Fold(strategy, self.plan)
+
+    def _of_served(self, evaluate: Evaluate) -> Evaluate:
+        """`evaluate` of the average, once there is one."""
+
+        def evaluated(server_round: int, arrays: ArrayRecord) -> MetricRecord | None:
+            average = self.average
+            return evaluate(server_round, arrays if average is None else average)
+
+        return evaluated
+
+    @property
+    def average(self) -> ArrayRecord | None:
+        """The average of the rounds' models; None if the strategy has none, or not yet."""
+        vector = None if self._ours is None else self._ours.average
+        if vector is None or self.newest is None:
+            return None
+        arrays = {name: array.numpy() for name, array in self.newest.items()}
+        return moved(arrays, envelope.spec_of(arrays), vector)
 
     def configure_evaluate(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid

@@ -1,4 +1,4 @@
-"""Inputs of the adaptive policies, read from the records; see `fedpress_server.policies`.
+"""Inputs of the adaptive policies, read from the records; see `fedpress_strategies.policies`.
 
 A course is made once, when its round opens, and kept in the round's row; the profile that a client
 is given is part of the event that gives it. Nothing here is asked again by a replay.
@@ -27,14 +27,14 @@ from fedpress_protocols.policies import (
 )
 from fedpress_server.coordination.attempts import Attempt
 from fedpress_server.coordination.background import Background
-from fedpress_server.policies.bandwidth_aware import Link, Transfer, choose, fits
-from fedpress_server.policies.decisions import next_course, with_comparison
-from fedpress_server.policies.facts import Facts
-from fedpress_server.policies.sizes import expected_bytes
 from fedpress_server.storage import records
 from fedpress_server.storage.database import Database
 from fedpress_server.storage.scoreboard import Scoreboard
 from fedpress_server.storage.tables import assignments, rounds, uploads
+from fedpress_strategies.policies.bandwidth_aware import Link, Transfer, choose, fits
+from fedpress_strategies.policies.decisions import next_course, with_comparison
+from fedpress_strategies.policies.facts import Facts
+from fedpress_strategies.policies.sizes import expected_bytes
 
 _NEWEST = 256
 """Uploads of a task that tell how large its bodies are, of as many rounds at most."""

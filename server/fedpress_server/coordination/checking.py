@@ -14,8 +14,8 @@ from fedpress_server.folds.downlink import check_downlink
 from fedpress_server.folds.folding import check_strategy
 from fedpress_server.folds.masked import check_masked_strategy
 from fedpress_server.folds.terms import RoundTerms
-from fedpress_server.policies.sizes import check_order
 from fedpress_strategies import Strategy
+from fedpress_strategies.policies.sizes import check_order
 
 
 def checked_task(

@@ -46,7 +46,6 @@ from fedpress_server.folds.folding import FoldResult
 from fedpress_server.folds.masked import Host, left_out, read_message
 from fedpress_server.folds.terms import RoundTerms
 from fedpress_server.identity import audit
-from fedpress_server.policies.decisions import with_comparison
 from fedpress_server.registry import restores
 from fedpress_server.registry import versions as registry
 from fedpress_server.rounds import (
@@ -65,6 +64,7 @@ from fedpress_server.storage import declines, identities, leases, participants, 
 from fedpress_server.storage.files import model_name
 from fedpress_server.storage.payloads import Payloads
 from fedpress_server.storage.records import AssignmentRecord, ModelRecord, RoundKey, TaskRecord
+from fedpress_strategies.policies.decisions import with_comparison
 
 _REMEMBERED = 20
 """Attempts for which those that masked sessions named are left out."""

@@ -24,8 +24,6 @@ from fedpress_server.coordination.attempts import Attempt
 from fedpress_server.folds.folding import FoldResult
 from fedpress_server.folds.masked import Host, SessionOpening
 from fedpress_server.folds.terms import RoundTerms
-from fedpress_server.policies.decisions import every_choice, next_course, profiles_of
-from fedpress_server.policies.facts import Facts
 from fedpress_server.rounds import (
     BufferedRound,
     Event,
@@ -40,6 +38,8 @@ from fedpress_server.storage import records
 from fedpress_server.storage.payloads import Payloads
 from fedpress_server.storage.scoreboard import Scoreboard
 from fedpress_strategies import Strategy
+from fedpress_strategies.policies.decisions import every_choice, next_course, profiles_of
+from fedpress_strategies.policies.facts import Facts
 
 
 class History(NamedTuple):

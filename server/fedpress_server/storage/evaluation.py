@@ -19,7 +19,6 @@ from fedpress_protocols.messages import (
     EvaluationTerms,
     Measured,
 )
-from fedpress_server.policies.facts import Tally
 from fedpress_server.storage import participants
 from fedpress_server.storage.tables import (
     STOPPED,
@@ -29,6 +28,7 @@ from fedpress_server.storage.tables import (
     measures,
     rounds,
 )
+from fedpress_strategies.policies.facts import Tally
 
 MAX_METRIC = 1e15
 """Larger metrics are refused, and left out of means: no sum of weighted ones overflows."""

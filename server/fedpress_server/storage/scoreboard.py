@@ -17,10 +17,10 @@ import sqlalchemy as sa
 from sqlalchemy.engine import Connection
 
 from fedpress_protocols.messages import EvaluationTerms
-from fedpress_server.policies.facts import Tally
 from fedpress_server.storage import evaluation
 from fedpress_server.storage.evaluation import Place, Score
 from fedpress_server.storage.tables import measured_models
+from fedpress_strategies.policies.facts import Tally
 
 _TOGETHER = 500
 """Models per statement."""

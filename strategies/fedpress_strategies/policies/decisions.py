@@ -21,11 +21,11 @@ from fedpress_protocols.policies import (
     divergence_guard,
     prober,
 )
-from fedpress_server.policies.accuracy_driven import next_trend
-from fedpress_server.policies.auto import first_pace, next_pace
-from fedpress_server.policies.auto import probes as paces_probe
-from fedpress_server.policies.divergence_guard import first_watch, next_watch, probes
-from fedpress_server.policies.facts import Facts
+from fedpress_strategies.policies.accuracy_driven import next_trend
+from fedpress_strategies.policies.auto import first_pace, next_pace
+from fedpress_strategies.policies.auto import probes as paces_probe
+from fedpress_strategies.policies.divergence_guard import first_watch, next_watch, probes
+from fedpress_strategies.policies.facts import Facts
 
 
 def next_course(

@@ -11,7 +11,7 @@ import math
 from collections.abc import Sequence
 
 from fedpress_protocols.policies import LEAST_COMPARED, Auto, Comparison, Pace, Rung
-from fedpress_server.policies.facts import Facts
+from fedpress_strategies.policies.facts import Facts
 
 _SAFE = 3
 """Rungs that a task begins above what its gap asks for."""

@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 
 from fedpress_protocols.policies import AccuracyDriven, Trend
-from fedpress_server.policies.facts import Facts
+from fedpress_strategies.policies.facts import Facts
 
 _DOUBLINGS = 6
 

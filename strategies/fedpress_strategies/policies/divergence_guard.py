@@ -11,7 +11,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 
 from fedpress_protocols.policies import Comparison, DivergenceGuard, Rung, Watch
-from fedpress_server.policies.facts import Facts, Tally
+from fedpress_strategies.policies.facts import Facts, Tally
 
 _RECENT = 5
 """Models whose measures are taken together."""

@@ -1,0 +1,93 @@
+"""The default of a plan that names no compressor: a rate for each round, chosen by `auto`.
+
+The rate levels and the decisions are those of fedpress's server (docs/auto.md). Losses are those
+that clients measure: in evaluations where there are any, else in training, of the model that a
+round begins at.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Iterable, Mapping
+
+from flwr.app import MetricRecord
+
+from fedpress_protocols.defaults import rate_levels, strategy_for
+from fedpress_protocols.plan import Profile
+from fedpress_protocols.policies import Auto, Comparison, Course
+from fedpress_strategies.policies.decisions import next_course, profiles_of, with_comparison
+from fedpress_strategies.policies.facts import Facts
+from fedpress_strategies.strategy import Strategy, from_config
+
+
+def default_strategy(rounds: int, *, is_masked: bool = False) -> Strategy:
+    """Return what goes with the default's rates over so many rounds: momentum, and the average."""
+    return from_config(strategy_for(rounds, is_masked=is_masked))
+
+
+class Rates:
+    """The profile of each round of a run, and who sends the reference in a probe."""
+
+    def __init__(self, auto: Auto) -> None:
+        self.auto = auto
+        self.levels = tuple(Profile.model_validate(each) for each in rate_levels(auto.gap))
+        self.begin(0)
+
+    def begin(self, rounds: int) -> None:
+        """Forget all rounds: a run of `rounds` follows."""
+        self._rounds = rounds
+        self._course: Course | None = None
+        self._open: Course | None = None
+        self._uploaded: list[int] = []
+        self._evaluated: dict[int, float] = {}
+        self._trained: dict[int, float] = {}
+
+    def opened(self, number: int, size: int) -> tuple[Profile, Profile | None]:
+        """Decide on round `number` of `size` clients: the profile, and in a probe the reference."""
+        losses = self._evaluated or self._trained
+        facts = Facts(
+            number,
+            max(self._rounds, number),
+            tuple(losses.get(model) for model in range(number)),
+            uploaded=tuple(self._uploaded) if self.auto.upload_bytes is not None else (),
+            size=size,
+        )
+        policies = (self.auto,)
+        self._open = next_course(policies, len(self.levels), self._course, facts)
+        chosen, *reference = profiles_of(policies, self.levels, self._open)
+        return chosen, reference[0] if reference else None
+
+    def referring(self, number: int, nodes: Iterable[int]) -> frozenset[int]:
+        """The nodes that send the reference if round `number` is a probe; others in each probe."""
+
+        def drawn(node: int) -> bytes:
+            return hashlib.sha256(f"fedpress probe v1|{number}|{node}".encode()).digest()
+
+        ordered = sorted(nodes, key=drawn)
+        return frozenset(ordered[: self.auto.references_among(len(ordered))])
+
+    def closed(self, comparison: Comparison | None, upload_bytes: int) -> Course | None:
+        """Take in what the round's uploads told; the record of what was decided."""
+        if self._open is None:
+            return None
+        self._course, self._open = with_comparison(self._open, comparison), None
+        self._uploaded.append(upload_bytes)
+        return self._course
+
+    def trained(self, number: int, metrics: MetricRecord | None) -> None:
+        """Take in what clients measured as they trained in round `number`."""
+        _note(self._trained, number - 1, metrics)
+
+    def evaluated(self, number: int, metrics: MetricRecord | None) -> None:
+        """Take in what clients measured of the model after round `number`."""
+        _note(self._evaluated, number, metrics)
+
+
+def _note(losses: dict[int, float], model: int, metrics: Mapping[str, object] | None) -> None:
+    """Note the first metric whose name ends with "loss" and that is a finite number."""
+    for name, value in sorted((metrics or {}).items()):
+        is_number = isinstance(value, int | float) and math.isfinite(value)
+        if name.lower().endswith("loss") and is_number:
+            losses[model] = float(value)  # type: ignore[arg-type]
+            return
