@@ -53,6 +53,20 @@ from fedpress_protocols.errors import ConfigurationError
     help="One more compressor to compare: NAME, NAME:key=value,... or JSON. May be repeated.",
 )
 @click.option(
+    "--trial",
+    is_flag=True,
+    help="Simulate some rounds with every profile on --app or --data, and go by the losses there.",
+)
+@click.option(
+    "--app", "trial_app", metavar="APP", help="Of a trial: module:factory, as for simulate."
+)
+@click.option("--data", "trial_data", help="Of a trial, in place of --app: as for simulate.")
+@click.option("--partition", "trial_partition", help="Of a trial on --data: as for simulate.")
+@click.option("--trial-rounds", type=int, help="Rounds of a trial: 10.")
+@click.option("--trial-clients", type=int, help="Clients of a trial: 20, of which --cohort train.")
+@click.option("--trial-strategy", help="Of all profiles but auto in a trial: fedavg.")
+@click.option("--trial-seed", type=int, help="Of a trial's cohorts, split and training: 0.")
+@click.option(
     "--json", "json_file", metavar="FILE|-", help="Write the figures here; - prints them alone."
 )
 def plan(
@@ -61,11 +75,20 @@ def plan(
     update: str | None,
     own: tuple[str, ...],
     json_file: str | None,
+    trial: bool,
+    trial_app: str | None,
+    trial_data: str | None,
+    trial_partition: str | None,
+    trial_rounds: int | None,
+    trial_clients: int | None,
+    trial_strategy: str | None,
+    trial_seed: int | None,
     **asked: Any,
 ) -> None:
     """Predict bytes and time of a task, and recommend a profile."""
     from fedpress.planning.report import planned
     from fedpress.planning.situation import Situation, model_of
+    from fedpress.planning.trial import Trial
     from fedpress.planning.updates import Drawn
     from fedpress.update_file import Updates
 
@@ -77,7 +100,27 @@ def plan(
             f"{update} has updates of {real.spec.size:,} values, the model has {spec.size:,}"
         )
     spec = spec if real is None else real.spec
-    report = planned(Situation(model, spec, size, downlink=given, **asked), own, real)
+    terms = {
+        "app": trial_app,
+        "data": trial_data,
+        "partition": trial_partition,
+        "rounds": trial_rounds,
+        "clients": trial_clients,
+        "strategy": trial_strategy,
+        "seed": trial_seed,
+    }
+    chosen: dict[str, Any] = {name: each for name, each in terms.items() if each is not None}
+    if chosen and not trial:
+        raise ConfigurationError(
+            "options of a trial, and no trial is asked for", hint="add --trial, or remove them"
+        )
+    report = planned(
+        Situation(model, spec, size, downlink=given, **asked),
+        own,
+        real,
+        Trial(**chosen) if trial else None,
+        lambda name: click.echo(f"trial: {name}", err=True),
+    )
     figures = json.dumps(report.to_json(), indent=2) + "\n"
     if json_file == "-":
         click.echo(figures, nl=False)

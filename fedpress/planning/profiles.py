@@ -2,7 +2,8 @@
 
 Losses are points of accuracy below the best float32 baseline of the same table, means of seeds 0 to
 2: `clear` profiles by `benchmarks/digits_bytes_to_accuracy.py`, `masked` ones by
-`benchmarks/masked_bytes_to_accuracy.py`. docs/planning.md has the figures.
+`benchmarks/masked_bytes_to_accuracy.py`; that of auto by `benchmarks/accuracy_vs_bytes.py`, seeds 0
+and 1. All are of the digits. docs/planning.md has the figures.
 """
 
 from __future__ import annotations
@@ -13,13 +14,15 @@ from typing import Any
 
 from fedpress.planning.situation import Lane
 from fedpress_compression.compressor import Compressor, from_config
+from fedpress_protocols.defaults import BITS, USUAL
 from fedpress_protocols.plan import MaskingTerms
 
 Config = Mapping[str, Any]
+AUTO = "auto"
 
 MEASURED_ON: Mapping[Lane, str] = {
-    "clear": "points below float32 with momentum, digits, 10 of 100 devices a round, 100 rounds",
-    "masked": "points below float32 with momentum, digits, 20 of 100 devices a round, 150 rounds",
+    "clear": "a perceptron of 50,826 parameters, 10 of 100 devices a round, 100 rounds",
+    "masked": "a perceptron of 50,826 parameters, 20 of 100 devices a round, 150 rounds",
 }
 
 
@@ -83,6 +86,10 @@ def _clear() -> tuple[Candidate, ...]:
         Candidate("4 bits", _feedback({"id": "quantize", "bits": 4}), 0.2, advice=_MOMENTUM),
         Candidate(
             "top-k 2 %, 1 bit", _feedback(_by_tensor(_topk(0.02, 1))), 0.5, advice=_MOMENTUM
+        ),
+        Candidate(
+            AUTO, _feedback({"id": "ecsq", "target": BITS[USUAL]}), 1.6,
+            advice="a task without profiles and strategy; bytes are those of the rate it comes to",
         ),
         Candidate("ecsq .05 bit", {"id": "ecsq", "target": 0.05}, 0.8, advice=_MOMENTUM),
         Candidate(

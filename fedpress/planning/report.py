@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from fedpress.compressor_option import compressor_from_option
@@ -12,8 +12,10 @@ from fedpress.compressor_table import aligned
 from fedpress.planning.choice import Choice, Row, choose, seconds
 from fedpress.planning.costs import cost
 from fedpress.planning.downlink import Downlink, downlink
-from fedpress.planning.profiles import MEASURED_ON, Candidate, candidates
+from fedpress.planning.profiles import AUTO, MEASURED_ON, Candidate, candidates
 from fedpress.planning.situation import Situation
+from fedpress.planning.trial import Measured, Trial, tried
+from fedpress.planning.trial import to_json as trial_to_json
 from fedpress.planning.updates import Drawn
 from fedpress_compression import kernels
 from fedpress_compression.compressor import to_config
@@ -22,7 +24,10 @@ from fedpress_protocols.plan import MaskingTerms
 
 _HEADINGS = (
     *("profile", "up", "times less", "down", "up s", "codec s", "round s", "in time"),
-    *("all up", "loss"),
+    *("all up", "loss on digits"),
+)
+_TRIAL_HEADINGS = (
+    *("trial", "body expected", "measured", "times less", "nmse", "accuracy %", "loss"),
 )
 
 
@@ -35,6 +40,9 @@ class Report:
     rows: tuple[Row, ...]
     refused: dict[str, str]
     choice: Choice
+    trial: Trial | None = None
+    measured: Mapping[str, Measured] = field(default_factory=dict)
+    """In a trial, by profile."""
 
     def to_json(self) -> dict[str, Any]:
         """Plain JSON; docs/planning.md says what each key is."""
@@ -58,6 +66,10 @@ class Report:
             "refused": self.refused,
             "recommended": "none" if best is None else best.candidate.name,
             "reason": self.choice.reason,
+            "loss_measured_on": MEASURED_ON[asked.lane],
+            "trial": None
+            if self.trial is None
+            else trial_to_json(self.trial, asked, self.measured),
         }
 
     def to_text(self) -> str:
@@ -73,18 +85,69 @@ class Report:
             *aligned([_HEADINGS, *(self._cells(row) for row in self.rows)]),
         ]
         lines += [f"{name}: {why}" for name, why in self.refused.items()]
+        lines += self._of_trial()
         best = self.choice.row
         lines += ["", f"recommended: {'none' if best is None else best.candidate.name}"]
         lines.append(f"  {self.choice.reason}")
         if best is not None:
             if best.candidate.advice:
                 lines.append(f"  goes with: {best.candidate.advice}")
-            lines.append(f"  compressor: {json.dumps(best.candidate.config)}")
-        lines += ["", f"loss: {MEASURED_ON[asked.lane]}; another task may lose more"]
+            if best.candidate.name != AUTO:
+                lines.append(f"  compressor: {json.dumps(best.candidate.config)}")
+        lines += self._of_losses()
         factor = max(row.cost.factor for row in self.rows)
         if factor > 1:
             lines.append(f"measured on a part of the model and multiplied by {factor:,.1f}")
         return "\n".join(lines)
+
+    def _of_losses(self) -> list[str]:
+        on = (
+            "loss on digits: points below float32 with momentum, "
+            f"{MEASURED_ON[self.situation.lane]}"
+        )
+        if self.trial is None:
+            return [
+                "",
+                on,
+                "loss: unknown for your model, and the recommendation rests on that of the digits; "
+                "--trial --app module:factory measures yours",
+            ]
+        return [
+            "",
+            on,
+            f"loss in the trial: points below float32 on {self.trial.subject}; "
+            f"{self.trial.rounds} rounds tell how a task begins, not where it ends",
+        ]
+
+    def _of_trial(self) -> list[str]:
+        """The trial's results beside what was expected."""
+        if self.trial is None:
+            return []
+        trial, cohort = self.trial, self.trial.cohort(self.situation)
+        base = self.measured[self._baseline.candidate.name]
+        rows = []
+        for row in self.rows:
+            found = self.measured[row.candidate.name]
+            is_baseline = row.candidate.baseline
+            rows.append(
+                (
+                    row.candidate.name,
+                    _bytes(row.cost.body),
+                    _bytes(found.body),
+                    "" if is_baseline else f"{base.body / found.body:,.0f}",
+                    "" if found.nmse is None else f"{found.nmse:.3f}",
+                    "unknown" if found.accuracy is None else f"{found.accuracy:.1f}",
+                    "" if is_baseline else "unknown" if found.loss is None else f"{found.loss:.1f}",
+                )
+            )
+        return [
+            "",
+            f"trial on {trial.subject}: {trial.rounds} rounds, {cohort} of {trial.clients} clients "
+            f"each, seed {trial.seed}, strategy {trial.strategy} (auto has its own); accuracies "
+            "are means of the last 3 rounds",
+            "",
+            *aligned([_TRIAL_HEADINGS, *rows]),
+        ]
 
     def _cells(self, row: Row) -> tuple[str, ...]:
         asked, base = self.situation, self._baseline
@@ -107,23 +170,38 @@ class Report:
         return next(row for row in self.rows if row.candidate.baseline)
 
 
-def planned(situation: Situation, own: Sequence[str] = (), real: Drawn | None = None) -> Report:
+def planned(
+    situation: Situation,
+    own: Sequence[str] = (),
+    real: Drawn | None = None,
+    trial: Trial | None = None,
+    on_start: Callable[[str], None] = lambda name: None,
+) -> Report:
     """Measure every sensible profile in `situation`, and the compressors `own` besides; on `real`
-    updates if there are any, else on drawn ones.
+    updates if there are any, else on drawn ones. After a `trial`, which tells `on_start` what it
+    begins with, the recommendation goes by the losses in it.
 
     Raises ConfigurationError for a compressor that is none, and where the lane takes no upload.
     """
     down = downlink(situation)
-    tried = [*candidates(situation.lane), *(_own(text, situation) for text in own)]
+    compared = [*candidates(situation.lane), *(_own(text, situation) for text in own)]
     rows, refused = [], {}
-    for candidate in tried:
+    for candidate in compared:
         try:
             rows.append(Row.of(candidate, cost(candidate, situation, real), down, situation))
         except IncompatiblePlan as exc:
             if candidate.baseline:
                 raise ConfigurationError(f"the {situation.lane} lane: {exc}") from exc
             refused[candidate.name] = str(exc)
-    return Report(situation, down, tuple(rows), refused, choose(rows, situation))
+    if trial is None:
+        return Report(situation, down, tuple(rows), refused, choose(rows, situation))
+    measured = tried([row.candidate for row in rows], situation, trial, on_start)
+    judged = [
+        replace(row, candidate=replace(row.candidate, loss=measured[row.candidate.name].loss))
+        for row in rows
+    ]
+    choice = choose(judged, situation)
+    return Report(situation, down, tuple(rows), refused, choice, trial, measured)
 
 
 def _own(text: str, situation: Situation) -> Candidate:
@@ -136,7 +214,7 @@ def _plain(row: Row, report: Report) -> dict[str, Any]:
     whole = report.situation.cohort * report.situation.rounds
     return {
         "name": row.candidate.name,
-        "compressor": to_config(row.candidate.made),
+        "compressor": None if row.candidate.name == AUTO else to_config(row.candidate.made),
         "body_bytes": round(row.cost.body),
         "session_bytes": {"sent": row.cost.sent, "received": row.cost.received},
         "upload_bytes": row.upload,

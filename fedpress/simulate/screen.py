@@ -17,6 +17,12 @@ from fedpress.simulate.grid import Exchange
 from fedpress.simulate.history import History
 
 
+def quieten() -> None:
+    """Log no more than errors of Flower and its strategies: the histories have all of it."""
+    for name in ("flwr", "fedpress_flower.server"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+
+
 class Screen:
     """Two bars, rounds and the clients of this one, with rate and time left; a line per round where
     there is no terminal."""
@@ -39,8 +45,7 @@ class Screen:
         self._last = 0.0
 
     def __enter__(self) -> Self:
-        for name in ("flwr", "fedpress_flower.server"):  # the histories have all of it
-            logging.getLogger(name).setLevel(logging.ERROR)
+        quieten()
         if self._console.is_terminal:
             self._progress.start()
         return self

@@ -12,7 +12,7 @@ from typing import Any
 
 BITS = (0.4, 0.28, 0.2, 0.14, 0.1, 0.07, 0.05)
 """Of the ladder's profiles, a value; the coder's contexts make it less."""
-_USUAL = 4
+USUAL = 4
 """The rung that the usual gap asks for; the rungs beyond it are for a larger gap."""
 _USUAL_GAP = 0.5
 _ALONE = frozenset({"auto", "bandwidth_aware"})
@@ -55,9 +55,9 @@ def _is_ours(policies: Any) -> bool:
 def rate_levels(gap: Any = _USUAL_GAP) -> list[dict[str, Any]]:
     """Error feedback around entropy-coded quantisation, the gentlest first, down to the rate that
     `gap` points of accuracy ask for: a quarter of the gap for twice the rate."""
-    hardest = _USUAL
+    hardest = USUAL
     if isinstance(gap, int | float) and gap > 0:
-        least = BITS[_USUAL] * (_USUAL_GAP / gap) ** 0.5
+        least = BITS[USUAL] * (_USUAL_GAP / gap) ** 0.5
         hardest = max([1, *(rung for rung, bits in enumerate(BITS) if bits > 0.97 * least)])
     return [
         {

@@ -16,7 +16,7 @@ from fedpress.planning import costs
 from fedpress.planning.choice import Row, choose
 from fedpress.planning.costs import Cost, cost
 from fedpress.planning.downlink import Downlink, downlink
-from fedpress.planning.profiles import Candidate, candidates
+from fedpress.planning.profiles import AUTO, Candidate, candidates
 from fedpress.planning.rehearsal import Workload, rehearse
 from fedpress.planning.sessions import session_bytes
 from fedpress.planning.situation import Situation, model_of, sample, sized
@@ -80,7 +80,39 @@ def test_every_loss_is_of_the_method_that_was_measured() -> None:
         if own not in json.dumps(method.compressor)
     ]
     for each in candidates("clear"):
-        assert each.made in measured, each.name
+        assert each.made in measured or each.name == AUTO, each.name
+
+
+def test_autos_loss_is_that_of_the_runs_that_are_kept() -> None:
+    folder = Path(__file__).parents[2] / "benchmarks" / "results" / "accuracy_vs_bytes"
+
+    def end(recipe: str) -> float:
+        runs = [
+            json.loads((folder / f"digits-{recipe}-{seed}.json").read_text()) for seed in (0, 1)
+        ]
+        return float(np.mean([[accuracy for accuracy, _ in run["average"][-5:]] for run in runs]))
+
+    assert candidate(AUTO).loss == pytest.approx(100 * (end("fedavgm") - end("auto")), abs=0.05)
+
+
+def test_the_body_expected_of_auto_is_near_that_of_the_runs_that_are_kept() -> None:
+    folder = Path(__file__).parents[2] / "benchmarks" / "results" / "accuracy_vs_bytes"
+    auto, whole = (
+        json.loads((folder / f"digits-{n}-0.json").read_text()) for n in ("auto", "fedavg")
+    )
+    half = len(auto["up"]) // 2
+    rounds = auto["rounds"][-1] - auto["rounds"][half]
+    bits = 32 * (auto["up"][-1] - auto["up"][half]) / rounds * whole["rounds"][-1] / whole["up"][-1]
+    expected = 8 * cost(candidate(AUTO), situation()).body / 50_826
+    assert expected == pytest.approx(bits, rel=TOLERANCE)
+
+
+def test_a_plan_says_of_which_task_its_losses_are_and_that_yours_is_unknown() -> None:
+    done = fedpress("50826", "--link", "0.2", "--cohort", "10")
+    assert "loss on digits" in done.output
+    assert "a perceptron of 50,826 parameters" in done.output
+    assert "unknown for your model" in done.output
+    assert "--trial --app module:factory" in done.output
 
 
 def test_a_part_of_a_model_tells_what_the_whole_costs(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -334,6 +366,12 @@ def test_real_updates_take_the_place_of_drawn_ones() -> None:
         (("1k", "--link", "1", "--compressor", "zip"), "no compressor has the id 'zip'"),
         (("1k", "--link", "1", "--update", "no.npz"), "there is no file no.npz"),
         (("1k", "--link", "1", "--json", "/nowhere/plan.json"), "cannot be written"),
+        (("1k", "--link", "1", "--trial"), "on an app or on a data set, one of them"),
+        (("1k", "--link", "1", "--trial-rounds", "3"), "no trial is asked for"),
+        (
+            ("1k", "--link", "1", "--trial", "--data", "digits", "--trial-clients", "1"),
+            "a trial of 10 rounds with 1 clients",
+        ),
     ],
 )
 def test_wrong_input_is_answered_in_a_sentence(arguments: tuple[str, ...], says: str) -> None:

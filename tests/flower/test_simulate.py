@@ -202,7 +202,7 @@ def test_the_histories_say_what_went_over_the_wire(tmp_path: Path) -> None:
 
 
 def test_a_downlink_is_coded_and_counted(tmp_path: Path) -> None:
-    whole = simulate(Settings(**QUICK, engine="local"), tmp_path / "whole")
+    whole = simulate(Settings(**QUICK, engine="local", downlink=False), tmp_path / "whole")
     coded = simulate(Settings(**QUICK, engine="local", downlink=True), tmp_path / "coded")
     plain = [row.download_bytes for row in whole.rows]
     sent = [row.download_bytes for row in coded.rows]
@@ -277,6 +277,29 @@ def digit_trainer(index: int, clients: int) -> Any:
     trainer = Task(clients=clients).trainer(index)
     trainer.initial_model = Task(clients=clients).initial_model  # type: ignore[attr-defined]
     return trainer
+
+
+def unmeasured_trainer(index: int, clients: int) -> Any:
+    trainer = digit_trainer(index, clients)
+    if index:
+        trainer.evaluate = lambda model: None
+    return trainer
+
+
+def test_trainers_that_have_nothing_to_measure_on_are_left_out_of_the_mean(tmp_path: Path) -> None:
+    app = "tests.flower.test_simulate:unmeasured_trainer"
+    settings = Settings(**{**QUICK, "engine": "local", "app": app, "rounds": 1})
+    history = simulate(settings, tmp_path)
+    assert history.rows[0].evaluation["accuracy"] > 0.05
+    with_none = simulate(
+        Settings(**{**QUICK, "engine": "local", "app": app.replace("unmeasured", "unable")}),
+        tmp_path / "none",
+    )
+    assert with_none.rows[-1].evaluation == {}
+
+
+def unable_trainer(index: int, clients: int) -> Any:
+    return unmeasured_trainer(index + 1, clients + 1)
 
 
 def test_a_pair_of_flower_apps_is_simulated(tmp_path: Path) -> None:

@@ -130,7 +130,18 @@ class Wrapping(FlowerStrategy):
         self, server_round: int, replies: Iterable[Message]
     ) -> MetricRecord | None:
         ordered = sorted(replies, key=lambda reply: reply.metadata.src_node_id)
-        return self.inner.aggregate_evaluate(server_round, ordered)
+        measured = [reply for reply in ordered if self._has_measured(reply)]
+        if ordered and not measured:
+            return None
+        return self.inner.aggregate_evaluate(server_round, measured)
+
+    def _has_measured(self, reply: Message) -> bool:
+        """False for a client that measured on no example, whose weight of 0 Flower cannot take."""
+        if reply.has_error():
+            return True
+        return all(
+            metrics.get(self._weight) != 0 for metrics in reply.content.metric_records.values()
+        )
 
     def _asked(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
