@@ -230,6 +230,14 @@ def test_a_masked_task_has_one_profile_and_no_policy() -> None:
     assert (other.masking.levels, other.training.restricted) == (7, False)
 
 
+def test_a_masked_task_that_trains_everything_sends_everything() -> None:
+    """A narrow support without restricted training would lose nineteen twentieths of each update."""
+    made = config(lane="masked", training={"restricted": False})
+    assert [each.name for each in made.profiles] == ["all"]
+    assert made.masking is not None
+    assert (made.masking.levels, made.masking.headroom) == (2, 5.0)
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
