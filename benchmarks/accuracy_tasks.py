@@ -42,15 +42,27 @@ class Task:
     batch: int
     rate: float
     rounds: int = 90
+    proximal: float = 0.0
 
     @property
     def first_model(self) -> Model:
         tensors = {n: p.detach().numpy().copy() for n, p in self.network.named_parameters()}
         return Model.from_tensors(tensors)
 
-    def update(self, model: Model, client: int, rng: np.random.Generator, rate: float) -> Vector:
-        """What `steps` of SGD on the client's own examples make of the model, less the model."""
+    def update(
+        self,
+        model: Model,
+        client: int,
+        rng: np.random.Generator,
+        rate: float,
+        support: Rows | None = None,
+    ) -> Vector:
+        """What `steps` of SGD on the client's own examples make of the model, less the model; with
+        a `support` the others of its values stay. `proximal` pulls towards the model."""
         self._load(model)
+        moving, before = self._moving(model, support), None
+        if self.proximal:
+            before = [each.detach().clone() for each in self.network.parameters()]
         rows, parameters = self.clients[client], list(self.network.parameters())
         order, at = rng.permutation(rows), 0
         for _ in range(self.steps):
@@ -62,7 +74,13 @@ class Task:
             loss = nn.functional.cross_entropy(scores, self.labels[batch])
             gradients = torch.autograd.grad(loss, parameters)
             with torch.no_grad():
-                for parameter, gradient in zip(parameters, gradients, strict=True):
+                for place, (parameter, gradient) in enumerate(
+                    zip(parameters, gradients, strict=True)
+                ):
+                    if before is not None:
+                        gradient = gradient + self.proximal * (parameter - before[place])
+                    if moving is not None:
+                        gradient = gradient * moving[place]
                     parameter.add_(gradient, alpha=-rate)
         tensors = {n: p.detach().numpy() for n, p in self.network.named_parameters()}
         return model.spec.flatten(tensors) - model.parameters
@@ -75,6 +93,15 @@ class Task:
             loss = nn.functional.cross_entropy(scores, self.test_labels)
         right = (scores.argmax(1) == self.test_labels).float().mean()
         return float(right), float(loss)
+
+    def _moving(self, model: Model, support: Rows | None) -> list[torch.Tensor] | None:
+        """By parameter: 1 where it may move."""
+        if support is None:
+            return None
+        flat = np.zeros(model.spec.size, np.float32)
+        flat[support] = 1
+        tensors = model.spec.unflatten(flat)
+        return [torch.from_numpy(tensors[name]) for name, _ in self.network.named_parameters()]
 
     def _load(self, model: Model) -> None:
         tensors = model.spec.unflatten(model.parameters)

@@ -2,6 +2,7 @@
 
     python benchmarks/accuracy_vs_bytes.py --data FOLDER [--tasks A,B] [--recipes "A;B"]
     python benchmarks/accuracy_vs_bytes.py --data FOLDER --table     # of what has been run
+    python benchmarks/accuracy_vs_bytes.py --data FOLDER --table --work      # with more local work
 
 What runs is the product's own code without its network: plans are opened and policies decide as on
 a server, devices keep ledgers and make real bodies, the server folds them and publishes models for
@@ -23,7 +24,7 @@ import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -58,13 +59,27 @@ Config = dict[str, Any]
 _FLOAT32: Config = {"profiles": [{"name": "float32", "compressor": {"id": "none"}}]}
 
 
-def _float32(inner: Config, factor: float = 1.0) -> tuple[Config, float]:
-    return {**_FLOAT32, "strategy": {"id": "ema", "inner": inner}}, factor
+class Recipe(NamedTuple):
+    """Fields of the task's configuration, factors of its learning rate and of its local steps, and
+    the weight of a proximal term."""
+
+    fields: Config = {}  # noqa: RUF012 - never changed
+    rate: float = 1.0
+    steps: float = 1.0
+    proximal: float = 0.0
+
+
+def _float32(inner: Config, rate: float = 1.0, steps: float = 1.0) -> Recipe:
+    return Recipe({**_FLOAT32, "strategy": {"id": "ema", "inner": inner}}, rate, steps)
 
 
 _FEDAVGM: Config = {"id": "fedavgm", "learning_rate": 1.0, "momentum": 0.8}
-RECIPES: Mapping[str, tuple[Config, float]] = {
-    "auto": ({}, 1.0),
+RECIPES: Mapping[str, Recipe] = {
+    "auto": Recipe(),
+    "auto, steps x 2": Recipe(steps=2.0),
+    "auto, steps x 4": Recipe(steps=4.0),
+    "auto, steps x 4, proximal .1": Recipe(steps=4.0, proximal=0.1),
+    "fedavg, steps x 4": _float32({"id": "fedavg"}, steps=4.0),
     "fedavg": _float32({"id": "fedavg"}),
     "fedavg, rate x 2": _float32({"id": "fedavg"}, 2.0),
     "fedavgm": _float32(_FEDAVGM),
@@ -72,7 +87,6 @@ RECIPES: Mapping[str, tuple[Config, float]] = {
     "fedadam .01": _float32({"id": "fedadam", "learning_rate": 0.01}),
     "fedadam .03": _float32({"id": "fedadam", "learning_rate": 0.03}),
 }
-"""Fields of the task's configuration, and what the task's learning rate is multiplied by."""
 
 
 @dataclass
@@ -94,7 +108,8 @@ def run(name: str, recipe: str, seed: int, data: Path, rounds: int | None = None
     """One task from its beginning to its end."""
     task = accuracy_tasks.made(name, data, seed)
     total = rounds or task.rounds
-    changes, factor = RECIPES[recipe]
+    changes, factor, steps, task.proximal = RECIPES[recipe]
+    task.steps = round(task.steps * steps)
     initial = Model.from_bytes(task.first_model.to_bytes())
     fields: Config = {
         "task": "task",
@@ -281,8 +296,49 @@ def table(store: Path, tasks: Sequence[str]) -> Iterator[str]:
                 yield row
 
 
+def work_table(store: Path, tasks: Sequence[str]) -> Iterator[str]:
+    """Markdown, of the runs with other local work that are there, beside auto and FedAvg."""
+    yield (
+        "| task | recipe | seeds | newest ends | average ends | up to FedAvg's end - .5: times "
+        "less than FedAvg, newest | average | MB up in all |"
+    )
+    yield "|" + "---|" * 8
+    for task in tasks:
+        for recipe in ("auto", *(each for each in RECIPES if "steps" in each)):
+            needed = (recipe, "fedavg", "auto, steps x 4")
+            seeds = [s for s in SEEDS if all(_file(store, task, n, s).exists() for n in needed)]
+            if not seeds:
+                continue
+            cells, sent = [], 0.0
+            for kind in ("newest", "average"):
+                ends, times = [], []
+                for seed in seeds:
+                    own, plain = (_curve(store, task, n, seed, kind) for n in (recipe, "fedavg"))
+                    assert own is not None
+                    assert plain is not None
+                    here, there = (each.reached(plain.end - MARGIN) for each in (own, plain))
+                    ends.append(100 * own.end)
+                    sent = own.up[-1] / 1e6
+                    if here is not None and there is not None:
+                        times.append(plain.up[there] / own.up[here])
+                never = len(ends) - len(times)
+                reached = f"{np.mean(times):.0f}" if times else "never"
+                cells.append(
+                    (
+                        f"{np.mean(ends):.1f}",
+                        reached + f" ({never} never)" * (0 < never < len(ends)),
+                    )
+                )
+            (newest, fewer), (average, fewer_average) = cells
+            yield (
+                f"| {task} | {recipe} | {len(seeds)} | {newest} | {average} | {fewer} | "
+                f"{fewer_average} | {sent:.3f} |"
+            )
+
+
 def _row(store: Path, task: str, kind: str) -> str:
-    tuned = [each for each in RECIPES if any(_file(store, task, each, s).exists() for s in SEEDS)]
+    usual = [each for each in RECIPES if "steps" not in each]
+    tuned = [each for each in usual if any(_file(store, task, each, s).exists() for s in SEEDS)]
     has_momentum = any(each.startswith("fedavgm") for each in tuned)
     needed = ["auto", "fedavg", *([each for each in tuned if each == "fedavgm"])]
     seeds = [
@@ -297,10 +353,10 @@ def _row(store: Path, task: str, kind: str) -> str:
 
     float32 = {
         recipe: made
-        for recipe in RECIPES
-        if recipe != "auto" and len(made := curves(recipe)) == len(seeds)
+        for recipe in usual
+        if not recipe.startswith("auto") and len(made := curves(recipe)) == len(seeds)
     }
-    plain = [name for name in float32 if name.startswith("fedavg") and "m" not in name[6:7]]
+    plain = [name for name in float32 if name in ("fedavg", "fedavg, rate x 2")]
     ends = {name: float(np.mean([each.end for each in made])) for name, made in float32.items()}
     fedavg = max(plain, key=lambda name: ends[name])
     best = max(ends, key=lambda name: ends[name])
@@ -343,11 +399,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--data", type=Path, default=Path("data"), help="see accuracy_tasks.py")
     parser.add_argument("--tasks", default=",".join(accuracy_tasks.TASKS))
-    parser.add_argument("--recipes", default=";".join(RECIPES), help="separated by semicolons")
+    usual = ";".join(each for each in RECIPES if "steps" not in each)
+    parser.add_argument("--recipes", default=usual, help="separated by semicolons")
     parser.add_argument("--seeds", default="0,1,2")
     parser.add_argument("--rounds", type=int, help="fewer than the task's own")
     parser.add_argument("--store", type=Path, default=STORE, help="where runs are kept")
     parser.add_argument("--table", action="store_true", help="print the table, run nothing")
+    parser.add_argument("--work", action="store_true", help="the table of other local work")
     parser.add_argument("--quick", action="store_true", help="digits, 12 rounds, FedAvg and auto")
     asked = parser.parse_args()
     tasks, seeds = asked.tasks.split(","), [int(seed) for seed in asked.seeds.split(",")]
@@ -372,7 +430,7 @@ def main() -> None:
                     f"average {ends[1]:.1f}, {done.up[-1] / 1e6:.3f} MB up",
                     flush=True,
                 )
-    print("\n".join(table(store, tasks)))
+    print("\n".join((work_table if asked.work else table)(store, tasks)))
 
 
 if __name__ == "__main__":

@@ -2,10 +2,13 @@
 
     python benchmarks/masked_bytes_to_accuracy.py [--task digits] [--only WORD] [--json FILE]
     python benchmarks/masked_bytes_to_accuracy.py --task fashion --data FOLDER
+    python benchmarks/masked_bytes_to_accuracy.py --task vowel --data FOLDER      # the default
 
 `digits`: a perceptron of 50,826 parameters, 100 clients split by Dirichlet(0.3), 20 a round.
 `fashion`: a convolutional network of 106,122, Dirichlet(0.1), 10 a round; it wants torch and the
-folder of the four files of Fashion-MNIST. In each round a tenth of the cohort drops out, whose
+folder of the four files of Fashion-MNIST. The tasks of accuracy_tasks.py (`vowel`, `satellite`,
+`letters`, and the digits with 10 a round as `digits 10`) compare the default of a masked task, at
+the task's own learning rate, with float32. In each round a tenth of the cohort drops out, whose
 updates go back to their residuals; their bodies are counted as if they had been sent.
 
 What runs is the product's own code without its network: RoundPlan, Ledger, Payload, Packing and the
@@ -26,7 +29,7 @@ import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # the products are too small to share
 
@@ -35,12 +38,17 @@ import numpy as np
 import numpy.typing as npt
 from harness import parser, save, seed_list
 
+if TYPE_CHECKING:
+    import accuracy_tasks
+
 from fedpress_client.ledger import Ledger
 from fedpress_compression.compressor import Public, from_config
 from fedpress_compression.fixed_point import FixedPoint
 from fedpress_compression.tensors import ModelSpec, Vector
+from fedpress_protocols.defaults import masked_default, strategy_for
 from fedpress_protocols.masking.payload import Payload
 from fedpress_protocols.messages import AVERAGE, Assignment, Receipt
+from fedpress_protocols.model import Model
 from fedpress_protocols.plan import (
     CohortRules,
     FixedPointTerms,
@@ -87,12 +95,48 @@ class Task(NamedTuple):
     rounds: int
     every: int
     margin: float
+    decay: float = 0.9
+    """Of the average."""
+    rate: float = 0.0
+    """The task's own learning rate, which untuned methods have."""
+
+
+class Table:
+    """A task of accuracy_tasks.py as `Data`."""
+
+    def __init__(self, task: accuracy_tasks.Task) -> None:
+        self._task, self._model = task, Model.from_bytes(task.first_model.to_bytes())
+        self.clients = tuple(task.clients)
+
+    def update(
+        self,
+        model: Vector,
+        client: int,
+        rng: np.random.Generator,
+        rate: float,
+        support: npt.NDArray[np.int64] | None,
+    ) -> Vector:
+        before = self._model.with_parameters(model)
+        return self._task.update(before, client, rng, rate, support)
+
+    def accuracy(self, model: Vector) -> float:
+        return self._task.measure(self._model.with_parameters(model))[0]
 
 
 def task_of(name: str, folder: Path | None, seed: int) -> Task:
     if name == "digits":
         digits = digits_task.Digits.split(seed)
         return Task(digits, digits_task.SPEC, digits_task.first_model(seed), 20, 150, 1, 0.015)
+    if name != "fashion":
+        import accuracy_tasks
+
+        made = accuracy_tasks.made(name.partition(" ")[0], folder or Path("data"), seed)
+        first = Model.from_bytes(made.first_model.to_bytes())
+        decay = strategy_for(made.rounds)["decay"]
+        return Task(
+            *(Table(made), first.spec, first.parameters, made.cohort, made.rounds, 3, 0.005),
+            *(decay, made.rate),
+        )
     import fashion_task  # torch, which only this task wants
 
     if folder is None:
@@ -207,6 +251,19 @@ METHODS: Mapping[str, tuple[Method, ...]] = {
 }
 
 
+_PROFILE, _TERMS = masked_default(is_restricted=True)
+_WHOLE, _DENSE = masked_default(is_restricted=False)
+_OWN = 0.0
+"""The learning rate of methods that have the task's own."""
+UNTUNED: tuple[Method, ...] = (
+    Method("float32, FedAvg", FLOAT32, FEDAVG, _OWN, None),
+    Method("float32, M .8", FLOAT32, momentum(0.8), _OWN, None),
+    Method("default", _PROFILE["compressor"], momentum(0.8), _OWN, _TERMS, True),
+    Method("default, not restricted", _WHOLE["compressor"], momentum(0.8), _OWN, _DENSE),
+)
+METHODS |= dict.fromkeys(("digits 10", "vowel", "satellite", "letters"), UNTUNED)
+
+
 def session_bytes(n: int, malicious: bool = True) -> int:
     """What a client sends in a session of `n` besides its body, in a complete graph: keys and
     signature, a sealed pair of shares and a share for every other, consent, and the reveal's head.
@@ -244,7 +301,7 @@ class Server:
     def __init__(self, task: Task, method: Method, seed: int) -> None:
         self.task, self.method, self.seed = task, method, seed
         self.made = from_config(method.compressor)
-        averaged = {"id": "ema", "inner": method.strategy}
+        averaged = {"id": "ema", "decay": task.decay, "inner": method.strategy}
         self.optimizer = strategy_from_config(averaged).optimizer
         self.parameters = task.first
         self.previous = np.zeros(task.spec.size, np.float32)
@@ -308,14 +365,14 @@ def train(task: Task, method: Method, seed: int, rounds: int) -> Curve:
     """One federated run, from the first model to the last."""
     server = Server(task, method, seed)
     ledgers = [Ledger("benchmark", f"client-{i}") for i in range(len(task.data.clients))]
-    chance = np.random.default_rng([3, seed])
+    chance, rate = np.random.default_rng([3, seed]), method.rate or task.rate
     curve, bodies, sessions = Curve([], [], [], [], []), 0, 0
     for number in range(1, rounds + 1):
         plan = server.plan()
         public, key = server.public(plan), f"round-{number}"
         may_move = plan.support("only", task.spec, public)
         cohort = chance.choice(len(ledgers), task.cohort, replace=False).tolist()
-        staying = cohort[: math.ceil((1 - DROPPED) * task.cohort)]
+        staying = cohort[: math.floor((1 - DROPPED) * task.cohort)]
         for client in cohort:
             assignment = Assignment(
                 assignment=key, client_id=ledgers[client].client_id, plan=plan, profile="only"
@@ -323,7 +380,7 @@ def train(task: Task, method: Method, seed: int, rounds: int) -> Curve:
             private = np.random.default_rng([4, seed, number, client])
             ledger, body = ledgers[client].prepare(
                 assignment,
-                task.data.update(server.parameters, client, private, method.rate, may_move),
+                task.data.update(server.parameters, client, private, rate, may_move),
                 task.data.clients[client].size,
                 task.spec,
                 private,
