@@ -231,7 +231,7 @@ def test_a_masked_task_has_one_profile_and_no_policy() -> None:
 
 
 def test_a_masked_task_that_trains_everything_sends_everything() -> None:
-    """A narrow support without restricted training would lose nineteen twentieths of each update."""
+    """A narrow support would lose most of each update, unless training keeps to it."""
     made = config(lane="masked", training={"restricted": False})
     assert [each.name for each in made.profiles] == ["all"]
     assert made.masking is not None
