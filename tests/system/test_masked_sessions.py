@@ -398,10 +398,10 @@ def test_a_device_that_dies_at_any_moment_masks_once(
         left -= 1
         return left == 0
 
-    def write_or_die(path: Path, data: bytes) -> None:
+    def write_or_die(path: Path, *parts: bytes | memoryview) -> None:
         if mortal in path.parents and dies():
             raise Lost("before a file")
-        write(path, data)
+        write(path, *parts)
         if mortal in path.parents and dies():
             raise Lost("after a file")
 
