@@ -36,8 +36,10 @@ from fedpress_compression.randomness import PublicRandomness
 from fedpress_compression.tensors import ModelSpec, Vector
 from fedpress_compression.update import Indices
 from fedpress_protocols.errors import FedpressError, IncompatiblePlan, WireVersionMismatch
-from fedpress_protocols.masking.graph import Adversary, parameters
+from fedpress_protocols.masking.graph import Adversary, honest_survivors, parameters
 from fedpress_protocols.masking.keystream import Suite
+from fedpress_protocols.privacy import accounting
+from fedpress_protocols.privacy.accounting import Curve
 from fedpress_protocols.upload import (
     MAX_REPORTS,
     REPORT_BYTES,
@@ -227,8 +229,51 @@ class MaskingTerms(Term):
     """The expected digest of the coordinates and their steps; clients verify it, see `Payload`."""
 
 
+class PrivacyTerms(Term):
+    """Terms of user-level differential privacy, by noise that every device adds to what it sends.
+
+    The numbers of an update that are sent have an L2 norm of at most `clip`, and the noise of the
+    honest devices in a sum together has the standard deviation `noise_multiplier` * `clip`, or more,
+    for each number. A device takes part `participations` times at most; for that many the terms
+    claim (`epsilon`, `delta`), and terms whose noise is too small for it are refused.
+    """
+
+    clip: Annotated[float, Field(ge=1e-9, le=2.0**20)]
+    noise_multiplier: Annotated[float, Field(ge=0.01, le=2.0**20)]
+    participations: Annotated[int, Field(ge=1, le=2**20)]
+    epsilon: Annotated[float, Field(gt=0, le=30)]
+    delta: Annotated[float, Field(ge=1e-11, lt=0.1)] = 1e-5
+
+    @property
+    def curve(self) -> Curve:
+        """The Rényi curve of one participation, see `accounting`."""
+        return accounting.participation(self.noise_multiplier)
+
+    def spent(self, participations: int) -> float:
+        """Epsilon, at `delta`, after so many participations."""
+        return accounting.epsilon_of(participations * self.curve, self.delta)
+
+    @model_validator(mode="after")
+    def _keeps_claim(self) -> PrivacyTerms:
+        spent = self.spent(self.participations)
+        if spent <= self.epsilon:
+            return self
+        try:
+            enough = accounting.noise_multiplier_for(self.epsilon, self.delta, self.participations)
+            advice = f"raise noise_multiplier to {enough:g}, lower participations, or"
+        except FedpressError:
+            advice = "lower participations, or"
+        raise ValueError(
+            f"a noise_multiplier of {self.noise_multiplier:g} spends epsilon {spent:.4g} at delta "
+            f"{self.delta:g} in {self.participations} participations, more than epsilon "
+            f"{self.epsilon:g}; {advice} raise epsilon"
+        )
+
+
 LEAST_MASKED = 3
 """Minimum number of clients in a masked sum: of two, each learns the other's update."""
+LEAST_HONEST = 2
+"""Minimum number of honest devices that share the noise of a private sum."""
 
 
 TWO_PHASES = (
@@ -250,6 +295,8 @@ class RoundPlan(Term):
     lane: Literal["clear", "masked"] = "clear"
     masking: MaskingTerms | None = None
     """Set in the masked lane only."""
+    privacy: PrivacyTerms | None = None
+    """Left out where updates are sent without noise; older releases do not know it."""
     profiles: Annotated[tuple[Profile, ...], Field(min_length=1, max_length=256)]
     training: TrainingTerms = TrainingTerms()
     client_terms: ClientTerms = ClientTerms()
@@ -283,6 +330,7 @@ class RoundPlan(Term):
         try:
             self.sum_bounds()
             self._fits_lane()
+            self._can_be_private()
             self._can_restrict()
             self._has_models()
             self._has_one_basis()
@@ -292,6 +340,13 @@ class RoundPlan(Term):
         except FedpressError as exc:
             raise ValueError(str(exc)) from exc
         return self
+
+    @model_serializer(mode="wrap")
+    def _without_privacy(self, serialize: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        fields: dict[str, Any] = serialize(self)
+        if fields.get("privacy", ...) is None:
+            del fields["privacy"]
+        return fields
 
     @classmethod
     def from_json(cls, text: str | bytes) -> RoundPlan:
@@ -333,6 +388,47 @@ class RoundPlan(Term):
         terms = self.masking
         for n in {self.cohort.minimum, self.cohort.size}:
             parameters(n, corrupt=terms.corrupt, dropout=terms.dropout, adversary=terms.adversary)
+
+    def _can_be_private(self) -> None:
+        if self.privacy is None:
+            return
+        if self.masking is None:
+            raise IncompatiblePlan(
+                "privacy terms in the clear lane, where the noise of one device alone would be all "
+                "that hides its update; use the masked lane, where the noise of a cohort adds up"
+            )
+        if self.masking.max_weight is not None:
+            raise IncompatiblePlan(
+                "privacy terms bound what one device contributes, and max_weight counts devices by "
+                "their examples, which are private too; leave max_weight out"
+            )
+        if self.report:
+            raise IncompatiblePlan(
+                f"reported numbers ({', '.join(self.report)}) are sent without noise, which the "
+                "privacy terms do not allow; choose a strategy that needs no reports"
+            )
+        if self.client_terms.control is not None:
+            raise IncompatiblePlan(
+                "control variates follow updates without noise, and the noisy mean drifts away from "
+                "them; choose a strategy without them, such as fedavg"
+            )
+        if self.noise_shares < LEAST_HONEST:
+            raise IncompatiblePlan(
+                f"of {self.cohort.minimum} survivors in a cohort of {self.cohort.size} only "
+                f"{self.noise_shares} are sure to be honest, fewer than {LEAST_HONEST}; raise "
+                "cohort.minimum, or lower masking.corrupt"
+            )
+
+    @property
+    def noise_shares(self) -> int:
+        """The number of devices in any sum whose noise counts: survivors that are honest for
+        certain, however many drop out. 0 outside of the masked lane."""
+        terms = self.masking
+        if terms is None:
+            return 0
+        return honest_survivors(
+            self.cohort.minimum, self.cohort.size, corrupt=terms.corrupt, adversary=terms.adversary
+        )
 
     def _can_restrict(self) -> None:
         if not self.training.restricted:

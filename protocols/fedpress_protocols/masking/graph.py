@@ -172,6 +172,21 @@ def sound_search(n: int, *, corrupt: float, dropout: float) -> Parameters | None
     return None
 
 
+def honest_survivors(minimum: int, maximum: int, *, corrupt: float, adversary: Adversary) -> int:
+    """The least number of honest clients in any sum that can be unmasked, of a session of up to
+    `maximum` clients that ends with `minimum` or more, as the survivors are said to be.
+
+    Of a complete graph, and against a server that keeps to the protocol, survivors are what they
+    are said to be. In a sparse graph a malicious server may leave up to half of the honest ones out
+    of the sum, see `Parameters.honest`.
+    """
+    least = max(0, minimum - _at_most(corrupt, maximum))
+    if adversary == "malicious" and maximum > COMPLETE_UP_TO:
+        fewest = max(minimum, COMPLETE_UP_TO + 1)
+        least = min(least, (fewest - _at_most(corrupt, fewest)) // 2 + 1)
+    return least
+
+
 def neighbours(n: int, degree: int, seed: bytes, *, is_spread: bool = False) -> Slots:
     """[n, degree]: the neighbours of every slot, ascending.
 

@@ -8,12 +8,17 @@ integers is the same for all: one public step for each number, stochastic roundi
 (Suresh et al. 2017, arXiv:1611.00429, Section 2.2), and a bound that excludes overflow of
 the cohort's sum. Example counts, clipping counts and reported numbers travel in the same sum, since
 nothing else may leave the device.
+
+Under privacy terms the step follows from the clip instead, every client's integers carry its share
+of the noise, and no count or report travels at all. The update that a client takes for sent is the
+one before noise, so noise never comes to be left over.
 """
 
 from __future__ import annotations
 
 import hashlib
 import math
+import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -29,6 +34,7 @@ from fedpress_protocols.errors import IncompatiblePlan, InvalidUpdate
 from fedpress_protocols.masking.keystream import MATERIAL_BYTES, add_keystream
 from fedpress_protocols.masking.ring import MAX_SUM, Bounded, Packing
 from fedpress_protocols.plan import MaskingTerms, RoundPlan
+from fedpress_protocols.privacy.grid import Grid
 from fedpress_protocols.upload import check_report
 
 Ints = npt.NDArray[np.int64]
@@ -59,7 +65,8 @@ class Aggregate:
     `numbers` [n] are the weighted mean of the linear map of their updates, and `mean` is lifted
     from them. `num_examples` is the cohort's; `report` has the means of what the clients reported,
     each weighted by its examples. `clipped` is the share of numbers that were out of range: if it
-    grows, the plan's headroom is too small.
+    grows, the plan's headroom is too small. Under privacy terms every client counts as one example,
+    and `clipped` is 0, since neither is sent.
     """
 
     numbers: Numbers
@@ -89,8 +96,13 @@ class Payload:
         self._terms: MaskingTerms = plan.masking
         self._map = as_linear(plan.profiles[0].compressor).linear_map(public)
         spread = self._map.spread
-        reach = np.where(spread > 0, self._terms.headroom * spread, self._terms.first_range)
-        self._steps: Numbers = reach / self._terms.levels
+        self.grid = _grid_of(plan, spread.size)
+        """Under privacy terms: the steps, and the noise of one client."""
+        if self.grid is not None:
+            self._steps: Numbers = np.full(spread.size, self.grid.step)
+        else:
+            reach = np.where(spread > 0, self._terms.headroom * spread, self._terms.first_range)
+            self._steps = reach / self._terms.levels
         if self._terms.support not in (None, self.digest):
             raise IncompatiblePlan(
                 f"the published models give a support of digest {self.digest[:12]}, the plan says "
@@ -120,6 +132,8 @@ class Payload:
     def vectors(self) -> tuple[Bounded, ...]:
         """The vectors that each client sends, with their bounds."""
         most_examples, num = self.plan.fixed_point.max_examples, self._steps.size
+        if self.grid is not None:
+            return (Bounded(_VALUES, num, self.grid.bound),)
         vectors = [Bounded(_VALUES, num, self._terms.levels), Bounded(_EXAMPLES, 1, most_examples)]
         if self._terms.max_weight is not None:
             vectors.append(Bounded(_WEIGHT, 1, self._terms.max_weight))
@@ -141,12 +155,19 @@ class Payload:
         `report` has the plan's numbers; `num_examples` is 1 to max_examples. Rounding draws from
         the ChaCha20 stream of `secret`, SECRET_BYTES known to nobody else and used once. Raises
         InvalidUpdate on NaN and infinity, and for reported numbers out of bounds.
+
+        Under privacy terms the integers have the client's share of the noise, by the system's own
+        randomness whatever `secret` is, and the update that they encode is the one before noise.
         """
         maximum = self.plan.fixed_point.max_examples
         if not 1 <= num_examples <= maximum:
             raise InvalidUpdate(f"num_examples must be in [1, {maximum}], not {num_examples}")
         reported = tuple(report[name] for name in self.plan.report)
         check_report(reported, self.plan.report)
+        if self.grid is not None:
+            plain = self.grid.rounded(self._map.project(update), secret)
+            noise = self.grid.noise(secrets.token_bytes(SECRET_BYTES))
+            return Contribution({_VALUES: plain + noise}, self._map.lift(plain * self._steps))
         weight = min(num_examples, self._most)
         unit = self._steps * (self._most / weight)
         scaled = self._map.project(update) / unit
@@ -173,6 +194,10 @@ class Payload:
                 or (np.abs(vector_sum) > num_clients * vector.bound).any()
             ):
                 raise InvalidUpdate(f"{vector.name}: not a valid sum of {num_clients} clients")
+        if self.grid is not None:
+            numbers = sums[_VALUES] * (self._steps / num_clients)
+            mean = self._map.lift(numbers)
+            return Aggregate(numbers, mean, num_clients, num_clients, {}, 0.0)
         num_examples = int(sums[_EXAMPLES][0])
         weight = num_clients if self._terms.max_weight is None else int(sums[_WEIGHT][0])
         if not 1 <= num_clients <= min(weight, num_examples):
@@ -201,6 +226,13 @@ class Payload:
         """Fractional bits of reported numbers: as many as fit into the sum."""
         largest = _REPORTED * self.plan.fixed_point.max_examples * self.plan.cohort.size
         return min(_FINEST, math.floor(math.log2(max(1, MAX_SUM // largest))))
+
+
+def _grid_of(plan: RoundPlan, size: int) -> Grid | None:
+    terms = plan.privacy
+    if terms is None:
+        return None
+    return Grid(size, terms.clip, terms.noise_multiplier, plan.noise_shares)
 
 
 def _one(value: int) -> Ints:

@@ -1,0 +1,1 @@
+"""User-level differential privacy: terms' cost, integer noise, and the grid that it is added on."""

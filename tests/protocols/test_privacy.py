@@ -1,0 +1,334 @@
+"""Differential privacy: what terms cost, the noise's distribution, and the grid it is added on."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from pydantic import ValidationError
+from scipy import special, stats
+
+from fedpress_protocols.errors import ConfigurationError, IncompatiblePlan, InvalidUpdate
+from fedpress_protocols.masking.graph import Adversary, honest_survivors
+from fedpress_protocols.masking.payload import Payload
+from fedpress_protocols.plan import PrivacyTerms, RoundPlan
+from fedpress_protocols.privacy import accounting, skellam
+from fedpress_protocols.privacy.grid import SECRET_BYTES, Grid
+from tests.protocols.test_masked_payload import (
+    KNOWN,
+    METHODS,
+    SHARED,
+    SPEC,
+    made_plan,
+    secret_of,
+    some_update,
+    summed,
+)
+
+PRIVATE = {"clip": 0.3, "noise_multiplier": 1.0, "participations": 1, "epsilon": 8.0}
+
+# dp-accounting 0.6.0: RdpAccountant(accounting.ORDERS), GaussianDpEvent(noise multiplier) composed
+# so many times, epsilon at delta; settings drawn at random, as printed.
+DP_ACCOUNTING = [
+    (9.3269, 100, 1e-06, 5.671059),
+    (1.2236, 1, 1e-06, 4.161818),
+    (1.7922, 10, 1e-04, 8.320414),
+    (0.4841, 298, 1e-04, 1279.411103),
+    (5.1335, 3, 1e-05, 1.405376),
+    (18.0789, 167, 1e-06, 3.586822),
+    (10.8738, 9, 1e-07, 1.400524),
+    (5.6459, 1, 1e-06, 0.790376),
+    (3.5156, 4, 1e-05, 2.503056),
+    (0.5142, 48, 1e-08, 198.576377),
+    (12.0313, 3, 1e-06, 0.633661),
+    (12.1309, 1, 1e-08, 0.428082),
+    (6.369, 1, 1e-04, 0.515179),
+    (2.2077, 3, 1e-06, 3.978431),
+    (1.426, 99, 1e-04, 56.509155),
+    (0.7166, 53, 1e-05, 113.336746),
+    (2.3127, 95, 1e-07, 32.493521),
+    (1.3975, 95, 1e-05, 58.769589),
+    (2.9077, 17, 1e-08, 9.006446),
+    (0.4234, 204, 1e-05, 1148.090466),
+]
+
+
+# The accountant
+
+
+@pytest.mark.parametrize(("noise", "count", "delta", "epsilon"), DP_ACCOUNTING)
+def test_epsilon_is_that_of_dp_accounting(
+    noise: float, count: int, delta: float, epsilon: float
+) -> None:
+    curve = accounting.composed([(count, accounting.gaussian(noise))])
+    assert accounting.epsilon_of(curve, delta) == pytest.approx(epsilon, rel=1e-4)
+
+
+@pytest.mark.parametrize(("noise", "count", "delta", "epsilon"), DP_ACCOUNTING)
+def test_the_terms_cost_what_gaussian_noise_costs_and_never_less(
+    noise: float, count: int, delta: float, epsilon: float
+) -> None:
+    spent = accounting.epsilon_of(count * accounting.participation(noise), delta)
+    assert epsilon * (1 - 1e-4) <= spent <= epsilon * (1.02 if noise >= 0.7 else 1.06)
+
+
+@pytest.mark.parametrize(
+    ("variance", "shift", "order", "exact"), [(25, 1, 2, 0.039975), (400, 3, 32, 0.355243)]
+)
+def test_the_skellam_curve_is_above_the_exact_divergence(
+    variance: int, shift: int, order: int, exact: float
+) -> None:
+    k = np.arange(-40 * int(math.sqrt(variance)), 40 * int(math.sqrt(variance)) + 1)
+
+    def log_pmf(values: np.ndarray) -> np.ndarray:
+        return np.log(special.ive(np.abs(values), float(variance)))
+
+    inside = np.isfinite(log_pmf(k)) & np.isfinite(log_pmf(k - shift))
+    p, q = log_pmf(k)[inside], log_pmf(k - shift)[inside]
+    divergence = special.logsumexp(order * p - (order - 1) * q) / (order - 1)
+    assert divergence == pytest.approx(exact, rel=1e-4)
+    noise = math.sqrt(variance) / shift
+    bound = accounting.skellam(noise, shift, shift)[accounting.ORDERS.index(order)]
+    general = accounting.skellam(noise, shift, shift**2)[accounting.ORDERS.index(order)]
+    assert divergence < bound <= general < 1.1 * divergence
+
+
+@given(st.floats(0.3, 50), st.integers(1, 10**7))
+@settings(max_examples=50, deadline=None)
+def test_one_participation_costs_no_less_than_its_grid(noise: float, size: int) -> None:
+    grid = Grid(size, 1.0, noise, 5)
+    sensitivity = math.sqrt(grid.squared_sensitivity)
+    l1 = min(math.sqrt(size) * sensitivity, grid.squared_sensitivity)
+    total = math.sqrt(5 * grid.variance) / sensitivity
+    assert total >= noise
+    exact = accounting.skellam(total, sensitivity, l1)
+    assert (exact <= accounting.participation(noise) * (1 + 1e-12)).all()
+
+
+def test_the_noise_found_for_an_epsilon_is_the_least() -> None:
+    for epsilon, delta, count in ((2.0, 1e-5, 10), (8.0, 1e-6, 1), (0.5, 1e-9, 100)):
+        noise = accounting.noise_multiplier_for(epsilon, delta, count)
+        cost = [
+            accounting.epsilon_of(count * accounting.participation(each), delta)
+            for each in (noise, 0.999 * noise)
+        ]
+        assert cost[0] <= epsilon < cost[1]
+
+
+def test_an_impossible_epsilon_or_delta_is_refused() -> None:
+    with pytest.raises(ConfigurationError, match="no noise makes 1 participations cost"):
+        accounting.noise_multiplier_for(1e-9, 1e-6, 1)
+    with pytest.raises(ConfigurationError, match="delta must lie in"):
+        accounting.epsilon_of(accounting.gaussian(1.0), 0.0)
+
+
+# Noise
+
+
+@pytest.mark.parametrize("variance", [1, 4, 30, 400, 12345])
+def test_noise_has_the_skellam_distribution(variance: int) -> None:
+    values = skellam.sample(200_000, variance, secret_of(variance))
+    spread = 2.5 * math.sqrt(variance)
+    edges = np.unique(np.round(np.linspace(-spread, spread, 40)))
+    half = variance / 2
+    probability = np.diff(np.concatenate([[0], stats.skellam.cdf(edges, half, half), [1]]))
+    counts = np.bincount(np.searchsorted(edges, values, side="left"), minlength=edges.size + 1)
+    assert stats.chisquare(counts, probability * values.size).pvalue > 1e-4
+    assert abs(values).max() <= skellam.reach(variance)
+
+
+@pytest.mark.parametrize("variance", [1, 9, 1000])
+def test_the_table_is_the_exact_distribution(variance: int) -> None:
+    table = skellam._table(variance)
+    k = np.arange(-table.reach, table.reach)
+    exact = stats.skellam.cdf(k, variance / 2, variance / 2)
+    found = np.array([each / 2**256 for each in table.fine])
+    np.testing.assert_allclose(found, exact, atol=1e-12)
+    tail = sum(special.ive(np.arange(table.reach + 1, 4 * table.reach + 9), float(variance)))
+    assert tail <= math.exp(-skellam.TAIL)
+
+
+def test_equal_leading_bits_are_decided_by_further_ones() -> None:
+    table = skellam._table(4)
+    middle = table.reach
+    uniform = np.full(1000, table.leading[middle], np.uint64)
+    values = table.values(uniform, secret_of(3), 0, uniform.size)
+    below = (table.fine[middle] & (2**192 - 1)) / 2**192
+    assert set(values.tolist()) == {0, 1}
+    assert np.mean(values == 0) == pytest.approx(below, abs=0.07)
+
+
+def test_noise_of_a_secret_is_the_same_whatever_the_chunks(monkeypatch: Any) -> None:
+    whole = skellam.sample(1000, 50, secret_of(1))
+    monkeypatch.setattr(skellam, "_CHUNK", 64)
+    np.testing.assert_array_equal(skellam.sample(1000, 50, secret_of(1)), whole)
+    assert whole[:8].tolist() == FROZEN
+
+
+FROZEN = [-5, -2, -21, 1, 1, -5, -12, -5]
+
+
+@pytest.mark.parametrize("variance", [0, skellam.MAX_VARIANCE + 1])
+def test_noise_beyond_the_table_is_refused(variance: int) -> None:
+    with pytest.raises(ConfigurationError, match="expected 1 to"):
+        skellam.sample(1, variance, secret_of(0))
+
+
+# The grid
+
+
+@given(st.integers(1, 3000), st.floats(1e-3, 1e3), st.integers(0, 2**32), st.booleans())
+@settings(max_examples=60, deadline=None)
+def test_no_input_leaves_the_sensitivity(
+    size: int, scale: float, seed: int, is_spike: bool
+) -> None:
+    grid = Grid(size, 1.0, 1.0, 10)
+    rng = np.random.default_rng(seed)
+    numbers = rng.normal(size=size) * scale
+    if is_spike:
+        numbers[0] = 1e30
+    values = grid.rounded(numbers, rng.bytes(SECRET_BYTES))
+    assert int(values @ values) <= grid.squared_sensitivity
+    assert abs(values).max() <= grid.largest
+    noised = values + grid.noise(rng.bytes(SECRET_BYTES))
+    assert abs(noised).max() <= grid.bound
+
+
+def test_numbers_within_the_clip_are_rounded_without_bias() -> None:
+    grid, rng = Grid(500, 1.0, 4.0, 10), np.random.default_rng(1)
+    numbers = rng.normal(size=500) * 0.02
+    mean = np.mean([grid.rounded(numbers, rng.bytes(SECRET_BYTES)) for _ in range(400)], axis=0)
+    np.testing.assert_allclose(mean * grid.step, numbers, atol=5 * 0.5 * grid.step / 20)
+
+
+def test_numbers_beyond_the_clip_are_scaled_to_it() -> None:
+    grid, numbers = Grid(2000, 0.5, 4.0, 10), np.full(2000, 3.0)
+    values = grid.rounded(numbers, secret_of(2)) * grid.step
+    assert np.linalg.norm(values) == pytest.approx(0.5, rel=0.05)
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_a_number_that_is_none_is_refused(value: float) -> None:
+    with pytest.raises(InvalidUpdate, match="not finite"):
+        Grid(3, 1.0, 1.0, 10).rounded(np.array([0.0, value, 1.0]), secret_of(0))
+
+
+# Terms
+
+
+def test_terms_whose_noise_is_too_small_are_refused_with_what_would_do() -> None:
+    with pytest.raises(ValidationError, match=r"raise noise_multiplier to 2\.01\d+"):
+        PrivacyTerms(clip=1, noise_multiplier=0.5, participations=10, epsilon=8)
+    terms = PrivacyTerms(clip=1, noise_multiplier=2.02, participations=10, epsilon=8)
+    assert 7.9 < terms.spent(10) <= 8
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"clip": 0},
+        {"clip": math.nan},
+        {"noise_multiplier": 0},
+        {"participations": 0},
+        {"epsilon": 70333, "noise_multiplier": 0.01},
+        {"delta": 0},
+        {"strength": 1},
+    ],
+)
+def test_terms_out_of_range_are_refused(wrong: dict[str, Any]) -> None:
+    with pytest.raises(ValidationError):
+        PrivacyTerms(**{**PRIVATE, **wrong})
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"lane": "clear", "masking": None, "previous_model": None}, "in the clear lane"),
+        ({"masking": {"max_weight": 5}}, "leave max_weight out"),
+        ({"report": ["loss"]}, "sent without noise"),
+        ({"client_terms": {"control": {"scale": 1.0}}}, "control variates"),
+        ({"masking": {"corrupt": 0.4, "adversary": "semi-honest"}}, "raise cohort.minimum"),
+        ({"profiles": [{"name": "a", "compressor": {"id": "topk", "fraction": 0.1}}]}, "commute"),
+    ],
+)
+def test_a_plan_that_cannot_be_private_is_refused(changes: dict[str, Any], reason: str) -> None:
+    with pytest.raises(IncompatiblePlan, match=reason):
+        made_plan(SHARED, privacy=PRIVATE, **changes)
+
+
+def test_a_plan_without_terms_is_what_it_was_before_there_were_any() -> None:
+    plan = made_plan(SHARED)
+    assert "privacy" not in plan.to_json()
+    private = made_plan(SHARED, privacy=PRIVATE)
+    assert RoundPlan.from_json(private.to_json()) == private
+    assert private.digest != plan.digest
+
+
+@pytest.mark.parametrize(
+    ("minimum", "maximum", "adversary", "least"),
+    [
+        (15, 20, "malicious", 13),
+        (15, 20, "semi-honest", 13),
+        (100, 100, "malicious", 90),
+        (180, 200, "malicious", 82),
+        (180, 200, "semi-honest", 160),
+        (1, 20, "malicious", 0),
+    ],
+)
+def test_noise_is_shared_by_survivors_that_are_surely_honest(
+    minimum: int, maximum: int, adversary: Adversary, least: int
+) -> None:
+    assert honest_survivors(minimum, maximum, corrupt=0.1, adversary=adversary) == least
+
+
+# Under masks
+
+
+def private_payload(name: str = "shared_support", **terms: Any) -> Payload:
+    plan = made_plan(METHODS[name], privacy={**PRIVATE, **terms})
+    return Payload(plan, plan.public(SPEC, previous=KNOWN))
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_the_sum_has_the_noise_of_all_survivors_and_the_mean_is_of_what_was_sent(name: str) -> None:
+    payload = private_payload(name)
+    grid = payload.grid
+    assert grid is not None
+    made = [payload.compress(some_update(i), 10, {}, secret_of(i)) for i in range(7)]
+    found = summed(payload, made)
+    plain = [payload._map.project(each.update.dense()) for each in made]
+    error = (found.numbers - np.mean(plain, axis=0)) * 7 / grid.step
+    assert grid.shares == 4  # of 5 survivors in a cohort of 10, 10 % corrupt
+    if name not in ("powersgd_onesided", "count_sketch", "randomk scaled"):  # lift, project: not 1
+        assert np.var(error) == pytest.approx(7 * grid.variance, rel=0.35)
+    assert 7 * grid.variance > 1.0**2 * grid.squared_sensitivity
+    assert (found.num_clients, found.num_examples, found.report) == (7, 7, {})
+
+
+def test_nothing_but_noised_values_is_in_the_sum() -> None:
+    assert [vector.name for vector in private_payload().vectors] == ["values"]
+
+
+def test_what_a_client_takes_for_sent_has_no_noise_in_it() -> None:
+    payload, update = private_payload(), some_update(4)
+    twice = [payload.compress(update, 10, {}, secret_of(4)) for _ in range(2)]
+    np.testing.assert_array_equal(twice[0].update.dense(), twice[1].update.dense())
+    assert (twice[0].integers["values"] != twice[1].integers["values"]).any()
+
+
+def test_an_update_beyond_the_clip_is_clipped_where_it_is_sent() -> None:
+    payload = private_payload(clip=0.001)
+    sent = payload.compress(some_update(1), 10, {}, secret_of(1)).update.dense()
+    assert 0 < np.linalg.norm(sent) <= 0.00105
+
+
+def test_a_sum_beyond_what_clients_can_send_is_refused() -> None:
+    payload = private_payload()
+    assert payload.grid is not None
+    wrong = np.full(payload.vectors[0].length, 3 * payload.grid.bound + 1)
+    with pytest.raises(InvalidUpdate, match="not a valid sum of 3"):
+        payload.decompress({"values": wrong}, 3)
