@@ -16,6 +16,7 @@ from fedpress_client.events import (
     KeyRotated,
     ModelEvaluated,
     ModelFineTuned,
+    PrivacySpent,
     ReceiptReceived,
     RoundAssigned,
     ServerRestored,
@@ -30,6 +31,7 @@ from fedpress_client.failures import FailurePolicy
 from fedpress_client.ledger import Ledger
 from fedpress_client.ledger_records import Discard, ResidualRules
 from fedpress_client.masking_rules import MaskingRules
+from fedpress_client.privacy_budget import PrivacyRules
 from fedpress_client.trainer import Evaluation, Trained, Trainer, TrainingRequest
 from fedpress_client.transport import HttpTransport, Retries, Traffic, Transport
 from fedpress_protocols.model import Model
@@ -56,6 +58,8 @@ __all__ = [
     "Model",
     "ModelEvaluated",
     "ModelFineTuned",
+    "PrivacyRules",
+    "PrivacySpent",
     "ReceiptReceived",
     "ResidualRules",
     "Retries",

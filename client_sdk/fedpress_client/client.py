@@ -29,6 +29,7 @@ from fedpress_client.joined_task import JoinedTask, log_discard, only_task
 from fedpress_client.ledger import Ledger
 from fedpress_client.model_reader import ModelReader
 from fedpress_client.outgoing import abandon_unfinished
+from fedpress_client.privacy_budget import PrivacyBudget
 from fedpress_client.receipts import SHORTEST_PAUSE
 from fedpress_client.settings import ClientOptions, ClientSettings, Services, Stopped, StopSwitch
 from fedpress_client.state import StateDirectory
@@ -83,6 +84,8 @@ class Client:
     `masking`: requirements of the device, whatever a plan says; with any, masking is required
     unless they say otherwise. A plan that they do not admit is declined, and the client goes on
     asking, less and less often; where no `task` was named it goes to the one masked task that runs.
+    `privacy`: the device's privacy budget, over all tasks of `state_dir`; what it has spent is
+    counted without it too, and a task's own limit holds.
     `fine_tuning`: terms to train the task's last model on by, for this device alone; see
     `own_model`. `failures`: how often training may fail in a row, and whether deadlines that cannot
     be met are declined.
@@ -109,7 +112,13 @@ class Client:
         key = self._directory.key()
         self._transport = transport or _open(url, key, settings, None, self._stopping.pause)
         services = Services(
-            settings, trainer, self._directory, self._transport, self._events, self._stopping
+            settings,
+            trainer,
+            self._directory,
+            self._transport,
+            self._events,
+            self._stopping,
+            PrivacyBudget(self._directory, settings.privacy_rules),
         )
         self._enrolment = Enrolment(services, key, url, token)
         self._runner = TaskRunner(services, self._enrolment, may_switch=task is None)

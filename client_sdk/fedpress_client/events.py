@@ -137,6 +137,21 @@ class UpdateTrained(ClientEvent):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PrivacySpent(ClientEvent):
+    """This device takes part for the `participations`th time of `max_participations`, and has spent
+    `epsilon` at `delta` in this task, `total_epsilon` in all; `against` says whom that covers."""
+
+    kind: ClassVar[str] = "privacy"
+
+    participations: int
+    max_participations: int
+    epsilon: float
+    total_epsilon: float
+    delta: float
+    against: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class UpdateUploaded(ClientEvent):
     """The server acknowledged an upload: it is stored durably, and its receipt will follow."""
 
@@ -160,7 +175,7 @@ class UploadRefused(ClientEvent):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AssignmentDeclined(ClientEvent):
     """This device gave an assignment back. The server learns `code`; `reason` stays here. `rule`
-    names the masking rule that a plan broke."""
+    names the rule on masking or privacy that a plan broke."""
 
     kind: ClassVar[str] = "declined"
 
@@ -240,6 +255,7 @@ Event = (
     | ModelEvaluated
     | EvaluationFailed
     | UpdateTrained
+    | PrivacySpent
     | UpdateUploaded
     | UploadRefused
     | AssignmentDeclined

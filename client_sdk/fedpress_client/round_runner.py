@@ -10,14 +10,14 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 import numpy as np
 
 from fedpress_client import tracing
 from fedpress_client.client_terms import TermsAtWork, check_honoured
 from fedpress_client.evaluation import Evaluator, finite
-from fedpress_client.events import RoundAssigned, UpdateTrained
+from fedpress_client.events import PrivacySpent, RoundAssigned, UpdateTrained
 from fedpress_client.failures import Durations, Failures
 from fedpress_client.joined_task import JoinedTask
 from fedpress_client.ledger import Ledger
@@ -37,13 +37,14 @@ from fedpress_protocols.errors import (
     InvalidUpdate,
     MalformedRequest,
     NotFound,
+    PlanDeclined,
     StateWriteError,
 )
 from fedpress_protocols.masking.payload import Payload
 from fedpress_protocols.masking.transcript import SessionConfig
 from fedpress_protocols.messages import Assignment, DeclineReason
 from fedpress_protocols.model import Model
-from fedpress_protocols.plan import agreed_version
+from fedpress_protocols.plan import RoundPlan, agreed_version
 from fedpress_protocols.upload import REPORT_BYTES, max_body_bytes
 
 _log = logging.getLogger(__name__)
@@ -167,6 +168,7 @@ class RoundRunner:
         task.check_assignment(assignment)
         agreed_version((plan.wire_version,))
         self._masked.check_plan(task, plan)
+        self._services.budget.check(plan)
         check_honoured(plan, self._services.trainer)
         compressor = plan.compressor(assignment.profile)
         self._models.keep_only(task, plan)
@@ -239,6 +241,8 @@ class RoundRunner:
         key = inputs.assignment.assignment
         part, session = task.masked_part, inputs.session
         try:
+            if output.body is not None:
+                self._debit(inputs.assignment.plan)
             if output.body is not None and session is not None and part is not None:
                 part.enter(key, session)
             task.save(output.ledger)
@@ -248,7 +252,18 @@ class RoundRunner:
             task.report_discards()
             self._fail(task, key, "storage-failed", exc)
             return False
+        except PlanDeclined as exc:  # another task of this device has spent what was left
+            outgoing.abandon()
+            task.save(task.ledger.refuse(key, output.update, "not-sent"))
+            self._uploads.decline(task, key, "privacy-budget", exc)
+            return False
         return True
+
+    def _debit(self, plan: RoundPlan) -> None:
+        """Spend the privacy that a body costs, durably, before the account has it to send."""
+        debit = self._services.budget.debit(plan)
+        if debit is not None:
+            self._services.events.emit(PrivacySpent(**asdict(debit)), plan)
 
     def _fail(self, task: JoinedTask, key: str, code: DeclineReason, error: Exception) -> None:
         """Decline what failed; raises `error` itself if it is one failure too many."""

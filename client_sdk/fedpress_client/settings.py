@@ -16,6 +16,7 @@ from fedpress_client.events import EventLog
 from fedpress_client.failures import FailurePolicy
 from fedpress_client.ledger_records import KEEP_ALL, Discard, ResidualRules
 from fedpress_client.masking_rules import FREE, MaskingRules
+from fedpress_client.privacy_budget import NO_RULES, PrivacyBudget, PrivacyRules
 from fedpress_client.state import StateDirectory
 from fedpress_client.trainer import Trainer
 from fedpress_client.transport import Transport
@@ -44,6 +45,7 @@ class ClientOptions(TypedDict, total=False):
     max_model_bytes: int
     rules: ResidualRules
     masking: MaskingRules | None
+    privacy: PrivacyRules | None
     fine_tuning: TrainingTerms | None
     attributes: Mapping[str, Attribute] | None
     failures: FailurePolicy | None
@@ -69,6 +71,7 @@ class ClientSettings:
     max_model_bytes: int = MAX_MODEL_BYTES
     rules: ResidualRules = KEEP_ALL
     masking: MaskingRules | None = None
+    privacy: PrivacyRules | None = None
     fine_tuning: TrainingTerms | None = None
     attributes: Mapping[str, Attribute] | None = None
     failures: FailurePolicy | None = None
@@ -90,6 +93,10 @@ class ClientSettings:
     @property
     def masking_rules(self) -> MaskingRules:
         return self.masking or FREE
+
+    @property
+    def privacy_rules(self) -> PrivacyRules:
+        return self.privacy or NO_RULES
 
     @property
     def failure_policy(self) -> FailurePolicy:
@@ -131,6 +138,7 @@ class Services:
     transport: Transport
     events: EventLog
     stopping: StopSwitch = field(repr=False)
+    budget: PrivacyBudget
 
 
 def _checked_attributes(attributes: Mapping[str, Attribute]) -> dict[str, Attribute]:

@@ -8,6 +8,7 @@ from fedpress_client import tracing
 from fedpress_client.events import AssignmentDeclined, UpdateUploaded, UploadRefused
 from fedpress_client.joined_task import JoinedTask
 from fedpress_client.ledger_records import Pending
+from fedpress_client.privacy_budget import BUDGET_RULES
 from fedpress_client.receipts import Receipts
 from fedpress_client.settings import Services
 from fedpress_client.uplink import UplinkMeter
@@ -83,7 +84,8 @@ class Uploads:
         rule = None
         if isinstance(reason, PlanDeclined):
             self.num_refused_plans += 1
-            rule, code = reason.members["rule"], "masking-rules"
+            rule = reason.members["rule"]
+            code = "privacy-budget" if rule in BUDGET_RULES else "masking-rules"
         event = AssignmentDeclined(assignment=key, code=code, reason=detail, rule=rule)
         self._events.emit(event)
         try:

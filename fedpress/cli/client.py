@@ -129,6 +129,20 @@ def client() -> None:
     "--attribute", multiple=True, metavar="KEY=VALUE", help="Of this device, for a task's rules."
 )
 @masking_options
+@click.option(
+    "--require-privacy", is_flag=True, help="Differential privacy: decline plans without noise."
+)
+@click.option(
+    "--max-epsilon",
+    type=click.FloatRange(min=0, min_open=True),
+    help="Differential privacy: spend no more, over all tasks; implies --require-privacy.",
+)
+@click.option(
+    "--privacy-delta",
+    type=click.FloatRange(min=1e-11, max=1, max_open=True),
+    default=1e-5,
+    help="Differential privacy: the delta at which --max-epsilon counts.",
+)
 @verbose
 def join(
     url: str,
@@ -144,11 +158,14 @@ def join(
     proxy: str | None,
     fine_tune: int,
     attribute: tuple[str, ...],
+    require_privacy: bool,
+    max_epsilon: float | None,
+    privacy_delta: float,
     verbose: bool,
     **masking: Any,
 ) -> None:
     """Take part in a task with your own trainer until the task ends."""
-    from fedpress_client import Client
+    from fedpress_client import Client, PrivacyRules
     from fedpress_client.apps import load_trainer
     from fedpress_protocols.plan import TrainingTerms
 
@@ -169,6 +186,9 @@ def join(
         client_key=client_key,
         proxy=proxy,
         masking=rules,
+        privacy=PrivacyRules(max_epsilon, privacy_delta)
+        if require_privacy or max_epsilon is not None
+        else None,
         fine_tuning=TrainingTerms(local_epochs=fine_tune) if fine_tune else None,
         attributes=attributes,
         on_event=_print_event,
@@ -185,7 +205,8 @@ def join(
 
 
 def _print_event(event: Event) -> None:
-    """Print changes of the device's identity, and plans that its own rules refused, on stderr."""
+    """Print changes of the device's identity, the privacy that it spends, and plans that its own
+    rules refused, on stderr."""
     from fedpress_client import events
 
     match event:
@@ -197,6 +218,12 @@ def _print_event(event: Event) -> None:
             line = "this device was approved"
         case events.KeyRotated(key_id=key):
             line = f"this device signs with key {key} from now on"
+        case events.PrivacySpent():
+            line = (
+                f"privacy: epsilon {event.epsilon:.3g} at delta {event.delta:g} is spent in this "
+                f"task, {event.total_epsilon:.3g} in all; participation {event.participations} of "
+                f"{event.max_participations}; against {event.against}"
+            )
         case events.AssignmentDeclined(reason=reason, rule=str()):
             line = f"declined: {reason}"
         case _:

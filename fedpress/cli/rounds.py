@@ -13,7 +13,7 @@ from fedpress.command_line import Group, argument, as_json, operates
 
 if TYPE_CHECKING:
     from fedpress.operator import Operator
-    from fedpress_protocols.messages import Durations, Measured, RoundStatus
+    from fedpress_protocols.messages import Durations, Measured, PrivacyStatus, RoundStatus
 
 
 @click.group("round", cls=Group)
@@ -148,6 +148,7 @@ def _whole(attempt: RoundStatus) -> Iterator[str]:
             f"{attempt.upload_bytes:,} bytes, {attempt.wire_upload_bytes:,} with headers",
         ),
         ("down", f"{attempt.download_bytes:,} bytes" + _forms(attempt)),
+        ("privacy", "" if attempt.privacy is None else privacy_spent(attempt.privacy)),
         ("made from", attempt.base_model),
         ("model", attempt.model or ""),
         *((f"  {name}", digest) for name, digest in attempt.published.items()),
@@ -163,6 +164,15 @@ def _whole(attempt: RoundStatus) -> Iterator[str]:
         if found:
             yield ""
             yield from table((heading, "devices", "examples", "measured"), _by(found), width=width)
+
+
+def privacy_spent(status: PrivacyStatus) -> str:
+    """The privacy spent, and against whom that is, in a sentence."""
+    return (
+        f"epsilon {status.epsilon:.3g} of {status.max_epsilon:g} at delta {status.delta:g}, by "
+        f"{status.participations} of {status.max_participations} participations of a device at "
+        f"most; against {status.against}"
+    )
 
 
 def _by_whom(measured: Measured | None) -> str:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from fedpress.cli.rounds import privacy_spent
 from fedpress.cli.tables import echo, fields, table, terminal_width
 from fedpress.cli.task_check import check_task
 from fedpress.command_line import PATH, Group, argument, as_json, operates, read
@@ -70,8 +71,12 @@ def show_task(server: Operator, task: str, configuration: bool, as_json: bool) -
     """Show one task: progress and models."""
     if configuration:
         click.echo(server.configuration(task).model_dump_json(indent=2))
-    else:
-        _echo(server.task(task), as_json)
+        return
+    summary = server.task(task)
+    newest = server.rounds(task, limit=1) if summary.lane == "masked" else ()
+    spent = newest[-1].privacy if newest else None
+    lines = [*_fields(summary), *fields([("privacy", privacy_spent(spent))] if spent else [])]
+    echo(summary, lines, as_json=as_json)
 
 
 @tasks.command("continue")

@@ -18,6 +18,7 @@ from fedpress_protocols.plan import (
     Digest,
     MaskingTerms,
     Name,
+    PrivacyTerms,
     Profile,
     RoundPlan,
     Term,
@@ -279,6 +280,7 @@ DeclineReason = Literal[
     "session-failed",
     "storage-failed",
     "upload-refused",
+    "privacy-budget",
 ]
 """Reasons to decline an assignment. A server counts reasons of later releases as `other`, and
 requests without one as `unstated`."""
@@ -458,6 +460,23 @@ class Durations(Term):
     """The 90% quantile of these durations plus a quarter."""
 
 
+class PrivacyStatus(Term):
+    """The privacy spent by a task's rounds up to one: by the device that took part most often, so
+    many times; `epsilon` at `delta`, of `max_epsilon` after `max_participations`.
+
+    `against` names whom it covers. It counts bodies that were received, also of rounds that failed.
+    """
+
+    participations: Annotated[int, Field(ge=0)]
+    max_participations: Annotated[int, Field(ge=1)]
+    epsilon: Annotated[float, Field(ge=0)]
+    max_epsilon: Annotated[float, Field(gt=0)]
+    delta: float
+    clip: float
+    noise_multiplier: float
+    against: str
+
+
 class RoundStatus(Term):
     """One attempt at a round, as operators and devices see it."""
 
@@ -506,6 +525,15 @@ class RoundStatus(Term):
     """The same by value of `group_by`, see EvaluationTerms; only for a single round."""
     classes: dict[Name, Measured] = Field(default_factory=dict)
     """Accuracy by class, over the reports that count classes; only for a single round."""
+    privacy: PrivacyStatus | None = None
+    """Left out for tasks without privacy terms."""
+
+    @model_serializer(mode="wrap")
+    def _without_privacy(self, serialize: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        fields: dict[str, Any] = serialize(self)
+        if fields.get("privacy", ...) is None:
+            del fields["privacy"]
+        return fields
 
 
 class Continuation(Term):
@@ -632,6 +660,8 @@ class TaskConfig(Term):
     lane: Literal["clear", "masked"] = "clear"
     masking: MaskingTerms | None = None
     """Terms of the masked lane; None there means the defaults."""
+    privacy: PrivacyTerms | None = None
+    """Terms of differential privacy, in the masked lane; None: updates are sent without noise."""
     profiles: Annotated[tuple[Profile, ...], Field(min_length=1, max_length=256)]
     """The profiles of all rounds, or of the rounds after the `schedule`."""
     schedule: Schedule = ()
@@ -717,6 +747,39 @@ class TaskConfig(Term):
             check_policies(self.policies, self.profiles, lane=self.lane, size=size)
         except ConfigurationError as exc:
             raise ValueError(str(exc)) from exc
+        return self
+
+    @model_validator(mode="after")
+    def _can_be_private(self) -> TaskConfig:
+        if self.privacy is None:
+            return self
+        if self.lane != "masked":
+            raise ValueError(
+                "privacy terms in the clear lane, whose uploads have no noise; set lane to masked"
+            )
+        if self.policies:
+            raise ValueError(
+                f"{', '.join(each.id for each in self.policies)} under privacy terms: what "
+                "policies go by is measured on devices' data, without noise; leave policies out"
+            )
+        if self.selection.policy in ("weighted", "loss"):
+            raise ValueError(
+                f"selection by {self.selection.policy} under privacy terms: devices tell neither "
+                "losses nor numbers of examples; choose first, uniform, seldom or reliable"
+            )
+        bodies = len(set(self.members)) * self.privacy.participations
+        if self.members and bodies < self.rounds * self.cohort.minimum:
+            raise ValueError(
+                f"{len(set(self.members))} members who take part {self.privacy.participations} "
+                f"times each are enough for {bodies // self.cohort.minimum} rounds of "
+                f"{self.cohort.minimum} clients or more, not for {self.rounds}; lower rounds, or "
+                "raise privacy.participations and the noise with it"
+            )
+        if self.evaluation.patience is not None:
+            raise ValueError(
+                "evaluation.patience under privacy terms: devices report no evaluations, whose "
+                "losses have no noise; leave patience out"
+            )
         return self
 
     @model_validator(mode="after")

@@ -232,10 +232,10 @@ class MaskingTerms(Term):
 class PrivacyTerms(Term):
     """Terms of user-level differential privacy, by noise that every device adds to what it sends.
 
-    The numbers of an update that are sent have an L2 norm of at most `clip`, and the noise of the
-    honest devices in a sum together has the standard deviation `noise_multiplier` * `clip`, or more,
-    for each number. A device takes part `participations` times at most; for that many the terms
-    claim (`epsilon`, `delta`), and terms whose noise is too small for it are refused.
+    The numbers of an update that are sent have an L2 norm of at most `clip`, and in each number the
+    noise of a sum's honest devices has, together, a standard deviation of at least
+    `noise_multiplier` * `clip`. A device takes part `participations` times at most; for that many
+    the terms claim (`epsilon`, `delta`), and terms whose noise is too small for it are refused.
     """
 
     clip: Annotated[float, Field(ge=1e-9, le=2.0**20)]
@@ -409,8 +409,8 @@ class RoundPlan(Term):
             )
         if self.client_terms.control is not None:
             raise IncompatiblePlan(
-                "control variates follow updates without noise, and the noisy mean drifts away from "
-                "them; choose a strategy without them, such as fedavg"
+                "control variates follow updates without noise, and the noisy mean drifts away "
+                "from them; choose a strategy without them, such as fedavg"
             )
         if self.noise_shares < LEAST_HONEST:
             raise IncompatiblePlan(
@@ -418,6 +418,17 @@ class RoundPlan(Term):
                 f"{self.noise_shares} are sure to be honest, fewer than {LEAST_HONEST}; raise "
                 "cohort.minimum, or lower masking.corrupt"
             )
+
+    @property
+    def private_against(self) -> str:
+        """The adversaries that the privacy terms' epsilon covers, in words; empty without terms."""
+        if self.privacy is None or self.masking is None:
+            return ""
+        server = "curious" if self.masking.adversary == "semi-honest" else "lying"
+        return (
+            f"a {server} server with {self.masking.corrupt:.0%} of a cohort at most, "
+            "other devices, and the public"
+        )
 
     @property
     def noise_shares(self) -> int:

@@ -193,6 +193,12 @@ class Metrics:
             "phase",
         )
         self.round_number = gauge("fedpress_round_number", "The current round of the task.", "task")
+        self.privacy_epsilon = gauge(
+            "fedpress_privacy_epsilon",
+            "Epsilon spent by the device that took part most often, before the open round; whom it "
+            "covers is in the round's status.",
+            "task",
+        )
         self.model_version = gauge(
             "fedpress_model_version", "The newest version of the task's model.", "task"
         )

@@ -63,7 +63,9 @@ class Grid:
     def variance(self) -> int:
         """Of each party's noise, in squared steps: Skellam."""
         total = self.noise_multiplier * self.noise_multiplier * self.squared_sensitivity
-        return max(1, math.ceil(total / self.shares))
+        variance = max(1, math.ceil(total / self.shares))
+        skellam.check_variance(variance)
+        return variance
 
     @cached_property
     def largest(self) -> int:

@@ -43,12 +43,22 @@ def reach(variance: int, tail: int = TAIL) -> int:
     return math.ceil(tail / 3 + math.sqrt(tail * tail / 9 + 2 * tail * variance))
 
 
+def check_variance(variance: int) -> None:
+    """Raise ConfigurationError for a variance that no table is made for."""
+    if not 1 <= variance <= MAX_VARIANCE:
+        raise ConfigurationError(
+            f"noise of variance {variance} for a device, expected 1 to {MAX_VARIANCE}",
+            hint="send a smaller support, lower the noise multiplier, or raise cohort.minimum",
+        )
+
+
 def sample(size: int, variance: int, secret: bytes) -> Ints:
     """`size` values of the `variance`, each of magnitude `reach` at most.
 
     `secret` is SECRET_BYTES known to nobody else and used once. Raises ConfigurationError for a
     variance outside [1, MAX_VARIANCE].
     """
+    check_variance(variance)
     table = _table(variance)
     values = np.empty(size, np.int64)
     words = np.zeros(min(size, _CHUNK), np.uint64)
@@ -90,12 +100,6 @@ class _Table:
 def _table(variance: int) -> _Table:
     """P[X = k] is proportional to I_k(v), the modified Bessel function of the first kind, and
     I_{k-1}(v) = I_{k+1}(v) + (2 k / v) I_k(v), which is stable downwards (Miller's algorithm)."""
-    if not 1 <= variance <= MAX_VARIANCE:
-        raise ConfigurationError(
-            f"noise of variance {variance} for a device, expected 1 to {MAX_VARIANCE}",
-            hint="the number of parameters sent or the noise multiplier is out of range; send a "
-            "smaller support, or choose more devices",
-        )
     limit = reach(variance)
     above, here = 0, _SCALE
     weights = [0] * (limit + 1)

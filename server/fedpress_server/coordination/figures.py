@@ -13,7 +13,7 @@ from fedpress_server.coordination.attempts import Attempt
 from fedpress_server.coordination.live import LiveTask
 from fedpress_server.metrics import Metrics
 from fedpress_server.observing import traces
-from fedpress_server.rounds import Part
+from fedpress_server.rounds import MaskedRound, Part
 from fedpress_server.settings import Settings
 from fedpress_server.storage.database import Database
 from fedpress_server.storage.records import RoundKey
@@ -62,7 +62,10 @@ class Figures:
             metrics.model_version.labels(name).set(task.record.round)
             if task.attempt is None:
                 continue
-            round_ = task.attempt.round
+            round_, privacy = task.attempt.round, task.config.privacy
+            if privacy is not None and isinstance(round_, MaskedRound):
+                spent = privacy.spent(round_.participations)
+                metrics.privacy_epsilon.labels(name).set(spent)
             metrics.round_state.labels(name, round_.phase).set(1)
             if round_.phase == "collecting" and math.isfinite(round_.deadline):
                 metrics.round_deadline.labels(name).set(round_.deadline)

@@ -60,7 +60,14 @@ from fedpress_server.rounds import (
     from_record,
     to_record,
 )
-from fedpress_server.storage import declines, identities, leases, participants, records
+from fedpress_server.storage import (
+    declines,
+    identities,
+    leases,
+    participants,
+    privacy,
+    records,
+)
 from fedpress_server.storage.files import model_name
 from fedpress_server.storage.payloads import Payloads
 from fedpress_server.storage.records import AssignmentRecord, ModelRecord, RoundKey, TaskRecord
@@ -81,17 +88,18 @@ def reopened(
     course = None if newest.course is None else Course.model_validate(newest.course)
     terms = RoundTerms(plan, spec, payloads, bases)
     begun = Attempt(masked_by(round_, host, terms, newest.opened_at), terms, course=course)
-    attempt, _ = replayed(connection, without_suspects(connection, begun))
+    attempt, _ = replayed(connection, without_excluded(connection, begun))
     given = {part.given for part in attempt.round.parts.values() if part.given is not None}
     plans = {key: records.plan_of(connection, (config.task, *key)) for key in sorted(given)}
     return replace(attempt, earlier={key: RoundPlan.from_json(plans[key]) for key in plans})
 
 
-def without_suspects(
+def without_excluded(
     connection: Connection, attempt: Attempt, ended: SessionStatus | None = None
 ) -> Attempt:
-    """`attempt` without those that the sessions of its task before have named; `ended`: the last of
-    them, where it is not on the disk yet."""
+    """`attempt` without those that the sessions of its task before have named, and without those
+    that have spent their privacy budget; `ended`: the last session, where it is not on the disk
+    yet."""
     round_ = attempt.round
     if not isinstance(round_, MaskedRound):
         return attempt
@@ -101,6 +109,11 @@ def without_suspects(
         sessions.append(ended)
     turn, rules = round_.number + round_.attempt, round_.rules
     names = left_out(sessions, turn, rules.members or frozenset(), rules.minimum)
+    terms = attempt.terms.plan.privacy
+    if terms is not None:
+        spent, most = privacy.participations(connection, attempt.key[0], terms.participations)
+        names |= spent
+        round_ = replace(round_, participations=most, num_spent=len(spent))
     return replace(attempt, round=replace(round_, left_out=names))
 
 

@@ -12,6 +12,7 @@ from fedpress_protocols.policies import divergence_guard
 from fedpress_server.coordination.attempts import Attempt
 from fedpress_server.coordination.commands import Command, Outcome
 from fedpress_server.registry.sweeping import files_of
+from fedpress_server.rounds import MaskedRound
 from fedpress_server.rounds.selection import Candidates
 from fedpress_server.storage.records import TaskRecord
 from fedpress_server.storage.scoreboard import Scoreboard
@@ -77,6 +78,14 @@ class LiveTask:
         return files_of(self.record, self.attempt.plans if self.attempt else ())
 
     @property
+    def _excluded(self) -> str:
+        """How many devices have no privacy budget left, in words; empty for none."""
+        round_ = None if self.attempt is None else self.attempt.round
+        if not isinstance(round_, MaskedRound) or not round_.num_spent:
+            return ""
+        return f"devices that take no further part, their privacy budget spent: {round_.num_spent}"
+
+    @property
     def summary(self) -> TaskSummary:
         record = self.record
         return TaskSummary(
@@ -88,7 +97,7 @@ class LiveTask:
             spec=record.spec,
             round=record.round,
             rounds=record.rounds,
-            reason=record.reason or (HELD if record.held_at is not None else ""),
+            reason=record.reason or (HELD if record.held_at is not None else self._excluded),
             lane=self.config.lane,
             downlink=self.config.downlink is not None,
         )

@@ -201,6 +201,7 @@ def opened(
             spec=carryover.spec.digest,
             lane=config.lane,
             masking=masking,
+            privacy=config.privacy,
             profiles=profiles,
             training=config.training,
             client_terms=strategy.client_terms.with_control(carryover.control),

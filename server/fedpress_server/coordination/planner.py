@@ -28,7 +28,7 @@ from fedpress_server.coordination.commands import (
     Resume,
 )
 from fedpress_server.coordination.jobs import jobs_of
-from fedpress_server.coordination.journal import without_suspects
+from fedpress_server.coordination.journal import without_excluded
 from fedpress_server.coordination.live import LiveTask, PendingCommand
 from fedpress_server.coordination.opening import (
     RoundCarryover,
@@ -188,7 +188,7 @@ class Planner:
         if follows.round.is_masked:
             begins, session = follows, applied.after.session
             status = None if session is None else session.status
-            follows = await self._database.read(lambda c: without_suspects(c, begins, status))
+            follows = await self._database.read(lambda c: without_excluded(c, begins, status))
         return follows, carried
 
     # Operators

@@ -13,7 +13,7 @@ from fedpress_server.coordination.attempts import Attempt
 from fedpress_server.coordination.live import LiveTask
 from fedpress_server.coordination.task_store import TaskStore
 from fedpress_server.folds.terms import RoundTerms
-from fedpress_server.storage import declines, records
+from fedpress_server.storage import declines, privacy, records
 from fedpress_server.storage.database import Database
 from fedpress_server.storage.files import artefact_name, base_name
 from fedpress_server.storage.payloads import Payloads
@@ -61,6 +61,7 @@ class Queries:
             if not found:
                 return found
             counted = declines.counts(connection, name, [each.round for each in found])
+            found = privacy.with_privacy(connection, name, found)
             return [
                 each.model_copy(update={"declined": counted.get((each.round, each.attempt), {})})
                 for each in found
@@ -79,6 +80,7 @@ class Queries:
             counted = declines.counts(connection, name, [number])
             seconds = declines.durations(connection, (name, number, found.attempt))
             why = counted.get((number, found.attempt), {})
+            (found,) = privacy.with_privacy(connection, name, [found])
             return found.model_copy(update={"declined": why, "durations": seconds})
 
         found = await self._database.read(read)

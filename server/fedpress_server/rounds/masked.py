@@ -56,7 +56,12 @@ class MaskedRound(Round):
     is_masked: ClassVar[bool] = True
 
     left_out: frozenset[str] = frozenset()
-    """Clients that take no part: named by the sessions before. A replay has no need of it."""
+    """Clients that take no part: named by the sessions before, or without privacy budget left. A
+    replay has no need of it."""
+    participations: int = field(default=0, compare=False)
+    """Under privacy terms: how often any client took part in the task before, at most."""
+    num_spent: int = field(default=0, compare=False)
+    """Under privacy terms: the number of clients left out because they have no budget left."""
     opens: Opening | None = field(default=None, compare=False, repr=False)
     session: Session | None = None
     """Once it has begun."""

@@ -1,0 +1,95 @@
+"""Participations of clients in private tasks, counted by the bodies received."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+import sqlalchemy as sa
+from sqlalchemy.engine import Connection
+
+from fedpress_protocols.messages import PrivacyStatus, RoundStatus
+from fedpress_protocols.plan import RoundPlan
+from fedpress_server.storage.tables import assignments, declines, rounds, uploads
+
+
+def participations(connection: Connection, task: str, most: int) -> tuple[frozenset[str], int]:
+    """The clients that have sent `most` bodies, or have said that their budget is spent; and the
+    most bodies of any client."""
+    number = sa.func.count()
+    by_client = (
+        sa.select(assignments.c.client_id, number)
+        .join(uploads, uploads.c.assignment == assignments.c.assignment)
+        .where(assignments.c.task == task)
+        .group_by(assignments.c.client_id)
+    )
+    counts = {client_id: count for client_id, count in connection.execute(by_client)}
+    refused = connection.scalars(
+        sa.select(assignments.c.client_id)
+        .join(declines, declines.c.assignment == assignments.c.assignment)
+        .where(declines.c.task == task, declines.c.reason == "privacy-budget")
+    )
+    spent = {client_id for client_id, count in counts.items() if count >= most}
+    return frozenset(spent.union(refused)), max(counts.values(), default=0)
+
+
+def with_privacy(
+    connection: Connection, task: str, found: Sequence[RoundStatus]
+) -> list[RoundStatus]:
+    """`found`, attempts at rounds of one task, with what was spent up to each."""
+    if not found:
+        return []
+    row = rounds.c
+    keys = {(each.round, each.attempt) for each in found}
+    numbers = [number for number, _ in keys]
+    plans = {
+        (number, attempt): RoundPlan.from_json(plan)
+        for number, attempt, plan in connection.execute(
+            sa.select(row.round, row.attempt, row.plan).where(
+                row.task == task, row.round.between(min(numbers), max(numbers))
+            )
+        )
+        if (number, attempt) in keys and '"privacy"' in plan
+    }
+    if not plans:
+        return list(found)
+    sent = connection.execute(
+        sa.select(assignments.c.round, assignments.c.attempt, assignments.c.client_id)
+        .join(uploads, uploads.c.assignment == assignments.c.assignment)
+        .where(assignments.c.task == task, assignments.c.round <= max(numbers))
+        .order_by(assignments.c.round, assignments.c.attempt)
+    ).all()
+    counts, most, position = Counter[str](), 0, 0
+    spent: dict[tuple[int, int], int] = {}
+    for key in sorted(keys):
+        while position < len(sent) and (sent[position].round, sent[position].attempt) <= key:
+            client_id = sent[position].client_id
+            counts[client_id] += 1
+            most, position = max(most, counts[client_id]), position + 1
+        spent[key] = most
+    return [
+        each
+        if (each.round, each.attempt) not in plans
+        else each.model_copy(
+            update={
+                "privacy": _status(plans[each.round, each.attempt], spent[each.round, each.attempt])
+            }
+        )
+        for each in found
+    ]
+
+
+def _status(plan: RoundPlan, participations: int) -> PrivacyStatus | None:
+    terms = plan.privacy
+    if terms is None:
+        return None
+    return PrivacyStatus(
+        participations=participations,
+        max_participations=terms.participations,
+        epsilon=terms.spent(participations),
+        max_epsilon=terms.epsilon,
+        delta=terms.delta,
+        clip=terms.clip,
+        noise_multiplier=terms.noise_multiplier,
+        against=plan.private_against,
+    )
