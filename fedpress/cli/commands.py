@@ -23,6 +23,7 @@ from fedpress.cli.models import models
 from fedpress.cli.observing import statistics
 from fedpress.cli.outcomes import as_family, exit_code, message
 from fedpress.cli.plan import plan
+from fedpress.cli.privacy import privacy
 from fedpress.cli.renamed import current_words
 from fedpress.cli.rounds import rounds
 from fedpress.cli.server import server
@@ -36,7 +37,7 @@ SECTIONS: Mapping[str, Sequence[click.Command]] = {
     "Try it, with no server": (demo, run_simulation, plan, benches, compressors, strategies),
     "Operate a server": (server, tasks, rounds, models, devices),
     "On a device": (client,),
-    "Secure aggregation": (authorities,),
+    "Secure aggregation and privacy": (authorities, privacy),
     "Shell": (completion,),
 }
 

@@ -228,6 +228,15 @@ class MaskingTerms(Term):
     support: Digest | None = None
     """The expected digest of the coordinates and their steps; clients verify it, see `Payload`."""
 
+    @property
+    def adversaries(self) -> str:
+        """Whom the noise of a private sum's honest clients protects from, in words."""
+        server = "curious" if self.adversary == "semi-honest" else "lying"
+        return (
+            f"a {server} server with {self.corrupt:.0%} of a cohort at most, other devices, and "
+            "the public"
+        )
+
 
 class PrivacyTerms(Term):
     """Terms of user-level differential privacy, by noise that every device adds to what it sends.
@@ -422,13 +431,7 @@ class RoundPlan(Term):
     @property
     def private_against(self) -> str:
         """The adversaries that the privacy terms' epsilon covers, in words; empty without terms."""
-        if self.privacy is None or self.masking is None:
-            return ""
-        server = "curious" if self.masking.adversary == "semi-honest" else "lying"
-        return (
-            f"a {server} server with {self.masking.corrupt:.0%} of a cohort at most, "
-            "other devices, and the public"
-        )
+        return "" if self.privacy is None or self.masking is None else self.masking.adversaries
 
     @property
     def noise_shares(self) -> int:

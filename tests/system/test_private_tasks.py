@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,7 @@ from fedpress_client import MaskingRules, PrivacyRules, privacy_budget
 from fedpress_client import state as state_module
 from fedpress_client.trainer import Evaluation
 from fedpress_protocols.errors import ConfigurationError, FedpressError, StateCorrupt
+from fedpress_protocols.masking import payload as payload_module
 from fedpress_protocols.model import Model
 from fedpress_protocols.plan import PrivacyTerms
 from tests.devices import ADMIN
@@ -25,6 +27,13 @@ CORRUPT_NONE = {"corrupt": 0.0}
 PRIVATE = {
     "clip": 0.05, "noise_multiplier": 2.1, "participations": 5, "epsilon": 6.0, "delta": 1e-5
 }  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def _repeatable_noise(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same noise in each run of a test, so that a test of chance cannot fail by chance."""
+    repeats = SimpleNamespace(token_bytes=np.random.default_rng(5).bytes)
+    monkeypatch.setattr(payload_module, "secrets", repeats)
 
 
 @pytest.fixture

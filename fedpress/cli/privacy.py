@@ -1,0 +1,92 @@
+"""The commands `fedpress privacy ...`."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any, get_args
+
+import click
+
+from fedpress.cli.tables import echo, fields, size, terminal_width
+from fedpress.command_line import Command, Group, argument, as_json
+from fedpress_protocols.masking.graph import Adversary
+
+if TYPE_CHECKING:
+    from fedpress.planning.privacy import PrivacyPlan, PrivateTask
+
+
+@click.group("privacy", cls=Group)
+def privacy() -> None:
+    """Plan differential privacy under masks."""
+
+
+@privacy.command("plan", cls=Command)
+@argument("model", help="A safetensors file, or a number of parameters: 50826, 350k, 1.5M.")
+@click.option("--epsilon", type=click.FloatRange(0, 30, min_open=True), required=True,
+              help="What one device may lose in the whole task.")  # fmt: skip
+@click.option("--delta", type=click.FloatRange(1e-11, 0.1, max_open=True), default=1e-5,
+              help="The chance that epsilon does not hold.")  # fmt: skip
+@click.option("--clip", type=click.FloatRange(1e-9, 2**20), required=True,
+              help="L2 norm to which what a device sends is clipped.")  # fmt: skip
+@click.option("--population", type=click.IntRange(min=3), required=True, help="Devices in all.")
+@click.option("--cohort", type=click.IntRange(min=3), default=100, help="Devices of a round.")
+@click.option("--minimum", type=click.IntRange(min=3), help="Survivors of a round, at least; 80 % "
+              "of the cohort if not set.")  # fmt: skip
+@click.option("--rounds", type=click.IntRange(min=1), default=100, help="Rounds of the task.")
+@click.option("--participations", type=click.IntRange(min=1, max=2**20), help="Of one device, at "
+              "most; the least that is enough if not set.")  # fmt: skip
+@click.option("--fraction", type=click.FloatRange(0, 1, min_open=True), default=0.05,
+              help="Share of the parameters that is sent, of shared_support.")  # fmt: skip
+@click.option("--corrupt", type=click.FloatRange(0, 1, max_open=True), default=0.1,
+              help="Share of a cohort that may collude with the server.")  # fmt: skip
+@click.option("--adversary", type=click.Choice(get_args(Adversary)), default="malicious",
+              help="The server to withstand.")  # fmt: skip
+@as_json
+def plan(model: str, minimum: int | None, participations: int | None, as_json: bool,
+         **asked: Any) -> None:  # fmt: skip
+    """Find the noise that keeps an epsilon, predict bits and error, and print the terms."""
+    from fedpress.planning.privacy import PrivateTask, planned
+    from fedpress.planning.situation import model_of
+
+    spec, _ = model_of(model)
+    least = math.ceil(0.8 * asked["cohort"]) if minimum is None else minimum
+    enough = math.ceil(asked["rounds"] * asked["cohort"] / asked["population"])
+    task = PrivateTask(
+        size=spec.size, minimum=max(3, least), participations=participations or enough, **asked
+    )
+    found = planned(task)
+    echo(found, _lines(task, found), as_json=as_json)
+
+
+def _lines(task: PrivateTask, plan: PrivacyPlan) -> Iterator[str]:
+    terms = plan.privacy
+    pairs = [
+        ("epsilon", f"{plan.task_epsilon:.4g} at delta {terms.delta:g}, for one device after "
+                    f"{terms.participations} participations"),
+        ("against", plan.against),
+        ("not hidden", "which devices take part, and when"),
+        ("noise", f"{terms.noise_multiplier:g} times the clip of {terms.clip:g} in each number of "
+                  f"the sum, from {plan.noise_shares} devices that are sure to be honest"),
+        ("error", f"noise of norm {plan.noise_norm:.3g} in a round's mean, {plan.round_error:.3g} "
+                  "times the clip"),
+        ("ring", f"{plan.ring_bits} bits a number, {plan.numbers_sent:,} of {task.size:,} numbers"),
+        ("upload", f"{size(plan.body_bytes)}, {plan.bits_per_parameter:.3g} bits a parameter"),
+    ]  # fmt: skip
+    yield from fields(pairs, width=terminal_width())
+    if plan.round_error > 1:
+        yield ""
+        yield (
+            "The noise is larger than any update's mean: raise --cohort with --population, lower "
+            "--fraction or --rounds, or raise --epsilon."
+        )
+    yield ""
+    yield "In the task's configuration:"
+    yield '  "lane": "masked",'
+    compressor = f'{{"id": "shared_support", "fraction": {task.fraction:g}}}'
+    feedback = f'{{"id": "error_feedback", "inner": {compressor}}}'
+    yield f'  "profiles": [{{"name": "private", "compressor": {feedback}}}],'
+    yield f'  "cohort": {{"size": {task.cohort}, "minimum": {task.minimum}}},'
+    chosen = plan.masking.model_dump_json(include={"adversary", "corrupt"})
+    yield f'  "masking": {chosen},'
+    yield f'  "privacy": {terms.model_dump_json()}'

@@ -1,0 +1,110 @@
+"""The plan of a private task: how much noise, how wide a ring, how large an error."""
+
+from __future__ import annotations
+
+import math
+
+from pydantic import BaseModel, ConfigDict
+
+from fedpress_protocols.errors import ConfigurationError
+from fedpress_protocols.masking.graph import Adversary, honest_survivors, parameters
+from fedpress_protocols.masking.ring import Bounded, Packing
+from fedpress_protocols.plan import LEAST_HONEST, LEAST_MASKED, MaskingTerms, PrivacyTerms
+from fedpress_protocols.privacy import accounting
+from fedpress_protocols.privacy.grid import Grid
+
+
+class PrivateTask(BaseModel):
+    """A private task; the names are those of `fedpress privacy plan`'s options."""
+
+    model_config = ConfigDict(frozen=True)
+
+    size: int
+    """Parameters of the model."""
+    fraction: float
+    """Share of the parameters that is sent."""
+    cohort: int
+    minimum: int
+    population: int
+    rounds: int
+    participations: int
+    epsilon: float
+    delta: float
+    clip: float
+    corrupt: float
+    adversary: Adversary
+
+
+class PrivacyPlan(BaseModel):
+    """`privacy` and `masking` are a task's; the other figures follow from them.
+
+    `noise_norm` is the expected L2 norm of the noise in a round's mean, of a full cohort, and
+    `round_error` that norm over `clip`, which is the largest norm of the mean without noise.
+    """
+
+    privacy: PrivacyTerms
+    masking: MaskingTerms
+    numbers_sent: int
+    noise_shares: int
+    ring_bits: int
+    bits_per_parameter: float
+    body_bytes: int
+    noise_norm: float
+    round_error: float
+    task_epsilon: float
+    against: str
+
+
+def planned(task: PrivateTask) -> PrivacyPlan:
+    """The least noise that keeps the task's epsilon, and what it costs.
+
+    Raises ConfigurationError with what to change where there is none.
+    """
+    if not LEAST_MASKED <= task.minimum <= task.cohort <= task.population:
+        raise ConfigurationError(
+            f"a minimum of {task.minimum}, a cohort of {task.cohort} and a population of "
+            f"{task.population}; expected {LEAST_MASKED} <= minimum <= cohort <= population"
+        )
+    enough = math.ceil(task.rounds * task.minimum / task.population)
+    if task.participations < enough:
+        raise ConfigurationError(
+            f"{task.rounds} rounds of {task.minimum} devices or more, out of {task.population}, "
+            f"take {enough} participations of a device, not {task.participations}",
+            hint="raise --participations or --population, or lower --rounds",
+        )
+    parameters(task.cohort, corrupt=task.corrupt, dropout=0.05, adversary=task.adversary)
+    shares = honest_survivors(
+        task.minimum, task.cohort, corrupt=task.corrupt, adversary=task.adversary
+    )
+    if shares < LEAST_HONEST:
+        raise ConfigurationError(
+            f"of {task.minimum} survivors in a cohort of {task.cohort} only {shares} are sure to "
+            f"be honest, fewer than {LEAST_HONEST}",
+            hint="raise --minimum, or lower --corrupt",
+        )
+    noise = accounting.noise_multiplier_for(task.epsilon, task.delta, task.participations)
+    terms = PrivacyTerms(
+        clip=task.clip,
+        noise_multiplier=noise,
+        participations=task.participations,
+        epsilon=task.epsilon,
+        delta=task.delta,
+    )
+    numbers = math.ceil(task.fraction * task.size)
+    grid = Grid(numbers, task.clip, noise, shares)
+    packing = Packing.of((Bounded("values", numbers, grid.bound),), task.cohort)
+    norm = math.sqrt(numbers * grid.variance / task.cohort) * grid.step
+    masking = MaskingTerms(adversary=task.adversary, corrupt=task.corrupt)
+    return PrivacyPlan(
+        privacy=terms,
+        masking=masking,
+        numbers_sent=numbers,
+        noise_shares=shares,
+        ring_bits=(2 * grid.bound * task.cohort).bit_length(),
+        bits_per_parameter=8 * packing.num_bytes / task.size,
+        body_bytes=packing.num_bytes,
+        noise_norm=norm,
+        round_error=norm / task.clip,
+        task_epsilon=terms.spent(task.participations),
+        against=masking.adversaries,
+    )

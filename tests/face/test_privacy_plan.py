@@ -1,0 +1,79 @@
+"""`fedpress privacy plan`: its figures are those of the task that it prints."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any
+
+import numpy as np
+import pytest
+from click.testing import CliRunner
+
+from fedpress.cli import app
+from fedpress.planning.privacy import PrivateTask, planned
+from fedpress_compression.tensors import ModelSpec, TensorSpec
+from fedpress_protocols.errors import ConfigurationError
+from fedpress_protocols.masking.payload import Payload
+from fedpress_protocols.messages import TaskConfig
+from fedpress_protocols.plan import RoundPlan
+from tests.face.commands import said
+from tests.protocols.test_masked_payload import plan_fields
+
+ASKED = ["privacy", "plan", "20k", "--epsilon", "8", "--clip", "0.5", "--population", "1000"]
+TASK: dict[str, Any] = {
+    "size": 20_000, "fraction": 0.05, "cohort": 20, "minimum": 15, "population": 200, "rounds": 50,
+    "participations": 5, "epsilon": 6.0, "delta": 1e-5, "clip": 0.5, "corrupt": 0.1,
+    "adversary": "malicious",
+}  # fmt: skip
+
+
+def test_the_printed_task_is_one_that_a_server_takes() -> None:
+    printed = said(CliRunner().invoke(app, ASKED))
+    block = "{" + printed.split("configuration:\n")[1] + "}"
+    fields = {"task": "a", "model": "0" * 64, "rounds": 100, **json.loads(block)}
+    config = TaskConfig.model_validate(fields)
+    assert config.privacy is not None
+    assert config.privacy.participations == 10
+    assert "against     a lying server with 10% of a cohort at most" in printed
+    assert "not hidden  which devices take part" in printed
+
+
+def test_bits_and_noise_are_those_of_the_real_payload() -> None:
+    plan = planned(PrivateTask(**TASK))
+    spec = ModelSpec((TensorSpec("w", (100, 200)),))
+    fields = plan_fields(
+        {"id": "shared_support", "fraction": 0.05},
+        cohort={"size": 20, "minimum": 15},
+        privacy=plan.privacy.model_dump(),
+        spec=spec.digest,
+    )
+    round_plan = RoundPlan.model_validate(fields)
+    payload = Payload(round_plan, round_plan.public(spec, previous=np.zeros(20_000, np.float32)))
+    assert payload.packing.num_bytes == plan.body_bytes
+    assert payload.grid is not None
+    assert payload.grid.shares == plan.noise_shares
+    assert plan.bits_per_parameter == 8 * plan.body_bytes / 20_000 < 2
+    rng = np.random.default_rng(1)
+    noise = sum(payload.grid.noise(rng.bytes(48)) for _ in range(20)) * payload.grid.step / 20
+    assert np.linalg.norm(noise) == pytest.approx(plan.noise_norm, rel=0.1)
+
+
+def test_figures_as_json() -> None:
+    figures = json.loads(said(CliRunner().invoke(app, [*ASKED, "--json"])))
+    assert figures["task_epsilon"] <= 8
+    assert figures["privacy"]["clip"] == 0.5
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"population": 10}, "expected 3 <= minimum <= cohort <= population"),
+        ({"participations": 2}, "raise --participations or --population"),
+        ({"corrupt": 0.3, "minimum": 7}, "raise --minimum, or lower --corrupt"),
+        ({"epsilon": 1e-6}, "raise epsilon"),
+    ],
+)
+def test_a_plan_that_cannot_be_says_what_to_change(changes: dict[str, Any], reason: str) -> None:
+    with pytest.raises(ConfigurationError, match=re.escape(reason)):
+        planned(PrivateTask(**{**TASK, **changes}))
