@@ -16,9 +16,13 @@ from fedpress_compression.tensors import ModelSpec, TensorSpec
 from fedpress_protocols.errors import ConfigurationError
 from fedpress_protocols.masking.payload import Payload
 from fedpress_protocols.messages import TaskConfig
+from fedpress_protocols.model import Model
 from fedpress_protocols.plan import RoundPlan
-from tests.face.commands import said
+from tests.devices import Operator
+from tests.face.commands import Command, said
+from tests.masked import masked_task
 from tests.protocols.test_masked_payload import plan_fields
+from tests.server.in_process import Server
 
 ASKED = ["privacy", "plan", "20k", "--epsilon", "8", "--clip", "0.5", "--population", "1000"]
 TASK: dict[str, Any] = {
@@ -77,3 +81,21 @@ def test_figures_as_json() -> None:
 def test_a_plan_that_cannot_be_says_what_to_change(changes: dict[str, Any], reason: str) -> None:
     with pytest.raises(ConfigurationError, match=re.escape(reason)):
         planned(PrivateTask(**{**TASK, **changes}))
+
+
+def test_show_says_what_was_spent_and_against_whom(server: Server, fedpress: Command) -> None:
+    model = Model.from_tensors({"w": np.zeros(40, np.float32)})
+    privacy = {"clip": 0.1, "noise_multiplier": 2.1, "participations": 5, "epsilon": 6.0}
+    masking = {"corrupt": 0.0, "adversary": "semi-honest"}
+    masked_task(Operator(server), model, 4, privacy=privacy, masking=masking)
+    for shown in (
+        said(fedpress("task", "show", "digits")),
+        said(fedpress("round", "show", "digits")),
+    ):
+        (line,) = [each for each in shown.splitlines() if each.startswith("privacy")]
+        assert " ".join(line.split()) == (
+            "privacy epsilon 0 of 6 at delta 1e-05, by 0 of 5 participations of a device at most; "
+            "against a curious server with 0% of a cohort at most, other devices, and the public"
+        )
+    plain = said(fedpress("task", "list"))
+    assert "digits" in plain
