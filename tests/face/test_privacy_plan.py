@@ -53,7 +53,9 @@ def test_bits_and_noise_are_those_of_the_real_payload() -> None:
         spec=spec.digest,
     )
     round_plan = RoundPlan.model_validate(fields)
-    payload = Payload(round_plan, round_plan.public(spec, previous=np.zeros(20_000, np.float32)))
+    payload = Payload(
+        round_plan, round_plan.public(spec, {"previous": np.zeros(20_000, np.float32)})
+    )
     assert payload.packing.num_bytes == plan.body_bytes
     assert payload.grid is not None
     assert payload.grid.shares == plan.noise_shares

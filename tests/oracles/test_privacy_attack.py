@@ -41,7 +41,7 @@ CORRUPT = 1
 def payload() -> Payload:
     """Of 10 devices 5 survive at least, 1 of them corrupt."""
     plan = made_plan(SHARED, privacy=CLAIM)
-    return Payload(plan, plan.public(SPEC, previous=KNOWN))
+    return Payload(plan, plan.public(SPEC, {"previous": KNOWN}))
 
 
 def scores(made: Payload, canary: np.ndarray, runs: int, *, takes_part: bool) -> np.ndarray:

@@ -106,7 +106,7 @@ def test_the_skellam_curve_is_above_the_exact_divergence(
     assert divergence < bound <= general < 1.1 * divergence
 
 
-@given(st.floats(0.3, 50), st.integers(1, 10**7))
+@given(st.floats(0.3, 30), st.integers(1, 10**6))
 @settings(max_examples=50, deadline=None)
 def test_one_participation_costs_no_less_than_its_grid(noise: float, size: int) -> None:
     grid = Grid(size, 1.0, noise, 5)
@@ -299,7 +299,7 @@ def test_noise_is_shared_by_survivors_that_are_surely_honest(
 
 def private_payload(name: str = "shared_support", **terms: Any) -> Payload:
     plan = made_plan(METHODS[name], privacy={**PRIVATE, **terms})
-    return Payload(plan, plan.public(SPEC, previous=KNOWN))
+    return Payload(plan, plan.public(SPEC, {"previous": KNOWN}))
 
 
 @pytest.mark.parametrize("name", METHODS)
