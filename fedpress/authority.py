@@ -102,7 +102,7 @@ def device_key(state_dir: Path) -> str:
 def read_requests(text: str) -> list[Request]:
     """One request a line, `KEY NAME`; empty lines and what follows a # are passed over. Raises
     ConfigurationError for the first line that is none, and where two ask for one name or key."""
-    found: list[Request] = []
+    requests: list[Request] = []
     for number, line in enumerate(text.splitlines(), 1):
         parts = line.partition("#")[0].split()
         if not parts:
@@ -110,10 +110,10 @@ def read_requests(text: str) -> list[Request]:
         if len(parts) != 2:
             raise ConfigurationError(f"line {number}: {line[:80]!r} is not a key and a name")
         made = Request(*parts)
-        if any(each.key == made.key or each.name == made.name for each in found):
+        if any(each.key == made.key or each.name == made.name for each in requests):
             raise ConfigurationError(f"line {number}: the key or the name comes twice")
-        found.append(made)
-    return found
+        requests.append(made)
+    return requests
 
 
 def inspected(file: Path) -> Certificate:
@@ -222,23 +222,23 @@ class EnrolmentAuthority:
         still, which the server has to keep out until they expire. Raises NotFound."""
         now = int(self._clock())
         with locked(open_lock(self._register)):
-            found = [
+            matching = [
                 each
                 for each in self.entries()
                 if which in (each.key, each.key_id, each.name, each.serial)
             ]
-            if not found:
+            if not matching:
                 raise NotFound(
                     f"nothing was issued to {which[:64]!r}",
                     hint="fedpress authority list shows all",
                 )
-            fresh = [each for each in found if each.revoked_at is None]
+            fresh = [each for each in matching if each.revoked_at is None]
             lines = [
                 Issued.model_validate(each.model_dump(exclude={"state"}) | {"revoked_at": now})
                 for each in fresh
             ]
             self._write(lines)
-        return [each for each in found if each.expires > now]
+        return [each for each in matching if each.expires > now]
 
     def entries(self) -> list[Entry]:
         """The issued certificates, in order, with their current state."""

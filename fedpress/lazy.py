@@ -34,13 +34,13 @@ def exports(
         if home is None:
             raise AttributeError(f"module {module!r} has no attribute {name!r}")
         try:
-            found = importlib.import_module(home)
+            imported = importlib.import_module(home)
         except ModuleNotFoundError as exc:
             if not extra:
                 raise
             raise MissingExtra(
                 f"{module}.{name} needs {exc.name}", hint=f"pip install 'fedpress[{extra}]'"
             ) from exc
-        return found if home == f"{module}.{name}" else getattr(found, name)
+        return imported if home == f"{module}.{name}" else getattr(imported, name)
 
     return attribute, lambda: sorted(homes)

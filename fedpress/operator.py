@@ -115,10 +115,10 @@ class Operator:
     ) -> TokenResponse:
         """As `create_token`, with what is told of it later. With `approve_each` every device that
         it brings waits for `approve_client`."""
-        given: dict[str, Any] = {} if expires_in is None else {"expires_in": expires_in}
+        options: dict[str, Any] = {} if expires_in is None else {"expires_in": expires_in}
         if approve_each:
-            given["approve_each"] = True
-        body = {"uses": uses, "note": note, **given}
+            options["approve_each"] = True
+        body = {"uses": uses, "note": note, **options}
         return self._read(TypeAdapter(TokenResponse), "POST", "/v1/admin/tokens", json=body)
 
     def tokens(self) -> list[TokenStatus]:
@@ -143,9 +143,9 @@ class Operator:
     def approve_client(self, client_id: str, *, key_id: str | None = None) -> ClientStatus:
         """Let a device in that waits. Raises Conflict where its key is not `key_id`, which the
         device itself has shown."""
-        if key_id is not None and (found := self.client(client_id).key_id) != key_id:
+        if key_id is not None and (actual := self.client(client_id).key_id) != key_id:
             raise Conflict(
-                f"client {client_id} has key {found}, and not {key_id}",
+                f"client {client_id} has key {actual}, and not {key_id}",
                 hint="somebody else may have used the token: reject this client",
             )
         return self._decide(client_id, "approve")
@@ -272,8 +272,8 @@ class Operator:
     ) -> OperatorToken:
         """A token for somebody with `role`, valid for `expires_in` seconds (None: the server's
         default). It is shown here and never again."""
-        given = {} if expires_in is None else {"expires_in": expires_in}
-        asked = _document(OperatorRequest(role=role, note=note, **given))
+        options = {} if expires_in is None else {"expires_in": expires_in}
+        asked = _document(OperatorRequest(role=role, note=note, **options))
         return self._read(TypeAdapter(OperatorToken), "POST", "/v1/admin/operators", **asked)
 
     def operators(self) -> list[OperatorStatus]:

@@ -86,8 +86,8 @@ class Requirement:
         if measured is None:
             return Finding(self, whose, None, missing)
         counted = _COUNTED.get(self.metric)
-        found = getattr(measured, counted) if counted else measured.metrics.get(self.metric)
-        return Finding(self, whose, found, "" if found is not None else "was not measured")
+        value = getattr(measured, counted) if counted else measured.metrics.get(self.metric)
+        return Finding(self, whose, value, "" if value is not None else "was not measured")
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,8 +110,8 @@ class Finding:
         of = f", {kind} {self.whose}" if self.whose and asked.one is None else ""
         if self.found is None:
             return f"{asked.text}: {self.missing}{of}"
-        found = f"{self.found:,}" if asked.metric in _COUNTED else f"{self.found:.6g}"
-        return f"{asked.text}: found {found}{of}"
+        value = f"{self.found:,}" if asked.metric in _COUNTED else f"{self.found:.6g}"
+        return f"{asked.text}: found {value}{of}"
 
 
 def examined(requirements: Iterable[Requirement], status: RoundStatus) -> list[Finding]:

@@ -128,8 +128,8 @@ class RegionalTrainer:
 
     def _noted(self) -> tuple[str, int] | None:
         try:
-            found = json.loads(self._file.read_text(encoding="utf-8"))
-            return str(found["leg"]), int(found["start"])
+            note = json.loads(self._file.read_text(encoding="utf-8"))
+            return str(note["leg"]), int(note["start"])
         except FileNotFoundError:
             return None
         except (ValueError, KeyError, TypeError) as exc:

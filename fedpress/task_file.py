@@ -51,9 +51,9 @@ def task_config(path: Path, model: str | None = None) -> TaskConfig:
     Raises ConfigurationError that says where and what, MissingExtra for YAML without PyYAML.
     """
     fields = _fields(path)
-    given = model or fields.get("model", _UNNAMED)
+    named_model = model or fields.get("model", _UNNAMED)
     try:
-        return TaskConfig.model_validate({**fields, "model": given}, strict=False)
+        return TaskConfig.model_validate({**fields, "model": named_model}, strict=False)
     except ValidationError as exc:
         raise ConfigurationError(f"{path}: {format_validation_errors(exc)}") from exc
 
@@ -117,9 +117,9 @@ def checked(path: Path, model: Path | Model | None) -> Checked:
     return Checked(config, None if initial is None else bound)
 
 
-def summary(path: Path, found: Checked) -> Iterator[str]:
+def summary(path: Path, checked: Checked) -> Iterator[str]:
     """For people, a line for each thing that is worth a second look."""
-    config = found.config
+    config = checked.config
     yield f"{path}: the task {config.task!r} is right"
     lane = f"{config.lane} lane"
     cohort = config.cohort
@@ -141,10 +141,10 @@ def summary(path: Path, found: Checked) -> Iterator[str]:
         every = config.retention.every
         besides = "" if every is None else f", one of every {every}"
         yield f"  files stay of the newest {config.retention.last} versions{besides}"
-    if found.max_upload is None:
+    if checked.max_upload is None:
         yield "  sizes and names of tensors are not checked: give the model with --model"
     else:
-        yield f"  an upload takes {found.max_upload:,} bytes at most"
+        yield f"  an upload takes {checked.max_upload:,} bytes at most"
 
 
 def _warnings(profiles: Iterable[Profile]) -> Iterator[str]:
@@ -171,8 +171,8 @@ def _fields(path: Path) -> dict[str, Any]:
         fields = _from_yaml(text) if is_yaml else json.loads(text, object_pairs_hook=_once)
     except (ValueError, RecursionError) as exc:
         kind = "YAML" if is_yaml else "JSON"
-        said = " ".join(str(exc).split())
-        raise ConfigurationError(f"{path} is not {kind}: {said}") from exc
+        reason = " ".join(str(exc).split())
+        raise ConfigurationError(f"{path} is not {kind}: {reason}") from exc
     if not isinstance(fields, dict):
         raise ConfigurationError(f"{path} holds a {type(fields).__name__}, not a task's fields")
     return fields
@@ -208,8 +208,8 @@ def _from_yaml(text: str) -> Any:
             return super().construct_mapping(node, deep)
 
     Loader.yaml_implicit_resolvers = {
-        first: [(tag, regexp) for tag, regexp in found if tag != "tag:yaml.org,2002:timestamp"]
-        for first, found in yaml.SafeLoader.yaml_implicit_resolvers.items()
+        first: [(tag, regexp) for tag, regexp in resolvers if tag != "tag:yaml.org,2002:timestamp"]
+        for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
     }
     Loader.add_implicit_resolver(
         "tag:yaml.org,2002:float",

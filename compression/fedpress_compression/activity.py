@@ -26,9 +26,9 @@ def averaged(average: Vector | None, step: Vector) -> Vector:
     operation rounded separately: the same bits on every machine."""
     if average is None:
         average = np.zeros_like(step)
-    kept: Vector = np.float32(DECAY) * average
-    kept += np.float32(1 - DECAY) * np.abs(step)
-    return kept
+    decayed: Vector = np.float32(DECAY) * average
+    decayed += np.float32(1 - DECAY) * np.abs(step)
+    return decayed
 
 
 def to_bytes(average: Vector, spec: ModelSpec) -> bytes:

@@ -71,7 +71,7 @@ def ranks(vector: Vector) -> Octets:
     counts = [count for c in range(1, CLASSES + 1) if (count := vector.size >> c)]
     ranks = np.array([vector.size - count for count in counts], np.intp)
     thresholds = np.partition(bits, ranks)
-    found = np.zeros(vector.size, np.uint8)
+    result = np.zeros(vector.size, np.uint8)
     for count in counts:
-        found += bits >= max(thresholds[vector.size - count], 1)
-    return found
+        result += bits >= max(thresholds[vector.size - count], 1)
+    return result

@@ -13,7 +13,7 @@ from fedpress_compression.fixed_point import Accumulator
 
 
 def decode_add(
-    found: Found,
+    fields: Found,
     compressor: Compressor[Any],
     public: Public,
     accumulator: Accumulator,
@@ -24,8 +24,8 @@ def decode_add(
     Raises DecodingError or InvalidUpdate without adding anything.
     """
     tabled = getattr(compressor.lossy, "tabled", None)
-    update = tabled(found, public) if tabled else None
+    update = tabled(fields, public) if tabled else None
     if update is not None and accumulator.add_tabled(update, weight):
         return
-    symbols = tuple(field.read() if isinstance(field, Grouped) else field for field in found)
+    symbols = tuple(field.read() if isinstance(field, Grouped) else field for field in fields)
     accumulator.add(compressor.decompress(symbols, public), weight)

@@ -103,11 +103,11 @@ class SideBySide:
         return np.concatenate([np.empty(0), *(inner.spread for inner, _ in self.groups)])
 
     def project(self, update: Vector) -> Numbers:
-        found = [
+        projections = [
             inner.project(np.concatenate([update[self.spec.slices[name]] for name in names]))
             for inner, names in self.groups
         ]
-        return np.concatenate([np.empty(0), *found])
+        return np.concatenate([np.empty(0), *projections])
 
     def lift(self, numbers: Numbers) -> Update:
         pieces: list[Piece] = []

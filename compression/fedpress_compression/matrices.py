@@ -53,16 +53,16 @@ def views(spec: ModelSpec, rank: int, min_rate: float) -> tuple[tuple[View, ...]
     Worth it is what rank components make smaller than a `min_rate`-th in numbers (Vogels et al.
     2019, Section 4.1, and torch's min_compression_rate).
     """
-    found, others = [], []
+    matrices, others = [], []
     for tensor in spec.trained:
         rows = tensor.shape[0] if len(tensor.shape) > 1 else 1
         columns = tensor.size // rows if rows else 0
-        kept = min(rank, rows, columns)
-        if 0 < (rows + columns) * kept * min_rate < tensor.size:
-            found.append(View(spec.slices[tensor.name], rows, columns, kept))
+        view_rank = min(rank, rows, columns)
+        if 0 < (rows + columns) * view_rank * min_rate < tensor.size:
+            matrices.append(View(spec.slices[tensor.name], rows, columns, view_rank))
         else:
             others.append(tensor.name)
-    return tuple(found), tuple(others)
+    return tuple(matrices), tuple(others)
 
 
 def product(left: Matrix, right: Matrix, scales: Iterable[float]) -> Vector:

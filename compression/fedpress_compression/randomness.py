@@ -56,15 +56,15 @@ class PublicStream:
         if not 1 <= bound < 2**63:
             raise ConfigurationError(f"a bound of {bound} outside [1, 2**63)")
         limit = 2**64 // bound * bound
-        found: list[npt.NDArray[np.uint64]] = []
+        drawn: list[npt.NDArray[np.uint64]] = []
         missing = count
         while missing:
             words = self.words(missing)
-            kept = words if limit == 2**64 else words[words < np.uint64(limit)]
-            found.append(kept % np.uint64(bound))
-            missing -= kept.size
+            accepted = words if limit == 2**64 else words[words < np.uint64(limit)]
+            drawn.append(accepted % np.uint64(bound))
+            missing -= accepted.size
         empty = np.empty(0, np.uint64)
-        return np.concatenate(found or [empty]).astype(np.int64)
+        return np.concatenate(drawn or [empty]).astype(np.int64)
 
     def bits(self, count: int) -> npt.NDArray[np.uint8]:
         """`count` fair bits from the next ceil(count / 64) words, each from its lowest bit up."""

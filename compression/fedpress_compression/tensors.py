@@ -120,11 +120,11 @@ class ModelSpec:
     @cached_property
     def slices(self) -> Mapping[str, slice]:
         """Where each trained tensor lies in the flat vector."""
-        found, start = {}, 0
+        by_name, start = {}, 0
         for tensor in self.trained:
-            found[tensor.name] = slice(start, start + tensor.size)
+            by_name[tensor.name] = slice(start, start + tensor.size)
             start += tensor.size
-        return found
+        return by_name
 
     @cached_property
     def digest(self) -> str:
@@ -168,9 +168,9 @@ class ModelSpec:
         for tensor in self.trained:
             array = tensors.get(tensor.name)
             if array is None or tuple(array.shape) != tensor.shape:
-                found = "missing" if array is None else f"of shape {tuple(array.shape)}"
+                problem = "missing" if array is None else f"of shape {tuple(array.shape)}"
                 raise ConfigurationError(
-                    f"tensor {tensor.name!r} is {found}, expected shape {tensor.shape}"
+                    f"tensor {tensor.name!r} is {problem}, expected shape {tensor.shape}"
                 )
             flat[self.slices[tensor.name]] = np.asarray(array, np.float32).ravel()
         return flat

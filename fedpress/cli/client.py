@@ -344,10 +344,10 @@ def _masking_rules(
     return MaskingRules(**set_by_user) if set_by_user else None
 
 
-def _attributes(given: Sequence[str]) -> dict[str, float | str]:
+def _attributes(texts: Sequence[str]) -> dict[str, float | str]:
     """`KEY=VALUE` each; a value that reads as a finite number is one."""
     attributes: dict[str, float | str] = {}
-    for text in given:
+    for text in texts:
         name, has_value, value = text.partition("=")
         if not has_value or name in attributes:
             raise ConfigurationError(

@@ -93,7 +93,7 @@ def plan(
     from fedpress.update_file import Updates
 
     spec, size = model_of(model)
-    given = asked["uplink"] if downlink is None else downlink
+    chosen_downlink = asked["uplink"] if downlink is None else downlink
     real = None if update is None else Drawn.real(Updates.load(update))
     if real is not None and real.spec.size != spec.size:
         raise ConfigurationError(
@@ -115,7 +115,7 @@ def plan(
             "options of a trial, and no trial is asked for", hint="add --trial, or remove them"
         )
     report = planned(
-        Situation(model, spec, size, downlink=given, **asked),
+        Situation(model, spec, size, downlink=chosen_downlink, **asked),
         own,
         real,
         Trial(**chosen) if trial else None,

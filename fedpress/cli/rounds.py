@@ -160,10 +160,12 @@ def _whole(attempt: RoundStatus) -> Iterator[str]:
         *((("warning", each) for each in course.warnings) if course is not None else ()),
     ]
     yield from fields(pairs, width=width)
-    for heading, found in (("group", attempt.groups), ("class", attempt.classes)):
-        if found:
+    for heading, measured_by_key in (("group", attempt.groups), ("class", attempt.classes)):
+        if measured_by_key:
             yield ""
-            yield from table((heading, "devices", "examples", "measured"), _by(found), width=width)
+            yield from table(
+                (heading, "devices", "examples", "measured"), _by(measured_by_key), width=width
+            )
 
 
 def privacy_spent(status: PrivacyStatus) -> str:

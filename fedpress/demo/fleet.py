@@ -128,13 +128,13 @@ def _interrupts_held_back() -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield  # Ctrl-C reaches the main thread alone
         return
-    came: list[int] = []
-    before = signal.signal(signal.SIGINT, lambda number, frame: came.append(number))
+    interrupts: list[int] = []
+    before = signal.signal(signal.SIGINT, lambda number, frame: interrupts.append(number))
     try:
         yield
     finally:
         signal.signal(signal.SIGINT, before)
-    if came:
+    if interrupts:
         raise KeyboardInterrupt
 
 

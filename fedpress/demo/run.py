@@ -132,6 +132,6 @@ def _caught_up(operator: Operator, history: History, test: digits.Images, rounds
 
 def _committed(statuses: list[RoundStatus]) -> Iterator[list[RoundStatus]]:
     for _, attempts in groupby(statuses, key=lambda status: status.round):
-        found = list(attempts)
-        if found[-1].state == "committed":
-            yield found
+        of_round = list(attempts)
+        if of_round[-1].state == "committed":
+            yield of_round

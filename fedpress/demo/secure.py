@@ -152,17 +152,17 @@ class DemoDevice:
                 return
 
     def _heard(self, event: Event) -> None:
-        found, number = self._findings, self._number
+        findings, number = self._findings, self._number
         step = event.step if isinstance(event, SessionAdvanced) else event.kind
-        found.steps[number] = step
+        findings.steps[number] = step
         if isinstance(event, ReceiptReceived):
-            found.fates[event.round, number] = event.reason
+            findings.fates[event.round, number] = event.reason
         if step in ("trained", "masked") and self._client is not None:
-            bodies = found.plain if step == "trained" else found.masked
-            for held in self._client.ledger.pending.values():
-                bodies[held.round, number] = held.body
+            bodies = findings.plain if step == "trained" else findings.masked
+            for pending in self._client.ledger.pending.values():
+                bodies[pending.round, number] = pending.body
         if step == self._goes_after and event.round == self._drop_round:
-            found.left[number], self._goes_after = step, None
+            findings.left[number], self._goes_after = step, None
             raise Gone
 
 

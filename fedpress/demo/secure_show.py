@@ -79,15 +79,15 @@ class Screen:
         for status, accuracy in zip(
             self._findings.rounds[-12:], self._findings.accuracies[-12:], strict=True
         ):
-            found = session(status)
-            answered = [str(found.answered.get(step, 0)) for step in _STEPS]
+            summary = session(status)
+            answered = [str(summary.answered.get(step, 0)) for step in _STEPS]
             table.add_row(
                 str(status.round),
                 f"{100 * accuracy:.1f}%",
-                str(found.began),
+                str(summary.began),
                 *answered,
                 f"[bold]{status.included}[/]",
-                f"{found.seconds or 0:.1f} s",
+                f"{summary.seconds or 0:.1f} s",
             )
         return table
 
@@ -107,16 +107,16 @@ def session(status: RoundStatus) -> SessionStatus:
 def print_report(console: Console, findings: Findings, drop_round: int) -> None:
     """The server's view, and what stayed hidden, in the round with drop-outs."""
     status = next(each for each in findings.rounds if each.round == drop_round)
-    found = session(status)
+    summary = session(status)
     of_round = {device: body for (r, device), body in findings.masked.items() if r == drop_round}
     plain = {device: body for (r, device), body in findings.plain.items() if r == drop_round}
     masked_all, plain_all = (b"".join(of_round.values()), b"".join(plain.values()))
     size = len(next(iter(of_round.values())))
-    told = found.message_bytes / found.began
+    bytes_per_client = summary.message_bytes / summary.began
     table = Table(title=f"Round {drop_round}: what the server saw", title_justify="left")
     table.add_column("")
     table.add_column("of each device", justify="right")
-    table.add_row("keys, sealed shares, signatures", f"{told:,.0f} B")
+    table.add_row("keys, sealed shares, signatures", f"{bytes_per_client:,.0f} B")
     table.add_row("masked update", f"{size:,} B")
     table.add_row("its bytes, were they random: chi-square p", f"{uniformity(masked_all):.3f}")
     table.add_row("zlib makes of them", f"{shrunk(masked_all):.1%}")
@@ -131,7 +131,7 @@ def print_report(console: Console, findings: Findings, drop_round: int) -> None:
         for number, step in sorted(findings.left.items())
     )
     saw = (
-        f"who took part and when; {found.began} certified keys; the sum of {status.included} "
+        f"who took part and when; {summary.began} certified keys; the sum of {status.included} "
         f"updates, of {status.num_examples:,} examples in all."
     )
     could_not = (
@@ -155,11 +155,11 @@ def print_report(console: Console, findings: Findings, drop_round: int) -> None:
     )
     console.print(Panel(text, width=min(console.width, 100)))
     total = sum(each.upload_bytes for each in findings.rounds)
-    said = sum(session(each).message_bytes for each in findings.rounds)
+    message_bytes = sum(session(each).message_bytes for each in findings.rounds)
     console.print(
         f"{len(findings.rounds)} rounds, {findings.clients} clients, accuracy "
         f"{100 * findings.accuracies[-1]:.2f}%; masked updates {total:,} B, the protocol around "
-        f"them {said:,} B",
+        f"them {message_bytes:,} B",
         highlight=False,
     )
 

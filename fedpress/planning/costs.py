@@ -93,8 +93,8 @@ def _clear(candidate: Candidate, situation: Situation, drawn: Drawn, factor: flo
     bodies, seconds, adding = [], [], []
     for body, preparing in _prepared(candidate, situation, drawn):
         begun = time.thread_time()
-        _, _, found = Upload.find(body, (layout,), 0, contexts)
-        decode_add(found, made, public, sums, 1)
+        _, _, fields = Upload.find(body, (layout,), 0, contexts)
+        decode_add(fields, made, public, sums, 1)
         adding.append(time.thread_time() - begun)
         bodies.append(len(body))
         seconds.append(preparing)
@@ -111,7 +111,7 @@ def _masked(candidate: Candidate, situation: Situation, drawn: Drawn, factor: fl
     payload = Payload(plan, plan.public(drawn.spec, {"previous": drawn.previous}))
     config = agreed(payload, population=_POPULATION, server_key=bytes(32))
     graph = config.parameters(situation.cohort)
-    said = session_bytes(config)
+    messages = session_bytes(config)
     packing = payload.packing
     session = SessionSeconds.measured(packing.num_words)
     total = np.zeros(packing.num_words, np.uint64)
@@ -132,8 +132,8 @@ def _masked(candidate: Candidate, situation: Situation, drawn: Drawn, factor: fl
         + graph.degree * session.neighbour,
         server_seconds=factor
         * (median(adding[1:]) + (1 - lost + lost * graph.degree) * session.mask),
-        sent=said.sent,
-        received=said.received,
+        sent=messages.sent,
+        received=messages.received,
         round_trips=_PLAIN_TRIPS + ROUND_TRIPS,
         factor=factor,
     )

@@ -58,8 +58,8 @@ def _feedback(inner: Config) -> Config:
 
 
 def _by_tensor(large: Config, small: Config | None = None) -> Config:
-    given = {} if small is None else {"small": small}
-    return {"id": "per_tensor", "large": large, **given}
+    small_terms = {} if small is None else {"small": small}
+    return {"id": "per_tensor", "large": large, **small_terms}
 
 
 def _topk(fraction: float, bits: int = 0) -> Config:

@@ -80,7 +80,9 @@ def session_bytes(config: SessionConfig) -> SessionBytes:
         *((Consents((consent,) * consents),) if config.adversary == "malicious" else ()),
         Receipt(_DIGEST, everybody, _DIGEST),
     )
-    return SessionBytes(*(sum(len(each.to_bytes()) for each in said) for said in (sent, received)))
+    return SessionBytes(
+        *(sum(len(each.to_bytes()) for each in messages) for messages in (sent, received))
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -90,8 +90,8 @@ def model_of(text: str) -> tuple[ModelSpec, int]:
     `text` is a safetensors file, or a number of parameters with k, M or G behind it; see `sized`.
     Raises ConfigurationError if it is neither.
     """
-    found = _SIZE.fullmatch(text)
-    if found is None or Path(text).is_file():
+    match = _SIZE.fullmatch(text)
+    if match is None or Path(text).is_file():
         try:
             data = Path(text).read_bytes()
         except OSError as exc:
@@ -100,7 +100,7 @@ def model_of(text: str) -> tuple[ModelSpec, int]:
                 hint="give a safetensors file, or a number of parameters such as 50826, 350k, 1.5M",
             ) from exc
         return Model.from_bytes(data).spec, len(data)
-    size = round(float(found[1]) * _UNITS[found[2]])
+    size = round(float(match[1]) * _UNITS[match[2]])
     if not 1 <= size <= 100 * _UNITS["G"]:
         raise ConfigurationError(f"a model of {size:,} parameters, outside [1, 100G]")
     spec = sized(size)

@@ -36,13 +36,13 @@ class Drawn:
     previous: Vector
 
     @classmethod
-    def real(cls, given: Updates) -> Drawn:
+    def real(cls, recorded: Updates) -> Drawn:
         """Those of a file, one client's after the other as if they were one's; the first twice,
         since what a device uploads first is not measured."""
-        updates = tuple(given.updates)
-        known = given.public.knowledge.get("previous")
-        previous = np.zeros(given.spec.size, np.float32) if known is None else known
-        return cls(given.spec, (updates[0], *updates), previous)
+        updates = tuple(recorded.updates)
+        known = recorded.public.knowledge.get("previous")
+        previous = np.zeros(recorded.spec.size, np.float32) if known is None else known
+        return cls(recorded.spec, (updates[0], *updates), previous)
 
     @classmethod
     def of(cls, spec: ModelSpec, num: int, seed: int = 0) -> Drawn:
@@ -73,10 +73,10 @@ def _scales(spec: ModelSpec, rng: np.random.Generator) -> npt.NDArray[np.float64
         columns = tensor.size // max(1, rows)
         if is_matrix:
             layer = max(1, tensor.size) ** -_LAYERS
-        found = np.full((rows, columns), layer if is_matrix else _BIASES * layer)
-        found *= _along((rows, 1), is_matrix, rng) * _along((1, columns), is_matrix, rng)
-        found *= np.exp(_GRAIN * rng.standard_normal(found.shape))
-        scales[spec.slices[tensor.name]] = found.ravel()
+        matrix = np.full((rows, columns), layer if is_matrix else _BIASES * layer)
+        matrix *= _along((rows, 1), is_matrix, rng) * _along((1, columns), is_matrix, rng)
+        matrix *= np.exp(_GRAIN * rng.standard_normal(matrix.shape))
+        scales[spec.slices[tensor.name]] = matrix.ravel()
     largest = scales.max()
     return scales * (_SCALE / largest) if largest else np.full(spec.size, _SCALE)
 

@@ -126,13 +126,13 @@ class _Evaluate:
 
     def __call__(self, message: Message, context: Context) -> Message:
         trainer = self.app.trainer(int(context.node_config["partition-id"]))
-        found = trainer.evaluate(_model_in(message))
+        evaluation = trainer.evaluate(_model_in(message))
         numbers = (
             {"num-examples": 0}
-            if found is None
+            if evaluation is None
             else {
-                "num-examples": found.num_examples,
-                **found.metrics,
+                "num-examples": evaluation.num_examples,
+                **evaluation.metrics,
             }
         )
         metrics = MetricRecord({name: _plain(value) for name, value in numbers.items()})
@@ -200,22 +200,22 @@ class FlowerApp:
         return self._half(self.server, ServerApp, 0)
 
     def _half(self, reference: str, kind: type[Any], place: int) -> Any:
-        found = _pair(self.folder, self.pair)[place] if self.pair else load(reference, self.folder)
-        if not isinstance(found, kind):
+        app = _pair(self.folder, self.pair)[place] if self.pair else load(reference, self.folder)
+        if not isinstance(app, kind):
             raise ConfigurationError(
-                f"{reference or self.pair!r} is a {type(found).__name__}, not a {kind.__name__}"
+                f"{reference or self.pair!r} is a {type(app).__name__}, not a {kind.__name__}"
             )
-        return found
+        return app
 
 
 @lru_cache(maxsize=4)
 def _pair(folder: str, reference: str) -> tuple[Any, Any]:
-    found = load(reference, folder)
-    if callable(found):
-        found = found()
-    if not isinstance(found, tuple) or len(found) != 2:
+    loaded = load(reference, folder)
+    if callable(loaded):
+        loaded = loaded()
+    if not isinstance(loaded, tuple) or len(loaded) != 2:
         raise ConfigurationError(f"{reference!r} is no pair of apps", hint=_HINT)
-    return found
+    return loaded
 
 
 def load(reference: str, folder: str = ".") -> Any:
@@ -227,14 +227,14 @@ def load(reference: str, folder: str = ".") -> Any:
     if place not in sys.path:
         sys.path.insert(0, place)
     try:
-        found: Any = importlib.import_module(module_name)
+        loaded: Any = importlib.import_module(module_name)
         for part in attribute.split("."):
-            found = getattr(found, part)
+            loaded = getattr(loaded, part)
     except ModuleNotFoundError as exc:
         raise ConfigurationError(f"{reference!r}: no module {exc.name!r}", hint=_HINT) from exc
     except AttributeError as exc:
         raise ConfigurationError(f"{reference!r}: {exc}", hint=_HINT) from exc
-    return found
+    return loaded
 
 
 def parse_app(text: str) -> FlowerApp | Callable[[int, int], Trainer]:
@@ -242,15 +242,15 @@ def parse_app(text: str) -> FlowerApp | Callable[[int, int], Trainer]:
     path = Path(text)
     if path.is_dir():
         return _project(path)
-    found = load(text)
-    if callable(found) and not isinstance(found, tuple):
+    loaded = load(text)
+    if callable(loaded) and not isinstance(loaded, tuple):
         needed = [
             each
-            for each in inspect.signature(found).parameters.values()
+            for each in inspect.signature(loaded).parameters.values()
             if each.default is each.empty and each.kind is each.POSITIONAL_OR_KEYWORD
         ]
         if len(needed) == 2:
-            made: Callable[[int, int], Trainer] = found
+            made: Callable[[int, int], Trainer] = loaded
             return made
     return FlowerApp(".", pair=text)
 
@@ -274,10 +274,10 @@ def _project(folder: Path) -> FlowerApp:
 
 
 def _flat(config: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    found: dict[str, Any] = {}
+    flat: dict[str, Any] = {}
     for name, value in config.items():
         if isinstance(value, dict):
-            found |= _flat(value, f"{prefix}{name}.")
+            flat |= _flat(value, f"{prefix}{name}.")
         else:
-            found[prefix + name] = value
-    return found
+            flat[prefix + name] = value
+    return flat

@@ -79,8 +79,8 @@ class _Host:
         """The app's reply; that of a failed client if it raises, or replies with nothing."""
         node, run = message.metadata.dst_node_id, self._run
         path = self._states / str(node)
-        kept = path.read_bytes() if path.exists() else b""
-        state = runtime.records_from_bytes(kept) if kept else RecordDict()
+        stored = path.read_bytes() if path.exists() else b""
+        state = runtime.records_from_bytes(stored) if stored else RecordDict()
         config = runtime.node_config(node - 1, run.clients)
         context = Context(run.run_id, node, config, state, dict(run.run_config))
         try:
@@ -91,7 +91,7 @@ class _Host:
             reason = f"{type(exc).__name__}: {exc}"
             return runtime.failed(message, runtime.APP_FAILED, reason)
         after = runtime.records_to_bytes(context.state) if context.state else b""
-        if after != kept:
+        if after != stored:
             fresh = path.with_name(f"{node}.new")
             fresh.write_bytes(after)
             os.replace(fresh, path)

@@ -240,11 +240,11 @@ class RayEngine:
         while waiting and (deadline is None or time.monotonic() < deadline):
             if self._stopped.is_set():
                 raise ServerError("Flower's engine stopped before all clients had answered")
-            came = list(self._grid.pull_messages(waiting))
-            for reply in came:
+            replies = list(self._grid.pull_messages(waiting))
+            for reply in replies:
                 waiting.discard(reply.metadata.reply_to_message_id)
                 yield self._renamed(reply, *sent[reply.metadata.reply_to_message_id])
-            if not came:
+            if not replies:
                 time.sleep(_POLL_SECONDS)
 
     def _renamed(self, reply: Message, identifier: str, node: int) -> Message:

@@ -175,10 +175,10 @@ class SimulatedGrid(Grid):
         exchange.down_bytes = sum(down.values())
         means = _Means()
         self._on_change(exchange)
-        started, came = time.monotonic(), set[int]()
+        started, answered = time.monotonic(), set[int]()
         for reply in self._replies(sent, number, kind, call, timeout):
             node, up = reply.metadata.src_node_id, _Sizes().of(reply)
-            came.add(node)
+            answered.add(node)
             exchange.up_bytes += up
             exchange.link_bytes = max(exchange.link_bytes, up + down.get(node, 0))
             if reply.has_error():
@@ -188,7 +188,7 @@ class SimulatedGrid(Grid):
                 means.add(reply)
             self._on_change(exchange)
             yield reply
-        exchange.silent = frozenset(down) - came
+        exchange.silent = frozenset(down) - answered
         exchange.lost = len(exchange.silent)
         exchange.seconds, exchange.metrics = time.monotonic() - started, means.result()
         if call.figures is None:
@@ -264,20 +264,20 @@ class _Means:
         self._rows: list[tuple[int, float, dict[str, float]]] = []
 
     def add(self, reply: Message) -> None:
-        found = {
+        metrics = {
             name: float(value)
             for record in reply.content.metric_records.values()
             for name, value in record.items()
             if isinstance(value, int | float)
         }
-        weight = found.pop("num-examples", 1.0)
-        self._rows.append((reply.metadata.src_node_id, weight, found))
+        weight = metrics.pop("num-examples", 1.0)
+        self._rows.append((reply.metadata.src_node_id, weight, metrics))
 
     def result(self) -> dict[str, float]:
         rows = sorted(self._rows, key=lambda row: row[0])
         means = {}
-        for name in sorted({name for _, _, found in rows for name in found}):
-            having = [(weight, found[name]) for _, weight, found in rows if name in found]
+        for name in sorted({name for _, _, metrics in rows for name in metrics}):
+            having = [(weight, metrics[name]) for _, weight, metrics in rows if name in metrics]
             total = sum(weight for weight, _ in having)
             means[name] = sum(weight * value for weight, value in having) / total if total else 0.0
         return means

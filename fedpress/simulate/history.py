@@ -133,8 +133,8 @@ class History:
         row.abandoned = report.abandoned or None
         row.profile = getattr(report, "profile", None)
         row.decided(getattr(report, "course", None))
-        came = {n: why for n, why in report.dropped.items() if not why.startswith(NO_ANSWER)}
-        row.failed = {**row.failed, **came}
+        failed = {n: why for n, why in report.dropped.items() if not why.startswith(NO_ANSWER)}
+        row.failed = {**row.failed, **failed}
 
     def tested(self, number: int, metrics: dict[str, float]) -> None:
         """Take in what the model after a round is worth."""

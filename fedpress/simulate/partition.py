@@ -89,9 +89,9 @@ class Partition:
             while dealt[poor].size < LEAST:
                 rich = max(range(clients), key=lambda client: dealt[client].size)
                 missing = LEAST - dealt[poor].size
-                given = min(missing, (dealt[rich].size - LEAST + 1) // 2 or 1)
-                dealt[poor] = np.concatenate([dealt[poor], dealt[rich][:given]])
-                dealt[rich] = dealt[rich][given:]
+                num_moved = min(missing, (dealt[rich].size - LEAST + 1) // 2 or 1)
+                dealt[poor] = np.concatenate([dealt[poor], dealt[rich][:num_moved]])
+                dealt[rich] = dealt[rich][num_moved:]
         return [np.sort(rows) for rows in dealt]
 
     def _drawn(self, labels: Rows, clients: int, rng: np.random.Generator) -> list[Rows]:

@@ -153,11 +153,11 @@ def sweep(
             )
         rest = {key: value for key, value in changes.items() if key != "name"}
         asked[name] = Settings.parse({**dataclasses.asdict(settings), **rest})
-    found = []
+    histories = []
     for name, own in asked.items():
         done = None if fresh else _finished(out / name, name, own)
-        found.append(done or simulate(own, out / name, name=name, fresh=fresh, screen=screen))
-    return found
+        histories.append(done or simulate(own, out / name, name=name, fresh=fresh, screen=screen))
+    return histories
 
 
 def _finished(out: Path, name: str, settings: Settings) -> History | None:
@@ -236,8 +236,8 @@ def _apps(settings: Settings, folder: Path, history: History) -> tuple[Any, Serv
     common = (TASK, settings.terms, settings.seed, settings.clients, str(folder / "clients"))
     rules = _rules(settings) if settings.secure else None
     if settings.app is not None:
-        found = parse_app(settings.app)
-        if isinstance(found, FlowerApp):
+        parsed = parse_app(settings.app)
+        if isinstance(parsed, FlowerApp):
             if settings.secure:
                 raise ConfigurationError(
                     "--secure is for built-in tasks and for trainers; a Flower app masks by itself",
@@ -248,7 +248,7 @@ def _apps(settings: Settings, folder: Path, history: History) -> tuple[Any, Serv
                     "--downlink is for built-in tasks and for trainers",
                     hint="give FedpressStrategy a downlink in the app, see docs/flower.md",
                 )
-            return found, found.server_app()
+            return parsed, parsed.server_app()
         app = TrainerApp(*common, factory=settings.app, masking=rules)
     else:
         partition = Partition.parse(settings.partition)
@@ -303,10 +303,10 @@ def _server_app(settings: Settings, app: TrainerApp, history: History) -> Server
             values = {name: array.numpy() for name, array in found.items()}
             return dict(task.evaluate(envelope.model_of(values))) if task is not None else {}
 
-        def tested(number: int, found: ArrayRecord) -> MetricRecord | None:
+        def tested(number: int, arrays: ArrayRecord) -> MetricRecord | None:
             if task is None or not number:
                 return None
-            metrics = measured(found)
+            metrics = measured(arrays)
             if strategy.average is not None and strategy.newest is not None:
                 newest = measured(strategy.newest)
                 metrics |= {f"newest-{name}": value for name, value in newest.items()}
@@ -380,12 +380,16 @@ def run(
 
 def _variations(path: Path) -> list[dict[str, Any]]:
     try:
-        found = json.loads(path.read_bytes())
+        variations = json.loads(path.read_bytes())
     except (OSError, ValueError) as exc:
         raise ConfigurationError(f"--sweep {path}: {exc}") from exc
-    if not isinstance(found, list) or not found or not all(isinstance(e, dict) for e in found):
+    if (
+        not isinstance(variations, list)
+        or not variations
+        or not all(isinstance(e, dict) for e in variations)
+    ):
         raise ConfigurationError(
             f"--sweep {path} is no list of objects",
             hint='as in [{"name": "plain", "compressor": "none"}, {"name": "topk", ...}]',
         )
-    return found
+    return variations

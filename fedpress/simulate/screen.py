@@ -110,9 +110,9 @@ class Screen:
     def _tell(self, history: History, *, all_of_it: bool = False) -> None:
         if self._console.is_terminal:
             return
-        told = self._told[1] if self._told[0] == history.name else 0
+        printed = self._told[1] if self._told[0] == history.name else 0
         whole = len(history.rows) - (not all_of_it)
-        for row in history.rows[told:whole]:
+        for row in history.rows[printed:whole]:
             parts = [
                 f"{history.name}: round {row.round:>3}",
                 f"{row.answered}/{row.asked} answered",
@@ -126,7 +126,7 @@ class Screen:
             self._console.print("  ".join(parts), highlight=False)
             if row.policies:
                 self._console.print(f"{history.name}: {' ' * 9} {row.policies}", highlight=False)
-        self._told = (history.name, max(told, whole))
+        self._told = (history.name, max(printed, whole))
 
 
 def print_summary(console: Console, histories: Sequence[History], out: Path) -> None:

@@ -276,9 +276,9 @@ class ServerTask:
             return
         statuses = sorted(operator.rounds(self.config.task), key=lambda s: (s.round, s.attempt))
         for number, attempts in groupby(statuses, key=lambda status: status.round):
-            found = list(attempts)
-            if number > self._reported and found[-1].state == "committed":
-                closed(self._row(operator, found))
+            of_round = list(attempts)
+            if number > self._reported and of_round[-1].state == "committed":
+                closed(self._row(operator, of_round))
                 self._reported = number
 
     def _row(self, operator: Operator, attempts: list[RoundStatus]) -> Row:

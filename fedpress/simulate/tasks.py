@@ -82,8 +82,8 @@ class Task:
 
     def evaluate(self, model: Model) -> dict[str, float]:
         """Loss and accuracy on the test examples."""
-        found = _KINDS[self.data].trainer(self, np.empty(0, np.int64)).evaluate(model)
-        return {} if found is None else dict(found.metrics)
+        evaluation = _KINDS[self.data].trainer(self, np.empty(0, np.int64)).evaluate(model)
+        return {} if evaluation is None else dict(evaluation.metrics)
 
     def load(self) -> Data:
         return _data(self.data, self.folder)
@@ -176,8 +176,8 @@ def _perceptron(
     layers = [tensor.name.rpartition(".")[0] for tensor in spec.trained[::2]]
     outputs = [inputs]
     for layer in layers:
-        came = outputs[-1] if layer == layers[0] else np.maximum(outputs[-1], 0)
-        outputs.append(came @ tensors[f"{layer}.weight"].T + tensors[f"{layer}.bias"])
+        activations = outputs[-1] if layer == layers[0] else np.maximum(outputs[-1], 0)
+        outputs.append(activations @ tensors[f"{layer}.weight"].T + tensors[f"{layer}.bias"])
     scores = outputs[-1] - outputs[-1].max(axis=1, keepdims=True)
     shares = np.exp(scores)
     shares /= shares.sum(axis=1, keepdims=True)
@@ -187,14 +187,17 @@ def _perceptron(
     back = shares
     back[np.arange(labels.size), labels] -= 1
     back /= np.float32(labels.size)
-    found = {}
+    gradients = {}
     for place in reversed(range(len(layers))):
         layer = layers[place]
-        came = outputs[place] if place == 0 else np.maximum(outputs[place], 0)
-        found[f"{layer}.weight"], found[f"{layer}.bias"] = back.T @ came, back.sum(axis=0)
+        activations = outputs[place] if place == 0 else np.maximum(outputs[place], 0)
+        gradients[f"{layer}.weight"], gradients[f"{layer}.bias"] = (
+            back.T @ activations,
+            back.sum(axis=0),
+        )
         if place:
             back = (back @ tensors[f"{layer}.weight"]) * (outputs[place] > 0)
-    return loss, right, spec.flatten(found)
+    return loss, right, spec.flatten(gradients)
 
 
 class _Digits:
@@ -293,7 +296,7 @@ class _Shakespeare:
 
     def _roles(self, folder: Path) -> list[str]:
         """The lines of each role of each play, in the order of plays and of first lines."""
-        found: list[str] = []
+        roles: list[str] = []
         for text in _plays(folder):
             speeches: dict[str, list[str]] = {}
             speaker: str | None = None
@@ -310,9 +313,9 @@ class _Shakespeare:
                     speeches[speaker].append(line.strip())
                 else:
                     speaker = None
-            said = ("\n".join(own) for own in speeches.values())
-            found += [re.sub(r"\[[^\]]*\]", "", each).strip() + "\n" for each in said]
-        return found
+            speech_texts = ("\n".join(own) for own in speeches.values())
+            roles += [re.sub(r"\[[^\]]*\]", "", each).strip() + "\n" for each in speech_texts]
+        return roles
 
     def initial_model(self, task: Task) -> Model:
         return self._torch(task, np.empty(0, np.int64)).initial_model()

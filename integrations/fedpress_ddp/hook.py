@@ -184,8 +184,8 @@ class LocalSGD:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._steps = state["steps"]
         with torch.no_grad():
-            for anchor, kept in zip(self._anchors, state["anchors"], strict=True):
-                anchor.copy_(kept)
+            for anchor, saved in zip(self._anchors, state["anchors"], strict=True):
+                anchor.copy_(saved)
         self._outer.load_state_dict(state["outer"])
         self._exchange.load_state_dict(state["exchange"])
 

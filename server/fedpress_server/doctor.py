@@ -170,7 +170,7 @@ def _state(folder: Path) -> Finding:
 def _disk(folder: Path, min_free_bytes: int) -> Finding:
     there = _nearest(folder)
     free = shutil.disk_usage(there).free
-    found = f"{free // MIB:,} MiB are free where {folder} is"
+    free_space = f"{free // MIB:,} MiB are free where {folder} is"
     system = os.statvfs(there)
     if system.f_files and system.f_favail < min(MIN_FREE_FILES, system.f_files // 10):
         return Finding(
@@ -181,10 +181,10 @@ def _disk(folder: Path, min_free_bytes: int) -> Finding:
             "with more inodes and move the folder there",
         )
     if free >= min_free_bytes:
-        return Finding("disk", found)
+        return Finding("disk", free_space)
     return Finding(
         "disk",
-        f"{found}, and {min_free_bytes // MIB:,} are wanted",
+        f"{free_space}, and {min_free_bytes // MIB:,} are wanted",
         "make room, use a larger disk, or let tasks keep fewer models (docs/registry.md)",
     )
 
@@ -240,12 +240,12 @@ def _keys(settings: Settings) -> Iterator[Finding]:
             continue
         mode = stat.S_IMODE(file.stat().st_mode)
         if mode & forbidden:
-            found = f"{file} can be read by others: its mode is {mode:04o}"
+            problem = f"{file} can be read by others: its mode is {mode:04o}"
             fix = f"chmod 0600 {file}; if others use this machine, they may have the key"
-            faults.append(Finding("keys", found, fix))
+            faults.append(Finding("keys", problem, fix))
         elif not os.access(file, os.R_OK):
-            found = f"user {os.getuid()} cannot read {file}"
-            faults.append(Finding("keys", found, f"chown {os.getuid()} {file}"))
+            problem = f"user {os.getuid()} cannot read {file}"
+            faults.append(Finding("keys", problem, f"chown {os.getuid()} {file}"))
     yield from faults or [Finding("keys", "no private key can be read by others")]
 
 
@@ -262,8 +262,8 @@ def _certificate(certificate: Path, key: Path, now: float) -> Finding:
     if first.public_key().public_bytes(*form) != private.public_key().public_bytes(*form):
         return Finding("certificate", f"{key} is not the key of {certificate}", fix)
     if moment < first.not_valid_before_utc:
-        found = f"{certificate} is valid from {first.not_valid_before_utc:%Y-%m-%d %H:%M} UTC on"
-        return Finding("certificate", found, fix)
+        problem = f"{certificate} is valid from {first.not_valid_before_utc:%Y-%m-%d %H:%M} UTC on"
+        return Finding("certificate", problem, fix)
     if moment > until - _EXPIRES_SOON:
         verb = "expired" if moment > until else "expires"
         return Finding("certificate", f"{certificate} {verb} on {until:%Y-%m-%d %H:%M} UTC", fix)
@@ -287,14 +287,14 @@ def _database(settings: Settings) -> Finding:
     damaged = "stop the server, keep a copy of the file, and restore a backup: "
     damaged += "docs/operations/restore.md"
     try:
-        found = asyncio.run(_opened(url, key_file("server", settings)))
+        opened = asyncio.run(_opened(url, key_file("server", settings)))
     except FedpressError as exc:
         return Finding("database", exc.detail, exc.hint or "look at FEDPRESS_DATABASE_URL")
     except sa.exc.DatabaseError as exc:
         return Finding("database", f"{file} is damaged: {exc.orig}", damaged)
-    if found.damage:
-        return Finding("database", f"{file} is damaged: {found.damage}", damaged)
-    standing_ = found.standing
+    if opened.damage:
+        return Finding("database", f"{file} is damaged: {opened.damage}", damaged)
+    standing_ = opened.standing
     if standing_ is not None and standing_.current not in standing_.here:
         return Finding(
             "keys",
@@ -445,10 +445,10 @@ def _answer(url: str, now: float, clock_skew: float) -> Iterator[Finding]:
         return
     yield Finding("port", f"{url} answers")
     if ready.status_code != 200:
-        said = ready.json().get("detail") if "json" in ready.headers["content-type"] else ""
+        detail = ready.json().get("detail") if "json" in ready.headers["content-type"] else ""
         yield Finding(
             "readiness",
-            f"{url}/readyz answers {ready.status_code}{': ' if said else ''}{said or ''}",
+            f"{url}/readyz answers {ready.status_code}{': ' if detail else ''}{detail or ''}",
             "look at the server's log: its database or its store fails",
         )
     else:

@@ -126,4 +126,4 @@ def test_more_examples_than_the_plan_allows_are_refused(tmp_path: Path) -> None:
     terms = job(payloads, [METHODS[0]], STRAIGHT).terms
     body = payloads.get("upload-0")
     with pytest.raises(InvalidUpdate, match="num_examples of 51 where 50 are allowed"):
-        terms.found(body[:2] + b"\x33" + body[3:], "p0")
+        terms.fields(body[:2] + b"\x33" + body[3:], "p0")

@@ -203,6 +203,6 @@ def _read_blocks(
             raw[part] = _read_raw(reader, symbols[part], raw_widths)
             reader.align()
             if reader.at - begin != 8 * num_bytes:
-                found = (reader.at - begin) // 8
-                raise DecodingError(f"{found} bytes of raw bits, but {num_bytes} are declared")
+                num_read = (reader.at - begin) // 8
+                raise DecodingError(f"{num_read} bytes of raw bits, but {num_bytes} are declared")
     return symbols, raw, rows["anchor"].astype(np.int64) if anchored else None

@@ -67,5 +67,5 @@ def __getattr__(name: str) -> Any:
     if name.startswith("_") or name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     module = importlib.import_module(f"{__name__}.{_MODULES[CHOSEN]}")
-    found = globals()[name] = getattr(module, name)
-    return found
+    function = globals()[name] = getattr(module, name)
+    return function

@@ -252,7 +252,7 @@ def write_tables(lengths: Octets) -> bytes:
 
 @kernel
 def _write_tables(lengths, out):
-    held, num_held, at = put(_U(0), _U(0), _U(lengths.shape[0] - 1), _2, out, _U(0))
+    word, num_held, at = put(_U(0), _U(0), _U(lengths.shape[0] - 1), _2, out, _U(0))
     for row in range(lengths.shape[0]):
         used, only = 0, 0
         for symbol in range(lengths.shape[1]):
@@ -264,9 +264,9 @@ def _write_tables(lengths, out):
             while (1 << width) < lengths.shape[1]:
                 width += 1
             item = (_U(only) << _1) | _1
-            held, num_held, at = put(held, num_held, item, _U(1 + width), out, at)
+            word, num_held, at = put(word, num_held, item, _U(1 + width), out, at)
             continue
-        held, num_held, at = put(held, num_held, _U(0), _1, out, at)
+        word, num_held, at = put(word, num_held, _U(0), _1, out, at)
         before, length = -1, FIRST_GUESS
         for symbol in range(lengths.shape[1]):
             due = np.int64(lengths[row, symbol])
@@ -278,7 +278,7 @@ def _write_tables(lengths, out):
                 while run >> (zeros + 1):
                     zeros += 1
                 item = _7 | (_1 << _U(zeros + 4)) | (_U(run - (1 << zeros)) << _U(zeros + 5))
-                held, num_held, at = put(held, num_held, item, _U(5 + 2 * zeros), out, at)
+                word, num_held, at = put(word, num_held, item, _U(5 + 2 * zeros), out, at)
             step = due - length
             if step == 0:
                 item, width = _U(0), 1
@@ -288,9 +288,9 @@ def _write_tables(lengths, out):
                 item, width = _U(3 if step > 0 else 11), 4
             else:
                 item, width = _U(15 | due << 4), 8
-            held, num_held, at = put(held, num_held, item, _U(width), out, at)
+            word, num_held, at = put(word, num_held, item, _U(width), out, at)
             before, length = symbol, due
-    store64(out, at, held)
+    store64(out, at, word)
     return np.int64(at + ((num_held + _7) >> _3))
 
 
@@ -336,10 +336,10 @@ def _read_table(octets, start, stop, lengths):
         if symbol >= alphabet:
             return -1
         if step == 4:
-            given = np.int64((window >> _U(4)) & _U(15))
-            if abs(given - length) <= 2:
+            explicit = np.int64((window >> _U(4)) & _U(15))
+            if abs(explicit - length) <= 2:
                 return -1
-            length = given
+            length = explicit
             at += _8
         elif step:
             length += -step if (window >> _U(step + 1)) & _1 else step

@@ -44,8 +44,8 @@ def lagrange(points: Words) -> Words:
     for x in points.tolist():
         numerator = numerator * x % PRIME
     weights = [numerator * pow(each, -1, PRIME) % PRIME for each in products.tolist()]
-    found = np.array(weights, np.uint64)
-    return np.where(negative, _P - found, found)
+    absolute = np.array(weights, np.uint64)
+    return np.where(negative, _P - absolute, absolute)
 
 
 def weighted_sums(weights: Words, values: Words) -> Words:

@@ -59,7 +59,7 @@ def write_streams(symbols: Octets, lengths: Octets, of_block: Ints, num_bytes: I
 def _write_stream(symbols, begin, end, coded, out, at):
     """The codes come in at the top of a word, whose upper bits are thus the last ones written; what
     an entry has below its code falls out at the other end. Four codes, 48 bits at most, a store."""
-    held, bits = _U(0), _U(0)
+    buffered, bits = _U(0), _U(0)
     where, i = _U(at), _U(begin)
     fours = _U(begin + ((end - begin) & ~3))
     while i < fours:
@@ -71,19 +71,19 @@ def _write_stream(symbols, begin, end, coded, out, at):
         late = (y >> (z & _63)) | z
         of_late = y + z
         added = w + x + of_late
-        held = (held >> (added & _63)) | (early >> (of_late & _63)) | late
+        buffered = (buffered >> (added & _63)) | (early >> (of_late & _63)) | late
         bits = (bits + added) & _63
-        store64(out, where, held >> ((_64 - bits) & _63))
+        store64(out, where, buffered >> ((_64 - bits) & _63))
         where += bits >> _3
         bits &= _7
         i += _U(4)
     while i < _U(end):
         w = coded[symbols[i]]
-        held = (held >> (w & _63)) | w
+        buffered = (buffered >> (w & _63)) | w
         bits = (bits + w) & _63
         i += _U(1)
     if bits:
-        store64(out, where, held >> (_64 - bits))
+        store64(out, where, buffered >> (_64 - bits))
         where += (bits + _7) >> _3
     return np.int64(where)
 
@@ -117,8 +117,8 @@ def read_streams(
 
     def read_part(begin: int, end: int) -> int:
         part = symbols[begin * BLOCK : end * BLOCK]
-        given = (starts[begin:end], num_bytes[begin:end], of_block[begin:end])
-        return int(_read_streams(octets, *given, lookup, part))
+        streams = (starts[begin:end], num_bytes[begin:end], of_block[begin:end])
+        return int(_read_streams(octets, *streams, lookup, part))
 
     check(max(each(read_part, parts(of_block.size, _BLOCKS, 2))))
     return symbols
@@ -395,7 +395,7 @@ def add_streams(
     _lookups(lengths, lookup)
     starts = _starts(start, num_bytes)
 
-    def add(begin: int, end: int, given: Ints) -> int:
+    def add(begin: int, end: int, streams: Ints) -> int:
         first = begin * BLOCK
         part = slice(first * per_group, min(end * BLOCK * per_group, total.size))
         return int(
@@ -409,7 +409,7 @@ def add_streams(
                 per_group,
                 total[part],
                 np.clip(ends - part.start, 0, part.stop - part.start),
-                given,
+                streams,
             )
         )
 

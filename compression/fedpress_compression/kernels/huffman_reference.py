@@ -85,14 +85,14 @@ def codes(lengths: Octets) -> Words:
 
     Canonical: by length, then by symbol, codes count upwards when read first bit highest.
     """
-    found = np.zeros(lengths.size, np.uint64)
+    result = np.zeros(lengths.size, np.uint64)
     code = 0
     for length in range(1, MAX_LENGTH + 1):
         for symbol in np.flatnonzero(lengths == length).tolist():
-            found[symbol] = int(f"{code:0{length}b}"[::-1], 2)
+            result[symbol] = int(f"{code:0{length}b}"[::-1], 2)
             code += 1
         code <<= 1
-    return found
+    return result
 
 
 def lookup(lengths: Octets) -> tuple[Octets, Octets]:
@@ -160,11 +160,11 @@ class _Bits:
         self._first = at & ~7
 
     def read(self, num_bits: int) -> int:
-        found = self._whole >> (self.at - self._first) & ((1 << num_bits) - 1)
+        value = self._whole >> (self.at - self._first) & ((1 << num_bits) - 1)
         self.at += num_bits
         if self.at > self.stop:
             raise DecodingError("the body ends within a Huffman table")
-        return found
+        return value
 
     def ones(self, at_most: int) -> int:
         """Read ones up to a zero, which is consumed; no zero follows `at_most` ones."""
@@ -211,10 +211,10 @@ def read_table(octets: Octets, at: int, stop: int, alphabet: int) -> tuple[Octet
         if symbol >= alphabet:
             raise DecodingError(f"a Huffman table goes past its {alphabet} symbols")
         if step == 4:
-            given = bits.read(4)
-            if abs(given - length) <= 2:
-                raise DecodingError(f"length {given} after {length} is written out")
-            length = given
+            explicit = bits.read(4)
+            if abs(explicit - length) <= 2:
+                raise DecodingError(f"length {explicit} after {length} is written out")
+            length = explicit
         elif step:
             length += -step if bits.read(1) else step
         if not 1 <= length <= MAX_LENGTH:
@@ -337,7 +337,7 @@ def read_streams(
     each = num_bytes.ravel()
     bounds = 8 * (start + np.append(0, np.cumsum(each)))
     tables = np.repeat(of_block, STREAMS)
-    found = Lookup.of(lengths)
+    lookup = Lookup.of(lengths)
     between = edges(num)
     symbols = np.empty(num, np.uint8)
     full = STREAMS * (num // BLOCK)
@@ -347,7 +347,7 @@ def read_streams(
             continue
         counts = np.diff(between[first : stop + 1])
         lanes = Lanes(bounds[first:stop], counts, tables[first:stop])
-        part, ends = follow(octets, int(bounds[stop]), lanes, found)
+        part, ends = follow(octets, int(bounds[stop]), lanes, lookup)
         spare = bounds[first + 1 : stop + 1] - ends
         if int(spare.min()) < 0 or int(spare.max()) > 7:
             raise DecodingError("a stream that does not end in its last byte")
@@ -414,7 +414,7 @@ class Lanes(NamedTuple):
     tables: Ints
 
 
-def follow(octets: Octets, stop: int, lanes: Lanes, found: Lookup) -> tuple[Octets, Ints]:
+def follow(octets: Octets, stop: int, lanes: Lanes, lookup: Lookup) -> tuple[Octets, Ints]:
     """Decode `lanes`, which end by bit `stop`: their symbols in order, the bit where each ends.
 
     Never fails: a stream whose codes run on comes to rest after bit `stop` and is said to end
@@ -423,7 +423,7 @@ def follow(octets: Octets, stop: int, lanes: Lanes, found: Lookup) -> tuple[Octe
     first = int(lanes.begins[0]) >> 3
     num_bytes = (stop + 7 >> 3) - first
     windows = np.ndarray((octets.size - 3,), "<u4", octets, 0, (1,))[first:]
-    several = found.bits.size > _WINDOW
+    several = lookup.bits.size > _WINDOW
     table_at: npt.NDArray[np.uint32] | int = 0
     if several:
         lane_bytes = np.diff(np.append(lanes.begins >> 3, first + num_bytes))
@@ -431,9 +431,9 @@ def follow(octets: Octets, stop: int, lanes: Lanes, found: Lookup) -> tuple[Octe
     steps = np.zeros((num_bytes + _BEYOND, 8), np.uint8)
     for bit in range(8):
         ahead = (windows[:num_bytes] >> np.uint32(bit)) & _MASK
-        steps[:num_bytes, bit] = found.bits[ahead + table_at]
+        steps[:num_bytes, bit] = lookup.bits[ahead + table_at]
     # A code of no bits waits where steps are 0: in a lane of no bytes they are those of the next.
-    still = found.bits[lanes.tables << MAX_LENGTH] == 0
+    still = lookup.bits[lanes.tables << MAX_LENGTH] == 0
     begins = np.where(still, 8 * num_bytes, lanes.begins - 8 * first)
     count = int(lanes.counts[0])
     if begins.size >= _FEWEST_LANES and (lanes.counts == count).all():
@@ -447,8 +447,8 @@ def follow(octets: Octets, stop: int, lanes: Lanes, found: Lookup) -> tuple[Octe
     ends = lanes.begins.copy()
     moved = (lanes.counts > 0) & ~still
     last = np.cumsum(lanes.counts)[moved] - 1
-    ends[moved] = begun[last] + found.bits[at[last]] + 8 * first
-    return found.symbols[at], ends
+    ends[moved] = begun[last] + lookup.bits[at[last]] + 8 * first
+    return lookup.symbols[at], ends
 
 
 def _side_by_side(steps: Octets, begins: Ints, count: int) -> Ints:

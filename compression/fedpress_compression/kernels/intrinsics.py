@@ -23,18 +23,18 @@ from numba.extending import intrinsic
 _log = logging.getLogger(__name__)
 
 
-def copy_cache(warmed: str, kept: str) -> None:
+def copy_cache(warmed: str, target: str) -> None:
     """Copy the folder `warmed` to `kept` atomically, unless that exists."""
-    if not warmed or not kept or Path(kept).exists():
+    if not warmed or not target or Path(target).exists():
         return
     try:
         import shutil  # an image alone has use for these two
         import tempfile
 
-        Path(kept).parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=Path(kept).parent) as folder:
+        Path(target).parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=Path(target).parent) as folder:
             shutil.copytree(warmed, Path(folder) / "kernels")
-            (Path(folder) / "kernels").rename(kept)
+            (Path(folder) / "kernels").rename(target)
     except OSError as exc:  # another process was faster, or the folder is not writable
         _log.info("cannot copy compiled kernels from %s: %s", warmed, exc)
 
@@ -68,8 +68,8 @@ def _at(context: Any, builder: Any, kind: Any, array: Any, index: Any) -> Any:  
 def load64(typing: Any, octets: Any, at: Any) -> Any:
     """The 8 bytes from octets[at] on, the first lowest."""
 
-    def generate(context: Any, builder: Any, signature: Any, given: Any) -> Any:
-        address = _at(context, builder, signature.args[0], given[0], given[1])
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        address = _at(context, builder, signature.args[0], arguments[0], arguments[1])
         word = builder.load(builder.bitcast(address, _WORD.as_pointer()))
         word.align = 1
         return word
@@ -81,9 +81,9 @@ def load64(typing: Any, octets: Any, at: Any) -> Any:
 def store64(typing: Any, octets: Any, at: Any, word: Any) -> Any:
     """Write 8 bytes from octets[at] on, the lowest first."""
 
-    def generate(context: Any, builder: Any, signature: Any, given: Any) -> Any:
-        address = _at(context, builder, signature.args[0], given[0], given[1])
-        builder.store(given[2], builder.bitcast(address, _WORD.as_pointer())).align = 1
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        address = _at(context, builder, signature.args[0], arguments[0], arguments[1])
+        builder.store(arguments[2], builder.bitcast(address, _WORD.as_pointer())).align = 1
         return context.get_dummy_value()
 
     return types.void(octets, at, types.uint64), generate
@@ -93,16 +93,18 @@ def store64(typing: Any, octets: Any, at: Any, word: Any) -> Any:
 def add_two(typing: Any, sums: Any, at: Any, addends: Any, first: Any) -> Any:
     """sums[at : at + 2] += addends[first : first + 2], both int64."""
 
-    def generate(context: Any, builder: Any, signature: Any, given: Any) -> Any:
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         pair = ir.VectorType(_WORD, 2).as_pointer()
         places = []
         for array in (0, 2):
-            address = _at(context, builder, signature.args[array], given[array], given[array + 1])
+            address = _at(
+                context, builder, signature.args[array], arguments[array], arguments[array + 1]
+            )
             places.append(builder.bitcast(address, pair))
-        found = [builder.load(place) for place in places]
-        for word in found:
+        words = [builder.load(place) for place in places]
+        for word in words:
             word.align = 8
-        builder.store(builder.add(*found), places[0]).align = 8
+        builder.store(builder.add(*words), places[0]).align = 8
         return context.get_dummy_value()
 
     return types.void(sums, at, addends, first), generate
@@ -112,8 +114,8 @@ def add_two(typing: Any, sums: Any, at: Any, addends: Any, first: Any) -> Any:
 def leading_zeros(typing: Any, word: Any) -> Any:
     """The count for a 64-bit number other than 0."""
 
-    def generate(context: Any, builder: Any, signature: Any, given: Any) -> Any:
-        return builder.ctlz(given[0], ir.Constant(ir.IntType(1), 1))
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        return builder.ctlz(arguments[0], ir.Constant(ir.IntType(1), 1))
 
     return types.uint64(types.uint64), generate
 
@@ -122,8 +124,8 @@ def leading_zeros(typing: Any, word: Any) -> Any:
 def trailing_zeros(typing: Any, word: Any) -> Any:
     """The count for a 64-bit number other than 0."""
 
-    def generate(context: Any, builder: Any, signature: Any, given: Any) -> Any:
-        return builder.cttz(given[0], ir.Constant(ir.IntType(1), 1))
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        return builder.cttz(arguments[0], ir.Constant(ir.IntType(1), 1))
 
     return types.uint64(types.uint64), generate
 
@@ -133,8 +135,8 @@ def prefetch(typing: Any, array: Any, index: Any) -> Any:
     """Ask for the cache line of array[index], wanted some hundred steps from now; the index may be
     any."""
 
-    def generate(context: Any, builder: Any, signature: Any, given: Any) -> Any:
-        address = _at(context, builder, signature.args[0], given[0], given[1])
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        address = _at(context, builder, signature.args[0], arguments[0], arguments[1])
         number = ir.IntType(32)
         kind = ir.FunctionType(ir.VoidType(), [_BYTE.as_pointer()] + [number] * 3)
         ask = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0")
@@ -161,12 +163,12 @@ def _reached(builder: Any, words: Any, threshold: Any) -> Any:  # pragma: no cov
 def at_least16(typing: Any, words: Any, at: Any, threshold: Any) -> Any:
     """A bit for each of the 16 uint32 from words[at] on: its lower 31 bits reach `threshold`."""
 
-    def generate(context: Any, builder: Any, signature: Any, given: Any) -> Any:
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         lanes = ir.VectorType(ir.IntType(32), 16)
-        address = _at(context, builder, signature.args[0], given[0], given[1])
-        found = builder.load(builder.bitcast(address, lanes.as_pointer()))
-        found.align = 4
-        return _reached(builder, found, given[2])
+        address = _at(context, builder, signature.args[0], arguments[0], arguments[1])
+        words = builder.load(builder.bitcast(address, lanes.as_pointer()))
+        words.align = 4
+        return _reached(builder, words, arguments[2])
 
     return types.uint64(words, at, types.uint32), generate
 
@@ -176,24 +178,25 @@ def add16(typing: Any, vector: Any, other: Any, total: Any, at: Any, threshold: 
     """Write 16 float32 sums to total[at : at + 16], which begins a cache line, past the caches: it
     need not be read for that. Returns a bit for each: its magnitude reaches `threshold`."""
 
-    def generate(context: Any, builder: Any, signature: Any, given: Any) -> Any:
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         lanes = ir.VectorType(ir.FloatType(), 16)
         places = [
             builder.bitcast(
-                _at(context, builder, signature.args[k], given[k], given[3]), lanes.as_pointer()
+                _at(context, builder, signature.args[k], arguments[k], arguments[3]),
+                lanes.as_pointer(),
             )
             for k in range(3)
         ]
-        found = [builder.load(place) for place in places[:2]]
-        for some in found:
+        operands = [builder.load(place) for place in places[:2]]
+        for some in operands:
             some.align = 4
-        sums = builder.fadd(*found)
+        sums = builder.fadd(*operands)
         store = builder.store(sums, places[2])
         store.align = 64
         past = builder.module.add_metadata([ir.Constant(ir.IntType(32), 1)])
         store.set_metadata("nontemporal", past)
         words = builder.bitcast(sums, ir.VectorType(ir.IntType(32), 16))
-        return _reached(builder, words, given[4])
+        return _reached(builder, words, arguments[4])
 
     return types.uint64(vector, other, total, at, types.uint32), generate
 
@@ -202,9 +205,9 @@ def add16(typing: Any, vector: Any, other: Any, total: Any, at: Any, threshold: 
 def nearest(typing: Any, number: Any) -> Any:
     """A float64 rounded to the nearest integer, halves to the even one."""
 
-    def generate(context: Any, builder: Any, signature: Any, given: Any) -> Any:
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         kind = ir.DoubleType()
         function = builder.module.declare_intrinsic("llvm.rint", [kind])
-        return builder.call(function, [given[0]])
+        return builder.call(function, [arguments[0]])
 
     return types.float64(types.float64), generate

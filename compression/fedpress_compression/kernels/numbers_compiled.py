@@ -33,38 +33,38 @@ def pack(values: Words, widths: Ints) -> bytes:
 
 
 @kernel
-def put(held, num_held, value, width, out, at):
+def put(buffered, num_held, value, width, out, at):
     """Append `width` bits, 63 at most; store what is held; bits that do not fit stay."""
-    held |= value << num_held
-    store64(out, at, held)
+    buffered |= value << num_held
+    store64(out, at, buffered)
     total = num_held + width
     if total < _64:
-        held >>= total & _56
-        return held, total & _7, at + (total >> _3)
+        buffered >>= total & _56
+        return buffered, total & _7, at + (total >> _3)
     return value >> (_64 - num_held), total - _64, at + _U(8)
 
 
 @kernel
 def _pack(values, widths, out):
-    held, num_held, at = _U(0), _U(0), _U(0)
+    buffered, num_held, at = _U(0), _U(0), _U(0)
     for i in range(values.size):
-        held, num_held, at = put(held, num_held, values[i], _U(widths[i]), out, at)
-    store64(out, at, held)
+        buffered, num_held, at = put(buffered, num_held, values[i], _U(widths[i]), out, at)
+    store64(out, at, buffered)
     return np.int64(at + ((num_held + _7) >> _3))
 
 
 def read_fields(octets: Octets, at: int, num: int, width: int) -> Ints:
-    found = np.empty(num, np.int64)
-    _read_fields(octets, at, width, found)
-    return found
+    fields = np.empty(num, np.int64)
+    _read_fields(octets, at, width, fields)
+    return fields
 
 
 @kernel
-def _read_fields(octets, start, width, found):
+def _read_fields(octets, start, width, fields):
     """Unchecked: the caller guarantees that the fields exist and 8 bytes follow."""
     at, mask = _U(start), (_ONE << _U(width)) - _ONE
-    for i in range(found.size):
-        found[i] = np.int64((load64(octets, at >> _3) >> (at & _7)) & mask)
+    for i in range(fields.size):
+        fields[i] = np.int64((load64(octets, at >> _3) >> (at & _7)) & mask)
         at += _U(width)
 
 
@@ -78,10 +78,10 @@ def _write_octets(symbols, width, out):
     """Eight symbols take as many bytes as one takes bits."""
     at, bits = 0, _U(width)
     for first in range(0, symbols.size, 8):
-        held = _U(0)
+        word = _U(0)
         for i in range(min(8, symbols.size - first)):
-            held |= _U(symbols[_U(first + i)]) << (_U(i) * bits)
-        store64(out, at, held)
+            word |= _U(symbols[_U(first + i)]) << (_U(i) * bits)
+        store64(out, at, word)
         at += width
     return (symbols.size * width + 7) >> 3
 
@@ -97,9 +97,9 @@ def _read_octets(octets, start, width, symbols):
     """Unchecked: the caller guarantees that the bits exist and 8 bytes follow."""
     bits, mask = _U(width), (_ONE << _U(width)) - _ONE
     for first in range(0, symbols.size, 8):
-        held = load64(octets, start)
+        word = load64(octets, start)
         for i in range(min(8, symbols.size - first)):
-            symbols[_U(first + i)] = np.uint8((held >> (_U(i) * bits)) & mask)
+            symbols[_U(first + i)] = np.uint8((word >> (_U(i) * bits)) & mask)
         start += width
 
 
@@ -111,15 +111,15 @@ def write_raw(symbols: Octets, raw: Ints, raw_widths: Ints) -> bytes:
 @kernel
 def _write_raw(symbols, raw, raw_widths, out):
     """Raw bits are 32 at most, so that a word of 64 takes one more with up to 7 held."""
-    held, num_held, at = _U(0), _U(0), _U(0)
+    buffered, num_held, at = _U(0), _U(0), _U(0)
     for i in range(symbols.size):
-        held |= _U(raw[i]) << num_held
+        buffered |= _U(raw[i]) << num_held
         num_held += _U(raw_widths[symbols[i]])
-        store64(out, at, held)
+        store64(out, at, buffered)
         at += num_held >> _3
-        held >>= num_held & _56
+        buffered >>= num_held & _56
         num_held &= _7
-    store64(out, at, held)
+    store64(out, at, buffered)
     return np.int64(at + ((num_held + _7) >> _3))
 
 
@@ -203,11 +203,11 @@ def others(symbols: Octets, common: int) -> Ints:
 @kernel
 def _others(symbols, common, where):
     """What comes after the last is written over it."""
-    found = _U(0)
+    count = _U(0)
     for i in range(symbols.size):
-        where[found] = i
-        found += _U(symbols[i] != common)
-    return np.int64(found)
+        where[count] = i
+        count += _U(symbols[i] != common)
+    return np.int64(count)
 
 
 def positions_of(gaps: Ints) -> Ints:
@@ -227,8 +227,8 @@ def _positions_of(gaps, positions):
 def read_rice(octets: Octets, at: int, stop: int, num: int, parameter: int) -> tuple[Ints, int]:
     positions = pooled(num, np.int64)
     unary = at + num * parameter
-    found, end = _read_rice(octets, at, unary, min(stop, unary + 3 * num), parameter, positions)
-    return positions[:found], end
+    count, end = _read_rice(octets, at, unary, min(stop, unary + 3 * num), parameter, positions)
+    return positions[:count], end
 
 
 @kernel
@@ -280,7 +280,7 @@ def write_rice(gaps: Ints, parameter: int) -> bytes:
 @kernel
 def _write_rice(gaps, parameter, out):
     """At most 7 bits are held, so that a word takes 56 more."""
-    held, num_held, at = _U(0), _U(0), _U(0)
+    buffered, num_held, at = _U(0), _U(0), _U(0)
     mask, width = (_ONE << _U(parameter)) - _ONE, _U(parameter)
     together = 56 // max(1, parameter)
     for first in range(0, gaps.size, together):
@@ -288,24 +288,24 @@ def _write_rice(gaps, parameter, out):
         fields = _U(0)
         for i in range(last - 1, first - 1, -1):
             fields = (fields << width) | (_U(gaps[_U(i)]) & mask)
-        held |= fields << num_held
+        buffered |= fields << num_held
         num_held += _U(last - first) * width
-        store64(out, at, held)
+        store64(out, at, buffered)
         at += num_held >> _3
-        held >>= num_held & _56
+        buffered >>= num_held & _56
         num_held &= _7
     for i in range(gaps.size):
         zeros = _U(gaps[i]) >> width
         while zeros > _U(32):
-            held, num_held, at = put(held, num_held, _U(0), _U(32), out, at)
+            buffered, num_held, at = put(buffered, num_held, _U(0), _U(32), out, at)
             zeros -= _U(32)
-        held |= _ONE << (zeros + num_held)
+        buffered |= _ONE << (zeros + num_held)
         num_held += zeros + _ONE
-        store64(out, at, held)
+        store64(out, at, buffered)
         at += num_held >> _3
-        held >>= num_held & _56
+        buffered >>= num_held & _56
         num_held &= _7
-    store64(out, at, held)
+    store64(out, at, buffered)
     return np.int64(at + ((num_held + _7) >> _3))
 
 

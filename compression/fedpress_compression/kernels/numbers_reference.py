@@ -23,10 +23,10 @@ def gather(octets: Octets, starts: Ints, widths: Ints | int) -> Words:
     A window of 64 bits begins at the byte of each offset, so `octets` goes on for 8 bytes after it.
     """
     windows = np.ndarray((octets.size - 7,), "<u8", octets, 0, (1,))
-    found: Words = windows[starts >> 3].astype(np.uint64, copy=False)
-    found >>= (starts & 7).astype(np.uint64)
-    found &= (_ONE << np.asarray(widths, np.uint64)) - _ONE
-    return found
+    fields: Words = windows[starts >> 3].astype(np.uint64, copy=False)
+    fields >>= (starts & 7).astype(np.uint64)
+    fields &= (_ONE << np.asarray(widths, np.uint64)) - _ONE
+    return fields
 
 
 def pack(values: Words, widths: Ints) -> bytes:

@@ -188,16 +188,16 @@ def _widen(coder, octets, decoding):
 @kernel
 def _finish(coder, octets, decoding):
     """The end of the string, or -1 where it does not fit or is not as it should be."""
-    kept = 1 if coder[_RANGE] >= 1 << 25 else 2
-    unit = 1 << 32 - 8 * kept
+    num_bytes = 1 if coder[_RANGE] >= 1 << 25 else 2
+    unit = 1 << 32 - 8 * num_bytes
     if decoding:
-        end = coder[_AT] - 4 + kept
+        end = coder[_AT] - 4 + num_bytes
         # What was read after the end must not matter.
         first = coder[_LOW]
-        for place in range(4 - kept):
+        for place in range(4 - num_bytes):
             at = end + place
             if at < coder[_STOP]:
-                first -= np.int64(octets[at]) << 8 * (3 - kept - place)
+                first -= np.int64(octets[at]) << 8 * (3 - num_bytes - place)
         return end if end <= coder[_STOP] and first >= 0 and first + unit <= coder[_RANGE] else -1
     if coder[_LOW] >> 32:
         _carry(coder, octets)
@@ -205,7 +205,7 @@ def _finish(coder, octets, decoding):
     rounded = (low + unit - 1) // unit * unit
     if rounded >> 32:
         _carry(coder, octets)
-    for place in range(kept):
+    for place in range(num_bytes):
         _put(coder, octets, rounded >> 24 - 8 * place & 255)
     return -1 if coder[_OVER] else coder[_AT]
 
@@ -252,11 +252,11 @@ def _adapt(cells, used, weights, first, num, logits, chance, bit, shift):
 
 @kernel
 def _bits(number):
-    found = np.int64(0)
+    count = np.int64(0)
     while number:
         number >>= 1
-        found += 1
-    return found
+        count += 1
+    return count
 
 
 @kernel
@@ -287,7 +287,7 @@ def _flags(flags, num, matrices, contexts, octets, at, stop, decoding):
     columns = np.empty(widest, np.int64)
     above = np.zeros(widest + 2, np.uint8)
     here = np.zeros(widest + 2, np.uint8)
-    found = np.int64(0)
+    count = np.int64(0)
     i = _U(0)
     low, wide = coder[_LOW], coder[_RANGE]
     for t in range(matrices.shape[0]):
@@ -301,7 +301,7 @@ def _flags(flags, num, matrices, contexts, octets, at, stop, decoding):
             before = np.int64(0)
             rate = _RATES[min(row, COLUMN_ROWS)]
             for column in range(width):
-                if found == num:
+                if count == num:
                     coder[_LOW], coder[_RANGE] = low, wide
                     return _finish(coder, octets, decoding)
                 c = _U(column)
@@ -337,7 +337,7 @@ def _flags(flags, num, matrices, contexts, octets, at, stop, decoding):
                     before = (before << 1 | 1) & 3
                     here[c + _U(1)] = 1
                     ones += 1
-                    found += 1
+                    count += 1
                 else:
                     low += -part if decoding else part
                     wide -= part
@@ -358,7 +358,7 @@ def _flags(flags, num, matrices, contexts, octets, at, stop, decoding):
                 i += _U(1)
             above, here = here, above
     coder[_LOW], coder[_RANGE] = low, wide
-    return _finish(coder, octets, decoding) if found == num else -1
+    return _finish(coder, octets, decoding) if count == num else -1
 
 
 @kernel
@@ -370,7 +370,7 @@ def _values(magnitudes, signs, kind, most, where, matrices, contexts, octets, at
     weights = np.full(SETS * _VALUE_INPUTS, VALUE_WEIGHT)
     used = np.empty(_VALUE_INPUTS, np.int64)
     logits = np.empty(_VALUE_INPUTS, np.int64)
-    given = np.empty(_VALUE_INPUTS, np.int64)
+    inputs = np.empty(_VALUE_INPUTS, np.int64)
     widest = np.int64(1)
     for t in range(matrices.shape[0]):
         widest = max(widest, matrices[t, 1])
@@ -394,11 +394,11 @@ def _values(magnitudes, signs, kind, most, where, matrices, contexts, octets, at
             along[0], along[_BALANCE], along[_LAST] = 0, 3, 0
         above = across[(place - first) % width]
         context = np.int64(contexts[place]) if contexts.size else np.int64(0)
-        given[0] = along[0] * 8 + before[0]
-        given[1] = above[0] * 8 + before[0]
-        given[2] = context & 15
-        given[3] = 0
-        given[4] = (along[0] * 8 + above[0]) * 8 + before[0]
+        inputs[0] = along[0] * 8 + before[0]
+        inputs[1] = above[0] * 8 + before[0]
+        inputs[2] = context & 15
+        inputs[3] = 0
+        inputs[4] = (along[0] * 8 + above[0]) * 8 + before[0]
         number = magnitudes[index] + 1
         length, due = np.int64(0), _bits(number) - 1
         while length < longest:
@@ -408,7 +408,7 @@ def _values(magnitudes, signs, kind, most, where, matrices, contexts, octets, at
                 LONGER + length,
                 mixed,
                 more,
-                given,
+                inputs,
                 cells,
                 used,
                 weights,
@@ -425,7 +425,7 @@ def _values(magnitudes, signs, kind, most, where, matrices, contexts, octets, at
             if node < 8:
                 decision = BITS + 7 * (min(length, 16) - 1) + node - 1
                 bit = _decide(
-                    decision, 9, bit, given, cells, used, weights, logits, coder, octets, decoding
+                    decision, 9, bit, inputs, cells, used, weights, logits, coder, octets, decoding
                 )
             else:
                 bit = _bit(coder, octets, 1 << 15, bit, decoding)
@@ -436,16 +436,16 @@ def _values(magnitudes, signs, kind, most, where, matrices, contexts, octets, at
             magnitudes[index] = node - 1
         if kind == 0 or (kind == 1 and node == 1):
             continue
-        given[0] = along[_BALANCE] * 3 + along[_LAST]
-        given[1] = above[_BALANCE] * 3 + above[_LAST]
-        given[2] = context
-        given[3] = (along[_LAST] * 3 + above[_LAST]) * 3 + before[_LAST]
-        given[4] = (along[_BALANCE] * 7 + above[_BALANCE]) * 4 + (context >> 4)
+        inputs[0] = along[_BALANCE] * 3 + along[_LAST]
+        inputs[1] = above[_BALANCE] * 3 + above[_LAST]
+        inputs[2] = context
+        inputs[3] = (along[_LAST] * 3 + above[_LAST]) * 3 + before[_LAST]
+        inputs[4] = (along[_BALANCE] * 7 + above[_BALANCE]) * 4 + (context >> 4)
         sign = _decide(
             SIGN,
             0,
             np.int64(signs[index]),
-            given,
+            inputs,
             cells,
             used,
             weights,
@@ -464,10 +464,10 @@ def _values(magnitudes, signs, kind, most, where, matrices, contexts, octets, at
 
 
 @kernel
-def _decide(decision, mixed, bit, given, cells, used, weights, logits, coder, octets, decoding):
+def _decide(decision, mixed, bit, contexts, cells, used, weights, logits, coder, octets, decoding):
     """Code one of the decisions that make up a value."""
     for k in range(_VALUE_INPUTS):
-        used[k] = _VALUE_STARTS[k] + decision * _VALUE_SIZES[k] + given[k]
+        used[k] = _VALUE_STARTS[k] + decision * _VALUE_SIZES[k] + contexts[k]
     first = mixed * _VALUE_INPUTS
     chance = _mix(cells, used, weights, first, _VALUE_INPUTS, logits, 0)
     bit = _bit(coder, octets, chance, bit, decoding)

@@ -68,9 +68,9 @@ def decode_flags(
     `stop` on. Raises DecodingError."""
     coder = _Decoder(octets, at, stop)
     flags = bytearray(size)
-    found = _flags(coder, flags, num, matrices.tolist(), contexts.tobytes())
-    if found < num:
-        raise DecodingError(f"{found} flags set, expected {num}")
+    count = _flags(coder, flags, num, matrices.tolist(), contexts.tobytes())
+    if count < num:
+        raise DecodingError(f"{count} flags set, expected {num}")
     return np.flatnonzero(np.frombuffer(flags, np.uint8)), coder.finish()
 
 
@@ -134,10 +134,10 @@ class _Encoder:
 
     def finish(self) -> bytes | None:
         """The bytes, to the first that leaves no doubt whatever comes after them."""
-        kept = 1 if self._width >= 2 * _FEW else 2
-        unit = _ONE >> 8 * kept
+        num_bytes = 1 if self._width >= 2 * _FEW else 2
+        unit = _ONE >> 8 * num_bytes
         self._low = -(-self._low // unit) * unit
-        for _ in range(kept):
+        for _ in range(num_bytes):
             self._put()
         return bytes(self._octets) if len(self._octets) <= self._at_most else None
 
@@ -179,10 +179,10 @@ class _Decoder:
 
     def finish(self) -> int:
         """The byte after the string, whose last one must leave no doubt whatever comes after."""
-        kept = 1 if self._width >= 2 * _FEW else 2
-        end = self._at - 4 + kept
-        unit = _ONE >> 8 * kept
-        after = (self._octets[end : self._at] + bytes(4))[: 4 - kept]
+        num_bytes = 1 if self._width >= 2 * _FEW else 2
+        end = self._at - 4 + num_bytes
+        unit = _ONE >> 8 * num_bytes
+        after = (self._octets[end : self._at] + bytes(4))[: 4 - num_bytes]
         first = self._above - int.from_bytes(after, "big")
         if end > len(self._octets) or first < 0 or first + unit > self._width:
             raise DecodingError("a range-coded string with a wrong end")
@@ -233,7 +233,7 @@ def _flags(
     chances = [_ONE >> 1] * _FLAG_STARTS[-1]
     chances[_FLAG_STARTS[1] : _FLAG_STARTS[4]] = [plain] * (_FLAG_STARTS[4] - _FLAG_STARTS[1])
     mixer = _Mixer(chances, 1, len(FLAG_SIZES), 1, FLAG_WEIGHT, FLAG_SHIFT, _LOGITS[plain >> 16])
-    found = place = 0
+    count = place = 0
     for tensor, (height, width) in enumerate(matrices):
         columns = [density >> 16] * width
         above = bytearray(width + 2)
@@ -241,8 +241,8 @@ def _flags(
             here = bytearray(width + 2)
             dense, ones, before = density >> 16, 0, 0
             for column in range(width):
-                if found == num:
-                    return found
+                if count == num:
+                    return count
                 context = contexts[place] & 15 if contexts else 0
                 a, b = _bucket(dense), _bucket(columns[column])
                 near = before | above[column + 1] << 2 | (above[column] | above[column + 2]) << 3
@@ -262,9 +262,9 @@ def _flags(
                 columns[column] += ((bit << 16) - columns[column]) * rate >> 16
                 before = (before << 1 | bit) & 3
                 here[column + 1] = bit
-                ones, found, place = ones + bit, found + bit, place + 1
+                ones, count, place = ones + bit, count + bit, place + 1
             above = here
-    return found
+    return count
 
 
 def _bucket(density: int) -> int:
@@ -303,7 +303,7 @@ def _values(
     before = _History()
     for index, (place, along, above) in enumerate(_histories(where, matrices)):
         context = contexts[place] if contexts else 0
-        given: tuple[int, ...] = (
+        inputs: tuple[int, ...] = (
             along.size * 8 + before.size,
             above.size * 8 + before.size,
             context & 15,
@@ -313,7 +313,7 @@ def _values(
         number, length = magnitudes[index] + 1, 0
         while length < longest:
             more = int(number >> length > 1)
-            if not mixer.code(coder, _cells(LONGER + length, given), 1 + min(length, 7), more):
+            if not mixer.code(coder, _cells(LONGER + length, inputs), 1 + min(length, 7), more):
                 break
             length += 1
         node = 1
@@ -321,29 +321,29 @@ def _values(
             bit = number >> rest & 1
             if node < 8:
                 decision = BITS + 7 * (min(length, 16) - 1) + node - 1
-                bit = mixer.code(coder, _cells(decision, given), 9, bit)
+                bit = mixer.code(coder, _cells(decision, inputs), 9, bit)
             else:
                 bit = coder.bit(_EVEN, bit)
             node = node << 1 | bit
         along.size = above.size = before.size = min(length + 1, 7)
         if signed == 2 or (signed == 1 and node > 1):
-            given = (
+            inputs = (
                 along.balance * 3 + along.last,
                 above.balance * 3 + above.last,
                 context,
                 (along.last * 3 + above.last) * 3 + before.last,
                 (along.balance * 7 + above.balance) * 4 + (context >> 4),
             )
-            signs[index] = mixer.code(coder, _cells(SIGN, given), 0, signs[index])
+            signs[index] = mixer.code(coder, _cells(SIGN, inputs), 0, signs[index])
             for history in (along, above, before):
                 history.tell(signs[index])
         magnitudes[index] = node - 1
 
 
-def _cells(decision: int, given: tuple[int, ...]) -> list[int]:
+def _cells(decision: int, contexts: tuple[int, ...]) -> list[int]:
     return [
         start + decision * size + context
-        for start, size, context in zip(_VALUE_STARTS, VALUE_SIZES, given, strict=False)
+        for start, size, context in zip(_VALUE_STARTS, VALUE_SIZES, contexts, strict=False)
     ]
 
 

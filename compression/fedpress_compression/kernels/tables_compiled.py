@@ -124,9 +124,9 @@ def _count_buckets(values, mantissa, first_block, histograms):
 
 
 def stream_bytes(histograms: Ints, lengths: Octets, of_block: Ints) -> Ints:
-    found = np.empty(histograms.shape[:2], np.int64)
-    _stream_bytes(histograms.astype(np.int16, copy=False), lengths, of_block, found)
-    return found
+    sizes = np.empty(histograms.shape[:2], np.int64)
+    _stream_bytes(histograms.astype(np.int16, copy=False), lengths, of_block, sizes)
+    return sizes
 
 
 @kernel
@@ -139,7 +139,7 @@ def _product(counts, weights):
 
 
 @kernel
-def _stream_bytes(histograms, lengths, of_block, found):
+def _stream_bytes(histograms, lengths, of_block, sizes):
     bits = np.empty(lengths.shape[1], np.int16)
     total = 0
     at = -1
@@ -151,8 +151,8 @@ def _stream_bytes(histograms, lengths, of_block, found):
                 bits[symbol] = 0 if length == ALONE else length
         for stream in range(STREAMS):
             sum_of_bits = np.int64(_product(histograms[block, stream], bits))
-            found[block, stream] = (sum_of_bits + 7) >> 3
-            total += found[block, stream]
+            sizes[block, stream] = (sum_of_bits + 7) >> 3
+            total += sizes[block, stream]
     return total
 
 
@@ -217,11 +217,11 @@ def _cheapest(of_blocks, lengths, num_tables, of_block):
 
 
 @kernel
-def _size(histograms, lengths, num_tables, of_block, found):
+def _size(histograms, lengths, num_tables, of_block, sizes):
     bits = 2
     for table in range(num_tables):
         bits += bits_of_table(lengths[table])
-    return ((bits + 7) >> 3) + _stream_bytes(histograms, lengths, of_block, found)
+    return ((bits + 7) >> 3) + _stream_bytes(histograms, lengths, of_block, sizes)
 
 
 @kernel
@@ -234,12 +234,12 @@ def _choose_tables(histograms, at_most, best_lengths, best_of_block):
             for stream in range(STREAMS):
                 total = np.int16(total + histograms[block, stream, symbol])
             of_blocks[block, symbol] = total
-    found = np.empty((num_blocks, STREAMS), np.int64)
+    sizes = np.empty((num_blocks, STREAMS), np.int64)
     order = np.empty(alphabet, np.uint8)
     for symbol in range(alphabet):
         order[symbol] = symbol
     num_best = _grouped(of_blocks, best_of_block, best_lengths, order)
-    smallest = _size(histograms, best_lengths, num_best, best_of_block, found)
+    smallest = _size(histograms, best_lengths, num_best, best_of_block, sizes)
     if min(at_most, num_blocks) == 1:
         return num_best
     # Rank the blocks by their mean bits under the common table, of equals the first first.
@@ -262,7 +262,7 @@ def _choose_tables(histograms, at_most, best_lengths, best_of_block):
             if not _cheapest(of_blocks, lengths, used, of_block):
                 break  # the same groups have the same codes
             used = _grouped(of_blocks, of_block, lengths, order)
-        size = _size(histograms, lengths, used, of_block, found)
+        size = _size(histograms, lengths, used, of_block, sizes)
         if size < smallest:
             smallest, num_best = size, used
             best_lengths[:] = lengths

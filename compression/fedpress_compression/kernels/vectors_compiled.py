@@ -58,9 +58,9 @@ def largest(vector: Reals, k: int) -> tuple[Ints, Reals]:
         sample = thread_buffer("sample", _SAMPLES, np.uint32)
         _sample(entries, sample)
         least = _guess(sample, k, vector.size)
-        found = _gathered(vector.size, k, lambda *part: _reach(entries, least, *part))
-        if found is not None:
-            return _refined(*found, k)
+        gathered = _gathered(vector.size, k, lambda *part: _reach(entries, least, *part))
+        if gathered is not None:
+            return _refined(*gathered, k)
         # The sample misled: too many reach the threshold, or too few. So count them all.
         bins = np.zeros(_BINS, np.int64)
         _count_magnitudes(entries, bins)
@@ -79,10 +79,10 @@ def add_largest(vector: Reals, other: Reals, k: int, total: Reals) -> tuple[Ints
     sample = thread_buffer("sample", _SAMPLES, np.uint32)
     _sample_sums(vector, other, sample)
     least = _guess(sample, k, vector.size)
-    found = _gathered(
+    gathered = _gathered(
         vector.size, k, lambda *part: _add_and_reach(vector, other, total, least, *part)
     )
-    return largest(total, k) if found is None else _refined(*found, k)
+    return largest(total, k) if gathered is None else _refined(*gathered, k)
 
 
 def _gathered(
@@ -94,18 +94,18 @@ def _gathered(
     where = thread_buffer("where", len(among) * room, np.int64)
     entries = thread_buffer("entries", len(among) * room, np.uint32)
     places = {begin: slice(i * room, (i + 1) * room) for i, (begin, _) in enumerate(among)}
-    found = each(
+    counts = each(
         lambda begin, end: reach(begin, end, where[places[begin]], entries[places[begin]]), among
     )
-    if min(found) < 0 or sum(found) < k:
+    if min(counts) < 0 or sum(counts) < k:
         return None
     if len(among) == 1:
-        return where[: found[0]], entries[: found[0]]
+        return where[: counts[0]], entries[: counts[0]]
     starts = [place.start for place in places.values()]
-    taken = [slice(s, s + num) for s, num in zip(starts, found, strict=True)]
+    filled = [slice(s, s + num) for s, num in zip(starts, counts, strict=True)]
     return (
-        np.concatenate([where[one] for one in taken]),
-        np.concatenate([entries[one] for one in taken]),
+        np.concatenate([where[one] for one in filled]),
+        np.concatenate([entries[one] for one in filled]),
     )
 
 
@@ -162,15 +162,15 @@ def _sample_sums(vector, other, sample):
 
 
 @kernel
-def _append(entry, least, at, where, found_entries, found):
+def _append(entry, least, at, where, entries_out, count):
     """Append one entry if it reaches `least`; -1 if there is no room for it."""
     if (entry & _MAGNITUDE) < least:
-        return found
-    if found >= where.size:
+        return count
+    if count >= where.size:
         return -1
-    where[found] = at
-    found_entries[found] = entry
-    return found + 1
+    where[count] = at
+    entries_out[count] = entry
+    return count + 1
 
 
 @kernel
@@ -183,24 +183,24 @@ def _kept(vector, other, i):
 
 
 @kernel
-def _spread(masks, begins, num, vector, other, where, kept, found):
+def _spread(masks, begins, num, vector, other, where, entries_out, count):
     """Append the places that the masks stand for, and what is kept of them, two at a time: few
     branches, since which way they went would be anyone's guess; -1 if there may be no room."""
-    if found + 64 * num + 1 > where.size:
+    if count + 64 * num + 1 > where.size:
         return -1
-    place = _U(found)
+    place = _U(count)
     for block in range(num):
         mask, first = masks[block], _U(begins[block])
         while mask:
             i = first + trailing_zeros(mask)
             mask &= mask - _U(1)
             where[place] = np.int64(i)
-            kept[place] = _kept(vector, other, i)
+            entries_out[place] = _kept(vector, other, i)
             second = _U(mask != _U(0))
             i = first + trailing_zeros(mask | _LAST)
             mask &= mask - second
             where[place + _U(1)] = np.int64(i)
-            kept[place + _U(1)] = _kept(vector, other, i)
+            entries_out[place + _U(1)] = _kept(vector, other, i)
             place += _U(1) + second
     return np.int64(place)
 
@@ -214,7 +214,7 @@ def _prefetch_soon(entries, at):
 
 
 @kernel
-def _reach_in(entries, begin, end, least, masks, begins, where, found_entries, found):
+def _reach_in(entries, begin, end, least, masks, begins, where, entries_out, count):
     """Append the entries of a chunk that reach `least`; -1 if there may be no room for them.
 
     First a mask for each 64, and the masks that are not empty side by side; then what they stand
@@ -233,20 +233,20 @@ def _reach_in(entries, begin, end, least, masks, begins, where, found_entries, f
         begins[num] = at
         num += np.int64(masks[num] != _U(0))
         at += 64
-    found = _spread(masks, begins, num, entries, None, where, found_entries, found)
-    while at < end and found >= 0:
-        found = _append(entries[at], least, at, where, found_entries, found)
+    count = _spread(masks, begins, num, entries, None, where, entries_out, count)
+    while at < end and count >= 0:
+        count = _append(entries[at], least, at, where, entries_out, count)
         at += 1
-    return found
+    return count
 
 
 @kernel
 def _add_and_reach_in(
-    vector, other, total, begin, end, least, masks, begins, where, found_entries, found
+    vector, other, total, begin, end, least, masks, begins, where, entries_out, count
 ):
     """`_reach_in` of the sums of entries, which are written to `total`, where `begin` is the
     beginning of a cache line, in any case."""
-    sums = found_entries.view(np.float32)
+    sums = entries_out.view(np.float32)
     num = 0
     at = begin
     while at + 64 <= end:
@@ -261,50 +261,48 @@ def _add_and_reach_in(
         begins[num] = at
         num += np.int64(masks[num] != _U(0))
         at += 64
-    if found >= 0:
-        found = _spread(masks, begins, num, vector, other, where, sums, found)
-    return _add_each(vector, other, total, at, end, least, where, found_entries, found)
+    if count >= 0:
+        count = _spread(masks, begins, num, vector, other, where, sums, count)
+    return _add_each(vector, other, total, at, end, least, where, entries_out, count)
 
 
 @kernel
-def _add_each(vector, other, total, begin, end, least, where, found_entries, found):
+def _add_each(vector, other, total, begin, end, least, where, entries_out, count):
     entries = total.view(np.uint32)
     for at in range(begin, end):
         total[at] = vector[at] + other[at]
-        if found >= 0:
-            found = _append(entries[at], least, at, where, found_entries, found)
-    return found
+        if count >= 0:
+            count = _append(entries[at], least, at, where, entries_out, count)
+    return count
 
 
 @kernel
-def _reach(entries, least, begin, end, where, found_entries):
+def _reach(entries, least, begin, end, where, entries_out):
     masks, begins = np.empty(_CHUNK // 64 + 1, np.uint64), np.empty(_CHUNK // 64 + 1, np.int64)
-    found = 0
+    count = 0
     for first in range(begin, end, _CHUNK):
         last = min(first + _CHUNK, end)
-        found = _reach_in(
-            entries, first, last, _N(least), masks, begins, where, found_entries, found
-        )
-        if found < 0:
+        count = _reach_in(entries, first, last, _N(least), masks, begins, where, entries_out, count)
+        if count < 0:
             break
-    return found
+    return count
 
 
 @kernel
-def _add_and_reach(vector, other, total, least, begin, end, where, found_entries):
+def _add_and_reach(vector, other, total, least, begin, end, where, entries_out):
     """The sum in chunks, each searched as it is made; all of it, even without room."""
     masks, begins = np.empty(_CHUNK // 64 + 1, np.uint64), np.empty(_CHUNK // 64 + 1, np.int64)
     least = _N(least)
     address = np.int64(total.ctypes.data) + 4 * begin
     first = min(end, begin + (-address % 64) // 4)
-    found = _add_each(vector, other, total, begin, first, least, where, found_entries, 0)
+    count = _add_each(vector, other, total, begin, first, least, where, entries_out, 0)
     while first < end:
         last = min(first + _CHUNK, end)
-        found = _add_and_reach_in(
-            vector, other, total, first, last, least, masks, begins, where, found_entries, found
+        count = _add_and_reach_in(
+            vector, other, total, first, last, least, masks, begins, where, entries_out, count
         )
         first = last
-    return found
+    return count
 
 
 @kernel
@@ -343,8 +341,8 @@ def _refine(where, entries, threshold, chosen, values):
 
 def peak(vector: Reals) -> float:
     entries = np.ascontiguousarray(vector).view(np.uint32)
-    found = each(lambda begin, end: int(_peak(entries[begin:end])), parts(vector.size, _LONG))
-    return float(np.uint32(max(found)).view(np.float32))
+    peaks = each(lambda begin, end: int(_peak(entries[begin:end])), parts(vector.size, _LONG))
+    return float(np.uint32(max(peaks)).view(np.float32))
 
 
 @kernel
@@ -411,13 +409,13 @@ def _nearest_levels(magnitudes, middles, symbols):
     """Two middles in a pass; where they are odd in number, the last goes with one that no magnitude
     reaches."""
     for begin in range(0, symbols.size, _SOON):
-        some, found = magnitudes[begin : begin + _SOON], symbols[begin : begin + _SOON]
+        some, block = magnitudes[begin : begin + _SOON], symbols[begin : begin + _SOON]
         for j in range(0, middles.size, 2):
             middle = middles[j]
             after = middles[j + 1] if j + 1 < middles.size else np.float32(np.nan)
-            for i in range(found.size):
-                found[i] += np.uint8(some[i] >= middle)
-                found[i] += np.uint8(some[i] >= after)
+            for i in range(block.size):
+                block[i] += np.uint8(some[i] >= middle)
+                block[i] += np.uint8(some[i] >= after)
 
 
 def quantise(
@@ -516,9 +514,9 @@ def _add_table_at(total, where, symbols, table):
 
 
 def add_at(vector: Reals, where: Ints, values: Reals, sign: float) -> None:
-    given = np.ascontiguousarray(values)
+    numbers = np.ascontiguousarray(values)
     each(
-        lambda begin, end: _add_at(vector, where[begin:end], given[begin:end], np.float32(sign)),
+        lambda begin, end: _add_at(vector, where[begin:end], numbers[begin:end], np.float32(sign)),
         parts(where.size, _MANY),
     )
 

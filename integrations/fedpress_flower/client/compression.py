@@ -213,15 +213,15 @@ def _settled(ledger: Ledger, terms: Terms) -> Ledger:
         )
     for receipt in terms.receipts:
         ledger = ledger.settle(receipt)
-    for unanswered, held in list(ledger.pending.items()):
+    for unanswered, pending in list(ledger.pending.items()):
         if unanswered == key or not unanswered.endswith(f"-{ledger.client_id}"):
             continue
         lost = Receipt(
             assignment=unanswered,
             client_id=ledger.client_id,
             task=ledger.task,
-            round=held.round,
-            attempt=held.attempt,
+            round=pending.round,
+            attempt=pending.attempt,
             outcome="not-included",
             reason="missed-deadline",
             upload=None,
@@ -234,12 +234,12 @@ def _settled(ledger: Ledger, terms: Terms) -> Ledger:
 
 def _error(ledger: Ledger, key: str, update: Vector) -> float:
     """The squared norm of what the upload left out, relative to that of what was to be sent."""
-    held = ledger.pending[key]
-    left = ledger.residual if held.feedback and ledger.residual is not None else update.copy()
+    pending = ledger.pending[key]
+    left = ledger.residual if pending.feedback and ledger.residual is not None else update.copy()
     whole = left.copy()
-    if held.feedback:
-        held.update.add_to(whole)
+    if pending.feedback:
+        pending.update.add_to(whole)
     else:
-        held.update.add_to(left, sign=-1.0)
+        pending.update.add_to(left, sign=-1.0)
     total = float(np.square(whole, dtype=np.float64).sum())
     return float(np.square(left, dtype=np.float64).sum()) / total if total else 0.0

@@ -208,8 +208,8 @@ class MaskingMod:
         seat = self._seat(context, task, client_id)
         if ours[envelope.STEP] == envelope.JOIN:
             statement = envelope.joining(str(ours[envelope.SERVER_KEY]), task, client_id)
-            said = ConfigRecord({envelope.SAID: seat.key.public + seat.key.sign(statement)})
-            return Message(RecordDict({envelope.RECORD: said}), reply_to=message)
+            answer = ConfigRecord({envelope.SAID: seat.key.public + seat.key.sign(statement)})
+            return Message(RecordDict({envelope.RECORD: answer}), reply_to=message)
         name = str(ours[envelope.ASSIGNMENT])
         mailbox = Mailbox(bytes(ours[envelope.HEARD]))
         part = seat.part(mailbox)

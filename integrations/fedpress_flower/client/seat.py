@@ -48,7 +48,7 @@ class Seat:
     def believe(self, ours: ConfigRecord, server_key: str | None, now: float) -> None:
         """Take in who the server is and who vouches for the population; what was believed before
         stays. Raises ConfigurationError for anything else than what is pinned."""
-        told, named = (
+        membership, named = (
             parsed(Membership, str(ours[envelope.MEMBERSHIP])),
             str(ours[envelope.SERVER_KEY]),
         )
@@ -58,7 +58,7 @@ class Seat:
             raise ConfigurationError(
                 f"the server signs by {named}, pinned is {server_key or identity.server_key}"
             )
-        after = joined(identity, told, self._rules, key=self.key.public, now=now)
+        after = joined(identity, membership, self._rules, key=self.key.public, now=now)
         if after != before:
             self.account.enrolled(after)
 
@@ -84,8 +84,8 @@ class Mailbox:
     """The server as a masked part knows it: it says one thing, and is told the last that there is
     to tell. What the part heard before, it says again: the same bytes."""
 
-    def __init__(self, heard: bytes, *, is_offer: bool = False) -> None:
-        self._heard: bytes | None = heard
+    def __init__(self, message: bytes, *, is_offer: bool = False) -> None:
+        self._heard: bytes | None = message
         self._is_offer = is_offer
         self.said: bytes | None = None
         self.body: bytes | None = None
@@ -95,8 +95,8 @@ class Mailbox:
     def hear(self, assignment: str, step: Any, wait: float) -> bytes | float:
         if self._heard is None or self._is_offer != (step == "offer"):
             return 1.0
-        heard, self._heard = self._heard, None
-        return heard
+        message, self._heard = self._heard, None
+        return message
 
     def say(self, assignment: str, step: Any, message: bytes) -> None:
         self.said, self.body = message, None
@@ -134,12 +134,12 @@ def settled(seat: Seat, part: MaskedPart, ours: ConfigRecord, name: str, plan: R
     ledger = seat.ledger()
     if name not in ledger.pending and plan.round <= ledger.round:
         raise Conflict(f"round {plan.round} came after round {ledger.round} was answered")
-    told: Any = zip(ours.get(envelope.ENDED_FOR, []), ours.get(envelope.ENDED, []), strict=False)
-    words: dict[str, bytes] = dict(told)
-    for before, held in list(ledger.pending.items()):
+    ended: Any = zip(ours.get(envelope.ENDED_FOR, []), ours.get(envelope.ENDED, []), strict=False)
+    words: dict[str, bytes] = dict(ended)
+    for before, pending in list(ledger.pending.items()):
         if before == name:
             continue
-        outcome = "pending" if held.session is not None else "not-included"
+        outcome = "pending" if pending.session is not None else "not-included"
         if before == part.assignment:
             outcome = part.outcome(words.get(before))
         if outcome == "pending":
@@ -152,11 +152,11 @@ def settled(seat: Seat, part: MaskedPart, ours: ConfigRecord, name: str, plan: R
             assignment=before,
             client_id=ledger.client_id,
             task=ledger.task,
-            round=held.round,
-            attempt=held.attempt,
+            round=pending.round,
+            attempt=pending.attempt,
             outcome="included" if is_in else "not-included",
             reason="included" if is_in else "dropped-out",
-            upload=held.digest if is_in else None,
+            upload=pending.digest if is_in else None,
             model=None,
             issued_at=0,
         )

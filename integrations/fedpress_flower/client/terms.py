@@ -107,10 +107,10 @@ def model_in(reply: Message, terms: Terms) -> tuple[str, ArrayRecord]:
 
 def update_of(arrays: ArrayRecord, terms: Terms) -> Vector:
     """New values less old [spec.size]; raises InvalidUpdate for other tensors."""
-    found = {name: array.numpy() for name, array in arrays.items()}
+    tensors = {name: array.numpy() for name, array in arrays.items()}
     try:
-        spec = envelope.spec_of(found)
-        trained = terms.spec.flatten(found)
+        spec = envelope.spec_of(tensors)
+        trained = terms.spec.flatten(tensors)
     except FedpressError as exc:
         raise InvalidUpdate(f"the reply's model: {exc.detail}") from exc
     names = {tensor.name for tensor in spec.trained} ^ {t.name for t in terms.spec.trained}
@@ -132,7 +132,7 @@ def examples_of(reply: Message, terms: Terms) -> int:
 
 def report_of(reply: Message, terms: Terms) -> dict[str, float]:
     metrics = metrics_of(reply)
-    found = {}
+    report = {}
     for name in terms.assignment.plan.report:
         value = metrics.get(name)
         if not isinstance(value, int | float):
@@ -140,8 +140,8 @@ def report_of(reply: Message, terms: Terms) -> dict[str, float]:
                 f"the strategy needs {name!r}, and the reply's metric record has none",
                 hint=f"put {name!r} into it",
             )
-        found[name] = float(value)
-    return found
+        report[name] = float(value)
+    return report
 
 
 def metrics_of(reply: Message) -> dict[str, Any]:

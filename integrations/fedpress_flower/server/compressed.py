@@ -285,8 +285,8 @@ class FedpressStrategy(Wrapping):
                 metrics = MetricRecord({**metrics, **(self._mean_metrics(records) or {})})
         return metrics
 
-    def _mean_metrics(self, found: list[MetricRecord]) -> MetricRecord:
-        records = [RecordDict({"metrics": metrics}) for metrics in found]
+    def _mean_metrics(self, reported: list[MetricRecord]) -> MetricRecord:
+        records = [RecordDict({"metrics": metrics}) for metrics in reported]
         average = innermost(self.inner).train_metrics_aggr_fn
         mean: MetricRecord = average(records, self._weight)
         return mean

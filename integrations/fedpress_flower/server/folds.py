@@ -115,21 +115,21 @@ class StreamedFold:
         self._is_mean = type(self._sums) in (WeightedMean, UniformMean)
         self._waiting: dict[int, bytes] = {}
 
-    def add(self, update: Update, found: Taken) -> None:
+    def add(self, update: Update, upload: Taken) -> None:
         """Raises InvalidUpdate, and then nothing was added."""
-        self._sums.add(update, found.examples, found.report)
+        self._sums.add(update, upload.examples, upload.report)
 
-    def add_body(self, node: int, body: bytes, found: Taken) -> None:
+    def add_body(self, node: int, body: bytes, upload: Taken) -> None:
         """Add what `body` stands for, or keep it; raises InvalidUpdate, and then neither was done.
         `found` is told what the upload weighs and reports."""
         here = self._here
         if not self._is_mean:
-            here.updated(node, here.read(node, body, found))
+            here.updated(node, here.read(node, body, upload))
             self._waiting[node] = body
             return
         mean, own, names = cast(WeightedMean, self._sums), here.format_of(node), here.plan.report
-        examples, told, symbols = Upload.find(body, own.layouts, 0, own.contexts, names)
-        here.weigh(found, examples, told)
+        examples, report, symbols = Upload.find(body, own.layouts, 0, own.contexts, names)
+        here.weigh(upload, examples, report)
         with np.errstate(over="ignore", invalid="ignore"):  # as in `updated`
             decode_add(symbols, own.compressor, here.public, mean.sums, mean.weight_of(examples))
 
@@ -140,10 +140,10 @@ class StreamedFold:
             found = here.taken[node]
             upload = here.read(node, self._waiting[node], found)
             self.add(here.updated(node, upload), found)
-        taken = [here.taken[node] for node in sorted(here.taken)]
-        total = sum(found.examples for found in taken)
+        uploads = [here.taken[node] for node in sorted(here.taken)]
+        total = sum(found.examples for found in uploads)
         means = {
-            name: sum(found.examples * found.report[name] for found in taken) / max(total, 1)
+            name: sum(found.examples * found.report[name] for found in uploads) / max(total, 1)
             for name in here.plan.report
         }
-        return self._fold.applied(here, self._sums.result(), Tally(len(taken), means))
+        return self._fold.applied(here, self._sums.result(), Tally(len(uploads), means))

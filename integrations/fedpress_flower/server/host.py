@@ -31,11 +31,11 @@ class Host:
         """Of these nodes, those whose keys are to be asked for before they can be certified."""
         return [] if self.issuer is None else [n for n in nodes if n not in self._issued]
 
-    def enrol(self, node: int, task: str, said: bytes, now: float) -> None:
+    def enrol(self, node: int, task: str, answer: bytes, now: float) -> None:
         """Certify the Ed25519 key of a node, by what it says to JOIN; raises MalformedRequest or
         InvalidSignature for one that is not its own."""
-        public, signature = said[:32], said[32:]
-        if len(said) != 32 + 64 or public in self._keys:
+        public, signature = answer[:32], answer[32:]
+        if len(answer) != 32 + 64 or public in self._keys:
             raise MalformedRequest("no key of its own that could be certified")
         server_key = to_base64url(self.key.public)
         verify_signature(public, envelope.joining(server_key, task, str(node)), signature)

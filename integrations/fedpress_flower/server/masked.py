@@ -206,17 +206,17 @@ class MaskedStrategy(Wrapping):
             node = message.metadata.dst_node_id
             ends = self._ends.get(node, {})
             record = here.record(node, None, self._weight)
-            told: dict[str, Any] = {
+            header: dict[str, Any] = {
                 envelope.OFFER: session.offer,
                 envelope.SERVER_KEY: self.server_key,
                 envelope.MEMBERSHIP: self._host.membership(node, now).model_dump_json(),
             }
             if ends:
-                told |= {envelope.ENDED_FOR: list(ends), envelope.ENDED: list(ends.values())}
+                header |= {envelope.ENDED_FOR: list(ends), envelope.ENDED: list(ends.values())}
             session.down_bytes += sum(
-                len(each) for each in (session.offer, told[envelope.MEMBERSHIP], *ends.values())
+                len(each) for each in (session.offer, header[envelope.MEMBERSHIP], *ends.values())
             )
-            record.update(told)
+            record.update(header)
             message.content = RecordDict({**message.content, **beside, envelope.RECORD: record})
         self._open = (here, session, asked)
         return messages
@@ -232,11 +232,11 @@ class MaskedStrategy(Wrapping):
         session.advertise(replies)
         for node in session.trained:
             self._ends.pop(node, None)  # its message told of them, and it answered
-        found = session.run(self._exchange, hurry=self._hurries)
+        aggregate = session.run(self._exchange, hurry=self._hurries)
         arrays, metrics = None, None
-        if found is not None:
+        if aggregate is not None:
             try:
-                arrays, metrics = self._applied(server_round, here, session, found)
+                arrays, metrics = self._applied(server_round, here, session, aggregate)
             except FedpressError as exc:
                 session.abort(exc.detail)
             else:
@@ -248,7 +248,7 @@ class MaskedStrategy(Wrapping):
         for node in session.began:
             assignment = f"{server_round}-{node}"
             self._ends.setdefault(node, {})[assignment] = session.ended(node)
-        report = self._report(here, session, asked, arrays, found)
+        report = self._report(here, session, asked, arrays, aggregate)
         self._tell(report)
         return arrays, with_figures(metrics, report)
 
@@ -284,17 +284,20 @@ class MaskedStrategy(Wrapping):
         return missing
 
     def _applied(
-        self, server_round: int, here: Round, session: Session, found: Aggregate
+        self, server_round: int, here: Round, session: Session, aggregate: Aggregate
     ) -> tuple[ArrayRecord | None, MetricRecord | None]:
         """The next model, by the mean of the updates, and what the sum says besides."""
-        told = MetricRecord({self._weight: found.num_examples, **found.report})
-        mean = found.mean.dense()
+        mean_metrics = MetricRecord({self._weight: aggregate.num_examples, **aggregate.report})
+        mean = aggregate.mean.dense()
         if self._ours is not None:
-            tally = Tally(found.num_clients, found.report)
-            return self._ours.applied(here, mean.astype(np.float64), tally), told
+            tally = Tally(aggregate.num_clients, aggregate.report)
+            return self._ours.applied(here, mean.astype(np.float64), tally), mean_metrics
         with np.errstate(over="ignore", invalid="ignore"):
             parameters = here.model.parameters + mean
-        content = {here.key: moved(here.arrays, here.model.spec, parameters), "metrics": told}
+        content = {
+            here.key: moved(here.arrays, here.model.spec, parameters),
+            "metrics": mean_metrics,
+        }
         asked = here.asked[session.survivors[0]]
         arrays, metrics = self.inner.aggregate_train(
             server_round, [Message(RecordDict(content), reply_to=asked)]
@@ -307,7 +310,7 @@ class MaskedStrategy(Wrapping):
         session: Session,
         asked: tuple[int, ...],
         arrays: ArrayRecord | None,
-        found: Aggregate | None,
+        aggregate: Aggregate | None,
     ) -> RoundReport:
         included = [] if arrays is None else session.survivors
         for node in asked:
@@ -323,7 +326,7 @@ class MaskedStrategy(Wrapping):
             dropped=dict(sorted(here.dropped.items())),
             upload_bytes=here.upload_bytes,
             nmse=math.nan,
-            num_examples=found.num_examples if included and found is not None else 0,
+            num_examples=aggregate.num_examples if included and aggregate is not None else 0,
             model=here.model.digest if arrays is None else model_of(arrays).digest,
             session_up_bytes=session.up_bytes,
             session_down_bytes=session.down_bytes,

@@ -62,8 +62,8 @@ class Round:
     ) -> Self:
         """`models` are the first and the one before, `profile` is that of the uploads. Raises
         ConfigurationError for a model or messages that this cannot work with."""
-        found = {name: array.numpy() for name, array in arrays.items()}
-        model = envelope.model_of(found)
+        tensors = {name: array.numpy() for name, array in arrays.items()}
+        model = envelope.model_of(tensors)
         names = list(messages[0].content.array_records)
         if len(names) != 1:
             raise ConfigurationError(
@@ -110,7 +110,7 @@ class Round:
             {kind: model.parameters - earlier[kind] for kind in earlier if kind in needs},
         )
         asked = {message.metadata.dst_node_id: message for message in messages}
-        return cls(plan, model, found, names[0], asked, public)
+        return cls(plan, model, tensors, names[0], asked, public)
 
     def beside(self, first: Vector, before: Vector) -> dict[str, Vector]:
         """The models [spec.size] that the compressor reads, by the names of their records."""

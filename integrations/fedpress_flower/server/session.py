@@ -92,10 +92,10 @@ def step_message(node: int, **fields: str | bytes) -> Message:
 def said_by(reply: Message) -> bytes:
     """What a reply says; raises MalformedRequest if it is not one of a masked round."""
     record = reply.content.get(envelope.RECORD)
-    said = record.get(envelope.SAID) if isinstance(record, ConfigRecord) else None
-    if not isinstance(said, bytes):
+    message = record.get(envelope.SAID) if isinstance(record, ConfigRecord) else None
+    if not isinstance(message, bytes):
         raise MalformedRequest("the reply is none of a masked round: has the app masking_mod?")
-    return said
+    return message
 
 
 class Session:
@@ -199,8 +199,8 @@ class Session:
             kind = Consents
         answer = self.machine.answer(kind, identity)
         assert answer is not None  # noqa: S101 - the machine has come to this phase
-        heard = answer.to_bytes()
-        self.down_bytes += len(heard)
+        message = answer.to_bytes()
+        self.down_bytes += len(message)
         if due.step == envelope.MASKED:
             self.began.add(node)
         fields: dict[str, str | bytes] = {
@@ -208,7 +208,7 @@ class Session:
             envelope.TASK: self._here.plan.task,
             envelope.CLIENT: str(node),
             envelope.ASSIGNMENT: f"{self._here.plan.round}-{node}",
-            envelope.HEARD: heard,
+            envelope.HEARD: message,
         }
         return step_message(node, **fields)
 
@@ -292,7 +292,7 @@ class Session:
             try:
                 job = self.machine.recover()
                 words = job.unmask([self._total])
-                found = self._payload.decompress(packing.unpack(words), len(job.survivors))
+                aggregate = self._payload.decompress(packing.unpack(words), len(job.survivors))
             except (InvalidShare, InvalidUpdate) as exc:
                 suspects = tuple(exc.members.get("suspects", ()))
                 self._on(UnmaskFailed(exc.detail, suspects))
@@ -303,7 +303,7 @@ class Session:
             members = self.machine.cohort.members if self.machine.cohort is not None else ()
             for slot in job.suspects:
                 self.faults[self._node(members[slot])] = "shares that were not dealt to it"
-            self._found = found
+            self._found = aggregate
 
     def _fail(self, node: int, reason: str) -> None:
         self._gone.add(node)
@@ -312,11 +312,11 @@ class Session:
         else:
             self._here.drop(node, reason)
 
-    def _named(self, found: re.Match[str]) -> str:
+    def _named(self, match: re.Match[str]) -> str:
         """The slot that a client complains of, with its node."""
         members = self.machine.cohort.members if self.machine.cohort is not None else ()
-        slot = int(found[1])
-        return f"{found[0]}, node {self._node(members[slot])}" if slot < len(members) else found[0]
+        slot = int(match[1])
+        return f"{match[0]}, node {self._node(members[slot])}" if slot < len(members) else match[0]
 
     def _at(self, slot: int) -> int:
         """The node in that slot of the roster."""

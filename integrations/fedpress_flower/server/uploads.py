@@ -48,9 +48,9 @@ class Taken:
 class Folding(Protocol):
     """Where uploads are added up, one by one; see folds.py."""
 
-    def add(self, update: Update, found: Taken) -> None: ...
+    def add(self, update: Update, upload: Taken) -> None: ...
 
-    def add_body(self, node: int, body: bytes, found: Taken) -> None: ...
+    def add_body(self, node: int, body: bytes, upload: Taken) -> None: ...
 
     def result(self) -> ArrayRecord: ...
 
@@ -143,7 +143,7 @@ class Uploads(Round):
         self.upload_bytes += sum(len(array.data) for array in arrays.values())
         if list(arrays) != [envelope.BODY] or arrays[envelope.BODY].stype != envelope.STYPE:
             examples = min(max(1, round(value)), self.plan.fixed_point.max_examples)
-            found = Taken(examples, metrics, 0.0, _reported(self.plan, metrics), left_out)
+            taken = Taken(examples, metrics, 0.0, _reported(self.plan, metrics), left_out)
             update = self._plain(arrays)
         else:
             own: Any = reply.content.get(envelope.RECORD, {})
@@ -155,37 +155,37 @@ class Uploads(Round):
             self.bodies[node] = (f"{self.plan.round}-{node}", hashlib.sha256(body).hexdigest())
             error = own.get(envelope.ERROR)
             error = error if isinstance(error, float) else math.nan
-            found = Taken(0, metrics, error, {}, left_out)
+            taken = Taken(0, metrics, error, {}, left_out)
             if self._reference is not None:
                 self._compared[node] = body
             if self.fold is not None:
-                self.fold.add_body(node, body, found)
-                return found
-            update = self.updated(node, self.read(node, body, found))
+                self.fold.add_body(node, body, taken)
+                return taken
+            update = self.updated(node, self.read(node, body, taken))
         if self.fold is not None:
-            self.fold.add(update, found)
-            return found
+            self.fold.add(update, taken)
+            return taken
         parameters = (self.model.parameters if self.own is None else self.own).copy()
         update.add_to(parameters)
         whole = moved(self.arrays, self.model.spec, parameters)
         content = {key: each for key, each in reply.content.items() if key != envelope.RECORD}
         content[name] = whole
-        found.decoded = Message(RecordDict(content), reply_to=self.asked[node])
-        return found
+        taken.decoded = Message(RecordDict(content), reply_to=self.asked[node])
+        return taken
 
-    def read(self, node: int, body: bytes, found: Taken) -> Upload:
+    def read(self, node: int, body: bytes, taken: Taken) -> Upload:
         """The upload in `body`; `found` is told what it says. Raises InvalidUpdate."""
         own, names = self.format_of(node), self.plan.report
         upload = Upload.from_bytes(body, own.layouts, 0, own.contexts, names)
-        self.weigh(found, upload.num_examples, upload.report)
+        self.weigh(taken, upload.num_examples, upload.report)
         return upload
 
-    def weigh(self, found: Taken, num_examples: int, told: tuple[float, ...]) -> None:
+    def weigh(self, taken: Taken, num_examples: int, report: tuple[float, ...]) -> None:
         """Raises InvalidUpdate for more examples than the plan allows."""
         if num_examples > self.plan.fixed_point.max_examples:
             raise InvalidUpdate(f"num_examples of {num_examples}, more than the plan allows")
-        found.examples = num_examples
-        found.report = dict(zip(self.plan.report, told, strict=True))
+        taken.examples = num_examples
+        taken.report = dict(zip(self.plan.report, report, strict=True))
 
     def updated(self, node: int, upload: Upload) -> Update:
         """What an upload stands for, within the plan's bounds; raises InvalidUpdate."""
@@ -210,8 +210,8 @@ class Uploads(Round):
         """Strategies of Flower's take no round in which metrics have other names here and there:
         those of fewer clients than another set of names has are dropped."""
         names = {
-            node: tuple(sorted({*found.metrics, *found.left_out}))
-            for node, found in self.taken.items()
+            node: tuple(sorted({*upload.metrics, *upload.left_out}))
+            for node, upload in self.taken.items()
         }
         if len(set(names.values())) > 1:
             usual = Counter(names[node] for node in sorted(names)).most_common(1)[0][0]
@@ -245,15 +245,15 @@ class Uploads(Round):
     def answers(self) -> list[Message]:
         """What a strategy of Flower's is given, in the order of nodes: metrics have the same names
         everywhere, so that those left out by one are left out of all."""
-        found: dict[int, Message] = {}
+        replies: dict[int, Message] = {}
         for node, metrics in zip(sorted(self.taken), self.metrics_of_all(), strict=True):
             reply = cast(Message, self.taken[node].decoded)
             (name,) = reply.content.metric_records
             reply.content = RecordDict({**reply.content, name: metrics})
-            found[node] = reply
+            replies[node] = reply
         for node, reason in self.dropped.items():
-            found[node] = Message(Error(_FAILED, reason), reply_to=self.asked[node])
-        return [found[node] for node in sorted(found)]
+            replies[node] = Message(Error(_FAILED, reason), reply_to=self.asked[node])
+        return [replies[node] for node in sorted(replies)]
 
 
 def asked_in(reply: Message, last_round: int) -> tuple[str, ...]:
@@ -280,14 +280,14 @@ def metrics_of(
     if len(records) != 1:
         raise InvalidUpdate(f"{len(records)} metric records in the reply, where one is due")
     metrics = records[0]
-    found = metrics.get(weight)
-    if not isinstance(found, int | float) or not 0 < found < math.inf:
-        raise InvalidUpdate(f"{weight!r} is {found!r}, where a positive number is due")
+    reported = metrics.get(weight)
+    if not isinstance(reported, int | float) or not 0 < reported < math.inf:
+        raise InvalidUpdate(f"{weight!r} is {reported!r}, where a positive number is due")
     left_out = tuple(name for name, value in metrics.items() if not _is_finite(value))
     for name in left_out:
         if name in needed:
             raise InvalidUpdate(f"the strategy needs {name!r}, which is {metrics[name]!r}")
-    return _without(metrics, left_out), float(found), left_out
+    return _without(metrics, left_out), float(reported), left_out
 
 
 def _is_finite(value: int | float | list[int] | list[float]) -> bool:

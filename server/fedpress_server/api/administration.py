@@ -40,8 +40,8 @@ async def list_operators(
     limit: Limit = MOST,
 ) -> list[OperatorStatus]:
     """Whoever has or had a token, by the ids; without the tokens, and without the settings' own."""
-    found = await services.operators.listed(after, limit + 1)
-    return first_page(request, response, found, limit, after=lambda each: each.operator_id)
+    operators = await services.operators.listed(after, limit + 1)
+    return first_page(request, response, operators, limit, after=lambda each: each.operator_id)
 
 
 @administration_routes.delete("/operators/{operator_id}", responses=responses(400, 404))

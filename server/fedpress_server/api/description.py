@@ -85,8 +85,8 @@ def _route(method: str, path: str, operation: dict[str, Any]) -> Iterator[str]:
     yield f"<p>{escape(operation.get('description', ''))}</p><table>"
     for each in operation.get("parameters", []):
         need = "required" if each.get("required") else "optional"
-        told = escape(each.get("description", ""))
-        yield f"<tr><td>{each['in']}<td><code>{escape(each['name'])}</code><td>{need}<td>{told}"
+        text = escape(each.get("description", ""))
+        yield f"<tr><td>{each['in']}<td><code>{escape(each['name'])}</code><td>{need}<td>{text}"
     for kind, content in operation.get("requestBody", {}).get("content", {}).items():
         yield f"<tr><td>body<td>{escape(kind)}<td><td>{_type(content.get('schema', {}))}"
     for status, answer in operation["responses"].items():

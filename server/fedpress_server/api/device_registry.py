@@ -61,8 +61,8 @@ async def list_tokens(
 ) -> list[TokenStatus]:
     """The newest enrolment tokens, without their secrets, the newest first; the link leads to those
     before."""
-    found = await services.enrolment.tokens(before, limit + 1)
-    shown = first_page(request, response, found, limit, before=lambda each: each.token_id)
+    tokens = await services.enrolment.tokens(before, limit + 1)
+    shown = first_page(request, response, tokens, limit, before=lambda each: each.token_id)
     return [TokenStatus(**_token(services, each)) for each in shown]
 
 
@@ -84,8 +84,8 @@ async def list_clients(
     limit: Limit = MOST,
 ) -> list[ClientStatus]:
     """All devices ever enrolled, in order of enrolment; the link leads to the next ones."""
-    found = await services.device_registry.devices(state, after, limit + 1)
-    shown = first_page(request, response, found, limit, after=lambda each: each.client_id)
+    devices = await services.device_registry.devices(state, after, limit + 1)
+    shown = first_page(request, response, devices, limit, after=lambda each: each.client_id)
     return [ClientStatus(**_client(each)) for each in shown]
 
 

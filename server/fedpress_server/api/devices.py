@@ -291,8 +291,10 @@ async def _immutable(
         "Cache-Control": "private, max-age=31536000, immutable",
         "Accept-Ranges": "bytes",
     }
-    held = request.headers.get("if-none-match", "")
-    if held.strip() == "*" or etag in [tag.strip().removeprefix("W/") for tag in held.split(",")]:
+    known_tags = request.headers.get("if-none-match", "")
+    if known_tags.strip() == "*" or etag in [
+        tag.strip().removeprefix("W/") for tag in known_tags.split(",")
+    ]:
         return Response(status_code=304, headers=headers)
     span = None
     if request.headers.get("if-range", etag) == etag:
@@ -550,8 +552,8 @@ async def list_tasks(
     limit: Limit = MOST,
 ) -> list[TaskSummary]:
     """The tasks of this server, by name."""
-    found = await services.queries.tasks(after, limit + 1)
-    return first_page(request, response, found, limit, after=lambda each: each.task)
+    tasks = await services.queries.tasks(after, limit + 1)
+    return first_page(request, response, tasks, limit, after=lambda each: each.task)
 
 
 @shared_routes.get(
@@ -585,10 +587,10 @@ async def list_rounds(
     if before is not None:
         number, _, attempt = before.partition(".")
         at = int(number), int(attempt or 0)
-    found = await services.queries.history(task, at, limit + 1)
-    found.reverse()
+    attempts = await services.queries.history(task, at, limit + 1)
+    attempts.reverse()
     shown = first_page(
-        request, response, found, limit, before=lambda each: f"{each.round}.{each.attempt}"
+        request, response, attempts, limit, before=lambda each: f"{each.round}.{each.attempt}"
     )
     return shown[::-1]
 

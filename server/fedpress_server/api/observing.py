@@ -24,8 +24,8 @@ observing_routes = APIRouter(
 async def read_log_level(services: Parts) -> LogLevelStatus:
     """The least severe message that each server logs."""
     registry = services.server_registry
-    found = await registry.log_levels()
-    return LogLevelStatus(level=logs.level_now(), server=registry.name, servers=found)
+    levels = await registry.log_levels()
+    return LogLevelStatus(level=logs.level_now(), server=registry.name, servers=levels)
 
 
 @observing_routes.put("/log-level", responses=responses(400))
@@ -33,8 +33,8 @@ async def set_log_level(services: Parts, body: LogLevelStatus, by: By) -> LogLev
     """Have all servers that run log from another level on, workers and schedulers among them, each
     until it is started anew."""
     registry = services.server_registry
-    found = await registry.set_log_level(body.level, by, services.now)
-    return LogLevelStatus(level=logs.level_now(), server=registry.name, servers=found)
+    levels = await registry.set_log_level(body.level, by, services.now)
+    return LogLevelStatus(level=logs.level_now(), server=registry.name, servers=levels)
 
 
 @observing_routes.get("/fleet")

@@ -152,5 +152,5 @@ async def list_restores(
     """The restores from backups, the newest first, with the rounds that devices have reported as
     committed after them. What was in those is back at the devices, or reported as discarded there.
     """
-    found = await services.database.read(lambda c: restores.listed(c, before, limit + 1))
-    return first_page(request, response, found, limit, before=lambda each: each.number)
+    entries = await services.database.read(lambda c: restores.listed(c, before, limit + 1))
+    return first_page(request, response, entries, limit, before=lambda each: each.number)

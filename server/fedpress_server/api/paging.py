@@ -33,14 +33,14 @@ LINKED = {
 def first_page(
     request: Request,
     response: Response,
-    found: list[T],
+    rows: list[T],
     limit: int,
     **cursor: Callable[[T], str | int],
 ) -> list[T]:
     """The first `limit` of `found`, of which there is one more where the list goes on: then the
     answer links to the next page, by the `cursor` that the last entry shown makes."""
-    shown = found[:limit]
-    if len(found) > limit:
+    shown = rows[:limit]
+    if len(rows) > limit:
         query = dict(parse_qsl(request.url.query))
         query |= {name: str(of(shown[-1])) for name, of in cursor.items()}
         response.headers["Link"] = f'<{request.url.path}?{urlencode(query)}>; rel="next"'

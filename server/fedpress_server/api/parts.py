@@ -95,10 +95,10 @@ async def begin_partial(
     """
     device = device_of(request)
     slot = await services.intake.slot(device.client_id, assignment, device.key_id)
-    told, is_new = await services.resumable.begin(slot, body)
+    status, is_new = await services.resumable.begin(slot, body)
     if not is_new:
         response.status_code = 200
-    return told
+    return status
 
 
 @resumable_routes.head(
@@ -120,12 +120,12 @@ async def held_of_partial(
     device = device_of(request)
     slot = await services.intake.slot(device.client_id, assignment, device.key_id)
     async with services.resumable.turn(slot, partial):
-        told = await services.resumable.held(slot, partial)
+        status = await services.resumable.held(slot, partial)
     headers = {
-        "Upload-Offset": str(told.offset),
-        "Upload-Digest": told.digest,
-        "Upload-Expires": str(told.expires_at),
-        "Upload-Part-Bytes": str(told.part_bytes),
+        "Upload-Offset": str(status.offset),
+        "Upload-Digest": status.digest,
+        "Upload-Expires": str(status.expires_at),
+        "Upload-Part-Bytes": str(status.part_bytes),
         "Cache-Control": "no-store",
     }
     return Response(status_code=204, headers=headers)
@@ -179,7 +179,7 @@ async def append_part(
                     reading = read_body(request, content.length, content, count)
                     data = await turn.read(reading)
                 services.intake.arrived(assignment, len(data), began_at, services.now - began_at)
-                told = await services.resumable.append(
+                status = await services.resumable.append(
                     slot,
                     partial,
                     offset,
@@ -191,7 +191,7 @@ async def append_part(
         metrics.parts.labels(task, exc.slug).inc()
         raise
     metrics.parts.labels(task, "kept").inc()
-    return told
+    return status
 
 
 @resumable_routes.post(

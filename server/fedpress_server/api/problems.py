@@ -197,10 +197,10 @@ class RequestGuard:
     def _is_meant(self, scope: Scope) -> bool:
         if not (self._names or self._below) or scope["path"] in _ANY_HOST:
             return True
-        found = [value for name, value in scope["headers"] if name == b"host"]
-        if len(found) != 1:
+        hosts = [value for name, value in scope["headers"] if name == b"host"]
+        if len(hosts) != 1:
             return False
-        host = _PORT.sub("", found[0].decode("latin-1").lower())
+        host = _PORT.sub("", hosts[0].decode("latin-1").lower())
         return host in self._names or host.endswith(self._below)
 
     async def _answered(self, request: SeenRequest, receive: Receive, send: Send) -> None:

@@ -158,10 +158,10 @@ class PageRoute(OperatorRoute):
     """For an operator with a browser, who gives the token as the password that it asks for."""
 
     async def admit(self, request: Request) -> Content | None:
-        scheme, _, given = request.headers.get("authorization", "").partition(" ")
+        scheme, _, credentials = request.headers.get("authorization", "").partition(" ")
         if scheme.lower() == "basic":
             with suppress(ValueError):
-                token = base64.b64decode(given, validate=True).partition(b":")[2]
+                token = base64.b64decode(credentials, validate=True).partition(b":")[2]
                 bearer = [(b"authorization", b"Bearer " + token)]
                 request = Request({**request.scope, "headers": bearer})
         await _admit_operator(request, self)
@@ -259,9 +259,9 @@ def _unrepeated(pairs: list[tuple[str, Any]]) -> None:
 
 def check_digest(data: bytes, digest: str) -> None:
     """Raises DigestMismatch unless `digest` (hex) is the SHA-256 of `data`."""
-    found = hashlib.sha256(data).hexdigest()
-    if found != digest:
-        raise DigestMismatch(f"a body of SHA-256 {found} under the name {digest}")
+    actual = hashlib.sha256(data).hexdigest()
+    if actual != digest:
+        raise DigestMismatch(f"a body of SHA-256 {actual} under the name {digest}")
 
 
 def _once(body: bytes) -> Callable[[], Coroutine[Any, Any, Message]]:

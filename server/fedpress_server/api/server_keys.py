@@ -22,6 +22,6 @@ async def get_server_keys(services: Parts) -> ServerKeys:
     the database has them: a device that pinned an earlier key follows them to the newest
     (SPEC-signatures.md, "When the server's key changes")."""
     keys = services.server_keys
-    said = await services.database.read(statements)
-    newest = said[-1].succession.successor if said else to_base64url(keys.current.public)
-    return ServerKeys(server_key=newest, successions=tuple(said))
+    rollovers = await services.database.read(statements)
+    newest = rollovers[-1].succession.successor if rollovers else to_base64url(keys.current.public)
+    return ServerKeys(server_key=newest, successions=tuple(rollovers))

@@ -101,7 +101,7 @@ async def poll(
 
     `offer` comes before the first step. 409 once the attempt is over: the receipt says the rest.
     """
-    found = await services.session_messages.poll(device_of(request), assignment, step, wait)
-    if found is None:
+    message = await services.session_messages.poll(device_of(request), assignment, step, wait)
+    if message is None:
         return Response(status_code=204, headers={"Retry-After": "0" if wait else "1"})
-    return Response(found, media_type=_OCTETS)
+    return Response(message, media_type=_OCTETS)

@@ -100,19 +100,19 @@ def body_of(staged: StagedUpload, payloads: Payloads) -> bytes:
 def added(job: FoldJob, payloads: Payloads, space: FoldSpace, bases: dict[str, str]) -> Summed:
     """What the job's uploads come to: one by one, or by the sums of their batches."""
     adds = adding(job.terms, job.strategy, space, bases)
-    weights, told = list[int](), list[tuple[float, ...]]()
+    weights, reports = list[int](), list[tuple[float, ...]]()
     for name in job.sums:
-        part, more_weights, more_told, more_bases = _part(payloads.get(name))
+        part, more_weights, more_reports, more_bases = _part(payloads.get(name))
         cast(Divisible, adds.fold).merge(part)
         weights += more_weights
-        told += more_told
+        reports += more_reports
         bases.update(more_bases)
     if not job.sums:
-        weights, told = _each(job, payloads, adds)
+        weights, reports = _each(job, payloads, adds)
     names, num_examples = job.terms.plan.report, sum(weights)
     # Rounded once, whatever the order.
     means = {
-        name: fsum(weight * report[index] for weight, report in zip(weights, told, strict=True))
+        name: fsum(weight * report[index] for weight, report in zip(weights, reports, strict=True))
         / max(num_examples, 1)
         for index, name in enumerate(names)
     }
@@ -124,12 +124,12 @@ def add_batch(job: FoldJob, payloads: Payloads, folder: str) -> str:
     `folder`. Raises FedpressError if they come to none."""
     bases: dict[str, str] = {}
     adds = adding(job.terms, job.strategy, FoldSpace(), bases)
-    weights, told = _each(job, payloads, adds)
+    weights, reports = _each(job, payloads, adds)
     num_reports = len(job.terms.plan.report)
     arrays = {
         **{_PART + name: array for name, array in cast(Divisible, adds.fold).part().items()},
         _WEIGHTS: np.array(weights, np.int64),
-        _TOLD: np.array(told, np.float64).reshape(len(told), num_reports),
+        _TOLD: np.array(reports, np.float64).reshape(len(reports), num_reports),
         _BASES: np.frombuffer(json.dumps(bases, sort_keys=True).encode(), np.uint8),
     }
     data = safetensors.numpy.save({n: np.ascontiguousarray(a) for n, a in arrays.items()})
@@ -142,13 +142,13 @@ def _each(
     job: FoldJob, payloads: Payloads, adds: Adding
 ) -> tuple[list[int], list[tuple[float, ...]]]:
     """The examples of each upload, and what it reports in the order of the plan's names."""
-    weights, told = [], []
+    weights, reports = [], []
     for staged in job.uploads:
         weight, report = adds.add(body_of(staged, payloads), staged)
         failpoints.reach("upload-added")
         weights.append(weight)
-        told.append(tuple(report[name] for name in job.terms.plan.report))
-    return weights, told
+        reports.append(tuple(report[name] for name in job.terms.plan.report))
+    return weights, reports
 
 
 def _part(data: bytes) -> tuple[Part, list[int], list[tuple[float, ...]], dict[str, str]]:
@@ -156,8 +156,8 @@ def _part(data: bytes) -> tuple[Part, list[int], list[tuple[float, ...]], dict[s
     arrays = safetensors.numpy.load(data)
     bases = json.loads(arrays.pop(_BASES).tobytes())
     weights = arrays.pop(_WEIGHTS).tolist()
-    told = [tuple(row) for row in arrays.pop(_TOLD).tolist()]
-    return {name.removeprefix(_PART): a for name, a in arrays.items()}, weights, told, bases
+    reports = [tuple(row) for row in arrays.pop(_TOLD).tolist()]
+    return {name.removeprefix(_PART): a for name, a in arrays.items()}, weights, reports, bases
 
 
 def adding(
@@ -175,11 +175,11 @@ def adding(
             mean = cast(WeightedMean, aggregator)
 
             def add_straight(body: bytes, staged: StagedUpload) -> tuple[int, Report]:
-                found, num_examples, report = terms.found(body, staged.profile)
+                fields, num_examples, report = terms.fields(body, staged.profile)
                 compressor = plan.compressor(staged.profile)
                 weight = mean.weight_of(num_examples)
                 with np.errstate(over="ignore", invalid="ignore"):  # as in `decoded`
-                    decode_add(found, compressor, terms.public, mean.sums, weight)
+                    decode_add(fields, compressor, terms.public, mean.sums, weight)
                 return num_examples, report
 
             return Adding(add_straight, mean)
@@ -229,11 +229,11 @@ def _adding_by_age(
             update = Update.from_dense(update.dense() - ahead)
             mean.add(update, num_examples, staleness=staged.staleness)
             return num_examples, report
-        found, num_examples, report = own.found(body, staged.profile)
+        fields, num_examples, report = own.fields(body, staged.profile)
         compressor = own.plan.compressor(staged.profile)
         weight = mean.weight_of(num_examples, staged.staleness)
         with np.errstate(over="ignore", invalid="ignore"):  # as in `decoded`
-            decode_add(found, compressor, own.public, mean.sums, weight)
+            decode_add(fields, compressor, own.public, mean.sums, weight)
         mean.count(num_examples)
         return num_examples, report
 

@@ -85,14 +85,14 @@ def fold(
     """
     plan, spec = job.terms.plan, job.terms.spec
     base = Model.from_bytes(payloads.get(model_name(plan.model)))
-    kept = _load_state(job.optimizer_state, payloads)
+    carried = _load_state(job.optimizer_state, payloads)
     shared = job.terms.shared
-    before = spec.part(base.parameters, shared) if kept.master is None else kept.master
+    before = spec.part(base.parameters, shared) if carried.master is None else carried.master
     bases: dict[str, str] = {}
     if summed is None:
         summed = added(job, payloads, FoldSpace(payloads.scratch, memory), bases)
     optimizer = job.strategy.optimizer
-    state = kept.optimizer or optimizer.init(before)
+    state = carried.optimizer or optimizer.init(before)
     tally = replace(summed.tally, warming=plan.warming, spec=shared)
     parameters, state = optimizer.apply(before, summed.delta, state, tally)
     failpoints.reach("model-stepped")
@@ -113,7 +113,7 @@ def fold(
     control_digest = None if control is None else _store(control.astype("<f4").tobytes(), payloads)
     average, map_digest = None, None
     if "activity" in plan.needs:
-        average = activity.averaged(kept.activity, parameters - before)
+        average = activity.averaged(carried.activity, parameters - before)
         map_digest = _store(activity.to_bytes(average, shared), payloads)
     master = parameters if _is_rounded(spec) or job.downlink is not None else None
     state_digest = _store_state(_Kept(state, master, average), payloads)
@@ -221,9 +221,9 @@ def _load_state(digest: str | None, payloads: Payloads) -> _Kept:
     return _Kept(state, master, average)
 
 
-def _store_state(kept: _Kept, payloads: Payloads) -> str | None:
-    arrays = {_STATE + name: array for name, array in (kept.optimizer or {}).items()}
-    named = {_MASTER: kept.master, _ACTIVITY: kept.activity}
+def _store_state(state: _Kept, payloads: Payloads) -> str | None:
+    arrays = {_STATE + name: array for name, array in (state.optimizer or {}).items()}
+    named = {_MASTER: state.master, _ACTIVITY: state.activity}
     arrays |= {name: array for name, array in named.items() if array is not None}
     if not arrays:
         return None

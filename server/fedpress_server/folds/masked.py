@@ -171,10 +171,10 @@ def unmasked(
     undo = session.machine.recover()
     words = undo.unmask([sums.total(key, job.uploads, payloads, config.packing)])
     payload = job.terms.payload
-    found = payload.decompress(config.packing.unpack(words), len(job.uploads))
+    decoded = payload.decompress(config.packing.unpack(words), len(job.uploads))
     over_symbols = job.strategy.symbol_aggregator is not None
-    delta = found.numbers if over_symbols else found.mean.dense().astype(np.float64)
-    summed = Summed(delta, found.num_examples, Tally(found.num_clients, found.report))
+    delta = decoded.numbers if over_symbols else decoded.mean.dense().astype(np.float64)
+    summed = Summed(delta, decoded.num_examples, Tally(decoded.num_clients, decoded.report))
     return (
         summed,
         MaskedSum(

@@ -122,15 +122,15 @@ class RoundTerms:
         self._check(upload.num_examples)
         return upload
 
-    def found(self, body: bytes, profile: str) -> tuple[Found, int, Report]:
+    def fields(self, body: bytes, profile: str) -> tuple[Found, int, Report]:
         """What `decode_add` takes, the number of examples and what is reported; raises as `read`
         does."""
         index, names = self.plan.profile_index(profile), self.plan.report
-        num_examples, told, found = Upload.find(
+        num_examples, values, fields = Upload.find(
             body, self.layouts, index, self.contexts[index], names
         )
         self._check(num_examples)
-        return found, num_examples, dict(zip(names, told, strict=True))
+        return fields, num_examples, dict(zip(names, values, strict=True))
 
     def _check(self, num_examples: int) -> None:
         most = self.plan.fixed_point.max_examples
