@@ -5,9 +5,9 @@
     python benchmarks/accuracy_vs_bytes.py --data FOLDER --table --work      # with more local work
 
 What runs is the product's own code without its network: plans are opened and policies decide as on
-a server, devices keep ledgers and make real bodies, the server folds them and publishes models for
-a downlink. Every run is kept as a JSON file of its own in benchmarks/results/accuracy_vs_bytes, and
-is not run again. Accuracies are means of the last five measures, of the newest model and of the
+a server, devices keep ledgers and make real bodies, the server aggregates them and publishes models
+for a downlink. Every run is kept as a JSON file of its own in benchmarks/results/accuracy_vs_bytes,
+and is not run again. Accuracies are means of the last five measures, of the newest model and of the
 average (with the same horizon for every recipe). Bytes are those of the bodies until the mean over
 three measures is where float32 FedAvg ends less half a point; on the way down those of a device
 that holds the model before. float32 recipes are tried on the task itself, auto is not.
@@ -41,11 +41,11 @@ from fedpress_protocols.model import Model
 from fedpress_protocols.plan import RoundPlan
 from fedpress_protocols.policies import Course, prober
 from fedpress_protocols.signatures import DeviceKey
+from fedpress_server.aggregation.accumulate import AggregationJob, StagedUpload
+from fedpress_server.aggregation.aggregate import aggregate, first_model, first_state
+from fedpress_server.aggregation.masked import Host
+from fedpress_server.aggregation.probing import compare
 from fedpress_server.coordination.opening import RoundCarryover, opened
-from fedpress_server.folds.adding import FoldJob, StagedUpload
-from fedpress_server.folds.folding import first_model, first_state, fold
-from fedpress_server.folds.masked import Host
-from fedpress_server.folds.probing import compare
 from fedpress_server.identity.membership import Authority
 from fedpress_server.storage.files import model_name
 from fedpress_strategies import from_config
@@ -181,8 +181,8 @@ def _played(
             up += len(body)
             staged.append(StagedUpload(file, digest, profile, f"client-{client}"))
             ledgers[client] = ledger.settle(_receipt(plan, client, digest)).told()
-        job = FoldJob(attempt.terms, strategy, state, tuple(staged), config.downlink)
-        result = fold(job, payloads)
+        job = AggregationJob(attempt.terms, strategy, state, tuple(staged), config.downlink)
+        result = aggregate(job, payloads)
         state, before = result.optimizer_state, model
         model = Model.from_bytes(payloads.get(model_name(result.model)))
         is_coded = config.downlink is not None

@@ -5,8 +5,8 @@
 Sections: fleet, accuracy, guard, probes, correction. `--quick` is six rounds of one seed.
 
 What runs is the product's own code without its network: policies steer, the server opens rounds,
-folds and compares probes, devices keep accounts and make real bodies. Simulated are the links and
-the clock. 100 devices, 10 a round; accuracy is the mean of the last ten rounds' on the held-out
+aggregates and compares probes, devices keep accounts and make real bodies. Simulated are the links
+and the clock. 100 devices, 10 a round; accuracy is the mean of the last ten rounds' on the held-out
 images. Losses are measured by a holder of 240 images that no device trains on, after each round.
 
 fleet: uplinks from 0.2 to 50 Mbit/s, log-uniform, each transfer faster or slower by a fifth or so;
@@ -40,11 +40,11 @@ from fedpress_protocols.model import Model
 from fedpress_protocols.plan import CohortRules, RoundPlan
 from fedpress_protocols.policies import Course, bandwidth_aware, divergence_guard
 from fedpress_protocols.signatures import DeviceKey
+from fedpress_server.aggregation.accumulate import AggregationJob, StagedUpload
+from fedpress_server.aggregation.aggregate import aggregate
+from fedpress_server.aggregation.masked import Host
+from fedpress_server.aggregation.probing import compare
 from fedpress_server.coordination.opening import RoundCarryover, opened
-from fedpress_server.folds.adding import FoldJob, StagedUpload
-from fedpress_server.folds.folding import fold
-from fedpress_server.folds.masked import Host
-from fedpress_server.folds.probing import compare
 from fedpress_server.identity.membership import Authority
 from fedpress_server.storage.files import model_name
 from fedpress_strategies import from_config
@@ -213,7 +213,9 @@ def run(
             receipt = receipt_of(ledgers[client], plan, digest, is_in=is_in)
             ledgers[client] = ledgers[client].settle(receipt).told()
         if staged:
-            result = fold(FoldJob(attempt.terms, strategy, state, tuple(staged)), payloads)
+            result = aggregate(
+                AggregationJob(attempt.terms, strategy, state, tuple(staged)), payloads
+            )
             state = result.optimizer_state
             model = Model.from_bytes(payloads.get(model_name(result.model)))
         guard = divergence_guard(config.policies)

@@ -4,11 +4,11 @@
 
 The digits task of `digits_task.py`: 100 clients, 10 local steps. A client's steps take between 1
 and 10 s, log-uniform, always as long on the same client but for 10 % of chance, and nothing to do
-with its data; networks and folds take no time. At most 20 train at a time by the server's will (in
-synchronous rounds those that a round left behind finish their steps besides, at no cost to it).
-What runs is the product's own: the round machine with its events, plans, ledgers with error
-feedback over top-k 10 %, bodies, folds; the clock alone is the simulation's. Time to a target is
-when the mean accuracy over 10 s, the model looked at every second, is first above it.
+with its data; networks and aggregation take no time. At most 20 train at a time by the server's
+will (in synchronous rounds those that a round left behind finish their steps besides, at no cost to
+it). What runs is the product's own: the round machine with its events, plans, ledgers with error
+feedback over top-k 10 %, bodies, aggregation; the clock alone is the simulation's. Time to a target
+is when the mean accuracy over 10 s, the model looked at every second, is first above it.
 
 --tune prints every setting that was tried, on seeds of its own; the table is of the best. `counted`
 are the uploads in models, `slowest` the share of the slowest quarter of the clients among them,
@@ -38,20 +38,20 @@ from fedpress_protocols.errors import InvalidUpdate
 from fedpress_protocols.messages import Assignment, Receipt, TaskConfig
 from fedpress_protocols.model import Model
 from fedpress_protocols.signatures import DeviceKey
+from fedpress_server.aggregation.accumulate import AggregationJob
+from fedpress_server.aggregation.aggregate import aggregate
+from fedpress_server.aggregation.masked import Host
 from fedpress_server.coordination.attempts import Attempt
 from fedpress_server.coordination.opening import RoundCarryover, opened
-from fedpress_server.folds.adding import FoldJob
-from fedpress_server.folds.folding import fold
-from fedpress_server.folds.masked import Host
 from fedpress_server.identity.membership import Authority
 from fedpress_server.rounds import (
+    Aggregated,
     ClientCheckedIn,
     Effect,
     Event,
-    Folded,
     OpenRound,
     Settle,
-    StartFold,
+    StartAggregation,
     UploadStaged,
 )
 from fedpress_server.storage.files import model_name, upload_name
@@ -197,8 +197,8 @@ class Simulation:
         self.attempt, effects = before.after(event, self.now)
         assert effects, f"{event} in {before.round.phase}"
         self._follow(effects)
-        if StartFold() in effects:
-            self._fold()
+        if StartAggregation() in effects:
+            self._aggregate()
 
     def _follow(self, effects: tuple[Effect, ...]) -> None:
         for effect in effects:
@@ -211,18 +211,18 @@ class Simulation:
                     self.run.staleness += self.attempt.round.staleness(part)
                 self._settle(number, attempt, effect, int(part.client_id[1:]))
 
-    def _fold(self) -> None:
+    def _aggregate(self) -> None:
         """The next model, and the attempt that begins with it."""
         full = self.attempt
-        job = FoldJob(full.terms, self.strategy, self.state, full.staged)
-        result = fold(job, self.payloads)
+        job = AggregationJob(full.terms, self.strategy, self.state, full.staged)
+        result = aggregate(job, self.payloads)
         self.state = result.optimizer_state
         before, self.model = (
             self.model,
             Model.from_bytes(self.payloads.get(model_name(result.model))),
         )
         self.run.models += 1
-        self.attempt, effects = full.after(Folded(result.model), self.now)
+        self.attempt, effects = full.after(Aggregated(result.model), self.now)
         self._follow(effects)
         opening = next(each for each in effects if isinstance(each, OpenRound))
         follows = self._opened(result.model, before.digest, opening.number)

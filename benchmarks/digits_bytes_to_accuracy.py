@@ -4,9 +4,9 @@
 
 scikit-learn's handwritten digits on 100 clients, split by Dirichlet(0.3) over the classes; 10
 clients a round, 10 local steps of 16 images, a perceptron of 50,826 parameters. What runs is the
-product's own code without its network: RoundPlan, Ledger, Upload and the server's fold. Bytes are
-`len(body)` over all clients. The accuracy is the mean of three rounds' on the held-out images. The
-rows with contexts want numba (the extra `fast`), or minutes each.
+product's own code without its network: RoundPlan, Ledger, Upload and the server's aggregation.
+Bytes are `len(body)` over all clients. The accuracy is the mean of three rounds' on the held-out
+images. The rows with contexts want numba (the extra `fast`), or minutes each.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ from fedpress_protocols.errors import InvalidUpdate
 from fedpress_protocols.messages import Assignment, Receipt
 from fedpress_protocols.model import Model
 from fedpress_protocols.plan import CohortRules, FixedPointTerms, Profile, RoundPlan
-from fedpress_server.folds.adding import FoldJob, StagedUpload
-from fedpress_server.folds.folding import fold
-from fedpress_server.folds.terms import RoundTerms
+from fedpress_server.aggregation.accumulate import AggregationJob, StagedUpload
+from fedpress_server.aggregation.aggregate import aggregate
+from fedpress_server.aggregation.terms import RoundTerms
 from fedpress_server.storage.files import model_name
 from fedpress_server.storage.payloads import LocalPayloads
 from fedpress_strategies import from_config as strategy_from_config
@@ -354,7 +354,9 @@ def train(method: Method, seed: int, rounds: int, folder: Path) -> Curve:
             payloads.put(name, body)
             staged.append(StagedUpload(name, hashlib.sha256(body).hexdigest(), "only"))
             total += len(body)
-        result = fold(FoldJob(terms, strategy, optimizer_state, tuple(staged)), payloads)
+        result = aggregate(
+            AggregationJob(terms, strategy, optimizer_state, tuple(staged)), payloads
+        )
         optimizer_state = result.optimizer_state
         before, model = model, result.model
         models = {d: Model.from_bytes(payloads.get(model_name(d))) for d in {before, model}}

@@ -6,8 +6,8 @@ scikit-learn's digits on 10 clients, all in every round, batches of 16, rate .1.
 classes each (Dirichlet .1), 20 local steps, the perceptron of `digits_task.py`, 40 rounds. *steps*:
 clients of even number see the digits below 5 and take 20 steps, the others see the other digits and
 take 4; softmax regression, which has one minimum, 100 rounds. What runs is the product's own code
-without its network: plans, ledgers, bodies, the server's fold. The accuracy is the mean of the last
-five rounds' on held-out images; bytes are `len(body)` over all clients and rounds.
+without its network: plans, ledgers, bodies, the server's aggregation. The accuracy is the mean of
+the last five rounds' on held-out images; bytes are `len(body)` over all clients and rounds.
 
 --routes compares four ways to compress a control variate instead, on *classes*, top-k 1 %:
 c_i from the decoded update with error feedback; c_i from the decoded update + K r c without it, as

@@ -1,4 +1,5 @@
-"""A task in memory out of the product's own parts: plans, client terms, ledgers, bodies, folds.
+"""A task in memory out of the product's own parts: plans, client terms, ledgers, bodies,
+aggregation.
 
 No network, no disk, no clock; what goes wrong with an upload is the caller's to say.
 """
@@ -27,9 +28,9 @@ from fedpress_protocols.plan import (
     RoundPlan,
     TrainingTerms,
 )
-from fedpress_server.folds.adding import FoldJob, StagedUpload
-from fedpress_server.folds.folding import fold
-from fedpress_server.folds.terms import RoundTerms
+from fedpress_server.aggregation.accumulate import AggregationJob, StagedUpload
+from fedpress_server.aggregation.aggregate import aggregate
+from fedpress_server.aggregation.terms import RoundTerms
 from fedpress_server.storage.files import artefact_name, model_name
 from fedpress_server.storage.payloads import LocalPayloads
 from fedpress_strategies import from_config
@@ -120,7 +121,9 @@ class Federation:
         if not included:
             self.attempt += 1
             return
-        result = fold(FoldJob(terms, self.made, self.state, tuple(bodies)), self.payloads)
+        result = aggregate(
+            AggregationJob(terms, self.made, self.state, tuple(bodies)), self.payloads
+        )
         self.model = self.stored(result.model)
         self.state, self.control = result.optimizer_state, result.control
         self.published = {name: digest for name, (digest, _) in result.published.items()}

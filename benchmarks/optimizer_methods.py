@@ -3,10 +3,10 @@
     python benchmarks/optimizer_methods.py [--quick] [--only WORD] [--seeds 0,1,2] [--json FILE]
 
 Each method beside the same optimizer in float32. What runs is the product's own code without its
-network: a task's schedule makes the plan of every round, devices keep accounts, the server folds.
-Bytes are `len(body)` over all clients and rounds; the ratio is float32's bytes over the method's.
-DGC is for always-on clients: 10 of them, all in every round. The others have 100, 10 a round.
-The accuracy is the mean of the last ten rounds' on the held-out images.
+network: a task's schedule makes the plan of every round, devices keep accounts, the server
+aggregates. Bytes are `len(body)` over all clients and rounds; the ratio is float32's bytes over the
+method's. DGC is for always-on clients: 10 of them, all in every round. The others have 100, 10 a
+round. The accuracy is the mean of the last ten rounds' on the held-out images.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ from fedpress_protocols.model import Model
 from fedpress_protocols.plan import CohortRules, RoundPlan
 from fedpress_protocols.schedule import Period, sparsity_warm_up
 from fedpress_protocols.signatures import DeviceKey
+from fedpress_server.aggregation.accumulate import AggregationJob, StagedUpload
+from fedpress_server.aggregation.aggregate import aggregate
+from fedpress_server.aggregation.masked import Host
 from fedpress_server.coordination.opening import RoundCarryover, opened
-from fedpress_server.folds.adding import FoldJob, StagedUpload
-from fedpress_server.folds.folding import fold
-from fedpress_server.folds.masked import Host
 from fedpress_server.identity.membership import Authority
 from fedpress_server.storage.files import model_name
 from fedpress_strategies import from_config
@@ -202,7 +202,7 @@ def run(method: Method, seed: int, rounds: int, folder: Path) -> Run:
             staged.append(StagedUpload(name, hashlib.sha256(body).hexdigest(), NAME))
         uploaded.append(sum(len(payloads.get(each.name)) for each in staged))
         warming.append(plan.profiles != config.profiles)
-        result = fold(FoldJob(attempt.terms, strategy, state, tuple(staged)), payloads)
+        result = aggregate(AggregationJob(attempt.terms, strategy, state, tuple(staged)), payloads)
         state = result.optimizer_state
         model = Model.from_bytes(payloads.get(model_name(result.model)))
         for client, upload in zip(cohort, staged, strict=True):

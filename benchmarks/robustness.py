@@ -147,11 +147,11 @@ def federated(config: Mapping[str, Any], attack: str, seed: int, rounds: int) ->
     for _ in range(rounds):
         updates = _trained(model, shares, rng)
         updates[:FORGERS] = ATTACKS[attack](updates)
-        fold = strategy.aggregator(SPEC.size, bounds)
+        aggregator = strategy.aggregator(SPEC.size, bounds)
         for update, weight in zip(updates, examples, strict=True):
             with suppress(InvalidUpdate):
-                fold.add(Update.from_dense(update), weight)
-        model, state = strategy.optimizer.apply(model, fold.result(), state)
+                aggregator.add(Update.from_dense(update), weight)
+        model, state = strategy.optimizer.apply(model, aggregator.result(), state)
         accuracies.append(_accuracy(model, test))
     return mean(accuracies[-COUNTED_ROUNDS:])
 

@@ -18,7 +18,7 @@ from fedpress_strategies.strategy import (
 
 _HEADINGS = (
     *("id", "linear", "server state", "client state"),
-    *("memory of a fold", "reports", "source"),
+    *("memory of an aggregation", "reports", "source"),
 )
 
 
@@ -43,7 +43,7 @@ def described(name: str) -> str:
         ("  linear", yes(made.linear)),
         ("  server state", made.properties.server_state),
         ("  client state", made.properties.client_state),
-        ("  memory of a fold", made.properties.memory),
+        ("  memory of an aggregation", made.properties.memory),
         ("  reports", ", ".join(made.report) or "-"),
         ("  client terms", "-" if terms == "{}" else terms),
         ("  source", made.properties.source),

@@ -76,9 +76,9 @@ def checked(path: Path, model: Path | Model | None) -> Checked:
     except ConfigurationError as exc:
         raise ConfigurationError(f"{path}: strategy: {exc}") from exc
     try:
+        from fedpress_server.aggregation.masked import Host
         from fedpress_server.coordination.checking import checked_task
         from fedpress_server.coordination.opening import RoundCarryover, opened
-        from fedpress_server.folds.masked import Host
         from fedpress_server.identity.membership import Authority
         from fedpress_server.identity.signing import SigningKeys
         from fedpress_server.settings import Settings

@@ -27,7 +27,7 @@ POINTS: Mapping[str, str] = MappingProxyType(
         "upload-committed": "an upload's row is durable, the device has no answer",
         "request-answered": "a request's answer is sent",
         "job-leased": "a worker holds a lease and has not begun",
-        "upload-added": "one more upload is added to a fold's sum",
+        "upload-added": "one more upload is added to an aggregation's sum",
         "sum-kept": "the sum of a batch is durable, its row is not written",
         "sum-committed": "the row of a batch's sum is durable",
         "model-stepped": "the optimizer has made the next model, no file of it is written",

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 
 from sqlalchemy.engine import Connection
 
+from fedpress_server.aggregation.masked import Host, Sums
 from fedpress_server.coordination.adaptive import Rates
 from fedpress_server.coordination.background import Background
 from fedpress_server.coordination.check_ins import CheckIns
@@ -31,7 +32,6 @@ from fedpress_server.coordination.resources import Resources
 from fedpress_server.coordination.scheduler import Scheduler
 from fedpress_server.coordination.server_registry import ServerRegistry
 from fedpress_server.coordination.task_store import TaskStore
-from fedpress_server.folds.masked import Host, Sums
 from fedpress_server.identity.admission import EnrolmentLimits
 from fedpress_server.identity.authentication import Authenticator
 from fedpress_server.identity.device_registry import DeviceRegistry

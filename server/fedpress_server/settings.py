@@ -218,7 +218,10 @@ class Settings(BaseSettings):
         300.0, description="Seconds that a device's clock may be ahead of the server's."
     )
     worker_threads: int = Field(
-        2, ge=1, le=64, description="Threads that check and fold uploads beside the event loop."
+        2,
+        ge=1,
+        le=64,
+        description="Threads that check and aggregate uploads beside the event loop.",
     )
     lease_seconds: Seconds = Field(
         30.0, description="Seconds without a sign after which a worker's job is another's."
@@ -227,7 +230,9 @@ class Settings(BaseSettings):
         0.5, description="How often a server of several looks for what others wrote."
     )
     fold_memory_bytes: int = Field(
-        256 * MIB, ge=MIB, description="Memory of a fold by a strategy that compares updates."
+        256 * MIB,
+        ge=MIB,
+        description="Memory of an aggregation by a strategy that compares updates.",
     )
     retention_grace: Seconds = Field(
         7 * 86400.0,

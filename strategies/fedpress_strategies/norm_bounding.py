@@ -18,9 +18,9 @@ from fedpress_strategies.robust import Weights, check_lane, side_by_side
 from fedpress_strategies.rows import Rows
 from fedpress_strategies.strategy import (
     NO_REPORT,
+    AggregationSpace,
     Aggregator,
     Delta,
-    FoldSpace,
     Properties,
     Report,
     ServerSGD,
@@ -59,7 +59,7 @@ def norm_bounding(
         raise ConfigurationError(f"max_norm must be positive, not {max_norm}")
     clipped = partial(ClippedMean, max_norm, weighted)
 
-    def planned(plan: RoundPlan, public: Public, space: FoldSpace) -> Aggregator:
+    def planned(plan: RoundPlan, public: Public, space: AggregationSpace) -> Aggregator:
         check_lane(plan)
         return clipped(public.spec.size, plan.sum_bounds())
 

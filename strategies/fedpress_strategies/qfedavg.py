@@ -38,9 +38,9 @@ def qfedavg(q: float = 1.0, *, training: TrainingTerms) -> Strategy:
         )
     if not 0 <= q <= 10:
         raise ConfigurationError(f"q must lie in [0, 10], not {q}")
-    fold = partial(FairMean, q=q, smoothness=1 / training.learning_rate)
+    aggregator = partial(FairMean, q=q, smoothness=1 / training.learning_rate)
     about = Properties(source="Li et al. 2020 (fair), Algorithm 2")
-    return Strategy(fold, ServerSGD(), report=("loss",), properties=about)
+    return Strategy(aggregator, ServerSGD(), report=("loss",), properties=about)
 
 
 class FairMean:

@@ -28,9 +28,9 @@ from fedpress_protocols.plan import RoundPlan
 from fedpress_strategies.rows import Rows, memory_for
 from fedpress_strategies.strategy import (
     NO_REPORT,
+    AggregationSpace,
     Aggregator,
     Delta,
-    FoldSpace,
     Properties,
     Report,
     ServerSGD,
@@ -69,7 +69,7 @@ class Rule(Protocol):
 def side_by_side(rule: Rule, learning_rate: float, momentum: float, source: str) -> Strategy:
     """Build the strategy of a rule: server SGD with its aggregate as the gradient."""
 
-    def planned(plan: RoundPlan, public: Public, space: FoldSpace) -> Aggregator:
+    def planned(plan: RoundPlan, public: Public, space: AggregationSpace) -> Aggregator:
         check_lane(plan)
         _check_cohort(rule, plan, space)
         try:
@@ -107,7 +107,7 @@ class SideBySide:
         rule: Rule,
         size: int,
         fixed_point: FixedPoint,
-        space: FoldSpace | None = None,
+        space: AggregationSpace | None = None,
         support: Support | None = None,
     ) -> None:
         self._rule = rule
@@ -115,7 +115,7 @@ class SideBySide:
         self._fixed_point = fixed_point
         self._support = None if support is None or support.all() else support
         width = size if self._support is None else int(self._support.sum())
-        self._rows = Rows(width, space or FoldSpace())
+        self._rows = Rows(width, space or AggregationSpace())
         self._weights: list[int] = []
 
     def add(self, update: Update, weight: int, report: Report = NO_REPORT) -> None:
@@ -228,7 +228,7 @@ def _any_symbols(compressor: Compressor[Any], public: Public, seed: int) -> Symb
     return tuple(arrays)
 
 
-def _check_cohort(rule: Rule, plan: RoundPlan, space: FoldSpace) -> None:
+def _check_cohort(rule: Rule, plan: RoundPlan, space: AggregationSpace) -> None:
     """Check the rule for every possible number of uploads: the cohort's minimum to its size."""
     needed = memory_for(plan.cohort.size, pairwise=rule.pairwise)
     if needed > space.memory:

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from fedpress_compression.tensors import Vector
-from fedpress_strategies.strategy import Delta, FoldSpace
+from fedpress_strategies.strategy import AggregationSpace, Delta
 
 Block = npt.NDArray[np.float32]
 """[rows, columns]"""
@@ -41,7 +41,7 @@ class Rows:
     Memory: `space.memory`, or `memory_for` if that is more, plus the returned arrays.
     """
 
-    def __init__(self, width: int, space: FoldSpace) -> None:
+    def __init__(self, width: int, space: AggregationSpace) -> None:
         self.width = width
         self.number = 0
         self._memory = space.memory

@@ -1,9 +1,9 @@
 """Aggregators, server optimizers and strategies.
 
-An aggregator is a fold: it takes a stream of updates and returns one result, in memory independent
-of their number. A server optimizer treats that result as a gradient (Reddi et al. 2021,
-arXiv:2003.00295, Algorithm 1). A strategy combines both with terms for its clients. Configurations
-nest: a strategy that wraps another takes it as `inner`.
+An aggregator is a streaming reduction: it takes a stream of updates and returns one result, in
+memory independent of their number. A server optimizer treats that result as a gradient (Reddi et
+al. 2021, arXiv:2003.00295, Algorithm 1). A strategy combines both with terms for its clients.
+Configurations nest: a strategy that wraps another takes it as `inner`.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class Properties:
 
 
 class Aggregator(Protocol):
-    """A fold over the updates of one round."""
+    """Aggregates the updates of one round, one at a time."""
 
     @property
     def linear(self) -> bool:
@@ -97,15 +97,15 @@ Part = Mapping[str, npt.NDArray[np.int64]]
 
 @runtime_checkable
 class Divisible(Protocol):
-    """A fold that supports separate batches of uploads: its sums are exact, so any batches in any
-    order give the same result."""
+    """An aggregator that supports separate batches of uploads: its sums are exact, so any batches
+    in any order give the same result."""
 
     def part(self) -> Part:
         """The partial sum so far."""
         ...
 
     def merge(self, part: Part) -> None:
-        """Add the partial sum of another fold of the same round; raises InvalidUpdate beyond
+        """Add the partial sum of another batch of the same round; raises InvalidUpdate beyond
         bounds."""
         ...
 
@@ -135,7 +135,7 @@ def published(optimizer: ServerOptimizer, state: OptimizerState) -> Mapping[str,
 
 
 class SymbolAggregator(Protocol):
-    """A fold over the uploads of one round before they are decompressed."""
+    """Aggregates the uploads of one round before they are decompressed."""
 
     def add(self, symbols: Symbols, weight: int) -> None:
         """Add one upload; raises InvalidUpdate without adding anything."""
@@ -152,25 +152,30 @@ class SymbolAggregator(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class FoldSpace:
-    """Resources of a fold besides a few vectors of the model's size: `memory` bytes, and `folder`
-    for unnamed files (None: the system's temporary folder)."""
+class AggregationSpace:
+    """Resources of an aggregation besides a few vectors of the model's size: `memory` bytes, and
+    `folder` for unnamed files (None: the system's temporary folder)."""
 
     folder: Path | None = None
     memory: int = 256 * 2**20
 
 
+FoldSpace = AggregationSpace
+"""The earlier name of `AggregationSpace`, for one more release."""
+
+
 class Strategy(NamedTuple):
     """An aggregator with a server optimizer and terms for clients.
 
-    `aggregator` returns a new fold for a round over `size` coordinates; uploads `report` the
+    `aggregator` returns a new Aggregator for a round over `size` coordinates; uploads `report` the
     numbers that it or the optimizer needs.
 
     A strategy that works on the symbols of a linear compressor also sets `symbol_aggregator`, which
     is then used: uploads are summed without decompressing each.
 
-    A strategy whose fold depends on the plan, or needs disk space, also sets `planned_aggregator`,
-    which a server then uses. It raises IncompatiblePlan if the fold cannot work.
+    A strategy whose aggregation depends on the plan, or needs disk space, also sets
+    `planned_aggregator`, which a server then uses. It raises IncompatiblePlan if it cannot
+    aggregate under the plan.
     """
 
     aggregator: Callable[[int, FixedPoint], Aggregator]
@@ -180,7 +185,7 @@ class Strategy(NamedTuple):
     symbol_aggregator: Callable[[Compressor[Any], Public, FixedPoint], SymbolAggregator] | None = (
         None
     )
-    planned_aggregator: Callable[[RoundPlan, Public, FoldSpace], Aggregator] | None = None
+    planned_aggregator: Callable[[RoundPlan, Public, AggregationSpace], Aggregator] | None = None
     needs_warm_up: bool = False
     """Whether a task must start with a warm-up, see Tally."""
     properties: Properties = Properties()

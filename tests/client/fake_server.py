@@ -229,7 +229,8 @@ class FakeServer:
         return [p for p in self.parts.values() if p.assignment.plan is self.plan]
 
     def close(self, keep: Callable[[str], bool] = lambda name: True, minimum: int = 1) -> bool:
-        """The deadline: fold the uploads that `keep` takes; False if the round is abandoned."""
+        """The deadline: aggregate the uploads that `keep` takes; False if the round is
+        abandoned."""
         here = self._of_now()
         chosen = [p for p in here if p.body is not None and keep(p.assignment.assignment)]
         if len(chosen) < minimum:

@@ -248,7 +248,7 @@ def mishaps(
             device.start(link(0.05))
             restarts += 1
         elif action < 0.16:
-            # Some uploads come too late to be folded; with none the round is abandoned.
+            # Some uploads come too late to be aggregated; with none the round is abandoned.
             server.close(keep=lambda name: bool(rng.random() < 0.7))
         else:
             die.after(int(rng.integers(1, 40)) if rng.random() < 0.15 else None)

@@ -188,7 +188,7 @@ class Replicas:
     async def tick(self, replica: int, device: int = 0) -> None:
         await self.all[replica].services.scheduler.tick()
 
-    async def fold(self, replica: int, device: int = 0) -> None:
+    async def aggregate(self, replica: int, device: int = 0) -> None:
         await self.all[replica].work.once()
 
     async def later(self, replica: int, device: int) -> None:
@@ -233,7 +233,7 @@ class Replicas:
             for device in range(devices):
                 await self.check_in((turn + device) % len(self.all), device)
                 await self.upload((turn + device + 1) % len(self.all), device)
-            await self.fold(turn % len(self.all))
+            await self.aggregate(turn % len(self.all))
             self.clock.advance(5.0)
             await self.tick((turn + 1) % len(self.all))
             state = (await self.all[0].services.queries.task("digits")).state

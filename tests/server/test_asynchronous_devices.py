@@ -114,7 +114,7 @@ class Scene:
         return int(self.operator.get("/v1/tasks/digits")["round"])
 
     def settle(self) -> None:
-        """Until no buffer is being folded, as the server's memory has it."""
+        """Until no buffer is being aggregated, as the server's memory has it."""
         task = self.http.app.services.store.tasks["digits"]
         while task.attempt.round.phase != "collecting":
             time.sleep(0.005)

@@ -20,6 +20,8 @@ from hypothesis.stateful import (
 
 from fedpress_server.rounds import (
     Aborted,
+    Aggregated,
+    AggregationFailed,
     Assign,
     Begin,
     BufferedRound,
@@ -32,12 +34,10 @@ from fedpress_server.rounds import (
     Effect,
     EndTask,
     Event,
-    Folded,
-    FoldFailed,
     OpenRound,
     Settle,
     Stage,
-    StartFold,
+    StartAggregation,
     UploadStaged,
     from_record,
     to_record,
@@ -72,8 +72,8 @@ def follow(
     return begun, list(made)
 
 
-def folded(round_: BufferedRound, now: float = 1.0) -> tuple[BufferedRound, list[Effect]]:
-    ended, effects = round_.on(Folded("m"), now)
+def aggregated(round_: BufferedRound, now: float = 1.0) -> tuple[BufferedRound, list[Effect]]:
+    ended, effects = round_.on(Aggregated("m"), now)
     return follow(ended, effects, now)
 
 
@@ -81,10 +81,10 @@ def three() -> BufferedRound:
     return after(opened(), *(ClientCheckedIn(f"c{i}", f"a{i}") for i in range(3)))
 
 
-def test_a_full_buffer_is_folded_and_what_is_open_stays_open() -> None:
+def test_a_full_buffer_is_aggregated_and_what_is_open_stays_open() -> None:
     round_, effects = after(three(), UploadStaged("a0", "x")).on(UploadStaged("a1", "y"), 2.0)
-    assert effects == (Stage("a1", "y"), StartFold())
-    ended, effects = round_.on(Folded("m"), 3.0)
+    assert effects == (Stage("a1", "y"), StartAggregation())
+    ended, effects = round_.on(Aggregated("m"), 3.0)
     carried = Carried("a2", "c2", round=1, attempt=1, index=2, turn=0, due=11.0)
     assert effects == (
         Settle("a0", "included", "x"),
@@ -113,28 +113,28 @@ def test_no_more_are_open_at_a_time_than_the_task_says() -> None:
     assert after(full, UploadStaged("a0", "x"), ClientCheckedIn("c3", "a3")).places_left == 0
 
 
-def test_an_upload_that_comes_while_a_buffer_is_folded_is_for_the_next() -> None:
-    folding = after(three(), UploadStaged("a0", "x"), UploadStaged("a1", "y"))
-    late, effects = folding.on(UploadStaged("a2", "z"), 2.0)
+def test_an_upload_that_comes_while_a_buffer_is_aggregated_is_for_the_next() -> None:
+    aggregating = after(three(), UploadStaged("a0", "x"), UploadStaged("a1", "y"))
+    late, effects = aggregating.on(UploadStaged("a2", "z"), 2.0)
     assert effects == (Stage("a2", "z"),)
     assert late.staged == ("a0", "a1")
     assert late.on(Declined("a2"), 2.0) == (late, ())
-    begun, made = folded(late)
+    begun, made = aggregated(late)
     assert (begun.phase, begun.staged, made) == ("collecting", ("a2",), [Begin()])
 
 
-def test_no_work_is_given_while_a_buffer_is_folded() -> None:
-    folding = after(three(), UploadStaged("a0", "x"), UploadStaged("a1", "y"))
-    assert folding.on(ClientCheckedIn("c0", "a3"), 2.0) == (folding, ())
+def test_no_work_is_given_while_a_buffer_is_aggregated() -> None:
+    aggregating = after(three(), UploadStaged("a0", "x"), UploadStaged("a1", "y"))
+    assert aggregating.on(ClientCheckedIn("c0", "a3"), 2.0) == (aggregating, ())
 
 
-def test_a_buffer_that_filled_meanwhile_is_folded_at_once_and_no_more_than_that() -> None:
+def test_a_buffer_that_filled_meanwhile_is_aggregated_at_once_and_no_more_than_that() -> None:
     wide = after(opened(places=5), *(ClientCheckedIn(f"c{i}", f"a{i}") for i in range(5)))
-    folding = after(wide, *(UploadStaged(f"a{i}", f"x{i}") for i in range(5)))
-    begun, made = folded(folding)
-    assert made == [Begin(), StartFold()]
+    aggregating = after(wide, *(UploadStaged(f"a{i}", f"x{i}") for i in range(5)))
+    begun, made = aggregated(aggregating)
+    assert made == [Begin(), StartAggregation()]
     assert (begun.phase, begun.staged) == ("folding", ("a2", "a3"))
-    begun, made = folded(begun)
+    begun, made = aggregated(begun)
     assert (begun.phase, begun.staged, made) == ("collecting", ("a4",), [Begin()])
 
 
@@ -143,14 +143,14 @@ def test_beyond_the_bound_an_assignment_is_stale() -> None:
     for number in range(1, 4):
         assert round_.staleness(round_.parts["s"]) == number - 1
         busy = (ClientCheckedIn("fast", f"a{number}"), UploadStaged(f"a{number}", "x"))
-        round_, made = folded(after(round_, *busy))
+        round_, made = aggregated(after(round_, *busy))
     assert made == [Begin(), Settle("s", "stale", None)]
     assert round_.on(UploadStaged("s", "late"), 1.0) == (round_, ())
 
 
 def test_a_staleness_of_none_settles_whatever_was_open() -> None:
     round_ = after(opened(size=1, max_staleness=0), ClientCheckedIn("slow", "s"))
-    _, made = folded(after(round_, ClientCheckedIn("fast", "a"), UploadStaged("a", "x")))
+    _, made = aggregated(after(round_, ClientCheckedIn("fast", "a"), UploadStaged("a", "x")))
     assert made == [Begin(), Settle("s", "stale", None)]
 
 
@@ -169,15 +169,15 @@ def test_each_assignment_has_its_own_time() -> None:
 def test_time_goes_on_across_models() -> None:
     round_ = after(opened(size=1), ClientCheckedIn("slow", "s"), now=1.0)
     round_ = after(round_, ClientCheckedIn("fast", "a"), UploadStaged("a", "x"), now=9.0)
-    begun, _ = folded(round_, now=9.5)
+    begun, _ = aggregated(round_, now=9.5)
     assert begun.next_deadline == 11.0
     assert begun.on(DeadlinePassed(), 11.0)[1] == (Settle("s", "missed-deadline", None),)
 
 
-@pytest.mark.parametrize("event", [FoldFailed("NaN"), Aborted("NaN")])
-def test_a_failed_fold_gives_its_buffer_back_and_nothing_else(event: Event) -> None:
-    folding = after(three(), UploadStaged("a0", "x"), UploadStaged("a1", "y"))
-    ended, effects = folding.on(event, 2.0)
+@pytest.mark.parametrize("event", [AggregationFailed("NaN"), Aborted("NaN")])
+def test_a_failed_aggregation_gives_its_buffer_back_and_nothing_else(event: Event) -> None:
+    aggregating = after(three(), UploadStaged("a0", "x"), UploadStaged("a1", "y"))
+    ended, effects = aggregating.on(event, 2.0)
     assert effects[:2] == (
         Settle("a0", "round-abandoned", "x"),
         Settle("a1", "round-abandoned", "y"),
@@ -189,11 +189,11 @@ def test_a_failed_fold_gives_its_buffer_back_and_nothing_else(event: Event) -> N
 
 
 def test_the_last_attempt_takes_the_task_with_it_and_everybody_s_work() -> None:
-    folding = after(three(), UploadStaged("a0", "x"), UploadStaged("a1", "y"))
-    begun, _ = follow(*folding.on(FoldFailed("NaN"), 2.0))
+    aggregating = after(three(), UploadStaged("a0", "x"), UploadStaged("a1", "y"))
+    begun, _ = follow(*aggregating.on(AggregationFailed("NaN"), 2.0))
     begun = after(begun, ClientCheckedIn("c0", "b0"), ClientCheckedIn("c1", "b1"))
     full = after(begun, UploadStaged("a2", "z"), UploadStaged("b0", "w"))
-    _, effects = full.on(FoldFailed("NaN"), 3.0)
+    _, effects = full.on(AggregationFailed("NaN"), 3.0)
     assert set(effects) == {
         Settle("a2", "round-abandoned", "z"),
         Settle("b0", "round-abandoned", "w"),
@@ -203,11 +203,12 @@ def test_the_last_attempt_takes_the_task_with_it_and_everybody_s_work() -> None:
 
 
 def test_the_last_model_settles_everybody() -> None:
-    folding = after(three(), UploadStaged("a0", "x"), UploadStaged("a1", "y"))
+    aggregating = after(three(), UploadStaged("a0", "x"), UploadStaged("a1", "y"))
     last = after(
-        replace(folding, rules=replace(folding.rules, last_round=1)), UploadStaged("a2", "z")
+        replace(aggregating, rules=replace(aggregating.rules, last_round=1)),
+        UploadStaged("a2", "z"),
     )
-    _, effects = last.on(Folded("m"), 2.0)
+    _, effects = last.on(Aggregated("m"), 2.0)
     assert effects == (
         Settle("a0", "included", "x"),
         Settle("a1", "included", "y"),
@@ -223,7 +224,7 @@ def test_profiles_go_round_over_models() -> None:
     for number in range(4):
         round_, effects = round_.on(ClientCheckedIn("c", f"a{number}"), 1.0)
         indices += [effect.index for effect in effects if isinstance(effect, Assign)]
-        round_, _ = folded(after(round_, UploadStaged(f"a{number}", "x")))
+        round_, _ = aggregated(after(round_, UploadStaged(f"a{number}", "x")))
     assert indices == [0, 1, 2, 3]
 
 
@@ -253,8 +254,8 @@ class AnyOrder(RuleBasedStateMachine):
 
     def happen(self, event: Event) -> None:
         before = self.round
-        is_folded = isinstance(event, Folded) and before.phase == "folding"
-        buffer = before.staged if is_folded else ()
+        is_aggregated = isinstance(event, Aggregated) and before.phase == "folding"
+        buffer = before.staged if is_aggregated else ()
         self.round, effects = before.on(event, self.now)
         if not effects:
             assert self.round is before
@@ -328,12 +329,16 @@ class AnyOrder(RuleBasedStateMachine):
         self.happen(DeadlinePassed())
 
     @rule()
-    def fold(self) -> None:
-        self.happen(Folded("m"))
+    def aggregate(self) -> None:
+        self.happen(Aggregated("m"))
 
     @precondition(lambda self: self.round.phase == "folding")
-    @rule(event=st.sampled_from([Folded("m"), Folded("m"), FoldFailed("no"), Aborted("no")]))
-    def end_fold(self, event: Event) -> None:
+    @rule(
+        event=st.sampled_from(
+            [Aggregated("m"), Aggregated("m"), AggregationFailed("no"), Aborted("no")]
+        )
+    )
+    def end_aggregation(self, event: Event) -> None:
         self.happen(event)
 
     @precondition(lambda self: len(self.assigned) > 12)

@@ -216,21 +216,21 @@ def test_whoever_waits_for_a_place_is_told_of_one(
 
 
 class Held:
-    """A fold that waits until it may go on."""
+    """An aggregation that waits until it may go on."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.begun, self.go = threading.Event(), threading.Event()
-        fold = job_runner.fold
+        aggregate = job_runner.aggregate
 
-        def held(*args: Any) -> Any:
+        def blocked(*args: Any) -> Any:
             self.begun.set()
             assert self.go.wait(30)
-            return fold(*args)
+            return aggregate(*args)
 
-        monkeypatch.setattr(job_runner, "fold", held)
+        monkeypatch.setattr(job_runner, "aggregate", blocked)
 
 
-def test_uploads_that_come_during_a_fold_count_in_the_next(
+def test_uploads_that_come_during_an_aggregation_count_in_the_next(
     http: Server,
     operator: Operator,
     enrolled: Enrolled,
@@ -262,7 +262,7 @@ def one_hot(model: Model, index: int) -> Vector:
 def test_a_restart_goes_on_in_the_middle_of_a_buffer(
     start: Start, clock: Clock, model: Model, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Killed while a buffer is folded, another upload having come meanwhile."""
+    """Killed while a buffer is aggregated, another upload having come meanwhile."""
     equal = {"strategy": {"id": "fedbuff", "exponent": 0}}
     held = Held(monkeypatch)
     with start() as http:

@@ -113,7 +113,7 @@ def test_a_full_disk_is_said_and_heals_by_itself(
         np.testing.assert_allclose(after - heavy.parameters, 1.5, atol=1e-5)
 
 
-def test_a_round_that_cannot_be_written_down_is_folded_once_there_is_room(
+def test_a_round_that_cannot_be_written_down_is_aggregated_once_there_is_room(
     disk: Disk, start: Start, clock: Clock, heavy: Model
 ) -> None:
     with start(data_dir=disk.folder / "data") as http:

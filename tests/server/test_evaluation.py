@@ -20,9 +20,9 @@ from fedpress_protocols.messages import (
 )
 from fedpress_protocols.model import Model
 from fedpress_server.rounds import (
+    Aggregated,
     ClientCheckedIn,
     EndTask,
-    Folded,
     OpenRound,
     Round,
     SynchronousRound,
@@ -205,8 +205,8 @@ def test_a_fold_with_a_reason_to_stop_ends_the_task_with_it() -> None:
     round_: Round = rounds.opened(SynchronousRound, last_round=9, size=1, places=1)
     for event in (ClientCheckedIn("c", "a"), UploadStaged("a", "x")):
         round_, _ = round_.on(event, 1.0)
-    assert isinstance(round_.on(Folded("m"), 2.0)[1][-1], OpenRound)
-    ended, effects = round_.on(Folded("m", "enough", "b"), 2.0)
+    assert isinstance(round_.on(Aggregated("m"), 2.0)[1][-1], OpenRound)
+    ended, effects = round_.on(Aggregated("m", "enough", "b"), 2.0)
     assert effects[-1] == EndTask("finished")
     assert (ended.phase, ended.reason) == ("committed", "enough")
 

@@ -288,7 +288,7 @@ def test_only_what_has_lain_there_for_a_while_is_swept(databases: Databases) -> 
 def test_what_is_put_again_while_the_sweep_reads_the_records_stays(
     databases: Databases, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A fold that is run again makes what a killed one left long ago."""
+    """An aggregation that is run again makes what a killed one left long ago."""
 
     async def go() -> None:
         async with replicas(databases) as servers:

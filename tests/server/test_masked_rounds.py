@@ -10,6 +10,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from fedpress_server.rounds import (
     Aborted,
+    Aggregated,
+    AggregationFailed,
     BeginSession,
     Cancelled,
     ClientCheckedIn,
@@ -19,8 +21,6 @@ from fedpress_server.rounds import (
     EndTask,
     Event,
     Extend,
-    Folded,
-    FoldFailed,
     Keep,
     MaskedRound,
     MoveSession,
@@ -31,7 +31,7 @@ from fedpress_server.rounds import (
     SessionFailed,
     Settle,
     Stage,
-    StartFold,
+    StartAggregation,
     SynchronousRound,
     UnmaskFailed,
     UploadStaged,
@@ -121,10 +121,10 @@ def test_what_is_staged_when_the_session_ends_is_summed() -> None:
     round_ = after(queued(3), UploadStaged("a2", "x"), UploadStaged("a0", "y"))
     assert round_.on(DeadlinePassed(), 200.0)[1] == (MoveSession(),)
     round_, effects = round_.on(SessionEnded(), 200.0)
-    assert effects == (Settle("a1", "dropped-out", None), StartFold())
+    assert effects == (Settle("a1", "dropped-out", None), StartAggregation())
     assert (round_.phase, round_.staged) == ("folding", ("a0", "a2"))
     assert round_.on(UploadStaged("a1", "z"), 200.0) == (round_, ())
-    _, effects = round_.on(Folded("m"), 201.0)
+    _, effects = round_.on(Aggregated("m"), 201.0)
     assert reasons(effects) == {"a0": "included", "a2": "included"}
 
 
@@ -134,7 +134,7 @@ def test_shares_that_are_wrong_let_the_session_go_on() -> None:
     round_, effects = round_.on(UnmaskFailed("a share is wrong"), 2.0)
     assert (round_.phase, effects) == ("masking", (MoveSession(),))
     again, effects = round_.on(SessionEnded(), 3.0)
-    assert (again.phase, effects) == ("folding", (StartFold(),))
+    assert (again.phase, effects) == ("folding", (StartAggregation(),))
     assert again.staged == ("a0", "a1", "a2")
 
 
@@ -173,7 +173,7 @@ class AnyOrder(RuleBasedStateMachine):
                     assert self.round.rules.minimum <= len(self.began) <= self.round.rules.size
                 case Stage(name) | Keep(name):
                     assert name in self.began
-                case StartFold():
+                case StartAggregation():
                     assert self.summed in (None, self.round.staged)
                     self.summed = self.round.staged
                 case Settle(name):
@@ -209,7 +209,13 @@ class AnyOrder(RuleBasedStateMachine):
     @precondition(lambda self: self.round.phase in ("masking", "folding"))
     @rule(
         event=st.sampled_from(
-            [SessionEnded(), UnmaskFailed("no"), Folded("m"), FoldFailed("no"), SessionFailed("no")]
+            [
+                SessionEnded(),
+                UnmaskFailed("no"),
+                Aggregated("m"),
+                AggregationFailed("no"),
+                SessionFailed("no"),
+            ]
         )
     )
     def end(self, event: Event) -> None:

@@ -166,7 +166,7 @@ def test_an_aborted_round_leaves_the_base_before_it(
     base = hashlib.sha256(pair[0][1].tobytes()).hexdigest()
     lost, _ = send(one, model, 7)
     stray = tmp_path / f"data/bases/digits/{one.client_id}-{'0' * 64}"
-    stray.write_bytes(b"of a fold that was broken off")
+    stray.write_bytes(b"of an aggregation that was broken off")
     operator.post("/v1/admin/tasks/digits/abort-round")
     assert settled(one, lost) == "round-abandoned"
     assert one.assignment("digits").own == base

@@ -35,7 +35,7 @@ from tests.server.replicated import (
 )
 
 DEVICES = 4
-ACTIONS = ("check_in", "upload", "fold", "tick", "later", "decline")
+ACTIONS = ("check_in", "upload", "aggregate", "tick", "later", "decline")
 OPERATION = st.tuples(
     st.sampled_from(("check_in", "check_in", "upload", "upload", *ACTIONS)),
     st.integers(0, 1),
@@ -95,7 +95,7 @@ def test_a_worker_that_was_paused_past_its_lease_changes_nothing(databases: Data
 
 
 @pytest.mark.both_databases(short=True)
-def test_a_fold_that_ends_after_its_lease_was_taken_writes_nothing(
+def test_an_aggregation_that_ends_after_its_lease_was_taken_writes_nothing(
     databases: Databases, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The first worker has made the model, and is about to say so, when another gets the job."""
@@ -114,13 +114,13 @@ def test_a_fold_that_ends_after_its_lease_was_taken_writes_nothing(
                 await tell(*args)
 
             monkeypatch.setattr(first.work, "_tell", late)
-            folding = asyncio.create_task(first.work.once())
+            running = asyncio.create_task(first.work.once())
             await made.wait()
             servers.clock.advance(LEASE)
             taken = await second.work._acquire()
             assert taken is not None
             go_on.set()
-            await folding
+            await running
             assert (await first.services.queries.task("digits")).round == 0
             await second.work._do(taken)
             assert (await first.services.queries.task("digits")).round == 1
@@ -162,19 +162,19 @@ def test_a_job_that_fails_ten_times_gives_the_round_up_with_the_reason(
     databases: Databases, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(*args: Any) -> None:
-        raise MemoryError("no room for the fold")
+        raise MemoryError("no room for the sum")
 
     async def go() -> None:
         async with replicas(databases) as servers:
             await servers.begin(2)
             await fill(servers, 2)
-            monkeypatch.setattr(job_runner, "fold", fail)
+            monkeypatch.setattr(job_runner, "aggregate", fail)
             for attempt in range(11):
                 assert await servers.all[attempt % 2].work.once()
             monkeypatch.undo()
             history = await servers.all[0].services.queries.history("digits")
             assert history[0].state == "abandoned"
-            assert history[0].reason == "fold failed 10 times: no room for the fold"
+            assert history[0].reason == "fold failed 10 times: no room for the sum"
             assert servers.all[0].metrics.jobs_abandoned._value.get() == 1
             await servers.finish(2)
             await servers.check()
@@ -193,7 +193,7 @@ def test_a_store_that_is_away_is_not_the_job_s_fault(
         async with replicas(databases) as servers:
             await servers.begin(2)
             await fill(servers, 2)
-            monkeypatch.setattr(job_runner, "fold", fail)
+            monkeypatch.setattr(job_runner, "aggregate", fail)
             for attempt in range(30):
                 assert await servers.all[attempt % 2].work.once()
             monkeypatch.undo()

@@ -9,6 +9,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from fedpress_server.rounds import (
     PROTOCOLS,
     Aborted,
+    Aggregated,
+    AggregationFailed,
     Assign,
     Cancelled,
     ClientCheckedIn,
@@ -18,13 +20,11 @@ from fedpress_server.rounds import (
     EndTask,
     Event,
     Extend,
-    Folded,
-    FoldFailed,
     OpenRound,
     Round,
     Settle,
     Stage,
-    StartFold,
+    StartAggregation,
     SynchronousRound,
     UploadStaged,
     diagram,
@@ -79,7 +79,7 @@ def test_the_round_closes_with_the_last_upload_it_wants() -> None:
     round_ = after(three_assigned(), UploadStaged("a2", "x"))
     assert round_.phase == "collecting"
     round_, effects = round_.on(UploadStaged("a0", "y"), 1.0)
-    assert effects == (Stage("a0", "y"), Settle("a1", "round-full", None), StartFold())
+    assert effects == (Stage("a0", "y"), Settle("a1", "round-full", None), StartAggregation())
     assert (round_.phase, round_.staged) == ("folding", ("a0", "a2"))
 
 
@@ -101,14 +101,20 @@ def test_a_second_upload_has_no_place() -> None:
     assert round_.on(UploadStaged("nobody", "x"), 1.0) == (round_, ())
 
 
-def test_the_deadline_folds_what_is_there() -> None:
+def test_databases_hold_the_names_that_events_have_had() -> None:
+    for event, name in ((Aggregated("m"), "Folded"), (AggregationFailed("NaN"), "FoldFailed")):
+        assert to_record(event)["event"] == name
+        assert from_record(to_record(event)) == event
+
+
+def test_the_deadline_aggregates_what_is_there() -> None:
     round_ = after(three_assigned(), UploadStaged("a1", "x"))
     assert round_.on(DeadlinePassed(), 9.9) == (round_, ())
     round_, effects = round_.on(DeadlinePassed(), 10.0)
     assert effects == (
         Settle("a0", "missed-deadline", None),
         Settle("a2", "missed-deadline", None),
-        StartFold(),
+        StartAggregation(),
     )
     assert round_.phase == "folding"
 
@@ -147,9 +153,9 @@ def test_a_deadline_out_of_reach_is_moved_and_keeps_who_came() -> None:
     assert joined.on(DeadlinePassed(), 22.0)[0].phase == "abandoned"
 
 
-def test_a_fold_commits_the_round_and_opens_the_next() -> None:
-    folding = after(three_assigned(), UploadStaged("a0", "x"), UploadStaged("a2", "y"))
-    round_, effects = folding.on(Folded("m"), 2.0)
+def test_an_aggregation_commits_the_round_and_opens_the_next() -> None:
+    aggregating = after(three_assigned(), UploadStaged("a0", "x"), UploadStaged("a2", "y"))
+    round_, effects = aggregating.on(Aggregated("m"), 2.0)
     assert effects == (
         Settle("a0", "included", "x"),
         Settle("a2", "included", "y"),
@@ -159,15 +165,15 @@ def test_a_fold_commits_the_round_and_opens_the_next() -> None:
 
 
 def test_the_last_round_finishes_the_task() -> None:
-    folding = after(three_assigned(number=3, size=1), UploadStaged("a0", "x"))
-    _, effects = folding.on(Folded("m"), 2.0)
+    aggregating = after(three_assigned(number=3, size=1), UploadStaged("a0", "x"))
+    _, effects = aggregating.on(Aggregated("m"), 2.0)
     assert effects[-1] == EndTask("finished")
 
 
-@pytest.mark.parametrize("event", [FoldFailed("NaN"), Aborted("NaN")])
-def test_a_failed_fold_gives_every_upload_back(event: Event) -> None:
-    folding = after(three_assigned(), UploadStaged("a0", "x"), UploadStaged("a2", "y"))
-    round_, effects = folding.on(event, 2.0)
+@pytest.mark.parametrize("event", [AggregationFailed("NaN"), Aborted("NaN")])
+def test_a_failed_aggregation_gives_every_upload_back(event: Event) -> None:
+    aggregating = after(three_assigned(), UploadStaged("a0", "x"), UploadStaged("a2", "y"))
+    round_, effects = aggregating.on(event, 2.0)
     assert effects == (
         Settle("a0", "round-abandoned", "x"),
         Settle("a2", "round-abandoned", "y"),
@@ -189,7 +195,12 @@ def test_cancelling_settles_everybody() -> None:
 
 def test_what_is_over_stays_over() -> None:
     round_ = after(three_assigned(), Cancelled("enough"))
-    for event in (ClientCheckedIn("c9", "a9"), UploadStaged("a0", "x"), Folded("m"), Aborted("")):
+    for event in (
+        ClientCheckedIn("c9", "a9"),
+        UploadStaged("a0", "x"),
+        Aggregated("m"),
+        Aborted(""),
+    ):
         assert round_.on(event, 2.0) == (round_, ())
 
 
@@ -236,7 +247,7 @@ class AnyOrder(RuleBasedStateMachine):
         self.assigned: dict[str, str] = {}
         self.acknowledged: dict[str, str] = {}
         self.sequels: list[OpenRound | EndTask] = []
-        self.folds = 0
+        self.aggregations = 0
 
     def happen(self, event: Event) -> None:
         before = self.round
@@ -258,8 +269,8 @@ class AnyOrder(RuleBasedStateMachine):
                 case Settle(name):
                     assert name not in self.receipts
                     self.receipts[name] = effect
-                case StartFold():
-                    self.folds += 1
+                case StartAggregation():
+                    self.aggregations += 1
                 case OpenRound() | EndTask():
                     self.sequels.append(effect)
                 case Extend():
@@ -290,11 +301,11 @@ class AnyOrder(RuleBasedStateMachine):
         self.happen(DeadlinePassed())
 
     @precondition(lambda self: self.round.phase == "folding")
-    @rule(event=st.sampled_from([Folded("m"), FoldFailed("no")]))
-    def fold(self, event: Event) -> None:
+    @rule(event=st.sampled_from([Aggregated("m"), AggregationFailed("no")]))
+    def aggregate(self, event: Event) -> None:
         self.happen(event)
 
-    @rule(event=st.sampled_from([Folded("m"), Aborted("no"), Cancelled("no")]))
+    @rule(event=st.sampled_from([Aggregated("m"), Aborted("no"), Cancelled("no")]))
     def interfere(self, event: Event) -> None:
         self.happen(event)
 
@@ -319,7 +330,7 @@ class AnyOrder(RuleBasedStateMachine):
     @invariant()
     def one_thing_follows_an_end(self) -> None:
         assert len(self.sequels) == self.round.is_over
-        assert self.folds <= 1
+        assert self.aggregations <= 1
 
     @invariant()
     def a_replay_gives_the_same_round(self) -> None:

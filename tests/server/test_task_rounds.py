@@ -114,7 +114,7 @@ def test_the_first_uploads_of_an_over_selected_cohort_close_the_round(
     assert receipt.receipt.upload is None
 
 
-def test_a_deadline_folds_or_abandons(
+def test_a_deadline_aggregates_or_abandons(
     http: Server, operator: Operator, enrolled: Enrolled, model: Model, clock: Clock
 ) -> None:
     operator.begin(model, cohort={"size": 3, "minimum": 2}, max_attempts=2, rounds=1)

@@ -24,39 +24,39 @@ def test_fedbuff_follows_its_formula_over_five_buffers() -> None:
     state = made.optimizer.init(parameters)
     for number in range(5):
         rng = np.random.default_rng(number)
-        fold = made.aggregator(SIZE, FIXED)
-        assert isinstance(fold, DiscountedMean)
+        aggregator = made.aggregator(SIZE, FIXED)
+        assert isinstance(aggregator, DiscountedMean)
         total, examples = np.zeros(SIZE), 0
         for _ in range(4):
             values = rng.standard_normal(SIZE).astype(np.float32)
             weight, staleness = int(rng.integers(1, 99)), int(rng.integers(0, 9))
-            fold.add(Update.from_dense(values), weight, staleness=staleness)
+            aggregator.add(Update.from_dense(values), weight, staleness=staleness)
             total += weight * (1 + staleness) ** -0.5 * values.astype(np.float64)
             examples += weight
         velocity = 0.7 * velocity + total / examples
         expected += 0.5 * velocity
-        parameters, state = made.optimizer.apply(parameters, fold.result(), state)
+        parameters, state = made.optimizer.apply(parameters, aggregator.result(), state)
     # The discounts are rounded to shares of UNIT.
     assert parameters == pytest.approx(expected, abs=10 / UNIT)
     assert np.abs(parameters - expected).mean() < 1 / UNIT
 
 
 def test_without_examples_every_upload_counts_the_same() -> None:
-    fold = from_config({"id": "fedbuff", "weighted": False}).aggregator(2, FIXED)
-    fold.add(Update.from_dense(np.array([1, 0], np.float32)), 100)
-    fold.add(Update.from_dense(np.array([0, 1], np.float32)), 1)
-    assert fold.result().tolist() == [0.5, 0.5]
+    aggregator = from_config({"id": "fedbuff", "weighted": False}).aggregator(2, FIXED)
+    aggregator.add(Update.from_dense(np.array([1, 0], np.float32)), 100)
+    aggregator.add(Update.from_dense(np.array([0, 1], np.float32)), 1)
+    assert aggregator.result().tolist() == [0.5, 0.5]
 
 
 def test_fresh_updates_make_a_plain_mean() -> None:
-    fold = from_config({"id": "fedbuff"}).aggregator(SIZE, FIXED)
+    aggregator = from_config({"id": "fedbuff"}).aggregator(SIZE, FIXED)
     mean = from_config({"id": "fedavg"}).aggregator(SIZE, FIXED)
     rng = np.random.default_rng(0)
     for weight in (3, 5, 90):
         update = Update.from_dense(rng.standard_normal(SIZE).astype(np.float32))
-        fold.add(update, weight)
+        aggregator.add(update, weight)
         mean.add(update, weight)
-    assert fold.result() == pytest.approx(mean.result(), abs=1e-8)
+    assert aggregator.result() == pytest.approx(mean.result(), abs=1e-8)
 
 
 uploads = st.lists(
@@ -71,11 +71,11 @@ def test_the_sum_does_not_depend_on_the_order(
     taken: list[tuple[int, int, int]], data: st.DataObject
 ) -> None:
     def result(order: list[tuple[int, int, int]]) -> bytes:
-        fold = DiscountedMean(SIZE, FIXED, Polynomial(0.5))
+        aggregator = DiscountedMean(SIZE, FIXED, Polynomial(0.5))
         for seed, weight, staleness in order:
             values = np.random.default_rng(seed).uniform(-256, 256, SIZE).astype(np.float32)
-            fold.add(Update.from_dense(values), weight, staleness=staleness)
-        return fold.result().tobytes()
+            aggregator.add(Update.from_dense(values), weight, staleness=staleness)
+        return aggregator.result().tobytes()
 
     assert result(taken) == result(data.draw(st.permutations(taken)))
 
@@ -83,15 +83,15 @@ def test_the_sum_does_not_depend_on_the_order(
 def test_the_largest_updates_that_a_plan_allows_do_not_overflow() -> None:
     """At the bound of the plan's own sum, which leaves no room for the discount's units."""
     tight = FixedPoint(32, 256.0, 2**22)
-    fold = DiscountedMean(3, tight, Polynomial(0.5))
+    aggregator = DiscountedMean(3, tight, Polynomial(0.5))
     update = Update.from_dense(np.array([256, -256, 1], np.float32))
     for _ in range(4):
-        fold.add(update, 2**20)
-    assert fold.sums.total.tolist()[0] > 2**61
-    assert fold.result() == pytest.approx([256, -256, 1])
+        aggregator.add(update, 2**20)
+    assert aggregator.sums.total.tolist()[0] > 2**61
+    assert aggregator.result() == pytest.approx([256, -256, 1])
     with pytest.raises(InvalidUpdate, match="1 on top of 4194304"):
-        fold.add(update, 1)
-    assert fold.result() == pytest.approx([256, -256, 1])
+        aggregator.add(update, 1)
+    assert aggregator.result() == pytest.approx([256, -256, 1])
 
 
 def test_bounds_that_leave_no_bit_are_refused() -> None:
@@ -100,9 +100,9 @@ def test_bounds_that_leave_no_bit_are_refused() -> None:
 
 
 def test_an_upload_counts_for_something_however_old() -> None:
-    fold = DiscountedMean(1, FIXED, Polynomial(4.0))
-    assert fold.weight_of(7, 10**6) == 7
-    assert fold.weight_of(7, 0) == 7 * UNIT
+    aggregator = DiscountedMean(1, FIXED, Polynomial(4.0))
+    assert aggregator.weight_of(7, 10**6) == 7
+    assert aggregator.weight_of(7, 0) == 7 * UNIT
 
 
 def test_discounts_are_those_of_the_papers() -> None:
@@ -115,11 +115,11 @@ def test_fedasync_moves_by_its_share() -> None:
     for kind, share in (("polynomial", 0.5), ("hinge", 1 / 11), ("constant", 1.0)):
         config = {"id": "fedasync", "mixing": 0.4, "staleness": kind, "free": 2}
         made = from_config(config)
-        fold = made.aggregator(1, FIXED)
-        assert isinstance(fold, DiscountedMean)
-        assert fold.mixes
-        fold.add(Update.from_dense(np.ones(1, np.float32)), 50, staleness=3)
-        parameters, _ = made.optimizer.apply(np.zeros(1, np.float32), fold.result(), {})
+        aggregator = made.aggregator(1, FIXED)
+        assert isinstance(aggregator, DiscountedMean)
+        assert aggregator.mixes
+        aggregator.add(Update.from_dense(np.ones(1, np.float32)), 50, staleness=3)
+        parameters, _ = made.optimizer.apply(np.zeros(1, np.float32), aggregator.result(), {})
         assert parameters[0] == pytest.approx(0.4 * share, abs=1 / UNIT)
 
 

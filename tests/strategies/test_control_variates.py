@@ -48,7 +48,7 @@ def federation(folder: Path, strategy: dict[str, Any], **how: Any) -> Federation
 
 
 def of_server(made: Federation) -> Any:
-    """The server's vector, from the state that its next fold begins with."""
+    """The server's vector, from the state that its next aggregation begins with."""
     assert made.state is not None
     arrays = safetensors.numpy.load(made.payloads.get(optimizer_name(made.state)))
     return next(array for name, array in arrays.items() if name.startswith("state."))

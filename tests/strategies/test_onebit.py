@@ -44,15 +44,15 @@ def run(strategy: Strategy, made: Any) -> list[Vector]:
     for number in range(1, ROUNDS + 1):
         public = Public(SPEC, PublicRandomness(bytes(32)), round=number)
         warming = number <= WARM_UP
-        fold = strategy.aggregator(SPEC.size, FIXED)
+        aggregator = strategy.aggregator(SPEC.size, FIXED)
         compressor = ErrorFeedback(Uncompressed() if warming else made)
         for client in range(CLIENTS):
             update = update_of(client, number, parameters).astype(np.float32)
             rng = np.random.default_rng([client, number])
             symbols, feedback[client] = compressor.compress(update, feedback[client], public, rng)
-            fold.add(compressor.decompress(symbols, public), 1)
+            aggregator.add(compressor.decompress(symbols, public), 1)
         tally = Tally(CLIENTS, warming=warming, spec=SPEC)
-        parameters, state = strategy.optimizer.apply(parameters, fold.result(), state, tally)
+        parameters, state = strategy.optimizer.apply(parameters, aggregator.result(), state, tally)
         found.append(parameters)
     return found
 

@@ -240,14 +240,14 @@ def test_adasum_holds_a_vector_for_each_level(uploads: int) -> None:
     assert (combined(twice, twice) == twice).all()
 
 
-def test_folds_refuse_updates_of_another_size() -> None:
+def test_aggregators_refuse_updates_of_another_size() -> None:
     fair = from_config({"id": "qfedavg"}, TERMS).aggregator(SIZE, FIXED)
-    for fold in (Tree(SIZE, FIXED), fair):
+    for aggregator in (Tree(SIZE, FIXED), fair):
         with pytest.raises(InvalidUpdate, match="an update of 3 values, expected 20"):
-            fold.add(Update.from_dense(np.ones(3, np.float32)), 1, {"loss": 1.0})
+            aggregator.add(Update.from_dense(np.ones(3, np.float32)), 1, {"loss": 1.0})
         with pytest.raises(InvalidUpdate, match="larger than the plan's"):
-            fold.add(Update.from_dense(np.full(SIZE, 300, np.float32)), 1, {"loss": 1.0})
-        assert not fold.result().any()
+            aggregator.add(Update.from_dense(np.full(SIZE, 300, np.float32)), 1, {"loss": 1.0})
+        assert not aggregator.result().any()
 
 
 def test_the_average_of_the_rounds_is_published_beside_them(tmp_path: Path) -> None:

@@ -31,7 +31,7 @@ from fedpress_strategies import Aggregator
 from fedpress_strategies import from_config as strategy_from_config
 from fedpress_strategies.robust import common_support, support_of
 from fedpress_strategies.rows import Rows, memory_for
-from fedpress_strategies.strategy import FoldSpace
+from fedpress_strategies.strategy import AggregationSpace
 
 FIXED = FixedPoint.widest(max_abs=2.0**20, max_weight=10_000)
 SPEC = ModelSpec((TensorSpec("w", (60, 50)), TensorSpec("b", (17,))))
@@ -53,14 +53,14 @@ def made(name: str, **settings: Any) -> dict[str, Any]:
     return {"id": name, **RULES[name], **settings}
 
 
-def folded(
+def aggregated(
     config: dict[str, Any],
     rows: Values,
     weights: list[int] | None = None,
     memory: int = 2**20,
 ) -> npt.NDArray[np.float64]:
     make: Callable[..., Aggregator] = strategy_from_config(config).aggregator
-    space = {} if "max_norm" in config else {"space": FoldSpace(None, memory)}
+    space = {} if "max_norm" in config else {"space": AggregationSpace(None, memory)}
     aggregator = make(rows.shape[1], FIXED, **space)
     for values, weight in zip(rows, weights or [1] * len(rows), strict=True):
         aggregator.add(Update.from_dense(values), weight)
@@ -151,7 +151,7 @@ def test_a_rule_is_what_its_source_says(name: str, number: int) -> None:
     rows = drawn(number, seed=number)
     weights = [1 + i % 4 for i in range(number)]
     expected = REFERENCES[name](rows, weights)
-    assert folded(made(name), rows, weights) == pytest.approx(expected, rel=1e-9, abs=1e-9)
+    assert aggregated(made(name), rows, weights) == pytest.approx(expected, rel=1e-9, abs=1e-9)
 
 
 def test_a_given_norm_bounds_every_update_in_a_stream() -> None:
@@ -162,21 +162,21 @@ def test_a_given_norm_bounds_every_update_in_a_stream() -> None:
     for weighted, shares in ((True, np.array(weights)), (False, np.ones(5))):
         expected = (shares * factors) @ rows.astype(np.float64) / shares.sum()
         config = made("norm_bounding", max_norm=bound, weighted=weighted)
-        assert folded(config, rows, weights) == pytest.approx(expected, abs=1e-6)
+        assert aggregated(config, rows, weights) == pytest.approx(expected, abs=1e-6)
 
 
 @pytest.mark.parametrize("name", ["median", "trimmed_mean", "krum", "multi_krum", "bulyan"])
 def test_examples_are_a_clients_own_word_and_move_nothing(name: str) -> None:
     rows = drawn(9)
-    assert (folded(made(name), rows, [99] + [1] * 8) == folded(made(name), rows)).all()
+    assert (aggregated(made(name), rows, [99] + [1] * 8) == aggregated(made(name), rows)).all()
 
 
 @pytest.mark.parametrize("name", ["geometric_median", "norm_bounding"])
 def test_examples_count_where_the_source_counts_them(name: str) -> None:
     rows, weights = drawn(9), [99] + [1] * 8
-    alike = folded(made(name, weighted=False), rows, weights)
-    assert (folded(made(name), rows, weights) != alike).any()
-    assert (alike == folded(made(name), rows)).all()
+    alike = aggregated(made(name, weighted=False), rows, weights)
+    assert (aggregated(made(name), rows, weights) != alike).any()
+    assert (alike == aggregated(made(name), rows)).all()
 
 
 # What is promised of all
@@ -185,15 +185,15 @@ def test_examples_count_where_the_source_counts_them(name: str) -> None:
 @pytest.mark.parametrize("name", RULES)
 def test_memory_leaves_no_trace(name: str) -> None:
     rows = drawn(12, width=20_000)
-    whole = folded(made(name), rows, memory=2**30)
+    whole = aggregated(made(name), rows, memory=2**30)
     for memory in (0, 12 * 32 * 3000, 12 * 32 * 5000, 12 * 32 * 16_384):
-        assert (folded(made(name), rows, memory=memory) == whole).all()
+        assert (aggregated(made(name), rows, memory=memory) == whole).all()
 
 
 @given(st.permutations(range(9)), st.sampled_from(sorted(RULES)))
 def test_order_changes_nothing(order: list[int], name: str) -> None:
     rows = drawn(9, width=40)
-    result, again = folded(made(name), rows), folded(made(name), rows[order])
+    result, again = aggregated(made(name), rows), aggregated(made(name), rows[order])
     if name in ("median", "trimmed_mean", "krum"):
         assert (result == again).all()
     assert again == pytest.approx(result, rel=1e-12, abs=1e-12)
@@ -202,14 +202,14 @@ def test_order_changes_nothing(order: list[int], name: str) -> None:
 @pytest.mark.parametrize("name", RULES)
 def test_updates_that_agree_are_the_result(name: str) -> None:
     rows = np.tile(drawn(1, width=1500), (9, 1))
-    assert folded(made(name), rows) == pytest.approx(rows[0], rel=1e-12)
+    assert aggregated(made(name), rows) == pytest.approx(rows[0], rel=1e-12)
 
 
 @pytest.mark.parametrize("name", RULES)
 def test_zeros_keep_no_sign_and_no_updates_are_zeros(name: str) -> None:
     rows = np.full((9, 5), -0.0, np.float32)
-    assert not np.signbit(folded(made(name), rows)).any()
-    assert (folded(made(name), rows[:0]) == 0).all()
+    assert not np.signbit(aggregated(made(name), rows)).any()
+    assert (aggregated(made(name), rows[:0]) == 0).all()
 
 
 floats = st.floats(-1e6, 1e6, width=32)
@@ -224,7 +224,7 @@ def test_forged_updates_leave_each_coordinate_within_the_honest(
     name: str, honest: list[float], forged: list[float]
 ) -> None:
     rows = np.array([*honest, *forged], np.float32)[:, np.newaxis]
-    result = folded(made(name), rows)[0]
+    result = aggregated(made(name), rows)[0]
     assert min(honest) <= result <= max(honest)
 
 
@@ -237,7 +237,7 @@ def test_bulyan_strays_no_farther_than_the_honest_are_apart(
 ) -> None:
     rows = np.array([*honest, *forged], np.float32)[:, np.newaxis]
     spread = max(honest) - min(honest)
-    result = folded(made("bulyan", byzantine=0.2), rows)[0]
+    result = aggregated(made("bulyan", byzantine=0.2), rows)[0]
     assert min(honest) - spread - 1e-9 <= result <= max(honest) + spread + 1e-9
 
 
@@ -248,7 +248,7 @@ def test_the_farther_forged_updates_are_the_less_they_matter(name: str, power: f
     rows[:4] = -(10 ** np.float32(power)) * rows[:4]
     radius = np.linalg.norm(rows[4:] - honest, axis=1).max()
     config = made(name, **({"byzantine": 0.2} if name == "bulyan" else {}))
-    assert np.linalg.norm(folded(config, rows) - honest) <= 1.5 * radius
+    assert np.linalg.norm(aggregated(config, rows) - honest) <= 1.5 * radius
 
 
 @given(st.floats(0, 5, width=32))
@@ -256,7 +256,7 @@ def test_a_bounded_norm_bounds_what_a_forged_update_does(power: float) -> None:
     rows = drawn(20, width=200)
     largest = np.linalg.norm(rows[4:], axis=1).max()
     rows[:4] *= -(10 ** np.float32(power))
-    assert np.linalg.norm(folded(made("norm_bounding"), rows)) <= largest
+    assert np.linalg.norm(aggregated(made("norm_bounding"), rows)) <= largest
 
 
 def test_values_that_are_no_numbers_are_refused(tmp_path: Path) -> None:
@@ -283,7 +283,7 @@ def test_sizes_and_weights_are_the_plans(name: str) -> None:
 
 def test_rows_lie_in_a_file_without_a_name_and_go_with_their_owner(tmp_path: Path) -> None:
     descriptors = len(os.listdir("/dev/fd"))
-    rows = Rows(5000, FoldSpace(tmp_path, 0))
+    rows = Rows(5000, AggregationSpace(tmp_path, 0))
     for values in drawn(3, 5000):
         rows.add(values)
     assert list(tmp_path.iterdir()) == []
@@ -295,7 +295,7 @@ def test_rows_lie_in_a_file_without_a_name_and_go_with_their_owner(tmp_path: Pat
 
 def test_a_row_that_finds_no_space_is_not_there() -> None:
     first, second = drawn(2, 5000)
-    rows = Rows(5000, FoldSpace())
+    rows = Rows(5000, AggregationSpace())
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     try:
         resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, hard))
@@ -311,7 +311,7 @@ def test_a_row_that_finds_no_space_is_not_there() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", RULES)
 def test_memory_stays_within_its_limit(name: str) -> None:
-    """Besides the limit: the result as the rule makes it, and as the fold gives it."""
+    """Besides the limit: the result as the rule makes it, and as the aggregator gives it."""
     width, limit = 60_000, memory_for(30)
     rows = drawn(30, width)
     aggregator: Any = strategy_from_config(made(name)).aggregator(width, FIXED)
@@ -328,7 +328,7 @@ def test_memory_stays_within_its_limit(name: str) -> None:
 def test_distances_are_symmetric() -> None:
     given_rows = drawn(6, 3000)
     given_rows[4] = given_rows[1]
-    rows = Rows(3000, FoldSpace())
+    rows = Rows(3000, AggregationSpace())
     for values in given_rows:
         rows.add(values)
     found = rows.squared_distances()
@@ -363,12 +363,14 @@ def plan(
     return made_plan.model_copy(update={"lane": lane})
 
 
-def planned(config: dict[str, Any], of: RoundPlan, space: FoldSpace | None = None) -> Aggregator:
+def planned(
+    config: dict[str, Any], of: RoundPlan, space: AggregationSpace | None = None
+) -> Aggregator:
     strategy = strategy_from_config(config)
     assert strategy.planned_aggregator is not None
     zeros = np.zeros(SPEC.size, np.float32)
     public = of.public(SPEC, {"previous": zeros, "drift": zeros})
-    return strategy.planned_aggregator(of, public, space or FoldSpace())
+    return strategy.planned_aggregator(of, public, space or AggregationSpace())
 
 
 SENTENCE = (
@@ -429,7 +431,7 @@ def test_every_rule_takes_dense_and_shared_supports(
         aggregator.add(update, 1)
         dense.append(update.dense())
     result = aggregator.result()
-    assert result == pytest.approx(folded(made(name), np.array(dense)), rel=1e-9, abs=1e-12)
+    assert result == pytest.approx(aggregated(made(name), np.array(dense)), rel=1e-9, abs=1e-12)
     support = common_support(of, public)
     assert (result[~support] == 0).all()
     assert (result[support] != 0).any()
@@ -544,9 +546,9 @@ def test_a_setting_that_cannot_work_says_why(config: dict[str, Any], says: str) 
         strategy_from_config(config)
 
 
-def test_too_few_updates_are_an_error_of_the_fold() -> None:
+def test_too_few_updates_are_an_error_of_the_aggregation() -> None:
     with pytest.raises(FedpressError, match="bulyan with 1 forged needs at least 7 updates, not 3"):
-        folded(made("bulyan"), drawn(3))
+        aggregated(made("bulyan"), drawn(3))
 
 
 @pytest.mark.parametrize("name", RULES)

@@ -31,11 +31,11 @@ def run(config: dict[str, Any], rounds: int = 5) -> npt.NDArray[np.float32]:
     parameters = np.linspace(-1, 1, SIZE, dtype=np.float32)
     state = made.optimizer.init(parameters)
     for number in range(rounds):
-        fold = made.aggregator(SIZE, FIXED)
-        assert fold.linear
+        aggregator = made.aggregator(SIZE, FIXED)
+        assert aggregator.linear
         for values, weight in updates(number):
-            fold.add(Update.from_dense(values), weight)
-        parameters, state = made.optimizer.apply(parameters, fold.result(), state)
+            aggregator.add(Update.from_dense(values), weight)
+        parameters, state = made.optimizer.apply(parameters, aggregator.result(), state)
     return parameters
 
 

@@ -114,7 +114,7 @@ def federate(
         thread.start()
     try:
         while pace.killed < kills and not failures:
-            # Short pauses hit the start and the recovery, longer ones uploads and folds.
+            # Short pauses hit the start and the recovery, longer ones uploads and aggregation.
             time.sleep(chance.choice([0.05, 0.2, 0.5, 1.0]) * chance.random())
             server.kill()
             pace.count()

@@ -42,8 +42,8 @@ from fedpress_protocols.messages import MaskedSum, Membership, Receipt, RoundSta
 from fedpress_protocols.model import Model
 from fedpress_protocols.signatures import DeviceKey, to_base64url
 from fedpress_server import Settings, create_app
+from fedpress_server.aggregation.terms import RoundTerms
 from fedpress_server.coordination.commands import Happen
-from fedpress_server.folds.terms import RoundTerms
 from fedpress_server.rounds import UnmaskFailed
 from tests import databases
 from tests.devices import ADMIN, ADMIN_TOKEN, Device, Operator
@@ -122,7 +122,7 @@ class World:
         return any(each.attempt and each.attempt.round.phase == "folding" for each in tasks)
 
     def pass_time(self) -> None:
-        """A while, in which deadlines pass; folds are given the time they need."""
+        """A while, in which deadlines pass; aggregation gets the time it needs."""
         if self.is_folding:
             give_up = time.monotonic() + 10.0
             while self.is_folding and time.monotonic() < give_up:

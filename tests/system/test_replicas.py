@@ -169,7 +169,7 @@ def test_servers_killed_in_the_middle_of_a_task_change_nothing_in_its_model(
             if number == 2 and apis[1].is_running:
                 apis[1].kill()
             until(fleet, number)
-        assert is_caught, "no worker was killed in the middle of a fold"
+        assert is_caught, "no worker was killed in the middle of an aggregation"
         assert "fedpress_lease_expired_total 1.0" in httpx.get(f"{workers[1].url}/metrics").text
         for kind in ("livez", "readyz"):
             assert httpx.get(f"{scheduler.url}/{kind}").status_code == 200

@@ -7,7 +7,7 @@
 
 What the inner strategy sends gains the round's plan and, for a client whose last upload has had its
 fate, the receipt; what comes back is decoded as it arrives. A strategy of Flower's is then given
-whole models, as if nothing had been compressed. One of ours folds as our server does, in int64
+whole models, as if nothing had been compressed. One of ours aggregates as our server does, in int64
 fixed point, in memory that does not grow with the cohort.
 """
 
@@ -129,7 +129,7 @@ class FedpressStrategy(Wrapping):
             here.own = model_of(own).parameters
         if isinstance(innermost(self.inner), _COORDINATEWISE):
             common_support(here.plan, here.public)  # refuses coordinates that clients choose
-        here.fold = None if self._ours is None else self._ours.begun(here)
+        here.accumulator = None if self._ours is None else self._ours.begun(here)
         beside = self._vectors_beside(here)
         self._open = here
         for message in messages:
@@ -229,8 +229,8 @@ class FedpressStrategy(Wrapping):
             for node in included:
                 here.drop(node, f"only {len(included)} of at least {self.plan.minimum} answered")
             included = []
-        if here.fold is not None:
-            arrays = here.fold.result() if included else None
+        if here.accumulator is not None:
+            arrays = here.accumulator.result() if included else None
             metrics = self._mean_metrics(here.metrics_of_all()) if included else None
         else:
             arrays, metrics = self.inner.aggregate_train(server_round, here.answers())

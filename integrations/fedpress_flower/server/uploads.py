@@ -45,8 +45,8 @@ class Taken:
     decoded: Message | None = None
 
 
-class Folding(Protocol):
-    """Where uploads are added up, one by one; see folds.py."""
+class Accumulator(Protocol):
+    """Where uploads are added up, one by one; see aggregation.py."""
 
     def add(self, update: Update, upload: Taken) -> None: ...
 
@@ -76,7 +76,7 @@ class Uploads(Round):
     """The strategy's own parameters [size], where the model is what a downlink made of them."""
     needed: frozenset[str] = frozenset()
     """Metrics that the strategy cannot do without."""
-    fold: Folding | None = None
+    accumulator: Accumulator | None = None
     """Where uploads are added up, if the strategy is one of ours."""
     referring: frozenset[int] = frozenset()
     """In a probe, the nodes that send the reference."""
@@ -121,8 +121,8 @@ class Uploads(Round):
         return probe.comparison()
 
     def take(self, reply: Message, weight: str) -> None:
-        """Decode one reply, and add it up if there is a fold; one that will not do is dropped.
-        Anything but the first reply of a node that was asked is passed over."""
+        """Decode one reply, and add it up if there is an accumulator; one that will not do is
+        dropped. Anything but the first reply of a node that was asked is passed over."""
         node = reply.metadata.src_node_id
         if node not in self.asked or node in self.taken or node in self.dropped:
             return
@@ -158,12 +158,12 @@ class Uploads(Round):
             taken = Taken(0, metrics, error, {}, left_out)
             if self._reference is not None:
                 self._compared[node] = body
-            if self.fold is not None:
-                self.fold.add_body(node, body, taken)
+            if self.accumulator is not None:
+                self.accumulator.add_body(node, body, taken)
                 return taken
             update = self.updated(node, self.read(node, body, taken))
-        if self.fold is not None:
-            self.fold.add(update, taken)
+        if self.accumulator is not None:
+            self.accumulator.add(update, taken)
             return taken
         parameters = (self.model.parameters if self.own is None else self.own).copy()
         update.add_to(parameters)

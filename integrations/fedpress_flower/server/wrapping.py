@@ -14,9 +14,9 @@ from flwr.serverapp.strategy import Strategy as FlowerStrategy
 
 from fedpress_compression.tensors import Vector
 from fedpress_flower import envelope
+from fedpress_flower.server.aggregation import StatefulStrategy
 from fedpress_flower.server.arrays import moved, record_of
 from fedpress_flower.server.automatic import default_strategy
-from fedpress_flower.server.folds import Fold
 from fedpress_flower.server.grid import Arriving, seeded
 from fedpress_flower.server.plan import Plan, RoundReport
 from fedpress_flower.server.rounds import Round
@@ -48,14 +48,14 @@ class Wrapping(FlowerStrategy):
         self.reports: list[RoundReport] = []
         self.newest: ArrayRecord | None = None
         """The model after the newest round; None before the first."""
-        self._ours: Fold | None = None
+        self._ours: StatefulStrategy | None = None
         self._hangs_on_rounds = inner is None and plan.compressor is None
         if inner is None:
             inner = FEDAVG
             if self._hangs_on_rounds:
                 inner = default_strategy(SHORT, is_masked=self.is_masked)
         if isinstance(inner, Strategy):
-            self._ours = Fold(inner, plan)
+            self._ours = StatefulStrategy(inner, plan)
             self.inner: FlowerStrategy = FedAvg(**sampling)
         elif sampling:
             raise ConfigurationError(
@@ -100,7 +100,7 @@ class Wrapping(FlowerStrategy):
         self.newest = None
         if self._hangs_on_rounds:
             strategy = default_strategy(num_rounds, is_masked=self.is_masked)
-            self._ours = Fold(strategy, self.plan)
+            self._ours = StatefulStrategy(strategy, self.plan)
 
     def _of_served(self, evaluate: Evaluate) -> Evaluate:
         """`evaluate` of the average, once there is one."""

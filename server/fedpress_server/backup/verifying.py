@@ -17,6 +17,7 @@ from fedpress_protocols.errors import BrokenChain, ConfigurationError, FedpressE
 from fedpress_protocols.messages import RECEIPT_CONTEXT, SignedReceipt, TaskConfig
 from fedpress_protocols.model import Model
 from fedpress_protocols.signatures import DeviceKey, key_id_of, verify_document
+from fedpress_server.aggregation.masked import Host
 from fedpress_server.backup import snapshots
 from fedpress_server.backup.archive import (
     DATABASE,
@@ -30,7 +31,6 @@ from fedpress_server.backup.archive import (
 )
 from fedpress_server.backup.taking import needed
 from fedpress_server.coordination.journal import reopened
-from fedpress_server.folds.masked import Host
 from fedpress_server.identity import audit
 from fedpress_server.identity.membership import Authority
 from fedpress_server.identity.rotation import replaced

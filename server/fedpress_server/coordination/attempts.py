@@ -8,9 +8,9 @@ from dataclasses import dataclass, field, replace
 from fedpress_protocols.messages import Assignment
 from fedpress_protocols.plan import RoundPlan
 from fedpress_protocols.policies import Course
-from fedpress_server.folds.adding import StagedUpload
-from fedpress_server.folds.masked import SessionOpening
-from fedpress_server.folds.terms import RoundTerms
+from fedpress_server.aggregation.accumulate import StagedUpload
+from fedpress_server.aggregation.masked import SessionOpening
+from fedpress_server.aggregation.terms import RoundTerms
 from fedpress_server.rounds import (
     CarriedOver,
     Effect,
@@ -165,7 +165,7 @@ class Attempt:
 
     @property
     def staged(self) -> tuple[StagedUpload, ...]:
-        """The staged uploads that wait for the fold, in the order of `Round.staged`."""
+        """The staged uploads that wait for aggregation, in the order of `Round.staged`."""
         uploads = []
         for name in self.round.staged:
             part, own = self.round.parts[name], self.terms_of(name)

@@ -16,7 +16,7 @@ class Background:
     """The asyncio tasks and the threads of one server."""
 
     def __init__(self, threads: int) -> None:
-        self._threads = ThreadPoolExecutor(threads, "fedpress-fold")
+        self._threads = ThreadPoolExecutor(threads, "fedpress-aggregate")
         self._services: set[asyncio.Task[Any]] = set()
         self._running: set[asyncio.Task[Any]] = set()
         self._waiting: set[asyncio.Task[Any]] = set()

@@ -7,13 +7,13 @@ from collections.abc import Callable
 
 from fedpress_compression.tensors import ModelSpec
 from fedpress_protocols.messages import TaskConfig
+from fedpress_server.aggregation.aggregate import check_strategy
+from fedpress_server.aggregation.asynchronous import check_asynchronous
+from fedpress_server.aggregation.downlink import check_downlink
+from fedpress_server.aggregation.masked import check_masked_strategy
+from fedpress_server.aggregation.terms import RoundTerms
 from fedpress_server.coordination.attempts import Attempt
 from fedpress_server.coordination.opening import check_warm_up, checked_bound, later_periods
-from fedpress_server.folds.asynchronous import check_asynchronous
-from fedpress_server.folds.downlink import check_downlink
-from fedpress_server.folds.folding import check_strategy
-from fedpress_server.folds.masked import check_masked_strategy
-from fedpress_server.folds.terms import RoundTerms
 from fedpress_strategies import Strategy
 from fedpress_strategies.policies.sizes import check_order
 

@@ -10,9 +10,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from fedpress_protocols.messages import TaskConfig
+from fedpress_server.aggregation.aggregate import AggregationResult
+from fedpress_server.aggregation.masked import Message
 from fedpress_server.coordination.attempts import Attempt
-from fedpress_server.folds.folding import FoldResult
-from fedpress_server.folds.masked import Message
 from fedpress_server.identity import audit
 from fedpress_server.rounds import Effect, Event
 from fedpress_server.storage.leases import Lease
@@ -47,7 +47,7 @@ class FinishedJob:
     """A job that ends with the event, if the lease is still good; and the model that it made."""
 
     lease: Lease
-    result: FoldResult | None = None
+    result: AggregationResult | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +76,7 @@ class Happen:
     payload: Payload | None = None
 
     @property
-    def result(self) -> FoldResult | None:
+    def result(self) -> AggregationResult | None:
         return self.payload.result if isinstance(self.payload, FinishedJob) else None
 
 

@@ -56,7 +56,7 @@ class FileCleanup:
         """Remove what `task` led to and has replaced, unless another may lead to it; left to the
         sweep if a backup under way `keeps` it, see restores.py.
 
-        A fold that is under way may be making the very same; what stays for it, the next start
+        An aggregation in progress may be making the very same; what stays for it, the next start
         sweeps. Nothing else may come in between, so this is not left to a thread.
         """
         if keeps or not self._drops_at_once:
@@ -79,7 +79,7 @@ class FileCleanup:
             if keeps or not self._drops_at_once:
                 self.leave()
             else:
-                # Nor is this left to a thread: the next fold may be writing there.
+                # Nor is this left to a thread: the next aggregation may be writing there.
                 bases: Mapping[str, str] = {} if follows is None else follows.terms.bases
                 sweep_bases(self._payloads, ended.key[0], bases)
         if keeps:

@@ -15,20 +15,20 @@ from sqlalchemy.engine import Connection
 from fedpress_protocols.errors import FedpressError, InvalidShare, Unavailable
 from fedpress_protocols.policies import prober
 from fedpress_server import failpoints
+from fedpress_server.aggregation.accumulate import AggregationJob, StagedUpload, add_batch
+from fedpress_server.aggregation.aggregate import AggregationResult, aggregate
+from fedpress_server.aggregation.masked import Sums, unmasked
+from fedpress_server.aggregation.probing import compare
 from fedpress_server.coordination.attempts import Attempt
 from fedpress_server.coordination.background import Background
 from fedpress_server.coordination.commands import FinishedJob, Happen
 from fedpress_server.coordination.live import LiveTask
 from fedpress_server.coordination.publisher import JobSignal
 from fedpress_server.coordination.task_store import TaskStore
-from fedpress_server.folds.adding import FoldJob, StagedUpload, add_batch
-from fedpress_server.folds.folding import FoldResult, fold
-from fedpress_server.folds.masked import Sums, unmasked
-from fedpress_server.folds.probing import compare
 from fedpress_server.metrics import Metrics
 from fedpress_server.observing import outages, traces
 from fedpress_server.observing.logs import about
-from fedpress_server.rounds import Event, Folded, FoldFailed, UnmaskFailed
+from fedpress_server.rounds import Aggregated, AggregationFailed, Event, UnmaskFailed
 from fedpress_server.rounds.session import Session
 from fedpress_server.settings import Settings
 from fedpress_server.storage import evaluation, leases
@@ -205,16 +205,16 @@ class JobRunner:
         if lease.tries > _TRIES:
             self._metrics.jobs_abandoned.inc()
             why = f"{job.kind} failed {_TRIES} times: {lease.reason or 'the worker fell silent'}"
-            await self._tell(task, lease, FoldFailed(why))
+            await self._tell(task, lease, AggregationFailed(why))
         elif job.kind == "sum":
             await self._sum(task, attempt, lease)
         elif job.kind == "basis":
             raise LeaseLost(f"{job} is of rounds in two phases, which this release has not")
         else:
-            await self._fold(task, attempt, lease)
+            await self._aggregate(task, attempt, lease)
 
     async def _tell(
-        self, task: LiveTask, lease: Lease, event: Event, result: FoldResult | None = None
+        self, task: LiveTask, lease: Lease, event: Event, result: AggregationResult | None = None
     ) -> None:
         """Let the attempt know, if the lease is ours still."""
 
@@ -231,8 +231,8 @@ class JobRunner:
         except (Unavailable, OSError, MemoryError):
             raise
         except Exception as exc:
-            _log.exception("task %s round %d.%d cannot be folded", *attempt.key)
-            await self._tell(task, lease, FoldFailed(f"the fold failed: {exc}"))
+            _log.exception("task %s round %d.%d cannot be aggregated", *attempt.key)
+            await self._tell(task, lease, AggregationFailed(f"the aggregation failed: {exc}"))
             return
 
         def write(connection: Connection) -> None:
@@ -242,24 +242,24 @@ class JobRunner:
         await self._database.write(write, locks=True)
         failpoints.reach("sum-committed")
 
-    async def _fold(self, task: LiveTask, attempt: Attempt, lease: Lease) -> None:
+    async def _aggregate(self, task: LiveTask, attempt: Attempt, lease: Lease) -> None:
         digests = await self._database.read(lambda c: leases.outputs(c, attempt.key))
         folder = uploads_folder(attempt.key)
         sums = tuple(f"{folder}/{digest}" for digest in digests)
         job = replace(self._job(task, attempt, attempt.staged), sums=sums)
         event: Event
-        result: FoldResult | None = None
+        result: AggregationResult | None = None
         with self._metrics.fold_seconds.labels(attempt.key[0]).time():
             try:
-                result = await self._background.in_thread(self._folded, job, attempt.session)
-                event = Folded(result.model)
+                result = await self._background.in_thread(self._aggregated, job, attempt.session)
+                event = Aggregated(result.model)
             except (Unavailable, OSError, MemoryError):
                 raise
             except InvalidShare as exc:
                 event = UnmaskFailed(exc.detail, tuple(exc.members.get("suspects", ())))
             except Exception as exc:
-                _log.exception("task %s round %d.%d cannot be folded", *attempt.key)
-                event = FoldFailed(f"the fold failed: {exc}")
+                _log.exception("task %s round %d.%d cannot be aggregated", *attempt.key)
+                event = AggregationFailed(f"the aggregation failed: {exc}")
         if result is not None:
             failpoints.reach("model-kept")
             comparison = await self._compared(task, attempt.key, job)
@@ -267,11 +267,13 @@ class JobRunner:
             event = replace(rated, comparison=comparison, suspects=result.suspects)
         await self._tell(task, lease, event, result)
 
-    def _job(self, task: LiveTask, attempt: Attempt, uploads: tuple[StagedUpload, ...]) -> FoldJob:
+    def _job(
+        self, task: LiveTask, attempt: Attempt, uploads: tuple[StagedUpload, ...]
+    ) -> AggregationJob:
         state, downlink = task.record.optimizer_state, task.config.downlink
-        return FoldJob(attempt.terms, task.strategy, state, uploads, downlink)
+        return AggregationJob(attempt.terms, task.strategy, state, uploads, downlink)
 
-    async def _rated(self, task: LiveTask, made: str) -> Folded:
+    async def _rated(self, task: LiveTask, made: str) -> Aggregated:
         """That the model `made` is there, and what devices have measured of those before it."""
         name, terms = task.record.task, task.config.evaluation
 
@@ -283,9 +285,11 @@ class JobRunner:
         begun = max(begun, task.config.schedule_after)
         since = [score for score in rated if score.round >= begun]
         stop = evaluation.reason_to_stop(since, terms)
-        return Folded(made, stop, evaluation.best(rated, terms))
+        return Aggregated(made, stop, evaluation.best(rated, terms))
 
-    async def _compared(self, task: LiveTask, key: RoundKey, job: FoldJob) -> dict[str, Any] | None:
+    async def _compared(
+        self, task: LiveTask, key: RoundKey, job: AggregationJob
+    ) -> dict[str, Any] | None:
         """Return the comparison of an attempt that is a probe; None for any other.
 
         A failure is logged and gives None: the model does not depend on the comparison.
@@ -307,9 +311,9 @@ class JobRunner:
             self._metrics.progress.labels(key[0]).set(comparison.progress)
         return comparison.model_dump(mode="json")
 
-    def _folded(self, job: FoldJob, session: Session | None) -> FoldResult:
+    def _aggregated(self, job: AggregationJob, session: Session | None) -> AggregationResult:
         if session is None:
-            return fold(job, self._payloads, self._memory)
+            return aggregate(job, self._payloads, self._memory)
         summed, masked, suspects = unmasked(job, session, self._sums, self._payloads)
-        made = fold(job, self._payloads, self._memory, summed)
+        made = aggregate(job, self._payloads, self._memory, summed)
         return replace(made, masked=masked, suspects=suspects)

@@ -26,6 +26,9 @@ from fedpress_protocols.model import Model
 from fedpress_protocols.plan import RoundPlan
 from fedpress_protocols.policies import Comparison, Course
 from fedpress_protocols.signatures import DeviceKey, sign_document
+from fedpress_server.aggregation.aggregate import AggregationResult
+from fedpress_server.aggregation.masked import Host, left_out, read_message
+from fedpress_server.aggregation.terms import RoundTerms
 from fedpress_server.coordination.attempts import Attempt
 from fedpress_server.coordination.commands import (
     AuditEntry,
@@ -42,18 +45,15 @@ from fedpress_server.coordination.jobs import jobs_of
 from fedpress_server.coordination.live import LiveTask
 from fedpress_server.coordination.opening import masked_by, round_of
 from fedpress_server.coordination.steps import AppliedEvent, Step
-from fedpress_server.folds.folding import FoldResult
-from fedpress_server.folds.masked import Host, left_out, read_message
-from fedpress_server.folds.terms import RoundTerms
 from fedpress_server.identity import audit
 from fedpress_server.registry import restores
 from fedpress_server.registry import versions as registry
 from fedpress_server.rounds import (
+    Aggregated,
     Assign,
     Declined,
     Effect,
     Extend,
-    Folded,
     MaskedRound,
     Said,
     Settle,
@@ -381,7 +381,7 @@ def _write_attempt(connection: Connection, before: Attempt, after: Attempt, now:
         records.drop_messages(connection, after.key)
 
 
-def _write_result(connection: Connection, applied: AppliedEvent, result: FoldResult) -> None:
+def _write_result(connection: Connection, applied: AppliedEvent, result: AggregationResult) -> None:
     """The model that the round has made."""
     event, after = applied.event, applied.after
     values: dict[str, Any] = {
@@ -390,7 +390,7 @@ def _write_result(connection: Connection, applied: AppliedEvent, result: FoldRes
         "included": sum(part.reason == "included" for part in after.round.parts.values()),
         "num_examples": result.num_examples,
     }
-    if isinstance(event, Folded) and event.comparison is not None and after.course is not None:
+    if isinstance(event, Aggregated) and event.comparison is not None and after.course is not None:
         compared = Comparison.model_validate(dict(event.comparison))
         values["course"] = with_comparison(after.course, compared).model_dump(mode="json")
     records.update_round(connection, after.key, **values)
@@ -437,7 +437,11 @@ def note_delivered(connection: Connection, received: Sequence[ReceivedUpload], n
 
 
 def _receipt(
-    attempt: Attempt, settled: Settle, now: float, result: FoldResult | None, epoch: str | None
+    attempt: Attempt,
+    settled: Settle,
+    now: float,
+    result: AggregationResult | None,
+    epoch: str | None,
 ) -> Receipt:
     task, number, attempt_number = attempt.key_of(settled.assignment)
     is_in = settled.reason == "included"

@@ -11,6 +11,8 @@ from functools import partial
 from fedpress_compression.tensors import ModelSpec
 from fedpress_protocols.errors import AlreadyExists, ConfigurationError, Conflict
 from fedpress_protocols.messages import Continuation, TaskConfig, TaskSummary
+from fedpress_server.aggregation.aggregate import first_model, first_state
+from fedpress_server.aggregation.masked import Host
 from fedpress_server.coordination.attempts import Attempt
 from fedpress_server.coordination.background import Background
 from fedpress_server.coordination.checking import checked_task
@@ -32,8 +34,6 @@ from fedpress_server.coordination.opening import (
     opened,
 )
 from fedpress_server.coordination.task_store import TaskStore
-from fedpress_server.folds.folding import first_model, first_state
-from fedpress_server.folds.masked import Host
 from fedpress_server.identity import audit
 from fedpress_server.rounds import Aborted, Cancelled, Event
 from fedpress_server.settings import Settings

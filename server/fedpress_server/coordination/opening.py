@@ -19,15 +19,15 @@ from fedpress_protocols.plan import FixedPointTerms, MaskingTerms, Profile, Roun
 from fedpress_protocols.policies import Comparison, Course
 from fedpress_protocols.schedule import Period, period_at
 from fedpress_protocols.validation import format_validation_errors
+from fedpress_server.aggregation.aggregate import AggregationResult
+from fedpress_server.aggregation.masked import Host, SessionOpening
+from fedpress_server.aggregation.terms import RoundTerms
 from fedpress_server.coordination.adaptive import course_of
 from fedpress_server.coordination.attempts import Attempt
-from fedpress_server.folds.folding import FoldResult
-from fedpress_server.folds.masked import Host, SessionOpening
-from fedpress_server.folds.terms import RoundTerms
 from fedpress_server.rounds import (
+    Aggregated,
     BufferedRound,
     Event,
-    Folded,
     MaskedRound,
     OpenRound,
     Round,
@@ -63,7 +63,7 @@ class RoundCarryover:
     previous: str
     """The digest of the model before `model`; at the beginning the same."""
     activity: str | None = None
-    """The digest of the map of how the coordinates moved; None before the first fold."""
+    """The digest of the map of how the coordinates moved; None before the first aggregation."""
     control: str | None = None
     """The digest of the strategy's vector for the clients' control terms; None as above."""
     bases: Mapping[str, str] = field(default_factory=dict)
@@ -81,7 +81,7 @@ class RoundCarryover:
 
     @classmethod
     def after(
-        cls, terms: RoundTerms, result: FoldResult | None, history: History
+        cls, terms: RoundTerms, result: AggregationResult | None, history: History
     ) -> RoundCarryover:
         """Of an attempt under these terms that made `result`, None if it was given up."""
         plan = terms.plan
@@ -157,7 +157,7 @@ def history_before(
         uploaded = _uploaded(connection, config, opens.number - after - 1)
     if _period(config, spec, uploaded) is not None:
         return History(uploaded)
-    compared = ended.comparison if isinstance(ended, Folded) else None
+    compared = ended.comparison if isinstance(ended, Aggregated) else None
     probed = None if compared is None else Comparison.model_validate(dict(compared))
     course = course_of(connection, config, board, opens.number, opens.attempt, probed)
     return History(uploaded, course)

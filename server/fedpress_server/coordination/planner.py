@@ -11,6 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 from fedpress_protocols.errors import Conflict
+from fedpress_server.aggregation.masked import Host
 from fedpress_server.coordination.attempts import Attempt
 from fedpress_server.coordination.background import Background
 from fedpress_server.coordination.commands import (
@@ -37,14 +38,13 @@ from fedpress_server.coordination.opening import (
 )
 from fedpress_server.coordination.placement import Placement
 from fedpress_server.coordination.steps import AppliedEvent, Batch, Draft, Entry, Step
-from fedpress_server.folds.masked import Host
 from fedpress_server.identity import audit
 from fedpress_server.rounds import (
+    Aggregated,
     Cancelled,
     CarriedOver,
     Effect,
     EndTask,
-    Folded,
     OpenRound,
     Said,
 )
@@ -271,7 +271,7 @@ def _after_event(record: TaskRecord, applied: AppliedEvent, now: float) -> TaskR
             published={name: digest for name, (digest, _) in result.published.items()},
             round=applied.after.round.number,
         )
-    if isinstance(applied.event, Folded):
+    if isinstance(applied.event, Aggregated):
         record = replace(record, best=applied.event.best)
     for effect in applied.effects:
         if isinstance(effect, EndTask):

@@ -8,12 +8,12 @@ import logging
 from collections.abc import Sequence
 from dataclasses import replace
 
+from fedpress_server.aggregation.masked import Sums
 from fedpress_server.coordination.attempts import Attempt
 from fedpress_server.coordination.figures import Phases
 from fedpress_server.coordination.file_cleanup import FileCleanup
 from fedpress_server.coordination.live import LiveTask
 from fedpress_server.coordination.steps import Step
-from fedpress_server.folds.masked import Sums
 from fedpress_server.metrics import Metrics
 from fedpress_server.rounds import Assign, CohortChosen, Effect, Keep, Queue, Stage
 from fedpress_server.storage.files import artefact_name

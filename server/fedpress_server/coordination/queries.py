@@ -9,10 +9,10 @@ from sqlalchemy.engine import Connection
 
 from fedpress_protocols.errors import Forbidden, NotFound, UnknownAssignment, UnknownRound
 from fedpress_protocols.messages import RoundStatus, TaskConfig, TaskSummary
+from fedpress_server.aggregation.terms import RoundTerms
 from fedpress_server.coordination.attempts import Attempt
 from fedpress_server.coordination.live import LiveTask
 from fedpress_server.coordination.task_store import TaskStore
-from fedpress_server.folds.terms import RoundTerms
 from fedpress_server.storage import declines, privacy, records
 from fedpress_server.storage.database import Database
 from fedpress_server.storage.files import artefact_name, base_name

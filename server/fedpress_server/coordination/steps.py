@@ -8,10 +8,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from fedpress_protocols.messages import TaskConfig
+from fedpress_server.aggregation.aggregate import AggregationResult
 from fedpress_server.coordination.attempts import Attempt
 from fedpress_server.coordination.commands import Command, Outcome
 from fedpress_server.coordination.live import LiveTask, PendingCommand
-from fedpress_server.folds.folding import FoldResult
 from fedpress_server.identity import audit
 from fedpress_server.rounds import CarriedOver, Effect, Event
 from fedpress_server.storage.leases import Job
@@ -35,7 +35,7 @@ class AppliedEvent:
     before: Attempt
     after: Attempt
     effects: tuple[Effect, ...]
-    result: FoldResult | None = None
+    result: AggregationResult | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,12 +6,12 @@ import asyncio
 import hashlib
 
 from fedpress_protocols.errors import Conflict, Forbidden, RoundClosed
+from fedpress_server.aggregation.masked import Message, message_bound, read_message
 from fedpress_server.coordination.attempts import Attempt
 from fedpress_server.coordination.check_ins import CheckIns
 from fedpress_server.coordination.commands import Happen, ReceivedMessage
 from fedpress_server.coordination.queries import Queries
 from fedpress_server.coordination.task_store import TaskStore
-from fedpress_server.folds.masked import Message, message_bound, read_message
 from fedpress_server.rounds import ClientReady, Said, Step
 from fedpress_server.rounds.session import Answer, Session
 from fedpress_server.storage.records import AssignmentRecord, Device

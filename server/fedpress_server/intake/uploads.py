@@ -18,13 +18,13 @@ from fedpress_protocols.errors import (
 from fedpress_protocols.messages import UploadAck
 from fedpress_protocols.signatures import Content
 from fedpress_server import failpoints
+from fedpress_server.aggregation.masked import Sums
+from fedpress_server.aggregation.terms import RoundTerms
 from fedpress_server.coordination.attempts import Attempt
 from fedpress_server.coordination.commands import Happen, ReceivedUpload
 from fedpress_server.coordination.queries import Queries
 from fedpress_server.coordination.resources import Resources
 from fedpress_server.coordination.task_store import TaskStore
-from fedpress_server.folds.masked import Sums
-from fedpress_server.folds.terms import RoundTerms
 from fedpress_server.intake.body_writer import BodyWriter
 from fedpress_server.observing import traces
 from fedpress_server.rounds import UploadStaged

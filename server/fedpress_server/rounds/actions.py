@@ -15,17 +15,17 @@ from fedpress_server.rounds.effects import (
     EndTask,
     Extend,
     Stage,
-    StartFold,
+    StartAggregation,
 )
 from fedpress_server.rounds.events import (
     Aborted,
+    Aggregated,
+    AggregationFailed,
     Cancelled,
     ClientCheckedIn,
     CohortChosen,
     DeadlinePassed,
     Declined,
-    Folded,
-    FoldFailed,
     Restored,
     UploadStaged,
 )
@@ -112,7 +112,7 @@ def close(round_: Round, reason: Reason, effects: Iterable[Effect] = ()) -> Outc
     """Settle whoever has sent nothing, and aggregate the others' uploads."""
     late: dict[str, Reason] = {n: reason for n, part in round_.parts.items() if part.is_open}
     closed, settled = round_.settled(late)
-    return closed, [*effects, *settled, StartFold()]
+    return closed, [*effects, *settled, StartAggregation()]
 
 
 def fold_at_deadline(round_: Round, event: DeadlinePassed, now: float) -> Outcome:
@@ -145,7 +145,7 @@ def abandon_late(round_: Round, found: str) -> Outcome:
     return abandon(settled, f"{found} at the deadline, fewer than {minimum}", effects)
 
 
-def give_up(round_: Round, event: FoldFailed | Aborted, now: float) -> Outcome:
+def give_up(round_: Round, event: AggregationFailed | Aborted, now: float) -> Outcome:
     settled, effects = round_.settled_all("round-abandoned")
     return abandon(settled, event.detail, effects)
 
@@ -167,7 +167,7 @@ def cancel(round_: Round, event: Cancelled, now: float) -> Outcome:
     return replace(settled, reason=event.detail), [*effects, EndTask("cancelled")]
 
 
-def commit(round_: Round, event: Folded, now: float) -> Outcome:
+def commit(round_: Round, event: Aggregated, now: float) -> Outcome:
     settled, effects = round_.settled({name: "included" for name in round_.staged})
     settled = replace(settled, reason=event.stop)
     if round_.number < round_.rules.last_round and not event.stop:

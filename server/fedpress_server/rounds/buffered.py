@@ -18,16 +18,16 @@ from math import inf
 from typing import ClassVar
 
 from fedpress_server.rounds import actions as do
-from fedpress_server.rounds.effects import Begin, StartFold
+from fedpress_server.rounds.effects import Begin, StartAggregation
 from fedpress_server.rounds.events import (
     Aborted,
+    Aggregated,
+    AggregationFailed,
     CarriedOver,
     ClientCheckedIn,
     CohortChosen,
     DeadlinePassed,
     Declined,
-    Folded,
-    FoldFailed,
     UploadStaged,
 )
 from fedpress_server.rounds.parts import Carried, Part, Reason
@@ -94,7 +94,7 @@ class BufferedRound(Round):
 
 def _carries_buffer(round_: BufferedRound, event: CarriedOver, now: float) -> bool:
     """Whether the uploads taken over fill the buffer at once."""
-    return StartFold() in _carry_over(round_, event, now)[1]
+    return StartAggregation() in _carry_over(round_, event, now)[1]
 
 
 def _has_overdue(round_: BufferedRound, event: DeadlinePassed, now: float) -> bool:
@@ -132,13 +132,13 @@ def _carry_over(round_: BufferedRound, event: CarriedOver, now: float) -> Outcom
     for name in begun.staged[size:]:
         begun = begun.having(name, replace(begun.parts[name], is_next=True))
     if len(begun.staged) == size:
-        effects.append(StartFold())
+        effects.append(StartAggregation())
     return begun, [Begin(), *effects]
 
 
 def _stage_last(round_: BufferedRound, event: UploadStaged, now: float) -> Outcome:
     full, effects = do.stage(round_, event, now)
-    return full, [*effects, StartFold()]
+    return full, [*effects, StartAggregation()]
 
 
 def _stage_for_next(round_: BufferedRound, event: UploadStaged, now: float) -> Outcome:
@@ -152,7 +152,7 @@ def _expire(round_: BufferedRound, event: DeadlinePassed, now: float) -> Outcome
     return round_.settled({n: "missed-deadline" for n, p in parts if p.is_open and p.due <= now})
 
 
-def _give_up(round_: BufferedRound, event: FoldFailed | Aborted, now: float) -> Outcome:
+def _give_up(round_: BufferedRound, event: AggregationFailed | Aborted, now: float) -> Outcome:
     """Give the buffer's uploads back; what is open goes on in the next attempt."""
     if round_.attempt >= round_.rules.max_attempts:
         return do.give_up(round_, event, now)
@@ -172,11 +172,11 @@ TRANSITIONS = (
     Transition(
         "collecting", DeadlinePassed, "of an assignment", _has_overdue, _expire, "collecting"
     ),
-    Transition("folding", Folded, "", do.always, do.commit, "committed"),
+    Transition("folding", Aggregated, "", do.always, do.commit, "committed"),
     Transition(
         "folding", UploadStaged, "for the next buffer", do.is_awaited, _stage_for_next, "folding"
     ),
     Transition("folding", Declined, "awaited", do.is_awaited, do.decline, "folding"),
-    Transition("folding", FoldFailed, "", do.always, _give_up, "abandoned"),
+    Transition("folding", AggregationFailed, "", do.always, _give_up, "abandoned"),
     *do.ends("collecting", "folding", give_up=_give_up),
 )

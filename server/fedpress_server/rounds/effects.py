@@ -71,7 +71,7 @@ class Settle:
 
 
 @dataclass(frozen=True, slots=True)
-class StartFold:
+class StartAggregation:
     pass
 
 
@@ -106,7 +106,7 @@ Effect = (
     | Keep
     | MoveSession
     | Settle
-    | StartFold
+    | StartAggregation
     | Extend
     | OpenRound
     | EndTask

@@ -100,7 +100,7 @@ class DeadlinePassed:
 
 
 @dataclass(frozen=True, slots=True)
-class Folded:
+class Aggregated:
     """The next model lies on disk. With a reason to `stop` the task ends with it; `best` is the
     model that devices measured best so far. `comparison`: of a probe, see `policies.Comparison`."""
 
@@ -113,7 +113,7 @@ class Folded:
 
 
 @dataclass(frozen=True, slots=True)
-class FoldFailed:
+class AggregationFailed:
     detail: str
 
 
@@ -159,15 +159,17 @@ Event = (
     | UploadStaged
     | Declined
     | DeadlinePassed
-    | Folded
-    | FoldFailed
+    | Aggregated
+    | AggregationFailed
     | Aborted
     | Restored
     | Cancelled
 )
 _RETIRED = frozenset({"FirstStaged", "BasisMade"})
+_NAMES: dict[type[Any], str] = {Aggregated: "Folded", AggregationFailed: "FoldFailed"}
+"""Names in the database of events whose class has another."""
 _EVENTS: dict[str, type[Any]] = {
-    cls.__name__: cls
+    _NAMES.get(cls, cls.__name__): cls
     for cls in (
         CarriedOver,
         ClientCheckedIn,
@@ -180,8 +182,8 @@ _EVENTS: dict[str, type[Any]] = {
         UploadStaged,
         Declined,
         DeadlinePassed,
-        Folded,
-        FoldFailed,
+        Aggregated,
+        AggregationFailed,
         Aborted,
         Restored,
         Cancelled,
@@ -191,7 +193,7 @@ _EVENTS: dict[str, type[Any]] = {
 
 def to_record(event: Event) -> dict[str, Any]:
     """Plain JSON, from which `from_record` makes the event again."""
-    name = type(event).__name__
+    name = _NAMES.get(type(event), type(event).__name__)
     if isinstance(event, UploadStaged | ClientCheckedIn):  # of which there are many: all plain
         return {"event": name, **{each: getattr(event, each) for each in event.__slots__}}
     if isinstance(event, Said):

@@ -25,12 +25,12 @@ from fedpress_protocols.masking.server import MaskingServer
 from fedpress_server.rounds import actions as do
 from fedpress_server.rounds.effects import BeginSession, Effect, Keep, MoveSession, Queue
 from fedpress_server.rounds.events import (
+    Aggregated,
+    AggregationFailed,
     ClientReady,
     DeadlinePassed,
     Declined,
     Event,
-    Folded,
-    FoldFailed,
     Said,
     SessionEnded,
     SessionFailed,
@@ -191,7 +191,7 @@ def _end_session(round_: MaskedRound, event: SessionEnded, now: float) -> Outcom
     return do.close(round_, "dropped-out")
 
 
-def _commit(round_: MaskedRound, event: Folded, now: float) -> Outcome:
+def _commit(round_: MaskedRound, event: Aggregated, now: float) -> Outcome:
     session = None if round_.session is None else round_.session.suspecting(event.suspects)
     return do.commit(replace(round_, session=session), event, now)
 
@@ -220,9 +220,9 @@ TRANSITIONS = (
     ),
     Transition("masking", SessionEnded, "", do.always, _end_session, "folding"),
     Transition("masking", SessionFailed, "", do.always, do.give_up, "abandoned"),
-    Transition("folding", Folded, "", do.always, _commit, "committed"),
+    Transition("folding", Aggregated, "", do.always, _commit, "committed"),
     Transition("folding", Said, "by one in the session", _is_in_session, _keep, "folding"),
     Transition("folding", UnmaskFailed, "", do.always, _fail_unmasking, "masking"),
-    Transition("folding", FoldFailed, "", do.always, do.give_up, "abandoned"),
+    Transition("folding", AggregationFailed, "", do.always, do.give_up, "abandoned"),
     *do.ends("collecting", "masking", "folding"),
 )

@@ -16,10 +16,10 @@ from dataclasses import dataclass
 
 from fedpress_server.rounds import actions as do
 from fedpress_server.rounds.events import (
+    Aggregated,
+    AggregationFailed,
     DeadlinePassed,
     Declined,
-    Folded,
-    FoldFailed,
     UploadStaged,
 )
 from fedpress_server.rounds.round import Round, Transition
@@ -57,7 +57,7 @@ TRANSITIONS = (
         "folding",
     ),
     Transition("collecting", DeadlinePassed, "too few uploads", do.is_due, do.miss, "abandoned"),
-    Transition("folding", Folded, "", do.always, do.commit, "committed"),
-    Transition("folding", FoldFailed, "", do.always, do.give_up, "abandoned"),
+    Transition("folding", Aggregated, "", do.always, do.commit, "committed"),
+    Transition("folding", AggregationFailed, "", do.always, do.give_up, "abandoned"),
     *do.ends("collecting", "folding"),
 )

@@ -15,7 +15,7 @@ import pytest
 from fedpress_compression.tensors import Vector
 from fedpress_protocols.errors import IncompatiblePlan
 from fedpress_protocols.model import Model
-from fedpress_server.folds.folding import FoldSpace
+from fedpress_server.aggregation.aggregate import AggregationSpace
 from fedpress_server.settings import MIB
 from fedpress_server.storage.payloads import LocalPayloads
 from fedpress_strategies.rows import Rows
@@ -118,8 +118,8 @@ def test_nothing_stays_on_the_disk_of_a_fold_that_was_killed(tmp_path: Path) -> 
     script = (
         "import os, sys, pathlib, numpy as np\n"
         "from fedpress_strategies.rows import Rows\n"
-        "from fedpress_strategies.strategy import FoldSpace\n"
-        "rows = Rows(100_000, FoldSpace(pathlib.Path(sys.argv[1])))\n"
+        "from fedpress_strategies.strategy import AggregationSpace\n"
+        "rows = Rows(100_000, AggregationSpace(pathlib.Path(sys.argv[1])))\n"
         "rows.add(np.ones(100_000, np.float32))\n"
         "print(os.fstat(rows._file.fileno()).st_size, flush=True)\n"
         "os.kill(os.getpid(), 9)\n"
@@ -140,7 +140,7 @@ def test_where_files_cannot_be_without_names_a_start_sweeps_them(
     monkeypatch.setattr("tempfile._O_TMPFILE_WORKS", False)
     monkeypatch.setattr("os.unlink", lambda *args, **kwargs: None)
     payloads = LocalPayloads(tmp_path)
-    rows = Rows(10, FoldSpace(payloads.root))
+    rows = Rows(10, AggregationSpace(payloads.root))
     rows.add(np.ones(10, np.float32))
     monkeypatch.undo()
     assert len(list(tmp_path.iterdir())) == 1

@@ -1,4 +1,5 @@
-"""The fold of a strategy that sums symbols: staged bytes to a model, nothing decompressed."""
+"""The aggregation of a strategy that sums symbols: staged bytes to a model, nothing
+decompressed."""
 
 from __future__ import annotations
 
@@ -13,9 +14,9 @@ from fedpress_protocols.errors import IncompatiblePlan, InvalidUpdate
 from fedpress_protocols.model import Model
 from fedpress_protocols.plan import CohortRules, FixedPointTerms, Profile, RoundPlan
 from fedpress_protocols.upload import Upload
-from fedpress_server.folds.adding import FoldJob, StagedUpload
-from fedpress_server.folds.folding import fold
-from fedpress_server.folds.terms import RoundTerms
+from fedpress_server.aggregation.accumulate import AggregationJob, StagedUpload
+from fedpress_server.aggregation.aggregate import aggregate
+from fedpress_server.aggregation.terms import RoundTerms
 from fedpress_server.storage.files import model_name
 from fedpress_server.storage.payloads import LocalPayloads, Payloads
 from fedpress_strategies import from_config
@@ -25,7 +26,7 @@ STRATEGY = from_config({"id": "fetchsgd", "sketch_fraction": 0.5, "fraction": 0.
 FIRST = Model.from_tensors({"w": np.zeros((40, 50), np.float32)})
 
 
-def job(payloads: Payloads, *, profiles: int = 1, examples: int = 4) -> FoldJob:
+def job(payloads: Payloads, *, profiles: int = 1, examples: int = 4) -> AggregationJob:
     """Three clients whose updates are large at one coordinate."""
     payloads.put(model_name(FIRST.digest), FIRST.to_bytes())
     plan = RoundPlan(
@@ -49,27 +50,27 @@ def job(payloads: Payloads, *, profiles: int = 1, examples: int = 4) -> FoldJob:
         body = Upload(0, examples, symbols).to_bytes(terms.layouts[0])
         payloads.put(f"upload-{client}", body)
         staged.append(StagedUpload(f"upload-{client}", hashlib.sha256(body).hexdigest(), "p0"))
-    return FoldJob(terms, STRATEGY, None, tuple(staged))
+    return AggregationJob(terms, STRATEGY, None, tuple(staged))
 
 
 def test_sketches_become_the_next_model(tmp_path: Path) -> None:
     payloads = LocalPayloads(tmp_path)
-    result = fold(job(payloads), payloads)
+    result = aggregate(job(payloads), payloads)
     after = Model.from_bytes(payloads.get(model_name(result.model)))
     assert result.num_examples == 12
     assert np.flatnonzero(after.parameters).tolist() == [123]
     assert after.parameters[123] == pytest.approx(2.0)
     assert result.optimizer_state is not None
-    assert fold(job(payloads), payloads) == result
+    assert aggregate(job(payloads), payloads) == result
 
 
 def test_bounds_hold_for_symbols_too(tmp_path: Path) -> None:
     payloads = LocalPayloads(tmp_path)
-    with pytest.raises(InvalidUpdate, match="num_examples of 5 where 4 are allowed"):
-        fold(job(payloads, examples=5), payloads)
+    with pytest.raises(InvalidUpdate, match="num_examples is 5, expected at most 4"):
+        aggregate(job(payloads, examples=5), payloads)
 
 
 def test_symbols_of_several_profiles_cannot_be_summed(tmp_path: Path) -> None:
     payloads = LocalPayloads(tmp_path)
     with pytest.raises(IncompatiblePlan, match="takes one profile, the plan has 2"):
-        fold(job(payloads, profiles=2), payloads)
+        aggregate(job(payloads, profiles=2), payloads)

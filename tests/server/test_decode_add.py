@@ -1,5 +1,5 @@
-"""A fold that adds uploads straight from their bytes makes the model that one makes which decodes
-them first, and refuses what that one refuses."""
+"""An aggregation that adds uploads straight from their bytes makes the model that one makes which
+decodes them first, and refuses what that one refuses."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from fedpress_protocols.errors import InvalidUpdate
 from fedpress_protocols.model import Model
 from fedpress_protocols.plan import CohortRules, FixedPointTerms, Profile, RoundPlan
 from fedpress_protocols.upload import Upload
-from fedpress_server.folds.adding import FoldJob, StagedUpload
-from fedpress_server.folds.folding import fold
-from fedpress_server.folds.terms import RoundTerms
+from fedpress_server.aggregation.accumulate import AggregationJob, StagedUpload
+from fedpress_server.aggregation.aggregate import aggregate
+from fedpress_server.aggregation.terms import RoundTerms
 from fedpress_server.storage.files import model_name
 from fedpress_server.storage.payloads import LocalPayloads, Payloads
 from fedpress_strategies import from_config
@@ -53,7 +53,7 @@ AFTER_DECODING = Strategy(Decoded, ServerSGD())
 
 def job(
     payloads: Payloads, methods: list[Compressor[Any]], strategy: Strategy, largest: float = 1.0
-) -> FoldJob:
+) -> AggregationJob:
     """Two uploads under each of the methods."""
     payloads.put(model_name(FIRST.digest), FIRST.to_bytes())
     profiles = tuple(Profile(name=f"p{i}", compressor=made) for i, made in enumerate(methods))
@@ -84,7 +84,7 @@ def job(
         payloads.put(f"upload-{client}", body)
         digest = hashlib.sha256(body).hexdigest()
         staged.append(StagedUpload(f"upload-{client}", digest, f"p{index}"))
-    return FoldJob(terms, strategy, None, tuple(staged))
+    return AggregationJob(terms, strategy, None, tuple(staged))
 
 
 @pytest.mark.parametrize("methods", [[made] for made in METHODS] + [METHODS], ids=str)
@@ -92,8 +92,8 @@ def test_the_model_is_the_same_to_the_last_bit(
     methods: list[Compressor[Any]], tmp_path: Path
 ) -> None:
     payloads = LocalPayloads(tmp_path)
-    straight = fold(job(payloads, methods, STRAIGHT), payloads)
-    assert straight == fold(job(payloads, methods, AFTER_DECODING), payloads)
+    straight = aggregate(job(payloads, methods, STRAIGHT), payloads)
+    assert straight == aggregate(job(payloads, methods, AFTER_DECODING), payloads)
     assert straight.model != FIRST.digest
 
 
@@ -103,7 +103,7 @@ def test_the_fold_of_a_mean_decodes_nothing(
     payloads = LocalPayloads(tmp_path)
     made = job(payloads, [METHODS[0]], STRAIGHT)
     monkeypatch.setattr(RoundTerms, "read", None)
-    fold(made, payloads)
+    aggregate(made, payloads)
 
 
 @pytest.mark.parametrize("method", METHODS, ids=repr)
@@ -113,10 +113,10 @@ def test_values_beyond_the_plan_are_refused_alike(method: Compressor[Any], tmp_p
     for strategy in (STRAIGHT, AFTER_DECODING):
         made = job(payloads, [method], strategy, largest=1e6)
         if isinstance(method, Quantize) and method.clip:
-            fold(made, payloads)
+            aggregate(made, payloads)
             continue
         with pytest.raises(InvalidUpdate, match="larger than the plan's 2") as refused:
-            fold(made, payloads)
+            aggregate(made, payloads)
         refusals.append(str(refused.value))
     assert len(set(refusals)) <= 1
 
@@ -125,5 +125,5 @@ def test_more_examples_than_the_plan_allows_are_refused(tmp_path: Path) -> None:
     payloads = LocalPayloads(tmp_path)
     terms = job(payloads, [METHODS[0]], STRAIGHT).terms
     body = payloads.get("upload-0")
-    with pytest.raises(InvalidUpdate, match="num_examples of 51 where 50 are allowed"):
+    with pytest.raises(InvalidUpdate, match="num_examples is 51, expected at most 50"):
         terms.fields(body[:2] + b"\x33" + body[3:], "p0")

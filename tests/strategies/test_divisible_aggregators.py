@@ -1,4 +1,5 @@
-"""Folds that may be added up in batches: any split, in any order, comes to the same last bit."""
+"""Aggregators that may be added up in batches: any split, in any order, comes to the same last
+bit."""
 
 from __future__ import annotations
 
@@ -39,7 +40,7 @@ def update(seed: int) -> Update:
     return Update.from_dense(np.random.default_rng(seed).normal(0, 3, SIZE).astype(np.float32))
 
 
-def test_means_are_divisible_and_folds_that_compare_updates_are_not() -> None:
+def test_means_are_divisible_and_aggregators_that_compare_updates_are_not() -> None:
     assert {"fedavg", "fedavgm", "fedbuff", "fetchsgd", "scaffold"} <= set(DIVISIBLE)
     assert not {"median", "krum", "trimmed_mean", "qfedavg", "adasum"} & set(DIVISIBLE)
 
@@ -56,8 +57,8 @@ def test_batches_in_any_order_come_to_what_all_at_once_do(
         batch = made.aggregator(SIZE, FIXED)
         for weight in weights:
             seed += 1
-            for fold in (whole, batch):
-                fold.add(update(seed), weight)
+            for aggregator in (whole, batch):
+                aggregator.add(update(seed), weight)
         assert isinstance(batch, Divisible)
         parts.append(batch.part())
     merged: Any = made.aggregator(SIZE, FIXED)

@@ -22,8 +22,8 @@ from fedpress_protocols.plan import MaskingTerms
 from fedpress_protocols.upload import Upload
 from fedpress_strategies.staleness import DiscountedMean
 from fedpress_strategies.strategy import (
+    AggregationSpace,
     Delta,
-    FoldSpace,
     OptimizerState,
     Strategy,
     Tally,
@@ -35,7 +35,7 @@ from fedpress_strategies.strategy import (
 _SMALLEST = FixedPoint(0, 1.0, 1)
 
 
-class Fold:
+class StatefulStrategy:
     """A strategy of ours, with its optimizer's state from round to round."""
 
     def __init__(self, strategy: Strategy, plan: Plan) -> None:
@@ -71,10 +71,10 @@ class Fold:
             return None
         return published(self.strategy.optimizer, self.state).get(AVERAGE)
 
-    def begun(self, here: Uploads) -> StreamedFold:
+    def begun(self, here: Uploads) -> StreamedAggregation:
         if here.own is not None:
             self.master = here.own
-        return StreamedFold(self, here)
+        return StreamedAggregation(self, here)
 
     def check_masked(self, masking: MaskingTerms) -> None:
         """Raises IncompatiblePlan unless the strategy needs no more than a sum of the updates."""
@@ -101,15 +101,15 @@ class Fold:
         return moved(here.arrays, spec, after)
 
 
-class StreamedFold:
-    """One round's fold. A plain mean takes uploads in as they come; what might depend on their
-    order waits, in few bytes, for the order of nodes."""
+class StreamedAggregation:
+    """One round's aggregation. A plain mean adds uploads as they arrive; an aggregator that may
+    depend on their order gets them in the order of nodes, and their bodies wait until then."""
 
-    def __init__(self, fold: Fold, here: Uploads) -> None:
-        self._fold, self._here, strategy = fold, here, fold.strategy
+    def __init__(self, stateful: StatefulStrategy, here: Uploads) -> None:
+        self._stateful, self._here, strategy = stateful, here, stateful.strategy
         bounds = here.plan.sum_bounds()
         if strategy.planned_aggregator is not None:
-            self._sums = strategy.planned_aggregator(here.plan, here.public, FoldSpace())
+            self._sums = strategy.planned_aggregator(here.plan, here.public, AggregationSpace())
         else:
             self._sums = strategy.aggregator(here.model.spec.size, bounds)
         self._is_mean = type(self._sums) in (WeightedMean, UniformMean)
@@ -120,8 +120,8 @@ class StreamedFold:
         self._sums.add(update, upload.examples, upload.report)
 
     def add_body(self, node: int, body: bytes, upload: Taken) -> None:
-        """Add what `body` stands for, or keep it; raises InvalidUpdate, and then neither was done.
-        `found` is told what the upload weighs and reports."""
+        """Add the update of `body`, or keep `body`; raises InvalidUpdate, and then neither was
+        done. Sets the weight and the report of `upload`."""
         here = self._here
         if not self._is_mean:
             here.updated(node, here.read(node, body, upload))
@@ -137,13 +137,12 @@ class StreamedFold:
         """The next model."""
         here = self._here
         for node in sorted(self._waiting):
-            found = here.taken[node]
-            upload = here.read(node, self._waiting[node], found)
-            self.add(here.updated(node, upload), found)
+            taken = here.taken[node]
+            self.add(here.updated(node, here.read(node, self._waiting[node], taken)), taken)
         uploads = [here.taken[node] for node in sorted(here.taken)]
-        total = sum(found.examples for found in uploads)
+        total = sum(upload.examples for upload in uploads)
         means = {
-            name: sum(found.examples * found.report[name] for found in uploads) / max(total, 1)
+            name: sum(upload.examples * upload.report[name] for upload in uploads) / max(total, 1)
             for name in here.plan.report
         }
-        return self._fold.applied(here, self._sums.result(), Tally(len(uploads), means))
+        return self._stateful.applied(here, self._sums.result(), Tally(len(uploads), means))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from fedpress_protocols.errors import IncompatiblePlan
-from fedpress_server.folds.terms import RoundTerms
+from fedpress_server.aggregation.terms import RoundTerms
 from fedpress_strategies import Strategy
 from fedpress_strategies.strategy import CONTROL, published
 

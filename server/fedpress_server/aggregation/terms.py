@@ -1,4 +1,4 @@
-"""What a plan says with the model and the artefacts that it names: enough to read any upload."""
+"""A plan with the model and the artefacts that it names: enough to read any upload."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ class RoundTerms:
         return activity.from_bytes(self.payloads.get(artefact_name(digest)), self.shared)
 
     def known_to(self, client_id: str) -> Public:
-        """What the server and this client know; `public` where no profile reads more."""
+        """Return what the server and this client share; `public` where no profile reads more."""
         if "own" not in self.plan.needs:
             return self.public
         own, digest = np.zeros(self.shared.size, np.float32), self.bases.get(client_id)
@@ -99,7 +99,7 @@ class RoundTerms:
         return replace(self.public, knowledge={**self.public.knowledge, "own": own})
 
     def keep_base(self, client_id: str, update: Update) -> str:
-        """Keep what a client's included upload stands for; its digest."""
+        """Store the update that a client's included upload decodes to; returns its digest."""
         data = update.dense().astype("<f4").tobytes()
         digest = hashlib.sha256(data).hexdigest()
         self.payloads.put(base_name(self.plan.task, client_id, digest), data)
@@ -123,8 +123,8 @@ class RoundTerms:
         return upload
 
     def fields(self, body: bytes, profile: str) -> tuple[Found, int, Report]:
-        """What `decode_add` takes, the number of examples and what is reported; raises as `read`
-        does."""
+        """Return the fields that `decode_add` takes, the number of examples and the report; raises
+        as `read` does."""
         index, names = self.plan.profile_index(profile), self.plan.report
         num_examples, values, fields = Upload.find(
             body, self.layouts, index, self.contexts[index], names
@@ -133,9 +133,9 @@ class RoundTerms:
         return fields, num_examples, dict(zip(names, values, strict=True))
 
     def _check(self, num_examples: int) -> None:
-        most = self.plan.fixed_point.max_examples
-        if num_examples > most:
-            raise InvalidUpdate(f"num_examples of {num_examples} where {most} are allowed")
+        maximum = self.plan.fixed_point.max_examples
+        if num_examples > maximum:
+            raise InvalidUpdate(f"num_examples is {num_examples}, expected at most {maximum}")
 
     def decoded(self, body: bytes, profile: str, client_id: str) -> tuple[Update, int, Report]:
         """The update in `body`, its number of examples and what is reported, within the plan's

@@ -1,7 +1,7 @@
-"""Staged bodies, decoded and added up: all at once, or in batches that any worker may take.
+"""Decode staged bodies and add them up: all at once, or in batches that any worker may take.
 
-A batch's sum is a file of whole numbers, so that batches in any order, by whichever workers, come
-to what all uploads at once do.
+A batch's sum is a file of integers, so batches summed in any order, by any workers, give the same
+result as all uploads at once.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from fedpress_protocols.errors import IncompatiblePlan, ServerError
 from fedpress_protocols.messages import DownlinkTerms
 from fedpress_protocols.plan import RoundPlan
 from fedpress_server import failpoints
-from fedpress_server.folds.terms import RoundTerms
+from fedpress_server.aggregation.terms import RoundTerms
 from fedpress_server.storage.payloads import Payloads
 from fedpress_strategies import Strategy
 from fedpress_strategies.staleness import DiscountedMean
 from fedpress_strategies.strategy import (
+    AggregationSpace,
     Aggregator,
     Delta,
     Divisible,
-    FoldSpace,
     Part,
     Report,
     SymbolAggregator,
@@ -42,27 +42,28 @@ from fedpress_strategies.strategy import (
 
 _PART = "part."
 _WEIGHTS = "weights"
-_TOLD = "told"
+_REPORTS = "told"
 _BASES = "bases"
 
 
 @dataclass(frozen=True, slots=True)
 class StagedUpload:
-    """Where an upload's body lies, and its SHA-256."""
+    """The file of an upload's body, and its SHA-256."""
 
     name: str
     digest: str
     profile: str
     client_id: str = ""
     plan: RoundPlan | None = None
-    """Under which it was made, where that may be another than the fold's."""
+    """The plan that it was made under, where that may differ from the aggregation's."""
     staleness: int = 0
-    """How many models its own is behind the newest."""
+    """The number of models published since the one that it was trained from."""
 
 
 @dataclass(frozen=True)
-class FoldJob:
-    """`uploads` in the order of their assignments; `optimizer_state` as the last fold left it."""
+class AggregationJob:
+    """`uploads` in the order of their assignments; `optimizer_state` as the last aggregation left
+    it."""
 
     terms: RoundTerms
     strategy: Strategy
@@ -74,41 +75,42 @@ class FoldJob:
 
 
 class Summed(NamedTuple):
-    """What a round's uploads come to: `delta` as the strategy's optimizer takes it."""
+    """The aggregate of a round's uploads: `delta` as the strategy's optimizer takes it."""
 
     delta: Delta
     num_examples: int
     tally: Tally
 
 
-class Adding(NamedTuple):
-    """`add` takes one body in, and returns its number of examples and what it reports; `fold` has
-    what all came to."""
+class Accumulator(NamedTuple):
+    """`add` adds one body to `aggregator`, and returns its number of examples and its report."""
 
     add: Callable[[bytes, StagedUpload], tuple[int, Report]]
-    fold: Aggregator | SymbolAggregator
+    aggregator: Aggregator | SymbolAggregator
 
 
-def body_of(staged: StagedUpload, payloads: Payloads) -> bytes:
-    """Raises ServerError if it is not the one that was staged."""
+def read_body(staged: StagedUpload, payloads: Payloads) -> bytes:
+    """Return the body; raises ServerError if it is not the one that was staged."""
     body = payloads.get(staged.name)
     if hashlib.sha256(body).hexdigest() != staged.digest:
         raise ServerError(f"{staged.name} was changed on the disk")
     return body
 
 
-def added(job: FoldJob, payloads: Payloads, space: FoldSpace, bases: dict[str, str]) -> Summed:
-    """What the job's uploads come to: one by one, or by the sums of their batches."""
-    adds = adding(job.terms, job.strategy, space, bases)
+def sum_uploads(
+    job: AggregationJob, payloads: Payloads, space: AggregationSpace, bases: dict[str, str]
+) -> Summed:
+    """Aggregate the job's uploads, one by one or from the sums of their batches."""
+    accumulator = make_accumulator(job.terms, job.strategy, space, bases)
     weights, reports = list[int](), list[tuple[float, ...]]()
     for name in job.sums:
         part, more_weights, more_reports, more_bases = _part(payloads.get(name))
-        cast(Divisible, adds.fold).merge(part)
+        cast(Divisible, accumulator.aggregator).merge(part)
         weights += more_weights
         reports += more_reports
         bases.update(more_bases)
     if not job.sums:
-        weights, reports = _each(job, payloads, adds)
+        weights, reports = _add_each(job, payloads, accumulator)
     names, num_examples = job.terms.plan.report, sum(weights)
     # Rounded once, whatever the order.
     means = {
@@ -116,20 +118,21 @@ def added(job: FoldJob, payloads: Payloads, space: FoldSpace, bases: dict[str, s
         / max(num_examples, 1)
         for index, name in enumerate(names)
     }
-    return Summed(adds.fold.result(), num_examples, Tally(len(weights), means))
+    return Summed(accumulator.aggregator.result(), num_examples, Tally(len(weights), means))
 
 
-def add_batch(job: FoldJob, payloads: Payloads, folder: str) -> str:
-    """Add up the job's uploads alone, durably: the digest of their sum, under which it lies in
-    `folder`. Raises FedpressError if they come to none."""
+def add_batch(job: AggregationJob, payloads: Payloads, folder: str) -> str:
+    """Sum the job's uploads alone, and store the sum durably in `folder`; returns its digest, which
+    is its name there. Raises FedpressError if the uploads have no valid sum."""
     bases: dict[str, str] = {}
-    adds = adding(job.terms, job.strategy, FoldSpace(), bases)
-    weights, reports = _each(job, payloads, adds)
+    accumulator = make_accumulator(job.terms, job.strategy, AggregationSpace(), bases)
+    weights, reports = _add_each(job, payloads, accumulator)
+    part = cast(Divisible, accumulator.aggregator).part()
     num_reports = len(job.terms.plan.report)
     arrays = {
-        **{_PART + name: array for name, array in cast(Divisible, adds.fold).part().items()},
+        **{_PART + name: array for name, array in part.items()},
         _WEIGHTS: np.array(weights, np.int64),
-        _TOLD: np.array(reports, np.float64).reshape(len(reports), num_reports),
+        _REPORTS: np.array(reports, np.float64).reshape(len(reports), num_reports),
         _BASES: np.frombuffer(json.dumps(bases, sort_keys=True).encode(), np.uint8),
     }
     data = safetensors.numpy.save({n: np.ascontiguousarray(a) for n, a in arrays.items()})
@@ -138,13 +141,13 @@ def add_batch(job: FoldJob, payloads: Payloads, folder: str) -> str:
     return digest
 
 
-def _each(
-    job: FoldJob, payloads: Payloads, adds: Adding
+def _add_each(
+    job: AggregationJob, payloads: Payloads, accumulator: Accumulator
 ) -> tuple[list[int], list[tuple[float, ...]]]:
-    """The examples of each upload, and what it reports in the order of the plan's names."""
+    """Return each upload's number of examples, and its report in the order of the plan's names."""
     weights, reports = [], []
     for staged in job.uploads:
-        weight, report = adds.add(body_of(staged, payloads), staged)
+        weight, report = accumulator.add(read_body(staged, payloads), staged)
         failpoints.reach("upload-added")
         weights.append(weight)
         reports.append(tuple(report[name] for name in job.terms.plan.report))
@@ -152,19 +155,20 @@ def _each(
 
 
 def _part(data: bytes) -> tuple[Part, list[int], list[tuple[float, ...]], dict[str, str]]:
-    """What `add_batch` kept."""
+    """Read what `add_batch` stored."""
     arrays = safetensors.numpy.load(data)
     bases = json.loads(arrays.pop(_BASES).tobytes())
     weights = arrays.pop(_WEIGHTS).tolist()
-    reports = [tuple(row) for row in arrays.pop(_TOLD).tolist()]
+    reports = [tuple(row) for row in arrays.pop(_REPORTS).tolist()]
     return {name.removeprefix(_PART): a for name, a in arrays.items()}, weights, reports, bases
 
 
-def adding(
-    terms: RoundTerms, strategy: Strategy, space: FoldSpace, bases: dict[str, str]
-) -> Adding:
-    """How the plan's uploads are added up under the strategy. `bases` is filled where the plan
-    reads them. Raises IncompatiblePlan, TypeError or ValueError where they cannot be."""
+def make_accumulator(
+    terms: RoundTerms, strategy: Strategy, space: AggregationSpace, bases: dict[str, str]
+) -> Accumulator:
+    """Return the accumulator of the plan's uploads under the strategy. It fills `bases` where the
+    plan reads them. Raises IncompatiblePlan, TypeError or ValueError if the uploads cannot be
+    added up."""
     plan = terms.plan
     if strategy.symbol_aggregator is None:
         if strategy.planned_aggregator is not None:
@@ -182,9 +186,9 @@ def adding(
                     decode_add(fields, compressor, terms.public, mean.sums, weight)
                 return num_examples, report
 
-            return Adding(add_straight, mean)
+            return Accumulator(add_straight, mean)
         if isinstance(aggregator, DiscountedMean):
-            return Adding(_adding_by_age(terms, aggregator), aggregator)
+            return Accumulator(_add_by_staleness(terms, aggregator), aggregator)
 
         def add(body: bytes, staged: StagedUpload) -> tuple[int, Report]:
             client_id = staged.client_id
@@ -194,7 +198,7 @@ def adding(
                 bases[client_id] = terms.keep_base(client_id, update)
             return num_examples, report
 
-        return Adding(add, aggregator)
+        return Accumulator(add, aggregator)
     if len(plan.profiles) > 1:
         raise IncompatiblePlan(
             f"a strategy that sums symbols takes one profile, the plan has {len(plan.profiles)}"
@@ -207,14 +211,14 @@ def adding(
         symbol_sums.add(upload.symbols, upload.num_examples)
         return upload.num_examples, dict(zip(plan.report, upload.report, strict=True))
 
-    return Adding(add_symbols, symbol_sums)
+    return Accumulator(add_symbols, symbol_sums)
 
 
-def _adding_by_age(
+def _add_by_staleness(
     terms: RoundTerms, mean: DiscountedMean
 ) -> Callable[[bytes, StagedUpload], tuple[int, Report]]:
-    """How one body of an asynchronous task is added: read as its own plan has it. What is derived
-    from an earlier plan is kept while uploads of that plan follow one another, and no longer."""
+    """Return a function that adds one body of an asynchronous task, read under its own plan. Values
+    derived from an earlier plan are kept only while uploads of that plan follow one another."""
     own = terms
 
     def add(body: bytes, staged: StagedUpload) -> tuple[int, Report]:

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 
 from fedpress_protocols.errors import ServerError
 from fedpress_protocols.policies import Comparison
-from fedpress_server.folds.adding import StagedUpload
-from fedpress_server.folds.terms import RoundTerms
+from fedpress_server.aggregation.accumulate import StagedUpload
+from fedpress_server.aggregation.terms import RoundTerms
 from fedpress_strategies.policies.probing import Probe
 
 

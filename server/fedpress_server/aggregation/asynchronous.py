@@ -1,11 +1,11 @@
-"""What an asynchronous task can be made of; how it goes on, the rounds' own machine says."""
+"""Which plans and strategies an asynchronous task may have; rounds/buffered.py runs it."""
 
 from __future__ import annotations
 
 from fedpress_compression.fixed_point import FixedPoint
 from fedpress_protocols.errors import IncompatiblePlan
 from fedpress_protocols.messages import AsynchronousTerms
-from fedpress_server.folds.terms import RoundTerms
+from fedpress_server.aggregation.terms import RoundTerms
 from fedpress_strategies import Strategy
 from fedpress_strategies.staleness import DiscountedMean
 

@@ -1,8 +1,8 @@
 """From staged bytes to the next model: decode, add, apply, one upload at a time.
 
-The memory is that of a few models, whatever the number of uploads, and what `FoldSpace` grants to
-strategies that ask for more. Everything here is a function of bytes on the disk, and sums are
-exact, so a fold that is run again gives the same model to the last bit.
+The memory is that of a few models, whatever the number of uploads, and what `AggregationSpace`
+grants to strategies that ask for more. Everything here is a function of bytes on the disk, and sums
+are exact, so an aggregation that is run again gives the same model to the last bit.
 """
 
 from __future__ import annotations
@@ -22,8 +22,13 @@ from fedpress_protocols.errors import IncompatiblePlan
 from fedpress_protocols.messages import DownlinkTerms, MaskedSum
 from fedpress_protocols.model import Model
 from fedpress_server import failpoints
-from fedpress_server.folds.adding import FoldJob, Summed, added, adding
-from fedpress_server.folds.terms import RoundTerms
+from fedpress_server.aggregation.accumulate import (
+    AggregationJob,
+    Summed,
+    make_accumulator,
+    sum_uploads,
+)
+from fedpress_server.aggregation.terms import RoundTerms
 from fedpress_server.storage.files import (
     artefact_name,
     model_name,
@@ -34,22 +39,22 @@ from fedpress_strategies import Strategy
 from fedpress_strategies.downlink import rounded, stepped
 from fedpress_strategies.strategy import (
     CONTROL,
-    FoldSpace,
+    AggregationSpace,
     OptimizerState,
     UniformMean,
     WeightedMean,
     published,
 )
 
-_DEFAULT_SPACE = FoldSpace()
+_DEFAULT_SPACE = AggregationSpace()
 _MASTER = "parameters"
 _ACTIVITY = "activity"
 _STATE = "state."
 
 
 @dataclass(frozen=True, slots=True)
-class FoldResult:
-    """Names of what lies on the disk now."""
+class AggregationResult:
+    """Names of the files that the aggregation has written."""
 
     model: str
     spec: str
@@ -61,9 +66,9 @@ class FoldResult:
     published: Mapping[str, tuple[str, int]] = field(default_factory=dict)
     """The models besides: by name, the digest and the size in bytes."""
     bases: Mapping[str, str] = field(default_factory=dict)
-    """As those of RoundTerms, for the clients whose uploads were folded."""
+    """As those of RoundTerms, for the clients whose uploads were aggregated."""
     masked: MaskedSum | None = None
-    """Which sum it was, in the masked lane."""
+    """In the masked lane: the sum that the model was made from."""
     suspects: tuple[int, ...] = ()
     """Of its session: the slots whose shares were wrong."""
 
@@ -72,16 +77,16 @@ class FoldResult:
         return frozenset(digest for digest in (self.activity, self.control) if digest)
 
 
-def fold(
-    job: FoldJob,
+def aggregate(
+    job: AggregationJob,
     payloads: Payloads,
     memory: int = _DEFAULT_SPACE.memory,
     summed: Summed | None = None,
-) -> FoldResult:
-    """Make the round's model, durably; raises FedpressError if these uploads make none.
+) -> AggregationResult:
+    """Make and store the round's model; raises FedpressError if these uploads give no valid one.
 
     `memory`: bytes for strategies that compare updates; their files are in the payloads' folder.
-    `summed` is what the uploads come to, where they were added up under masks.
+    `summed` is the aggregate of uploads that were added up under masks.
     """
     plan, spec = job.terms.plan, job.terms.spec
     base = Model.from_bytes(payloads.get(model_name(plan.model)))
@@ -90,7 +95,7 @@ def fold(
     before = spec.part(base.parameters, shared) if carried.master is None else carried.master
     bases: dict[str, str] = {}
     if summed is None:
-        summed = added(job, payloads, FoldSpace(payloads.scratch, memory), bases)
+        summed = sum_uploads(job, payloads, AggregationSpace(payloads.scratch, memory), bases)
     optimizer = job.strategy.optimizer
     state = carried.optimizer or optimizer.init(before)
     tally = replace(summed.tally, warming=plan.warming, spec=shared)
@@ -100,11 +105,11 @@ def fold(
     def with_shared(values: Vector) -> Vector:
         return spec.with_part(base.parameters, shared, values)
 
-    def kept_model(values: Vector) -> tuple[str, int]:
+    def store_model(values: Vector) -> tuple[str, int]:
         return _store_model(base.with_parameters(with_shared(values)), payloads)
 
     if job.downlink is None:
-        digest, num_bytes = kept_model(parameters)
+        digest, num_bytes = store_model(parameters)
     else:
         next_model = stepped(base, with_shared(parameters), job.downlink)
         digest, num_bytes = _store_model(next_model, payloads)
@@ -116,8 +121,8 @@ def fold(
         average = activity.averaged(carried.activity, parameters - before)
         map_digest = _store(activity.to_bytes(average, shared), payloads)
     master = parameters if _is_rounded(spec) or job.downlink is not None else None
-    state_digest = _store_state(_Kept(state, master, average), payloads)
-    return FoldResult(
+    state_digest = _store_state(_CarriedState(state, master, average), payloads)
+    return AggregationResult(
         digest,
         spec.digest,
         num_bytes,
@@ -125,14 +130,14 @@ def fold(
         summed.num_examples,
         map_digest,
         control_digest,
-        {name: kept_model(values) for name, values in public.items()},
+        {name: store_model(values) for name, values in public.items()},
         bases,
     )
 
 
 def first_model(digest: str, downlink: DownlinkTerms, payloads: Payloads) -> tuple[str, int]:
-    """Round the model `digest` to the grid, durably: the digest and the bytes of what a task with
-    this downlink begins with. Raises ConfigurationError."""
+    """Round the model `digest` to the grid, and store the result, with which a task with this
+    downlink begins; returns its digest and its size in bytes. Raises ConfigurationError."""
     model = Model.from_bytes(payloads.get(model_name(digest)))
     return _store_model(rounded(model, downlink), payloads)
 
@@ -140,21 +145,21 @@ def first_model(digest: str, downlink: DownlinkTerms, payloads: Payloads) -> tup
 def first_state(
     digest: str, shared: ModelSpec, payloads: Payloads, last_state: str | None = None
 ) -> str | None:
-    """What the rounding of the model `digest` has taken off it, kept for the first fold as the
-    state that this is the digest of.
+    """Store what rounding the model `digest` removed from it, as the state that the first
+    aggregation loads; returns the state's digest.
 
-    `last_state` is that of a task that goes on from its own last model: its optimizer begins anew,
-    what was not sent down stays.
+    `last_state` is the state of a task that continues from its own last model: its optimizer is
+    reset, what was not sent down is kept.
     """
     parameters = _load_state(last_state, payloads).master
     if parameters is None:
         model = Model.from_bytes(payloads.get(model_name(digest)))
         parameters = model.spec.part(model.parameters, shared)
-    return _store_state(_Kept(None, parameters, None), payloads)
+    return _store_state(_CarriedState(None, parameters, None), payloads)
 
 
 def _store_model(model: Model, payloads: Payloads) -> tuple[str, int]:
-    """Keep a model; its digest and its bytes."""
+    """Store a model; returns its digest and its size in bytes."""
     data = model.to_bytes()
     digest = hashlib.sha256(data).hexdigest()
     payloads.put(model_name(digest), data)
@@ -162,7 +167,7 @@ def _store_model(model: Model, payloads: Payloads) -> tuple[str, int]:
 
 
 def _store(data: bytes, payloads: Payloads) -> str:
-    """Keep an artefact; its digest."""
+    """Store an artefact; returns its digest."""
     digest = hashlib.sha256(data).hexdigest()
     payloads.put(artefact_name(digest), data)
     return digest
@@ -171,7 +176,8 @@ def _store(data: bytes, payloads: Payloads) -> str:
 def check_strategy(
     terms: RoundTerms, strategy: Strategy, memory: int = _DEFAULT_SPACE.memory
 ) -> None:
-    """Raises IncompatiblePlan if the strategy cannot fold the plan's uploads in this `memory`."""
+    """Raises IncompatiblePlan if the strategy cannot aggregate the plan's uploads in this
+    `memory`."""
     masking = terms.plan.masking
     if masking is not None and masking.max_weight and strategy.aggregator is UniformMean:
         raise IncompatiblePlan(
@@ -179,9 +185,9 @@ def check_strategy(
             "examples; leave max_weight out"
         )
     try:
-        adding(terms, strategy, FoldSpace(terms.payloads.scratch, memory), {})
+        make_accumulator(terms, strategy, AggregationSpace(terms.payloads.scratch, memory), {})
     except (TypeError, ValueError) as exc:
-        raise IncompatiblePlan(f"the strategy cannot fold the plan's uploads: {exc}") from exc
+        raise IncompatiblePlan(f"the strategy cannot aggregate the plan's uploads: {exc}") from exc
     is_plain_mean = (
         strategy.symbol_aggregator is None
         and strategy.aggregator is WeightedMean
@@ -202,26 +208,26 @@ def _is_rounded(spec: ModelSpec) -> bool:
     return any(tensor.dtype != "float32" for tensor in spec.trained)
 
 
-class _Kept(NamedTuple):
-    """What one fold leaves to the next: the optimizer's state, None before the first fold; the
-    parameters in float32, where the model's file rounds them; the average step that the map of
-    activity is drawn from, where a profile reads it."""
+class _CarriedState(NamedTuple):
+    """The state that one aggregation passes to the next: the optimizer's state, None before the
+    first; the parameters in float32, where the model's file rounds them; the average step that the
+    map of activity is drawn from, where a profile reads it."""
 
     optimizer: OptimizerState | None
     master: Vector | None
     activity: Vector | None
 
 
-def _load_state(digest: str | None, payloads: Payloads) -> _Kept:
+def _load_state(digest: str | None, payloads: Payloads) -> _CarriedState:
     if digest is None:
-        return _Kept(None, None, None)
+        return _CarriedState(None, None, None)
     arrays = safetensors.numpy.load(payloads.get(optimizer_name(digest)))
     master, average = arrays.pop(_MASTER, None), arrays.pop(_ACTIVITY, None)
     state = {name.removeprefix(_STATE): array for name, array in arrays.items()}
-    return _Kept(state, master, average)
+    return _CarriedState(state, master, average)
 
 
-def _store_state(state: _Kept, payloads: Payloads) -> str | None:
+def _store_state(state: _CarriedState, payloads: Payloads) -> str | None:
     arrays = {_STATE + name: array for name, array in (state.optimizer or {}).items()}
     named = {_MASTER: state.master, _ACTIVITY: state.activity}
     arrays |= {name: array for name, array in named.items() if array is not None}

@@ -29,8 +29,8 @@ from fedpress_protocols.masking.server import MaskingServer
 from fedpress_protocols.masking.shamir import SHARE_BYTES
 from fedpress_protocols.messages import MaskedSum, SessionStatus
 from fedpress_protocols.plan import RoundPlan
-from fedpress_server.folds.adding import FoldJob, StagedUpload, Summed
-from fedpress_server.folds.terms import RoundTerms
+from fedpress_server.aggregation.accumulate import AggregationJob, StagedUpload, Summed
+from fedpress_server.aggregation.terms import RoundTerms
 from fedpress_server.identity.membership import Authority
 from fedpress_server.identity.signing import SigningKeys
 from fedpress_server.rounds import Step
@@ -50,7 +50,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Host:
-    """What every session of this server has: the key that speaks for it, and who vouches for its
+    """The server's side of every session: its signing keys, and the authority that certifies its
     devices."""
 
     keys: SigningKeys
@@ -66,7 +66,7 @@ def message_bound(step: Step, plan: RoundPlan) -> int:
 
 
 def read_message(step: Step, body: bytes) -> ClientMessage:
-    """What `body` says; raises MalformedRequest unless it is a message of this step."""
+    """Parse `body`; raises MalformedRequest unless it is a message of this step."""
     message = parse(body)
     if not isinstance(message, MESSAGES[step]):
         raise MalformedRequest(f"a message of kind {message.NAME!r} for the step {step!r}")
@@ -75,7 +75,7 @@ def read_message(step: Step, body: bytes) -> ClientMessage:
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """What a device said, and its Ed25519 key."""
+    """A device's message, and its Ed25519 key."""
 
     message: ClientMessage
     identity: bytes
@@ -159,9 +159,10 @@ class Sums:
 
 
 def unmasked(
-    job: FoldJob, session: Session, sums: Sums, payloads: Payloads
+    job: AggregationJob, session: Session, sums: Sums, payloads: Payloads
 ) -> tuple[Summed, MaskedSum, tuple[int, ...]]:
-    """What the cohort's updates come to, the name of the sum, and whose shares were wrong.
+    """Return the aggregate of the cohort's updates, the name of the sum, and the slots whose shares
+    were wrong.
 
     Raises InvalidShare if too many were, InvalidUpdate if the sum is not one that honest clients
     make.
@@ -189,9 +190,10 @@ def unmasked(
 def left_out(
     sessions: Sequence[SessionStatus], turn: int, members: frozenset[str], minimum: int
 ) -> frozenset[str]:
-    """Who takes no part after these `sessions`, the last ones of a task: those that one of them
-    named, or all of them together do; and of two that fail with each other and nobody else, one and
-    the other by `turn`. Nobody, where too few of the `members`, if there are any, would be left."""
+    """Return the clients to exclude after these `sessions`, the last ones of a task: those that one
+    session named, or that all of them together name. Of two clients that fail with each other and
+    with nobody else, alternate by `turn`. The set is empty if too few of the `members`, where there
+    are any, would be left."""
     failures = [pair for each in sessions for pair in each.failures]
     named = set(masking.blamed(failures)).union(*(each.suspects for each in sessions))
     apart = {tuple(sorted(pair)) for pair in failures if named.isdisjoint(pair)}
