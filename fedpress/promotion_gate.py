@@ -36,8 +36,8 @@ _COUNTED = {"devices": "num_clients", "examples": "num_examples"}
 
 @dataclass(frozen=True, slots=True)
 class Requirement:
-    """That `metric` of all (`scope` empty), of every group or class, or of `one` of them, is on the
-    right side of `bound`."""
+    """A bound on `metric`: of all devices (`scope` empty), of every group or class, or of `one` of
+    them."""
 
     text: str
     scope: str

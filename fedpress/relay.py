@@ -2,9 +2,9 @@
 
 The upper server sees a device. Its training is a task of the region's own server: for each
 assignment the task goes on for `rounds` rounds from the upper model and pauses, and what the region
-has come to is the one update that goes up. The upper plan's compressor and error feedback press it,
-the region's profiles say what travels inside. (Hierarchical federated averaging, Liu et al. 2020,
-arXiv:1905.06641, Algorithm 1.)
+has come to is the one update that goes up. The upper plan's compressor and error feedback compress
+it, the region's profiles say what travels inside. (Hierarchical federated averaging, Liu et al.
+2020, arXiv:1905.06641, Algorithm 1.)
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What the low-rank methods share: tensors seen as matrices, their products, public bases.
+"""Tools of the low-rank methods: tensors seen as matrices, their products, public bases.
 
 A tensor of shape (out, ...) is seen as a matrix of `out` rows. Products of factors are made in a
 fixed order, so that the same factors give the same bits on every machine. A basis that both ends
@@ -31,7 +31,7 @@ _FINE = 2.0**15
 _LONGEST = 2**23
 """Rows or columns up to which _COARSE * _FINE * length stays below 2**53."""
 _DEAD = 2.0**-10
-"""A column that the others leave less of than this share is drawn anew."""
+"""A column is redrawn if less than this share of it is left after projecting out the others."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -119,7 +119,7 @@ class ModelSpec:
 
     @cached_property
     def slices(self) -> Mapping[str, slice]:
-        """Where each trained tensor lies in the flat vector."""
+        """The slice of the flat vector that each trained tensor has."""
         by_name, start = {}, 0
         for tensor in self.trained:
             by_name[tensor.name] = slice(start, start + tensor.size)
@@ -140,7 +140,7 @@ class ModelSpec:
 
     @classmethod
     def from_json(cls, text: str | bytes) -> ModelSpec:
-        """What `to_json` was called on; raises ConfigurationError for any other text."""
+        """Parse the text of `to_json`; raises ConfigurationError for any other text."""
         try:
             rows = json.loads(text)
             tensors = tuple(

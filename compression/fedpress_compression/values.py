@@ -1,4 +1,4 @@
-"""How the methods of this folder make symbols of values: rounded to a grid, or byte by byte."""
+"""Values to symbols and back, as compressors need it: rounded to a grid, or byte by byte."""
 
 from __future__ import annotations
 

@@ -136,7 +136,7 @@ def restore(
         "committed after that is in no model any more"
     )
     for task, number, attempt in done.open_rounds:
-        click.echo(f"task {task}: round {number}.{attempt} was open, and will be begun anew")
+        click.echo(f"task {task}: round {number}.{attempt} was open, and will start again")
     for file in done.missing_keys:
         click.echo(f"before it starts it needs its key again: {file}")
     click.echo(

@@ -76,7 +76,7 @@ class History:
     """Both curves and how they were made."""
 
     plain: Curve
-    pressed: Curve
+    compressed: Curve
     clients: int
     seed: int
     seconds: float = 0.0
@@ -84,19 +84,19 @@ class History:
 
     def summary(self) -> dict[str, Any]:
         """The figures that the demo stands for; ratios are of body bytes."""
-        pressed, plain = self.pressed, self.plain
+        compressed, plain = self.compressed, self.plain
         return {
-            "final_accuracy": pressed.final_accuracy,
+            "final_accuracy": compressed.final_accuracy,
             "final_accuracy_uncompressed": plain.final_accuracy,
-            "upload_bytes": pressed.upload_bytes,
+            "upload_bytes": compressed.upload_bytes,
             "upload_bytes_uncompressed": plain.upload_bytes,
-            "upload_ratio": _ratio(plain.upload_bytes, pressed.upload_bytes),
-            "wire_upload_bytes": pressed.wire_upload_bytes,
+            "upload_ratio": _ratio(plain.upload_bytes, compressed.upload_bytes),
+            "wire_upload_bytes": compressed.wire_upload_bytes,
             "wire_upload_bytes_uncompressed": plain.wire_upload_bytes,
-            "wire_upload_ratio": _ratio(plain.wire_upload_bytes, pressed.wire_upload_bytes),
-            "download_bytes": pressed.download_bytes,
+            "wire_upload_ratio": _ratio(plain.wire_upload_bytes, compressed.wire_upload_bytes),
+            "download_bytes": compressed.download_bytes,
             "download_bytes_uncompressed": plain.download_bytes,
-            "rounds": len(pressed.points),
+            "rounds": len(compressed.points),
             "clients": self.clients,
             "seed": self.seed,
             "seconds": round(self.seconds, 3),
@@ -109,7 +109,7 @@ class History:
                 "compressor": curve.compressor,
                 "rounds": [asdict(point) for point in curve.points],
             }
-            for curve in (self.plain, self.pressed)
+            for curve in (self.plain, self.compressed)
         }
         return json.dumps({**self.summary(), "tasks": curves}, indent=2, allow_nan=True) + "\n"
 
@@ -121,5 +121,5 @@ class History:
         os.replace(fresh, path)
 
 
-def _ratio(plain: int, pressed: int) -> float:
-    return round(plain / pressed, 2) if pressed else 0.0
+def _ratio(plain: int, compressed: int) -> float:
+    return round(plain / compressed, 2) if compressed else 0.0

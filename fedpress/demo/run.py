@@ -53,7 +53,7 @@ def run(settings: Settings, console: Console) -> History:
     """Run the demo; the history is written even if it ends early. Raises ServerError."""
     history = History(
         plain=Curve("plain", to_config(Uncompressed())),
-        pressed=Curve("pressed", _config(settings.compressor)),
+        compressed=Curve("compressed", _config(settings.compressor)),
         clients=settings.clients,
         seed=settings.seed,
     )
@@ -84,10 +84,10 @@ def _federate(settings: Settings, history: History, console: Console, fleet: Fle
         console.print(f"starting a server and {settings.clients} devices ...", highlight=False)
         with fleet.start_server() as operator:
             operator.register_model(model)
-            for curve in (history.plain, history.pressed):
+            for curve in (history.plain, history.compressed):
                 operator.create_task(_task(settings, curve, model.digest))
             token = operator.create_token(uses=settings.clients, expires_in=3600, note="demo")
-            names = [history.plain.name, history.pressed.name]
+            names = [history.plain.name, history.compressed.name]
             fleet.start_devices(token, settings.clients, settings.seed, names)
             with show.Screen(history, settings.rounds, console) as screen:
                 while not _caught_up(operator, history, test, settings.rounds):
@@ -119,7 +119,7 @@ def _task(settings: Settings, curve: Curve, digest: str) -> TaskConfig:
 
 def _caught_up(operator: Operator, history: History, test: digits.Images, rounds: int) -> bool:
     """Take in the rounds committed since; True once both tasks have all of theirs."""
-    for curve in (history.plain, history.pressed):
+    for curve in (history.plain, history.compressed):
         for attempts in _committed(operator.rounds(curve.name)):
             last = attempts[-1]
             if last.round == len(curve.points) + 1 and last.model is not None:
@@ -127,7 +127,7 @@ def _caught_up(operator: Operator, history: History, test: digits.Images, rounds
         done = len(curve.points) == rounds
         if not done and operator.task(curve.name).state == "cancelled":
             raise ServerError(f"task {curve.name!r} was cancelled after {len(curve.points)} rounds")
-    return all(len(curve.points) == rounds for curve in (history.plain, history.pressed))
+    return all(len(curve.points) == rounds for curve in (history.plain, history.compressed))
 
 
 def _committed(statuses: list[RoundStatus]) -> Iterator[list[RoundStatus]]:

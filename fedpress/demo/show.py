@@ -34,7 +34,7 @@ class Screen:
         )
         self._bars = {
             curve.name: self._progress.add_task(curve.name, total=rounds)
-            for curve in (history.plain, history.pressed)
+            for curve in (history.plain, history.compressed)
         }
         self._live = Live(console=console, refresh_per_second=8) if console.is_terminal else None
 
@@ -55,7 +55,7 @@ class Screen:
             self._live.stop()
 
     def update(self) -> None:
-        for curve in (self._history.plain, self._history.pressed):
+        for curve in (self._history.plain, self._history.compressed):
             self._progress.update(self._bars[curve.name], completed=len(curve.points))
         if self._live:
             self._live.update(Group(self._table(), self._progress))
@@ -63,39 +63,39 @@ class Screen:
         for number in range(self._printed, self._finished()):
             cells = self._cells(number)
             self._console.print(
-                f"round {cells[0]:>3}  accuracy {cells[1]} plain {cells[2]} pressed  "
+                f"round {cells[0]:>3}  accuracy {cells[1]} plain {cells[2]} compressed  "
                 f"up {cells[5]} / {cells[6]} kB  ratio {cells[8]}",
                 highlight=False,
             )
         self._printed = self._finished()
 
     def _finished(self) -> int:
-        return min(len(self._history.plain.points), len(self._history.pressed.points))
+        return min(len(self._history.plain.points), len(self._history.compressed.points))
 
     def _table(self) -> RenderableType:
         table = Table(title="fedpress: digits, uneven shares", title_justify="left")
         table.add_column("round", justify="right")
         for group in ("accuracy", "participants", "up, kB"):
-            for curve in (self._history.plain, self._history.pressed):
+            for curve in (self._history.plain, self._history.compressed):
                 table.add_column(f"{group}\n{curve.name}", justify="right")
         table.add_column("down, kB\npressed", justify="right")
         table.add_column("ratio\nup", justify="right")
-        longest = max(len(self._history.plain.points), len(self._history.pressed.points))
+        longest = max(len(self._history.plain.points), len(self._history.compressed.points))
         for number in range(max(0, longest - _ROWS), longest):
             table.add_row(*self._cells(number))
         return table
 
     def _cells(self, number: int) -> list[str]:
         """The row of round `number`, counted from 0; a dash where a task is not there yet."""
-        both = [_point(self._history.plain, number), _point(self._history.pressed, number)]
-        plain, pressed = both
+        both = [_point(self._history.plain, number), _point(self._history.compressed, number)]
+        plain, compressed = both
         cells = [str(number + 1)]
         cells += [f"{100 * point.accuracy:5.1f}%" if point else "-" for point in both]
         cells += [str(point.participants) if point else "-" for point in both]
         cells += [f"{point.upload_bytes / 1e3:,.1f}" if point else "-" for point in both]
-        cells.append(f"{pressed.download_bytes / 1e3:,.1f}" if pressed else "-")
-        fits = plain and pressed and pressed.upload_bytes
-        cells.append(f"{plain.upload_bytes / pressed.upload_bytes:.0f}x" if fits else "-")
+        cells.append(f"{compressed.download_bytes / 1e3:,.1f}" if compressed else "-")
+        fits = plain and compressed and compressed.upload_bytes
+        cells.append(f"{plain.upload_bytes / compressed.upload_bytes:.0f}x" if fits else "-")
         return cells
 
 
@@ -150,7 +150,7 @@ def draw_plot(history: History, path: Path) -> None:
     from matplotlib import pyplot
 
     figure, axes = pyplot.subplots(figsize=(7.5, 4.5), layout="constrained")
-    for curve, colour in ((history.plain, "#7a7a7a"), (history.pressed, "#0a6e8a")):
+    for curve, colour in ((history.plain, "#7a7a7a"), (history.compressed, "#0a6e8a")):
         accuracies = [100 * point.accuracy for point in curve.points]
         label = f"{curve.name}: {accuracies[-1]:.1f} % for {curve.upload_bytes / 1e6:,.2f} MB"
         axes.plot(curve.megabytes_so_far(), accuracies, ".-", color=colour, label=label)

@@ -82,7 +82,7 @@ class Record:
                 raise ConfigurationError(
                     f"call {number + 1} goes to other clients than before the run was stopped, so "
                     "the app does not repeat itself and cannot be resumed",
-                    hint="begin anew with --fresh, and draw clients by a seed",
+                    hint="start again with --fresh, and draw clients by a seed",
                 )
             return call
         if self._is_new:

@@ -202,7 +202,7 @@ def _check(settings: Settings, folder: Path, fresh: bool) -> None:
     if other:
         raise ConfigurationError(
             f"{folder} is a run that was stopped, with another {', '.join(other)}",
-            hint="give the same settings, another --out, or --fresh to begin anew",
+            hint="give the same settings, another --out, or --fresh to start again",
         )
 
 

@@ -120,7 +120,7 @@ class _Device:
     is_lost: bool = False
     has_worked: bool = False
 
-    def heard(self, event: Event) -> None:
+    def on_event(self, event: Event) -> None:
         self.has_worked |= isinstance(event, _PROGRESS)
 
 
@@ -335,7 +335,7 @@ class ServerTask:
                     seed=seed,
                     wait=0.0,
                     masking=masking,
-                    on_event=device.heard,
+                    on_event=device.on_event,
                     transport=HttpTransport(
                         _URL,
                         _key(state, self.settings.seed, index),

@@ -77,7 +77,8 @@ class Task:
         return _KINDS[self.data].initial_model(self)
 
     def trainer(self, index: int) -> Trainer:
-        """That of the client `index`, with its own examples."""
+        """Return the trainer of the client `index`, with its own examples.
+        ---"""
         return _KINDS[self.data].trainer(self, _shares(self)[index])
 
     def evaluate(self, model: Model) -> dict[str, float]:

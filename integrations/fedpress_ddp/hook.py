@@ -6,8 +6,8 @@
 
 compresses every step's gradients between sites of 8 processes and sends them whole inside a site.
 `LocalSGD` instead lets every site take many steps of its own optimizer, under FSDP or ZeRO if need
-be, and exchanges what they came to. Neither talks to a fedpress server: the processes trust each
-other.
+be, and exchanges the resulting change of the parameters. Neither talks to a fedpress server: the
+processes trust each other.
 """
 
 # No `from __future__ import annotations`: torch looks at a hook's annotations as objects.
@@ -32,10 +32,10 @@ __all__ = ["Exchange", "HookState", "LocalSGD", "Sent", "Sites", "comm_hook"]
 
 
 class HookState:
-    """What `comm_hook` works with, for one model; its arguments must be the same in all processes.
+    """State of `comm_hook` for one model; its arguments must be the same in all processes.
 
-    The first `plain_steps` steps are sent uncompressed: DistributedDataParallel groups gradients
-    anew after the first, and early gradients change fastest. The rest is Exchange's.
+    The first `plain_steps` steps are sent uncompressed: DistributedDataParallel regroups
+    gradients after the first, and early gradients change fastest. The rest is Exchange's.
     """
 
     def __init__(

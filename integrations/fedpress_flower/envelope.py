@@ -1,12 +1,12 @@
-"""What our two ends say to each other inside Flower's messages, and what both derive from them.
+"""fedpress's records inside Flower's messages, and what both ends derive from them.
 
 A message to a client carries, beside what any strategy sends, a config record RECORD:
 
 PLAN         the round's plan, JSON
 ASSIGNMENT   the client's assignment
 CLIENT       the client, as the server knows it
-RECEIPT      what became of an upload before this one, JSON; left out if there was none
-RECEIPTS     what became of the uploads that the client's last reply asked about, a list of JSON
+RECEIPT      the receipt of an upload before this one, JSON; left out if there was none
+RECEIPTS     the receipts of the uploads that the client's last reply asked about, a list of JSON
 ARRAYS       under which name the model is among the message's array records
 WEIGHT       under which name the number of examples is in the reply's metric record
 
@@ -35,7 +35,7 @@ MEMBERSHIP   a `Membership`, JSON: the population, its enrolment authority, the 
 ENDED        the last messages of sessions that the client may have sent a body in, and
 ENDED_FOR    the assignments that these were for
 
-and the reply says by SAID what the client has to say, its Advertise, and nothing else at all. The
+and the reply has the client's Advertise in SAID, and nothing else. The
 session goes on by messages whose RECORD has a STEP, one of STEPS or JOIN. They carry TASK, CLIENT,
 ASSIGNMENT and HEARD, the server's answer to the step before; the reply has ASSIGNMENT and SAID, and
 at the step MASKED a record BODY_RECORD with one array of type MASKED_STYPE, the body. Before a
@@ -82,7 +82,7 @@ Arrays = Mapping[str, npt.NDArray[Any]]
 
 
 def joining(server_key: str, task: str, client_id: str) -> bytes:
-    """What a client signs to show that the key it gives is its own, to this server alone."""
+    """Return the statement that a client signs to prove to this server that the key is its own."""
     return statement("flower join", server_key.encode(), task.encode(), client_id.encode())
 
 

@@ -1,4 +1,4 @@
-"""What a task has that names no compressor: `auto` over a ladder of rates, and what goes with it.
+"""Defaults of a task that names no compressor: `auto` over a ladder of rates, and its settings.
 
 Measured in docs/auto.md, each constant on other tasks than the one it is reported on. Everything is
 written out in the task's configuration when it is created, so that later releases change nothing

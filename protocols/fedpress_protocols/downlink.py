@@ -209,7 +209,8 @@ def _is_in_file(tensor: TensorSpec, values: Vector) -> bool:
 
 
 def _parts(spec: ModelSpec, base: Vector, values: Vector) -> tuple[list[_Part], list[Whole]]:
-    """How every tensor goes from `base` to `values`, and the whole numbers of those that do."""
+    """Return how each tensor goes from `base` to `values`, and the integers of those that
+    change."""
     parts, moves = [], []
     for tensor, where in zip(spec.trained, spec.slices.values(), strict=True):
         before, after = base[where], values[where]

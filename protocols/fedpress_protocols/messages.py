@@ -648,7 +648,8 @@ class RetentionTerms(Term):
 
 
 class TaskConfig(Term):
-    """What an operator starts a task with; the initial model is registered before.
+    """The configuration that an operator creates a task with; the initial model is registered
+    before.
 
     A task that names no profiles gets them, see `defaults`.
     """

@@ -28,7 +28,7 @@ Rung = Annotated[int, Field(ge=0, lt=256)]
 
 
 class Comparison(Term):
-    """What a probe came to: the mean of the compressed updates beside that of the reference.
+    """The result of a probe: the mean of the compressed updates compared with the reference's.
 
     `progress` is the length of the compressed mean along the direction of the reference's, over the
     reference's own: 1 where nothing is lost. `cosine` is that of the two directions. `nmse` is the
@@ -52,7 +52,7 @@ class Comparison(Term):
 
 
 class Trend(Term):
-    """Where `AccuracyDriven` is.
+    """State of `AccuracyDriven`.
 
     `since`: the model after which the rung is in use. From model `at`, `level` its log loss, the
     track falls by `pace` for each factor e of rounds. By rung: how often it was given up
@@ -69,7 +69,7 @@ class Trend(Term):
 
 
 class Watch(Term):
-    """Where `DivergenceGuard` is.
+    """State of `DivergenceGuard`.
 
     No rung beyond `ceiling` is used. `strikes` findings came in a row; the next probe is in round
     `probe_at`; findings of losses and classes count for models after `since`.
@@ -84,7 +84,7 @@ class Watch(Term):
 
 
 class Pace(Term):
-    """Where `Auto` is.
+    """State of `Auto`.
 
     `rung` is in use since the round `since`; no harder one is tried before round `barred`. `inner`
     and `norm` are the pooled numerator and denominator of the probes' `progress`, `probes` how
@@ -101,7 +101,7 @@ class Pace(Term):
 
 
 class Course(Term):
-    """What the policies made of a round. Plans have the profiles from `gentlest` to `hardest`, and
+    """The policies' decision for a round. Plans have the profiles from `gentlest` to `hardest`, and
     in a `probe` the reference besides."""
 
     round: Annotated[int, Field(ge=1)]
@@ -126,7 +126,7 @@ class Course(Term):
 
 
 class AccuracyDriven(Term):
-    """Which profile of the ladder a round has, by the loss of the models so far.
+    """Choose a round's profile from the ladder by the loss of the models so far.
 
     Losses fall by something like a power of the rounds, so the track is a line of the log loss
     over the log round: drawn from the last models of the gentlest profile, with `keep` of the
@@ -134,7 +134,7 @@ class AccuracyDriven(Term):
     more, is on the track, the next window has the next harder profile; if it lies above by more
     than `slack`, or by two standard errors where these are more, a gentler one. What was given up
     is not tried again for two windows, then for four, eight and so on. Each harder profile has the
-    track anew from where it begins, with the steepest slope so far; back at the gentlest it is
+    track again from where it begins, with the steepest slope so far; back at the gentlest it is
     drawn with the slope of the day. The first half of `settle` of the rounds has the gentlest, and
     over the last `settle` of them the rate is not raised any more.
 
@@ -191,7 +191,8 @@ class DivergenceGuard(Term):
     settle: Annotated[int, Field(ge=1)] = 10
 
     def references_among(self, clients: int) -> int:
-        """How many of the first `clients` that are assigned in a probe send the reference."""
+        """Return how many of the first `clients` that are assigned in a probe send the
+        reference."""
         return math.floor(round(clients * self.share, 6))
 
 
@@ -222,7 +223,8 @@ class Auto(Term):
     )
 
     def references_among(self, clients: int) -> int:
-        """How many of the first `clients` that are assigned in a probe send the reference."""
+        """Return how many of the first `clients` that are assigned in a probe send the
+        reference."""
         if not self.share:
             return 0
         return max(min(LEAST_COMPARED, clients // 2), math.floor(round(clients * self.share, 6)))
@@ -248,7 +250,7 @@ def automatic(policies: Sequence[Policy]) -> Auto | None:
 
 
 def prober(policies: Sequence[Policy]) -> DivergenceGuard | Auto | None:
-    """Which of them has part of a cohort send a reference."""
+    """The policy that has part of a cohort send a reference."""
     return divergence_guard(policies) or automatic(policies)
 
 

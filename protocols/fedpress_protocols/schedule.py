@@ -1,4 +1,4 @@
-"""What changes over a task's rounds: warm-ups, and rates that grow as training settles.
+"""Schedules of what changes over a task's rounds: warm-ups, and rates that grow with time.
 
 A schedule is plain data: periods, one after the other, each for a number of rounds or for a budget
 of bytes, and after the last of them the task's own profiles. Which of them a round has is a
@@ -47,8 +47,8 @@ class Period(Term):
         return self
 
     def length(self, uploaded: Sequence[int], whole: int) -> int | None:
-        """How many of the rounds that `uploaded` so many bytes were its own, from the first on;
-        None while the next one is, too. `whole` is what the budget is a share of."""
+        """Return how many of the rounds that `uploaded` so many bytes were its own, from the first
+        on; None while the next one is, too. `whole` is what the budget is a share of."""
         if self.budget is None:
             return self.rounds if self.rounds is not None and len(uploaded) >= self.rounds else None
         spent = 0
@@ -63,7 +63,7 @@ Schedule = Annotated[tuple[Period, ...], Field(max_length=256)]
 
 
 def period_at(schedule: Sequence[Period], uploaded: Sequence[int], whole: int) -> Period | None:
-    """Which period a round is of when the rounds before it `uploaded` so many bytes each; None
+    """Return a round's period, when the rounds before it `uploaded` so many bytes each; None
     after the last one. `whole`: the bytes of all the rounds in float32."""
     start = 0
     for period in schedule:

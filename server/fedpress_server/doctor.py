@@ -427,7 +427,7 @@ def _port(host: str, port: int, setting: str) -> Finding:
 
 
 def _answer(url: str, now: float, clock_skew: float) -> Iterator[Finding]:
-    """What a device would meet at `url`."""
+    """Check `url` as a device would see it."""
     where = urlsplit(url)
     try:
         ready = httpx.get(f"{url.rstrip('/')}/readyz", timeout=_PATIENCE, trust_env=False)

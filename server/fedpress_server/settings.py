@@ -64,47 +64,51 @@ class Settings(BaseSettings):
     )
     store_region: str = Field("", description="Region of the S3 store.")
     store_access_key_id: str = Field(
-        "", description="Name of the store's key; without it as S3 clients do, from AWS_* on."
+        "",
+        description="Name of the store's key; if not set, found as S3 clients do, from AWS_* on.",
     )
     store_secret_access_key: SecretStr | None = Field(None, description="The store's secret key.")
     store_secret_access_key_file: Path | None = Field(
         None, description="File that holds the store's secret key, in place of the key itself."
     )
     store_timeout: Seconds = Field(
-        30.0, description="Seconds that the store may take for one file, all tries together."
+        30.0, description="Seconds that the store may take for one file, including retries."
     )
     store_cache_bytes: int = Field(
-        4096 * MIB, ge=0, description="Bytes of the store's files that lie in the data folder too."
+        4096 * MIB,
+        ge=0,
+        description="Bytes of the store's files that are cached in the data folder.",
     )
     watched_folders: str = Field(
         "",
-        description="Folders, with commas between them, whose disks /metrics tells of beside the "
-        "data folder's: the database's and the store's, where they are on this machine.",
+        description="Folders, separated by commas, whose disks /metrics reports besides the data "
+        "folder's: the database's and the store's, if they are on this machine.",
     )
     server_key_file: Path | None = Field(
         None,
         description="PEM file of the key that signs receipts, the same for all servers of one "
-        "database; without it server-key.pem in the data folder, made at the first start.",
+        "database; if not set, server-key.pem in the data folder, created at the first start.",
     )
     authority_key_file: Path | None = Field(
         None,
-        description="PEM file of the key that certifies devices of the masked lane where the "
-        "server does; as server_key_file, with authority-key.pem.",
+        description="PEM file of the key that certifies devices of the masked lane, if the server "
+        "does that; if not set, authority-key.pem in the data folder.",
     )
     role: Literal["all", "api", "worker", "scheduler"] = Field(
         "all",
-        description="What this server does: api answers devices and operators, worker makes the "
-        "models, scheduler sees to deadlines and choices; all does everything.",
+        description="Role of this server: api answers devices and operators, worker aggregates, "
+        "scheduler enforces deadlines and selects clients; all does everything.",
     )
     admin_token: SecretStr | None = Field(
-        None, description="Bearer token of the admin API, 16 characters at least; none closes it."
+        None,
+        description="Bearer token of the admin API, at least 16 characters; not set: it is closed.",
     )
     admin_token_file: Path | None = Field(
         None, description="File that holds the admin token, in place of the token itself."
     )
     metrics_token: SecretStr | None = Field(
         None,
-        description="Bearer token that opens /metrics and nothing else, 16 characters at least; an "
+        description="Bearer token that opens /metrics and nothing else, at least 16 characters; an "
         "operator's token opens it, too.",
     )
     metrics_token_file: Path | None = Field(
@@ -115,8 +119,8 @@ class Settings(BaseSettings):
     )
     allowed_hosts: str = Field(
         "",
-        description="Names that requests may be sent to (Host), with commas between, *.example.org "
-        "for all below one; empty: any. /livez, /readyz and /metrics answer to any.",
+        description="Host names that requests may be sent to, separated by commas, *.example.org "
+        "for all subdomains; empty: any. /livez, /readyz and /metrics answer to any.",
     )
     admin_host: str = Field(
         "127.0.0.1", description="Address of the operators' own listener, if it has a port."
@@ -141,31 +145,31 @@ class Settings(BaseSettings):
     max_bytes_in_flight: int = Field(
         256 * MIB,
         ge=1024,
-        description="Upload bytes held in memory at a time, as they arrive; of more the slowest "
-        "upload is put off.",
+        description="Limit of upload bytes in memory at a time, as they arrive; beyond it the "
+        "slowest upload is refused and must be retried.",
     )
     max_connections: int | None = Field(
         None,
         ge=1,
-        description="Connections open at a time; more are answered 503. Without it 16384, or half "
+        description="Limit of open connections; more are answered 503. If not set, 16384, or half "
         "of the files that the process may open, if that is less.",
     )
     max_connections_per_address: int | None = Field(
         None,
         ge=1,
-        description="Connections of one address, or of one IPv6 network of 64 bits; without it "
-        "half of max_connections.",
+        description="Limit of connections from one address, or one IPv6 network of 64 bits; if "
+        "not set, half of max_connections.",
     )
     trusted_proxies: str = Field(
         "",
-        description="Addresses or networks of proxies, with commas between: their connections are "
-        "many devices', and max_connections alone bounds them.",
+        description="Addresses or networks of proxies, separated by commas. They carry connections "
+        "of many devices, so only max_connections limits them.",
     )
     poll_seconds: Seconds = Field(
-        5.0, description="Pause that a device with nothing to do is asked to make."
+        5.0, description="Seconds after which a device without work is asked to poll again."
     )
     check_ins_per_second: Annotated[float, Field(gt=0)] = Field(
-        200.0, description="Check-ins per second that devices with nothing to do are spread over."
+        200.0, description="Check-ins per second over which devices without work are spread."
     )
     approve_each_device: bool = Field(
         False,
@@ -173,19 +177,20 @@ class Settings(BaseSettings):
         "token says.",
     )
     approval_poll_seconds: Seconds = Field(
-        30.0, description="Pause that a device which waits for approval is asked to make."
+        30.0,
+        description="Seconds after which a device that waits for approval is asked to poll again.",
     )
     enrolments_per_second: Annotated[float, Field(gt=0)] = Field(
         100.0,
-        description="Devices per second that enrol with good tokens, after the first of a crowd; "
-        "more are put off.",
+        description="Rate limit of enrolments with valid tokens, per second, after a first burst; "
+        "more are told to retry later.",
     )
     enrolment_failures_per_minute: Annotated[float, Field(gt=0)] = Field(
         30.0,
-        description="Enrolments with bad tokens that one address may try, and that one token may "
-        "be tried for; more are put off. Good tokens pass all the same.",
+        description="Limit of enrolments with invalid tokens from one address, and for one token; "
+        "more are told to retry later. Valid tokens are not affected.",
     )
-    tick_seconds: Seconds = Field(0.5, description="How often deadlines are looked at.")
+    tick_seconds: Seconds = Field(0.5, description="Seconds between checks of the deadlines.")
     header_timeout: Seconds = Field(
         9.0, description="Seconds a connection may take to send a request's headers."
     )
@@ -194,22 +199,25 @@ class Settings(BaseSettings):
     )
     upload_seconds: Seconds = Field(
         600.0,
-        description="Seconds an upload's body may take in all. It has to come at an even rate or "
-        "faster, after a twentieth of that time.",
+        description="Seconds an upload's body may take in all. After a twentieth of that time it "
+        "must arrive at least at the even rate that meets the limit.",
     )
     max_part_bytes: int = Field(
-        8 * MIB, ge=64 * 1024, description="Longest part of an upload that comes by parts."
+        8 * MIB, ge=64 * 1024, description="Maximum bytes of one part of an upload in parts."
     )
     max_partial_bytes: int = Field(
-        4096 * MIB, ge=1024, description="Bytes that uploads by parts under way may come to in all."
+        4096 * MIB,
+        ge=1024,
+        description="Maximum bytes of all unfinished uploads in parts together.",
     )
     partial_seconds: Seconds = Field(
-        3600.0, description="Seconds that an upload by parts is kept after its last part."
+        3600.0,
+        description="Seconds that an unfinished upload in parts is kept after its last part.",
     )
     drain_seconds: Annotated[float, Field(ge=0, le=600)] = Field(
         3.0,
-        description="Seconds for which a server that shares its database goes on taking requests "
-        "when it is to stop, with /readyz at 503, so that others are asked from then on.",
+        description="Seconds for which a stopping server that shares its database still answers "
+        "requests, with /readyz at 503, so that load balancers turn to the others.",
     )
     shutdown_seconds: int = Field(
         10, ge=1, description="Seconds that running requests are given when the server stops."
@@ -224,10 +232,11 @@ class Settings(BaseSettings):
         description="Threads that check and aggregate uploads beside the event loop.",
     )
     lease_seconds: Seconds = Field(
-        30.0, description="Seconds without a sign after which a worker's job is another's."
+        30.0,
+        description="Seconds without a renewal after which another worker may take a worker's job.",
     )
     follow_seconds: Annotated[float, Field(gt=0, le=1)] = Field(
-        0.5, description="How often a server of several looks for what others wrote."
+        0.5, description="Seconds between a server's checks for changes by other servers."
     )
     fold_memory_bytes: int = Field(
         256 * MIB,
@@ -236,11 +245,11 @@ class Settings(BaseSettings):
     )
     retention_grace: Seconds = Field(
         7 * 86400.0,
-        description="Seconds that every model stays, whatever its task's retention: longer than "
+        description="Seconds that every model is kept, whatever its task's retention: longer than "
         "the longest backup takes.",
     )
     retention_seconds: Seconds = Field(
-        3600.0, description="How often models that retention gives up are removed."
+        3600.0, description="Seconds between removals of models that retention no longer keeps."
     )
     population: str = Field(
         "fedpress",
@@ -249,9 +258,8 @@ class Settings(BaseSettings):
     )
     masking_authority: str = Field(
         "",
-        description="Public key of the authority whose certificates devices bring to masked "
-        "sessions; empty: the server certifies them itself, and masks protect from a server that "
-        "only looks.",
+        description="Public key of the authority that certifies devices for masked sessions; "
+        "empty: the server does, and masks protect only against a semi-honest server.",
     )
     log_level: Literal["debug", "info", "warning", "error"] = Field(
         "info",
@@ -262,24 +270,24 @@ class Settings(BaseSettings):
         description="text for people, on stderr; json for machines, an object a line, on stdout.",
     )
     egress_price: Annotated[float, Field(ge=0, allow_inf_nan=False)] = Field(
-        0.0, description="What a GiB that this server sends costs, for its metrics and reports."
+        0.0, description="Cost of a GiB that this server sends, for its metrics and reports."
     )
     egress_currency: str = Field(
-        "EUR", pattern=r"^[A-Za-z0-9 ./_-]{1,16}$", description="What egress_price is counted in."
+        "EUR", pattern=r"^[A-Za-z0-9 ./_-]{1,16}$", description="Currency of egress_price."
     )
     otlp_endpoint: str = Field(
         "",
         pattern=r"^(https?://[^@]+)?$",
-        description="Where traces are sent by OTLP over HTTP, as http://collector:4318/v1/traces; "
-        "empty: nowhere. Needs fedpress[otel].",
+        description="URL that traces are sent to by OTLP over HTTP, such as "
+        "http://collector:4318/v1/traces; empty: none are sent. Needs fedpress[otel].",
     )
     trace_share: Annotated[float, Field(ge=0, le=1)] = Field(
         1.0, description="Share of the requests that are traced; rounds all are."
     )
     failpoint: str = Field(
         "",
-        description="For tests of crashes: name:kill, name:raise or name:pause, and at which pass; "
-        "docs/fault-table.md has the names.",
+        description="For crash tests: name:kill, name:raise or name:pause, with the number of the "
+        "pass to do it at; docs/fault-table.md has the names.",
     )
 
     @classmethod
@@ -288,7 +296,7 @@ class Settings(BaseSettings):
 
         Raises ConfigurationError with every fault found.
         """
-        given = {name: value for name, value in flags.items() if value is not None}
+        options = {name: value for name, value in flags.items() if value is not None}
         file = config
 
         class WithFile(cls):  # type: ignore[misc, valid-type]
@@ -314,11 +322,11 @@ class Settings(BaseSettings):
 
         if config is not None and not config.is_file():
             raise ConfigurationError(f"there is no configuration file {config}")
-        unknown = sorted(set(given) - set(cls.model_fields))
+        unknown = sorted(set(options) - set(cls.model_fields))
         if unknown:
             raise ConfigurationError(f"no such setting: {', '.join(unknown)}")
         try:
-            loaded: Settings = WithFile(**given)
+            loaded: Settings = WithFile(**options)
         except ValidationError as exc:
             raise ConfigurationError(format_validation_errors(exc)) from exc
         return loaded
@@ -366,10 +374,10 @@ class Settings(BaseSettings):
             "metrics_token": self.metrics_token,
             "store_secret_access_key": self.store_secret_access_key,
         }
-        found = {name: each.get_secret_value() for name, each in secrets.items() if each}
+        values = {name: each.get_secret_value() for name, each in secrets.items() if each}
         with suppress(ValueError):  # whoever opens the database says what is wrong with its URL
-            found["database_url's password"] = unquote(urlsplit(self.database_url).password or "")
-        for name, secret in found.items():
+            values["database_url's password"] = unquote(urlsplit(self.database_url).password or "")
+        for name, secret in values.items():
             if secret and _PLACEHOLDER.search(secret):
                 raise ValueError(
                     f"{name} is a placeholder: put a long random string in its place, such as "
@@ -394,8 +402,8 @@ class Settings(BaseSettings):
     @property
     def public_digest(self) -> str:
         """SHA-256, hex, of all settings that hold no secret: whether two servers have the same."""
-        told = self.model_dump(mode="json", exclude=set(secret_settings()))
-        return hashlib.sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()
+        values = self.model_dump(mode="json", exclude=set(secret_settings()))
+        return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
 
     @property
     def watched(self) -> list[Path]:

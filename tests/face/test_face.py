@@ -217,7 +217,7 @@ def test_a_compressor_that_is_not_one_is_refused() -> None:
 
 
 def test_a_history_of_nothing_is_still_json(tmp_path: Path) -> None:
-    history = History(Curve("plain", {}), Curve("pressed", {}), clients=2, seed=0)
+    history = History(Curve("plain", {}), Curve("compressed", {}), clients=2, seed=0)
     history.write(tmp_path / "deep" / "history.json")
     written = json.loads((tmp_path / "deep" / "history.json").read_text())
     assert written["upload_ratio"] == 0

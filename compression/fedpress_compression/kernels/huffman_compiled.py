@@ -356,8 +356,8 @@ def _read_some(octets, starts, num_bytes, of_block, singles, symbols, block, blo
 
 @kernel
 def _together(num_bytes, block, left):
-    """How many blocks are read at once, of `left` symbols: two, where both are whole and not of a
-    single symbol, which takes no bits and no refills."""
+    """Return how many blocks to read at once, of `left` symbols: two, where both are whole and not
+    of a single symbol, which takes no bits and no refills."""
     if left < 2 * BLOCK or num_bytes[block, 0] < 8 or num_bytes[block + 1, 0] < 8:
         return 1
     return 2

@@ -443,7 +443,7 @@ def follow(octets: Octets, stop: int, lanes: Lanes, lookup: Lookup) -> tuple[Oct
     at = (windows[begun >> 3] >> (begun & 7).astype(np.uint32)) & _MASK
     if several:
         at += np.repeat(lanes.tables << MAX_LENGTH, lanes.counts).astype(np.uint32)
-    # The end is that of the last code, looked up anew: where steps are 0, codes still have bits.
+    # The end is that of the last code, looked up again: where steps are 0, codes still have bits.
     ends = lanes.begins.copy()
     moved = (lanes.counts > 0) & ~still
     last = np.cumsum(lanes.counts)[moved] - 1

@@ -202,7 +202,7 @@ def others(symbols: Octets, common: int) -> Ints:
 
 @kernel
 def _others(symbols, common, where):
-    """What comes after the last is written over it."""
+    """Write the positions of symbols other than `common` to `where`; returns their number."""
     count = _U(0)
     for i in range(symbols.size):
         where[count] = i
@@ -360,7 +360,7 @@ def digits_of(size, per_group, digits):
 
 @kernel
 def _ungroup(groups, size, per_group, symbols):
-    """What is left over after the last symbol."""
+    """Return what is left over after the last symbol."""
     digits = np.zeros((256, 8), np.uint8)
     digits_of(size, per_group, digits)
     words = digits.reshape(2048).view(np.uint64)

@@ -166,7 +166,7 @@ def choose_tables(histograms: Ints, at_most: int = MAX_TABLES) -> tuple[Octets, 
 
 @kernel
 def _grouped(of_blocks, of_block, lengths, order):
-    """Number the groups in use anew, without gaps, and make each its code; how many there are."""
+    """Renumber the groups in use without gaps, and make each its code; returns their number."""
     num_blocks, alphabet = of_blocks.shape
     sums = np.zeros((MAX_TABLES, alphabet), np.int64)
     filled = np.zeros(MAX_TABLES, np.int64)

@@ -22,7 +22,8 @@ T = TypeVar("T")
 
 
 def threads_of(asked: str, cpus: int) -> int:
-    """How many threads a call may use, by the setting; raises ConfigurationError."""
+    """Return the number of threads that a call may use, by the setting; raises
+    ConfigurationError."""
     if not asked:
         return max(1, min(cpus, _BY_DEFAULT))
     if not asked.isdecimal() or not 1 <= int(asked) <= _MOST:
@@ -31,13 +32,13 @@ def threads_of(asked: str, cpus: int) -> int:
 
 
 def _cpus() -> int:
-    """How many this process may run on, where the system says so."""
+    """Return the number of processors that this process may use, where the system tells."""
     allowed = getattr(os, "sched_getaffinity", None)
     return len(allowed(0)) if allowed else os.cpu_count() or 1
 
 
 class _Workers:
-    """Threads that are started when they are first needed, and anew in a process that was forked,
+    """Threads that are started when they are first needed, and again in a process that was forked,
     for threads do not come along."""
 
     def __init__(self, limit: int) -> None:

@@ -1,4 +1,4 @@
-"""What a client keeps from round to round, in files: its account, and its part in sessions.
+"""Files that a client keeps from round to round: its account, and its state in sessions.
 
 A SuperNode without authentication keys is another node to Flower after a restart. So an account is
 named by what its owner's configuration says, DEVICE_ID or else partition-id, and by the node's id
@@ -46,8 +46,8 @@ _log = logging.getLogger(__name__)
 
 
 def state_folder(context: Context, state_dir: str | None) -> Path:
-    """Where a client's files are: `state_dir`, or what the node's or the run's configuration has
-    under STATE_DIR, or ~/.fedpress/flower."""
+    """Return the folder of a client's files: `state_dir`, or what the node's or the run's
+    configuration has under STATE_DIR, or ~/.fedpress/flower."""
     named = context.run_config.get(STATE_DIR, _DEFAULT_DIR)
     folder = state_dir or str(context.node_config.get(STATE_DIR, named))
     return Path(folder).expanduser().absolute()
@@ -107,8 +107,9 @@ class Account:
         durable: bool,
         name: str | None = None,
     ) -> Account:
-        """Where `context` says, or where a new one belongs: under `name`, or the client's id.
-        Raises MalformedRequest for a task or a client that cannot be part of a path."""
+        """Return the account that `context` names, or a new one under `name` or the client's id.
+        ---
+                Raises MalformedRequest for a task or a client that cannot be part of a path."""
         if envelope.RECORD in context.state:
             return cls(Path(str(context.state[envelope.RECORD]["account"])), durable)
         try:

@@ -233,7 +233,7 @@ class MaskingMod:
         return Seat(account, task, client_id, key, rules, self.clock)
 
     def _secret(self, context: Context, plan: RoundPlan) -> bytes | None:
-        """What whole numbers are rounded by; None: the ledger takes the system's randomness."""
+        """Return the randomness of rounding to integers; None: the ledger uses the system's."""
         if self.seed is None:
             return None
         own = own_seed(context, self.seed)

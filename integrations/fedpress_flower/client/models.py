@@ -170,7 +170,7 @@ def with_arrays(message: Message, model: Model) -> RecordDict:
 
 
 def holding(digest: str) -> ConfigRecord:
-    """What a reply says of the model that is kept here; empty: the base was not."""
+    """Return the reply's record of the model that is cached here; empty if the base was not."""
     return ConfigRecord({envelope.HOLDS: digest})
 
 

@@ -1,4 +1,4 @@
-"""What a training message asks of a client, and what its reply says."""
+"""The terms of a training message, and the report of its reply."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ EARLIER: tuple[Knowledge, ...] = ("previous", "drift")
 
 @dataclass(frozen=True)
 class Terms:
-    """What a message asks, and the model [spec.size] that it carries."""
+    """The terms of a message, and the model [spec.size] that it carries."""
 
     assignment: Assignment
     receipts: tuple[Receipt, ...]
@@ -86,7 +86,7 @@ def own_seed(context: Context, seed: int) -> int:
 
 
 def without_ours(content: RecordDict) -> RecordDict:
-    """What an app is to see of a message: all but what our two ends say to each other."""
+    """Return a copy of the message for the app, without fedpress's own records."""
     return RecordDict(
         {n: each for n, each in content.items() if n.partition(".")[0] != envelope.RECORD}
     )

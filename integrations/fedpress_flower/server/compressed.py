@@ -246,7 +246,7 @@ class FedpressStrategy(Wrapping):
         return arrays, with_figures(metrics, report)
 
     def _answered(self, node: int, assignment: str) -> str:
-        """What became of the upload of an assignment, as a receipt (JSON) for `node`."""
+        """Return the receipt (JSON) of an assignment's upload for `node`."""
         number, before = (int(each) for each in assignment.split("-"))
         receipt = self._receipts.get(before)
         if receipt is None or receipt.assignment != assignment:

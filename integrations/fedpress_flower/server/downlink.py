@@ -41,7 +41,7 @@ class _Sent:
 
 @dataclass
 class Downlink:
-    """What clients have, and how they come by the next model.
+    """The models that clients hold, and the coding of the next one.
 
     `own` are the strategy's arrays, as if nothing were rounded; what is published is as near to
     them as the terms allow, and the rest is in the difference, from which the next step is taken.
@@ -66,7 +66,7 @@ class Downlink:
     _sent: dict[int, _Sent] = field(default_factory=dict)
 
     def published(self, arrays: ArrayRecord) -> ArrayRecord:
-        """The model that clients get where the strategy has come to `arrays`. Begins anew with
+        """The model that clients get where the strategy has come to `arrays`. Starts again with
         arrays that are neither what was published last nor what the run began with.
 
         Raises ConfigurationError for a model that has no coded form.

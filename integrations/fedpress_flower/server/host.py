@@ -1,4 +1,4 @@
-"""Who the server of masked rounds is to its clients, and who vouches for them."""
+"""The server's identity in masked rounds, and the enrolment of its clients."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ _RENEW_SECONDS = 30 * 24 * 3600
 
 @dataclass
 class Host:
-    """What all sessions of a run have in common: the server's `key`, the `authority`'s public key,
-    and its private one, `issuer`, where it is here."""
+    """Settings shared by all sessions of a run: the server's `key`, the `authority`'s public key,
+    and its private key, `issuer`, if this server has it."""
 
     key: DeviceKey
     authority: bytes
@@ -58,7 +58,7 @@ class Host:
         return self.issuer is None or certificate.client_id == str(node)
 
     def membership(self, node: int, now: float) -> Membership:
-        """What the node needs to show others that it is one."""
+        """Return the membership that the node shows to others."""
         certificate = None
         if self.issuer is not None:
             public, issued = self._issued[node]

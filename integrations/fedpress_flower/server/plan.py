@@ -1,4 +1,4 @@
-"""What a user of the strategies says, and what they tell of a round."""
+"""The configuration of the strategies, and their report of a round."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _AUTO = Auto()
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What every round's plan is made of; the fields are those of `TaskConfig`.
+    """Configuration of every round's plan; the fields are those of `TaskConfig`.
 
     Without a `compressor` the plan has the default of fedpress's server, docs/auto.md: a rate for
     each round by the policy `auto` with these terms, and under masks a fixed one.
@@ -63,15 +63,15 @@ class Plan:
 
 @dataclass(frozen=True, slots=True)
 class RoundReport:
-    """What became of one round of training. `asked` and `included` name nodes, `dropped` says why
+    """The outcome of one round of training. `asked` and `included` name nodes, `dropped` says why
     the others are not included. `upload_bytes` are those of all bodies that came, and of models
     that came uncompressed; `nmse` is the mean over the uploads included, NaN if there are none, or
     if they were masked; `model` is the digest of the model after the round. `download_bytes` are
     those of all models in the round's messages to train; of these `coded_download_bytes` were
     coded, and `difference_download_bytes` as the difference to a model that the client holds.
-    `left_out` names by node the metrics that were NaN or infinite; its update was taken in.
-    `profile` names the round's compressor; `course` is what `auto` decided, why, and what a probe
-    came to, where the plan names no compressor.
+    `left_out` names by node the metrics that were NaN or infinite; its update is in the model.
+    `profile` names the round's compressor; `course` is what `auto` decided and why, with the result
+    of a probe, where the plan names no compressor.
 
     Of a masked round: `session_up_bytes` and `session_down_bytes` are those of the session's
     messages, bodies not among them; `silent` tells by step how many of those who were asked did not

@@ -66,8 +66,8 @@ _SLOT = re.compile(r"\bslot (\d{1,5})\b")
 
 @dataclass(frozen=True, slots=True)
 class _Phase:
-    """What clients are asked for in a phase, what they hear first, and in which field of the
-    configuration its seconds are."""
+    """A phase: the message that clients send, the message that they receive first, and the field of
+    the configuration that limits its seconds."""
 
     step: str
     said: type[ClientMessage]
@@ -90,7 +90,7 @@ def step_message(node: int, **fields: str | bytes) -> Message:
 
 
 def said_by(reply: Message) -> bytes:
-    """What a reply says; raises MalformedRequest if it is not one of a masked round."""
+    """Return the message of a reply; raises MalformedRequest if it is not one of a masked round."""
     record = reply.content.get(envelope.RECORD)
     message = record.get(envelope.SAID) if isinstance(record, ConfigRecord) else None
     if not isinstance(message, bytes):

@@ -46,7 +46,7 @@ class Taken:
 
 
 class Accumulator(Protocol):
-    """Where uploads are added up, one by one; see aggregation.py."""
+    """Adds uploads up, one by one; see aggregation.py."""
 
     def add(self, update: Update, upload: Taken) -> None: ...
 
@@ -108,7 +108,7 @@ class Uploads(Round):
         return Format(plan, plan.to_json(), plan.profiles[0].compressor, layouts, contexts)
 
     def comparison(self) -> Comparison | None:
-        """What the uploads taken in a probe tell; None if this is none, or too few came."""
+        """The comparison by a probe's uploads; None if this is no probe, or too few came."""
         if self._reference is None:
             return None
         probe = Probe(self.model.spec.size)
@@ -188,7 +188,7 @@ class Uploads(Round):
         taken.report = dict(zip(self.plan.report, report, strict=True))
 
     def updated(self, node: int, upload: Upload) -> Update:
-        """What an upload stands for, within the plan's bounds; raises InvalidUpdate."""
+        """Decompress an upload, within the plan's bounds; raises InvalidUpdate."""
         with np.errstate(over="ignore", invalid="ignore"):  # forged values; check refuses them
             update = self.format_of(node).compressor.decompress(upload.symbols, self.public)
             update.check(self.plan.fixed_point.max_abs)
@@ -243,8 +243,8 @@ class Uploads(Round):
         }
 
     def answers(self) -> list[Message]:
-        """What a strategy of Flower's is given, in the order of nodes: metrics have the same names
-        everywhere, so that those left out by one are left out of all."""
+        """Return the replies for a strategy of Flower's, in the order of nodes. Metrics have the
+        same names everywhere: those that one left out are left out of all."""
         replies: dict[int, Message] = {}
         for node, metrics in zip(sorted(self.taken), self.metrics_of_all(), strict=True):
             reply = cast(Message, self.taken[node].decoded)

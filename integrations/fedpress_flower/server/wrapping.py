@@ -1,4 +1,4 @@
-"""What our strategies have in common: an inner one, seeded cohorts, reports, averages served."""
+"""The base of fedpress's strategies: an inner one, seeded cohorts, reports, averages served."""
 
 from __future__ import annotations
 
@@ -146,7 +146,7 @@ class Wrapping(FlowerStrategy):
     def _asked(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> list[Message]:
-        """What the inner strategy would send to its clients."""
+        """Return the messages that the inner strategy would send to its clients."""
         with seeded(self.plan.seed, server_round, "train"):
             return list(self.inner.configure_train(server_round, arrays, config, grid))
 

@@ -1,4 +1,4 @@
-"""Which plans and strategies an asynchronous task may have; rounds/buffered.py runs it."""
+"""Checks of an asynchronous task's plan and strategy; rounds/buffered.py runs such tasks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Which tasks may have a downlink; fedpress_strategies.downlink has what such a task publishes."""
+"""Checks of a task with a downlink; fedpress_strategies.downlink computes what such a task
+publishes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who operates the server, and what has been done to it."""
+"""Routes for operator accounts and the audit log."""
 
 from __future__ import annotations
 

@@ -259,8 +259,8 @@ async def get_difference(
 async def get_artefact(
     request: Request, digest: Digest, services: Parts, task: Name | None = None
 ) -> Response:
-    """What the plan of an open round names besides models, by its SHA-256. As for a model, one
-    range is honoured, and the round of `task` counts the bytes.
+    """Return an artefact, other than a model, that the plan of an open round names by its SHA-256.
+    As for a model, one range is honoured, and the round of `task` counts the bytes.
     """
     size = await services.queries.artefact_bytes(digest)
     return await _immutable(request, artefact_name(digest), digest, size, task or "")
@@ -464,8 +464,8 @@ def head_bytes(request: Request) -> int:
 async def get_own(
     request: Request, assignment: Identifier, services: Parts, task: Name | None = None
 ) -> Response:
-    """What the device's last included upload stood for, for one that has lost it: what `own` of
-    the open assignment is the SHA-256 of. As for a model, one range is honoured.
+    """Return the update of the device's last included upload to a device that has lost it: `own` of
+    the open assignment is its SHA-256. As for a model, one range is honoured.
     """
     name, digest = await services.queries.own_name(device_of(request).client_id, assignment)
     num_bytes = await asyncio.to_thread(services.payloads.size, name)
@@ -513,7 +513,7 @@ async def decline(
 async def get_receipt(
     request: Request, assignment: Identifier, services: Parts
 ) -> SignedReceipt | Response:
-    """What became of an assignment, signed; it never changes."""
+    """Return the signed receipt of an assignment, its final outcome; it never changes."""
     receipt = await services.check_ins.receipt(device_of(request).client_id, assignment)
     if receipt is None:
         return Response(status_code=202, headers=_retry_after(services.settings.poll_seconds))

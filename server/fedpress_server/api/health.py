@@ -1,4 +1,4 @@
-"""What supervisors ask: is it alive, can it work, what does it do."""
+"""Routes for supervisors: liveness, readiness, metrics."""
 
 from __future__ import annotations
 

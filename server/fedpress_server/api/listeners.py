@@ -1,7 +1,7 @@
-"""Which routes are answered where: at one listener all, or devices' and operators' apart.
+"""The routes of each listener: one listener for all, or one for devices and one for operators.
 
-Two listeners are two applications over the same services. What one does not answer it does not
-have: a device's listener knows no more of the admin API than of any other path.
+Two listeners are two applications over the same services. The devices' application does not contain
+the admin API, and answers its paths as it answers any unknown path.
 """
 
 from __future__ import annotations

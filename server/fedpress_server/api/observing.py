@@ -1,4 +1,4 @@
-"""What operators ask of the servers: how much they log, and what they have seen of the fleet."""
+"""Routes for observing the servers: log levels and fleet statistics."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ async def read_log_level(services: Parts) -> LogLevelStatus:
 @observing_routes.put("/log-level", responses=responses(400))
 async def set_log_level(services: Parts, body: LogLevelStatus, by: By) -> LogLevelStatus:
     """Have all servers that run log from another level on, workers and schedulers among them, each
-    until it is started anew."""
+    until it restarts."""
     registry = services.server_registry
     levels = await registry.set_log_level(body.level, by, services.now)
     return LogLevelStatus(level=logs.level_now(), server=registry.name, servers=levels)

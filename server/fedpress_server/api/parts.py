@@ -115,8 +115,8 @@ async def held_of_partial(
     partial: Identifier,
     services: Parts,
 ) -> Response:
-    """Where the next part is to begin. A part that is still being read is given up for it; one that
-    is being written is waited for."""
+    """Return the offset of the next part. A part that is still being read is abandoned; one that is
+    being written is awaited."""
     device = device_of(request)
     slot = await services.intake.slot(device.client_id, assignment, device.key_id)
     async with services.resumable.turn(slot, partial):

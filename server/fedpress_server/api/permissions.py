@@ -1,6 +1,6 @@
-"""What an operator has to be allowed for each route, in one table.
+"""The permission that each route requires of an operator, in one table.
 
-A route that operators come to cannot be made without a line here.
+A route for operators cannot be added without a line here.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ PERMISSIONS: Mapping[tuple[str, str], Permission] = {
 
 
 def permission_of(methods: Iterable[str] | None, path: str) -> Permission:
-    """What the route asks for; raises LookupError for one that has no line."""
+    """Return the permission that the route requires; raises LookupError without a line for it."""
     of = sorted(methods or ())
     needed = {PERMISSIONS.get((method, path)) for method in of}
     if len(needed) != 1 or (permission := needed.pop()) is None:

@@ -55,7 +55,7 @@ async def get_version(task: Name, which: Which, services: Parts) -> ModelLineage
 
 @registry_routes.get("/tasks/{task}/aliases", responses=responses(400, 404))
 async def list_aliases(task: Name, services: Parts) -> list[Alias]:
-    """Where the task's aliases point, and where they have pointed."""
+    """List the task's aliases, with the versions that they point and have pointed to."""
     return await services.database.read(lambda c: registry.aliases(c, task))
 
 

@@ -210,7 +210,7 @@ def device_of(request: Request) -> Device:
 
 
 def content_of(request: Request) -> Content:
-    """What the signature says of the body."""
+    """Return the digest of the body that the signature states."""
     content: Content = request.state.content
     return content
 

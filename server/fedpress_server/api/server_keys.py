@@ -1,4 +1,4 @@
-"""Which key signs the receipts, and how it came to: for devices that pinned an earlier one."""
+"""Route for the key that signs receipts, with the rollovers to it from earlier keys."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ session_routes = APIRouter(
     "/membership", responses=responses(besides={200: answered(examples.MEMBERSHIP)})
 )
 async def get_membership(request: Request, services: Parts) -> Membership:
-    """What this device shows to others in a masked session: a fresh certificate, where the server
+    """Return this device's credentials for masked sessions: a fresh certificate, where the server
     holds the enrolment authority's key, and the authority's name in any case."""
     return services.authority.membership(device_of(request), services.now)
 
@@ -97,7 +97,7 @@ async def poll(
     services: Parts,
     wait: Annotated[float, Query(ge=0, le=30)] = 0.0,
 ) -> Response:
-    """What the server says once `step` is over; waits up to `wait` seconds for it.
+    """Return the server's message after `step`; waits up to `wait` seconds for it.
 
     `offer` comes before the first step. 409 once the attempt is over: the receipt says the rest.
     """
