@@ -80,6 +80,9 @@ def configs() -> Iterator[tuple[str, Config, bool]]:
     yield "clip", {"id": "clip", "inner": clipped, "max_norm": 0.5}, False
     rules = [["g", {"id": "none"}]]
     yield "per-tensor", {"id": "per_tensor", "min_size": 10, "rules": rules}, False
+    coarse = {"id": "quantize", "bits": 4}
+    rules = [["kind:linear", {"id": "lowrank"}], ["b", coarse], ["kind:norm", coarse]]
+    yield "per-tensor-kinds", {"id": "per_tensor", "rules": rules}, True
     yield (
         "error-feedback",
         {"id": "error_feedback", "inner": {"id": "topk", "fraction": 0.1}},

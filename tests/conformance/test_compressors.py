@@ -26,14 +26,6 @@ OWN = {
     for wire_id, made in compressors().items()
     if made.__module__.startswith("fedpress_compression.")
 }
-LACKING_A_SECOND_DECODER = {
-    "per_tensor",
-    "count_sketch",
-    "lowrank",
-    "powersgd",
-    "powersgd_onesided",
-}
-"""Older than this test; tests/oracles holds some to other implementations. No id may be added."""
 
 
 @pytest.mark.parametrize("wire_id", OWN)
@@ -55,11 +47,7 @@ def test_it_has_a_spec_entry(wire_id: str) -> None:
 
 @pytest.mark.parametrize("wire_id", OWN)
 def test_a_second_decoder_reads_it(wire_id: str) -> None:
-    has_one = wire_id in METHODS
-    if wire_id in LACKING_A_SECOND_DECODER:
-        assert not has_one, f"remove {wire_id!r} from LACKING_A_SECOND_DECODER in this file"
-        return
-    assert has_one, (
+    assert wire_id in METHODS, (
         f"write {wire_id!r} from its SPEC entry alone in tests/protocols/spec_compressors.py and "
         "add it to METHODS there; test_compressor_vectors.py then holds it to the golden vector"
     )

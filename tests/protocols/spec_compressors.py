@@ -1,10 +1,12 @@
-"""A second decompressor, written from the chapter "Compressors" alone, one value at a time.
+"""A second decompressor, written from the chapters "Compressors" and "Low-rank, sketching and
+feedback compressors" alone, one value at a time.
 
 It shares no code with the package: if the text is wrong or leaves something open, this goes wrong.
 """
 
 from __future__ import annotations
 
+import fnmatch
 import hashlib
 import json
 import math
@@ -31,12 +33,21 @@ LEVELS = {
 
 @dataclass
 class Known:
-    """What both ends know: the rows that the spec's digest is of, the seed, `previous`, `own`."""
+    """What both ends share: the rows that the spec's digest is of, the seed, `previous`, `own`, the
+    round's number and the basis of a round with two trips."""
 
     rows: list[list[Any]]
     seed: bytes
     previous: list[Any] | None
     own: list[Any] | None = None
+    round: int = 1
+    basis: list[Any] | None = None
+
+    def of(self, tensors: list[int]) -> Known:
+        """The same for some of the tensors alone, in the model's order."""
+        here = [i for i, j in enumerate(self.tensor_of) if j in tensors]
+        some = (v and [v[i] for i in here] for v in (self.previous, self.own))
+        return Known([self.rows[j] for j in tensors], self.seed, *some, self.round, self.basis)
 
     @property
     def sizes(self) -> list[int]:
@@ -52,10 +63,14 @@ class Known:
         label = f"{wire_id} {hashlib.sha256(text.encode()).hexdigest()}"
         if own is not None:
             label += " " + bytes(own).hex()
-        seeded = b"fedpress public randomness v1\x00" + self.seed + label.encode()
-        cipher = Cipher(ChaCha20(hashlib.sha256(seeded).digest(), bytes(16)), mode=None).encryptor()
-        while True:
-            yield int.from_bytes(cipher.update(bytes(8)), "little")
+        return stream_of(self.seed, label)
+
+
+def stream_of(seed: bytes, label: str) -> Iterator[int]:
+    seeded = b"fedpress public randomness v1\x00" + seed + label.encode()
+    cipher = Cipher(ChaCha20(hashlib.sha256(seeded).digest(), bytes(16)), mode=None).encryptor()
+    while True:
+        yield int.from_bytes(cipher.update(bytes(8)), "little")
 
 
 def bits(words: Iterator[int], count: int) -> list[int]:
@@ -293,14 +308,254 @@ def delta(config: Any, fields: Fields, known: Known) -> list[Any]:
     return [mine + x for mine, x in zip(known.own, inner, strict=True)]
 
 
+# Methods over tensors and matrices. A matrix is a list of rows.
+
+Matrix = list[list[float]]
+
+
+def num_fields(config: Any, known: Known) -> int:
+    """The length of the method's layout for the tensors at hand."""
+    wire_id = config["id"]
+    if wire_id == "per_tensor":
+        return sum(num_fields(made, known.of(js)) for made, js in members(config, known))
+    if wire_id in ("lowrank", "powersgd"):
+        _, others = factored(config, known)
+        own = 2 if config.get("trips") == 2 else 3
+        return own + (num_fields(config["rest"], known.of(others)) if others else 0)
+    if "inner" in config:
+        return num_fields(config["inner"], known) + bool(config.get("guard"))
+    if wire_id == "quantize":
+        return 3 if config["grid"] == "affine" else 2 - (config["clip"] is not None)
+    if wire_id in ("topk", "threshold"):
+        return 5 if config["magnitude_bits"] else 4
+    if wire_id == "randomk":
+        return 1 if config["shared"] else 2
+    if wire_id == "structured":
+        return 65 if config["bits"] is None else 18
+    counts = {"none": 1, "qsgd": 2, "sign": 3, "terngrad": 2, "eden": 3, "simhash": 2, "stc": 3}
+    counts |= {"bernoulli": 5, "shared_support": 1, "ecsq": 5, "count_sketch": 1}
+    return (counts | {"powersgd_onesided": 1})[wire_id]
+
+
+def kinds(name: str, shape: list[int]) -> set[str]:
+    last = name.rsplit(".", 1)[-1]
+    if last.startswith("bias") or last.endswith("bias"):
+        return {"bias"}
+    if len(shape) < 2:
+        return {"norm"}
+    if len(shape) == 2 and any(part in name.lower() for part in ("embed", "wte", "wpe")):
+        return {"embedding"}
+    return {"matrix", "linear" if len(shape) == 2 else "convolution"}
+
+
+def members(config: Any, known: Known) -> list[tuple[Any, list[int]]]:
+    """The compressors that have tensors, and the numbers of these, in the order of the layouts."""
+    made = [each for _, each in config["rules"]] + [config["small"], config["large"]]
+    tensors: list[list[int]] = [[] for _ in made]
+    for j, (name, shape, *_) in enumerate(known.rows):
+        for rule, (pattern, _) in enumerate(config["rules"]):
+            if pattern.startswith("kind:"):
+                fits = pattern.removeprefix("kind:") in kinds(name, shape)
+            else:
+                fits = fnmatch.fnmatchcase(name, pattern)
+            if fits:
+                tensors[rule].append(j)
+                break
+        else:
+            is_small = known.sizes[j] < config["min_size"]
+            is_small |= config["spare_1d"] and len(shape) < 2
+            tensors[-2 if is_small else -1].append(j)
+    return [(each, js) for each, js in zip(made, tensors, strict=True) if js]
+
+
+def per_tensor(config: Any, fields: Fields, known: Known) -> dict[int, Any]:
+    values, rest = dict[int, Any](), list(fields)
+    for made, tensors in members(config, known):
+        own = known.of(tensors)
+        count = num_fields(made, own)
+        here = [i for i, j in enumerate(known.tensor_of) if j in tensors]
+        values |= dict(zip(here, decompressed(made, rest[:count], own), strict=True))
+        rest = rest[count:]
+    assert not rest
+    return values
+
+
+def count_sketch(config: Any, fields: Fields, known: Known) -> list[Any]:
+    size, rows, cells = sum(known.sizes), config["rows"], fields[0]
+    width = max(1, math.ceil(config["fraction"] * size / rows))
+    seed = known.seed
+    if config["seed"] is not None:
+        text = b"fedpress count sketch v1\x00" + config["seed"].to_bytes(8, "little")
+        seed = hashlib.sha256(text).digest()
+    estimates: list[list[int]] = [[] for _ in range(size)]
+    for row in range(rows):
+        words = stream_of(seed, f"count_sketch {row}")
+        for i in range(size):
+            word = next(words)
+            cell = cells[row * width + ((word >> 32) * width >> 32)]
+            estimates[i].append(-cell if word % 2 else cell)
+    unit = 2.0 ** -config["scale_bits"]
+    if config["recover"] == "mean":
+        return [f32(sum(each) / rows * unit) for each in estimates]
+    values = list[Any]()
+    for each in map(sorted, estimates):
+        values.append(f32((each[(rows - 1) // 2] + each[rows // 2]) / 2 * unit))
+    largest = sorted(range(size), key=lambda i: (-abs(values[i]), i))
+    stands = set(largest[: math.ceil(config["keep"] * size)])
+    return [x if i in stands else f32(0) for i, x in enumerate(values)]
+
+
+def factored(config: Any, known: Known) -> tuple[list[tuple[int, int, int, int]], list[int]]:
+    """The number, rows, columns and components of each factored matrix; the rest's numbers."""
+    matrices, others = [], []
+    for j, (_, shape, *_) in enumerate(known.rows):
+        m, n = (shape[0], math.prod(shape[1:])) if len(shape) > 1 else (1, known.sizes[j])
+        k = min(config["rank"], m, n)
+        if 0 < (m + n) * k * config["min_compression_rate"] < m * n:
+            matrices.append((j, m, n, k))
+        else:
+            others.append(j)
+    return matrices, others
+
+
+def product(a: Matrix, b: Matrix, scales: list[float]) -> list[Any]:
+    """Row after row; `a` and `b` are lists of columns."""
+    values = []
+    for i in range(len(a[0])):
+        for j in range(len(b[0])):
+            total = 0.0
+            for left, right, scale in zip(a, b, scales, strict=True):
+                total = total + (left[i] * right[j]) * scale
+            values.append(f32(total))
+    return values
+
+
+def columns(numbers: Iterator[Any], count: int, length: int, less: int = 0) -> Matrix:
+    return [[float(next(numbers)) - less for _ in range(length)] for _ in range(count)]
+
+
+def placed(known: Known, tensors: dict[int, list[Any]]) -> list[Any]:
+    return [x for j in range(len(known.rows)) for x in tensors[j]]
+
+
+def factors(config: Any, fields: Fields, known: Known) -> list[Any]:
+    """`lowrank` and `powersgd`."""
+    matrices, others = factored(config, known)
+    zero = 2 ** (config["bits"] - 1) - 1 if config["id"] == "lowrank" else 0
+    if config.get("trips") == 2:
+        assert known.basis is not None
+        lefts, fields = iter(known.basis), [[], *fields]
+    else:
+        lefts = iter(fields[0])
+    rights, scales = iter(fields[1]), iter(fields[2])
+    tensors = {}
+    for j, m, n, k in matrices:
+        left, right = columns(lefts, k, m, zero), columns(rights, k, n, zero)
+        tensors[j] = product(left, right, [float(next(scales)) for _ in range(k)])
+    if others:
+        own = known.of(others)
+        rest = iter(decompressed(config["rest"], fields[3:], own))
+        tensors |= {j: [next(rest) for _ in range(known.sizes[j])] for j in others}
+    return placed(known, tensors)
+
+
+def gridded(values: list[float], largest: int) -> list[float]:
+    most = max(map(abs, values), default=0.0)
+    if most == 0:
+        return [0.0] * len(values)
+    factor = largest / most
+    return [float(round(x * factor)) for x in values]
+
+
+def dot(a: list[float], b: list[float]) -> float:
+    return float(sum(int(x) * int(y) for x, y in zip(a, b, strict=True)))
+
+
+def public_basis(matrix: Matrix, k: int, words: Iterator[int]) -> Matrix:
+    """The columns, of a matrix given by its rows."""
+    m, n = len(matrix), len(matrix[0])
+    flat = iter(gridded([x for row in matrix for x in row], 2**14))
+    rows = [[next(flat) for _ in range(n)] for _ in range(m)]
+    across = [list(column) for column in zip(*rows, strict=True)]
+
+    def drawn(count: int) -> list[float]:
+        return [2.0**15 if bit else -(2.0**15) for bit in bits(words, count)]
+
+    def times(lines: Matrix, vectors: Matrix) -> Matrix:
+        return [gridded([dot(line, v) for line in lines], 2**15) for v in vectors]
+
+    first = drawn(k * n)
+    ys = times(rows, [first[j * n : (j + 1) * n] for j in range(k)])
+    for _ in range(2):
+        ys = times(rows, times(across, ys))
+    basis: Matrix = []
+    for y in ys:
+        v, share = apart(y, basis)
+        while share < 2.0**-10:
+            v, share = apart(drawn(m), basis)
+        basis.append(v)
+    return basis
+
+
+def apart(v: list[float], basis: Matrix) -> tuple[list[float], float]:
+    share = 0.0
+    for time in range(2):
+        before = max(map(abs, v))
+        for u in basis:
+            factor = dot(v, u) / dot(u, u)
+            v = [float(round(x - factor * y)) for x, y in zip(v, u, strict=True)]
+        if time == 0 and before:
+            share = max(map(abs, v)) / before
+        v = gridded(v, 2**15)
+    return v, share
+
+
+def powersgd_onesided(config: Any, fields: Fields, known: Known) -> list[Any]:
+    assert known.previous is not None
+    matrices, others = factored(config, known)
+    integers, words = iter(fields[0]), known.stream("powersgd_onesided")
+    starts = [sum(known.sizes[:j]) for j in range(len(known.rows))]
+
+    def last_of(j: int) -> list[float]:
+        assert known.previous is not None
+        return [float(x) for x in known.previous[starts[j] : starts[j] + known.sizes[j]]]
+
+    def step(values: list[float], count: int) -> float:
+        squares = sum(int(x) ** 2 for x in gridded(values, 2**14))
+        unit = max(map(abs, values)) / 2**14
+        reach = config["headroom"] * (math.sqrt(squares / count) * unit)
+        return float((reach or config["first_range"]) / halves(config["bits"]))
+
+    tensors = {}
+    for j, m, n, k in matrices:
+        last = last_of(j)
+        matrix = [last[i * n : (i + 1) * n] for i in range(m)]
+        is_even = known.round % 2 == 0
+        length = m if is_even else n
+        rows = [[float(next(integers)) for _ in range(k)] for _ in range(length)]
+        own = [list(column) for column in zip(*rows, strict=True)]
+        if is_even:
+            matrix = [list(column) for column in zip(*matrix, strict=True)]
+        basis = public_basis(matrix, k, words)
+        scale = step(last, length * k)
+        scales = [scale / math.sqrt(dot(u, u)) for u in basis]
+        tensors[j] = product(own, basis, scales) if is_even else product(basis, own, scales)
+    for j in others:
+        scale = step(last_of(j), known.sizes[j])
+        tensors[j] = [f32(float(next(integers)) * scale) for _ in range(known.sizes[j])]
+    return placed(known, tensors)
+
+
 METHODS: dict[str, Callable[[Any, Fields, Known], list[Any] | dict[int, Any]]] = {
     each.__name__: each
     for each in (
         *(none, quantize, qsgd, sign, terngrad, eden, simhash, topk, stc, bernoulli, randomk),
         *(shared_support, ecsq, structured, cafe, ef21, delta),
+        *(per_tensor, count_sketch, powersgd_onesided),
     )
 } | {
     "threshold": topk,
+    **dict.fromkeys(("lowrank", "powersgd"), factors),
     **dict.fromkeys(("clip", "error_feedback", "dgc", "coded"), around),
 }
 
