@@ -31,6 +31,10 @@ Config = Mapping[str, Any]
 Knowledge = Known | Literal["own", "basis"]
 """The kinds of side information, see `Public`."""
 _ID = "id"
+_ADDED = "added"
+ADDED: Mapping[str, bool] = {_ADDED: True}
+"""The metadata of a field that a released id got later: configurations leave it out at its default,
+so that ends that do not know it go on reading them."""
 _MOST_DEPTH = 16
 """Of compressors within one another."""
 
@@ -413,12 +417,16 @@ def _from_config(config: Config, depth: int) -> Compressor[Any]:
 
 
 def to_config(made: Compressor[Any]) -> dict[str, Any]:
-    """The inverse of `from_config`: plain JSON, defaults spelled out."""
+    """The inverse of `from_config`: plain JSON, defaults spelled out but those of `ADDED`."""
     return _config(made, to_config)
 
 
 def _config(made: Any, of_member: Callable[[Any], Any]) -> dict[str, Any]:
-    fields = {f.name: _plain(getattr(made, f.name), of_member) for f in dataclasses.fields(made)}
+    fields = {
+        f.name: _plain(getattr(made, f.name), of_member)
+        for f in dataclasses.fields(made)
+        if not (f.metadata.get(_ADDED) and getattr(made, f.name) == f.default)
+    }
     return {_ID: made.wire_id, **fields}
 
 

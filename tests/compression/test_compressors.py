@@ -123,6 +123,8 @@ EVERY: list[Compressor[Any]] = [
     Ecsq("nmse", 0.05, 0.5, 8),
     Ecsq("step", 0.01),
     Ecsq("bits", 3.0),
+    Ecsq("nmse", 0.3, rdo=0.14),
+    Ecsq("bits", 0.3, rdo=1.0),
     Clip(Quantize(8, clip=0.1), 0.2),
     Clip(Qsgd()),
     Coded(Qsgd()),
