@@ -39,6 +39,7 @@ from fedpress_compression.compressors.sign import Sign
 from fedpress_compression.compressors.simhash import SimHash
 from fedpress_compression.compressors.stc import SparseTernary
 from fedpress_compression.compressors.structured import Structured
+from fedpress_compression.compressors.successive_refinement import SuccessiveRefinement
 from fedpress_compression.compressors.terngrad import TernGrad
 from fedpress_compression.compressors.threshold import Threshold
 from fedpress_compression.compressors.topk import TopK
@@ -82,6 +83,7 @@ __all__ = [
     "Stateful",
     "Stateless",
     "Structured",
+    "SuccessiveRefinement",
     "Symbols",
     "TensorSpec",
     "TernGrad",

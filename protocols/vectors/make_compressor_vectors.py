@@ -90,6 +90,8 @@ def configs() -> Iterator[tuple[str, Config, bool]]:
     )
     for coder in ("huffman", "range"):
         yield f"coded-{coder}", {"id": "coded", "inner": sparse, "coder": coder}, False
+    refined = {"first": sparse, "second": {"id": "ecsq", "control": "nmse", "target": 0.2}}
+    yield "successive-refinement", {"id": "successive_refinement", **refined}, False
     yield "dgc", {"id": "dgc", "inner": sparse, "max_norm": 0.5, "cohort": 4}, False
 
 

@@ -44,6 +44,7 @@ from fedpress_compression.compressors.shared_support import SharedSupport
 from fedpress_compression.compressors.sign import Sign
 from fedpress_compression.compressors.simhash import SimHash
 from fedpress_compression.compressors.structured import Structured
+from fedpress_compression.compressors.successive_refinement import SuccessiveRefinement
 from fedpress_compression.compressors.terngrad import TernGrad
 from fedpress_compression.compressors.threshold import Threshold
 from fedpress_compression.compressors.topk import TopK
@@ -125,6 +126,8 @@ EVERY: list[Compressor[Any]] = [
     Ecsq("bits", 3.0),
     Ecsq("nmse", 0.3, rdo=0.14),
     Ecsq("bits", 0.3, rdo=1.0),
+    SuccessiveRefinement(TopK(0.02, scope="tensor"), Quantize(2)),
+    SuccessiveRefinement(LowRank(rest=Qsgd()), Ecsq("nmse", 0.5)),
     Clip(Quantize(8, clip=0.1), 0.2),
     Clip(Qsgd()),
     Coded(Qsgd()),

@@ -322,6 +322,8 @@ def num_fields(config: Any, known: Known) -> int:
         _, others = factored(config, known)
         own = 2 if config.get("trips") == 2 else 3
         return own + (num_fields(config["rest"], known.of(others)) if others else 0)
+    if wire_id == "successive_refinement":
+        return num_fields(config["first"], known) + num_fields(config["second"], known)
     if "inner" in config:
         return num_fields(config["inner"], known) + bool(config.get("guard"))
     if wire_id == "quantize":
@@ -546,12 +548,19 @@ def powersgd_onesided(config: Any, fields: Fields, known: Known) -> list[Any]:
     return placed(known, tensors)
 
 
+def successive_refinement(config: Any, fields: Fields, known: Known) -> list[Any]:
+    count = num_fields(config["first"], known)
+    first = decompressed(config["first"], fields[:count], known)
+    second = decompressed(config["second"], fields[count:], known)
+    return [f32(a) + f32(b) for a, b in zip(first, second, strict=True)]
+
+
 METHODS: dict[str, Callable[[Any, Fields, Known], list[Any] | dict[int, Any]]] = {
     each.__name__: each
     for each in (
         *(none, quantize, qsgd, sign, terngrad, eden, simhash, topk, stc, bernoulli, randomk),
         *(shared_support, ecsq, structured, cafe, ef21, delta),
-        *(per_tensor, count_sketch, powersgd_onesided),
+        *(per_tensor, count_sketch, powersgd_onesided, successive_refinement),
     )
 } | {
     "threshold": topk,
