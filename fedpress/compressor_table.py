@@ -46,7 +46,10 @@ def described(name: str) -> str:
         )
     example = by_default(name)
     claimed, config = properties(example), to_config(example)
-    settings = [(f"  {key}", json.dumps(value)) for key, value in config.items() if key != "id"]
+    settings = [
+        (f"  {field.name}", json.dumps(config.get(field.name, field.default)))
+        for field in dataclasses.fields(known[name])
+    ]
     claims = [
         ("  rate", claimed.rate),
         ("  bits/value", f"{bits_per_value(example):.3f} with these settings, measured"),

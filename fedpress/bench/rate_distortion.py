@@ -31,7 +31,11 @@ SETTINGS: Mapping[str, tuple[dict[str, Any], ...]] = {
     "bernoulli": ({"probability": 0.01}, {"probability": 0.1}),
     "cafe": ({"inner": {"id": "stc"}}, {"inner": {"id": "topk", "fraction": 0.05}}),
     "count_sketch": ({"fraction": 0.05}, {"fraction": 0.2}),
-    "ecsq": tuple({"control": "nmse", "target": nmse} for nmse in (0.7, 0.5, 0.3, 0.15, 0.05)),
+    "ecsq": tuple(
+        {"control": "nmse", "target": nmse, **optimised}
+        for optimised in ({}, {"rdo": 0.14})
+        for nmse in (0.7, 0.5, 0.3, 0.15, 0.05)
+    ),
     "eden": tuple({"bits": bits, "scale": "mmse"} for bits in (0.5, 1, 2, 4)),
     "lowrank": ({"rank": 1}, {"rank": 2}, {"rank": 4}),
     "powersgd": ({"rank": 1}, {"rank": 4}),
@@ -43,6 +47,9 @@ SETTINGS: Mapping[str, tuple[dict[str, Any], ...]] = {
     "sign": ({"chunk": 64}, {"chunk": 256}),
     "simhash": ({"bits": 0.125}, {"bits": 1.0}),
     "stc": ({"fraction": 0.001}, {"fraction": 0.01}, {"fraction": 0.05}),
+    "successive_refinement": tuple(
+        {"second": {"id": "ecsq", "control": "nmse", "target": nmse}} for nmse in (0.5, 0.15)
+    ),
     "structured": ({"bits": 4}, {"bits": 8}),
     "threshold": ({"value": 0.003}, {"value": 0.01}),
     "topk": tuple({"fraction": fraction} for fraction in (0.001, 0.01, 0.05, 0.1)),
@@ -110,7 +117,7 @@ def _chosen(only: str | None) -> list[str]:
 def _lacking(wire_id: str, public: Public) -> str:
     """The vectors that a method reads and that are not known."""
     needs = sorted(by_default(wire_id).needs)
-    return " and ".join(what for what in needs if getattr(public, what) is None)
+    return " and ".join(what for what in needs if what not in public.knowledge)
 
 
 def _coders(made: Compressor[Any], public: Public) -> Iterator[tuple[str, Compressor[Any]]]:

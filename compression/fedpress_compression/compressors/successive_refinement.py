@@ -35,9 +35,8 @@ class SuccessiveRefinement(Stateless):
     For an update that is structure and detail: its low-rank part and the rest, or its outliers by
     top-k and the bulk by few levels. A target of `second` is about what `first` leaves: `ecsq` at
     an nmse of .5 halves the error once more. Each stage costs its bytes whether it helps or not:
-    measure with `fedpress bench rate-distortion` before choosing. The
-    stages keep no state, and where both draw in public they draw the same; feedback, clipping and
-    the coder go around both.
+    measure with `fedpress bench rate-distortion` before choosing. The stages keep no state, and
+    where both draw in public they draw the same; feedback, clipping and the coder go around both.
     """
 
     first: Compressor[Any] = field(default_factory=LowRank)
