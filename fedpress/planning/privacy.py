@@ -9,7 +9,13 @@ from pydantic import BaseModel, ConfigDict
 from fedpress_protocols.errors import ConfigurationError
 from fedpress_protocols.masking.graph import Adversary, honest_survivors, parameters
 from fedpress_protocols.masking.ring import Bounded, Packing
-from fedpress_protocols.plan import LEAST_HONEST, LEAST_MASKED, MaskingTerms, PrivacyTerms
+from fedpress_protocols.plan import (
+    LEAST_HONEST,
+    LEAST_MASKED,
+    MAX_PARTICIPATIONS,
+    MaskingTerms,
+    PrivacyTerms,
+)
 from fedpress_protocols.privacy import accounting
 from fedpress_protocols.privacy.grid import Grid
 
@@ -71,6 +77,11 @@ def planned(task: PrivateTask) -> PrivacyPlan:
             f"{task.rounds} rounds of {task.minimum} devices or more, out of {task.population}, "
             f"take {enough} participations of a device, not {task.participations}",
             hint="raise --participations or --population, or lower --rounds",
+        )
+    if task.participations > MAX_PARTICIPATIONS:
+        raise ConfigurationError(
+            f"{task.participations:,} participations of a device, more than {MAX_PARTICIPATIONS:,}",
+            hint="raise --population, or lower --rounds",
         )
     parameters(task.cohort, corrupt=task.corrupt, dropout=0.05, adversary=task.adversary)
     shares = honest_survivors(

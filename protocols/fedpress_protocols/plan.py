@@ -238,6 +238,10 @@ class MaskingTerms(Term):
         )
 
 
+MAX_PARTICIPATIONS = 2**20
+"""Maximum participations of a device in a private task."""
+
+
 class PrivacyTerms(Term):
     """Terms of user-level differential privacy, by noise that every device adds to what it sends.
 
@@ -249,7 +253,7 @@ class PrivacyTerms(Term):
 
     clip: Annotated[float, Field(ge=1e-9, le=2.0**20)]
     noise_multiplier: Annotated[float, Field(ge=0.01, le=2.0**20)]
-    participations: Annotated[int, Field(ge=1, le=2**20)]
+    participations: Annotated[int, Field(ge=1, le=MAX_PARTICIPATIONS)]
     epsilon: Annotated[float, Field(gt=0, le=30)]
     delta: Annotated[float, Field(ge=1e-11, lt=0.1)] = 1e-5
 

@@ -78,6 +78,7 @@ def test_figures_as_json() -> None:
         ({"participations": 2}, "raise --participations or --population"),
         ({"corrupt": 0.3, "minimum": 7}, "raise --minimum, or lower --corrupt"),
         ({"epsilon": 1e-6}, "raise epsilon"),
+        ({"rounds": 10**8, "participations": 10**7}, "raise --population, or lower --rounds"),
     ],
 )
 def test_a_plan_that_cannot_be_says_what_to_change(changes: dict[str, Any], reason: str) -> None:

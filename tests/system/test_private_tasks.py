@@ -156,6 +156,20 @@ def test_nobody_takes_part_more_often_than_the_terms_allow(make: Callable[..., W
     assert [len(of(each, "assigned")) for each in more] == [1, 1, 1]
 
 
+def test_a_task_that_goes_on_remembers_what_was_spent(make: Callable[..., World]) -> None:
+    world = make(size=3, rounds=1, privacy={"participations": 1}, at_end="paused")
+    devices = enrol(world, 3)
+    world.drive_until(lambda: world.attempt is None)
+    summary = world.operator.get("/v1/tasks/digits")
+    more = {"after_round": 1, "rounds": 1, "model": summary["model"]}
+    world.operator.post("/v1/admin/tasks/digits/continue", more)
+    for _ in range(5):
+        for each in devices:
+            each.step()
+    assert [len(of(each, "assigned")) for each in devices] == [1, 1, 1]
+    assert world.attempt.round.num_spent == 3
+
+
 def test_a_device_refuses_what_would_overspend_whatever_the_server_says(
     make: Callable[..., World],
 ) -> None:

@@ -26,6 +26,7 @@ from fedpress_server.coordination.commands import (
     Pause,
     Resume,
 )
+from fedpress_server.coordination.journal import without_excluded
 from fedpress_server.coordination.live import LiveTask
 from fedpress_server.coordination.models import Models
 from fedpress_server.coordination.opening import (
@@ -225,6 +226,8 @@ class Lifecycle:
             now=self._clock(),
         )
         check_warm_up(follows.terms, task.strategy)
+        begins = follows
+        follows = await self._database.read(lambda c: without_excluded(c, begins))
         kept = record.optimizer_state if model.digest == record.model else None
         state = await self._first_state(brought, config, follows, kept)
         return Continue(by, model, config, follows, state, record.version)

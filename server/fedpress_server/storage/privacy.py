@@ -46,10 +46,12 @@ def with_privacy(
         (number, attempt): RoundPlan.from_json(plan)
         for number, attempt, plan in connection.execute(
             sa.select(row.round, row.attempt, row.plan).where(
-                row.task == task, row.round.between(min(numbers), max(numbers))
+                row.task == task,
+                row.round.between(min(numbers), max(numbers)),
+                row.plan.contains('"privacy":'),
             )
         )
-        if (number, attempt) in keys and '"privacy"' in plan
+        if (number, attempt) in keys
     }
     if not plans:
         return list(found)
