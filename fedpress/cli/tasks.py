@@ -75,8 +75,8 @@ def show_task(server: Operator, task: str, configuration: bool, as_json: bool) -
     summary = server.task(task)
     newest = server.rounds(task, limit=1) if summary.lane == "masked" else ()
     spent = newest[-1].privacy if newest else None
-    lines = [*_fields(summary), *fields([("privacy", privacy_spent(spent))] if spent else [])]
-    echo(summary, lines, as_json=as_json)
+    privacy = "" if spent is None else privacy_spent(spent)
+    echo(summary, _fields(summary, privacy), as_json=as_json)
 
 
 @tasks.command("continue")
@@ -169,7 +169,7 @@ def _echo(task: TaskSummary, as_json: bool) -> None:
     echo(task, _fields(task), as_json=as_json)
 
 
-def _fields(task: TaskSummary) -> Iterator[str]:
+def _fields(task: TaskSummary, privacy: str = "") -> Iterator[str]:
     pairs = [
         ("task", task.task),
         ("state", task.state),
@@ -180,5 +180,6 @@ def _fields(task: TaskSummary) -> Iterator[str]:
         *((f"  {name}", digest) for name, digest in task.published.items()),
         ("best", task.best or ""),
         ("downloads", "coded" if task.downlink else "plain"),
+        ("privacy", privacy),
     ]
     return fields(pairs, width=terminal_width())
