@@ -127,17 +127,21 @@ class Report:
         base = self.measured[self._baseline.candidate.name]
         rows = []
         for row in self.rows:
-            found = self.measured[row.candidate.name]
+            result = self.measured[row.candidate.name]
             is_baseline = row.candidate.baseline
             rows.append(
                 (
                     row.candidate.name,
                     _bytes(row.cost.body),
-                    _bytes(found.body),
-                    "" if is_baseline else f"{base.body / found.body:,.0f}",
-                    "" if found.nmse is None else f"{found.nmse:.3f}",
-                    "unknown" if found.accuracy is None else f"{found.accuracy:.1f}",
-                    "" if is_baseline else "unknown" if found.loss is None else f"{found.loss:.1f}",
+                    _bytes(result.body),
+                    "" if is_baseline else f"{base.body / result.body:,.0f}",
+                    "" if result.nmse is None else f"{result.nmse:.3f}",
+                    "unknown" if result.accuracy is None else f"{result.accuracy:.1f}",
+                    ""
+                    if is_baseline
+                    else "unknown"
+                    if result.loss is None
+                    else f"{result.loss:.1f}",
                 )
             )
         return [

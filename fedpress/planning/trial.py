@@ -144,10 +144,10 @@ def _check_app(settings: Settings, situation: Situation) -> None:
         )
     else:
         trainers = TrainerApp(*common, factory=app)
-    found = trainers.initial_model().spec.size
-    if found != situation.spec.size:
+    size = trainers.initial_model().spec.size
+    if size != situation.spec.size:
         raise ConfigurationError(
-            f"the model of {app or settings.data} has {found:,} parameters, and "
+            f"the model of {app or settings.data} has {size:,} parameters, and "
             f"{situation.model} has {situation.spec.size:,}",
             hint="plan the app's own model: give its safetensors file, or its number of parameters",
         )
@@ -174,7 +174,9 @@ def _below(base: Measured, other: Measured) -> float | None:
     return base.accuracy - other.accuracy
 
 
-def to_json(trial: Trial, situation: Situation, found: Mapping[str, Measured]) -> dict[str, object]:
+def to_json(
+    trial: Trial, situation: Situation, results: Mapping[str, Measured]
+) -> dict[str, object]:
     return {
         "of": trial.subject,
         "rounds": trial.rounds,
@@ -189,6 +191,6 @@ def to_json(trial: Trial, situation: Situation, found: Mapping[str, Measured]) -
                 "accuracy": each.accuracy,
                 "loss_points": each.loss,
             }
-            for name, each in found.items()
+            for name, each in results.items()
         },
     }

@@ -299,8 +299,8 @@ def _server_app(settings: Settings, app: TrainerApp, history: History) -> Server
         model = app.initial_model()
         arrays = ArrayRecord({name: Array(values) for name, values in model.tensors().items()})
 
-        def measured(found: ArrayRecord) -> dict[str, float]:
-            values = {name: array.numpy() for name, array in found.items()}
+        def measured(record: ArrayRecord) -> dict[str, float]:
+            values = {name: array.numpy() for name, array in record.items()}
             return dict(task.evaluate(envelope.model_of(values))) if task is not None else {}
 
         def tested(number: int, arrays: ArrayRecord) -> MetricRecord | None:

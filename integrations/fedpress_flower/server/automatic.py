@@ -68,7 +68,7 @@ class Rates:
         return frozenset(ordered[: self.auto.references_among(len(ordered))])
 
     def closed(self, comparison: Comparison | None, upload_bytes: int) -> Course | None:
-        """Take in what the round's uploads told; the record of what was decided."""
+        """Take in the round's comparison and bytes; return the record of what was decided."""
         if self._open is None:
             return None
         self._course, self._open = with_comparison(self._open, comparison), None
