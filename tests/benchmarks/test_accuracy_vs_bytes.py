@@ -26,8 +26,9 @@ def printed(*options: str) -> list[str]:
     return answer.stdout.splitlines()
 
 
-def test_the_page_has_the_table_of_the_kept_runs() -> None:
-    lines = printed("--table")
+@pytest.mark.parametrize("options", [("--table",), ("--table", "--work")])
+def test_the_page_has_the_table_of_the_kept_runs(options: tuple[str, ...]) -> None:
+    lines = printed(*options)
     assert len(lines) > 4
     page = (ROOT / "docs" / "auto.md").read_text().splitlines()
     start = page.index(lines[0])
