@@ -309,7 +309,7 @@ def work_table(store: Path, tasks: Sequence[str]) -> Iterator[str]:
             seeds = [s for s in SEEDS if all(_file(store, task, n, s).exists() for n in needed)]
             if not seeds:
                 continue
-            cells, sent = [], 0.0
+            cells, sent = [], dict[int, float]()
             for kind in ("newest", "average"):
                 ends, times = [], []
                 for seed in seeds:
@@ -318,7 +318,7 @@ def work_table(store: Path, tasks: Sequence[str]) -> Iterator[str]:
                     assert plain is not None
                     here, there = (each.reached(plain.end - MARGIN) for each in (own, plain))
                     ends.append(100 * own.end)
-                    sent = own.up[-1] / 1e6
+                    sent[seed] = own.up[-1] / 1e6
                     if here is not None and there is not None:
                         times.append(plain.up[there] / own.up[here])
                 never = len(ends) - len(times)
@@ -332,7 +332,7 @@ def work_table(store: Path, tasks: Sequence[str]) -> Iterator[str]:
             (newest, fewer), (average, fewer_average) = cells
             yield (
                 f"| {task} | {recipe} | {len(seeds)} | {newest} | {average} | {fewer} | "
-                f"{fewer_average} | {sent:.3f} |"
+                f"{fewer_average} | {np.mean(list(sent.values())):.3f} |"
             )
 
 
