@@ -1,8 +1,9 @@
 # Everything runs in .venv, which is made on first use. `make PYTHON=python3.12 ...` picks the interpreter.
 PYTHON ?= python3
 ARGS ?=
-# Of the whole suite every line of compression/ and protocols/ is asked for, and slow tests are left
-# to test-slow; of a part that ARGS picks no line is asked for, and its slow tests run, too.
+# Of the whole suite every line of compression/ and protocols/ is asked for, which their own tests and
+# conformance's reach, and slow tests are left to test-slow; of a part that ARGS picks no line is
+# asked for, and its slow tests run, too.
 WHOLE = $(if $(ARGS),,-m 'not slow or slow(short=True)' --cov-fail-under=100)
 VENV := .venv
 BIN := $(VENV)/bin
@@ -35,8 +36,10 @@ $(VENV)/demo.stamp: pyproject.toml constraints.txt | $(BIN)/python
 	$(PIP_INSTALL) -e '.[demo,torch]'
 	@touch $@
 
+# The kernels are compiled here once, where each of the processes that run tests would do it.
 $(VENV)/test.stamp: pyproject.toml constraints.txt | $(BIN)/python
 	$(PIP_INSTALL) -e '.[server,postgres,s3,otel,torch,demo,fast,dev]'
+	$(BIN)/python -c 'from fedpress_compression import kernels; kernels.warm_up()'
 	@touch $@
 
 demo: $(VENV)/demo.stamp

@@ -1,5 +1,6 @@
 """What every test shares: how hypothesis draws, what is slow and what soaks, figures at the end."""
 
+import gc
 import os
 from typing import TYPE_CHECKING
 
@@ -40,6 +41,10 @@ TOGETHER = {
     "tests/install/test_base_install.py",
 }
 
+# Every line of compression/ and protocols/ is reached from here. Tracing makes tests half as slow
+# again, so the others go without where that is asked for.
+COVERING = ("tests/compression/", "tests/conformance/", "tests/protocols/")
+
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: "Producer") -> "Scheduling":
@@ -55,7 +60,11 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: "Producer") -> "Sche
 
 
 @pytest.hookimpl(tryfirst=True)  # before items are chosen by their marks
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if config.getoption("cov_fail_under", None):
+        for item in items:
+            if not item.nodeid.startswith(COVERING):
+                item.add_marker("no_cover")
     if SOAK:
         return
     for item in items:
@@ -64,6 +73,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         mark = item.get_closest_marker("soak")
         if mark and mark.kwargs.get("only"):
             item.add_marker(pytest.mark.skip(reason="has only a long form: make soak"))
+
+
+def pytest_collection_finish() -> None:
+    """Leave what is there by now, modules and tests, out of every later search for garbage."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

@@ -180,6 +180,7 @@ def test_a_state_goes_on_where_what_it_describes_does() -> None:
         Cafe(EF21()),
     ]
     assert [state_key(made) for made in estimates] == ["ef21"] * 5
+    assert state_key(Delta(EF21())) == "ef21"
     assert state_key(PerTensor(EF21(TopK(0.1)))) == state_key(PerTensor(EF21(TopK(0.2))))
     assert state_key(PerTensor(TopK(0.1))) == state_key(PerTensor(Quantize()))
     assert state_key(PowerSGD(1)) != state_key(PowerSGD(2))

@@ -163,3 +163,20 @@ def test_what_gives_no_stream_says_why() -> None:
     for bound in (0, 2**63):
         with pytest.raises(ConfigurationError, match="outside"):
             stream.below(bound, 1)
+
+
+def test_sums_of_parts_come_to_the_sum_of_all() -> None:
+    rng = np.random.default_rng(0)
+    updates = [Update.from_dense(rng.standard_normal(9).astype(np.float32)) for _ in range(4)]
+    whole, first, second = (Accumulator(9, FIXED) for _ in range(3))
+    for number, update in enumerate(updates, start=1):
+        whole.add(update, number)
+        (first if number < 3 else second).add(update, number)
+    first.add_sums(second.total, second.weight)
+    first.add_sums(np.zeros(9, np.int64), 0)
+    assert first.weight == whole.weight == 10
+    assert first.mean().tobytes() == whole.mean().tobytes()
+    before = first.total.copy()
+    with pytest.raises(InvalidUpdate):
+        first.add_sums(second.total, 1000)
+    assert first.total.tobytes() == before.tobytes()

@@ -248,6 +248,7 @@ def test_the_demo_runs_to_its_end(
     record_property("figure", f"demo --quick: {ratio:.0f}x, accuracy {100 * accuracy:.1f} %")
 
 
+@pytest.mark.slow
 def test_ctrl_c_stops_every_process(tmp_path: Path) -> None:
     arguments = [sys.executable, "-m", "fedpress", "demo", "--out", str(tmp_path / "out")]
     environment = {

@@ -119,6 +119,14 @@ def test_any_one_change_is_found_where_it_is(things: list[Any], data: st.DataObj
     assert 1 <= found.value.members["seq"] <= len(entries) + 1
 
 
+def test_an_entry_that_says_something_else_has_another_hash() -> None:
+    entries = small(5)
+    entries[2] = entries[2].model_copy(update={"actor": "nobody"})
+    with pytest.raises(BrokenChain, match="entry 3 has hash .*, and what it says has") as found:
+        end_of(checked(entries))
+    assert found.value.members["seq"] == 3
+
+
 def test_what_was_cut_off_at_the_end_is_found_by_a_head_alone() -> None:
     entries = small(5)
     head = Head(seq=5, hash=entries[4].hash)

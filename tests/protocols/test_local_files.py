@@ -71,3 +71,11 @@ def test_a_lock_that_cannot_wait_is_asked_for_again(
         assert next(answers, None) is None
     with pytest.raises(OSError, match="Bad file descriptor"):
         os.fstat(descriptor)
+
+
+def test_a_lock_has_one_holder(tmp_path: Path) -> None:
+    first, second = (local_files.open_lock(tmp_path / "lock") for _ in range(2))
+    with local_files.locked(first):
+        assert not local_files.try_lock(second)
+    with local_files.locked(second):
+        pass

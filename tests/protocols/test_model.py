@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.numpy import save
 
-from fedpress_compression.tensors import ModelSpec, TensorSpec
+from fedpress_compression.tensors import ModelSpec, TensorSpec, array_dtype
 from fedpress_protocols.errors import ConfigurationError
 from fedpress_protocols.model import Model
 
@@ -57,6 +57,14 @@ def test_bfloat16_rounds_to_nearest_even(values: list[float]) -> None:
     ours = Model.from_bytes(Model(spec, np.array(values, np.float32), {}).to_bytes())
     theirs = torch.tensor(values, dtype=torch.float32).to(torch.bfloat16).to(torch.float32)
     assert (ours.parameters == theirs.numpy()).all()
+
+
+def test_a_buffer_has_the_type_of_its_tensor_where_numpy_has_it() -> None:
+    model = Model.from_tensors(MIXED)
+    for name, array in model.buffers.items():
+        [tensor] = [each for each in model.spec.tensors if each.name == name]
+        assert array.dtype == array_dtype(tensor)
+    assert array_dtype(TensorSpec("x", (2,), "bfloat16")) == np.float32
 
 
 def test_another_tools_file_is_read_in_the_order_of_names() -> None:

@@ -529,6 +529,7 @@ def test_a_restore_of_a_restore_is_another_epoch(
         assert len(abandoned) == 2
 
 
+@pytest.mark.slow
 def test_a_backup_of_postgresql_comes_back_to_either_database(
     start: Start, clock: Clock, model: Model, tmp_path: Path, cluster: Any
 ) -> None:

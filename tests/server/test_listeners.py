@@ -56,6 +56,7 @@ def served(
         process.communicate()
 
 
+@pytest.mark.slow
 def test_both_listen_with_the_same_limits_and_stop_together(tmp_path: Path) -> None:
     slow = {"FEDPRESS_HEADER_TIMEOUT": "0.5"}
     with served(tmp_path / "data", **slow) as (process, devices, operators):
@@ -85,6 +86,7 @@ def test_both_listen_with_the_same_limits_and_stop_together(tmp_path: Path) -> N
                 http.get("/livez")
 
 
+@pytest.mark.slow
 def test_an_operators_port_that_is_taken_is_told_in_a_sentence(tmp_path: Path) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))

@@ -171,6 +171,7 @@ def test_connections_that_are_cut_are_made_again(url: str) -> None:
             assert anyio.run(one.read, used) == number
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dialect", ["postgresql"], indirect=True)
 def test_while_the_database_is_away_a_server_says_so_and_then_goes_on(
     cluster: Cluster,

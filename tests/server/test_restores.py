@@ -277,6 +277,7 @@ def test_nothing_is_lost_over_a_restore(
             assert "not-included" in reasons
 
 
+@pytest.mark.slow
 def test_nothing_is_lost_over_restores_of_old_backups(
     start: Start, clock: Clock, wide: Model, tmp_path: Path
 ) -> None:

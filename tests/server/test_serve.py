@@ -138,6 +138,7 @@ def test_a_server_told_to_stop_answers_who_waits_and_has_not_failed(
     assert "Traceback" not in err
 
 
+@pytest.mark.slow
 def test_a_second_server_on_the_folder_ends_with_a_sentence(tmp_path: Path) -> None:
     with served(tmp_path / "data"):
         second = subprocess.run(

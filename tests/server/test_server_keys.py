@@ -137,6 +137,7 @@ def test_of_migrations_at_one_time_each_key_is_made_by_one(
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.both_databases
 def test_two_migrations_of_one_volume_both_end_well(
     tmp_path: Path,

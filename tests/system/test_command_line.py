@@ -81,6 +81,7 @@ def join(shell: Shell, url: str, index: int, token: str = "") -> subprocess.Pope
     return shell.start(*arguments, **({"FEDPRESS_TOKEN": token} if token else {}))
 
 
+@pytest.mark.slow
 def test_a_task_from_the_command_line_alone(server: ServerProcess, tmp_path: Path) -> None:
     shell = Shell(server, tmp_path)
     code, out, err = shell.run("task", "create", *write_task(tmp_path, rounds=4, size=2), "--json")

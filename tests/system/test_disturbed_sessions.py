@@ -165,6 +165,7 @@ def test_one_saboteur_of_twenty_is_left_out_by_a_server_process(
     record_property("sessions", len(sessions))
 
 
+@pytest.mark.slow
 def test_who_was_named_stays_out_over_a_restart(world: World) -> None:
     world.begin(8, rounds=2, cohort={"size": 8, "minimum": 5})
     devices = world.enrol(8)
@@ -177,6 +178,7 @@ def test_who_was_named_stays_out_over_a_restart(world: World) -> None:
     assert [each.state for each in world.statuses] == ["abandoned", "committed", "committed"]
 
 
+@pytest.mark.slow
 def test_a_device_that_keeps_one_peer_out_does_not_for_long(world: World) -> None:
     """Which of the two is at fault nobody can know: they are kept apart, in turn."""
     world.begin(8, rounds=3, cohort={"size": 8, "minimum": 4})

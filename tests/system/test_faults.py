@@ -40,6 +40,7 @@ def server(tmp_path: Path) -> Iterator[ForkedServer]:
     made.kill()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("part", [0.0, 0.5, 1.0], ids=["headers", "half", "all but the answer"])
 def test_a_device_killed_in_mid_upload_leaves_nothing_behind(
     server: ForkedServer, part: float
@@ -79,6 +80,7 @@ def _text(value: str | bytes) -> str:
     return value.decode() if isinstance(value, bytes) else value
 
 
+@pytest.mark.slow
 @pytest.mark.soak
 def test_a_server_told_to_stop_under_load_ends_well_and_loses_nothing(
     server: ForkedServer, soak: bool
@@ -99,6 +101,7 @@ def test_a_server_told_to_stop_under_load_ends_well_and_loses_nothing(
     assert "Traceback" not in server.log.read_text()
 
 
+@pytest.mark.slow
 def test_a_stopped_worker_that_wakes_after_its_lease_changes_nothing(
     place: Mapping[str, str], tmp_path: Path
 ) -> None:

@@ -78,6 +78,7 @@ def is_refused_here(body: bytes, assignment: Assignment) -> bool:
 
 @pytest.mark.soak
 @pytest.mark.slow(short=True)
+@pytest.mark.slow
 def test_hostile_uploads_are_refused_and_the_server_goes_on(
     server: ServerProcess, slow: bool, soak: bool, record_property: Callable[[str, object], None]
 ) -> None:

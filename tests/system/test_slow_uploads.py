@@ -85,6 +85,7 @@ def in_flight(operator: Operator) -> float:
     return float(found[1])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "first",
     [

@@ -68,6 +68,7 @@ def in_two_halves(body: bytes, begun: threading.Event, go_on: threading.Event) -
     yield body[len(body) // 2 :]
 
 
+@pytest.mark.slow
 def test_a_server_told_to_stop_says_so_answers_who_waits_and_finishes_uploads(
     place: Mapping[str, str], tmp_path: Path
 ) -> None:
