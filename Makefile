@@ -4,7 +4,7 @@ ARGS ?=
 # Of the whole suite every line of compression/ and protocols/ is asked for, which their own tests and
 # conformance's reach, and slow tests are left to test-slow; of a part that ARGS picks no line is
 # asked for, and its slow tests run, too.
-WHOLE = $(if $(ARGS),,-m 'not slow or slow(short=True)' --cov-fail-under=100)
+WHOLE = $(if $(ARGS),,-m 'not slow or slow(short=True) and not slow(short=False)' --cov-fail-under=100)
 VENV := .venv
 BIN := $(VENV)/bin
 PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt

@@ -26,6 +26,7 @@ def printed(*options: str) -> list[str]:
     return answer.stdout.splitlines()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [("--table",), ("--table", "--work")])
 def test_the_page_has_the_table_of_the_kept_runs(options: tuple[str, ...]) -> None:
     lines = printed(*options)

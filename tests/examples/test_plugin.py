@@ -49,6 +49,7 @@ def test_the_command_line_finds_it(installed: Path) -> None:
     assert WIRE_ID in measured.stdout
 
 
+@pytest.mark.slow
 def test_its_own_tests_pass(installed: Path, tmp_path: Path) -> None:
     options = ("-q", "-p", "no:cacheprovider", "--import-mode=importlib", f"--rootdir={tmp_path}")
     done = python("-m", "pytest", *options, "-c", os.devnull, str(EXAMPLE), site=installed)

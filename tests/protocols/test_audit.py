@@ -122,7 +122,7 @@ def test_any_one_change_is_found_where_it_is(things: list[Any], data: st.DataObj
 def test_an_entry_that_says_something_else_has_another_hash() -> None:
     entries = small(5)
     entries[2] = entries[2].model_copy(update={"actor": "nobody"})
-    with pytest.raises(BrokenChain, match="entry 3 has hash .*, and what it says has") as found:
+    with pytest.raises(BrokenChain, match=r"entry 3 has hash .*, and what it says has") as found:
         end_of(checked(entries))
     assert found.value.members["seq"] == 3
 

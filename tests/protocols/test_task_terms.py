@@ -70,9 +70,7 @@ def test_an_asynchronous_task_waits_for_nobody(changes: dict[str, Any], says: st
         ({"candidates": 3}, "selection.candidates of 3 for 4 places leaves nothing to choose"),
     ],
 )
-def test_a_selection_has_time_and_somebody_to_choose_from(
-    terms: dict[str, Any], says: str
-) -> None:
+def test_a_selection_has_time_and_somebody_to_choose_from(terms: dict[str, Any], says: str) -> None:
     assert task(selection={"policy": "first", **terms})
     assert task(selection={"policy": "loss", "window": 59, "candidates": 4})
     with pytest.raises(IncompatiblePlan, match=says):

@@ -21,7 +21,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     mark = metafunc.definition.get_closest_marker("both_databases")
     if mark is not None and "dialect" in metafunc.fixturenames:
         is_short = mark.kwargs.get("short", False)
-        other = pytest.param("postgresql", marks=() if is_short else pytest.mark.slow)
+        other = pytest.param("postgresql", marks=() if is_short else pytest.mark.slow(short=False))
         metafunc.parametrize("dialect", ["sqlite", other], indirect=True)
 
 

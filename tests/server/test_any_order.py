@@ -585,7 +585,7 @@ class AnyOrder(RuleBasedStateMachine):
 
 @pytest.mark.soak
 @pytest.mark.slow(short=True)
-@pytest.mark.both_databases(short=True)
+@pytest.mark.both_databases
 def test_whatever_happens_every_upload_counts_once_or_not_at_all(
     tmp_path: Path,
     dialect: str,

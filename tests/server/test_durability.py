@@ -155,7 +155,7 @@ def test_a_server_that_dies_at_any_write_goes_on_where_it_was(
     slow: bool,
 ) -> None:
     written = getattr(cls, function)
-    for at in range(0, 100, 1 if slow else 7):
+    for at in range(0, 100, 1 if slow else 19):
         party, folder = Party(clock), tmp_path / f"died-{at}"
         with start(data_dir=folder) as http:
             begin(http, party, model)
@@ -184,7 +184,7 @@ def test_a_server_that_fails_at_any_commit_recovers_by_itself(
     slow: bool,
 ) -> None:
     commit = Database._commit
-    for at in range(0, 100, 1 if slow else 7):
+    for at in range(0, 100, 1 if slow else 19):
         party = Party(clock)
         with start(data_dir=tmp_path / f"failed-{at}") as http:
             begin(http, party, model)

@@ -245,9 +245,9 @@ def test_a_restart_keeps_the_bases_and_sweeps_what_nothing_leads_to(
 @pytest.mark.parametrize(
     ("cls", "function", "when"),
     [
-        (Database, "_commit", "before"),
+        pytest.param(Database, "_commit", "before", marks=pytest.mark.slow),
         (Database, "_commit", "after"),
-        (LocalPayloads, "put", "after"),
+        pytest.param(LocalPayloads, "put", "after", marks=pytest.mark.slow),
     ],
 )
 def test_a_server_that_dies_at_any_write_keeps_both_ends_together(

@@ -231,7 +231,13 @@ def wide() -> Model:
     return Model.from_tensors({"weight": weights})
 
 
-@pytest.mark.parametrize("kind", COMPRESSORS)
+@pytest.mark.parametrize(
+    "kind",
+    [
+        kind if kind == "sparse" else pytest.param(kind, marks=pytest.mark.slow)
+        for kind in COMPRESSORS
+    ],
+)
 def test_nothing_is_lost_over_a_restore(
     start: Start, clock: Clock, wide: Model, tmp_path: Path, kind: str
 ) -> None:
@@ -309,7 +315,7 @@ def test_nothing_is_lost_over_restores_of_old_backups(
     assert all("restored" in device.events for device in fleet.devices)
 
 
-@pytest.mark.parametrize("at", ["before", "after"])
+@pytest.mark.parametrize("at", [pytest.param("before", marks=pytest.mark.slow), "after"])
 def test_a_crash_while_a_restore_is_taken_account_of_changes_nothing(
     start: Start, clock: Clock, wide: Model, tmp_path: Path, at: str
 ) -> None:

@@ -119,7 +119,14 @@ def test_servers_that_migrate_at_once_wait_for_each_other(url: str) -> None:
     assert found == [(None, head()), (head(), head()), (head(), head())]
 
 
-@pytest.mark.parametrize("at", ["1", "7", "commit"])
+@pytest.mark.parametrize(
+    "at",
+    [
+        pytest.param("1", marks=pytest.mark.slow),
+        "7",
+        pytest.param("commit", marks=pytest.mark.slow),
+    ],
+)
 def test_a_migration_that_is_killed_leaves_the_old_schema(url: str, at: str) -> None:
     made(url, OLDEST)
     before = version_and_tables(url)

@@ -33,7 +33,7 @@ from fedpress_protocols.signatures import Content
 from tests.devices import ADMIN, Device, Operator, checked
 from tests.server.in_process import Clock, Enrolled, Server, Start, history, include_one, ones
 
-pytestmark = pytest.mark.both_databases(short=True)
+pytestmark = pytest.mark.both_databases
 
 # Uploads
 
@@ -71,6 +71,7 @@ def test_other_bytes_conflict(operator: Operator, enrolled: Enrolled, model: Mod
     assert "send the first bytes again" in caught.value.hint
 
 
+@pytest.mark.both_databases(short=True)
 def test_uploads_at_once_are_counted_once(
     operator: Operator, enrolled: Enrolled, model: Model
 ) -> None:

@@ -94,7 +94,10 @@ def around_cafe(inner: dict[str, Any]) -> dict[str, Any]:
     return {"id": "cafe", "inner": inner, "guard": None}
 
 
-@pytest.mark.parametrize("contexts", ["previous", "drift", "activity"])
+@pytest.mark.parametrize(
+    "contexts",
+    ["previous", *(pytest.param(each, marks=pytest.mark.slow) for each in ("drift", "activity"))],
+)
 @pytest.mark.parametrize("around", [around_topk, pytest.param(around_cafe, marks=pytest.mark.slow)])
 def test_contexts_make_uploads_smaller_and_change_no_model(
     tmp_path: Path, contexts: str, around: Callable[[dict[str, Any]], dict[str, Any]]

@@ -138,6 +138,7 @@ def test_a_bad_certificate(
     assert says in only(faults(**written(tmp_path, days, other_key)), "certificate").found
 
 
+@pytest.mark.slow
 def test_a_certificate_that_nobody_signed(tmp_path: Path, faults: Faults) -> None:
     files = written(tmp_path, days=60)
     names = {f"FEDPRESS_{name.upper()}": str(path) for name, path in files.items()}
@@ -223,6 +224,7 @@ def begun(once_begun: tuple[Path, str], tmp_path: Path) -> tuple[ServerProcess, 
     return server, server.data_dir / "models" / once_begun[1]
 
 
+@pytest.mark.slow
 def test_a_model_that_is_lost(begun: tuple[ServerProcess, Path], faults: Faults) -> None:
     """No server starts without it, and says which task is concerned."""
     server, file = begun

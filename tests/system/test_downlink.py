@@ -260,8 +260,8 @@ WORKS: dict[str, dict[str, Any]] = {
 }
 
 
-KINDS = {"fedavgm", "cafe", "two trips", "range coder", "fedbuff"}
-"""One of each: an optimizer, side information, a group's trip, a coder, no rounds."""
+KINDS = {"cafe", "fedbuff"}
+"""Side information that follows from the models, and no rounds."""
 
 
 @pytest.mark.parametrize(
@@ -401,7 +401,10 @@ def another(path: str, data: bytes) -> bytes:
     return bytes((data[0] ^ 3,)) + data[1:]
 
 
-@pytest.mark.parametrize("alter", [flipped, shorter, longer, another])
+@pytest.mark.parametrize(
+    "alter",
+    [flipped, *(pytest.param(each, marks=pytest.mark.slow) for each in (shorter, longer, another))],
+)
 def test_a_device_that_gets_other_bytes_fetches_the_file_itself(
     alter: Callable[[str, bytes], bytes], server: Server, tmp_path: Path
 ) -> None:

@@ -257,7 +257,7 @@ def test_drop_outs_in_every_step_leave_an_exact_sum(world: World) -> None:
 
 
 @pytest.mark.parametrize("adversary", ["semi-honest", "malicious"])
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_any_pattern_of_drop_outs_gives_an_exact_sum_or_none(
     world: World, adversary: str, seed: int
 ) -> None:
@@ -307,6 +307,7 @@ def test_too_few_survivors_give_everything_back(world: World) -> None:
     world.check_conserved()
 
 
+@pytest.mark.slow
 def test_nothing_is_lost_over_masked_rounds_with_drop_outs(world: World) -> None:
     rounds = 4
     world.begin(5, rounds=rounds, cohort={"size": 5, "minimum": 3}, masking={"levels": 3})
@@ -516,7 +517,7 @@ def test_a_masked_body_is_the_one_announced_and_comes_in_time(world: World) -> N
     world.check_conserved()
 
 
-@pytest.mark.parametrize("waits", [False, True])
+@pytest.mark.parametrize("waits", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_a_wrong_share_is_made_up_for_by_another(
     world: World, waits: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -155,6 +155,7 @@ def test_a_device_that_insists_on_masking_gives_nothing_to_a_clear_plan(
     assert pauses == [1.0, 2.0, 4.0], "less and less often"
 
 
+@pytest.mark.slow
 def test_without_rules_the_same_plan_gets_its_update(server: ServerProcess, tmp_path: Path) -> None:
     """What shows that the test before can fail."""
     with server.operator() as operator:
@@ -164,6 +165,7 @@ def test_without_rules_the_same_plan_gets_its_update(server: ServerProcess, tmp_
     assert len(device.left) == 2, "an update and an evaluation"
 
 
+@pytest.mark.slow
 def test_an_update_prepared_before_the_rules_stays_and_goes_back_to_the_residual(
     server: ServerProcess, tmp_path: Path
 ) -> None:
@@ -190,6 +192,7 @@ def test_an_update_prepared_before_the_rules_stays_and_goes_back_to_the_residual
     np.testing.assert_array_equal(residual, MODEL.parameters + np.float32(0.25) - MODEL.parameters)
 
 
+@pytest.mark.slow
 def test_a_masked_task_is_joined_where_a_clear_one_runs_beside_it(
     server: ServerProcess, tmp_path: Path
 ) -> None:
@@ -209,6 +212,7 @@ def test_a_masked_task_is_joined_where_a_clear_one_runs_beside_it(
         assert [event.task for event in device.of("joined")] == ["rain"]
 
 
+@pytest.mark.slow
 def test_a_device_leaves_a_clear_task_for_a_masked_one_that_begins_later(
     server: ServerProcess, tmp_path: Path
 ) -> None:
@@ -231,6 +235,7 @@ def test_a_device_leaves_a_clear_task_for_a_masked_one_that_begins_later(
     assert [event.task for event in device.of("joined")] == ["clouds", "rain"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("command", ["join", "relay"])
 def test_the_command_says_which_plan_its_rules_refused(
     server: ServerProcess, tmp_path: Path, command: str

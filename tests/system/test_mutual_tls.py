@@ -85,6 +85,7 @@ def talk(
         device.close()
 
 
+@pytest.mark.slow
 def test_the_command_says_which_certificate_is_missing(
     server: ServerProcess, authority: TestAuthority, tmp_path: Path
 ) -> None:

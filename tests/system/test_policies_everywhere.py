@@ -47,6 +47,7 @@ def server(tmp_path: Path) -> Iterator[Server]:
         yield http
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("reports", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_a_masked_ladder_has_one_profile_a_round(
     reports: bool, server: Server, tmp_path: Path

@@ -77,7 +77,12 @@ class Told:
 
 @pytest.mark.parametrize(
     ("step", "restarts"),
-    [("ready", False), ("advertise", True), ("shares", False), ("masked", True)],
+    [
+        pytest.param("ready", False, marks=pytest.mark.slow),
+        pytest.param("advertise", True, marks=pytest.mark.slow),
+        pytest.param("shares", False, marks=pytest.mark.slow),
+        ("masked", True),
+    ],
 )
 def test_a_masked_session_ends_under_the_key_that_its_round_was_opened_with(
     world: World, step: str, restarts: bool

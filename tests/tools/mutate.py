@@ -4,9 +4,9 @@
     FEDPRESS_SLOW=1 python tests/tools/mutate.py --again short.json        # with what is slow
 
     MEASURED='--cov --cov-config=tests/tools/all.coveragerc --cov-context=test --cov-report='
-    python -m pytest -n 2 -m 'not slow or slow(short=True)' $MEASURED      # who runs which line
+    python -m pytest -n 2 -m "$SHORT" $MEASURED   # who runs which line; SHORT as in the Makefile
     python tests/tools/mutate.py --contexts .coverage --json short.json
-    FEDPRESS_SLOW=1 python -m pytest -n 2 -m slow $MEASURED                # of the longer tests
+    FEDPRESS_SLOW=1 python -m pytest -n 2 -m slow $MEASURED   # of the longer tests
     FEDPRESS_SLOW=1 python tests/tools/mutate.py --contexts .coverage --again short.json
 
 Lines are drawn with a seed from the areas below, as many from each; each is changed in one way, in
@@ -275,7 +275,7 @@ def outcome(tree: Path, mutant: Mutant, tests: list[str], seconds: float) -> tup
     environment = {**os.environ, "CI": "1", "PYTHONPATH": str(tree)}
     command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider"]
     if not SLOW:
-        command += ["-m", "not slow or slow(short=True)"]
+        command += ["-m", "not slow or slow(short=True) and not slow(short=False)"]
     before = os.times()
     try:
         process = subprocess.Popen(
