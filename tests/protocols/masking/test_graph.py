@@ -302,3 +302,17 @@ def test_another_transcript_gives_another_graph() -> None:
 
 def test_a_cohort_too_small_for_a_spread_graph_has_none() -> None:
     assert sound_search(5, corrupt=0.2, dropout=0.0) is None
+
+
+@pytest.mark.parametrize(("n", "degree", "num_gone"), [(12, 4, 5), (11, 6, 7), (10, 2, 2)])
+def test_the_bound_on_a_cut_counts_every_pair_of_places(n: int, degree: int, num_gone: int) -> None:
+    """Two runs of degree / 2 clients with somebody between them on either side, all of whom drop
+    out: so many pairs, each with the probability that all of one set are among those gone."""
+    half = degree // 2
+    runs = [{(start + step) % n for step in range(half)} for start in range(n)]
+    longer = [run | {(start - 1) % n, (start + half) % n} for start, run in enumerate(runs)]
+    pairs = sum(not longer[i] & runs[j] for i in range(n) for j in range(i))
+    chance = Fraction(math.comb(n - degree, num_gone - degree), math.comb(n, num_gone))
+    logs = np.array([math.lgamma(number + 1) for number in range(n + 1)])
+    assert graph._log_cut(n, degree, num_gone, logs) == pytest.approx(math.log(pairs * chance))
+    assert graph._log_cut(n, degree, degree - 1, logs) == -math.inf
