@@ -22,6 +22,6 @@ def test_what_is_touched_is_what_values_there_change() -> None:
     assert touched.sum() > 14
     assert not made.sketch(values, randomness)[~touched].any()
     for coordinate in np.flatnonzero(chosen):
-        alone = np.eye(1, SIZE, coordinate)[0]
+        alone = np.eye(1, SIZE, int(coordinate))[0]
         assert touched[made.sketch(alone, randomness) != 0].all()
     assert not made.touched(np.zeros(SIZE, bool), randomness).any()
