@@ -45,8 +45,9 @@ $(VENV)/test.stamp: pyproject.toml constraints.txt | $(BIN)/python
 demo: $(VENV)/demo.stamp
 	$(BIN)/fedpress demo $(ARGS)
 
+# More processes than cores: some tests wait.
 test: $(VENV)/test.stamp
-	$(BIN)/python -m pytest -n 2 \
+	$(BIN)/python -m pytest -n 3 \
 	  --cov --cov-report=term-missing:skip-covered $(WHOLE) $(ARGS)
 
 test-slow: $(VENV)/test.stamp
