@@ -1,9 +1,9 @@
 # Everything runs in .venv, which is made on first use. `make PYTHON=python3.12 ...` picks the interpreter.
 PYTHON ?= python3
 ARGS ?=
-# Of the whole suite every line of compression/ and protocols/ is asked for, which their own tests and
-# conformance's reach, and slow tests are left to test-slow; of a part that ARGS picks no line is
-# asked for, and its slow tests run, too.
+# Of the whole suite every line of compression/ and protocols/ is asked for, which the tests that
+# tests/conftest.py names have to reach, and slow tests are left to test-slow; of a part that ARGS
+# picks no line is asked for, and its slow tests run, too.
 WHOLE = $(if $(ARGS),,-m 'not slow or slow(short=True) and not slow(short=False)' --cov-fail-under=100)
 VENV := .venv
 BIN := $(VENV)/bin

@@ -43,7 +43,17 @@ TOGETHER = {
 
 # Every line of compression/ and protocols/ is reached from here. Tracing makes tests half as slow
 # again, so the others go without where that is asked for.
-COVERING = ("tests/compression/", "tests/conformance/", "tests/protocols/")
+COVERING = (
+    "tests/client/",
+    "tests/compression/",
+    "tests/conformance/",
+    "tests/face/test_privacy_plan.py",
+    "tests/face/test_task_file.py",
+    "tests/oracles/",
+    "tests/protocols/",
+    "tests/server/test_auto.py",
+    "tests/system/test_private_tasks.py",
+)
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -14,6 +14,7 @@ from fedpress_compression.compressors.clip import Clip
 from fedpress_compression.compressors.coded import Coded
 from fedpress_compression.compressors.count_sketch import CountSketch
 from fedpress_compression.compressors.delta import Delta
+from fedpress_compression.compressors.dgc import Dgc
 from fedpress_compression.compressors.ef21 import EF21
 from fedpress_compression.compressors.error_feedback import ErrorFeedback
 from fedpress_compression.compressors.lowrank import LowRank
@@ -23,8 +24,10 @@ from fedpress_compression.compressors.powersgd import PowerSGD
 from fedpress_compression.compressors.powersgd_onesided import OneSidedPowerSGD
 from fedpress_compression.compressors.quantize import Quantize
 from fedpress_compression.compressors.topk import TopK
+from fedpress_compression.plain_states import plain
 from fedpress_compression.randomness import PublicRandomness
 from fedpress_compression.tensors import ModelSpec, TensorSpec, Vector
+from fedpress_compression.update import Update
 from fedpress_protocols.errors import ConfigurationError, IncompatiblePlan, InvalidUpdate
 from fedpress_protocols.plan import CohortRules, FixedPointTerms, Profile, RoundPlan
 
@@ -282,3 +285,20 @@ def test_an_upload_that_came_to_nothing_goes_back_into_the_residual() -> None:
 def test_a_sketch_that_outlives_its_round_needs_a_seed() -> None:
     with pytest.raises(ConfigurationError, match="hashes anew in every round"):
         CountSketch().randomness()
+
+
+def test_a_number_of_numpy_is_stored_as_a_number() -> None:
+    assert plain((np.float32(0.5), np.int64(3))) == [0.5, 3]
+
+
+def test_what_is_taken_back_is_unsent_and_what_counts_stands_still() -> None:
+    sent_update = Update.from_dense(draw(4))
+    made = ErrorFeedback(TopK(0.1))
+    back = made.roll_back(made.init(SPEC), sent_update)
+    np.testing.assert_array_equal(back.residual, draw(4))
+    twice = made.roll_back(back, sent_update)
+    np.testing.assert_array_equal(twice.residual, 2 * draw(4))
+    still = Dgc(TopK(0.1))
+    assert (
+        still.commit(still.init(SPEC)._replace(velocity=None), None, sent_update).velocity is None
+    )

@@ -371,3 +371,17 @@ def test_the_largest_values_come_out_finite(made: Compressor[Any]) -> None:
         received = made.decompress(symbols, known).dense().astype(np.float64)
         assert np.isfinite(received).all()
         assert float(np.abs(received).max()) > 0.1 * float(largest)
+
+
+def test_a_group_whose_members_agree_sums_what_each_brings() -> None:
+    made, update = PowerSGD(2), of_rank(2)
+
+    def total(arrays: list[Matrix], width: int) -> list[Matrix]:
+        """Of two members that bring the same."""
+        assert width in (2, 4)
+        return [2 * array for array in arrays]
+
+    first, state = made.group_sum(update, made.init(SPEC), public(), total)
+    second, _ = made.group_sum(update, state, public(number=2), total)
+    for agreed in (first, second):
+        np.testing.assert_allclose(agreed, 2 * update, atol=1e-4 * float(np.abs(update).max()))

@@ -127,6 +127,13 @@ def test_an_entry_that_says_something_else_has_another_hash() -> None:
     assert found.value.members["seq"] == 3
 
 
+def test_an_entry_that_follows_another_is_found() -> None:
+    entries = small(5)
+    entries[2] = entries[2].model_copy(update={"previous": entries[0].hash})
+    with pytest.raises(BrokenChain, match="entry 3 follows"):
+        end_of(checked(entries))
+
+
 def test_what_was_cut_off_at_the_end_is_found_by_a_head_alone() -> None:
     entries = small(5)
     head = Head(seq=5, hash=entries[4].hash)

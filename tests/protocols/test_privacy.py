@@ -19,6 +19,7 @@ from fedpress_protocols.masking.graph import Adversary, honest_survivors
 from fedpress_protocols.masking.payload import Payload
 from fedpress_protocols.plan import PrivacyTerms, RoundPlan
 from fedpress_protocols.privacy import accounting, skellam
+from fedpress_protocols.privacy import grid as grid_module
 from fedpress_protocols.privacy.grid import SECRET_BYTES, Grid
 from tests.protocols.test_masked_payload import (
     KNOWN,
@@ -341,3 +342,9 @@ def test_a_sum_beyond_what_clients_can_send_is_refused() -> None:
     wrong = np.full(payload.vectors[0].length, 3 * payload.grid.bound + 1)
     with pytest.raises(InvalidUpdate, match="not a valid sum of 3"):
         payload.decompress({"values": wrong}, 3)
+
+
+def test_a_rounding_that_never_keeps_the_norm_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(grid_module, "_TRIES", 0)
+    with pytest.raises(InvalidUpdate, match="no rounding of the update keeps its norm"):
+        Grid(10, 1.0, 1.0, 10).rounded(np.ones(10), bytes(SECRET_BYTES))

@@ -17,7 +17,7 @@ from fedpress_protocols.messages import (
     TaskConfig,
     TaskSummary,
 )
-from fedpress_protocols.plan import Profile, RoundPlan, parsed
+from fedpress_protocols.plan import PrivacyTerms, Profile, RoundPlan, parsed
 from fedpress_protocols.policies import Policies, check_policies
 from tests.protocols.test_plan import SPEC, make_plan
 
@@ -225,3 +225,36 @@ def test_the_average_is_served_unless_the_newest_is_the_best() -> None:
     assert averaged.served == average
     assert averaged.model_copy(update={"best": average}).served == average
     assert averaged.model_copy(update={"best": newest}).served == newest
+
+
+# Privacy
+
+PRIVATE = {"clip": 0.3, "noise_multiplier": 1.0, "participations": 1, "epsilon": 8.0}
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"lane": "clear"}, "privacy terms in the clear lane"),
+        ({"policies": [{"id": "accuracy_driven"}]}, "accuracy_driven under privacy terms"),
+        ({"selection": {"policy": "loss"}}, "selection by loss under privacy terms"),
+        ({"members": ["a", "b"]}, "2 members who take part 1 times each are enough for 0 rounds"),
+        ({"evaluation": {"patience": 2}}, "evaluation.patience under privacy terms"),
+    ],
+)
+def test_a_private_task_uses_nothing_without_noise(changes: dict[str, Any], says: str) -> None:
+    terms: dict[str, Any] = {"lane": "masked", "privacy": PRIVATE}
+    assert task(**terms).privacy is not None
+    with pytest.raises(IncompatiblePlan, match=says):
+        task(**terms | changes)
+
+
+def test_a_claim_that_no_noise_keeps_asks_for_fewer_participations() -> None:
+    with pytest.raises(ValueError, match="lower participations"):
+        PrivacyTerms.model_validate(PRIVATE | {"participations": 2**20, "epsilon": 1e-6})
+
+
+def test_a_plan_of_the_clear_lane_counts_no_noise_and_two_trips_are_not_begun() -> None:
+    assert make_plan().noise_shares == 0
+    with pytest.raises(IncompatiblePlan):
+        make_plan(profiles=[TWO_TRIPS], previous_model="b" * 64).public(SPEC)
