@@ -30,8 +30,8 @@ from tests.protocols.test_masked_payload import KNOWN, SHARED, SPEC, made_plan, 
 @pytest.fixture(autouse=True)
 def _repeatable_noise(monkeypatch: pytest.MonkeyPatch) -> None:
     """The same noise in each run of a test, so that a test of chance cannot fail by chance."""
-    repeats = SimpleNamespace(token_bytes=np.random.default_rng(5).bytes)
-    monkeypatch.setattr(payload_module, "secrets", repeats)
+    repeats = SimpleNamespace(urandom=np.random.default_rng(5).bytes)
+    monkeypatch.setattr(payload_module, "os", repeats)
 
 
 CLAIM = {"clip": 0.3, "noise_multiplier": 1.0, "participations": 1, "epsilon": 5.0, "delta": 1e-5}

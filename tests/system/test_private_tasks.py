@@ -32,8 +32,8 @@ PRIVATE = {
 @pytest.fixture(autouse=True)
 def _repeatable_noise(monkeypatch: pytest.MonkeyPatch) -> None:
     """The same noise in each run of a test, so that a test of chance cannot fail by chance."""
-    repeats = SimpleNamespace(token_bytes=np.random.default_rng(5).bytes)
-    monkeypatch.setattr(payload_module, "secrets", repeats)
+    repeats = SimpleNamespace(urandom=np.random.default_rng(5).bytes)
+    monkeypatch.setattr(payload_module, "os", repeats)
 
 
 @pytest.fixture

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-import secrets
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -166,7 +166,7 @@ class Payload:
         check_report(reported, self.plan.report)
         if self.grid is not None:
             plain = self.grid.rounded(self._map.project(update), secret)
-            noise = self.grid.noise(secrets.token_bytes(SECRET_BYTES))
+            noise = self.grid.noise(os.urandom(SECRET_BYTES))
             return Contribution({_VALUES: plain + noise}, self._map.lift(plain * self._steps))
         weight = min(num_examples, self._most)
         unit = self._steps * (self._most / weight)
