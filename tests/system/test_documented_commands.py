@@ -124,6 +124,8 @@ NOT_RUN: list[tuple[str, str]] = [
     (r"^fedpress server audit verify( --head .*)?$",
      "reads the settings of the server's environment: tests/face/test_audit_commands.py"),
     (r"^export ", "the settings are in the environment already"),
+    (r"--max-epsilon", "wants a private task: tests/system/test_private_tasks.py"),
+    (r"fedpress plan .*--trial", "wants Flower, and minutes: tests/flower/test_trial.py"),
     (r"rotate-key", "the device's key is named by later lines"),
     (r"^fedpress client join .*\.\.\.$", "left open by the page"),
 ]  # fmt: skip
