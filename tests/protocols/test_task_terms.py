@@ -117,6 +117,10 @@ def test_policies_that_cannot_work_say_why(
         assert refused.value.hint == "set share nearer to 0.5"
 
 
+def test_two_of_each_are_enough_to_compare() -> None:
+    check_policies(READ.validate_python([GUARD]), LADDER, lane="clear", size=4)
+
+
 def test_a_guard_without_probes_goes_with_everything() -> None:
     for lane, size in (("masked", 4), ("clear", 1)):
         policies = READ.validate_python([{**GUARD, "share": 0}])
