@@ -287,3 +287,18 @@ def test_a_server_that_dies_at_any_write_keeps_both_ends_together(
         if is_over:
             break
     assert at > 5
+
+
+def test_who_may_not_take_part_is_sent_away_for_longer(
+    operator: Operator, enrolled: Enrolled, model: Model
+) -> None:
+    first, waiting, stranger = (enrolled() for _ in range(3))
+    members = [first.client_id, waiting.client_id]
+    operator.begin(model, members=members, cohort={"size": 1, "minimum": 1})
+    first.assignment("digits")
+    path, body = "/v1/tasks/digits/check-in", '{"pending": [], "wait": 0}'
+    soon, later = (
+        int(device.json("POST", path, body).headers["retry-after"])
+        for device in (waiting, stranger)
+    )
+    assert 4 * soon < later
