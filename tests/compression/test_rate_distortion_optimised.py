@@ -93,6 +93,11 @@ def test_a_held_rate_has_less_error() -> None:
     assert bytes_ <= 1.01 * plain_bytes
 
 
+def test_what_rounds_to_nothing_stays_nothing() -> None:
+    update = np.full(SPEC.size, 0.55, np.float32)
+    assert not received(Ecsq("step", 1.0, rdo=0.14), update, SPEC)[1].any()
+
+
 def test_a_configuration_without_it_is_the_one_of_before() -> None:
     assert "rdo" not in to_config(Ecsq())
     assert to_config(Ecsq(rdo=0.14))["rdo"] == 0.14
