@@ -59,9 +59,9 @@ def test_bytes_are_counted_and_a_signal_changes_the_level(tmp_path: Path) -> Non
         for target in ("/livez", "/readyz", "/v1/nothing", "/v1/tasks", "/metrics"):
             total += len(exchanged(server.port, target))
         assert sent(exchanged(server.port, "/metrics")) == total
-        os.kill(server._process.pid, signal.SIGUSR1)
         lines = [json.loads(line) for line in server.log.read_text().splitlines()]
         assert not any(line["level"] == "debug" for line in lines)
+        os.kill(server._process.pid, signal.SIGUSR1)
         ready = next(line for line in lines if "server ready on" in line["event"])
         assert ready["level"] == "info"
         wait_for(server.log, "log level is debug")
