@@ -72,12 +72,7 @@ def session_of(status: RoundStatus) -> tuple[tuple[str, ...], tuple[tuple[str, s
     return status.session.suspects, status.session.failures
 
 
-# With another seed, a busy machine was seen to leave the first attempt in aggregation for good,
-# though its job was done: once in 25 runs, every second one beside five others. The cause is not
-# known; until it is, `make soak` alone runs it.
-@pytest.mark.parametrize(
-    "tamper", [rubbish, pytest.param(another_seed, marks=pytest.mark.soak(only=True))]
-)
+@pytest.mark.parametrize("tamper", [rubbish, another_seed])
 @pytest.mark.slow
 def test_one_saboteur_of_twenty_is_named_and_left_out_and_rounds_commit(
     world: World, tamper: Callable[[Shares], Shares], caplog: pytest.LogCaptureFixture

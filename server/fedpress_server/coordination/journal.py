@@ -57,6 +57,7 @@ from fedpress_server.rounds import (
     MaskedRound,
     Said,
     Settle,
+    UnmaskFailed,
     from_record,
     to_record,
 )
@@ -260,7 +261,8 @@ class Journal:
         for each in events:
             if each.result is not None:
                 _write_result(connection, each, each.result)
-        self._write_jobs(connection, task, before, after)
+        retries = any(isinstance(each.event, UnmaskFailed) for each in events)
+        self._write_jobs(connection, task, before, after, retries=retries)
         if after.round.is_over and steps[-1].opened is None:
             records.drop_bases(connection, after.key[0])
 
@@ -310,14 +312,24 @@ class Journal:
                     pass
 
     def _write_jobs(
-        self, connection: Connection, task: LiveTask, before: Attempt | None, after: Attempt
+        self,
+        connection: Connection,
+        task: LiveTask,
+        before: Attempt | None,
+        after: Attempt,
+        *,
+        retries: bool = False,
     ) -> None:
-        """The jobs that an attempt has come to, or none once it is past them."""
+        """Add the jobs that an attempt needs, and drop them once it is past them.
+
+        With `retries` a job ended without a result, and the attempt may need it again: if more
+        shares arrived meanwhile, it is still, or again, in the phase in which the job began.
+        """
         due = jobs_of(after, task.strategy)
         was_due = before is not None and bool(jobs_of(before, task.strategy))
-        if after.round.is_over or (was_due and not due):
+        if after.round.is_over or (was_due and (retries or not due)):
             leases.drop(connection, after.key)
-        elif due and (before is None or before.round.phase != after.round.phase):
+        if due and (retries or not was_due):
             leases.add(connection, due, self._lease_time(connection))
 
     def _write_opening(
