@@ -70,13 +70,13 @@ class SoftmaxTrainer:
         tensors = model.tensors()
         scores = self.test_inputs @ tensors["weight"] + tensors["bias"]
         is_right = scores.argmax(axis=1) == self.test_labels
-        found = {
+        metrics = {
             "accuracy": float(is_right.mean()),
             "loss": self._loss(model, self.test_inputs, self.test_labels),
         }
         labels = {str(label): self.test_labels == label for label in np.unique(self.test_labels)}
         classes = {k: (int(own.sum()), int((own & is_right).sum())) for k, own in labels.items()}
-        return Evaluation(len(self.test_labels), found, classes)
+        return Evaluation(len(self.test_labels), metrics, classes)
 
     def _loss(self, model: Model, inputs: Array, labels: npt.NDArray[np.int64]) -> float:
         tensors = model.tensors()

@@ -108,9 +108,9 @@ class MaskedChannel(Channel):
     ) -> tuple[Symbols, Any]:
         secret = secrets.token_bytes(SECRET_BYTES) if self.secret is None else self.secret
         within = clipped(update, self.plan)
-        made = self.payload.compress(within, self.num_examples, self.report, secret)
-        self.body = self.payload.packing.to_bytes(self.payload.packing.pack(made.integers))
-        self.sent = made.update
+        compressed = self.payload.compress(within, self.num_examples, self.report, secret)
+        self.body = self.payload.packing.to_bytes(self.payload.packing.pack(compressed.integers))
+        self.sent = compressed.update
         return (), None
 
 

@@ -93,21 +93,21 @@ def personalised(model: Model, ledger: Ledger, besides: Collection[str] = ()) ->
     """`model` with the device's own personal tensors, `besides` those of these names, where they
     have the shape."""
     tensors = model.spec.unflatten(model.parameters)
-    kept = {
+    personal = {
         name: values
         for name, values in ledger.personal.items()
         if name not in besides and name in tensors and tensors[name].shape == values.shape
     }
-    if not kept:
+    if not personal:
         return model
-    return model.with_parameters(model.spec.flatten({**tensors, **kept}))
+    return model.with_parameters(model.spec.flatten({**tensors, **personal}))
 
 
 def check_honoured(plan: RoundPlan, trainer: Trainer) -> None:
     """Raise IncompatiblePlan if the plan asks what the trainer does not say it knows."""
     restricted = ["restricted"] if plan.training.restricted else []
-    asked = plan.client_terms.of_trainer.union(plan.report, restricted)
-    unknown = sorted(asked.difference(getattr(trainer, "honours", ())))
+    required = plan.client_terms.of_trainer.union(plan.report, restricted)
+    unknown = sorted(required.difference(getattr(trainer, "honours", ())))
     if unknown:
         raise IncompatiblePlan(
             f"the plan asks for {', '.join(unknown)}, and the trainer honours none of that",

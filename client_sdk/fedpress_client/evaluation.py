@@ -74,10 +74,12 @@ class Evaluator:
 def finite(metrics: Mapping[str, float]) -> dict[str, float]:
     """The finite metrics as plain floats; JSON has no word for the others."""
     floats = {name: float(value) for name, value in metrics.items()}
-    kept = {name: value for name, value in floats.items() if math.isfinite(value)}
-    if len(kept) < len(floats):
-        _log.warning("not finite, left out: %s", ", ".join(sorted(set(floats) - set(kept))))
-    return kept
+    finite_values = {name: value for name, value in floats.items() if math.isfinite(value)}
+    if len(finite_values) < len(floats):
+        _log.warning(
+            "not finite, left out: %s", ", ".join(sorted(set(floats) - set(finite_values)))
+        )
+    return finite_values
 
 
 def _report(

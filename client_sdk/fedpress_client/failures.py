@@ -84,13 +84,13 @@ class Durations:
         except StateWriteError as exc:  # it is learnt again
             _log.warning("how long training takes is not kept: %s", exc)
 
-    def too_long(self, plan: RoundPlan, left: float) -> float | None:
-        """The seconds that an assignment of `plan` needs, if they are more than are `left`; None if
-        they are not, if nothing is known, or if it is time to try again."""
+    def too_long(self, plan: RoundPlan, seconds_left: float) -> float | None:
+        """The usual seconds of an assignment of `plan`, if they are more than `seconds_left`; None
+        if they are not, if nothing is known, or if it is time to try again."""
         if self.kind != kind_of(plan) or not self.seconds or self.skipped >= _SKIPPED:
             return None
-        needed = median(self.seconds)
-        return needed if needed > left else None
+        usual = median(self.seconds)
+        return usual if usual > seconds_left else None
 
     def after_skipping(self) -> Durations:
         return replace(self, skipped=self.skipped + 1)
@@ -100,8 +100,8 @@ class Durations:
         kind = kind_of(plan)
         if not 0 < seconds < math.inf:  # the clock was set
             return self
-        known = self.seconds if kind == self.kind else ()
-        return Durations(kind, (*known, seconds)[-_REMEMBERED:])
+        earlier = self.seconds if kind == self.kind else ()
+        return Durations(kind, (*earlier, seconds)[-_REMEMBERED:])
 
 
 def kind_of(plan: RoundPlan) -> str:

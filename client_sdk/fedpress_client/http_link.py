@@ -166,8 +166,8 @@ class HttpLink:
 
         def fetch() -> bytes:
             """The rest of it; what came before a broken connection is kept."""
-            begun = len(received)
-            headers = {"Range": f"bytes={begun}-"} if begun else {}
+            num_received = len(received)
+            headers = {"Range": f"bytes={num_received}-"} if num_received else {}
             try:
                 with self.sent("GET", path, b"", headers) as response:
                     if response.status_code == 416:
@@ -175,9 +175,9 @@ class HttpLink:
                         raise TryAgain(TransportError(f"{path} is shorter than it was"))
                     self.raise_refusal(response)
                     start = range_start_of(response) if response.status_code == 206 else 0
-                    if start not in (0, begun):
+                    if start not in (0, num_received):
                         raise TryAgain(
-                            TransportError(f"{path} from byte {start}, not from {begun}")
+                            TransportError(f"{path} from byte {start}, not from {num_received}")
                         )
                     del received[start:]
                     announced = length_of(response)
@@ -185,8 +185,8 @@ class HttpLink:
                         received.extend(chunk)
                     if announced is not None and len(received) < start + announced:
                         raise TryAgain(TransportError(f"{path} broke off at {len(received)} bytes"))
-            except TryAgain as again:
-                again.progress = len(received) > begun
+            except TryAgain as retry:
+                retry.progress = len(received) > num_received
                 raise
             if digest is not None and hashlib.sha256(received).hexdigest() != digest:
                 received.clear()
@@ -232,10 +232,10 @@ class HttpLink:
     ) -> Iterator[httpx.Response]:
         """The answer to one signed request, its body still to be read; raises TryAgain."""
         request = self._signed(method, path, body, headers, wait)
-        answered = False
+        has_answer = False
         try:
             response = self._http.send(request, stream=True)
-            answered = True
+            has_answer = True
             self._count_up(request, len(body))
             try:
                 self._count_down(response)
@@ -245,13 +245,13 @@ class HttpLink:
         except (httpx.ConnectError, httpx.ConnectTimeout, httpx.ProxyError) as exc:
             raise self._no_connection(exc) from exc
         except httpx.TransportError as exc:
-            if not answered:
+            if not has_answer:
                 self._count_up(request, len(body))
             reason = str(exc) or type(exc).__name__
             if tls.explained(exc) is not None:
                 raise self._no_connection(exc) from exc
             hint = ""
-            if not answered and isinstance(exc, httpx.RemoteProtocolError | httpx.ReadError):
+            if not has_answer and isinstance(exc, httpx.RemoteProtocolError | httpx.ReadError):
                 hint = tls.silence(self._url, self._certificate, self.clock())
             error = TransportError(f"{method} {self._url}{path}: {reason}", hint=hint)
             raise TryAgain(error) from exc

@@ -32,11 +32,11 @@ class HttpParts:
         delivery = Delivery(self, assignment, self._sizes, self._link.clock)
 
         def attempt() -> UploadAck:
-            begun = delivery.offset
+            start = delivery.offset
             try:
                 return delivery.whole(body)
-            except TryAgain as again:
-                again.progress = delivery.offset > begun
+            except TryAgain as retry:
+                retry.progress = delivery.offset > start
                 delivery.cut()
                 raise
 
@@ -47,14 +47,14 @@ class HttpParts:
         assignment: str,
         max_bytes: int,
         source: Callable[[int, int], bytes],
-        begun: Callable[[str], None],
+        on_begin: Callable[[str], None],
     ) -> None:
         """Send the beginning of an update that is not whole yet, see `Delivery.ahead`."""
         try:
             delivery = Delivery(self, assignment, self._sizes, self._link.clock)
-            delivery.ahead(source, max_bytes, begun)
-        except TryAgain as again:
-            raise again.error from again
+            delivery.ahead(source, max_bytes, on_begin)
+        except TryAgain as retry:
+            raise retry.error from retry
 
     def begin_parts(self, assignment: str, intent: PartialIntent) -> PartialUpload:
         path = _path(assignment)
@@ -102,8 +102,8 @@ class HttpParts:
             self._link.once("DELETE", _path(assignment, partial), b"")
         except NotFound:
             pass
-        except TryAgain as again:
-            raise again.error from again
+        except TryAgain as retry:
+            raise retry.error from retry
 
 
 def _path(assignment: str, partial: str = "") -> str:

@@ -208,14 +208,14 @@ class Ledger:
         receipt says so, and the update goes back into the residual. Raises Conflict if there is no
         such upload, or it was masked before in other words.
         """
-        held = self.pending.get(assignment)
-        if held is None or held.lane != "masked" or len(body) != len(held.body):
+        pending = self.pending.get(assignment)
+        if pending is None or pending.lane != "masked" or len(body) != len(pending.body):
             raise Conflict(f"{len(body)} masked bytes for {assignment}, which has no such upload")
-        if held.session is not None:
-            if (held.session, held.body) != (session, body):
-                raise Conflict(f"{assignment} was masked for session {held.session[:12]} before")
+        if pending.session is not None:
+            if (pending.session, pending.body) != (session, body):
+                raise Conflict(f"{assignment} was masked for session {pending.session[:12]} before")
             return self
-        after = replace(held, body=body, session=session)
+        after = replace(pending, body=body, session=session)
         return replace(self, pending={**self.pending, assignment: after})
 
     def settle(self, receipt: Receipt) -> Ledger:
@@ -237,25 +237,25 @@ class Ledger:
         if key in self.settled:
             if self.settled[key] == receipt.outcome:
                 return self
-            kept = self.kept.get(key)
-            if kept is not None and receipt.epoch not in (None, kept.epoch):
-                return self._undone(key, kept)
+            included = self.kept.get(key)
+            if included is not None and receipt.epoch not in (None, included.epoch):
+                return self._undone(key, included)
             raise Conflict(
                 f"receipt {key} says {receipt.outcome}; an earlier one said {self.settled[key]}"
             )
-        held = self.pending.get(key)
-        if held is None:
+        pending = self.pending.get(key)
+        if pending is None:
             return self
-        if (receipt.round, receipt.attempt) != (held.round, held.attempt):
+        if (receipt.round, receipt.attempt) != (pending.round, pending.attempt):
             raise Conflict(
                 f"receipt {key} is for round {receipt.round}.{receipt.attempt}, its upload for "
-                f"round {held.round}.{held.attempt}"
+                f"round {pending.round}.{pending.attempt}"
             )
         is_included = receipt.outcome == "included"
-        if receipt.upload != held.digest and (is_included or receipt.upload is not None):
+        if receipt.upload != pending.digest and (is_included or receipt.upload is not None):
             raise DigestMismatch(
                 f"receipt {key} speaks of an upload {str(receipt.upload)[:12]}, sent was "
-                f"{held.digest[:12]}"
+                f"{pending.digest[:12]}"
             )
         ledger = replace(
             self,
@@ -265,19 +265,19 @@ class Ledger:
             not_included=self.not_included + (not is_included),
         )
         if not is_included:
-            return ledger._rolled_back(held, held.update, key)
-        return ledger._committed(held)._keeping(held, receipt)
+            return ledger._rolled_back(pending, pending.update, key)
+        return ledger._committed(pending)._keeping(pending, receipt)
 
     def goes_back_to(self, backup_at: int) -> Ledger:
         """The account once it is known how far the server may go back, Unix seconds: of what was
         included before, the norm is kept and no more, since an older backup may still come back."""
         if self.backup_at is not None and self.backup_at >= backup_at:
             return self
-        kept = {
+        included = {
             key: each if each.issued_at >= backup_at else replace(each, update=None)
             for key, each in self.kept.items()
         }
-        return replace(self, backup_at=backup_at, kept=kept)
+        return replace(self, backup_at=backup_at, kept=included)
 
     @property
     def fates(self) -> tuple[IncludedUpload, ...]:
@@ -301,8 +301,8 @@ class Ledger:
             )
         ledger = self
         for key in recall.unknown:
-            held, kept = ledger.pending.get(key), ledger.kept.get(key)
-            if held is not None:
+            upload, included = ledger.pending.get(key), ledger.kept.get(key)
+            if upload is not None:
                 pending = {other: each for other, each in ledger.pending.items() if other != key}
                 settled = ledger._remembering(key, "not-included")
                 ledger = replace(
@@ -310,9 +310,9 @@ class Ledger:
                     pending=pending,
                     settled=settled,
                     not_included=ledger.not_included + 1,
-                )._rolled_back(held, held.update, key)
-            elif kept is not None:
-                ledger = ledger._undone(key, kept)
+                )._rolled_back(upload, upload.update, key)
+            elif included is not None:
+                ledger = ledger._undone(key, included)
         return ledger
 
     def in_epoch(self, epoch: str) -> Ledger:
@@ -353,65 +353,65 @@ class Ledger:
         """This account with the `state` after `sent` is under way; what is lost is a discard."""
         ledger = self._with_state(compressor, state, state_name(compressor))
         if compressor.keeps_residual:
-            for reason, lost in state.lost:
-                ledger = ledger._discarding(reason, Update.from_dense(lost), None)
+            for reason, discarded in state.lost:
+                ledger = ledger._discarding(reason, Update.from_dense(discarded), None)
             return ledger
-        left = update.copy()
-        sent.add_to(left, sign=-1.0)
-        return ledger._discarding("not-sent", Update.from_dense(left), key)
+        remainder = update.copy()
+        sent.add_to(remainder, sign=-1.0)
+        return ledger._discarding("not-sent", Update.from_dense(remainder), key)
 
     def _remembering(self, key: str, outcome: Outcome) -> dict[str, Outcome]:
         recent = list(self.settled.items())[-(REMEMBERED - 1) :]
         return dict(recent) | {key: outcome}
 
-    def _committed(self, held: Pending) -> Ledger:
-        if held.spec != self.spec:
+    def _committed(self, pending: Pending) -> Ledger:
+        if pending.spec != self.spec:
             return self
         ledger = self
-        if held.control:
-            control = np.zeros(held.update.size, np.float32)
+        if pending.control:
+            control = np.zeros(pending.update.size, np.float32)
             if self.control is not None:
                 control = self.control.copy()
-            held.update.add_to(control, held.control)
+            pending.update.add_to(control, pending.control)
             ledger = replace(ledger, control=control)
-        if held.is_base and (self.own is None or held.number > self.own[0]):
-            ledger = replace(ledger, own=(held.number, held.update.dense()))
-        name = held.state_name
+        if pending.is_base and (self.own is None or pending.number > self.own[0]):
+            ledger = replace(ledger, own=(pending.number, pending.update.dense()))
+        name = pending.state_name
         newest, stored = self.states.get(name, (0, None))
-        mark = held.mark if held.number >= newest else None
+        mark = pending.mark if pending.number >= newest else None
         if stored is None and mark is None:
             return ledger
-        compressor = compressor_of(held)
-        state = compressor.commit(ledger._state(compressor, name), mark, held.update)
-        return ledger._with_state(compressor, state, name, 0 if mark is None else held.number)
+        compressor = compressor_of(pending)
+        state = compressor.commit(ledger._state(compressor, name), mark, pending.update)
+        return ledger._with_state(compressor, state, name, 0 if mark is None else pending.number)
 
-    def _keeping(self, held: Pending, receipt: Receipt) -> Ledger:
-        """With what `held` stood for, if the server may go back behind its receipt."""
+    def _keeping(self, pending: Pending, receipt: Receipt) -> Ledger:
+        """With a record of the included upload, if a restore of the server may undo its receipt."""
         if self.backup_at is None:
             return self
-        norm = Discard(0, "rolled-back", None, held.update).norm
+        norm = Discard(0, "rolled-back", None, pending.update).norm
         new = Included(
-            update=held.update if receipt.issued_at >= self.backup_at else None,
+            update=pending.update if receipt.issued_at >= self.backup_at else None,
             norm=norm,
-            round=held.round,
-            attempt=held.attempt,
+            round=pending.round,
+            attempt=pending.attempt,
             model=receipt.model,
             issued_at=receipt.issued_at,
             epoch=receipt.epoch,
-            spec=held.spec,
-            feedback=held.feedback,
-            number=held.number,
-            control=held.control,
-            compressor=held.compressor,
-            state_name=held.state_name,
+            spec=pending.spec,
+            feedback=pending.feedback,
+            number=pending.number,
+            control=pending.control,
+            compressor=pending.compressor,
+            state_name=pending.state_name,
         )
-        room, kept = held.update.size // 2, list[tuple[str, Included]]()
+        room, included = pending.update.size // 2, list[tuple[str, Included]]()
         for key, each in [(receipt.assignment, new), *reversed(list(self.kept.items()))][
             :REMEMBERED
         ]:
             room -= each.num_values
-            kept.append((key, each if room >= 0 else replace(each, update=None)))
-        return replace(self, kept=dict(reversed(kept)))
+            included.append((key, each if room >= 0 else replace(each, update=None)))
+        return replace(self, kept=dict(reversed(included)))
 
     def _undone(self, key: str, undone: Included) -> Ledger:
         """What counted as included is included no more."""

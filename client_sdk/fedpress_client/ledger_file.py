@@ -61,11 +61,11 @@ def parts_of(ledger: Ledger) -> tuple[bytes | memoryview, ...]:
         "pending": [
             {
                 "assignment": key,
-                "update": _stored_update(held.update, f"pending.{index}.update", arrays),
-                "mark": _stored(held.mark, f"pending.{index}.mark", arrays),
-                **{name: getattr(held, name) for name in _PENDING_SCALARS},
+                "update": _stored_update(upload.update, f"pending.{index}.update", arrays),
+                "mark": _stored(upload.mark, f"pending.{index}.mark", arrays),
+                **{name: getattr(upload, name) for name in _PENDING_SCALARS},
             }
-            for index, (key, held) in enumerate(ledger.pending.items())
+            for index, (key, upload) in enumerate(ledger.pending.items())
         ],
         "discards": [
             {
@@ -90,8 +90,8 @@ def parts_of(ledger: Ledger) -> tuple[bytes | memoryview, ...]:
             for index, (key, each) in enumerate(ledger.kept.items())
         ],
     }
-    for index, held in enumerate(ledger.pending.values()):
-        arrays[f"pending.{index}.body"] = np.frombuffer(held.body, np.uint8)
+    for index, upload in enumerate(ledger.pending.values()):
+        arrays[f"pending.{index}.body"] = np.frombuffer(upload.body, np.uint8)
     if ledger.residual is not None:
         arrays["residual"] = ledger.residual
     if ledger.control is not None:
@@ -271,10 +271,10 @@ _INCLUDED_SCALARS = (
 
 def _seal_of(data: bytes) -> int:
     """Where the file's own SHA-256 stands; ValueError if nowhere in its header."""
-    found = _SEAL.search(data, 8, 8 + int.from_bytes(data[:8], "little"))
-    if found is None:
+    match = _SEAL.search(data, 8, 8 + int.from_bytes(data[:8], "little"))
+    if match is None:
         raise ValueError("it has no SHA-256 of itself")
-    return found.start()
+    return match.start()
 
 
 def _stored(plain: State, name: str, arrays: dict[str, npt.NDArray[Any]]) -> Any:

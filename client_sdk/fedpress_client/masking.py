@@ -152,8 +152,8 @@ class MaskedPart:
         if self._diary.assignment:
             self._machine, self._said = None, set()
             now = self._clock()
-            seen = tuple(each for each in self._diary.seen if each.expires > now)
-            self._write(_Diary("", b"", b"", seen))
+            offers = tuple(each for each in self._diary.seen if each.expires > now)
+            self._write(_Diary("", b"", b"", offers))
 
     def check(self, receipt: Receipt) -> None:
         """Raises Conflict if `receipt` counts the update in a sum that the device did not help to
@@ -164,8 +164,8 @@ class MaskedPart:
         masked = receipt.masked
         if machine is None or masked is None or masked.session != machine.sid.hex():
             raise Conflict(f"receipt {receipt.assignment} is of another session than the device's")
-        seen = machine.survivors
-        if seen and masked.survivors != survivors_digest(seen).hex():
+        survivors = machine.survivors
+        if survivors and masked.survivors != survivors_digest(survivors).hex():
             raise Conflict(f"receipt {receipt.assignment} is of a sum over other survivors")
 
     def outcome(self, word: bytes | None) -> Outcome | Literal["pending"]:
@@ -249,8 +249,8 @@ class MaskedPart:
                 f"a session that may last {(config.expires - now) / 86400:.0f} days",
                 hint="shorten the phases of the task's masking terms",
             )
-        seen = tuple(each for each in self._diary.seen if each.expires > now)
-        if any(each.config == config.digest for each in seen):
+        offers = tuple(each for each in self._diary.seen if each.expires > now)
+        if any(each.config == config.digest for each in offers):
             raise IncompatiblePlan("this session was answered before, and its record is gone")
         step = MaskingClient.begin(
             offer,
@@ -260,7 +260,7 @@ class MaskedPart:
             trained=RoundDigests(due.model, due.support, due.plan, self._content()),
             now=now,
         )
-        self._diary = replace(self._diary, seen=(*seen, _Seen(config.digest, config.expires)))
+        self._diary = replace(self._diary, seen=(*offers, _Seen(config.digest, config.expires)))
         self._enter(step)
         return None
 

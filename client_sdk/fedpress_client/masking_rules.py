@@ -84,8 +84,8 @@ class MaskingRules:
         about = _name_of(plan)
         self.check_lane(plan.lane, about, is_pinned=is_pinned)
         if self.compressors is not None:
-            used = sorted({each for profile in plan.profiles for each in _ids(profile.compressor)})
-            strange = [each for each in used if each not in self.compressors]
+            ids = sorted({each for profile in plan.profiles for each in _ids(profile.compressor)})
+            strange = [each for each in ids if each not in self.compressors]
             if strange:
                 raise PlanDeclined(
                     f"{about} compresses by {', '.join(strange)}, this device allows "
@@ -126,8 +126,8 @@ def _name_of(plan: RoundPlan) -> str:
     return f"the plan of round {plan.round}.{plan.attempt} of task {plan.task!r}"
 
 
-def _ids(made: Any) -> Iterator[str]:
-    if not made.keeps_residual:
-        yield made.wire_id
-    for member in members(made):
+def _ids(compressor: Any) -> Iterator[str]:
+    if not compressor.keeps_residual:
+        yield compressor.wire_id
+    for member in members(compressor):
         yield from _ids(member)

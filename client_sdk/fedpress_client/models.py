@@ -50,11 +50,11 @@ class TaskModels:
 
     def keep_only(self, task: JoinedTask, plan: RoundPlan) -> None:
         """Remove the files that neither `plan` nor the download of its model needs."""
-        needed = {plan.model, *plan.sources.values(), *plan.artefacts}
+        required = {plan.model, *plan.sources.values(), *plan.artefacts}
         newest = task.files.newest()
         if task.has_downlink and plan.model not in newest:
-            needed |= set(newest[:BASES])
-        task.files.drop_models(besides=needed)
+            required |= set(newest[:BASES])
+        task.files.drop_models(besides=required)
 
     def activity_map(self, task: JoinedTask, digest: str, spec: ModelSpec) -> Vector:
         """A map of activity [spec.size]; raises IncompatiblePlan if it is none."""

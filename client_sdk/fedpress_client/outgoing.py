@@ -37,7 +37,7 @@ class SendsAhead(Protocol):
         assignment: str,
         max_bytes: int,
         source: Callable[[int, int], bytes],
-        begun: Callable[[str], None],
+        on_begin: Callable[[str], None],
     ) -> None:
         """Send parts of a body that is not whole yet, see `parts.Delivery.ahead`. Raises a
         FedpressError at the first thing that goes wrong."""
@@ -118,9 +118,9 @@ class Outgoing:
         if self._file is None:
             self._file = self._files.begin_outgoing()
         for section in self._waiting:
-            left = memoryview(section)
-            while left:
-                left = left[os.write(self._file, left) :]
+            remaining = memoryview(section)
+            while remaining:
+                remaining = remaining[os.write(self._file, remaining) :]
         self._waiting.clear()
 
     def finish(self) -> None:

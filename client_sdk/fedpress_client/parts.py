@@ -72,10 +72,10 @@ class PartSizes:
 
     def arrived(self, num_bytes: int, seconds: float) -> None:
         """A part of `num_bytes` was acknowledged after `seconds`."""
-        carried: float = 2 * self.num_bytes
+        affordable: float = 2 * self.num_bytes
         if seconds > 0:
-            carried = min(carried, num_bytes * self.seconds / seconds)
-        self.num_bytes = max(LEAST_PART, self.num_bytes // 2, int(carried))
+            affordable = min(affordable, num_bytes * self.seconds / seconds)
+        self.num_bytes = max(LEAST_PART, self.num_bytes // 2, int(affordable))
 
     def cut(self) -> None:
         self.num_bytes = max(LEAST_PART, self.num_bytes // 2)
@@ -120,12 +120,13 @@ class Delivery:
         )
 
     def ahead(
-        self, source: Callable[[int, int], bytes], max_bytes: int, begun: Callable[[str], None]
+        self, source: Callable[[int, int], bytes], max_bytes: int, on_begin: Callable[[str], None]
     ) -> None:
-        """Send what there is of a body of at most `max_bytes` while it is still being made.
+        """Send the parts of a body of at most `max_bytes` that are ready while it is being made.
 
-        `source(offset, most)` waits for that many bytes; none of them end it. `begun` is told the
-        name of the upload before the first part goes. There is no completion here.
+        `source(offset, most)` waits for that many bytes; an empty result is the end.
+        `on_begin(name)` is called with the upload's name before the first part is sent. This does
+        not complete the upload.
         """
         intent = PartialIntent(max_bytes=max_bytes)
         status = self._verbs.begin_parts(self._assignment, intent)
@@ -134,7 +135,7 @@ class Delivery:
             self._verbs.drop_parts(self._assignment, status.partial)
             status = self._verbs.begin_parts(self._assignment, intent)
         self._at(status)
-        begun(self._name)
+        on_begin(self._name)
         while part := source(self.offset, self._next):
             self._send(part)
 
@@ -167,9 +168,9 @@ class Delivery:
         return self._verbs.begin_parts(self._assignment, intent)
 
     def _send(self, part: bytes) -> None:
-        begun = self._clock()
+        start = self._clock()
         status = self._verbs.send_part(self._assignment, self._name, self.offset, part)
-        self._sizes.arrived(len(part), self._clock() - begun)
+        self._sizes.arrived(len(part), self._clock() - start)
         self._at(status)
 
     def _at(self, status: PartialUpload) -> None:

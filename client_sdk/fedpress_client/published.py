@@ -59,26 +59,26 @@ class PublishedModel:
             is_fresh = self._asked_at is not None and 0 <= now - self._asked_at < max_age
             if self._newest is not None and is_fresh:
                 return self._newest[1]
-            kept = self._newest or self._kept(task)
+            cached = self._newest or self._kept(task)
             try:
-                self._newest = self._refreshed(task, kept)
+                self._newest = self._refreshed(task, cached)
             except _ABSENT as exc:
-                if kept is None:
+                if cached is None:
                     raise
                 _log.warning("the previous model is used: %s", exc.detail)
-                self._newest = kept
+                self._newest = cached
             self._asked_at = now
             return self._newest[1]
 
-    def _refreshed(self, task: str, kept: tuple[str, Model] | None) -> tuple[str, Model]:
+    def _refreshed(self, task: str, cached: tuple[str, Model] | None) -> tuple[str, Model]:
         with self._connect() as transport:
             summary = transport.task(task)
             digest = summary.served
-            if kept is not None and kept[0] == digest:
-                return kept
+            if cached is not None and cached[0] == digest:
+                return cached
             data = self._trained_on(task, digest)
             if data is None:
-                files = [] if kept is None else [(kept[0], kept[1].to_bytes())]
+                files = [] if cached is None else [(cached[0], cached[1].to_bytes())]
                 bases = files if summary.downlink else None
                 data = download_model(transport, digest, task, self._max_bytes, bases)
         if hashlib.sha256(data).hexdigest() != digest:

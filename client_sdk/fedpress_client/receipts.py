@@ -87,8 +87,8 @@ class Receipts:
         ledger = self._settled(task, task.ledger, response.receipts)
         num_before = len(ledger.pending) + ledger.included
         ledger = ledger.recalled(recall)
-        answered = {each.receipt.assignment for each in response.receipts} | {*recall.unknown}
-        is_done = all(fate.assignment in answered for fate in fates)
+        settled = {each.receipt.assignment for each in response.receipts} | {*recall.unknown}
+        is_done = all(fate.assignment in settled for fate in fates)
         if is_done:
             ledger = ledger.in_epoch(recall.restore.epoch)
         task.sent.clear()  # what is pending still, the backup may not have

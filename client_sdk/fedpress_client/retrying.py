@@ -55,26 +55,26 @@ class RetryLoop:
     sleep: Callable[[float], None]
     random: Callable[[], float]
 
-    def run(self, attempt: Callable[[], _ResultT], what: str) -> _ResultT:
-        """Return what `attempt` returns, trying again as long as it raises TryAgain; `what` names
-        it in the log."""
+    def run(self, attempt: Callable[[], _ResultT], action: str) -> _ResultT:
+        """Return the result of `attempt`, retried as long as it raises TryAgain; `action` names it
+        in the log."""
         failures, waited = 0, 0.0
         tries: dict[type[Exception], int] = {}
         while True:
             try:
                 return attempt()
-            except TryAgain as again:
-                kind = type(again.error)
+            except TryAgain as retry:
+                kind = type(retry.error)
                 tries[kind] = tries.get(kind, 0) + 1
-                if again.progress:
+                if retry.progress:
                     failures, waited = 0, 0.0
-                pause = again.pause
+                pause = retry.pause
                 if pause is None:
                     ceiling = min(self.retries.cap, self.retries.base * 2.0 ** min(failures, 60))
-                    pause = (again.after or 0.0) + self.random() * ceiling
+                    pause = (retry.after or 0.0) + self.random() * ceiling
                 failures += 1
                 waited += pause
-                if waited > self.retries.patience or tries[kind] >= again.at_most:
-                    raise again.error from again.__cause__
-                _log.warning("%s: %s; again in %.1f s", what, again.error.detail, pause)
+                if waited > self.retries.patience or tries[kind] >= retry.at_most:
+                    raise retry.error from retry.__cause__
+                _log.warning("%s: %s; again in %.1f s", action, retry.error.detail, pause)
             self.sleep(pause)

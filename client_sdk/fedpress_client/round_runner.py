@@ -122,12 +122,12 @@ class RoundRunner:
         if not self._settings.failure_policy.skips_late:
             return False
         durations = Durations.read(task.files)
-        needed = durations.too_long(assignment.plan, seconds_left)
-        if needed is None:
+        duration = durations.too_long(assignment.plan, seconds_left)
+        if duration is None:
             return False
-        left = max(seconds_left, 0.0)
-        reason = f"this device needs {needed:.0f} s, and {left:.0f} s are left"
-        self._uploads.decline(task, assignment.assignment, "too-slow", reason, needed)
+        remaining = max(seconds_left, 0.0)
+        reason = f"this device needs {duration:.0f} s, and {remaining:.0f} s are left"
+        self._uploads.decline(task, assignment.assignment, "too-slow", reason, duration)
         durations.after_skipping().keep(task.files)
         return True
 

@@ -78,19 +78,19 @@ class ServerTrust:
                 successions = self._source.server_keys().successions
             except NotFound:  # a server that has never heard of changing its key
                 successions = ()
-            passed = (pinned, *follow_rollovers(pinned, key_id, successions))
-            left = (*self._identity.left_server_keys, *map(to_base64url, passed[:-1]))
+            chain = (pinned, *follow_rollovers(pinned, key_id, successions))
+            former = (*self._identity.left_server_keys, *map(to_base64url, chain[:-1]))
             self._identity = self._identity.model_copy(
                 update={
-                    "server_key": to_base64url(passed[-1]),
-                    "former_server_key": to_base64url(passed[-2]),
+                    "server_key": to_base64url(chain[-1]),
+                    "former_server_key": to_base64url(chain[-2]),
                     "followed_at": self._now(),
-                    "left_server_keys": tuple(dict.fromkeys(left)),
+                    "left_server_keys": tuple(dict.fromkeys(former)),
                 }
             )
             self._directory.enrolled(self._identity)
         _log.warning("the server signs with key %s now, and its key before says so", key_id)
-        return passed[-1]
+        return chain[-1]
 
 
 def pinned_anew(
@@ -102,15 +102,18 @@ def pinned_anew(
     So it does where this device has left that key by a chain before: who has copied the old key
     need only keep silent about the chain.
     """
-    named = from_base64url(server_key, 32)
+    replacement = from_base64url(server_key, 32)
     pinned = from_base64url(identity.server_key, 32)
-    if named == pinned or server_key in {identity.former_server_key, *identity.left_server_keys}:
+    if replacement == pinned or server_key in {
+        identity.former_server_key,
+        *identity.left_server_keys,
+    }:
         return identity
     try:
-        follow_rollovers(named, key_id_of(pinned), source.server_keys().successions)
+        follow_rollovers(replacement, key_id_of(pinned), source.server_keys().successions)
     except (InvalidSignature, NotFound):
         _log.warning(
-            "server key %s is pinned in the place of %s", key_id_of(named), key_id_of(pinned)
+            "server key %s is pinned in the place of %s", key_id_of(replacement), key_id_of(pinned)
         )
     else:
         return identity

@@ -30,20 +30,20 @@ class SideInformation:
         """The kinds that a compressor `needs`, each [size of what the plan's uploads are over]."""
         plan = assignment.plan
         shared = plan.shared(model.spec)
-        known: dict[Knowledge, Vector] = {}
+        values: dict[Knowledge, Vector] = {}
         for kind, digest in plan.sources.items():
             if kind not in needs:
                 continue
             if digest is None or digest == plan.model:  # the first round
-                known[kind] = np.zeros(shared.size, np.float32)
+                values[kind] = np.zeros(shared.size, np.float32)
             elif kind == "activity":
-                known[kind] = self._models.activity_map(task, digest, shared)
+                values[kind] = self._models.activity_map(task, digest, shared)
             else:
-                moved = self._moved_since(task, digest, model, kind)
-                known[kind] = model.spec.part(moved, shared)
+                change = self._moved_since(task, digest, model, kind)
+                values[kind] = model.spec.part(change, shared)
         if "own" in needs:
-            known["own"] = self._own(task, assignment, shared)
-        return known
+            values["own"] = self._own(task, assignment, shared)
+        return values
 
     def _moved_since(self, task: JoinedTask, digest: str, model: Model, kind: Known) -> Vector:
         """The difference of `model` to an earlier one."""

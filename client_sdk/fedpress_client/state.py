@@ -232,8 +232,8 @@ class TaskFiles:
 
     def newest(self) -> list[str]:
         """The digests of the files kept, the last used first; not all need be models."""
-        found = [(path.stat().st_mtime_ns, path.stem) for path in self._kept()]
-        return [digest for _, digest in sorted(found, reverse=True)]
+        models = [(path.stat().st_mtime_ns, path.stem) for path in self._kept()]
+        return [digest for _, digest in sorted(models, reverse=True)]
 
     def _kept(self) -> list[Path]:
         return [path for path in (self.folder / "models").iterdir() if path.suffix != ".tmp"]
@@ -265,15 +265,15 @@ class TaskFiles:
 
     def name_outgoing(self, assignment: str, partial: str) -> None:
         """Durably: the outgoing body's first parts are in this upload of the server."""
-        named = json.dumps({"assignment": assignment, "partial": partial})
-        write_durably(self.folder / "outgoing.json", named.encode())
+        document = json.dumps({"assignment": assignment, "partial": partial})
+        write_durably(self.folder / "outgoing.json", document.encode())
 
     def outgoing(self) -> tuple[str, str] | None:
         """The assignment and the upload that `name_outgoing` wrote; None too if that is damaged: an
         upload that nobody drops expires by itself."""
         try:
-            named = json.loads((self.folder / "outgoing.json").read_bytes())
-            return str(named["assignment"]), str(named["partial"])
+            document = json.loads((self.folder / "outgoing.json").read_bytes())
+            return str(document["assignment"]), str(document["partial"])
         except (FileNotFoundError, ValueError, TypeError, KeyError):
             return None
 
@@ -370,16 +370,16 @@ def _private_folder(path: Path) -> None:
 
 def _private(path: Path, mode: int) -> None:
     """See to it that `path` is ours and that nobody else may read it."""
-    found = os.lstat(path)
-    if stat.S_ISLNK(found.st_mode):
+    status = os.lstat(path)
+    if stat.S_ISLNK(status.st_mode):
         raise ConfigurationError(f"{path} is a link", hint="name the folder that it points to")
     if sys.platform == "win32":
         return  # see `local_files`
-    if found.st_uid != os.geteuid():
+    if status.st_uid != os.geteuid():
         raise ConfigurationError(
-            f"{path} belongs to user {found.st_uid}, not to {os.geteuid()}",
+            f"{path} belongs to user {status.st_uid}, not to {os.geteuid()}",
             hint="give this device a state directory of its own",
         )
-    if stat.S_IMODE(found.st_mode) & 0o077:
-        _log.warning("%s was open to others (mode %o)", path, stat.S_IMODE(found.st_mode))
+    if stat.S_IMODE(status.st_mode) & 0o077:
+        _log.warning("%s was open to others (mode %o)", path, stat.S_IMODE(status.st_mode))
         os.chmod(path, mode)

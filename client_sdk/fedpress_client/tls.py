@@ -98,8 +98,8 @@ def explained(exc: BaseException) -> tuple[str, str] | None:
                 return reason
         if "CERTIFICATE_VERIFY_FAILED" in text:
             lower = text.lower()
-            known = (reason for words, reason in _OF_THE_SERVER.items() if words in lower)
-            return next(known, ("the server's certificate cannot be believed", text))
+            reasons = (reason for words, reason in _OF_THE_SERVER.items() if words in lower)
+            return next(reasons, ("the server's certificate cannot be believed", text))
         cause = cause.__cause__ or cause.__context__
     return None
 
@@ -112,15 +112,15 @@ def silence(url: str, certificate: Path | None, now: float) -> str:
     if certificate is None:
         return "if the server asks devices for a certificate, give one (--client-certificate)"
     try:
-        shown = x509.load_pem_x509_certificate(certificate.read_bytes())
+        cert = x509.load_pem_x509_certificate(certificate.read_bytes())
     except (OSError, ValueError):
         return f"look at {certificate}"
     moment = datetime.fromtimestamp(now, UTC)
-    if not shown.not_valid_before_utc <= moment <= shown.not_valid_after_utc:
-        since, until = shown.not_valid_before_utc, shown.not_valid_after_utc
+    if not cert.not_valid_before_utc <= moment <= cert.not_valid_after_utc:
+        since, until = cert.not_valid_before_utc, cert.not_valid_after_utc
         return f"{certificate} is valid from {since:%Y-%m-%d} to {until:%Y-%m-%d}: have one issued"
     return (
-        f"the server may not take {certificate}, of the authority {shown.issuer.rfc4514_string()}: "
+        f"the server may not take {certificate}, of the authority {cert.issuer.rfc4514_string()}: "
         "ask its operator which it takes, and whether this one was revoked"
     )
 

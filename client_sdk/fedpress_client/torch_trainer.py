@@ -142,8 +142,8 @@ class TorchTrainer:
                 for name, value in measured.items():
                     totals[name] = totals.get(name, 0.0) + float(value) * size
                 if _are_classes(outputs, targets):
-                    named = targets[targets >= 0]  # below are those that a loss ignores
-                    classes.update(named.int().tolist())
+                    labels = targets[targets >= 0]  # below are those that a loss ignores
+                    classes.update(labels.int().tolist())
                     right.update(targets[outputs.argmax(dim=1) == targets].int().tolist())
                 count += size
         if not count:
@@ -165,7 +165,9 @@ class TorchTrainer:
             whole = {"local_epochs": 1, "local_steps": None, "gradient_accumulation": sys.maxsize}
             terms = terms.model_copy(update=whole)
         generator = torch.Generator().manual_seed(work.seed)
-        loader = _loader(self._data, self._batch_size, generator=generator, asked=terms.batch_size)
+        loader = _loader(
+            self._data, self._batch_size, generator=generator, requested=terms.batch_size
+        )
         moving = [p for p in self.model.parameters() if p.requires_grad]
         if not moving:
             raise ConfigurationError(
@@ -201,19 +203,19 @@ class TorchTrainer:
         if not total:
             raise ConfigurationError("the dataset is empty, so there is nothing to learn from")
         dataset = loader.dataset
-        counted = len(dataset) if isinstance(dataset, Sized) else in_first_epoch
+        num_examples = len(dataset) if isinstance(dataset, Sized) else in_first_epoch
         arrays = _arrays(self.model)
         metrics = {"loss": float(total_loss) / total}
-        return Trained(spec.flatten(arrays), max(1, counted), metrics, {"steps": steps})
+        return Trained(spec.flatten(arrays), max(1, num_examples), metrics, {"steps": steps})
 
     def _steps(
         self, loader: DataLoader[Any], terms: TrainingTerms
     ) -> Iterator[tuple[int, list[_Batch]]]:
         """The epoch and the batches of each optimizer step; a step does not span two epochs."""
         epochs = terms.local_epochs or self._local_epochs
-        left = terms.local_steps
+        remaining = terms.local_steps
         epoch = 0
-        while left is not None or epoch < epochs:
+        while remaining is not None or epoch < epochs:
             group: list[_Batch] = []
             is_empty = True
             for batch in self._batches(loader):
@@ -222,11 +224,11 @@ class TorchTrainer:
                 if len(group) == terms.gradient_accumulation:
                     yield epoch, group
                     group = []
-                    if left is not None and (left := left - 1) == 0:
+                    if remaining is not None and (remaining := remaining - 1) == 0:
                         return
             if group:
                 yield epoch, group
-                if left is not None and (left := left - 1) == 0:
+                if remaining is not None and (remaining := remaining - 1) == 0:
                     return
             if is_empty:
                 return
@@ -285,8 +287,8 @@ class _Added:
         for name, parameter in model.named_parameters(remove_duplicate=False):
             names.setdefault(parameter, []).append(name)
         for parameter, tied in names.items():
-            known = next((parts[name] for name in tied if name in parts), None)
-            part = None if known is None else torch.tensor(known).to(parameter)
+            values = next((parts[name] for name in tied if name in parts), None)
+            part = None if values is None else torch.tensor(values).to(parameter)
             start = parameter.detach().clone() if work.proximal else None
             self._rows.append((parameter, start, part))
 
@@ -329,9 +331,9 @@ class _Held:
                 parameter.copy_(torch.where(outside, before, parameter))
 
 
-def _device(wanted: str | torch.device) -> torch.device:
-    if wanted != "auto":
-        return torch.device(wanted)
+def _device(requested: str | torch.device) -> torch.device:
+    if requested != "auto":
+        return torch.device(requested)
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
@@ -408,23 +410,23 @@ def _arrays(model: nn.Module) -> dict[str, npt.NDArray[Any]]:
 
 
 def _loader(
-    data: Data, batch_size: int, *, generator: torch.Generator | None, asked: int | None = None
+    data: Data, batch_size: int, *, generator: torch.Generator | None, requested: int | None = None
 ) -> DataLoader[Any]:
     """Batches of `data`; shuffled by `generator` if there is one."""
     if not isinstance(data, DataLoader):
         shuffle = generator is not None and not isinstance(data, IterableDataset)
-        return DataLoader(data, asked or batch_size, shuffle=shuffle, generator=generator)
-    if asked is None or asked == data.batch_size:
+        return DataLoader(data, requested or batch_size, shuffle=shuffle, generator=generator)
+    if requested is None or requested == data.batch_size:
         return data
     if data.batch_size is None:
         raise ConfigurationError(
-            f"the plan asks for batches of {asked}, and the DataLoader makes its own",
+            f"the plan asks for batches of {requested}, and the DataLoader makes its own",
             hint="give the trainer a Dataset, or a DataLoader with a batch_size",
         )
     is_stream = isinstance(data.dataset, IterableDataset)
     return DataLoader(
         data.dataset,
-        asked,
+        requested,
         sampler=None if is_stream else data.sampler,
         num_workers=data.num_workers,
         collate_fn=data.collate_fn,

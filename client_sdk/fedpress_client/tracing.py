@@ -46,10 +46,11 @@ def carried() -> dict[str, str]:
     api = _api()
     if api is None:
         return {}
-    here = api.get_current_span().get_span_context()
-    if not here.is_valid:
+    context = api.get_current_span().get_span_context()
+    if not context.is_valid:
         return {}
-    return {"traceparent": f"00-{here.trace_id:032x}-{here.span_id:016x}-{here.trace_flags:02x}"}
+    ids = f"{context.trace_id:032x}-{context.span_id:016x}-{context.trace_flags:02x}"
+    return {"traceparent": f"00-{ids}"}
 
 
 def _api() -> Any:

@@ -288,14 +288,14 @@ class HttpTransport:
         assignment: str,
         max_bytes: int,
         source: Callable[[int, int], bytes],
-        begun: Callable[[str], None],
+        on_begin: Callable[[str], None],
     ) -> None:
         """Send parts of an update that is not whole yet, see `Delivery.ahead`; nothing is tried
         again. May run in a thread of its own, beside which nothing else is asked of this."""
         if not self._takes_parts:
             return
         try:
-            self._parts.ahead(assignment, max_bytes, source, begun)
+            self._parts.ahead(assignment, max_bytes, source, on_begin)
         except PartsNotOffered as exc:
             _log.info("%s", exc)
             self._takes_parts = False

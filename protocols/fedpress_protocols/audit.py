@@ -119,17 +119,17 @@ def checked(
     `after` is the head that the first entry must link to; None accepts any. Every one of `heads`
     must be reached. Raises BrokenChain.
     """
-    noted = {head.seq: head for head in heads}
+    expected = {head.seq: head for head in heads}
     last = after
-    if last is not None and last.seq in noted:
-        _meet(noted.pop(last.seq), last.hash)
+    if last is not None and last.seq in expected:
+        _meet(expected.pop(last.seq), last.hash)
     for entry in entries:
         _follow(entry, last)
         last = Head(seq=entry.seq, hash=entry.hash)
-        if entry.seq in noted:
-            _meet(noted.pop(entry.seq), entry.hash)
+        if entry.seq in expected:
+            _meet(expected.pop(entry.seq), entry.hash)
         yield entry
-    for head in sorted(noted.values(), key=lambda each: each.seq):
+    for head in sorted(expected.values(), key=lambda each: each.seq):
         ends = "is empty" if last in (None, NOTHING) else f"ends at {last.seq if last else 0}"
         raise BrokenChain(
             f"entry {head.seq} is missing: the log {ends}, and had {head} once", seq=head.seq

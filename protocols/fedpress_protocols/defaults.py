@@ -26,22 +26,26 @@ _WITH_CONTROL = frozenset({"scaffold"})
 def completed(fields: Mapping[str, Any]) -> dict[str, Any]:
     """The fields of a task with what it leaves open, if it names neither profiles nor policies of
     its own; else as they are. What a task says by itself stays as it says it."""
-    made = dict(fields)
-    policies = made.get("policies") or ({"id": "auto"},)
-    if made.get("profiles") is not None or not _is_ours(policies):
-        return made
-    is_masked = made.get("lane", "clear") == "masked"
-    rounds = made.get("rounds")
-    if made.get("strategy") is None and isinstance(rounds, int) and not made.get("asynchronous"):
-        made["strategy"] = strategy_for(rounds, is_masked=is_masked)
-    strategy = made.get("strategy")
+    values = dict(fields)
+    policies = values.get("policies") or ({"id": "auto"},)
+    if values.get("profiles") is not None or not _is_ours(policies):
+        return values
+    is_masked = values.get("lane", "clear") == "masked"
+    rounds = values.get("rounds")
+    if (
+        values.get("strategy") is None
+        and isinstance(rounds, int)
+        and not values.get("asynchronous")
+    ):
+        values["strategy"] = strategy_for(rounds, is_masked=is_masked)
+    strategy = values.get("strategy")
     identity = strategy.get("id") if isinstance(strategy, Mapping) else None
-    if "downlink" not in made and identity not in _WITH_CONTROL:
-        made["downlink"] = {}
+    if "downlink" not in values and identity not in _WITH_CONTROL:
+        values["downlink"] = {}
     if is_masked:
-        return {**made, **_masked(made)}
+        return {**values, **_masked(values)}
     gap = next((each.get("gap", _USUAL_GAP) for each in policies if each["id"] == "auto"), None)
-    return {**made, "policies": tuple(policies), "profiles": rate_levels(gap)}
+    return {**values, "policies": tuple(policies), "profiles": rate_levels(gap)}
 
 
 def _is_ours(policies: Any) -> bool:

@@ -111,9 +111,9 @@ def encode_model(model: Model, coder: DownlinkCoder = "huffman") -> bytes:
     if len(text) > _MOST_SPEC:
         raise ConfigurationError(f"a spec of {len(text)} bytes; at most {_MOST_SPEC} can be coded")
     described = _coded_octets(np.frombuffer(text, np.uint8))
-    carried = _coded_octets(_buffers(model))
+    coded_buffers = _coded_octets(_buffers(model))
     head = bytes((_MODEL,)) + uvarint(len(text)) + uvarint(len(described)) + described
-    head += uvarint(len(carried)) + carried
+    head += uvarint(len(coded_buffers)) + coded_buffers
     zeros = np.zeros(spec.size, np.float32)
     return head + _encode(spec, *_parts(spec, zeros, model.parameters), coder)
 
@@ -138,9 +138,9 @@ def decode_model(data: bytes, max_bytes: int) -> Model:
     if total > max_bytes:
         raise BodyTooLarge(f"a model of {total} bytes; at most {max_bytes} are allowed")
     others = [tensor for tensor in spec.tensors if not tensor.is_trained]
-    carried = _octets(reader, sum(tensor.num_bytes for tensor in others)).tobytes()
+    raw = _octets(reader, sum(tensor.num_bytes for tensor in others)).tobytes()
     try:
-        model = Model(spec, np.zeros(spec.size, np.float32), _split(carried, others))
+        model = Model(spec, np.zeros(spec.size, np.float32), _split(raw, others))
         model.tensors()  # which refuses shapes that no array has
     except (ConfigurationError, ValueError) as exc:
         raise DecodingError(f"no model: {exc}") from exc
@@ -297,11 +297,11 @@ def _buffers(model: Model) -> npt.NDArray[np.uint8]:
     return np.frombuffer(b"".join(stored), np.uint8)
 
 
-def _split(carried: bytes, tensors: Sequence[TensorSpec]) -> dict[str, npt.NDArray[Any]]:
-    """Split the concatenated bytes `carried` into arrays."""
+def _split(raw: bytes, tensors: Sequence[TensorSpec]) -> dict[str, npt.NDArray[Any]]:
+    """Split the concatenated bytes `raw` into arrays."""
     arrays, at = {}, 0
     for tensor in tensors:
-        stored = np.frombuffer(carried, stored_dtype(tensor), tensor.size, at)
+        stored = np.frombuffer(raw, stored_dtype(tensor), tensor.size, at)
         arrays[tensor.name] = from_stored(tensor, stored).reshape(tensor.shape)
         at += tensor.num_bytes
     return arrays

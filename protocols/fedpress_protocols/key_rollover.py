@@ -89,12 +89,12 @@ def follow_rollovers(
                 hint="somebody else may have a copy of that key: ask the operator which key is "
                 "the server's, and give that one to the device",
             )
-    at, passed = pinned, list[bytes]()
+    at, former = pinned, list[bytes]()
     while (signed := by_key.pop(to_base64url(at), None)) is not None:
         at = verify_key_rollover(signed)[1]
-        passed.append(at)
+        former.append(at)
         if key_id_of(at) == key_id:
-            return tuple(passed)
+            return tuple(former)
     raise InvalidSignature(
         f"signed by key {key_id[:22]!r}, which no chain leads to from the pinned key "
         f"{key_id_of(pinned)}",

@@ -42,11 +42,11 @@ def is_exposed(file: Path) -> bool:
         return False
 
 
-def check_private(file: Path, what: str) -> None:
-    """Raises ConfigurationError if `file`, which holds `what`, is exposed."""
+def check_private(file: Path, content: str) -> None:
+    """Raise ConfigurationError if `file` is exposed; `content` says what it holds."""
     if is_exposed(file):
         raise ConfigurationError(
-            f"{what}: every user of this machine can read {file}, whose mode is "
+            f"{content}: every user of this machine can read {file}, whose mode is "
             f"{stat.S_IMODE(os.stat(file).st_mode):04o}",
             hint=f"chmod 0600 {file}; if others use this machine, make a new one: they may have it",
         )

@@ -582,18 +582,18 @@ class RoundPlan(Term):
     def artefacts(self) -> frozenset[str]:
         """Digests of the artefacts that the plan names besides models."""
         control = self.client_terms.control
-        named = (self.activity, None if control is None else control.server)
-        return frozenset(digest for digest in named if digest is not None)
+        digests = (self.activity, None if control is None else control.server)
+        return frozenset(digest for digest in digests if digest is not None)
 
     @property
     def sources(self) -> dict[Known, str | None]:
         """By vector that profiles read: the digest of its source."""
-        named: dict[Known, str | None] = {
+        digests: dict[Known, str | None] = {
             "previous": self.previous_model,
             "drift": self.first_model,
             "activity": self.activity,
         }
-        return {kind: digest for kind, digest in named.items() if kind in self.needs}
+        return {kind: digest for kind, digest in digests.items() if kind in self.needs}
 
     def support(self, profile: str, spec: ModelSpec, public: Public) -> Indices | None:
         """The coordinates of a model of `spec` that training may change, ascending: the support of

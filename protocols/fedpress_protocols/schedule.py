@@ -97,25 +97,25 @@ def check_schedule(schedule: Sequence[Period], profiles: Sequence[Profile]) -> N
             )
 
 
-def _goes_on(made: Compressor[Any]) -> tuple[bool, Any]:
+def _goes_on(compressor: Compressor[Any]) -> tuple[bool, Any]:
     """Equal for compressors of which one goes on where the other has left."""
-    return made.keeps_residual, state_key(made.lossy)
+    return compressor.keeps_residual, state_key(compressor.lossy)
 
 
 def sparsity_warm_up(
-    made: ErrorFeedback,
+    compressor: ErrorFeedback,
     *,
     rounds: int | None = None,
     budget: float | None = None,
     name: str = "only",
 ) -> tuple[Period, ...]:
-    """Periods of `made`, error feedback or dgc around top-k, at the sparsities of Lin et al. 2018,
-    arXiv:1712.01887, Section 3.3, as far as these are below its own.
+    """Periods of `compressor`, which is error feedback or dgc around top-k, at the sparsities of
+    Lin et al. 2018, arXiv:1712.01887, Section 3.3, as far as these are below its own.
 
     Each has `rounds` rounds (an epoch, in the paper), or an equal part of the `budget`: then the
     sparser last longer. `name` is the profile's.
     """
-    inner = made.inner
+    inner = compressor.inner
     if not isinstance(inner, TopK) or inner.count is not None:
         raise ConfigurationError(
             f"a warm-up of sparsities is for top-k by its fraction, not for {inner}"
@@ -126,7 +126,9 @@ def sparsity_warm_up(
     return tuple(
         Period(
             profiles=(
-                Profile(name=name, compressor=replace(made, inner=replace(inner, fraction=share))),
+                Profile(
+                    name=name, compressor=replace(compressor, inner=replace(inner, fraction=share))
+                ),
             ),
             rounds=rounds,
             budget=budget,

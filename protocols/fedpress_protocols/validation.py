@@ -107,9 +107,9 @@ def _plain(value: Any) -> Any:
 def _found(value: Any) -> str:
     """Format the input if it is a number or a short text; larger values are left out."""
     if isinstance(value, str | bool | int | float):
-        shown = repr(value)
-        if len(shown) <= _SHOWN:
-            return f", not {shown}"
+        text = repr(value)
+        if len(text) <= _SHOWN:
+            return f", not {text}"
     return ""
 
 

@@ -85,7 +85,7 @@ def create_app(
     observer = RequestObserver(metrics.requests, metrics.egress)
 
     def listening(listener: Listener, *routers: APIRouter) -> Listening:
-        made = Listening(
+        app = Listening(
             listener,
             process,
             routers,
@@ -96,10 +96,10 @@ def create_app(
             separate_input_output_schemas=False,
             openapi_url=None,  # operators' own, see api/description.py
         )
-        install(made, metrics)
-        made.add_middleware(RequestGuard, observer=observer, hosts=settings.hosts)
-        _describe(made)
-        return made
+        install(app, metrics)
+        app.add_middleware(RequestGuard, observer=observer, hosts=settings.hosts)
+        _describe(app)
+        return app
 
     shared, devices, operators = _routes(settings)
     if settings.admin_port is None:

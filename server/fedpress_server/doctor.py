@@ -110,11 +110,11 @@ def examined(
         if settings.tls_certificate and settings.tls_key:
             yield _certificate(settings.tls_certificate, settings.tls_key, now)
         if not missing:
-            needed = [_database(settings)]
+            findings = [_database(settings)]
             if settings.store_url:
-                needed.append(_store(settings))
-            yield from needed
-            if not any(each.is_fault for each in needed) and not _is_new(
+                findings.append(_store(settings))
+            yield from findings
+            if not any(each.is_fault for each in findings) and not _is_new(
                 settings.resolved_database_url
             ):
                 yield _audit_log(settings.resolved_database_url)
@@ -128,12 +128,12 @@ def examined(
 
 
 def _extras(settings: Settings) -> Iterator[Finding]:
-    needed = {
+    libraries = {
         "postgres": ("psycopg", not settings.resolved_database_url.startswith("sqlite")),
         "s3": ("obstore", bool(settings.store_url)),
         "otel": ("opentelemetry", bool(settings.otlp_endpoint)),
     }
-    for extra, (library, is_needed) in needed.items():
+    for extra, (library, is_needed) in libraries.items():
         if is_needed and find_spec(library) is None:
             yield Finding(
                 "extras",
@@ -143,11 +143,11 @@ def _extras(settings: Settings) -> Iterator[Finding]:
 
 
 def _state(folder: Path) -> Finding:
-    there = _nearest(folder)
-    if not there.is_dir():
-        return Finding("state", f"{there} is no folder", "name another as FEDPRESS_DATA_DIR")
+    existing = _nearest(folder)
+    if not existing.is_dir():
+        return Finding("state", f"{existing} is no folder", "name another as FEDPRESS_DATA_DIR")
     try:
-        with tempfile.NamedTemporaryFile(dir=there):
+        with tempfile.NamedTemporaryFile(dir=existing):
             pass
     except OSError as exc:
         advice = {
@@ -158,20 +158,20 @@ def _state(folder: Path) -> Finding:
             errno.EMFILE: "raise the limit of open files (ulimit -n, LimitNOFILE)",
         }.get(
             exc.errno or 0,
-            f"chown {os.getuid()} {there}, or name another folder as FEDPRESS_DATA_DIR",
+            f"chown {os.getuid()} {existing}, or name another folder as FEDPRESS_DATA_DIR",
         )
         return Finding(
-            "state", f"user {os.getuid()} cannot write to {there}: {exc.strerror}", advice
+            "state", f"user {os.getuid()} cannot write to {existing}: {exc.strerror}", advice
         )
-    what = "can be written to" if there == folder else f"can be made in {there}"
-    return Finding("state", f"{folder} {what}")
+    verdict = "can be written to" if existing == folder else f"can be made in {existing}"
+    return Finding("state", f"{folder} {verdict}")
 
 
 def _disk(folder: Path, min_free_bytes: int) -> Finding:
-    there = _nearest(folder)
-    free = shutil.disk_usage(there).free
+    existing = _nearest(folder)
+    free = shutil.disk_usage(existing).free
     free_space = f"{free // MIB:,} MiB are free where {folder} is"
-    system = os.statvfs(there)
+    system = os.statvfs(existing)
     if system.f_files and system.f_favail < min(MIN_FREE_FILES, system.f_files // 10):
         return Finding(
             "disk",
@@ -208,14 +208,14 @@ def _files(settings: Settings) -> Finding:
     its soft limit itself."""
     _, hard = open_files.possible()
     if settings.max_connections is None:
-        wanted, of = _FEW_FILES, "a few hundred connections"
+        required, of = _FEW_FILES, "a few hundred connections"
     else:
-        wanted, of = open_files.needed(settings), f"max_connections of {settings.max_connections}"
-    if hard < wanted:
+        required, of = open_files.needed(settings), f"max_connections of {settings.max_connections}"
+    if hard < required:
         return Finding(
             "files",
-            f"at most {hard} files may be open, and {of} need {wanted}",
-            f"raise the hard limit (ulimit -Hn, LimitNOFILE=, ulimits: nofile) to {wanted}",
+            f"at most {hard} files may be open, and {of} need {required}",
+            f"raise the hard limit (ulimit -Hn, LimitNOFILE=, ulimits: nofile) to {required}",
         )
     in_all, of_address = open_files.connections(settings, hard)
     return Finding(
@@ -230,11 +230,11 @@ def _keys(settings: Settings) -> Iterator[Finding]:
     files |= dict.fromkeys(key_files(place), 0o077)
     if settings.tls_key:
         files[settings.tls_key] = 0o007
-    named = {settings.server_key_file, settings.authority_key_file}
+    configured = {settings.server_key_file, settings.authority_key_file}
     faults = []
     for file, forbidden in files.items():
         if not file.exists():
-            if file in named:
+            if file in configured:
                 fix = "fedpress server migrate makes the first; later, copy it from another server"
                 faults.append(Finding("keys", f"{file} is not there", fix))
             continue
@@ -287,14 +287,14 @@ def _database(settings: Settings) -> Finding:
     damaged = "stop the server, keep a copy of the file, and restore a backup: "
     damaged += "docs/operations/restore.md"
     try:
-        opened = asyncio.run(_opened(url, key_file("server", settings)))
+        state = asyncio.run(_opened(url, key_file("server", settings)))
     except FedpressError as exc:
         return Finding("database", exc.detail, exc.hint or "look at FEDPRESS_DATABASE_URL")
     except sa.exc.DatabaseError as exc:
         return Finding("database", f"{file} is damaged: {exc.orig}", damaged)
-    if opened.damage:
-        return Finding("database", f"{file} is damaged: {opened.damage}", damaged)
-    standing_ = opened.standing
+    if state.damage:
+        return Finding("database", f"{file} is damaged: {state.damage}", damaged)
+    standing_ = state.standing
     if standing_ is not None and standing_.current not in standing_.here:
         return Finding(
             "keys",
@@ -322,8 +322,8 @@ async def _opened(url: str, place: Path) -> _Opened:
     database = Database(url, migrates=False)
     try:
         damage = await database.read(_damage)
-        known = await database.read(lambda c: known_key(c, "server"))
-        return _Opened(None if known is None else await standing(database, place), damage)
+        recorded = await database.read(lambda c: known_key(c, "server"))
+        return _Opened(None if recorded is None else await standing(database, place), damage)
     finally:
         await asyncio.to_thread(database.close)
 
@@ -359,7 +359,7 @@ def _models(settings: Settings) -> Iterator[Finding]:
     at = {record.model: record.task for record in asyncio.run(_read(url, task_records))}
     others = [digest for digest in asyncio.run(_read(url, _kept_models)) if digest not in at]
     sample = random.sample(others, min(_SAMPLED_MODELS, len(others)))
-    faults, num_read, left = [], 0, _SAMPLED_BYTES
+    faults, num_read, budget = [], 0, _SAMPLED_BYTES
     where = settings.store_url or settings.data_dir
     with tempfile.TemporaryDirectory() as folder:
         place = Path(folder) if settings.store_url else settings.data_dir
@@ -368,20 +368,20 @@ def _models(settings: Settings) -> Iterator[Finding]:
             whose = f"task {at[digest]} is at model {digest}" if digest in at else f"model {digest}"
             try:
                 size = payloads.size(model_name(digest))
-                if size <= left:
-                    left -= size
+                if size <= budget:
+                    budget -= size
                     num_read += 1
                     _check_bytes(payloads, model_name(digest))
             except NotFound:
-                what = f"{whose}, which is not in {where}"
+                problem = f"{whose}, which is not in {where}"
             except ServerError:
-                what = f"{whose}, and its file in {where} holds other bytes than those"
+                problem = f"{whose}, and its file in {where} holds other bytes than those"
             else:
                 continue
             faults.append(
                 Finding(
                     "models",
-                    what,
+                    problem,
                     f"bring the file {model_name(digest)} back, or restore a backup; a disk "
                     "or a store that has lost one file may have lost others",
                 )
@@ -396,8 +396,8 @@ def _check_bytes(payloads: Payloads, name: str) -> None:
 
 def _kept_models(connection: Connection) -> list[str]:
     """The digests of models whose files are kept."""
-    gone = sa.select(model_files.c.digest).where(model_files.c.collected_at.is_not(None))
-    query = sa.select(models.c.digest).where(models.c.digest.not_in(gone))
+    collected = sa.select(model_files.c.digest).where(model_files.c.collected_at.is_not(None))
+    query = sa.select(models.c.digest).where(models.c.digest.not_in(collected))
     return list(connection.execute(query).scalars())
 
 

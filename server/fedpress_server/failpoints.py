@@ -74,7 +74,7 @@ def reach(name: str) -> None:
 
 def parsed(text: str) -> dict[str, Failpoint]:
     """Parse `name:action[:pass],...` by name; raises ConfigurationError."""
-    found: dict[str, Failpoint] = {}
+    failpoints: dict[str, Failpoint] = {}
     for each in filter(None, text.split(",")):
         name, _, rest = each.strip().partition(":")
         action, _, at = rest.partition(":")
@@ -87,15 +87,15 @@ def parsed(text: str) -> dict[str, Failpoint]:
                 f"failpoint {each.strip()!r} is not name:action[:pass]",
                 hint=f"an action is one of {', '.join(ACTIONS)}, a pass a number from 1",
             )
-        found[name] = Failpoint(action, int(at or "1"))
-    return found
+        failpoints[name] = Failpoint(action, int(at or "1"))
+    return failpoints
 
 
 def arm(text: str) -> None:
     """Set the failpoints of this process; "" disarms. Raises ConfigurationError."""
-    found = parsed(text)
+    failpoints = parsed(text)
     _armed.clear()
-    _armed.update(found)
+    _armed.update(failpoints)
 
 
 @contextmanager

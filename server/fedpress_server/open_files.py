@@ -17,10 +17,10 @@ _OWN = 64
 def raise_limit() -> int:
     """Raise the soft limit on open files up to the hard one, and return it."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = _ENOUGH if hard == resource.RLIM_INFINITY else min(hard, _ENOUGH)
-    if soft != resource.RLIM_INFINITY and soft < wanted:
+    required = _ENOUGH if hard == resource.RLIM_INFINITY else min(hard, _ENOUGH)
+    if soft != resource.RLIM_INFINITY and soft < required:
         with suppress(ValueError, OSError):  # a system may have a lower limit of its own
-            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+            resource.setrlimit(resource.RLIMIT_NOFILE, (required, hard))
     return possible()[0]
 
 

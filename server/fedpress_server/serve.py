@@ -68,8 +68,8 @@ def serve(settings: Settings) -> None:
         trusted_proxies=settings.proxies,
     )
     protocol = bounded_protocol(limits, lambda reason: closed.labels(reason).inc())
-    shown, to_operators = certificates_of(settings)
-    config = _listening(settings, app, settings.host, settings.port, protocol, shown)
+    public, to_operators = certificates_of(settings)
+    config = _listening(settings, app, settings.host, settings.port, protocol, public)
     apart = None
     if app.for_operators is not None:
         where = (settings.admin_host, settings.admin_port or 0)
@@ -79,7 +79,7 @@ def serve(settings: Settings) -> None:
         async with app.router.lifespan_context(app):
             renewing = [
                 asyncio.create_task(each.renew_forever())
-                for each in (shown, to_operators)
+                for each in (public, to_operators)
                 if each is not None
             ]
             try:
@@ -129,12 +129,12 @@ def _toggle(configured: logs.Level) -> None:
 
 def _spelt(settings: Settings) -> list[str]:
     """The secrets in these settings."""
-    given = [each for _, each in settings if isinstance(each, SecretStr)]
-    found = [each.get_secret_value() for each in given]
+    secrets = [each for _, each in settings if isinstance(each, SecretStr)]
+    spellings = [each.get_secret_value() for each in secrets]
     with suppress(ValueError):
         password = urlsplit(settings.database_url).password or ""
-        found += [password, unquote(password)]
-    return [each for each in found if each]
+        spellings += [password, unquote(password)]
+    return [each for each in spellings if each]
 
 
 class _Server(uvicorn.Server):
@@ -222,5 +222,5 @@ def _settle() -> None:
 
 def _address(config: uvicorn.Config, server: asyncio.Server) -> str:
     host, port = server.sockets[0].getsockname()[:2]
-    shown = f"[{host}]" if ":" in host else host
-    return f"{'https' if config.is_ssl else 'http'}://{shown}:{port}"
+    shown_host = f"[{host}]" if ":" in host else host
+    return f"{'https' if config.is_ssl else 'http'}://{shown_host}:{port}"

@@ -106,8 +106,8 @@ def certificates_of(settings: Settings) -> tuple[Certificates | None, Certificat
     certificate, key = settings.tls_certificate, settings.tls_key
     if certificate is None or key is None:
         return None, None
-    shown = Certificates(certificate, key, settings.tls_client_ca)
-    return shown, None if settings.admin_port is None else Certificates(certificate, key)
+    public = Certificates(certificate, key, settings.tls_client_ca)
+    return public, None if settings.admin_port is None else Certificates(certificate, key)
 
 
 def load_pair(context: ssl.SSLContext, certificate: Path, key: Path) -> None:
@@ -141,16 +141,16 @@ def load_pair(context: ssl.SSLContext, certificate: Path, key: Path) -> None:
 def _certificates(text: str) -> str:
     """The certificates only, since OpenSSL does not read lists among them."""
     begin, end = "-----BEGIN CERTIFICATE-----", "-----END CERTIFICATE-----"
-    found = [part.partition(end)[0] for part in text.split(begin)[1:]]
-    if not found:
+    bodies = [part.partition(end)[0] for part in text.split(begin)[1:]]
+    if not bodies:
         raise ValueError("the file has no BEGIN CERTIFICATE")
-    return "".join(f"{begin}{body}{end}\n" for body in found)
+    return "".join(f"{begin}{body}{end}\n" for body in bodies)
 
 
 def _look(file: Path) -> object:
     """File attributes that change when a file is replaced, written, or made private."""
     try:
-        found = file.stat()
+        status = file.stat()
     except OSError:
         return None
-    return found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns
+    return status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns

@@ -36,10 +36,10 @@ _BITS_OF_A_MOVE = 40
 def rounded(model: Model, terms: DownlinkTerms) -> Model:
     """The first model of a task: every tensor on the finest grid of `terms.bits` bits; a model
     that such a task has published stays as it is. Raises ConfigurationError."""
-    found = np.empty_like(model.parameters)
+    values = np.empty_like(model.parameters)
     for tensor, where in zip(model.spec.trained, model.spec.slices.values(), strict=True):
-        found[where] = on_grid(tensor, model.parameters[where], terms.bits)
-    return model.with_parameters(found)
+        values[where] = on_grid(tensor, model.parameters[where], terms.bits)
+    return model.with_parameters(values)
 
 
 def stepped(base: Model, target: Vector, terms: DownlinkTerms) -> Model:
@@ -56,15 +56,15 @@ def stepped(base: Model, target: Vector, terms: DownlinkTerms) -> Model:
     budget = int(terms.rate * base.spec.size / 8)
     parts = _parts(base, target, terms)
     least, most = _thresholds(parts, 8 * budget)
-    found = _moved(base, parts, most)
+    best = _moved(base, parts, most)
     while least < most:  # invariant: `most` fits, anything below `least` does not
         middle = (least + most) // 2
-        tried = _moved(base, parts, middle)
-        if len(encode_difference(base, tried, terms.coder)) <= budget:
-            found, most = tried, middle
+        candidate = _moved(base, parts, middle)
+        if len(encode_difference(base, candidate, terms.coder)) <= budget:
+            best, most = candidate, middle
         else:
             least = middle + 1
-    return found
+    return best
 
 
 @dataclass(frozen=True, slots=True)

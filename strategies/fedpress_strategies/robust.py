@@ -192,8 +192,10 @@ def common_support(plan: RoundPlan, public: Public) -> Support:
     first, support = supports[0]
     for name, other in supports[1:]:
         if (other != support).any():
-            who = "clients choose" if name == first else f"and {name!r} they are not the same"
-            raise IncompatiblePlan(f"{_SENTENCE}; under the profile {first!r} {who}", hint=_INSTEAD)
+            subject = "clients choose" if name == first else f"and {name!r} they are not the same"
+            raise IncompatiblePlan(
+                f"{_SENTENCE}; under the profile {first!r} {subject}", hint=_INSTEAD
+            )
     return support
 
 
@@ -230,10 +232,10 @@ def _any_symbols(compressor: Compressor[Any], public: Public, seed: int) -> Symb
 
 def _check_cohort(rule: Rule, plan: RoundPlan, space: AggregationSpace) -> None:
     """Check the rule for every possible number of uploads: the cohort's minimum to its size."""
-    needed = memory_for(plan.cohort.size, pairwise=rule.pairwise)
-    if needed > space.memory:
+    required = memory_for(plan.cohort.size, pairwise=rule.pairwise)
+    if required > space.memory:
         raise IncompatiblePlan(
-            f"comparing {plan.cohort.size} updates takes {needed} bytes of memory, but the "
+            f"comparing {plan.cohort.size} updates takes {required} bytes of memory, but the "
             f"server allows {space.memory}",
             hint="raise the setting fold_memory_bytes, or choose a smaller cohort",
         )

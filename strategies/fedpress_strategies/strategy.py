@@ -421,11 +421,11 @@ def _from_config(config: Mapping[str, Any], training: TrainingTerms, depth: int)
         raise ConfigurationError(f"strategies nested more than {_MOST_DEPTH} levels deep")
     settings = dict(config)
     identifier = settings.pop("id", None)
-    known = strategies()
-    if identifier not in known:
-        detail, hint = plugins.missing("strategy", identifier, list(known))
+    registered = strategies()
+    if identifier not in registered:
+        detail, hint = plugins.missing("strategy", identifier, list(registered))
         raise ConfigurationError(detail, hint=hint)
-    build = known[identifier]
+    build = registered[identifier]
     parameters = inspect.signature(build).parameters
     names = list(parameters)
     is_given_training = _TRAINING in names

@@ -85,7 +85,7 @@ SIZES = (4_000_000, 400_000, 40_000)
 
 @pytest.mark.parametrize(("mbits", "index"), [(50, 0), (2, 1), (0.3, 2), (0.001, 2)])
 def test_each_client_has_the_gentlest_profile_that_arrives(mbits: float, index: int) -> None:
-    assert choose(BandwidthAware(), link(mbits), SIZES, left=10) == index
+    assert choose(BandwidthAware(), link(mbits), SIZES, seconds_left=10) == index
 
 
 @given(
@@ -107,9 +107,9 @@ def test_nobody_is_given_what_the_estimate_says_is_late_but_the_hardest(
 
 def test_training_takes_its_part_of_the_time() -> None:
     policy = BandwidthAware()
-    assert choose(policy, link(50, before=1), SIZES, left=10) == 0
-    assert choose(policy, link(50, before=7), SIZES, left=10) == 1
-    assert choose(policy, link(50, before=60), SIZES, left=10) == 2
+    assert choose(policy, link(50, before=1), SIZES, seconds_left=10) == 0
+    assert choose(policy, link(50, before=7), SIZES, seconds_left=10) == 1
+    assert choose(policy, link(50, before=60), SIZES, seconds_left=10) == 2
 
 
 def test_large_bodies_tell_of_a_link_before_its_owner_does() -> None:

@@ -700,8 +700,8 @@ class MaskingClient:
         return replace(state.without_secrets(), phase="over", outcome=outcome)
 
     def _on_abandoned(self, abandoned: Abandoned, now: float) -> _State:
-        ended = self._ended(abandoned.reason)
-        return replace(ended, phase="over", outcome="not-included")
+        state = self._ended(abandoned.reason)
+        return replace(state, phase="over", outcome="not-included")
 
     # Helpers
 

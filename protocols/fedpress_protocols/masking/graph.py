@@ -284,8 +284,8 @@ def _least_closed(n: int, degree: int, threshold: int, num_corrupt: int, most_co
     inside = degree * size**2 / n + gap * size * (1 - size / n)
     near = degree * size * both / n
     near += gap * np.sqrt(size * both * (1 - size / n) * (1 - both / n))
-    needed = (2 * threshold - degree) * size
-    is_possible = (needed - most_corrupt * size <= inside) & (needed <= near)
+    required = (2 * threshold - degree) * size
+    is_possible = (required - most_corrupt * size <= inside) & (required <= near)
     return int(np.argmax(is_possible)) + 1
 
 

@@ -59,10 +59,10 @@ def add_keystreams(
     share = -(-words.size // (threads * _CHUNK)) * _CHUNK
     starts = range(0, words.size, share)
     with ThreadPoolExecutor(len(starts)) as pool:
-        done = [
+        results = [
             pool.submit(_add, words[at : at + share], masks, suite, offset + at) for at in starts
         ]
-        for each in done:
+        for each in results:
             each.result()
 
 

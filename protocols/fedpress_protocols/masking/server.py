@@ -418,16 +418,16 @@ class MaskingServer:
         Messages must have been admitted. An event that does not apply returns this session and no
         effects.
         """
-        noted, effects = self._noted(event) if isinstance(event, _MESSAGES) else (self, ())
+        recorded, effects = self._noted(event) if isinstance(event, _MESSAGES) else (self, ())
         if isinstance(event, _MESSAGES) and not effects:
             return self, ()
         for row in TRANSITIONS:
             if self.phase == row.source and isinstance(event, row.events):
-                if not row.guard(noted, event, now):
+                if not row.guard(recorded, event, now):
                     continue
-                after, more = row.action(noted, event, now)
+                after, more = row.action(recorded, event, now)
                 return replace(after, phase=row.target), (*effects, *more)
-        return noted, effects
+        return recorded, effects
 
     def _noted(self, message: ClientMessage) -> _Step:
         """Record `message`, if this is its phase and it is the first from its sender."""
@@ -642,8 +642,8 @@ def _to_consenting(server: MaskingServer, event: Event, now: float) -> _Step:
 
 def _to_revealing(server: MaskingServer, event: Event, now: float) -> _Step:
     survivors = server.survivors or frozenset(server.masked)
-    needed = server._closed.needed(server.sharers, survivors)
-    lacking = dict.fromkeys(needed, server._closed.topology.threshold)
+    requests = server._closed.needed(server.sharers, survivors)
+    lacking = dict.fromkeys(requests, server._closed.topology.threshold)
     return server._enter("revealing", now, survivors=survivors, lacking=lacking)
 
 
@@ -657,8 +657,8 @@ def _wait_for_more(server: MaskingServer, event: Event, now: float) -> _Step:
 
 
 def _finish(server: MaskingServer, event: Unmasked, now: float) -> _Step:
-    done = server._wiped(aggregate=event.aggregate)
-    return done, (Finish(done._receipt),)
+    finished = server._wiped(aggregate=event.aggregate)
+    return finished, (Finish(finished._receipt),)
 
 
 def _abandon(server: MaskingServer, event: Event, now: float) -> _Step:
@@ -667,10 +667,10 @@ def _abandon(server: MaskingServer, event: Event, now: float) -> _Step:
     if isinstance(event, Aborted | UnmaskFailed):
         reason = event.detail
     elif server.phase == "masking" and server.complaints:
-        named = " ".join(map(str, sorted(server.blame))) or "none"
+        blamed = " ".join(map(str, sorted(server.blame))) or "none"
         reason = (
             f"{len(server.complaints)} clients could not open messages sealed for them; the "
-            f"failed pairs point to slot {named}"
+            f"failed pairs point to slot {blamed}"
         )
     else:
         count = len(getattr(server, _AWAITED[server.phase]))

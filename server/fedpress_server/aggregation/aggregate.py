@@ -90,14 +90,14 @@ def aggregate(
     """
     plan, spec = job.terms.plan, job.terms.spec
     base = Model.from_bytes(payloads.get(model_name(plan.model)))
-    carried = _load_state(job.optimizer_state, payloads)
+    earlier = _load_state(job.optimizer_state, payloads)
     shared = job.terms.shared
-    before = spec.part(base.parameters, shared) if carried.master is None else carried.master
+    before = spec.part(base.parameters, shared) if earlier.master is None else earlier.master
     bases: dict[str, str] = {}
     if summed is None:
         summed = sum_uploads(job, payloads, AggregationSpace(payloads.scratch, memory), bases)
     optimizer = job.strategy.optimizer
-    state = carried.optimizer or optimizer.init(before)
+    state = earlier.optimizer or optimizer.init(before)
     tally = replace(summed.tally, warming=plan.warming, spec=shared)
     parameters, state = optimizer.apply(before, summed.delta, state, tally)
     failpoints.reach("model-stepped")
@@ -118,7 +118,7 @@ def aggregate(
     control_digest = None if control is None else _store(control.astype("<f4").tobytes(), payloads)
     average, map_digest = None, None
     if "activity" in plan.needs:
-        average = activity.averaged(carried.activity, parameters - before)
+        average = activity.averaged(earlier.activity, parameters - before)
         map_digest = _store(activity.to_bytes(average, shared), payloads)
     master = parameters if _is_rounded(spec) or job.downlink is not None else None
     state_digest = _store_state(_CarriedState(state, master, average), payloads)
@@ -229,8 +229,8 @@ def _load_state(digest: str | None, payloads: Payloads) -> _CarriedState:
 
 def _store_state(state: _CarriedState, payloads: Payloads) -> str | None:
     arrays = {_STATE + name: array for name, array in (state.optimizer or {}).items()}
-    named = {_MASTER: state.master, _ACTIVITY: state.activity}
-    arrays |= {name: array for name, array in named.items() if array is not None}
+    values = {_MASTER: state.master, _ACTIVITY: state.activity}
+    arrays |= {name: array for name, array in values.items() if array is not None}
     if not arrays:
         return None
     data = safetensors.numpy.save({n: np.ascontiguousarray(a) for n, a in arrays.items()})

@@ -195,12 +195,12 @@ def left_out(
     with nobody else, alternate by `turn`. The set is empty if too few of the `members`, where there
     are any, would be left."""
     failures = [pair for each in sessions for pair in each.failures]
-    named = set(masking.blamed(failures)).union(*(each.suspects for each in sessions))
-    apart = {tuple(sorted(pair)) for pair in failures if named.isdisjoint(pair)}
-    named |= {pair[turn % 2] for pair in apart}
-    if members and len(members - named) < minimum:
+    suspects = set(masking.blamed(failures)).union(*(each.suspects for each in sessions))
+    apart = {tuple(sorted(pair)) for pair in failures if suspects.isdisjoint(pair)}
+    suspects |= {pair[turn % 2] for pair in apart}
+    if members and len(members - suspects) < minimum:
         return frozenset()
-    return frozenset(named)
+    return frozenset(suspects)
 
 
 def check_masked_strategy(terms: RoundTerms, strategy: Strategy) -> None:

@@ -54,11 +54,11 @@ class RoundTerms:
 
     @cached_property
     def public(self) -> Public:
-        known: dict[Knowledge, Vector] = {
-            what: self._map(digest) if what == "activity" else self.since(digest)
-            for what, digest in self.plan.sources.items()
+        values: dict[Knowledge, Vector] = {
+            kind: self._map(digest) if kind == "activity" else self.since(digest)
+            for kind, digest in self.plan.sources.items()
         }
-        return self.plan.public(self.spec, known)
+        return self.plan.public(self.spec, values)
 
     @cached_property
     def payload(self) -> Payload:
@@ -105,11 +105,11 @@ class RoundTerms:
         self.payloads.put(base_name(self.plan.task, client_id, digest), data)
         return digest
 
-    def profile(self, index: int, named: str | None = None) -> str:
-        """The profile of the assignment at `index`: the one `named` when it was given, if the plan
-        has it, or else the plan's in turn."""
+    def profile(self, index: int, requested: str | None = None) -> str:
+        """The profile of the assignment at `index`: `requested`, if the plan has it; else the
+        plan's profiles take turns."""
         names = [each.name for each in self.plan.profiles]
-        return named if named in names else names[index % len(names)]
+        return requested if requested in names else names[index % len(names)]
 
     def read(self, body: bytes, profile: str) -> Upload:
         """The symbols in `body` and the number of examples, as the plan allows them.

@@ -105,13 +105,13 @@ class Writer(ABC):
 
     def add(self, name: str, source: BinaryIO, num_bytes: int) -> Entry:
         """Add a file; raises ConfigurationError if `source` does not have `num_bytes`."""
-        counted = _Counted(source)
-        self._add(name, counted, num_bytes)
-        if counted.num_bytes != num_bytes or source.read(1):
+        counting = _Counted(source)
+        self._add(name, counting, num_bytes)
+        if counting.num_bytes != num_bytes or source.read(1):
             raise ConfigurationError(
                 f"{name} does not have the expected {num_bytes} bytes: it changed during the copy"
             )
-        entry = Entry(name=name, num_bytes=num_bytes, sha256=counted.digest.hexdigest())
+        entry = Entry(name=name, num_bytes=num_bytes, sha256=counting.digest.hexdigest())
         self.entries.append(entry)
         return entry
 

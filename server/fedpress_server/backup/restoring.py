@@ -88,8 +88,8 @@ def restore(
                 if name.startswith(KEYS):
                     _copy(backup, name, beside / name.removeprefix(KEYS))
             # The store's cache is inside the new folder.
-            there = settings.model_copy(update={"data_dir": beside})
-            payloads = opened_payloads(there) if settings.store_url else folder
+            unpacked = settings.model_copy(update={"data_dir": beside})
+            payloads = opened_payloads(unpacked) if settings.store_url else folder
             for entry in report.manifest.files:
                 if entry.name.startswith(FILES):
                     with backup.open(entry.name) as file:
@@ -106,21 +106,21 @@ def restore(
     except BaseException:
         shutil.rmtree(beside, ignore_errors=True)
         raise
-    needed = [key_file(purpose, settings) for purpose in purposes]
-    missing = tuple(str(file) for file in needed if not file.is_file())
+    key_files = [key_file(purpose, settings) for purpose in purposes]
+    missing = tuple(str(file) for file in key_files if not file.is_file())
     return Restored(restored, report, tuple(open_rounds), missing)
 
 
 def _move_up(filled: Path) -> None:
     """Move the contents of `filled` to its parent, the records last, so that no server sees a
     part."""
-    moved: list[Path] = []
+    entries: list[Path] = []
     try:
         for entry in sorted(filled.iterdir(), key=lambda each: each.name == _RECORDS):
-            moved.append(entry.rename(filled.parent / entry.name))
+            entries.append(entry.rename(filled.parent / entry.name))
         filled.rmdir()
     except BaseException:
-        for entry in moved:
+        for entry in entries:
             entry.rename(filled / entry.name)
         raise
 

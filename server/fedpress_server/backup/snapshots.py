@@ -46,12 +46,12 @@ def faults(file: Path) -> list[str]:
     try:
         with closing(sqlite3.connect(f"file:{file}?immutable=1", uri=True)) as connection:
             lines = [str(row[0]) for row in connection.execute("PRAGMA integrity_check(5)")]
-            broken = connection.execute("PRAGMA foreign_key_check").fetchmany(5)
+            violations = connection.execute("PRAGMA foreign_key_check").fetchmany(5)
     except sqlite3.DatabaseError as exc:
         return [str(exc)]
     errors = [line for line in lines if line != "ok"]
     return errors + [
-        f"a row of {table} refers to a missing row of {other}" for table, _, other, _ in broken
+        f"a row of {table} refers to a missing row of {other}" for table, _, other, _ in violations
     ]
 
 

@@ -136,8 +136,8 @@ class _Verification:
                 yield f"{entry.name}: {num_bytes} bytes, expected {entry.num_bytes}"
             elif digest.hexdigest() != entry.sha256:
                 yield f"{entry.name}: its SHA-256 is not the manifest's"
-            named = digest_in(entry.name.removeprefix(FILES))
-            if entry.name.startswith(FILES) and named not in (None, entry.sha256):
+            expected = digest_in(entry.name.removeprefix(FILES))
+            if entry.name.startswith(FILES) and expected not in (None, entry.sha256):
                 yield f"{entry.name}: its content does not match its name"
 
     def _opened(self, whole: Path) -> bool:
@@ -163,23 +163,23 @@ class _Verification:
         if self.public is None:
             self.faults.append(f"{DATABASE}: it has no key of the server")
             return
-        known = {key_id_of(key): key for key in history(connection, self.public).keys}
-        if self._key_id and self._key_id not in known:
+        keys = {key_id_of(key): key for key in history(connection, self.public).keys}
+        if self._key_id and self._key_id not in keys:
             self.faults.append(
                 f"{DATABASE}: the server's key is {key_id_of(self.public)}, expected {self._key_id}"
             )
         try:
-            Manifest.check_signature(document, known.get(str(document.get("key_id")), self.public))
+            Manifest.check_signature(document, keys.get(str(document.get("key_id")), self.public))
         except FedpressError as exc:
             self.faults.append(f"{MANIFEST}: {exc.detail}")
         if (pem := f"{KEYS}server-key.pem") in self._backup.names():
             self._private_half(pem, self.public)
         row = assignments.c
         rows = sa.select(row.assignment, row.receipt).where(row.receipt.is_not(None))
-        known |= {key_id_of(key): key for key in replaced(connection)}
+        keys |= {key_id_of(key): key for key in replaced(connection)}
         for name, text in connection.execute(rows):
             self.num_receipts += 1
-            fault = _receipt_fault(name, text, known)
+            fault = _receipt_fault(name, text, keys)
             if fault:
                 self.faults.append(f"{DATABASE}: the receipt of assignment {name}: {fault}")
 
@@ -200,14 +200,14 @@ class _Verification:
             yield f"{DATABASE}: the audit log was changed: {exc.detail}"
 
     def _led_to(self, connection: Connection) -> Iterator[str]:
-        there = self._backup.names()
+        present = self._backup.names()
         try:
             names = sorted(needed(connection))
         except FedpressError as exc:
             yield f"{DATABASE}: its references cannot be read: {exc.detail}"
             return
         for name in names:
-            if FILES + name not in there:
+            if FILES + name not in present:
                 yield f"{FILES}{name}: the records refer to it, but it is missing"
 
     def _attempts(self, connection: Connection) -> Iterator[str]:
@@ -227,13 +227,13 @@ class _Verification:
                 yield f"{DATABASE}: {description}: {exc}"
 
 
-def _receipt_fault(name: str, text: str, known: Mapping[str, bytes]) -> str:
-    """The fault of a receipt, or None; `known` are the signing keys of this database by id."""
+def _receipt_fault(name: str, text: str, keys: Mapping[str, bytes]) -> str:
+    """The fault of a receipt, or ""; `keys` are the signing keys of this database by id."""
     try:
         signed = SignedReceipt.model_validate_json(text)
         document = signed.receipt.model_dump(mode="json")
         document |= {"key_id": signed.key_id, "signature": signed.signature}
-        public = known.get(signed.key_id)
+        public = keys.get(signed.key_id)
         if public is None:
             return f"signed by key {signed.key_id[:22]!r}, which is not the server's"
         verify_document(document, public, context=RECEIPT_CONTEXT)

@@ -81,8 +81,8 @@ def _course_in(connection: Connection, task: str, number: int) -> Course | None:
         .where(rounds.c.task == task, rounds.c.round == number)
         .order_by(rounds.c.attempt.desc())
     )
-    found = connection.execute(query.limit(1)).scalar_one_or_none()
-    return None if found is None else Course.model_validate(found)
+    document = connection.execute(query.limit(1)).scalar_one_or_none()
+    return None if document is None else Course.model_validate(document)
 
 
 def _facts(connection: Connection, config: TaskConfig, board: Scoreboard, number: int) -> Facts:
@@ -94,8 +94,8 @@ def _facts(connection: Connection, config: TaskConfig, board: Scoreboard, number
             losses[score.round] = score.value
     classes = {}
     if divergence_guard(config.policies) is not None:
-        counted = board.counted(connection, least)
-        classes = {model: found for model, found in counted.items() if 0 <= model < number}
+        tallies = board.counted(connection, least)
+        classes = {model: tally for model, tally in tallies.items() if 0 <= model < number}
     auto, uploaded = automatic(config.policies), list[int]()
     if auto is not None and auto.upload_bytes is not None:
         uploaded = records.uploaded(connection, config.task, config.schedule_after)
@@ -155,14 +155,14 @@ def bodies_of(connection: Connection, task: str) -> Bodies:
         .limit(_NEWEST)
     )
     newest = connection.execute(sa.select(sa.func.max(row.round)).where(row.task == task)).scalar()
-    found: Sequence[Any] = ()
+    rows: Sequence[Any] = ()
     num_rounds = 1
-    while newest is not None and len(found) < _NEWEST and num_rounds <= _NEWEST:
-        found = connection.execute(query.where(row.round > newest - num_rounds)).all()
+    while newest is not None and len(rows) < _NEWEST and num_rounds <= _NEWEST:
+        rows = connection.execute(query.where(row.round > newest - num_rounds)).all()
         num_rounds *= 4
     sizes: dict[str, list[int]] = {}
     waits = []
-    for profile, num_bytes, before in found:
+    for profile, num_bytes, before in rows:
         sizes.setdefault(profile, []).append(num_bytes)
         if before is not None:
             waits.append(max(0.0, before))
@@ -234,9 +234,9 @@ class Rates:
             return bodies_of(connection, task), links
 
         bodies, links = await self._database.read(read)
-        said = self._said.get
+        said_of = self._said.get
         return bodies, {
-            each: Link(link.transfers, link.missed, said(each)) for each, link in links.items()
+            each: Link(link.transfers, link.missed, said_of(each)) for each, link in links.items()
         }
 
     async def _sizes(self, attempt: Attempt, bodies: Bodies) -> dict[str, int]:

@@ -62,8 +62,8 @@ class Attempt:
 
     def key_of(self, assignment: str) -> RoundKey:
         """Of the attempt that gave one of this attempt's assignments."""
-        given = self.round.parts[assignment].given
-        return self.key if given is None else (self.key[0], *given)
+        source = self.round.parts[assignment].given
+        return self.key if source is None else (self.key[0], *source)
 
     def holds(self, assignment: str, key: RoundKey) -> bool:
         """Whether an assignment that the attempt `key` gave is one of this attempt's."""
@@ -89,13 +89,13 @@ class Attempt:
         return self.terms if plan_key is None else replace(self.terms, plan=self.earlier[plan_key])
 
     def taking_over(
-        self, ended: Attempt, opening: CarriedOver, now: float
+        self, previous: Attempt, opening: CarriedOver, now: float
     ) -> tuple[Attempt, tuple[Effect, ...]]:
         """This new attempt with what it takes over from the one before, and what must be done."""
-        plans = {**ended.earlier, ended.key[1:]: ended.terms.plan}
+        plans = {**previous.earlier, previous.key[1:]: previous.terms.plan}
         earlier_keys = {(each.round, each.attempt) for each in opening.carried}
-        begun = replace(self, earlier={key: plans[key] for key in sorted(earlier_keys)})
-        return begun.after(opening, now)
+        attempt = replace(self, earlier={key: plans[key] for key in sorted(earlier_keys)})
+        return attempt.after(opening, now)
 
     def after(self, event: Event, now: float) -> tuple[Attempt, tuple[Effect, ...]]:
         """The attempt after `event`, and what must be done; nothing if it has no place here."""
@@ -181,11 +181,13 @@ class Attempt:
     def spent(self, follows: Attempt | None) -> tuple[str, ...]:
         """The files and folders of uploads that nothing leads to once this attempt is over."""
         taken_over = follows.round.parts if follows is not None else {}
-        kept = {self.key_of(name) for name in taken_over}
-        ours = {self.key, *((self.key[0], *given) for given in self.earlier)}
+        kept_keys = {self.key_of(name) for name in taken_over}
+        keys = {self.key, *((self.key[0], *source) for source in self.earlier)}
         files = [
             upload_name(self.key_of(name), name, part.upload)
             for name, part in self.round.parts.items()
-            if part.upload is not None and part.reason is not None and self.key_of(name) in kept
+            if part.upload is not None
+            and part.reason is not None
+            and self.key_of(name) in kept_keys
         ]
-        return *map(uploads_folder, sorted(ours - kept)), *files
+        return *map(uploads_folder, sorted(keys - kept_keys)), *files

@@ -70,8 +70,8 @@ class Background:
         self.release()
         for service in self._services:
             service.cancel()
-        while left := self._services | self._running:
-            await asyncio.gather(*left, return_exceptions=True)
+        while pending := self._services | self._running:
+            await asyncio.gather(*pending, return_exceptions=True)
         await asyncio.to_thread(self._threads.shutdown, cancel_futures=True)
 
     def _start(

@@ -84,9 +84,9 @@ class CheckIns:
         agreed_version(request.wire_versions)
 
         async def look() -> CheckInResponse | None:
-            began = time.monotonic()
+            start = time.monotonic()
             answer = await self._look(name, client_id, request)
-            self._pace = self._pace.heard(self._clock(), time.monotonic() - began + self.load.late)
+            self._pace = self._pace.heard(self._clock(), time.monotonic() - start + self.load.late)
             return answer
 
         return await self.wait_for(name, look, request.wait)
@@ -179,8 +179,8 @@ class CheckIns:
                 await self._store.apply(task, GivePlace(client_id))
             elif eligible:
                 await self._store.apply(task, Happen(check_in_of(client_id)))
-        found = task.attempt.assignment_of(client_id) if task.attempt else None
-        return found
+        assignment = task.attempt.assignment_of(client_id) if task.attempt else None
+        return assignment
 
     async def _waits(
         self, task: LiveTask, attempt: Attempt, client_id: str, eligible: bool
@@ -227,24 +227,24 @@ class CheckIns:
         knows. To ask for that very receipt, and to be told 404, settles it; and where the server
         was restored, a recall does, if it is nobody's.
         """
-        asked = (*request.pending, *(fate.assignment for fate in request.fates))
-        if not asked:
+        names = (*request.pending, *(fate.assignment for fate in request.fates))
+        if not names:
             return (), (), None
 
         def read(
             connection: Connection,
         ) -> tuple[list[str], set[str], tuple[str, ...], int | None]:
-            found, known = records.receipts(connection, client_id, asked)
-            others = [name for name in asked if name not in known]
+            texts, existing = records.receipts(connection, client_id, names)
+            others = [name for name in names if name not in existing]
             nobodys = restores.unknown(connection, others) if others else ()
-            backup_at = restores.goes_back_to(connection) if found else None
-            return found, known, nobodys, backup_at
+            backup_at = restores.goes_back_to(connection) if texts else None
+            return texts, existing, nobodys, backup_at
 
-        found, known, nobodys, backup_at = await self._database.read(read)
-        strange = set(asked) - known
+        texts, existing, nobodys, backup_at = await self._database.read(read)
+        strange = set(names) - existing
         if strange and (self._restore is None or strange != set(nobodys)):
             _log.warning("a client asks for %d assignments not its own", len(strange))
-        receipts = tuple(map(self._signed_anew, found))
+        receipts = tuple(map(self._signed_anew, texts))
         return receipts, nobodys, backup_at
 
     async def _recall(
@@ -262,10 +262,10 @@ class CheckIns:
         if restore is None or (request.epoch == restore.epoch and not strange):
             return None
         included = {each.receipt.assignment for each in receipts if each.receipt.model is not None}
-        lost = [fate for fate in request.fates if fate.assignment not in included]
-        if lost:
+        undone = [fate for fate in request.fates if fate.assignment not in included]
+        if undone:
             await self._database.write(
-                lambda c: restores.add_undone(c, restore, client_id, task, lost, now)
+                lambda c: restores.add_undone(c, restore, client_id, task, undone, now)
             )
         return restores.signed(self._keys.current, restore, client_id, task, strange, now)
 
@@ -277,10 +277,10 @@ class CheckIns:
     def _signed_anew(self, text: str) -> SignedReceipt:
         """A receipt, with the signature of the key that signs by now: a device that has followed
         it, or was given it after a leak, may not believe the one before any more."""
-        found = SignedReceipt.model_validate_json(text)
-        if not self._keys.is_outdated(found.key_id):
-            return found
-        return signed_receipt(found.receipt, self._keys.current)
+        stored = SignedReceipt.model_validate_json(text)
+        if not self._keys.is_outdated(stored.key_id):
+            return stored
+        return signed_receipt(stored.receipt, self._keys.current)
 
     async def decline(
         self,

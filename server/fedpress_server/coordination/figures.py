@@ -124,14 +124,14 @@ class Phases:
         """This process has moved the attempt on."""
         if before.round.phase == after.round.phase:
             return
-        seen = self._seen.get(task)
-        if seen is not None and seen[:2] == (before.key, before.round.phase):
-            if seen[2] is not None:
-                self._tell(task, before.round.phase, now - seen[2])
-                traces.phase(before.key, before.round.phase, seen[2], now)
-            if after.round.is_over and seen[3] is not None:
-                self._tell(task, "total", now - seen[3])
-                traces.whole(before.key, after.round.phase, seen[3], now)
+        timing = self._seen.get(task)
+        if timing is not None and timing[:2] == (before.key, before.round.phase):
+            if timing[2] is not None:
+                self._tell(task, before.round.phase, now - timing[2])
+                traces.phase(before.key, before.round.phase, timing[2], now)
+            if after.round.is_over and timing[3] is not None:
+                self._tell(task, "total", now - timing[3])
+                traces.whole(before.key, after.round.phase, timing[3], now)
 
     def _tell(self, task: str, phase: str, seconds: float) -> None:
         self._metrics.round_seconds.labels(task, phase).observe(max(0.0, seconds))

@@ -72,20 +72,20 @@ class FileCleanup:
             except OSError:  # the step is on the disk already
                 _log.exception("%s could not be removed", name)
 
-    def end(self, ended: Attempt, follows: Attempt | None, *, keeps: bool) -> None:
+    def end(self, previous: Attempt, follows: Attempt | None, *, keeps: bool) -> None:
         """Remove the bodies of an attempt that is over: its rows stay, and with them the answers to
         repeated requests; the bytes have done their work."""
-        if "own" in ended.terms.plan.needs:
+        if "own" in previous.terms.plan.needs:
             if keeps or not self._drops_at_once:
                 self.leave()
             else:
                 # Nor is this left to a thread: the next aggregation may be writing there.
                 bases: Mapping[str, str] = {} if follows is None else follows.terms.bases
-                sweep_bases(self._payloads, ended.key[0], bases)
+                sweep_bases(self._payloads, previous.key[0], bases)
         if keeps:
             self.leave()
             return
-        for spent in ended.spent(follows):
+        for spent in previous.spent(follows):
             self._background.finish(self._background.in_thread(self._payloads.drop, spent))
 
     async def sweep_if_due(self) -> None:

@@ -158,11 +158,11 @@ class JobRunner:
             return await self._tried(lease)
 
     async def _tried(self, lease: Lease) -> float:
-        pause, begun = 0.0, time.perf_counter()
+        pause, start = 0.0, time.perf_counter()
         renewing = asyncio.create_task(self._renew(lease))
         try:
             await self._do(lease)
-            self._metrics.job_seconds.labels(lease.job.kind).observe(time.perf_counter() - begun)
+            self._metrics.job_seconds.labels(lease.job.kind).observe(time.perf_counter() - start)
         except LeaseLost:
             _log.warning("the lease of %s was lost; what it came to is dropped", lease.job)
         except Exception as exc:
@@ -273,19 +273,20 @@ class JobRunner:
         state, downlink = task.record.optimizer_state, task.config.downlink
         return AggregationJob(attempt.terms, task.strategy, state, uploads, downlink)
 
-    async def _rated(self, task: LiveTask, made: str) -> Aggregated:
-        """That the model `made` is there, and what devices have measured of those before it."""
+    async def _rated(self, task: LiveTask, model: str) -> Aggregated:
+        """The event that `model` is stored, with the verdicts of the evaluation so far: the reason
+        to stop, if there is one, and the best model."""
         name, terms = task.record.task, task.config.evaluation
 
         def read(connection: Connection) -> tuple[list[evaluation.Score], int]:
             rated = task.scoreboard.rated(connection, terms)
             return rated, evaluation.last_stop(connection, name)
 
-        rated, begun = await self._database.read(read)
-        begun = max(begun, task.config.schedule_after)
-        since = [score for score in rated if score.round >= begun]
+        rated, first_round = await self._database.read(read)
+        first_round = max(first_round, task.config.schedule_after)
+        since = [score for score in rated if score.round >= first_round]
         stop = evaluation.reason_to_stop(since, terms)
-        return Aggregated(made, stop, evaluation.best(rated, terms))
+        return Aggregated(model, stop, evaluation.best(rated, terms))
 
     async def _compared(
         self, task: LiveTask, key: RoundKey, job: AggregationJob
@@ -315,5 +316,5 @@ class JobRunner:
         if session is None:
             return aggregate(job, self._payloads, self._memory)
         summed, masked, suspects = unmasked(job, session, self._sums, self._payloads)
-        made = aggregate(job, self._payloads, self._memory, summed)
-        return replace(made, masked=masked, suspects=suspects)
+        result = aggregate(job, self._payloads, self._memory, summed)
+        return replace(result, masked=masked, suspects=suspects)

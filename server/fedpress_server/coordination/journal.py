@@ -88,26 +88,26 @@ def reopened(
     bases = records.bases_of(connection, config.task)
     course = None if newest.course is None else Course.model_validate(newest.course)
     terms = RoundTerms(plan, spec, payloads, bases)
-    begun = Attempt(masked_by(round_, host, terms, newest.opened_at), terms, course=course)
-    attempt, _ = replayed(connection, without_excluded(connection, begun))
-    given = {part.given for part in attempt.round.parts.values() if part.given is not None}
-    plans = {key: records.plan_of(connection, (config.task, *key)) for key in sorted(given)}
+    opened_attempt = Attempt(masked_by(round_, host, terms, newest.opened_at), terms, course=course)
+    attempt, _ = replayed(connection, without_excluded(connection, opened_attempt))
+    sources = {part.given for part in attempt.round.parts.values() if part.given is not None}
+    plans = {key: records.plan_of(connection, (config.task, *key)) for key in sorted(sources)}
     return replace(attempt, earlier={key: RoundPlan.from_json(plans[key]) for key in plans})
 
 
 def without_excluded(
-    connection: Connection, attempt: Attempt, ended: SessionStatus | None = None
+    connection: Connection, attempt: Attempt, status: SessionStatus | None = None
 ) -> Attempt:
-    """`attempt` without those that the sessions of its task before have named, and without those
-    that have spent their privacy budget; `ended`: the last session, where it is not on the disk
+    """`attempt` without the clients that earlier sessions of its task suspect, and without those
+    that have spent their privacy budget. `status` is of the last session, if it is not stored
     yet."""
     round_ = attempt.round
     if not isinstance(round_, MaskedRound):
         return attempt
     rows = records.last_sessions(connection, attempt.key, _REMEMBERED)
     sessions = [SessionStatus.model_validate_json(json.dumps(row)) for row in rows]
-    if ended is not None:
-        sessions.append(ended)
+    if status is not None:
+        sessions.append(status)
     turn, rules = round_.number + round_.attempt, round_.rules
     names = left_out(sessions, turn, rules.members or frozenset(), rules.minimum)
     terms = attempt.terms.plan.privacy
@@ -118,19 +118,19 @@ def without_excluded(
     return replace(attempt, round=replace(round_, left_out=names))
 
 
-def replayed(connection: Connection, known: Attempt) -> tuple[Attempt, tuple[Effect, ...]]:
-    """The attempt with the events that are on the disk and not in `known`, and their effects.
+def replayed(connection: Connection, start: Attempt) -> tuple[Attempt, tuple[Effect, ...]]:
+    """Apply the stored events that `start` lacks; return the attempt and their effects.
 
-    Raises KeyError where a message is gone, as it is once the attempt is over.
+    Raises KeyError if a message was deleted, as all are once the attempt is over.
     """
-    attempt, effects = known, list[Effect]()
-    rows = records.events(connection, known.key, known.seq)
+    attempt, effects = start, list[Effect]()
+    rows = records.events(connection, start.key, start.seq)
     whose = {row["assignment"] for _, row in rows if row["event"] == Said.__name__}
-    said = records.session_bodies(connection, known.key, whose) if whose else {}
-    for seq, (at, row) in enumerate(rows, known.seq + 1):
+    bodies = records.session_bodies(connection, start.key, whose) if whose else {}
+    for seq, (at, row) in enumerate(rows, start.seq + 1):
         message = None
         if row["event"] == Said.__name__:
-            message = read_message(row["step"], said[row["assignment"], row["step"]])
+            message = read_message(row["step"], bodies[row["assignment"], row["step"]])
         attempt, more = attempt.after(from_record(row, message), at)
         attempt = replace(attempt, seq=seq)  # also behind an event that changes nothing any more
         effects += more
@@ -162,10 +162,12 @@ class Journal:
         return Model.from_bytes(self._payloads.get(model_name(digest))).spec
 
     def newest(
-        self, connection: Connection, name: str, known: Attempt | None, spec: ModelSpec
+        self, connection: Connection, name: str, cached: Attempt | None, spec: ModelSpec
     ) -> tuple[TaskRecord, Attempt | None, tuple[Effect, ...]]:
-        """The task as the disk has it, of one version also where every statement has a view of its
-        own; and the effects of the events that the attempt `known` has not seen."""
+        """The stored task, its running attempt, and the effects of the events that `cached` lacks.
+
+        All are of one version, also where each statement has its own view of the database.
+        """
         while True:
             record = records.task_record(connection, name)
             self._host.keys.read(connection)
@@ -174,8 +176,8 @@ class Journal:
             try:
                 if record.state == "running":
                     newest = records.newest_round(connection, name)
-                    if known is not None and known.key[1:] == (newest.round, newest.attempt):
-                        attempt, effects = replayed(connection, known)
+                    if cached is not None and cached.key[1:] == (newest.round, newest.attempt):
+                        attempt, effects = replayed(connection, cached)
                     else:
                         attempt = reopened(connection, config, spec, self._payloads, self._host)
             except KeyError:
@@ -228,10 +230,10 @@ class Journal:
         if applied is None or applied.result is None:
             return
         result, after = applied.result, applied.after
-        made = {result.model: result.num_bytes, **dict(result.published.values())}
-        for digest, num_bytes in made.items():
+        sizes = {result.model: result.num_bytes, **dict(result.published.values())}
+        for digest, num_bytes in sizes.items():
             records.add_model(connection, ModelRecord(digest, result.spec, num_bytes, now))
-        registry.keep_again(connection, self._payloads, made)
+        registry.keep_again(connection, self._payloads, sizes)
         parts = after.round.parts.values()
         registry.add_version(
             connection,
@@ -336,45 +338,45 @@ class Journal:
         self, connection: Connection, task: LiveTask, step: Step, now: float
     ) -> None:
         """The attempt that begins with the step, and what it takes over."""
-        opened = step.opened
-        if opened is None:
+        attempt = step.opened
+        if attempt is None:
             return
-        plan = opened.terms.plan
+        plan = attempt.terms.plan
         records.open_round(
             connection,
-            opened.key,
+            attempt.key,
             plan=plan.to_json(),
             base_model=plan.model,
             size=plan.cohort.size,
             minimum=plan.cohort.minimum,
             opened_at=now,
             deadline=plan.deadline,
-            course=None if opened.course is None else opened.course.model_dump(mode="json"),
+            course=None if attempt.course is None else attempt.course.model_dump(mode="json"),
         )
         if step.carried is not None:
             event, effects = step.carried
-            records.add_events(connection, opened.key, now, [(opened.seq, to_record(event))])
-            self._write_effects(connection, AppliedEvent(event, opened, opened, effects), now)
-            state = {"state": opened.round.phase, "reason": opened.round.reason}
-            records.update_round(connection, opened.key, **state)
-        self._write_jobs(connection, task, None, opened)
+            records.add_events(connection, attempt.key, now, [(attempt.seq, to_record(event))])
+            self._write_effects(connection, AppliedEvent(event, attempt, attempt, effects), now)
+            state = {"state": attempt.round.phase, "reason": attempt.round.reason}
+            records.update_round(connection, attempt.key, **state)
+        self._write_jobs(connection, task, None, attempt)
 
 
 def _write_places(
     connection: Connection, after: Attempt, events: Sequence[AppliedEvent], now: float
 ) -> None:
-    given = []
+    rows = []
     for applied in events:
         for effect in applied.effects:
             if isinstance(effect, Assign):
                 profile = after.terms.profile(effect.index, effect.profile)
                 row = (effect.assignment, *after.key, effect.client_id, effect.index, profile)
-                given.append(AssignmentRecord(*row, now, None, effect.turn))
-    if given:
-        records.add_assignments(connection, given)
-        records.count(connection, after.key, assigned=len(given))
+                rows.append(AssignmentRecord(*row, now, None, effect.turn))
+    if rows:
+        records.add_assignments(connection, rows)
+        records.count(connection, after.key, assigned=len(rows))
         if after.round.chooses:
-            for each in given:
+            for each in rows:
                 participants.add_assignment(connection, after.key[0], each.client_id)
 
 
@@ -403,8 +405,8 @@ def _write_result(connection: Connection, applied: AppliedEvent, result: Aggrega
         "num_examples": result.num_examples,
     }
     if isinstance(event, Aggregated) and event.comparison is not None and after.course is not None:
-        compared = Comparison.model_validate(dict(event.comparison))
-        values["course"] = with_comparison(after.course, compared).model_dump(mode="json")
+        comparison = Comparison.model_validate(dict(event.comparison))
+        values["course"] = with_comparison(after.course, comparison).model_dump(mode="json")
     records.update_round(connection, after.key, **values)
     for client_id, digest in result.bases.items():
         records.set_base(connection, after.key[0], client_id, digest)

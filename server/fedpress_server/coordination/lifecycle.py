@@ -89,10 +89,10 @@ class Lifecycle:
             config.check_new()
             strategy = from_config(config.strategy, config.training)
             await self._check_members(config)
-            brought = await self._models.get(config.model)
-            spec = await self._store.spec(brought.digest)
+            source_model = await self._models.get(config.model)
+            spec = await self._store.spec(source_model.digest)
             now = self._clock()
-            model = await self._on_grid(brought, config, now)
+            model = await self._on_grid(source_model, config, now)
             config = config.model_copy(update={"model": model.digest})
             attempt, bound = await self._checked(config, strategy, spec, now)
             record = TaskRecord(
@@ -101,7 +101,7 @@ class Lifecycle:
                 state="running",
                 model=model.digest,
                 spec=model.spec,
-                optimizer_state=await self._first_state(brought, config, attempt),
+                optimizer_state=await self._first_state(source_model, config, attempt),
                 published={},
                 round=0,
                 rounds=config.rounds,
@@ -143,7 +143,7 @@ class Lifecycle:
 
     async def _first_state(
         self,
-        brought: ModelRecord,
+        source_model: ModelRecord,
         config: TaskConfig,
         attempt: Attempt,
         last: str | None = None,
@@ -152,7 +152,7 @@ class Lifecycle:
             return None
         shared = attempt.terms.shared
         return await self._background.in_thread(
-            first_state, brought.digest, shared, self._payloads, last
+            first_state, source_model.digest, shared, self._payloads, last
         )
 
     async def _check_members(self, config: TaskConfig) -> None:
@@ -181,11 +181,11 @@ class Lifecycle:
         return await self._background.shielded(self._continue(name, more, by))
 
     async def _continue(self, name: str, more: Continuation, by: str) -> TaskSummary:
-        brought = await self._models.get(more.model)
+        source_model = await self._models.get(more.model)
         while True:
             task = await self._store.fresh(name)
             async with task.lock:  # or its memory is ahead of what is made here
-                command = await self._continuation(task, more, brought, by)
+                command = await self._continuation(task, more, source_model, by)
             if command is None:
                 return task.summary
             if await self._store.apply(task, command):
@@ -193,26 +193,26 @@ class Lifecycle:
                 return task.summary
 
     async def _continuation(
-        self, task: LiveTask, more: Continuation, brought: ModelRecord, by: str
+        self, task: LiveTask, more: Continuation, source_model: ModelRecord, by: str
     ) -> Continue | None:
         """The command by which the task goes on as it is now; None if it does already."""
         record, name, last = task.record, task.record.task, more.after_round + more.rounds
-        if brought.spec != record.spec:
+        if source_model.spec != record.spec:
             raise ConfigurationError(f"model {more.model[:12]} has other tensors than the task")
-        model = await self._on_grid(brought, task.config, self._clock())
-        begun = await self._database.read(
+        model = await self._on_grid(source_model, task.config, self._clock())
+        last_round = await self._database.read(
             lambda c: records.newest_attempt(c, name, more.after_round + 1)
         )
         is_same = record.rounds == last and record.state != "cancelled"
-        if is_same and begun is not None and begun.base_model == model.digest:
+        if is_same and last_round is not None and last_round.base_model == model.digest:
             return None
         _check_can_continue(task, more)
         task.config.check_phases()
-        tried = 0 if begun is None else begun.attempt
+        num_attempts = 0 if last_round is None else last_round.attempt
         changes = {
             "rounds": last,
             "schedule_after": more.after_round,
-            "max_attempts": task.config.max_attempts + tried,  # those before do not count
+            "max_attempts": task.config.max_attempts + num_attempts,  # those before do not count
         }
         config = task.config.model_copy(update=changes)
         follows = opened(
@@ -222,14 +222,14 @@ class Lifecycle:
             self._host,
             carryover=RoundCarryover.beginning(model.digest, await self._store.spec(model.digest)),
             number=more.after_round + 1,
-            attempt=tried + 1,
+            attempt=num_attempts + 1,
             now=self._clock(),
         )
         check_warm_up(follows.terms, task.strategy)
-        begins = follows
-        follows = await self._database.read(lambda c: without_excluded(c, begins))
-        kept = record.optimizer_state if model.digest == record.model else None
-        state = await self._first_state(brought, config, follows, kept)
+        attempt = follows
+        follows = await self._database.read(lambda c: without_excluded(c, attempt))
+        optimizer_state = record.optimizer_state if model.digest == record.model else None
+        state = await self._first_state(source_model, config, follows, optimizer_state)
         return Continue(by, model, config, follows, state, record.version)
 
     async def pause(self, name: str, *, by: str = audit.SERVER) -> TaskSummary:

@@ -35,7 +35,7 @@ class Models:
 
     async def get(self, digest: str) -> ModelRecord:
         """Raises UnknownModel."""
-        found, is_collected = await self._database.read(
+        record, is_collected = await self._database.read(
             lambda c: (records.model(c, digest), registry.is_collected(c, digest))
         )
         if is_collected:
@@ -43,9 +43,9 @@ class Models:
                 f"model {digest[:12]} was given up by the retention of its task",
                 hint="fetch the task's newest model, or one that an alias points to",
             )
-        if found is None:
+        if record is None:
             raise UnknownModel(f"no model {digest[:12]} is on this server")
-        return found
+        return record
 
     async def add(
         self, data: bytes, digest: str, *, by: str = audit.SERVER

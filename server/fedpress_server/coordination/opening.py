@@ -96,13 +96,13 @@ class RoundCarryover:
                 uploaded=history.uploaded,
                 course=history.course,
             )
-        held = plan.client_terms.control
+        control = plan.client_terms.control
         return cls(
             model=plan.model,
             spec=terms.spec,
             previous=plan.previous_model or plan.model,
             activity=plan.activity,
-            control=held.server if held is not None else None,
+            control=control.server if control is not None else None,
             bases=terms.bases,
             uploaded=history.uploaded,
             course=history.course,
@@ -145,11 +145,11 @@ def history_before(
     spec: ModelSpec,
     board: Scoreboard,
     opens: OpenRound,
-    ended: Event,
+    event: Event,
 ) -> History:
     """Read the history that the profiles of the round opened by `opens` depend on.
 
-    `ended` is the event that ends the round before; `board` is the task's scoreboard.
+    `event` ends the previous round; `board` is the task's scoreboard.
     """
     after = config.schedule_after
     uploaded: tuple[int, ...] = ()
@@ -157,8 +157,8 @@ def history_before(
         uploaded = _uploaded(connection, config, opens.number - after - 1)
     if _period(config, spec, uploaded) is not None:
         return History(uploaded)
-    compared = ended.comparison if isinstance(ended, Aggregated) else None
-    probed = None if compared is None else Comparison.model_validate(dict(compared))
+    comparison = event.comparison if isinstance(event, Aggregated) else None
+    probed = None if comparison is None else Comparison.model_validate(dict(comparison))
     course = course_of(connection, config, board, opens.number, opens.attempt, probed)
     return History(uploaded, course)
 

@@ -68,16 +68,16 @@ class Pace:
 
         A clock that was set back takes the bookings with it.
         """
-        passed = now - self.heard_at
-        rate = self.rate * exp(-max(0.0, passed) / _MEMORY) + 1.0 / _MEMORY
+        elapsed = now - self.heard_at
+        rate = self.rate * exp(-max(0.0, elapsed) / _MEMORY) + 1.0 / _MEMORY
         weight = min(1.0, 1.0 / (_MEMORY * rate))
         return replace(
             self,
             rate=rate,
             seconds=self.seconds + weight * (max(0.0, seconds) - self.seconds),
             heard_at=now,
-            booked_until=self.booked_until + min(0.0, passed),
-            far_until=self.far_until + min(0.0, passed),
+            booked_until=self.booked_until + min(0.0, elapsed),
+            far_until=self.far_until + min(0.0, elapsed),
         )
 
     @property

@@ -55,10 +55,10 @@ class Placement:
             return Happen(check_in_of(command.client_id, profiles[0]))
         if not self.is_due(task, now):
             return None
-        name, number, again = attempt.key
+        name, number, attempt_number = attempt.key
         waiting = [each for each in task.candidates.waiting(now) if attempt.round.admits(each)]
         table = await self._database.read(lambda c: participants.candidates(c, name, waiting))
-        stream = stream_of(task.config.seed or 0, name, number, again, attempt.seq + 1)
+        stream = stream_of(task.config.seed or 0, name, number, attempt_number, attempt.seq + 1)
         chosen = tuple(choose(task.config.selection, table, attempt.round.places_left, stream))
         profiles = await self._rates.profiles_for(task.config, attempt, chosen, now)
         event = CohortChosen(tuple(map(check_in_of, chosen, profiles)))

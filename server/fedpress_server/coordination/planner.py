@@ -143,10 +143,10 @@ class Planner:
             return None
         applied = AppliedEvent(event, attempt, after, effects, result)
         record = _after_event(draft.record, applied, now)
-        follows, carried = None, None
+        follows, carry_over = None, None
         if any(isinstance(each, OpenRound | EndTask) for each in effects):
             _check_first(draft)  # the round that opens goes by what uploads came
-            follows, carried = await self._follow(draft, applied, now)
+            follows, carry_over = await self._follow(draft, applied, now)
         is_over = after.round.is_over
         return Step(
             command=command,
@@ -155,7 +155,7 @@ class Planner:
             attempt=follows if is_over else after,
             applied=applied,
             opened=follows,
-            carried=carried,
+            carried=carry_over,
             entries=_entries(draft.record, record, command, after),
         )
 
@@ -166,8 +166,8 @@ class Planner:
         opens = next((each for each in applied.effects if isinstance(each, OpenRound)), None)
         if opens is None:
             return None, None
-        task, config, ended, event = draft.task, draft.config, applied.before, applied.event
-        spec, board = ended.terms.spec, task.scoreboard
+        task, config, previous, event = draft.task, draft.config, applied.before, applied.event
+        spec, board = previous.terms.spec, task.scoreboard
         history = await self._database.read(
             lambda c: history_before(c, config, spec, board, opens, event)
         )
@@ -176,20 +176,20 @@ class Planner:
             task.strategy,
             self._payloads,
             self._host,
-            carryover=RoundCarryover.after(ended.terms, applied.result, history),
+            carryover=RoundCarryover.after(previous.terms, applied.result, history),
             number=opens.number,
             attempt=opens.attempt,
             now=now,
         )
-        carried = None
+        carry_over = None
         if opens.opening is not None:
-            follows, begun = follows.taking_over(ended, opens.opening, now)
-            carried = opens.opening, begun
+            follows, effects = follows.taking_over(previous, opens.opening, now)
+            carry_over = opens.opening, effects
         if follows.round.is_masked:
-            begins, session = follows, applied.after.session
+            attempt, session = follows, applied.after.session
             status = None if session is None else session.status
-            follows = await self._database.read(lambda c: without_excluded(c, begins, status))
-        return follows, carried
+            follows = await self._database.read(lambda c: without_excluded(c, attempt, status))
+        return follows, carry_over
 
     # Operators
 
@@ -291,8 +291,8 @@ def _entries(
     suspects = after.session.status.suspects if after.session is not None else ()
     if after.round.is_over and suspects:
         where = {"round": after.round.number, "attempt": after.round.attempt}
-        named = {**where, "clients": list(suspects)}
-        entries.append(Entry(audit.SERVER, "session.disturbed", named))
+        fields = {**where, "clients": list(suspects)}
+        entries.append(Entry(audit.SERVER, "session.disturbed", fields))
     return tuple(entries)
 
 

@@ -106,42 +106,42 @@ class Publisher:
         if is_news:
             task.notify()
 
-    def _end_attempt(self, task: LiveTask, ended: Attempt, follows: Attempt | None) -> None:
-        name, number, attempt = ended.key
+    def _end_attempt(self, task: LiveTask, previous: Attempt, follows: Attempt | None) -> None:
+        name, number, attempt = previous.key
         if follows is not None and follows.course is not None:
             self._metrics.follow(name, follows.course)
             for warning in follows.course.warnings:
                 _log.warning("task %s round %d: %s", name, follows.round.number, warning)
-        self._metrics.rounds.labels(name, ended.round.phase).inc()
+        self._metrics.rounds.labels(name, previous.round.phase).inc()
         self._metrics.round_number.labels(name).set(task.record.round)
-        why = f": {ended.round.reason}" if ended.round.reason else ""
-        _log.info("task %s round %d.%d %s%s", name, number, attempt, ended.round.phase, why)
+        why = f": {previous.round.reason}" if previous.round.reason else ""
+        _log.info("task %s round %d.%d %s%s", name, number, attempt, previous.round.phase, why)
         if task.record.state != "running":
             _log.info("task %s is %s", name, task.record.state)
-        self._sums.drop(ended.key)
-        for part in ended.round.parts.values():
-            if ended.round.is_asynchronous and part.reason == "included":
-                self._metrics.staleness.labels(name).observe(ended.round.staleness(part))
-        self._end_session(ended)
+        self._sums.drop(previous.key)
+        for part in previous.round.parts.values():
+            if previous.round.is_asynchronous and part.reason == "included":
+                self._metrics.staleness.labels(name).observe(previous.round.staleness(part))
+        self._end_session(previous)
 
-    def _end_session(self, ended: Attempt) -> None:
-        if ended.session is None:
+    def _end_session(self, previous: Attempt) -> None:
+        if previous.session is None:
             return
-        name, status = ended.key[0], ended.session.status
-        for step, lost in ended.session.silent.items():
-            self._metrics.dropped_out.labels(name, step).inc(lost)
+        name, status = previous.key[0], previous.session.status
+        for step, num_silent in previous.session.silent.items():
+            self._metrics.dropped_out.labels(name, step).inc(num_silent)
         self._metrics.session_seconds.labels(name).observe(status.seconds or 0.0)
         self._metrics.session_failures.labels(name).inc(len(status.failures))
         self._metrics.session_suspects.labels(name).inc(len(status.suspects))
         if status.suspects:
             _log.warning(
                 "task %s round %d.%d: disturbed by %s, left out of the next sessions",
-                *ended.key,
+                *previous.key,
                 ", ".join(status.suspects),
             )
         elif status.failures:
             _log.warning(
                 "task %s round %d.%d: shares could not be opened, either may be at fault: %s",
-                *ended.key,
+                *previous.key,
                 ", ".join(f"{one} of {other}" for one, other in status.failures),
             )

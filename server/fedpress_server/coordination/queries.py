@@ -57,14 +57,16 @@ class Queries:
         await self._store.fresh(name)
 
         def read(connection: Connection) -> list[RoundStatus]:
-            found = records.round_history(connection, name, before, limit)
-            if not found:
-                return found
-            counted = declines.counts(connection, name, [each.round for each in found])
-            found = privacy.with_privacy(connection, name, found)
+            statuses = records.round_history(connection, name, before, limit)
+            if not statuses:
+                return statuses
+            num_declined = declines.counts(connection, name, [each.round for each in statuses])
+            statuses = privacy.with_privacy(connection, name, statuses)
             return [
-                each.model_copy(update={"declined": counted.get((each.round, each.attempt), {})})
-                for each in found
+                each.model_copy(
+                    update={"declined": num_declined.get((each.round, each.attempt), {})}
+                )
+                for each in statuses
             ]
 
         return await self._database.read(read)
@@ -74,19 +76,19 @@ class Queries:
         least = (await self._store.fresh(name)).config.evaluation.least_clients
 
         def read(connection: Connection) -> RoundStatus | None:
-            found = records.measured_attempt(connection, name, number, least)
-            if found is None:
+            status = records.measured_attempt(connection, name, number, least)
+            if status is None:
                 return None
-            counted = declines.counts(connection, name, [number])
-            seconds = declines.durations(connection, (name, number, found.attempt))
-            why = counted.get((number, found.attempt), {})
-            (found,) = privacy.with_privacy(connection, name, [found])
-            return found.model_copy(update={"declined": why, "durations": seconds})
+            num_declined = declines.counts(connection, name, [number])
+            seconds = declines.durations(connection, (name, number, status.attempt))
+            why = num_declined.get((number, status.attempt), {})
+            (status,) = privacy.with_privacy(connection, name, [status])
+            return status.model_copy(update={"declined": why, "durations": seconds})
 
-        found = await self._database.read(read)
-        if found is None:
+        record = await self._database.read(read)
+        if record is None:
             raise UnknownRound(f"task {name!r} has no round {number}", task=name)
-        return found
+        return record
 
     async def artefact_bytes(self, digest: str) -> int:
         """The size of what an open plan names besides models; raises NotFound."""

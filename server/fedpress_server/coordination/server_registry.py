@@ -159,10 +159,10 @@ class ServerRegistry:
 
     async def _sign(self) -> None:
         async with self._turn:
-            asked = await self._write_sign()
-            if asked is not None and asked != logs.level_now():
-                _log.warning("the log level is %s now", asked)
-                logs.set_level(cast(LogLevel, asked))
+            requested = await self._write_sign()
+            if requested is not None and requested != logs.level_now():
+                _log.warning("the log level is %s now", requested)
+                logs.set_level(cast(LogLevel, requested))
                 await self._write_sign()  # that it is so
 
     async def _write_sign(self) -> str | None:
@@ -215,9 +215,9 @@ class ServerRegistry:
         await self._sign()
         give_up = time.monotonic() + _PATIENCE
         while True:
-            found = await self.log_levels()
-            if all(each.level == level for each in found) or time.monotonic() > give_up:
-                return found
+            levels = await self.log_levels()
+            if all(each.level == level for each in levels) or time.monotonic() > give_up:
+                return levels
             await asyncio.sleep(0.05)
 
     async def fleet(self) -> FleetStatus:
@@ -254,10 +254,10 @@ class ServerRegistry:
 
 
 def _spread(ours: Distribution, counts: Sequence[int]) -> Quantiles:
-    seen = ours.with_counts(counts)
+    distribution = ours.with_counts(counts)
     return Quantiles(
         num=sum(counts),
-        tenth=seen.quantile(0.1),
-        median=seen.quantile(0.5),
-        nine_tenths=seen.quantile(0.9),
+        tenth=distribution.quantile(0.1),
+        median=distribution.quantile(0.5),
+        nine_tenths=distribution.quantile(0.9),
     )

@@ -253,7 +253,7 @@ class TaskStore:
         all, `anew`. To be called under the lock."""
         name, before = task.record.task, task.attempt
         spec = before.terms.spec if before is not None else await self.spec(task.record.model)
-        read = partial(self._journal.newest, name=name, known=None if anew else before, spec=spec)
+        read = partial(self._journal.newest, name=name, cached=None if anew else before, spec=spec)
         record, attempt, effects = await self._database.read(read)
         task.record, task.attempt = record, attempt
         task.config = TaskConfig.model_validate_json(record.config)

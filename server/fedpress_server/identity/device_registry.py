@@ -143,8 +143,8 @@ class DeviceRegistry:
                 f"signed by key {signer}, expected the newest key or the previous one"
             )
         keys = [link.old_id for link in links] + [newest.new_id]
-        known = await self._database.read(lambda c: identities.devices_by_key(c, keys))
-        if not known:
+        devices = await self._database.read(lambda c: identities.devices_by_key(c, keys))
+        if not devices:
             raise await self._gate.stranger(keys[0])
         public_key = newest.new if signer == newest.new_id else newest.old
         content = self._gate.check_key(request, public_key)
@@ -155,27 +155,27 @@ class DeviceRegistry:
         def write(connection: Connection) -> Device:
             return self._rotated(connection, links, now)
 
-        return await self._changed(next(iter(known.values())).client_id, write)
+        return await self._changed(next(iter(devices.values())).client_id, write)
 
     def _rotated(self, connection: Connection, links: Sequence[Link], now: float) -> Device:
         newest = links[-1]
         keys = [link.old_id for link in links] + [newest.new_id]
         current = identities.devices_by_key(connection, keys)
         past = identities.former_by_key(connection, keys)
-        done = current.get(newest.new_id)
-        if done is not None:
-            left = past.get(newest.old_id)
-            if left is None or left.client_id != done.client_id:
+        successor = current.get(newest.new_id)
+        if successor is not None:
+            predecessor = past.get(newest.old_id)
+            if predecessor is None or predecessor.client_id != successor.client_id:
                 raise _taken(newest.new_id)
-            return self._welcome(done, links)
-        here = max((n for n, key in enumerate(keys[:-1]) if key in current), default=None)
-        if here is None:
+            return self._welcome(successor, links)
+        index = max((n for n, key in enumerate(keys[:-1]) if key in current), default=None)
+        if index is None:
             raise UnknownDevice("none of these keys is the current key of a device")
-        device = self._welcome(current[keys[here]], links)
-        for link in links[here:]:
+        device = self._welcome(current[keys[index]], links)
+        for link in links[index:]:
             if link.new_id in current or link.new_id in past:
                 raise _taken(link.new_id)
-        identities.retire_keys(connection, former(tuple(links[here:]), device.client_id, now))
+        identities.retire_keys(connection, former(tuple(links[index:]), device.client_id, now))
         identities.set_key(connection, device.client_id, newest.new_id, newest.new, now)
         audit.add(
             connection,
@@ -183,7 +183,7 @@ class DeviceRegistry:
             audit.by_device(device.client_id),
             "device.key-rotated",
             device.client_id,
-            keys=keys[here:],
+            keys=keys[index:],
         )
         self._gate.announce(connection)
         return replace(device, key_id=newest.new_id, public_key=newest.new, rotated_at=now)

@@ -234,23 +234,23 @@ def _looked_up(
     if token is None:
         raise InvalidToken("the enrolment token is unknown")
     key_id = key_id_of(public_key)
-    known = records.device_by_key(connection, key_id)
-    if known is not None and known.revoked_at is not None:
-        raise revoked(known)
+    device = records.device_by_key(connection, key_id)
+    if device is not None and device.revoked_at is not None:
+        raise revoked(device)
     if identities.former_by_key(connection, [key_id]):
         raise UnknownDevice(
             f"device key {key_id} was replaced by another",
             hint="use the key that replaced it, or enrol with a new one",
         )
-    if known is not None and known.token_id == token.token_id:
-        return known
+    if device is not None and device.token_id == token.token_id:
+        return device
     if token.revoked_at is not None:
         raise InvalidToken("the enrolment token was revoked")
     if now >= token.expires_at:
         raise InvalidToken("the enrolment token has expired")
     if token.used >= token.uses:
         raise InvalidToken("the enrolment token is used up")
-    if known is not None:
+    if device is not None:
         raise AlreadyExists("this device key was enrolled with another token")
     before = identities.device(connection, client_id)
     if before is not None:

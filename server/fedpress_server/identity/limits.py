@@ -49,7 +49,7 @@ class Budgets:
         spent = {key: self._left_over(key, now) for key in self._spent}
         least = sorted(spent, key=spent.__getitem__)[: _MOST_KEYS // 4]
         idle = {key for key in spent if not spent[key]} | set(least)
-        self._spent = {key: kept for key, kept in self._spent.items() if key not in idle}
+        self._spent = {key: bucket for key, bucket in self._spent.items() if key not in idle}
 
 
 def address_of(request: Request) -> str:

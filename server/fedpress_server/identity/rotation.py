@@ -117,8 +117,8 @@ def chain(place: Path) -> list[SignedKeyRollover]:
     """The statements in the chain file beside the key; none without a file."""
     file = chain_file(place)
     try:
-        with file.open("rb") as opened:
-            data = opened.read(_MAX_CHAIN + 1)
+        with file.open("rb") as stream:
+            data = stream.read(_MAX_CHAIN + 1)
     except FileNotFoundError:
         return []
     except OSError as exc:
@@ -221,10 +221,10 @@ def _put_in_force(connection: Connection, signed: SignedKeyRollover, now: float,
     """Activate the successor. Increments the version of every task, so that no server writes
     another step before it has read the new key."""
     key, successor = verify_key_rollover(signed)
-    opened = connection.execute(sa.select(sa.func.max(rounds.c.opened_at))).scalar() or 0.0
+    newest_opening = connection.execute(sa.select(sa.func.max(rounds.c.opened_at))).scalar() or 0.0
     before = connection.execute(sa.select(sa.func.max(successions.c.active_at))).scalar()
     later = 0.0 if before is None else math.nextafter(before, math.inf)
-    at = max(now, opened, later)
+    at = max(now, newest_opening, later)
     changed = connection.execute(
         sa.update(successions)
         .where(successions.c.public_key == key, successions.c.active_at.is_(None))
@@ -253,26 +253,26 @@ async def bring_forward(
         return
 
     def write(connection: Connection) -> None:
-        known, last = _current(connection), verify_key_rollover(rollovers[-1])[1]
-        if known is None or known == last or last not in keys:
+        current, last = _current(connection), verify_key_rollover(rollovers[-1])[1]
+        if current is None or current == last or last not in keys:
             return
         already = {each.succession.successor for each in statements(connection)}
         if rollovers[-1].succession.successor in already:
             return  # the database is ahead of the file
         try:
-            follow_rollovers(known, key_id_of(last), rollovers)
+            follow_rollovers(current, key_id_of(last), rollovers)
         except FedpressError as exc:
             raise ConfigurationError(
-                f"the database's signing key is {key_id_of(known)}, and {chain_file(place)} "
+                f"the database's signing key is {key_id_of(current)}, and {chain_file(place)} "
                 f"does not lead from it to {key_id_of(last)}",
                 hint="are both from the same server? Restore the chain file of this key",
             ) from exc
         by_key = {verify_key_rollover(each)[0]: each for each in rollovers}
         connection.execute(sa.delete(successions).where(successions.c.active_at.is_(None)))
-        while known != last:
-            _write(connection, by_key[known], None)
-            _put_in_force(connection, by_key[known], clock(), audit.SERVER)
-            known = verify_key_rollover(by_key[known])[1]
+        while current != last:
+            _write(connection, by_key[current], None)
+            _put_in_force(connection, by_key[current], clock(), audit.SERVER)
+            current = verify_key_rollover(by_key[current])[1]
 
     await database.write(write)
 

@@ -37,24 +37,26 @@ async def signing_key(
     """Load a key from `file`, or from `<purpose>-key.pem` in the data folder, where the first
     server of a database creates it, readable only by its owner. Raises ConfigurationError."""
     setting, default = f"{purpose}_key_file", f"{purpose}-key.pem"
-    known = await database.read(lambda c: known_key(c, purpose))
+    recorded = await database.read(lambda c: known_key(c, purpose))
     key = _from_file(setting, file) if file else _from_folder(default, data_dir)
     if key is None:
-        if known is not None:
+        if recorded is not None:
             raise ConfigurationError(
-                f"this server has no {purpose} key, but the database's is {key_id_of(known)}",
+                f"this server has no {purpose} key, but the database's is {key_id_of(recorded)}",
                 hint=f"copy {default} from a server of this database and name it as {setting} "
                 f"(FEDPRESS_{setting.upper()})",
             )
         key = DeviceKey.generate()
         LocalPayloads(data_dir).put(default, key.to_pem())
     public = key.public
-    if known is None:
-        known = await database.write(lambda c: known_key(c, purpose) or _record(c, purpose, public))
-    if known != public:
+    if recorded is None:
+        recorded = await database.write(
+            lambda c: known_key(c, purpose) or _record(c, purpose, public)
+        )
+    if recorded != public:
         raise ConfigurationError(
             f"this server's {purpose} key is {key_id_of(public)}, but the database's is "
-            f"{key_id_of(known)}",
+            f"{key_id_of(recorded)}",
             hint=f"give every server of one database the same {setting} "
             f"(FEDPRESS_{setting.upper()})",
         )
@@ -73,11 +75,11 @@ async def signing_keys(
     place = file or data_dir / "server-key.pem"
     ring = await asyncio.to_thread(rotation.ring, place)
     await rotation.bring_forward(database, place, ring, clock)
-    known = await database.read(lambda c: known_key(c, "server"))
-    if known is None or known not in ring:
+    recorded = await database.read(lambda c: known_key(c, "server"))
+    if recorded is None or recorded not in ring:
         key = await signing_key("server", file, data_dir, database)
-        known, ring = key.public, {key.public: key}
-    first = known
+        recorded, ring = key.public, {key.public: key}
+    first = recorded
     if (earliest := await database.read(rotation.first_key)) is not None:
         first = earliest
     keys = SigningKeys(

@@ -82,9 +82,9 @@ class SigningKeys:
     `load` reads the key files again. Values are replaced atomically, so it is thread-safe.
     """
 
-    def __init__(self, ring: Ring, known: History, load: Callable[[], Ring]) -> None:
+    def __init__(self, ring: Ring, key_history: History, load: Callable[[], Ring]) -> None:
         self._load = load
-        self._ring, self._known = ring, known
+        self._ring, self._known = ring, key_history
 
     @classmethod
     def of(cls, key: DeviceKey) -> SigningKeys:
@@ -98,17 +98,16 @@ class SigningKeys:
 
         Raises Unavailable if there is none, as after a replacement without a chain.
         """
-        ring, known = self._ring, self._known
-        found = next((ring[key] for key in reversed(known.keys) if key in ring), None)
-        if found is None:
+        ring, key_history = self._ring, self._known
+        newest = next((ring[key] for key in reversed(key_history.keys) if key in ring), None)
+        if newest is None:
             raise Unavailable(
-                f"the database's server key is {key_id_of(known.newest)}, but this machine has "
-                "none of "
-                "its keys",
+                f"the database's server key is {key_id_of(key_history.newest)}, but this machine "
+                "has none of its keys",
                 hint="copy the new key's file to this machine",
                 retry_after=_RETRY_AFTER,
             )
-        return found
+        return newest
 
     @property
     def first(self) -> bytes:
@@ -147,13 +146,13 @@ class SigningKeys:
 
     def read(self, connection: Connection) -> None:
         """Read the database's current key history."""
-        known = history(connection, self._known.keys[0])
-        if known == self._known and known.newest in self._ring:
+        key_history = history(connection, self._known.keys[0])
+        if key_history == self._known and key_history.newest in self._ring:
             return
-        is_news = known != self._known
-        if known.newest not in self._ring:
+        is_news = key_history != self._known
+        if key_history.newest not in self._ring:
             self._ring = {**self._ring, **self._load()}
-        self._known = known
+        self._known = key_history
         if is_news and self.missing is None:
             _log.warning("signing with server key %s from now on", self.current.key_id)
         elif is_news:

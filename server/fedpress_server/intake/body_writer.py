@@ -43,10 +43,10 @@ class _Body:
         An error refers to the frames that it passed, and they refer to this object: the body
         would outlive them all in that cycle.
         """
-        found, failure = self.found, self.failure
+        result, failure = self.found, self.failure
         self.found = self.failure = None
         if failure is None:
-            return found
+            return result
         try:
             raise failure
         finally:
@@ -67,9 +67,9 @@ class BodyWriter:
     def stop(self) -> None:
         self._threads.shutdown(cancel_futures=True)
 
-    async def run(self, work: Callable[..., T], *given: object) -> T:
+    async def run(self, work: Callable[..., T], *args: object) -> T:
         """Run `work` in a thread, and return its result."""
-        return await asyncio.get_running_loop().run_in_executor(self._threads, work, *given)
+        return await asyncio.get_running_loop().run_in_executor(self._threads, work, *args)
 
     async def write(
         self, name: str, data: bytes, check: Callable[[], T | FedpressError]
@@ -83,8 +83,8 @@ class BodyWriter:
             self._num_busy += 1
             self._threads.submit(self._work, loop)
         await body.written
-        found: T | FedpressError = body.outcome()
-        return found
+        result: T | FedpressError = body.outcome()
+        return result
 
     def _work(self, loop: asyncio.AbstractEventLoop) -> None:
         """Keep some of those that wait, in a thread, and see to the rest after others' work."""
@@ -107,7 +107,7 @@ class BodyWriter:
         return some
 
     def _write_all(self, some: list[_Body]) -> None:
-        passed = []
+        accepted = []
         for body in some:
             try:
                 body.found = body.check()
@@ -115,9 +115,9 @@ class BodyWriter:
                 body.failure = exc
                 continue
             if not isinstance(body.found, FedpressError):
-                passed.append(body)
-        failures = self._payloads.put_all([(body.name, body.data) for body in passed])
-        for body, failure in zip(passed, failures, strict=True):
+                accepted.append(body)
+        failures = self._payloads.put_all([(body.name, body.data) for body in accepted])
+        for body, failure in zip(accepted, failures, strict=True):
             body.failure = failure
 
     def _tell(self, loop: asyncio.AbstractEventLoop, some: list[_Body], goes_on: bool) -> None:

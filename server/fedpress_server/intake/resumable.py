@@ -148,8 +148,8 @@ class Resumable:
         """
         now = self._clock()
         folders = await asyncio.to_thread(lambda: list(self._payloads.names(parts_folder())))
-        kept = {parts_folder(name) for name in await self._database.read(partials.names)}
-        for folder in set(folders) - kept:
+        in_use = {parts_folder(name) for name in await self._database.read(partials.names)}
+        for folder in set(folders) - in_use:
             await asyncio.to_thread(self._payloads.drop, folder)
         for name in await self._database.read(lambda c: partials.spent(c, now)):
             async with self._turn(name):
@@ -213,12 +213,12 @@ class Resumable:
                 limit=slot.max_body_bytes,
             )
         try:
-            found, old = await self._database.write(lambda c: self._begun(c, slot, intent))
+            record, old = await self._database.write(lambda c: self._begun(c, slot, intent))
         except sa.exc.IntegrityError:  # another replica was first
-            found, old = await self._database.write(lambda c: self._begun(c, slot, intent))
+            record, old = await self._database.write(lambda c: self._begun(c, slot, intent))
         if old is not None:
             await self._remove(old)
-        return self._told(found), found.num_bytes == 0
+        return self._told(record), record.num_bytes == 0
 
     def _begun(
         self, connection: Connection, slot: UploadSlot, intent: PartialIntent
@@ -367,16 +367,16 @@ class Resumable:
         return record
 
     async def _parts(self, partial: str) -> list[str]:
-        found = await self._database.read(lambda c: partials.parts(c, partial))
-        return [part_name(partial, part.start, part.digest) for part in found]
+        rows = await self._database.read(lambda c: partials.parts(c, partial))
+        return [part_name(partial, part.start, part.digest) for part in rows]
 
     def _joined(self, names: list[str], record: PartialRecord) -> bytes:
         """The whole body; raises UnknownPartial if the store does not have it any more."""
         body = bytearray()
         for data in self._read(names):
             body += data
-        found = hashlib.sha256(body).hexdigest()
-        if found != record.digest:
+        digest = hashlib.sha256(body).hexdigest()
+        if digest != record.digest:
             raise UnknownPartial(f"the upload {record.partial} has changed in the store")
         return bytes(body)
 

@@ -92,9 +92,9 @@ class Intake:
 
     async def slot(self, client_id: str, assignment: str, key_id: str | None = None) -> UploadSlot:
         """Raises UnknownAssignment or Forbidden."""
-        held = self._queries.held(assignment)
-        if held is not None:
-            task, attempt = held
+        current = self._queries.held(assignment)
+        if current is not None:
+            task, attempt = current
             record = attempt.record_of(assignment)
             if record.client_id != client_id:
                 raise Forbidden("the assignment is another device's")
@@ -150,10 +150,10 @@ class Intake:
 
     def _awaited(self, slot: UploadSlot) -> Attempt | None:
         """The attempt in which memory has the upload still awaited."""
-        held = self._queries.held(slot.record.assignment)
-        if held is None or not held[1].holds(slot.record.assignment, slot.record.key):
+        current = self._queries.held(slot.record.assignment)
+        if current is None or not current[1].holds(slot.record.assignment, slot.record.key):
             return None
-        return held[1]
+        return current[1]
 
     async def closed(self, slot: UploadSlot) -> RoundClosed:
         """The error that says that the round takes no upload of the assignment any more."""
@@ -190,17 +190,18 @@ class Intake:
         body: bytes,
         digest: str,
         wire_bytes: int,
-        counted: int = 0,
+        num_counted: int = 0,
         due: Content | None = None,
     ) -> tuple[UploadAck, bool]:
-        """Check an upload and keep it; True if it is new. It is on the disk when this returns.
+        """Check an upload and store it durably; True if it is new.
 
-        Raises InvalidUpdate, RoundClosed or UpdateConflict. Its bytes are counted in any case, less
-        those `counted` before, as parts of it; unless it is not what is `due`, DigestMismatch: what
-        the device has not signed may be anybody's. Nor are they where the server could not keep it.
+        Raises InvalidUpdate, RoundClosed or UpdateConflict; DigestMismatch if it is not the
+        content that is `due`. Its bytes are counted, less `num_counted` that were counted as parts
+        of it; a refused upload's too. They are not counted after DigestMismatch, since anybody may
+        have sent what the device has not signed, nor if the server could not store the upload.
         """
         task, outcome = slot.record.task, None
-        amounts = {"upload_bytes": len(body) - counted, "wire_upload_bytes": wire_bytes}
+        amounts = {"upload_bytes": len(body) - num_counted, "wire_upload_bytes": wire_bytes}
         self._metrics.upload_size.labels(task).observe(len(body))
         try:
             written = await self._write(slot, body, digest, amounts, due)
@@ -253,15 +254,15 @@ class Intake:
                 return exc
 
         with traces.span("stage"):
-            found = await self._writer.write(where, body, checked)
-        if isinstance(found, FedpressError):
+            result = await self._writer.write(where, body, checked)
+        if isinstance(result, FedpressError):
             await self._count(slot, amounts)
             try:
-                raise found
+                raise result
             finally:
-                del found  # or the error, this frame and the body would be a cycle
+                del result  # or the error, this frame and the body would be a cycle
         failpoints.reach("upload-kept")
-        num_examples, loss, words = found
+        num_examples, loss, words = result
         travelled = self._travelled(name, len(body))
         upload = UploadRecord(name, digest, len(body), num_examples, 0.0, loss, *travelled)
         sender = (slot.record.client_id, slot.key_id)

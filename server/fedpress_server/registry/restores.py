@@ -51,8 +51,8 @@ def end_backup(connection: Connection, backup: str, now: float, *, is_whole: boo
         connection.execute(sa.delete(backups).where(backups.c.backup == backup))
         return True
     is_held = (backups.c.backup == backup, backups.c.holds_until > now)
-    ended = sa.update(backups).where(*is_held).values(holds_until=now, finished_at=now)
-    if connection.execute(ended).rowcount != 1:
+    update = sa.update(backups).where(*is_held).values(holds_until=now, finished_at=now)
+    if connection.execute(update).rowcount != 1:
         return False
     is_old = (backups.c.backup != backup, backups.c.holds_until <= now)
     connection.execute(sa.delete(backups).where(*is_old))
@@ -69,10 +69,10 @@ def goes_back_to(connection: Connection) -> int | None:
     """Unix seconds before which every commit is in the newest backup, or in the first one while it
     is running; None without a backup."""
     finished = sa.select(sa.func.max(backups.c.began_at)).where(backups.c.finished_at.is_not(None))
-    found = connection.execute(finished).scalar_one()
-    if found is None:
-        found = connection.execute(sa.select(sa.func.min(backups.c.began_at))).scalar_one()
-    return None if found is None else int(found) - _MARGIN
+    began_at = connection.execute(finished).scalar_one()
+    if began_at is None:
+        began_at = connection.execute(sa.select(sa.func.min(backups.c.began_at))).scalar_one()
+    return None if began_at is None else int(began_at) - _MARGIN
 
 
 # Restores
@@ -80,38 +80,38 @@ def goes_back_to(connection: Connection) -> int | None:
 
 def newest(connection: Connection) -> Restore | None:
     query = sa.select(*_COLUMNS).order_by(restores.c.number.desc()).limit(1)
-    found = connection.execute(query).one_or_none()
-    return None if found is None else Restore(**found._mapping)
+    row = connection.execute(query).one_or_none()
+    return None if row is None else Restore(**row._mapping)
 
 
 def add(connection: Connection, epoch: str, backup_at: float, now: float) -> Restore:
     """Record a restore of these records; their open rounds are noted, to be abandoned."""
     before = newest(connection)
-    made = Restore(
+    restore = Restore(
         number=1 if before is None else before.number + 1,
         epoch=epoch,
         backup_at=int(backup_at),
         restored_at=int(now),
     )
-    left = sorted(unfinished_rounds(connection))
-    row = {**made.model_dump(), "open_rounds": [list(key) for key in left]}
+    unfinished = sorted(unfinished_rounds(connection))
+    row = {**restore.model_dump(), "open_rounds": [list(key) for key in unfinished]}
     connection.execute(sa.insert(restores), row)
     connection.execute(sa.delete(backups).where(backups.c.finished_at.is_(None)))
-    return made
+    return restore
 
 
 def open_rounds(connection: Connection) -> list[RoundKey]:
     """The rounds that were open at the newest restore."""
     query = sa.select(restores.c.open_rounds).order_by(restores.c.number.desc()).limit(1)
-    found = connection.execute(query).scalar_one_or_none() or []
-    return [(task, number, attempt) for task, number, attempt in found]
+    keys = connection.execute(query).scalar_one_or_none() or []
+    return [(task, number, attempt) for task, number, attempt in keys]
 
 
 def unknown(connection: Connection, names: Collection[str]) -> tuple[str, ...]:
     """The ids that are no assignment of any device, in order."""
     query = sa.select(assignments.c.assignment).where(assignments.c.assignment.in_(list(names)))
-    known = set(connection.execute(query).scalars())
-    return tuple(dict.fromkeys(name for name in names if name not in known))
+    recorded = set(connection.execute(query).scalars())
+    return tuple(dict.fromkeys(name for name in names if name not in recorded))
 
 
 def signed(
@@ -140,7 +140,7 @@ def add_undone(
     of_now = undone.c.number == restore.number
     names = [fate.assignment for fate in fates]
     query = sa.select(undone.c.assignment).where(of_now, undone.c.assignment.in_(names))
-    known = set(connection.execute(query).scalars())
+    recorded = set(connection.execute(query).scalars())
     rows = [
         {
             "number": restore.number,
@@ -150,7 +150,7 @@ def add_undone(
             **fate.model_dump(),
         }
         for fate in {fate.assignment: fate for fate in fates}.values()
-        if fate.assignment not in known
+        if fate.assignment not in recorded
     ]
     if rows:
         connection.execute(sa.insert(undone), rows)
@@ -172,14 +172,15 @@ def listed(
             sa.func.count(sa.distinct(row.client_id)).label("devices"),
             sa.func.min(row.reported_at).label("reported_at"),
         )
-        .where(row.number.in_([found.number for found in rows]))
+        .where(row.number.in_([restore.number for restore in rows]))
         .group_by(*of_round)
         .order_by(row.task, row.round, row.attempt, row.model)
     )
-    lost: dict[int, list[UndoneRound]] = {}
+    rounds_of: dict[int, list[UndoneRound]] = {}
     for number, *fields in connection.execute(reported):
-        named = dict(zip(UndoneRound.model_fields, fields, strict=True))
-        lost.setdefault(number, []).append(UndoneRound(**named))
+        values = dict(zip(UndoneRound.model_fields, fields, strict=True))
+        rounds_of.setdefault(number, []).append(UndoneRound(**values))
     return [
-        RestoreStatus(**found._mapping, undone=tuple(lost.get(found.number, ()))) for found in rows
+        RestoreStatus(**restore._mapping, undone=tuple(rounds_of.get(restore.number, ())))
+        for restore in rows
     ]

@@ -68,8 +68,8 @@ class Retention:
         """Delete the models that no policy keeps and nothing needs; idempotent."""
         since = self._clock() - self._grace
         if dry_run:
-            found = await self._database.read(lambda c: collectable(c, since))
-            return _told(found, dry_run=True)
+            models = await self._database.read(lambda c: collectable(c, since))
+            return _told(models, dry_run=True)
         async with self._collecting:
             now = self._clock()
 
@@ -78,20 +78,23 @@ class Retention:
                 for each in chosen:
                     _set_collected(connection, each.model, now)
                 if chosen:
-                    told = {"models": len(chosen), "bytes": sum(each.num_bytes for each in chosen)}
-                    audit.add(connection, now, by, "models.collected", "", **told)
+                    report = {
+                        "models": len(chosen),
+                        "bytes": sum(each.num_bytes for each in chosen),
+                    }
+                    audit.add(connection, now, by, "models.collected", "", **report)
                 return chosen
 
-            found = await self._database.write(give_up)
+            models = await self._database.write(give_up)
             given_up = await self._database.read(_given_up)
             names = await asyncio.to_thread(lambda: list(self._files_of(given_up)))
             for start in range(0, len(names), _TOGETHER):
                 chunk = names[start : start + _TOGETHER]
                 await self._database.write(partial(self._remove, chunk))
-        if found:
-            told = _told(found, dry_run=False)
-            _log.info("%d models deleted, %d bytes", len(told.models), told.num_bytes)
-        return _told(found, dry_run=False)
+        if models:
+            report = _told(models, dry_run=False)
+            _log.info("%d models deleted, %d bytes", len(report.models), report.num_bytes)
+        return _told(models, dry_run=False)
 
     def _files_of(self, given_up: set[str]) -> Iterable[str]:
         """The existing files of deleted models, including those left by a killed server."""
@@ -116,11 +119,11 @@ def collectable(connection: Connection, since: float) -> list[CollectedModel]:
     brought_or_gone = sa.select(model_files.c.digest).where(
         sa.or_(model_files.c.brought_at.is_not(None), model_files.c.collected_at.is_not(None))
     )
-    kept = set(connection.execute(brought_or_gone).scalars()) | set(_promoted(connection))
-    made: dict[str, dict[str, int]] = {}
+    in_use = set(connection.execute(brought_or_gone).scalars()) | set(_promoted(connection))
+    versions: dict[str, dict[str, int]] = {}
     for record in records.task_records(connection):
         config = TaskConfig.model_validate_json(record.config)
-        kept |= _in_use(connection, record, config)
+        in_use |= _in_use(connection, record, config)
         rows = connection.execute(
             sa.select(
                 model_versions.c.version,
@@ -134,12 +137,12 @@ def collectable(connection: Connection, since: float) -> list[CollectedModel]:
         for place, (version, model, published, created_at) in enumerate(rows):
             digests = {model, *published.values()}
             if created_at > since or keeps(config.retention, version, place):
-                kept |= digests
+                in_use |= digests
                 continue
             for digest in digests:
-                made.setdefault(digest, {})[record.task] = version
-    left = {digest: made[digest] for digest in made.keys() - kept}
-    return sorted(_sized(connection, left), key=lambda each: sorted(each.versions.items()))
+                versions.setdefault(digest, {})[record.task] = version
+    unused = {digest: versions[digest] for digest in versions.keys() - in_use}
+    return sorted(_sized(connection, unused), key=lambda each: sorted(each.versions.items()))
 
 
 def keeps(terms: RetentionTerms | None, version: int, place: int) -> bool:
@@ -162,20 +165,22 @@ def _promoted(connection: Connection) -> Iterable[str]:
 
 def _in_use(connection: Connection, record: TaskRecord, config: TaskConfig) -> set[str]:
     """The models that a task reads, publishes, evaluates, or uses as base of differences."""
-    used = {config.model, record.model, *(record.published or {}).values()}
+    digests = {config.model, record.model, *(record.published or {}).values()}
     if record.best is not None:
-        used.add(record.best)
+        digests.add(record.best)
     for text in records.plans_in_use(connection, record.task):
         plan = RoundPlan.from_json(text)
-        named = (plan.model, plan.previous_model, plan.first_model)
-        used |= {digest for digest in named if digest is not None}
+        sources = (plan.model, plan.previous_model, plan.first_model)
+        digests |= {digest for digest in sources if digest is not None}
     if config.downlink is not None:
-        used |= set(records.newest_models(connection, record.task, config.downlink.keep + 1))
-    return used
+        digests |= set(records.newest_models(connection, record.task, config.downlink.keep + 1))
+    return digests
 
 
-def _sized(connection: Connection, left: dict[str, dict[str, int]]) -> Iterable[CollectedModel]:
-    for digest, versions in left.items():
+def _sized(
+    connection: Connection, candidates: dict[str, dict[str, int]]
+) -> Iterable[CollectedModel]:
+    for digest, versions in candidates.items():
         record = records.model(connection, digest)
         if record is not None:
             yield CollectedModel(model=digest, num_bytes=record.num_bytes, versions=versions)
@@ -198,6 +203,6 @@ def _digests_in(name: str) -> list[str]:
     return name.rpartition("/")[2].partition(".")[0].split("-")
 
 
-def _told(found: list[CollectedModel], *, dry_run: bool) -> Collected:
-    total = sum(each.num_bytes for each in found)
-    return Collected(dry_run=dry_run, models=tuple(found), num_bytes=total)
+def _told(models: list[CollectedModel], *, dry_run: bool) -> Collected:
+    total = sum(each.num_bytes for each in models)
+    return Collected(dry_run=dry_run, models=tuple(models), num_bytes=total)

@@ -57,31 +57,31 @@ async def sweep(
 
 def _settled(payloads: Payloads, older_than: float) -> list[str]:
     """The candidates for sweeping: files, and the folders of attempts."""
-    found = []
+    names = []
     for of_task in list(payloads.names("uploads")):
         folders = list(payloads.names(of_task))
-        found += [name for each in folders for name in payloads.settled(each, older_than)]
-        found += payloads.settled(of_task, older_than)
+        names += [name for each in folders for name in payloads.settled(each, older_than)]
+        names += payloads.settled(of_task, older_than)
     for folder in ("models", "optimizers", "artefacts", *payloads.names("bases")):
-        found += payloads.settled(folder, older_than)
-    return found
+        names += payloads.settled(folder, older_than)
+    return names
 
 
 def _orphaned(connection: Connection, listed: Iterable[str], now: float) -> list[str] | None:
     """The orphans among the names `listed`; None while a backup holds all files."""
     if restores.is_held(connection, now):
         return None
-    kept = needed_by_rounds(connection)
-    kept |= {name.rpartition("/")[0] for name in kept}
-    kept |= {uploads_folder(key) for key in records.unfinished_rounds(connection)}
-    kept |= needed_by_tasks(connection)
+    needed = needed_by_rounds(connection)
+    needed |= {name.rpartition("/")[0] for name in needed}
+    needed |= {uploads_folder(key) for key in records.unfinished_rounds(connection)}
+    needed |= needed_by_tasks(connection)
     for task in records.task_records(connection):
         bases = records.bases_of(connection, task.task)
-        kept |= {base_name(task.task, *of_client) for of_client in bases.items()}
+        needed |= {base_name(task.task, *of_client) for of_client in bases.items()}
     return [
         name
         for name in listed
-        if name not in kept
+        if name not in needed
         and not (
             name.startswith("models/") and records.model(connection, _digest_in(name)) is not None
         )
@@ -90,22 +90,22 @@ def _orphaned(connection: Connection, listed: Iterable[str], now: float) -> list
 
 def needed_by_rounds(connection: Connection) -> set[str]:
     """The files of bodies, bases and partial sums that open attempts need."""
-    kept: set[str] = set()
+    names: set[str] = set()
     for key in records.unfinished_rounds(connection):
-        given: dict[str, RoundKey] = {}
+        keys: dict[str, RoundKey] = {}
         for _, record in records.events(connection, key):
             event = from_record(record)
             if isinstance(event, UploadStaged):
-                of = given.get(event.assignment, key)
-                kept.add(upload_name(of, event.assignment, event.upload))
+                of = keys.get(event.assignment, key)
+                names.add(upload_name(of, event.assignment, event.upload))
             elif isinstance(event, CarriedOver):
                 for each in event.carried:
-                    given[each.assignment] = of = (key[0], each.round, each.attempt)
+                    keys[each.assignment] = of = (key[0], each.round, each.attempt)
                     if each.upload is not None:
-                        kept.add(upload_name(of, each.assignment, each.upload))
+                        names.add(upload_name(of, each.assignment, each.upload))
     for key, output in leases.all_outputs(connection):
-        kept.add(f"{uploads_folder(key)}/{output}")
-    return kept
+        names.add(f"{uploads_folder(key)}/{output}")
+    return names
 
 
 def needed_by_tasks(connection: Connection) -> set[str]:
@@ -122,9 +122,9 @@ def needed_by_tasks(connection: Connection) -> set[str]:
 
 def sweep_bases(payloads: Payloads, task: str, bases: Mapping[str, str]) -> None:
     """Remove the decoded uploads of the task except `bases`."""
-    kept = {base_name(task, client_id, digest) for client_id, digest in bases.items()}
+    needed = {base_name(task, client_id, digest) for client_id, digest in bases.items()}
     for name in list(payloads.settled(bases_folder(task))):
-        if name not in kept:
+        if name not in needed:
             payloads.drop(name)
 
 

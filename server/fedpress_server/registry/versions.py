@@ -132,8 +132,10 @@ def _described(*more: sa.Column[Any]) -> sa.Select[Any]:
 def _fields(
     row: Row[Any], newest: str, best: str | None, names: dict[int, list[str]]
 ) -> dict[str, Any]:
-    known = {name: row._mapping[name] for name in ModelVersion.model_fields if name in row._mapping}
-    return known | {
+    values = {
+        name: row._mapping[name] for name in ModelVersion.model_fields if name in row._mapping
+    }
+    return values | {
         "aliases": tuple(names.get(row.version, [])),
         "is_newest": row.model == newest,
         "is_best": row.model == best,
@@ -142,10 +144,10 @@ def _fields(
 
 def _newest_and_best(connection: Connection, task: str) -> tuple[str, str | None]:
     query = sa.select(tasks.c.model, tasks.c.best).where(tasks.c.task == task)
-    found = connection.execute(query).one_or_none()
-    if found is None:
+    record = connection.execute(query).one_or_none()
+    if record is None:
         raise NotFound(f"no task {task!r}", task=task)
-    return found.model, found.best
+    return record.model, record.best
 
 
 def _number(connection: Connection, task: str, which: str, newest: str, best: str | None) -> int:
@@ -156,10 +158,10 @@ def _number(connection: Connection, task: str, which: str, newest: str, best: st
         query = sa.select(sa.func.max(model_versions.c.version)).where(
             model_versions.c.task == task, model_versions.c.model == digest
         )
-        found = None if digest is None else connection.execute(query).scalar_one()
-        if found is None:
+        number = None if digest is None else connection.execute(query).scalar_one()
+        if number is None:
             raise NotFound(f"task {task!r} has no {which} version", task=task)
-        return int(found)
+        return int(number)
     moves = _standing(connection, task, which)
     if not moves:
         raise NotFound(
@@ -173,16 +175,16 @@ def _number(connection: Connection, task: str, which: str, newest: str, best: st
 def _ancestors(connection: Connection, task: str, number: int, parent: str | None) -> Iterable[str]:
     """The ancestors from the parent to the task's first model, or to one of another task, up to the
     listed maximum."""
-    row, shown = model_versions.c, 0
-    while parent is not None and shown < MOST_ANCESTORS:
+    row, num_shown = model_versions.c, 0
+    while parent is not None and num_shown < MOST_ANCESTORS:
         query = sa.select(row.version, row.model, row.parent).where(
             row.task == task, row.version < number
         )
         rows = connection.execute(query.order_by(row.version.desc()).limit(MOST_ANCESTORS)).all()
         for each in rows:
-            if each.model == parent and shown < MOST_ANCESTORS:
+            if each.model == parent and num_shown < MOST_ANCESTORS:
                 yield parent
-                parent, shown = each.parent, shown + 1
+                parent, num_shown = each.parent, num_shown + 1
         if not rows:
             yield parent
             return
@@ -202,7 +204,7 @@ def promote(
     connection: Connection,
     task: str,
     name: str,
-    asked: Promotion,
+    request: Promotion,
     now: float,
     *,
     by: str = audit.SERVER,
@@ -222,22 +224,24 @@ def promote(
         .select_from(
             model_versions.outerjoin(model_files, model_files.c.digest == model_versions.c.model)
         )
-        .where(model_versions.c.task == task, model_versions.c.version == asked.version)
+        .where(model_versions.c.task == task, model_versions.c.version == request.version)
     )
-    found = connection.execute(query).one_or_none()
-    if found is None:
-        raise NotFound(f"task {task!r} has no version {asked.version}", task=task)
-    if found.collected_at is not None:
-        raise Conflict(f"the model of version {asked.version} was deleted by the task's retention")
+    record = connection.execute(query).one_or_none()
+    if record is None:
+        raise NotFound(f"task {task!r} has no version {request.version}", task=task)
+    if record.collected_at is not None:
+        raise Conflict(
+            f"the model of version {request.version} was deleted by the task's retention"
+        )
     standing = _standing(connection, task, name)
     points_to = standing[-1].version if standing else "none"
-    if asked.expect not in ("any", points_to):
+    if request.expect not in ("any", points_to):
         raise Conflict(
-            f"{name} points to {_said(points_to)}, not to {_said(asked.expect)}",
+            f"{name} points to {_said(points_to)}, not to {_said(request.expect)}",
             hint="check what was promoted since, and retry with the version you expect now",
             version=points_to,
         )
-    if points_to != asked.version:
+    if points_to != request.version:
         seq = sa.select(sa.func.coalesce(sa.func.max(alias_moves.c.seq), 0)).where(
             alias_moves.c.task == task, alias_moves.c.alias == name
         )
@@ -245,13 +249,13 @@ def promote(
             "task": task,
             "alias": name,
             "seq": connection.execute(seq).scalar_one() + 1,
-            "version": asked.version,
+            "version": request.version,
             "moved_at": now,
             "undone_at": None,
         }
         connection.execute(sa.insert(alias_moves), row)
-        told = {"version": asked.version, "before": points_to}
-        audit.add(connection, now, by, "alias.promoted", f"{task}/{name}", **told)
+        details = {"version": request.version, "before": points_to}
+        audit.add(connection, now, by, "alias.promoted", f"{task}/{name}", **details)
     return _alias(connection, task, name)
 
 
@@ -259,7 +263,7 @@ def rollback(
     connection: Connection,
     task: str,
     name: str,
-    asked: Rollback,
+    request: Rollback,
     now: float,
     *,
     by: str = audit.SERVER,
@@ -270,9 +274,9 @@ def rollback(
     standing = _standing(connection, task, name)
     if not standing:
         raise NotFound(f"task {task!r} has no alias {name!r}", task=task)
-    if asked.expect not in ("any", standing[-1].version):
+    if request.expect not in ("any", standing[-1].version):
         raise Conflict(
-            f"{name} points to {_said(standing[-1].version)}, not to {_said(asked.expect)}",
+            f"{name} points to {_said(standing[-1].version)}, not to {_said(request.expect)}",
             version=standing[-1].version,
         )
     if len(standing) == 1:
@@ -289,8 +293,8 @@ def rollback(
         )
         .values(undone_at=now)
     )
-    told = {"version": standing[-2].version, "before": standing[-1].version}
-    audit.add(connection, now, by, "alias.rolled-back", f"{task}/{name}", **told)
+    details = {"version": standing[-2].version, "before": standing[-1].version}
+    audit.add(connection, now, by, "alias.rolled-back", f"{task}/{name}", **details)
     return _alias(connection, task, name)
 
 
@@ -332,10 +336,10 @@ def _points(connection: Connection, task: str) -> dict[str, int]:
 
 
 def _aliases_by_version(connection: Connection, task: str) -> dict[int, list[str]]:
-    found: dict[int, list[str]] = {}
+    aliases: dict[int, list[str]] = {}
     for name, version in sorted(_points(connection, task).items()):
-        found.setdefault(version, []).append(name)
-    return found
+        aliases.setdefault(version, []).append(name)
+    return aliases
 
 
 def _alias(connection: Connection, task: str, name: str) -> Alias:

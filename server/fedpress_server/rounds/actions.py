@@ -132,9 +132,8 @@ def miss(round_: Round, event: DeadlinePassed, now: float) -> Outcome:
     return abandon_late(round_, f"{len(round_.staged)} uploads")
 
 
-def abandon_late(round_: Round, found: str) -> Outcome:
-    """Give the attempt up at its deadline, with what was `found`: whoever has done nothing is
-    late."""
+def abandon_late(round_: Round, reason: str) -> Outcome:
+    """Abandon the attempt at its deadline, for `reason`; clients without an upload are late."""
     reasons: dict[str, Reason] = {
         name: "missed-deadline" if part.is_open and not part.is_ready else "round-abandoned"
         for name, part in round_.parts.items()
@@ -142,7 +141,7 @@ def abandon_late(round_: Round, found: str) -> Outcome:
     }
     settled, effects = round_.settled(reasons)
     minimum = round_.rules.minimum
-    return abandon(settled, f"{found} at the deadline, fewer than {minimum}", effects)
+    return abandon(settled, f"{reason} at the deadline, fewer than {minimum}", effects)
 
 
 def give_up(round_: Round, event: AggregationFailed | Aborted, now: float) -> Outcome:
@@ -183,10 +182,10 @@ def assigning(
     assign: Action = assign, assign_chosen: Action = assign_chosen
 ) -> Sequence[Transition]:
     """Rows of every protocol: clients are assigned while uploads are collected."""
-    here: RoundState = "collecting"
+    state: RoundState = "collecting"
     return (
-        Transition(here, ClientCheckedIn, "a place is left", is_new_here, assign, here),
-        Transition(here, CohortChosen, "for places left", may_choose, assign_chosen, here),
+        Transition(state, ClientCheckedIn, "a place is left", is_new_here, assign, state),
+        Transition(state, CohortChosen, "for places left", may_choose, assign_chosen, state),
     )
 
 

@@ -65,9 +65,9 @@ class BufferedRound(Round):
     def admits(self, client_id: str) -> bool:
         """Whether there is a place for this client: it has none that is open, and has declined none
         of this attempt."""
-        members, found = self.rules.members, self.part_of(client_id)
+        members, assignment = self.rules.members, self.part_of(client_id)
         is_member = members is None or client_id in members
-        return is_member and self.places_left > 0 and (found is None or found[1].is_done)
+        return is_member and self.places_left > 0 and (assignment is None or assignment[1].is_done)
 
     def staleness(self, part: Part) -> int:
         return 0 if part.given is None else self.number - part.given[0]
@@ -82,13 +82,13 @@ class BufferedRound(Round):
 
     @property
     def opening(self) -> CarriedOver:
-        here = (self.number, self.attempt)
+        key = (self.number, self.attempt)
         carried = []
         for name, part in self.parts.items():
             if part.reason is None:
-                whose = (name, part.client_id, *(part.given or here))
-                left = (part.upload, part.profile)
-                carried.append(Carried(*whose, part.index, part.turn, part.due, *left))
+                whose = (name, part.client_id, *(part.given or key))
+                upload = (part.upload, part.profile)
+                carried.append(Carried(*whose, part.index, part.turn, part.due, *upload))
         return CarriedOver(self.given + len(self.own), tuple(carried))
 
 
@@ -125,15 +125,15 @@ def _carry_over(round_: BufferedRound, event: CarriedOver, now: float) -> Outcom
             due=each.due,
             profile=each.profile,
         )
-    begun = replace(round_, given=event.given, parts=parts)
-    stale: dict[str, Reason] = {n: "stale" for n, part in parts.items() if begun.is_stale(part)}
-    begun, effects = begun.settled(stale)
+    current = replace(round_, given=event.given, parts=parts)
+    stale: dict[str, Reason] = {n: "stale" for n, part in parts.items() if current.is_stale(part)}
+    current, effects = current.settled(stale)
     size = round_.rules.size
-    for name in begun.staged[size:]:
-        begun = begun.having(name, replace(begun.parts[name], is_next=True))
-    if len(begun.staged) == size:
+    for name in current.staged[size:]:
+        current = current.having(name, replace(current.parts[name], is_next=True))
+    if len(current.staged) == size:
         effects.append(StartAggregation())
-    return begun, [Begin(), *effects]
+    return current, [Begin(), *effects]
 
 
 def _stage_last(round_: BufferedRound, event: UploadStaged, now: float) -> Outcome:

@@ -151,16 +151,16 @@ def _begin(
     late: dict[str, Reason] = {
         n: reason for n, part in round_.parts.items() if part.is_open and not part.is_ready
     }
-    begun, settled = round_.settled(late)
+    current, settled = round_.settled(late)
     effects = [*effects, *settled, BeginSession()]
-    if begun.opens is None:
-        return begun, effects
-    clients = {name: begun.parts[name].client_id for name in begun.queue}
+    if current.opens is None:
+        return current, effects
+    clients = {name: current.parts[name].client_id for name in current.queue}
     try:
-        machine = begun.opens.begin(clients, now)
+        machine = current.opens.begin(clients, now)
     except FedpressError as exc:
-        return replace(begun, failure=f"no session can begin: {exc.detail}"), effects
-    return replace(begun, session=Session.begun(machine, clients, now)), effects
+        return replace(current, failure=f"no session can begin: {exc.detail}"), effects
+    return replace(current, session=Session.begun(machine, clients, now)), effects
 
 
 def _keep(round_: MaskedRound, event: Said, now: float) -> Outcome:

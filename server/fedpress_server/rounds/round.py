@@ -187,8 +187,8 @@ class Round:
             staged, taken = staged - before.is_staged, taken - self.takes_place(before)
         elif part.client_id not in by_client or by_client[part.client_id] != assignment:
             by_client = {**by_client, part.client_id: assignment}
-        known = {"num_staged": staged, "_num_taken": taken, "_by_client": by_client}
-        vars(after).update(known)  # where cached properties keep what they found
+        cached = {"num_staged": staged, "_num_taken": taken, "_by_client": by_client}
+        vars(after).update(cached)  # where cached properties keep what they found
         return after
 
     def settled(self: RoundT, reasons: Mapping[str, Reason]) -> tuple[RoundT, list[Effect]]:

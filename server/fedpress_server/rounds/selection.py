@@ -73,8 +73,8 @@ def _weighted(
     terms: SelectionTerms, table: list[Candidate], places: int, stream: PublicStream
 ) -> list[Candidate]:
     """Devices that have told no number of examples count as the mean of those that have."""
-    known = [each.num_examples for each in table if each.num_examples]
-    mean = max(1, sum(known) // len(known)) if known else 1
+    sizes = [each.num_examples for each in table if each.num_examples]
+    mean = max(1, sum(sizes) // len(sizes)) if sizes else 1
     return _drawn(table, [each.num_examples or mean for each in table], places, stream)
 
 
@@ -144,8 +144,8 @@ def _drawn(
     """
     places = min(places, len(table))
     certain, rest = _split(weights, places)
-    left = places - len(certain)
-    if not left:
+    remaining = places - len(certain)
+    if not remaining:
         return [table[i] for i in sorted(certain)]
     ranks = stream.words(len(rest)).tolist()
     rest = [i for _, i in sorted(zip(ranks, rest, strict=True))]
@@ -153,7 +153,7 @@ def _drawn(
     # Each takes left * w of a line of length left * total, with a mark every `total`.
     mark, end = int(stream.below(total, 1)[0]), 0
     for i in rest:
-        end += left * weights[i]
+        end += remaining * weights[i]
         if mark < end:
             certain.append(i)
             mark += total
@@ -219,8 +219,8 @@ class Candidates:
 
     def _let_go(self, now: float) -> None:
         while self._seen:
-            client_id, seen = next(iter(self._seen.items()))
-            if now < seen + self.patience:
+            client_id, last_seen = next(iter(self._seen.items()))
+            if now < last_seen + self.patience:
                 break
             self.remove(client_id)
 

@@ -198,7 +198,7 @@ class Session:
         return expected.get(step, len(self.machine.survivors))
 
     def _counting(self, kind: type[ClientMessage]) -> Session:
-        step = next(step for step, said in MESSAGES.items() if said is kind)
+        step = next(step for step, message_type in MESSAGES.items() if message_type is kind)
         return replace(self, answered={**self.answered, step: self.answered.get(step, 0) + 1})
 
     def _moved(self, machine: MaskingServer, now: float) -> Session:

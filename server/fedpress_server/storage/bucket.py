@@ -144,11 +144,11 @@ class Bucket(Payloads):
             self._asked(name, lambda: self._api.delete(self._store, [name]))
 
     def names(self, folder: str) -> Iterator[str]:
-        found = self._asked(
+        listing = self._asked(
             folder, lambda: self._api.list_with_delimiter(self._store, f"{folder}/")
         )
-        here = [each["path"] for each in found["objects"]]
-        yield from sorted([*found["common_prefixes"], *here])
+        names = [each["path"] for each in listing["objects"]]
+        yield from sorted([*listing["common_prefixes"], *names])
 
     def drop_settled(self, name: str, older_than: float = 0.0) -> None:
         below = [each["last_modified"] for each in self._listed(name)]
@@ -281,10 +281,10 @@ class _Cache:
     def clear(self) -> int:
         with self._lock:
             self._sizes.clear()
-            left = list(self._folder.iterdir())
-            for path in left:
+            paths = list(self._folder.iterdir())
+            for path in paths:
                 path.unlink(missing_ok=True)
-            return len(left)
+            return len(paths)
 
     def _make_room(self) -> None:
         while sum(self._sizes.values()) > self._room:

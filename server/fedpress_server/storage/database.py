@@ -116,9 +116,9 @@ class Database:
     def load(self) -> Load:
         """The current load, from this process and its file system only."""
         pool = self._backend.writes.pool
-        used = pool.checkedout() if isinstance(pool, sa.pool.QueuePool) else 0
+        in_use = pool.checkedout() if isinstance(pool, sa.pool.QueuePool) else 0
         idle = pool.checkedin() if isinstance(pool, sa.pool.QueuePool) else 0
-        return Load(used, idle, self._jobs.qsize(), self._backend.log_bytes())
+        return Load(in_use, idle, self._jobs.qsize(), self._backend.log_bytes())
 
     async def read(self, work: Callable[[Connection], T]) -> T:
         """Run `work` on a consistent snapshot in a thread; Unavailable without a database."""
@@ -131,14 +131,14 @@ class Database:
 
         def patiently() -> T:
             try:
-                found = self._tried(lambda again: run(), "read")
+                result = self._tried(lambda is_retry: run(), "read")
             except Exception as exc:
                 failure = self._failure(exc)
                 if failure is exc:
                     raise
                 raise failure from exc
             self._away.worked()
-            return found
+            return result
 
         return await asyncio.get_running_loop().run_in_executor(self._readers, patiently)
 
@@ -192,8 +192,8 @@ class Database:
     def _listen(self) -> None:
         def tell(topic: str | None) -> None:
             self._deaf.worked()
-            for heard in tuple(self._hearers):
-                heard(topic)
+            for callback in tuple(self._hearers):
+                callback(topic)
 
         while not self._closing.is_set():
             try:
@@ -205,12 +205,12 @@ class Database:
     def _tried(self, attempt: Callable[[bool], T], kind: Kind) -> T:
         """Run `attempt` (its argument: whether it is a retry), and retry it after transient
         errors."""
-        began = time.monotonic()
+        start = time.monotonic()
         for number, pause in enumerate(_PAUSES):
             try:
                 return attempt(number > 0)
             except Exception as exc:
-                is_late = time.monotonic() - began > _PATIENCE
+                is_late = time.monotonic() - start > _PATIENCE
                 if is_late or not self._backend.is_passing(exc):
                     raise
             self._retries(kind)
@@ -233,7 +233,7 @@ class Database:
 
     def _write_batch(self, batch: list[_Job]) -> None:
         try:
-            self._tried(lambda again: self._run(batch, again), "write")
+            self._tried(lambda is_retry: self._run(batch, is_retry), "write")
             self._batches(len(batch))
         except Exception as exc:
             cause = exc.__cause__ if isinstance(exc, _CommitFailed) else exc
@@ -255,7 +255,7 @@ class Database:
             outage.failed(f"{failure.detail} ({_said(exc)})")
         return failure
 
-    def _run(self, batch: list[_Job], again: bool) -> None:
+    def _run(self, batch: list[_Job], is_retry: bool) -> None:
         """Run the batch in one transaction. A retry after a deadlock takes the exclusive lock, so
         it cannot deadlock again."""
         for job in batch:
@@ -264,7 +264,7 @@ class Database:
             self._backend.writes.connect() as connection,
             connection.begin() as transaction,
         ):
-            self._backend.take_turn(connection, alone=again or any(job.alone for job in batch))
+            self._backend.take_turn(connection, alone=is_retry or any(job.alone for job in batch))
             for job in batch:
                 try:
                     # A single write is rolled back with the transaction.

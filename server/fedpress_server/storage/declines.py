@@ -45,16 +45,16 @@ def counts(
         .group_by(row.round, row.attempt, row.reason)
         .order_by(row.reason)
     )
-    found: dict[tuple[int, int], dict[str, int]] = {}
+    reasons: dict[tuple[int, int], dict[str, int]] = {}
     for number, attempt, reason, count in connection.execute(query):
-        found.setdefault((number, attempt), {})[reason] = count
-    return found
+        reasons.setdefault((number, attempt), {})[reason] = count
+    return reasons
 
 
 def durations(connection: Connection, key: RoundKey) -> Durations | None:
     """See `Durations`; None without an upload or an estimate."""
     task, number, attempt = key
-    took = connection.scalars(
+    completed = connection.scalars(
         sa.select(uploads.c.received_at - assignments.c.assigned_at)
         .join(assignments, assignments.c.assignment == uploads.c.assignment)
         .where(
@@ -64,7 +64,7 @@ def durations(connection: Connection, key: RoundKey) -> Durations | None:
         )
         .limit(_MOST)
     ).all()
-    needed = connection.scalars(
+    predicted = connection.scalars(
         sa.select(declines.c.needed_seconds)
         .where(
             declines.c.task == task,
@@ -74,13 +74,13 @@ def durations(connection: Connection, key: RoundKey) -> Durations | None:
         )
         .limit(_MOST)
     ).all()
-    seconds = sorted(max(0.0, each) for each in (*took, *needed) if each is not None)
+    seconds = sorted(max(0.0, each) for each in (*completed, *predicted) if each is not None)
     if not seconds:
         return None
     enough = seconds[math.ceil(_SHARE * len(seconds)) - 1]
     return Durations(
-        num_uploads=len(took),
-        num_too_slow=len(needed),
+        num_uploads=len(completed),
+        num_too_slow=len(predicted),
         median=median(seconds),
         longest=seconds[-1],
         suggested_round_seconds=max(1.0, math.ceil(_MARGIN * enough)),

@@ -188,10 +188,10 @@ class SQLite:
     def translated(self, exc: BaseException) -> BaseException:
         if not isinstance(exc, sa.exc.OperationalError):
             return exc
-        said = str(exc.orig)
+        message = str(exc.orig)
         if any("disk is full" in each or "No space left" in each for each in _reasons(exc)):
             return _caused(StorageFull("no space is left on the server", retry_after=60), exc)
-        if "database is locked" in said:
+        if "database is locked" in message:
             return _caused(Unavailable("the database is busy", retry_after=_AWAY), exc)
         return exc
 
@@ -225,9 +225,9 @@ class PostgreSQL:
     dialect: Literal["sqlite", "postgresql"] = "postgresql"
 
     def __init__(self, url: URL) -> None:
-        given = url.query.get("options", "")
+        configured = url.query.get("options", "")
         options = [f"-c {name}={value}" for name, value in _SESSION.items()]
-        options.append(given if isinstance(given, str) else " ".join(given))
+        options.append(configured if isinstance(configured, str) else " ".join(configured))
         try:
             engine = sa.create_engine(
                 url.difference_update_query(["options"]),
@@ -317,8 +317,8 @@ class PostgreSQL:
             driver.execute(f"LISTEN {_CHANNEL}")
             callback(None)
             while not is_over():
-                for said in driver.notifies(timeout=_HEARS):
-                    callback(said.payload)
+                for notification in driver.notifies(timeout=_HEARS):
+                    callback(notification.payload)
 
     def log_bytes(self) -> int:
         return 0

@@ -66,8 +66,8 @@ def _note_change(connection: Connection, task: str, model: str) -> None:
     newest = sa.select(sa.func.max(row.change)).where(row.task == task)
     change = (connection.execute(newest).scalar_one() or 0) + 1
     mine = (row.task == task, row.model == model)
-    noted = connection.execute(sa.update(measured_models).where(*mine).values(change=change))
-    if not noted.rowcount:
+    result = connection.execute(sa.update(measured_models).where(*mine).values(change=change))
+    if not result.rowcount:
         values = {"task": task, "model": model, "change": change}
         connection.execute(sa.insert(measured_models), values)
 
@@ -77,15 +77,15 @@ def note_loss(
 ) -> None:
     """Update the client's newest loss after `report`, for client selection."""
     loss = report.metrics.get("loss")
-    known = participants.measured_model(connection, task, client_id)
+    previous = participants.measured_model(connection, task, client_id)
     is_counted = loss is not None and -MAX_METRIC <= loss <= MAX_METRIC
-    if loss is not None and is_counted and (known is None or known[1] <= at):
+    if loss is not None and is_counted and (previous is None or previous[1] <= at):
         participants.measured(connection, task, client_id, (report.model, loss, at))
         return
-    if known is not None and known[0] == report.model:
-        told = _losses(task, client_id).order_by(evaluations.c.reported_at.desc()).limit(1)
-        found = connection.execute(told).one_or_none()
-        newest = None if found is None else (found.model, found.value, found.reported_at)
+    if previous is not None and previous[0] == report.model:
+        losses = _losses(task, client_id).order_by(evaluations.c.reported_at.desc()).limit(1)
+        row = connection.execute(losses).one_or_none()
+        newest = None if row is None else (row.model, row.value, row.reported_at)
         participants.measured(connection, task, client_id, newest)
 
 
@@ -124,13 +124,13 @@ class Place:
 def place_of(connection: Connection, task: str, digest: str) -> Place | None:
     """None for a model that no round of the task began with or made; models that the newest rounds
     published besides count as made by them."""
-    row, found = rounds.c, []
+    row, places = rounds.c, []
     for column, is_made in ((row.base_model, False), (row.model, True)):
         query = sa.select(row.round, row.attempt).where(row.task == task, column == digest)
         first = connection.execute(query.order_by(row.round, row.attempt).limit(1)).one_or_none()
         if first is not None:
-            found.append(Place(*first, is_made))
-    return min(found, default=None) or _published_at(connection, task, digest)
+            places.append(Place(*first, is_made))
+    return min(places, default=None) or _published_at(connection, task, digest)
 
 
 def _published_at(connection: Connection, task: str, digest: str) -> Place | None:
@@ -154,7 +154,7 @@ _IS_COUNTED = measures.c.value.between(-MAX_METRIC, MAX_METRIC)
 
 def means(connection: Connection, task: str, digests: Iterable[str]) -> dict[str, dict[str, float]]:
     """By model: each metric's mean over the reports that have it, weighted by examples."""
-    found = connection.execute(
+    rows = connection.execute(
         sa.select(measures.c.model, measures.c.metric, _MEAN)
         .join(evaluations, _SAME)
         .where(measures.c.task == task, measures.c.model.in_(list(digests)), _IS_COUNTED)
@@ -162,7 +162,7 @@ def means(connection: Connection, task: str, digests: Iterable[str]) -> dict[str
         .order_by(measures.c.model, measures.c.metric)
     )
     by_model: dict[str, dict[str, float]] = {}
-    for model, metric, mean in found:
+    for model, metric, mean in rows:
         by_model.setdefault(model, {})[metric] = mean
     return by_model
 
@@ -171,7 +171,7 @@ def counted_means(
     connection: Connection, task: str, models: Sequence[str], metrics: Sequence[str]
 ) -> dict[str, dict[str, tuple[int, float]]]:
     """By model and metric: the number of reports, and the mean as in `means`."""
-    found = connection.execute(
+    rows = connection.execute(
         sa.select(measures.c.model, measures.c.metric, sa.func.count(), _MEAN)
         .join(evaluations, _SAME)
         .where(
@@ -183,7 +183,7 @@ def counted_means(
         .group_by(measures.c.model, measures.c.metric)
     )
     by_model: dict[str, dict[str, tuple[int, float]]] = {}
-    for model, metric, num, mean in found:
+    for model, metric, num, mean in rows:
         by_model.setdefault(model, {})[metric] = num, mean
     return by_model
 
@@ -210,10 +210,10 @@ def counted_classes(
         order.label("place"),
     )
     ranked = sums.where(*is_asked).group_by(row.model, row.label).subquery()
-    shown = sa.select(ranked.c.model, ranked.c.label, ranked.c.examples, ranked.c.correct)
+    selected = sa.select(ranked.c.model, ranked.c.label, ranked.c.examples, ranked.c.correct)
     by_model: dict[str, tuple[dict[str, Tally], int]] = {}
-    found = connection.execute(shown.where(ranked.c.place <= MAX_CLASSES))
-    for model, label, num_examples, correct in found:
+    rows = connection.execute(selected.where(ranked.c.place <= MAX_CLASSES))
+    for model, label, num_examples, correct in rows:
         classes, _ = by_model.setdefault(model, ({}, counted_by[model]))
         classes[label] = Tally(int(num_examples), int(correct))
     return by_model
@@ -242,7 +242,7 @@ def groups(connection: Connection, task: str, model: str, least: int) -> dict[st
         .order_by(_WEIGHT.desc(), whose)
         .limit(MAX_GROUPS)
     ).all()
-    found = connection.execute(
+    rows = connection.execute(
         sa.select(whose, measures.c.metric, _MEAN)
         .join(evaluations, _SAME)
         .where(of_model, _IS_COUNTED)
@@ -250,7 +250,7 @@ def groups(connection: Connection, task: str, model: str, least: int) -> dict[st
         .order_by(measures.c.metric)
     )
     metrics: dict[str, dict[str, float]] = {}
-    for group, metric, mean in found:
+    for group, metric, mean in rows:
         metrics.setdefault(group, {})[metric] = mean
     return {
         group: Measured(num_clients=clients, num_examples=num, metrics=metrics.get(group, {}))
@@ -261,7 +261,7 @@ def groups(connection: Connection, task: str, model: str, least: int) -> dict[st
 def classes(connection: Connection, task: str, model: str, least: int) -> dict[str, Measured]:
     """Accuracy by class, for classes with examples on at least `least` devices."""
     total = sa.func.sum(class_counts.c.num_examples)
-    found = connection.execute(
+    rows = connection.execute(
         sa.select(class_counts.c.label, sa.func.count(), total, sa.func.sum(class_counts.c.correct))
         .where(class_counts.c.task == task, class_counts.c.model == model)
         .group_by(class_counts.c.label)
@@ -271,7 +271,7 @@ def classes(connection: Connection, task: str, model: str, least: int) -> dict[s
     ).all()
     return {
         label: Measured(num_clients=n, num_examples=num, metrics={"accuracy": correct / num})
-        for label, n, num, correct in sorted(found, key=lambda row: _in_order(row.label))
+        for label, n, num, correct in sorted(rows, key=lambda row: _in_order(row.label))
     }
 
 

@@ -37,8 +37,8 @@ class FormerKey:
 
 def token(connection: Connection, token_id: str) -> EnrolmentToken | None:
     query = sa.select(enrolment_tokens).where(enrolment_tokens.c.token_id == token_id)
-    found = connection.execute(query).one_or_none()
-    return EnrolmentToken(*found) if found else None
+    row = connection.execute(query).one_or_none()
+    return EnrolmentToken(*row) if row else None
 
 
 def tokens(
@@ -80,8 +80,8 @@ def revoke_token(connection: Connection, token_id: str, at: float) -> None:
 
 def device(connection: Connection, client_id: str) -> Device | None:
     query = sa.select(clients).where(clients.c.client_id == client_id)
-    found = connection.execute(query).one_or_none()
-    return Device(*found) if found else None
+    row = connection.execute(query).one_or_none()
+    return Device(*row) if row else None
 
 
 def devices(
@@ -141,9 +141,9 @@ def former_of(connection: Connection, client_id: str) -> list[FormerKey]:
     return [FormerKey(*each) for each in connection.execute(query.order_by(row.retired_at))]
 
 
-def retire_keys(connection: Connection, given: Collection[FormerKey]) -> None:
+def retire_keys(connection: Connection, keys: Collection[FormerKey]) -> None:
     fields = FormerKey.__slots__
-    rows = [{name: getattr(each, name) for name in fields} for each in given]
+    rows = [{name: getattr(each, name) for name in fields} for each in keys]
     connection.execute(sa.insert(former_keys), rows)
 
 
@@ -160,8 +160,8 @@ def set_key(
 def strangers_among(connection: Connection, key_ids: Collection[str]) -> set[str]:
     """The invalid keys among `key_ids`: unknown, replaced, or of a device that is revoked or not
     approved."""
-    known = _WELCOME.run(connection, key_ids=json.dumps(list(key_ids))).scalars()
-    return set(key_ids) - set(known)
+    welcome = _WELCOME.run(connection, key_ids=json.dumps(list(key_ids))).scalars()
+    return set(key_ids) - set(welcome)
 
 
 _WELCOME = Prepared(

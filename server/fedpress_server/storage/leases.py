@@ -143,8 +143,8 @@ def finish(connection: Connection, lease: Lease, output: str | None = None) -> N
 
     `output` is the digest of a batch's sum.
     """
-    done = {"state": "done", "output": output, "lease_token": None}
-    changed = connection.execute(sa.update(jobs).where(*_held(lease)).values(**done))
+    values = {"state": "done", "output": output, "lease_token": None}
+    changed = connection.execute(sa.update(jobs).where(*_held(lease)).values(**values))
     if changed.rowcount != 1:
         raise LeaseLost(f"the lease of {lease.job} was taken over by another worker")
 
@@ -161,19 +161,19 @@ def put_back(connection: Connection, lease: Lease, at: float, reason: str, *, co
 
 def outputs(connection: Connection, key: RoundKey) -> list[str]:
     """The digests of the attempt's sums, in the order of their batches."""
-    found = connection.execute(
+    rows = connection.execute(
         sa.select(jobs.c.output)
         .where(*_of_round(key), jobs.c.kind == "sum", jobs.c.state == "done")
         .order_by(jobs.c.batch)
     )
-    return list(found.scalars())
+    return list(rows.scalars())
 
 
 def all_outputs(connection: Connection) -> list[tuple[RoundKey, str]]:
     """The digests of the sums of all attempts."""
     query = sa.select(jobs.c.task, jobs.c.round, jobs.c.attempt, jobs.c.output)
-    found = connection.execute(query.where(jobs.c.output.is_not(None)))
-    return [((task, number, attempt), output) for task, number, attempt, output in found]
+    rows = connection.execute(query.where(jobs.c.output.is_not(None)))
+    return [((task, number, attempt), output) for task, number, attempt, output in rows]
 
 
 def holder_of(data_dir: Path) -> str:
@@ -184,12 +184,12 @@ def holder_of(data_dir: Path) -> str:
     """
     file = data_dir / _HOLDER
     with suppress(FileNotFoundError):
-        found = file.read_text("ascii", "replace").strip()
-        if re.fullmatch(r"[0-9a-f]{12}", found):
-            return found
-    made = secrets.token_hex(6)
-    LocalPayloads(data_dir).put(_HOLDER, f"{made}\n".encode())
-    return made
+        stored = file.read_text("ascii", "replace").strip()
+        if re.fullmatch(r"[0-9a-f]{12}", stored):
+            return stored
+    holder = secrets.token_hex(6)
+    LocalPayloads(data_dir).put(_HOLDER, f"{holder}\n".encode())
+    return holder
 
 
 def drop(connection: Connection, key: RoundKey) -> None:

@@ -58,12 +58,12 @@ def _one(connection: Connection, where: sa.ColumnElement[bool]) -> PartialRecord
 
 def parts(connection: Connection, partial: str) -> list[PartRecord]:
     """The parts in the order of the body."""
-    found = connection.execute(
+    rows = connection.execute(
         sa.select(partial_parts.c.start, partial_parts.c.num_bytes, partial_parts.c.digest)
         .where(partial_parts.c.partial == partial)
         .order_by(partial_parts.c.start)
     )
-    return [PartRecord(*row) for row in found]
+    return [PartRecord(*row) for row in rows]
 
 
 def promised(connection: Connection, now: float) -> int:
@@ -78,11 +78,14 @@ def count_of(connection: Connection, client_id: str, now: float) -> int:
 
 
 def _over_all(
-    connection: Connection, what: sa.ColumnElement[Any], now: float, *where: sa.ColumnElement[bool]
+    connection: Connection,
+    aggregate: sa.ColumnElement[Any],
+    now: float,
+    *where: sa.ColumnElement[bool],
 ) -> int:
     is_open = (partial_uploads.c.expires_at > now, assignments.c.receipt.is_(None))
     query = (
-        sa.select(sa.func.coalesce(what, 0))
+        sa.select(sa.func.coalesce(aggregate, 0))
         .select_from(partial_uploads.join(assignments))
         .where(*is_open, *where)
     )
@@ -99,7 +102,7 @@ def add_part(
 ) -> bool:
     """Append `part` to `before`, which then has SHA-256 `digest`; False if it changed since."""
     partial = before.partial
-    moved = connection.execute(
+    result = connection.execute(
         sa.update(partial_uploads)
         .where(
             partial_uploads.c.partial == partial, partial_uploads.c.num_bytes == before.num_bytes
@@ -111,7 +114,7 @@ def add_part(
             expires_at=expires_at,
         )
     )
-    if moved.rowcount != 1:
+    if result.rowcount != 1:
         return False
     row = {"partial": partial, "start": part.start, "num_bytes": part.num_bytes}
     connection.execute(sa.insert(partial_parts).values(row | {"digest": part.digest}))

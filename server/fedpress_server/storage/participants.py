@@ -38,9 +38,9 @@ def add_upload(
     row = participants.c
     changes: dict[str, Any] = {"delivered": row.delivered + 1}
     first: dict[str, Any] = {"given": 1, "delivered": 1}
-    told: dict[str, float] = {"num_examples": num_examples} if num_examples > 0 else {}
-    told |= {"loss": loss} if loss is not None else {}
-    for name, value in told.items():
+    values: dict[str, float] = {"num_examples": num_examples} if num_examples > 0 else {}
+    values |= {"loss": loss} if loss is not None else {}
+    for name, value in values.items():
         told_at = row["examples_at" if name == "num_examples" else "loss_at"]
         is_newest = sa.or_(told_at.is_(None), told_at <= at)
         changes[name] = sa.case((is_newest, value), else_=row[name])
@@ -64,33 +64,33 @@ def measured_model(connection: Connection, task: str, client_id: str) -> tuple[s
     query = sa.select(row.measured_model, row.measured_at).where(
         row.task == task, row.client_id == client_id, row.measured_model.is_not(None)
     )
-    found = connection.execute(query).one_or_none()
-    return None if found is None else (found.measured_model, found.measured_at)
+    stored = connection.execute(query).one_or_none()
+    return None if stored is None else (stored.measured_model, stored.measured_at)
 
 
 def candidates(connection: Connection, task: str, client_ids: Iterable[str]) -> list[Candidate]:
     """The statistics of `client_ids`, in order; see Candidate."""
     client_ids = list(client_ids)
-    found: dict[str, Candidate] = {}
+    stored: dict[str, Candidate] = {}
     for start in range(0, len(client_ids), _TOGETHER):
-        found |= _known(connection, task, client_ids[start : start + _TOGETHER])
-    return [found.get(client_id, Candidate(client_id)) for client_id in client_ids]
+        stored |= _known(connection, task, client_ids[start : start + _TOGETHER])
+    return [stored.get(client_id, Candidate(client_id)) for client_id in client_ids]
 
 
 def _known(connection: Connection, task: str, client_ids: Sequence[str]) -> dict[str, Candidate]:
     row = participants.c
     query = sa.select(participants).where(row.task == task, row.client_id.in_(client_ids))
-    found = {}
+    stored = {}
     for each in connection.execute(query):
-        told = [
+        losses = [
             (at, loss)
             for at, loss in ((each.loss_at, each.loss), (each.measured_at, each.measured_loss))
             if at is not None
         ]
-        loss = max(told)[1] if told else None
+        loss = max(losses)[1] if losses else None
         counts = (each.given, each.delivered)
-        found[each.client_id] = Candidate(each.client_id, each.num_examples, loss, *counts)
-    return found
+        stored[each.client_id] = Candidate(each.client_id, each.num_examples, loss, *counts)
+    return stored
 
 
 def _add(

@@ -130,20 +130,20 @@ class LocalPayloads(Payloads):
         if len(files) < 2:
             return super().put_all(files)
         placed: dict[str, list[int]] = {}
-        found: dict[int, Exception | None] = {}
+        outcomes: dict[int, Exception | None] = {}
         for index, (name, data) in enumerate(files):
             try:
                 placed.setdefault(self._place(name, data), []).append(index)
             except OSError:
                 continue
             except Exception as exc:
-                found[index] = exc
+                outcomes[index] = exc
         for folder, indices in placed.items():
             with suppress(OSError):
                 sync_folder(folder)
-                found.update((index, _passed("file-kept")) for index in indices)
+                outcomes.update((index, _passed("file-kept")) for index in indices)
         return [
-            found[index] if index in found else self._failure(name, data)
+            outcomes[index] if index in outcomes else self._failure(name, data)
             for index, (name, data) in enumerate(files)
         ]
 
@@ -221,8 +221,8 @@ class LocalPayloads(Payloads):
         self._named.add(str(folder))
 
     def _forget_folders(self, place: Path) -> None:
-        gone = [each for each in list(self._named) if Path(each).is_relative_to(place)]
-        self._named.difference_update(gone)
+        stale = [each for each in list(self._named) if Path(each).is_relative_to(place)]
+        self._named.difference_update(stale)
 
     def drop(self, name: str) -> None:
         place = self.path(name)
@@ -257,10 +257,10 @@ class LocalPayloads(Payloads):
             return time.time()
 
     def sweep_temporaries(self) -> int:
-        left = list(self.root.rglob(f"*{_TEMPORARY}"))
-        for path in left:
+        paths = list(self.root.rglob(f"*{_TEMPORARY}"))
+        for path in paths:
             path.unlink(missing_ok=True)
-        return len(left)
+        return len(paths)
 
     def check_writable(self) -> None:
         self.put("probe", b"\n")
@@ -278,9 +278,9 @@ def check_digest(name: str, data: bytes) -> None:
     """Raise ServerError unless `data` matches the digest in `name`."""
     expected = digest_in(name)
     if expected is not None:
-        found = hashlib.sha256(data).hexdigest()
-        if found != expected:
-            raise ServerError(f"{name} was read from the store with SHA-256 {found}")
+        actual = hashlib.sha256(data).hexdigest()
+        if actual != expected:
+            raise ServerError(f"{name} was read from the store with SHA-256 {actual}")
 
 
 def _passed(point: str) -> Exception | None:
@@ -293,6 +293,6 @@ def _passed(point: str) -> Exception | None:
 
 
 def _write_all(descriptor: int, data: bytes) -> None:
-    left = memoryview(data)
-    while left:
-        left = left[os.write(descriptor, left) :]
+    remaining = memoryview(data)
+    while remaining:
+        remaining = remaining[os.write(descriptor, remaining) :]

@@ -38,16 +38,16 @@ class Prepared:
         """Execute with a value for each parameter."""
         name = connection.dialect.name
         text, order, constants = self._known.get(name) or self._compiled(connection)
-        found = [values[each] if each in values else constants[each] for each in order]
-        return connection.exec_driver_sql(text, tuple(found))
+        parameters = [values[each] if each in values else constants[each] for each in order]
+        return connection.exec_driver_sql(text, tuple(parameters))
 
     def _compiled(self, connection: Connection) -> _Compiled:
         name, statement = connection.dialect.name, self._statement
         if not isinstance(statement, Executable):
             statement = statement(name)
-        made = statement.compile(dialect=_dialect(connection))  # type: ignore[attr-defined]
-        order = list(made.positiontup or ())
-        self._known[name] = _Compiled(str(made), order, dict(made.params))
+        compiled = statement.compile(dialect=_dialect(connection))  # type: ignore[attr-defined]
+        order = list(compiled.positiontup or ())
+        self._known[name] = _Compiled(str(compiled), order, dict(compiled.params))
         return self._known[name]
 
 
@@ -57,16 +57,16 @@ class Rows:
     def __init__(self, table: sa.Table) -> None:
         self._table = table
         self._names = table.columns.keys()
-        found = enumerate(table.columns)
-        self._json = [place for place, column in found if isinstance(column.type, sa.JSON)]
+        columns = enumerate(table.columns)
+        self._json = [place for place, column in columns if isinstance(column.type, sa.JSON)]
         self._known: dict[str, str] = {}
 
     def add(self, connection: Connection, rows: Sequence[tuple[Any, ...]]) -> None:
         """Insert rows with values in column order; JSON columns take values for `json`, where None
         is JSON's null."""
         if connection.dialect.name == "postgresql":
-            told = json.dumps([dict(zip(self._names, row, strict=True)) for row in rows])
-            connection.exec_driver_sql(self._text(connection), (told,))
+            document = json.dumps([dict(zip(self._names, row, strict=True)) for row in rows])
+            connection.exec_driver_sql(self._text(connection), (document,))
             return
         for place in self._json:
             rows = [(*row[:place], json.dumps(row[place]), *row[place + 1 :]) for row in rows]
@@ -75,8 +75,8 @@ class Rows:
     def _text(self, connection: Connection) -> str:
         name = connection.dialect.name
         if name not in self._known:
-            made = self._records if name == "postgresql" else self._places
-            self._known[name] = made(_dialect(connection))
+            build = self._records if name == "postgresql" else self._places
+            self._known[name] = build(_dialect(connection))
         return self._known[name]
 
     def _places(self, dialect: Dialect) -> str:
@@ -95,11 +95,11 @@ class Rows:
 
 def each_of(dialect: str, name: str) -> sa.Select[Any]:
     """The texts in the parameter `name`, a JSON array, as rows."""
-    given = sa.bindparam(name, type_=sa.Text)
+    parameter = sa.bindparam(name, type_=sa.Text)
     if dialect == "postgresql":
-        items = sa.func.json_array_elements_text(sa.cast(given, sa.JSON))
+        items = sa.func.json_array_elements_text(sa.cast(parameter, sa.JSON))
         return sa.select(items.table_valued("value").c.value)
-    return sa.select(sa.func.json_each(given).table_valued("value").c.value)
+    return sa.select(sa.func.json_each(parameter).table_valued("value").c.value)
 
 
 def _dialect(connection: Connection) -> Dialect:

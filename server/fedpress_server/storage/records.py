@@ -76,8 +76,8 @@ def devices(connection: Connection) -> list[Device]:
 
 
 def device_by_key(connection: Connection, key_id: str) -> Device | None:
-    found = connection.execute(sa.select(clients).where(clients.c.key_id == key_id)).one_or_none()
-    return Device(*found) if found else None
+    row = connection.execute(sa.select(clients).where(clients.c.key_id == key_id)).one_or_none()
+    return Device(*row) if row else None
 
 
 def add_device(connection: Connection, device: Device) -> None:
@@ -101,10 +101,10 @@ def add_token(connection: Connection, token: EnrolmentToken) -> None:
 
 
 def token_by_hash(connection: Connection, token_hash: str) -> EnrolmentToken | None:
-    found = connection.execute(
+    row = connection.execute(
         sa.select(enrolment_tokens).where(enrolment_tokens.c.token_hash == token_hash)
     ).one_or_none()
-    return EnrolmentToken(*found) if found else None
+    return EnrolmentToken(*row) if row else None
 
 
 # Models and tasks
@@ -141,8 +141,8 @@ class TaskRecord:
 
 
 def model(connection: Connection, digest: str) -> ModelRecord | None:
-    found = connection.execute(sa.select(models).where(models.c.digest == digest)).one_or_none()
-    return ModelRecord(*found) if found else None
+    row = connection.execute(sa.select(models).where(models.c.digest == digest)).one_or_none()
+    return ModelRecord(*row) if row else None
 
 
 def add_model(connection: Connection, record: ModelRecord) -> bool:
@@ -248,7 +248,7 @@ def count(connection: Connection, key: RoundKey, **amounts: int) -> None:
 def _counting(names: tuple[str, ...]) -> Prepared:
     of = zip(_KEY, ("of_task", "of_round", "of_attempt"), strict=True)
     values = {name: rounds.c[name] + sa.bindparam(f"add_{name}") for name in names}
-    is_this = [rounds.c[name] == sa.bindparam(given) for name, given in of]
+    is_this = [rounds.c[name] == sa.bindparam(parameter) for name, parameter in of]
     return Prepared(sa.update(rounds).where(*is_this).values(**values))
 
 
@@ -264,7 +264,7 @@ class OpenRoundRecord:
 
 
 def newest_round(connection: Connection, task: str) -> OpenRoundRecord:
-    found = connection.execute(
+    row = connection.execute(
         sa.select(
             rounds.c.round, rounds.c.attempt, rounds.c.plan, rounds.c.opened_at, rounds.c.course
         )
@@ -272,7 +272,7 @@ def newest_round(connection: Connection, task: str) -> OpenRoundRecord:
         .order_by(rounds.c.round.desc(), rounds.c.attempt.desc())
         .limit(1)
     ).one()
-    return OpenRoundRecord(*found)
+    return OpenRoundRecord(*row)
 
 
 def last_sessions(connection: Connection, key: RoundKey, count: int) -> list[dict[str, Any]]:
@@ -315,21 +315,21 @@ def events(
     connection: Connection, key: RoundKey, after: int = 0
 ) -> list[tuple[float, dict[str, Any]]]:
     """The events of the attempt after its event `after`, with times, in order."""
-    found = connection.execute(
+    rows = connection.execute(
         sa.select(round_events.c.at, round_events.c.event)
         .where(*_is_round(round_events, key), round_events.c.seq > after)
         .order_by(round_events.c.seq)
     )
-    return [(at, event) for at, event in found]
+    return [(at, event) for at, event in rows]
 
 
 def unfinished_rounds(connection: Connection) -> set[RoundKey]:
-    found = connection.execute(
+    rows = connection.execute(
         sa.select(rounds.c.task, rounds.c.round, rounds.c.attempt).where(
             rounds.c.state.in_(["collecting", "basing", "masking", "folding"])
         )
     )
-    return {(task, number, attempt) for task, number, attempt in found}
+    return {(task, number, attempt) for task, number, attempt in rows}
 
 
 def round_history(
@@ -357,18 +357,18 @@ def newest_models(connection: Connection, task: str, most: int) -> list[str]:
         .order_by(row.round.desc(), row.attempt.desc())
         .limit(most)
     )
-    found: dict[str, None] = {}
+    newest: dict[str, None] = {}
     before = _BEYOND, _BEYOND
-    while len(found) < most:
+    while len(newest) < most:
         page = connection.execute(
             query.where(sa.tuple_(row.round, row.attempt) < sa.tuple_(*before))
         ).all()
         for number, attempt, *digests in page:
             before = number, attempt
-            found.update(dict.fromkeys(digest for digest in digests if digest is not None))
+            newest.update(dict.fromkeys(digest for digest in digests if digest is not None))
         if len(page) < most:
             break
-    return list(found)[:most]
+    return list(newest)[:most]
 
 
 def uploaded(connection: Connection, task: str, after: int) -> list[int]:
@@ -405,8 +405,8 @@ _BEYOND = 2**31 - 1
 
 def newest_attempt(connection: Connection, task: str, number: int) -> RoundStatus | None:
     """The newest attempt at round `number`; None if there is none."""
-    found = round_history(connection, task, (number, _BEYOND), 1)
-    return found[0] if found and found[0].round == number else None
+    statuses = round_history(connection, task, (number, _BEYOND), 1)
+    return statuses[0] if statuses and statuses[0].round == number else None
 
 
 def measured_attempt(
@@ -414,16 +414,16 @@ def measured_attempt(
 ) -> RoundStatus | None:
     """The newest attempt at round `number`, with metrics by group and class of at least `least`
     devices."""
-    found = newest_attempt(connection, task, number)
-    if found is None or found.model is None:
-        return found
-    of_model = (connection, task, found.model, least)
+    status = newest_attempt(connection, task, number)
+    if status is None or status.model is None:
+        return status
+    of_model = (connection, task, status.model, least)
     measured = {
-        "measured": evaluation.measured(connection, task, found.model),
+        "measured": evaluation.measured(connection, task, status.model),
         "groups": evaluation.groups(*of_model),
         "classes": evaluation.classes(*of_model),
     }
-    return found.model_copy(update=measured)
+    return status.model_copy(update=measured)
 
 
 def bases_of(connection: Connection, task: str) -> dict[str, str]:
@@ -446,8 +446,8 @@ def drop_bases(connection: Connection, task: str) -> None:
 
 def unenrolled(connection: Connection, client_ids: Iterable[str]) -> list[str]:
     """The ids among `client_ids` without a device, in order."""
-    known = set(connection.execute(sa.select(clients.c.client_id)).scalars())
-    return [client_id for client_id in client_ids if client_id not in known]
+    enrolled = set(connection.execute(sa.select(clients.c.client_id)).scalars())
+    return [client_id for client_id in client_ids if client_id not in enrolled]
 
 
 # Assignments and uploads
@@ -485,15 +485,15 @@ class AssignmentRecord:
         return self.task, self.round, self.attempt
 
 
-def add_assignments(connection: Connection, given: Sequence[AssignmentRecord]) -> None:
-    _ASSIGNMENTS.add(connection, [_values(each) for each in given])
+def add_assignments(connection: Connection, batch: Sequence[AssignmentRecord]) -> None:
+    _ASSIGNMENTS.add(connection, [_values(each) for each in batch])
 
 
 def assignment(connection: Connection, name: str) -> AssignmentRecord | None:
-    found = connection.execute(
+    row = connection.execute(
         sa.select(assignments).where(assignments.c.assignment == name)
     ).one_or_none()
-    return AssignmentRecord(*found) if found else None
+    return AssignmentRecord(*row) if row else None
 
 
 def add_uploads(connection: Connection, taken: Sequence[UploadRecord], now: float) -> None:
@@ -502,8 +502,8 @@ def add_uploads(connection: Connection, taken: Sequence[UploadRecord], now: floa
 
 
 def upload(connection: Connection, name: str) -> UploadRecord | None:
-    found = connection.execute(sa.select(uploads).where(uploads.c.assignment == name)).one_or_none()
-    return UploadRecord(*found) if found else None
+    row = connection.execute(sa.select(uploads).where(uploads.c.assignment == name)).one_or_none()
+    return UploadRecord(*row) if row else None
 
 
 def set_receipt(connection: Connection, name: str, receipt: str) -> None:
@@ -522,12 +522,12 @@ def receipts(
 ) -> tuple[list[str], set[str]]:
     """The client's receipts for the assignments `names`, and those of these that are the
     client's."""
-    found = connection.execute(
+    rows = connection.execute(
         sa.select(assignments.c.assignment, assignments.c.receipt)
         .where(assignments.c.assignment.in_(names), assignments.c.client_id == client_id)
         .order_by(assignments.c.assigned_at, assignments.c.assignment)
     ).all()
-    return [receipt for _, receipt in found if receipt], {name for name, _ in found}
+    return [receipt for _, receipt in rows if receipt], {name for name, _ in rows}
 
 
 def set_waiting(
@@ -536,8 +536,8 @@ def set_waiting(
     """Record that the device waits for an assignment since its check-in `at`, if it is eligible."""
     mine = (waiting.c.task == task, waiting.c.client_id == client_id)
     values = {"is_eligible": is_eligible, "seen_at": at}
-    again = sa.update(waiting).where(*mine).values(looks=waiting.c.looks + 1, **values)
-    if not connection.execute(again).rowcount:
+    update = sa.update(waiting).where(*mine).values(looks=waiting.c.looks + 1, **values)
+    if not connection.execute(update).rowcount:
         row = {"task": task, "client_id": client_id, "looks": 1, **values}
         connection.execute(sa.insert(waiting), row)
 
@@ -555,12 +555,12 @@ class Waiting:
 def waiting_since(connection: Connection, task: str, at: float) -> list[Waiting]:
     """The devices that checked in after `at`, in order of time."""
     row = waiting.c
-    found = connection.execute(
+    rows = connection.execute(
         sa.select(row.client_id, row.is_eligible, row.seen_at, row.looks)
         .where(row.task == task, row.seen_at > at)
         .order_by(row.seen_at)
     )
-    return [Waiting(*each) for each in found]
+    return [Waiting(*each) for each in rows]
 
 
 def drop_waiting(connection: Connection, task: str, client_ids: Collection[str]) -> None:

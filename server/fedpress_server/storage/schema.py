@@ -24,36 +24,36 @@ def migrate(backend: Backend) -> tuple[str | None, str]:
     """
     head = _head()
     with backend.altering().connect() as connection, connection.begin():
-        found = _found(connection)
-        if found == head:
-            return found, head
+        current = _found(connection)
+        if current == head:
+            return current, head
         config = _config()
         config.attributes["connection"] = connection
         command.upgrade(config, "head")
         connection.execute(sa.insert(schema_releases), {"revision": head, "release": __version__})
     backend.dispose()  # SQLite: no other connection may start with foreign keys off
-    return found, head
+    return current, head
 
 
 def check(backend: Backend) -> None:
     """Raise ConfigurationError unless the database has this release's schema."""
     head = _head()
     with backend.reads.connect() as connection:
-        found = _found(connection)
-    if found != head:
-        what = "has no tables yet" if found is None else f"has schema {found}"
+        current = _found(connection)
+    if current != head:
+        state = "has no tables yet" if current is None else f"has schema {current}"
         raise ConfigurationError(
-            f"the database {what}, and this release of fedpress, {__version__}, needs {head}",
+            f"the database {state}, and this release of fedpress, {__version__}, needs {head}",
             hint="run `fedpress server migrate` with the same settings first",
         )
 
 
 def revision(connection: Connection) -> str:
     """The schema version; raises ConfigurationError if there is none."""
-    found = MigrationContext.configure(connection).get_current_revision()
-    if found is None:
+    current = MigrationContext.configure(connection).get_current_revision()
+    if current is None:
         raise ConfigurationError("the database has no tables")
-    return found
+    return current
 
 
 def _config() -> Config:
@@ -77,17 +77,17 @@ def _head() -> str:
 
 def _found(connection: Connection) -> str | None:
     """The schema version, if this release knows it; None without a schema."""
-    found = MigrationContext.configure(connection).get_current_revision()
-    known = {each.revision for each in _scripts().walk_revisions()}
-    if found is None or found in known:
-        return found
+    current = MigrationContext.configure(connection).get_current_revision()
+    revisions = {each.revision for each in _scripts().walk_revisions()}
+    if current is None or current in revisions:
+        return current
     made_by = None
     if sa.inspect(connection).has_table(schema_releases.name):
-        query = sa.select(schema_releases.c.release).where(schema_releases.c.revision == found)
+        query = sa.select(schema_releases.c.release).where(schema_releases.c.revision == current)
         made_by = connection.execute(query).scalar_one_or_none()
     newer = f"fedpress {made_by}" if made_by else "a newer release"
     raise ConfigurationError(
-        f"the database has schema {found}, which {newer} made; this one, {__version__}, knows no "
-        f"schema after {max(known)}",
+        f"the database has schema {current}, which {newer} made; this one, {__version__}, knows no "
+        f"schema after {max(revisions)}",
         hint=f"run {made_by or 'a newer release'} or a later one" if made_by else "run that one",
     )

@@ -76,9 +76,9 @@ class Scoreboard:
             }
 
     def _of(self, model: str, metric: str) -> Iterator[tuple[int, float]]:
-        found = self._figures[model].means.get(metric)
-        if found is not None:
-            yield found
+        figure = self._figures[model].means.get(metric)
+        if figure is not None:
+            yield figure
 
     def _look(self, connection: Connection) -> None:
         """Read the changes. The cache is only updated after all are read, since a transaction that

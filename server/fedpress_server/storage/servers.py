@@ -32,12 +32,12 @@ class ServerRecord:
 def heartbeat(connection: Connection, server: ServerRecord) -> str | None:
     """Write a server's heartbeat; returns the log level requested since its last one."""
     row = servers.c.server_id == server.server_id
-    asked = sa.select(servers.c.next_log_level).where(row).with_for_update()
-    found = connection.execute(asked).one_or_none()
-    if found is None:
+    query = sa.select(servers.c.next_log_level).where(row).with_for_update()
+    stored = connection.execute(query).one_or_none()
+    if stored is None:
         connection.execute(sa.insert(servers).values(**asdict(server)))
         return None
-    level: str | None = found.next_log_level
+    level: str | None = stored.next_log_level
     connection.execute(sa.update(servers).where(row).values(**asdict(server), next_log_level=None))
     return level
 
@@ -60,5 +60,5 @@ def running(connection: Connection, since: float) -> list[ServerRecord]:
     """The servers with a heartbeat since then, by role and name."""
     columns = [servers.c[name] for name in ServerRecord.__dataclass_fields__]
     query = sa.select(*columns).where(servers.c.seen_at >= since)
-    found = connection.execute(query.order_by(servers.c.role, servers.c.name))
-    return [ServerRecord(*row) for row in found]
+    rows = connection.execute(query.order_by(servers.c.role, servers.c.name))
+    return [ServerRecord(*row) for row in rows]

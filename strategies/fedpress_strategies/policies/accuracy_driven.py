@@ -19,15 +19,15 @@ def next_trend(
     window = max(policy.window, number // 10)
     if rung != before.rung:
         return before.model_copy(update={"rung": rung, "since": number - 1}), "lowered"
-    known = [
+    measured = [
         (math.log(model), math.log(loss))
         for model, loss in enumerate(facts.losses)
         if model > before.since and loss is not None and loss > 0
     ]
-    if len(known) < window:
-        is_blind = number - 1 - before.since >= 2 * window + 1 and not known
+    if len(measured) < window:
+        is_blind = number - 1 - before.since >= 2 * window + 1 and not measured
         return before, "no loss has been measured since the last change" if is_blind else ""
-    newest = known[-window:]
+    newest = measured[-window:]
     at, level = _mean(newest)
     strikes = _filled(before.strikes, hardest + 1)
     barred = _filled(before.barred, hardest + 1)

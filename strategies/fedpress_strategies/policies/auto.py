@@ -41,20 +41,20 @@ def probes(auto: Auto, pace: Pace, facts: Facts) -> bool:
 
 
 def next_pace(
-    auto: Auto, before: Pace, facts: Facts, compared: Comparison | None, hardest: Rung
+    auto: Auto, before: Pace, facts: Facts, comparison: Comparison | None, hardest: Rung
 ) -> tuple[Pace, str]:
     """The pace of the round that `facts` are of, no harder than `hardest`, and the reason for what
-    it changes; `compared` is of the round before, if that was a probe and enough came of it."""
+    it changes; `comparison` is of the previous round, if that was a probe with enough uploads."""
     number, rung = facts.number, min(before.rung, hardest)
     changes: dict[str, float] = {"rung": rung}
-    if compared is not None and compared.progress is not None:
+    if comparison is not None and comparison.progress is not None:
         changes |= {
-            "inner": _FADING * before.inner + compared.inner,
-            "norm": _FADING * before.norm + compared.norm,
+            "inner": _FADING * before.inner + comparison.inner,
+            "norm": _FADING * before.norm + comparison.norm,
             "probes": before.probes + 1,
         }
     pace = before.model_copy(update=changes)
-    moved, why = _moved(auto, pace, facts, compared, hardest)
+    moved, why = _moved(auto, pace, facts, comparison, hardest)
     changes = {"rung": moved}
     if number > before.probe_at or moved != rung:
         is_new = moved != rung or (rung < hardest and number - pace.since < _NEW * auto.window)
@@ -68,7 +68,7 @@ def next_pace(
 
 
 def _moved(
-    auto: Auto, pace: Pace, facts: Facts, compared: Comparison | None, hardest: Rung
+    auto: Auto, pace: Pace, facts: Facts, comparison: Comparison | None, hardest: Rung
 ) -> tuple[Rung, str]:
     """The rung to go to, and why."""
     rung, is_settled = pace.rung, facts.number - pace.since >= auto.window
@@ -80,7 +80,7 @@ def _moved(
     fault = _fault(auto, pace, facts)
     if fault:
         if rung == 0:
-            return rung, "" if compared is None else f"{fault}, at the gentlest profile"
+            return rung, "" if comparison is None else f"{fault}, at the gentlest profile"
         if not _may_spend(auto, facts):
             return rung, f"{fault}, and upload_bytes leave no room for a gentler profile"
         return rung - 1, f"gentler: {fault}"
@@ -105,9 +105,9 @@ def _fault(auto: Auto, pace: Pace, facts: Facts) -> str:
         return (
             f"compressed updates go {progress:.2f} of the reference's way, less than {auto.floor:g}"
         )
-    known = [(model, loss) for model, loss in enumerate(facts.losses) if loss is not None]
-    newest = [loss for model, loss in known[-_RECENT:] if model >= pace.since]
-    values = [loss for _, loss in known]
+    measured = [(model, loss) for model, loss in enumerate(facts.losses) if loss is not None]
+    newest = [loss for model, loss in measured[-_RECENT:] if model >= pace.since]
+    values = [loss for _, loss in measured]
     if len(newest) < _RECENT or len(values) < 2 * _RECENT:
         return ""
     level = sum(newest) / _RECENT
@@ -127,12 +127,12 @@ def _over_budget(auto: Auto, facts: Facts) -> str:
     """Why the rate must rise for the budget of bytes; "" if it need not."""
     if auto.upload_bytes is None or not facts.uploaded:
         return ""
-    left = facts.rounds - facts.number + 1
+    rounds_left = facts.rounds - facts.number + 1
     spent, usual = sum(facts.uploaded), facts.uploaded[-1]
-    if spent + left * usual <= auto.upload_bytes:
+    if spent + rounds_left * usual <= auto.upload_bytes:
         return ""
     return (
-        f"harder: {spent:,} bytes came in, and {left} rounds of {usual:,} would go beyond "
+        f"harder: {spent:,} bytes came in, and {rounds_left} rounds of {usual:,} would go beyond "
         f"upload_bytes of {auto.upload_bytes:,}"
     )
 
@@ -140,5 +140,5 @@ def _over_budget(auto: Auto, facts: Facts) -> str:
 def _may_spend(auto: Auto, facts: Facts) -> bool:
     if auto.upload_bytes is None or not facts.uploaded:
         return True
-    left = facts.rounds - facts.number + 1
-    return sum(facts.uploaded) + left * _GENTLER * facts.uploaded[-1] <= auto.upload_bytes
+    rounds_left = facts.rounds - facts.number + 1
+    return sum(facts.uploaded) + rounds_left * _GENTLER * facts.uploaded[-1] <= auto.upload_bytes

@@ -44,21 +44,23 @@ def seconds(
 
     `usual` is what passes before the first byte with other clients of the task.
     """
-    uplink, known = uplink_of(policy, link), link.transfers[: policy.window]
+    uplink, transfers = uplink_of(policy, link), link.transfers[: policy.window]
     if uplink is None:
         return None
-    before = median(each.before for each in known) if known else usual or 0.0
+    before = median(each.before for each in transfers) if transfers else usual or 0.0
     doubled: float = (before + num_bytes / uplink) * 2.0 ** min(link.missed, 16)
     return doubled
 
 
 def uplink_of(policy: BandwidthAware, link: Link) -> float | None:
     """In bytes a second; None if nothing is known of it."""
-    known = link.transfers[: policy.window]
-    rates = [each.num_bytes / max(each.seconds, _SHORTEST) for each in known]
-    told = [rate for rate, each in zip(rates, known, strict=True) if each.num_bytes >= TELLING]
-    if told:
-        return max(median(told), _SLOWEST)
+    transfers = link.transfers[: policy.window]
+    rates = [each.num_bytes / max(each.seconds, _SHORTEST) for each in transfers]
+    reliable = [
+        rate for rate, each in zip(rates, transfers, strict=True) if each.num_bytes >= TELLING
+    ]
+    if reliable:
+        return max(median(reliable), _SLOWEST)
     if link.said is not None:
         return max(link.said, _SLOWEST)
     return max(rates) if rates else None
@@ -68,24 +70,28 @@ def choose(
     policy: BandwidthAware,
     link: Link,
     sizes: Sequence[int],
-    left: float,
+    seconds_left: float,
     usual: float | None = None,
 ) -> int:
-    """Which of the profiles whose bodies have these `sizes`, the gentlest first, a client uses
-    that has `left` seconds."""
+    """The index of the profile for a client with `seconds_left`; `sizes` are those of the
+    profiles' bodies, the least compressed first."""
     for index, num_bytes in enumerate(sizes):
         expected = seconds(policy, link, num_bytes, usual)
         if expected is None:
             hurried = min(link.missed, len(sizes))
             return min(len(sizes) - 1, len(sizes) // 2 + hurried)
-        if expected <= policy.margin * left:
+        if expected <= policy.margin * seconds_left:
             return index
     return len(sizes) - 1
 
 
 def fits(
-    policy: BandwidthAware, link: Link, num_bytes: int, left: float, usual: float | None = None
+    policy: BandwidthAware,
+    link: Link,
+    num_bytes: int,
+    seconds_left: float,
+    usual: float | None = None,
 ) -> bool:
     """Whether a body of `num_bytes` is expected in; False for a client nobody knows."""
     expected = seconds(policy, link, num_bytes, usual)
-    return expected is not None and expected <= policy.margin * left
+    return expected is not None and expected <= policy.margin * seconds_left

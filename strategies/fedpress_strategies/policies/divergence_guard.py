@@ -36,9 +36,9 @@ def next_watch(
     """The watch for the round that `facts` are of, and what was found; `probed` is what the
     round before came to, if it `was_probe`."""
     watch = before.model_copy(update=_pooled(before, probed))
-    found = [*_of_probe(guard, watch, probed), *_of_measures(guard, watch, facts)]
+    faults = [*_of_probe(guard, watch, probed), *_of_measures(guard, watch, facts)]
     number = facts.number
-    if found:
+    if faults:
         after: dict[str, float] = {"strikes": watch.strikes + 1, "probe_at": number}
         if watch.strikes + 1 >= guard.patience:
             can_lower = watch.ceiling > 0
@@ -50,7 +50,7 @@ def next_watch(
                 "inner": 0.0,
                 "norm": 0.0,
             }
-        return watch.model_copy(update=after), tuple(found)
+        return watch.model_copy(update=after), tuple(faults)
     is_cleared = was_probe or guard.share == 0
     after = {"strikes": 0} if is_cleared else {}
     if was_probe and number > guard.first:
@@ -90,9 +90,9 @@ def _of_probe(guard: DivergenceGuard, watch: Watch, probed: Comparison | None) -
 def _of_measures(guard: DivergenceGuard, watch: Watch, facts: Facts) -> Iterator[str]:
     if watch.since and facts.number <= watch.since + guard.settle:
         return
-    known = [(model, loss) for model, loss in enumerate(facts.losses) if loss is not None]
-    means = list(_means([loss for _, loss in known]))
-    if len(means) > 1 and known[-1][0] > watch.since:
+    measured = [(model, loss) for model, loss in enumerate(facts.losses) if loss is not None]
+    means = list(_means([loss for _, loss in measured]))
+    if len(means) > 1 and measured[-1][0] > watch.since:
         best = min(means[:-1])
         if means[-1] > best + guard.rise * abs(best):
             yield (f"the loss of the last {_RECENT} models is {means[-1]:.4g}, after {best:.4g}")
