@@ -1,4 +1,4 @@
-"""What an update passes on its way into a body: the plan's bounds, and coding or rounding.
+"""Channels from an update to the body of an upload: the plan's bounds, and coding or rounding.
 
 Each channel takes the place of the compressor whose symbols are sent, see `Compressor.send`: error
 feedback around it then counts as sent what the server decodes, and nothing else.

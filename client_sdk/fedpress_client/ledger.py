@@ -1,4 +1,4 @@
-"""What a device computed and where it is now: a value, and the steps that move it.
+"""Account of a device's updates: an immutable value, and the transitions between its states.
 
     prepare   update + residual  →  body and what it stands for (pending), the rest (residual)
     masked    session            →  the body under the masks of this session and of no other
@@ -83,7 +83,7 @@ class Ledger:
     residual: Vector | None = None
     """Of the states of compressors that keep one, which have it in common."""
     tensors: ModelSpec | None = None
-    """That updates are over; None before the first, and where an older release has not kept it."""
+    """Tensors of the updates; None before the first, and in files of older releases."""
     states: Mapping[str, tuple[int, State]] = dataclasses.field(default_factory=dict)
     """By a compressor's `state_name`: the number of the last pending included, and the state,
     without its residual."""
@@ -281,7 +281,7 @@ class Ledger:
 
     @property
     def fates(self) -> tuple[IncludedUpload, ...]:
-        """What the account takes for included, and a restore may have undone."""
+        """The included uploads that a restore of the server may have undone."""
         return tuple(
             IncludedUpload(assignment=key, round=each.round, attempt=each.attempt, model=each.model)
             for key, each in self.kept.items()
@@ -414,7 +414,7 @@ class Ledger:
         return replace(self, kept=dict(reversed(included)))
 
     def _undone(self, key: str, undone: Included) -> Ledger:
-        """What counted as included is included no more."""
+        """Revert an included upload that the server has undone."""
         ledger = replace(
             self,
             kept={other: each for other, each in self.kept.items() if other != key},

@@ -270,7 +270,7 @@ _INCLUDED_SCALARS = (
 
 
 def _seal_of(data: bytes) -> int:
-    """Where the file's own SHA-256 stands; ValueError if nowhere in its header."""
+    """The offset of the file's own SHA-256; raises ValueError if its header has none."""
     match = _SEAL.search(data, 8, 8 + int.from_bytes(data[:8], "little"))
     if match is None:
         raise ValueError("it has no SHA-256 of itself")

@@ -1,4 +1,4 @@
-"""What a ledger holds: uploads without a receipt, included ones, and discards."""
+"""The records of a ledger: uploads without a receipt, included ones, and discards."""
 
 from __future__ import annotations
 
@@ -123,13 +123,13 @@ class Included:
     """An upload that was included, for as long as a restore of the server may undo that."""
 
     update: Update | None
-    """What it stood for; None if there was no room for it."""
+    """The update of the upload; None if there was no room for it."""
     norm: float
     """Euclidean, of the update."""
     round: int
     attempt: int
     model: str | None
-    """That it went into."""
+    """The digest of the model that includes it."""
     issued_at: int
     """Of its receipt, Unix seconds of the server."""
     epoch: str | None

@@ -27,7 +27,7 @@ _log = logging.getLogger(__name__)
 
 @runtime_checkable
 class SendsAhead(Protocol):
-    """What a transport needs for it."""
+    """A transport that can send parts of a body before the body is complete."""
 
     parts_above: int
     """Bytes of a body beyond which it goes by parts."""
@@ -47,7 +47,7 @@ class SendsAhead(Protocol):
 
 
 class Outgoing:
-    """What of one assignment's body leaves early, in a thread of its own.
+    """The parts of one assignment's body that are sent before it is complete, in their own thread.
 
     A context: what was not `finish`ed in it is abandoned. Whatever goes wrong with the link in here
     is of no consequence: `Transport.upload` sends what is missing.

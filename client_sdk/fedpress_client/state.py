@@ -282,16 +282,16 @@ class TaskFiles:
             (self.folder / name).unlink(missing_ok=True)
 
     def durations(self) -> bytes | None:
-        """What `keep_durations` wrote; None before."""
+        """The bytes that `keep_durations` wrote; None before the first."""
         path = self.folder / "durations.json"
         return path.read_bytes() if path.exists() else None
 
     def keep_durations(self, data: bytes) -> None:
-        """How long assignments took, see `failures.Durations`."""
+        """Store the durations of assignments, see `failures.Durations`."""
         write_durably(self.folder / "durations.json", data)
 
     def own_model(self) -> bytes | None:
-        """What the device made of the task's last model; None before."""
+        """The model that the device trained from the task's last one; None before the first."""
         path = self.folder / "own.safetensors"
         return path.read_bytes() if path.exists() else None
 

@@ -41,8 +41,8 @@ _MOST_DEPTH = 16
 
 @dataclass(frozen=True, slots=True)
 class Public:
-    """What both ends know before the upload: the tensors, the round's randomness and side
-    information.
+    """The knowledge that both ends share before the upload: the tensors, the round's randomness and
+    side information.
 
     `knowledge` has a vector for each kind that the compressor at hand `needs`, [spec.size] but for
     "basis". "previous" is the round's model less the one before it; "drift" is the round's model
@@ -120,7 +120,7 @@ class Compressor(Lossy[StateT], Protocol[StateT]):
 
     @property
     def needs(self) -> frozenset[Knowledge]:
-        """Which of `Public`'s vectors this compressor reads, at both ends."""
+        """The vectors of `Public` that this compressor reads, at both ends."""
         ...
 
     @property
@@ -140,7 +140,8 @@ class Compressor(Lossy[StateT], Protocol[StateT]):
         ...
 
     def layout(self, spec: ModelSpec) -> Layout:
-        """What `compress` emits for the tensors of `spec`; the decoder needs no other schema."""
+        """The fields that `compress` emits for the tensors of `spec`; the decoder needs no other
+        schema."""
         ...
 
     def init(self, spec: ModelSpec) -> StateT:
@@ -186,7 +187,8 @@ class HasResidual(Protocol):
 
     @property
     def lost(self) -> tuple[tuple[str, Vector], ...]:
-        """What limits on the residual took away in the last `send`: why, and what [spec.size]."""
+        """The parts of the residual that its limits removed in the last `send`: the reason and the
+        values [spec.size] of each."""
         ...
 
     def _replace(self, **changes: Any) -> Any: ...
@@ -194,7 +196,7 @@ class HasResidual(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Properties:
-    """What a compressor claims to be, for whoever has to choose one.
+    """The declared properties of a compressor, by which one is chosen.
 
     `unbiased`: over its randomness the mean of what is received is the update, wherever nothing is
     clipped. `contractive`: in the mean over it, the squared norm of what is lost is below the
@@ -221,7 +223,7 @@ class Properties:
 
 
 def properties(made: Any) -> Properties:
-    """What `made` claims in its attribute `properties`; nothing where it has none."""
+    """The attribute `properties` of `made`; the default without one, which claims nothing."""
     claimed: Properties = getattr(made, "properties", Properties())
     return claimed
 

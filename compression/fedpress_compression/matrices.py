@@ -25,9 +25,9 @@ Whole = npt.NDArray[np.float64]
 """Float64 that holds whole numbers below 2**53, where sums and products are exact."""
 
 _COARSE = 2.0**14
-"""What the largest magnitude of a public matrix becomes."""
+"""The integer to which the largest magnitude of a public matrix is scaled."""
 _FINE = 2.0**15
-"""What the largest magnitude of a basis column becomes."""
+"""The integer to which the largest magnitude of a basis column is scaled."""
 _LONGEST = 2**23
 """Rows or columns up to which _COARSE * _FINE * length stays below 2**53."""
 _DEAD = 2.0**-10

@@ -66,8 +66,8 @@ class Sites:
 
 @dataclass(slots=True)
 class Sent:
-    """What this process put into collectives: `num_bytes` compressed (between sites, if there are
-    any), `whole_bytes` inside its site, `plain_bytes` what float32 would have been."""
+    """Bytes that this process sent in collectives: `num_bytes` compressed (between sites, if there
+    are any), `whole_bytes` inside its site; float32 would have been `plain_bytes`."""
 
     num_bytes: int = 0
     whole_bytes: int = 0
@@ -117,7 +117,7 @@ class Exchange:
     # What is kept
 
     def residual(self, spec: ModelSpec) -> Vector:
-        """What is yet to be sent [spec.size], in units of the mean; zeros without feedback."""
+        """The values not yet sent [spec.size], in units of the mean; zeros without feedback."""
         parts = [self._residuals.get(t.name, np.zeros(t.size, np.float32)) for t in spec.trained]
         return np.concatenate(parts) if parts else np.zeros(0, np.float32)
 
@@ -247,7 +247,7 @@ class _Trip:
 
     group: Group | None
     near: torch.device
-    """Where the values are."""
+    """The device of the values."""
     sent: Sent
 
     @property

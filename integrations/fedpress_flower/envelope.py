@@ -75,7 +75,8 @@ ENDED, ENDED_FOR = "ended", "ended-for"
 STEP, TASK, HEARD, SAID = "step", "task", "heard", "said"
 JOIN, SHARES, MASKED, CONSENT, REVEAL = "join", "shares", "masked", "consent", "reveal"
 STEPS = (SHARES, MASKED, CONSENT, REVEAL)
-"""What a client is asked for in a session, in order; its Advertise came with its training."""
+"""The messages that a session requests from a client, in order; its Advertise came with its
+training."""
 BODY_RECORD, MASKED_STYPE = "fedpress.body", "fedpress.masked.v1"
 SUPPORT, INDICES = "fedpress-support", "indices"
 Arrays = Mapping[str, npt.NDArray[Any]]

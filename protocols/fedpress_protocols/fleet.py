@@ -22,7 +22,7 @@ class LogLevelStatus(Term):
     level: LogLevel
     """The level of the server that answers."""
     server: str = ""
-    """Which server answers, of several; only in answers."""
+    """The name of the server that answers; only in answers."""
     servers: tuple[ServerLogLevel, ...] = ()
     """All running servers; only in answers."""
 

@@ -35,7 +35,7 @@ Metrics = Annotated[dict[Name, float], Field(max_length=64)]
 Attribute = float | Annotated[str, Field(max_length=64, pattern=WITHOUT_NUL)]
 MAX_ATTRIBUTES = 32
 Attributes = Annotated[dict[Name, Attribute], Field(max_length=MAX_ATTRIBUTES)]
-"""What a device says of itself, by name: its memory in GiB, its region."""
+"""Attributes that a device declares, by name: its memory in GiB, its region."""
 AVERAGE = "average"
 """Under which a strategy publishes the average of its models."""
 Outcome = Literal["included", "not-included"]
@@ -666,10 +666,10 @@ class TaskConfig(Term):
     profiles: Annotated[tuple[Profile, ...], Field(min_length=1, max_length=256)]
     """The profiles of all rounds, or of the rounds after the `schedule`."""
     schedule: Schedule = ()
-    """What the rounds have before: warm-ups, other rates."""
+    """The profiles of the first rounds: warm-ups, other rates."""
     policies: Policies = ()
-    """Which of `profiles` a round has, and each client of it. With any these are a ladder, the
-    gentlest first; without, the assignments of a round have them in turn."""
+    """Policies that choose from `profiles` for each round and client. With any, `profiles` are rate
+    levels, the least compressed first; without, the assignments of a round take turns."""
     schedule_after: Annotated[int, Field(ge=0, lt=2**31)] = 0
     """Rounds before the schedule starts; set by a continuation, whose optimizer restarts."""
     training: TrainingTerms = TrainingTerms()

@@ -48,7 +48,7 @@ class Comparison(Term):
     compressed: int
     reference: int
     extra_bytes: int = 0
-    """What the bodies of the reference cost beyond as many compressed ones, at their mean size."""
+    """Bytes of the reference's bodies beyond those of as many compressed bodies of mean size."""
 
 
 class Trend(Term):
@@ -212,7 +212,7 @@ class Auto(Term):
     gap: Annotated[float, Field(gt=0, le=100)] = 0.5
     """Points of accuracy below an uncompressed task that are accepted."""
     upload_bytes: Annotated[int, Field(ge=1, lt=2**53)] | None = None
-    """What the bodies of all rounds may come to; the rate is raised to keep within it."""
+    """Maximum for the bodies of all rounds together; the rate is raised to stay within it."""
     window: Annotated[int, Field(ge=1, le=1000)] = 4
     every: Annotated[int, Field(ge=1)] = 30
     share: Annotated[float, Field(ge=0, le=0.5)] = 0.5

@@ -313,9 +313,9 @@ def _database(settings: Settings) -> Finding:
 
 class _Opened(NamedTuple):
     standing: Standing | None
-    """How the server's key stands; None before there is one."""
+    """The state of the server's signing key; None before there is one."""
     damage: str
-    """The first faults that SQLite finds in its file; empty if there are none."""
+    """The first faults that SQLite reports in its file; empty if there are none."""
 
 
 async def _opened(url: str, place: Path) -> _Opened:

@@ -1,5 +1,5 @@
-"""How an upload is coded, chosen apart from what it holds: static codes or the range coder, and
-what the range coder is told beforehand."""
+"""A choice of entropy coder for another compressor's symbols: static codes or the range coder, and
+the side information that the range coder models them by."""
 
 from __future__ import annotations
 

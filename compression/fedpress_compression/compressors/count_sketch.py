@@ -103,7 +103,7 @@ class CountSketch(Stateless):
         return _Cells(self, public)
 
     def randomness(self, public: Public | None = None) -> PublicRandomness:
-        """What the hashes are drawn from: the seed's, or else the round's."""
+        """The randomness of the hashes: the seed's, if there is one; else the round's."""
         if self.seed is not None:
             digest = hashlib.sha256(_DOMAIN + self.seed.to_bytes(8, "little")).digest()
             return PublicRandomness(digest)

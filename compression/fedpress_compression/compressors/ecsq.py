@@ -331,8 +331,8 @@ class _Cells:
         return float(self.squares[-1])
 
     def bounds(self, step: float) -> npt.NDArray[np.intp]:
-        """Where the cells of 0, 1, 2 and so on begin among the magnitudes, and where the last one
-        ends."""
+        """Indices of the sorted magnitudes where the cells of 0, 1, 2 and so on begin, and the end
+        of the last one."""
         cells = min(int(1 / step + self.theta) + 1, _MOST)
         edges = (np.arange(1, cells + 1) - self.theta) * step
         inner = np.searchsorted(self.magnitudes, edges)

@@ -154,11 +154,11 @@ class Eden(Stateless):
         return LEVELS[max(1, math.ceil(self.bits))]
 
     def _sent(self, length: int) -> int:
-        """How many of a block's rotated values travel."""
+        """The number of rotated values of a block that are sent."""
         return min(length, math.ceil(self.bits * length))
 
     def _drawn(self, stream: PublicStream, rows: int, length: int) -> Indices:
-        """Which do, in each of the rows [rows, sent]."""
+        """The indices of those that are sent, in each row [rows, sent]."""
         return np.stack([stream.distinct(length, self._sent(length)) for _ in range(rows)])
 
 

@@ -37,7 +37,7 @@ from fedpress_compression.update import Update
 
 
 class Feedback(NamedTuple):
-    """What error feedback remembers; `dgc` shares it, so that either goes on where the other left.
+    """The state of error feedback; `dgc` shares it, so that each continues from the other's.
 
     `residual` [spec.size] is everything computed and not yet sent; None: zeros. `inner` has the
     states of inner compressors by their keys: where another one begins, the residual stays. `round`
@@ -165,7 +165,7 @@ class ErrorFeedback(Wrapper):
         return _with_inner(state, mark["name"], inner)
 
     def roll_back(self, state: Feedback, sent: Update) -> Feedback:
-        """What the upload carried is unsent again."""
+        """Add the upload's values to the residual again."""
         name = state_name(self.inner)
         if name in state.inner:
             state = _with_inner(state, name, self.inner.roll_back(state.inner[name], sent))
@@ -183,7 +183,7 @@ class ErrorFeedback(Wrapper):
     def _limited(
         self, state: Feedback, update: Vector, round_: int
     ) -> tuple[Vector | None, tuple[tuple[str, Vector], ...]]:
-        """What decay and cap leave of the residual, and what each takes away."""
+        """The residual after decay and cap, and the values that each of them removed."""
         residual, lost = state.residual, list[tuple[str, Vector]]()
         sat_out = max(0, round_ - state.round - 1) if state.round else 0
         if residual is not None and self.decay < 1 and sat_out:

@@ -30,7 +30,7 @@ _EMBEDDINGS = ("embed", "wte", "wpe")
 
 
 def kinds_of(tensor: TensorSpec) -> tuple[str, ...]:
-    """What a tensor is, by its name and shape as the usual libraries give them.
+    """The kinds of a tensor, by its name and shape in the usual libraries.
 
     A bias begins or ends the last part of its name with `bias`; anything else of fewer than two
     dimensions scales or normalises; two dimensions under a name with embed, wte or wpe embed. The

@@ -176,7 +176,7 @@ class PowerSGD(Stateful):
         return symbols, tuple(warm)
 
     def first(self, update: Vector, public: Public) -> Symbols:
-        """What the first of two trips carries: M Q for each matrix.
+        """The symbols of the first of two exchanges: M Q for each matrix.
 
         Raises InvalidUpdate on NaN or infinity.
         """
@@ -190,7 +190,7 @@ class PowerSGD(Stateful):
         return self._packed(found)
 
     def images(self, symbols: Symbols, spec: ModelSpec) -> Vector:
-        """What `first` carries, [basis_size]: the products, one after another, column by column."""
+        """The values of `first` [basis_size]: one product after another, column by column."""
         matrices, _ = self._views(spec)
         numbers, scales = (array.astype(np.float64) for array in symbols)
         rows = [view.rows for view in matrices for _ in range(view.rank)]
@@ -206,7 +206,7 @@ class PowerSGD(Stateful):
         return np.concatenate(flat).astype(np.float32)
 
     def basis_size(self, spec: ModelSpec) -> int:
-        """How many numbers `images` and `basis` have."""
+        """The size of `images` and `basis`."""
         matrices, _ = self._views(spec)
         return sum(view.rows * view.rank for view in matrices)
 

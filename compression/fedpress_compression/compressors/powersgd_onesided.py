@@ -113,7 +113,7 @@ class OneSidedPowerSGD(Stateless):
         return longer + spec.select(others).size
 
     def _parts(self, public: Public) -> Iterator[_Projected | _Whole]:
-        """What is sent, in the order in which it is sent; zeros fill what is left."""
+        """The parts of the body in their order; zeros pad the last one."""
         previous = public.known("previous")
         matrices, others = views(public.spec, self.rank, self.min_compression_rate)
         stream = public.stream("powersgd_onesided")

@@ -132,7 +132,8 @@ class Quantize(Stateless):
         return Update.from_dense(from_symbols(symbols[0], wide, self.levels))
 
     def tabled(self, symbols: Sequence[Any], public: Public) -> Tabled | None:
-        """What `decompress` gives, as symbols and their values; None where they are as many."""
+        """The result of `decompress`, as symbols and their values; None if the table would not be
+        smaller."""
         if self.grid == "affine" or self.bits == 1 or not isinstance(symbols[0], Grouped):
             return None
         ends = np.cumsum([tensor.size for tensor in public.spec.trained])

@@ -160,7 +160,7 @@ class TopK(Stateless):
         return Update(public.spec.size, (Piece(where, signed.ravel()[which]),))
 
     def tabled(self, symbols: Sequence[Any], public: Public) -> Tabled | None:
-        """What `decompress` gives, as symbols and their values; None where tensors differ."""
+        """The result of `decompress`, as symbols and their values; None if tensors differ."""
         if self.scope == "tensor" or self.magnitude_bits == 0:
             return None
         with np.errstate(over="ignore"):

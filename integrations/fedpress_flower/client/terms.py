@@ -32,7 +32,7 @@ class Terms:
     spec: ModelSpec
     model: Vector
     knowledge: dict[Knowledge, Vector]
-    """What the compressor reads of earlier models."""
+    """Side information of the compressor from earlier models."""
 
     @classmethod
     def of(cls, message: Message) -> Terms:

@@ -34,7 +34,7 @@ Reader = tuple[int, str]
 class _Sent:
     message: Message
     content: RecordDict
-    """What it held before the model was coded."""
+    """The content before the model was coded."""
     key: str
     is_whole: bool
 
@@ -60,7 +60,7 @@ class Downlink:
     """By node: the digest of the model that it has confirmed last."""
     _readers: set[Reader] = field(default_factory=set)
     _plain: set[Reader] = field(default_factory=set)
-    """Who is known to read coded models, and who is known not to."""
+    """The clients that read coded models, and those that do not; others are not known yet."""
     _coded: dict[str | None, ArrayRecord] = field(default_factory=dict)
     """The newest model by the base it is coded from; None: whole."""
     _sent: dict[int, _Sent] = field(default_factory=dict)

@@ -116,7 +116,7 @@ class Session:
         self.up_bytes = self.down_bytes = 0
         self.silent: dict[str, int] = {}
         self.faults: dict[int, str] = {}
-        """What survivors did wrong."""
+        """Faults of survivors, by node."""
         self.began: set[int] = set()
         """Nodes that were told with whom to mask, and may have sent a body."""
         self._host, self._here, self._payload, self._now = host, here, payload, now

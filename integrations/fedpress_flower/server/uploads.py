@@ -77,7 +77,7 @@ class Uploads(Round):
     needed: frozenset[str] = frozenset()
     """Metrics that the strategy cannot do without."""
     accumulator: Accumulator | None = None
-    """Where uploads are added up, if the strategy is one of ours."""
+    """The running sum of the uploads, if the strategy is one of fedpress's."""
     referring: frozenset[int] = frozenset()
     """In a probe, the nodes that send the reference."""
     _format: Format = field(init=False)
@@ -95,7 +95,7 @@ class Uploads(Round):
         self._reference = self._format_of(self.plan.model_copy(update={"profiles": (reference,)}))
 
     def format_of(self, node: int) -> Format:
-        """What the uploads of this node are read by."""
+        """The format of this node's uploads."""
         has_reference = self._reference is not None and node in self.referring
         return cast(Format, self._reference) if has_reference else self._format
 

@@ -27,7 +27,7 @@ LINKED = {
         }
     }
 }
-"""What a route's 200 says of it in OpenAPI."""
+"""The `Link` header in the OpenAPI description of a page."""
 
 
 def first_page(

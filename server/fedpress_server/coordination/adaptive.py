@@ -75,7 +75,7 @@ def course_of(
 
 
 def _course_in(connection: Connection, task: str, number: int) -> Course | None:
-    """That of the newest attempt at a round."""
+    """The course of the newest attempt at a round; None if it has none."""
     query = (
         sa.select(rounds.c.course)
         .where(rounds.c.task == task, rounds.c.round == number)

@@ -37,13 +37,13 @@ class Attempt:
     terms: RoundTerms
     seq: int = 0
     course: Course | None = None
-    """What the task's policies made of the round."""
+    """The decisions of the task's policies for the round."""
     earlier: Mapping[tuple[int, int], RoundPlan] = field(default_factory=dict)
     """By round and attempt: the plans of assignments that were taken over."""
 
     @property
     def session(self) -> Session | None:
-        """That of a masked round, once it has begun."""
+        """The session of a masked round, once it has begun; else None."""
         return self.round.session if isinstance(self.round, MaskedRound) else None
 
     @property

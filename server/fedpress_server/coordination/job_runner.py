@@ -85,7 +85,7 @@ class JobRunner:
         self._room = asyncio.Semaphore(settings.worker_threads)
         self._holder = leases.holder_of(settings.data_dir)
         self._ours: dict[JobKey, Lease | None] = {}
-        """What this process has, or is to leave alone for a while after it has failed."""
+        """The leases of this process; None for a job that failed here and waits for a retry."""
 
     async def serve(self) -> None:
         """Do jobs as they come due, several at a time."""

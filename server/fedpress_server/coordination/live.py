@@ -79,7 +79,7 @@ class LiveTask:
 
     @property
     def _excluded(self) -> str:
-        """How many devices have no privacy budget left, in words; empty for none."""
+        """A sentence with the number of devices whose privacy budget is spent; empty for none."""
         round_ = None if self.attempt is None else self.attempt.round
         if not isinstance(round_, MaskedRound) or not round_.num_spent:
             return ""

@@ -72,7 +72,7 @@ class RoundCarryover:
     """The bytes of each round since the schedule began, zeros where the schedule does not hang on
     them; empty without a schedule."""
     course: Course | None = None
-    """What the task's policies make of the round to open; None where they begin with it."""
+    """The policies' decisions for the round to open; None if they start with it."""
 
     @classmethod
     def beginning(cls, model: str, spec: ModelSpec) -> RoundCarryover:

@@ -20,8 +20,8 @@ from math import exp, floor
 from typing import Literal
 
 Outcome = Literal["accepted", "full", "none", "rejected"]
-"""What a check-in came to: an assignment or a receipt; no place in an open round; no open round;
-not a device that this task would take."""
+"""The outcome of a check-in: an assignment or a receipt; an open round without a free place; no
+open round; a device that is not eligible for the task."""
 
 _FAR_BEATS = 12
 """Pauses that a device makes which the task would not take."""
@@ -56,7 +56,7 @@ class Pace:
     rate: float = 0.0
     """Check-ins per second, averaged over half a minute or so."""
     seconds: float = 0.0
-    """That a check-in takes, averaged over the same."""
+    """The duration of a check-in, averaged over the same time."""
     heard_at: float = 0.0
     booked_until: float = 0.0
     """Every moment before this one is given to somebody, as far as the budget goes."""

@@ -37,7 +37,7 @@ _REMOVED = 3600.0
 _PATIENCE = 2.0
 """Seconds that whoever asks all servers waits for them."""
 _LOG_LEVEL = "log-level"
-"""What is notified of when all are asked for one."""
+"""The topic of the notification that all servers shall change their log level."""
 
 _log = logging.getLogger(__name__)
 

@@ -56,7 +56,7 @@ class Step:
     """With which the task begins, or goes on."""
     entries: tuple[Entry, ...] = ()
     jobs: tuple[Job, ...] = ()
-    """That were missing."""
+    """Jobs to insert."""
 
     @property
     def effects(self) -> tuple[Effect, ...]:

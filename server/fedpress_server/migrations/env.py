@@ -1,4 +1,4 @@
-"""How Alembic runs here: on the connection that the server, or the command line, hands over."""
+"""Alembic's environment: migrations run on the connection of the caller."""
 
 from alembic import context
 

@@ -17,7 +17,7 @@ Reason = Literal[
     "stale",
 ]
 Step = Literal["advertise", "shares", "masked", "consent", "reveal", "complaint"]
-"""What a client says in a session; each but the last is followed by the server's answer of the same
+"""The messages of a client in a session; the server answers each but the last with one of the same
 name."""
 
 

@@ -17,7 +17,8 @@ from fedpress_compression.randomness import PublicRandomness, PublicStream
 from fedpress_protocols.messages import Attributes, Eligibility, SelectionTerms
 
 _ONE = 2**20
-"""What stands for 1 in weights, which are whole numbers: no rounding decides who is chosen."""
+"""The integer that represents weight 1. Weights are integers, so that rounding cannot decide who is
+chosen."""
 
 
 @dataclass(frozen=True, slots=True)

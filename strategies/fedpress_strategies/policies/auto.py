@@ -22,9 +22,9 @@ _BARRED = 4
 _NEW = 3
 """Windows for which a rung that may not be the last is probed in each."""
 _FADING = 0.7
-"""What a probe counts for beside the next one."""
+"""The weight of a probe relative to the next one."""
 _STEP = 0.85
-"""What the next harder profile leaves of the progress, or less."""
+"""An upper bound on the share of the progress that the next more compressed profile keeps."""
 _SURE = 2
 """Probes that must agree before the rate is lowered: one alone tells little."""
 _GENTLER = 1.5
@@ -99,7 +99,7 @@ def _progress(pace: Pace) -> float | None:
 
 
 def _fault(auto: Auto, pace: Pace, facts: Facts) -> str:
-    """What speaks against the rate; "" if nothing does."""
+    """The reason to lower the compression rate; "" if there is none."""
     progress = _progress(pace)
     if pace.probes >= _SURE and progress is not None and progress < auto.floor:
         return (

@@ -26,7 +26,7 @@ class Transfer:
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """What is known of one client's way to the server.
+    """Measurements of the link between one client and the server.
 
     `transfers`, the newest first; `missed` assignments since the newest of them came to no upload
     in time. `said`: what the device itself says of its uplink, in bytes a second.

@@ -18,7 +18,7 @@ _RECENT = 5
 _SURE = 3.0
 """Standard errors by which a class must have fallen."""
 _FADING = 0.5
-"""What a probe counts for beside the next one."""
+"""The weight of a probe relative to the next one."""
 
 
 def first_watch(hardest: Rung) -> Watch:

@@ -16,7 +16,7 @@ class Tally:
 
 @dataclass(frozen=True)
 class Facts:
-    """What is known when round `number` of `rounds` opens.
+    """The observations that policies decide by when round `number` of `rounds` opens.
 
     `losses[i]` is what devices measured of the model that round i made, 0 the first one, None where
     too few did; `classes[i]`, by class, what they counted. `uploaded`: the bytes of the bodies of

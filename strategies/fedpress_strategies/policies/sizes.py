@@ -1,4 +1,4 @@
-"""How large a body will be, before the first of its kind has come."""
+"""Estimates of the size of a body, before the first of its kind has been received."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def _by_one_number(one: Profile, other: Profile) -> bool:
 
 
 def _leaves(value: Any, place: str = "") -> Iterator[tuple[str, Any]]:
-    """What a configuration holds, by where it is."""
+    """The leaves of a configuration, each with its path."""
     if not isinstance(value, dict | list):
         yield place, value
         return
