@@ -67,6 +67,7 @@ def test_the_loop_on_the_loss_saves_bytes_and_repeats(tmp_path: Path) -> None:
     assert short[0] == short[1]
 
 
+@pytest.mark.slow
 def test_a_corrected_rate_is_the_one_that_is_trained_with(tmp_path: Path) -> None:
     plain, same = (run([rung(0.1, 1.0)], [], 0, 2, tmp_path) for _ in range(2))
     slower = run([rung(0.1, 0.5)], [], 0, 2, tmp_path)

@@ -30,6 +30,7 @@ def test_a_target_is_reached_when_the_mean_of_ten_seconds_is_above_it() -> None:
     assert Run(accuracies=[1.0] * 9).time_to(0.5) is None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["rounds, over-selection 1.3", "fedbuff"])
 def test_nothing_that_a_fleet_computes_is_lost(name: str, tmp_path: Path) -> None:
     """What devices hold, and how far the uploads went: all of it is in their accounts."""

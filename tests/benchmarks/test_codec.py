@@ -21,6 +21,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(codec, "_trained", dict)  # half a minute of torch
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("small")
 def test_the_benchmark_prints_tables_and_writes_what_its_page_describes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

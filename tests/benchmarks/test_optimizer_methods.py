@@ -32,6 +32,7 @@ def test_every_method_is_measured_against_one_that_is_there() -> None:
     assert all(each.like or "float32" in each.name for each in METHODS)
 
 
+@pytest.mark.slow
 def test_bytes_are_the_bodies_and_runs_repeat(tmp_path: Path) -> None:
     dense = benchmark.run(method("momentum, float32"), 0, ROUNDS, tmp_path)
     assert WHOLE < dense.uploaded < 1.001 * WHOLE
@@ -41,6 +42,7 @@ def test_bytes_are_the_bodies_and_runs_repeat(tmp_path: Path) -> None:
     assert benchmark.run(method("DGC, .2 %, no warm-up"), 0, ROUNDS, tmp_path) == pressed
 
 
+@pytest.mark.slow
 def test_a_budget_too_small_for_its_rounds_has_one_of_each_period(tmp_path: Path) -> None:
     found = benchmark.run(method("1-bit adam, 8 bits on a budget"), 0, ROUNDS, tmp_path)
     assert found.warm_up_rounds == 1
