@@ -6,6 +6,7 @@ feedback around it then counts as sent what the server decodes, and nothing else
 
 from __future__ import annotations
 
+import os
 import secrets
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -18,13 +19,18 @@ from fedpress_compression.coding.fields import Symbols
 from fedpress_compression.compressor import Compressor, Public, check_values
 from fedpress_compression.compressors.error_feedback import compress_sum
 from fedpress_compression.contexts import contexts_of
+from fedpress_compression.linear import support_of
 from fedpress_compression.tensors import Vector
-from fedpress_compression.update import Update
+from fedpress_compression.update import Piece, Update
+from fedpress_protocols.errors import InvalidUpdate
 from fedpress_protocols.masking.payload import SECRET_BYTES, Payload
-from fedpress_protocols.plan import RoundPlan
+from fedpress_protocols.plan import PrivacyTerms, RoundPlan
+from fedpress_protocols.privacy.grid import Grid
 from fedpress_protocols.upload import Upload
 
 Sections = Callable[[bytes], None]
+_TRIES = 16
+"""Of scaling an update down until what is sent of it is within the clip."""
 
 
 class Channel:
@@ -88,6 +94,61 @@ class ClearChannel(Channel):
         received = Upload.from_bytes(self.body, layouts, index, contexts, self.plan.report)
         self.sent = self.lossy.decompress(received.symbols, public)
         return received.symbols
+
+
+@dataclass(slots=True)
+class PrivateChannel(Channel):
+    """Bound the norm of what the clear channel sends to the plan's `clip`.
+
+    In the central lane that holds for the values that the server decodes: an update whose decoded
+    norm is beyond it is scaled down and compressed again. In the local lane the numbers are clipped
+    and noised before they are compressed, and `sent` has them without noise. `clear` must have no
+    `sections`: what it makes first may not be what is sent.
+    """
+
+    clear: ClearChannel
+    terms: PrivacyTerms
+    body: bytes = field(default=b"", init=False)
+    sent: Update = field(init=False)
+
+    def compress(
+        self, update: Vector, state: Any, public: Public, rng: np.random.Generator
+    ) -> tuple[Symbols, Any]:
+        check_values(update)
+        if self.terms.lane == "local":
+            return self._noised(update, state, public, rng)
+        clip, factor = self.terms.clip, 1.0
+        for _ in range(_TRIES):
+            within = update if factor == 1 else (update * factor).astype(np.float32)
+            symbols, after = self.clear.compress(within, state, public, rng)
+            norm = self.clear.sent.norm
+            if norm <= clip:
+                self.body, self.sent = self.clear.body, self.clear.sent
+                return symbols, after
+            factor *= 0.999 * clip / norm
+        raise InvalidUpdate(
+            f"compressed, the update's norm stays beyond the clip of {clip:g}",
+            hint="choose a compressor that rounds less, with more bits or a smaller clip of its "
+            "own, or raise privacy.clip",
+        )
+
+    def _noised(
+        self, update: Vector, state: Any, public: Public, rng: np.random.Generator
+    ) -> tuple[Symbols, Any]:
+        support = support_of(self.clear.lossy, public)
+        where = slice(0, update.size) if support is None else support
+        numbers = update[where].astype(np.float64)
+        terms = self.terms
+        grid = Grid(numbers.size, terms.clip, terms.noise_multiplier, 1, is_gaussian=True)
+        plain = grid.rounded(numbers, os.urandom(SECRET_BYTES))
+        noise = grid.noise(os.urandom(SECRET_BYTES))
+        noised = np.zeros(update.size, np.float32)
+        noised[where] = (plain + noise) * grid.step
+        symbols, after = self.clear.compress(noised, state, public, rng)
+        self.body = self.clear.body
+        values = (plain * grid.step).astype(np.float32)
+        self.sent = Update(update.size, (Piece(where, values),))
+        return symbols, after
 
 
 @dataclass(slots=True)

@@ -30,7 +30,13 @@ from typing import Any
 import numpy as np
 
 from fedpress_client import ledger_file
-from fedpress_client.channels import ClearChannel, ClosedChannel, MaskedChannel, Sections
+from fedpress_client.channels import (
+    ClearChannel,
+    ClosedChannel,
+    MaskedChannel,
+    PrivateChannel,
+    Sections,
+)
 from fedpress_client.ledger_records import (
     KEEP_ALL,
     Discard,
@@ -153,9 +159,12 @@ class Ledger:
         compressor = plan.compressor(assignment.profile)
         compressor = compressor.stricter(rules.decay, rules.max_ratio)
         examples = min(num_examples, plan.fixed_point.max_examples)
-        channel: ClearChannel | MaskedChannel
+        channel: ClearChannel | MaskedChannel | PrivateChannel
         if plan.lane == "masked":
             channel = MaskedChannel(Payload(plan, public), plan, examples, report, secret)
+        elif plan.privacy is not None:
+            clear = ClearChannel(compressor.lossy, plan, assignment.profile, examples, numbers)
+            channel = PrivateChannel(clear, plan.privacy)
         else:
             channel = ClearChannel(
                 compressor.lossy, plan, assignment.profile, examples, numbers, sections

@@ -7,8 +7,6 @@ import json
 from dataclasses import dataclass
 from typing import Any, Literal
 
-import numpy as np
-
 from fedpress_compression.compressor import Compressor, from_config
 from fedpress_compression.plain_states import State
 from fedpress_compression.tensors import Vector
@@ -69,10 +67,7 @@ class Discard:
     @property
     def norm(self) -> float:
         """Euclidean."""
-        if self.lost_norm is not None:
-            return self.lost_norm
-        squares = (np.square(p.values.astype(np.float64)).sum() for p in self.update.pieces)
-        return float(np.sqrt(sum(squares)))
+        return self.update.norm if self.lost_norm is None else self.lost_norm
 
     @property
     def vector(self) -> Vector:

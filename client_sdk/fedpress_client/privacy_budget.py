@@ -11,13 +11,13 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Literal, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from fedpress_client.state import StateDirectory, write_durably
 from fedpress_protocols.errors import ConfigurationError, PlanDeclined, StateCorrupt
-from fedpress_protocols.plan import PrivacyTerms, RoundPlan
+from fedpress_protocols.plan import PrivacyLane, PrivacyTerms, RoundPlan
 from fedpress_protocols.privacy import accounting
 from fedpress_protocols.validation import format_validation_errors
 
@@ -30,19 +30,26 @@ BUDGET_RULES = frozenset({"participations", "max_epsilon"})
 class PrivacyRules:
     """Requirements of a device on privacy that no plan can overrule.
 
-    With `required` plans without privacy terms are declined. `max_epsilon` bounds what the device
-    spends at `delta`, over all tasks of its state directory together. Raises ConfigurationError for
-    bounds that no plan keeps.
+    With `required` plans without privacy terms are declined, and those of other `lanes`: in the
+    central lane the server sees each update, and is trusted to add the noise. `max_epsilon` bounds
+    what the device spends at `delta`, over all tasks of its state directory together. Raises
+    ConfigurationError for bounds that no plan keeps.
     """
 
     max_epsilon: float | None = None
     delta: float = 1e-5
     required: bool = True
+    lanes: frozenset[PrivacyLane] = frozenset({"distributed", "local"})
 
     def __post_init__(self) -> None:
         if self.max_epsilon is not None and not self.max_epsilon > 0:
             raise ConfigurationError(f"max_epsilon must be positive, not {self.max_epsilon}")
         accounting.check_delta(self.delta)
+        if not self.lanes or not self.lanes <= set(get_args(PrivacyLane)):
+            raise ConfigurationError(
+                f"lanes must be some of {', '.join(get_args(PrivacyLane))}, not "
+                f"{', '.join(sorted(self.lanes)) or 'none'}"
+            )
 
 
 NO_RULES = PrivacyRules(required=False)
@@ -72,8 +79,8 @@ class _Account(BaseModel):
 
     def epsilon(self, delta: float) -> float:
         """Of all tasks together."""
-        spent = [(each.participations, each.terms.curve) for each in self.tasks.values()]
-        return accounting.epsilon_of(accounting.composed(spent), delta)
+        spent = [each.terms.cost.times(each.participations) for each in self.tasks.values()]
+        return accounting.together(spent).epsilon(delta)
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,11 +172,19 @@ class PrivacyBudget:
                     rule="privacy terms",
                 )
             return None
+        if rules.required and terms.lane not in rules.lanes:
+            raise PlanDeclined(
+                f"{about} has noise of the {terms.lane} lane, and this device takes part in "
+                f"{', '.join(sorted(rules.lanes))} only",
+                hint=f"add {terms.lane} to the lanes if the device's owner agrees; nothing was "
+                "sent",
+                rule="privacy",
+            )
         if before is not None and before.terms != terms:
             changed = [
-                f"{name} from {old:g} to {getattr(terms, name):g}"
-                for name, old in before.terms.model_dump().items()
-                if getattr(terms, name) != old
+                f"{name} from {_shown(before.terms, name)} to {_shown(terms, name)}"
+                for name in PrivacyTerms.model_fields
+                if getattr(terms, name) != getattr(before.terms, name)
             ]
             raise PlanDeclined(
                 f"{about} changes the privacy terms: {', '.join(changed)}",
@@ -194,3 +209,8 @@ class PrivacyBudget:
                     rule="max_epsilon",
                 )
         return after
+
+
+def _shown(terms: PrivacyTerms, name: str) -> str:
+    value = getattr(terms, name)
+    return value if isinstance(value, str) else f"{value:g}"

@@ -299,9 +299,9 @@ def out_of_bounds(assignment: Assignment) -> InvalidUpdate:
 
 def _max_bytes(assignment: Assignment, spec: ModelSpec) -> int:
     """The largest body that may come of an assignment's update, where it may leave before it is
-    whole: not in the masked lane."""
+    whole: not in the masked lane, nor before its privacy is debited."""
     plan = assignment.plan
-    if plan.lane == "masked":
+    if plan.lane == "masked" or plan.privacy is not None:
         return 0
     layout = plan.layouts(spec)[plan.profile_index(assignment.profile)]
     return max_body_bytes(layout) + REPORT_BYTES * len(plan.report)

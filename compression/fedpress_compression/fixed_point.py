@@ -17,6 +17,10 @@ from fedpress_compression.coding.alphabets import Grouped
 from fedpress_compression.errors import IncompatiblePlan, InvalidUpdate
 from fedpress_compression.update import Tabled, Update
 
+MAX_SCALE_BITS = 52
+FINEST_BITS = 32
+"""Fractional bits of sums, at most, unless more are asked for."""
+
 
 @dataclass(frozen=True, slots=True)
 class FixedPoint:
@@ -27,8 +31,8 @@ class FixedPoint:
     max_weight: int
 
     def __post_init__(self) -> None:
-        if not 0 <= self.scale_bits <= 52:
-            raise IncompatiblePlan(f"scale_bits of {self.scale_bits} outside [0, 52]")
+        if not 0 <= self.scale_bits <= MAX_SCALE_BITS:
+            raise IncompatiblePlan(f"scale_bits of {self.scale_bits} outside [0, {MAX_SCALE_BITS}]")
         if not 0 < self.max_abs < 2**52 or self.max_weight < 1:
             raise IncompatiblePlan(
                 f"max_abs {self.max_abs:g} and max_weight {self.max_weight} must be positive"
@@ -41,7 +45,9 @@ class FixedPoint:
             )
 
     @classmethod
-    def widest(cls, *, max_abs: float, max_weight: int, scale_bits: int = 32) -> FixedPoint:
+    def widest(
+        cls, *, max_abs: float, max_weight: int, scale_bits: int = FINEST_BITS
+    ) -> FixedPoint:
         """The finest scale up to `scale_bits` that cannot overflow; IncompatiblePlan if none."""
         for bits in range(scale_bits, 0, -1):
             if (int(max_abs * 2.0**bits) + 1) * max_weight < 2**63:

@@ -148,6 +148,17 @@ def restricts(made: Any) -> bool:
     return bool(getattr(made.lossy, "restricts", False))
 
 
+def has_public_support(made: Any) -> bool:
+    """Whether an update's data has no say in which coordinates are sent, as under compressors that
+    send all (by an attribute `sends_all`), that restrict the support, or that are linear."""
+    inner = made.lossy
+    inside = list(members(inner))
+    if inside:
+        return all(map(has_public_support, inside))
+    is_linear = inner.commutes_with_sum and isinstance(inner, Linear)
+    return is_linear or restricts(inner) or bool(getattr(inner, "sends_all", False))
+
+
 def support_of(made: Any, public: Public) -> Indices | None:
     """The only coordinates that updates under `made` can move, rising; None: any."""
     return made.lossy.support(public) if restricts(made) else None

@@ -73,6 +73,12 @@ class Update:
         return Update(size, tuple(p for piece in self.pieces for p in _placed(piece, slices)))
 
     @property
+    def norm(self) -> float:
+        """The L2 norm, summed in float64."""
+        squares = (np.square(piece.values, dtype=np.float64).sum() for piece in self.pieces)
+        return float(np.sqrt(sum(squares)))
+
+    @property
     def num_values(self) -> int:
         return sum(piece.values.size for piece in self.pieces)
 

@@ -662,7 +662,7 @@ class TaskConfig(Term):
     masking: MaskingTerms | None = None
     """Terms of the masked lane; None there means the defaults."""
     privacy: PrivacyTerms | None = None
-    """Terms of differential privacy, in the masked lane; None: updates are sent without noise."""
+    """Terms of differential privacy; None: updates are sent without noise."""
     profiles: Annotated[tuple[Profile, ...], Field(min_length=1, max_length=256)]
     """The profiles of all rounds, or of the rounds after the `schedule`."""
     schedule: Schedule = ()
@@ -754,9 +754,15 @@ class TaskConfig(Term):
     def _can_be_private(self) -> TaskConfig:
         if self.privacy is None:
             return self
-        if self.lane != "masked":
+        if self.privacy.needs_masks and self.lane != "masked":
             raise ValueError(
-                "privacy terms in the clear lane, whose uploads have no noise; set lane to masked"
+                "privacy terms in the clear lane, whose uploads have no noise; set lane to masked, "
+                "or privacy.lane to central, where the server is trusted, or to local"
+            )
+        if self.asynchronous is not None:
+            raise ValueError(
+                "an asynchronous task cannot have privacy terms: its sums have uploads of several "
+                "rounds, counted by their age; leave asynchronous out"
             )
         if self.policies:
             raise ValueError(

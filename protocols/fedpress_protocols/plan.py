@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from fnmatch import fnmatchcase
 from types import MappingProxyType
 from typing import Annotated, Any, Literal, TypeVar
@@ -31,15 +31,15 @@ from fedpress_compression.coding.fields import Known, Layout
 from fedpress_compression.compressor import Compressor, Knowledge, Public, from_config, to_config
 from fedpress_compression.compressors.powersgd import PowerSGD
 from fedpress_compression.fixed_point import FixedPoint
-from fedpress_compression.linear import as_linear, restricts, support_of
+from fedpress_compression.linear import as_linear, has_public_support, restricts, support_of
 from fedpress_compression.randomness import PublicRandomness
 from fedpress_compression.tensors import ModelSpec, Vector
 from fedpress_compression.update import Indices
 from fedpress_protocols.errors import FedpressError, IncompatiblePlan, WireVersionMismatch
 from fedpress_protocols.masking.graph import Adversary, honest_survivors, parameters
 from fedpress_protocols.masking.keystream import Suite
-from fedpress_protocols.privacy import accounting
-from fedpress_protocols.privacy.accounting import Curve
+from fedpress_protocols.privacy import accounting, gaussian
+from fedpress_protocols.privacy.accounting import Cost
 from fedpress_protocols.upload import (
     MAX_REPORTS,
     REPORT_BYTES,
@@ -242,29 +242,50 @@ MAX_PARTICIPATIONS = 2**20
 """Maximum participations of a device in a private task."""
 
 
-class PrivacyTerms(Term):
-    """Terms of user-level differential privacy, by noise that every device adds to what it sends.
+PrivacyLane = Literal["distributed", "central", "local"]
 
-    The numbers of an update that are sent have an L2 norm of at most `clip`, and in each number the
-    noise of a sum's honest devices has, together, a standard deviation of at least
-    `noise_multiplier` * `clip`. A device takes part `participations` times at most; for that many
-    the terms claim (`epsilon`, `delta`), and terms whose noise is too small for it are refused.
+
+class PrivacyTerms(Term):
+    """Terms of user-level differential privacy.
+
+    The numbers of an update that are sent have an L2 norm of at most `clip`, and the noise has a
+    standard deviation of at least `noise_multiplier` * `clip` in each number. By `lane` it is
+
+    - `distributed`: the noise of a masked sum's honest devices together (Skellam),
+    - `central`: the server's, added once to a round's sum of clear uploads (Gaussian),
+    - `local`: each device's own, added to a clear upload before it is compressed (Gaussian).
+
+    A device takes part `participations` times at most; for that many the terms claim (`epsilon`,
+    `delta`), and terms whose noise is too small for it are refused.
     """
 
+    lane: PrivacyLane = "distributed"
+    """Left out where it is `distributed`: older releases do not know it."""
     clip: Annotated[float, Field(ge=1e-9, le=2.0**20)]
     noise_multiplier: Annotated[float, Field(ge=0.01, le=2.0**20)]
     participations: Annotated[int, Field(ge=1, le=MAX_PARTICIPATIONS)]
     epsilon: Annotated[float, Field(gt=0, le=30)]
     delta: Annotated[float, Field(ge=1e-11, lt=0.1)] = 1e-5
 
+    @model_serializer(mode="wrap")
+    def _without_lane(self, serialize: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        fields: dict[str, Any] = serialize(self)
+        if fields.get("lane") == "distributed":
+            del fields["lane"]
+        return fields
+
     @property
-    def curve(self) -> Curve:
-        """The Rényi curve of one participation, see `accounting`."""
-        return accounting.participation(self.noise_multiplier)
+    def needs_masks(self) -> bool:
+        return self.lane == "distributed"
+
+    @property
+    def cost(self) -> Cost:
+        """The cost of one participation."""
+        return participation(self.lane)(self.noise_multiplier)
 
     def spent(self, participations: int) -> float:
         """Epsilon, at `delta`, after so many participations."""
-        return accounting.epsilon_of(participations * self.curve, self.delta)
+        return self.cost.times(participations).epsilon(self.delta)
 
     @model_validator(mode="after")
     def _keeps_claim(self) -> PrivacyTerms:
@@ -272,7 +293,9 @@ class PrivacyTerms(Term):
         if spent <= self.epsilon:
             return self
         try:
-            enough = accounting.noise_multiplier_for(self.epsilon, self.delta, self.participations)
+            enough = accounting.noise_multiplier_for(
+                self.epsilon, self.delta, self.participations, participation(self.lane)
+            )
             advice = f"raise noise_multiplier to {enough:g}, lower participations, or"
         except FedpressError:
             advice = "lower participations, or"
@@ -283,8 +306,17 @@ class PrivacyTerms(Term):
         )
 
 
+def participation(lane: PrivacyLane) -> Callable[[float], Cost]:
+    """By noise multiplier, the cost of one participation in this lane."""
+    if lane == "distributed":
+        return accounting.skellam_participation
+    return accounting.gaussian_participation
+
+
 LEAST_MASKED = 3
 """Minimum number of clients in a masked sum: of two, each learns the other's update."""
+LEAST_CENTRAL = 2
+"""Minimum number of clients in a sum that the server adds noise to."""
 LEAST_HONEST = 2
 """Minimum number of honest devices that share the noise of a private sum."""
 
@@ -405,16 +437,10 @@ class RoundPlan(Term):
     def _can_be_private(self) -> None:
         if self.privacy is None:
             return
-        if self.masking is None:
-            raise IncompatiblePlan(
-                "privacy terms in the clear lane, where the noise of one device alone would be all "
-                "that hides its update; use the masked lane, where the noise of a cohort adds up"
-            )
-        if self.masking.max_weight is not None:
-            raise IncompatiblePlan(
-                "privacy terms bound what one device contributes, and max_weight counts devices by "
-                "their examples, which are private too; leave max_weight out"
-            )
+        if self.privacy.needs_masks:
+            self._can_distribute_noise()
+        else:
+            self._can_be_private_in_clear(self.privacy)
         if self.report:
             raise IncompatiblePlan(
                 f"reported numbers ({', '.join(self.report)}) are sent without noise, which the "
@@ -425,6 +451,19 @@ class RoundPlan(Term):
                 "control variates follow updates without noise, and the noisy mean drifts away "
                 "from them; choose a strategy without them, such as fedavg"
             )
+
+    def _can_distribute_noise(self) -> None:
+        if self.masking is None:
+            raise IncompatiblePlan(
+                "privacy terms in the clear lane, where the noise of one device alone would be all "
+                "that hides its update; use the masked lane, where the noise of a cohort adds up, "
+                "or set privacy.lane to central, where the server is trusted, or to local"
+            )
+        if self.masking.max_weight is not None:
+            raise IncompatiblePlan(
+                "privacy terms bound what one device contributes, and max_weight counts devices by "
+                "their examples, which are private too; leave max_weight out"
+            )
         if self.noise_shares < LEAST_HONEST:
             raise IncompatiblePlan(
                 f"of {self.cohort.minimum} survivors in a cohort of {self.cohort.size} only "
@@ -432,10 +471,62 @@ class RoundPlan(Term):
                 "cohort.minimum, or lower masking.corrupt"
             )
 
+    def _can_be_private_in_clear(self, terms: PrivacyTerms) -> None:
+        if self.lane != "clear":
+            raise IncompatiblePlan(
+                f"privacy.lane is {terms.lane} in the masked lane, where devices share the noise; "
+                "leave privacy.lane out, or set lane to clear"
+            )
+        if self.fixed_point.max_examples != 1:
+            raise IncompatiblePlan(
+                "privacy terms bound what one device contributes, so all devices count the same; "
+                f"fixed_point.max_examples must be 1, not {self.fixed_point.max_examples}"
+            )
+        for profile in self.profiles:
+            if not has_public_support(profile.compressor):
+                raise IncompatiblePlan(
+                    f"the profile {profile.name!r} chooses the coordinates that it sends by the "
+                    "device's data, and noise hides values at coordinates that all devices have "
+                    "in common; use shared_support, quantize or none"
+                )
+            needs_plain = getattr(profile.compressor, "needs_plain_mean", False)
+            if needs_plain or "own" in profile.compressor.needs:
+                raise IncompatiblePlan(
+                    f"the profile {profile.name!r} counts on sums without noise; use "
+                    "error_feedback around shared_support, quantize or none"
+                )
+        if terms.lane == "local":
+            return
+        if self.cohort.minimum < LEAST_CENTRAL:
+            raise IncompatiblePlan(
+                f"the noise of a round is for a cohort, and cohort.minimum is "
+                f"{self.cohort.minimum}; raise it to {LEAST_CENTRAL} or, better, more"
+            )
+        bounds, steps = self.sum_bounds(), 2.0**self.fixed_point.scale_bits
+        deviation = terms.noise_multiplier * terms.clip * steps
+        if terms.clip < bounds.max_abs:
+            raise IncompatiblePlan(
+                f"values up to {bounds.max_abs:g} cannot be within a norm of {terms.clip:g}; set "
+                "fixed_point.max_abs to privacy.clip or less"
+            )
+        gaussian.check_deviation(deviation)
+        reach = gaussian.REACH * 2 * deviation + bounds.max_abs * steps * bounds.max_weight
+        if not reach < 2.0**62:
+            raise IncompatiblePlan(
+                f"noise of deviation {deviation:g} steps can overflow a sum of 63 bits; lower "
+                "fixed_point.scale_bits"
+            )
+
     @property
     def private_against(self) -> str:
         """The adversaries that the privacy terms' epsilon covers, in words; empty without terms."""
-        return "" if self.privacy is None or self.masking is None else self.masking.adversaries
+        if self.privacy is None:
+            return ""
+        if self.privacy.lane == "local":
+            return "any server, other devices, and the public"
+        if self.privacy.lane == "central":
+            return "other devices and the public, who see models, and not the server"
+        return "" if self.masking is None else self.masking.adversaries
 
     @property
     def noise_shares(self) -> int:

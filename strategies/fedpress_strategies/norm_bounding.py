@@ -85,7 +85,7 @@ class ClippedMean:
     def add(self, update: Update, weight: int, report: Report = NO_REPORT) -> None:
         """Add one update; raises InvalidUpdate without adding anything."""
         update.check(self._sum.fixed_point.max_abs)
-        norm = norm_of(update)
+        norm = update.norm
         if norm > self._max_norm:
             factor = self._max_norm / norm
             pieces = (
@@ -116,9 +116,3 @@ class MedianNorm:
         bound = np.median(norms)
         factors = np.divide(bound, norms, out=np.ones(rows.number), where=norms > bound)
         return rows.combination(factors * shares / shares.sum())
-
-
-def norm_of(update: Update) -> float:
-    """The L2 norm, summed in float64."""
-    squares = (np.square(piece.values, dtype=np.float64).sum() for piece in update.pieces)
-    return float(np.sqrt(sum(squares)))

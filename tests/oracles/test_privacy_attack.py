@@ -11,19 +11,33 @@ differential privacy and on epsilon (Nasr et al. 2023, arXiv:2302.07956, Section
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections.abc import Callable
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 from scipy import optimize, stats
 
+from fedpress_client import channels as channels_module
+from fedpress_client.channels import PrivateChannel
+from fedpress_client.ledger import Ledger
 from fedpress_protocols.masking import payload as payload_module
 from fedpress_protocols.masking.payload import Payload
 from fedpress_protocols.plan import PrivacyTerms, RoundPlan
-from fedpress_protocols.privacy import skellam
+from fedpress_protocols.privacy import gaussian, skellam
 from fedpress_protocols.privacy.grid import Grid
+from fedpress_server.aggregation import private
+from fedpress_server.aggregation.accumulate import (
+    AggregationJob,
+    StagedUpload,
+    sum_uploads,
+)
+from fedpress_server.aggregation.terms import RoundTerms
+from fedpress_strategies.fedavg import FEDAVG
+from fedpress_strategies.strategy import AggregationSpace
 from tests.protocols.test_masked_payload import KNOWN, SHARED, SPEC, made_plan, secret_of
 
 
@@ -32,6 +46,7 @@ def _repeatable_noise(monkeypatch: pytest.MonkeyPatch) -> None:
     """The same noise in each run of a test, so that a test of chance cannot fail by chance."""
     repeats = SimpleNamespace(urandom=np.random.default_rng(5).bytes)
     monkeypatch.setattr(payload_module, "os", repeats)
+    monkeypatch.setattr(channels_module, "os", repeats)
 
 
 CLAIM = {"clip": 0.3, "noise_multiplier": 1.0, "participations": 1, "epsilon": 5.0, "delta": 1e-5}
@@ -66,7 +81,7 @@ def scores(made: Payload, canary: np.ndarray, runs: int, *, takes_part: bool) ->
 
 
 def epsilon_of_gaussian(mu: float, delta: float) -> float:
-    """Dong, Roth and Su 2019, arXiv:1905.02383, Corollary 2.13."""
+    """Dong, Roth and Su 2019, arXiv:1905.02383, Corollary 2.13; infinite beyond 200."""
 
     def excess(epsilon: float) -> float:
         return float(
@@ -75,7 +90,9 @@ def epsilon_of_gaussian(mu: float, delta: float) -> float:
             - delta
         )
 
-    return 0.0 if mu <= 0 or excess(0) < 0 else float(optimize.brentq(excess, 0, 200))
+    if mu <= 0 or excess(0) < 0:
+        return 0.0
+    return math.inf if excess(200) > 0 else float(optimize.brentq(excess, 0, 200))
 
 
 def least_epsilon(made: Payload, runs: int) -> float:
@@ -83,7 +100,12 @@ def least_epsilon(made: Payload, runs: int) -> float:
     size = made.vectors[0].length
     canary = made._map.lift(np.full(size, 3 * CLAIM["clip"] / math.sqrt(size))).dense()
     without = scores(made, canary, runs, takes_part=False)
-    with_canary = scores(made, canary, runs, takes_part=True)
+    return shown(without, scores(made, canary, runs, takes_part=True))
+
+
+def shown(without: np.ndarray, with_canary: np.ndarray) -> float:
+    """The 95 % lower bound on epsilon that scores without the canary and with it show."""
+    runs = without.size
     half = runs // 2
     threshold = (np.mean(without[:half]) + np.mean(with_canary[:half])) / 2
     wrong = np.sum(without[half:] > threshold), np.sum(with_canary[half:] <= threshold)
@@ -91,8 +113,8 @@ def least_epsilon(made: Payload, runs: int) -> float:
     return epsilon_of_gaussian(-sum(map(stats.norm.ppf, most)), CLAIM["delta"])
 
 
-def claim() -> float:
-    return PrivacyTerms(**CLAIM).spent(1)
+def claim(lane: str = "distributed") -> float:
+    return PrivacyTerms(**CLAIM, lane=lane).spent(1)
 
 
 def _noise_halved(patch: pytest.MonkeyPatch) -> None:
@@ -134,3 +156,106 @@ def test_the_attack_finds_a_broken_build(
 @pytest.mark.slow
 def test_a_sum_tells_no_more_than_is_claimed_in_many_runs() -> None:
     assert 3.9 < least_epsilon(payload(), 20_000) < claim()
+
+
+# Noise in the clear lane
+
+
+def clear_scores(lane: str, runs: int, *, takes_part: bool) -> np.ndarray:
+    """As `scores`, of means that a server makes of the bodies of real ledgers: of two devices in
+    the central lane, of the victim alone in the local lane, where the server is the adversary."""
+    devices = 2 if lane == "central" else 1
+    plan = made_plan(
+        {"id": "error_feedback", "inner": {**SHARED, "clip": 1.0}},
+        privacy={**CLAIM, "lane": lane},
+        lane="clear",
+        masking=None,
+        cohort={"size": devices, "minimum": devices},
+        fixed_point={
+            "scale_bits": 30,
+            "max_abs": 0.3 if lane == "central" else 8,
+            "max_examples": 1,
+        },
+    )
+    bodies: dict[str, bytes] = {}
+    payloads: Any = SimpleNamespace(get=bodies.__getitem__)
+    terms = RoundTerms(plan, SPEC, payloads)
+    knowledge = {"previous": KNOWN}
+    vars(terms)["public"] = plan.public(SPEC, knowledge)
+    support = plan.profiles[0].compressor.lossy.support(terms.public)
+    canary = np.zeros(SPEC.size, np.float32)
+    canary[support] = 3 * CLAIM["clip"] / math.sqrt(support.size)
+    direction = canary / np.linalg.norm(canary)
+    updates = [canary if takes_part else np.zeros_like(canary), np.zeros_like(canary)]
+    found, rng = np.empty(runs), np.random.default_rng([takes_part, 3])
+    for run in range(runs):
+        uploads = []
+        for update in updates[:devices]:
+            assignment: Any = SimpleNamespace(assignment="a", plan=plan, profile="only")
+            _, body = Ledger("digits", "me").prepare(
+                assignment, update, 5, SPEC, rng, knowledge=knowledge
+            )
+            assert body is not None
+            digest = hashlib.sha256(body).hexdigest()
+            bodies[digest] = body
+            uploads.append(StagedUpload(digest, digest, "only"))
+        job = AggregationJob(terms, FEDAVG, None, tuple(uploads), noise_secret=rng.bytes(32))
+        mean = sum_uploads(job, payloads, AggregationSpace(), {}).delta
+        found[run] = mean @ direction * devices / CLAIM["clip"]
+    return found
+
+
+def least_epsilon_in_clear(lane: str, runs: int) -> float:
+    without = clear_scores(lane, runs, takes_part=False)
+    return shown(without, clear_scores(lane, runs, takes_part=True))
+
+
+def _gaussian_halved(patch: pytest.MonkeyPatch) -> None:
+    exact = gaussian.sample
+    patch.setattr(
+        gaussian, "sample", lambda size, deviation, secret: exact(size, deviation / 2, secret)
+    )
+
+
+def _noise_missing(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(gaussian, "sample", lambda size, deviation, secret: np.zeros(size, np.int64))
+
+
+def _noise_repeated(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(private, "noise_seed", lambda plan, uploads, secret: bytes(48))
+
+
+def _norm_unbounded(patch: pytest.MonkeyPatch) -> None:
+    def compress(channel: PrivateChannel, *what: Any) -> Any:
+        symbols, after = channel.clear.compress(*what)
+        channel.body, channel.sent = channel.clear.body, channel.clear.sent
+        return symbols, after
+
+    patch.setattr(PrivateChannel, "compress", compress)
+
+
+@pytest.mark.parametrize("lane", ["central", "local"])
+def test_a_noised_clear_sum_tells_no_more_than_is_claimed(lane: str) -> None:
+    assert 2.0 < least_epsilon_in_clear(lane, 500) < claim(lane)
+
+
+BROKEN_IN_CLEAR = (
+    ("central", _gaussian_halved),
+    ("central", _noise_missing),
+    ("central", _noise_repeated),
+    ("central", _norm_unbounded),
+    ("local", _gaussian_halved),
+    ("local", _noise_missing),
+    ("local", _clip_skipped),
+)
+
+
+@pytest.mark.parametrize(("lane", "breaks"), BROKEN_IN_CLEAR)
+def test_the_attack_finds_a_broken_build_in_clear(
+    lane: str,
+    breaks: Callable[[pytest.MonkeyPatch], None],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    breaks(monkeypatch)
+    runs = 500 if breaks is _gaussian_halved else 150
+    assert least_epsilon_in_clear(lane, runs) > claim(lane)

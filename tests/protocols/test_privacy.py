@@ -74,7 +74,7 @@ def _repeatable_noise(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_epsilon_is_that_of_dp_accounting(
     noise: float, count: int, delta: float, epsilon: float
 ) -> None:
-    curve = accounting.composed([(count, accounting.gaussian(noise))])
+    curve = count * accounting.gaussian(noise)
     assert accounting.epsilon_of(curve, delta) == pytest.approx(epsilon, rel=1e-4)
 
 
@@ -82,7 +82,7 @@ def test_epsilon_is_that_of_dp_accounting(
 def test_the_terms_cost_what_gaussian_noise_costs_and_never_less(
     noise: float, count: int, delta: float, epsilon: float
 ) -> None:
-    spent = accounting.epsilon_of(count * accounting.participation(noise), delta)
+    spent = accounting.skellam_participation(noise).times(count).epsilon(delta)
     assert epsilon * (1 - 1e-4) <= spent <= epsilon * (1.02 if noise >= 0.7 else 1.06)
 
 
@@ -116,14 +116,16 @@ def test_one_participation_costs_no_less_than_its_grid(noise: float, size: int) 
     total = math.sqrt(5 * grid.variance) / sensitivity
     assert total >= noise * (1 - 1e-12)
     exact = accounting.skellam(total, sensitivity, l1)
-    assert (exact <= accounting.participation(noise) * (1 + 1e-12)).all()
+    bound = accounting.skellam_participation(noise).skellam
+    assert bound is not None
+    assert (exact <= bound * (1 + 1e-12)).all()
 
 
 def test_the_noise_found_for_an_epsilon_is_the_least() -> None:
     for epsilon, delta, count in ((2.0, 1e-5, 10), (8.0, 1e-6, 1), (0.5, 1e-9, 100)):
         noise = accounting.noise_multiplier_for(epsilon, delta, count)
         cost = [
-            accounting.epsilon_of(count * accounting.participation(each), delta)
+            accounting.skellam_participation(each).times(count).epsilon(delta)
             for each in (noise, 0.999 * noise)
         ]
         assert cost[0] <= epsilon < cost[1]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import numpy as np
 
@@ -16,6 +17,8 @@ from fedpress_compression.update import Update
 @dataclass(frozen=True, slots=True)
 class Uncompressed(Stateless):
     """Send every value, four bytes each, and lose nothing."""
+
+    sends_all: ClassVar[bool] = True
 
     @property
     def properties(self) -> Properties:

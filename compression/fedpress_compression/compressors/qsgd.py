@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import numpy as np
 
@@ -24,6 +25,8 @@ class Qsgd(Stateless):
     No value loses more than (norm / levels)^2 / 4, so it contracts where n < 4 * levels^2; else it
     can lose more than there was, which rules out error feedback.
     """
+
+    sends_all: ClassVar[bool] = True
 
     levels: int = 4
     bucket: int = 512

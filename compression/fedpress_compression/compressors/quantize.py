@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, cast
+from typing import Any, ClassVar, Literal, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -47,6 +47,8 @@ class Quantize(Stateless):
     scales are sent, and symbols may be summed before they are decompressed; what lies outside is
     clipped.
     """
+
+    sends_all: ClassVar[bool] = True
 
     bits: int = 8
     rounding: Rounding = "nearest"

@@ -1,14 +1,16 @@
-"""The privacy that a plan's terms spend, by Rényi differential privacy.
+"""The privacy that a plan's terms spend: exactly for Gaussian noise, by Rényi differential privacy
+for Skellam noise.
 
 Whoever has the terms can compute the cost, so a device checks the server's claim by itself. The
-curve is that of Skellam noise on integers; the unit is one device, all of whose contribution to a
-round is replaced by nothing. Who takes part is not hidden, so nothing is gained by sampling.
+unit is one device, all of whose contribution to a round is replaced by nothing. Who takes part is
+not hidden, so nothing is gained by sampling.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -40,25 +42,94 @@ def skellam(noise_multiplier: float, sensitivity: float, l1: float) -> Curve:
     return order * squared / (2 * variance) + correction
 
 
-def participation(noise_multiplier: float) -> Curve:
-    """The curve of one participation, whatever the model's size: an upper bound.
-
-    It is `skellam` at the least sensitivity of any grid, where the correction is largest, and with
-    the L1 norm of an integer vector bounded by its squared L2 norm.
-    """
-    return skellam(noise_multiplier, LEAST_SENSITIVITY, LEAST_SENSITIVITY**2)
-
-
 def gaussian(noise_multiplier: float) -> Curve:
-    """The curve of Gaussian noise (Mironov 2017), to compare with."""
+    """The curve of Gaussian noise (Mironov 2017)."""
     return np.array(ORDERS, np.float64) / (2 * noise_multiplier**2)
 
 
-def composed(curves: Iterable[tuple[int, Curve]]) -> Curve:
-    """The curve of `count` uses of each."""
-    total = np.zeros(len(ORDERS))
-    for count, curve in curves:
-        total = total + count * curve
+@dataclass(frozen=True, eq=False)
+class Cost:
+    """The privacy cost of a sequence of mechanisms, each chosen in view of those before.
+
+    `mu` is that of the Gaussian ones, which together are one Gaussian mechanism of sensitivity over
+    deviation `mu`; `skellam` is the Rényi curve of the others, None without any.
+    """
+
+    mu: float = 0.0
+    skellam: Curve | None = None
+
+    def times(self, count: int) -> Cost:
+        """The cost of `count` repetitions."""
+        curve = None if self.skellam is None else count * self.skellam
+        return Cost(math.sqrt(count) * self.mu, curve)
+
+    def epsilon(self, delta: float) -> float:
+        """The least epsilon at `delta` that the cost implies: for Gaussian noise alone the exact
+        one. Raises ConfigurationError for a delta outside [1e-11, 1)."""
+        if self.skellam is None:
+            return gaussian_epsilon(self.mu, delta)
+        return epsilon_of(self.skellam + self.mu**2 * gaussian(1.0), delta)
+
+
+def together(costs: Iterable[Cost]) -> Cost:
+    """The cost of all `costs`, one after the other."""
+    each = list(costs)
+    curves = [cost.skellam for cost in each if cost.skellam is not None]
+    curve = np.sum(curves, axis=0) if curves else None
+    return Cost(math.sqrt(math.fsum(cost.mu**2 for cost in each)), curve)
+
+
+def skellam_participation(noise_multiplier: float) -> Cost:
+    """The cost of one participation under Skellam noise, whatever the model's size: an upper bound.
+
+    Its curve is `skellam` at the least sensitivity of any grid, where the correction is largest,
+    and with the L1 norm of an integer vector bounded by its squared L2 norm.
+    """
+    return Cost(skellam=skellam(noise_multiplier, LEAST_SENSITIVITY, LEAST_SENSITIVITY**2))
+
+
+def gaussian_participation(noise_multiplier: float) -> Cost:
+    """The cost of one participation under Gaussian noise."""
+    return Cost(mu=1 / noise_multiplier)
+
+
+def gaussian_epsilon(mu: float, delta: float) -> float:
+    """The least epsilon at `delta` of the Gaussian mechanism of sensitivity over deviation `mu`, to
+    1e-12: by its exact curve, rounded up.
+
+    Balle and Wang 2018, arXiv:1805.06530, Theorem 8; for the composition of several, Dong, Roth and
+    Su 2019, arXiv:1905.02383, Corollary 3.3. Raises ConfigurationError for a delta outside
+    [1e-11, 1).
+    """
+    check_delta(delta)
+    due = delta - _SLACK
+    if _gaussian_delta(0.0, mu) <= due:
+        return 0.0
+    low, high = 0.0, mu * mu / 2 + mu * math.sqrt(2 * math.log(1 / due))
+    while high - low > 1e-12 * (1 + high):
+        middle = (low + high) / 2
+        low, high = (low, middle) if _gaussian_delta(middle, mu) <= due else (middle, high)
+    return high
+
+
+def _gaussian_delta(epsilon: float, mu: float) -> float:
+    """Phi(mu/2 - epsilon/mu) - exp(epsilon) Phi(-mu/2 - epsilon/mu), where the second term is the
+    normal density at the first argument times Mills' ratio at the second: nothing overflows."""
+    if mu <= 0:
+        return 0.0
+    first, second = epsilon / mu - mu / 2, epsilon / mu + mu / 2
+    density = math.exp(-first * first / 2) / math.sqrt(2 * math.pi)
+    return 0.5 * math.erfc(first / math.sqrt(2)) - density * _mills(second)
+
+
+def _mills(x: float) -> float:
+    """(1 - Phi(x)) / phi(x) for x >= 0; beyond 30 by its asymptotic series, to 1e-13."""
+    if x < 30:
+        return math.sqrt(math.pi / 2) * math.exp(x * x / 2) * math.erfc(x / math.sqrt(2))
+    term = total = 1 / x
+    for k in range(1, 8):
+        term *= -(2 * k - 1) / (x * x)
+        total += term
     return total
 
 
@@ -83,14 +154,16 @@ def check_delta(delta: float) -> None:
 
 
 def noise_multiplier_for(
-    epsilon: float, delta: float, participations: int, spent: Sequence[tuple[int, Curve]] = ()
+    epsilon: float,
+    delta: float,
+    participations: int,
+    participation: Callable[[float], Cost] = skellam_participation,
 ) -> float:
     """The least noise multiplier, to 0.01 %, by which so many participations cost `epsilon` at
-    most; `spent` is added to them. Raises ConfigurationError if there is none."""
+    most; `participation` gives the cost of one. Raises ConfigurationError if there is none."""
 
     def cost(noise_multiplier: float) -> float:
-        curve = composed([(participations, participation(noise_multiplier)), *spent])
-        return epsilon_of(curve, delta)
+        return participation(noise_multiplier).times(participations).epsilon(delta)
 
     low, high = 0.0, _MOST
     if cost(high) > epsilon:

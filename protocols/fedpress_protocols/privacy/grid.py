@@ -19,7 +19,7 @@ import numpy.typing as npt
 from fedpress_compression.linear import Numbers
 from fedpress_protocols.errors import InvalidUpdate
 from fedpress_protocols.masking.keystream import MATERIAL_BYTES, add_keystream
-from fedpress_protocols.privacy import skellam
+from fedpress_protocols.privacy import gaussian, skellam
 from fedpress_protocols.privacy.accounting import LEAST_SENSITIVITY
 
 Ints = npt.NDArray[np.int64]
@@ -32,12 +32,17 @@ _TRIES = 256
 @dataclass(frozen=True)
 class Grid:
     """`size` numbers of L2 norm `clip` at most, noised by `shares` parties among whom nobody is
-    corrupt, so that the sum has `noise_multiplier` times the sensitivity."""
+    corrupt, so that the sum has `noise_multiplier` times the sensitivity.
+
+    The noise is Skellam, which adds up, or of one party and Gaussian, whose size has no bound to
+    make room for.
+    """
 
     size: int
     clip: float
     noise_multiplier: float
     shares: int
+    is_gaussian: bool = False
 
     @cached_property
     def _radius(self) -> float:
@@ -71,11 +76,13 @@ class Grid:
     def largest(self) -> int:
         """The largest magnitude of a value before noise. Within it, wider values would cost bits
         that the noise does not take anyway."""
+        if self.is_gaussian:
+            return math.ceil(self._radius)
         return min(math.ceil(self._radius), skellam.reach(self.variance))
 
     @property
     def bound(self) -> int:
-        """The largest magnitude of a value with noise; it is never exceeded."""
+        """The largest magnitude of a value with Skellam noise; it is never exceeded."""
         return self.largest + skellam.reach(self.variance)
 
     def rounded(self, numbers: Numbers, secret: bytes) -> Ints:
@@ -103,4 +110,7 @@ class Grid:
 
     def noise(self, secret: bytes) -> Ints:
         """One party's noise [size]; `secret` as in `rounded`, and another one."""
+        if self.is_gaussian:
+            deviation = self.noise_multiplier * math.sqrt(self.squared_sensitivity / self.shares)
+            return gaussian.sample(self.size, deviation, secret)
         return skellam.sample(self.size, self.variance, secret)

@@ -23,6 +23,7 @@ from fedpress_protocols.errors import IncompatiblePlan, ServerError
 from fedpress_protocols.messages import DownlinkTerms
 from fedpress_protocols.plan import RoundPlan
 from fedpress_server import failpoints
+from fedpress_server.aggregation.private import has_own_noise, noised_mean
 from fedpress_server.aggregation.terms import RoundTerms
 from fedpress_server.storage.payloads import Payloads
 from fedpress_strategies import Strategy
@@ -72,6 +73,8 @@ class AggregationJob:
     downlink: DownlinkTerms | None = None
     sums: tuple[str, ...] = ()
     """The files of the uploads' sums, batch by batch, where they were added up before."""
+    noise_secret: bytes | None = None
+    """Of the task, where the server adds noise to its sums."""
 
 
 class Summed(NamedTuple):
@@ -118,7 +121,17 @@ def sum_uploads(
         / max(num_examples, 1)
         for index, name in enumerate(names)
     }
-    return Summed(accumulator.aggregator.result(), num_examples, Tally(len(weights), means))
+    delta = _result(job, accumulator)
+    return Summed(delta, num_examples, Tally(len(weights), means))
+
+
+def _result(job: AggregationJob, accumulator: Accumulator) -> Delta:
+    if not has_own_noise(job.terms.plan):
+        return accumulator.aggregator.result()
+    if job.noise_secret is None or not isinstance(accumulator.aggregator, WeightedMean):
+        raise ServerError("a sum that needs the server's noise cannot be had without")
+    digests = [staged.digest for staged in job.uploads]
+    return noised_mean(job.terms, accumulator.aggregator, digests, job.noise_secret)
 
 
 def add_batch(job: AggregationJob, payloads: Payloads, folder: str) -> str:

@@ -31,6 +31,9 @@ from fedpress_strategies.strategy import (
     Report,
 )
 
+NORM_TOLERANCE = 1e-9
+"""Relative: a device may sum the squares of a norm in another order."""
+
 
 @dataclass(frozen=True)
 class RoundTerms:
@@ -137,6 +140,16 @@ class RoundTerms:
         if num_examples > maximum:
             raise InvalidUpdate(f"num_examples is {num_examples}, expected at most {maximum}")
 
+    def _check_norm(self, update: Update) -> None:
+        terms = self.plan.privacy
+        if terms is None or terms.lane != "central":
+            return
+        if update.norm > terms.clip * (1 + NORM_TOLERANCE):
+            raise InvalidUpdate(
+                f"the update's norm is {update.norm:g}, larger than the clip of {terms.clip:g}",
+                hint="the device does not keep the task's privacy terms; nothing was counted",
+            )
+
     def decoded(self, body: bytes, profile: str, client_id: str) -> tuple[Update, int, Report]:
         """The update in `body`, its number of examples and what is reported, within the plan's
         bounds; raises as `read` does."""
@@ -144,4 +157,5 @@ class RoundTerms:
         with np.errstate(over="ignore", invalid="ignore"):  # forged values; check refuses them
             update = self.plan.compressor(profile).decompress(upload.symbols, public)
             update.check(self.plan.fixed_point.max_abs)
+        self._check_norm(update)
         return update, upload.num_examples, dict(zip(self.plan.report, upload.report, strict=True))

@@ -11,6 +11,7 @@ from fedpress_server.aggregation.aggregate import check_strategy
 from fedpress_server.aggregation.asynchronous import check_asynchronous
 from fedpress_server.aggregation.downlink import check_downlink
 from fedpress_server.aggregation.masked import check_masked_strategy
+from fedpress_server.aggregation.private import check_private_strategy
 from fedpress_server.aggregation.terms import RoundTerms
 from fedpress_server.coordination.attempts import Attempt
 from fedpress_server.coordination.opening import check_warm_up, checked_bound, later_periods
@@ -66,6 +67,7 @@ def check_rules(terms: RoundTerms, config: TaskConfig, strategy: Strategy, *, me
     """
     check_asynchronous(terms, strategy, config.asynchronous)
     check_strategy(terms, strategy, memory)
+    check_private_strategy(terms, strategy)
     if terms.plan.lane == "masked":
         check_masked_strategy(terms, strategy)
     if config.downlink is not None:

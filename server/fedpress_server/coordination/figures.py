@@ -13,7 +13,7 @@ from fedpress_server.coordination.attempts import Attempt
 from fedpress_server.coordination.live import LiveTask
 from fedpress_server.metrics import Metrics
 from fedpress_server.observing import traces
-from fedpress_server.rounds import MaskedRound, Part
+from fedpress_server.rounds import Part
 from fedpress_server.settings import Settings
 from fedpress_server.storage.database import Database
 from fedpress_server.storage.records import RoundKey
@@ -63,7 +63,7 @@ class Figures:
             if task.attempt is None:
                 continue
             round_, privacy = task.attempt.round, task.config.privacy
-            if privacy is not None and isinstance(round_, MaskedRound):
+            if privacy is not None:
                 spent = privacy.spent(round_.participations)
                 metrics.privacy_epsilon.labels(name).set(spent)
             metrics.round_state.labels(name, round_.phase).set(1)

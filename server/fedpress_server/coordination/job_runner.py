@@ -18,6 +18,7 @@ from fedpress_server import failpoints
 from fedpress_server.aggregation.accumulate import AggregationJob, StagedUpload, add_batch
 from fedpress_server.aggregation.aggregate import AggregationResult, aggregate
 from fedpress_server.aggregation.masked import Sums, unmasked
+from fedpress_server.aggregation.private import has_own_noise
 from fedpress_server.aggregation.probing import compare
 from fedpress_server.coordination.attempts import Attempt
 from fedpress_server.coordination.background import Background
@@ -31,7 +32,7 @@ from fedpress_server.observing.logs import about
 from fedpress_server.rounds import Aggregated, AggregationFailed, Event, UnmaskFailed
 from fedpress_server.rounds.session import Session
 from fedpress_server.settings import Settings
-from fedpress_server.storage import evaluation, leases
+from fedpress_server.storage import evaluation, leases, privacy
 from fedpress_server.storage.database import Database
 from fedpress_server.storage.files import uploads_folder
 from fedpress_server.storage.leases import JobKey, Lease, LeaseLost
@@ -247,6 +248,9 @@ class JobRunner:
         folder = uploads_folder(attempt.key)
         sums = tuple(f"{folder}/{digest}" for digest in digests)
         job = replace(self._job(task, attempt, attempt.staged), sums=sums)
+        if has_own_noise(attempt.terms.plan):
+            secret = await self._database.write(lambda c: privacy.noise_secret(c, attempt.key[0]))
+            job = replace(job, noise_secret=secret)
         event: Event
         result: AggregationResult | None = None
         with self._metrics.fold_seconds.labels(attempt.key[0]).time():

@@ -54,7 +54,6 @@ from fedpress_server.rounds import (
     Declined,
     Effect,
     Extend,
-    MaskedRound,
     Said,
     Settle,
     UnmaskFailed,
@@ -101,16 +100,15 @@ def without_excluded(
     """`attempt` without the clients that earlier sessions of its task suspect, and without those
     that have spent their privacy budget. `status` is of the last session, if it is not stored
     yet."""
-    round_ = attempt.round
-    if not isinstance(round_, MaskedRound):
-        return attempt
-    rows = records.last_sessions(connection, attempt.key, _REMEMBERED)
-    sessions = [SessionStatus.model_validate_json(json.dumps(row)) for row in rows]
-    if status is not None:
-        sessions.append(status)
-    turn, rules = round_.number + round_.attempt, round_.rules
-    names = left_out(sessions, turn, rules.members or frozenset(), rules.minimum)
-    terms = attempt.terms.plan.privacy
+    round_, terms = attempt.round, attempt.terms.plan.privacy
+    names = frozenset[str]()
+    if round_.is_masked:
+        rows = records.last_sessions(connection, attempt.key, _REMEMBERED)
+        sessions = [SessionStatus.model_validate_json(json.dumps(row)) for row in rows]
+        if status is not None:
+            sessions.append(status)
+        turn, rules = round_.number + round_.attempt, round_.rules
+        names = left_out(sessions, turn, rules.members or frozenset(), rules.minimum)
     if terms is not None:
         spent, most = privacy.participations(connection, attempt.key[0], terms.participations)
         names |= spent

@@ -12,7 +12,6 @@ from fedpress_protocols.policies import divergence_guard
 from fedpress_server.coordination.attempts import Attempt
 from fedpress_server.coordination.commands import Command, Outcome
 from fedpress_server.registry.sweeping import files_of
-from fedpress_server.rounds import MaskedRound
 from fedpress_server.rounds.selection import Candidates
 from fedpress_server.storage.records import TaskRecord
 from fedpress_server.storage.scoreboard import Scoreboard
@@ -81,7 +80,7 @@ class LiveTask:
     def _excluded(self) -> str:
         """A sentence with the number of devices whose privacy budget is spent; empty for none."""
         round_ = None if self.attempt is None else self.attempt.round
-        if not isinstance(round_, MaskedRound) or not round_.num_spent:
+        if round_ is None or not round_.num_spent:
             return ""
         return f"devices that take no further part, their privacy budget spent: {round_.num_spent}"
 

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from math import inf
 from typing import NamedTuple
 
 from pydantic import ValidationError
 from sqlalchemy.engine import Connection
 
-from fedpress_compression.fixed_point import FixedPoint
+from fedpress_compression.fixed_point import FINEST_BITS, MAX_SCALE_BITS, FixedPoint
 from fedpress_compression.tensors import ModelSpec
 from fedpress_protocols.errors import ConfigurationError, IncompatiblePlan
 from fedpress_protocols.messages import TaskConfig
@@ -184,9 +184,7 @@ def opened(
 ) -> Attempt:
     """Attempt `attempt` at round `number`, from its carry-over; raises IncompatiblePlan."""
     profiles, warms_up, course = chosen_profiles(config, carryover, number)
-    bounds = FixedPoint.widest(
-        max_abs=config.max_abs, max_weight=config.max_examples * config.cohort.size
-    )
+    fixed_point = fixed_point_of(config)
     needs = frozenset().union(*(profile.compressor.needs for profile in profiles))
     masking = config.masking
     if config.lane == "masked":
@@ -209,11 +207,7 @@ def opened(
             cohort=config.cohort,
             fixed_cohort=bool(config.members),
             deadline=now + config.round_seconds,
-            fixed_point=FixedPointTerms(
-                scale_bits=bounds.scale_bits,
-                max_abs=config.max_abs,
-                max_examples=config.max_examples,
-            ),
+            fixed_point=fixed_point,
             previous_model=carryover.previous if "previous" in needs else None,
             first_model=config.model if "drift" in needs else None,
             activity=carryover.activity if "activity" in needs else None,
@@ -224,6 +218,23 @@ def opened(
         raise IncompatiblePlan(format_validation_errors(exc)) from exc
     terms = RoundTerms(plan, carryover.spec, payloads, carryover.bases)
     return Attempt(masked_by(round_of(config, plan, now), host, terms, now), terms, course=course)
+
+
+def fixed_point_of(config: TaskConfig) -> FixedPointTerms:
+    """The scale of the sums of a task. Under privacy terms in the clear lane all devices count the
+    same, and in the central lane steps are as fine as the noise can be drawn."""
+    max_abs, max_examples, bits = config.max_abs, config.max_examples, FINEST_BITS
+    terms = config.privacy
+    if terms is not None and config.lane == "clear":
+        max_examples = 1
+        if terms.lane == "central":
+            deviation = terms.noise_multiplier * terms.clip
+            max_abs = min(max_abs, terms.clip)
+            bits = min(MAX_SCALE_BITS, max(1, FINEST_BITS - math.ceil(math.log2(deviation))))
+    bounds = FixedPoint.widest(
+        max_abs=max_abs, max_weight=max_examples * config.cohort.size, scale_bits=bits
+    )
+    return FixedPointTerms(scale_bits=bounds.scale_bits, max_abs=max_abs, max_examples=max_examples)
 
 
 def later_periods(config: TaskConfig) -> Iterator[TaskConfig]:
@@ -263,7 +274,7 @@ def round_of(config: TaskConfig, plan: RoundPlan, opened_at: float) -> Round:
         at_end=config.at_end,
     )
     if asynchronous is not None:
-        return BufferedRound(rules, inf, max_staleness=asynchronous.max_staleness)
+        return BufferedRound(rules, math.inf, max_staleness=asynchronous.max_staleness)
     kind = MaskedRound if config.lane == "masked" else SynchronousRound
     return kind(rules, opened_at + config.round_seconds)
 

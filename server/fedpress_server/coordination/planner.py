@@ -185,7 +185,7 @@ class Planner:
         if opens.opening is not None:
             follows, effects = follows.taking_over(previous, opens.opening, now)
             carry_over = opens.opening, effects
-        if follows.round.is_masked:
+        if follows.round.is_masked or config.privacy is not None:
             attempt, session = follows, applied.after.session
             status = None if session is None else session.status
             follows = await self._database.read(lambda c: without_excluded(c, attempt, status))

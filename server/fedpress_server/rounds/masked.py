@@ -55,13 +55,6 @@ class MaskedRound(Round):
 
     is_masked: ClassVar[bool] = True
 
-    left_out: frozenset[str] = frozenset()
-    """Clients that take no part: named by the sessions before, or without privacy budget left. A
-    replay has no need of it."""
-    participations: int = field(default=0, compare=False)
-    """Under privacy terms: how often any client took part in the task before, at most."""
-    num_spent: int = field(default=0, compare=False)
-    """Under privacy terms: the number of clients left out because they have no budget left."""
     opens: Opening | None = field(default=None, compare=False, repr=False)
     session: Session | None = None
     """Once it has begun."""
@@ -90,12 +83,6 @@ class MaskedRound(Round):
     def queue(self) -> tuple[str, ...]:
         """The assignments that wait for the session or are in it, in the order of their indices."""
         return tuple(n for n, part in self.parts.items() if part.is_ready and part.reason is None)
-
-    def _taken_clients(self) -> frozenset[str]:
-        return super()._taken_clients() | self.left_out
-
-    def admits(self, client_id: str) -> bool:
-        return client_id not in self.left_out and super().admits(client_id)
 
 
 def _may_queue(round_: MaskedRound, event: ClientReady, now: float) -> bool:

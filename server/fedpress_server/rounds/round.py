@@ -72,6 +72,13 @@ class Round:
     reason: str = ""
     parts: Mapping[str, Part] = field(default_factory=dict)
     """By assignment, in the order of their indices."""
+    left_out: frozenset[str] = frozenset()
+    """Clients that take no part: without privacy budget left or, under masks, named by the sessions
+    before. A replay has no need of it."""
+    participations: int = field(default=0, compare=False)
+    """Under privacy terms: how often any client took part in the task before, at most."""
+    num_spent: int = field(default=0, compare=False)
+    """Under privacy terms: the number of clients left out because they have no budget left."""
 
     @classmethod
     def table(cls) -> Sequence[Transition]:
@@ -144,7 +151,7 @@ class Round:
         return len(self.rules.members - self._taken_clients())
 
     def _taken_clients(self) -> frozenset[str]:
-        return frozenset(part.client_id for part in self.parts.values())
+        return self.left_out.union(part.client_id for part in self.parts.values())
 
     @property
     def next_deadline(self) -> float:
@@ -155,7 +162,7 @@ class Round:
         """Whether there is a place for this client, which has none yet: one assignment for each
         client and attempt, whatever became of it."""
         members = self.rules.members
-        is_member = members is None or client_id in members
+        is_member = (members is None or client_id in members) and client_id not in self.left_out
         return is_member and self.places_left > 0 and self.part_of(client_id) is None
 
     def part_of(self, client_id: str) -> tuple[str, Part] | None:

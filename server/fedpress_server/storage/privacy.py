@@ -1,7 +1,9 @@
-"""Participations of clients in private tasks, counted by the bodies received."""
+"""Participations of clients in private tasks, counted by the bodies received; the secrets of the
+server's own noise."""
 
 from __future__ import annotations
 
+import secrets
 from collections import Counter
 from collections.abc import Sequence
 
@@ -10,7 +12,9 @@ from sqlalchemy.engine import Connection
 
 from fedpress_protocols.messages import PrivacyStatus, RoundStatus
 from fedpress_protocols.plan import RoundPlan
-from fedpress_server.storage.tables import assignments, declines, rounds, uploads
+from fedpress_server.storage.tables import assignments, declines, noise_secrets, rounds, uploads
+
+_SECRET_BYTES = 32
 
 
 def participations(connection: Connection, task: str, most: int) -> tuple[frozenset[str], int]:
@@ -31,6 +35,17 @@ def participations(connection: Connection, task: str, most: int) -> tuple[frozen
     )
     spent = {client_id for client_id, count in counts.items() if count >= most}
     return frozenset(spent.union(refused)), max(counts.values(), default=0)
+
+
+def noise_secret(connection: Connection, task: str) -> bytes:
+    """The secret that the noise of the task's sums is derived from, drawn where there is none; in a
+    transaction that is exclusive, since two secrets would give two noises."""
+    query = sa.select(noise_secrets.c.secret).where(noise_secrets.c.task == task)
+    secret = connection.execute(query).scalar_one_or_none()
+    if secret is None:
+        secret = secrets.token_bytes(_SECRET_BYTES)
+        connection.execute(sa.insert(noise_secrets), {"task": task, "secret": secret})
+    return bytes(secret)
 
 
 def with_privacy(

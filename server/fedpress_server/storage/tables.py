@@ -332,6 +332,14 @@ server_keys = sa.Table(
     sa.Column("public_key", sa.LargeBinary(32), nullable=False),
 )
 
+noise_secrets = sa.Table(
+    "noise_secrets",
+    metadata,
+    sa.Column("task", sa.ForeignKey("tasks.task"), primary_key=True),
+    sa.Column("secret", sa.LargeBinary(32), nullable=False),
+)
+"""The secret that the noise of a task's sums is derived from."""
+
 server_key_successions = sa.Table(
     "server_key_successions",
     metadata,
