@@ -17,8 +17,9 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from fedpress_client.state import StateDirectory, write_durably
 from fedpress_protocols.errors import ConfigurationError, PlanDeclined, StateCorrupt
-from fedpress_protocols.plan import PrivacyLane, PrivacyTerms, RoundPlan
+from fedpress_protocols.plan import PrivacyTerms, RoundPlan
 from fedpress_protocols.privacy import accounting
+from fedpress_protocols.privacy.accounting import PrivacyLane
 from fedpress_protocols.validation import format_validation_errors
 
 _FILE = "privacy.json"

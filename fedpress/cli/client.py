@@ -8,8 +8,9 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
 
 import click
 
@@ -26,9 +27,10 @@ from fedpress.command_line import (
     verbose,
 )
 from fedpress_protocols.errors import ConfigurationError
+from fedpress_protocols.privacy.accounting import PrivacyLane
 
 if TYPE_CHECKING:
-    from fedpress_client import Event, MaskingRules
+    from fedpress_client import Event, MaskingRules, PrivacyRules
     from fedpress_protocols.masking.graph import Adversary
 
 client_certificate = click.option(
@@ -143,6 +145,13 @@ def client() -> None:
     default=1e-5,
     help="Differential privacy: the delta at which --max-epsilon counts.",
 )
+@click.option(
+    "--privacy-lane",
+    type=click.Choice(get_args(PrivacyLane)),
+    multiple=True,
+    help="Differential privacy: whose noise to rely on, once for each; distributed and local if "
+    "not set. In the central lane the server sees updates, and is trusted.",
+)
 @verbose
 def join(
     url: str,
@@ -161,11 +170,12 @@ def join(
     require_privacy: bool,
     max_epsilon: float | None,
     privacy_delta: float,
+    privacy_lane: tuple[PrivacyLane, ...],
     verbose: bool,
     **masking: Any,
 ) -> None:
     """Take part in a task with your own trainer until the task ends."""
-    from fedpress_client import Client, PrivacyRules
+    from fedpress_client import Client
     from fedpress_client.apps import load_trainer
     from fedpress_protocols.plan import TrainingTerms
 
@@ -186,9 +196,7 @@ def join(
         client_key=client_key,
         proxy=proxy,
         masking=rules,
-        privacy=PrivacyRules(max_epsilon, privacy_delta)
-        if require_privacy or max_epsilon is not None
-        else None,
+        privacy=_privacy_rules(require_privacy, max_epsilon, privacy_delta, privacy_lane),
         fine_tuning=TrainingTerms(local_epochs=fine_tune) if fine_tune else None,
         attributes=attributes,
         on_event=_print_event,
@@ -306,6 +314,18 @@ def relay(
             stopped()
         trainer.finish()
     click.echo(f"task {ended.task} {ended.state}: {ended.included} updates of the region included")
+
+
+def _privacy_rules(
+    required: bool, max_epsilon: float | None, delta: float, lanes: tuple[PrivacyLane, ...]
+) -> PrivacyRules | None:
+    """The rules of the options on privacy; None if no option is set."""
+    from fedpress_client import PrivacyRules
+
+    if not required and max_epsilon is None and not lanes:
+        return None
+    rules = PrivacyRules(max_epsilon, delta)
+    return replace(rules, lanes=frozenset(lanes)) if lanes else rules
 
 
 def _masking_rules(

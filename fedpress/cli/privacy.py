@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, get_args
@@ -11,6 +12,7 @@ import click
 from fedpress.cli.tables import echo, fields, size, terminal_width
 from fedpress.command_line import Command, Group, argument, as_json
 from fedpress_protocols.masking.graph import Adversary
+from fedpress_protocols.privacy.accounting import PrivacyLane
 
 if TYPE_CHECKING:
     from fedpress.planning.privacy import PrivacyPlan, PrivateTask
@@ -18,7 +20,7 @@ if TYPE_CHECKING:
 
 @click.group("privacy", cls=Group)
 def privacy() -> None:
-    """Plan differential privacy under masks."""
+    """Plan differential privacy."""
 
 
 @privacy.command("plan", cls=Command)
@@ -29,9 +31,11 @@ def privacy() -> None:
               help="The chance that epsilon does not hold.")  # fmt: skip
 @click.option("--clip", type=click.FloatRange(1e-9, 2**20), required=True,
               help="L2 norm to which what a device sends is clipped.")  # fmt: skip
-@click.option("--population", type=click.IntRange(min=3), required=True, help="Devices in all.")
-@click.option("--cohort", type=click.IntRange(min=3), default=100, help="Devices of a round.")
-@click.option("--minimum", type=click.IntRange(min=3), help="Survivors of a round, at least; 80 % "
+@click.option("--lane", type=click.Choice(get_args(PrivacyLane)), default="distributed",
+              help="Whose noise: the cohort's under masks, the server's, or each device's.")  # fmt: skip
+@click.option("--population", type=click.IntRange(min=2), required=True, help="Devices in all.")
+@click.option("--cohort", type=click.IntRange(min=2), default=100, help="Devices of a round.")
+@click.option("--minimum", type=click.IntRange(min=2), help="Survivors of a round, at least; 80 % "
               "of the cohort if not set.")  # fmt: skip
 @click.option("--rounds", type=click.IntRange(min=1), default=100, help="Rounds of the task.")
 @click.option("--participations", type=click.IntRange(min=1, max=2**20), help="Of one device, at "
@@ -53,7 +57,10 @@ def plan(model: str, minimum: int | None, participations: int | None, as_json: b
     least = math.ceil(0.8 * asked["cohort"]) if minimum is None else minimum
     enough = math.ceil(asked["rounds"] * asked["cohort"] / asked["population"])
     task = PrivateTask(
-        size=spec.size, minimum=max(3, least), participations=participations or enough, **asked
+        size=spec.size,
+        minimum=max(3 if asked["lane"] == "distributed" else 2, least),
+        participations=participations or enough,
+        **asked,
     )
     found = planned(task)
     echo(found, _lines(task, found), as_json=as_json)
@@ -67,12 +74,15 @@ def _lines(task: PrivateTask, plan: PrivacyPlan) -> Iterator[str]:
         ("against", plan.against),
         ("not hidden", "which devices take part, and when"),
         ("noise", f"{terms.noise_multiplier:g} times the clip of {terms.clip:g} in each number of "
-                  f"the sum, from {plan.noise_shares} devices that are sure to be honest"),
+                  + _whose(plan)),
         ("error", f"noise of norm {plan.noise_norm:.3g} in a round's mean, {plan.round_error:.3g} "
                   "times the clip"),
-        ("ring", f"{plan.ring_bits} bits a number, {plan.numbers_sent:,} of {task.size:,} numbers"),
-        ("upload", f"{size(plan.body_bytes)}, {plan.bits_per_parameter:.3g} bits a parameter"),
     ]  # fmt: skip
+    numbers, bits = f"{plan.numbers_sent:,} of {task.size:,}", plan.bits_per_parameter
+    if plan.ring_bits is not None:
+        pairs.append(("ring", f"{plan.ring_bits} bits a number, {numbers} numbers"))
+    most = "" if plan.ring_bits is not None else f" at most, {numbers} numbers"
+    pairs.append(("upload", f"{size(plan.body_bytes)}, {bits:.3g} bits a parameter{most}"))
     yield from fields(pairs, width=terminal_width())
     if plan.round_error > 1:
         yield ""
@@ -82,11 +92,19 @@ def _lines(task: PrivateTask, plan: PrivacyPlan) -> Iterator[str]:
         )
     yield ""
     yield "In the task's configuration:"
-    yield '  "lane": "masked",'
-    compressor = f'{{"id": "shared_support", "fraction": {task.fraction:g}}}'
-    feedback = f'{{"id": "error_feedback", "inner": {compressor}}}'
+    yield f'  "lane": "{"clear" if plan.masking is None else "masked"}",'
+    feedback = f'{{"id": "error_feedback", "inner": {json.dumps(plan.compressor)}}}'
     yield f'  "profiles": [{{"name": "private", "compressor": {feedback}}}],'
     yield f'  "cohort": {{"size": {task.cohort}, "minimum": {task.minimum}}},'
-    chosen = plan.masking.model_dump_json(include={"adversary", "corrupt"})
-    yield f'  "masking": {chosen},'
+    if plan.masking is not None:
+        chosen = plan.masking.model_dump_json(include={"adversary", "corrupt"})
+        yield f'  "masking": {chosen},'
     yield f'  "privacy": {terms.model_dump_json()}'
+
+
+def _whose(plan: PrivacyPlan) -> str:
+    if plan.privacy.lane == "central":
+        return "the sum, from the server, once a round"
+    if plan.privacy.lane == "local":
+        return "every upload, from its device"
+    return f"the sum, from {plan.noise_shares} devices that are sure to be honest"

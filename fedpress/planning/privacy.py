@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 from pydantic import BaseModel, ConfigDict
 
+from fedpress_compression.compressors.shared_support import SharedSupport
+from fedpress_compression.tensors import ModelSpec, TensorSpec
 from fedpress_protocols.errors import ConfigurationError
 from fedpress_protocols.masking.graph import Adversary, honest_survivors, parameters
 from fedpress_protocols.masking.ring import Bounded, Packing
 from fedpress_protocols.plan import (
+    LEAST_CENTRAL,
     LEAST_HONEST,
     LEAST_MASKED,
     MAX_PARTICIPATIONS,
@@ -17,7 +21,14 @@ from fedpress_protocols.plan import (
     PrivacyTerms,
 )
 from fedpress_protocols.privacy import accounting
+from fedpress_protocols.privacy.accounting import PrivacyLane, participation
 from fedpress_protocols.privacy.grid import Grid
+from fedpress_protocols.upload import max_body_bytes
+
+_TYPICAL = 8
+"""The range of an upload's numbers over their root mean square: the rest is left over."""
+_DEVIATIONS = 4
+"""The range of noised numbers over the noise's deviation."""
 
 
 class PrivateTask(BaseModel):
@@ -39,20 +50,24 @@ class PrivateTask(BaseModel):
     clip: float
     corrupt: float
     adversary: Adversary
+    lane: PrivacyLane = "distributed"
 
 
 class PrivacyPlan(BaseModel):
-    """`privacy` and `masking` are a task's; the other figures follow from them.
+    """`privacy`, `masking` and `compressor` are a task's; the other figures follow from them.
 
     `noise_norm` is the expected L2 norm of the noise in a round's mean, of a full cohort, and
     `round_error` that norm over `clip`, which is the largest norm of the mean without noise.
+    `masking`, `noise_shares` and `ring_bits` are of the distributed lane; in the others
+    `body_bytes` is the most that a body takes.
     """
 
     privacy: PrivacyTerms
-    masking: MaskingTerms
+    masking: MaskingTerms | None = None
+    compressor: dict[str, Any]
     numbers_sent: int
-    noise_shares: int
-    ring_bits: int
+    noise_shares: int | None = None
+    ring_bits: int | None = None
     bits_per_parameter: float
     body_bytes: int
     noise_norm: float
@@ -66,10 +81,11 @@ def planned(task: PrivateTask) -> PrivacyPlan:
 
     Raises ConfigurationError with what to change where there is none.
     """
-    if not LEAST_MASKED <= task.minimum <= task.cohort <= task.population:
+    least = LEAST_MASKED if task.lane == "distributed" else LEAST_CENTRAL
+    if not least <= task.minimum <= task.cohort <= task.population:
         raise ConfigurationError(
             f"a minimum of {task.minimum}, a cohort of {task.cohort} and a population of "
-            f"{task.population}; expected {LEAST_MASKED} <= minimum <= cohort <= population"
+            f"{task.population}; expected {least} <= minimum <= cohort <= population"
         )
     enough = math.ceil(task.rounds * task.minimum / task.population)
     if task.participations < enough:
@@ -83,6 +99,21 @@ def planned(task: PrivateTask) -> PrivacyPlan:
             f"{task.participations:,} participations of a device, more than {MAX_PARTICIPATIONS:,}",
             hint="raise --population, or lower --rounds",
         )
+    noise = accounting.noise_multiplier_for(
+        task.epsilon, task.delta, task.participations, participation(task.lane)
+    )
+    terms = PrivacyTerms(
+        lane=task.lane,
+        clip=task.clip,
+        noise_multiplier=noise,
+        participations=task.participations,
+        epsilon=task.epsilon,
+        delta=task.delta,
+    )
+    return _masked(task, terms) if terms.needs_masks else _clear(task, terms)
+
+
+def _masked(task: PrivateTask, terms: PrivacyTerms) -> PrivacyPlan:
     parameters(task.cohort, corrupt=task.corrupt, dropout=0.05, adversary=task.adversary)
     shares = honest_survivors(
         task.minimum, task.cohort, corrupt=task.corrupt, adversary=task.adversary
@@ -93,22 +124,15 @@ def planned(task: PrivateTask) -> PrivacyPlan:
             f"be honest, fewer than {LEAST_HONEST}",
             hint="raise --minimum, or lower --corrupt",
         )
-    noise = accounting.noise_multiplier_for(task.epsilon, task.delta, task.participations)
-    terms = PrivacyTerms(
-        clip=task.clip,
-        noise_multiplier=noise,
-        participations=task.participations,
-        epsilon=task.epsilon,
-        delta=task.delta,
-    )
     numbers = math.ceil(task.fraction * task.size)
-    grid = Grid(numbers, task.clip, noise, shares)
+    grid = Grid(numbers, task.clip, terms.noise_multiplier, shares)
     packing = Packing.of((Bounded("values", numbers, grid.bound),), task.cohort)
     norm = math.sqrt(numbers * grid.variance / task.cohort) * grid.step
     masking = MaskingTerms(adversary=task.adversary, corrupt=task.corrupt)
     return PrivacyPlan(
         privacy=terms,
         masking=masking,
+        compressor={"id": "shared_support", "fraction": task.fraction},
         numbers_sent=numbers,
         noise_shares=shares,
         ring_bits=(2 * grid.bound * task.cohort).bit_length(),
@@ -118,4 +142,28 @@ def planned(task: PrivateTask) -> PrivacyPlan:
         round_error=norm / task.clip,
         task_epsilon=terms.spent(task.participations),
         against=masking.adversaries,
+    )
+
+
+def _clear(task: PrivateTask, terms: PrivacyTerms) -> PrivacyPlan:
+    numbers, noise = math.ceil(task.fraction * task.size), terms.noise_multiplier * terms.clip
+    if terms.lane == "central":
+        norm = noise * math.sqrt(numbers) / task.cohort
+        largest = min(task.clip, _TYPICAL * task.clip / math.sqrt(numbers))
+    else:
+        norm = noise * math.sqrt(numbers / task.cohort)
+        largest = _DEVIATIONS * noise
+    compressor = SharedSupport(task.fraction, clip=float(f"{largest:.2g}"))
+    spec = ModelSpec((TensorSpec("all", (task.size,)),))
+    body_bytes = max_body_bytes(compressor.layout(spec))
+    return PrivacyPlan(
+        privacy=terms,
+        compressor={"id": "shared_support", "fraction": task.fraction, "clip": compressor.clip},
+        numbers_sent=numbers,
+        bits_per_parameter=8 * body_bytes / task.size,
+        body_bytes=body_bytes,
+        noise_norm=norm,
+        round_error=norm / task.clip,
+        task_epsilon=terms.spent(task.participations),
+        against=terms.against(),
     )

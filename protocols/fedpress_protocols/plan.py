@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from fnmatch import fnmatchcase
 from types import MappingProxyType
 from typing import Annotated, Any, Literal, TypeVar
@@ -39,7 +39,7 @@ from fedpress_protocols.errors import FedpressError, IncompatiblePlan, WireVersi
 from fedpress_protocols.masking.graph import Adversary, honest_survivors, parameters
 from fedpress_protocols.masking.keystream import Suite
 from fedpress_protocols.privacy import accounting, gaussian
-from fedpress_protocols.privacy.accounting import Cost
+from fedpress_protocols.privacy.accounting import Cost, PrivacyLane, participation
 from fedpress_protocols.upload import (
     MAX_REPORTS,
     REPORT_BYTES,
@@ -242,9 +242,6 @@ MAX_PARTICIPATIONS = 2**20
 """Maximum participations of a device in a private task."""
 
 
-PrivacyLane = Literal["distributed", "central", "local"]
-
-
 class PrivacyTerms(Term):
     """Terms of user-level differential privacy.
 
@@ -278,6 +275,14 @@ class PrivacyTerms(Term):
     def needs_masks(self) -> bool:
         return self.lane == "distributed"
 
+    def against(self, masking: MaskingTerms | None = None) -> str:
+        """The adversaries that epsilon covers, in words; `masking` are the plan's terms."""
+        if self.lane == "local":
+            return "any server, other devices, and the public"
+        if self.lane == "central":
+            return "other devices and the public, who see models, and not the server"
+        return "" if masking is None else masking.adversaries
+
     @property
     def cost(self) -> Cost:
         """The cost of one participation."""
@@ -304,13 +309,6 @@ class PrivacyTerms(Term):
             f"{self.delta:g} in {self.participations} participations, more than epsilon "
             f"{self.epsilon:g}; {advice} raise epsilon"
         )
-
-
-def participation(lane: PrivacyLane) -> Callable[[float], Cost]:
-    """By noise multiplier, the cost of one participation in this lane."""
-    if lane == "distributed":
-        return accounting.skellam_participation
-    return accounting.gaussian_participation
 
 
 LEAST_MASKED = 3
@@ -520,13 +518,7 @@ class RoundPlan(Term):
     @property
     def private_against(self) -> str:
         """The adversaries that the privacy terms' epsilon covers, in words; empty without terms."""
-        if self.privacy is None:
-            return ""
-        if self.privacy.lane == "local":
-            return "any server, other devices, and the public"
-        if self.privacy.lane == "central":
-            return "other devices and the public, who see models, and not the server"
-        return "" if self.masking is None else self.masking.adversaries
+        return "" if self.privacy is None else self.privacy.against(self.masking)
 
     @property
     def noise_shares(self) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from typing import Any
 
@@ -41,6 +42,34 @@ def test_the_printed_task_is_one_that_a_server_takes() -> None:
     assert config.privacy.participations == 10
     assert "against     a lying server with 10% of a cohort at most" in printed
     assert "not hidden  which devices take part" in printed
+
+
+@pytest.mark.parametrize(
+    ("lane", "against"),
+    [("central", "and not the server"), ("local", "any server, other devices, and the public")],
+)
+def test_a_printed_task_of_the_clear_lane_is_one_that_a_server_takes(
+    lane: str, against: str, server: Server
+) -> None:
+    model = Model.from_tensors({"w": np.zeros((200, 100), np.float32)})
+    printed = said(CliRunner().invoke(app, [*ASKED, "--lane", lane]))
+    assert against in printed
+    block = json.loads("{" + printed.split("configuration:\n")[1] + "}")
+    assert block["privacy"]["lane"] == lane
+    assert "masking" not in block
+    Operator(server).begin(model, **{**block, "rounds": 100})
+
+
+def test_noise_in_the_clear_lane_is_that_of_the_real_terms() -> None:
+    central = planned(PrivateTask(**{**TASK, "lane": "central"}))
+    local = planned(PrivateTask(**{**TASK, "lane": "local"}))
+    distributed = planned(PrivateTask(**TASK))
+    noise = central.privacy.noise_multiplier
+    assert noise == local.privacy.noise_multiplier < distributed.privacy.noise_multiplier
+    assert central.round_error == pytest.approx(noise * math.sqrt(1000) / 20)
+    assert local.round_error == pytest.approx(central.round_error * math.sqrt(20))
+    assert 5.99 < central.task_epsilon <= 6.0
+    assert central.masking is None
 
 
 def test_bits_and_noise_are_those_of_the_real_payload() -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -18,6 +19,8 @@ import numpy.typing as npt
 from fedpress_protocols.errors import ConfigurationError
 
 Curve = npt.NDArray[np.float64]
+PrivacyLane = Literal["distributed", "central", "local"]
+"""Whose noise it is: the cohort's under masks, the server's, or each device's own."""
 
 ORDERS: tuple[int, ...] = (*range(2, 65), *range(68, 129, 4), *range(144, 513, 16), 1024, 4096)
 """The orders of a curve: whole numbers, for which the bound is proven."""
@@ -91,6 +94,11 @@ def skellam_participation(noise_multiplier: float) -> Cost:
 def gaussian_participation(noise_multiplier: float) -> Cost:
     """The cost of one participation under Gaussian noise."""
     return Cost(mu=1 / noise_multiplier)
+
+
+def participation(lane: PrivacyLane) -> Callable[[float], Cost]:
+    """By noise multiplier, the cost of one participation in this lane."""
+    return skellam_participation if lane == "distributed" else gaussian_participation
 
 
 def gaussian_epsilon(mu: float, delta: float) -> float:
