@@ -1,6 +1,6 @@
 # Sourced by tests/compose/run: docs/operations/keys.md, while devices go on, with a backup in the midst of it.
 say "$(committed) rounds are committed: another server key"
-key() { compose run --rm -T migrate server-key "$@"; }
+key() { compose run --rm -T migrate server key "$@"; }
 shown() { compose exec -T worker fedpress server key show --json | field "d['$1']"; }
 former=$(shown current)
 key rotate
