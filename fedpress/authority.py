@@ -82,7 +82,7 @@ def make_authority(path: Path, passphrase: str = "") -> str:
         how = serialization.BestAvailableEncryption(passphrase.encode())
     pem = key.private_bytes(serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, how)
     try:
-        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | OPEN_FLAGS, 0o600)
     except OSError as exc:
         raise ConfigurationError(
             f"{path} cannot be made: {exc.strerror}", hint="a key is never overwritten"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import re
+import signal
 from collections.abc import Callable, Sequence
 from functools import partial, wraps
 from pathlib import Path
@@ -256,6 +257,13 @@ def read(path: Path) -> bytes:
         return path.read_bytes()
     except OSError as exc:
         raise ConfigurationError(f"{path} cannot be read: {exc.strerror}") from exc
+
+
+def heed_stop_signals() -> None:
+    """Have what stops a service raise KeyboardInterrupt: SIGTERM, and on Windows Ctrl-Break."""
+    for name in ("SIGTERM", "SIGBREAK"):
+        if hasattr(signal, name):
+            signal.signal(getattr(signal, name), signal.default_int_handler)
 
 
 def stopped() -> NoReturn:

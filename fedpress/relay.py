@@ -28,6 +28,7 @@ from fedpress_protocols.errors import (
     Unavailable,
     UnknownTask,
 )
+from fedpress_protocols.local_files import replace_file
 from fedpress_protocols.messages import Continuation, TaskConfig, TaskSummary
 from fedpress_protocols.model import Model
 from fedpress_protocols.validation import format_validation_errors
@@ -123,7 +124,7 @@ class RegionalTrainer:
             json.dump({"leg": leg, "start": start}, file)
             file.flush()
             os.fsync(file.fileno())
-        temporary.replace(self._file)
+        replace_file(temporary, self._file)
         return start
 
     def _noted(self) -> tuple[str, int] | None:

@@ -11,7 +11,6 @@ backup, and knows an earlier key.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 
@@ -22,7 +21,7 @@ from fedpress_client.state import StateDirectory, write_durably
 from fedpress_client.transport import Transport
 from fedpress_protocols.device_keys import signed_rotation
 from fedpress_protocols.errors import ConfigurationError, Conflict, StateCorrupt, UnknownDevice
-from fedpress_protocols.local_files import sync_folder
+from fedpress_protocols.local_files import replace_file, sync_folder
 from fedpress_protocols.messages import MAX_ROTATIONS, RotationRequest, SignedRotation
 from fedpress_protocols.signatures import DeviceKey
 from fedpress_protocols.validation import format_validation_errors
@@ -85,7 +84,7 @@ def change_key(directory: StateDirectory, transport: Transport) -> DeviceKey:
                 f"{identity.client_id} and {following.key_id}"
             )
         write_durably(directory.path / _CHAIN, _ROTATIONS.dump_json(chain))
-        os.replace(directory.path / _NEXT, directory.path / _KEY)
+        replace_file(directory.path / _NEXT, directory.path / _KEY)
         sync_folder(directory.path)
         transport.use_key(following)
     return following

@@ -148,7 +148,7 @@ class Outgoing:
             if self._stopped or self._file is None:
                 return b""
         os.fsync(self._file)
-        return os.pread(self._file, most, offset)
+        return self._files.outgoing_part(offset, most)
 
     def _stop(self) -> None:
         """Wait for the part in flight, and send no other."""

@@ -24,7 +24,7 @@ from fedpress_protocols.errors import (
     TransportError,
     Unavailable,
 )
-from fedpress_protocols.local_files import OPEN_FLAGS
+from fedpress_protocols.local_files import OPEN_FLAGS, replace_file
 from fedpress_protocols.model import Model
 
 _log = logging.getLogger(__name__)
@@ -89,7 +89,7 @@ class PublishedModel:
 
     def _trained_on(self, task: str, digest: str) -> bytes | None:
         """The model's file if training has fetched it already; left as it is in any case."""
-        path = self._directory.path / "tasks" / task / "models" / f"{digest}.safetensors"
+        path = self._directory.task_path(task) / "models" / f"{digest}.safetensors"
         try:
             data = path.read_bytes()
         except OSError:
@@ -97,7 +97,7 @@ class PublishedModel:
         return data if hashlib.sha256(data).hexdigest() == digest else None
 
     def _path(self, task: str) -> Path:
-        return self._directory.path / "tasks" / task / "published"
+        return self._directory.task_path(task) / "published"
 
     def _kept(self, task: str) -> tuple[str, Model] | None:
         """The model kept by this process or another, as `_keep` writes it."""
@@ -125,7 +125,7 @@ class PublishedModel:
             flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | OPEN_FLAGS
             with open(os.open(temporary, flags, 0o600), "wb") as file:
                 file.write(hashlib.sha256(data).hexdigest().encode() + data)
-            temporary.replace(path)
+            replace_file(temporary, path)
         except OSError as exc:
             _log.warning("model not kept for the next start: %s", exc)
             with suppress(OSError):

@@ -44,6 +44,8 @@ from fedpress_protocols.local_files import (
     OPEN_FLAGS,
     locked,
     open_lock,
+    remove_file,
+    replace_file,
     sync_folder,
     try_lock,
 )
@@ -53,6 +55,9 @@ from fedpress_protocols.validation import format_validation_errors
 _log = logging.getLogger(__name__)
 
 _LEDGER = "ledger.safetensors"
+_WINDOWS_DEVICES = {"con", "prn", "aux", "nul"} | {
+    f"{port}{number}" for port in ("com", "lpt") for number in range(10)
+}
 
 
 class Identity(BaseModel):
@@ -132,9 +137,15 @@ class StateDirectory:
         with locked(_open_lock(self.path / "lock")):
             yield
 
+    def task_path(self, task: str) -> Path:
+        """The folder of one task, which may not exist."""
+        # Names of devices: Windows has no files called that. No task's name has a plus.
+        is_device = sys.platform == "win32" and task.lower() in _WINDOWS_DEVICES
+        return self.path / "tasks" / (f"{task}+" if is_device else task)
+
     def task_folder(self, task: str) -> Path:
         """The folder of one task, made if need be."""
-        folder = self.path / "tasks" / task
+        folder = self.task_path(task)
         _private_folder(folder.parent)
         _private_folder(folder)
         return folder
@@ -143,7 +154,7 @@ class StateDirectory:
         """A task's account as last saved, without its lock; None if there is none. Raises
         StateCorrupt."""
         try:
-            return Ledger.from_bytes((self.path / "tasks" / task / _LEDGER).read_bytes())
+            return Ledger.from_bytes((self.task_path(task) / _LEDGER).read_bytes())
         except FileNotFoundError:
             return None
 
@@ -208,7 +219,7 @@ class TaskFiles:
         except FileNotFoundError:
             return None
         if hashlib.sha256(data).hexdigest() != digest:
-            path.unlink()
+            remove_file(path)
             return None
         return data
 
@@ -219,7 +230,7 @@ class TaskFiles:
         try:
             # Not synced: a model that a power cut tears fails its digest and is fetched again.
             _write(temporary, data, sync=False)
-            temporary.replace(path)
+            replace_file(temporary, path)
         except OSError as exc:
             _log.warning("model %s not kept: %s", digest[:12], exc)
             with suppress(OSError):
@@ -242,7 +253,7 @@ class TaskFiles:
         """Remove every model but these."""
         for path in (self.folder / "models").iterdir():
             if path.stem not in besides:
-                path.unlink()
+                remove_file(path)
 
     def session(self) -> bytes | None:
         """The record of the masked session under way; None before the first."""
@@ -258,10 +269,16 @@ class TaskFiles:
         write_durably(self.folder / "session", data)
 
     def begin_outgoing(self) -> int:
-        """An empty file for a body that is being encoded, open for reading and writing."""
+        """An empty file for a body that is being encoded, open for writing."""
         self.end_outgoing()
-        flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | OPEN_FLAGS
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | OPEN_FLAGS
         return os.open(self.folder / "outgoing", flags, 0o600)
+
+    def outgoing_part(self, offset: int, max_bytes: int) -> bytes:
+        """Up to `max_bytes` of the body from `offset` on."""
+        with (self.folder / "outgoing").open("rb") as file:
+            file.seek(offset)
+            return file.read(max_bytes)
 
     def name_outgoing(self, assignment: str, partial: str) -> None:
         """Durably: the outgoing body's first parts are in this upload of the server."""
@@ -279,7 +296,7 @@ class TaskFiles:
 
     def end_outgoing(self) -> None:
         for name in ("outgoing.json", "outgoing"):
-            (self.folder / name).unlink(missing_ok=True)
+            remove_file(self.folder / name)
 
     def durations(self) -> bytes | None:
         """The bytes that `keep_durations` wrote; None before the first."""
@@ -311,7 +328,7 @@ def write_durably(path: Path, *parts: bytes | memoryview) -> None:
     temporary = path.with_name(path.name + ".tmp")
     try:
         _write(temporary, *parts, sync=True)
-        os.replace(temporary, path)
+        replace_file(temporary, path)
         sync_folder(path.parent)
     except OSError as exc:
         with suppress(OSError):
@@ -333,7 +350,7 @@ def not_written(path: Path, exc: OSError, num_bytes: int) -> StateWriteError:
 
 def _write(path: Path, *parts: bytes | memoryview, sync: bool) -> None:
     # What a crash left under this name is of no use to anyone.
-    path.unlink(missing_ok=True)
+    remove_file(path)
     file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | OPEN_FLAGS, 0o600)
     try:
         for part in parts:

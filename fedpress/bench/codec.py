@@ -73,7 +73,7 @@ def run(json_file: Path | None, quick: bool, values: int, options: Sequence[str]
             "copy_ms": copy_ms,
             "rows": [asdict(row) for row in rows],
         }
-        json_file.write_text(json.dumps(figures, indent=2) + "\n")
+        json_file.write_text(json.dumps(figures, indent=2) + "\n", encoding="utf-8")
     return _table(rows, values, copy_ms)
 
 

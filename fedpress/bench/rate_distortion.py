@@ -90,7 +90,7 @@ def run(name: str, json_file: Path | None = None, only: str | None = None) -> st
     ]
     if json_file is not None:
         document = {"update": name, "values": updates.spec.size, "rows": list(map(asdict, rows))}
-        json_file.write_text(json.dumps(document, indent=2) + "\n")
+        json_file.write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
     skipped = [
         f"not measured, since the file has no {missing}: {wire_id}"
         for wire_id, missing in lacking.items()

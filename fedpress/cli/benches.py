@@ -56,7 +56,7 @@ def _measure(run: Callable[[Path | None], str], json_file: Path | None) -> None:
         with TemporaryDirectory(prefix="fedpress-") as folder:
             file = Path(folder) / "figures.json"
             run(file)
-            click.echo(file.read_text(), nl=False)
+            click.echo(file.read_text(encoding="utf-8"), nl=False)
         return
     if json_file is not None:
         json_file.touch()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import os
-import signal
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -19,6 +18,7 @@ from fedpress.command_line import (
     Group,
     admin_token,
     argument,
+    heed_stop_signals,
     log,
     operator,
     read,
@@ -201,7 +201,7 @@ def join(
         attributes=attributes,
         on_event=_print_event,
     )
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    heed_stop_signals()
     try:
         ended = sdk.run()
     except KeyboardInterrupt:
@@ -293,7 +293,7 @@ def relay(
         template = dict(json.loads(read(config)))
     except (ValueError, TypeError) as exc:
         raise ConfigurationError(f"{config} is not a JSON object: {exc}") from exc
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    heed_stop_signals()
     with operator(region, admin_token) as server:
         trainer = RegionalTrainer(server, template, rounds, state_dir)
         sdk = Client(

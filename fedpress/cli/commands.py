@@ -6,6 +6,7 @@ has the base install alone.
 
 from __future__ import annotations
 
+import io
 import sys
 from collections.abc import Mapping, Sequence
 
@@ -101,6 +102,8 @@ for _commands in SECTIONS.values():
 def main() -> None:
     """Entry point: errors are one sentence on stderr, and the exit code says of which kind; see
     `outcomes`."""
+    if isinstance(sys.stdout, io.TextIOWrapper):  # redirected on Windows, it lacks most letters
+        sys.stdout.reconfigure(errors="replace")
     invocation = Invocation()
     try:
         app(obj=invocation, prog_name="fedpress")

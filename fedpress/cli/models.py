@@ -193,7 +193,7 @@ def export_model(server: Operator, task: str, which: str, file: Path, as_json: b
     data = server.model(lineage.model).to_bytes()
     beside = file.with_name(file.name + ".json")
     file.write_bytes(data)
-    beside.write_text(lineage.model_dump_json(indent=2) + "\n")
+    beside.write_text(lineage.model_dump_json(indent=2) + "\n", encoding="utf-8")
     lines = [
         f"{file}: version {lineage.version} of {task}, {lineage.model}",
         f"{beside}: {lineage.num_updates} updates, {len(lineage.ancestors)} models before",

@@ -127,7 +127,7 @@ def plan(
         return
     if json_file is not None:
         try:
-            Path(json_file).write_text(figures)
+            Path(json_file).write_text(figures, encoding="utf-8")
         except OSError as exc:
             raise ConfigurationError(f"{json_file} cannot be written: {exc.strerror}") from exc
     click.echo(report.to_text())

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from fedpress_protocols.local_files import replace_file
 from fedpress_protocols.messages import RoundStatus
 
 
@@ -117,8 +117,8 @@ class History:
         """Replace `path` in one step."""
         path.parent.mkdir(parents=True, exist_ok=True)
         fresh = path.with_name(path.name + ".new")
-        fresh.write_text(self.to_json())
-        os.replace(fresh, path)
+        fresh.write_text(self.to_json(), encoding="utf-8")
+        replace_file(fresh, path)
 
 
 def _ratio(plain: int, compressed: int) -> float:

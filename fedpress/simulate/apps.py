@@ -258,7 +258,7 @@ def parse_app(text: str) -> FlowerApp | Callable[[int, int], Trainer]:
 def _project(folder: Path) -> FlowerApp:
     """A Flower app as `flwr run` takes it: what its pyproject.toml says."""
     try:
-        settings = tomllib.loads((folder / "pyproject.toml").read_text())
+        settings = tomllib.loads((folder / "pyproject.toml").read_text(encoding="utf-8"))
         app = settings["tool"]["flwr"]["app"]
         parts = app["components"]
         return FlowerApp(

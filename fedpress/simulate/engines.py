@@ -28,6 +28,7 @@ from flwr.clientapp import ClientApp
 
 from fedpress.simulate import flower_runtime as runtime
 from fedpress_protocols.errors import ConfigurationError, ServerError
+from fedpress_protocols.local_files import replace_file
 
 _BUNDLE_SECONDS = 0.02
 """Of work that a process is given, and answers, at a time: each time costs it and us a waking."""
@@ -94,7 +95,7 @@ class _Host:
         if after != stored:
             fresh = path.with_name(f"{node}.new")
             fresh.write_bytes(after)
-            os.replace(fresh, path)
+            replace_file(fresh, path)
         return reply
 
 
@@ -223,7 +224,8 @@ class _Worker:
     def started(cls, run: Run) -> _Worker:
         # Spawned, not forked: a fork would take along locks that other threads hold.
         context = multiprocessing.get_context("spawn")
-        ours, theirs = context.Pipe()
+        ends: tuple[Any, Any] = context.Pipe()  # of another class on Windows
+        ours, theirs = ends
         desk = _Desk(context.RawArray("q", 2), context.Lock())
         process = context.Process(target=_work, args=(theirs, desk, run), daemon=True)
         before = {name: os.environ.get(name) for name in _ONE_THREAD}

@@ -5,7 +5,6 @@ from __future__ import annotations
 import csv
 import json
 import math
-import os
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
@@ -14,6 +13,7 @@ from typing import Any
 from fedpress.simulate.grid import Exchange
 from fedpress_flower.envelope import JOIN, STEPS
 from fedpress_flower.server import NO_ANSWER
+from fedpress_protocols.local_files import replace_file
 from fedpress_protocols.policies import Course
 
 
@@ -184,7 +184,7 @@ class History:
         measured = sorted(
             {f"{what}.{n}" for r in self.rows for what in _MEASURED for n in getattr(r, what)}
         )
-        with fresh.open("w", newline="") as file:
+        with fresh.open("w", encoding="utf-8", newline="") as file:
             writer = csv.writer(file)
             writer.writerow(plain + measured)
             for row in self.rows:
@@ -193,7 +193,7 @@ class History:
                 cells = (name.partition(".") for name in measured)
                 values += [getattr(row, what).get(name) for what, _, name in cells]
                 writer.writerow(["" if value is None else value for value in values])
-        os.replace(fresh, folder / "history.csv")
+        replace_file(fresh, folder / "history.csv")
 
 
 _MEASURED = ("train", "evaluation", "test")
@@ -201,8 +201,8 @@ _MEASURED = ("train", "evaluation", "test")
 
 def _replace(path: Path, text: str) -> None:
     fresh = path.with_name(path.name + ".new")
-    fresh.write_text(text)
-    os.replace(fresh, path)
+    fresh.write_text(text, encoding="utf-8")
+    replace_file(fresh, path)
 
 
 def draw(histories: Sequence[History], path: Path) -> None:

@@ -63,7 +63,9 @@ def simulate(
     history = History(name, dataclasses.asdict(settings), link=settings.link)
     apps, server_app = _apps(settings, folder, history)
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / _SETTINGS).write_text(json.dumps(dataclasses.asdict(settings), indent=2))
+    (folder / _SETTINGS).write_text(
+        json.dumps(dataclasses.asdict(settings), indent=2), encoding="utf-8"
+    )
     config: dict[str, Any] = {SEED: settings.seed, STATE_DIR: str(folder / "clients")}
     if isinstance(apps, FlowerApp):
         config = {**apps.configured(settings.run_config, settings.rounds), **config}
@@ -109,7 +111,9 @@ def _of_task(
     history = History(name, dataclasses.asdict(settings), link=settings.link)
     run = ServerTask.prepare(settings, folder)
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / _SETTINGS).write_text(json.dumps(dataclasses.asdict(settings), indent=2))
+    (folder / _SETTINGS).write_text(
+        json.dumps(dataclasses.asdict(settings), indent=2), encoding="utf-8"
+    )
     started = time.monotonic()
 
     def closed(row: Row) -> None:
@@ -165,7 +169,7 @@ def _finished(out: Path, name: str, settings: Settings) -> History | None:
     path = out / "history.json"
     if not path.exists():
         return None
-    document = json.loads(path.read_text())
+    document = json.loads(path.read_text(encoding="utf-8"))
     if document["settings"] != dataclasses.asdict(settings) or not document["complete"]:
         return None
     rows = [Row(**row) for row in document["history"]]
@@ -196,7 +200,7 @@ def _check(settings: Settings, folder: Path, fresh: bool) -> None:
     if not folder.exists():
         return
     free = ("engine", "workers", "timeout", "link")
-    before = json.loads((folder / _SETTINGS).read_text())
+    before = json.loads((folder / _SETTINGS).read_text(encoding="utf-8"))
     now = dataclasses.asdict(settings)
     other = [key for key in now if key not in free and before.get(key) != now[key]]
     if other:
@@ -371,7 +375,7 @@ def run(
         document = [json.loads(history.to_json()) for history in histories]
         whole = document if sweep_file is not None else document[0]
         json_file.parent.mkdir(parents=True, exist_ok=True)
-        json_file.write_text(json.dumps(whole, indent=2) + "\n")
+        json_file.write_text(json.dumps(whole, indent=2) + "\n", encoding="utf-8")
     if plot:
         draw(histories, out / "accuracy.png")
     print_summary(console, histories, out)

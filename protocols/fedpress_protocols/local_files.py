@@ -7,7 +7,9 @@ read it, every folder on the way to it lets others through, and it is not on a r
 
 Windows has no modes: a file there inherits who may read it from its folder, and a folder of a
 user's profile is that user's alone. So modes and owners are checked on POSIX systems only. Neither
-can a folder be synced there: NTFS writes a change of name to its journal by itself.
+can a folder be synced there: NTFS writes a change of name to its journal by itself. And nobody can
+replace or remove a file there while another has it open, be it a virus scanner that looks at what
+was just written: `replace_file` and `remove_file` try again for a while.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ import os
 import stat
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -24,6 +26,8 @@ from fedpress_protocols.errors import ConfigurationError
 
 OPEN_FLAGS = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0)
 """For every `os.open`: follow no link, leave nothing open to child processes, change no byte."""
+_PATIENCE = 2.0
+"""Seconds for which Windows is asked again to replace or remove a file that somebody has open."""
 
 
 def is_exposed(file: Path) -> bool:
@@ -50,6 +54,27 @@ def check_private(file: Path, content: str) -> None:
             f"{stat.S_IMODE(os.stat(file).st_mode):04o}",
             hint=f"chmod 0600 {file}; if others use this machine, make a new one: they may have it",
         )
+
+
+def replace_file(source: Path, target: Path) -> None:
+    """Give `source` the name `target` in one step, whatever had that name; raises OSError."""
+    _retried(lambda: os.replace(source, target))
+
+
+def remove_file(file: Path) -> None:
+    """Remove `file` if it is there; raises OSError."""
+    _retried(lambda: file.unlink(missing_ok=True))
+
+
+def _retried(change: Callable[[], None]) -> None:
+    if sys.platform == "win32":
+        give_up = time.monotonic() + _PATIENCE
+        while time.monotonic() < give_up:
+            try:
+                return change()
+            except PermissionError:
+                time.sleep(0.01)
+    change()
 
 
 def sync_folder(folder: Path | str) -> None:

@@ -53,6 +53,7 @@ from fedpress_server.storage.files import model_name
 from fedpress_server.storage.payloads import Payloads, check_digest
 from fedpress_server.storage.records import task_records
 from fedpress_server.storage.tables import model_files, models
+from fedpress_server.systems import check_system
 
 MIN_FREE_BYTES = 1024 * MIB
 MIN_FREE_FILES = 10_000
@@ -90,6 +91,13 @@ def examined(
 
     `now`: this machine's clock, Unix seconds.
     """
+    try:
+        check_system()
+    except ConfigurationError as exc:
+        yield Finding("system", exc.detail, exc.hint)
+        if url:
+            yield from _answer(url, now, 300.0)
+        return
     try:
         settings = load()
     except ConfigurationError as exc:

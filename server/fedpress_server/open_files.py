@@ -1,11 +1,14 @@
-"""The limit on open files, which bounds the number of connections."""
+"""The limit on open files, which bounds the number of connections; Windows has none."""
 
 from __future__ import annotations
 
-import resource
+import sys
 from contextlib import suppress
 
 from fedpress_server.settings import Settings
+
+if sys.platform != "win32":
+    import resource
 
 _MOST_CONNECTIONS = 16_384
 _ENOUGH = 65_536

@@ -24,6 +24,7 @@ from fedpress_server.api.listeners import Listening
 from fedpress_server.app import create_app
 from fedpress_server.observing import logs
 from fedpress_server.settings import Settings
+from fedpress_server.systems import check_system
 from fedpress_server.tls import Certificates, certificates_of
 
 _log = logging.getLogger(__name__)
@@ -38,8 +39,9 @@ _LAST_REQUESTS = 0.2
 def serve(settings: Settings) -> None:
     """Run until SIGTERM or SIGINT; prints one line with the address once it accepts requests.
 
-    Raises ConfigurationError if the data folder or the database cannot be used.
+    Raises ConfigurationError if the data folder or the database cannot be used, and on Windows.
     """
+    check_system()
     lines = logs.install(
         settings.log_level, settings.log_format, role=settings.role, secrets=_spelt(settings)
     )

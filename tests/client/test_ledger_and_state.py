@@ -38,6 +38,7 @@ from fedpress_protocols.messages import Assignment, Receipt
 from fedpress_protocols.model import Model
 from tests.client.fake_server import make_plan
 from tests.ledgers import velocity
+from tests.systems import posix_only
 
 RNG = np.random.default_rng(0)
 
@@ -431,6 +432,7 @@ def mode(path: Path) -> int:
     return stat.S_IMODE(path.stat().st_mode)
 
 
+@posix_only
 def test_the_folder_and_all_in_it_is_private(tmp_path: Path) -> None:
     old = os.umask(0)
     try:
@@ -451,6 +453,7 @@ def test_the_folder_and_all_in_it_is_private(tmp_path: Path) -> None:
     assert directory.identity().client_id == "c"
 
 
+@posix_only
 def test_a_folder_open_to_others_is_closed_and_a_strangers_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -502,6 +505,7 @@ def test_a_broken_state_file_says_what_to_do(tmp_path: Path) -> None:
         directory.key()
 
 
+@posix_only
 def test_a_ledger_is_synced_before_it_takes_the_old_ones_place(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -206,6 +206,8 @@ def test_after_a_crash_the_upload_is_resumed_or_can_never_count(
     for start in range(0, encoded, 500):
         outgoing.add(BODY[start : min(start + 500, encoded)])
     outgoing._stop()  # and nothing else of it happens any more
+    if outgoing._file is not None:
+        os.close(outgoing._file)
     files.close()
 
     files = directory.task("task")

@@ -23,7 +23,7 @@ from fedpress_client.ledger import Ledger
 from fedpress_client.state import Identity, write_durably
 from fedpress_flower import envelope
 from fedpress_protocols.errors import ConfigurationError, MalformedRequest, StateCorrupt
-from fedpress_protocols.local_files import OPEN_FLAGS, locked, open_lock
+from fedpress_protocols.local_files import OPEN_FLAGS, locked, open_lock, replace_file
 from fedpress_protocols.messages import Identifier
 from fedpress_protocols.plan import Name
 from fedpress_protocols.signatures import DeviceKey
@@ -207,4 +207,4 @@ class Account:
         descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | OPEN_FLAGS, 0o600)
         with os.fdopen(descriptor, "wb") as file:
             file.write(data)
-        os.replace(temporary, path)
+        replace_file(temporary, path)

@@ -17,14 +17,11 @@ from __future__ import annotations
 import asyncio
 import json
 import math
-import struct
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from fcntl import ioctl
 from http import HTTPStatus
 from ipaddress import IPv4Network, IPv6Network, ip_network
-from termios import TIOCOUTQ
 from typing import Any, Literal, NamedTuple
 
 from uvicorn.config import Config
@@ -39,6 +36,7 @@ from fedpress_protocols.errors import (
     Unavailable,
 )
 from fedpress_server.identity.limits import budget_of
+from fedpress_server.systems import unsent_in_kernel
 
 Refusal = Literal[
     "silent",
@@ -518,12 +516,9 @@ class _BoundedProtocol(HttpToolsProtocol):
         """
         unsent = self.transport.get_write_buffer_size()
         try:
-            in_kernel = ioctl(
-                self.transport.get_extra_info("socket").fileno(), TIOCOUTQ, struct.pack("i", 0)
-            )
+            return unsent + unsent_in_kernel(self.transport.get_extra_info("socket"))
         except (OSError, ValueError, AttributeError):  # a socket without that information
             return unsent
-        return unsent + int(struct.unpack("i", in_kernel)[0])
 
     # The end
 
