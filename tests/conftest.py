@@ -2,6 +2,7 @@
 
 import gc
 import os
+from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 import pytest
@@ -33,6 +34,30 @@ def soak() -> bool:
 def slow() -> bool:
     """Whether `make test-slow` runs: tests marked `slow(short=True)` are then longer."""
     return SLOW
+
+
+# On a device's base install the SDK's tests run without these files, which need more.
+NEEDS = {
+    "torch": (
+        "client/test_client_terms.py",
+        "client/test_data_parallel.py",
+        "client/test_evaluation_reports.py",
+        "client/test_restricted_training.py",
+        "client/test_torch_trainer.py",
+        "compression/test_dgc.py",
+    ),
+    "scipy": ("protocols/test_privacy.py",),
+    "yaml": ("conformance/test_workflows.py",),
+}
+collect_ignore = [
+    file for library, files in NEEDS.items() if find_spec(library) is None for file in files
+]
+
+
+def pytest_report_header() -> list[str]:
+    return [f"left out, as libraries are missing: {', '.join(collect_ignore)}"][
+        : len(collect_ignore)
+    ]
 
 
 # What the tests of these files share is dear, so that one worker runs each of them.

@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.numpy import save
@@ -55,6 +54,7 @@ def test_buffers_are_carried_as_they_are() -> None:
 def test_bfloat16_rounds_to_nearest_even(values: list[float]) -> None:
     spec = ModelSpec((TensorSpec("x", (len(values),), "bfloat16"),))
     ours = Model.from_bytes(Model(spec, np.array(values, np.float32), {}).to_bytes())
+    torch = pytest.importorskip("torch")
     theirs = torch.tensor(values, dtype=torch.float32).to(torch.bfloat16).to(torch.float32)
     assert (ours.parameters == theirs.numpy()).all()
 
