@@ -32,7 +32,7 @@ def privacy() -> None:
 @click.option("--clip", type=click.FloatRange(1e-9, 2**20), required=True,
               help="L2 norm to which what a device sends is clipped.")  # fmt: skip
 @click.option("--lane", type=click.Choice(get_args(PrivacyLane)), default="distributed",
-              help="Whose noise: the cohort's under masks, the server's, or each device's.")  # fmt: skip
+              help="Whose noise: of the cohort (masked), the server, or each device.")  # fmt: skip
 @click.option("--population", type=click.IntRange(min=2), required=True, help="Devices in all.")
 @click.option("--cohort", type=click.IntRange(min=2), default=100, help="Devices of a round.")
 @click.option("--minimum", type=click.IntRange(min=2), help="Survivors of a round, at least; 80 % "
