@@ -18,23 +18,22 @@ from fedpress_protocols.errors import ConfigurationError
 
 POINTS: Mapping[str, str] = MappingProxyType(
     {
-        "body-begun": "the first piece of an upload's body has come",
-        "file-written": "a file is written and synced beside its place, not in it",
-        "file-kept": "a file is durable in its place, no row leads to it",
+        "body-begun": "the first piece of an upload's body was received",
+        "file-written": "a file is written and synced under a temporary name",
+        "file-kept": "a file is durable under its name, no row refers to it",
         "upload-kept": "an upload is durable, its row is not written",
-        "commit-due": "a transaction has done its work and is about to commit",
-        "committed": "a transaction is durable, nobody in the process knows",
+        "commit-due": "a transaction has run its statements and is about to commit",
+        "committed": "a transaction is durable, the process has not been notified",
         "upload-committed": "an upload's row is durable, the device has no answer",
         "request-answered": "a request's answer is sent",
-        "job-leased": "a worker holds a lease and has not begun",
+        "job-leased": "a worker holds a lease and has not started",
         "upload-added": "one more upload is added to an aggregation's sum",
         "sum-kept": "the sum of a batch is durable, its row is not written",
         "sum-committed": "the row of a batch's sum is durable",
         "model-stepped": "the optimizer has made the next model, no file of it is written",
         "model-kept": "the model and its state are durable, the version is not committed",
-        "round-committed": "what a job came to is durable",
-        "device-changed": "an operator's word on a device, or its next key, is durable, and nobody "
-        "knows",
+        "round-committed": "the result of a job is durable",
+        "device-changed": "a device's new state or key is durable, no server has been notified",
     }
 )
 """By name: the state when the process reaches the point."""
