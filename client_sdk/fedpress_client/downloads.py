@@ -1,6 +1,7 @@
 """Downloads of models: the smallest form that the server offers, checked in any case.
 
-    here already → the difference to one that is here → whole, coded → the file itself
+    here already → the difference to one that is here → its trained tensors, where the base is here
+    → whole, coded → the file itself
 
 Whatever way it came, a model is its file, and the file's SHA-256 is its name. So a coded form that
 is gone, damaged, forged or too large is no harm: the next way is tried.
@@ -13,8 +14,9 @@ import logging
 from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
 
+from fedpress_client.bases import Bases
 from fedpress_client.transport import Transport
-from fedpress_protocols.downlink import decode_difference, decode_model
+from fedpress_protocols.downlink import decode_difference, decode_model, decode_trained
 from fedpress_protocols.errors import (
     ConfigurationError,
     DigestMismatch,
@@ -22,7 +24,7 @@ from fedpress_protocols.errors import (
     MalformedRequest,
     NotFound,
 )
-from fedpress_protocols.model import Model
+from fedpress_protocols.model import Base, Model
 
 _log = logging.getLogger(__name__)
 
@@ -36,23 +38,35 @@ def download_model(
     digest: str,
     task: str,
     max_bytes: int,
-    bases: Iterable[tuple[str, bytes]] | None,
-) -> bytes:
-    """The file of the model `digest`; raises what fetching the plain file does.
+    held: Iterable[tuple[str, bytes]] | None,
+    bases: Bases,
+) -> tuple[bytes, Model]:
+    """The file of the model `digest`, and the model, whose base is among `bases` then; raises what
+    fetching the plain file does.
 
-    `bases` are the digests and files of models that the device holds, the likeliest first, read as
+    `held` are the digests and files of models that the device holds, the likeliest first, read as
     they are needed; None where the task has no downlink.
     """
-    if bases is not None:
-        for way in _ways(transport, digest, task, max_bytes, bases):
-            try:
-                data = way().to_bytes()
-                if hashlib.sha256(data).hexdigest() != digest:
-                    raise DigestMismatch(f"{digest[:12]} decodes to another model")
-                return data
-            except _UNFIT as exc:
-                _log.info("model %s, coded: %s", digest[:12], exc.detail)
-    return transport.model(digest, max_bytes, task)
+    for base, way in _ways(transport, digest, task, max_bytes, held, bases):
+        try:
+            model = way()
+            data = model.to_bytes()
+            _check(data, digest)
+        except _UNFIT as exc:
+            _log.info("model %s, coded: %s", digest[:12], exc.detail)
+            continue
+        bases.keep(model, base)
+        return data, model
+    data = transport.model(digest, max_bytes, task)
+    _check(data, digest)
+    model = Model.from_bytes(data)
+    bases.keep(model)
+    return data, model
+
+
+def _check(data: bytes, digest: str) -> None:
+    if hashlib.sha256(data).hexdigest() != digest:
+        raise DigestMismatch(f"model {digest[:12]} came with other bytes")
 
 
 def _ways(
@@ -60,15 +74,25 @@ def _ways(
     digest: str,
     task: str,
     max_bytes: int,
-    bases: Iterable[tuple[str, bytes]],
-) -> Iterator[Callable[[], Model]]:
-    for base, model in islice(_models(bases), BASES):
+    held: Iterable[tuple[str, bytes]] | None,
+    bases: Bases,
+) -> Iterator[tuple[str | None, Callable[[], Model]]]:
+    """The ways to the model, each with the digest of its base where that is known."""
+    for base, model in islice(_models(held or ()), BASES):
 
         def by_difference(base: str = base, model: Model = model) -> Model:
             return decode_difference(transport.difference(digest, base, max_bytes, task), model)
 
-        yield by_difference
-    yield lambda: decode_model(transport.coded(digest, max_bytes, task), max_bytes)
+        yield None, by_difference
+    for name, each in bases.offered():
+
+        def over_base(name: str = name, each: Base = each) -> Model:
+            data = transport.trained(digest, name, max_bytes, task)
+            return decode_trained(data, each, max_bytes)
+
+        yield name, over_base
+    if held is not None:
+        yield None, lambda: decode_model(transport.coded(digest, max_bytes, task), max_bytes)
 
 
 def _models(files: Iterable[tuple[str, bytes]]) -> Iterator[tuple[str, Model]]:

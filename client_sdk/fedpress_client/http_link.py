@@ -81,7 +81,7 @@ class Traffic:
     coded_down: int = 0
     """Of `body_down`: what came when a whole model was asked for, coded."""
     difference_down: int = 0
-    """The same for differences to a model that is held."""
+    """The same for differences to a model that is held, and for trained tensors over a base."""
 
 
 class LinkOptions(TypedDict, total=False):

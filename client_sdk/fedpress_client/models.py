@@ -10,6 +10,7 @@ import hashlib
 import numpy as np
 
 from fedpress_client import tracing
+from fedpress_client.bases import Bases
 from fedpress_client.downloads import BASES, download_model
 from fedpress_client.joined_task import JoinedTask
 from fedpress_client.transport import Transport
@@ -23,8 +24,8 @@ from fedpress_protocols.plan import RoundPlan
 class TaskModels:
     """Downloads, one model at a time in memory."""
 
-    def __init__(self, transport: Transport, max_model_bytes: int) -> None:
-        self._transport, self._max_model_bytes = transport, max_model_bytes
+    def __init__(self, transport: Transport, max_model_bytes: int, bases: Bases) -> None:
+        self._transport, self._max_model_bytes, self._bases = transport, max_model_bytes, bases
         self._newest: tuple[str, Model] | None = None
 
     @tracing.traced("fetch")
@@ -38,15 +39,16 @@ class TaskModels:
     def read(self, task: JoinedTask, digest: str) -> Model:
         """A model from the task's folder, or else from the server."""
         data = task.files.model(digest)
-        if data is None:
-            bases = None
-            if task.has_downlink:
-                files = ((base, task.files.model(base)) for base in task.files.newest())
-                bases = ((base, data) for base, data in files if data is not None)
-            limit = self._max_model_bytes
-            data = download_model(self._transport, digest, task.name, limit, bases)
-            _keep(task, digest, data)
-        return Model.from_bytes(data)
+        if data is not None:
+            return Model.from_bytes(data)
+        held = None
+        if task.has_downlink:
+            files = ((each, task.files.model(each)) for each in task.files.newest())
+            held = ((each, data) for each, data in files if data is not None)
+        limit = self._max_model_bytes
+        data, model = download_model(self._transport, digest, task.name, limit, held, self._bases)
+        task.files.keep_model(digest, data)
+        return model
 
     def keep_only(self, task: JoinedTask, plan: RoundPlan) -> None:
         """Remove the files that neither `plan` nor the download of its model needs."""

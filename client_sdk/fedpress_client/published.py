@@ -14,12 +14,12 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 
+from fedpress_client.bases import Bases
 from fedpress_client.downloads import download_model
 from fedpress_client.state import StateDirectory
 from fedpress_client.transport import Transport
 from fedpress_protocols.errors import (
     ConfigurationError,
-    DigestMismatch,
     NotFound,
     TransportError,
     Unavailable,
@@ -48,6 +48,7 @@ class PublishedModel:
     ) -> None:
         self._directory, self._connect = directory, connect
         self._clock, self._max_bytes = clock, max_bytes
+        self._bases = Bases(directory)
         self._lock = threading.Lock()
         self._newest: tuple[str, Model] | None = None
         self._asked_at: float | None = None
@@ -77,13 +78,14 @@ class PublishedModel:
             if cached is not None and cached[0] == digest:
                 return cached
             data = self._trained_on(task, digest)
-            if data is None:
+            if data is not None:
+                model = Model.from_bytes(data)
+            else:
                 files = [] if cached is None else [(cached[0], cached[1].to_bytes())]
-                bases = files if summary.downlink else None
-                data = download_model(transport, digest, task, self._max_bytes, bases)
-        if hashlib.sha256(data).hexdigest() != digest:
-            raise DigestMismatch(f"model {digest[:12]} came with other bytes")
-        model = Model.from_bytes(data)
+                held = files if summary.downlink else None
+                data, model = download_model(
+                    transport, digest, task, self._max_bytes, held, self._bases
+                )
         self._keep(task, data)
         return digest, model
 

@@ -2,6 +2,7 @@
 
     identity.json, key.pem            who this device is, and the server's key that it pinned
     next-key.pem, rotations.json      a change of key under way, and those before; see device_key.py
+    bases/                            tensors that no task trains, by digest; see bases.py
     tasks/<task>/ledger.safetensors   the account, see ledger.py
     tasks/<task>/models/              a few models by digest, to spare a download
     tasks/<task>/durations.json       how long the last assignments took, see failures.py

@@ -5,6 +5,7 @@ masked session → check in → settle receipts → send what is unsent → run 
 
 from __future__ import annotations
 
+from fedpress_client.bases import Bases, own_model
 from fedpress_client.enrolment import Enrolment
 from fedpress_client.evaluation import Evaluator
 from fedpress_client.joined_task import JoinedTask, masked_tasks
@@ -34,7 +35,8 @@ class TaskRunner:
         self._services, self._may_switch = services, may_switch
         settings, transport = services.settings, services.transport
         uplink = UplinkMeter(settings.attributes or {})
-        models = TaskModels(transport, settings.max_model_bytes)
+        bases = Bases(services.directory, lambda: own_model(services.trainer))
+        models = TaskModels(transport, settings.max_model_bytes, bases)
         knowledge = SideInformation(models, transport)
         evaluator = Evaluator(services)
         self.receipts = Receipts(transport, services.events, uplink)

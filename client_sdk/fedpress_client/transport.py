@@ -87,6 +87,11 @@ class Transport(Protocol):
         """The same as the difference to the model `base`. Raises NotFound where there is none."""
         ...
 
+    def trained(self, digest: str, base: str, max_bytes: int, task: str) -> bytes:
+        """The trained tensors of the model `digest`, if its base has the digest `base`. Raises
+        NotFound if not."""
+        ...
+
     def artefact(self, digest: str, max_bytes: int, task: str) -> bytes:
         """As `model`, for what a plan names besides."""
         ...
@@ -259,9 +264,16 @@ class HttpTransport:
             self.traffic.coded_down += self.traffic.body_down - before
 
     def difference(self, digest: str, base: str, max_bytes: int, task: str) -> bytes:
+        return self._relative(f"/v1/models/{digest}/from/{base}?task={task}", max_bytes)
+
+    def trained(self, digest: str, base: str, max_bytes: int, task: str) -> bytes:
+        return self._relative(f"/v1/models/{digest}/over/{base}?task={task}", max_bytes)
+
+    def _relative(self, path: str, max_bytes: int) -> bytes:
+        """A model relative to what the device holds, counted as such."""
         before = self.traffic.body_down
         try:
-            return self._link.file(f"/v1/models/{digest}/from/{base}?task={task}", None, max_bytes)
+            return self._link.file(path, None, max_bytes)
         finally:
             self.traffic.difference_down += self.traffic.body_down - before
 

@@ -1,4 +1,5 @@
-"""Coding of models for download: whole, or as the difference to one that the device has.
+"""Coding of models for download: whole, as the difference to one that the device has, or without
+the tensors that are not trained, which the device has.
 
 In a model on a grid, every trained tensor holds whole multiples of some power of two. Those whole
 numbers are coded, so both forms are exact: by either way, a device gets the same file to the last
@@ -21,7 +22,7 @@ from fedpress_compression.coding.fields import Alphabet, Coder, Integers, Layout
 from fedpress_compression.contexts import grid_of
 from fedpress_compression.tensors import ModelSpec, TensorSpec, Vector, stored_dtype
 from fedpress_protocols.errors import BodyTooLarge, ConfigurationError, DecodingError
-from fedpress_protocols.model import Model, from_stored, rounded_to_stored, to_stored
+from fedpress_protocols.model import Base, Model, from_stored, rounded_to_stored, to_stored
 
 Whole = npt.NDArray[np.int64]
 
@@ -32,7 +33,7 @@ _BEYOND = 2**24
 _MOST_SHIFT = 24
 _MOST_SPEC = 2**20
 """Maximum bytes of a spec; enough for more than 10,000 tensors."""
-_MODEL, _DIFFERENCE = 1, 2
+_MODEL, _DIFFERENCE, _PLAIN_TRAINED, _CODED_TRAINED = 1, 2, 3, 4
 _ANY: Coder = "auto"
 DownlinkCoder = Literal["huffman", "auto"]
 
@@ -106,16 +107,10 @@ def encode_model(model: Model, coder: DownlinkCoder = "huffman") -> bytes:
 
     Raises ConfigurationError for a model that is on none, or holds values that its file does not.
     """
-    spec = model.spec
-    text = spec.to_json().encode()
-    if len(text) > _MOST_SPEC:
-        raise ConfigurationError(f"a spec of {len(text)} bytes; at most {_MOST_SPEC} can be coded")
-    described = _coded_octets(np.frombuffer(text, np.uint8))
     coded_buffers = _coded_octets(_buffers(model))
-    head = bytes((_MODEL,)) + uvarint(len(text)) + uvarint(len(described)) + described
+    head = bytes((_MODEL,)) + _coded_spec(model.spec)
     head += uvarint(len(coded_buffers)) + coded_buffers
-    zeros = np.zeros(spec.size, np.float32)
-    return head + _encode(spec, *_parts(spec, zeros, model.parameters), coder)
+    return head + _from_zeros(model, coder)
 
 
 def decode_model(data: bytes, max_bytes: int) -> Model:
@@ -126,17 +121,7 @@ def decode_model(data: bytes, max_bytes: int) -> Model:
     """
     reader = Reader(data)
     _expect_form(reader, _MODEL)
-    length = reader.uvarint()
-    if length > _MOST_SPEC:
-        raise DecodingError(f"a spec of {length} bytes")
-    text = _octets(reader, length).tobytes()
-    try:
-        spec = ModelSpec.from_json(text)
-    except ConfigurationError as exc:
-        raise DecodingError(f"not a model spec: {exc.detail}") from exc
-    total = sum(tensor.num_bytes for tensor in spec.tensors)
-    if total > max_bytes:
-        raise BodyTooLarge(f"a model of {total} bytes; at most {max_bytes} are allowed")
+    spec = _spec(reader, max_bytes)
     others = [tensor for tensor in spec.tensors if not tensor.is_trained]
     raw = _octets(reader, sum(tensor.num_bytes for tensor in others)).tobytes()
     try:
@@ -171,6 +156,44 @@ def decode_difference(data: bytes, base: Model) -> Model:
     parameters = base.parameters.copy()
     _decode(reader, data, base.spec, parameters)
     return base.with_parameters(parameters)
+
+
+def encode_trained(model: Model, coder: DownlinkCoder | None) -> bytes:
+    """Encode all of a model but its base: a function of the model and `coder`.
+
+    Without a coder the trained tensors are as in the model's file. With one they are coded as in
+    `encode_model`, whose errors it raises.
+    """
+    if coder is not None:
+        return bytes((_CODED_TRAINED,)) + _coded_spec(model.spec) + _from_zeros(model, coder)
+    values = model.tensors()
+    stored = (to_stored(tensor, values[tensor.name]).tobytes() for tensor in model.spec.trained)
+    return bytes((_PLAIN_TRAINED,)) + _coded_spec(model.spec) + b"".join(stored)
+
+
+def decode_trained(data: bytes, base: Base, max_bytes: int) -> Model:
+    """Decode the bytes of `encode_trained`, of a model of this base.
+
+    Raises DecodingError, or BodyTooLarge as `decode_model` does.
+    """
+    reader = Reader(data)
+    form = reader.read(8)
+    if form not in (_PLAIN_TRAINED, _CODED_TRAINED):
+        raise DecodingError(f"form {form}, expected {_PLAIN_TRAINED} or {_CODED_TRAINED}")
+    spec = _spec(reader, max_bytes)
+    others = tuple(tensor for tensor in spec.tensors if not tensor.is_trained)
+    if others != base.tensors:
+        raise DecodingError(f"the model has another base than {base.digest[:12]}")
+    try:
+        model = Model(spec, np.zeros(spec.size, np.float32), base.buffers)
+        model.tensors()  # which refuses shapes that no array has
+        if form == _PLAIN_TRAINED:
+            stored = _split(data[reader.at >> 3 :], spec.trained)
+            return model.with_parameters(spec.flatten(stored))
+    except (ConfigurationError, ValueError) as exc:
+        raise DecodingError(f"no model: {exc}") from exc
+    _decode(reader, data, spec, model.parameters)
+    return model
 
 
 def on_grid(tensor: TensorSpec, values: Vector, bits: int) -> Vector:
@@ -298,13 +321,45 @@ def _buffers(model: Model) -> npt.NDArray[np.uint8]:
 
 
 def _split(raw: bytes, tensors: Sequence[TensorSpec]) -> dict[str, npt.NDArray[Any]]:
-    """Split the concatenated bytes `raw` into arrays."""
+    """Split the concatenated bytes `raw` into arrays; raises ValueError for another length."""
+    expected = sum(tensor.num_bytes for tensor in tensors)
+    if len(raw) != expected:
+        raise ValueError(f"{len(raw)} bytes of tensors, expected {expected}")
     arrays, at = {}, 0
     for tensor in tensors:
         stored = np.frombuffer(raw, stored_dtype(tensor), tensor.size, at)
         arrays[tensor.name] = from_stored(tensor, stored).reshape(tensor.shape)
         at += tensor.num_bytes
     return arrays
+
+
+def _coded_spec(spec: ModelSpec) -> bytes:
+    text = spec.to_json().encode()
+    if len(text) > _MOST_SPEC:
+        raise ConfigurationError(f"a spec of {len(text)} bytes; at most {_MOST_SPEC} can be coded")
+    described = _coded_octets(np.frombuffer(text, np.uint8))
+    return uvarint(len(text)) + uvarint(len(described)) + described
+
+
+def _spec(reader: Reader, max_bytes: int) -> ModelSpec:
+    """Read a spec, of tensors that are no longer than `max_bytes`."""
+    length = reader.uvarint()
+    if length > _MOST_SPEC:
+        raise DecodingError(f"a spec of {length} bytes")
+    text = _octets(reader, length).tobytes()
+    try:
+        spec = ModelSpec.from_json(text)
+    except ConfigurationError as exc:
+        raise DecodingError(f"not a model spec: {exc.detail}") from exc
+    total = sum(tensor.num_bytes for tensor in spec.tensors)
+    if total > max_bytes:
+        raise BodyTooLarge(f"a model of {total} bytes; at most {max_bytes} are allowed")
+    return spec
+
+
+def _from_zeros(model: Model, coder: DownlinkCoder) -> bytes:
+    spec, zeros = model.spec, np.zeros(model.spec.size, np.float32)
+    return _encode(spec, *_parts(spec, zeros, model.parameters), coder)
 
 
 def _coded_octets(octets: npt.NDArray[np.uint8]) -> bytes:
@@ -330,8 +385,10 @@ __all__ = [
     "DownlinkCoder",
     "decode_difference",
     "decode_model",
+    "decode_trained",
     "encode_difference",
     "encode_model",
+    "encode_trained",
     "exponent_of",
     "finest",
     "multiples",

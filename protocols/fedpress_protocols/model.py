@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -115,24 +115,16 @@ class Model:
 
     def to_bytes(self) -> bytes:
         """The safetensors file; trained tensors are rounded to their dtype, ties to even."""
-        entries = {}
-        arrays = []  # safetensors takes addresses, so the arrays must outlive the call
-        for tensor, array in zip(self.spec.tensors, self.tensors().values(), strict=True):
-            stored = to_stored(tensor, array)
-            arrays.append(stored)
-            entries[tensor.name] = safetensors.TensorSpec(
-                dtype=tensor.dtype,
-                shape=tensor.shape,
-                data_ptr=stored.ctypes.data,
-                data_len=stored.nbytes,
-            )
         names: list[str] | dict[str, list[str]] = [t.name for t in self.spec.tensors]
         if frozen := [t.name for t in self.spec.tensors if t.frozen]:
             names = {"order": [t.name for t in self.spec.tensors], "frozen": frozen}
-        order = json.dumps(names, separators=(",", ":"))
-        # One metadata key only: safetensors keeps several in no particular order, and equal models
-        # must have equal bytes.
-        return bytes(safetensors.serialize(entries, {_ORDER_KEY: order}))
+        return _serialized(self.spec.tensors, self.tensors(), names)
+
+    @cached_property
+    def base(self) -> Base:
+        """Every tensor that is not trained, which all models of a task have in common."""
+        untrained = tuple(tensor for tensor in self.spec.tensors if not tensor.is_trained)
+        return Base(untrained, self.buffers)
 
     @classmethod
     def from_bytes(cls, data: bytes) -> Model:
@@ -140,29 +132,110 @@ class Model:
 
         Tensors are in the order of fedpress's metadata, without it in the order of their names.
         """
-        try:
-            header = _header(data)
-            entries = dict(safetensors.deserialize(data))  # type: ignore[no-untyped-call]
-            order, frozen = _order(header, entries)
-            spec = ModelSpec(
-                tuple(
-                    TensorSpec(
-                        name,
-                        tuple(entries[name]["shape"]),
-                        _FROM_SAFETENSORS[entries[name]["dtype"]],
-                        name in frozen,
-                    )
-                    for name in order
-                )
-            )
-        except (safetensors.SafetensorError, KeyError, ValueError, TypeError) as exc:
-            raise ConfigurationError(f"not a safetensors model: {exc}") from exc
-        arrays = {}
-        for tensor in spec.tensors:
-            stored = np.frombuffer(entries[tensor.name]["data"], stored_dtype(tensor))
-            arrays[tensor.name] = from_stored(tensor, stored).reshape(tensor.shape)
+        entries, order, frozen = _parsed(data)
+        spec = ModelSpec(_tensors(entries, order, frozen))
+        arrays = _arrays(entries, spec.tensors)
         buffers = {t.name: arrays[t.name] for t in spec.tensors if not t.is_trained}
         return cls(spec, spec.flatten(arrays), buffers)
+
+
+@dataclass(frozen=True)
+class Base:
+    """The tensors of a model that are not trained, in the model's order, and their values.
+
+    A base is a safetensors file as well, addressed by the SHA-256 of its bytes.
+    """
+
+    tensors: tuple[TensorSpec, ...]
+    buffers: Mapping[str, npt.NDArray[Any]]
+
+    @cached_property
+    def digest(self) -> str:
+        """SHA-256 (hex) of `to_bytes()`."""
+        return hashlib.sha256(self.to_bytes()).hexdigest()
+
+    @property
+    def num_bytes(self) -> int:
+        """The bytes of the values."""
+        return sum(tensor.num_bytes for tensor in self.tensors)
+
+    def to_bytes(self) -> bytes:
+        """The safetensors file, whose metadata lists the names in order."""
+        return _serialized(self.tensors, self.buffers, [t.name for t in self.tensors])
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> Base:
+        """Parse the bytes of `to_bytes`; its floating tensors are frozen. Raises
+        ConfigurationError."""
+        entries, order, frozen = _parsed(data)
+        if frozen:
+            raise ConfigurationError("a model, where the file of a base is expected")
+        floating = {
+            n for n in order if _FROM_SAFETENSORS.get(entries[n]["dtype"]) in TRAINED_DTYPES
+        }
+        tensors = _tensors(entries, order, floating)
+        return cls(tensors, _arrays(entries, tensors))
+
+
+def _serialized(
+    tensors: Sequence[TensorSpec],
+    values: Mapping[str, npt.NDArray[Any]],
+    names: list[str] | dict[str, list[str]],
+) -> bytes:
+    entries = {}
+    arrays = []  # safetensors takes addresses, so the arrays must outlive the call
+    for tensor in tensors:
+        stored = to_stored(tensor, values[tensor.name])
+        arrays.append(stored)
+        entries[tensor.name] = safetensors.TensorSpec(
+            dtype=tensor.dtype,
+            shape=tensor.shape,
+            data_ptr=stored.ctypes.data,
+            data_len=stored.nbytes,
+        )
+    order = json.dumps(names, separators=(",", ":"))
+    # One metadata key only: safetensors keeps several in no particular order, and equal models
+    # must have equal bytes.
+    return bytes(safetensors.serialize(entries, {_ORDER_KEY: order}))
+
+
+def _parsed(data: bytes) -> tuple[Mapping[str, Any], list[str], set[str]]:
+    """The entries of a safetensors file, their order and which are frozen; raises
+    ConfigurationError."""
+    try:
+        header = _header(data)
+        entries = dict(safetensors.deserialize(data))  # type: ignore[no-untyped-call]
+        return entries, *_order(header, entries)
+    except (safetensors.SafetensorError, KeyError, ValueError, TypeError) as exc:
+        raise ConfigurationError(f"not a safetensors model: {exc}") from exc
+
+
+def _tensors(
+    entries: Mapping[str, Any], order: Sequence[str], frozen: Collection[str]
+) -> tuple[TensorSpec, ...]:
+    """Their specs, those of the names in `frozen` frozen; raises ConfigurationError."""
+    try:
+        return tuple(
+            TensorSpec(
+                name,
+                tuple(entries[name]["shape"]),
+                _FROM_SAFETENSORS[entries[name]["dtype"]],
+                name in frozen,
+            )
+            for name in order
+        )
+    except (KeyError, ValueError, TypeError) as exc:
+        raise ConfigurationError(f"not a safetensors model: {exc}") from exc
+
+
+def _arrays(
+    entries: Mapping[str, Any], tensors: Iterable[TensorSpec]
+) -> dict[str, npt.NDArray[Any]]:
+    arrays = {}
+    for tensor in tensors:
+        stored = np.frombuffer(entries[tensor.name]["data"], stored_dtype(tensor))
+        arrays[tensor.name] = from_stored(tensor, stored).reshape(tensor.shape)
+    return arrays
 
 
 def to_stored(tensor: TensorSpec, array: npt.NDArray[Any]) -> npt.NDArray[Any]:

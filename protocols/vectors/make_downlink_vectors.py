@@ -21,6 +21,7 @@ from fedpress_protocols.downlink import (
     DownlinkCoder,
     encode_difference,
     encode_model,
+    encode_trained,
     multiples,
     on_grid,
     valued,
@@ -147,6 +148,19 @@ def vectors() -> dict[str, Any]:
             "file": after.to_bytes().hex(),
             "coded": encode_difference(halves, after, coder).hex(),
         }
+    brain = of_half_precision()
+    brain = Model(
+        ModelSpec((*brain.spec.tensors, TensorSpec("frozen", (3,), "float16", frozen=True))),
+        brain.parameters,
+        {"frozen": np.array([0.5, -1.75, np.inf], np.float16)},
+    )
+    for name, each in (("counters", model), ("frozen", frozen), ("halves", brain)):
+        for how in (None, *coders):
+            found[f"trained-{name}-{how or 'plain'}"] = {
+                "over": each.base.to_bytes().hex(),
+                "file": each.to_bytes().hex(),
+                "coded": encode_trained(each, how).hex(),
+            }
     return found
 
 

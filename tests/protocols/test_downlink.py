@@ -22,8 +22,10 @@ from fedpress_protocols.downlink import (
     DownlinkCoder,
     decode_difference,
     decode_model,
+    decode_trained,
     encode_difference,
     encode_model,
+    encode_trained,
     exponent_of,
     finest,
     multiples,
@@ -34,7 +36,7 @@ from fedpress_protocols.errors import (
     ConfigurationError,
     DecodingError,
 )
-from fedpress_protocols.model import Model
+from fedpress_protocols.model import Base, Model
 from tests.lengths import examples
 from tests.protocols import spec_reader
 
@@ -72,12 +74,14 @@ def test_every_vector_decodes_to_its_file(name: str) -> None:
     vector = {key: bytes.fromhex(value) for key, value in VECTORS[name].items()}
     if "base" in vector:
         found = decode_difference(vector["coded"], Model.from_bytes(vector["base"]))
+    elif "over" in vector:
+        found = decode_trained(vector["coded"], Base.from_bytes(vector["over"]), PLENTY)
     else:
         found = decode_model(vector["coded"], PLENTY)
     assert found.to_bytes() == vector["file"]
 
 
-@pytest.mark.parametrize("name", [name for name in VECTORS if "huffman" in name])
+@pytest.mark.parametrize("name", [name for name in VECTORS if name.endswith(("huffman", "plain"))])
 def test_the_text_is_enough_to_read_every_vector(name: str) -> None:
     vector = VECTORS[name]
     due = Model.from_bytes(bytes.fromhex(vector["file"]))
@@ -88,14 +92,23 @@ def test_the_text_is_enough_to_read_every_vector(name: str) -> None:
         assert body.number(8) == 2
         values = Model.from_bytes(bytes.fromhex(vector["base"])).parameters.astype(np.float64)
     else:
-        assert body.number(8) == 1
+        form = body.number(8)
+        assert form == (1 if "over" not in vector else 3 if name.endswith("plain") else 4)
         text = bytes(octets(body, body.uvarint()))
         assert hashlib.sha256(text).hexdigest() == spec.digest
         rows = json.loads(text)
         widths = {"int64": 8, "bool": 1, "float32": 4, "float16": 2, "bfloat16": 2}
         idle = [row for row in rows if row[2] in ("int64", "bool") or row[3:] == ["frozen"]]
-        carried = bytes(octets(body, sum(widths[row[2]] * math.prod(row[1]) for row in idle)))
-        assert carried == b"".join(tensor_bytes(bytes.fromhex(vector["file"]), r[0]) for r in idle)
+        file = bytes.fromhex(vector["over"] if form > 1 else vector["file"])
+        carried = b"".join(tensor_bytes(file, row[0]) for row in idle)
+        if form == 1:
+            num_bytes = sum(widths[row[2]] * math.prod(row[1]) for row in idle)
+            assert bytes(octets(body, num_bytes)) == carried
+        if form == 3:
+            whole = bytes.fromhex(vector["file"])
+            rest = b"".join(tensor_bytes(whole, row[0]) for row in rows if row not in idle)
+            assert body.data[body.at >> 3 :] == rest
+            return
     assert body.uvarint() == len(spec.trained)
     heads = []
     for tensor in spec.trained:
@@ -358,6 +371,49 @@ def test_a_difference_between_other_frozen_values_is_refused() -> None:
     with pytest.raises(ConfigurationError, match="more than their trained values"):
         encode_difference(base, other)
     assert decode_model(encode_model(other), PLENTY).to_bytes() == other.to_bytes()
+
+
+def partly_frozen() -> Model:
+    rng = np.random.default_rng(8)
+    tensors = {
+        "table": rng.standard_normal((50, 20)).astype(np.float32),
+        "down": rng.standard_normal((4, 20)).astype(np.float32),
+        "seen": np.array(3, np.int64),
+    }
+    return Model.from_tensors(tensors, frozen=["table"])
+
+
+def test_values_on_no_grid_go_over_a_base_as_they_are() -> None:
+    model = partly_frozen()
+    data = encode_trained(model, None)
+    assert len(data) < 4 * model.spec.size + 200 < model.base.num_bytes
+    assert decode_trained(data, model.base, PLENTY).to_bytes() == model.to_bytes()
+    with pytest.raises(ConfigurationError, match="on no grid"):
+        encode_trained(model, "huffman")
+
+
+def trained_head(text: bytes, form: int = 3) -> bytes:
+    return bytes((form,)) + header(text, carried=b"")[1:]
+
+
+@pytest.mark.parametrize(
+    ("data", "reason"),
+    [
+        (b"\x01", "form 1, expected 3 or 4"),
+        (b"\x03\xff\xff\xff\x7f", "a spec of"),
+        (trained_head(b"[]x"), "not a model spec"),
+        (trained_head(b'[["a",[1],"float32"]]') + bytes(4), "another base"),
+        (trained_head(b'[["n",[],"int64"]]'), "no tensor of the model is trainable"),
+        (trained_head(b'[["n",[],"int64"],["a",[1],"float32"]]') + bytes(3), "3 bytes of tensors"),
+        (trained_head(b'[["n",[],"int64"],["a",[1],"float32"]]') + bytes(5), "5 bytes of tensors"),
+        (trained_head(b'[["n",[],"int64"],["a",[1],"float32"]]') + b"\0\0\xc0\x7f", "NaN"),
+        (trained_head(b'[["n",[],"int64"],["a",[1],"float32"]]', 4) + b"\2", "trained tensors"),
+    ],
+)
+def test_forged_tensors_over_a_base_are_refused(data: bytes, reason: str) -> None:
+    base = model_of(1).base
+    with pytest.raises(DecodingError, match=reason):
+        decode_trained(data, base, PLENTY)
 
 
 def test_specs_have_one_text() -> None:

@@ -15,7 +15,7 @@ from safetensors.numpy import save
 
 from fedpress_compression.tensors import ModelSpec, TensorSpec, array_dtype
 from fedpress_protocols.errors import ConfigurationError
-from fedpress_protocols.model import Model
+from fedpress_protocols.model import Base, Model
 
 MIXED: dict[str, npt.NDArray[Any]] = {
     "conv.weight": np.arange(24, dtype=np.float32).reshape(2, 3, 4) / 7,
@@ -221,3 +221,29 @@ def make(dtype: str = "float32", size: int = 2, **changes: Any) -> Model:
 def test_what_is_no_model_says_why(build: Any, says: str) -> None:
     with pytest.raises(ConfigurationError, match=says):
         build()
+
+
+def test_a_base_is_what_no_training_changes() -> None:
+    model = partly_frozen()
+    base = model.base
+    assert {tensor.name for tensor in base.tensors} == set(model.buffers)
+    again = Base.from_bytes(base.to_bytes())
+    assert again.to_bytes() == base.to_bytes()
+    assert again.digest == base.digest == hashlib.sha256(base.to_bytes()).hexdigest()
+    assert again.tensors == base.tensors
+    moved = model.with_parameters(model.parameters + np.float32(1))
+    assert moved.base.digest == base.digest
+    name = next(tensor.name for tensor in model.spec.tensors if tensor.frozen)
+    other = {**model.buffers, name: np.array(model.buffers[name]) + 1}
+    assert Model(model.spec, model.parameters, other).base.digest != base.digest
+
+
+def test_a_base_is_read_from_its_own_file_alone() -> None:
+    with pytest.raises(ConfigurationError, match="a model, where the file of a base is expected"):
+        Base.from_bytes(partly_frozen().to_bytes())
+    with pytest.raises(ConfigurationError, match="not a safetensors model"):
+        Base.from_bytes(b"nonsense")
+    header = b'{"x":{"dtype":"F8_E4M3","shape":[1],"data_offsets":[0,1]}}'
+    foreign = len(header).to_bytes(8, "little") + header + b"\0"
+    with pytest.raises(ConfigurationError, match="not a safetensors model"):
+        Base.from_bytes(foreign)

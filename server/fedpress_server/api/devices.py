@@ -251,6 +251,23 @@ async def get_difference(
     return await _immutable(request, coded.name, coded.tag, coded.num_bytes, task, "difference")
 
 
+@shared_routes.get(
+    "/models/{digest}/over/{base}",
+    response_class=StreamingResponse,
+    responses=responses(404, besides=_FILE),
+)
+async def get_trained_tensors(
+    request: Request, digest: Digest, base: Digest, services: Parts, task: Name
+) -> Response:
+    """The trained tensors of a model, for a device that holds its base: the tensors that are not
+    trained, named by the SHA-256 of their file. 404 where the model has another base.
+    """
+    config = await services.queries.configuration(task)
+    await services.models.get(digest)
+    coded = await services.coded_models.find_trained(config, digest, base)
+    return await _immutable(request, coded.name, coded.tag, coded.num_bytes, task, "difference")
+
+
 @device_routes.get(
     "/artefacts/{digest}",
     response_class=StreamingResponse,

@@ -18,6 +18,7 @@ PERMISSIONS: Mapping[tuple[str, str], Permission] = {
     ("GET", "/v1/models/{digest}"): "see",
     ("GET", "/v1/models/{digest}/coded"): "see",
     ("GET", "/v1/models/{digest}/from/{base}"): "see",
+    ("GET", "/v1/models/{digest}/over/{base}"): "see",
     # What tells about the server.
     ("GET", "/metrics"): "see",
     ("GET", "/openapi.json"): "see",

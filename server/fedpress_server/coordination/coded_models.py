@@ -8,17 +8,26 @@ from __future__ import annotations
 
 import asyncio
 from collections import defaultdict
+from contextlib import suppress
 from typing import NamedTuple
 
-from fedpress_protocols.downlink import DownlinkCoder, encode_difference, encode_model
+from fedpress_protocols.downlink import (
+    DownlinkCoder,
+    encode_difference,
+    encode_model,
+    encode_trained,
+)
 from fedpress_protocols.errors import ConfigurationError, NotFound
 from fedpress_protocols.messages import TaskConfig
 from fedpress_protocols.model import Model
 from fedpress_server.coordination.background import Background
 from fedpress_server.storage import evaluation, records
 from fedpress_server.storage.database import Database
-from fedpress_server.storage.files import coded_folder, coded_name, model_name
+from fedpress_server.storage.files import coded_folder, coded_name, model_name, trained_name
 from fedpress_server.storage.payloads import Payloads
+
+_BASES = 256
+"""Models whose base's digest is kept in memory."""
 
 
 class CodedFile(NamedTuple):
@@ -36,6 +45,8 @@ class CodedModels:
         self._database = database
         self._payloads = payloads
         self._background = background
+        self._bases: dict[str, str] = {}
+        """By model, the digest of its base; of the last models asked for."""
         self._making: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
 
     async def find(self, config: TaskConfig, model: str, base: str | None) -> CodedFile:
@@ -68,6 +79,47 @@ class CodedModels:
                 raise NotFound(f"{model[:12]} is shorter whole than from {base[:12]}")
         await self._background.in_thread(self._prune, task, frozenset(newest))
         return CodedFile(name, name.rpartition("/")[2], size)
+
+    async def find_trained(self, config: TaskConfig, model: str, base: str) -> CodedFile:
+        """The trained tensors of `model`, whose base has the digest `base`.
+
+        They are coded where the task has a downlink and the model lies on its grid. Raises NotFound
+        for another base.
+        """
+        coder = None if config.downlink is None else config.downlink.coder
+        name = trained_name(config.task, model, base)
+        try:
+            async with self._making[name]:
+                size = await self._background.in_thread(
+                    self._kept_trained, name, model, base, coder
+                )
+        finally:
+            self._making.pop(name, None)
+        return CodedFile(name, f"{model}.{base}", size)
+
+    def _kept_trained(self, name: str, model: str, base: str, coder: DownlinkCoder | None) -> int:
+        """The size of the file, which is there then."""
+        actual = self._bases.get(model)
+        if actual is None or actual == base:
+            try:
+                return self._payloads.size(name)
+            except NotFound:
+                pass
+            whole = self._model(model)
+            actual = self._bases[model] = whole.base.digest
+            while len(self._bases) > _BASES:
+                self._bases.pop(next(iter(self._bases)), None)
+        if actual != base:
+            raise NotFound(
+                f"{model[:12]} has the base {actual[:12]}, not {base[:12]}",
+                hint="fetch the model whole",
+            )
+        data = encode_trained(whole, None)
+        if coder is not None:
+            with suppress(ConfigurationError):  # on no grid, like an average
+                data = min(data, encode_trained(whole, coder), key=len)
+        self._payloads.put(name, data)
+        return len(data)
 
     def _kept(self, name: str, model: str, base: str | None, coder: DownlinkCoder) -> int:
         """The size of the file, which is there then."""

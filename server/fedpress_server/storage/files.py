@@ -55,3 +55,8 @@ def coded_name(task: str, model: str, base: str | None, coder: str) -> str:
     """The name of a model coded by the task's coder: whole, or as the difference to `base`."""
     of = model if base is None else f"{model}-{base}"
     return f"{coded_folder(task)}/{of}.{coder}"
+
+
+def trained_name(task: str, model: str, base: str) -> str:
+    """The name of a model's trained tensors, for devices that have its base."""
+    return f"{coded_folder(task)}/{model}.{base}.trained"
