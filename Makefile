@@ -31,7 +31,7 @@ $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
 
 # A stamp says that .venv holds these extras at the versions of these two files.
-# Flower and Ray are left out: half a gigabyte that no test here needs.
+# Flower and Ray are left out, half a gigabyte, and PEFT, 170 MB that take 20 s to install; their tests are skipped.
 $(VENV)/demo.stamp: pyproject.toml constraints.txt | $(BIN)/python
 	$(PIP_INSTALL) -e '.[demo,torch]'
 	@touch $@

@@ -1,0 +1,1 @@
+"""Federated fine-tuning of Hugging Face models by the adapters of PEFT."""
