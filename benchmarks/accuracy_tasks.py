@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -155,9 +156,22 @@ def _table(
     scaled = ((inputs - inputs.mean(0)) / np.maximum(inputs.std(0), 1e-6)).astype(np.float32)
     order = rng.permutation(labels.size)
     rest, test = order[tests:], order[:tests]
-    return tuple(
-        torch.from_numpy(each) for each in (scaled[rest], labels[rest], scaled[test], labels[test])
-    )  # type: ignore[return-value]
+    return _tensors(scaled[rest], labels[rest], scaled[test], labels[test])
+
+
+def _tensors(
+    inputs: npt.NDArray[Any],
+    labels: npt.NDArray[Any],
+    test_inputs: npt.NDArray[Any],
+    test_labels: npt.NDArray[Any],
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    from_numpy = torch.from_numpy
+    return (
+        from_numpy(inputs),
+        from_numpy(labels),
+        from_numpy(test_inputs),
+        from_numpy(test_labels),
+    )
 
 
 def _digits(data: Path, rng: np.random.Generator) -> Task:
@@ -167,7 +181,7 @@ def _digits(data: Path, rng: np.random.Generator) -> Task:
     order = rng.permutation(labels.size)
     inputs, labels = (pixels / 16).astype(np.float32), labels.astype(np.int64)
     rest, test = order[360:], order[:360]
-    parts = (torch.from_numpy(e) for e in (inputs[rest], labels[rest], inputs[test], labels[test]))
+    parts = _tensors(inputs[rest], labels[rest], inputs[test], labels[test])
     clients = _shares(labels[rest], 100, 0.3, rng)
     return Task(*parts, clients, _perceptron(64, 256, 128, 10), 10, 10, 16, 0.2)
 
@@ -221,10 +235,7 @@ def _vowel(data: Path, rng: np.random.Generator) -> Task:
             rows = np.flatnonzero((speakers == speaker) & (labels == label))
             times[rows] = np.arange(rows.size)
     is_test = np.isin(times, rng.permutation(6)[:2])
-    parts = (
-        torch.from_numpy(e)
-        for e in (scaled[~is_test], labels[~is_test], scaled[is_test], labels[is_test])
-    )
+    parts = _tensors(scaled[~is_test], labels[~is_test], scaled[is_test], labels[is_test])
     clients = [np.flatnonzero(speakers[~is_test] == speaker) for speaker in range(15)]
     return Task(*parts, clients, _perceptron(9, 256, 128, 11), 15, 8, 8, 0.1, 60)
 
@@ -267,8 +278,9 @@ def _shakespeare(data: Path, rng: np.random.Generator) -> Task:
     own, tests = np.concatenate(parts), places(whole.test_inputs[:200], whole.test_targets[:200])
     tests = tests[::3][:3000]
     sets = (own[:, :-1], own[:, -1], tests[:, :-1], tests[:, -1])
-    tensors = (torch.from_numpy(np.ascontiguousarray(each)) for each in sets)
-    return Task(*tensors, clients, _NextLetter(), 12, 12, 64, 0.5)
+    return Task(
+        *_tensors(*map(np.ascontiguousarray, sets)), clients, _NextLetter(), 12, 12, 64, 0.5
+    )
 
 
 TASKS: dict[str, Callable[[Path, np.random.Generator], Task]] = {

@@ -31,6 +31,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import accuracy_tasks
 import numpy as np
+import torch
 from federation import InMemory
 
 from fedpress_client.ledger import Ledger
@@ -47,6 +48,7 @@ from fedpress_server.aggregation.masked import Host
 from fedpress_server.aggregation.probing import compare
 from fedpress_server.coordination.opening import RoundCarryover, opened
 from fedpress_server.identity.membership import Authority
+from fedpress_server.identity.signing import SigningKeys
 from fedpress_server.storage.files import model_name
 from fedpress_strategies import from_config
 from fedpress_strategies.policies.decisions import next_course, with_comparison
@@ -134,7 +136,7 @@ def _played(
     done, total = Run(), config.rounds
     strategy = from_config(config.strategy, config.training)
     key = DeviceKey.from_bytes(bytes(32))
-    host = Host(key, Authority("task", key.public, key))
+    host = Host(SigningKeys.of(key), Authority("task", key.public, key))
     ledgers = [Ledger("task", f"client-{index}") for index in range(len(task.clients))]
     payloads.put(model_name(initial.digest), initial.to_bytes())
     model, state = initial, None
@@ -208,7 +210,7 @@ def _loss(task: accuracy_tasks.Task, model: Model, seed: int, number: int) -> fl
     """As devices would report it: over 256 examples that clients train on, others in each round."""
     rng = np.random.default_rng([seed, 9, number])
     rows = np.concatenate(task.clients)
-    drawn = accuracy_tasks.torch.from_numpy(rng.choice(rows, min(256, rows.size), replace=False))
+    drawn = torch.from_numpy(rng.choice(rows, min(256, rows.size), replace=False))
     kept = task.test_inputs, task.test_labels
     task.test_inputs, task.test_labels = task.inputs[drawn], task.labels[drawn]
     try:
@@ -386,9 +388,9 @@ def _row(store: Path, task: str, kind: str) -> str:
         missing = len(ours) - len(values)
         return f"{np.mean(values):.0f}" + (f" ({missing} never)" if missing else "")
 
-    top = f"{100 * ends[best]:.1f} ({best})" if has_momentum else "not run"
+    reached = f"{100 * ends[best]:.1f} ({best})" if has_momentum else "not run"
     return (
-        f"| {task} | {kind} | {len(seeds)} | {100 * ends[fedavg]:.1f} | {top} | "
+        f"| {task} | {kind} | {len(seeds)} | {100 * ends[fedavg]:.1f} | {reached} | "
         f"{100 * mean:.1f} +- {100 * spread:.1f} | {100 * (mean - ends[fedavg]):+.1f} | "
         f"{times(fewer)} | {times(than_best) if has_momentum else '-'} | {times(both)} | "
         f"{32 / whole:.3f} |"

@@ -46,6 +46,7 @@ from fedpress_server.aggregation.masked import Host
 from fedpress_server.aggregation.probing import compare
 from fedpress_server.coordination.opening import RoundCarryover, opened
 from fedpress_server.identity.membership import Authority
+from fedpress_server.identity.signing import SigningKeys
 from fedpress_server.storage.files import model_name
 from fedpress_strategies import from_config
 from fedpress_strategies.policies.bandwidth_aware import Link, Transfer, choose
@@ -156,7 +157,7 @@ def run(
     )
     strategy = from_config(config.strategy, config.training)
     key = DeviceKey.from_bytes(bytes(32))
-    host = Host(key, Authority("digits", key.public, key))
+    host = Host(SigningKeys.of(key), Authority("digits", key.public, key))
     ledgers = [Ledger("digits", f"client-{index}") for index in range(CLIENTS)]
     links: list[Link] = [Link() for _ in range(CLIENTS)]
     sizes = {
@@ -184,6 +185,7 @@ def run(
         for client, name in zip(cohort, profiles, strict=True):
             rng = np.random.default_rng([seed, number, client])
             rate = plan.training_of(name).learning_rate
+            assert rate is not None  # the config has it
             update = digits.update(model.parameters, client, rng, rate)
             assignment = Assignment(
                 assignment=f"a{number}",

@@ -44,6 +44,7 @@ from fedpress_server.aggregation.masked import Host
 from fedpress_server.coordination.attempts import Attempt
 from fedpress_server.coordination.opening import RoundCarryover, opened
 from fedpress_server.identity.membership import Authority
+from fedpress_server.identity.signing import SigningKeys
 from fedpress_server.rounds import (
     Aggregated,
     ClientCheckedIn,
@@ -144,7 +145,7 @@ class Simulation:
         self.strategy = from_config(self.config.strategy, self.config.training)
         self.state: str | None = None
         key = DeviceKey.generate()
-        self.host = Host(key, Authority("fleet", key.public, None))
+        self.host = Host(SigningKeys.of(key), Authority("fleet", key.public, None))
         self.attempt = self._opened(self.model.digest, self.model.digest, 1)
 
     def go(self, seconds: float) -> Run:

@@ -13,12 +13,13 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import digits_task
 import numpy as np
 
 from fedpress_compression import activity
+from fedpress_compression.coding.fields import Coder, Known
 from fedpress_compression.compressor import Public
 from fedpress_compression.compressors.cafe import Cafe
 from fedpress_compression.compressors.coded import Coded
@@ -28,7 +29,7 @@ from fedpress_compression.randomness import PublicRandomness
 from fedpress_compression.tensors import Vector
 from fedpress_protocols.upload import Upload
 
-CODERS = {
+CODERS: dict[str, tuple[Coder, Literal["none"] | Known]] = {
     "static codes": ("huffman", "none"),
     "range coder": ("auto", "none"),
     "range coder, contexts: drift": ("auto", "drift"),
@@ -48,9 +49,10 @@ def main() -> None:
     if asked.data is None:
         data: Any = digits_task.Digits.split(asked.seed)
     else:
-        import fashion_task as task
+        import fashion_task  # torch, which only this task needs
 
-        data = task.Fashion.split(asked.data, asked.seed)
+        task = fashion_task
+        data = fashion_task.Fashion.split(asked.data, asked.seed)
     plain = Cafe(SparseTernary(0.01), 0.9, asked.guard)
     ways = {name: Coded(plain, *way) for name, way in CODERS.items()}
     model = task.first_model(asked.seed)

@@ -20,9 +20,9 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from harness import parser, save
 from sklearn.datasets import load_digits
+from torch.multiprocessing.spawn import spawn
 from torch.nn.parallel import DistributedDataParallel
 
 from fedpress_compression.compressor import from_config
@@ -115,7 +115,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder, "out.json")
         arguments = (str(Path(folder, "store")), str(out), asked.seeds, asked.epochs)
-        mp.spawn(process, arguments, nprocs=WORLD)
+        spawn(process, arguments, nprocs=WORLD)
         found = json.loads(out.read_text())
     print(f"{'exchange':36} {'accuracy':>10} {'MB':>9} {'fewer bytes':>12}")
     rows = {}

@@ -105,10 +105,12 @@ class Outcome:
 
 
 def trained(split: str, strategy: Config, compressor: Config, seed: int, rounds: int) -> Outcome:
+    gradient: Callable[[Vector, Vector, Rows], Vector]
     if split == "classes":
         digits = Digits.split(seed, CLIENTS, CONCENTRATION)
         model = Model(digits_task.SPEC, first_model(seed), {})
-        gradient, accuracy, steps = gradient_of, digits.accuracy, [STEPS] * CLIENTS
+        gradient, steps = gradient_of, [STEPS] * CLIENTS
+        accuracy: Callable[[Vector], float] = digits.accuracy
         terms = TrainingTerms(local_steps=STEPS, batch_size=BATCH, learning_rate=RATE)
     else:
         digits = halves(seed)
@@ -116,9 +118,11 @@ def trained(split: str, strategy: Config, compressor: Config, seed: int, rounds:
         gradient, steps = linear_gradient, [MANY, FEW] * (CLIENTS // 2)
         terms = TrainingTerms(batch_size=BATCH, learning_rate=RATE)
 
-        def accuracy(x: Vector) -> float:
+        def linear_accuracy(x: Vector) -> float:
             scores = linear_scores(x, digits.pixels[digits.test])
             return float((scores.argmax(axis=1) == digits.labels[digits.test]).mean())
+
+        accuracy = linear_accuracy
 
     with tempfile.TemporaryDirectory() as folder:
         trainers = [DigitsTrainer(digits, i, steps[i], gradient) for i in range(CLIENTS)]
@@ -196,7 +200,7 @@ def routed(route: str, seed: int, rounds: int, fraction: float = 0.01) -> float:
                 unsent_change[client] += exact - moved
             change += moved
             total += sent
-        x, control = x + total / CLIENTS, control + change / CLIENTS
+        x, control = x + total / np.float32(CLIENTS), control + change / np.float32(CLIENTS)
         if not np.abs(x).max() < 1e6:
             return 0.0
         accuracies.append(digits.accuracy(x))
@@ -224,7 +228,11 @@ def main() -> None:
     for split, methods in {} if asked.routes else METHODS.items():
         for name, strategy, compressor in methods:
             runs = [trained(split, strategy, compressor, seed, rounds[split]) for seed in seeds]
-            row = {"split": split, "method": name, "accuracies": [run.last for run in runs]}
+            row: dict[str, Any] = {
+                "split": split,
+                "method": name,
+                "accuracies": [run.last for run in runs],
+            }
             rows.append(row | {"bytes": int(np.mean([run.uploaded for run in runs]))})
     for row in rows:
         each = " ".join(f"{100 * found:5.1f}" for found in row["accuracies"])

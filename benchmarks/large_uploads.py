@@ -83,7 +83,7 @@ class Link:
         self.held.clear()
 
     def _delivery(self, assignment: str) -> Delivery:
-        return Delivery(self, assignment, "update", self.sizes, time.perf_counter)
+        return Delivery(self, assignment, self.sizes, time.perf_counter)
 
     def ahead(
         self,
@@ -194,7 +194,9 @@ def main() -> None:
         print("   Mbit/s  travel  encode/travel  saved at  in turn  ahead  gained")
         for mbit in given.mbit:
             rate = mbit * 1e6 / 8
-            turns, aheads, saves = [], [], []
+            turns: list[float] = []
+            aheads: list[float] = []
+            saves = []
             for _ in range(given.repeats):
                 for is_early, times in ((False, turns), (True, aheads)):
                     with tempfile.TemporaryDirectory() as folder:

@@ -189,7 +189,7 @@ FIVE: Config = {"levels": 2, "headroom": 5.0, "first_range": 0.05}
 WIDE: Config = {"levels": 1000, "headroom": 64.0, "first_range": 1.0}
 
 # The rows are the best of each kind that was tried on one seed; docs/bench-masked.md says what was.
-METHODS: Mapping[str, tuple[Method, ...]] = {
+METHODS: dict[str, tuple[Method, ...]] = {
     "digits": (
         Method("float32, FedAvg", FLOAT32, FEDAVG, 0.5, None),
         Method("float32, M .8", FLOAT32, momentum(0.8), 0.3, None),

@@ -116,9 +116,9 @@ def main() -> None:
         "a histogram": cost(bare(histogram), requests),
     }
     for form in ("json", "text"):
-        logs.install("info", form, stream=io.StringIO())  # type: ignore[arg-type]
+        logs.install("info", form, stream=io.StringIO())
         found["the guard"] = min(found.get("the guard", 1e9), cost(guard, requests))
-        logs.install("debug", form, stream=io.StringIO())  # type: ignore[arg-type]
+        logs.install("debug", form, stream=io.StringIO())
         found[f"... and a line of {form}"] = cost(guard, requests)
     logging.getLogger().handlers.clear()
     logs.set_level("error")

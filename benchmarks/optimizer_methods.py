@@ -41,6 +41,7 @@ from fedpress_server.aggregation.aggregate import aggregate
 from fedpress_server.aggregation.masked import Host
 from fedpress_server.coordination.opening import RoundCarryover, opened
 from fedpress_server.identity.membership import Authority
+from fedpress_server.identity.signing import SigningKeys
 from fedpress_server.storage.files import model_name
 from fedpress_strategies import from_config
 
@@ -154,7 +155,7 @@ def run(method: Method, seed: int, rounds: int, folder: Path) -> Run:
         model=first.digest,
         rounds=rounds,
         strategy=method.strategy,
-        profiles=(profile(method.compressor),),  # type: ignore[arg-type]
+        profiles=(profile(method.compressor),),
         schedule=method.schedule,
         cohort=CohortRules(size=COHORT, minimum=COHORT),
         max_examples=4096,
@@ -162,7 +163,7 @@ def run(method: Method, seed: int, rounds: int, folder: Path) -> Run:
     )
     strategy = from_config(method.strategy)
     key = DeviceKey.from_bytes(bytes(32))
-    host = Host(key, Authority("digits", key.public, key))
+    host = Host(SigningKeys.of(key), Authority("digits", key.public, key))
     ledgers = [Ledger("digits", f"client-{index}") for index in range(method.clients)]
     chosen = np.random.default_rng([seed, 2])
     model, state = first, None

@@ -76,7 +76,7 @@ def timed(call: Callable[[], Any]) -> tuple[Any, float]:
 
 def flower(clients: int, coordinates: int, threshold: int, dropped: int) -> dict[str, Any]:
     setup = ConfigRecord(
-        SETUP | {Key.SAMPLE_NUMBER: clients, Key.SHARE_NUMBER: clients, Key.THRESHOLD: threshold}  # type: ignore[arg-type]
+        SETUP | {Key.SAMPLE_NUMBER: clients, Key.SHARE_NUMBER: clients, Key.THRESHOLD: threshold}
     )
     states = [SecAggPlusState(nid=number) for number in range(clients)]
     seconds: dict[str, float] = {}

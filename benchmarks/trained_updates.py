@@ -49,5 +49,5 @@ def _epoch(model: nn.Module, images: torch.Tensor, classes: torch.Tensor) -> Non
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     for rows in torch.split(torch.randperm(len(classes)), 32):
         optimizer.zero_grad()
-        nn.functional.cross_entropy(model(images[rows]), classes[rows]).backward()  # type: ignore[no-untyped-call]
+        nn.functional.cross_entropy(model(images[rows]), classes[rows]).backward()
         optimizer.step()

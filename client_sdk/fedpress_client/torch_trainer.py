@@ -191,7 +191,7 @@ class TorchTrainer:
             for inputs, targets in batches:
                 share = _size(targets) / size
                 loss = self._loss(_forward(self.model, inputs), targets) * share
-                loss.backward()  # type: ignore[no-untyped-call]
+                loss.backward()
                 total_loss += loss.detach() * size
             added.to_gradients()
             restriction.mask_gradients()

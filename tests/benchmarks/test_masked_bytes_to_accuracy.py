@@ -68,6 +68,7 @@ def test_who_drops_out_takes_the_update_back(task: Task, monkeypatch: pytest.Mon
         if receipt.outcome == "not-included":
             sent = ledger.pending[receipt.assignment].update.dense()
             before = np.zeros_like(sent) if ledger.residual is None else ledger.residual
+            assert after.residual is not None
             np.testing.assert_allclose(after.residual, before + sent, atol=1e-6)
         return after
 

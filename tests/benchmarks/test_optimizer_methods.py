@@ -7,11 +7,12 @@ from pathlib import Path
 
 import optimizer_methods as benchmark
 import pytest
+from digits_task import SPEC
 from optimizer_methods import METHODS, Method
 from threadpoolctl import threadpool_limits
 
 ROUNDS = 4
-WHOLE = 4 * benchmark.SPEC.size * benchmark.COHORT * ROUNDS
+WHOLE = 4 * SPEC.size * benchmark.COHORT * ROUNDS
 
 
 @pytest.fixture(autouse=True)

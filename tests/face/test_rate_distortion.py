@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -18,7 +19,7 @@ from fedpress_protocols.errors import ConfigurationError
 
 @pytest.mark.slow
 def test_ecsq_under_the_range_coder_needs_at_most_0_36_bits_at_nmse_0_3(
-    record_property: pytest.RecordProperty,
+    record_property: Callable[[str, object], None],
 ) -> None:
     rows = [row for row in measured("ecsq", Updates.load("fixture")) if "0.3" in row.method]
     best = {row.coder: row for row in rows}

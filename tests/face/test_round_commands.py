@@ -8,7 +8,6 @@ import httpx
 import numpy as np
 import pytest
 
-from fedpress.cli import watching
 from fedpress.cli.outcomes import FAILED
 from fedpress.promotion_gate import Requirement, examined
 from fedpress_protocols.errors import ConfigurationError, Conflict, NotFound, TransportError
@@ -73,7 +72,9 @@ def test_a_round_is_shown_with_what_was_measured(fedpress: Command) -> None:
     ]
     assert "4 of task digits" in said(fedpress("round", "show", "digits"))
     shown = json.loads(said(fedpress("round", "show", "digits", "3", "--json")))
-    assert RoundStatus.model_validate_json(json.dumps(shown)).model in told
+    model = RoundStatus.model_validate_json(json.dumps(shown)).model
+    assert model is not None
+    assert model in told
     assert isinstance(fedpress("round", "show", "digits", "9").exception, NotFound)
 
 
@@ -113,7 +114,7 @@ def test_a_watch_tells_each_change_and_ends_with_the_task(
             return type(self).behind.handle_request(request)
 
     monkeypatch.setattr(server, "_transport", Switch())
-    monkeypatch.setattr(watching.time, "sleep", sleep)
+    monkeypatch.setattr("fedpress.cli.watching.time.sleep", sleep)
     done = fedpress("round", "watch", "digits")
     lines = said(done).splitlines()
     assert lines[0].split()[1:4] == ["round", "4.1", "collecting"]
@@ -199,7 +200,23 @@ def test_every_form_of_a_requirement() -> None:
     def measured(devices: int, **metrics: float) -> Measured:
         return Measured(num_clients=devices, num_examples=10 * devices, metrics=metrics)
 
-    status = RoundStatus.model_construct(
+    status = RoundStatus(
+        task="digits",
+        round=1,
+        attempt=1,
+        state="committed",
+        base_model="0" * 64,
+        assigned=5,
+        received=5,
+        included=5,
+        minimum=5,
+        size=5,
+        opened_at=0,
+        deadline=1,
+        upload_bytes=0,
+        wire_upload_bytes=0,
+        download_bytes=0,
+        num_examples=50,
         measured=measured(5, accuracy=0.9, loss=0.5),
         groups={"north": measured(2, accuracy=0.95), "south": measured(3, accuracy=0.85)},
         classes={"7": measured(4, accuracy=0.6)},

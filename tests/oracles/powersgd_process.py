@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import GradBucket
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
@@ -49,7 +50,7 @@ def main(rank: int, store: str, out: str, matrix_rank: int) -> None:
     found: dict[str, np.ndarray] = {}
     step = 0
 
-    def hook(state: PowerSGDState, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    def hook(state: PowerSGDState, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
         found[f"order.{step}"] = np.array([names[id(p)] for p in bucket.parameters()])
         for parameter, gradient in zip(bucket.parameters(), bucket.gradients(), strict=True):
             found[f"local.{step}.{names[id(parameter)]}"] = gradient.numpy().copy()

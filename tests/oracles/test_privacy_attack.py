@@ -24,6 +24,8 @@ from scipy import optimize, stats
 from fedpress_client import channels as channels_module
 from fedpress_client.channels import PrivateChannel
 from fedpress_client.ledger import Ledger
+from fedpress_compression.compressor import Knowledge
+from fedpress_compression.tensors import Vector
 from fedpress_protocols.masking import payload as payload_module
 from fedpress_protocols.masking.payload import Payload
 from fedpress_protocols.plan import PrivacyTerms, RoundPlan
@@ -180,7 +182,7 @@ def clear_scores(lane: str, runs: int, *, takes_part: bool) -> np.ndarray:
     bodies: dict[str, bytes] = {}
     payloads: Any = SimpleNamespace(get=bodies.__getitem__)
     terms = RoundTerms(plan, SPEC, payloads)
-    knowledge = {"previous": KNOWN}
+    knowledge: dict[Knowledge, Vector] = {"previous": KNOWN}
     vars(terms)["public"] = plan.public(SPEC, knowledge)
     support = plan.profiles[0].compressor.lossy.support(terms.public)
     canary = np.zeros(SPEC.size, np.float32)

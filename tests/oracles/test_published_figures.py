@@ -131,7 +131,8 @@ def test_sparselocos_wire_is_undercut_for_the_same_support_and_values(
     known = public(update.size)
     symbols, _ = made.compress(update, None, known, np.random.default_rng(0))
     assert symbols[0].size == 256 * 64
-    two_bits = (symbols[1] + 2 * symbols[2]).astype(np.uint8)  # sign and level in one symbol
+    sign, level = (np.asarray(each, np.uint8) for each in symbols[1:3])
+    two_bits = sign + 2 * level  # both in one symbol
     layout = (Positions(update.size, 256 * 64), Alphabet(4))
     same = 8 * len(encode((symbols[0], two_bits), layout)) / update.size
     ours = bits_per_value(made, update)
