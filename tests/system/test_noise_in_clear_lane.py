@@ -319,3 +319,20 @@ def test_a_task_that_cannot_be_private_is_refused_with_what_to_change(
             begin(world, **changes)
     finally:
         world.stop()
+
+
+def test_a_restart_in_a_round_keeps_the_uploads_of_those_whose_budget_it_spent(
+    make: Callable[..., World],
+) -> None:
+    world = make(rounds=1, privacy={"participations": 1}, round_seconds=3600.0)
+    first, second, third, fourth = enrol(world, 4)
+    for device in (first, second):
+        while not of(device, "uploaded"):
+            device.step()
+    third.step()
+    world.stop()
+    world.start()
+    assert world.attempt.round.num_staged == 3
+    world.drive()
+    assert [(each.state, each.included) for each in world.statuses] == [("committed", 4)]
+    assert fourth.ledger.included == first.ledger.included == 1

@@ -156,6 +156,21 @@ def test_nobody_takes_part_more_often_than_the_terms_allow(make: Callable[..., W
     assert [len(of(each, "assigned")) for each in more] == [1, 1, 1]
 
 
+def test_a_restart_in_a_round_keeps_the_bodies_of_those_whose_budget_it_spent(
+    make: Callable[..., World],
+) -> None:
+    world = make(rounds=1, privacy={"participations": 1})
+    enrol(world, 4)
+    world.drive_until(lambda: world.attempt.round.num_staged > 0)
+    staged = world.attempt.round.num_staged
+    world.stop()
+    world.start()
+    assert world.attempt.round.num_staged == staged
+    world.drive()
+    assert [(each.state, each.attempt) for each in world.statuses] == [("committed", 1)]
+    world.check_conserved()
+
+
 def test_a_task_that_goes_on_remembers_what_was_spent(make: Callable[..., World]) -> None:
     world = make(size=3, rounds=1, privacy={"participations": 1}, at_end="paused")
     devices = enrol(world, 3)

@@ -148,11 +148,6 @@ class MaskingMod:
                 hint="leave `restricted` out of the server's Plan; or, where the app keeps to the "
                 "support, say masking_mod(honours=['restricted'])",
             )
-        if plan.privacy is not None:
-            raise IncompatiblePlan(
-                "the plan has privacy terms, and this client keeps no account of what it spends",
-                hint="run private tasks on fedpress's server, whose devices have a budget",
-            )
         _check_model(message, terms)
         seat = self._seat(context, plan.task, assignment.client_id)
         seat.believe(ours, self.server_key or _named(context, SERVER_KEY), self.clock())

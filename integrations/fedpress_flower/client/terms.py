@@ -44,6 +44,11 @@ class Terms:
                 "the profile corrects the learning rate, which a Flower app sets for itself",
                 hint="leave learning_rate_factor out, and say the rate in the run's configuration",
             )
+        if plan.privacy is not None:
+            raise IncompatiblePlan(
+                "the plan has privacy terms, and this client keeps no account of what it spends",
+                hint="run private tasks on fedpress's server, whose devices have a budget",
+            )
         assignment = Assignment(
             assignment=str(record[envelope.ASSIGNMENT]),
             client_id=str(record[envelope.CLIENT]),

@@ -110,7 +110,7 @@ def without_excluded(
         turn, rules = round_.number + round_.attempt, round_.rules
         names = left_out(sessions, turn, rules.members or frozenset(), rules.minimum)
     if terms is not None:
-        spent, most = privacy.participations(connection, attempt.key[0], terms.participations)
+        spent, most = privacy.participations(connection, attempt.key, terms.participations)
         names |= spent
         round_ = replace(round_, participations=most, num_spent=len(spent))
     return replace(attempt, round=replace(round_, left_out=names))

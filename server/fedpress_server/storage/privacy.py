@@ -12,26 +12,35 @@ from sqlalchemy.engine import Connection
 
 from fedpress_protocols.messages import PrivacyStatus, RoundStatus
 from fedpress_protocols.plan import RoundPlan
+from fedpress_server.storage.records import RoundKey
 from fedpress_server.storage.tables import assignments, declines, noise_secrets, rounds, uploads
 
 _SECRET_BYTES = 32
 
 
-def participations(connection: Connection, task: str, most: int) -> tuple[frozenset[str], int]:
-    """The clients that have sent `most` bodies, or have said that their budget is spent; and the
-    most bodies of any client."""
+def participations(connection: Connection, key: RoundKey, most: int) -> tuple[frozenset[str], int]:
+    """The clients that have sent `most` bodies before the attempt `key`, or have said that their
+    budget is spent; and the most bodies of any client.
+
+    The attempt's own count for nothing: its events are replayed, and whoever it has assigned was
+    free to be.
+    """
+    task, *here = key
+    is_before = sa.tuple_(assignments.c.round, assignments.c.attempt) < sa.tuple_(
+        *map(sa.literal, here)
+    )
     number = sa.func.count()
     by_client = (
         sa.select(assignments.c.client_id, number)
         .join(uploads, uploads.c.assignment == assignments.c.assignment)
-        .where(assignments.c.task == task)
+        .where(assignments.c.task == task, is_before)
         .group_by(assignments.c.client_id)
     )
     counts = {client_id: count for client_id, count in connection.execute(by_client)}
     refused = connection.scalars(
         sa.select(assignments.c.client_id)
         .join(declines, declines.c.assignment == assignments.c.assignment)
-        .where(declines.c.task == task, declines.c.reason == "privacy-budget")
+        .where(declines.c.task == task, declines.c.reason == "privacy-budget", is_before)
     )
     spent = {client_id for client_id, count in counts.items() if count >= most}
     return frozenset(spent.union(refused)), max(counts.values(), default=0)
