@@ -63,7 +63,9 @@ class AdapterModule(nn.Module):
                 known.add(id(tensor))
                 yield f"{prefix}{name}", tensor
 
-    def state_dict(self, *arguments: Any, keep_vars: bool = False, **named: Any) -> dict[str, Any]:
+    def state_dict(  # type: ignore[override]
+        self, *_: Any, keep_vars: bool = False, **__: Any
+    ) -> dict[str, Any]:
         """The tensors that travel, by the names that PEFT's files have for them."""
         state = {
             name: tensor if keep_vars else tensor.detach() for name, tensor in self._tensors.items()
@@ -146,7 +148,7 @@ def _digest(tensors: Mapping[str, torch.Tensor]) -> bytearray:
     for name in sorted(tensors):
         tensor = tensors[name].detach().to("cpu").contiguous()
         digest.update(f"{name} {tensor.dtype} {list(tensor.shape)}\n".encode())
-        digest.update(memoryview(tensor.reshape(-1).view(torch.uint8).numpy()))
+        digest.update(tensor.reshape(-1).view(torch.uint8).numpy().data)
     return bytearray(digest.digest())
 
 
