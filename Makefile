@@ -10,7 +10,7 @@ BIN := $(VENV)/bin
 PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow check format soak constraints clean
+.PHONY: help demo test test-slow check format soak docs constraints clean
 
 # Tests start processes by the hundred; each would compile all of its modules anew.
 unexport PYTHONDONTWRITEBYTECODE
@@ -22,6 +22,7 @@ help:
 	@echo "make check        ruff, mypy --strict, import-linter"
 	@echo "make format       let ruff put the code in order"
 	@echo "make soak         the long fuzz and crash runs"
+	@echo "make docs         this documentation as pages for a browser, in build/site"
 	@echo "make constraints  renew constraints.txt with the newest versions that fit together"
 	@echo "make clean        remove the environment and everything built"
 
@@ -42,6 +43,10 @@ $(VENV)/test.stamp: pyproject.toml constraints.txt | $(BIN)/python
 	$(BIN)/python -c 'from fedpress_compression import kernels; kernels.warm_up()'
 	@touch $@
 
+$(VENV)/docs.stamp: pyproject.toml constraints.txt | $(BIN)/python
+	$(PIP_INSTALL) -e '.[docs]'
+	@touch $@
+
 demo: $(VENV)/demo.stamp
 	$(BIN)/fedpress demo $(ARGS)
 
@@ -59,6 +64,9 @@ check: $(VENV)/test.stamp
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-cache
 
+docs: $(VENV)/docs.stamp
+	$(BIN)/mkdocs build --strict $(ARGS)
+
 format: $(VENV)/test.stamp
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
@@ -73,7 +81,7 @@ constraints:
 	rm -rf build/constraints
 	$(PYTHON) -m venv build/constraints
 	grep -E '^(torch|click)==' constraints.txt > build/constraints/pins.txt
-	build/constraints/bin/python -m pip install --quiet -c build/constraints/pins.txt -e '.[all,dev]'
+	build/constraints/bin/python -m pip install --quiet -c build/constraints/pins.txt -e '.[all,docs,dev]'
 	build/constraints/bin/python -m pip check
 	{ grep '^#' constraints.txt; build/constraints/bin/python -m pip freeze --exclude-editable \
 	  | sed 's/+cpu$$//'; } > build/constraints/new.txt

@@ -1,0 +1,51 @@
+"""The documentation as a site: every page is in the navigation, and no link leads nowhere."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+TREE = Path(__file__).parents[2]
+DOCS = TREE / "docs"
+PAGES = sorted([*DOCS.rglob("*.md"), *TREE.glob("*.md"), *TREE.glob("examples/*/*.md")])
+_LINK = re.compile(r"(?<!!)\[[^\]\[]*\]\(([^)\s]+)\)")
+_CODE = re.compile(r"^```.*?^```|`[^`\n]*`", re.MULTILINE | re.DOTALL)
+
+
+def named(entry: Any) -> Iterator[str]:
+    """The pages of a part of the navigation."""
+    if isinstance(entry, str):
+        yield entry
+        return
+    for each in entry.values() if isinstance(entry, dict) else entry:
+        yield from named(each)
+
+
+def anchors(page: Path) -> set[str]:
+    """Of a page's headings, as GitHub and MkDocs make them."""
+    text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+    headings = re.findall(r"^#+ +(.*)$", text, re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", each.lower()).strip().replace(" ", "-") for each in headings}
+
+
+def test_the_navigation_has_every_page_once() -> None:
+    pages = list(named(yaml.safe_load((TREE / "mkdocs.yml").read_text())["nav"]))
+    assert sorted(pages) == sorted(str(page.relative_to(DOCS)) for page in DOCS.rglob("*.md"))
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(TREE)))
+def test_links_lead_somewhere(page: Path) -> None:
+    links = _LINK.findall(_CODE.sub("", page.read_text()))
+    for link in links:
+        target, _, anchor = link.partition("#")
+        if "://" in target or target.startswith("mailto:"):
+            continue
+        file = (page.parent / target).resolve() if target else page
+        assert file.exists(), f"{link} leads nowhere"
+        if anchor and file.suffix == ".md":
+            assert anchor in anchors(file), f"{link} has no such heading"
