@@ -82,8 +82,10 @@ def rate_levels(gap: Any = _USUAL_GAP) -> list[dict[str, Any]]:
 def strategy_for(rounds: int, *, is_masked: bool = False) -> dict[str, Any]:
     """Server momentum, which makes good what a rate costs in speed, and the rounds' average."""
     over = min(max(_SHARE * rounds, _SHORTEST), _LONGEST)
-    rate = 1.0 if is_masked else 0.5
-    inner = {"id": "fedavgm", "learning_rate": rate, "momentum": 0.8}
+    inner: dict[str, Any] = {"id": "fedavgm", "learning_rate": 1.0, "momentum": 0.8}
+    if not is_masked and rounds > 1:
+        constant = rounds - rounds // 2
+        inner |= {"constant_rounds": constant, "decay_rounds": rounds // 2, "final": 0.25}
     return {"id": "ema", "decay": round(1 - 1 / over, 4), "inner": inner}
 
 

@@ -199,13 +199,13 @@ class DivergenceGuard(Term):
 class Auto(Term):
     """The rate of each round by what the server observes; a task that names no profiles has it.
 
-    It begins three profiles gentler than `gap` asks for, goes one harder after a `window` of rounds
-    while the mean of the compressed updates goes well more than `floor` of the way of the
-    reference's, and one gentler where it goes less, or where the loss that devices measure rises by
-    more than `rise` of it. The way is measured at the end of each window, and every `every` rounds
-    once the rate has settled: `share` of the cohort, two clients at least, sends the `reference`.
-    What was given up is not tried again for four windows. Where nothing can be measured the rate
-    goes to the hardest profile in steps all the same.
+    It begins with the profile that `gap` asks for. It goes gentler where the mean of the compressed
+    updates goes less than `floor` of the way of the reference's, or where the loss that devices
+    measure rises by more than `rise` of it, and one harder again after a `window` of rounds where
+    the mean goes well more. The way is measured at the end of a window until the rate has settled,
+    then every `every` rounds: `share` of the cohort, two clients at least, sends the `reference`.
+    What was given up is not tried again for four windows, nor before a probe speaks for it. A
+    cohort too small for a probe begins three profiles gentler and goes harder in steps.
     """
 
     id: Literal["auto"] = "auto"

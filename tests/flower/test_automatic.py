@@ -119,7 +119,8 @@ def test_the_histories_of_a_default_run_have_decisions_and_their_reasons(tmp_pat
     settings = Settings(**{**QUICK, "clients": 6}, rounds=6, engine="local")
     history = simulate(settings, tmp_path)
     first, *_ = history.rows
-    assert (first.profile, first.policies) == ("0.28-bit", "begin gentle")
+    why = "begin at the most compressed profile"
+    assert (first.profile, first.policies) == ("0.1-bit", why)
     probed = history.rows[3]
     assert (probed.upload_bytes or 0) > 1.3 * (first.upload_bytes or 0)
     assert all((row.download_bytes or 0) < 6 * 4 * 50_826 / 2 for row in history.rows)
@@ -127,8 +128,8 @@ def test_the_histories_of_a_default_run_have_decisions_and_their_reasons(tmp_pat
     assert history.rows[-1].test["loss"] != history.rows[-1].test["newest-loss"]
     with (tmp_path / "history.csv").open() as file:
         rows = list(csv.DictReader(file))
-    assert rows[0]["policies"] == "begin gentle"
-    assert {row["profile"] for row in rows} == {"0.28-bit", "0.2-bit"}
+    assert rows[0]["policies"] == why
+    assert {row["profile"] for row in rows} == {"0.1-bit"}
 
 
 def test_one_seed_gives_one_default_run_on_a_pool_and_after_a_stop(tmp_path: Path) -> None:
@@ -214,7 +215,7 @@ def test_a_flower_user_who_names_nothing_has_the_default(tmp_path: Path) -> None
 
     result = run(strategy, fleet, 6, BEFORE, evaluate_fn=evaluate)
     reports = strategy.reports
-    assert [report.profile for report in reports[:4]] == ["0.28-bit"] * 4
+    assert [report.profile for report in reports[:4]] == ["0.1-bit"] * 4
     probe = reports[3].course
     assert probe is not None
     assert probe.probe
@@ -234,15 +235,15 @@ def test_a_flower_user_who_names_nothing_has_the_default(tmp_path: Path) -> None
 def test_who_is_probed_is_in_a_plan_of_one_profile_that_older_clients_read(tmp_path: Path) -> None:
     fleet = fleet_of(tmp_path, 4)
     strategy = FedpressStrategy(plan=Plan(seed=1), fraction_evaluate=0.0)
-    run(strategy, fleet, 8, BEFORE)
+    run(strategy, fleet, 34, BEFORE)
     names: dict[int, list[str]] = {}
     for message in fleet.sent:
         plan = RoundPlan.from_json(str(message.content[envelope.RECORD][envelope.PLAN]))
         assert len(plan.profiles) == 1
         names.setdefault(plan.round, []).append(plan.profiles[0].name)
-    assert sorted(names[4]) == ["0.28-bit", "0.28-bit", "probe", "probe"]
+    assert sorted(names[4]) == ["0.1-bit", "0.1-bit", "probe", "probe"]
     probed = [
-        {m.metadata.dst_node_id for m in fleet.sent if _is_probe(m, number)} for number in (4, 8)
+        {m.metadata.dst_node_id for m in fleet.sent if _is_probe(m, number)} for number in (4, 34)
     ]
     assert probed[0] != probed[1]
 
@@ -300,9 +301,9 @@ def test_evaluations_count_before_what_training_says() -> None:
 def test_a_budget_of_bytes_raises_the_compression() -> None:
     rates = Rates(Auto(upload_bytes=10_000))
     rates.begin(100)
-    assert rates.opened(1, 4)[0].name == "0.28-bit"
+    assert rates.opened(1, 3)[0].name == "0.28-bit"
     rates.closed(None, 1000)
-    assert rates.opened(2, 4)[0].name == "0.2-bit"
+    assert rates.opened(2, 3)[0].name == "0.2-bit"
     course = rates.closed(None, 1000)
     assert course is not None
     assert "upload_bytes" in course.why

@@ -72,28 +72,46 @@ def reasons(made: Sequence[Course]) -> dict[int, str]:
     return {each.round: each.why for each in made if each.why}
 
 
-def test_auto_begins_gentle_and_descends_to_what_its_gap_asks_for() -> None:
+def test_auto_begins_at_what_its_gap_asks_for_and_stays_there_while_probes_are_good() -> None:
     made = courses(Auto(), progress=[0.8])
-    assert rungs(made) == [1] * 4 + [2] * 4 + [3] * 4 + [4] * 88
-    why = "harder: compressed updates go 0.80 of the reference's way"
-    assert reasons(made) == {1: "begin gentle", 5: why, 9: why, 13: why}
+    assert rungs(made) == [4] * 100
+    assert reasons(made) == {1: "begin at the most compressed profile"}
+    assert [each.round for each in made if each.probe] == [4, 34, 64, 94]
 
 
 def test_auto_goes_no_harder_where_that_would_lead_below_the_floor() -> None:
-    made = courses(Auto(), progress=[0.6])
-    assert rungs(made) == [1] * 100
-    assert [each.round for each in made if each.probe] == [4, 8, 12, 42, 72]
+    made = courses(Auto(), progress=[0.5, 0.5, 0.6])
+    assert rungs(made) == [4] * 8 + [3] * 92
+    assert [each.round for each in made if each.probe] == [4, 8, 12, 16, 20, 50, 80]
 
 
-def test_auto_descends_where_nothing_can_be_measured_and_says_so() -> None:
+def test_auto_goes_harder_again_once_probes_are_good() -> None:
+    made = courses(Auto(), progress=[0.5, 0.5, 0.8])
+    assert rungs(made) == [4] * 8 + [3] * 16 + [4] * 76
+    assert reasons(made)[25] == "harder: compressed updates go 0.80 of the reference's way"
+
+
+def test_the_less_progress_the_more_profiles_auto_goes_back_at_once() -> None:
+    for progress, rung in ((0.54, 3), (0.42, 2), (0.36, 1), (0.1, 0)):
+        made = courses(Auto(), progress=[progress, progress, 0.6])
+        assert rungs(made)[7:9] == [4, rung], progress
+
+
+def test_auto_stays_at_what_it_went_back_to_where_nothing_is_measured_any_more() -> None:
+    made = courses(Auto(), progress=[0.4, 0.4, None])
+    assert rungs(made) == [4] * 8 + [2] * 92
+
+
+def test_auto_begins_gentle_and_descends_where_no_cohort_can_be_compared() -> None:
     made = courses(Auto(), size=3)
-    assert rungs(made)[-1] == 4
+    assert rungs(made) == [1] * 4 + [2] * 4 + [3] * 4 + [4] * 88
+    assert reasons(made)[1] == "begin gentle"
     assert not any(each.probe for each in made)
     assert reasons(made)[5] == "harder: nothing measured speaks against it"
 
 
 def test_poor_probes_have_auto_back_off_and_stay_there_for_four_windows() -> None:
-    made = courses(Auto(every=5), progress=[0.8, 0.8, 0.8, 0.1, 0.8])
+    made = courses(Auto(every=5), progress=[0.8, 0.3, 0.8])
     sequence = rungs(made)
     lowered = next(i for i in range(1, ROUNDS) if sequence[i] < sequence[i - 1])
     assert made[lowered].why.startswith("gentler: compressed updates go ")
@@ -109,14 +127,13 @@ def test_one_poor_probe_among_good_ones_is_no_reason_to_back_off() -> None:
 
 def test_where_updates_go_nowhere_auto_ends_at_the_gentlest_and_says_so() -> None:
     made = courses(Auto(), progress=[0.1])
-    assert rungs(made) == [1] * 8 + [0] * 92
+    assert rungs(made) == [4] * 8 + [0] * 92
     assert "at the gentlest profile" in made[16].why
 
 
 def test_what_drowns_in_the_differences_between_clients_counts_for_nothing() -> None:
     made = courses(Auto(), progress=[None])
-    assert rungs(made)[-1] == 4
-    assert reasons(made)[5] == "harder: nothing measured speaks against it"
+    assert rungs(made) == [4] * 100
 
 
 def test_a_loss_that_rises_has_auto_back_off() -> None:
@@ -141,7 +158,7 @@ def test_auto_keeps_to_a_budget_of_bytes() -> None:
     made = courses(Auto(upload_bytes=24_000, floor=0.9), progress=[0.1], uploaded=1000)
     assert cost(made) <= 24_000
     assert any("upload_bytes leave no room" in why for why in reasons(made).values())
-    hopeless = courses(Auto(upload_bytes=10), uploaded=1000)
+    hopeless = courses(Auto(upload_bytes=10), uploaded=1000, size=3)
     assert rungs(hopeless)[:5] == [1, 2, 3, 4, 4]
     assert "at the hardest profile" in hopeless[-1].why
 
@@ -149,13 +166,13 @@ def test_auto_keeps_to_a_budget_of_bytes() -> None:
 def test_probes_are_seldom_and_never_of_a_cohort_that_is_too_small() -> None:
     assert Auto(share=0).references_among(100) == 0
     made = courses(Auto(), progress=[0.8])
-    assert [each.round for each in made if each.probe] == [4, 8, 12, 16, 46, 76]
+    assert [each.round for each in made if each.probe] == [4, 34, 64, 94]
     auto = Auto()
     assert [auto.references_among(size) for size in (1, 2, 4, 10, 100)] == [0, 1, 2, 5, 50]
 
 
 def test_the_course_says_where_auto_is_and_is_read_back() -> None:
-    course = courses(Auto(), progress=[0.8], rounds=12)[-1]
+    course = courses(Auto(), progress=[0.5], rounds=12)[-1]
     assert course.pace is not None
     assert (course.pace.rung, course.pace.since) == (3, 9)
     assert Course.model_validate_json(course.model_dump_json()) == course
@@ -189,7 +206,7 @@ def test_a_task_that_names_no_profiles_has_auto_an_average_and_a_downlink() -> N
     choices = list(every_choice(made.policies, made.profiles))
     assert len(choices) == 2 * len(made.profiles)
     course = next_course(made.policies, 5, None, Facts(1, 100, size=10))
-    assert profiles_of(made.policies, made.profiles, course) == made.profiles[1:2]
+    assert profiles_of(made.policies, made.profiles, course) == made.profiles[4:5]
 
 
 def test_what_a_task_says_itself_stays() -> None:
@@ -216,6 +233,14 @@ def test_a_larger_gap_is_a_harder_ladder(gap: float, bits: float) -> None:
 def test_the_average_goes_over_a_tenth_of_the_rounds() -> None:
     decays = [config(rounds=rounds).strategy["decay"] for rounds in (1, 30, 100, 1000)]
     assert decays == [0.6667, 0.6667, 0.9, 0.98]
+
+
+def test_the_server_s_rate_falls_over_the_second_half_of_the_rounds() -> None:
+    whole = {"id": "fedavgm", "learning_rate": 1.0, "momentum": 0.8}
+    falling = {"constant_rounds": 50, "decay_rounds": 49, "final": 0.25}
+    assert config(rounds=99).strategy["inner"] == whole | falling
+    assert config(rounds=1).strategy["inner"] == whole
+    assert config(lane="masked").strategy["inner"] == whole
 
 
 def test_a_masked_task_has_one_profile_and_no_policy() -> None:

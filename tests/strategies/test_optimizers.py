@@ -317,3 +317,26 @@ def test_settings_that_cannot_work_say_why(
     terms = training if isinstance(training, TrainingTerms) else TrainingTerms()
     with pytest.raises(ConfigurationError, match=says):
         from_config(config, terms)
+
+
+def test_a_decaying_rate_is_whole_for_its_rounds_then_falls_in_a_line_and_stays() -> None:
+    """Weight by weight against the formula, over more rounds than the decay has."""
+    fields = {"learning_rate": 0.5, "constant_rounds": 2, "decay_rounds": 4, "final": 0.2}
+    optimizer = from_config({"id": "fedavgm", "momentum": 0.8, **fields}, TERMS).optimizer
+    x, state = START.copy(), optimizer.init(START)
+    expected, velocity = START.astype(np.float64), np.zeros(SIZE)
+    for factor in (1.0, 1.0, 0.8, 0.6, 0.4, 0.2, 0.2):
+        delta = np.linspace(0, 1, SIZE)
+        velocity = 0.8 * velocity + delta
+        expected = expected + 0.5 * factor * velocity
+        x, state = optimizer.apply(x, delta, state)
+        np.testing.assert_allclose(x, expected, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [{"constant_rounds": 3}, {"decay_rounds": -1}, {"decay_rounds": 4, "final": 0.0}, {"final": 2}],
+)
+def test_a_decay_that_makes_no_sense_is_refused(fields: dict[str, Any]) -> None:
+    with pytest.raises(ConfigurationError):
+        from_config({"id": "fedavgm", **fields}, TERMS)

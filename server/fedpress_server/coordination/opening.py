@@ -129,7 +129,7 @@ def chosen_profiles(config: TaskConfig, carryover: RoundCarryover, number: int) 
         return Chosen(config.profiles)
     course = carryover.course
     if course is None:
-        facts = Facts(number, config.rounds)
+        facts = Facts(number, config.rounds, size=config.cohort.size)
         course = next_course(config.policies, len(config.profiles), None, facts)
     return Chosen(profiles_of(config.policies, config.profiles, course), course=course)
 

@@ -1,4 +1,5 @@
-"""The rate that holds on tasks nobody tuned: begin safe, descend, back off when quality falls.
+"""The rate that holds on tasks nobody tuned: begin where feedback usually suffices, probe at once,
+and back off where quality falls.
 
 Error feedback keeps what a rate leaves out, so the error of the model is no more than what waits on
 the devices, and averages of models lose most of that. What a rate must not do is keep the mean
@@ -14,7 +15,7 @@ from fedpress_protocols.policies import LEAST_COMPARED, Auto, Comparison, Pace, 
 from fedpress_strategies.policies.facts import Facts
 
 _SAFE = 3
-"""Rungs that a task begins above what its gap asks for."""
+"""Rungs above the hardest at which a task begins that cannot be probed."""
 _RECENT = 5
 """Models whose losses are taken together."""
 _BARRED = 4
@@ -27,17 +28,24 @@ _STEP = 0.85
 """An upper bound on the share of the progress that the next more compressed profile keeps."""
 _SURE = 2
 """Probes that must agree before the rate is lowered: one alone tells little."""
+_REGAINED = 0.1
+"""The share of its whole descent by which a loss must rise to count: one that is near zero may
+double by chance."""
 _GENTLER = 1.5
 """By how many times the next gentler profile's bodies may be larger."""
 
 
-def first_pace(auto: Auto, hardest: Rung) -> Pace:
-    return Pace(rung=max(0, hardest - _SAFE), probe_at=auto.window)
+def first_pace(auto: Auto, facts: Facts, hardest: Rung) -> tuple[Pace, str]:
+    """The pace of the first round and its reason: a cohort that is too small for a probe begins
+    less compressed, as it learns of a fault late."""
+    if _can_probe(auto, facts):
+        return Pace(rung=hardest, probe_at=auto.window), "begin at the most compressed profile"
+    return Pace(rung=max(0, hardest - _SAFE), probe_at=auto.window), "begin gentle"
 
 
 def probes(auto: Auto, pace: Pace, facts: Facts) -> bool:
     """Whether part of the cohort sends the reference in the round that `facts` are of."""
-    return auto.references_among(facts.size) >= LEAST_COMPARED and facts.number >= pace.probe_at
+    return _can_probe(auto, facts) and facts.number >= pace.probe_at
 
 
 def next_pace(
@@ -58,6 +66,7 @@ def next_pace(
     changes = {"rung": moved}
     if number > before.probe_at or moved != rung:
         is_new = moved != rung or (rung < hardest and number - pace.since < _NEW * auto.window)
+        is_new |= pace.probes > before.probes and pace.probes < _SURE and _is_slow(auto, pace)
         changes["probe_at"] = number - 1 + (auto.window if is_new else auto.every)
     if moved != rung:
         changes |= {"since": number}
@@ -81,14 +90,17 @@ def _moved(
     if fault:
         if rung == 0:
             return rung, "" if comparison is None else f"{fault}, at the gentlest profile"
-        if not _may_spend(auto, facts):
+        back = min(rung, _rungs_back(auto, pace))
+        while back and not _may_spend(auto, facts, back):
+            back -= 1
+        if not back:
             return rung, f"{fault}, and upload_bytes leave no room for a gentler profile"
-        return rung - 1, f"gentler: {fault}"
+        return rung - back, f"gentler: {fault}"
     if rung < hardest and facts.number >= pace.barred:
         progress = _progress(pace)
-        if progress is None:
+        if progress is None and not _can_probe(auto, facts):
             return rung + 1, "harder: nothing measured speaks against it"
-        if _STEP * progress >= auto.floor:
+        if progress is not None and _STEP * progress >= auto.floor:
             return rung + 1, f"harder: compressed updates go {progress:.2f} of the reference's way"
     return rung, ""
 
@@ -96,6 +108,25 @@ def _moved(
 def _progress(pace: Pace) -> float | None:
     """As pooled over the probes; None where none told any."""
     return pace.inner / pace.norm if pace.norm > 0 else None
+
+
+def _can_probe(auto: Auto, facts: Facts) -> bool:
+    return auto.references_among(facts.size) >= LEAST_COMPARED
+
+
+def _is_slow(auto: Auto, pace: Pace) -> bool:
+    """Whether the pooled progress is below the floor."""
+    progress = _progress(pace)
+    return progress is not None and progress < auto.floor
+
+
+def _rungs_back(auto: Auto, pace: Pace) -> int:
+    """The rungs to go back for a fault: as many as bring the progress to the floor, if each brings
+    it `_STEP` nearer to 1 or less."""
+    progress = _progress(pace)
+    if progress is None or not 0 < progress < auto.floor:
+        return 1
+    return math.ceil(math.log(progress / auto.floor) / math.log(_STEP))
 
 
 def _fault(auto: Auto, pace: Pace, facts: Facts) -> str:
@@ -112,7 +143,8 @@ def _fault(auto: Auto, pace: Pace, facts: Facts) -> str:
         return ""
     level = sum(newest) / _RECENT
     best = min(sum(values[stop - _RECENT : stop]) / _RECENT for stop in range(_RECENT, len(values)))
-    if level > best + max(auto.rise * abs(best), 2 * _error(newest)):
+    regained = _REGAINED * (values[0] - best)
+    if level > best + max(auto.rise * abs(best), regained, 2 * _error(newest)):
         return f"the loss of the last {_RECENT} models is {level:.4g}, after {best:.4g}"
     return ""
 
@@ -137,8 +169,10 @@ def _over_budget(auto: Auto, facts: Facts) -> str:
     )
 
 
-def _may_spend(auto: Auto, facts: Facts) -> bool:
+def _may_spend(auto: Auto, facts: Facts, rungs: int) -> bool:
+    """Whether the budget of bytes allows for profiles that are so many rungs gentler."""
     if auto.upload_bytes is None or not facts.uploaded:
         return True
     rounds_left = facts.rounds - facts.number + 1
-    return sum(facts.uploaded) + rounds_left * _GENTLER * facts.uploaded[-1] <= auto.upload_bytes
+    each = _GENTLER**rungs * facts.uploaded[-1]
+    return sum(facts.uploaded) + rounds_left * each <= auto.upload_bytes

@@ -60,7 +60,7 @@ def next_course(
             trend, why = next_trend(loop, before.trend, facts, hardest)
         gentlest = trend.rung
     if auto is not None:
-        pace, why = first_pace(auto, hardest), "begin gentle"
+        pace, why = first_pace(auto, facts, hardest)
         if before is not None and before.pace is not None:
             pace, why = next_pace(auto, before.pace, facts, before.comparison, hardest)
         gentlest, probe = pace.rung, paces_probe(auto, pace, facts)

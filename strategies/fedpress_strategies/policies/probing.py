@@ -10,8 +10,9 @@ import numpy.typing as npt
 from fedpress_compression.update import Update
 from fedpress_protocols.policies import LEAST_COMPARED, Comparison
 
-_DROWNED = 0.02
-"""Of an update's energy: what the mean of all has to have of it for the two to be told apart."""
+_NOISE = 0.1
+"""The product of two clients' updates that have nothing in common, relative to an update's squared
+norm: the standard deviation in a hundred dimensions."""
 
 
 class _Group:
@@ -60,7 +61,7 @@ class Probe:
         if min(reference.count, compressed.count) < LEAST_COMPARED or not reference.norms:
             return None
         inner, norm, other = compressed.along(reference), reference.norm, compressed.norm
-        floor = _DROWNED * reference.norms / reference.count
+        floor = _noise(reference.count) * reference.norms / reference.count
         cosine, is_known = None, norm > floor
         if is_known and other > floor:
             cosine = max(-1.0, min(1.0, inner / math.sqrt(norm * other)))
@@ -77,3 +78,9 @@ class Probe:
                 reference.num_bytes - reference.count * compressed.num_bytes / compressed.count
             ),
         )
+
+
+def _noise(count: int) -> float:
+    """Return the part of an update's squared norm that the mean of `count` updates must have to be
+    told from noise, which falls with the root of the number of pairs."""
+    return _NOISE / math.sqrt(count * (count - 1) / 2)
