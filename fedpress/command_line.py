@@ -242,12 +242,21 @@ def console() -> Console:
     return screen if screen.is_terminal else Console(width=_FILE_COLUMNS)
 
 
+_WITHOUT = {
+    "server": "devices, and the commands that talk to a server, work without it",
+    "flower,demo": "devices and servers work without it",
+    "demo,torch": "servers, and devices whose trainer needs no torch, work without it",
+}
+"""What an installation without an extra can do: not every Python and processor has its wheels."""
+
+
 def needs(extra: str, exc: ModuleNotFoundError) -> NoReturn:
-    """Raise MissingExtra that names `extra` for a library that is missing."""
+    """Raise MissingExtra that names `extra` for a library that is missing, and what works so."""
     if exc.name and exc.name.startswith("fedpress"):
         raise exc
     raise MissingExtra(
-        f"{exc.name} is not installed", hint=f"pip install 'fedpress[{extra}]'"
+        f"{exc.name} is not installed",
+        hint=f"pip install 'fedpress[{extra}]'; {_WITHOUT[extra]}",
     ) from exc
 
 

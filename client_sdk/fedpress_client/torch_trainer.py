@@ -26,7 +26,10 @@ try:
     from torch import nn
     from torch.utils.data import DataLoader, Dataset, IterableDataset
 except ModuleNotFoundError as exc:
-    raise MissingExtra("TorchTrainer needs PyTorch", hint="pip install fedpress[torch]") from exc
+    raise MissingExtra(
+        "TorchTrainer needs PyTorch",
+        hint="pip install fedpress[torch]; a trainer of your own, in numpy say, works without it",
+    ) from exc
 
 Loss = Callable[[Any, Any], torch.Tensor]
 Metrics = Callable[[Any, Any], Mapping[str, float]]

@@ -104,3 +104,20 @@ def test_no_name_is_used_that_another_system_lacks(system: str, tmp_path: Path) 
     options = (f"--platform={system}", "--follow-imports=silent", f"--cache-dir={tmp_path}")
     done = run(sys.executable, "-m", "mypy", *options, *packages)
     assert done.returncode == 0, done.stdout
+
+
+@pytest.mark.parametrize(
+    ("library", "command", "works"),
+    [
+        ("fastapi", ("server", "run"), "fedpress[server]'; devices, and the commands that talk"),
+        ("flwr", ("simulate",), "fedpress[flower,demo]'; devices and servers work without it"),
+        ("torch", ("demo",), "fedpress[demo,torch]'; servers, and devices whose trainer"),
+    ],
+)
+def test_a_missing_library_is_named_with_what_works_without_it(
+    library: str, command: tuple[str, ...], works: str
+) -> None:
+    code = f"import sys; sys.modules[{library!r}] = None; from fedpress.cli import main; main()"
+    done = run(sys.executable, "-c", code, *command)
+    assert done.returncode == 2
+    assert f"{library} is not installed (pip install '{works}" in done.stderr

@@ -37,7 +37,8 @@ def choose(asked: str, installed: bool, byte_order: str = sys.byteorder) -> str:
         raise ConfigurationError(f"FEDPRESS_KERNELS must be numpy or numba, not {asked!r}")
     if asked == "numba" and not installed:
         raise MissingExtra(
-            "FEDPRESS_KERNELS=numba, but numba is not installed", hint="pip install fedpress[fast]"
+            "FEDPRESS_KERNELS=numba, but numba is not installed",
+            hint="pip install fedpress[fast], or unset it: numpy's kernels give the same bytes",
         )
     # The compiled kernels read words of little-endian memory.
     return asked or ("numba" if installed and byte_order == "little" else "numpy")
