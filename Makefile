@@ -10,7 +10,7 @@ BIN := $(VENV)/bin
 PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow check format soak docs constraints clean
+.PHONY: help demo test test-slow check format soak docs dist rehearsal constraints clean
 
 # Tests start processes by the hundred; each would compile all of its modules anew.
 unexport PYTHONDONTWRITEBYTECODE
@@ -23,6 +23,8 @@ help:
 	@echo "make format       let ruff put the code in order"
 	@echo "make soak         the long fuzz and crash runs"
 	@echo "make docs         this documentation as pages for a browser, in build/site"
+	@echo "make dist         wheel and sdist in dist/, each installed into a fresh environment"
+	@echo "make rehearsal    a release: build, install, upgrade a server and devices at work"
 	@echo "make constraints  renew constraints.txt with the newest versions that fit together"
 	@echo "make clean        remove the environment and everything built"
 
@@ -74,6 +76,12 @@ format: $(VENV)/test.stamp
 # The long runs are few and use both cores themselves, so no xdist and no time limit.
 soak: $(VENV)/test.stamp
 	FEDPRESS_SOAK=1 $(BIN)/python -m pytest -m soak --timeout=0 $(ARGS)
+
+dist: $(VENV)/test.stamp
+	.ci/package
+
+rehearsal: $(VENV)/test.stamp
+	$(BIN)/python .ci/rehearse $(ARGS)
 
 # Two keep their pins. torch: other versions bring gigabytes of GPU libraries. click: from 8.5 on it
 # warns about what typer 0.20 does, and Flower allows no newer typer.

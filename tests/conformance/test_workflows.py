@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import subprocess
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -28,10 +29,31 @@ def test_actions_are_pinned_by_digest_and_name_their_version(workflow: Path) -> 
 
 
 @pytest.mark.parametrize("workflow", WORKFLOWS, ids=lambda path: path.name)
-def test_the_scripts_of_a_workflow_are_there(workflow: Path) -> None:
+def test_what_a_workflow_runs_is_there(workflow: Path) -> None:
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
     for step in steps(workflow):
-        for script in re.findall(r"(?:^|\s)(\.ci/[\w-]+)", step.get("run", "")):
+        command = step.get("run", "")
+        for script in re.findall(r"(?:^|\s)(\.ci/[\w-]+|tests/compose/run)", command):
             assert (ROOT / script).stat().st_mode & 0o111, script
+        for path in re.findall(r"(?:^|\s)((?:tests|benchmarks)/[\w./-]+)", command):
+            assert (ROOT / path).exists(), path
+        for module in re.findall(r"python -m (tests[\w.]+)", command):
+            assert (ROOT / module.replace(".", "/")).with_suffix(".py").exists(), module
+        for target in re.findall(r"(?:^|\s)make ([a-z-]+)", command):
+            assert target in targets, target
+
+
+def test_devices_are_tested_on_every_system_and_python_that_the_package_names() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    named = [each.rsplit(" :: ", 1)[-1] for each in project["classifiers"]]
+    workflow = yaml.safe_load((ROOT / ".github" / "workflows" / "ci.yml").read_text())
+    matrix = workflow["jobs"]["device"]["strategy"]["matrix"]
+    pythons = [each for each in named if each.startswith("3.")]
+    assert matrix["python"] == pythons
+    assert ">=" + pythons[0] == project["requires-python"]
+    runners = {"Linux": "ubuntu", "MacOS": "macos", "Windows": "windows"}
+    for system in (each for each in named if each in runners):
+        assert any(os.startswith(runners[system]) for os in matrix["os"]), system
 
 
 def test_only_the_job_that_publishes_may_ask_for_an_identity() -> None:
@@ -40,6 +62,7 @@ def test_only_the_job_that_publishes_may_ask_for_an_identity() -> None:
     allowed = {name: job.get("permissions", {}) for name, job in document["jobs"].items()}
     assert allowed == {
         "build": {},
+        "provenance": {"id-token": "write", "attestations": "write"},
         "pypi": {"id-token": "write"},
         "notes": {"contents": "write"},
     }

@@ -1,9 +1,9 @@
 """Rounds against a server on this machine by devices that COMMAND runs, wherever that is:
 
-    python -m tests.platforms.rounds COMMAND [ARGUMENT ...]
+    python -m tests.platforms.rounds COMMAND [ARGUMENT ...] FOLDER
 
 COMMAND is the interpreter there with device.py's place, e.g. `chroot /arm64 /venv/bin/python
-/device.py`; the server's URL, a token, a folder of state and the tasks are appended. Prints what
+/device.py`, and FOLDER is for the devices' state, by the name that it has for them. Prints what
 devices print, and the digest of each task's last model: the same on every platform.
 """
 
