@@ -6,10 +6,10 @@ import logging
 import math
 import re
 import signal
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial, wraps
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, TypeVar
 
 import click
 from click.core import ParameterSource
@@ -242,7 +242,8 @@ def console() -> Console:
     return screen if screen.is_terminal else Console(width=_FILE_COLUMNS)
 
 
-_WITHOUT = {
+Extra = Literal["server", "flower,demo", "demo,torch"]
+_WITHOUT: Mapping[Extra, str] = {
     "server": "devices, and the commands that talk to a server, work without it",
     "flower,demo": "devices and servers work without it",
     "demo,torch": "servers, and devices whose trainer needs no torch, work without it",
@@ -250,12 +251,13 @@ _WITHOUT = {
 """What an installation without an extra can do: not every Python and processor has its wheels."""
 
 
-def needs(extra: str, exc: ModuleNotFoundError) -> NoReturn:
+def needs(extra: Extra, exc: ModuleNotFoundError) -> NoReturn:
     """Raise MissingExtra that names `extra` for a library that is missing, and what works so."""
-    if exc.name and exc.name.startswith("fedpress"):
+    library = (exc.name or "").partition(".")[0]
+    if library.startswith("fedpress"):
         raise exc
     raise MissingExtra(
-        f"{exc.name} is not installed",
+        f"{library} is not installed",
         hint=f"pip install 'fedpress[{extra}]'; {_WITHOUT[extra]}",
     ) from exc
 
