@@ -124,9 +124,10 @@ def plan_of(method: Method, terms: PrivacyTerms | None, number: int) -> RoundPla
     is_masked = method.lane == "distributed"
     max_abs = CLIP if method.lane == "central" else 256.0
     bounds = FixedPoint.widest(max_abs=max_abs, max_weight=CLIENTS)
-    feedback = {"id": "error_feedback", "inner": dict(method.compressor)}
+    inner = dict(method.compressor)
     if method.lane == "local" and terms is not None:
-        feedback["inner"]["clip"] = 4 * terms.noise_multiplier * CLIP
+        inner["clip"] = 4 * terms.noise_multiplier * CLIP
+    feedback = {"id": "error_feedback", "inner": inner}
     return RoundPlan(
         task="digits",
         round=number,
