@@ -623,3 +623,9 @@ def test_a_rule_may_name_a_kind(name: str, shape: tuple[int, ...], kind: str) ->
     for other in set(KINDS).difference(kinds_of(tensor)):
         other_rule = PerTensor(rules=((f"kind:{other}", Uncompressed()),))
         assert other_rule.layout(spec) != (Reals(spec.size),)
+
+
+def test_a_tensor_of_min_size_is_large() -> None:
+    spec = ModelSpec((TensorSpec("at", (2, 8)), TensorSpec("below", (3, 5))))
+    made = PerTensor(TopK(0.1), Uncompressed(), min_size=16)
+    assert [names for _, names in made._groups(spec)] == [["below"], ["at"]]

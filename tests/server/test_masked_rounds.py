@@ -8,6 +8,8 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from fedpress_protocols.messages import SessionStatus
+from fedpress_server.aggregation.masked import left_out
 from fedpress_server.rounds import (
     Aborted,
     Aggregated,
@@ -249,3 +251,12 @@ class AnyOrder(RuleBasedStateMachine):
 
 
 TestAnyOrder = AnyOrder.TestCase
+
+
+def test_a_list_of_members_is_not_thinned_below_the_minimum() -> None:
+    """Of four members one was named: three are enough for a minimum of three, not of four."""
+    named = SessionStatus(began=4, answered={}, message_bytes=0, suspects=("a",))
+    members = frozenset("abcd")
+    assert left_out([named], 1, members, 3) == {"a"}
+    assert left_out([named], 1, members, 4) == set()
+    assert left_out([named], 1, frozenset(), 4) == {"a"}, "whoever comes may take part"
