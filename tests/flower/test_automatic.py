@@ -28,7 +28,7 @@ from fedpress_flower import envelope
 from fedpress_flower.client import compression_mod
 from fedpress_flower.envelope import client_seed
 from fedpress_flower.server import FedpressStrategy, MaskedStrategy, Plan
-from fedpress_flower.server.automatic import Rates
+from fedpress_flower.server.automatic import Rates, default_strategy
 from fedpress_protocols.errors import ConfigurationError, IncompatiblePlan
 from fedpress_protocols.model import Model
 from fedpress_protocols.plan import RoundPlan
@@ -228,8 +228,10 @@ def test_a_flower_user_who_names_nothing_has_the_default(tmp_path: Path) -> None
     np.testing.assert_array_equal(flat(result.arrays), flat(strategy.average))
     np.testing.assert_array_equal(seen[-1], flat(strategy.average))
     assert np.linalg.norm(flat(strategy.newest)) > 1.2 * np.linalg.norm(seen[-1])
-    # Momentum: the sixth step is larger than half of the mean update, the rate alone.
-    assert np.linalg.norm(flat(strategy.newest)) > 6 * 0.5 * 0.1 * np.sqrt(2010)
+
+
+def test_the_default_s_strategy_has_momentum_and_an_average() -> None:
+    assert default_strategy(6).properties.server_state == "velocity [d], average [d]"
 
 
 def test_who_is_probed_is_in_a_plan_of_one_profile_that_older_clients_read(tmp_path: Path) -> None:
