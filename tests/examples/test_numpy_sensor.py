@@ -1,0 +1,116 @@
+"""The example of a device without torch: pumps learn from files, and say what is wrong."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from fedpress_client import load_trainer
+from fedpress_protocols.errors import ConfigurationError
+from fedpress_protocols.model import Model
+from tests.system.server_process import ADMIN_TOKEN, ServerProcess
+
+FOLDER = Path(__file__).parents[2] / "examples" / "numpy-sensor"
+WITHOUT_TORCH = "import sys; sys.modules['torch'] = None; from fedpress.cli import app; app()"
+
+
+@pytest.fixture
+def sensor(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.syspath_prepend(str(FOLDER))
+    return __import__("sensor")
+
+
+def run(*command: str, **environment: str) -> str:
+    done = subprocess.run(
+        [sys.executable, *command],
+        cwd=FOLDER,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), **environment},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def test_two_pumps_learn_together_without_torch(tmp_path: Path, sensor: ModuleType) -> None:
+    server = ServerProcess(tmp_path)
+    server.start()
+    try:
+        access = {"FEDPRESS_URL": server.url, "FEDPRESS_ADMIN_TOKEN": ADMIN_TOKEN}
+        begun, ended = tmp_path / "model.safetensors", tmp_path / "trained.safetensors"
+        run("sensor.py", "model", str(begun))
+        run("-m", "fedpress", "task", "create", "task.json", str(begun), **access)
+        token = run("-m", "fedpress", "devices", "token", "create", "--uses", "2", **access)
+        pumps = []
+        for number in ("1", "2"):
+            readings = tmp_path / f"pump-{number}.csv"
+            run("sensor.py", "readings", str(readings), "--seed", number)
+            command = [sys.executable, "-c", WITHOUT_TORCH, "client", "join", server.url]
+            command += ["--app", "sensor:trainer", "--state-dir", str(tmp_path / number)]
+            environment = {
+                **os.environ,
+                "PYTHONPATH": os.pathsep.join(sys.path),
+                "SENSOR_CSV": str(readings),
+                "FEDPRESS_TOKEN": token.strip(),
+            }
+            pumps.append(
+                subprocess.Popen(
+                    command,
+                    cwd=FOLDER,
+                    env=environment,
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.STDOUT,
+                    text=True,
+                )
+            )
+        for pump in pumps:
+            output, _ = pump.communicate(timeout=120)
+            assert pump.returncode == 0, output
+            assert "10 uploads included, 0 not, 0 pending" in output
+        run("-m", "fedpress", "task", "model", "bearings", str(ended), **access)
+    finally:
+        server.stop()
+    sensor.write_readings(tmp_path / "other.csv", seed=3)
+    unseen = sensor.SensorTrainer(sensor.read(tmp_path / "other.csv"))
+    before = unseen.evaluate(sensor.initial_model()).metrics["rmse_degrees"]
+    after = unseen.evaluate(Model.from_bytes(ended.read_bytes())).metrics["rmse_degrees"]
+    assert after < 0.4 * before
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (None, "cannot read"),
+        ("", "must begin with the line temperature,"),
+        ("{header}\n1,2,3,4,5\n", "has 1 readings; at least 5"),
+        ("{header}\n" + "1,2,3,4,5\n" * 5 + "1,2,x,4,5\n", "line 7 of"),
+        ("{header}\n" + "1,2,3,4,5\n" * 5 + "1,2,nan,4,5\n", "line 7 of"),
+        ("{header}\n" + "1,2,3,4,5\n" * 5 + "1,2\n", "line 7 of"),
+    ],
+)
+def test_a_wrong_file_is_named(
+    sensor: ModuleType,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    text: str | None,
+    message: str,
+) -> None:
+    path = tmp_path / "pump.csv"
+    if text is not None:
+        path.write_text(text.replace("{header}", ",".join(sensor.COLUMNS)))
+    monkeypatch.setenv("SENSOR_CSV", str(path))
+    with pytest.raises(ConfigurationError, match=message):
+        load_trainer("sensor:trainer", FOLDER)
+
+
+def test_the_readme_shows_the_task_that_is_there() -> None:
+    task = json.loads((FOLDER / "task.json").read_text())
+    assert f"`{task['task']}`" in (FOLDER / "README.md").read_text()
