@@ -36,6 +36,7 @@ from fedpress_server.api.problems import Problem, RequestGuard, install, respons
 from fedpress_server.api.registry import registry_routes
 from fedpress_server.api.server_keys import server_key_routes
 from fedpress_server.api.sessions import session_routes
+from fedpress_server.console.pages import console_routes
 from fedpress_server.coordination.resources import Clock, Resources
 from fedpress_server.identity.membership import Authority
 from fedpress_server.identity.server_keys import signing_key, signing_keys
@@ -116,7 +117,7 @@ def _routes(settings: Settings) -> tuple[list[APIRouter], list[APIRouter], list[
     devices = [upload_routes, device_routes, enrolment, rotation, resumable_routes]
     devices += [session_routes, server_key_routes]
     operators = [observing_routes, operator_routes, device_registry_routes, registry_routes]
-    operators += [administration_routes, description_routes]
+    operators += [administration_routes, description_routes, console_routes]
     return [health_routes, shared_routes], devices, operators
 
 

@@ -34,6 +34,7 @@ from fedpress_server.coordination.server_registry import ServerRegistry
 from fedpress_server.coordination.task_store import TaskStore
 from fedpress_server.identity.admission import EnrolmentLimits
 from fedpress_server.identity.authentication import Authenticator
+from fedpress_server.identity.browser_sessions import BrowserSessions
 from fedpress_server.identity.device_registry import DeviceRegistry
 from fedpress_server.identity.enrolment import Enrolment
 from fedpress_server.identity.operators import Operators
@@ -61,6 +62,7 @@ class Services(Resources):
 
     authenticator: Authenticator
     operators: Operators
+    browser_sessions: BrowserSessions
     device_registry: DeviceRegistry
     enrolment: Enrolment
     store: TaskStore
@@ -141,6 +143,7 @@ def assembled(resources: Resources, release: str, *, is_shared: bool | None = No
         **vars(resources),
         authenticator=authenticator,
         operators=_operators(resources),
+        browser_sessions=BrowserSessions(resources.server_keys, clock),
         device_registry=DeviceRegistry(authenticator, database, clock),
         enrolment=Enrolment(
             authenticator, database, clock, limits, approve_each=settings.approve_each_device

@@ -26,6 +26,8 @@ OPEN = {"/livez", "/readyz"}
 BY_THEIR_BODY = {"/v1/enrol", "/v1/key-rotation"}
 """What the body says decides who may: tests of their own have those. Here it says nothing."""
 DESCRIPTION = {"/openapi.json", "/docs"}
+CONSOLE_OPEN = {"/console/login", "/console/static/{name}"}
+"""Pages before the log-in; tests/server/test_console.py has every other page of the console."""
 
 
 class Route(NamedTuple):
@@ -340,10 +342,12 @@ def test_no_route_is_forgotten(start: Start) -> None:
             for method in methods
         }
     plain = {(method, path) for path in DESCRIPTION for method in ("GET", "HEAD")}
-    assert routes - plain == told
+    console = {each for each in routes if each[1].startswith("/console")}
+    assert routes - plain - console == told
+    assert {each for each in console if each[1] not in CONSOLE_OPEN} <= PERMISSIONS.keys()
     operators = {each for each in told if each[1].startswith("/v1/admin/")}
     assert operators <= PERMISSIONS.keys()
-    assert PERMISSIONS.keys() <= told | plain
+    assert PERMISSIONS.keys() <= told | plain | console
     assert len(told) > 50
 
 
@@ -385,7 +389,12 @@ def test_each_listener_answers_what_is_its_own(start: Start, clock: Clock, model
                 here = devices.request(method, path(template), headers=headers)
                 there = operators.request(method, path(template), headers=headers)
                 case = (who, method, template, here.text, there.text)
-                if is_open:
+                if template.startswith("/console"):
+                    assert here.status_code == 404, case
+                    assert "no route" in here.text, case
+                    assert "no route" not in there.text, case
+                    assert there.status_code in (200, 303, 400, 401, 403), case
+                elif is_open:
                     assert here.status_code == there.status_code == 200, case
                 elif is_shared:
                     expected = {"none": {401}, "bearer": {404}, "signed": {200, 400, 404}}

@@ -207,7 +207,7 @@ async def get_model(
     `task` says on whose behalf: its round counts the bytes.
     """
     record = await services.models.get(digest)
-    return await _immutable(request, model_name(digest), digest, record.num_bytes, task or "")
+    return await immutable(request, model_name(digest), digest, record.num_bytes, task or "")
 
 
 _FILE: dict[int | str, dict[str, Any]] = {
@@ -232,7 +232,7 @@ async def get_coded_model(
     """
     config = await services.queries.configuration(task)
     coded = await services.coded_models.find(config, digest, None)
-    return await _immutable(request, coded.name, coded.tag, coded.num_bytes, task, "coded")
+    return await immutable(request, coded.name, coded.tag, coded.num_bytes, task, "coded")
 
 
 @shared_routes.get(
@@ -248,7 +248,7 @@ async def get_difference(
     """
     config = await services.queries.configuration(task)
     coded = await services.coded_models.find(config, digest, base)
-    return await _immutable(request, coded.name, coded.tag, coded.num_bytes, task, "difference")
+    return await immutable(request, coded.name, coded.tag, coded.num_bytes, task, "difference")
 
 
 @shared_routes.get(
@@ -265,7 +265,7 @@ async def get_trained_tensors(
     config = await services.queries.configuration(task)
     await services.models.get(digest)
     coded = await services.coded_models.find_trained(config, digest, base)
-    return await _immutable(request, coded.name, coded.tag, coded.num_bytes, task, "difference")
+    return await immutable(request, coded.name, coded.tag, coded.num_bytes, task, "difference")
 
 
 @device_routes.get(
@@ -280,7 +280,7 @@ async def get_artefact(
     As for a model, one range is honoured, and the round of `task` counts the bytes.
     """
     size = await services.queries.artefact_bytes(digest)
-    return await _immutable(request, artefact_name(digest), digest, size, task or "")
+    return await immutable(request, artefact_name(digest), digest, size, task or "")
 
 
 class _FileResponse(StreamingResponse):
@@ -297,7 +297,7 @@ class _FileResponse(StreamingResponse):
             await asyncio.to_thread(self._file.close)
 
 
-async def _immutable(
+async def immutable(
     request: Request, name: str, digest: str, size: int, task: str, form: Form = "plain"
 ) -> Response:
     """The file `name`, or the range of it that the device asks for."""
@@ -486,7 +486,7 @@ async def get_own(
     """
     name, digest = await services.queries.own_name(device_of(request).client_id, assignment)
     num_bytes = await asyncio.to_thread(services.payloads.size, name)
-    return await _immutable(request, name, digest, num_bytes, task or "")
+    return await immutable(request, name, digest, num_bytes, task or "")
 
 
 @device_routes.delete(

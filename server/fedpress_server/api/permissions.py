@@ -58,6 +58,24 @@ PERMISSIONS: Mapping[tuple[str, str], Permission] = {
     ("GET", "/v1/admin/fleet"): "see",
     ("GET", "/v1/admin/log-level"): "see",
     ("PUT", "/v1/admin/log-level"): "administer",
+    # The console.
+    ("GET", "/console"): "see",
+    ("POST", "/console/logout"): "see",
+    ("GET", "/console/tasks/{task}"): "see",
+    ("GET", "/console/tasks/{task}/rounds/{number}"): "see",
+    ("GET", "/console/tasks/{task}/do/{action}"): "run",
+    ("POST", "/console/tasks/{task}/do/{action}"): "run",
+    ("GET", "/console/tasks/{task}/models"): "see",
+    ("GET", "/console/tasks/{task}/promote/{version}"): "run",
+    ("POST", "/console/tasks/{task}/promote/{version}"): "run",
+    ("GET", "/console/tasks/{task}/rollback/{alias}"): "run",
+    ("POST", "/console/tasks/{task}/rollback/{alias}"): "run",
+    ("GET", "/console/models/{digest}"): "see",
+    ("GET", "/console/devices"): "see",
+    ("GET", "/console/devices/{client_id}/{action}"): "enrol",
+    ("POST", "/console/devices/{client_id}/{action}"): "enrol",
+    ("GET", "/console/audit"): "administer",
+    ("GET", "/console/settings"): "administer",
 }
 
 

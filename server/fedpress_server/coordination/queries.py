@@ -43,6 +43,10 @@ class Queries:
         """Raises UnknownTask."""
         return (await self._store.fresh(name)).config
 
+    async def held_since(self, name: str) -> float | None:
+        """Unix seconds since which an operator lets no device have work; raises UnknownTask."""
+        return (await self._store.fresh(name)).record.held_at
+
     async def tasks(self, after: str | None = None, limit: int = 1000) -> list[TaskSummary]:
         """The first `limit` of those whose names come after `after`, in their order."""
         if self._store.is_shared:
@@ -108,6 +112,13 @@ class Queries:
         if record.client_id != client_id:
             raise Forbidden("the assignment is another device's")
         return record
+
+    async def assignments(
+        self, name: str, number: int, attempt: int, most: int
+    ) -> list[AssignmentRecord]:
+        """The first `most` assignments of an attempt, by position."""
+        key = name, number, attempt
+        return await self._database.read(lambda c: records.assignments_of(c, key, most))
 
     def held(self, assignment: str) -> tuple[LiveTask, Attempt] | None:
         """The task in memory, and its attempt, in which the assignment awaits its upload.

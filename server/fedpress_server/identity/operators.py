@@ -13,7 +13,7 @@ import logging
 import secrets
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Literal, NoReturn
+from typing import Literal, NamedTuple, NoReturn
 
 import sqlalchemy as sa
 from sqlalchemy.engine import Connection
@@ -57,6 +57,16 @@ an address that has sent too many wrong ones."""
 _log = logging.getLogger(__name__)
 
 _COLUMNS = [operators.c[name] for name in OperatorStatus.model_fields]
+
+
+class Identity(NamedTuple):
+    """An operator whose token is valid now."""
+
+    actor: str
+    """The name in the audit log."""
+    role: Role
+    operator_id: str = ""
+    """Empty for the token in the settings."""
 
 
 class Operators:
@@ -125,8 +135,12 @@ class Operators:
         except InvalidToken:
             self._refusals.note("no-token", address)
             raise
+        return self.authorize(await self.identify(token_hash, address), permission, address)
+
+    async def identify(self, token_hash: str, address: str) -> Identity:
+        """The operator whose token has this hash; raises as `check`, but not RoleRequired."""
         if self._is_settings(token_hash, address):
-            return SETTINGS_TOKEN
+            return Identity(SETTINGS_TOKEN, "admin")
         operator = await self._find(token_hash, address)
         if operator is None:
             self._refuse_unknown(address)
@@ -140,16 +154,20 @@ class Operators:
             raise InvalidToken(
                 "this operator's token has expired", hint="ask an admin for a new one"
             )
-        if permission not in MAY[operator.role]:
-            self._refusals.note("role", address, operator.operator_id)
+        return Identity(f"operator:{operator.operator_id}", operator.role, operator.operator_id)
+
+    def authorize(self, identity: Identity, permission: Permission, address: str) -> str:
+        """The actor, for the audit log; raises RoleRequired."""
+        if permission not in MAY[identity.role]:
+            self._refusals.note("role", address, identity.operator_id)
             able = [role for role in ROLES if permission in MAY[role]]
             raise RoleRequired(
-                f"the role {operator.role} is not allowed to do this; required: "
+                f"the role {identity.role} is not allowed to do this; required: "
                 f"{' or '.join(able)}",
-                role=operator.role,
+                role=identity.role,
                 roles=able,
             )
-        return f"operator:{operator.operator_id}"
+        return identity.actor
 
     def _is_settings(self, token_hash: str, address: str) -> bool:
         if self._settings_hash is None:

@@ -496,6 +496,13 @@ def assignment(connection: Connection, name: str) -> AssignmentRecord | None:
     return AssignmentRecord(*row) if row else None
 
 
+def assignments_of(connection: Connection, key: RoundKey, most: int) -> list[AssignmentRecord]:
+    """The first `most` assignments of an attempt, by position."""
+    query = sa.select(assignments).where(*_is_round(assignments, key))
+    rows = connection.execute(query.order_by(assignments.c.position).limit(most))
+    return [AssignmentRecord(*row) for row in rows]
+
+
 def add_uploads(connection: Connection, taken: Sequence[UploadRecord], now: float) -> None:
     """Add uploads, with `now` as their time of receipt."""
     _UPLOADS.add(connection, [_values(each, received_at=now) for each in taken])

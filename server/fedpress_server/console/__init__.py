@@ -1,0 +1,1 @@
+"""The console: pages for operators with a browser, over the same services as the API."""

@@ -1,0 +1,481 @@
+"""The console's pages. Each reads and does what a route of the API does, by the same parts."""
+
+from __future__ import annotations
+
+import json
+import secrets
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Literal
+
+from fastapi import APIRouter, Query, Request, Response
+from fastapi.responses import FileResponse, RedirectResponse
+from pydantic import Field, TypeAdapter, ValidationError
+
+from fedpress_protocols.enrolment import DeviceState
+from fedpress_protocols.errors import InvalidToken, MalformedRequest, NotFound, Unavailable
+from fedpress_protocols.messages import (
+    Continuation,
+    Identifier,
+    RoundStatus,
+    SignedReceipt,
+    TaskSummary,
+)
+from fedpress_protocols.plan import Digest, Name
+from fedpress_protocols.registry import Promotion, Rollback
+from fedpress_protocols.validation import format_validation_errors
+from fedpress_server.api.devices import immutable
+from fedpress_server.api.health import readyz
+from fedpress_server.api.listeners import Parts
+from fedpress_server.api.routing import By
+from fedpress_server.console import charts
+from fedpress_server.console.rendering import render, size
+from fedpress_server.console.routing import (
+    COOKIE,
+    LOGIN,
+    ConsoleRoute,
+    OpenPageRoute,
+    check_form,
+    form_of,
+)
+from fedpress_server.identity import audit
+from fedpress_server.identity.authentication import hash_of
+from fedpress_server.identity.browser_sessions import LIFETIME_SECONDS
+from fedpress_server.identity.limits import address_of
+from fedpress_server.registry import versions as registry
+from fedpress_server.services import Services
+from fedpress_server.settings import Settings, secret_settings
+from fedpress_server.storage.files import model_name
+
+_STATIC = Path(__file__).with_name("static")
+_LOGIN_COOKIE = "fedpress_login"
+MAX_ROWS = 200
+"""Rows of a table on one page."""
+MAX_ROUNDS = 1000
+"""Attempts that a task's charts show."""
+MAX_METRICS = 6
+MAX_ASSIGNMENTS = 20_000
+_ALIAS: TypeAdapter[str] = TypeAdapter(Name)
+Action = Literal["pause", "resume", "finish", "cancel", "abort-round", "continue"]
+DeviceAction = Literal["approve", "reject", "revoke"]
+
+console_routes = APIRouter(prefix="/console", route_class=ConsoleRoute, include_in_schema=False)
+_open_routes = APIRouter(prefix="/console", route_class=OpenPageRoute, include_in_schema=False)
+
+
+# Sessions
+
+
+@_open_routes.get("/login")
+async def show_login(request: Request) -> Response:
+    """The form that takes a token."""
+    return _login_form(request)
+
+
+@_open_routes.post("/login")
+async def log_in(request: Request, services: Parts) -> Response:
+    """Exchange an operator's token for a session."""
+    await check_form(request, request.cookies.get(_LOGIN_COOKIE, ""))
+    token_hash = hash_of(form_of(request).get("token", "").strip())
+    try:
+        await services.operators.identify(token_hash, address_of(request))
+    except InvalidToken as error:
+        services.metrics.auth_failures.labels(error.slug).inc()
+        return _login_form(request, str(error), 401)
+    answer = RedirectResponse("/console", 303)
+    cookie = services.browser_sessions.open(token_hash)
+    _set_cookie(request, answer, COOKIE, cookie, "/console", LIFETIME_SECONDS)
+    answer.delete_cookie(_LOGIN_COOKIE, path=LOGIN)
+    return answer
+
+
+@console_routes.post("/logout")
+async def log_out() -> Response:
+    """Have the browser forget the session."""
+    answer = RedirectResponse(LOGIN, 303)
+    answer.delete_cookie(COOKIE, path="/console")
+    return answer
+
+
+@_open_routes.get("/static/{name}")
+async def static(name: Literal["console.css", "console.js"]) -> Response:
+    """The style sheet, and the script that keeps pages current."""
+    return FileResponse(_STATIC / name, headers={"Cache-Control": "no-cache"})
+
+
+def _login_form(request: Request, wrong: str = "", status: int = 200) -> Response:
+    csrf = secrets.token_urlsafe(24)
+    answer = render(request, "login.html", status, csrf=csrf, wrong=wrong, viewer=None)
+    answer.headers["Cache-Control"] = "no-store"
+    _set_cookie(request, answer, _LOGIN_COOKIE, csrf, LOGIN, 3600)
+    return answer
+
+
+def _set_cookie(
+    request: Request, answer: Response, name: str, value: str, path: str, seconds: int
+) -> None:
+    answer.set_cookie(
+        name,
+        value,
+        max_age=seconds,
+        path=path,
+        secure=request.url.scheme == "https",
+        httponly=True,
+        samesite="strict",
+    )
+
+
+# Tasks
+
+
+@console_routes.get("")
+async def overview(request: Request, services: Parts) -> Response:
+    """All tasks, and whether the server works."""
+    trouble = ""
+    try:
+        await readyz(services)
+    except Unavailable as error:
+        trouble = str(error)
+    fleet = await services.server_registry.fleet()
+    tasks = await services.queries.tasks()
+    return render(request, "overview.html", tasks=tasks, fleet=fleet, trouble=trouble)
+
+
+@console_routes.get("/tasks/{task}")
+async def show_task(request: Request, task: Name, services: Parts) -> Response:
+    """A task: its live round, its charts and its last rounds."""
+    summary = await services.queries.task(task)
+    config = await services.queries.configuration(task)
+    held_since = await services.queries.held_since(task)
+    attempts = await services.queries.history(task, limit=MAX_ROUNDS)
+    model = await services.models.get(summary.model)
+    sent = sum(each.upload_bytes + each.download_bytes for each in attempts)
+    plain = 2 * model.num_bytes * sum(each.received for each in attempts)
+    return render(
+        request,
+        "task.html",
+        task=summary,
+        config=json.dumps(config.model_dump(mode="json"), indent=2),
+        live=attempts[-1] if attempts and attempts[-1].closed_at is None else None,
+        rounds=attempts[:-51:-1],
+        charts=_charts(attempts),
+        sent=sent,
+        plain=plain,
+        held_since=held_since,
+        actions=_actions(summary, held_since is not None),
+    )
+
+
+def _actions(task: TaskSummary, is_held: bool) -> tuple[Action, ...]:
+    by_state: dict[str, tuple[Action, ...]] = {
+        "running": ("resume" if is_held else "pause", "abort-round", "cancel"),
+        "paused": ("continue", "finish", "cancel"),
+        "finished": ("continue",),
+        "cancelled": ("continue",),
+    }
+    return by_state[task.state]
+
+
+def _charts(attempts: Sequence[RoundStatus]) -> list[charts.Chart]:
+    """What devices measured, over rounds and over bytes; `attempts` oldest first."""
+    drawn, num_bytes = list[charts.Chart | None](), 0
+    by_metric: dict[str, list[tuple[int, int, float]]] = {"loss": [], "accuracy": []}
+    for each in attempts:
+        num_bytes += each.upload_bytes + each.download_bytes
+        for name, value in each.metrics.items():
+            by_metric.setdefault(name, []).append((each.round, num_bytes, value))
+    for name, points in list(by_metric.items())[:MAX_METRICS]:
+        title = name.replace("_", " ").capitalize()
+        drawn.append(charts.line(title, "rounds", [(at, y) for at, _, y in points]))
+        drawn.append(charts.line(title, "bytes sent", [(at, y) for _, at, y in points], size))
+    return [each for each in drawn if each is not None]
+
+
+@console_routes.get("/tasks/{task}/rounds/{number}")
+async def show_round(
+    request: Request, task: Name, number: Annotated[int, Field(ge=1, lt=2**31)], services: Parts
+) -> Response:
+    """The latest attempt at a round: its assignments, receipts and masked session."""
+    status = await services.queries.round_status(task, number)
+    assignments = await services.queries.assignments(task, number, status.attempt, MAX_ASSIGNMENTS)
+    reasons, shown = Counter[str](), list[tuple[str, str, str, float, str]]()
+    for each in assignments:
+        reason = "open"
+        if each.receipt:
+            reason = SignedReceipt.model_validate_json(each.receipt).receipt.reason
+        reasons[reason] += 1
+        if len(shown) < MAX_ROWS:
+            row = each.assignment, each.client_id, each.profile, each.assigned_at, reason
+            shown.append(row)
+    return render(
+        request,
+        "round.html",
+        status=status,
+        assignments=shown,
+        num_assignments=len(assignments),
+        reasons=reasons.most_common(),
+    )
+
+
+_CONSEQUENCES: dict[Action, str] = {
+    "pause": "No device gets work from now on. Uploads under way are taken, and nothing is lost.",
+    "resume": "Devices get work again.",
+    "finish": "The task ends for good; its devices may go. Its models stay.",
+    "cancel": "The task ends. Uploads of the open round are not included.",
+    "abort-round": "The open attempt ends without its uploads, and the next one begins.",
+    "continue": "The task gets more rounds, from its newest model.",
+}
+
+
+@console_routes.get("/tasks/{task}/do/{action}")
+async def confirm_action(request: Request, task: Name, action: Action, services: Parts) -> Response:
+    """The consequences of an action, and the button for it."""
+    summary = await services.queries.task(task)
+    fields = [("detail", "Reason (optional)", "text", "")]
+    if action == "continue":
+        fields = [("rounds", "Further rounds", "number", "1")]
+    return _confirm(
+        request,
+        f"{action.replace('-', ' ').capitalize()}: {task}",
+        f"{_CONSEQUENCES[action]} The task is {summary.state} at round {summary.round} of "
+        f"{summary.rounds}.",
+        f"/console/tasks/{task}",
+        fields if action in ("continue", "cancel", "abort-round") else [],
+    )
+
+
+@console_routes.post("/tasks/{task}/do/{action}")
+async def act(request: Request, task: Name, action: Action, services: Parts, by: By) -> Response:
+    """Do it, as the API's route of that name."""
+    lifecycle, form = services.lifecycle, form_of(request)
+    detail = form.get("detail", "").strip()[:200]
+    if action == "pause":
+        await lifecycle.pause(task, by=by)
+    elif action == "resume":
+        await lifecycle.resume(task, by=by)
+    elif action == "finish":
+        await lifecycle.finish(task, by=by)
+    elif action == "cancel":
+        await lifecycle.cancel(task, f"cancelled {detail or 'in the console'}", by=by)
+    elif action == "abort-round":
+        await lifecycle.abort_round(task, f"aborted {detail or 'in the console'}", by=by)
+    else:
+        summary = await services.queries.task(task)
+        try:
+            more = Continuation.model_validate_strings(
+                {
+                    "after_round": str(summary.round),
+                    "rounds": form.get("rounds", ""),
+                    "model": summary.model,
+                }
+            )
+        except ValidationError as exc:
+            raise MalformedRequest(format_validation_errors(exc)) from exc
+        await lifecycle.continue_(task, more, by=by)
+    return RedirectResponse(f"/console/tasks/{task}", 303)
+
+
+# Models
+
+
+@console_routes.get("/tasks/{task}/models")
+async def show_models(
+    request: Request,
+    task: Name,
+    services: Parts,
+    before: Annotated[int | None, Query(ge=0, lt=2**31)] = None,
+) -> Response:
+    """The versions of a task's model, and its aliases."""
+    database = services.database
+    versions = await database.read(lambda c: registry.versions(c, task, before, MAX_ROWS))
+    aliases = await database.read(lambda c: registry.aliases(c, task))
+    more = versions[-1].version if len(versions) == MAX_ROWS else None
+    return render(request, "models.html", task=task, versions=versions, aliases=aliases, more=more)
+
+
+@console_routes.get("/models/{digest}")
+async def download(request: Request, digest: Digest, services: Parts) -> Response:
+    """A model's file, safetensors."""
+    record = await services.models.get(digest)
+    answer = await immutable(request, model_name(digest), digest, record.num_bytes, "")
+    name = f"{digest[:16]}.safetensors"
+    answer.headers["Content-Disposition"] = f'attachment; filename="{name}"'
+    return answer
+
+
+@console_routes.get("/tasks/{task}/promote/{version}")
+async def confirm_promotion(
+    request: Request,
+    task: Name,
+    version: Annotated[int, Field(ge=0, lt=2**31)],
+    services: Parts,
+) -> Response:
+    """The form that asks for the alias."""
+    lineage = await services.database.read(lambda c: registry.lineage(c, task, str(version)))
+    return _confirm(
+        request,
+        f"Promote version {version} of {task}",
+        f"The alias will point to model {lineage.model[:16]}, made of {lineage.num_updates} "
+        "updates.",
+        f"/console/tasks/{task}/models",
+        [("alias", "Alias", "text", "production")],
+    )
+
+
+@console_routes.post("/tasks/{task}/promote/{version}")
+async def promote(
+    request: Request,
+    task: Name,
+    version: Annotated[int, Field(ge=0, lt=2**31)],
+    services: Parts,
+    by: By,
+) -> Response:
+    """Move an alias to the version."""
+    alias, now = form_of(request).get("alias", "").strip(), services.now
+    promotion = Promotion(version=version)
+    await services.database.write(
+        lambda c: registry.promote(c, task, _name(alias), promotion, now, by=by)
+    )
+    return RedirectResponse(f"/console/tasks/{task}/models", 303)
+
+
+@console_routes.get("/tasks/{task}/rollback/{alias}")
+async def confirm_rollback(request: Request, task: Name, alias: Name, services: Parts) -> Response:
+    """The versions between which the alias would move."""
+    aliases = await services.database.read(lambda c: registry.aliases(c, task))
+    standing = next((each for each in aliases if each.alias == alias), None)
+    if standing is None:
+        raise NotFound(f"task {task!r} has no alias {alias!r}")
+    return _confirm(
+        request,
+        f"Roll back {alias} of {task}",
+        f"The alias points to version {standing.version} now, and will point where it did before.",
+        f"/console/tasks/{task}/models",
+        hidden={"expect": str(standing.version)},
+    )
+
+
+@console_routes.post("/tasks/{task}/rollback/{alias}")
+async def roll_back(request: Request, task: Name, alias: Name, services: Parts, by: By) -> Response:
+    """Move the alias back, if it still points to what the form showed."""
+    now = services.now
+    try:
+        asked = Rollback.model_validate_strings({"expect": form_of(request).get("expect", "")})
+    except ValidationError as exc:
+        raise MalformedRequest(format_validation_errors(exc)) from exc
+    await services.database.write(lambda c: registry.rollback(c, task, alias, asked, now, by=by))
+    return RedirectResponse(f"/console/tasks/{task}/models", 303)
+
+
+def _name(text: str) -> str:
+    """Raises MalformedRequest unless it may be an alias."""
+    try:
+        return _ALIAS.validate_python(text)
+    except ValidationError as exc:
+        raise MalformedRequest(
+            f"{text[:64]!r} is no alias", hint="use letters, digits, ., - and _, at most 64"
+        ) from exc
+
+
+# Devices
+
+
+@console_routes.get("/devices")
+async def show_devices(
+    request: Request,
+    services: Parts,
+    state: DeviceState | Literal[""] = "",
+    after: Identifier | None = None,
+) -> Response:
+    """The enrolled devices, in order of enrolment."""
+    devices = await services.device_registry.devices(state or None, after, MAX_ROWS + 1)
+    more = devices[MAX_ROWS - 1].client_id if len(devices) > MAX_ROWS else None
+    return render(request, "devices.html", devices=devices[:MAX_ROWS], state=state, more=more)
+
+
+@console_routes.get("/devices/{client_id}/{action}")
+async def confirm_device(
+    request: Request, client_id: Identifier, action: DeviceAction, services: Parts
+) -> Response:
+    """The consequence of a decision about a device."""
+    device, _ = await services.device_registry.device(client_id)
+    consequence = {
+        "approve": "The device may take part from now on.",
+        "reject": "The device may not take part; it can be approved later.",
+        "revoke": "The device is refused permanently. This cannot be undone.",
+    }[action]
+    name = f"{device.name} ({client_id})" if device.name else client_id
+    return _confirm(request, f"{action.capitalize()} {name}", consequence, "/console/devices")
+
+
+@console_routes.post("/devices/{client_id}/{action}")
+async def decide(client_id: Identifier, action: DeviceAction, services: Parts, by: By) -> Response:
+    """Approve, reject or revoke a device."""
+    devices = services.device_registry
+    if action == "approve":
+        await devices.approve(client_id, by)
+    elif action == "reject":
+        await devices.reject(client_id, by)
+    else:
+        await devices.revoke(client_id, by)
+    return RedirectResponse("/console/devices", 303)
+
+
+# The server
+
+
+@console_routes.get("/audit")
+async def show_audit(
+    request: Request,
+    services: Parts,
+    after: Annotated[int | None, Query(ge=0, lt=2**53)] = None,
+) -> Response:
+    """The audit log, by default its end."""
+    if after is None:
+        head = await services.database.read(audit.head)
+        after = max(0, head.seq - MAX_ROWS)
+    start = after
+    page = await services.database.read(lambda c: audit.page(c, start, MAX_ROWS))
+    entries = [(each, json.dumps(each.details)) for each in reversed(page.entries)]
+    earlier = max(0, start - MAX_ROWS) if start else None
+    return render(request, "audit.html", entries=entries, head=page.head, earlier=earlier)
+
+
+@console_routes.get("/settings")
+async def show_settings(request: Request, services: Parts) -> Response:
+    """The settings, without secrets."""
+    return render(request, "settings.html", settings=_public(services))
+
+
+def _public(services: Services) -> list[tuple[str, str, str]]:
+    secret = {*secret_settings(), "database_url"}  # which may have a password in it
+    values = services.settings.model_dump(mode="json", exclude=secret)
+    fields = Settings.model_fields
+    return [
+        (name, "not set" if value in (None, "") else str(value), fields[name].description or "")
+        for name, value in values.items()
+    ]
+
+
+def _confirm(
+    request: Request,
+    title: str,
+    text: str,
+    back: str,
+    fields: Sequence[tuple[str, str, str, str]] = (),
+    hidden: dict[str, str] | None = None,
+) -> Response:
+    """A page whose button posts to its own address."""
+    return render(
+        request,
+        "confirm.html",
+        title=title,
+        text=text,
+        back=back,
+        fields=fields,
+        hidden=hidden or {},
+    )
+
+
+console_routes.routes.extend(_open_routes.routes)

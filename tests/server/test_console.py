@@ -1,0 +1,311 @@
+"""The console: log-in, roles, and what protects its forms and pages."""
+
+from __future__ import annotations
+
+import json
+import re
+
+import httpx
+import pytest
+from fastapi.routing import iter_route_contexts
+
+from fedpress_protocols.model import Model
+from fedpress_protocols.operators import ROLES, Role
+from fedpress_protocols.signatures import DeviceKey
+from fedpress_server.api.permissions import PERMISSIONS
+from fedpress_server.identity.browser_sessions import BrowserSessions
+from fedpress_server.identity.operators import MAY
+from fedpress_server.identity.signing import SigningKeys
+from tests.devices import ADMIN_TOKEN, Device, Operator
+from tests.server.in_process import Clock, Server, Start, include_one
+
+SCRIPT = "<script>alert(1)</script>"
+
+
+class Browser:
+    """Keeps cookies by hand, as the test's transport is not a browser's."""
+
+    def __init__(self, http: httpx.Client) -> None:
+        self.http, self.cookies, self.csrf = http, dict[str, str](), ""
+
+    def send(self, method: str, path: str, form: dict[str, str] | None = None, **headers: str):
+        self.http.cookies.clear()
+        headers["Cookie"] = "; ".join(f"{n}={v}" for n, v in self.cookies.items())
+        answer = self.http.request(method, path, data=form, headers=headers, follow_redirects=False)
+        for line in answer.headers.get_list("set-cookie"):
+            name, _, value = line.partition(";")[0].partition("=")
+            self.cookies[name] = value.strip('"')
+        if sent := re.search(r'name="csrf" value="([^"]+)"', answer.text):
+            self.csrf = sent[1]
+        return answer
+
+    def get(self, path: str, **headers: str) -> httpx.Response:
+        return self.send("GET", path, **headers)
+
+    def post(self, path: str, **form: str) -> httpx.Response:
+        return self.send("POST", path, {"csrf": self.csrf, **form})
+
+    def log_in(self, token: str) -> httpx.Response:
+        self.get("/console/login")
+        answer = self.post("/console/login", token=token)
+        if answer.status_code == 303:
+            self.get("/console")
+        return answer
+
+
+@pytest.fixture
+def browser(http: Server) -> Browser:
+    return Browser(http)
+
+
+@pytest.fixture
+def trained(http: Server, operator: Operator, clock: Clock, model: Model) -> Device:
+    """A device that is in the model of the task's first round."""
+    operator.begin(model, cohort={"size": 1, "minimum": 1}, rounds=3)
+    device = Device(http, clock)
+    device.enrol(operator.token(), name=SCRIPT)
+    include_one(device, model)
+    while operator.get("/v1/tasks/digits")["round"] < 1:
+        clock.advance(1)
+        http.tick()
+    return device
+
+
+def role_token(operator: Operator, role: Role) -> str:
+    token: str = operator.post("/v1/admin/operators", {"role": role})["token"]
+    return token
+
+
+def test_a_token_opens_a_session_that_ends_with_logout(browser: Browser) -> None:
+    assert browser.get("/console").headers["location"] == "/console/login"
+    answer = browser.log_in("wrong" * 8)
+    assert answer.status_code == 401
+    assert "the operator&#39;s token is wrong" in answer.text
+    answer = browser.log_in(ADMIN_TOKEN)
+    assert (answer.status_code, answer.headers["location"]) == (303, "/console")
+    cookie = answer.headers.get_list("set-cookie")[0]
+    assert cookie.startswith("fedpress_session=")
+    assert ADMIN_TOKEN not in cookie
+    assert "HttpOnly" in cookie
+    assert "SameSite=strict" in cookie
+    assert "Path=/console" in cookie
+    assert "Secure" not in cookie
+    assert "Overview" in browser.get("/console").text
+    answer = browser.post("/console/logout")
+    assert answer.headers["location"] == "/console/login"
+    assert "Max-Age=0" in answer.headers["set-cookie"]
+    assert browser.get("/console").status_code == 303
+
+
+def test_any_server_of_the_fleet_reads_a_session_and_no_other_cookie() -> None:
+    def sessions(key: DeviceKey) -> BrowserSessions:
+        return BrowserSessions(SigningKeys.of(key), lambda: 1e9)
+
+    key = DeviceKey.generate()
+    cookie = sessions(key).open("hash")
+    session = sessions(key).find(cookie)
+    assert session is not None
+    assert session.token_hash == "hash"
+    assert "hash" not in cookie
+    for other in ("", "x", cookie[:-2], cookie.swapcase()):
+        assert sessions(key).find(other) is None
+    assert sessions(DeviceKey.generate()).find(cookie) is None
+
+
+def test_the_cookie_is_secure_under_tls(http: Server) -> None:
+    http.base_url = "https://fedpress.test"  # type: ignore[assignment]
+    browser = Browser(http)
+    answer = browser.log_in(ADMIN_TOKEN)
+    assert all("Secure" in each for each in answer.headers.get_list("set-cookie")[:1])
+
+
+def test_a_session_ends_with_its_time_and_with_its_token(
+    browser: Browser, operator: Operator, clock: Clock, http: Server
+) -> None:
+    browser.log_in(ADMIN_TOKEN)
+    clock.advance(8 * 3600 + 1)
+    assert browser.get("/console").status_code == 303
+    made = operator.post("/v1/admin/operators", {"role": "viewer"})
+    browser.log_in(made["token"])
+    assert browser.get("/console").status_code == 200
+    http.delete(f"/v1/admin/operators/{made['operator_id']}", headers=operator.headers)
+    assert browser.get("/console").status_code == 303
+
+
+def test_a_form_needs_the_value_of_its_session_and_its_own_site(
+    browser: Browser, trained: Device
+) -> None:
+    browser.log_in(ADMIN_TOKEN)
+    pause = "/console/tasks/digits/do/pause"
+    for form in ({}, {"csrf": ""}, {"csrf": "x" * 32}):
+        assert browser.send("POST", pause, form or {"other": "1"}).status_code == 403
+    right = {"csrf": browser.csrf}
+    for origin in ("https://evil.test", "null"):
+        assert browser.send("POST", pause, right, Origin=origin).status_code == 403
+    assert browser.send("POST", "/console/login", {"token": ADMIN_TOKEN}).status_code == 403
+    assert "do/resume" not in browser.get("/console/tasks/digits").text
+    answer = browser.send("POST", pause, right, Origin="http://fedpress.test")
+    assert answer.headers["location"] == "/console/tasks/digits"
+    assert "do/resume" in browser.get("/console/tasks/digits").text
+
+
+def test_no_redirect_leaves_the_console(browser: Browser) -> None:
+    for path in (
+        "/console?next=https://evil.test",
+        "/console//evil.test",
+        "/console/login?next=//e",
+    ):
+        assert "evil" not in browser.get(path).headers.get("location", "")
+    browser.get("/console/login?next=https://evil.test")
+    answer = browser.post("/console/login?next=https://evil.test", token=ADMIN_TOKEN)
+    assert answer.headers["location"] == "/console"
+
+
+PAGES = (
+    "/console",
+    "/console/tasks/digits",
+    "/console/tasks/digits/rounds/1",
+    "/console/tasks/digits/models",
+    "/console/devices",
+    "/console/audit",
+    "/console/settings",
+    "/console/tasks/digits/do/pause",
+    "/console/tasks/digits/do/cancel",
+    "/console/tasks/digits/promote/1",
+)
+
+
+def test_every_page_is_closed_to_scripts_and_frames(browser: Browser, trained: Device) -> None:
+    browser.log_in(ADMIN_TOKEN)
+    for path in (*PAGES, "/console/login", "/console/tasks/none", "/console/static/console.js"):
+        answer = browser.get(path)
+        assert answer.status_code == (404 if path.endswith("none") else 200), (path, answer.text)
+        policy = answer.headers["content-security-policy"]
+        assert "default-src 'none'" in policy
+        assert "frame-ancestors 'none'" in policy
+        assert "unsafe" not in policy
+        assert answer.headers["x-frame-options"] == "DENY"
+        assert answer.headers["x-content-type-options"] == "nosniff"
+        if path.endswith(".js"):
+            continue
+        assert not re.search(
+            r"<style|style=| on[a-z]+=|<script(?! type=\"module\" src)", answer.text
+        )
+        assert not re.search(r'(src|href|action)="(?!/|#)', answer.text), path
+
+
+def test_markup_in_names_is_text(browser: Browser, trained: Device) -> None:
+    browser.log_in(ADMIN_TOKEN)
+    text = browser.get("/console/devices").text
+    assert SCRIPT not in text
+    assert "&lt;script&gt;" in text
+    cancel = "/console/tasks/digits/do/cancel"
+    assert browser.post(cancel, detail=SCRIPT).status_code == 303
+    for path in ("/console", "/console/tasks/digits", "/console/audit"):
+        text = browser.get(path).text
+        assert SCRIPT not in text
+        assert "&lt;script&gt;" in text or "u003cscript" in text, path
+
+
+def test_secrets_are_not_among_the_settings(browser: Browser) -> None:
+    browser.log_in(ADMIN_TOKEN)
+    assert ADMIN_TOKEN not in browser.get("/console/settings").text
+
+
+def test_an_unchanged_page_is_not_sent_again(browser: Browser, trained: Device) -> None:
+    browser.log_in(ADMIN_TOKEN)
+    etag = browser.get("/console/devices").headers["etag"]
+    answer = browser.get("/console/devices", **{"If-None-Match": etag})
+    assert (answer.status_code, answer.content) == (304, b"")
+
+
+def test_models_are_promoted_rolled_back_and_downloaded(
+    browser: Browser, trained: Device, operator: Operator
+) -> None:
+    browser.log_in(ADMIN_TOKEN)
+    digest = operator.get("/v1/admin/tasks/digits/versions/0")["model"]
+    for version in ("0", "1"):
+        answer = browser.post(f"/console/tasks/digits/promote/{version}", alias="production")
+        assert answer.status_code == 303, answer.text
+    assert browser.post("/console/tasks/digits/promote/0", alias="a b").status_code == 400
+    (alias,) = operator.get("/v1/admin/tasks/digits/aliases")
+    rollback = "/console/tasks/digits/rollback/production"
+    assert browser.get(rollback).status_code == 200
+    assert alias["version"] == 1
+    assert browser.post(rollback, expect="1").status_code == 303
+    (alias,) = operator.get("/v1/admin/tasks/digits/aliases")
+    assert alias["version"] == 0
+    answer = browser.get(f"/console/models/{digest}")
+    assert answer.status_code == 200
+    assert answer.headers["content-disposition"].startswith("attachment")
+
+
+def test_each_role_may_what_the_api_lets_it(start: Start, clock: Clock, model: Model) -> None:
+    with start() as http:
+        operator = Operator(http)
+        operator.begin(model, cohort={"size": 1, "minimum": 1})
+        device = Device(http, clock)
+        device.enrol(operator.token())
+        known = {
+            "task": "digits",
+            "number": "1",
+            "version": "0",
+            "alias": "production",
+            "digest": model.digest,
+            "client_id": device.client_id,
+        }
+        routes = {
+            (method, each.path)
+            for each in iter_route_contexts(http.app.routes)
+            for method in each.methods or ()
+            if each.path.startswith("/console") and (method, each.path) in PERMISSIONS
+        }
+        assert len(routes) > 15
+        for role in ROLES:
+            browser = Browser(http)
+            token = role_token(operator, role)
+            browser.log_in(token)
+            task = browser.get("/console/tasks/digits").text
+            assert ("/do/pause" in task) == ("run" in MAY[role])
+            assert ("/revoke" in browser.get("/console/devices").text) == ("enrol" in MAY[role])
+            for method, template in sorted(routes):
+                if template == "/console/logout":
+                    continue
+                # No such action: what is allowed is found malformed, and changes nothing.
+                action = {"action": "none"}
+                if method == "POST" and "{action}" not in template:
+                    known_here = {**known, "version": "9999", "alias": "none"}
+                else:
+                    known_here = known
+                path = template.format(**known_here, **action)
+                answer = browser.send(
+                    method, path, {"csrf": browser.csrf} if method == "POST" else None
+                )
+                is_allowed = PERMISSIONS[method, template] in MAY[role]
+                assert (answer.status_code == 403) == (not is_allowed), (role, method, path)
+                stranger = Browser(http).send(method, path)
+                assert stranger.status_code == (303 if method == "GET" else 401)
+                bearer = http.request(method, path, headers={"Authorization": f"Bearer {token}"})
+                assert bearer.status_code == stranger.status_code
+
+
+def test_the_open_round_is_shown_and_charts_run_forward(
+    browser: Browser, operator: Operator, http: Server, clock: Clock, model: Model
+) -> None:
+    operator.begin(model, cohort={"size": 1, "minimum": 1}, rounds=4)
+    device = Device(http, clock)
+    device.enrol(operator.token())
+    for number, loss in enumerate((2.0, 1.0, 0.5), 1):
+        include_one(device, model)
+        while operator.get("/v1/tasks/digits")["round"] < number:
+            clock.advance(1)
+            http.tick()
+        newest = operator.get("/v1/tasks/digits")["model"]
+        report = {"model": newest, "num_examples": 50, "metrics": {"loss": loss}}
+        device.json("POST", "/v1/tasks/digits/evaluations", json.dumps(report))
+    browser.log_in(ADMIN_TOKEN)
+    text = browser.get("/console/tasks/digits").text
+    assert "attempt 1: collecting" in text
+    assert "Loss from 2 at 1 to 0.5 at 3;" in text
+    assert re.search(r"Loss from 2 at [0-9.]+ k?B to 0.5 at", text)
+    assert text.index(">4.1<") < text.index(">1.1<")
