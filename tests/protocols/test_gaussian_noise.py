@@ -4,13 +4,20 @@ from __future__ import annotations
 
 import math
 from decimal import Decimal, localcontext
+from typing import Any
 
 import numpy as np
 import pytest
+from pydantic import ValidationError
 from scipy import special, stats
 
+from fedpress_compression.compressors.none import Uncompressed
+from fedpress_compression.compressors.per_tensor import PerTensor
+from fedpress_compression.compressors.quantize import Quantize
+from fedpress_compression.compressors.topk import TopK
+from fedpress_compression.linear import has_public_support
 from fedpress_protocols.errors import ConfigurationError
-from fedpress_protocols.plan import PrivacyTerms
+from fedpress_protocols.plan import PrivacyTerms, RoundPlan
 from fedpress_protocols.privacy import accounting, gaussian
 from tests.protocols.test_masked_payload import secret_of
 
@@ -142,3 +149,71 @@ FROZEN = [59, -41, -157, -30, -29, 60, 98, -57]
 def test_deviations_out_of_range_are_refused(deviation: float) -> None:
     with pytest.raises(ConfigurationError, match="expected 1 to"):
         gaussian.sample(3, deviation, secret_of(0))
+
+
+def central_plan(**changes: Any) -> RoundPlan:
+    fields: dict[str, Any] = {
+        "task": "t",
+        "round": 1,
+        "attempt": 1,
+        "model": "a" * 64,
+        "spec": "b" * 64,
+        "profiles": [{"name": "a", "compressor": {"id": "quantize"}}],
+        "cohort": {"size": 8, "minimum": 4},
+        "deadline": 0.0,
+        "fixed_point": {"scale_bits": 30, "max_abs": 1.0, "max_examples": 1},
+        "public_seed": "0" * 64,
+        "privacy": CENTRAL,
+    }
+    return RoundPlan.model_validate({**fields, **changes})
+
+
+DENSE = {"id": "quantize"}
+CENTRAL = {
+    "lane": "central",
+    "clip": 1.0,
+    "noise_multiplier": 20.0,
+    "participations": 1,
+    "epsilon": 1.0,
+    "delta": 1e-5,
+}
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"fixed_point": {"scale_bits": 30, "max_abs": 1.0, "max_examples": 2}}, "must be 1"),
+        ({"fixed_point": {"scale_bits": 30, "max_abs": 2.0, "max_examples": 1}}, "within a norm"),
+        (
+            {
+                "fixed_point": {"scale_bits": 38, "max_abs": 1.0, "max_examples": 1},
+                "cohort": {"size": 2**24, "minimum": 4},
+                "privacy": {**CENTRAL, "noise_multiplier": 0.22, "epsilon": 30},
+            },
+            "overflow",
+        ),
+        (
+            {
+                "profiles": [
+                    {"name": "a", "compressor": {"id": "ef21", "inner": {"id": "quantize"}}}
+                ]
+            },
+            "sums without noise",
+        ),
+    ],
+)
+def test_a_clear_plan_that_cannot_be_private_is_refused(
+    changes: dict[str, Any], reason: str
+) -> None:
+    assert central_plan().privacy is not None
+    with pytest.raises(ValidationError, match=reason):
+        central_plan(**changes)
+
+
+def test_parts_of_a_model_have_a_public_support_if_each_has() -> None:
+    assert has_public_support(PerTensor(Quantize(8), Uncompressed()))
+    assert not has_public_support(PerTensor(TopK(0.1), Uncompressed()))
+
+
+def test_what_is_sent_by_nobody_costs_nothing() -> None:
+    assert accounting._gaussian_delta(1.0, 0.0) == 0.0
