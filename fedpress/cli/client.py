@@ -96,7 +96,7 @@ def client() -> None:
 
 
 @client.command("join")
-@argument("url", help="Where the server is.")
+@argument("url", help="The server's URL.")
 @click.option(
     "--app",
     "app_path",
@@ -115,7 +115,7 @@ def client() -> None:
 @click.option("--seed", type=int, help="Makes training repeatable.")
 @click.option(
     "--server-key",
-    help="The server's public key, if you know it from its operator: this one is believed.",
+    help="The server's public key, if you have it from its operator; no other is trusted.",
 )
 @click.option("--ca", type=PATH, help="PEM file of the authority that signed the server.")
 @client_certificate
@@ -149,7 +149,7 @@ def client() -> None:
     "--privacy-lane",
     type=click.Choice(get_args(PrivacyLane)),
     multiple=True,
-    help="Differential privacy: whose noise to rely on, once for each; distributed and local if "
+    help="Differential privacy: a lane to accept, may be repeated; distributed and local if "
     "not set. In the central lane the server sees updates, and is trusted.",
 )
 @verbose
@@ -240,8 +240,8 @@ def _print_event(event: Event) -> None:
 
 
 @client.command("relay")
-@argument("upper", help="Where the upper server is.")
-@click.option("--region", required=True, metavar="URL", help="Where the region's own server is.")
+@argument("upper", help="The upper server's URL.")
+@click.option("--region", required=True, metavar="URL", help="The URL of the region's own server.")
 @admin_token
 @click.option(
     "--config",

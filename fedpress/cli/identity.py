@@ -17,7 +17,7 @@ state_dir = click.option(
     "--state-dir",
     type=PATH,
     default="fedpress-state",
-    help="As of fedpress client join.",
+    help="The --state-dir of fedpress client join.",
 )
 
 

@@ -91,7 +91,7 @@ from fedpress.command_line import (
     "--device",
     type=click.Choice(["cpu", "cuda", "auto"]),
     default="cpu",
-    help="For tasks in torch.",
+    help="The processor of tasks in torch.",
 )
 @click.option("--local-epochs", type=int, help="Local epochs a round.")
 @click.option("--local-steps", type=int, help="Instead of epochs.")
