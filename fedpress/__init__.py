@@ -8,9 +8,16 @@ The packages behind them (`fedpress_client` and others) may move names between r
 
 from __future__ import annotations
 
+import sys
 from typing import TYPE_CHECKING
 
 from fedpress.lazy import exports
+
+if not getattr(sys, "_is_gil_enabled", lambda: True)():
+    raise ImportError(
+        "fedpress is not tested without Python's global interpreter lock; start this build of "
+        "Python with PYTHON_GIL=1, or use one that has the lock"
+    )
 
 if TYPE_CHECKING:
     from fedpress import compressors, ddp, errors, flower, server, simulation, strategies

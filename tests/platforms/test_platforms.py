@@ -121,3 +121,10 @@ def test_a_missing_library_is_named_with_what_works_without_it(
     done = run(sys.executable, "-c", code, *command)
     assert done.returncode == 2
     assert f"{library} is not installed (pip install '{works}" in done.stderr
+
+
+def test_an_interpreter_without_its_lock_is_refused_with_what_to_do() -> None:
+    code = "import sys; sys._is_gil_enabled = lambda: False; import fedpress"
+    done = run(sys.executable, "-c", code)
+    assert done.returncode == 1
+    assert "start this build of Python with PYTHON_GIL=1" in done.stderr
