@@ -119,6 +119,14 @@ def test_the_cookie_is_secure_under_tls(http: Server) -> None:
     assert all("Secure" in each for each in answer.headers.get_list("set-cookie")[:1])
 
 
+def test_the_cookie_is_secure_behind_a_proxy_that_ends_tls(browser: Browser) -> None:
+    browser.get("/console/login")
+    form = {"csrf": browser.csrf, "token": ADMIN_TOKEN}
+    answer = browser.send("POST", "/console/login", form, **{"X-Forwarded-Proto": "https"})
+    assert answer.status_code == 303
+    assert "Secure" in answer.headers.get_list("set-cookie")[0]
+
+
 def test_a_session_ends_with_its_time_and_with_its_token(
     browser: Browser, operator: Operator, clock: Clock, http: Server
 ) -> None:

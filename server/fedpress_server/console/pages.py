@@ -120,7 +120,7 @@ def _set_cookie(
         value,
         max_age=seconds,
         path=path,
-        secure=request.url.scheme == "https",
+        secure="https" in (request.url.scheme, request.headers.get("x-forwarded-proto", "")),
         httponly=True,
         samesite="strict",
     )

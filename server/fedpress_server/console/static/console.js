@@ -7,10 +7,12 @@ async function refresh() {
   if (document.hidden || part.contains(document.activeElement)) return;
   const answer = await fetch(location.href, {
     cache: "no-store",
-    redirect: "error",
+    redirect: "manual",
     headers: etag ? { "If-None-Match": etag } : {},
   });
-  if (answer.status !== 200) return;
+  if (answer.type === "opaqueredirect") location.reload(); // the session has ended
+  if (answer.status === 304) return;
+  if (!answer.ok) throw new Error(String(answer.status));
   etag = answer.headers.get("ETag") ?? "";
   const page = new DOMParser().parseFromString(await answer.text(), "text/html");
   const fresh = page.querySelector("[data-live]");
