@@ -165,7 +165,7 @@ def test_a_full_disk_is_two_lines_of_the_log(
         body = device.body_for(given, ones(heavy))
         doors = (http.app.services.database, http.app.services.payloads)
         for door in doors:
-            monkeypatch.setattr(door._full, "_quiet", 4.0)
+            monkeypatch.setattr(door._full, "_quiet", 3600.0)
         disk.fill(leave=len(body) + 100_000)
         assert device.put(given.assignment, body).status_code == 201
         disk.fill()
@@ -175,9 +175,15 @@ def test_a_full_disk_is_two_lines_of_the_log(
         meanwhile = [each for each in caplog.messages if "free some space" not in each]
         assert is_ready(http) == 503
         disk.free()
-        http.call(anyio.sleep, 4.1)
-        assert is_ready(http) == 200
-        operator.token()
+        for door in doors:
+            monkeypatch.setattr(door._full, "_quiet", 2.0)
+        for _ in range(300):  # a try that began before there was room may still fail
+            http.call(anyio.sleep, 0.2)
+            ready = is_ready(http)
+            operator.token()
+            if sum("has disk space again" in line for line in caplog.messages) == 2:
+                break
+        assert ready == 200
     assert not [each for each in caplog.records if each.exc_info]
     full = [
         line
