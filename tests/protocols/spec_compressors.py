@@ -46,8 +46,9 @@ class Known:
     def of(self, tensors: list[int]) -> Known:
         """The same for some of the tensors alone, in the model's order."""
         here = [i for i, j in enumerate(self.tensor_of) if j in tensors]
-        some = (v and [v[i] for i in here] for v in (self.previous, self.own))
-        return Known([self.rows[j] for j in tensors], self.seed, *some, self.round, self.basis)
+        previous, own = (v and [v[i] for i in here] for v in (self.previous, self.own))
+        rows = [self.rows[j] for j in tensors]
+        return Known(rows, self.seed, previous, own, self.round, self.basis)
 
     @property
     def sizes(self) -> list[int]:

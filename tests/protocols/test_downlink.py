@@ -375,7 +375,7 @@ def test_a_difference_between_other_frozen_values_is_refused() -> None:
 
 def partly_frozen() -> Model:
     rng = np.random.default_rng(8)
-    tensors = {
+    tensors: dict[str, np.ndarray] = {
         "table": rng.standard_normal((50, 20)).astype(np.float32),
         "down": rng.standard_normal((4, 20)).astype(np.float32),
         "seen": np.array(3, np.int64),

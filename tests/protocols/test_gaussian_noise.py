@@ -74,6 +74,7 @@ def test_gaussian_and_skellam_costs_add_up_by_renyi() -> None:
     both = accounting.together([one.times(4), other.times(2)])
     alone = accounting.together([one.times(4), accounting.gaussian_participation(3.0).times(2)])
     assert alone.skellam is None
+    assert other.skellam is not None
     assert both.epsilon(1e-5) > alone.epsilon(1e-5) > one.times(4).epsilon(1e-5)
     curve = 4 * accounting.gaussian(2.0) + 2 * other.skellam
     assert both.epsilon(1e-5) == pytest.approx(accounting.epsilon_of(curve, 1e-5))

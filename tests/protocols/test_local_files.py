@@ -2,6 +2,7 @@
 
 import errno
 import os
+import sys
 import threading
 from pathlib import Path
 
@@ -62,7 +63,7 @@ def test_a_read_only_mount_holds_what_an_orchestrator_gave(
     found = os.statvfs(secret)
     fields = list(found)
     fields[8] = found.f_flag | os.ST_RDONLY
-    monkeypatch.setattr(local_files.os, "statvfs", lambda path: os.statvfs_result(fields))
+    monkeypatch.setattr(os, "statvfs", lambda path: os.statvfs_result(fields))
     assert not is_exposed(secret)
 
 
@@ -118,7 +119,7 @@ def test_windows_is_asked_again_while_a_file_is_open(
             raise PermissionError(13, "The process cannot access the file")
         real(source, target)
 
-    monkeypatch.setattr(local_files.sys, "platform", "win32")
+    monkeypatch.setattr(sys, "platform", "win32")
     monkeypatch.setattr(os, "replace", busy)
     new.write_text("new")
     replace_file(new, tmp_path / "old")

@@ -290,7 +290,9 @@ def test_the_specification_alone_gives_digest_steps_and_sum(moved: Vector) -> No
     text += struct.pack(f"<{len(steps)}d", *steps)
     assert payload.digest == hashlib.sha256(text).hexdigest()
     made = contributions(payload, [20, 80])
-    total = {name: sum(each.integers[name] for each in made) for name in made[0].integers}
+    total = {
+        name: np.sum([each.integers[name] for each in made], axis=0) for name in made[0].integers
+    }
     weight = int(total["weight"][0])
     assert weight == 70
     mean = np.zeros(SPEC.size, np.float32)

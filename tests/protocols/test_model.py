@@ -98,7 +98,11 @@ FROZEN = ModelSpec(
 def partly_frozen() -> Model:
     """Values of frozen tensors that the trained may not have, NaN and infinity, among them."""
     values = np.array([1.5, -np.inf, np.nan], np.float32)
-    buffers = {"full": values, "half": values.astype(np.float16), "brain": values}
+    buffers: dict[str, np.ndarray] = {
+        "full": values,
+        "half": values.astype(np.float16),
+        "brain": values,
+    }
     return Model(FROZEN, np.arange(3, dtype=np.float32), buffers)
 
 

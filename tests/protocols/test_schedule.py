@@ -156,5 +156,7 @@ def test_residual_and_velocity_go_on_from_period_to_period() -> None:
         ledger, _ = ledger.prepare(assignment, update, 1, model.spec, rng)
         computed += velocity(ledger) if isinstance(made, Dgc) else update
         sent += ledger.pending[name].update.dense()
+        assert ledger.residual is not None
         assert sent + ledger.residual == pytest.approx(computed, abs=1e-4)
+    assert ledger.residual is not None
     assert np.count_nonzero(ledger.residual) > 0.5 * model.spec.size

@@ -60,7 +60,7 @@ def identity(number: int) -> DeviceKey:
 
 
 def certificate(key: DeviceKey, **changes: Any) -> Certificate:
-    terms = {
+    terms: dict[str, Any] = {
         "identity": key.public,
         "client_id": key.key_id,
         "population": POPULATION,
@@ -298,7 +298,7 @@ class Session:
     def expected(self) -> dict[str, list[int]]:
         """The plain sums over the survivors."""
         return {
-            each.name: sum(device.values[each.name] for device in self.survivors).tolist()
+            each.name: np.sum([d.values[each.name] for d in self.survivors], axis=0).tolist()
             for each in self.config.vectors
         }
 

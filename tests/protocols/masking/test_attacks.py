@@ -28,7 +28,7 @@ from fedpress_protocols.errors import (
     UpdateConflict,
 )
 from fedpress_protocols.masking import server as server_module
-from fedpress_protocols.masking import unmasking
+from fedpress_protocols.masking import shamir, unmasking
 from fedpress_protocols.masking.client import MaskingClient
 from fedpress_protocols.masking.cohort import Cohort
 from fedpress_protocols.masking.keys import ChannelKey, MaskKey
@@ -107,6 +107,16 @@ def slot_of(session: Session, device: Device) -> int:
     return session.server._closed.slots[device.key.public]
 
 
+def phase_of(session: Session) -> str:
+    return session.server.phase
+
+
+def consent_of(device: Device) -> Consent:
+    message = device.client.outgoing
+    assert isinstance(message, Consent)
+    return message
+
+
 def revealed(session: Session, device: Device) -> dict[int, bytes]:
     message = device.client.outgoing
     assert isinstance(message, Reveal)
@@ -175,18 +185,18 @@ def test_different_survivors_for_different_clients_are_not_unmasked() -> None:
         tell(session, lied_to, Survivors(everybody - {cut[8]}))
     for device in session.devices[4:]:
         tell(session, device, Survivors(everybody))
-    said = [device.client.outgoing for device in session.devices]
+    said = [consent_of(device) for device in session.devices]
     for part in (session.devices[:4], session.devices[4:8]):
         for device in part:
             own = slot_of(session, device)
             group = {slot_of(session, other) for other in part} - {own}
-            same = tuple(each for each in said if each and each.sender in group)
+            same = tuple(each for each in said if each.sender in group)
             tell(session, device, Consents(same))
             refuses(device, "consent, at least 7 must")
     # Nor do consents to another set count, or those of nobody near, or forged ones.
     device = session.devices[8]
     own = slot_of(session, device)
-    others = tuple(each for each in said if each and each.sender != own)
+    others = tuple(each for each in said if each.sender != own)
     record = device.record
     for consents, why in (
         (others, "consented to another set of survivors"),
@@ -692,7 +702,8 @@ def test_a_key_of_small_order_ends_it(which: str) -> None:
     for device in session.devices:
         session.begin(device)
     cheat, victim = session.devices[:2]
-    weak = replace(advertised(cheat), **{which: bytes(32)})
+    change: dict[str, Any] = {which: bytes(32)}
+    weak = replace(advertised(cheat), **change)
     session.event(weak.signed(cheat.key, session.config.digest))
     for device in session.devices[1:]:
         session.event(advertised(device))
@@ -734,8 +745,7 @@ def test_a_receipt_for_another_sum_settles_nothing() -> None:
         device.record = record
         device.client = device.read()
         tell(session, device, bad)
-        assert device.client.phase == "withdrawn"
-        assert device.client.outcome == "pending"
+        assert (device.client.phase, device.client.outcome) == ("withdrawn", "pending")
         refuses(device, why)
         tell(session, device, Receipt(sid, survivors, bytes(32)))
         assert device.client.outcome == "included"
@@ -987,9 +997,9 @@ def with_wrong_shares(n: int, cheats: int, places: list[int], lost: int = 1) -> 
 def test_flipped_shares_are_dropped_and_their_senders_named(places: list[int]) -> None:
     """Invariant 11."""
     session = with_wrong_shares(12, 2, places)
-    assert session.server.phase == "unmasking"
+    assert phase_of(session) == "unmasking"
     session.unmask()
-    assert session.server.phase == "finished"
+    assert phase_of(session) == "finished"
     assert session.sums == session.expected
     cheats = {slot_of(session, device) for device in session.devices[:2]}
     if len(places) > 1:
@@ -1048,11 +1058,11 @@ def test_wrong_shares_wait_for_the_answers_of_others() -> None:
     session.post(session.devices[0], bad)
     for device in session.devices[1:threshold]:
         session.post(device)
-    assert session.server.phase == "unmasking"
+    assert phase_of(session) == "unmasking"
     session.unmask()
-    assert session.server.phase == "revealing"
+    assert phase_of(session) == "revealing"
     session.post(session.devices[threshold])
-    assert session.server.phase == "unmasking"
+    assert phase_of(session) == "unmasking"
     waiting = session.server
     session.post(session.devices[threshold + 1])
     after, effects = session.server.on(UnmaskFailed("none"), session.now)
@@ -1346,7 +1356,7 @@ def test_whom_nobody_can_open_is_named_before_anything_is_masked() -> None:
         session.hear(device, Inbox)
         refuses(device, "for this receiver")
         session.post(device)
-    assert (session.server.phase, session.server.blame) == ("abandoned", {cheat})
+    assert (session.server.phase, session.server.blame) == ("abandoned", frozenset({cheat}))
     assert f"point to slot {cheat}" in session.server.reason
     assert replayed(session, len(session.log))[0].blame == {cheat}
 
@@ -1380,20 +1390,20 @@ def test_whose_shares_are_wrong_is_named_after_few_tries(
 ) -> None:
     """However many others answer, and however often: the search is bounded by session."""
     combined = 0
-    combine = unmasking.shamir.combine
+    combine = shamir.combine
 
     def counted(*args: Any) -> bytes:
         nonlocal combined
         combined += 1
         return combine(*args)
 
-    monkeypatch.setattr(unmasking.shamir, "combine", counted)
+    monkeypatch.setattr(shamir, "combine", counted)
     session = shared(n, tamper)
     cheat = slot_of(session, session.devices[0])
     session.play("mask", Inbox, {})
     session.play("consent", Survivors, {})
     session.play("reveal", Consents, {})
-    assert (session.server.phase, session.server.blame) == ("abandoned", {cheat})
+    assert (session.server.phase, session.server.blame) == ("abandoned", frozenset({cheat}))
     if tamper is with_another_commitment:
         assert combined == 0
     assert combined <= unmasking._MAX_TRIES + n * unmasking._FIRST_TRIES

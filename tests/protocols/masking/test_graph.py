@@ -160,7 +160,7 @@ def test_arguments_that_make_no_sense_are_refused() -> None:
     with pytest.raises(ConfigurationError, match="not 1 and 0"):
         parameters(5, corrupt=1, dropout=0, adversary="malicious")
     with pytest.raises(ConfigurationError, match="'lazy'"):
-        search(5, corrupt=0, dropout=0, adversary="lazy")  # type: ignore[arg-type]
+        search(5, corrupt=0, dropout=0, adversary="lazy")
     for n, degree in ((5, 3), (5, 5), (5, 0)):
         with pytest.raises(ConfigurationError, match=f"each of {n} clients {degree} neighbours"):
             neighbours(n, degree, SEED)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ast
 import inspect
+import os
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -24,10 +25,10 @@ from fedpress_protocols.errors import (
     StateCorrupt,
 )
 from fedpress_protocols.masking import client as client_module
-from fedpress_protocols.masking import keys, unmasking
 from fedpress_protocols.masking import server as server_module
+from fedpress_protocols.masking import unmasking
 from fedpress_protocols.masking.client import MaskingClient
-from fedpress_protocols.masking.graph import COMPLETE_UP_TO, parameters
+from fedpress_protocols.masking.graph import COMPLETE_UP_TO, Adversary, parameters
 from fedpress_protocols.masking.keystream import add_keystreams
 from fedpress_protocols.masking.messages import (
     Abandoned,
@@ -44,6 +45,7 @@ from fedpress_protocols.masking.messages import (
 )
 from fedpress_protocols.masking.server import (
     DeadlinePassed,
+    Event,
     Unmasked,
     UnmaskFailed,
     from_record,
@@ -89,8 +91,7 @@ def test_secrets_come_from_the_operating_system_alone(monkeypatch: pytest.Monkey
         drawn.append(count)
         return bytes([len(drawn)]) * count
 
-    monkeypatch.setattr(keys.os, "urandom", urandom)
-    monkeypatch.setattr(client_module.os, "urandom", urandom)
+    monkeypatch.setattr(os, "urandom", urandom)
     session = Session(3)
     session.begin(session.devices[0])
     state = session.devices[0].client._state
@@ -195,8 +196,9 @@ def test_nothing_of_a_client_is_in_the_clear() -> None:
     assert isinstance(one, MaskedInput)
     assert isinstance(other, MaskedInput)
     assert one.sha256 != other.sha256
-    blank = {"sha256": bytes(32), "signature": bytes(64)}
-    assert replace(one, **blank) == replace(other, **blank)
+    blank = bytes(32), bytes(64)
+    one, other = (replace(m, sha256=blank[0], signature=blank[1]) for m in (one, other))
+    assert one == other
 
 
 def test_secrets_are_never_printed_and_leave_the_record_when_they_are_spent() -> None:
@@ -380,7 +382,7 @@ def test_the_servers_machine_is_total() -> None:
     """Invariant 24: an event out of place gives the same session, and no effects."""
     session = Session(4, {"corrupt": 0}).run()
     later = [from_record(record) for _, record in session.log]
-    others = [DeadlinePassed(), Unmasked("00" * 32), UnmaskFailed("x")]
+    others: list[Event] = [DeadlinePassed(), Unmasked("00" * 32), UnmaskFailed("x")]
     for events in range(len(session.log) + 1):
         server, _ = replayed(session, events)
         for event in [*later[events + 1 :], *later[:events], *others]:
@@ -451,9 +453,10 @@ def test_the_parameters_on_the_page_are_the_searchs() -> None:
     page = (Path(__file__).parents[3] / "docs" / "secure-aggregation.md").read_text()
     rows = re.findall(r"^\| ([\d,]+) \| (\d+, .*) \|$", page, re.MULTILINE)
     assert len(rows) == 11
+    adversaries: tuple[Adversary, ...] = ("semi-honest", "malicious")
     profiles = [
         (adversary, corrupt, dropout)
-        for adversary in ("semi-honest", "malicious")
+        for adversary in adversaries
         for corrupt, dropout in ((0.05, 0.05), (0.1, 0.05), (0.05, 0.3), (0.1, 0.3))
     ]
     for n, cells in rows:

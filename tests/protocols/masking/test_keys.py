@@ -9,6 +9,7 @@ import pytest
 from cryptography.exceptions import UnsupportedAlgorithm
 from cryptography.hazmat.primitives.asymmetric import mlkem
 from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
+from cryptography.hazmat.primitives.ciphers.aead import ChaCha20Poly1305
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -30,6 +31,7 @@ from fedpress_protocols.masking.keys import (
     self_mask,
     wipe,
 )
+from fedpress_protocols.masking.transcript import statement
 from fedpress_protocols.signatures import DeviceKey, verify_signature
 
 SID, OTHER_SID = bytes(32), bytes(31) + b"\1"
@@ -121,7 +123,7 @@ def test_seals_are_those_of_rfc_8439_section_2_8_2() -> None:
         b"Ladies and Gentlemen of the class of '99: If I could offer you only one tip for "
         b"the future, sunscreen would be it."
     )
-    cipher = keys.ChaCha20Poly1305(bytes(range(0x80, 0xA0)))
+    cipher = ChaCha20Poly1305(bytes(range(0x80, 0xA0)))
     nonce, aad = of_hex("070000004041424344454647"), of_hex("50515253c0c1c2c3c4c5c6c7")
     due = of_hex(
         """d31a8d34648e60db7b86afbc53ef7ec2 a4aded51296e08fea9e2b5a736ee62d6
@@ -215,7 +217,7 @@ def test_with_ml_kem_the_exchange_alone_is_not_enough() -> None:
     low, high = pair(True)
     whole = low.pair_mask(high.public, sid=SID, cfg_hash=CFG, own=3, peer=8)
     shared = keys._exchange(low._private, high.public, hybrid=True)
-    info = keys.statement("pm", keys._slot(3), keys._slot(8), CFG)
+    info = statement("pm", keys._slot(3), keys._slot(8), CFG)
     assert derive(shared, salt=SID, info=info, length=48) != whole
     wrapped = low._wrapped(SID, 8)
     assert derive(shared + wrapped, salt=SID, info=info, length=48) == whole

@@ -89,6 +89,6 @@ def test_a_server_may_choose_the_nonce_and_the_time_alone(change: dict[str, Any]
 
 def test_nothing_of_a_configuration_is_left_unchecked() -> None:
     fixed = {"version", "rule", "server_nonce", "expires"}
-    marks = test_a_server_may_choose_the_nonce_and_the_time_alone.pytestmark  # type: ignore[attr-defined]
+    marks = test_a_server_may_choose_the_nonce_and_the_time_alone.pytestmark
     tried = {next(iter(change)) for change in marks[0].args[1]}
     assert {each.name for each in fields(config())} == tried | fixed

@@ -31,7 +31,7 @@ VECTORS = Path(__file__).parents[3] / "protocols" / "vectors"
 FOLDER = VECTORS / "masking"
 
 
-def of(name: str) -> Any:
+def of(name: str) -> pytest.MarkDecorator:
     return pytest.mark.parametrize("vector", json.loads((FOLDER / f"{name}.json").read_text()))
 
 

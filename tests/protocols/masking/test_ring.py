@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -76,7 +77,7 @@ def test_sums_of_words_are_sums_of_integers(
 def test_the_largest_sums_fit(made: tuple[Segment, int]) -> None:
     segment, n = made
     for signs in (1, -1, np.where(np.arange(segment.vector.length) % 2, 1, -1)):
-        one = np.full(segment.vector.length, segment.vector.bound) * signs
+        one = np.full(segment.vector.length, segment.vector.bound, np.int64) * signs
         words = segment.pack(one) * np.uint64(n)  # n clients send the same
         assert (segment.unpack(words) == one * n).all()
 
@@ -181,6 +182,7 @@ def test_integers_beyond_the_bound_are_not_packed() -> None:
     for values in ([11, 0, 0], [0, -11, 0]):
         with pytest.raises(InvalidUpdate, match="an integer beyond 10"):
             segment.pack(np.array(values))
+    wrong: Any
     for wrong in (np.zeros(4, np.int64), np.zeros(3), np.zeros(3, np.uint8)):
         with pytest.raises(InvalidUpdate, match="expected 3 signed integers"):
             segment.pack(wrong)
@@ -218,6 +220,7 @@ def test_other_vectors_and_words_than_the_plan_s_are_refused() -> None:
     packing = Packing.of([Bounded("x", 2, 5)], 3)
     with pytest.raises(InvalidUpdate, match=r"vectors \['y'\]"):
         packing.pack({"y": np.zeros(2, int)})
+    wrong: Any
     for wrong in (np.zeros(2, np.uint64), np.zeros(1, np.int64)):
         with pytest.raises(InvalidUpdate, match="expected 1 uint64"):
             packing.unpack(wrong)
