@@ -2,7 +2,6 @@
 
 import errno
 import os
-import sys
 import threading
 from pathlib import Path
 
@@ -119,7 +118,7 @@ def test_windows_is_asked_again_while_a_file_is_open(
             raise PermissionError(13, "The process cannot access the file")
         real(source, target)
 
-    monkeypatch.setattr(sys, "platform", "win32")
+    monkeypatch.setattr("fedpress_protocols.local_files.sys.platform", "win32")
     monkeypatch.setattr(os, "replace", busy)
     new.write_text("new")
     replace_file(new, tmp_path / "old")

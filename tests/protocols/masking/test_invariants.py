@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import ast
 import inspect
-import os
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -91,8 +90,10 @@ def test_secrets_come_from_the_operating_system_alone(monkeypatch: pytest.Monkey
         drawn.append(count)
         return bytes([len(drawn)]) * count
 
-    monkeypatch.setattr(os, "urandom", urandom)
     session = Session(3)
+    session.begin(session.devices[1])  # modules that are imported late draw for themselves
+    monkeypatch.setattr("fedpress_protocols.masking.keys.os.urandom", urandom)
+    monkeypatch.setattr("fedpress_protocols.masking.client.os.urandom", urandom)
     session.begin(session.devices[0])
     state = session.devices[0].client._state
     assert drawn == [32, 32, 32, 32]
