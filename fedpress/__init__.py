@@ -1,8 +1,8 @@
 """The public names of fedpress: `import fedpress` costs nothing until a name is used.
 
 A device needs the names here. Everything else is in a namespace: `fedpress.compressors`,
-`fedpress.errors`, `fedpress.strategies`, `fedpress.server`, `fedpress.simulation`,
-`fedpress.flower`, `fedpress.ddp`.
+`fedpress.conditions`, `fedpress.errors`, `fedpress.strategies`, `fedpress.server`,
+`fedpress.simulation`, `fedpress.flower`, `fedpress.ddp`.
 The packages behind them (`fedpress_client` and others) may move names between releases.
 """
 
@@ -20,7 +20,16 @@ if not getattr(sys, "_is_gil_enabled", lambda: True)():
     )
 
 if TYPE_CHECKING:
-    from fedpress import compressors, ddp, errors, flower, server, simulation, strategies
+    from fedpress import (
+        compressors,
+        conditions,
+        ddp,
+        errors,
+        flower,
+        server,
+        simulation,
+        strategies,
+    )
     from fedpress.operator import Operator
     from fedpress_client import (
         Client,
@@ -47,6 +56,7 @@ if TYPE_CHECKING:
         KeyRotated,
         ModelEvaluated,
         ModelFineTuned,
+        ParticipationPostponed,
         PrivacySpent,
         ReceiptReceived,
         RoundAssigned,
@@ -91,6 +101,7 @@ __all__ = [
     "ModelFineTuned",
     "ModelSpec",
     "Operator",
+    "ParticipationPostponed",
     "PerTensor",
     "PrivacyRules",
     "PrivacySpent",
@@ -116,6 +127,7 @@ __all__ = [
     "UploadRefused",
     "__version__",
     "compressors",
+    "conditions",
     "ddp",
     "errors",
     "flower",
@@ -147,6 +159,7 @@ __getattr__, __dir__ = exports(
         "ModelFineTuned": "fedpress_client.events",
         "ModelSpec": "fedpress_compression.tensors",
         "Operator": "fedpress.operator",
+        "ParticipationPostponed": "fedpress_client.events",
         "PerTensor": "fedpress_compression.compressors.per_tensor",
         "Quantize": "fedpress_compression.compressors.quantize",
         "PrivacyRules": "fedpress_client",
@@ -172,6 +185,7 @@ __getattr__, __dir__ = exports(
         "UploadRefused": "fedpress_client.events",
         "__version__": "fedpress_protocols",
         "compressors": "fedpress.compressors",
+        "conditions": "fedpress.conditions",
         "ddp": "fedpress.ddp",
         "errors": "fedpress.errors",
         "flower": "fedpress.flower",

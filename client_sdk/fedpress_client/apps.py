@@ -1,15 +1,21 @@
-"""Finds the trainer that `fedpress client join --app module:factory` names."""
+"""Finds the trainer that `fedpress client join --app module:factory` names, and conditions."""
 
 from __future__ import annotations
 
 import importlib
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
+from fedpress_client.participation import Condition
 from fedpress_client.trainer import Trainer
 from fedpress_protocols.errors import ConfigurationError
 
 _HINT = "--app takes module:factory, a function without arguments that returns a Trainer"
+_CONDITION_HINT = (
+    "--condition takes module:function, a function without arguments that returns True or a Refusal"
+)
 
 
 def load_trainer(app: str, folder: str | Path = ".") -> Trainer:
@@ -18,9 +24,27 @@ def load_trainer(app: str, folder: str | Path = ".") -> Trainer:
     Raises ConfigurationError that says which part is wrong. An error inside the factory is its own
     and comes through.
     """
-    module_name, colon, attribute = app.partition(":")
+    trainer: object = _named(app, folder, "factory", _HINT)()
+    if not isinstance(trainer, Trainer):
+        raise ConfigurationError(
+            f"{app!r} returned a {type(trainer).__name__}, which has no train and evaluate",
+            hint=_HINT,
+        )
+    return trainer
+
+
+def load_condition(name: str, folder: str | Path = ".") -> Condition:
+    """The condition that `name` (module:function) names; it is not called. Raises
+    ConfigurationError as `load_trainer` does."""
+    condition: Condition = _named(name, folder, "function", _CONDITION_HINT)
+    return condition
+
+
+def _named(name: str, folder: str | Path, kind: str, hint: str) -> Callable[[], Any]:
+    """The callable that module:attribute names; modules in `folder` are found first."""
+    module_name, colon, attribute = name.partition(":")
     if not colon or not module_name or not attribute:
-        raise ConfigurationError(f"{app!r} names no factory", hint=_HINT)
+        raise ConfigurationError(f"{name!r} names no {kind}", hint=hint)
     place = str(Path(folder).absolute())
     if place not in sys.path:
         sys.path.insert(0, place)
@@ -33,21 +57,15 @@ def load_trainer(app: str, folder: str | Path = ".") -> Trainer:
                 f"module {module_name!r} imports {missing!r}, which is not installed"
             ) from exc
         raise ConfigurationError(
-            f"no module {module_name!r} in {place} or installed", hint=_HINT
+            f"no module {module_name!r} in {place} or installed", hint=hint
         ) from exc
-    factory: object = module
+    target: object = module
     for part in attribute.split("."):
-        if not hasattr(factory, part):
-            raise ConfigurationError(f"module {module_name!r} has no {attribute!r}", hint=_HINT)
-        factory = getattr(factory, part)
-    if not callable(factory):
+        if not hasattr(target, part):
+            raise ConfigurationError(f"module {module_name!r} has no {attribute!r}", hint=hint)
+        target = getattr(target, part)
+    if not callable(target):
         raise ConfigurationError(
-            f"{app!r} is a {type(factory).__name__} and cannot be called", hint=_HINT
+            f"{name!r} is a {type(target).__name__} and cannot be called", hint=hint
         )
-    trainer: object = factory()
-    if not isinstance(trainer, Trainer):
-        raise ConfigurationError(
-            f"{app!r} returned a {type(trainer).__name__}, which has no train and evaluate",
-            hint=_HINT,
-        )
-    return trainer
+    return target

@@ -88,7 +88,9 @@ class Client:
     counted without it too, and a task's own limit holds.
     `fine_tuning`: terms to train the task's last model on by, for this device alone; see
     `own_model`. `failures`: how often training may fail in a row, and whether deadlines that cannot
-    be met are declined.
+    be met are declined. `should_participate`: one callable or several, asked in their order before
+    each check-in; while one refuses, the device asks for nothing and sends nothing. What comes
+    before the first check-in, enrolment among it, and a masked session under way go on.
     """
 
     def __init__(

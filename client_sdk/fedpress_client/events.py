@@ -96,6 +96,18 @@ class TaskJoined(ClientEvent):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ParticipationPostponed(ClientEvent):
+    """The `condition` of `should_participate` refused, for `reason`; it is asked again after
+    `seconds`."""
+
+    kind: ClassVar[str] = "postponed"
+
+    condition: str
+    reason: str
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RoundAssigned(ClientEvent):
     """The server assigned this device a round, to be compressed by the plan's `profile`."""
 
@@ -251,6 +263,7 @@ Event = (
     | DeviceApproved
     | KeyRotated
     | TaskJoined
+    | ParticipationPostponed
     | RoundAssigned
     | ModelEvaluated
     | EvaluationFailed

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from random import SystemRandom
@@ -16,6 +16,7 @@ from fedpress_client.events import EventLog
 from fedpress_client.failures import FailurePolicy
 from fedpress_client.ledger_records import KEEP_ALL, Discard, ResidualRules
 from fedpress_client.masking_rules import FREE, MaskingRules
+from fedpress_client.participation import Condition, checked_conditions
 from fedpress_client.privacy_budget import NO_RULES, PrivacyBudget, PrivacyRules
 from fedpress_client.state import StateDirectory
 from fedpress_client.trainer import Trainer
@@ -49,6 +50,7 @@ class ClientOptions(TypedDict, total=False):
     fine_tuning: TrainingTerms | None
     attributes: Mapping[str, Attribute] | None
     failures: FailurePolicy | None
+    should_participate: Condition | Sequence[Condition] | None
     on_discard: Callable[[Discard], None] | None
     server_key: str | None
     sleep: Callable[[float], None] | None
@@ -75,6 +77,7 @@ class ClientSettings:
     fine_tuning: TrainingTerms | None = None
     attributes: Mapping[str, Attribute] | None = None
     failures: FailurePolicy | None = None
+    should_participate: Condition | Sequence[Condition] | None = None
     on_discard: Callable[[Discard], None] | None = None
     server_key: str | None = None
     sleep: Callable[[float], None] | None = None
@@ -88,6 +91,7 @@ class ClientSettings:
             raise ConfigurationError(f"wait must lie in [0, 30] seconds, not {self.wait}")
         if self.server_key is not None:
             _check_key(self.server_key)
+        checked_conditions(self.should_participate)
         object.__setattr__(self, "attributes", _checked_attributes(self.attributes or {}))
 
     @property
@@ -97,6 +101,10 @@ class ClientSettings:
     @property
     def privacy_rules(self) -> PrivacyRules:
         return self.privacy or NO_RULES
+
+    @property
+    def conditions(self) -> tuple[Condition, ...]:
+        return checked_conditions(self.should_participate)
 
     @property
     def failure_policy(self) -> FailurePolicy:

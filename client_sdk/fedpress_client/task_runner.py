@@ -1,6 +1,7 @@
 """One check-in of a task, and all that follows from it:
 
-masked session → check in → settle receipts → send what is unsent → run the assignment
+masked session → conditions of the device → check in → settle receipts → send what is unsent
+→ run the assignment
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from fedpress_client.evaluation import Evaluator
 from fedpress_client.joined_task import JoinedTask, masked_tasks
 from fedpress_client.masked_rounds import MaskedRounds
 from fedpress_client.models import TaskModels
+from fedpress_client.participation import Participation
 from fedpress_client.receipts import SHORTEST_PAUSE, Receipts
 from fedpress_client.round_runner import RoundRunner
 from fedpress_client.settings import Services
@@ -45,11 +47,15 @@ class TaskRunner:
         self._rounds = RoundRunner(
             services, models, knowledge, evaluator, self.masked, self.uploads
         )
+        self._participation = Participation(settings.conditions, services.events)
         self._end = TaskEnd(services, models, self.receipts, evaluator)
 
     def step(self, task: JoinedTask) -> float | None:
         """See `Client.step`."""
         pause = self.masked.resume(task)
+        if pause is not None:
+            return pause
+        pause = self._participation.postponed()
         if pause is not None:
             return pause
         unsent = task.unsent

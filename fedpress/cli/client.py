@@ -31,6 +31,7 @@ from fedpress_protocols.privacy.accounting import PrivacyLane
 
 if TYPE_CHECKING:
     from fedpress_client import Event, MaskingRules, PrivacyRules
+    from fedpress_client.participation import Condition
     from fedpress_protocols.masking.graph import Adversary
 
 client_certificate = click.option(
@@ -130,6 +131,36 @@ def client() -> None:
 @click.option(
     "--attribute", multiple=True, metavar="KEY=VALUE", help="Of this device, for a task's rules."
 )
+@click.option(
+    "--min-battery",
+    type=click.FloatRange(0, 100),
+    metavar="PERCENT",
+    help="Take part on external power, or with this charge at least.",
+)
+@click.option(
+    "--hours",
+    multiple=True,
+    metavar="BEGIN-END",
+    help="Take part at these hours, such as 22:00-06:00; may be repeated.",
+)
+@click.option(
+    "--avoid-interface",
+    multiple=True,
+    metavar="NAME",
+    help="Take no part while the network is reached by this interface, such as 'wwan*'; may be "
+    "repeated.",
+)
+@click.option(
+    "--max-load",
+    type=click.FloatRange(min=0, min_open=True),
+    help="Take part while the machine's load is at most this a processor.",
+)
+@click.option(
+    "--condition",
+    multiple=True,
+    metavar="MODULE:FUNCTION",
+    help="Take part while this function returns True; may be repeated.",
+)
 @masking_options
 @click.option(
     "--require-privacy", is_flag=True, help="Differential privacy: decline plans without noise."
@@ -167,6 +198,11 @@ def join(
     proxy: str | None,
     fine_tune: int,
     attribute: tuple[str, ...],
+    min_battery: float | None,
+    hours: tuple[str, ...],
+    avoid_interface: tuple[str, ...],
+    max_load: float | None,
+    condition: tuple[str, ...],
     require_privacy: bool,
     max_epsilon: float | None,
     privacy_delta: float,
@@ -182,6 +218,7 @@ def join(
     log(verbose)
     attributes = _attributes(attribute)
     rules = _masking_rules(**masking)
+    conditions = _conditions(min_battery, hours, avoid_interface, max_load, condition)
     sys.path.insert(0, os.getcwd())
     sdk = Client(
         url,
@@ -199,7 +236,8 @@ def join(
         privacy=_privacy_rules(require_privacy, max_epsilon, privacy_delta, privacy_lane),
         fine_tuning=TrainingTerms(local_epochs=fine_tune) if fine_tune else None,
         attributes=attributes,
-        on_event=_print_event,
+        should_participate=conditions,
+        on_event=_print_changes(),
     )
     heed_stop_signals()
     try:
@@ -212,9 +250,26 @@ def join(
     )
 
 
+def _print_changes() -> Callable[[Event], None]:
+    """`_print_event`, but a condition that refuses again and again is printed once."""
+    from fedpress_client.events import ClientWaiting, ParticipationPostponed
+
+    refusing = ""
+
+    def on_event(event: Event) -> None:
+        nonlocal refusing
+        before = refusing
+        if not isinstance(event, ClientWaiting):
+            refusing = event.condition if isinstance(event, ParticipationPostponed) else ""
+        if not refusing or refusing != before:
+            _print_event(event)
+
+    return on_event
+
+
 def _print_event(event: Event) -> None:
-    """Print changes of the device's identity, the privacy that it spends, and plans that its own
-    rules refused, on stderr."""
+    """Print changes of the device's identity, the privacy that it spends, plans that its own rules
+    refused, and why it takes no part, on stderr."""
     from fedpress_client import events
 
     match event:
@@ -232,6 +287,8 @@ def _print_event(event: Event) -> None:
                 f"task, {event.total_epsilon:.3g} in all; participation {event.participations} of "
                 f"{event.max_participations}; against {event.against}"
             )
+        case events.ParticipationPostponed(reason=reason, seconds=seconds):
+            line = f"not taking part: {reason}; asking again in {seconds:.0f} s"
         case events.AssignmentDeclined(reason=reason, rule=str()):
             line = f"declined: {reason}"
         case _:
@@ -314,6 +371,29 @@ def relay(
             stopped()
         trainer.finish()
     click.echo(f"task {ended.task} {ended.state}: {ended.included} updates of the region included")
+
+
+def _conditions(
+    min_battery: float | None,
+    hours: tuple[str, ...],
+    avoid_interface: tuple[str, ...],
+    max_load: float | None,
+    names: tuple[str, ...],
+) -> list[Condition]:
+    """The conditions of the options, the cheapest first."""
+    from fedpress_client.apps import load_condition
+    from fedpress_client.participation import Battery, Hours, Interface, Load
+
+    conditions: list[Condition] = []
+    if hours:
+        conditions.append(Hours(*hours))
+    if min_battery is not None:
+        conditions.append(Battery(min_battery))
+    if avoid_interface:
+        conditions.append(Interface(avoid_interface))
+    if max_load is not None:
+        conditions.append(Load(max_load))
+    return conditions + [load_condition(name) for name in names]
 
 
 def _privacy_rules(
