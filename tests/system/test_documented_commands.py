@@ -128,6 +128,7 @@ NOT_RUN: list[tuple[str, str]] = [
     (r"fedpress plan .*--trial", "wants Flower, and minutes: tests/flower/test_trial.py"),
     (r"rotate-key", "the device's key is named by later lines"),
     (r"^fedpress client join .*\.\.\.$", "left open by the page"),
+    (r"tests\.platforms\.rounds", "has a server of its own: tests/platforms/test_platforms.py"),
 ]  # fmt: skip
 
 STATUS: list[tuple[str, str, int]] = [
