@@ -36,6 +36,8 @@ from fedpress_server.api.problems import Problem, RequestGuard, install, respons
 from fedpress_server.api.registry import registry_routes
 from fedpress_server.api.server_keys import server_key_routes
 from fedpress_server.api.sessions import session_routes
+from fedpress_server.console.comparison import comparison_routes
+from fedpress_server.console.creating import creating_routes
 from fedpress_server.console.pages import console_routes
 from fedpress_server.coordination.resources import Clock, Resources
 from fedpress_server.identity.membership import Authority
@@ -117,7 +119,8 @@ def _routes(settings: Settings) -> tuple[list[APIRouter], list[APIRouter], list[
     devices = [upload_routes, device_routes, enrolment, rotation, resumable_routes]
     devices += [session_routes, server_key_routes]
     operators = [observing_routes, operator_routes, device_registry_routes, registry_routes]
-    operators += [administration_routes, description_routes, console_routes]
+    operators += [administration_routes, description_routes]
+    operators += [console_routes, comparison_routes, creating_routes]
     return [health_routes, shared_routes], devices, operators
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 
@@ -180,6 +181,8 @@ PAGES = (
     "/console/tasks/digits/do/pause",
     "/console/tasks/digits/do/cancel",
     "/console/tasks/digits/promote/1",
+    "/console/create",
+    "/console/compare?task=digits",
 )
 
 
@@ -317,3 +320,117 @@ def test_the_open_round_is_shown_and_charts_run_forward(
     assert "Loss from 2 at 1 to 0.5 at 3;" in text
     assert re.search(r"Loss from 2 at [0-9.]+ k?B to 0.5 at", text)
     assert text.index(">4.1<") < text.index(">1.1<")
+
+
+FIELDS = {
+    "task": "letters",
+    "rounds": "3",
+    "size": "2",
+    "minimum": "1",
+    "round_seconds": "60",
+    "lane": "clear",
+    "more": '{"strategy": {"id": "fedavgm"}, "cohort": {"over_selection": 1.5}}',
+}
+
+
+def test_a_task_is_checked_and_created_by_the_form(
+    browser: Browser, operator: Operator, trained: Device, model: Model
+) -> None:
+    browser.log_in(ADMIN_TOKEN)
+    page = browser.get("/console/create").text
+    assert f'<option value="{model.digest}">' in page
+    form = {**FIELDS, "model": model.digest}
+    answer = browser.post("/console/create", **form, do="check")
+    assert answer.status_code == 200
+    assert "The task is right. An upload has at most" in answer.text
+    assert "over_selection&#34;: 1.5" in answer.text
+    assert [each["task"] for each in operator.get("/v1/tasks")] == ["digits"]
+    answer = browser.post("/console/create", **form, do="create")
+    assert answer.headers["location"] == "/console/tasks/letters"
+    page = browser.get("/console/tasks/letters").text
+    assert "&#34;id&#34;: &#34;fedavgm&#34;" in page
+    assert "&#34;size&#34;: 2" in page
+    assert "task.created" in browser.get("/console/audit").text
+    again = browser.post("/console/create", **form, do="check")
+    assert again.status_code == 409
+    assert "there is a task" in again.text
+
+
+WRONG = (
+    ({"rounds": "many"}, "rounds"),
+    ({"rounds": "0"}, "rounds"),
+    ({"task": "a b"}, "task"),
+    ({"model": "0" * 64}, "no model 000000000000"),
+    ({"size": "3", "minimum": "5"}, "minimum"),
+    ({"round_seconds": "inf"}, "round_seconds"),
+    ({"lane": "tunnel"}, "lane"),
+    ({"more": "{"}, "further settings are no JSON"),
+    ({"more": "[" * 9000}, "further settings are no JSON"),
+    ({"more": "[1]"}, "no JSON object"),
+    ({"more": '{"rounds": 9}'}, "name rounds, which the form has a field for"),
+    ({"more": '{"cohort": 1}'}, "cohort in the further settings"),
+    ({"more": '{"speed": 1}'}, "speed"),
+    ({"more": json.dumps({"strategy": {"id": SCRIPT}})}, "no strategy"),
+)
+
+
+def test_a_wrong_task_stays_in_the_form_with_the_reason(
+    browser: Browser, operator: Operator, model: Model
+) -> None:
+    operator.bring(model)
+    browser.log_in(ADMIN_TOKEN)
+    for (wrong, words), button in itertools.product(WRONG, ("check", "create")):
+        form = {**FIELDS, "model": model.digest, **wrong}
+        answer = browser.post("/console/create", **form, do=button)
+        assert 400 <= answer.status_code < 500, wrong
+        assert 'role="alert"' in answer.text
+        assert words in answer.text, wrong
+        assert f'value="{form["rounds"]}"' in answer.text
+        assert SCRIPT not in answer.text
+    assert operator.get("/v1/tasks") == []
+
+
+def test_tasks_are_compared_on_common_axes(
+    browser: Browser, operator: Operator, http: Server, clock: Clock, model: Model
+) -> None:
+    device = Device(http, clock)
+    device.enrol(operator.token())
+    for task, losses in (("fast", (2.0, 1.0, 0.5)), ("slow", (2.0, 1.5, 1.25))):
+        operator.begin(model, task=task, cohort={"size": 1, "minimum": 1}, rounds=4)
+        for number, loss in enumerate(losses, 1):
+            include_one(device, model, task=task)
+            while operator.get(f"/v1/tasks/{task}")["round"] < number:
+                clock.advance(1)
+                http.tick()
+            newest = operator.get(f"/v1/tasks/{task}")["model"]
+            report = {"model": newest, "num_examples": 50, "metrics": {"loss": loss}}
+            device.json("POST", f"/v1/tasks/{task}/evaluations", json.dumps(report))
+    browser.log_in(ADMIN_TOKEN)
+    assert "<svg" not in browser.get("/console/compare").text
+    both = "task=fast&task=slow"
+    text = browser.get(f"/console/compare?{both}").text
+    assert text.count("<svg") == 2
+    assert text.count("<polyline") == 4
+    assert "fast from 2 at 1 to 0.5 at 3;" in text
+    assert "slow from 2 at 1 to 1.25 at 3;" in text
+    answer = browser.get(f"/console/compare.csv?{both}")
+    assert answer.headers["content-type"].startswith("text/csv")
+    lines = answer.text.splitlines()
+    assert lines[0].startswith("task,round,attempt,state,")
+    assert lines[0].endswith(",loss")
+    assert [line.partition(",")[0] for line in lines[1:]] == ["fast"] * 4 + ["slow"] * 4
+    assert browser.get("/console/compare?task=none").status_code == 404
+    too_many = "&".join(f"task=t{number}" for number in range(9))
+    assert browser.get(f"/console/compare?{too_many}").status_code == 400
+
+
+def test_a_form_of_another_attempt_aborts_nothing(
+    browser: Browser, operator: Operator, trained: Device, clock: Clock, http: Server
+) -> None:
+    browser.log_in(ADMIN_TOKEN)
+    abort = "/console/tasks/digits/do/abort-round"
+    expected = re.search(r'name="expect" value="([0-9.]+)"', browser.get(abort).text)
+    assert expected is not None
+    assert browser.post(abort, expect="1.1").status_code == 409
+    assert browser.post(abort, expect=expected[1]).status_code == 303
+    assert browser.post(abort, expect=expected[1]).status_code == 409

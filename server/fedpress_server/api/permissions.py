@@ -61,6 +61,10 @@ PERMISSIONS: Mapping[tuple[str, str], Permission] = {
     # The console.
     ("GET", "/console"): "see",
     ("POST", "/console/logout"): "see",
+    ("GET", "/console/create"): "run",
+    ("POST", "/console/create"): "run",
+    ("GET", "/console/compare"): "see",
+    ("GET", "/console/compare.csv"): "see",
     ("GET", "/console/tasks/{task}"): "see",
     ("GET", "/console/tasks/{task}/rounds/{number}"): "see",
     ("GET", "/console/tasks/{task}/do/{action}"): "run",

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 WIDTH, HEIGHT = 520, 220
 LEFT, RIGHT, TOP, BOTTOM = 64, 16, 12, 34
 MAX_POINTS = 400
+Points = Sequence[tuple[float, float]]
 
 
 class Tick(NamedTuple):
@@ -16,13 +17,18 @@ class Tick(NamedTuple):
     label: str
 
 
-class Chart(NamedTuple):
+class Line(NamedTuple):
     """A drawn line; `points` is the `points` attribute of a polyline."""
 
-    title: str
-    x_label: str
+    name: str
     points: str
     last: tuple[float, float]
+
+
+class Chart(NamedTuple):
+    title: str
+    x_label: str
+    lines: tuple[Line, ...]
     x_ticks: tuple[Tick, ...]
     y_ticks: tuple[Tick, ...]
     summary: str
@@ -37,16 +43,30 @@ def plain(value: float) -> str:
 def line(
     title: str,
     x_label: str,
-    data: Sequence[tuple[float, float]],
+    data: Points,
     x_format: Callable[[float], str] = plain,
 ) -> Chart | None:
-    """A chart of the finite points; None for fewer than two. At most MAX_POINTS are drawn."""
-    finite = [(x, y) for x, y in data if math.isfinite(x) and math.isfinite(y)]
-    if len(finite) < 2:
+    """A chart of the finite points of one line; None for fewer than two."""
+    return overlay(title, x_label, {"": data}, x_format)
+
+
+def overlay(
+    title: str,
+    x_label: str,
+    data: Mapping[str, Points],
+    x_format: Callable[[float], str] = plain,
+) -> Chart | None:
+    """A chart of several lines by name, on common axes. Of each, the finite points count, at most
+    MAX_POINTS are drawn, and fewer than two make no line; None if no line is left."""
+    finite = {
+        name: [(x, y) for x, y in points if math.isfinite(x) and math.isfinite(y)]
+        for name, points in data.items()
+    }
+    finite = {name: points for name, points in finite.items() if len(points) > 1}
+    if not finite:
         return None
-    step = math.ceil(len(finite) / MAX_POINTS)
-    drawn = finite[::step] if (len(finite) - 1) % step == 0 else [*finite[::step], finite[-1]]
-    xs, ys = [x for x, _ in finite], [y for _, y in finite]
+    xs = [x for points in finite.values() for x, _ in points]
+    ys = [y for points in finite.values() for _, y in points]
     low_x, high_x, low_y, high_y = min(xs), max(xs), min(ys), max(ys)
     span_x = (high_x - low_x) or 1.0
     margin = (high_y - low_y) * 0.05 or abs(high_y) * 0.05 or 1.0
@@ -57,16 +77,36 @@ def line(
         down = TOP + (high_y - y) / (high_y - low_y) * (HEIGHT - TOP - BOTTOM)
         return round(across, 1), round(down, 1)
 
+    lines = tuple(
+        Line(
+            name,
+            " ".join(f"{x},{y}" for x, y in (place(*point) for point in _thinned(points))),
+            place(*points[-1]),
+        )
+        for name, points in finite.items()
+    )
     at_x = [low_x + span_x * part / 4 for part in range(5)]
     at_y = [low_y + (high_y - low_y) * part / 4 for part in range(5)]
-    (first_x, first_y), (last_x, last_y) = finite[0], finite[-1]
     return Chart(
         title,
         x_label,
-        " ".join(f"{x},{y}" for x, y in (place(*point) for point in drawn)),
-        place(last_x, last_y),
+        lines,
         tuple(Tick(place(x, low_y)[0], x_format(x)) for x in at_x),
         tuple(Tick(place(low_x, y)[1], plain(y)) for y in at_y),
-        f"{title} from {plain(first_y)} at {x_format(first_x)} to {plain(last_y)} at "
-        f"{x_format(last_x)}; lowest {plain(min(ys))}, highest {plain(max(ys))}.",
+        " ".join(_in_words(name or title, points, x_format) for name, points in finite.items()),
+    )
+
+
+def _thinned(points: Points) -> Points:
+    """At most about MAX_POINTS of them, the last included."""
+    step = math.ceil(len(points) / MAX_POINTS)
+    return points[::step] if (len(points) - 1) % step == 0 else [*points[::step], points[-1]]
+
+
+def _in_words(name: str, points: Points, x_format: Callable[[float], str]) -> str:
+    ys = [y for _, y in points]
+    (first_x, first_y), (last_x, last_y) = points[0], points[-1]
+    return (
+        f"{name} from {plain(first_y)} at {x_format(first_x)} to {plain(last_y)} at "
+        f"{x_format(last_x)}; lowest {plain(min(ys))}, highest {plain(max(ys))}."
     )

@@ -14,7 +14,13 @@ from fastapi.responses import FileResponse, RedirectResponse
 from pydantic import Field, TypeAdapter, ValidationError
 
 from fedpress_protocols.enrolment import DeviceState
-from fedpress_protocols.errors import InvalidToken, MalformedRequest, NotFound, Unavailable
+from fedpress_protocols.errors import (
+    Conflict,
+    InvalidToken,
+    MalformedRequest,
+    NotFound,
+    Unavailable,
+)
 from fedpress_protocols.messages import (
     Continuation,
     Identifier,
@@ -232,9 +238,12 @@ _CONSEQUENCES: dict[Action, str] = {
 async def confirm_action(request: Request, task: Name, action: Action, services: Parts) -> Response:
     """The consequences of an action, and the button for it."""
     summary = await services.queries.task(task)
-    fields = [("detail", "Reason (optional)", "text", "")]
-    if action == "continue":
+    fields, hidden = [("detail", "Reason (optional)", "text", "")], dict[str, str]()
+    if action == "abort-round":
+        hidden = {"expect": await _newest_attempt(services, task)}
+    elif action == "continue":
         fields = [("rounds", "Further rounds", "number", "1")]
+        hidden = {"after_round": str(summary.round), "model": summary.model}
     return _confirm(
         request,
         f"{action.replace('-', ' ').capitalize()}: {task}",
@@ -242,7 +251,14 @@ async def confirm_action(request: Request, task: Name, action: Action, services:
         f"{summary.rounds}.",
         f"/console/tasks/{task}",
         fields if action in ("continue", "cancel", "abort-round") else [],
+        hidden,
     )
+
+
+async def _newest_attempt(services: Services, task: str) -> str:
+    """The newest attempt at a round of the task, as ROUND.ATTEMPT."""
+    newest = await services.queries.history(task, limit=1)
+    return f"{newest[-1].round}.{newest[-1].attempt}" if newest else ""
 
 
 @console_routes.post("/tasks/{task}/do/{action}")
@@ -259,16 +275,17 @@ async def act(request: Request, task: Name, action: Action, services: Parts, by:
     elif action == "cancel":
         await lifecycle.cancel(task, f"cancelled {detail or 'in the console'}", by=by)
     elif action == "abort-round":
+        newest = await _newest_attempt(services, task)
+        if form.get("expect") != newest:
+            raise Conflict(
+                f"the open attempt is {newest} now, and the form was for another",
+                hint="look at the task again",
+            )
         await lifecycle.abort_round(task, f"aborted {detail or 'in the console'}", by=by)
     else:
-        summary = await services.queries.task(task)
         try:
             more = Continuation.model_validate_strings(
-                {
-                    "after_round": str(summary.round),
-                    "rounds": form.get("rounds", ""),
-                    "model": summary.model,
-                }
+                {name: form.get(name, "") for name in Continuation.model_fields}
             )
         except ValidationError as exc:
             raise MalformedRequest(format_validation_errors(exc)) from exc

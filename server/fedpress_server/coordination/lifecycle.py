@@ -80,17 +80,31 @@ class Lifecycle:
             config = config.model_copy(update={"seed": secrets.randbelow(2**63)})
         return await self._background.shielded(self._create(config, by))
 
+    async def check(self, config: TaskConfig) -> int:
+        """The bytes of the largest upload of any round of a task that `create` would accept.
+
+        Nothing is written; raises as `create` does.
+        """
+        strategy, _, spec = await self._begun(config)
+        seeded = config if config.seed is not None else config.model_copy(update={"seed": 0})
+        _, bound = await self._checked(seeded, strategy, spec, self._clock())
+        return bound
+
+    async def _begun(self, config: TaskConfig) -> tuple[Strategy, ModelRecord, ModelSpec]:
+        """The strategy and the model of a task that is to begin."""
+        version = await self._database.read(lambda c: records.task_version(c, config.task))
+        if version is not None:
+            raise AlreadyExists(f"there is a task {config.task!r} already")
+        config.check_new()
+        strategy = from_config(config.strategy, config.training)
+        await self._check_members(config)
+        model = await self._models.get(config.model)
+        return strategy, model, await self._store.spec(model.digest)
+
     async def _create(self, config: TaskConfig, by: str) -> TaskSummary:
         async with self._creating:
             name = config.task
-            version = await self._database.read(lambda c: records.task_version(c, name))
-            if version is not None:
-                raise AlreadyExists(f"there is a task {name!r} already")
-            config.check_new()
-            strategy = from_config(config.strategy, config.training)
-            await self._check_members(config)
-            source_model = await self._models.get(config.model)
-            spec = await self._store.spec(source_model.digest)
+            strategy, source_model, spec = await self._begun(config)
             now = self._clock()
             model = await self._on_grid(source_model, config, now)
             config = config.model_copy(update={"model": model.digest})

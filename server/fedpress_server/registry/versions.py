@@ -373,6 +373,18 @@ def is_collected(connection: Connection, digest: str) -> bool:
     return connection.execute(query).scalar_one_or_none() is not None
 
 
+def newest_files(connection: Connection, limit: int) -> list[tuple[str, int, float]]:
+    """Digest, bytes and Unix time of the newest models with a file, those of all tasks."""
+    query = (
+        sa.select(models.c.digest, models.c.num_bytes, models.c.created_at)
+        .outerjoin(model_files, model_files.c.digest == models.c.digest)
+        .where(model_files.c.collected_at.is_(None))
+        .order_by(models.c.created_at.desc(), models.c.digest)
+        .limit(limit)
+    )
+    return [(digest, size, at) for digest, size, at in connection.execute(query)]
+
+
 def keep_again(connection: Connection, payloads: Payloads, digests: Iterable[str]) -> None:
     """Mark models whose files were just written as kept again.
 

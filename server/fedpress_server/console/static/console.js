@@ -4,7 +4,7 @@ const part = document.querySelector("[data-live]");
 let etag = "";
 
 async function refresh() {
-  if (document.hidden || part.contains(document.activeElement)) return;
+  if (document.hidden) return;
   const answer = await fetch(location.href, {
     cache: "no-store",
     redirect: "manual",
@@ -16,7 +16,17 @@ async function refresh() {
   etag = answer.headers.get("ETag") ?? "";
   const page = new DOMParser().parseFromString(await answer.text(), "text/html");
   const fresh = page.querySelector("[data-live]");
-  if (fresh) part.replaceChildren(...fresh.childNodes);
+  if (fresh) replace(fresh);
+}
+
+// Leaves the focus, and how far tables are scrolled, as they are.
+function replace(fresh) {
+  const same = (one) => one.href ?? one.getAttribute("aria-label");
+  const focus = part.contains(document.activeElement) ? same(document.activeElement) : null;
+  const scrolled = new Map([...part.querySelectorAll(".scroll")].map((each) => [same(each), each.scrollLeft]));
+  part.replaceChildren(...fresh.childNodes);
+  for (const each of part.querySelectorAll(".scroll")) each.scrollLeft = scrolled.get(same(each)) ?? 0;
+  if (focus) [...part.querySelectorAll("a, .scroll")].find((each) => same(each) === focus)?.focus({ preventScroll: true });
 }
 
 async function keep() {
