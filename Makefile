@@ -11,7 +11,7 @@ BIN := $(VENV)/bin
 PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow check format soak docs dist rehearsal constraints clean
+.PHONY: help demo test test-slow test-browser check format soak docs dist rehearsal constraints clean
 
 # Tests start processes by the hundred; each would compile all of its modules anew.
 unexport PYTHONDONTWRITEBYTECODE
@@ -20,6 +20,7 @@ help:
 	@echo "make demo         a federated run on this machine; options in ARGS, e.g. ARGS='--rounds 10'"
 	@echo "make test         the tests; COVERAGE=1: every line of compression/ and protocols/ must be reached"
 	@echo "make test-slow    the tests that take longer: whole processes, crashes, more examples"
+	@echo "make test-browser the console in Chromium, where there is one"
 	@echo "make check        ruff, mypy --strict, import-linter"
 	@echo "make format       let ruff put the code in order"
 	@echo "make soak         the long fuzz and crash runs"
@@ -66,6 +67,14 @@ check: $(VENV)/test.stamp
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-cache
 
+# Chromium itself is the machine's: `apt-get install chromium`.
+$(VENV)/browser.stamp: $(VENV)/test.stamp
+	$(PIP_INSTALL) -e '.[browser]'
+	@touch $@
+
+test-browser: $(VENV)/browser.stamp
+	$(BIN)/python -m pytest tests/browser $(ARGS)
+
 docs: $(VENV)/docs.stamp
 	$(BIN)/mkdocs build --strict $(ARGS)
 
@@ -89,7 +98,7 @@ constraints:
 	rm -rf build/constraints
 	$(PYTHON) -m venv build/constraints
 	grep -E '^(torch|click)==' constraints.txt > build/constraints/pins.txt
-	build/constraints/bin/python -m pip install --quiet -c build/constraints/pins.txt -e '.[all,docs,dev]'
+	build/constraints/bin/python -m pip install --quiet -c build/constraints/pins.txt -e '.[all,docs,browser,dev]'
 	build/constraints/bin/python -m pip check
 	{ grep '^#' constraints.txt; build/constraints/bin/python -m pip freeze --exclude-editable \
 	  | sed 's/+cpu$$//'; } > build/constraints/new.txt

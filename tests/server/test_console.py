@@ -342,7 +342,7 @@ def test_a_task_is_checked_and_created_by_the_form(
     form = {**FIELDS, "model": model.digest}
     answer = browser.post("/console/create", **form, do="check")
     assert answer.status_code == 200
-    assert "The task is right. An upload has at most" in answer.text
+    assert "The task can be created. An upload is at most" in answer.text
     assert "over_selection&#34;: 1.5" in answer.text
     assert [each["task"] for each in operator.get("/v1/tasks")] == ["digits"]
     answer = browser.post("/console/create", **form, do="create")
