@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     )
     from fedpress.operator import Operator
     from fedpress_client import (
+        Bandwidth,
         Client,
         Discard,
         Evaluation,
@@ -83,6 +84,7 @@ if TYPE_CHECKING:
 __all__ = [
     "ApprovalPending",
     "AssignmentDeclined",
+    "Bandwidth",
     "Client",
     "ClientWaiting",
     "DeviceApproved",
@@ -141,6 +143,7 @@ __getattr__, __dir__ = exports(
     {
         "ApprovalPending": "fedpress_client.events",
         "AssignmentDeclined": "fedpress_client.events",
+        "Bandwidth": "fedpress_client",
         "Client": "fedpress_client",
         "ClientWaiting": "fedpress_client.events",
         "DeviceApproved": "fedpress_client.events",

@@ -4,6 +4,7 @@ import warnings
 from typing import TYPE_CHECKING, Any
 
 from fedpress_client.apps import load_trainer
+from fedpress_client.bandwidth import Bandwidth
 from fedpress_client.client import Client, Summary
 from fedpress_client.events import (
     ApprovalPending,
@@ -43,6 +44,7 @@ if TYPE_CHECKING:
 __all__ = [
     "ApprovalPending",
     "AssignmentDeclined",
+    "Bandwidth",
     "Client",
     "ClientWaiting",
     "DeviceApproved",

@@ -39,7 +39,7 @@ class Bases:
     def __init__(
         self, directory: StateDirectory, own: Callable[[], Model | None] = lambda: None
     ) -> None:
-        self._folder = directory.path / "bases"
+        self._folder, self._budget = directory.path / "bases", directory.budget
         self._own: Callable[[], Model | None] | None = own
 
     def offered(self) -> Iterator[tuple[str, Base]]:
@@ -64,7 +64,9 @@ class Bases:
             if path.exists():
                 os.utime(path)
             else:
-                self._write(path, model.base.to_bytes())
+                data = model.base.to_bytes()
+                if self._budget.admits(path, len(data)):
+                    self._write(path, data)
             for old in self._kept()[KEPT:]:
                 self._path(old).unlink(missing_ok=True)
         except OSError as exc:

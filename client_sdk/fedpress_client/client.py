@@ -78,8 +78,10 @@ class Client:
     take the place of the system's in tests.
     `server_key` (base64url) names the server's key by a way that is not the server's own; a device
     that has pinned another, which no chain leads to from this one, believes this one from then on.
-    `verify`, `client_certificate`, `client_key`, `proxy` and `timeout` are HttpTransport's. `wait`:
-    seconds in [0, 30] for which the server may hold a check-in. `max_model_bytes` bounds downloads.
+    `verify`, `client_certificate`, `client_key`, `proxy`, `timeout` and `bandwidth` are
+    HttpTransport's. `wait`: seconds in [0, 30] for which the server may hold a check-in.
+    `max_model_bytes` bounds downloads. `max_disk_bytes` bounds the files in `state_dir`: models and
+    bases of models make room; where the account itself does not fit, it raises StateWriteError.
     `rules` limit the residual; `on_discard` is called with each update that is lost to the model.
     `masking`: requirements of the device, whatever a plan says; with any, masking is required
     unless they say otherwise. A plan that they do not admit is declined, and the client goes on
@@ -108,9 +110,14 @@ class Client:
         if task is not None and not _NAME.fullmatch(task):
             raise ConfigurationError(f"{task!r} cannot be the name of a task")
         self._settings = settings = ClientSettings(**options)
+        if transport is not None and settings.bandwidth is not None:
+            raise ConfigurationError(
+                "bandwidth limits HTTP, and this client has a transport of its own",
+                hint="limit the transport itself, or leave one of the two out",
+            )
         self._stopping = StopSwitch(settings.sleep)
         self._events = EventLog(on_event, task or "")
-        self._directory = StateDirectory.open(state_dir)
+        self._directory = StateDirectory.open(state_dir, settings.max_disk_bytes)
         key = self._directory.key()
         self._transport = transport or _open(url, key, settings, None, self._stopping.pause)
         services = Services(
@@ -315,6 +322,7 @@ def _open(
         client_key=settings.client_key,
         proxy=settings.proxy,
         timeout=settings.timeout,
+        bandwidth=settings.bandwidth,
         retries=retries,
         sleep=sleep,
         clock=settings.clock,

@@ -35,6 +35,7 @@ from fedpress_client.answers import (
     range_start_of,
     retry_after_of,
 )
+from fedpress_client.bandwidth import Bandwidth
 from fedpress_client.retrying import Retries, RetryLoop, TryAgain
 from fedpress_protocols import __version__
 from fedpress_protocols.errors import (
@@ -92,6 +93,7 @@ class LinkOptions(TypedDict, total=False):
     client_key: str | Path | None
     proxy: str | None
     timeout: float
+    bandwidth: Bandwidth | None
     retries: Retries | None
     sleep: Callable[[float], None]
     clock: Callable[[], float]
@@ -108,6 +110,7 @@ class LinkSettings:
     client_key: str | Path | None = None
     proxy: str | None = field(default=None, repr=False)
     timeout: float = 30.0
+    bandwidth: Bandwidth | None = None
     retries: Retries | None = None
     sleep: Callable[[float], None] = _sleep
     clock: Callable[[], float] = _time
@@ -124,6 +127,7 @@ class HttpLink:
         self._url = _base_url(url)
         self._timeout = settings.timeout
         self.clock, self.random = settings.clock, settings.random
+        self._bandwidth, self._sleep = settings.bandwidth, settings.sleep
         self._loop = RetryLoop(settings.retries or Retries(), settings.sleep, settings.random)
         self._ahead = 0.0
         """Seconds by which the server's clock is ahead of this device's."""
@@ -155,6 +159,11 @@ class HttpLink:
 
     def close(self) -> None:
         self._http.close()
+
+    @property
+    def max_upload_rate(self) -> float | None:
+        """Bytes a second, if the device limits them."""
+        return None if self._bandwidth is None else self._bandwidth.upload
 
     def retrying(self, attempt: Callable[[], _ResultT], path: str) -> _ResultT:
         """Return what `attempt` returns, see RetryLoop."""
@@ -262,10 +271,14 @@ class HttpLink:
         self, method: str, path: str, body: bytes, headers: Mapping[str, str], wait: float
     ) -> httpx.Request:
         content = {"Content-Type": "application/json"} if body else {}
+        pieces: bytes | Iterator[bytes] = body
+        if body and self._bandwidth is not None:
+            content["Content-Length"] = str(len(body))
+            pieces = self._bandwidth.pieces(body, self._sleep)
         request = self._http.build_request(
             method,
             self._url + path,
-            content=body,
+            content=pieces,
             headers={**content, **headers, **tracing.carried()},
             timeout=httpx.Timeout(self._timeout, read=self._timeout + wait),
         )
@@ -343,6 +356,8 @@ class HttpLink:
             self.traffic.wire_down += len(chunk)
             if received > at_most:
                 raise BodyTooLarge(f"an answer of more than {at_most} bytes")
+            if self._bandwidth is not None:
+                self._bandwidth.received(len(chunk), self._sleep)
             yield chunk
 
     def _count_up(self, request: httpx.Request, body: int) -> None:

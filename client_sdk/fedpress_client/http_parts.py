@@ -8,7 +8,7 @@ from pydantic import ValidationError
 
 from fedpress_client.answers import json_of
 from fedpress_client.http_link import HttpLink
-from fedpress_client.parts import Delivery, PartSizes, PartsNotOffered
+from fedpress_client.parts import FIRST_PART, Delivery, PartSizes, PartsNotOffered, largest_in
 from fedpress_client.retrying import TryAgain
 from fedpress_protocols.errors import NotFound, TransportError
 from fedpress_protocols.messages import (
@@ -26,6 +26,8 @@ class HttpParts:
 
     def __init__(self, link: HttpLink, part_seconds: float) -> None:
         self._link, self._sizes = link, PartSizes(part_seconds)
+        if link.max_upload_rate is not None:
+            self._sizes.num_bytes = largest_in(part_seconds, link.max_upload_rate, FIRST_PART)
 
     def deliver(self, assignment: str, body: bytes) -> UploadAck:
         """Send a whole body; raises PartsNotOffered where it is to go in one."""

@@ -19,6 +19,7 @@ from contextlib import suppress
 from types import TracebackType
 from typing import Protocol, runtime_checkable
 
+from fedpress_client.settings import Stopped
 from fedpress_client.state import TaskFiles
 from fedpress_protocols.errors import FedpressError
 
@@ -134,6 +135,8 @@ class Outgoing:
             return
         try:
             self._transport.ahead(self._assignment, self._max_bytes, self._source, self._begun)
+        except Stopped:
+            _log.info("stopped while %s left; the rest follows", self._assignment)
         except (FedpressError, OSError) as exc:
             _log.info("nothing more of %s leaves before it is whole: %s", self._assignment, exc)
 

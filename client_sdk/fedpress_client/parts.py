@@ -27,6 +27,8 @@ PARTS_ABOVE = 8 * 2**20
 FIRST_PART = 2**20
 LEAST_PART = 2**16
 PART_SECONDS = 4.0
+WHOLE_SECONDS = 30.0
+"""Seconds for which a body may travel in one piece where the device limits its bandwidth."""
 _DETOURS = 16
 
 
@@ -79,6 +81,12 @@ class PartSizes:
 
     def cut(self) -> None:
         self.num_bytes = max(LEAST_PART, self.num_bytes // 2)
+
+
+def largest_in(seconds: float, rate: float, most: int) -> int:
+    """Bytes that a link of `rate` bytes a second carries in `seconds`, within LEAST_PART and
+    `most`."""
+    return max(LEAST_PART, min(most, int(seconds * rate)))
 
 
 class Delivery:

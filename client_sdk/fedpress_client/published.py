@@ -121,6 +121,8 @@ class PublishedModel:
         """Its SHA-256 in hex and then the model, for the next start; a full disk is no reason to do
         without it. Not synced: one that a power cut tears fails its digest."""
         path = self._path(task)
+        if not self._directory.budget.admits(path, 64 + len(data)):
+            return
         temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
         try:
             self._directory.task_folder(task)

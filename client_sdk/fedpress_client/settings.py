@@ -12,6 +12,7 @@ from typing import TypedDict
 
 from pydantic import ValidationError
 
+from fedpress_client.bandwidth import Bandwidth
 from fedpress_client.events import EventLog
 from fedpress_client.failures import FailurePolicy
 from fedpress_client.ledger_records import KEEP_ALL, Discard, ResidualRules
@@ -42,8 +43,10 @@ class ClientOptions(TypedDict, total=False):
     client_key: str | Path | None
     proxy: str | None
     timeout: float
+    bandwidth: Bandwidth | None
     wait: float
     max_model_bytes: int
+    max_disk_bytes: int | None
     rules: ResidualRules
     masking: MaskingRules | None
     privacy: PrivacyRules | None
@@ -69,8 +72,10 @@ class ClientSettings:
     client_key: str | Path | None = None
     proxy: str | None = None
     timeout: float = 30.0
+    bandwidth: Bandwidth | None = None
     wait: float = 20.0
     max_model_bytes: int = MAX_MODEL_BYTES
+    max_disk_bytes: int | None = None
     rules: ResidualRules = KEEP_ALL
     masking: MaskingRules | None = None
     privacy: PrivacyRules | None = None

@@ -33,6 +33,7 @@ from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
+from fedpress_client.disk_budget import DiskBudget
 from fedpress_client.ledger import Ledger
 from fedpress_client.ledger_file import parts_of
 from fedpress_protocols.errors import (
@@ -88,13 +89,16 @@ class StateDirectory:
     """A folder that only its owner may enter."""
 
     path: Path
+    budget: DiskBudget
 
     @classmethod
-    def open(cls, path: str | os.PathLike[str]) -> StateDirectory:
-        """Make or take over `path`; raises ConfigurationError if it cannot be made private."""
+    def open(cls, path: str | os.PathLike[str], max_bytes: int | None = None) -> StateDirectory:
+        """Make or take over `path`, which holds `max_bytes` at most; raises ConfigurationError if
+        it cannot be made private."""
         folder = Path(path).expanduser().absolute()
+        budget = DiskBudget(folder, max_bytes)
         _private_folder(folder)
-        return cls(folder)
+        return cls(folder, budget)
 
     def key(self) -> DeviceKey:
         """The device's key, made and made durable on first use; raises StateCorrupt."""
@@ -167,14 +171,14 @@ class StateDirectory:
         if not try_lock(file):
             os.close(file)
             raise StateLocked(f"{folder} is in use")
-        return TaskFiles(task, folder, file)
+        return TaskFiles(task, folder, file, self.budget)
 
 
 class TaskFiles:
     """One task's files, locked until `close`."""
 
-    def __init__(self, task: str, folder: Path, lock: int) -> None:
-        self.folder = folder
+    def __init__(self, task: str, folder: Path, lock: int, budget: DiskBudget) -> None:
+        self.folder, self._budget = folder, budget
         self._task = task
         self._lock: int | None = lock
         self._path = folder / _LEDGER
@@ -210,7 +214,9 @@ class TaskFiles:
 
     def save(self, ledger: Ledger) -> None:
         """Durable when this returns; until then the account before is what there is."""
-        write_durably(self._path, *parts_of(ledger))
+        parts = parts_of(ledger)
+        self._budget.require(self._path, sum(map(len, parts)))
+        write_durably(self._path, *parts)
 
     def model(self, digest: str) -> bytes | None:
         """A model kept here, None if there is none or its bytes have changed."""
@@ -227,6 +233,8 @@ class TaskFiles:
     def keep_model(self, digest: str, data: bytes) -> None:
         """Keep it to spare a download; a full disk is no reason to stop."""
         path = self._model_path(digest)
+        if not self._budget.admits(path, len(data)):
+            return
         temporary = path.with_suffix(".tmp")
         try:
             # Not synced: a model that a power cut tears fails its digest and is fetched again.
@@ -244,7 +252,10 @@ class TaskFiles:
 
     def newest(self) -> list[str]:
         """The digests of the files kept, the last used first; not all need be models."""
-        models = [(path.stat().st_mtime_ns, path.stem) for path in self._kept()]
+        models = []
+        for path in self._kept():
+            with suppress(FileNotFoundError):  # another process has made room on the disk
+                models.append((path.stat().st_mtime_ns, path.stem))
         return [digest for _, digest in sorted(models, reverse=True)]
 
     def _kept(self) -> list[Path]:
@@ -315,7 +326,9 @@ class TaskFiles:
 
     def keep_own_model(self, data: bytes) -> None:
         """Durable when this returns."""
-        write_durably(self.folder / "own.safetensors", data)
+        path = self.folder / "own.safetensors"
+        self._budget.require(path, len(data))
+        write_durably(path, data)
 
     def _model_path(self, digest: str) -> Path:
         return self.folder / "models" / f"{digest}.safetensors"

@@ -17,7 +17,13 @@ from fedpress_client.http_link import (
     Traffic,
 )
 from fedpress_client.http_parts import HttpParts
-from fedpress_client.parts import PART_SECONDS, PARTS_ABOVE, PartsNotOffered
+from fedpress_client.parts import (
+    PART_SECONDS,
+    PARTS_ABOVE,
+    WHOLE_SECONDS,
+    PartsNotOffered,
+    largest_in,
+)
 from fedpress_client.retrying import Retries, TryAgain
 from fedpress_protocols.key_rollover import ServerKeys
 from fedpress_protocols.messages import (
@@ -145,8 +151,9 @@ class HttpTransport:
     `verify` is the path of a CA bundle, or an ssl.SSLContext; None trusts the usual ones.
     `client_certificate` and `client_key` are PEM files for a server that asks devices for one.
     `proxy` overrides HTTP_PROXY, HTTPS_PROXY and NO_PROXY. `timeout` bounds, in seconds, every wait
-    for the network. A body of more than `parts_above` bytes goes by parts, of some `part_seconds`
-    each, if the server takes it so. `http` replaces the sockets in tests.
+    for the network. `bandwidth` limits the bytes a second. A body of more than `parts_above` bytes,
+    or of half a minute at that limit, goes by parts, of some `part_seconds` each, if the server
+    takes it so. `http` replaces the sockets in tests.
     """
 
     def __init__(
@@ -160,6 +167,9 @@ class HttpTransport:
     ) -> None:
         self._link = HttpLink(url, key, LinkSettings(**options))
         self._parts = HttpParts(self._link, part_seconds)
+        rate = self._link.max_upload_rate
+        if rate is not None:
+            parts_above = min(parts_above, largest_in(WHOLE_SECONDS, rate, parts_above))
         self.parts_above = parts_above
         self._takes_parts = True
         self.traffic = self._link.traffic

@@ -132,6 +132,24 @@ def client() -> None:
     "--attribute", multiple=True, metavar="KEY=VALUE", help="Of this device, for a task's rules."
 )
 @click.option(
+    "--max-upload-rate",
+    type=click.FloatRange(min=1024),
+    metavar="BYTES",
+    help="Bytes a second to send, at most.",
+)
+@click.option(
+    "--max-download-rate",
+    type=click.FloatRange(min=1024),
+    metavar="BYTES",
+    help="Bytes a second to receive, at most.",
+)
+@click.option(
+    "--max-disk-bytes",
+    type=click.IntRange(min=1),
+    metavar="BYTES",
+    help="Bytes in --state-dir, at most; cached models make room.",
+)
+@click.option(
     "--min-battery",
     type=click.FloatRange(0, 100),
     metavar="PERCENT",
@@ -198,6 +216,9 @@ def join(
     proxy: str | None,
     fine_tune: int,
     attribute: tuple[str, ...],
+    max_upload_rate: float | None,
+    max_download_rate: float | None,
+    max_disk_bytes: int | None,
     min_battery: float | None,
     hours: tuple[str, ...],
     avoid_interface: tuple[str, ...],
@@ -211,7 +232,7 @@ def join(
     **masking: Any,
 ) -> None:
     """Take part in a task with your own trainer until the task ends."""
-    from fedpress_client import Client
+    from fedpress_client import Bandwidth, Client
     from fedpress_client.apps import load_trainer
     from fedpress_protocols.plan import TrainingTerms
 
@@ -236,6 +257,8 @@ def join(
         privacy=_privacy_rules(require_privacy, max_epsilon, privacy_delta, privacy_lane),
         fine_tuning=TrainingTerms(local_epochs=fine_tune) if fine_tune else None,
         attributes=attributes,
+        bandwidth=Bandwidth(upload=max_upload_rate, download=max_download_rate),
+        max_disk_bytes=max_disk_bytes,
         should_participate=conditions,
         on_event=_print_changes(),
     )
