@@ -13,7 +13,7 @@ from fedpress_client import Client, Event, MaskingRules
 from fedpress_client.ledger import Ledger
 from fedpress_client.ledger_records import Pending
 from fedpress_client.state import StateDirectory
-from fedpress_client.trainer import Trained, TrainingRequest
+from fedpress_client.trainer import Evaluation, Trained, TrainingRequest
 from fedpress_client.transport import HttpTransport, Retries
 from fedpress_protocols.masking.payload import Payload
 from fedpress_protocols.model import Model
@@ -22,7 +22,10 @@ from tests.server.in_process import Server
 
 TASK = "digits"
 URL = "http://fedpress.test"
-SHARED = {"id": "error_feedback", "inner": {"id": "shared_support", "fraction": 0.5}}
+SHARED: dict[str, Any] = {
+    "id": "error_feedback",
+    "inner": {"id": "shared_support", "fraction": 0.5},
+}
 """Half of the coordinates; the rest waits in the residual."""
 
 
@@ -52,7 +55,7 @@ class Numbered:
         self.computed[work.round, work.attempt] = parameters - model.parameters
         return Trained(parameters, 1 + self.number)
 
-    def evaluate(self, model: Model) -> None:
+    def evaluate(self, model: Model) -> Evaluation | None:
         return None
 
 

@@ -165,6 +165,7 @@ def test_a_named_compressor_or_strategy_still_is_what_runs(tmp_path: Path) -> No
     )
     assert own.rows[0].profile == "0.28-bit"
     assert "newest-loss" not in own.rows[0].test
+    assert own.rows[0].download_bytes is not None
     assert own.rows[0].download_bytes > 3 * 2 * 4 * 50_826  # float32, and the model before
 
 
@@ -328,7 +329,7 @@ def test_a_masked_simulation_trains_on_the_support_alone(
             supports.append(-1 if request.support is None else request.support.size)
             return train(model, request)
 
-        trainer.train = noting
+        monkeypatch.setattr(trainer, "train", noting)
         return trainer
 
     monkeypatch.setattr(TrainerApp, "trainer", watched)
@@ -350,7 +351,7 @@ def test_restricted_training_is_asked_of_apps_that_know_it(
 
     def restricted(message: Message, context: Context) -> Message:
         record = message.content.config_records.get(envelope.SUPPORT)
-        told.append(0 if record is None else len(bytes(record[envelope.INDICES])) // 8)  # type: ignore[arg-type]
+        told.append(0 if record is None else len(bytes(record[envelope.INDICES])) // 8)
         return training(message, context)
 
     fleet = MaskedFleet(tmp_path, 4, restricted, honours=honours)

@@ -146,7 +146,7 @@ def test_bytes_down_are_those_that_travelled(tmp_path: Path) -> None:
     fleet = Clients(4, mod(tmp_path))
     strategy = FedpressStrategy(flowers.FedAvg(), Plan(Uncompressed()), downlink=TERMS)
     result = run(strategy, fleet, 5)
-    sizes = defaultdict(int)
+    sizes = defaultdict[tuple[str, int], int](int)
     for message in fleet.sent:
         number = int(message.content["config"]["server-round"])
         size = sum(len(array.data) for array in message.content["arrays"].values())
@@ -261,7 +261,7 @@ def test_a_client_that_fails_is_not_taken_for_one_that_cannot_read(tmp_path: Pat
 
 
 def test_a_model_keeps_its_types_on_the_way_down(tmp_path: Path) -> None:
-    arrays = {
+    arrays: dict[str, np.ndarray] = {
         "double": np.linspace(-1, 1, 50),
         "single": np.linspace(0, 2, 7, dtype=np.float32),
         "half": np.linspace(-2, 2, 9, dtype=np.float16),

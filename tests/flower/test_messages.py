@@ -8,7 +8,7 @@ from fedpress_protocols.errors import ConfigurationError
 
 
 def test_every_floating_array_is_trained_and_float64_counts_as_float32() -> None:
-    arrays = {
+    arrays: dict[str, np.ndarray] = {
         "double": np.ones((2, 3)),
         "half": np.ones(4, np.float16),
         "count": np.array(7, np.int64),
@@ -21,7 +21,7 @@ def test_every_floating_array_is_trained_and_float64_counts_as_float32() -> None
 
 
 def test_a_model_that_moved_keeps_its_types_and_what_is_not_trained() -> None:
-    arrays = {"double": np.ones((2, 3)), "count": np.array(7, np.int64)}
+    arrays: dict[str, np.ndarray] = {"double": np.ones((2, 3)), "count": np.array(7, np.int64)}
     spec = envelope.spec_of(arrays)
     after = envelope.moved(arrays, spec, np.full(6, 1.5, np.float32))
     assert after["double"].dtype == np.float64

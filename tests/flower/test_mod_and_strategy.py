@@ -176,7 +176,8 @@ def test_the_runs_configuration_says_where_and_by_which_seed(tmp_path: Path) -> 
         plan = Plan(RandomK(fraction=0.3, shared=False), seed=2)
         found.append(flat(run(FedpressStrategy(flowers.FedAvg(), plan), fleet, 2).arrays))
         assert fleet.ledger(1).included == 1
-    assert np.array_equal(*found)
+    one, other = found
+    assert np.array_equal(one, other)
 
 
 def test_a_message_that_a_later_one_overtook_is_refused(tmp_path: Path) -> None:
@@ -356,7 +357,8 @@ def test_ours_and_flowers_mean_are_the_same_mean(tmp_path: Path) -> None:
     for inner in (flowers.FedAvg(), from_config({"id": "fedavg"})):
         fleet = fleet_of(tmp_path / str(id(inner)), 5)
         found.append(flat(run(FedpressStrategy(inner, Plan(FEEDBACK, seed=1)), fleet, 4).arrays))
-    np.testing.assert_allclose(*found, atol=1e-6)
+    one, other = found
+    np.testing.assert_allclose(one, other, atol=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -378,7 +380,8 @@ def test_our_strategies_run_under_flower(config: dict[str, Any], tmp_path: Path)
         strategy = FedpressStrategy(from_config(config), Plan(compressor, minimum=6, seed=1))
         found.append(flat(run(strategy, fleet, 3).arrays))
         assert all(len(report.included) == 8 for report in strategy.reports)
-    assert np.array_equal(*found)
+    one, other = found
+    assert np.array_equal(one, other)
     assert found[0].any()
 
 
@@ -515,7 +518,7 @@ def test_a_client_that_does_not_is_dropped_with_the_reason(
         if inner == "flower"
         else from_config({"id": "fedavg"})
     )
-    options = {} if inner == "flower" else {"fraction_evaluate": 0.0}
+    options: dict[str, Any] = {} if inner == "flower" else {"fraction_evaluate": 0.0}
     strategy = FedpressStrategy(made, Plan(Uncompressed(), max_abs=100.0), **options)
     result = run(strategy, fleet, 2)
     for report in strategy.reports:

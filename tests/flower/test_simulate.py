@@ -19,7 +19,7 @@ pytest.importorskip("sklearn")
 from threadpoolctl import threadpool_limits
 
 from fedpress.compressor_option import compressor_from_option
-from fedpress.simulate.history import draw
+from fedpress.simulate.history import History, draw
 from fedpress.simulate.partition import Partition
 from fedpress.simulate.run import TASK, Settings, simulate, sweep
 from fedpress.simulate.tasks import Task
@@ -191,6 +191,8 @@ def test_the_histories_say_what_went_over_the_wire(tmp_path: Path) -> None:
     assert [int(row["round"]) for row in rows] == [1, 2, 3]
     for row, found in zip(rows, history.rows, strict=True):
         assert int(row["upload_bytes"]) == found.upload_bytes
+        assert found.upload_bytes is not None
+        assert found.nmse is not None
         # Flower's records hold the upload, and of ours and Flower's some 300 bytes besides.
         assert found.upload_bytes < found.up_bytes < found.upload_bytes + 4 * 500
         assert float(row["test.accuracy"]) == found.test["accuracy"] > 0.05
@@ -201,12 +203,16 @@ def test_the_histories_say_what_went_over_the_wire(tmp_path: Path) -> None:
     assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
 
 
+def downloads(history: History) -> list[int]:
+    sizes = [row.download_bytes for row in history.rows if row.download_bytes is not None]
+    assert len(sizes) == len(history.rows)
+    return sizes
+
+
 def test_a_downlink_is_coded_and_counted(tmp_path: Path) -> None:
     whole = simulate(Settings(**QUICK, engine="local", downlink=False), tmp_path / "whole")
     coded = simulate(Settings(**QUICK, engine="local", downlink=True), tmp_path / "coded")
-    plain = [row.download_bytes for row in whole.rows]
-    sent = [row.download_bytes for row in coded.rows]
-    assert all(each is not None for each in (*plain, *sent))
+    plain, sent = downloads(whole), downloads(coded)
     assert sent[0] < 0.6 * plain[0]  # a whole model, coded
     assert all(0 < less < 0.3 * more for less, more in zip(sent[1:], plain[1:], strict=True))
     with pytest.raises(ConfigurationError, match="cannot be combined with --secure"):
@@ -218,7 +224,10 @@ def test_a_sweep_runs_each_once(tmp_path: Path) -> None:
     variations = [{"name": "plain", "compressor": "none"}, {"name": "pressed"}]
     first = sweep(settings, variations, tmp_path)
     assert [history.name for history in first] == ["plain", "pressed"]
-    assert first[0].rows[0].upload_bytes > 20 * first[1].rows[0].upload_bytes
+    plain, pressed = (history.rows[0].upload_bytes for history in first)
+    assert plain is not None
+    assert pressed is not None
+    assert plain > 20 * pressed
     stamps = [(tmp_path / h.name / "history.json").stat().st_mtime_ns for h in first]
     again = sweep(settings, variations, tmp_path)
     assert stamps == [(tmp_path / h.name / "history.json").stat().st_mtime_ns for h in first]

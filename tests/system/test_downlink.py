@@ -474,6 +474,7 @@ def test_a_step_leaves_nothing_out_for_good(server: Server, tmp_path: Path) -> N
 def parameters_kept(fleet: Fleet) -> np.ndarray:
     """The strategy's own, as they lie on the server's disk."""
     record = fleet.server.app.services.store.tasks[fleet.task].record
+    assert record.optimizer_state is not None
     data = fleet.server.app.services.payloads.get(optimizer_name(record.optimizer_state))
     return np.asarray(safetensors.numpy.load(data)["parameters"])
 

@@ -53,7 +53,10 @@ def test_a_device_killed_in_mid_upload_leaves_nothing_behind(
         given = device.assignment("digits")
         body = device.body_for(given, np.ones(MODEL.spec.size, np.float32))
         path = f"/v1/assignments/{given.assignment}/update"
-        headers = {**device.sign("PUT", path, Content.of(body)), "Host": http.base_url.netloc}
+        headers: dict[str, str | bytes] = {
+            **device.sign("PUT", path, Content.of(body)),
+            "Host": http.base_url.netloc,
+        }
         lines = [f"PUT {path} HTTP/1.1", *(f"{n}: {_text(v)}" for n, v in headers.items())]
         host, port = http.base_url.host, http.base_url.port
         assert port is not None

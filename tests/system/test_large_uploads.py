@@ -13,6 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ import numpy as np
 import pytest
 
 from fedpress_client import Client, Model
+from fedpress_client.transport import HttpTransport
 from fedpress_compression.compressors.none import Uncompressed
 from fedpress_protocols.messages import PartialUpload, TaskConfig
 from fedpress_protocols.plan import CohortRules, Profile, TrainingTerms
@@ -117,6 +119,7 @@ def test_twenty_cuts_cost_no_more_than_the_parts_in_flight(
     begin(server, "cut", SIZE)
     sender = device(server, proxy.url, tmp_path, "cut", SIZE)
     sent: list[int] = []
+    assert isinstance(sender._transport, HttpTransport)
     link: Any = sender._transport._parts
     send = link.send_part
 
@@ -161,10 +164,14 @@ def test_a_server_killed_in_the_middle_keeps_what_it_acknowledged(
     outcome: list[Any] = []
     thread = threading.Thread(target=lambda: outcome.append(sender.run()), daemon=True)
     thread.start()
+
+    def is_past(place: int) -> bool:
+        return proxy.bytes_up > place or not thread.is_alive()
+
     kills = (2_000_000, 5_000_000, 8_000_000)
     try:
         for at in kills:
-            until(lambda at=at: proxy.bytes_up > at or not thread.is_alive())
+            until(partial(is_past, at))
             assert thread.is_alive()
             server.kill()
             server.start()
@@ -216,9 +223,13 @@ def test_a_device_killed_after_its_account_was_saved_resumes(
     with server.operator() as operator:
         token = operator.create_token(uses=1)
     ledger = folder / "tasks" / "saved" / "ledger.safetensors"
+
+    def is_past(place: int) -> bool:
+        return ledger.exists() and proxy.bytes_up > place
+
     for at in (3_000_000, 7_000_000):
         process = spawn(proxy.url, folder, "saved", token)
-        until(lambda at=at: ledger.exists() and proxy.bytes_up > at)
+        until(partial(is_past, at))
         process.kill()
         process.wait()
     assert spawn(proxy.url, folder, "saved", token).wait(120) == 0

@@ -14,20 +14,22 @@ from fedpress_client.trainer import Evaluation
 from fedpress_protocols.errors import FedpressError, InvalidUpdate
 from fedpress_protocols.model import Model
 from fedpress_protocols.plan import PrivacyTerms
+from fedpress_protocols.privacy.accounting import PrivacyLane
 from fedpress_server.aggregation import private
+from fedpress_server.aggregation.aggregate import aggregate
 from fedpress_server.coordination import job_runner
 from tests.devices import ADMIN, Device
 from tests.masked import Participant
 from tests.server.in_process import Clock
 from tests.system.test_masked_sessions import World
 
-PRIVATE = {
+PRIVATE: dict[str, Any] = {
     "lane": "central", "clip": 0.05, "noise_multiplier": 2.1, "participations": 5, "epsilon": 6.0,
     "delta": 1e-5,
 }  # fmt: skip
 FEEDBACK = {"id": "error_feedback", "inner": {"id": "shared_support", "fraction": 0.5}}
 LANES = ("central", "local")
-BOTH = frozenset({"central", "local", "distributed"})
+BOTH: frozenset[PrivacyLane] = frozenset({"central", "local", "distributed"})
 
 
 @pytest.fixture
@@ -170,7 +172,6 @@ def test_an_aggregation_that_is_run_again_has_the_same_noise(
     world = make(rounds=1)
     enrol(world, 4)
     models, jobs = [], []
-    aggregate = job_runner.aggregate
 
     def dies(job: Any, *rest: Any) -> Any:
         models.append(aggregate(job, *rest).model)
@@ -220,8 +221,8 @@ def test_an_upload_beyond_the_clip_is_refused_where_it_comes_in(make: Callable[.
     with pytest.raises(InvalidUpdate, match=r"larger than the clip of 0\.05"):
         device.upload(assignment.assignment, device.body_for(assignment, update))
     with pytest.raises(InvalidUpdate, match="num_examples is 2, expected at most 1"):
-        device.upload(assignment.assignment, device.body_for(assignment, update / 4, 2))
-    device.upload(assignment.assignment, device.body_for(assignment, update / 4))
+        device.upload(assignment.assignment, device.body_for(assignment, update / np.float32(4), 2))
+    device.upload(assignment.assignment, device.body_for(assignment, update / np.float32(4)))
 
 
 def test_a_device_that_requires_privacy_trusts_no_server_by_default(

@@ -9,6 +9,7 @@ import pytest
 from fedpress_client.http_parts import HttpParts
 from fedpress_client.parts import PartSizes
 from fedpress_client.transport import HttpTransport
+from fedpress_protocols.messages import PartialUpload
 from tests.masked import TASK, drive
 from tests.server.in_process import Clock, history
 from tests.system.test_masked_sessions import World
@@ -22,9 +23,11 @@ def parts(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     sent: list[str] = []
     send = HttpParts.send_part
 
-    def counted(self: HttpParts, assignment: str, *rest: object) -> object:
+    def counted(
+        self: HttpParts, assignment: str, partial: str, offset: int, part: bytes
+    ) -> PartialUpload:
         sent.append(assignment)
-        return send(self, assignment, *rest)
+        return send(self, assignment, partial, offset, part)
 
     monkeypatch.setattr(PartSizes, "next", lambda self, most: PART)
     monkeypatch.setattr(

@@ -36,8 +36,8 @@ class Disk:
         self._synced = folder / "synced"
         self._synced.mkdir()
         library = folder / "power_cut.so"
-        command = [compiler, "-shared", "-fPIC", "-O2", "-Wall", "-Werror", "-o", library, SOURCE]
-        subprocess.run([*command, "-ldl"], check=True)
+        flags = ["-shared", "-fPIC", "-O2", "-Wall", "-Werror"]
+        subprocess.run([compiler, *flags, "-o", library, SOURCE, "-ldl"], check=True)
         self.settings = {
             "LD_PRELOAD": str(library),
             "POWER_CUT_ROOT": str(folder / "server"),

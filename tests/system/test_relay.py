@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -234,10 +234,11 @@ def travelled(region: ServerProcess, bases: list[str]) -> Vector:
         assert [status.included for status in done] == [DEVICES] * len(done)
         assert [status.base_model for status in done[::ROUNDS]] == bases
         legs = zip(done[::ROUNDS], done[ROUNDS - 1 :: ROUNDS], strict=True)
-        return sum(
+        moved = [
             operator.model(str(end.model)).parameters - operator.model(start.base_model).parameters
             for start, end in legs
-        )
+        ]
+        return np.asarray(np.sum(moved, axis=0))
 
 
 def left(relay: Relay) -> Vector:
@@ -279,6 +280,16 @@ class Region:
         raise UnknownTask("none")
 
 
+def trainer_of(
+    region: Region,
+    folder: Path,
+    template: dict[str, Any] = TEMPLATE,
+    rounds: int = ROUNDS,
+    **how: Any,
+) -> RegionalTrainer:
+    return RegionalTrainer(cast(Operator, region), template, rounds, folder, **how)
+
+
 def summary(state: str, round_: int) -> TaskSummary:
     digest = "0" * 64
     return TaskSummary.model_validate(
@@ -292,7 +303,7 @@ WORK = TrainingRequest("digits", 1, 1, TrainingTerms(), 0)
 
 def test_a_region_that_is_cancelled_is_told(tmp_path: Path) -> None:
     region = Region(summary("paused", 4), summary("paused", 4), summary("cancelled", 5))
-    trainer = RegionalTrainer(region, TEMPLATE, ROUNDS, tmp_path, sleep=lambda _: None)
+    trainer = trainer_of(region, tmp_path, sleep=lambda _: None)
     with pytest.raises(ConfigurationError, match="cancelled after 5 rounds where"):
         trainer.train(initial_model(), WORK)
     assert region.continued[0].after_round == 4
@@ -303,7 +314,7 @@ def test_a_relay_waits_for_its_region(tmp_path: Path) -> None:
     away = TransportError("no answer")
     region = Region(away, away, summary("running", 1), summary("cancelled", 2))
     pauses: list[float] = []
-    trainer = RegionalTrainer(region, TEMPLATE, ROUNDS, tmp_path, sleep=pauses.append)
+    trainer = trainer_of(region, tmp_path, sleep=pauses.append)
     with pytest.raises(ConfigurationError):
         trainer.train(initial_model(), WORK)
     assert pauses == [1.0, 2.0, 1.0]
@@ -313,13 +324,13 @@ def test_a_relay_waits_for_its_region(tmp_path: Path) -> None:
 def test_a_relay_says_what_is_wrong(tmp_path: Path) -> None:
     region = Region(summary("paused", 0))
     with pytest.raises(ConfigurationError, match="sets model"):
-        RegionalTrainer(region, {**TEMPLATE, "model": "0" * 64}, 1, tmp_path)
+        trainer_of(region, tmp_path, {**TEMPLATE, "model": "0" * 64})
     with pytest.raises(ConfigurationError, match="no name"):
-        RegionalTrainer(region, {}, 1, tmp_path)
+        trainer_of(region, tmp_path, {})
     with pytest.raises(ConfigurationError, match="would be lost with every leg"):
-        RegionalTrainer(region, {**TEMPLATE, "downlink": {}}, 1, tmp_path)
+        trainer_of(region, tmp_path, {**TEMPLATE, "downlink": {}})
     with pytest.raises(ConfigurationError, match="at least 1"):
-        RegionalTrainer(region, TEMPLATE, 0, tmp_path)
+        trainer_of(region, tmp_path, rounds=0)
     (tmp_path / "relay-digits.json").write_text("{")
     with pytest.raises(StateCorrupt, match="not a relay's note"):
-        RegionalTrainer(region, TEMPLATE, 1, tmp_path).train(initial_model(), WORK)
+        trainer_of(region, tmp_path).train(initial_model(), WORK)

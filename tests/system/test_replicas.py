@@ -31,13 +31,18 @@ ROUNDS, COHORT = 4, 3
 LEASE = "3"
 
 
+def end(process: ServerProcess) -> None:
+    if process.is_running:
+        process.kill()
+
+
 class Fleet:
     """Devices that each send one update in every round, through whichever server answers."""
 
     def __init__(self, clients: list[httpx.Client]) -> None:
         self.clients = clients
         self.operator = Operator(clients[0], ADMIN_TOKEN)
-        self.devices = [Device(clients[0], time.time) for _ in range(COHORT)]  # type: ignore[arg-type]
+        self.devices = [Device(clients[0], time.time) for _ in range(COHORT)]
 
     def begin(self) -> None:
         for device in self.devices:
@@ -154,8 +159,8 @@ def test_servers_killed_in_the_middle_of_a_task_change_nothing_in_its_model(
         stack.callback(engine.dispose)
         for each in (*apis, *workers[:1], scheduler):
             each.start()
-            stack.callback(lambda each=each: each.kill() if each.is_running else None)
-        stack.callback(lambda: workers[1].kill() if workers[1].is_running else None)
+            stack.callback(end, each)
+        stack.callback(lambda: end(workers[1]))
         clients = [stack.enter_context(httpx.Client(base_url=api.url, timeout=60)) for api in apis]
         fleet = Fleet(clients)
         fleet.begin()

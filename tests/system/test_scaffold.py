@@ -53,4 +53,4 @@ def mean_of_devices(folder: Path) -> np.ndarray:
         assert ledger.control is not None
         assert not ledger.pending
         kept.append(ledger.control)
-    return np.mean(kept, axis=0, dtype=np.float64)
+    return np.asarray(np.mean(kept, axis=0, dtype=np.float64))

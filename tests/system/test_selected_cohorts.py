@@ -80,7 +80,7 @@ def test_cohorts_are_chosen_among_the_eligible_and_the_task_stops_in_time(
     ]
     ended: dict[int, Summary] = {}
     threads = [
-        threading.Thread(target=lambda i=i: ended.update({i: clients[i].run()}))  # type: ignore[misc]
+        threading.Thread(target=lambda i=i: ended.update({i: clients[i].run()}))
         for i in range(DEVICES)
     ]
     for thread in threads:

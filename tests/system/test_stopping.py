@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 
 import httpx
@@ -150,9 +151,7 @@ def test_what_waits_for_the_database_when_a_server_stops_is_put_off(
                 )
             ]
             for device in devices[1:]:
-                asked.append(
-                    threads.submit(lambda device=device: answered(lambda: device.check_in("open")))
-                )
+                asked.append(threads.submit(answered, partial(device.check_in, "open")))
             until(is_waiting)
             terminate(server)
             kinds = Counter(each.result(30) for each in asked)
