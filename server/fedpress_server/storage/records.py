@@ -394,9 +394,9 @@ def uploaded(connection: Connection, task: str, after: int) -> list[int]:
 
 
 def _status(row: Row[Any], metrics: dict[str, float]) -> RoundStatus:
-    fields = {name: row._mapping[name] for name in RoundStatus.model_fields if name in row._mapping}
-    fields["published"] = row.published or {}
-    return RoundStatus(**fields, metrics=metrics)
+    """`row` has the columns `_SHOWN`."""
+    fields = {**row._mapping, "published": row.published or {}, "metrics": metrics}
+    return RoundStatus(**fields)
 
 
 _BEYOND = 2**31 - 1
