@@ -11,9 +11,15 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import Any
+from typing import Any, TypedDict
 
-KEYS = {"access_key_id": "fedpress", "secret_access_key": "of no worth"}
+
+class Keys(TypedDict):
+    access_key_id: str
+    secret_access_key: str
+
+
+KEYS: Keys = {"access_key_id": "fedpress", "secret_access_key": "of no worth"}
 _SERVER = """
 import warnings, sys
 warnings.simplefilter("ignore")

@@ -158,9 +158,12 @@ class Counted:
         return await self._database.write(work)
 
 
-def test_a_guess_writes_nothing_and_one_put_off_reads_nothing(http: Server, clock: Clock) -> None:
+def test_a_guess_writes_nothing_and_one_put_off_reads_nothing(
+    http: Server, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
     enrolment = http.app.services.enrolment
-    count = enrolment._database = Counted(enrolment._database)
+    count = Counted(enrolment._database)
+    monkeypatch.setattr(enrolment, "_database", count)
     for n in range(30):
         assert guess(http, clock, f"fpe_{n}") == 401
     assert (count.reads, count.writes) == (30, 0)

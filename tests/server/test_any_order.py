@@ -22,7 +22,6 @@ from unittest import mock
 import httpx
 import numpy as np
 import pytest
-from fastapi import FastAPI
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
@@ -47,6 +46,7 @@ from fedpress_protocols.model import Model
 from fedpress_protocols.signatures import DeviceKey
 from fedpress_protocols.upload import Upload
 from fedpress_server import Settings, app, create_app, failpoints, services
+from fedpress_server.api.listeners import Listening
 from fedpress_server.coordination.job_runner import JobRunner
 from fedpress_server.coordination.scheduler import Scheduler
 from fedpress_server.identity.authentication import Authenticator
@@ -133,9 +133,9 @@ class Place:
         self._folders = [folder / f"server{number}" for number in (0, 1)]
         key = folder / "key.pem"
         key.write_bytes(DeviceKey.generate().to_pem())
-        self._apps: list[FastAPI] = []
+        self._apps: list[Listening] = []
         for each in self._folders:
-            options = {
+            options: dict[str, Any] = {
                 "data_dir": each,
                 "database_url": self.url,
                 "admin_token": ADMIN_TOKEN,
@@ -241,13 +241,14 @@ class AnyOrder(RuleBasedStateMachine):
             self.stacks.append(ExitStack())
             server = self.place.server(index, is_alone=number == 1)
             self.servers.append(self.stacks[-1].enter_context(server))
+        retention: dict[str, Any] = {"retention": {"last": 1}} if keeps else {}
         Operator(self.servers[0]).begin(
             FIRST,
             rounds=ROUNDS,
             cohort={"size": size, "minimum": max(1, size - spare)},
             round_seconds=60.0,
             max_attempts=1000,
-            **({"retention": {"last": 1}} if keeps else {}),
+            **retention,
         )
         for _ in range(size):
             self.enrol(0, None)
@@ -596,8 +597,8 @@ def test_whatever_happens_every_upload_counts_once_or_not_at_all(
 ) -> None:
     cluster = None if dialect == "sqlite" else request.getfixturevalue("cluster")
     place, done = Place(tmp_path, cluster), Counter[str]()
-    run_state_machine_as_test(  # type: ignore[no-untyped-call]
-        lambda: AnyOrder(place, done),
+    run_state_machine_as_test(
+        lambda: AnyOrder(place, done),  # type: ignore[arg-type]  # "a callable", as documented
         settings=settings(
             max_examples=300 if soak else 6 if slow else 2,
             stateful_step_count=50 if soak else 30,

@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import httpx
 import numpy as np
@@ -25,7 +26,7 @@ from tests.server.test_asynchronous_tasks import send, until, work_of
 
 BUFFER = 2
 FEEDBACK = {"id": "error_feedback", "inner": {"id": "topk", "fraction": 0.25, "magnitude_bits": 2}}
-TASK = {
+TASK: dict[str, Any] = {
     "profiles": [{"name": "one", "compressor": FEEDBACK}],
     "cohort": {"size": BUFFER, "minimum": BUFFER},
     "asynchronous": {"concurrency": 4, "max_staleness": 2},
@@ -116,6 +117,7 @@ class Scene:
     def settle(self) -> None:
         """Until no buffer is being aggregated, as the server's memory has it."""
         task = self.http.app.services.store.tasks["digits"]
+        assert task.attempt is not None
         while task.attempt.round.phase != "collecting":
             time.sleep(0.005)
 
@@ -127,7 +129,7 @@ class Scene:
             send(self.fast, given, np.zeros(self.begin.spec.size, np.float32))
         self.settle()
 
-    def balance(self) -> Vector:
+    def balance(self) -> np.ndarray:
         """Everything computed, less the residual, what is pending and what the models have: zero
         once every receipt that there is has been fetched."""
         ledger = self.client.ledger

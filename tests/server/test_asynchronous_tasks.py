@@ -28,6 +28,7 @@ from fedpress_protocols.errors import (
 )
 from fedpress_protocols.messages import Assignment, Receipt
 from fedpress_protocols.model import Model
+from fedpress_server.aggregation.aggregate import aggregate
 from fedpress_server.coordination import job_runner
 from fedpress_server.storage.database import Database
 from fedpress_server.storage.payloads import LocalPayloads
@@ -36,7 +37,7 @@ from tests.server.in_process import Clock, Enrolled, Server, Start, history, one
 from tests.server.test_durability import Fails
 
 BUFFER = 2
-PAIRS = {
+PAIRS: dict[str, Any] = {
     "cohort": {"size": BUFFER, "minimum": BUFFER},
     "asynchronous": {"concurrency": 8, "max_staleness": 3},
     "strategy": {"id": "fedbuff"},
@@ -220,7 +221,6 @@ class Held:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.begun, self.go = threading.Event(), threading.Event()
-        aggregate = job_runner.aggregate
 
         def blocked(*args: Any) -> Any:
             self.begun.set()

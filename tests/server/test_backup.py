@@ -266,7 +266,7 @@ def test_a_backup_is_made_under_load(
         begin(http, party, model)
         ended = threading.Thread(target=finish, args=(http, party))
         ended.start()
-        places = []
+        places: list[Path] = []
         while ended.is_alive() and len(places) < 20:
             places.append(tmp_path / f"backup{len(places)}")
             taken(http, places[-1], clock)

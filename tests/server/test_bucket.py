@@ -253,10 +253,10 @@ def test_a_federated_task_lives_in_the_store_and_waits_while_it_is_away(
     assert http.get("/readyz").status_code == 503
     proxy.always = None
     device.upload(assignment.assignment, body)
-    answer = device.check_in("digits", assignment.assignment, wait=30)
-    assert answer is not None
-    assert answer.receipts[0].receipt.outcome == "included"
-    after = device.model(answer.task.model)
+    news = device.check_in("digits", assignment.assignment, wait=30)
+    assert news is not None
+    assert news.receipts[0].receipt.outcome == "included"
+    after = device.model(news.task.model)
     np.testing.assert_allclose(after.parameters - model.parameters, 1.0, atol=1e-6)
     assert http.get("/readyz").status_code == 200
     here = {path.name for path in (tmp_path / "data").iterdir()}

@@ -29,7 +29,9 @@ class Browser:
     def __init__(self, http: httpx.Client) -> None:
         self.http, self.cookies, self.csrf = http, dict[str, str](), ""
 
-    def send(self, method: str, path: str, form: dict[str, str] | None = None, **headers: str):
+    def send(
+        self, method: str, path: str, form: dict[str, str] | None = None, **headers: str
+    ) -> httpx.Response:
         self.http.cookies.clear()
         headers["Cookie"] = "; ".join(f"{n}={v}" for n, v in self.cookies.items())
         answer = self.http.request(method, path, data=form, headers=headers, follow_redirects=False)
@@ -41,7 +43,7 @@ class Browser:
         return answer
 
     def get(self, path: str, **headers: str) -> httpx.Response:
-        return self.send("GET", path, **headers)
+        return self.send("GET", path, None, **headers)
 
     def post(self, path: str, **form: str) -> httpx.Response:
         return self.send("POST", path, {"csrf": self.csrf, **form})
@@ -114,7 +116,7 @@ def test_any_server_of_the_fleet_reads_a_session_and_no_other_cookie() -> None:
 
 
 def test_the_cookie_is_secure_under_tls(http: Server) -> None:
-    http.base_url = "https://fedpress.test"  # type: ignore[assignment]
+    http.base_url = "https://fedpress.test"
     browser = Browser(http)
     answer = browser.log_in(ADMIN_TOKEN)
     assert all("Secure" in each for each in answer.headers.get_list("set-cookie")[:1])
@@ -266,10 +268,11 @@ def test_each_role_may_what_the_api_lets_it(start: Start, clock: Clock, model: M
             "client_id": device.client_id,
         }
         routes = {
-            (method, each.path)
+            (method, path)
             for each in iter_route_contexts(http.app.routes)
+            for path in [each.path or ""]
             for method in each.methods or ()
-            if each.path.startswith("/console") and (method, each.path) in PERMISSIONS
+            if path.startswith("/console") and (method, path) in PERMISSIONS
         }
         assert len(routes) > 15
         for role in ROLES:

@@ -65,8 +65,7 @@ class Held:
         self.http, self.clock, self.model = http, clock, model
         self.operator = operator = Operator(http)
         self.device, self.other = self.enrolled(), self.enrolled()
-        self.revoked, self.waiting, self.rejected = self.enrolled(), Device(http, clock), None
-        self.victim = self.enrolled()
+        self.revoked, self.victim = self.enrolled(), self.enrolled()
         operator.post(f"/v1/admin/clients/{self.revoked.client_id}/revoke")
         self.waiting = self.enrolled(approve_each=True)
         self.rejected = self.enrolled(approve_each=True)
@@ -329,6 +328,7 @@ def every(app: FastAPI) -> set[tuple[str, str]]:
     found = set()
     for context in iter_route_contexts(app.routes):
         for method in context.methods or ():
+            assert context.path is not None
             found.add((method, context.path))
     return found
 
@@ -362,6 +362,7 @@ def test_each_listener_answers_what_is_its_own(start: Start, clock: Clock, model
     with start() as whole:
         everything = every(whole.app)
     with start(admin_port=0) as devices:
+        assert devices.app.for_operators is not None
         operators = Server(devices.app.for_operators, devices.portal)
         operator = Operator(operators)
         device = Device(devices, clock)

@@ -163,7 +163,7 @@ def test_a_full_disk_is_two_lines_of_the_log(
         device.enrol(operator.token())
         given = device.assignment("digits")
         body = device.body_for(given, ones(heavy))
-        doors = (http.app.services.database, http.app.services.payloads)
+        doors: tuple[Any, ...] = (http.app.services.database, http.app.services.payloads)
         for door in doors:
             monkeypatch.setattr(door._full, "_quiet", 3600.0)
         disk.fill(leave=len(body) + 100_000)

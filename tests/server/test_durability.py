@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -91,7 +92,7 @@ class Party:
         if answer.assignment is not None:
             plan, name = answer.assignment.plan, answer.assignment.assignment
             size = device.model(plan.model).spec.size
-            update = np.full(size, plan.round + index, np.float32) / 8
+            update = np.full(size, plan.round + index, np.float32) / np.float32(8)
             pending[name] = device.body_for(answer.assignment, update, num_examples=index + 1)
             device.upload(name, pending[name])
         return answer.task.state != "running" and not pending
@@ -161,7 +162,7 @@ def test_a_server_that_dies_at_any_write_goes_on_where_it_was(
             begin(http, party, model)
             fails = Fails(written, at, when)
             monkeypatch.setattr(cls, function, fails)
-            is_over = finish(http, party, lambda fails=fails: fails.is_past)
+            is_over = finish(http, party, partial(getattr, fails, "is_past"))
         monkeypatch.setattr(cls, function, written)
         with start(data_dir=folder) as http:
             finish(http, party)
@@ -282,7 +283,7 @@ def test_small_steps_of_a_16_bit_model_are_not_rounded_away(start: Start, clock:
             step = np.full(4, 1e-4, np.float32)  # a tenth of the distance between numbers at 1
             device.upload(assignment.assignment, device.body_for(assignment, step))
             answer = device.check_in("digits", assignment.assignment, wait=30)
-            assert answer is not None
+        assert answer is not None
         np.testing.assert_array_equal(
             device.model(answer.task.model).parameters, np.float32(np.float16(1.001))
         )

@@ -41,7 +41,9 @@ ALONE = {"size": 1, "minimum": 1}
 
 def report(device: Device, model: str, num_examples: int, **fields: Any) -> None:
     """Send one; `fields` that the report has no name for are metrics."""
-    own = {name: fields.pop(name) for name in ("classes", "attributes") if name in fields}
+    own: dict[str, Any] = {
+        name: fields.pop(name) for name in ("classes", "attributes") if name in fields
+    }
     body = {"model": model, "num_examples": num_examples, "metrics": fields, **own}
     device.json("POST", "/v1/tasks/digits/evaluations", json.dumps(body))
 

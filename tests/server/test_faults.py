@@ -118,7 +118,8 @@ def test_no_bit_of_a_signed_upload_may_change(
     path = f"/v1/assignments/{given.assignment}/update"
 
     def refused(headers: dict[str, bytes], content: bytes) -> int:
-        answer = http.request("PUT", path, content=content, headers=list(headers.items()))
+        raw = [(name.encode(), value) for name, value in headers.items()]
+        answer = http.request("PUT", path, content=content, headers=raw)
         assert 400 <= answer.status_code < 500, (answer.status_code, headers)
         assert answer.headers["content-type"] == "application/problem+json"
         return answer.status_code

@@ -524,7 +524,7 @@ def test_the_newest_models_are_found_page_by_page(
     committed(history, range(2, 60))
     in_order = history.models[::-1]
     for most in (1, 2, 7, 50):
-        found = history.read(lambda c, most=most: records.newest_models(c, TASK, most))
+        found = history.read(partial(records.newest_models, task=TASK, most=most))
         assert found == in_order[:most]
     everything = history.read(lambda c: records.newest_models(c, TASK, 1000))
     assert everything == in_order
@@ -539,7 +539,7 @@ def test_the_bodies_of_the_newest_uploads_tell(
     committed(history, range(2, 402))
     found = history.read(lambda c: bodies_of(c, TASK))
     newest = {f"p{odd}": [100 + n for n in range(146, 402) if n % 2 == odd] for odd in (0, 1)}
-    assert found == Bodies({name: median(sizes) for name, sizes in newest.items()}, 0.25)
+    assert found == Bodies({name: int(median(sizes)) for name, sizes in newest.items()}, 0.25)
 
 
 def test_what_is_read_for_a_round_does_not_grow_with_the_rounds_before(
@@ -549,13 +549,11 @@ def test_what_is_read_for_a_round_does_not_grow_with_the_rounds_before(
     committed(history, range(2, 1002))
 
     def works() -> list[int]:
-        return [
-            history.read(lambda c, read=read: work_of(c, read))
-            for read in (
-                lambda c: bodies_of(c, TASK),
-                lambda c: records.newest_models(c, TASK, 5),
-            )
-        ]
+        reads = (
+            partial(bodies_of, task=TASK),
+            partial(records.newest_models, task=TASK, most=5),
+        )
+        return [history.read(partial(work_of, read=read)) for read in reads]
 
     before = works()
     committed(history, range(1002, 6002))

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 from prometheus_client import CollectorRegistry, Histogram
@@ -135,12 +136,9 @@ def test_a_server_without_a_database_says_so_once_a_second(http: Server) -> None
     with logged() as stream:
         http.app.services.database._backend.writes.dispose()
         http.app.services.readiness.fresh_until = 0.0
-        broken = http.app.services.payloads.check_writable
-        http.app.services.payloads.check_writable = lambda: (_ for _ in ()).throw(OSError("gone"))
-        try:
+        gone = mock.Mock(side_effect=OSError("gone"))
+        with mock.patch.object(http.app.services.payloads, "check_writable", gone):
             assert [http.get("/readyz").status_code for _ in range(5)] == [503] * 5
-        finally:
-            http.app.services.payloads.check_writable = broken
     told = [each for each in events(stream) if each["event"].startswith("put off")]
     assert 1 <= len(told) < 5
     assert told[0]["level"] == "warning"

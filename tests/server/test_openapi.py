@@ -2,6 +2,7 @@
 one that the description has."""
 
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
 from schemathesis import GenerationMode
 from schemathesis.checks import not_a_server_error
+from schemathesis.core.result import Ok
 from schemathesis.specs.openapi.checks import (
     content_type_conformance,
     response_schema_conformance,
@@ -51,15 +53,14 @@ def test_what_the_description_allows_is_answered_as_described(
         "number": 1,
     }
     schema = schemathesis.openapi.from_dict(http.get("/openapi.json", headers=ADMIN).json())
-    operations = [found.ok() for found in schema.get_all_operations()]
-    for operation in operations:
+    for found in schema.get_all_operations():
+        assert isinstance(found, Ok)
+        operation = found.ok()
         names = [each.name for each in operation.path_parameters]
         given_names = {name: known[name] for name in names if name in known}
         drawn = st.one_of(
             GENERATED.flatmap(operation.as_strategy),
-            GENERATED.flatmap(
-                lambda mode, o=operation, p=given_names: o.as_strategy(mode, path_parameters=p)
-            ),
+            GENERATED.flatmap(partial(operation.as_strategy, path_parameters=given_names)),
         )
 
         @seed(1)
@@ -84,9 +85,12 @@ def answer(http: Server, device: Device, case: Any) -> Any:
     drawn = requests.Request(**case.as_transport_kwargs(base_url=str(http.base_url))).prepare()
     body = drawn.body or b""
     body = body.encode() if isinstance(body, str) else body
+    assert isinstance(body, bytes)
+    assert drawn.method is not None
+    assert drawn.url is not None
     path = drawn.url.removeprefix(str(http.base_url).rstrip("/"))
     signed = device.sign(drawn.method, path, Content.of(body))
-    headers = {**drawn.headers, **signed, "Authorization": f"Bearer {ADMIN_TOKEN}"}
+    headers: dict[str, Any] = {**drawn.headers, **signed, "Authorization": f"Bearer {ADMIN_TOKEN}"}
     answered = http.request(drawn.method, path, content=body, headers=headers)
     answered.elapsed = timedelta(0)  # which the in-process transport does not measure
     return answered

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import anyio
@@ -196,10 +197,10 @@ def test_while_the_database_is_away_a_server_says_so_and_then_goes_on(
     finally:
         cluster.start()
     assert device.put(assignment.assignment, body).status_code in (200, 201)
-    answer = device.check_in("digits", assignment.assignment, wait=30)
-    assert answer is not None
+    news = device.check_in("digits", assignment.assignment, wait=30)
+    assert news is not None
     np.testing.assert_allclose(
-        device.model(answer.task.model).parameters - model.parameters, 1.0, atol=1e-6
+        device.model(news.task.model).parameters - model.parameters, 1.0, atol=1e-6
     )
     assert device.http.get("/readyz").status_code == 200
     assert not [each for each in caplog.records if each.exc_info]
@@ -217,7 +218,7 @@ def test_a_database_that_crashes_keeps_what_was_acknowledged(cluster: Cluster, u
     with doors(url, 1) as (door,):
         for number in range(30):
             record = ModelRecord(f"{number:064d}", "1" * 64, 3, 0.0)
-            write(door, lambda c, record=record: records.add_model(c, record))
+            write(door, partial(records.add_model, record=record))
         cluster.stop(how=signal.SIGQUIT)
         with pytest.raises(Unavailable) as caught:
             write(door, lambda c: None)

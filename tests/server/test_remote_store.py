@@ -15,7 +15,7 @@ from fedpress_protocols.model import Model
 from fedpress_server import app
 from fedpress_server.storage.payloads import LocalPayloads
 from tests.devices import Operator
-from tests.server.in_process import Clock, Enrolled, Start
+from tests.server.in_process import Clock, Enrolled, Server, Start
 from tests.server.test_members import begin, send, settled
 
 ASKS = ("put", "get", "open", "size", "drop", "names", "settled", "drop_settled")
@@ -63,6 +63,7 @@ def test_the_event_loop_never_waits_for_the_store(
         assert settled(device, given) == "included"
     device.own(device.assignment("digits"), model.spec.size)
     server = device.http
+    assert isinstance(server, Server)
     assert store.asked_by_the_loop == []
     replaced = [*store.names("optimizers"), *store.names("bases/digits")]
     assert len(replaced) == 4

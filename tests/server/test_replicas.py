@@ -249,13 +249,16 @@ def test_a_policy_chooses_among_devices_that_other_servers_have_seen(databases: 
     ],
 )
 def test_a_role_of_its_own_needs_what_servers_share(
-    role: str, changes: dict[str, str], complaint: str, tmp_path: Path
+    role: str, changes: dict[str, Any], complaint: str, tmp_path: Path
 ) -> None:
     with pytest.raises(ConfigurationError, match=complaint):
         create_app(Settings(data_dir=tmp_path, role=role, **changes))
 
 
 def test_a_worker_answers_supervisors_alone(tmp_path: Path) -> None:
-    shared = {"database_url": "postgresql://localhost/x", "store_url": "s3://bucket/prefix"}
+    shared: dict[str, Any] = {
+        "database_url": "postgresql://localhost/x",
+        "store_url": "s3://bucket/prefix",
+    }
     app = create_app(Settings(data_dir=tmp_path, role="worker", **shared))
     assert set(app.openapi()["paths"]) == {"/livez", "/readyz", "/metrics"}

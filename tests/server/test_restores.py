@@ -15,7 +15,6 @@ from fedpress_client import Client, Discard, Ledger, Trained, TrainingRequest
 from fedpress_client.ledger_records import Pending
 from fedpress_client.state import StateDirectory
 from fedpress_client.transport import HttpTransport
-from fedpress_compression.tensors import Vector
 from fedpress_compression.update import Piece, Update
 from fedpress_protocols.errors import Conflict, Forbidden, InvalidSignature
 from fedpress_protocols.messages import Recall, Receipt, Restore, SignedReceipt
@@ -23,7 +22,6 @@ from fedpress_protocols.model import Model
 from fedpress_protocols.signatures import DeviceKey
 from fedpress_server import Settings
 from fedpress_server.backup import back_up, restore, verify
-from fedpress_server.coordination import check_ins
 from fedpress_server.registry import restores
 from fedpress_server.storage.tables import assignments
 from tests.devices import ADMIN_TOKEN, Operator
@@ -54,12 +52,12 @@ class Link(httpx.BaseTransport):
 class Trainer:
     def __init__(self, number: int) -> None:
         self.rng = np.random.default_rng(number)
-        self.total: Vector | float = 0.0
-        self.magnitude: Vector | float = 0.0
+        self.total: np.ndarray | float = 0.0
+        self.magnitude: np.ndarray | float = 0.0
 
     def train(self, model: Model, work: TrainingRequest) -> Trained:
         del work
-        update = self.rng.standard_t(3, model.spec.size).astype(np.float32) / 8
+        update = self.rng.standard_t(3, model.spec.size).astype(np.float32) / np.float32(8)
         parameters = model.parameters + update
         computed = (parameters - model.parameters).astype(np.float64)
         self.total += computed
@@ -470,7 +468,7 @@ def test_a_recall_that_the_server_did_not_sign_is_refused(
         for device in fleet.devices[:2]:
             device.step()
     signed, forger = restores.signed, DeviceKey.generate()
-    monkeypatch.setattr(check_ins.restores, "signed", lambda key, *more: signed(forger, *more))
+    monkeypatch.setattr(restores, "signed", lambda key, *more: signed(forger, *more))
     with start(data_dir=fleet.restored("backup", "other")) as http:
         fleet.link.server = http
         pending = set(fleet.devices[0].ledger.pending)

@@ -19,7 +19,7 @@ from tests.devices import Device, Operator, checked
 from tests.server.in_process import Clock, Start, history
 
 pytestmark = pytest.mark.both_databases
-TWO_PHASES = {
+TWO_PHASES: dict[str, Any] = {
     "profiles": [
         {
             "name": "two",

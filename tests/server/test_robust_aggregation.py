@@ -15,10 +15,10 @@ import pytest
 from fedpress_compression.tensors import Vector
 from fedpress_protocols.errors import IncompatiblePlan
 from fedpress_protocols.model import Model
-from fedpress_server.aggregation.aggregate import AggregationSpace
 from fedpress_server.settings import MIB
 from fedpress_server.storage.payloads import LocalPayloads
 from fedpress_strategies.rows import Rows
+from fedpress_strategies.strategy import AggregationSpace
 from tests.devices import Device, Operator
 from tests.server.in_process import Clock, Server, Start, history
 
@@ -58,7 +58,8 @@ def take_part(http: Server, clock: Clock, rows: list[Vector]) -> list[tuple[Devi
 
 def begin(http: Server, model: Model, **config: Any) -> None:
     cohort = {"size": 5, "minimum": 5}
-    Operator(http).begin(model, **({"rounds": 1, "cohort": cohort, "strategy": TRIMMED} | config))
+    settings: dict[str, Any] = {"rounds": 1, "cohort": cohort, "strategy": TRIMMED}
+    Operator(http).begin(model, **(settings | config))
 
 
 @pytest.mark.parametrize("restarts", [False, True])

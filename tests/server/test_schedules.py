@@ -55,7 +55,7 @@ def test_rounds_have_their_periods_through_restarts_and_abandoned_attempts(
     ]
     found = []
     with start() as http:
-        settings = {"schedule": schedule, "profiles": profiles(FEEDBACK)}
+        settings: dict[str, Any] = {"schedule": schedule, "profiles": profiles(FEEDBACK)}
         Operator(http).begin(model, rounds=5, cohort=ALONE, **settings)
         device = device_of(http, clock)
         found.append(a_round(device, model))
@@ -80,7 +80,7 @@ def test_a_budget_is_of_the_bytes_that_were_counted(
     start: Start, clock: Clock, model: Model
 ) -> None:
     """12 values in float32 and a few bytes of head; ten rounds would be 480."""
-    settings = {
+    settings: dict[str, Any] = {
         "schedule": [period({"id": "none"}, budget=0.3)],
         "profiles": profiles(FEEDBACK),
         "rounds": 10,
@@ -102,7 +102,7 @@ def test_a_budget_is_of_the_bytes_that_were_counted(
 def test_a_continuation_has_its_schedule_from_the_beginning(
     start: Start, clock: Clock, model: Model
 ) -> None:
-    settings = {
+    settings: dict[str, Any] = {
         "schedule": [period({"id": "none"}, rounds=1, warms_up=True)],
         "profiles": profiles(ONE_BIT),
         "strategy": {"id": "onebit_adam"},
@@ -126,7 +126,7 @@ def test_what_is_frozen_is_what_the_warm_up_settled(
 ) -> None:
     """1-bit Adam through the server: after the warm-up small updates make small steps, which the
     second moment of plain Adam would have followed."""
-    settings = {
+    settings: dict[str, Any] = {
         "schedule": [period({"id": "none"}, rounds=1, warms_up=True)],
         "strategy": {"id": "onebit_adam", "learning_rate": 1.0, "beta1": 0.0, "tau": 1e-6},
         "profiles": profiles(ONE_BIT),
@@ -189,7 +189,7 @@ def test_a_later_period_is_checked_when_the_task_begins(operator: Operator, mode
     delta = period({"id": "delta"}, rounds=1)
     with pytest.raises(IncompatiblePlan, match="name the task's members"):
         operator.begin(model, schedule=[period({"id": "none"}, rounds=1), delta])
-    follow = {"strategy": {"id": "fedavgm"}, "profiles": profiles({"id": "ef21"})}
+    follow: dict[str, Any] = {"strategy": {"id": "fedavgm"}, "profiles": profiles({"id": "ef21"})}
     half = period({"id": "ef21", "inner": {"id": "topk", "fraction": 0.5}}, rounds=1)
     with pytest.raises(IncompatiblePlan, match="counts on a model that moves by the very mean"):
         operator.begin(model, schedule=[half], **follow)

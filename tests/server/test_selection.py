@@ -187,14 +187,15 @@ def test_rules_admit_numbers_within_and_values_among() -> None:
     }
     assert is_eligible(rules, {"memory": 2.0, "region": "eu", "more": "x"})
     assert is_eligible(rules, {"memory": 8.0, "region": 7.0})
-    for attributes in (
+    others: tuple[dict[str, float | str], ...] = (
         {"memory": 1.9, "region": "eu"},
         {"memory": 8.1, "region": "eu"},
         {"memory": "4", "region": "eu"},
         {"memory": 4.0, "region": "us"},
         {"memory": 4.0},
         {"region": "eu"},
-    ):
+    )
+    for attributes in others:
         assert not is_eligible(rules, attributes)
     assert is_eligible({}, {})
     assert is_eligible({"memory": Eligibility(maximum=3)}, {"memory": -math.pi})

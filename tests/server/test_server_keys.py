@@ -113,7 +113,7 @@ def test_migrate_makes_the_keys_that_all_servers_are_to_share_once(
 def test_of_migrations_at_one_time_each_key_is_made_by_one(
     tmp_path: Path, shared: dict[str, Any]
 ) -> None:
-    files = {
+    files: dict[str, Any] = {
         f"{name}_key_file": tmp_path / "keys" / f"{name}.pem" for name in ("server", "authority")
     }
     settings = Settings(data_dir=tmp_path / "data", admin_token=ADMIN_TOKEN, **files, **shared)

@@ -1,6 +1,7 @@
 """Where settings come from, and which go before which."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -75,13 +76,15 @@ def test_every_secret_has_a_file_and_none_is_printed(tmp_path: Path) -> None:
     file = tmp_path / "secret"
     file.write_text(secret)
     for name in named:
-        besides = {"store_access_key_id": "ada"} if name == "store_secret_access_key" else {}
+        besides: dict[str, Any] = (
+            {"store_access_key_id": "ada"} if name == "store_secret_access_key" else {}
+        )
         settings = Settings.load(**{f"{name}_file": file}, **besides)
         found = getattr(settings, name)
         assert (found if isinstance(found, str) else found.get_secret_value()) == secret
         assert secret not in repr(settings)
         with pytest.raises(ConfigurationError, match="not both"):
-            Settings.load(**{f"{name}_file": file, name: secret}, **besides)
+            Settings.load(**{f"{name}_file": file, **besides, name: secret})
 
 
 def test_a_secret_that_everybody_can_read_is_refused(
@@ -114,7 +117,7 @@ def test_a_secret_that_everybody_can_read_is_refused(
         ({"store_access_key_id": "key"}, "together"),
     ],
 )
-def test_what_cannot_be_set_says_why(flags: dict[str, str], says: str) -> None:
+def test_what_cannot_be_set_says_why(flags: dict[str, Any], says: str) -> None:
     with pytest.raises(ConfigurationError, match=says):
         Settings.load(**flags)
 
@@ -181,7 +184,7 @@ def test_a_secret_that_is_a_placeholder_is_refused(secret: str, tmp_path: Path) 
     file = tmp_path / "secret"
     file.write_text(secret + "\n")
     for setting in ("admin_token", "store_secret_access_key"):
-        keys = {"store_access_key_id": "ada"} if setting.startswith("store") else {}
+        keys: dict[str, Any] = {"store_access_key_id": "ada"} if setting.startswith("store") else {}
         with pytest.raises(ConfigurationError, match=f"{setting} is a placeholder"):
             Settings.load(**{f"{setting}_file": file}, **keys)
     with pytest.raises(ConfigurationError, match="password is a placeholder"):

@@ -70,7 +70,7 @@ def test_rounds_carry_frozen_tensors(
 def test_an_average_is_published_beside_every_model(
     start: Start, clock: Clock, model: Model
 ) -> None:
-    config = {"strategy": {"id": "ema", "decay": 0.5}, "cohort": ALONE, "rounds": 3}
+    config: dict[str, Any] = {"strategy": {"id": "ema", "decay": 0.5}, "cohort": ALONE, "rounds": 3}
     with start() as http:
         Operator(http).begin(model, **config)
         assert summary(http).published == {}

@@ -3,7 +3,7 @@
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
@@ -133,7 +133,7 @@ def test_log_lines_name_the_trace(http: Server, spans: Any) -> None:
 class Collector(BaseHTTPRequestHandler):
     """Takes OTLP over HTTP."""
 
-    received: list[tuple[str, bytes]]
+    received: ClassVar[list[tuple[str, bytes]]]
 
     def do_POST(self) -> None:
         body = self.rfile.read(int(self.headers["Content-Length"]))
@@ -148,8 +148,10 @@ class Collector(BaseHTTPRequestHandler):
 def test_spans_arrive_at_a_collector_before_the_server_has_ended(start: Start) -> None:
     from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 
-    handler = type("Here", (Collector,), {"received": []})
-    server = HTTPServer(("127.0.0.1", 0), handler)
+    class Here(Collector):
+        received: ClassVar[list[tuple[str, bytes]]] = []
+
+    server = HTTPServer(("127.0.0.1", 0), Here)
     thread = threading.Thread(target=server.serve_forever)
     thread.start()
     try:
@@ -159,11 +161,11 @@ def test_spans_arrive_at_a_collector_before_the_server_has_ended(start: Start) -
         server.shutdown()
         server.server_close()
         thread.join()
-    told = [ExportTraceServiceRequest.FromString(body) for _, body in handler.received]
+    told = [ExportTraceServiceRequest.FromString(body) for _, body in Here.received]
     names = [span.name for each in told for resource in each.resource_spans
              for scope in resource.scope_spans for span in scope.spans]  # fmt: skip
     assert "GET /livez" in names
-    assert {path for path, _ in handler.received} == {"/v1/traces"}
+    assert {path for path, _ in Here.received} == {"/v1/traces"}
     services = {pair.value.string_value for each in told for resource in each.resource_spans
                 for pair in resource.resource.attributes if pair.key == "service.name"}  # fmt: skip
     assert services == {"fedpress-all"}
