@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     )
     from fedpress.operator import Operator
     from fedpress_client import (
+        BackgroundRun,
         Bandwidth,
         Client,
         Discard,
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
         FailurePolicy,
         MaskingRules,
         PrivacyRules,
+        Progress,
         ResidualRules,
         Retries,
         Summary,
@@ -84,6 +86,7 @@ if TYPE_CHECKING:
 __all__ = [
     "ApprovalPending",
     "AssignmentDeclined",
+    "BackgroundRun",
     "Bandwidth",
     "Client",
     "ClientWaiting",
@@ -107,6 +110,7 @@ __all__ = [
     "PerTensor",
     "PrivacyRules",
     "PrivacySpent",
+    "Progress",
     "Quantize",
     "ReceiptReceived",
     "ResidualRules",
@@ -143,6 +147,7 @@ __getattr__, __dir__ = exports(
     {
         "ApprovalPending": "fedpress_client.events",
         "AssignmentDeclined": "fedpress_client.events",
+        "BackgroundRun": "fedpress_client",
         "Bandwidth": "fedpress_client",
         "Client": "fedpress_client",
         "ClientWaiting": "fedpress_client.events",
@@ -164,6 +169,7 @@ __getattr__, __dir__ = exports(
         "Operator": "fedpress.operator",
         "ParticipationPostponed": "fedpress_client.events",
         "PerTensor": "fedpress_compression.compressors.per_tensor",
+        "Progress": "fedpress_client",
         "Quantize": "fedpress_compression.compressors.quantize",
         "PrivacyRules": "fedpress_client",
         "PrivacySpent": "fedpress_client.events",

@@ -4,6 +4,7 @@ import warnings
 from typing import TYPE_CHECKING, Any
 
 from fedpress_client.apps import load_trainer
+from fedpress_client.background import BackgroundRun
 from fedpress_client.bandwidth import Bandwidth
 from fedpress_client.client import Client, Summary
 from fedpress_client.events import (
@@ -34,6 +35,7 @@ from fedpress_client.ledger import Ledger
 from fedpress_client.ledger_records import Discard, ResidualRules
 from fedpress_client.masking_rules import MaskingRules
 from fedpress_client.privacy_budget import PrivacyRules
+from fedpress_client.progress import Progress
 from fedpress_client.trainer import Evaluation, Trained, Trainer, TrainingRequest
 from fedpress_client.transport import HttpTransport, Retries, Traffic, Transport
 from fedpress_protocols.model import Model
@@ -44,6 +46,7 @@ if TYPE_CHECKING:
 __all__ = [
     "ApprovalPending",
     "AssignmentDeclined",
+    "BackgroundRun",
     "Bandwidth",
     "Client",
     "ClientWaiting",
@@ -64,6 +67,7 @@ __all__ = [
     "ParticipationPostponed",
     "PrivacyRules",
     "PrivacySpent",
+    "Progress",
     "ReceiptReceived",
     "ResidualRules",
     "Retries",

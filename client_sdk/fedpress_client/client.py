@@ -23,13 +23,16 @@ from pathlib import Path
 from time import sleep
 from typing import Unpack
 
+from fedpress_client.background import BackgroundRun
 from fedpress_client.enrolment import Enrolment
 from fedpress_client.events import ClientWaiting, Event, EventLog, TaskJoined
+from fedpress_client.http_link import OnTransfer
 from fedpress_client.joined_task import JoinedTask, log_discard, only_task
 from fedpress_client.ledger import Ledger
 from fedpress_client.model_reader import ModelReader
 from fedpress_client.outgoing import abandon_unfinished
 from fedpress_client.privacy_budget import PrivacyBudget
+from fedpress_client.progress import ProgressLog
 from fedpress_client.receipts import SHORTEST_PAUSE
 from fedpress_client.settings import ClientOptions, ClientSettings, Services, Stopped, StopSwitch
 from fedpress_client.state import StateDirectory
@@ -93,6 +96,8 @@ class Client:
     be met are declined. `should_participate`: one callable or several, asked in their order before
     each check-in; while one refuses, the device asks for nothing and sends nothing. What comes
     before the first check-in, enrolment among it, and a masked session under way go on.
+    `on_progress` is called with each `Progress` within a step, from the thread that runs; bytes are
+    reported by HTTP, and not by a `transport` in its place.
     """
 
     def __init__(
@@ -117,15 +122,20 @@ class Client:
             )
         self._stopping = StopSwitch(settings.sleep)
         self._events = EventLog(on_event, task or "")
+        self._progress = ProgressLog(settings.on_progress, self._events)
         self._directory = StateDirectory.open(state_dir, settings.max_disk_bytes)
         key = self._directory.key()
-        self._transport = transport or _open(url, key, settings, None, self._stopping.pause)
+        on_transfer = None if settings.on_progress is None else self._progress.report
+        self._transport = transport or _open(
+            url, key, settings, None, self._stopping.pause, on_transfer
+        )
         services = Services(
             settings,
             trainer,
             self._directory,
             self._transport,
             self._events,
+            self._progress,
             self._stopping,
             PrivacyBudget(self._directory, settings.privacy_rules),
         )
@@ -143,6 +153,7 @@ class Client:
         self._reader = ModelReader(services, self._enrolment, connect)
         self._task = task
         self._joined: JoinedTask | None = None
+        self._background: BackgroundRun[Summary] | None = None
         self._newest: JoinedTask | None = None
         """The task as last joined, which may be closed by now."""
 
@@ -167,6 +178,16 @@ class Client:
         finally:
             self.close()
         return self.summary()
+
+    def start(self) -> BackgroundRun[Summary]:
+        """`run` in a thread of its own. Callbacks are called from that thread; what is raised there
+        comes out of `BackgroundRun.join`. A client runs once: after its end, make another."""
+        if self._background is not None:
+            raise ConfigurationError(
+                "this client was started before", hint="make another Client on the same state_dir"
+            )
+        self._background = BackgroundRun(self.run, self.stop)
+        return self._background
 
     def step(self) -> float | None:
         """One check-in and all that follows from it.
@@ -313,6 +334,7 @@ def _open(
     settings: ClientSettings,
     retries: Retries | None,
     sleep: Callable[[float], None],
+    on_transfer: OnTransfer | None = None,
 ) -> HttpTransport:
     return HttpTransport(
         url,
@@ -323,6 +345,7 @@ def _open(
         proxy=settings.proxy,
         timeout=settings.timeout,
         bandwidth=settings.bandwidth,
+        on_transfer=on_transfer,
         retries=retries,
         sleep=sleep,
         clock=settings.clock,

@@ -8,6 +8,7 @@ from collections.abc import Collection
 import numpy as np
 
 from fedpress_client.ledger import Ledger
+from fedpress_client.progress import Report, unreported
 from fedpress_client.trainer import Trained, Trainer, TrainingRequest
 from fedpress_compression.tensors import Vector
 from fedpress_compression.update import Indices
@@ -39,8 +40,10 @@ class TermsAtWork:
         self._server = np.zeros(self.shared.size, np.float32) if server is None else server
         self._own = ledger.control if ledger.spec == self.shared.digest else None
 
-    def work(self, seed: int, support: Indices | None) -> TrainingRequest:
-        """The request to the trainer."""
+    def work(
+        self, seed: int, support: Indices | None, progress: Report = unreported
+    ) -> TrainingRequest:
+        """The request to the trainer, which may report by `progress`."""
         plan, terms = self._plan, self._plan.client_terms
         correction: Vector | None = None
         if terms.control is not None:
@@ -58,6 +61,7 @@ class TermsAtWork:
             correction,
             terms.full_batch,
             plan.report,
+            progress,
         )
 
     def report(self, trained: Trained) -> dict[str, float]:

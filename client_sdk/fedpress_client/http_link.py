@@ -18,7 +18,7 @@ from pathlib import Path
 from random import SystemRandom
 from time import sleep as _sleep
 from time import time as _time
-from typing import TypedDict, TypeVar
+from typing import Literal, TypeAlias, TypedDict, TypeVar
 from urllib.request import getproxies, proxy_bypass
 
 import httpx
@@ -85,6 +85,10 @@ class Traffic:
     """The same for differences to a model that is held, and for trained tensors over a base."""
 
 
+OnTransfer: TypeAlias = Callable[[Literal["download", "upload"], int, int | None], None]
+"""Called with the bytes of a file or body that have come or gone, and how many there are."""
+
+
 class LinkOptions(TypedDict, total=False):
     """Keywords of `HttpTransport`; `LinkSettings` has their defaults."""
 
@@ -94,6 +98,7 @@ class LinkOptions(TypedDict, total=False):
     proxy: str | None
     timeout: float
     bandwidth: Bandwidth | None
+    on_transfer: OnTransfer | None
     retries: Retries | None
     sleep: Callable[[float], None]
     clock: Callable[[], float]
@@ -111,6 +116,7 @@ class LinkSettings:
     proxy: str | None = field(default=None, repr=False)
     timeout: float = 30.0
     bandwidth: Bandwidth | None = None
+    on_transfer: OnTransfer | None = None
     retries: Retries | None = None
     sleep: Callable[[float], None] = _sleep
     clock: Callable[[], float] = _time
@@ -127,7 +133,8 @@ class HttpLink:
         self._url = _base_url(url)
         self._timeout = settings.timeout
         self.clock, self.random = settings.clock, settings.random
-        self._bandwidth, self._sleep = settings.bandwidth, settings.sleep
+        self._bandwidth, self._sleep = settings.bandwidth or Bandwidth(), settings.sleep
+        self._on_transfer = settings.on_transfer
         self._loop = RetryLoop(settings.retries or Retries(), settings.sleep, settings.random)
         self._ahead = 0.0
         """Seconds by which the server's clock is ahead of this device's."""
@@ -160,10 +167,15 @@ class HttpLink:
     def close(self) -> None:
         self._http.close()
 
+    def report(self, step: Literal["download", "upload"], done: int, total: int | None) -> None:
+        """Pass on how far a file or body is."""
+        if self._on_transfer is not None:
+            self._on_transfer(step, done, total)
+
     @property
     def max_upload_rate(self) -> float | None:
         """Bytes a second, if the device limits them."""
-        return None if self._bandwidth is None else self._bandwidth.upload
+        return self._bandwidth.upload
 
     def retrying(self, attempt: Callable[[], _ResultT], path: str) -> _ResultT:
         """Return what `attempt` returns, see RetryLoop."""
@@ -190,8 +202,10 @@ class HttpLink:
                         )
                     del received[start:]
                     announced = length_of(response)
+                    total = None if announced is None else start + announced
                     for chunk in self.chunks(response, max_bytes - start):
                         received.extend(chunk)
+                        self.report("download", len(received), total)
                     if announced is not None and len(received) < start + announced:
                         raise TryAgain(TransportError(f"{path} broke off at {len(received)} bytes"))
             except TryAgain as retry:
@@ -272,9 +286,10 @@ class HttpLink:
     ) -> httpx.Request:
         content = {"Content-Type": "application/json"} if body else {}
         pieces: bytes | Iterator[bytes] = body
-        if body and self._bandwidth is not None:
+        is_reported = method == "PUT" and self._on_transfer is not None
+        if body and (is_reported or self.max_upload_rate is not None):
             content["Content-Length"] = str(len(body))
-            pieces = self._bandwidth.pieces(body, self._sleep)
+            pieces = self._pieces(body, is_reported)
         request = self._http.build_request(
             method,
             self._url + path,
@@ -292,6 +307,15 @@ class HttpLink:
         )
         request.headers.update(signature)
         return request
+
+    def _pieces(self, body: bytes, is_reported: bool) -> Iterator[bytes]:
+        """The body as fast as it may leave, reported as it does."""
+        num_sent = 0
+        for piece in self._bandwidth.pieces(body, self._sleep):
+            yield piece
+            num_sent += len(piece)
+            if is_reported:
+                self.report("upload", num_sent, len(body))
 
     def _no_connection(self, exc: httpx.TransportError) -> TryAgain:
         reason = tls.explained(exc)
@@ -356,8 +380,7 @@ class HttpLink:
             self.traffic.wire_down += len(chunk)
             if received > at_most:
                 raise BodyTooLarge(f"an answer of more than {at_most} bytes")
-            if self._bandwidth is not None:
-                self._bandwidth.received(len(chunk), self._sleep)
+            self._bandwidth.received(len(chunk), self._sleep)
             yield chunk
 
     def _count_up(self, request: httpx.Request, body: int) -> None:

@@ -31,7 +31,11 @@ class HttpParts:
 
     def deliver(self, assignment: str, body: bytes) -> UploadAck:
         """Send a whole body; raises PartsNotOffered where it is to go in one."""
-        delivery = Delivery(self, assignment, self._sizes, self._link.clock)
+
+        def report(offset: int) -> None:
+            self._link.report("upload", offset, len(body))
+
+        delivery = Delivery(self, assignment, self._sizes, self._link.clock, report)
 
         def attempt() -> UploadAck:
             start = delivery.offset

@@ -75,6 +75,7 @@ class MaskedRounds:
             return None
         if key in task.declined:
             return None
+        self._services.progress.round = task.ledger.pending[key].round
         try:
             return part.advance(self._services.settings.wait)
         except (ConfigurationError, MalformedRequest) as exc:

@@ -98,8 +98,9 @@ class Delivery:
         assignment: str,
         sizes: PartSizes,
         clock: Callable[[], float],
+        on_offset: Callable[[int], None] = lambda offset: None,
     ) -> None:
-        self._verbs, self._assignment = verbs, assignment
+        self._verbs, self._assignment, self._on_offset = verbs, assignment, on_offset
         self._sizes, self._clock = sizes, clock
         self._partial: str | None = None
         self._part_bytes = 1
@@ -183,6 +184,7 @@ class Delivery:
 
     def _at(self, status: PartialUpload) -> None:
         self._partial, self.offset = status.partial, status.offset
+        self._on_offset(self.offset)
         self._part_bytes = status.part_bytes
 
     @property

@@ -89,6 +89,7 @@ class RoundRunner:
         uploads: Uploads,
     ) -> None:
         self._services, self._settings = services, services.settings
+        self._progress = services.progress
         self._models, self._knowledge, self._evaluator = models, knowledge, evaluator
         self._masked, self._uploads = masked, uploads
         self._failures = Failures(services.settings.failure_policy)
@@ -136,6 +137,7 @@ class RoundRunner:
         """Have the account hold a trained update; False if it does not. A large body may begin to
         leave by `outgoing` meanwhile."""
         key, plan = assignment.assignment, assignment.plan
+        self._progress.round = plan.round
         self._services.events.emit(RoundAssigned(profile=assignment.profile), plan)
         try:
             inputs = self._download(task, assignment)
@@ -194,13 +196,15 @@ class RoundRunner:
         update = np.empty(0, np.float32)
         try:
             with tracing.span("train"):
-                trained = self._services.trainer.train(
-                    terms.model, terms.work(seed, inputs.support)
-                )
+                request = terms.work(seed, inputs.support, self._progress.of("train"))
+                trained = self._services.trainer.train(terms.model, request)
+            self._progress.finish("train")
             change, metrics = checked_change(trained, terms.model)
             outgoing.expect(_max_bytes(assignment, inputs.model.spec))
             update = terms.update(change, trained)
+            self._progress.report("compress", 0, 1)
             ledger, body = self._compress(task, inputs, trained, update, outgoing)
+            self._progress.finish("compress")
         except InvalidUpdate as exc:
             outgoing.abandon()
             task.save(task.ledger.refuse(key, update))

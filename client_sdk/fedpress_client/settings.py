@@ -19,6 +19,7 @@ from fedpress_client.ledger_records import KEEP_ALL, Discard, ResidualRules
 from fedpress_client.masking_rules import FREE, MaskingRules
 from fedpress_client.participation import Condition, checked_conditions
 from fedpress_client.privacy_budget import NO_RULES, PrivacyBudget, PrivacyRules
+from fedpress_client.progress import Progress, ProgressLog
 from fedpress_client.state import StateDirectory
 from fedpress_client.trainer import Trainer
 from fedpress_client.transport import Transport
@@ -55,6 +56,7 @@ class ClientOptions(TypedDict, total=False):
     failures: FailurePolicy | None
     should_participate: Condition | Sequence[Condition] | None
     on_discard: Callable[[Discard], None] | None
+    on_progress: Callable[[Progress], None] | None
     server_key: str | None
     sleep: Callable[[float], None] | None
     clock: Callable[[], float]
@@ -84,6 +86,7 @@ class ClientSettings:
     failures: FailurePolicy | None = None
     should_participate: Condition | Sequence[Condition] | None = None
     on_discard: Callable[[Discard], None] | None = None
+    on_progress: Callable[[Progress], None] | None = None
     server_key: str | None = None
     sleep: Callable[[float], None] | None = None
     clock: Callable[[], float] = time
@@ -150,6 +153,7 @@ class Services:
     directory: StateDirectory
     transport: Transport
     events: EventLog
+    progress: ProgressLog
     stopping: StopSwitch = field(repr=False)
     budget: PrivacyBudget
 

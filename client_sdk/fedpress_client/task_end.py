@@ -72,8 +72,13 @@ class TaskEnd:
         if settings.fine_tuning is not None:
             round_ = summary.round + 1
             seed = training_seed(settings.seed, round_, 1)
-            request = TrainingRequest(task.name, round_, 1, settings.fine_tuning, seed)
+            progress = self._services.progress
+            progress.round = round_
+            request = TrainingRequest(
+                task.name, round_, 1, settings.fine_tuning, seed, progress=progress.of("train")
+            )
             trained = self._services.trainer.train(own, request)
+            progress.finish("train")
             _, metrics = checked_change(trained, own)
             own = own.with_parameters(np.asarray(trained.parameters, np.float32))
             event = ModelFineTuned(num_examples=trained.num_examples, metrics=metrics)

@@ -188,6 +188,7 @@ class TorchTrainer:
         # Summed where it is computed: reading it each step would wait for the device.
         total_loss = torch.zeros((), device=self.device)
         total, in_first_epoch, steps = 0, 0, 0
+        due = self._num_steps(loader, terms)
         for epoch, batches in self._steps(loader, terms):
             size = sum(_size(targets) for _, targets in batches)
             optimizer.zero_grad()
@@ -201,6 +202,7 @@ class TorchTrainer:
             optimizer.step()
             restriction.restore()
             steps += 1
+            work.progress(steps, due)
             total += size
             in_first_epoch += size if epoch == 0 else 0
         if not total:
@@ -210,6 +212,17 @@ class TorchTrainer:
         arrays = _arrays(self.model)
         metrics = {"loss": float(total_loss) / total}
         return Trained(spec.flatten(arrays), max(1, num_examples), metrics, {"steps": steps})
+
+    def _num_steps(self, loader: DataLoader[Any], terms: TrainingTerms) -> int | None:
+        """Optimizer steps of a training; None where the data do not say how many they are."""
+        if terms.local_steps is not None:
+            return terms.local_steps
+        try:
+            return (terms.local_epochs or self._local_epochs) * -(
+                -len(loader) // terms.gradient_accumulation
+            )
+        except TypeError:
+            return None
 
     def _steps(
         self, loader: DataLoader[Any], terms: TrainingTerms

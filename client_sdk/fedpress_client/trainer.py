@@ -10,6 +10,7 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 import numpy.typing as npt
 
+from fedpress_client.progress import Report, unreported
 from fedpress_compression.tensors import ModelSpec, Vector
 from fedpress_compression.update import Indices
 from fedpress_protocols.model import Model
@@ -45,6 +46,9 @@ class TrainingRequest:
     """[spec.size]; None stands for zeros."""
     full_batch: bool = False
     report: tuple[str, ...] = ()
+    progress: Report = field(default=unreported, repr=False, compare=False)
+    """`progress(done, total)` may be called as training goes on, with a `total` of None if it is
+    not known; see `Client(on_progress=...)`."""
 
     def added(self, model: Model, parameters: Vector) -> Vector:
         """The term [spec.size] of the gradient at `parameters`, in a training from `model`."""

@@ -153,7 +153,9 @@ class HttpTransport:
     `proxy` overrides HTTP_PROXY, HTTPS_PROXY and NO_PROXY. `timeout` bounds, in seconds, every wait
     for the network. `bandwidth` limits the bytes a second. A body of more than `parts_above` bytes,
     or of half a minute at that limit, goes by parts, of some `part_seconds` each, if the server
-    takes it so. `http` replaces the sockets in tests.
+    takes it so. `on_transfer` is called with "download" or "upload", and the bytes of a file or of
+    an update's body that have come or gone, and how many there are. `http` replaces the sockets in
+    tests.
     """
 
     def __init__(

@@ -31,6 +31,7 @@ class Uploads:
 
     def __init__(self, services: Services, receipts: Receipts, uplink: UplinkMeter) -> None:
         self._transport, self._events = services.transport, services.events
+        self._progress = services.progress
         self._masking, self._clock = services.settings.masking_rules, services.settings.clock
         self._receipts, self._uplink = receipts, uplink
         self.num_refused_plans = 0
@@ -40,6 +41,7 @@ class Uploads:
     def send(self, task: JoinedTask, key: str) -> None:
         """Send the bytes of a pending upload; whatever the answer, its receipt decides."""
         upload = task.ledger.pending[key]
+        self._progress.round = upload.round
         try:
             self._masking.check_lane(
                 upload.lane,

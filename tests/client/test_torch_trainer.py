@@ -178,6 +178,33 @@ def test_a_stream_is_counted_as_it_passes() -> None:
     assert made.train(made.initial_model(), work(local_epochs=3)).num_examples == 25
     loader = trainer(data=DataLoader(Stream(), batch_size=5))
     assert loader.train(loader.initial_model(), work(batch_size=25)).num_examples == 25
+    seen: list[tuple[float, float | None]] = []
+    request = dataclasses.replace(work(), progress=lambda done, total: seen.append((done, total)))
+    made.train(made.initial_model(), request)
+    assert seen == [(1, None), (2, None), (3, None)]
+
+
+@pytest.mark.parametrize(
+    ("terms", "expected"),
+    [
+        ({"local_epochs": 2, "batch_size": 25}, [(step, 6) for step in range(1, 7)]),
+        ({"local_steps": 2}, [(1, 2), (2, 2)]),
+        (
+            {"local_epochs": 1, "batch_size": 10, "gradient_accumulation": 4},
+            [(1, 2), (2, 2)],
+        ),
+    ],
+)
+def test_training_reports_its_steps(
+    terms: dict[str, int], expected: list[tuple[float, float | None]]
+) -> None:
+    seen: list[tuple[float, float | None]] = []
+    made = trainer()
+    request = dataclasses.replace(
+        work(**terms), progress=lambda done, total: seen.append((done, total))
+    )
+    made.train(made.initial_model(), request)
+    assert seen == expected
 
 
 def test_a_loader_keeps_its_order_at_another_batch_size() -> None:
