@@ -1,0 +1,174 @@
+"""Tutorials, quick starts and guides, walked as a reader would: each page in an empty folder, from
+top to bottom, every block of it.
+
+A comment before a block says more about it, to this test and to nobody who reads the page:
+
+    <!-- file: NAME -->         the block is this file's content
+    <!-- beside -->             another terminal: the next blocks that are not so wait for its end
+    <!-- not run: REASON -->    shown, and not run
+
+Blocks without a language are shell, `python` are scripts, `text` shows output. A shell's exports
+and folder stay for the blocks that follow. The server and its port are the test's own.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from tests.system.server_process import ADMIN_TOKEN, ServerProcess
+
+ROOT = Path(__file__).parents[2]
+PAGES = sorted(
+    page.relative_to(ROOT).as_posix()
+    for pattern in ("docs/quickstart-*.md", "docs/tutorials/*.md", "docs/guides/*.md")
+    for page in ROOT.glob(pattern)
+)
+_BLOCK = re.compile(
+    r"(?:<!-- (?P<mark>[^>]*?) -->\n+)?^```(?P<language>\w*)\n(?P<text>.*?)^```$",
+    re.DOTALL | re.MULTILINE,
+)
+_REPLACED = (
+    # what stands there, what runs
+    (r"http://127\.0\.0\.1:8080", "{url}"),
+    (r"https://fl\.example\.org", "{url}"),
+    (r"^pip install .*$", ":"),
+    (r"^python3? -m venv .*$", ":"),
+    (r"^export FEDPRESS_ADMIN_TOKEN=.*$", ":"),
+    (r"^fedpress server run .*$", ":"),
+)
+
+
+@dataclass(frozen=True)
+class Block:
+    mark: str
+    language: str
+    text: str
+
+
+def blocks_of(page: str) -> Iterator[Block]:
+    for match in _BLOCK.finditer((ROOT / page).read_text()):
+        yield Block(match["mark"] or "", match["language"], match["text"])
+
+
+class Reader:
+    """A folder, a shell's environment, and what runs in other terminals."""
+
+    def __init__(self, folder: Path, server: ServerProcess) -> None:
+        self._folder, self._url = folder, server.url
+        self._beside: list[tuple[str, Path, subprocess.Popen[bytes]]] = []
+        programs = folder / "bin"
+        programs.mkdir()
+        for name, arguments in (("fedpress", "-m fedpress"), ("python", ""), ("torchrun", "")):
+            module = "-m torch.distributed.run" if name == "torchrun" else arguments
+            (programs / name).write_text(f"#!/bin/sh\nexec '{sys.executable}' {module} \"$@\"\n")
+            (programs / name).chmod(0o700)
+        (folder / "home").mkdir()
+        self._place = folder / "reader"
+        self._place.mkdir()
+        self._environment = {
+            **os.environ,
+            "PATH": f"{programs}{os.pathsep}{os.environ['PATH']}",
+            "PYTHONPATH": os.pathsep.join([*sys.path, "."]),
+            "HOME": str(folder / "home"),
+            "FEDPRESS_URL": server.url,
+            "FEDPRESS_ADMIN_TOKEN": ADMIN_TOKEN,
+        }
+
+    def take(self, block: Block) -> None:
+        """Do with a block what its mark and its language say."""
+        kind, _, argument = block.mark.partition(": ")
+        if kind == "not run" or block.language == "text":
+            assert kind != "not run" or argument, "a block that is not run says why"
+            return
+        text = block.text
+        if kind == "file":
+            file = self._place / argument
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_text(text.replace("http://127.0.0.1:8080", self._url))
+            return
+        for pattern, new in _REPLACED:
+            text = re.sub(pattern, new.format(url=self._url), text, flags=re.MULTILINE)
+        assert block.language in ("", "python"), f"what is a reader to do with this?\n{block}"
+        if block.language == "python":
+            script = self._folder / "block.py"
+            script.write_text(text)
+            text = f"python '{script}'"
+        if kind == "beside":
+            self._start(text)
+            return
+        self.wait()
+        self._run(text)
+
+    def _start(self, text: str) -> None:
+        log = self._folder / f"beside-{len(self._beside)}.log"
+        with log.open("wb") as output:
+            process = subprocess.Popen(
+                ["bash", "--norc", "-ec", text],
+                cwd=self._place,
+                env=self._environment,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+            )
+        self._beside.append((text, log, process))
+
+    def _run(self, text: str) -> None:
+        kept = self._folder / "environment"
+        ended = subprocess.run(
+            ["bash", "--norc", "-ec", f"{text}\npwd > '{kept}.pwd'; env -0 > '{kept}'"],
+            cwd=self._place,
+            env=self._environment,
+            capture_output=True,
+            text=True,
+            timeout=240,
+            check=False,
+        )
+        assert ended.returncode == 0, f"{text}\n{ended.stdout[-2000:]}{ended.stderr[-4000:]}"
+        self._place = Path(Path(f"{kept}.pwd").read_text().strip())
+        rows = kept.read_text().split("\0")
+        self._environment = dict(row.split("=", 1) for row in rows if "=" in row)
+
+    def wait(self) -> None:
+        """Until the other terminals are done."""
+        while self._beside:
+            text, log, process = self._beside[0]
+            code = process.wait(240)
+            self._beside.pop(0)
+            assert code == 0, f"{text}\n{log.read_text()[-4000:]}"
+
+    def close(self) -> None:
+        for _, _, process in self._beside:
+            process.kill()
+            process.wait()
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_a_page_says_of_every_block_what_it_is(page: str) -> None:
+    for block in blocks_of(page):
+        kind, _, argument = block.mark.partition(": ")
+        assert kind in ("", "file", "beside", "not run"), f"what is {block.mark!r}?"
+        assert argument or kind not in ("file", "not run"), f"{block.mark!r} says too little"
+        assert kind or block.language in ("", "python", "text"), block.text[:200]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("page", PAGES)
+def test_a_page_runs_from_top_to_bottom(page: str, tmp_path: Path) -> None:
+    server = ServerProcess(tmp_path / "server")
+    server.start()
+    reader = Reader(tmp_path, server)
+    try:
+        for block in blocks_of(page):
+            reader.take(block)
+        reader.wait()
+    finally:
+        reader.close()
+        server.stop()
