@@ -49,8 +49,12 @@ class Refusal:
     seconds: float = ASK_AGAIN
 
     def __post_init__(self) -> None:
-        if not (math.isfinite(self.seconds) and self.seconds > 0):
-            raise ConfigurationError(f"a refusal of {self.seconds} seconds; give a number above 0")
+        _check_seconds(self.seconds)
+
+
+def _check_seconds(seconds: float) -> None:
+    if not (math.isfinite(seconds) and seconds > 0):
+        raise ConfigurationError(f"a refusal of {seconds} seconds; give a number above 0")
 
 
 Condition: TypeAlias = Callable[[], bool | Refusal]
@@ -118,16 +122,18 @@ class Battery:
 
     `only_on_power` refuses without external power, whatever the charge. With several batteries the
     mean counts; those of peripherals do not. A machine without a battery takes part. Reads Linux's
-    `folder`; elsewhere psutil, if it is installed.
+    `folder`; elsewhere psutil, if it is installed. It is asked again after `seconds`.
     """
 
     min_percent: float = 30.0
     only_on_power: bool = False
+    seconds: float = ASK_AGAIN
     folder: Path = Path("/sys/class/power_supply")
 
     def __post_init__(self) -> None:
         if not 0 <= self.min_percent <= 100:
             raise ConfigurationError(f"min_percent must lie in [0, 100], not {self.min_percent}")
+        _check_seconds(self.seconds)
         if not _has_sysfs():
             _psutil()
 
@@ -136,13 +142,14 @@ class Battery:
         if on_power:
             return True
         if self.only_on_power:
-            return Refusal("no external power")
+            return Refusal("no external power", self.seconds)
         if percent is None:
-            return Refusal("the charge of the battery cannot be read")
+            return Refusal("the charge of the battery cannot be read", self.seconds)
         if percent < self.min_percent:
             return Refusal(
                 f"the battery has {percent:.0f} %, less than {self.min_percent:g} %, and no "
-                "external power"
+                "external power",
+                self.seconds,
             )
         return True
 
@@ -199,10 +206,12 @@ class Interface:
 
     `avoid` are names or patterns ("wwan*"); the usual names of cellular modems by default. Where
     several default routes exist, the one of the smallest metric counts. Reads Linux's routing
-    tables in `folder`; other systems need a callable of their own.
+    tables in `folder`; other systems need a callable of their own. It is asked again after
+    `seconds`.
     """
 
     avoid: tuple[str, ...] = ("wwan*", "wwp*", "ppp*", "rmnet*")
+    seconds: float = ASK_AGAIN
     folder: Path = Path("/proc/net")
 
     def __post_init__(self) -> None:
@@ -210,6 +219,7 @@ class Interface:
             raise ConfigurationError(
                 f"avoid is {self.avoid!r}; give a tuple of names or patterns of interfaces"
             )
+        _check_seconds(self.seconds)
         if not sys.platform.startswith("linux"):
             raise ConfigurationError(
                 "the default route is read from /proc/net, which is Linux's",
@@ -219,7 +229,9 @@ class Interface:
     def __call__(self) -> bool | Refusal:
         name = self._default_interface()
         pattern = next((each for each in self.avoid if fnmatch(name, each)), None)
-        return True if pattern is None else Refusal(f"the network is reached by {name}")
+        if pattern is None:
+            return True
+        return Refusal(f"the network is reached by {name}", self.seconds)
 
     def _default_interface(self) -> str:
         """Empty where there is no default route."""
@@ -249,14 +261,16 @@ class Load:
     """Take part while the machine's load of the last minute is at most `max_load` a processor.
 
     The device's own training is part of the load: after a round it may take a minute until the
-    next. Unix only.
+    next. Unix only. It is asked again after `seconds`.
     """
 
     max_load: float = 0.5
+    seconds: float = ASK_AGAIN
 
     def __post_init__(self) -> None:
         if not (math.isfinite(self.max_load) and self.max_load > 0):
             raise ConfigurationError(f"max_load must be a number above 0, not {self.max_load}")
+        _check_seconds(self.seconds)
         if not hasattr(os, "getloadavg"):
             raise ConfigurationError(
                 "this system does not say its load", hint="give a callable of your own"
@@ -266,7 +280,8 @@ class Load:
         load = os.getloadavg()[0] / (os.cpu_count() or 1)
         if load <= self.max_load:
             return True
-        return Refusal(f"the load is {load:.2f} a processor, more than {self.max_load:g}")
+        reason = f"the load is {load:.2f} a processor, more than {self.max_load:g}"
+        return Refusal(reason, self.seconds)
 
 
 _WINDOW = re.compile(r"([01]\d|2[0-3]):([0-5]\d)-([01]\d|2[0-3]):([0-5]\d)")

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from fedpress_client import state
 from fedpress_client.bases import Bases
 from fedpress_client.disk_budget import DiskBudget
 from fedpress_client.failures import FailurePolicy
@@ -172,3 +173,22 @@ def test_bases_and_published_models_are_left_out_of_a_full_folder(tmp_path: Path
     client = make_client(fleet(), RandomTrainer(SIZE), tmp_path, max_disk_bytes=1_000)
     assert client.model().digest == fleet().model.digest
     assert not list(tmp_path.glob("tasks/*/published*"))
+
+
+def test_a_round_writes_the_account_twice_and_the_model_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As docs/guides/small-devices.md says of flash wear."""
+    written = 0
+    write = state._write
+
+    def counted(path: Path, *parts: Any, sync: bool) -> None:
+        nonlocal written
+        written += sum(memoryview(part).nbytes for part in parts)
+        write(path, *parts, sync=sync)
+
+    monkeypatch.setattr(state, "_write", counted)
+    model = Model.from_tensors({"w": np.zeros(50_000, np.float32)})
+    server = FakeServer(model, lambda r, a: [ErrorFeedback(TopK(0.02))], rounds=4, auto=1)
+    make_client(server, RandomTrainer(50_000), tmp_path).run()
+    assert 2.9 < written / (4 * model.spec.size * server.rounds) < 3.4

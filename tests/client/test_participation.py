@@ -135,8 +135,14 @@ def test_what_cannot_be_called_is_refused_at_once(tmp_path: Path, wrong: Any) ->
 
 @pytest.mark.parametrize("seconds", [0, -1, float("nan"), float("inf")])
 def test_a_refusal_says_when_to_ask_again(seconds: float) -> None:
-    with pytest.raises(ConfigurationError, match="a number above 0"):
-        Refusal("no", seconds)
+    for make in (
+        lambda: Refusal("no", seconds),
+        lambda: Battery(seconds=seconds),
+        lambda: Interface(seconds=seconds),
+        lambda: Load(seconds=seconds),
+    ):
+        with pytest.raises(ConfigurationError, match="a number above 0"):
+            make()
 
 
 # Battery
@@ -166,6 +172,8 @@ def test_the_battery_decides_without_external_power(tmp_path: Path) -> None:
     supply(tmp_path, "AC", type="Mains", online=0)
     low = "the battery has 29 %, less than 30 %, and no external power"
     assert answer_of(Battery(folder=tmp_path)) == low
+    assert Battery(folder=tmp_path)() == Refusal(low, 60)
+    assert Battery(seconds=5, folder=tmp_path)() == Refusal(low, 5)
     assert answer_of(Battery(29, folder=tmp_path)) == "True"
     assert answer_of(Battery(0, only_on_power=True, folder=tmp_path)) == "no external power"
     (tmp_path / "AC" / "online").write_text("1\n")
