@@ -9,6 +9,12 @@ from fedpress_compression.compressors.error_feedback import Feedback
 from fedpress_compression.tensors import Vector
 
 
+def residual(ledger: Ledger) -> Vector:
+    """Where there is one."""
+    assert ledger.residual is not None
+    return ledger.residual
+
+
 def velocity(ledger: Ledger) -> Vector:
     """Of dgc."""
     _, stored = ledger.states[state_name(Dgc())]

@@ -18,10 +18,12 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch.distributed import GradBucket  # type: ignore[attr-defined]
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from fedpress_compression.compressor import Compressor, compressors, properties, state_name
@@ -44,7 +46,7 @@ SPEC = ModelSpec((TensorSpec("weight", (40, 30)), TensorSpec("bias", (40,))))
 FACTORED = PowerSGD(rank=RANK, min_compression_rate=MIN_RATE)
 FACTORS = state_name(FACTORED)
 MOMENTUM = Dgc(TopK(0.1))
-Hook = Callable[[Any, dist.GradBucket], torch.futures.Future[torch.Tensor]]
+Hook = Callable[[Any, GradBucket], torch.futures.Future[torch.Tensor]]
 
 
 def network(seed: int = 1) -> torch.nn.Sequential:
@@ -75,9 +77,10 @@ def trained(rank: int, group: dist.ProcessGroup, state: Any, hook: Hook, steps: 
         model.zero_grad()
         torch.nn.functional.cross_entropy(model(inputs), labels).backward()
         with torch.no_grad():
-            found.append(torch.cat([p.grad.ravel() for p in model.parameters()]).numpy())
-            for parameter in model.parameters():
-                parameter -= 0.2 * parameter.grad
+            gradients = [p.grad for p in model.parameters() if p.grad is not None]
+            found.append(torch.cat([gradient.ravel() for gradient in gradients]).numpy())
+            for parameter, gradient in zip(model.parameters(), gradients, strict=True):
+                parameter.sub_(0.2 * gradient)
     return np.stack(found)
 
 
@@ -88,9 +91,9 @@ def vectors(rank: int, steps: int) -> list[torch.Tensor]:
 
 def with_torch_s_start(state: HookState, hook: Hook) -> Hook:
     """`hook`, given the right factors that torch's own draws before the first compressed step."""
-    seen = []
+    seen: list[bool] = []
 
-    def wrapped(state: HookState, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    def wrapped(state: HookState, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
         if len(seen) == PLAIN_STEPS:
             shapes = [tuple(p.shape) for p in bucket.parameters()]
             names = [state._names[id(p)] for p in bucket.parameters()]
@@ -241,7 +244,8 @@ def sharded(rank: int) -> dict[str, np.ndarray]:
         inner.step()
         outer.step()
         losses.append(loss.item())
-    whole = [p.full_tensor().detach().ravel() for p in model.parameters()]
+    pieces = [p for p in model.parameters() if isinstance(p, DTensor)]
+    whole = [p.full_tensor().detach().ravel() for p in pieces]
     sent = outer.sent
     return {
         "losses": np.array(losses),
@@ -264,7 +268,9 @@ def main(rank: int, store: str, out: str) -> None:
     }
     if rank < 2:
         scenarios["hooks"] = hooks(rank, pair)
-    found = {f"{name}.{key}": v for name, all_ in scenarios.items() for key, v in all_.items()}
+    found: dict[str, Any] = {
+        f"{name}.{key}": v for name, all_ in scenarios.items() for key, v in all_.items()
+    }
     np.savez(Path(out), **found)
     dist.barrier()
     dist.destroy_process_group()

@@ -6,10 +6,11 @@ import hashlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
-from fedpress_client import Client, Traffic, Trained, TrainingRequest
+from fedpress_client import Client, Evaluation, Traffic, Trained, Trainer, TrainingRequest
 from fedpress_client.transport import News
 from fedpress_compression import activity
 from fedpress_compression.compressor import Compressor
@@ -29,10 +30,14 @@ from fedpress_protocols.messages import (
     Assignment,
     CheckInRequest,
     CheckInResponse,
+    DeclineReason,
     EnrolRequest,
     EnrolResponse,
     EvaluationReport,
+    Membership,
     Receipt,
+    RotationRequest,
+    RotationResponse,
     SignedReceipt,
     TaskSummary,
     UploadAck,
@@ -60,13 +65,13 @@ def signed(receipt: Receipt, key: DeviceKey) -> SignedReceipt:
 
 def make_plan(
     model: Model,
-    *compressors: Compressor,
+    *compressors: Compressor[Any],
     round_: int = 1,
     attempt: int = 1,
     cohort: int = 4,
     max_abs: float = 64.0,
     training: TrainingTerms | None = None,
-    **models: str,
+    **terms: Any,
 ) -> RoundPlan:
     seed = hashlib.sha256(f"{round_}.{attempt}".encode()).hexdigest()
     return RoundPlan(
@@ -84,7 +89,7 @@ def make_plan(
         deadline=1e9,
         fixed_point=FixedPointTerms(scale_bits=24, max_abs=max_abs, max_examples=1000),
         public_seed=seed,
-        **models,
+        **terms,
     )
 
 
@@ -106,7 +111,7 @@ class FakeServer:
     """Rounds open and close when the test says so, or by themselves once `auto` uploads are in."""
 
     model: Model
-    profiles: Callable[[int, int], list[Compressor]]
+    profiles: Callable[[int, int], list[Compressor[Any]]]
     """The compressors of a round and attempt; client i is given the i-th, counting round."""
     rounds: int = 3
     cohort: int = 4
@@ -202,6 +207,7 @@ class FakeServer:
             assert len(body) <= plan.max_body_bytes(spec)
             index = plan.profile_index(assignment.profile)
             values = self.model.parameters
+            assert plan.activity is not None
             public = plan.public(
                 spec,
                 {
@@ -290,7 +296,38 @@ class FakeServer:
         return part.receipt or self.conclude(part, "declined")
 
 
-class FakeLink:
+class Unasked:
+    """The verbs of a Transport that a FakeLink's clients have no reason to use."""
+
+    def rotate(self, request: RotationRequest) -> RotationResponse:
+        raise NotImplementedError
+
+    def use_key(self, key: DeviceKey) -> None:
+        raise NotImplementedError
+
+    def coded(self, digest: str, max_bytes: int, task: str) -> bytes:
+        raise NotImplementedError
+
+    def difference(self, digest: str, base: str, max_bytes: int, task: str) -> bytes:
+        raise NotImplementedError
+
+    def trained(self, digest: str, base: str, max_bytes: int, task: str) -> bytes:
+        raise NotImplementedError
+
+    def certificate(self) -> Membership:
+        raise NotImplementedError
+
+    def ready(self, assignment: str) -> None:
+        raise NotImplementedError
+
+    def say(self, assignment: str, step: str, message: bytes) -> None:
+        raise NotImplementedError
+
+    def hear(self, assignment: str, step: str, wait: float) -> bytes | float:
+        raise NotImplementedError
+
+
+class FakeLink(Unasked):
     """The Transport of one device. `fault(verb)` runs before a call reaches the server and after.
 
     It may raise; `duplicates()` says whether an upload is delivered twice.
@@ -375,7 +412,7 @@ class FakeLink:
         return ack
 
     def decline(
-        self, assignment: str, reason: str, needed_seconds: float | None = None
+        self, assignment: str, reason: DeclineReason, needed_seconds: float | None = None
     ) -> SignedReceipt | None:
         self.declined.append((assignment, reason, needed_seconds))
         for _ in self._around("decline"):
@@ -423,12 +460,16 @@ class RandomTrainer:
         self.computed[work.round, work.attempt] = parameters - model.parameters
         return Trained(parameters, int(rng.integers(1, 1000)))
 
-    def evaluate(self, model: Model) -> None:
+    def evaluate(self, model: Model) -> Evaluation | None:
         return None
 
 
 def make_client(
-    server: FakeServer, trainer: object, state_dir: Path, link: FakeLink | None = None, **options
+    server: FakeServer,
+    trainer: Trainer,
+    state_dir: Path,
+    link: FakeLink | None = None,
+    **options: Any,
 ) -> Client:
     link = link or FakeLink(server)
     options.setdefault("sleep", lambda seconds: None)

@@ -171,8 +171,9 @@ def test_a_slow_device_sends_by_parts_early() -> None:
 @pytest.mark.parametrize("rate", [0, -1, 1023, float("nan"), float("inf")])
 @pytest.mark.parametrize("direction", ["upload", "download"])
 def test_rates_that_servers_would_cut_are_refused(direction: str, rate: float) -> None:
+    limits: dict[str, Any] = {direction: rate}
     with pytest.raises(ConfigurationError, match=f"{direction} must be 1024 bytes a second"):
-        Bandwidth(**{direction: rate})
+        Bandwidth(**limits)
 
 
 def test_a_transport_of_ones_own_is_not_limited(tmp_path: Path) -> None:

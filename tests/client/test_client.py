@@ -8,24 +8,38 @@ import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
-from fedpress_client import Client, Event, FailurePolicy, Ledger, Trained, load_trainer
+from fedpress_client import (
+    Client,
+    Discard,
+    Event,
+    FailurePolicy,
+    Ledger,
+    Trained,
+    TrainingRequest,
+    load_trainer,
+)
 from fedpress_client.state import TaskFiles
 from fedpress_client.transport import News
 from fedpress_compression import compressor as registry
+from fedpress_compression.coding.fields import Layout, Symbols
+from fedpress_compression.compressor import Compressor, Knowledge, Public
 from fedpress_compression.compressors.coded import Coded
 from fedpress_compression.compressors.error_feedback import ErrorFeedback
 from fedpress_compression.compressors.none import Uncompressed
 from fedpress_compression.compressors.quantize import Quantize
 from fedpress_compression.compressors.randomk import RandomK
 from fedpress_compression.compressors.topk import TopK
+from fedpress_compression.tensors import ModelSpec, Vector
 from fedpress_compression.update import Update
 from fedpress_protocols.errors import (
     ConfigurationError,
     Conflict,
+    FedpressError,
     Forbidden,
     IncompatiblePlan,
     InvalidSignature,
@@ -37,7 +51,7 @@ from fedpress_protocols.errors import (
     UnknownAssignment,
     UpdateConflict,
 )
-from fedpress_protocols.messages import CheckInRequest, TaskSummary
+from fedpress_protocols.messages import CheckInRequest, TaskSummary, UploadAck
 from fedpress_protocols.model import Model
 from fedpress_protocols.plan import TrainingTerms
 from fedpress_protocols.signatures import DeviceKey
@@ -49,14 +63,17 @@ from tests.client.fake_server import (
     make_client,
     signed,
 )
+from tests.ledgers import residual
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "client_sdk" / "examples"
 FEEDBACK = ErrorFeedback(TopK(fraction=0.1))
 
 
-def example():
+def example() -> Any:
     spec = importlib.util.spec_from_file_location("numpy_softmax", EXAMPLES / "numpy_softmax.py")
+    assert spec is not None
+    assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
@@ -66,7 +83,7 @@ def small(size: int = 50) -> Model:
     return Model.from_tensors({"w": np.zeros(size, np.float32)})
 
 
-def make_server(*compressors, **options) -> FakeServer:
+def make_server(*compressors: Compressor[Any], **options: Any) -> FakeServer:
     options = {"rounds": 2, "auto": 1} | options
     return FakeServer(small(), lambda r, a: list(compressors or [FEEDBACK]), **options)
 
@@ -79,7 +96,7 @@ def trained(server: FakeServer) -> RandomTrainer:
 
 
 @pytest.mark.parametrize("compressor", [ErrorFeedback(Quantize(bits=4)), Uncompressed()])
-def test_numpy_devices_learn_together(tmp_path: Path, compressor) -> None:
+def test_numpy_devices_learn_together(tmp_path: Path, compressor: Compressor[Any]) -> None:
     module = example()
     server = FakeServer(module.initial_model(), lambda r, a: [compressor], rounds=6, auto=3)
     clients = [
@@ -105,16 +122,20 @@ def test_numpy_devices_learn_together(tmp_path: Path, compressor) -> None:
 def test_the_plan_overrides_the_example() -> None:
     module = example()
     trainer, model = module.make_trainer(seed=1), module.initial_model()
-    from fedpress_client import TrainingRequest
 
-    def after(seed: int = 3, **terms) -> np.ndarray:
+    def after(seed: int = 3, **terms: Any) -> np.ndarray:
         work = TrainingRequest(TASK, 1, 1, TrainingTerms(**terms), seed)
         return trainer.train(model, work).parameters
 
     np.testing.assert_array_equal(after(), after())
     assert (after() != after(seed=4)).any()
     assert not model.parameters.any()
-    for terms in ({"local_epochs": 2}, {"local_steps": 1}, {"learning_rate": 0.1}):
+    others: tuple[dict[str, Any], ...] = (
+        {"local_epochs": 2},
+        {"local_steps": 1},
+        {"learning_rate": 0.1},
+    )
+    for terms in others:
         assert (after(**terms) != after()).any()
     np.testing.assert_array_equal(
         after(batch_size=20, local_steps=3),
@@ -143,18 +164,21 @@ def telling(monkeypatch: pytest.MonkeyPatch) -> type:
     @dataclass(frozen=True, slots=True)
     class Telling(registry.Stateless):
         @property
-        def needs(self):
+        def needs(self) -> frozenset[Knowledge]:
             return frozenset({"previous", "drift"})
 
-        def layout(self, spec):
+        def layout(self, spec: ModelSpec) -> Layout:
             return Uncompressed().layout(spec)
 
-        def compress(self, update, state, public, rng):
+        def compress(
+            self, update: Vector, state: None, public: Public, rng: np.random.Generator
+        ) -> tuple[Symbols, None]:
             told = public.known("previous") + public.known("drift")
             return Uncompressed().compress(update - told, None, public, rng)
 
-        def decompress(self, symbols, public, num_summands=1):
-            return Update.from_dense(symbols[0] + public.known("previous") + public.known("drift"))
+        def decompress(self, symbols: Symbols, public: Public, num_summands: int = 1) -> Update:
+            own = np.asarray(symbols[0], np.float32)
+            return Update.from_dense(own + public.known("previous") + public.known("drift"))
 
     return Telling
 
@@ -167,6 +191,7 @@ def test_a_compressor_reads_earlier_models(tmp_path: Path, telling: type) -> Non
     client.run()
     for part in server.parts.values():
         sent = trainer.computed[part.round, part.attempt]
+        assert part.update is not None
         np.testing.assert_allclose(part.update.dense(), sent, rtol=1e-4, atol=1e-5)
     assert link.calls.count("model") == 4, "each model once"
 
@@ -300,7 +325,7 @@ def test_stop_leaves_what_was_computed_for_the_next_run(tmp_path: Path) -> None:
     trainer = trained(server)
 
     class Stops(RandomTrainer):
-        def train(self, model, work):
+        def train(self, model: Model, work: TrainingRequest) -> Trained:
             client.stop()
             return super().train(model, work)
 
@@ -313,7 +338,7 @@ def test_stop_leaves_what_was_computed_for_the_next_run(tmp_path: Path) -> None:
 
 def test_stop_ends_a_pause(tmp_path: Path) -> None:
     server = make_server(auto=None)
-    client = make_client(server, trained(server), tmp_path, sleep=lambda s: client.stop())
+    client: Client = make_client(server, trained(server), tmp_path, sleep=lambda s: client.stop())
     summary = client.run()
     assert (summary.state, summary.pending) == ("running", 1)
     assert client.run() == summary, "stopped for good"
@@ -323,38 +348,42 @@ def test_stop_ends_a_pause(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("error", [RoundClosed, UpdateConflict, UnknownAssignment])
-def test_the_receipt_decides_and_not_the_answer(tmp_path: Path, error: type) -> None:
+def test_the_receipt_decides_and_not_the_answer(
+    tmp_path: Path, error: type[FedpressError], monkeypatch: pytest.MonkeyPatch
+) -> None:
     server = make_server(auto=None)
     link = FakeLink(server)
     client = make_client(server, trained(server), tmp_path, link)
     real = link.upload
 
-    def upload(assignment: str, body: bytes):
+    def upload(assignment: str, body: bytes) -> UploadAck:
         real(assignment, body)
         raise error
 
-    link.upload = upload
+    monkeypatch.setattr(link, "upload", upload)
     assert client.step() == 0.0
     server.close()
-    link.upload = real
+    monkeypatch.setattr(link, "upload", real)
     client.step()
     assert client.ledger.included == 1
 
 
-def test_an_upload_the_server_will_not_have_goes_back_to_the_residual(tmp_path: Path) -> None:
+def test_an_upload_the_server_will_not_have_goes_back_to_the_residual(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     server = make_server(auto=None)
     link = FakeLink(server)
     trainer = trained(server)
     client = make_client(server, trainer, tmp_path, link)
 
-    def upload(assignment: str, body: bytes):
+    def upload(assignment: str, body: bytes) -> UploadAck:
         raise InvalidUpdate("no")
 
-    link.upload = upload
+    monkeypatch.setattr(link, "upload", upload)
     client.step()
     ledger = client.ledger
     assert (len(ledger.pending), ledger.not_included) == (0, 1)
-    np.testing.assert_allclose(ledger.residual, trainer.computed[1, 1], rtol=1e-5, atol=1e-7)
+    np.testing.assert_allclose(residual(ledger), trainer.computed[1, 1], rtol=1e-5, atol=1e-7)
 
 
 def test_a_receipt_that_never_comes_is_no_reason_to_hang(tmp_path: Path) -> None:
@@ -402,7 +431,9 @@ def test_forged_and_foreign_receipts_are_refused(tmp_path: Path) -> None:
     assert client.ledger.included == 1
 
 
-def test_a_second_receipt_that_contradicts_the_first_is_refused(tmp_path: Path) -> None:
+def test_a_second_receipt_that_contradicts_the_first_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     server = make_server(auto=None)
     link = FakeLink(server)
     client = make_client(server, trained(server), tmp_path, link)
@@ -410,12 +441,14 @@ def test_a_second_receipt_that_contradicts_the_first_is_refused(tmp_path: Path) 
     (part,) = server.parts.values()
     server.close()
     client.step()
+    assert part.receipt is not None
     other = part.receipt.receipt.model_copy(
         update={"outcome": "not-included", "reason": "cancelled"}
     )
     answer = link.check_in(TASK, CheckInRequest(pending=(part.assignment.assignment,)))
+    assert answer.response is not None
     forged = answer.response.model_copy(update={"receipts": (signed(other, server.key),)})
-    link.check_in = lambda task, request: News(forged, 1.0)
+    monkeypatch.setattr(link, "check_in", lambda task, request: News(forged, 1.0))
     with pytest.raises(Conflict, match="an earlier one said included"):
         client.step()
 
@@ -423,7 +456,9 @@ def test_a_second_receipt_that_contradicts_the_first_is_refused(tmp_path: Path) 
 # Work that cannot be done
 
 
-def test_a_plan_that_cannot_be_honoured_is_declined(tmp_path: Path) -> None:
+def test_a_plan_that_cannot_be_honoured_is_declined(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     server = make_server()
     link = FakeLink(server)
     trainer = trained(server)
@@ -436,13 +471,15 @@ def test_a_plan_that_cannot_be_honoured_is_declined(tmp_path: Path) -> None:
     server._publish(server.model)
     real = link.check_in
 
-    def check_in(task, request):
+    def check_in(task: str, request: CheckInRequest) -> News:
         news = real(task, request)
+        assert news.response is not None
+        assert news.response.assignment is not None
         unfit = (news.response.assignment.assignment, IncompatiblePlan("no such compressor"))
         response = news.response.model_copy(update={"assignment": None})
         return News(response, 2.0, unfit)
 
-    link.check_in = check_in
+    monkeypatch.setattr(link, "check_in", check_in)
     assert client.step() == 2.0
     assert link.calls.count("decline") == 2
     assert trainer.calls == 0
@@ -452,7 +489,7 @@ def test_a_trainer_that_fails_gives_its_place_away(tmp_path: Path) -> None:
     server = make_server()
 
     class Fails(RandomTrainer):
-        def train(self, model, work):
+        def train(self, model: Model, work: TrainingRequest) -> Trained:
             raise ZeroDivisionError
 
     link = FakeLink(server)
@@ -471,13 +508,13 @@ def test_a_trainer_that_fails_gives_its_place_away(tmp_path: Path) -> None:
     ],
 )
 def test_training_that_came_to_nothing_is_told(
-    tmp_path: Path, result: Trained, error: type, message: str
+    tmp_path: Path, result: Trained, error: type[FedpressError], message: str
 ) -> None:
     server = make_server()
-    discards = []
+    discards: list[Discard] = []
 
     class Diverges(RandomTrainer):
-        def train(self, model, work):
+        def train(self, model: Model, work: TrainingRequest) -> Trained:
             return result
 
     link = FakeLink(server)
@@ -500,10 +537,11 @@ def test_an_update_scaled_beyond_the_bound_ends_its_assignment_and_not_the_run(
     server = FakeServer(
         small(), lambda r, a: [made if a == 1 else Uncompressed()], rounds=1, auto=1, max_abs=1.0
     )
-    events, discards = [], []
+    events: list[Event] = []
+    discards: list[Discard] = []
 
     class Steady(RandomTrainer):
-        def train(self, model, work):
+        def train(self, model: Model, work: TrainingRequest) -> Trained:
             self.computed[work.round, work.attempt] = np.full(50, 0.5, np.float32)
             return Trained(model.parameters + np.float32(0.5), 1)
 
@@ -524,7 +562,7 @@ def test_an_update_scaled_beyond_the_bound_ends_its_assignment_and_not_the_run(
     assert "goes beyond the plan's 1" in declined.details["reason"]
     assert [discard.reason for discard in discards] == ([] if feedback else ["not-sent"])
     sent = [part.update.dense() for part in server.parts.values() if part.update is not None]
-    kept = client.ledger.residual if feedback else discards[0].vector
+    kept = residual(client.ledger) if feedback else discards[0].vector
     np.testing.assert_array_equal(np.sum(sent, axis=0) + kept, sum(trainer.computed.values()))
     client.close()
 
@@ -535,7 +573,7 @@ def test_an_update_scaled_beyond_the_bound_ends_its_assignment_and_not_the_run(
 def test_enrolment_needs_a_token_once(tmp_path: Path) -> None:
     server = make_server(rounds=3)
     link = FakeLink(server)
-    options = {"state_dir": tmp_path, "task": TASK, "transport": link}
+    options: dict[str, Any] = {"state_dir": tmp_path, "task": TASK, "transport": link}
     client = Client("http://fake", trained(server), **options)
     with pytest.raises(InvalidToken, match="has no token"):
         client.step()
@@ -548,7 +586,7 @@ def test_enrolment_needs_a_token_once(tmp_path: Path) -> None:
     assert link.calls.count("enrol") == 1
 
 
-def test_the_only_running_task_is_found(tmp_path: Path) -> None:
+def test_the_only_running_task_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     server = make_server(rounds=1)
     link = FakeLink(server)
     client = Client(
@@ -559,13 +597,13 @@ def test_the_only_running_task_is_found(tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match=r"no tasks are running.*task \(finished\)"):
         again.step()
     two = [server.summary.model_copy(update={"state": "running", "task": n}) for n in "ab"]
-    link.tasks = lambda: tuple(TaskSummary.model_validate(task) for task in two)
+    monkeypatch.setattr(link, "tasks", lambda: tuple(map(TaskSummary.model_validate, two)))
     with pytest.raises(ConfigurationError, match=r"2 tasks .*a \(running\), b"):
         again.step()
 
 
 @pytest.mark.parametrize("options", [{"task": "../x"}, {"seed": -1}, {"wait": 31.0}])
-def test_options_are_checked(tmp_path: Path, options: dict) -> None:
+def test_options_are_checked(tmp_path: Path, options: dict[str, Any]) -> None:
     with pytest.raises(ConfigurationError):
         Client("http://fake", RandomTrainer(1), state_dir=tmp_path, **options)
 
@@ -614,7 +652,9 @@ def test_the_example_is_an_app(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "path", list(sys.path))
     monkeypatch.delitem(sys.modules, "numpy_softmax", raising=False)
     trainer = load_trainer("numpy_softmax:make_trainer", EXAMPLES)
-    assert trainer.evaluate(example().initial_model()).num_examples == 60
+    measured = trainer.evaluate(example().initial_model())
+    assert measured is not None
+    assert measured.num_examples == 60
 
 
 def test_torch_is_named_when_it_is_missing_and_not_loaded_before() -> None:

@@ -41,6 +41,7 @@ def test_what_a_trainer_does_not_know_is_declined(tmp_path: Path) -> None:
     client._events.on_event = lambda event: reasons.append(event.details.get("reason", ""))
     client.step()
     (part,) = server.parts.values()
+    assert part.receipt is not None
     assert part.receipt.receipt.reason == "declined"
     assert made.calls == 0
     assert any("asks for control, loss, and the trainer" in reason for reason in reasons)
@@ -89,7 +90,9 @@ def test_a_variate_of_other_tensors_is_none() -> None:
     strange = at_work(Ledger("task", "me", spec="f" * 64, control=own), control=control)
     mine = at_work(Ledger("task", "me", spec=MODEL.spec.digest, control=own), control=control)
     assert not np.any(strange.work(0, None).correction)
-    assert mine.work(0, None).correction.tolist() == [-1.0] * 8
+    correction = mine.work(0, None).correction
+    assert correction is not None
+    assert correction.tolist() == [-1.0] * 8
 
 
 def gradient(made: TorchTrainer, at: Vector) -> Vector:
@@ -97,7 +100,8 @@ def gradient(made: TorchTrainer, at: Vector) -> Vector:
     made._load(made.initial_model().with_parameters(at))
     made.model.zero_grad()
     nn.functional.cross_entropy(made.model(INPUTS), LABELS).backward()
-    arrays = {name: p.grad.numpy() for name, p in made.model.named_parameters()}
+    gradients = {name: p.grad for name, p in made.model.named_parameters()}
+    arrays = {name: each.numpy() for name, each in gradients.items() if each is not None}
     return made.spec.flatten(arrays)
 
 

@@ -10,6 +10,8 @@ import os
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from types import TracebackType
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,8 +19,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fedpress_client import Client, Discard, Ledger, ResidualRules
-from fedpress_client import state as state_module
 from fedpress_client.outgoing import Outgoing
+from fedpress_compression.compressor import Compressor
 from fedpress_compression.compressors.coded import Coded
 from fedpress_compression.compressors.delta import Delta
 from fedpress_compression.compressors.error_feedback import ErrorFeedback
@@ -40,7 +42,7 @@ from tests.client.fake_server import (
 )
 
 EPS = float(np.finfo(np.float32).eps)
-COMPRESSORS = (
+COMPRESSORS: tuple[Compressor[Any], ...] = (
     ErrorFeedback(TopK(fraction=0.01)),
     ErrorFeedback(TopK(fraction=0.05, magnitude_bits=0)),
     ErrorFeedback(TopK(count=7, magnitude_bits=4, scope="tensor")),
@@ -52,7 +54,7 @@ COMPRESSORS = (
     TopK(fraction=0.1),
     Quantize(bits=8),
 )
-OVER_A_LINK = (
+OVER_A_LINK: tuple[Compressor[Any], ...] = (
     *COMPRESSORS,
     ErrorFeedback(Coded(TopK(fraction=0.02), contexts="activity")),
     Delta(TopK(fraction=0.1)),
@@ -68,7 +70,7 @@ def small_model() -> Model:
         {
             "w": rng.normal(size=(20, 12)).astype(np.float32),
             "b": rng.normal(size=12).astype(np.float32),
-            "steps": np.int64(0).reshape(()),
+            "steps": np.array(0, np.int64),
         }
     )
 
@@ -80,7 +82,7 @@ class Crash(BaseException):
 class Device:
     """One device with its own oracle, which outlives every crash of the client."""
 
-    def __init__(self, server: FakeServer, folder: Path, seed: int | None, **options) -> None:
+    def __init__(self, server: FakeServer, folder: Path, seed: int | None, **options: Any) -> None:
         self.server, self.folder, self.seed, self.options = server, folder, seed, options
         self.trainer = RandomTrainer(server.model.spec.size)
         self.discards: dict[int, Discard] = {}
@@ -101,6 +103,11 @@ class Device:
             on_discard=self.told,
             **self.options,
         )
+
+    @property
+    def running(self) -> Client:
+        assert self.client is not None
+        return self.client
 
     def told(self, discard: Discard) -> None:
         before = self.discards.get(discard.number)
@@ -184,7 +191,11 @@ def rounds(slow: bool, soak: bool) -> int:
 
 @SEEDS
 def test_nothing_is_lost_over_many_rounds_of_mishaps(
-    seed: int, rounds: int, tmp_path: Path, record_property, monkeypatch: pytest.MonkeyPatch
+    seed: int,
+    rounds: int,
+    tmp_path: Path,
+    record_property: Callable[[str, object], None],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     rng = np.random.default_rng(seed)
     server = FakeServer(small_model(), two_of(rng), rounds=rounds)
@@ -194,12 +205,21 @@ def test_nothing_is_lost_over_many_rounds_of_mishaps(
 
 @SEEDS
 def test_nothing_is_lost_by_parts_and_coded_models(
-    seed: int, rounds: int, tmp_path: Path, record_property, monkeypatch: pytest.MonkeyPatch
+    seed: int,
+    rounds: int,
+    tmp_path: Path,
+    record_property: Callable[[str, object], None],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Bodies leave before they are whole; a process that dies takes nothing of them back."""
     leaves = Outgoing.__exit__
 
-    def left(outgoing: Outgoing, kind, error, trace) -> None:
+    def left(
+        outgoing: Outgoing,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         if kind is not None and issubclass(kind, Crash):
             outgoing._stop()  # its thread dies with the process, and that is all
         else:
@@ -217,8 +237,8 @@ def test_nothing_is_lost_by_parts_and_coded_models(
     )
 
 
-def two_of(rng: np.random.Generator) -> Callable[[int, int], list]:
-    def profiles(round_: int, attempt: int) -> list:
+def two_of(rng: np.random.Generator) -> Callable[[int, int], list[Compressor[Any]]]:
+    def profiles(round_: int, attempt: int) -> list[Compressor[Any]]:
         return [OVER_A_LINK[i] for i in rng.choice(len(OVER_A_LINK), size=2, replace=False)]
 
     return profiles
@@ -253,7 +273,7 @@ def mishaps(
         else:
             die.after(int(rng.integers(1, 40)) if rng.random() < 0.15 else None)
             try:
-                device.client.step()
+                device.running.step()
             except TransportError:
                 lost += 1
             except Crash:
@@ -264,7 +284,7 @@ def mishaps(
         worst = max(worst, *(device.check() for device in devices))
     for device in devices:
         device.start(link(0.0))
-        summary = device.client.run()
+        summary = device.running.run()
         assert (summary.state, summary.pending) == ("finished", 0)
         worst = max(worst, device.check())
         assert summary.included > server.rounds // 10
@@ -288,10 +308,11 @@ class crashing:
         self.count = 0
         self.trace: list[str] = []
         for name in ("open", "write", "fsync", "replace"):
-            monkeypatch.setattr(state_module.os, name, self._wrapped(name, getattr(os, name)))
+            wrapped = self._wrapped(name, getattr(os, name))
+            monkeypatch.setattr(f"fedpress_client.state.os.{name}", wrapped)
 
-    def _wrapped(self, name, call):
-        def wrapped(*args, **kwargs):
+    def _wrapped(self, name: str, call: Callable[..., Any]) -> Callable[..., Any]:
+        def wrapped(*args: Any, **kwargs: Any) -> Any:
             self.step(name)
             if name == "write" and len(args[1]) > 1 and self.left == 0:
                 call(args[0], args[1][: len(args[1]) // 2])  # torn
@@ -317,7 +338,11 @@ class crashing:
 
 
 def undisturbed_task(tmp_path: Path) -> tuple[FakeServer, list[Device]]:
-    plans = [ErrorFeedback(TopK(fraction=0.05)), ErrorFeedback(Quantize(bits=3)), TopK()]
+    plans: list[Compressor[Any]] = [
+        ErrorFeedback(TopK(fraction=0.05)),
+        ErrorFeedback(Quantize(bits=3)),
+        TopK(),
+    ]
     server = FakeServer(
         small_model(),
         lambda round_, attempt: [plans[round_ % 3]],
@@ -338,7 +363,7 @@ def drive(server: FakeServer, devices: list[Device], die: crashing) -> str:
         for index in sorted(running):
             device = devices[index]
             try:
-                if device.client.step() is None:
+                if device.running.step() is None:
                     running.discard(index)
             except Crash:
                 device.start(FakeLink(server, die.step))
@@ -348,15 +373,28 @@ def drive(server: FakeServer, devices: list[Device], die: crashing) -> str:
     raise AssertionError("the task did not end")
 
 
+def outcomes(server: FakeServer) -> dict[str, str]:
+    """By assignment; each has its receipt."""
+    found: dict[str, str] = {}
+    for name, part in server.parts.items():
+        assert part.receipt is not None
+        found[name] = part.receipt.receipt.outcome
+    return found
+
+
 @pytest.mark.soak
 @pytest.mark.slow(short=True)
 def test_a_crash_between_any_two_steps_changes_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, record_property, slow: bool, soak: bool
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    record_property: Callable[[str, object], None],
+    slow: bool,
+    soak: bool,
 ) -> None:
     die = crashing(monkeypatch)
     server, devices = undisturbed_task(tmp_path / "undisturbed")
     digest = drive(server, devices, die)
-    counts = {name: p.receipt.receipt.outcome for name, p in server.parts.items()}
+    counts = outcomes(server)
     points = die.count
     assert points > 200
     tried = range(0, points, 1 if soak else 5 if slow else 31)
@@ -369,9 +407,8 @@ def test_a_crash_between_any_two_steps_changes_nothing(
             server_digest = drive(server, devices, die)
         assert die.left is None, "it never came to the crash"
         assert server_digest == digest, f"a crash at step {point}, {die.trace[point]}"
-        again = {name: p.receipt.receipt.outcome for name, p in server.parts.items()}
-        assert again == counts
-        assert not any(len(d.client.ledger.pending) for d in devices)
+        assert outcomes(server) == counts
+        assert not any(len(d.running.ledger.pending) for d in devices)
     record_property(
         "figure", f"device crash at {len(tried)} of {points} steps: the same model, nothing lost"
     )

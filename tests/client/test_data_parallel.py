@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -157,10 +158,11 @@ def test_local_sgd_between_sites_of_fsdp_learns(found: Found) -> None:
 
 
 def test_what_a_group_cannot_know_is_refused() -> None:
+    anything: Any = object()
     with pytest.raises(IncompatiblePlan, match="drift"):
         Exchange(Coded(contexts="drift"))
     with pytest.raises(ConfigurationError, match="a group or sites"):
-        Exchange(Uncompressed(), group=object(), sites=object())
+        Exchange(Uncompressed(), group=anything, sites=anything)
     with pytest.raises(ConfigurationError, match="float16 or float32"):
         Exchange(Uncompressed(), dtype=torch.int8)
     with pytest.raises(ConfigurationError, match="plain_steps"):

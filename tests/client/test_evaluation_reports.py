@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -53,7 +54,8 @@ def test_counts_and_attributes_go_with_the_report(tmp_path: Path) -> None:
     plain = server()
     make_client(plain, Counting({}), tmp_path / "b").run()
     (_, report), *_ = plain.evaluations
-    assert report.classes == report.attributes == {}
+    assert report.classes == {}
+    assert report.attributes == {}
 
 
 def test_what_cannot_be_sent_is_the_applications_fault(tmp_path: Path) -> None:
@@ -62,7 +64,9 @@ def test_what_cannot_be_sent_is_the_applications_fault(tmp_path: Path) -> None:
         client = make_client(server(), Counting(classes), tmp_path / str(index), failures=policy)
         with pytest.raises(ConfigurationError, match="evaluation cannot be sent"):
             client.run()
-    for attributes in ({"a b": 1}, {"a": "x" * 65}, {"a": float("nan")}, {"a": []}):
+    others: tuple[dict[str, Any], ...]
+    others = ({"a b": 1}, {"a": "x" * 65}, {"a": float("nan")}, {"a": []})
+    for attributes in others:
         with pytest.raises(ConfigurationError, match="attributes"):
             make_client(server(), Counting({}), tmp_path / "no", attributes=attributes)
 
@@ -70,7 +74,7 @@ def test_what_cannot_be_sent_is_the_applications_fault(tmp_path: Path) -> None:
 # Torch
 
 
-def evaluated(scores: torch.Tensor, labels: torch.Tensor, **options: object) -> Evaluation:
+def evaluated(scores: torch.Tensor, labels: torch.Tensor, **options: Any) -> Evaluation:
     """Of a module that passes its inputs on."""
     data = TensorDataset(scores, labels)
     made = TorchTrainer(

@@ -5,24 +5,36 @@ from __future__ import annotations
 import errno
 import os
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
-from fedpress_client import Evaluation, FailurePolicy, Trained
-from fedpress_client import state as state_module
+from fedpress_client import (
+    Client,
+    Discard,
+    Evaluation,
+    Event,
+    FailurePolicy,
+    Trained,
+    TrainingRequest,
+)
+from fedpress_client.transport import News
 from fedpress_compression.compressors.error_feedback import ErrorFeedback
 from fedpress_compression.compressors.topk import TopK
 from fedpress_protocols.errors import ConfigurationError, StateWriteError
+from fedpress_protocols.messages import CheckInRequest
 from fedpress_protocols.model import Model
 from tests.client.fake_server import FakeLink, FakeServer, RandomTrainer, make_client
+from tests.ledgers import residual
 
 FEEDBACK = ErrorFeedback(TopK(fraction=0.1))
 
 
-def make_server(**options: object) -> FakeServer:
+def make_server(**options: Any) -> FakeServer:
     model = Model.from_tensors({"w": np.zeros(50, np.float32)})
-    return FakeServer(model, lambda r, a: [FEEDBACK], **{"rounds": 2, "auto": 1} | options)
+    options = {"rounds": 2, "auto": 1} | options
+    return FakeServer(model, lambda r, a: [FEEDBACK], **options)
 
 
 class Fails(RandomTrainer):
@@ -32,7 +44,7 @@ class Fails(RandomTrainer):
         super().__init__(50)
         self.fails, self.nan = fails, nan
 
-    def train(self, model, work):
+    def train(self, model: Model, work: TrainingRequest) -> Trained:
         result = super().train(model, work)
         if self.calls not in self.fails:
             return result
@@ -47,7 +59,8 @@ def test_a_failed_training_is_declined_at_once_and_the_device_goes_on(
     tmp_path: Path, nan: bool
 ) -> None:
     server = make_server()
-    link, trainer, pauses = FakeLink(server), Fails({1, 2, 4}, nan=nan), []
+    link, trainer = FakeLink(server), Fails({1, 2, 4}, nan=nan)
+    pauses: list[float] = []
 
     def sleep(seconds: float) -> None:
         pauses.append(seconds)
@@ -62,7 +75,7 @@ def test_a_failed_training_is_declined_at_once_and_the_device_goes_on(
     assert pauses == pytest.approx([30 * 1.05, 50 * 1.05, 30 * 1.05]), "doubled, until it trains"
     sent = sum(part.update.dense() for part in server.parts.values() if part.update is not None)
     computed = sum(trainer.computed.values())
-    np.testing.assert_allclose(sent + client.ledger.residual, computed, atol=1e-6)
+    np.testing.assert_allclose(sent + residual(client.ledger), computed, atol=1e-6)
     client.close()
 
 
@@ -80,12 +93,12 @@ def test_one_failure_too_many_in_a_row_ends_the_run_with_it(tmp_path: Path) -> N
 
 def test_an_evaluation_that_fails_costs_no_assignment(tmp_path: Path) -> None:
     server = make_server()
-    events = []
+    events: list[Event] = []
 
     class Unmeasured(RandomTrainer):
         tries = 0
 
-        def evaluate(self, model):
+        def evaluate(self, model: Model) -> Evaluation | None:
             self.tries += 1
             if self.tries == 1:
                 raise ZeroDivisionError("nothing to measure on")
@@ -101,7 +114,7 @@ def test_an_evaluation_that_fails_costs_no_assignment(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "fields", [{"allowed": -1}, {"pause": 2.0, "longest_pause": 1.0}, {"pause": float("nan")}]
 )
-def test_a_policy_that_cannot_be_is_refused(fields: dict[str, float]) -> None:
+def test_a_policy_that_cannot_be_is_refused(fields: dict[str, Any]) -> None:
     with pytest.raises(ConfigurationError):
         FailurePolicy(**fields)
 
@@ -120,7 +133,9 @@ class Clocked(FakeServer):
 
 
 class ClockedLink(FakeLink):
-    def check_in(self, task, request):
+    server: Clocked
+
+    def check_in(self, task: str, request: CheckInRequest) -> News:
         news = super().check_in(task, request)
         if news.response is None:
             return news
@@ -133,12 +148,14 @@ class Slow(RandomTrainer):
         super().__init__(50)
         self.server, self.takes = server, takes
 
-    def train(self, model, work):
+    def train(self, model: Model, work: TrainingRequest) -> Trained:
         self.server.now += self.takes
         return super().train(model, work)
 
 
-def slow_device(tmp_path: Path, takes: float, **options: object):
+def slow_device(
+    tmp_path: Path, takes: float, **options: Any
+) -> tuple[Clocked, ClockedLink, Slow, Client]:
     server = Clocked(
         Model.from_tensors({"w": np.zeros(50, np.float32)}), lambda r, a: [FEEDBACK], rounds=2
     )
@@ -156,14 +173,14 @@ def test_a_device_that_cannot_make_the_deadline_learns_it_and_declines(tmp_path:
     server.close()
     client.step()
     assert (link.declined[0][1:], trainer.calls) == (("too-slow", 90.0), 1)
-    residual = client.ledger.residual
-    np.testing.assert_array_equal(residual, trainer.computed[1, 1])
+    kept = residual(client.ledger)
+    np.testing.assert_array_equal(kept, trainer.computed[1, 1])
     client.close()
     server.close()
     again = make_client(server, trainer, tmp_path, link, clock=lambda: server.now - 77.0)
     again.step()
     assert (len(link.declined), trainer.calls) == (2, 1), "known over a restart"
-    np.testing.assert_array_equal(again.ledger.residual, residual)
+    np.testing.assert_array_equal(residual(again.ledger), kept)
     server.seconds = 120.0
     server.close()
     again.step()
@@ -197,16 +214,17 @@ def test_a_device_may_be_told_to_try_whatever_the_deadline(tmp_path: Path) -> No
 
 
 @pytest.fixture
-def full_disk(monkeypatch: pytest.MonkeyPatch):
+def full_disk(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """A function that fills the disk for the files whose names hold a text, and frees it again."""
-    real, full = os.open, []
+    real = os.open
+    full: list[str] = []
 
-    def limited(path, flags, *rest, **named):
+    def limited(path: Any, flags: int, *rest: Any, **named: Any) -> int:
         if flags & os.O_CREAT and any(text in str(path) for text in full):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
         return real(path, flags, *rest, **named)
 
-    monkeypatch.setattr(state_module.os, "open", limited)
+    monkeypatch.setattr("fedpress_client.state.os.open", limited)
     return full
 
 
@@ -214,7 +232,8 @@ def test_an_update_that_the_disk_has_no_room_for_is_told_and_given_back(
     tmp_path: Path, full_disk: list[str]
 ) -> None:
     server = make_server(rounds=1)
-    link, trainer, discards = FakeLink(server), RandomTrainer(50), []
+    link, trainer = FakeLink(server), RandomTrainer(50)
+    discards: list[Discard] = []
     client = make_client(
         server, trainer, tmp_path, link, on_discard=discards.append,
         failures=FailurePolicy(allowed=1),

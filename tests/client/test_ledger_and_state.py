@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import os
 import stat
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import groupby
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 import pytest
@@ -17,13 +18,16 @@ from hypothesis import strategies as st
 from fedpress_client import Ledger, ResidualRules
 from fedpress_client.state import Identity, StateDirectory
 from fedpress_compression import compressor as registry
-from fedpress_compression.compressor import state_name
+from fedpress_compression.coding.fields import Layout, Symbols
+from fedpress_compression.compressor import Knowledge, Public, state_name
 from fedpress_compression.compressors.error_feedback import ErrorFeedback
 from fedpress_compression.compressors.none import Uncompressed
 from fedpress_compression.compressors.powersgd import PowerSGD
 from fedpress_compression.compressors.quantize import Quantize
 from fedpress_compression.compressors.randomk import RandomK
 from fedpress_compression.compressors.topk import TopK
+from fedpress_compression.tensors import ModelSpec, Vector
+from fedpress_compression.update import Update
 from fedpress_protocols.errors import (
     ConfigurationError,
     Conflict,
@@ -37,7 +41,7 @@ from fedpress_protocols.errors import (
 from fedpress_protocols.messages import Assignment, Receipt
 from fedpress_protocols.model import Model
 from tests.client.fake_server import make_plan
-from tests.ledgers import velocity
+from tests.ledgers import residual, velocity
 from tests.systems import posix_only
 
 RNG = np.random.default_rng(0)
@@ -52,7 +56,9 @@ def assignment(compressor: Any, round_: int = 1, size: int = 40, **options: Any)
     return Assignment(assignment=f"a{round_}", client_id="me", plan=plan, profile="p0")
 
 
-def prepared(ledger: Ledger, compressor: Any, round_: int = 1, size: int = 40, **options: Any):
+def prepared(
+    ledger: Ledger, compressor: Any, round_: int = 1, size: int = 40, **options: Any
+) -> tuple[Ledger, Vector]:
     update = RNG.normal(size=size).astype(np.float32)
     given_ = assignment(compressor, round_, size, **options)
     ledger, _ = ledger.prepare(given_, update, 7, model(size).spec, RNG)
@@ -149,7 +155,7 @@ def test_an_account_of_the_first_format_goes_on() -> None:
     back = ledger
     for key in ("a4", "a6"):
         back = back.settle(receipt(back, key, "not-included"))
-    np.testing.assert_allclose(back.residual, before + sent["a4"] + sent["a6"], atol=1e-6)
+    np.testing.assert_allclose(residual(back), before + sent["a4"] + sent["a6"], atol=1e-6)
     bare = ledger.settle(receipt(ledger, "a7", "not-included"))
     assert [each.reason for each in bare.discards[-1:]] == ["not-included"]
 
@@ -195,12 +201,12 @@ def test_a_receipt_is_taken_once_and_only_if_it_is_ours() -> None:
 def test_what_was_not_included_goes_out_again() -> None:
     ledger, update = prepared(EMPTY, FEEDBACK)
     ledger = ledger.settle(receipt(ledger, "a1", "not-included", upload=None))
-    np.testing.assert_allclose(ledger.residual, update, rtol=1e-6)
+    np.testing.assert_allclose(residual(ledger), update, rtol=1e-6)
     everything = ErrorFeedback(Uncompressed())
     zero = np.zeros(40, np.float32)
     ledger, _ = ledger.prepare(assignment(everything, 2), zero, 1, model().spec, RNG)
     np.testing.assert_allclose(ledger.pending["a2"].update.dense(), update, rtol=1e-6)
-    assert not ledger.residual.any()
+    assert not residual(ledger).any()
 
 
 def test_without_feedback_every_loss_is_told_and_the_residual_waits() -> None:
@@ -222,12 +228,12 @@ def test_without_feedback_every_loss_is_told_and_the_residual_waits() -> None:
 
 def test_another_model_ends_the_residual_and_says_so() -> None:
     ledger, _ = prepared(EMPTY, FEEDBACK)
-    residual, y = ledger.residual, ledger.pending["a1"].update.dense()
+    waiting, y = residual(ledger), ledger.pending["a1"].update.dense()
     ledger, _ = prepared(ledger, FEEDBACK, 2, size=30)
-    assert ledger.residual.shape == (30,)
+    assert residual(ledger).shape == (30,)
     (loss,) = ledger.discards
     assert loss.reason == "spec-changed"
-    np.testing.assert_array_equal(loss.vector, residual)
+    np.testing.assert_array_equal(loss.vector, waiting)
     ledger = ledger.told().settle(receipt(ledger, "a1", "not-included"))
     assert [d.reason for d in ledger.discards] == ["spec-changed"]
     np.testing.assert_array_equal(ledger.discards[0].vector, y)
@@ -237,7 +243,7 @@ def test_another_model_ends_the_residual_and_says_so() -> None:
 
 def test_decay_and_cap_tell_what_they_take() -> None:
     ledger, _ = prepared(EMPTY, FEEDBACK)
-    before = ledger.residual
+    before = residual(ledger)
     update = np.full(40, 1e-3, np.float32)
     rules = ResidualRules(decay=0.5, max_ratio=2.0)
     late = assignment(FEEDBACK, 4)
@@ -245,7 +251,7 @@ def test_decay_and_cap_tell_what_they_take() -> None:
     decayed, capped = ledger.discards
     assert (decayed.reason, capped.reason) == ("decayed", "capped")
     np.testing.assert_array_equal(decayed.vector, before - before * np.float32(0.25))
-    kept = ledger.residual + ledger.pending["a4"].update.dense() - update
+    kept = residual(ledger) + ledger.pending["a4"].update.dense() - update
     assert np.linalg.norm(kept) == pytest.approx(2 * np.linalg.norm(update), rel=1e-3)
     for bad in ({"decay": 1.5}, {"max_ratio": -1.0}, {"decay": float("nan")}):
         with pytest.raises(ConfigurationError):
@@ -258,7 +264,7 @@ def test_values_beyond_the_plans_bound_are_sent_in_parts() -> None:
     ledger, _ = EMPTY.prepare(given_, update, 10**6, model().spec, RNG)
     assert np.abs(ledger.pending["a1"].update.dense()).max() == 1.0
     assert ledger.pending["a1"].num_examples == 1000
-    np.testing.assert_array_equal(ledger.pending["a1"].update.dense() + ledger.residual, update)
+    np.testing.assert_array_equal(ledger.pending["a1"].update.dense() + residual(ledger), update)
 
 
 @pytest.mark.parametrize("feedback", [True, False])
@@ -273,7 +279,7 @@ def test_what_compression_takes_beyond_the_bound_is_not_sent_and_not_lost(feedba
     assert body is None
     assert (ledger.round, list(ledger.pending)) == (2, ["a1"])
     if feedback:
-        np.testing.assert_array_equal(ledger.residual, before.residual + update)
+        np.testing.assert_array_equal(ledger.residual, residual(before) + update)
         assert not ledger.discards
     else:
         (discard,) = ledger.discards[len(before.discards) :]
@@ -314,21 +320,23 @@ def momentum(monkeypatch: pytest.MonkeyPatch) -> type:
         factor: float = 0.5
 
         commutes_with_sum = False
-        needs = frozenset()
+        needs: ClassVar[frozenset[Knowledge]] = frozenset()
 
-        def layout(self, spec):
+        def layout(self, spec: ModelSpec) -> Layout:
             return Uncompressed().layout(spec)
 
-        def init(self, spec):
+        def init(self, spec: ModelSpec) -> Any:
             return (Memory(np.zeros(spec.size, np.float32), 0), None)
 
-        def compress(self, update, state, public, rng):
+        def compress(
+            self, update: Vector, state: Any, public: Public, rng: np.random.Generator
+        ) -> tuple[Symbols, Any]:
             memory, _ = state
             velocity = np.float32(self.factor) * memory.velocity + update
             symbols, _ = Uncompressed().compress(velocity, None, public, rng)
             return symbols, (Memory(velocity, memory.rounds + 1), None)
 
-        def decompress(self, symbols, public, num_summands=1):
+        def decompress(self, symbols: Symbols, public: Public, num_summands: int = 1) -> Update:
             return Uncompressed().decompress(symbols, public)
 
     return Momentum
@@ -381,25 +389,27 @@ def test_a_compressor_of_others_says_what_a_receipt_does_to_its_state(
     @dataclass(frozen=True, slots=True)
     class Counting(registry.Stateful):
         commutes_with_sum = False
-        needs = frozenset()
+        needs: ClassVar[frozenset[Knowledge]] = frozenset()
 
-        def layout(self, spec):
+        def layout(self, spec: ModelSpec) -> Layout:
             return Uncompressed().layout(spec)
 
-        def init(self, spec):
+        def init(self, spec: ModelSpec) -> Fate:
             return Fate(0, 0)
 
-        def compress(self, update, state, public, rng):
+        def compress(
+            self, update: Vector, state: Any, public: Public, rng: np.random.Generator
+        ) -> tuple[Symbols, Any]:
             symbols, _ = Uncompressed().compress(update, None, public, rng)
             return symbols, state
 
-        def decompress(self, symbols, public, num_summands=1):
+        def decompress(self, symbols: Symbols, public: Public, num_summands: int = 1) -> Update:
             return Uncompressed().decompress(symbols, public)
 
-        def commit(self, state, mark, sent):
+        def commit(self, state: Fate, mark: Any, sent: Update) -> Fate:
             return state._replace(included=state.included + 1)
 
-        def roll_back(self, state, sent):
+        def roll_back(self, state: Fate, sent: Update) -> Fate:
             return state._replace(rolled_back=state.rolled_back + 1)
 
     def fate(ledger: Ledger) -> list[int]:
@@ -450,7 +460,9 @@ def test_the_folder_and_all_in_it_is_private(tmp_path: Path) -> None:
     for path in (tmp_path / "a").rglob("*"):
         assert mode(path) == (0o700 if path.is_dir() else 0o600), path
     assert StateDirectory.open(tmp_path / "a" / "b").key().to_bytes() == key.to_bytes()
-    assert directory.identity().client_id == "c"
+    identity = directory.identity()
+    assert identity is not None
+    assert identity.client_id == "c"
 
 
 @posix_only
@@ -515,7 +527,7 @@ def test_a_ledger_is_synced_before_it_takes_the_old_ones_place(
     for name in ("write", "fsync", "replace"):
         real = getattr(os, name)
 
-        def note(*args, name=name, real=real):
+        def note(*args: Any, name: str = name, real: Callable[..., Any] = real) -> Any:
             kind = name
             if name == "fsync":
                 is_folder = stat.S_ISDIR(os.fstat(args[0]).st_mode)
@@ -547,7 +559,7 @@ def test_models_are_kept_by_digest_and_only_those_of_use(
     files.drop_models(besides=(f"{3:064x}", None))
     assert [kept.stem for kept in (files.folder / "models").iterdir()] == [f"{3:064x}"]
 
-    def full(*args) -> int:
+    def full(*args: Any) -> int:
         raise OSError("No space left on device")
 
     monkeypatch.setattr(os, "write", full)

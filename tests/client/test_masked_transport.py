@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from typing import Any
 
 import httpx
 import pytest
@@ -43,7 +44,7 @@ def test_a_message_is_heard_as_its_bytes() -> None:
 
 
 @pytest.mark.parametrize(("header", "seconds"), [({"retry_after": "3"}, 3.0), ({}, 0.0)])
-def test_nothing_yet_says_when_to_ask_again(header: dict[str, str], seconds: float) -> None:
+def test_nothing_yet_says_when_to_ask_again(header: dict[str, Any], seconds: float) -> None:
     transport = link(lambda request: reply(204, **header))
     assert transport.hear("a1", "offer", 0.0) == seconds
 

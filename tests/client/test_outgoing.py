@@ -7,6 +7,7 @@ import os
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,6 +18,7 @@ from fedpress_client import Ledger
 from fedpress_client.outgoing import Outgoing, SendsAhead, abandon_unfinished
 from fedpress_client.parts import Delivery, PartSizes
 from fedpress_client.state import StateDirectory, TaskFiles
+from fedpress_compression.compressor import Compressor
 from fedpress_compression.compressors.none import Uncompressed
 from fedpress_compression.compressors.per_tensor import PerTensor
 from fedpress_compression.compressors.randomk import RandomK
@@ -238,7 +240,7 @@ def gone(verb: str) -> None:
     [Uncompressed(), TopK(0.1), PerTensor(TopK(0.1), min_size=64)],
     ids=["none", "topk", "per-tensor"],
 )
-def test_the_sections_are_the_body(compressor: object) -> None:
+def test_the_sections_are_the_body(compressor: Compressor[Any]) -> None:
     rng = np.random.default_rng(0)
     weights = {"w": np.zeros((700, 800), np.float32), "b": np.zeros(50, np.float32)}
     model = Model.from_tensors(weights)
@@ -290,7 +292,7 @@ class Waits:
         self.goes_on(*arguments)
 
 
-def world(*compressors: object, **options: object) -> tuple[FakeServer, Store, AheadLink]:
+def world(*compressors: Compressor[Any], **options: Any) -> tuple[FakeServer, Store, AheadLink]:
     model = Model.from_tensors({"w": np.zeros((50, 50), np.float32)})
     server = FakeServer(model, lambda r, a: list(compressors), rounds=1, auto=1, **options)
     store = Store()
@@ -302,7 +304,12 @@ def test_a_client_sends_the_beginning_of_the_body_that_it_saves(
 ) -> None:
     server, store, link = world(Uncompressed())
     save = TaskFiles.save
-    waits = Waits(store, lambda ledger: save(client._joined.files, ledger))
+
+    def goes_on(ledger: Ledger) -> None:
+        assert client._joined is not None
+        save(client._joined.files, ledger)
+
+    waits = Waits(store, goes_on)
     monkeypatch.setattr(TaskFiles, "save", lambda files, ledger: waits(ledger))
     client = make_client(server, RandomTrainer(2500), tmp_path, link, seed=1)
     client.step()

@@ -5,11 +5,13 @@ from __future__ import annotations
 import hashlib
 import shutil
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from fedpress_client import Client, Ledger
+from fedpress_compression.compressor import Compressor
 from fedpress_compression.compressors.delta import Delta
 from fedpress_compression.compressors.error_feedback import ErrorFeedback
 from fedpress_compression.compressors.topk import TopK
@@ -47,7 +49,7 @@ def test_the_base_is_the_last_included_upload(tmp_path: Path) -> None:
         name = uploaded(client, server)
         own = server.parts[name].assignment.own
         assert own == included
-        server.close(keep=lambda _, keep=keep: keep)
+        server.close(keep=(lambda _: True) if keep else (lambda _: False))
         update = server.parts[name].update
         assert update is not None
         if keep:
@@ -97,7 +99,13 @@ def test_other_bytes_for_the_base_are_declined(tmp_path: Path, named: int, sent:
 
 
 def test_the_base_survives_the_disk_and_a_change_of_rate(tmp_path: Path) -> None:
-    rates = [DELTA, Delta(TopK(fraction=0.3)), ErrorFeedback(DELTA), TopK(0.1), DELTA]
+    rates: list[Compressor[Any]] = [
+        DELTA,
+        Delta(TopK(fraction=0.3)),
+        ErrorFeedback(DELTA),
+        TopK(0.1),
+        DELTA,
+    ]
     server = FakeServer(small_model(), lambda round_, attempt: [rates[round_ % 5]], rounds=11)
     link = FakeLink(server)
     for _ in range(10):

@@ -34,10 +34,12 @@ def fleet(rounds: int = 2, auto: int | None = 1) -> FakeServer:
 
 def test_a_device_that_refuses_asks_for_nothing_and_no_round_waits_for_it(tmp_path: Path) -> None:
     server, seen = fleet(), list[Event]()
+    link = FakeLink(server)
     away = make_client(
         server,
         RandomTrainer(20),
         tmp_path / "away",
+        link,
         on_event=seen.append,
         should_participate=lambda: Refusal("not on the home network", 600),
     )
@@ -45,7 +47,7 @@ def test_a_device_that_refuses_asks_for_nothing_and_no_round_waits_for_it(tmp_pa
     make_client(server, RandomTrainer(20), tmp_path / "here").run()
     assert server.state == "finished"
     assert away.step() == 600
-    assert "check_in" not in away._transport.calls
+    assert "check_in" not in link.calls
     assert not any(part.assignment.client_id == "client0" for part in server.parts.values())
     assert [e.details for e in seen if isinstance(e, ParticipationPostponed)] == 2 * [
         {"condition": "<lambda>", "reason": "not on the home network", "seconds": 600}
@@ -81,11 +83,12 @@ def test_an_update_waits_in_the_outbox_while_the_device_refuses(tmp_path: Path) 
         if verb == "before upload" and not refusals:
             raise TransportError("the link broke")
 
+    link = FakeLink(server, breaks)
     client = make_client(
         server,
         RandomTrainer(20),
         tmp_path,
-        FakeLink(server, breaks),
+        link,
         should_participate=lambda: refusals[-1] if len(refusals) == 1 else True,
     )
     with pytest.raises(TransportError):
@@ -93,7 +96,7 @@ def test_an_update_waits_in_the_outbox_while_the_device_refuses(tmp_path: Path) 
     refusals.append(Refusal("metered"))
     assert client.step() == 60
     assert len(client.ledger.pending) == 1
-    assert "before upload" not in client._transport.calls[-1:]
+    assert "before upload" not in link.calls[-1:]
     refusals.append(Refusal("never returned"))
     summary = client.run()
     assert (summary.included, summary.pending, server.committed) == (2, 0, 2)
@@ -204,7 +207,7 @@ def test_a_machine_without_battery_takes_part_and_an_unreadable_one_does_not(
 def test_elsewhere_psutil_reads_the_battery(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "platform", "darwin")
     psutil = ModuleType("psutil")
-    reading = SimpleNamespace(percent=20.0, power_plugged=False)
+    reading: Any = SimpleNamespace(percent=20.0, power_plugged=False)
     monkeypatch.setattr(psutil, "sensors_battery", lambda: reading, raising=False)
     monkeypatch.setitem(sys.modules, "psutil", psutil)
     assert answer_of(Battery()).startswith("the battery has 20 %")

@@ -219,7 +219,8 @@ def test_a_server_that_contradicts_itself_is_given_up() -> None:
 
 
 def test_ahead_of_the_whole_nothing_is_completed_and_nothing_is_sent_twice() -> None:
-    store, names = Store(), []
+    store = Store()
+    names: list[str] = []
 
     def source(offset: int, most: int) -> bytes:
         return b"" if offset > 5000 else BODY[offset : offset + most]

@@ -47,6 +47,7 @@ def test_a_ledger_keeps_the_plan_s_limits_and_reports_as_the_compressor_does() -
         ledger, _ = ledger.prepare(assignment, update, 1, MODEL.spec, rng)
         _, state = made.compress(update, state, plan.public(MODEL.spec), rng)
         assert ledger.residual is not None
+        assert state.residual is not None
         np.testing.assert_allclose(ledger.residual, state.residual, atol=1e-6)
         lost += np.sum([each for _, each in state.lost], axis=0)
     assert {discard.reason for discard in ledger.discards} == {"decayed", "capped"}

@@ -9,8 +9,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from fedpress_client import Evaluation
+from fedpress_client import Evaluation, Trained, TrainingRequest
 from fedpress_protocols.errors import ConfigurationError, DigestMismatch, TransportError
+from fedpress_protocols.messages import TaskSummary
 from fedpress_protocols.model import Model
 from tests.client.fake_server import TASK, FakeLink, RandomTrainer, make_client
 from tests.client.test_failures import make_server
@@ -19,7 +20,7 @@ from tests.client.test_failures import make_server
 class Away(FakeLink):
     is_away = False
 
-    def task(self, task):
+    def task(self, task: str) -> TaskSummary:
         self.calls.append("task")
         if self.is_away:
             raise TransportError("no answer")
@@ -28,10 +29,11 @@ class Away(FakeLink):
 
 def test_a_model_is_to_be_had_before_while_and_after_training(tmp_path: Path) -> None:
     server = make_server(rounds=3)
-    link, seen = Away(server), []
+    link = Away(server)
+    seen: list[Model] = []
 
     class Watches(RandomTrainer):
-        def train(self, model, work):
+        def train(self, model: Model, work: TrainingRequest) -> Trained:
             thread = threading.Thread(target=lambda: seen.append(client.model(max_age=0.0)))
             thread.start()
             thread.join()
@@ -55,7 +57,7 @@ def test_the_average_is_served_where_there_is_one_and_measured_at_the_end(tmp_pa
     server.published = {"average": average.digest}
 
     class Measures(RandomTrainer):
-        def evaluate(self, model):
+        def evaluate(self, model: Model) -> Evaluation | None:
             return Evaluation(9, {"loss": 1.0})
 
     client = make_client(server, Measures(50), tmp_path)
@@ -117,7 +119,8 @@ def test_other_bytes_under_the_name_of_the_model_are_refused(tmp_path: Path) -> 
 
 def test_many_threads_have_one_model_and_one_download(tmp_path: Path) -> None:
     server = make_server()
-    link, models = FakeLink(server), []
+    link = FakeLink(server)
+    models: list[Model] = []
     client = make_client(server, RandomTrainer(50), tmp_path, link)
     threads = [threading.Thread(target=lambda: models.append(client.model())) for _ in range(8)]
     for thread in threads:

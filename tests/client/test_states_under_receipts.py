@@ -49,6 +49,7 @@ def prepared(
     ledger, body = ledger.prepare(
         assignment, update, 1, MODEL.spec, rng, knowledge={"previous": previous}
     )
+    assert body is not None
     return ledger, plan, body
 
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from email.utils import formatdate
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -95,7 +96,7 @@ def problem(error: Any, **headers: str) -> httpx.Response:
 
 def raw(*chunks: bytes, status: int = 200, fail: bool = False, **headers: str) -> httpx.Response:
     class Stream(httpx.SyncByteStream):
-        def __iter__(self):
+        def __iter__(self) -> Iterator[bytes]:
             yield from chunks
             if fail:
                 raise httpx.ReadError("connection reset")
@@ -121,7 +122,7 @@ def raw(*chunks: bytes, status: int = 200, fail: bool = False, **headers: str) -
         ([problem(ReplayedRequest())], [0.25]),
     ],
 )
-def test_the_same_bytes_go_out_until_they_arrive(failures: list, pauses: list[float]) -> None:
+def test_the_same_bytes_go_out_until_they_arrive(failures: list[Any], pauses: list[float]) -> None:
     server = Server(*failures, ack())
     transport = server.transport(retries=Retries(patience=1e9))
     assert transport.upload("a", BODY).upload == DIGEST
@@ -232,7 +233,9 @@ def test_an_assignment_that_cannot_be_read_does_not_hide_the_rest() -> None:
     assert news.response.assignment is None
     assert news.unfit is not None
     assert news.unfit[0] == "a7"
-    assert transport.check_in("t", CheckInRequest()).response.retry_after == 2.0
+    second = transport.check_in("t", CheckInRequest())
+    assert second.response is not None
+    assert second.response.retry_after == 2.0
     assert len(server.slept) == 2
 
 
@@ -323,7 +326,7 @@ def test_a_url_that_cannot_work_is_refused(url: str) -> None:
         HttpTransport(url, KEY)
 
 
-def test_a_ca_bundle_that_is_none_is_refused(tmp_path) -> None:
+def test_a_ca_bundle_that_is_none_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match="CA bundle"):
         HttpTransport("https://server", KEY, verify=str(tmp_path / "missing.pem"))
     (tmp_path / "empty.pem").write_text("")
@@ -331,7 +334,11 @@ def test_a_ca_bundle_that_is_none_is_refused(tmp_path) -> None:
         HttpTransport("https://server", KEY, verify=str(tmp_path / "empty.pem"))
 
 
-ONCE = {"retries": Retries(patience=0.0), "sleep": lambda seconds: None, "random": lambda: 0.9}
+ONCE: dict[str, Any] = {
+    "retries": Retries(patience=0.0),
+    "sleep": lambda seconds: None,
+    "random": lambda: 0.9,
+}
 
 
 def test_a_dead_proxy_is_told_as_the_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -352,15 +359,19 @@ def test_a_dead_proxy_is_told_as_the_proxy(monkeypatch: pytest.MonkeyPatch) -> N
         HttpTransport("http://server.test", KEY, proxy="server:3128")
 
 
+def proxy_of(transport: HttpTransport) -> bytes:
+    """The host of the proxy to http://server."""
+    way: Any = transport._link._http._transport_for_url(httpx.URL("http://server/"))
+    return bytes(way._pool._proxy_url.host)
+
+
 def test_a_proxy_is_honoured(monkeypatch: pytest.MonkeyPatch) -> None:
     transport = HttpTransport("http://server", KEY, proxy="http://proxy:3128")
-    pool = transport._link._http._transport_for_url(httpx.URL("http://server/"))._pool
-    assert pool._proxy_url.host == b"proxy"
+    assert proxy_of(transport) == b"proxy"
     transport.close()
     monkeypatch.setenv("HTTP_PROXY", "http://other:3128")
     transport = HttpTransport("http://server", KEY)
-    pool = transport._link._http._transport_for_url(httpx.URL("http://server/"))._pool
-    assert pool._proxy_url.host == b"other"
+    assert proxy_of(transport) == b"other"
     transport.close()
 
 

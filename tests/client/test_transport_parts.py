@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from typing import Any
 
 import httpx
 import pytest
@@ -40,7 +41,7 @@ def told(offset: int, *, status: int = 200, part_bytes: int = 300) -> httpx.Resp
 
 
 def held(offset: int, **changed: str) -> httpx.Response:
-    headers = {
+    headers: dict[str, Any] = {
         "upload_offset": str(offset),
         "upload_digest": hashlib.sha256(BODY[:offset]).hexdigest(),
         "upload_part_bytes": "300",
@@ -189,7 +190,8 @@ def test_a_portal_is_no_place_to_stand() -> None:
 
 def test_ahead_nothing_is_tried_again() -> None:
     server = Server(told(0, status=201), httpx.ReadError("reset"))
-    transport, names = server.transport(parts_above=9), []
+    transport = server.transport(parts_above=9)
+    names: list[str] = []
     with pytest.raises(TransportError, match="reset"):
         transport.ahead("a", 1000, lambda offset, most: BODY[offset : offset + most], names.append)
     assert names == ["u"]
