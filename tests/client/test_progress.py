@@ -81,7 +81,7 @@ BODY = np.random.default_rng(0).bytes(200_000)
 def test_downloads_and_uploads_are_reported_by_bytes() -> None:
     seen: list[tuple[str, int, int | None]] = []
     done = UploadAck(assignment="a", upload=hashlib.sha256(BODY).hexdigest(), received_at=1.0)
-    length = {"content_length": str(len(BODY))}
+    length: dict[str, Any] = {"content_length": str(len(BODY))}
     server = Server(
         raw(BODY[:70_000], fail=True, **length),
         raw(
