@@ -35,6 +35,7 @@ from fedpress_protocols.messages import (
     PartialIntent,
     PartialUpload,
     UploadAck,
+    UploadFigures,
 )
 from fedpress_protocols.model import Model
 from fedpress_protocols.plan import CohortRules, FixedPointTerms, Profile, RoundPlan, TrainingTerms
@@ -74,7 +75,7 @@ class Link:
         return self._asked(len(part))
 
     def complete_parts(
-        self, assignment: str, partial: str, completion: PartialCompletion
+        self, assignment: str, partial: str, completion: PartialCompletion, query: str = ""
     ) -> UploadAck:
         self._asked()
         return UploadAck(assignment=assignment, upload=completion.upload, received_at=0.0)
@@ -94,7 +95,9 @@ class Link:
     ) -> None:
         self._delivery(assignment).ahead(source, max_bytes, begun)
 
-    def upload(self, assignment: str, body: bytes) -> UploadAck:
+    def upload(
+        self, assignment: str, body: bytes, figures: UploadFigures | None = None
+    ) -> UploadAck:
         return self._delivery(assignment).whole(body)
 
 

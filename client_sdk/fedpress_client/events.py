@@ -16,7 +16,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar, Protocol, get_args
 
 from fedpress_protocols.messages import DeclineReason, Outcome, TaskState
@@ -146,6 +146,8 @@ class UpdateTrained(ClientEvent):
     num_examples: int
     body_bytes: int
     metrics: Mapping[str, float]
+    figures: Mapping[str, float] = field(default_factory=dict)
+    """See `UploadFigures`: nmse, residual, norm, and the seconds of train and compress."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -29,13 +29,14 @@ class HttpParts:
         if link.max_upload_rate is not None:
             self._sizes.num_bytes = largest_in(part_seconds, link.max_upload_rate, FIRST_PART)
 
-    def deliver(self, assignment: str, body: bytes) -> UploadAck:
-        """Send a whole body; raises PartsNotOffered where it is to go in one."""
+    def deliver(self, assignment: str, body: bytes, query: str = "") -> UploadAck:
+        """Send a whole body, its completion with `query`; raises PartsNotOffered where it is to go
+        in one."""
 
         def report(offset: int) -> None:
             self._link.report("upload", offset, len(body))
 
-        delivery = Delivery(self, assignment, self._sizes, self._link.clock, report)
+        delivery = Delivery(self, assignment, self._sizes, self._link.clock, report, query)
 
         def attempt() -> UploadAck:
             start = delivery.offset
@@ -96,9 +97,9 @@ class HttpParts:
         return answer.parsed(PartialUpload)
 
     def complete_parts(
-        self, assignment: str, partial: str, completion: PartialCompletion
+        self, assignment: str, partial: str, completion: PartialCompletion, query: str
     ) -> UploadAck:
-        path = f"{_path(assignment, partial)}/completion"
+        path = f"{_path(assignment, partial)}/completion" + (query and f"?{query}")
         answer = self._link.once("POST", path, json_of(completion))
         answer.check()
         return answer.parsed(UploadAck)

@@ -13,7 +13,7 @@ from fedpress_client.masking import MaskedPart
 from fedpress_client.server_trust import ServerTrust
 from fedpress_client.state import TaskFiles
 from fedpress_protocols.errors import ConfigurationError, IncompatiblePlan
-from fedpress_protocols.messages import Assignment, TaskSummary
+from fedpress_protocols.messages import Assignment, TaskSummary, UploadFigures
 
 _log = logging.getLogger(__name__)
 
@@ -38,6 +38,8 @@ class JoinedTask:
     sent: set[str] = field(default_factory=set)
     """Pending uploads that the server has answered."""
     declined: set[str] = field(default_factory=set)
+    figures: dict[str, UploadFigures] = field(default_factory=dict)
+    """Of pending uploads that this process has compressed, if they may be told."""
     masked_part: MaskedPart | None = None
     """In masked sessions, once it has taken part in one."""
     is_hurried: bool = False

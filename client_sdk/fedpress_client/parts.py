@@ -46,7 +46,7 @@ class PartVerbs(Protocol):
     ) -> PartialUpload: ...
 
     def complete_parts(
-        self, assignment: str, partial: str, completion: PartialCompletion
+        self, assignment: str, partial: str, completion: PartialCompletion, query: str
     ) -> UploadAck: ...
 
     def drop_parts(self, assignment: str, partial: str) -> None: ...
@@ -99,8 +99,10 @@ class Delivery:
         sizes: PartSizes,
         clock: Callable[[], float],
         on_offset: Callable[[int], None] = lambda offset: None,
+        query: str = "",
     ) -> None:
-        self._verbs, self._assignment, self._on_offset = verbs, assignment, on_offset
+        self._verbs, self._assignment = verbs, assignment
+        self._on_offset, self._query = on_offset, query
         self._sizes, self._clock = sizes, clock
         self._partial: str | None = None
         self._part_bytes = 1
@@ -118,7 +120,9 @@ class Delivery:
                 while self.offset < len(body):
                     self._send(body[self.offset : self.offset + self._next])
                 completion = PartialCompletion(num_bytes=len(body), upload=digest)
-                return self._verbs.complete_parts(self._assignment, self._name, completion)
+                return self._verbs.complete_parts(
+                    self._assignment, self._name, completion, self._query
+                )
             except OffsetConflict:
                 pass  # a part was kept, and its answer lost: ask where it stands
             except UnknownPartial:

@@ -9,6 +9,7 @@ goes on from there. An assignment that was saved is never trained again.
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 
@@ -28,6 +29,7 @@ from fedpress_client.randomness import compression_rng, rounding_secret, trainin
 from fedpress_client.settings import Services
 from fedpress_client.side_information import SideInformation
 from fedpress_client.trainer import Trained
+from fedpress_client.update_figures import Timing, figures_of
 from fedpress_client.uploads import Uploads
 from fedpress_compression.compressor import Knowledge
 from fedpress_compression.tensors import ModelSpec, Vector
@@ -74,6 +76,7 @@ class _Output:
     update: Vector
     ledger: Ledger
     body: bytes | None
+    timing: Timing
 
 
 class RoundRunner:
@@ -156,10 +159,14 @@ class RoundRunner:
             return False
         outgoing.finish()
         self._failures.clear()
+        figures = figures_of(task.ledger, key, output.update, output.timing)
+        if plan.lane == "clear" and plan.privacy is None:
+            task.figures[key] = figures
         event = UpdateTrained(
             num_examples=output.trained.num_examples,
             body_bytes=len(output.body),
             metrics=output.metrics,
+            figures=figures.model_dump(exclude_none=True),
         )
         self._services.events.emit(event, plan)
         return not self._services.stopping.is_set
@@ -194,10 +201,12 @@ class RoundRunner:
         plan, key = assignment.plan, assignment.assignment
         seed = training_seed(self._settings.seed, plan.round, plan.attempt, assignment.turn)
         update = np.empty(0, np.float32)
+        began_at = time.perf_counter()
         try:
             with tracing.span("train"):
                 request = terms.work(seed, inputs.support, self._progress.of("train"))
                 trained = self._services.trainer.train(terms.model, request)
+            trained_at = time.perf_counter()
             self._progress.finish("train")
             change, metrics = checked_change(trained, terms.model)
             outgoing.expect(_max_bytes(assignment, inputs.model.spec))
@@ -214,7 +223,8 @@ class RoundRunner:
             outgoing.abandon()
             self._fail(task, key, "training-failed", exc)
             return None
-        return _Output(trained, metrics, update, ledger, body)
+        timing = Timing(trained_at - began_at, time.perf_counter() - trained_at)
+        return _Output(trained, metrics, update, ledger, body, timing)
 
     def _compress(
         self,

@@ -38,6 +38,7 @@ from fedpress_protocols.messages import (
     SignedReceipt,
     TaskSummary,
     UploadAck,
+    UploadFigures,
 )
 from fedpress_protocols.signatures import DeviceKey
 
@@ -106,7 +107,9 @@ class Transport(Protocol):
         """As `model`, for what the device's last included upload stood for."""
         ...
 
-    def upload(self, assignment: str, body: bytes) -> UploadAck: ...
+    def upload(
+        self, assignment: str, body: bytes, figures: UploadFigures | None = None
+    ) -> UploadAck: ...
 
     def decline(
         self, assignment: str, reason: DeclineReason, needed_seconds: float | None = None
@@ -216,8 +219,10 @@ class HttpTransport:
             lambda: read(self._link.once("POST", path, json_of(request), wait=request.wait)), path
         )
 
-    def upload(self, assignment: str, body: bytes) -> UploadAck:
-        return self._deliver(assignment, body)
+    def upload(
+        self, assignment: str, body: bytes, figures: UploadFigures | None = None
+    ) -> UploadAck:
+        return self._deliver(assignment, body, "" if figures is None else figures.query)
 
     def decline(
         self, assignment: str, reason: DeclineReason, needed_seconds: float | None = None
@@ -297,14 +302,14 @@ class HttpTransport:
 
     # Bodies
 
-    def _deliver(self, assignment: str, body: bytes) -> UploadAck:
+    def _deliver(self, assignment: str, body: bytes, query: str = "") -> UploadAck:
         if len(body) > self.parts_above and self._takes_parts:
             try:
-                return self._parts.deliver(assignment, body)
+                return self._parts.deliver(assignment, body, query)
             except PartsNotOffered as exc:
                 _log.info("%s", exc)
                 self._takes_parts = False
-        path = f"/v1/assignments/{assignment}/update"
+        path = f"/v1/assignments/{assignment}/update" + (query and f"?{query}")
         return self._link.call("PUT", path, body, {"Content-Type": _OCTETS}).parsed(UploadAck)
 
     def ahead(

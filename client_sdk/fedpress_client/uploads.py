@@ -21,7 +21,7 @@ from fedpress_protocols.errors import (
     NotFound,
     PlanDeclined,
 )
-from fedpress_protocols.messages import DeclineReason, UploadAck
+from fedpress_protocols.messages import DeclineReason, UploadAck, UploadFigures
 
 _log = logging.getLogger(__name__)
 
@@ -48,7 +48,7 @@ class Uploads:
                 f"the update of round {upload.round}.{upload.attempt} of task {task.name!r}",
                 is_pinned=task.files.is_masked(),
             )
-            ack = self._timed(key, upload)
+            ack = self._timed(key, upload, task.figures.get(key))
             if (ack.assignment, ack.upload) != (key, upload.digest):
                 raise DigestMismatch(
                     f"the server took {ack.upload[:12]} for {ack.assignment}, sent was "
@@ -70,6 +70,7 @@ class Uploads:
             self._report_refusal(key, upload, exc)
             self.decline(task, key, "upload-refused", exc)
         task.sent.add(key)
+        task.figures.pop(key, None)
 
     def decline(
         self,
@@ -97,11 +98,11 @@ class Uploads:
         else:
             self._receipts.settle(task, () if signed is None else (signed,))
 
-    def _timed(self, key: str, upload: Pending) -> UploadAck:
+    def _timed(self, key: str, upload: Pending, figures: UploadFigures | None) -> UploadAck:
         """Send a body, and measure the uplink by it."""
         traffic = self._transport.traffic
         began_at, sent_before = self._clock(), traffic.body_up
-        ack = self._transport.upload(key, upload.body)
+        ack = self._transport.upload(key, upload.body, figures)
         self._uplink.add(traffic.body_up - sent_before, self._clock() - began_at)
         return ack
 

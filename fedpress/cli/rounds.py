@@ -13,7 +13,13 @@ from fedpress.command_line import Group, argument, as_json, operates
 
 if TYPE_CHECKING:
     from fedpress.operator import Operator
-    from fedpress_protocols.messages import Durations, Measured, PrivacyStatus, RoundStatus
+    from fedpress_protocols.messages import (
+        Durations,
+        Measured,
+        PrivacyStatus,
+        RoundFigures,
+        RoundStatus,
+    )
 
 
 @click.group("round", cls=Group)
@@ -148,6 +154,7 @@ def _whole(attempt: RoundStatus) -> Iterator[str]:
             f"{attempt.upload_bytes:,} bytes, {attempt.wire_upload_bytes:,} with headers",
         ),
         ("down", f"{attempt.download_bytes:,} bytes" + _forms(attempt)),
+        ("compression", _figures(attempt.figures)),
         ("privacy", "" if attempt.privacy is None else privacy_spent(attempt.privacy)),
         ("made from", attempt.base_model),
         ("model", attempt.model or ""),
@@ -166,6 +173,16 @@ def _whole(attempt: RoundStatus) -> Iterator[str]:
             yield from table(
                 (heading, "devices", "examples", "measured"), _by(measured_by_key), width=width
             )
+
+
+def _figures(figures: RoundFigures | None) -> str:
+    if figures is None:
+        return ""
+    return (
+        f"NMSE {figures.nmse:.3g}, residual {figures.residual:.3g} of an update's norm of "
+        f"{figures.norm:.3g}; {figures.train:.3g} s of training and {figures.compress:.3g} s of "
+        f"compression; means of {figures.num_uploads} devices"
+    )
 
 
 def privacy_spent(status: PrivacyStatus) -> str:

@@ -7,7 +7,14 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, SerializerFunctionWrapHandler, model_serializer, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    SerializerFunctionWrapHandler,
+    model_serializer,
+    model_validator,
+)
 
 from fedpress_compression.compressors.error_feedback import check_feedback
 from fedpress_protocols.defaults import completed
@@ -477,6 +484,47 @@ class PrivacyStatus(Term):
     against: str
 
 
+class UploadFigures(BaseModel):
+    """Figures that a device measures of its own update: parameters of an upload's address in the
+    clear lane. Each may be absent; those of later releases are ignored. Masked and private rounds
+    have none, since they would tell of a single update.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="ignore", allow_inf_nan=False)
+
+    nmse: Annotated[float, Field(ge=0, le=1e9)] | None = None
+    """Squared norm of what is left unsent, relative to that of the update and the residual."""
+    residual: Annotated[float, Field(ge=0, le=1e9)] | None = None
+    """Norm of the residual after compression, relative to the update's; 0 without feedback."""
+    norm: Annotated[float, Field(ge=0, le=1e30)] | None = None
+    """L2 norm of the update before compression."""
+    train: Annotated[float, Field(ge=0, le=1e9)] | None = None
+    """Seconds of local training."""
+    compress: Annotated[float, Field(ge=0, le=1e9)] | None = None
+    """Seconds of compression and coding."""
+
+    @property
+    def query(self) -> str:
+        """The parameters, three digits each."""
+        values = self.model_dump(exclude_none=True).items()
+        return "&".join(f"{name}={value:.3g}" for name, value in values)
+
+    @property
+    def is_complete(self) -> bool:
+        return None not in self.model_dump().values()
+
+
+class RoundFigures(Term):
+    """Means of UploadFigures over the uploads of an attempt that had them."""
+
+    num_uploads: int
+    nmse: float
+    residual: float
+    norm: float
+    train: float
+    compress: float
+
+
 class RoundStatus(Term):
     """One attempt at a round, as operators and devices see it."""
 
@@ -527,12 +575,15 @@ class RoundStatus(Term):
     """Accuracy by class, over the reports that count classes; only for a single round."""
     privacy: PrivacyStatus | None = None
     """Left out for tasks without privacy terms."""
+    figures: RoundFigures | None = None
+    """Left out if no upload had any."""
 
     @model_serializer(mode="wrap")
-    def _without_privacy(self, serialize: SerializerFunctionWrapHandler) -> dict[str, Any]:
+    def _without_absent(self, serialize: SerializerFunctionWrapHandler) -> dict[str, Any]:
         fields: dict[str, Any] = serialize(self)
-        if fields.get("privacy", ...) is None:
-            del fields["privacy"]
+        for name in ("privacy", "figures"):
+            if fields.get(name, ...) is None:
+                del fields[name]
         return fields
 
 

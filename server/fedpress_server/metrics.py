@@ -21,6 +21,7 @@ from prometheus_client import (
 from prometheus_client.core import CounterMetricFamily
 from prometheus_client.registry import Collector
 
+from fedpress_protocols.messages import EvaluationReport, UploadFigures
 from fedpress_protocols.policies import Course
 from fedpress_server.observing.series import Counters, Histograms
 
@@ -30,6 +31,11 @@ _LONG = (0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300, 900, 3600, 4 * 3600, 86400)
 _SKEWS = (0.5, 1, 2, 5, 10, 30, 60, 120, 300)
 _LINKS = tuple(each * 10.0**power for power in range(3, 9) for each in (1, 2, 5))
 _SIZES = tuple(4.0**power * 64 for power in range(13))
+_ERRORS = (0.003, 0.01, 0.03, 0.1, 0.2, 0.3, 0.5, 0.7, 0.9, 1.0, 3.0, 10.0)
+_RATIOS = (0.1, 0.3, 1.0, 2.0, 3.0, 5.0, 10.0, 20.0, 50.0, 100.0)
+_NORMS = tuple(10.0 ** (power / 2) for power in range(-8, 9))
+EVALUATED = ("loss", "accuracy")
+"""The metrics with series of their own: a device chooses the names of all others."""
 _STALENESS = (0, *(2**power for power in range(8)))
 _MEASURED = 0.01
 """Minimum seconds of a body's transfer to measure its link."""
@@ -120,6 +126,34 @@ class Metrics:
             ("task",),
             registry,
         )
+        self.update_nmse = Histograms(
+            "fedpress_update_nmse",
+            "What compression left unsent of an update and its residual: squared norms' ratio.",
+            ("task",),
+            _ERRORS,
+            registry,
+        )
+        self.residual_ratio = Histograms(
+            "fedpress_residual_ratio",
+            "Norm of a device's residual relative to its update's.",
+            ("task",),
+            _RATIOS,
+            registry,
+        )
+        self.update_norm = Histograms(
+            "fedpress_update_norm",
+            "L2 norm of an update before compression.",
+            ("task",),
+            _NORMS,
+            registry,
+        )
+        self.device_seconds = Histograms(
+            "fedpress_device_seconds",
+            "Seconds that a device took for a round's step: train, compress.",
+            ("task", "step"),
+            _LONG,
+            registry,
+        )
         self.uplink = Histograms(
             "fedpress_uplink_bits_per_second",
             "Receive rate of bodies that took 10 ms or longer.",
@@ -180,6 +214,21 @@ class Metrics:
             "folder",
         )
         self.disk_size = gauge("fedpress_disk_size_bytes", "Size of that disk.", "folder")
+
+        # What devices measured
+
+        self.evaluated_examples = Counters(
+            "fedpress_evaluated_examples",
+            "Examples by which devices evaluated models, by the metric they reported.",
+            ("task", "metric"),
+            registry,
+        )
+        self.evaluated_sum = Counters(
+            "fedpress_evaluated_sum",
+            "Sum of the metric over those examples: divided by their number, its mean.",
+            ("task", "metric"),
+            registry,
+        )
 
         # Rounds
 
@@ -304,6 +353,28 @@ class Metrics:
             self.uplink_unmeasured.labels().inc()
         else:
             self.uplink.labels().observe(8 * num_bytes / seconds)
+
+    def measured(self, task: str, figures: UploadFigures) -> None:
+        """Record what a device measured of its update."""
+        for name, histogram in (
+            ("nmse", self.update_nmse),
+            ("residual", self.residual_ratio),
+            ("norm", self.update_norm),
+        ):
+            value = getattr(figures, name)
+            if value is not None:
+                histogram.labels(task).observe(value)
+        for step in ("train", "compress"):
+            if (seconds := getattr(figures, step)) is not None:
+                self.device_seconds.labels(task, step).observe(seconds)
+
+    def evaluated(self, task: str, report: EvaluationReport) -> None:
+        """Record a device's evaluation."""
+        for metric in EVALUATED:
+            if metric in report.metrics:
+                examples = report.num_examples
+                self.evaluated_examples.labels(task, metric).inc(examples)
+                self.evaluated_sum.labels(task, metric).inc(examples * report.metrics[metric])
 
     def staged(self, task: str, num_bytes: int, num_values: int) -> None:
         """Record a staged body and the number of values of its update."""

@@ -153,7 +153,7 @@ def assembled(resources: Resources, release: str, *, is_shared: bool | None = No
         models=models,
         coded_models=CodedModels(database, payloads, background),
         downloads=Downloads(store, database, metrics, background),
-        evaluations=Evaluations(store, database, clock),
+        evaluations=Evaluations(store, database, metrics, clock),
         check_ins=check_ins,
         lifecycle=Lifecycle(
             settings, store, models, database, payloads, shared.host, background, clock

@@ -17,6 +17,7 @@ from fedpress_protocols.messages import (
     PartialUpload,
     TaskSummary,
     UploadAck,
+    UploadFigures,
 )
 from fedpress_protocols.model import Model
 from tests.client.fake_server import Drops, FakeServer
@@ -100,9 +101,11 @@ class CodedLink(Drops):
 
     # Bodies
 
-    def upload(self, assignment: str, body: bytes) -> UploadAck:
+    def upload(
+        self, assignment: str, body: bytes, figures: UploadFigures | None = None
+    ) -> UploadAck:
         if len(body) <= self.parts_above:
-            return super().upload(assignment, body)
+            return super().upload(assignment, body, figures)
         return Delivery(self, assignment, self.sizes, lambda: 0.0).whole(body)
 
     def ahead(
@@ -149,7 +152,7 @@ class CodedLink(Drops):
         return told
 
     def complete_parts(
-        self, assignment: str, partial: str, completion: PartialCompletion
+        self, assignment: str, partial: str, completion: PartialCompletion, query: str = ""
     ) -> UploadAck:
         server = self.coded_server
         for _ in self._around("completion"):

@@ -41,6 +41,7 @@ from fedpress_protocols.messages import (
     SignedReceipt,
     TaskSummary,
     UploadAck,
+    UploadFigures,
 )
 from fedpress_protocols.model import Model
 from fedpress_protocols.plan import (
@@ -403,7 +404,9 @@ class FakeLink(Unasked):
             data = self.server.artefacts[digest]
         return data
 
-    def upload(self, assignment: str, body: bytes) -> UploadAck:
+    def upload(
+        self, assignment: str, body: bytes, figures: UploadFigures | None = None
+    ) -> UploadAck:
         for _ in self._around("upload"):
             ack = self.server.upload(self.client_id, assignment, body)
             if self.duplicates():

@@ -51,7 +51,7 @@ from fedpress_protocols.errors import (
     UnknownAssignment,
     UpdateConflict,
 )
-from fedpress_protocols.messages import CheckInRequest, TaskSummary, UploadAck
+from fedpress_protocols.messages import CheckInRequest, TaskSummary, UploadAck, UploadFigures
 from fedpress_protocols.model import Model
 from fedpress_protocols.plan import TrainingTerms
 from fedpress_protocols.signatures import DeviceKey
@@ -356,7 +356,9 @@ def test_the_receipt_decides_and_not_the_answer(
     client = make_client(server, trained(server), tmp_path, link)
     real = link.upload
 
-    def upload(assignment: str, body: bytes) -> UploadAck:
+    def upload(
+        assignment: str, body: bytes, figures: UploadFigures | None = None
+    ) -> UploadAck:
         real(assignment, body)
         raise error
 
@@ -376,7 +378,9 @@ def test_an_upload_the_server_will_not_have_goes_back_to_the_residual(
     trainer = trained(server)
     client = make_client(server, trainer, tmp_path, link)
 
-    def upload(assignment: str, body: bytes) -> UploadAck:
+    def upload(
+        assignment: str, body: bytes, figures: UploadFigures | None = None
+    ) -> UploadAck:
         raise InvalidUpdate("no")
 
     monkeypatch.setattr(link, "upload", upload)

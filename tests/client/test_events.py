@@ -63,7 +63,7 @@ def test_the_examples_of_the_page_run(capsys: pytest.CaptureFixture[str]) -> Non
         "task": "digits",
         "round": 0,
         "attempt": 0,
-        "details": {"num_examples": 3, "body_bytes": 40, "metrics": {"loss": 0.5}},
+        "details": {"num_examples": 3, "body_bytes": 40, "metrics": {"loss": 0.5}, "figures": {}},
     }
 
 

@@ -25,7 +25,7 @@ from fedpress_compression.compressors.randomk import RandomK
 from fedpress_compression.compressors.topk import TopK
 from fedpress_compression.update import Update
 from fedpress_protocols.errors import TransportError
-from fedpress_protocols.messages import Assignment, UploadAck
+from fedpress_protocols.messages import Assignment, UploadAck, UploadFigures
 from fedpress_protocols.model import Model
 from tests.client.fake_server import FakeLink, FakeServer, RandomTrainer, make_client, make_plan
 from tests.client.test_parts import BODY, Store
@@ -53,7 +53,9 @@ class Link:
     def drop_parts(self, assignment: str, partial: str) -> None:
         self.store.drop_parts(assignment, partial)
 
-    def upload(self, assignment: str, body: bytes) -> UploadAck:
+    def upload(
+        self, assignment: str, body: bytes, figures: UploadFigures | None = None
+    ) -> UploadAck:
         delivery = Delivery(self.store, assignment, self.sizes, lambda: 0.0)
         return delivery.whole(body)
 

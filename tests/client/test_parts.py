@@ -100,7 +100,7 @@ class Store:
         return told
 
     def complete_parts(
-        self, assignment: str, partial: str, completion: PartialCompletion
+        self, assignment: str, partial: str, completion: PartialCompletion, query: str
     ) -> UploadAck:
         self._before("completion")
         if self.staged and hashlib.sha256(self.staged[0]).hexdigest() == completion.upload:

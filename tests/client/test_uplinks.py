@@ -12,7 +12,7 @@ import pytest
 from fedpress_client.transport import News
 from fedpress_compression.compressors.none import Uncompressed
 from fedpress_protocols.errors import ConfigurationError
-from fedpress_protocols.messages import Attribute, CheckInRequest, UploadAck
+from fedpress_protocols.messages import Attribute, CheckInRequest, UploadAck, UploadFigures
 from fedpress_protocols.model import Model
 from fedpress_protocols.policies import TELLING, UPLINK
 from tests.client.fake_server import FakeLink, FakeServer, RandomTrainer, make_client
@@ -30,10 +30,12 @@ class Slow(FakeLink):
         self.said.append(request.attributes)
         return super().check_in(task, request)
 
-    def upload(self, assignment: str, body: bytes) -> UploadAck:
+    def upload(
+        self, assignment: str, body: bytes, figures: UploadFigures | None = None
+    ) -> UploadAck:
         self.traffic.body_up += len(body)
         self.now += 8e-6 * len(body) / self.mbits
-        return super().upload(assignment, body)
+        return super().upload(assignment, body, figures)
 
 
 def said(tmp_path: Path, size: int, **options: Any) -> list[dict[str, Attribute]]:

@@ -41,7 +41,7 @@ from fedpress_protocols.errors import (
 from fedpress_protocols.masking.certificates import Certificate
 from fedpress_protocols.masking.messages import Inbox, Reveal, survivors_digest
 from fedpress_protocols.masking.payload import Payload
-from fedpress_protocols.messages import MaskedSum, Membership, Receipt, RoundStatus
+from fedpress_protocols.messages import MaskedSum, Membership, Receipt, RoundStatus, UploadFigures
 from fedpress_protocols.model import Model
 from fedpress_protocols.signatures import DeviceKey, to_base64url
 from fedpress_server import Settings, create_app
@@ -504,7 +504,9 @@ def test_a_masked_body_is_the_one_announced_and_comes_in_time(world: World) -> N
     bodies: list[bytes] = []
     slow = devices[3]
 
-    def stop_before_upload(assignment: str, body: bytes) -> Any:
+    def stop_before_upload(
+        assignment: str, body: bytes, figures: UploadFigures | None = None
+    ) -> Any:
         bodies.append(body)
         raise Lost(assignment)
 

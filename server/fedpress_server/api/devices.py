@@ -13,7 +13,7 @@ import anyio
 from fastapi import APIRouter, Body, Depends, HTTPException, Query, Request, Response
 from fastapi.responses import StreamingResponse
 from fastapi.security import HTTPBearer
-from pydantic import Field
+from pydantic import Field, ValidationError
 from starlette.types import Receive, Scope, Send
 
 from fedpress_protocols.errors import (
@@ -34,9 +34,11 @@ from fedpress_protocols.messages import (
     SignedReceipt,
     TaskSummary,
     UploadAck,
+    UploadFigures,
 )
 from fedpress_protocols.plan import Digest, Name
 from fedpress_protocols.signatures import to_base64url
+from fedpress_protocols.validation import format_validation_errors
 from fedpress_server.api import examples
 from fedpress_server.api.examples import answered, asked
 from fedpress_server.api.listeners import Parts, services_of
@@ -409,6 +411,10 @@ _UPLOAD: dict[str, Any] = {
         },
     ),
     "openapi_extra": {
+        "parameters": [
+            {"name": name, "in": "query", "schema": schema}
+            for name, schema in UploadFigures.model_json_schema()["properties"].items()
+        ],
         "requestBody": {
             "required": True,
             "content": {
@@ -425,9 +431,9 @@ async def put_update(request: Request, assignment: Identifier) -> Response:
 
     The same bytes get the same answer, also long after the round; other bytes get 409. Before the
     body is read, who sends it, its length and its place are checked. An assignment has one body on
-    its way at a time: another is put off, 503.
+    its way at a time: another is put off, 503. The query may have figures of the update.
     """
-    services, device = await services_of(request), device_of(request)
+    services, device, figures = await services_of(request), device_of(request), _figures(request)
     intake = services.intake
     slot = await intake.slot(device.client_id, assignment, device.key_id)
     content, record = content_of(request), slot.record
@@ -450,9 +456,20 @@ async def put_update(request: Request, assignment: Identifier) -> Response:
         seconds = services.now - began_at
         intake.arrived(record.assignment, len(body), began_at, seconds)
         wire_bytes = head_bytes(request) + len(body)
-        ack, is_new = await intake.stage(slot, body, digest, wire_bytes, due=content)
+        ack, is_new = await intake.stage(
+            slot, body, digest, wire_bytes, due=content, figures=figures
+        )
     status = 201 if is_new else 200
     return Response(ack.model_dump_json(), status, media_type="application/json")
+
+
+def _figures(request: Request) -> UploadFigures | None:
+    if not request.scope["query_string"]:
+        return None
+    try:
+        return UploadFigures.model_validate_strings(dict(request.query_params))
+    except ValidationError as exc:
+        raise MalformedRequest(f"query.{format_validation_errors(exc)}") from exc
 
 
 @upload_routes.put("/assignments/{assignment}/first", **_UPLOAD)

@@ -23,6 +23,7 @@ from fedpress_protocols.messages import (
     PartialIntent,
     PartialUpload,
     UploadAck,
+    UploadFigures,
 )
 from fedpress_server.api import examples
 from fedpress_server.api.devices import head_bytes
@@ -220,6 +221,7 @@ async def complete_partial(
     partial: Identifier,
     body: Annotated[PartialCompletion, Body(openapi_examples=asked(examples.COMPLETION))],
     services: Parts,
+    figures: Annotated[UploadFigures, Query()],
 ) -> UploadAck:
     """Say, signed, that the parts are the whole: from here on it is as if the body had come in one.
 
@@ -239,7 +241,9 @@ async def complete_partial(
             assignment, whose = slot.record.assignment, device.client_id
             with services.bytes_in_flight.hold(assignment, body.num_bytes, whose) as place:
                 place.fill()
-                ack, is_new = await services.resumable.complete(slot, partial, body, wire_bytes)
+                ack, is_new = await services.resumable.complete(
+                    slot, partial, body, wire_bytes, figures
+                )
     except UnknownPartial:
         ack, is_new = await services.resumable.completed(slot, body.upload), False
     if not is_new:

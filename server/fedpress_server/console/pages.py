@@ -61,6 +61,12 @@ MAX_ROWS = 200
 MAX_ROUNDS = 1000
 """Attempts that a task's charts show."""
 MAX_METRICS = 6
+_FIGURES = (
+    ("nmse", "Error of compression (NMSE)"),
+    ("residual", "Residual relative to an update"),
+    ("norm", "Norm of an update"),
+)
+"""Names in RoundFigures of what is drawn, and the titles."""
 MAX_ASSIGNMENTS = 20_000
 _ALIAS: TypeAdapter[str] = TypeAdapter(Name)
 Action = Literal["pause", "resume", "finish", "cancel", "abort-round", "continue"]
@@ -184,7 +190,8 @@ def _actions(task: TaskSummary, is_held: bool) -> tuple[Action, ...]:
 
 
 def _charts(attempts: Sequence[RoundStatus]) -> list[charts.Chart]:
-    """What devices measured, over rounds and over bytes; `attempts` oldest first."""
+    """What devices measured, over rounds and over bytes, and what compression did to their updates;
+    `attempts` oldest first."""
     drawn, num_bytes = list[charts.Chart | None](), 0
     by_metric: dict[str, list[tuple[int, int, float]]] = {"loss": [], "accuracy": []}
     for each in attempts:
@@ -195,6 +202,9 @@ def _charts(attempts: Sequence[RoundStatus]) -> list[charts.Chart]:
         title = name.replace("_", " ").capitalize()
         drawn.append(charts.line(title, "rounds", [(at, y) for at, _, y in points]))
         drawn.append(charts.line(title, "bytes sent", [(at, y) for _, at, y in points], size))
+    told = [(each.round, each.figures) for each in attempts if each.figures is not None]
+    for name, title in _FIGURES:
+        drawn.append(charts.line(title, "rounds", [(at, getattr(f, name)) for at, f in told]))
     return [each for each in drawn if each is not None]
 
 

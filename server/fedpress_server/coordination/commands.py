@@ -30,7 +30,7 @@ class ReceivedUpload:
     """Of the attempt that gave the assignment."""
     upload: UploadRecord
     """Without the time at which it was received, which is that of the command."""
-    amounts: dict[str, int]
+    amounts: dict[str, float]
     sender: Sender
 
 

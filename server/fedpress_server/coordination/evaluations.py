@@ -10,6 +10,7 @@ from fedpress_protocols.errors import Forbidden, UnknownModel
 from fedpress_protocols.messages import EvaluationReport
 from fedpress_server.coordination.commands import Rate
 from fedpress_server.coordination.task_store import TaskStore
+from fedpress_server.metrics import Metrics
 from fedpress_server.storage import evaluation
 from fedpress_server.storage.database import Database
 
@@ -17,8 +18,11 @@ from fedpress_server.storage.database import Database
 class Evaluations:
     """Takes the devices' reports."""
 
-    def __init__(self, store: TaskStore, database: Database, clock: Callable[[], float]) -> None:
+    def __init__(
+        self, store: TaskStore, database: Database, metrics: Metrics, clock: Callable[[], float]
+    ) -> None:
         self._store = store
+        self._metrics = metrics
         self._database = database
         self._clock = clock
 
@@ -39,5 +43,6 @@ class Evaluations:
                 evaluation.note_loss(connection, name, client_id, report, now)
 
         await self._database.write(write)
+        self._metrics.evaluated(name, report)
         if task.attempt is None:
             await self._store.apply(task, Rate())

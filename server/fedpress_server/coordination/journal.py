@@ -413,7 +413,7 @@ def _write_result(connection: Connection, applied: AppliedEvent, result: Aggrega
 def write_received(connection: Connection, received: Sequence[ReceivedUpload], now: float) -> None:
     """Raises UnknownDevice if one of the devices was revoked, or has left the key that signed."""
     check_senders(connection, [each.sender for each in received])
-    counts: dict[RoundKey, dict[str, int]] = {}
+    counts: dict[RoundKey, dict[str, float]] = {}
     for each in received:
         sums = counts.setdefault(each.key, {})
         for name, amount in each.amounts.items():

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from sqlalchemy.engine import Connection
 
 from fedpress_protocols.errors import Forbidden, NotFound, UnknownAssignment, UnknownRound
-from fedpress_protocols.messages import RoundStatus, TaskConfig, TaskSummary
+from fedpress_protocols.messages import RoundFigures, RoundStatus, TaskConfig, TaskSummary
 from fedpress_server.aggregation.terms import RoundTerms
 from fedpress_server.coordination.attempts import Attempt
 from fedpress_server.coordination.live import LiveTask
@@ -58,7 +58,7 @@ class Queries:
         self, name: str, before: tuple[int, int] | None = None, limit: int = 1000
     ) -> list[RoundStatus]:
         """See `records.round_history`; raises UnknownTask."""
-        await self._store.fresh(name)
+        least = (await self._store.fresh(name)).config.evaluation.least_clients
 
         def read(connection: Connection) -> list[RoundStatus]:
             statuses = records.round_history(connection, name, before, limit)
@@ -68,7 +68,10 @@ class Queries:
             statuses = privacy.with_privacy(connection, name, statuses)
             return [
                 each.model_copy(
-                    update={"declined": num_declined.get((each.round, each.attempt), {})}
+                    update={
+                        "declined": num_declined.get((each.round, each.attempt), {}),
+                        "figures": _shown(each.figures, least),
+                    }
                 )
                 for each in statuses
             ]
@@ -87,7 +90,10 @@ class Queries:
             seconds = declines.durations(connection, (name, number, status.attempt))
             why = num_declined.get((number, status.attempt), {})
             (status,) = privacy.with_privacy(connection, name, [status])
-            return status.model_copy(update={"declined": why, "durations": seconds})
+            figures = _shown(status.figures, least)
+            return status.model_copy(
+                update={"declined": why, "durations": seconds, "figures": figures}
+            )
 
         record = await self._database.read(read)
         if record is None:
@@ -163,3 +169,8 @@ class Queries:
     async def max_body_bytes(self, task: str) -> int:
         """The largest upload of any of the task's rounds."""
         return (await self._store.fresh(task)).record.max_body_bytes
+
+
+def _shown(figures: RoundFigures | None, least: int) -> RoundFigures | None:
+    """None for means over fewer than `least` uploads: devices may read them."""
+    return figures if figures is not None and figures.num_uploads >= least else None

@@ -38,6 +38,7 @@ from fedpress_protocols.messages import (
     PartialIntent,
     PartialUpload,
     UploadAck,
+    UploadFigures,
 )
 from fedpress_server.intake.uploads import Intake, UploadSlot
 from fedpress_server.metrics import Metrics
@@ -322,6 +323,7 @@ class Resumable:
         partial: str,
         completion: PartialCompletion,
         wire_bytes: int,
+        figures: UploadFigures | None = None,
     ) -> tuple[UploadAck, bool]:
         """Make an upload of the parts, by the acceptance of every upload; True if it is new.
 
@@ -338,7 +340,9 @@ class Resumable:
             )
         try:
             body = await asyncio.to_thread(self._joined, await self._parts(partial), record)
-            ack, is_new = await self._intake.stage(slot, body, record.digest, wire_bytes, len(body))
+            ack, is_new = await self._intake.stage(
+                slot, body, record.digest, wire_bytes, len(body), figures=figures
+            )
         except (Conflict, InvalidUpdate, UnknownPartial):
             await self._drop(partial)
             raise

@@ -15,7 +15,7 @@ from fedpress_protocols.errors import (
     UnknownAssignment,
     UpdateConflict,
 )
-from fedpress_protocols.messages import UploadAck
+from fedpress_protocols.messages import UploadAck, UploadFigures
 from fedpress_protocols.signatures import Content
 from fedpress_server import failpoints
 from fedpress_server.aggregation.masked import Sums
@@ -68,6 +68,8 @@ class _Written:
     """Of the model."""
     words: Words | None
     """Of a masked body."""
+    figures: UploadFigures | None
+    """None where the round may have none."""
 
 
 class Intake:
@@ -192,6 +194,7 @@ class Intake:
         wire_bytes: int,
         num_counted: int = 0,
         due: Content | None = None,
+        figures: UploadFigures | None = None,
     ) -> tuple[UploadAck, bool]:
         """Check an upload and store it durably; True if it is new.
 
@@ -199,12 +202,13 @@ class Intake:
         content that is `due`. Its bytes are counted, less `num_counted` that were counted as parts
         of it; a refused upload's too. They are not counted after DigestMismatch, since anybody may
         have sent what the device has not signed, nor if the server could not store the upload.
+        `figures` are counted where they are complete and the round may have any.
         """
         task, outcome = slot.record.task, None
         amounts = {"upload_bytes": len(body) - num_counted, "wire_upload_bytes": wire_bytes}
         self._metrics.upload_size.labels(task).observe(len(body))
         try:
-            written = await self._write(slot, body, digest, amounts, due)
+            written = await self._write(slot, body, digest, amounts, due, figures)
             if written is not None:
                 with traces.span("commit"):
                     outcome = await self._store.apply(self._store.get(task), written.command)
@@ -233,6 +237,7 @@ class Intake:
         digest: str,
         amounts: dict[str, int],
         due: Content | None,
+        figures: UploadFigures | None,
     ) -> _Written | None:
         """Check the body and make its file durable; None if it is not awaited."""
         key, name = slot.record.key, slot.record.assignment
@@ -266,9 +271,12 @@ class Intake:
         travelled = self._travelled(name, len(body))
         upload = UploadRecord(name, digest, len(body), num_examples, 0.0, loss, *travelled)
         sender = (slot.record.client_id, slot.key_id)
-        received = ReceivedUpload(key, upload, {"received": 1, **amounts}, sender)
+        if session is not None or terms.plan.privacy is not None:
+            figures = None
+        counted = {"received": 1, **amounts, **_counted(figures)}
+        received = ReceivedUpload(key, upload, counted, sender)
         command = Happen(UploadStaged(name, digest), key, received)
-        return _Written(where, command, len(body), terms.spec.size, words)
+        return _Written(where, command, len(body), terms.spec.size, words, figures)
 
     async def _written(
         self, slot: UploadSlot, written: _Written, digest: str, *, is_new: bool
@@ -277,6 +285,8 @@ class Intake:
         key = slot.record.key
         if is_new:
             self._metrics.staged(key[0], written.num_bytes, written.num_values)
+            if written.figures is not None:
+                self._metrics.measured(key[0], written.figures)
             if written.words is not None:
                 await self._writer.run(self._sums.add, key, written.where, written.words)
                 if await self._queries.attempt_of(slot.record) is None:
@@ -313,6 +323,14 @@ class Intake:
 
     async def _staged(self, slot: UploadSlot) -> UploadRecord | None:
         return await self._database.read(lambda c: records.upload(c, slot.record.assignment))
+
+
+def _counted(figures: UploadFigures | None) -> dict[str, float]:
+    """What a round adds up of the figures of an upload, by the columns' names."""
+    if figures is None or not figures.is_complete:
+        return {}
+    sums = {f"{name}_sum": value for name, value in figures.model_dump().items()}
+    return {"num_figures": 1, **sums}
 
 
 def _check_content(body: bytes, due: Content | None) -> None:

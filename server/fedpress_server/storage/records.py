@@ -12,7 +12,7 @@ from typing import Any, Literal
 import sqlalchemy as sa
 from sqlalchemy.engine import Connection, Row
 
-from fedpress_protocols.messages import RoundStatus, TaskState
+from fedpress_protocols.messages import RoundFigures, RoundStatus, TaskState, UploadFigures
 from fedpress_server.storage import evaluation
 from fedpress_server.storage.prepared import Prepared, Rows, each_of
 from fedpress_server.storage.tables import (
@@ -236,7 +236,7 @@ def update_round(connection: Connection, key: RoundKey, **values: Any) -> None:
     connection.execute(sa.update(rounds).where(*_is_round(rounds, key)).values(**values))
 
 
-def count(connection: Connection, key: RoundKey, **amounts: int) -> None:
+def count(connection: Connection, key: RoundKey, **amounts: float) -> None:
     """Add `amounts` to the round's counters by name."""
     task, number, attempt = key
     added = {f"add_{name}": amount for name, amount in amounts.items()}
@@ -337,7 +337,7 @@ def round_history(
 ) -> list[RoundStatus]:
     """The newest `limit` attempts, optionally before `before` (round, attempt); oldest first."""
     row = rounds.c
-    query = sa.select(*_SHOWN).where(row.task == task)
+    query = sa.select(*_SHOWN, *_SUMS).where(row.task == task)
     if before is not None:
         number, attempt = before
         is_before = sa.or_(row.round < number, row.attempt < attempt)
@@ -394,9 +394,15 @@ def uploaded(connection: Connection, task: str, after: int) -> list[int]:
 
 
 def _status(row: Row[Any], metrics: dict[str, float]) -> RoundStatus:
-    """`row` has the columns `_SHOWN`."""
-    fields = {**row._mapping, "published": row.published or {}, "metrics": metrics}
-    return RoundStatus(**fields)
+    """`row` has the columns `_SHOWN`, then those of `_SUMS`."""
+    values = tuple(row)
+    (num_uploads, *sums), shown = values[-len(_SUMS) :], values[: -len(_SUMS)]
+    fields = dict(zip(_NAMES, shown, strict=True))
+    if num_uploads:
+        means = {name: total / num_uploads for name, total in zip(_FIGURES, sums, strict=True)}
+        fields["figures"] = RoundFigures(num_uploads=num_uploads, **means)
+    fields["published"] = fields["published"] or {}
+    return RoundStatus(**fields, metrics=metrics)
 
 
 _BEYOND = 2**31 - 1
@@ -635,6 +641,9 @@ def _is_round(table: sa.Table, key: RoundKey) -> Iterable[sa.ColumnElement[bool]
 
 _KEY = ("task", "round", "attempt")
 _SHOWN = [column for column in rounds.c if column.name in RoundStatus.model_fields]
+_NAMES = [column.name for column in _SHOWN]
+_FIGURES = tuple(UploadFigures.model_fields)
+_SUMS = [rounds.c.num_figures, *(rounds.c[f"{name}_sum"] for name in _FIGURES)]
 _FEW = 100
 _REVOKED = Prepared(
     lambda dialect: sa.select(clients.c.client_id).where(
