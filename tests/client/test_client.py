@@ -356,9 +356,7 @@ def test_the_receipt_decides_and_not_the_answer(
     client = make_client(server, trained(server), tmp_path, link)
     real = link.upload
 
-    def upload(
-        assignment: str, body: bytes, figures: UploadFigures | None = None
-    ) -> UploadAck:
+    def upload(assignment: str, body: bytes, figures: UploadFigures | None = None) -> UploadAck:
         real(assignment, body)
         raise error
 
@@ -378,9 +376,7 @@ def test_an_upload_the_server_will_not_have_goes_back_to_the_residual(
     trainer = trained(server)
     client = make_client(server, trainer, tmp_path, link)
 
-    def upload(
-        assignment: str, body: bytes, figures: UploadFigures | None = None
-    ) -> UploadAck:
+    def upload(assignment: str, body: bytes, figures: UploadFigures | None = None) -> UploadAck:
         raise InvalidUpdate("no")
 
     monkeypatch.setattr(link, "upload", upload)
