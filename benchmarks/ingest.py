@@ -53,9 +53,9 @@ TARGETS = {
 """At least the first, at most the others."""
 
 T = TypeVar("T")
-_TOKEN = "a-token-of-the-benchmark"
+TOKEN = "a-token-of-the-benchmark"
 _JSON = "application/json"
-_CONNECTIONS = 64
+CONNECTIONS = 64
 _SIGNED_AHEAD = 512
 _HELD = 20.0
 """Seconds for which the SDK asks that a check-in be held, by default."""
@@ -102,7 +102,7 @@ def measure(amounts: Amounts, postgresql: str | None, parts: Sequence[str]) -> d
 # The processes
 
 
-class _Process:
+class Process:
     """A process that says where it is ready; ended at the end of the `with` block."""
 
     def __init__(self, arguments: Sequence[str], folder: Path, **variables: str) -> None:
@@ -117,7 +117,7 @@ class _Process:
         )
         self.port = self._ready()
 
-    def __enter__(self) -> _Process:
+    def __enter__(self) -> Process:
         return self
 
     def __exit__(self, *exc: object) -> None:
@@ -163,21 +163,21 @@ class _Process:
     def timed(self, requests: Sequence[bytes], status: int) -> tuple[float, float, Load]:
         """Requests per second and CPU seconds of a request; raises unless all are answered so."""
         before = self.cpu_seconds
-        load = drive(self.port, requests, _CONNECTIONS)
+        load = drive(self.port, requests, CONNECTIONS)
         spent = self.cpu_seconds - before
-        _check(load, status)
+        check_answers(load, status)
         return len(requests) / load.seconds, spent / len(requests), load
 
 
-class _Fleet:
+class Fleet:
     """A server with enrolled devices."""
 
-    def __init__(self, server: _Process, keys: Sequence[DeviceKey]) -> None:
+    def __init__(self, server: Process, keys: Sequence[DeviceKey]) -> None:
         self.server = server
         self.keys = keys
 
     @classmethod
-    def enrolled(cls, server: _Process, devices: int) -> _Fleet:
+    def enrolled(cls, server: Process, devices: int) -> Fleet:
         """So many new devices, by the server's own way."""
         fleet = cls(server, [DeviceKey.generate() for _ in range(devices)])
         wanted = {"uses": devices, "expires_in": 3600}
@@ -186,25 +186,27 @@ class _Fleet:
         for key in fleet.keys:
             body = json.dumps({"public_key": to_base64url(key.public), "name": ""}).encode()
             requests.append(request_of(key, "POST", "/v1/enrol", body, token=token, kind=_JSON))
-        _check(drive(server.port, requests, _CONNECTIONS), 201)
+        check_answers(drive(server.port, requests, CONNECTIONS), 201)
         return fleet
 
     def ask(self, method: str, path: str, body: bytes = b"", kind: str = _JSON) -> Any:
         """The operator's request and what it comes to."""
-        load = drive(self.server.port, [plain_request(method, path, _TOKEN, body, kind)], 1)
+        load = drive(self.server.port, [plain_request(method, path, TOKEN, body, kind)], 1)
         answer = load.answers[0]
         if answer.status >= 400:
             raise FedpressError.from_problem(json.loads(answer.body), answer.status)
         return json.loads(answer.body)
 
-    def begin(self, task: str, model: Model, places: int) -> None:
-        """A task whose round waits for one more than will ever come."""
+    def begin(
+        self, task: str, model: Model, places: int, compressor: dict[str, Any] | None = None
+    ) -> None:
+        """A task of one round with so many places."""
         self.ask("PUT", f"/v1/admin/models/{model.digest}", model.to_bytes(), "")
         config = {
             "task": task,
             "model": model.digest,
             "rounds": 1,
-            "profiles": [{"name": "whole", "compressor": {"id": "none"}}],
+            "profiles": [{"name": "whole", "compressor": compressor or {"id": "none"}}],
             "cohort": {"size": places, "minimum": 1},
             "round_seconds": 36_000.0,
             "seed": 7,
@@ -219,9 +221,9 @@ class _Fleet:
         """One of each device's: the first, and the names of all. To read a plan takes longer than
         to give it out."""
         answers = list[Answer]()
-        for keys in _in_parts(self.keys):
-            load = drive(self.server.port, [self.check_in(key, task) for key in keys], _CONNECTIONS)
-            _check(load, 200)
+        for keys in in_parts(self.keys):
+            load = drive(self.server.port, [self.check_in(key, task) for key in keys], CONNECTIONS)
+            check_answers(load, 200)
             answers += load.answers
         first = CheckInResponse.model_validate_json(answers[0].body).assignment
         names = [json.loads(answer.body)["assignment"]["assignment"] for answer in answers]
@@ -232,24 +234,27 @@ class _Fleet:
     def uploads(self, task: str, spec: ModelSpec) -> list[bytes]:
         """A signed upload of each device's."""
         first, names = self.assignments(task)
-        body = _body(first, spec)
+        body = body_of(first, spec)
         return [self.upload(*whose, body) for whose in zip(self.keys, names, strict=True)]
 
     def upload(self, key: DeviceKey, assignment: str, body: bytes) -> bytes:
         return request_of(key, "PUT", f"/v1/assignments/{assignment}/update", body)
 
 
-def _in_parts(whole: Sequence[T]) -> Iterator[Sequence[T]]:
+def in_parts(whole: Sequence[T]) -> Iterator[Sequence[T]]:
     """Few enough at a time that what was signed is not too old when it is sent."""
     for start in range(0, len(whole), _SIGNED_AHEAD):
         yield whole[start : start + _SIGNED_AHEAD]
 
 
-def _crowd(folder: Path, devices: int) -> list[DeviceKey]:
-    """So many devices, enrolled in the records of a server that has not begun."""
+def enrolled_before(folder: Path, devices: int, url: str = "") -> list[DeviceKey]:
+    """So many devices, enrolled in the records of a server that has not begun: those of the
+    database `url`, or of one in `folder`."""
     keys, now = [DeviceKey.generate() for _ in range(devices)], time.time()
-    (folder / "data").mkdir(mode=0o700)
-    database = Database(f"sqlite:///{folder / 'data' / 'fedpress.db'}")
+    if not url:
+        (folder / "data").mkdir(mode=0o700)
+        url = f"sqlite:///{folder / 'data' / 'fedpress.db'}"
+    database = Database(url)
 
     def write(connection: Connection) -> None:
         token = records.EnrolmentToken("crowd", "0" * 64, devices, 0, now, now + 3600, "")
@@ -266,27 +271,27 @@ def _crowd(folder: Path, devices: int) -> list[DeviceKey]:
 
 
 @contextmanager
-def _server(folder: Path, database: str, **variables: str) -> Iterator[_Process]:
+def served(folder: Path, database: str, **variables: str) -> Iterator[Process]:
     settings = {
         "FEDPRESS_HOST": "127.0.0.1",
         "FEDPRESS_PORT": "0",
         "FEDPRESS_DATA_DIR": str(folder / "data"),
         "FEDPRESS_DATABASE_URL": database,
-        "FEDPRESS_ADMIN_TOKEN": _TOKEN,
+        "FEDPRESS_ADMIN_TOKEN": TOKEN,
         "FEDPRESS_LOG_LEVEL": "warning",
         "FEDPRESS_ENROLMENTS_PER_SECOND": "1000000",
         "FEDPRESS_ENROLMENT_FAILURES_PER_MINUTE": "1000000",
     }
-    with _Process(["-m", "fedpress_server"], folder, **(settings | variables)) as server:
+    with Process(["-m", "fedpress_server"], folder, **(settings | variables)) as server:
         yield server
 
 
-def _model(num_bytes: int) -> Model:
+def model_of(num_bytes: int) -> Model:
     values = np.linspace(-1, 1, num_bytes // 4, dtype=np.float32)
     return Model.from_tensors({"weight": values})
 
 
-def _body(assignment: Assignment, spec: ModelSpec) -> bytes:
+def body_of(assignment: Assignment, spec: ModelSpec) -> bytes:
     compressor = assignment.plan.compressor(assignment.profile)
     rng = np.random.default_rng(0)
     update = rng.standard_normal(spec.size).astype(np.float32)
@@ -296,7 +301,7 @@ def _body(assignment: Assignment, spec: ModelSpec) -> bytes:
     return Upload(index, 10, symbols).to_bytes(compressor.layout(spec))
 
 
-def _check(load: Load, status: int) -> None:
+def check_answers(load: Load, status: int) -> None:
     for answer in load.answers:
         if answer.status != status:
             raise FedpressError(f"{answer.status} where {status} is due: {answer.body[:500]!r}")
@@ -309,9 +314,9 @@ def _uploads(name: str, url: str, amounts: Amounts) -> Iterator[dict[str, Any]]:
     """Rates and CPU of uploads in turns, by size."""
     with ExitStack() as stack:
         folder = Path(stack.enter_context(TemporaryDirectory(prefix="fedpress-bench-")))
-        urls = [stack.enter_context(_database(url)) for _ in range(2)] if url else ["", "sqlite"]
-        server = stack.enter_context(_server(folder, urls[0]))
-        fleet = _Fleet.enrolled(server, amounts.uploads)
+        urls = [stack.enter_context(new_database(url)) for _ in range(2)] if url else ["", "sqlite"]
+        server = stack.enter_context(served(folder, urls[0]))
+        fleet = Fleet.enrolled(server, amounts.uploads)
         others = {}
         for other, kept in {"prototype": urls[1], "no row": "none"}.items():
             place = folder / other.replace(" ", "-")
@@ -319,15 +324,15 @@ def _uploads(name: str, url: str, amounts: Amounts) -> Iterator[dict[str, Any]]:
             keys = {key.key_id: key.public.hex() for key in fleet.keys}
             (place / "keys.json").write_text(json.dumps(keys))
             arguments = [_PROTOTYPE, str(place), kept]
-            others[other] = stack.enter_context(_Process(arguments, place))
+            others[other] = stack.enter_context(Process(arguments, place))
         for size, num_bytes in SIZES.items():
             yield {"database": name, "size": size, **_turns(fleet, others, num_bytes, amounts)}
 
 
 def _turns(
-    fleet: _Fleet, others: dict[str, _Process], num_bytes: int, amounts: Amounts
+    fleet: Fleet, others: dict[str, Process], num_bytes: int, amounts: Amounts
 ) -> dict[str, Any]:
-    model = _model(num_bytes)
+    model = model_of(num_bytes)
     places = amounts.uploads + 1
     names = ["server", *others]
     rates: dict[str, list[float]] = {each: [] for each in names}
@@ -366,11 +371,11 @@ def _polls(amounts: Amounts) -> dict[str, Any]:
     """Check-ins of devices for which there is no place, each when it was told to come: answered at
     once, and then held as the SDK asks, until the task ends."""
     with TemporaryDirectory(prefix="fedpress-bench-") as place, ExitStack() as stack:
-        keys = _crowd(Path(place), amounts.pollers)
-        server = stack.enter_context(_server(Path(place), ""))
-        fleet = _Fleet(server, keys)
-        fleet.begin("busy", _model(400), 1)
-        _check(drive(server.port, [fleet.check_in(fleet.keys[0], "busy")], 1), 200)
+        keys = enrolled_before(Path(place), amounts.pollers)
+        server = stack.enter_context(served(Path(place), ""))
+        fleet = Fleet(server, keys)
+        fleet.begin("busy", model_of(400), 1)
+        check_answers(drive(server.port, [fleet.check_in(fleet.keys[0], "busy")], 1), 200)
         found: dict[str, Any] = {"clients": amounts.pollers}
         ending = partial(fleet.ask, "POST", "/v1/admin/tasks/busy/cancel")
         for name, held, news in (("at once", 0.0, None), ("held", _HELD, ending)):
@@ -406,18 +411,18 @@ def _memory(amounts: Amounts) -> dict[str, Any]:
     peaks = {}
     for clients in (100, amounts.crowd):
         with TemporaryDirectory(prefix="fedpress-bench-") as place, ExitStack() as stack:
-            keys = _crowd(Path(place), clients)
-            server = stack.enter_context(_server(Path(place), ""))
-            fleet = _Fleet(server, keys)
-            model = _model(SIZES["14 kB"])
+            keys = enrolled_before(Path(place), clients)
+            server = stack.enter_context(served(Path(place), ""))
+            fleet = Fleet(server, keys)
+            model = model_of(SIZES["14 kB"])
             fleet.begin("crowd", model, clients + 1)
             first, names = fleet.assignments("crowd")
-            body = _body(first, model.spec)
+            body = body_of(first, model.spec)
             before, seconds = server.cpu_seconds, 0.0
-            for part in _in_parts(list(zip(keys, names, strict=True))):
+            for part in in_parts(list(zip(keys, names, strict=True))):
                 requests = [fleet.upload(*whose, body) for whose in part]
-                load = drive(server.port, requests, _CONNECTIONS)
-                _check(load, 201)
+                load = drive(server.port, requests, CONNECTIONS)
+                check_answers(load, 201)
                 seconds += load.seconds
             cpu, rate = (server.cpu_seconds - before) / clients, clients / seconds
             peaks[clients] = server.peak_bytes
@@ -431,7 +436,7 @@ def _memory(amounts: Amounts) -> dict[str, Any]:
 
 
 @contextmanager
-def _database(url: str) -> Iterator[str]:
+def new_database(url: str) -> Iterator[str]:
     """A new database in the PostgreSQL of `url`; removed at the end."""
     import psycopg
 
