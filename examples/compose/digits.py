@@ -82,7 +82,8 @@ def initial_model() -> Model:
     rng = np.random.default_rng(0)
 
     def layer(rows: int, columns: int) -> npt.NDArray[np.float32]:
-        return (rng.standard_normal((rows, columns)) * np.sqrt(2 / rows)).astype(np.float32)
+        spread = float(np.sqrt(2 / rows))
+        return (rng.standard_normal((rows, columns)) * spread).astype(np.float32)
 
     return Model.from_tensors(
         {

@@ -16,7 +16,7 @@ import tempfile
 import threading
 import warnings
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
@@ -28,6 +28,7 @@ from fedpress.operator import Operator
 from fedpress.peft import PeftTrainer
 from fedpress.task_file import task_config
 
+Averages = Literal["plain", "ffa", "alternating"]
 TASK, DEVICES, CONTEXT = "adapters", 3, 32
 TASK_FILE = Path(__file__).with_name("task.json")
 TEXT = """
@@ -88,7 +89,7 @@ def train_base(text: str, folder: Path, steps: int) -> None:
 
 
 def trainer(
-    base: str | Path = "", text: str = "", averages: str = "plain", rank: int = 4
+    base: str | Path = "", text: str = "", averages: Averages = "plain", rank: int = 4
 ) -> PeftTrainer:
     """One device: the base from its folder, an adapter around it, and the device's own text."""
     model = GPT2LMHeadModel.from_pretrained(base or os.environ["LORA_BASE"])
@@ -122,7 +123,7 @@ def report(operator: Operator, number: int, trainers: list[PeftTrainer]) -> None
     )
 
 
-def run(text: str, folder: Path, rounds: int, averages: str, base_steps: int) -> bool:
+def run(text: str, folder: Path, rounds: int, averages: Averages, base_steps: int) -> bool:
     """Federate, write the adapter to `folder`, and check that plain PEFT computes the same."""
     base_text, *own = parts(text)
     train_base(base_text, folder / "base", base_steps)

@@ -71,8 +71,8 @@ def configs() -> Iterator[tuple[str, Config, bool]]:
     yield "qsgd", {"id": "qsgd", "levels": 3, "bucket": 64}, True
     yield "sign", {"id": "sign", "chunk": 64}, True
     yield "terngrad", {"id": "terngrad"}, True
-    for bits in (0.25, 1, 2, 3, 4):
-        yield f"eden-{bits}", {"id": "eden", "bits": bits}, True
+    for rate in (0.25, 1, 2, 3, 4):
+        yield f"eden-{rate}", {"id": "eden", "bits": rate}, True
     yield "simhash", {"id": "simhash", "bits": 0.5}, False
     yield "ecsq", {"id": "ecsq", "control": "nmse", "target": 0.05}, False
     clipped = {"id": "topk", "fraction": 0.05}

@@ -34,7 +34,7 @@ STEPS = {"nothing": 0, "few": 6, "most": 300}
 def first() -> Model:
     """A matrix, a vector of zeros, a scalar, an empty tensor, and two tensors not trained."""
     draw = Draw(31)
-    values = np.array([draw.bell(400) for _ in range(24 * 20)], np.float32) / 512
+    values = np.array([draw.bell(400) for _ in range(24 * 20)], np.float32) / np.float32(512)
     model = Model.from_tensors(
         {
             "w": values.reshape(24, 20),
@@ -51,7 +51,7 @@ def first() -> Model:
 def partly_frozen() -> Model:
     """Between trained tensors of float32, a frozen one of each dtype that is trained elsewhere."""
     draw = Draw(33)
-    values = np.array([draw.bell(400) for _ in range(36)], np.float32) / 512
+    values = np.array([draw.bell(400) for _ in range(36)], np.float32) / np.float32(512)
     held = np.array([0.5, -1.75, np.inf], np.float32)
     spec = ModelSpec(
         (
@@ -76,7 +76,7 @@ def partly_frozen() -> Model:
 def of_half_precision() -> Model:
     """Trained tensors of float16, subnormals among them, of bfloat16 and of float32."""
     draw = Draw(34)
-    values = np.array([draw.bell(400) for _ in range(48)], np.float32) / 512
+    values = np.array([draw.bell(400) for _ in range(48)], np.float32) / np.float32(512)
     values[:4] = [2.0**-24, -(2.0**-20), 3 * 2.0**-24, 1.5]
     spec = ModelSpec(
         (

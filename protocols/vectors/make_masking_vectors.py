@@ -125,7 +125,7 @@ def keys(hybrid: bool, kept: Vector) -> Vector:
     sender, receiver = (
         ChannelKey(secret(f"channel {slot}"), hybrid=hybrid) for slot in (LOW, HIGH)
     )
-    context = {"sid": SID, "own": LOW, "peer": HIGH}
+    context: dict[str, Any] = {"sid": SID, "own": LOW, "peer": HIGH}
     introduction = kept.get("introduction") or low.introduce(high.public, **context).hex()
     associated = bytes.fromhex(introduction)
     sealed = sender.seal(receiver.public, MESSAGE, associated=associated, **context).hex()

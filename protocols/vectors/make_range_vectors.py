@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parent))
 from make_coding_vectors import (
@@ -28,7 +30,6 @@ from make_coding_vectors import (
 
 from fedpress_compression.coding import (
     Alphabet,
-    Contexts,
     Grid,
     Integers,
     Layout,
@@ -37,7 +38,7 @@ from fedpress_compression.coding import (
     encode,
 )
 
-Vector = tuple[str, Layout, list[list[Any]], Contexts]
+Vector = tuple[str, Layout, list[list[Any]], Sequence[list[int] | None]]
 
 MATRICES = ((30, 20), (1, 30), (4, 50), (1, 4), (0, 9), (50, 1))
 SIZE = sum(height * width for height, width in MATRICES)
@@ -144,7 +145,7 @@ def upload_vectors() -> Iterator[Vector]:
         Reals(4, 2),
         Alphabet(3, 5, "auto"),
     )
-    values = [
+    values: list[list[Any]] = [
         found,
         negative,
         skewed(draw, len(found), 1, 4),
@@ -208,7 +209,7 @@ def main(folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     for name, layout, values, known in vectors():
         symbols = as_symbols(values, layout)
-        arrays = tuple(None if c is None else as_symbols([c], (Alphabet(64),))[0] for c in known)
+        arrays = [None if each is None else np.array(each, np.uint8) for each in known]
         lines = {
             "name": name,
             "layout": as_json(layout),

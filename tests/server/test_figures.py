@@ -373,7 +373,7 @@ def test_a_database_of_before_tells_the_same(http: Server, begun: Callable[[int]
 
 def work_of(connection: Connection, read: Callable[[Connection], Any]) -> int:
     """Instructions of its machine that SQLite spent: some for each row that it looked at."""
-    raw = connection.connection.dbapi_connection
+    raw: Any = connection.connection.dbapi_connection
     assert isinstance(raw, sqlite3.Connection)
     done = 0
 
