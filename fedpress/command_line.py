@@ -242,9 +242,10 @@ def console() -> Console:
     return screen if screen.is_terminal else Console(width=_FILE_COLUMNS)
 
 
-Extra = Literal["server", "flower,demo", "demo,torch"]
+Extra = Literal["server", "demo", "flower,demo", "demo,torch"]
 _WITHOUT: Mapping[Extra, str] = {
     "server": "devices, and the commands that talk to a server, work without it",
+    "demo": "servers and devices work without it",
     "flower,demo": "devices and servers work without it",
     "demo,torch": "servers, and devices whose trainer needs no torch, work without it",
 }

@@ -24,6 +24,7 @@ from fedpress.cli.models import models
 from fedpress.cli.observing import statistics
 from fedpress.cli.outcomes import as_family, exit_code, message
 from fedpress.cli.plan import plan
+from fedpress.cli.plot import plot
 from fedpress.cli.privacy import privacy
 from fedpress.cli.renamed import current_words
 from fedpress.cli.rounds import rounds
@@ -35,7 +36,15 @@ from fedpress.command_line import Group, Invocation
 from fedpress_protocols import __version__
 
 SECTIONS: Mapping[str, Sequence[click.Command]] = {
-    "Try it, with no server": (demo, run_simulation, plan, benches, compressors, strategies),
+    "Try it, with no server": (
+        demo,
+        run_simulation,
+        plot,
+        plan,
+        benches,
+        compressors,
+        strategies,
+    ),
     "Operate a server": (server, tasks, rounds, models, devices),
     "On a device": (client,),
     "Secure aggregation and privacy": (authorities, privacy),

@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
+from fedpress import plotting
 from fedpress.simulate.grid import Exchange
 from fedpress_flower.envelope import JOIN, STEPS
 from fedpress_flower.server import NO_ANSWER
@@ -206,32 +207,10 @@ def _replace(path: Path, text: str) -> None:
 
 
 def draw(histories: Sequence[History], path: Path) -> None:
-    """Accuracy by round and by megabytes that clients sent, a line for each run, as a PNG."""
-    import matplotlib
+    """Accuracy by round and by megabytes that went up and down, a line for each run, as a PNG."""
+    plotting.draw([_run(history) for history in histories], "accuracy", path)
 
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
 
-    figure, (by_round, by_bytes) = pyplot.subplots(
-        1, 2, figsize=(11, 4.5), layout="constrained", sharey=True
-    )
-    for history in histories:
-        rows = [row for row in history.rows if row.accuracy is not None]
-        sent, total = [], 0
-        for row in history.rows:
-            total += row.up_bytes
-            if row.accuracy is not None:
-                sent.append(total / 1e6)
-        accuracies = [100 * (row.accuracy or 0.0) for row in rows]
-        by_round.plot([row.round for row in rows], accuracies, ".-", label=history.name)
-        by_bytes.plot(sent, accuracies, ".-", label=history.name)
-    by_round.set(xlabel="round", ylabel="accuracy, %")
-    by_bytes.set(xlabel="sent by all clients, MB of Flower's records (log scale)")
-    if any(history.rows for history in histories):
-        by_bytes.set_xscale("log")
-        by_round.legend(loc="lower right")
-    for axes in (by_round, by_bytes):
-        axes.grid(alpha=0.3, which="both")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=150)
-    pyplot.close(figure)
+def _run(history: History) -> plotting.Run:
+    rounds = ((row.round, row.up_bytes + row.down_bytes, row.accuracy) for row in history.rows)
+    return plotting.Run(history.name, plotting.points_of(rounds))
