@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from datetime import datetime
 from pathlib import Path
@@ -22,6 +21,7 @@ from fedpress_compression.compressors.none import Uncompressed
 from fedpress_protocols.errors import ConfigurationError, TransportError
 from fedpress_protocols.model import Model
 from tests.client.fake_server import FakeLink, FakeServer, RandomTrainer, make_client
+from tests.systems import ON_WINDOWS
 
 
 def fleet(rounds: int = 2, auto: int | None = 1) -> FakeServer:
@@ -166,7 +166,9 @@ def answer_of(condition: Any) -> str:
     return answer.reason if isinstance(answer, Refusal) else str(answer)
 
 
-linux = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="files of Linux")
+linux = pytest.mark.skipif(
+    ON_WINDOWS or not sys.platform.startswith("linux"), reason="files of Linux"
+)
 
 
 @linux
@@ -278,13 +280,14 @@ def test_where_there_are_no_routing_tables_it_says_so(monkeypatch: pytest.Monkey
 
 
 def test_a_busy_machine_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(os, "cpu_count", lambda: 4)
-    monkeypatch.setattr(os, "getloadavg", lambda: (2.0, 0.0, 0.0), raising=False)
+    seen = "fedpress_client.participation.os"
+    monkeypatch.setattr(f"{seen}.cpu_count", lambda: 4)
+    monkeypatch.setattr(f"{seen}.getloadavg", lambda: (2.0, 0.0, 0.0), raising=False)
     assert Load(0.5)() is True
     assert answer_of(Load(0.4)) == "the load is 0.50 a processor, more than 0.4"
     with pytest.raises(ConfigurationError, match="above 0"):
         Load(0)
-    monkeypatch.delattr(os, "getloadavg")
+    monkeypatch.delattr(f"{seen}.getloadavg")
     with pytest.raises(ConfigurationError, match="does not say its load"):
         Load()
 
@@ -330,6 +333,7 @@ def test_no_hours_are_no_condition() -> None:
 # On the command line
 
 
+@linux
 def test_options_make_conditions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "my_conditions.py").write_text("def home():\n    return True\n\nnumber = 3\n")
     monkeypatch.chdir(tmp_path)
