@@ -61,6 +61,8 @@ class _Spent(BaseModel):
 
     terms: PrivacyTerms
     participations: int = Field(ge=0)
+    last_round: int | None = None
+    """Of the last participation; kept where the terms have a separation."""
 
 
 class _Account(BaseModel):
@@ -71,16 +73,17 @@ class _Account(BaseModel):
     format: Literal[1] = 1
     tasks: Mapping[str, _Spent] = Field(default_factory=dict)
 
-    def after(self, task: str, terms: PrivacyTerms) -> _Account:
+    def after(self, plan: RoundPlan, terms: PrivacyTerms) -> _Account:
         """The account after one more participation."""
-        spent = self.tasks.get(task)
+        spent = self.tasks.get(plan.task)
         count = 1 if spent is None else spent.participations + 1
-        more = {task: _Spent(terms=terms, participations=count)}
+        last = plan.round if terms.bands > 1 else None
+        more = {plan.task: _Spent(terms=terms, participations=count, last_round=last)}
         return _Account(tasks={**self.tasks, **more})
 
     def epsilon(self, delta: float) -> float:
         """Of all tasks together."""
-        spent = [each.terms.cost.times(each.participations) for each in self.tasks.values()]
+        spent = [each.terms.cost(each.participations) for each in self.tasks.values()]
         return accounting.together(spent).epsilon(delta)
 
 
@@ -122,7 +125,7 @@ class PrivacyBudget:
             after = self._after(self._read(), plan)
             if after is None:
                 return None
-            write_durably(self._path, after.model_dump_json().encode())
+            write_durably(self._path, after.model_dump_json(exclude_none=True).encode())
         spent, terms = after.tasks[plan.task], plan.privacy
         return Debit(
             participations=spent.participations,
@@ -199,7 +202,15 @@ class PrivacyBudget:
                 hint="this device takes no further part in the task",
                 rule="participations",
             )
-        after = account.after(plan.task, terms)
+        last = None if before is None else before.last_round
+        if last is not None and last != plan.round < last + terms.separation:
+            raise PlanDeclined(
+                f"{about} comes too soon after round {last}, which this device took part in: the "
+                f"task's terms have a separation of {terms.separation} rounds",
+                hint=f"this device takes part again from round {last + terms.separation} on",
+                rule="separation",
+            )
+        after = account.after(plan, terms)
         if rules.max_epsilon is not None:
             total = after.epsilon(rules.delta)
             if total > rules.max_epsilon:

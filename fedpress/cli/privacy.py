@@ -13,6 +13,7 @@ from fedpress.cli.tables import echo, fields, size, terminal_width
 from fedpress.command_line import Command, Group, argument, as_json
 from fedpress_protocols.masking.graph import Adversary
 from fedpress_protocols.privacy.accounting import PrivacyLane
+from fedpress_protocols.privacy.correlated import MAX_SEPARATION
 
 if TYPE_CHECKING:
     from fedpress.planning.privacy import PrivacyPlan, PrivateTask
@@ -40,15 +41,19 @@ def privacy() -> None:
 @click.option("--rounds", type=click.IntRange(min=1), default=100, help="Rounds of the task.")
 @click.option("--participations", type=click.IntRange(min=1, max=2**20), help="Of one device, at "
               "most; the least that is enough if not set.")  # fmt: skip
-@click.option("--fraction", type=click.FloatRange(0, 1, min_open=True), default=0.05,
-              help="Share of the parameters that is sent, of shared_support.")  # fmt: skip
+@click.option("--separation", type=click.IntRange(1, MAX_SEPARATION), default=1, help="Rounds "
+              "between two participations of a device; above 1, in the central lane, the noise is "
+              "correlated over rounds.")  # fmt: skip
+@click.option("--fraction", type=click.FloatRange(0, 1, min_open=True), help="Share of the "
+              "parameters that is sent, of shared_support; 0.05 if not set, and 1 with "
+              "--separation.")  # fmt: skip
 @click.option("--corrupt", type=click.FloatRange(0, 1, max_open=True), default=0.1,
               help="Share of a cohort that may collude with the server.")  # fmt: skip
 @click.option("--adversary", type=click.Choice(get_args(Adversary)), default="malicious",
               help="The server to withstand.")  # fmt: skip
 @as_json
-def plan(model: str, minimum: int | None, participations: int | None, as_json: bool,
-         **asked: Any) -> None:  # fmt: skip
+def plan(model: str, minimum: int | None, participations: int | None, fraction: float | None,
+         as_json: bool, **asked: Any) -> None:  # fmt: skip
     """Find the noise that keeps an epsilon, predict bits and error, and print the terms."""
     from fedpress.planning.privacy import PrivateTask, planned
     from fedpress.planning.situation import model_of
@@ -60,6 +65,7 @@ def plan(model: str, minimum: int | None, participations: int | None, as_json: b
         size=spec.size,
         minimum=max(3 if asked["lane"] == "distributed" else 2, least),
         participations=participations or enough,
+        fraction=fraction or (0.05 if asked["separation"] == 1 else 1.0),
         **asked,
     )
     found = planned(task)
@@ -76,8 +82,12 @@ def _lines(task: PrivateTask, plan: PrivacyPlan) -> Iterator[str]:
         ("noise", f"{terms.noise_multiplier:g} times the clip of {terms.clip:g} in each number of "
                   + _whose(plan)),
         ("error", f"noise of norm {plan.noise_norm:.3g} in a round's mean, {plan.round_error:.3g} "
-                  "times the clip"),
+                  f"times the clip; in the model {plan.model_error:.3g} times, over "
+                  f"{task.rounds} rounds"),
     ]  # fmt: skip
+    if terms.bands > 1:
+        pairs.insert(1, ("correlated", f"over {terms.bands} rounds; a device rests until "
+                         f"{terms.separation} rounds after its last one"))  # fmt: skip
     numbers, bits = f"{plan.numbers_sent:,} of {task.size:,}", plan.bits_per_parameter
     if plan.ring_bits is not None:
         pairs.append(("ring", f"{plan.ring_bits} bits a number, {numbers} numbers"))

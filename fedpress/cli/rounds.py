@@ -187,10 +187,16 @@ def _figures(figures: RoundFigures | None) -> str:
 
 def privacy_spent(status: PrivacyStatus) -> str:
     """The privacy spent, and against whom that is, in a sentence."""
+    correlated = ""
+    if status.bands > 1:
+        correlated = (
+            f", {status.separation} rounds apart; its noise is correlated over {status.bands} "
+            "rounds"
+        )
     return (
         f"epsilon {status.epsilon:.3g} of {status.max_epsilon:g} at delta {status.delta:g}, by "
         f"{status.participations} of {status.max_participations} participations of a device at "
-        f"most; against {status.against}"
+        f"most{correlated}; against {status.against}"
     )
 
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import numpy as np
 from pydantic import BaseModel, ConfigDict
 
-from fedpress_compression.compressors.shared_support import SharedSupport
+from fedpress_compression.compressor import from_config
 from fedpress_compression.tensors import ModelSpec, TensorSpec
 from fedpress_protocols.errors import ConfigurationError
 from fedpress_protocols.masking.graph import Adversary, honest_survivors, parameters
@@ -20,7 +21,7 @@ from fedpress_protocols.plan import (
     MaskingTerms,
     PrivacyTerms,
 )
-from fedpress_protocols.privacy import accounting
+from fedpress_protocols.privacy import accounting, correlated
 from fedpress_protocols.privacy.accounting import PrivacyLane, participation
 from fedpress_protocols.privacy.grid import Grid
 from fedpress_protocols.upload import max_body_bytes
@@ -51,11 +52,16 @@ class PrivateTask(BaseModel):
     corrupt: float
     adversary: Adversary
     lane: PrivacyLane = "distributed"
+    separation: int = 1
+    """Rounds between two participations of a device; in the central lane the noise of more than 1
+    is correlated over rounds."""
 
 
 class PrivacyPlan(BaseModel):
     """`privacy`, `masking` and `compressor` are a task's; the other figures follow from them.
 
+    `model_error` is the root mean square, over the rounds, of the noise's norm in the sum of all
+    means so far, over `clip`: what correlated noise makes small, at `round_error` more in a round.
     `noise_norm` is the expected L2 norm of the noise in a round's mean, of a full cohort, and
     `round_error` that norm over `clip`, which is the largest norm of the mean without noise.
     `masking`, `noise_shares` and `ring_bits` are of the distributed lane; in the others
@@ -72,6 +78,7 @@ class PrivacyPlan(BaseModel):
     body_bytes: int
     noise_norm: float
     round_error: float
+    model_error: float
     task_epsilon: float
     against: str
 
@@ -99,8 +106,12 @@ def planned(task: PrivateTask) -> PrivacyPlan:
             f"{task.participations:,} participations of a device, more than {MAX_PARTICIPATIONS:,}",
             hint="raise --population, or lower --rounds",
         )
+    bands = _bands(task)
     noise = accounting.noise_multiplier_for(
-        task.epsilon, task.delta, task.participations, participation(task.lane)
+        task.epsilon,
+        task.delta,
+        task.participations,
+        participation(task.lane, bands, task.separation, task.participations),
     )
     terms = PrivacyTerms(
         lane=task.lane,
@@ -109,8 +120,42 @@ def planned(task: PrivateTask) -> PrivacyPlan:
         participations=task.participations,
         epsilon=task.epsilon,
         delta=task.delta,
+        bands=bands,
+        separation=task.separation if bands > 1 else 1,
     )
     return _masked(task, terms) if terms.needs_masks else _clear(task, terms)
+
+
+def _bands(task: PrivateTask) -> int:
+    """The bands of correlated noise that serve the task best; 1 without a separation."""
+    if task.separation == 1:
+        return 1
+    if task.lane != "central":
+        raise ConfigurationError(
+            f"a separation of {task.separation} rounds in the {task.lane} lane: noise is "
+            "correlated over rounds only where the server adds it",
+            hint="choose --lane central, or leave --separation out",
+        )
+    if task.fraction < 1:
+        raise ConfigurationError(
+            f"a separation of {task.separation} rounds with {task.fraction:g} of the parameters "
+            "sent: correlated noise takes itself away only where every round sends all",
+            hint="set --fraction 1, or leave --separation out",
+        )
+    at_once = (task.separation - 1) * task.cohort + task.minimum
+    if at_once > task.population:
+        raise ConfigurationError(
+            f"a separation of {task.separation} rounds needs {at_once} devices for cohorts of "
+            f"{task.cohort}, and the population is {task.population}",
+            hint="lower --separation or --cohort, or raise --population",
+        )
+    if (task.participations - 1) * task.separation >= task.rounds:
+        raise ConfigurationError(
+            f"{task.participations} participations of a device, {task.separation} rounds apart, "
+            f"do not fit into {task.rounds} rounds",
+            hint="lower --participations or --separation",
+        )
+    return correlated.best_bands(task.separation, task.participations, task.rounds)
 
 
 def _masked(task: PrivateTask, terms: PrivacyTerms) -> PrivacyPlan:
@@ -140,6 +185,7 @@ def _masked(task: PrivateTask, terms: PrivacyTerms) -> PrivacyPlan:
         body_bytes=packing.num_bytes,
         noise_norm=norm,
         round_error=norm / task.clip,
+        model_error=norm / task.clip * correlated.prefix_error(1, task.rounds),
         task_epsilon=terms.spent(task.participations),
         against=masking.adversaries,
     )
@@ -148,22 +194,27 @@ def _masked(task: PrivateTask, terms: PrivacyTerms) -> PrivacyPlan:
 def _clear(task: PrivateTask, terms: PrivacyTerms) -> PrivacyPlan:
     numbers, noise = math.ceil(task.fraction * task.size), terms.noise_multiplier * terms.clip
     if terms.lane == "central":
-        norm = noise * math.sqrt(numbers) / task.cohort
+        drawn = noise * math.sqrt(numbers) / task.cohort
         largest = min(task.clip, _TYPICAL * task.clip / math.sqrt(numbers))
     else:
-        norm = noise * math.sqrt(numbers / task.cohort)
+        drawn = noise * math.sqrt(numbers / task.cohort)
         largest = _DEVIATIONS * noise
-    compressor = SharedSupport(task.fraction, clip=float(f"{largest:.2g}"))
+    compressor: dict[str, Any] = {"id": "shared_support", "fraction": task.fraction}
+    if terms.bands > 1:
+        compressor = {"id": "quantize"}
+    compressor["clip"] = float(f"{largest:.2g}")
+    norm = drawn * float(np.linalg.norm(correlated.coefficients(terms.bands)))
     spec = ModelSpec((TensorSpec("all", (task.size,)),))
-    body_bytes = max_body_bytes(compressor.layout(spec))
+    body_bytes = max_body_bytes(from_config(compressor).layout(spec))
     return PrivacyPlan(
         privacy=terms,
-        compressor={"id": "shared_support", "fraction": task.fraction, "clip": compressor.clip},
+        compressor=compressor,
         numbers_sent=numbers,
         bits_per_parameter=8 * body_bytes / task.size,
         body_bytes=body_bytes,
         noise_norm=norm,
         round_error=norm / task.clip,
+        model_error=drawn / task.clip * correlated.prefix_error(terms.bands, task.rounds),
         task_epsilon=terms.spent(task.participations),
         against=terms.against(),
     )

@@ -481,7 +481,19 @@ class PrivacyStatus(Term):
     delta: float
     clip: float
     noise_multiplier: float
+    bands: int = 1
+    """Of noise that is correlated over rounds, see PrivacyTerms; left out where it is 1, as is
+    `separation`."""
+    separation: int = 1
     against: str
+
+    @model_serializer(mode="wrap")
+    def _without_defaults(self, serialize: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        fields: dict[str, Any] = serialize(self)
+        for name in ("bands", "separation"):
+            if fields.get(name) == 1:
+                del fields[name]
+        return fields
 
 
 class UploadFigures(BaseModel):
@@ -832,6 +844,14 @@ class TaskConfig(Term):
                 f"times each are enough for {bodies // self.cohort.minimum} rounds of "
                 f"{self.cohort.minimum} clients or more, not for {self.rounds}; lower rounds, or "
                 "raise privacy.participations and the noise with it"
+            )
+        apart = self.privacy.separation
+        at_once = (apart - 1) * self.cohort.size + self.cohort.minimum
+        if self.members and len(set(self.members)) < at_once:
+            raise ValueError(
+                f"{len(set(self.members))} members are too few for a privacy.separation of "
+                f"{apart} rounds, which cohorts of {self.cohort.size} fill with {at_once} clients; "
+                "lower cohort.size, or privacy.separation and raise the noise with it"
             )
         if self.evaluation.patience is not None:
             raise ValueError(

@@ -38,7 +38,7 @@ from fedpress_compression.update import Indices
 from fedpress_protocols.errors import FedpressError, IncompatiblePlan, WireVersionMismatch
 from fedpress_protocols.masking.graph import Adversary, honest_survivors, parameters
 from fedpress_protocols.masking.keystream import Suite
-from fedpress_protocols.privacy import accounting, gaussian
+from fedpress_protocols.privacy import accounting, correlated, gaussian
 from fedpress_protocols.privacy.accounting import Cost, PrivacyLane, participation
 from fedpress_protocols.upload import (
     MAX_REPORTS,
@@ -254,6 +254,10 @@ class PrivacyTerms(Term):
 
     A device takes part `participations` times at most; for that many the terms claim (`epsilon`,
     `delta`), and terms whose noise is too small for it are refused.
+
+    In the central lane the noise may be correlated over `bands` rounds, see `correlated`; 1: drawn
+    anew in each. A device that takes part in a round then does so again `separation` rounds later
+    at the earliest.
     """
 
     lane: PrivacyLane = "distributed"
@@ -263,12 +267,16 @@ class PrivacyTerms(Term):
     participations: Annotated[int, Field(ge=1, le=MAX_PARTICIPATIONS)]
     epsilon: Annotated[float, Field(gt=0, le=30)]
     delta: Annotated[float, Field(ge=1e-11, lt=0.1)] = 1e-5
+    bands: Annotated[int, Field(ge=1, le=correlated.MAX_BANDS)] = 1
+    """Left out where it is 1, as is `separation`: older releases do not know them."""
+    separation: Annotated[int, Field(ge=1, le=correlated.MAX_SEPARATION)] = 1
 
     @model_serializer(mode="wrap")
-    def _without_lane(self, serialize: SerializerFunctionWrapHandler) -> dict[str, Any]:
+    def _without_defaults(self, serialize: SerializerFunctionWrapHandler) -> dict[str, Any]:
         fields: dict[str, Any] = serialize(self)
-        if fields.get("lane") == "distributed":
-            del fields["lane"]
+        for name, usual in (("lane", "distributed"), ("bands", 1), ("separation", 1)):
+            if fields.get(name) == usual:
+                del fields[name]
         return fields
 
     @property
@@ -283,14 +291,28 @@ class PrivacyTerms(Term):
             return "other devices and the public, who see models, and not the server"
         return "" if masking is None else masking.adversaries
 
-    @property
-    def cost(self) -> Cost:
-        """The cost of one participation."""
-        return participation(self.lane)(self.noise_multiplier)
+    def cost(self, participations: int) -> Cost:
+        """The cost of so many participations."""
+        each = participation(self.lane, self.bands, self.separation, participations)
+        return each(self.noise_multiplier).times(participations)
 
     def spent(self, participations: int) -> float:
         """Epsilon, at `delta`, after so many participations."""
-        return self.cost.times(participations).epsilon(self.delta)
+        return self.cost(participations).epsilon(self.delta)
+
+    @model_validator(mode="after")
+    def _can_be_correlated(self) -> PrivacyTerms:
+        if self.lane != "central" and self.bands > 1:
+            raise ValueError(
+                f"bands of {self.bands} in the {self.lane} lane: noise is correlated over rounds "
+                "only where the server adds it; set lane to central, or leave bands out"
+            )
+        if self.bands == 1 and self.separation > 1:
+            raise ValueError(
+                f"a separation of {self.separation} rounds is for noise that is correlated over "
+                "rounds; set bands to more than 1, or leave separation out"
+            )
+        return self
 
     @model_validator(mode="after")
     def _keeps_claim(self) -> PrivacyTerms:
@@ -299,7 +321,10 @@ class PrivacyTerms(Term):
             return self
         try:
             enough = accounting.noise_multiplier_for(
-                self.epsilon, self.delta, self.participations, participation(self.lane)
+                self.epsilon,
+                self.delta,
+                self.participations,
+                participation(self.lane, self.bands, self.separation, self.participations),
             )
             advice = f"raise noise_multiplier to {enough:g}, lower participations, or"
         except FedpressError:
@@ -492,6 +517,12 @@ class RoundPlan(Term):
                 raise IncompatiblePlan(
                     f"the profile {profile.name!r} counts on sums without noise; use "
                     "error_feedback around shared_support, quantize or none"
+                )
+            if terms.bands > 1 and restricts(profile.compressor):
+                raise IncompatiblePlan(
+                    f"the profile {profile.name!r} sends some coordinates only, others in each "
+                    "round, and noise that is correlated over rounds takes itself away only where "
+                    "all are sent; use quantize or none, or leave privacy.bands out"
                 )
         if terms.lane == "local":
             return

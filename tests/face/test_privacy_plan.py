@@ -45,15 +45,20 @@ def test_the_printed_task_is_one_that_a_server_takes() -> None:
 
 
 @pytest.mark.parametrize(
-    ("lane", "against"),
-    [("central", "and not the server"), ("local", "any server, other devices, and the public")],
+    ("lane", "against", "more"),
+    [
+        ("central", "and not the server", []),
+        ("central", "and not the server", ["--separation", "10"]),
+        ("local", "any server, other devices, and the public", []),
+    ],
 )
 def test_a_printed_task_of_the_clear_lane_is_one_that_a_server_takes(
-    lane: str, against: str, server: Server
+    lane: str, against: str, more: list[str], server: Server
 ) -> None:
     model = Model.from_tensors({"w": np.zeros((200, 100), np.float32)})
-    printed = said(CliRunner().invoke(app, [*ASKED, "--lane", lane]))
+    printed = said(CliRunner().invoke(app, [*ASKED, "--lane", lane, *more]))
     assert against in printed
+    assert ("correlated  over 6 rounds" in printed) == bool(more)
     block = json.loads("{" + printed.split("configuration:\n")[1] + "}")
     assert block["privacy"]["lane"] == lane
     assert "masking" not in block
@@ -70,6 +75,17 @@ def test_noise_in_the_clear_lane_is_that_of_the_real_terms() -> None:
     assert local.round_error == pytest.approx(central.round_error * math.sqrt(20))
     assert 5.99 < central.task_epsilon <= 6.0
     assert central.masking is None
+
+
+def test_correlated_noise_is_planned_with_the_bands_that_leave_least_of_it_in_the_model() -> None:
+    task = {**TASK, "lane": "central", "fraction": 1.0, "participations": 5}
+    plain, apart = (planned(PrivateTask(**{**task, "separation": each})) for each in (1, 10))
+    assert apart.privacy.separation == 10
+    assert apart.privacy.bands > 1 == plain.privacy.bands
+    assert 5.99 < apart.task_epsilon <= 6.0
+    assert apart.round_error > plain.round_error
+    assert apart.model_error < 0.6 * plain.model_error
+    assert plain.model_error == pytest.approx(plain.round_error * math.sqrt(51 / 2))
 
 
 def test_bits_and_noise_are_those_of_the_real_payload() -> None:
@@ -108,6 +124,16 @@ def test_figures_as_json() -> None:
         ({"corrupt": 0.3, "minimum": 7}, "raise --minimum, or lower --corrupt"),
         ({"epsilon": 1e-6}, "raise epsilon"),
         ({"rounds": 10**8, "participations": 10**7}, "raise --population, or lower --rounds"),
+        ({"separation": 10}, "choose --lane central, or leave --separation out"),
+        ({"separation": 10, "lane": "central"}, "set --fraction 1, or leave --separation out"),
+        (
+            {"separation": 11, "lane": "central", "fraction": 1.0},
+            "needs 215 devices for cohorts of 20, and the population is 200",
+        ),
+        (
+            {"separation": 9, "lane": "central", "fraction": 1.0, "participations": 7},
+            "do not fit into 50 rounds",
+        ),
     ],
 )
 def test_a_plan_that_cannot_be_says_what_to_change(changes: dict[str, Any], reason: str) -> None:

@@ -14,6 +14,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Callable
+from functools import lru_cache
 from types import SimpleNamespace
 from typing import Any
 
@@ -29,7 +30,7 @@ from fedpress_compression.tensors import Vector
 from fedpress_protocols.masking import payload as payload_module
 from fedpress_protocols.masking.payload import Payload
 from fedpress_protocols.plan import PrivacyTerms, RoundPlan
-from fedpress_protocols.privacy import gaussian, skellam
+from fedpress_protocols.privacy import correlated, gaussian, skellam
 from fedpress_protocols.privacy.grid import Grid
 from fedpress_server.aggregation import private
 from fedpress_server.aggregation.accumulate import (
@@ -224,7 +225,7 @@ def _noise_missing(patch: pytest.MonkeyPatch) -> None:
 
 
 def _noise_repeated(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(private, "noise_seed", lambda plan, uploads, secret: bytes(48))
+    patch.setattr(private, "noise_seed", lambda noised, secret: bytes(48))
 
 
 def _norm_unbounded(patch: pytest.MonkeyPatch) -> None:
@@ -261,3 +262,116 @@ def test_the_attack_finds_a_broken_build_in_clear(
     breaks(monkeypatch)
     runs = 500 if breaks is _gaussian_halved else 150
     assert least_epsilon_in_clear(lane, runs) > claim(lane)
+
+
+# Correlated noise, over all rounds of a task
+
+CORRELATED = {**CLAIM, "lane": "central", "participations": 3, "bands": 4, "separation": 2,
+              "noise_multiplier": 2.2, "epsilon": 7.0}  # fmt: skip
+ROUNDS, TAKEN = 6, (0, 2, 4)
+
+
+def correlated_plan(number: int) -> RoundPlan:
+    return made_plan(
+        {"id": "error_feedback", "inner": {"id": "none"}},
+        privacy=CORRELATED,
+        round=number,
+        lane="clear",
+        masking=None,
+        cohort={"size": 2, "minimum": 2},
+        fixed_point={"scale_bits": 30, "max_abs": 0.3, "max_examples": 1},
+    )
+
+
+def correlated_releases(runs: int, *, takes_part: bool) -> np.ndarray:
+    """By run and round, what the server released along the canary's direction."""
+    bodies: dict[str, bytes] = {}
+    payloads: Any = SimpleNamespace(get=bodies.__getitem__)
+    plans = [correlated_plan(number) for number in range(1, ROUNDS + 1)]
+    each_terms = [RoundTerms(plan, SPEC, payloads) for plan in plans]
+    for plan, terms in zip(plans, each_terms, strict=True):
+        vars(terms)["public"] = plan.public(SPEC, {})
+    direction = np.full(SPEC.size, 1 / math.sqrt(SPEC.size))
+    canary = (3 * CLAIM["clip"] * direction).astype(np.float32)
+    nothing = np.zeros_like(canary)
+    rng = np.random.default_rng([takes_part, 4])
+
+    def sent(number: int, update: np.ndarray) -> StagedUpload:
+        assignment: Any = SimpleNamespace(assignment="a", plan=plans[number], profile="only")
+        _, body = Ledger("digits", "me").prepare(assignment, update, 5, SPEC, rng, knowledge={})
+        assert body is not None
+        digest = hashlib.sha256(body).hexdigest()
+        bodies[digest] = body
+        return StagedUpload(digest, digest, "only")
+
+    uploads = []
+    for number in range(ROUNDS):
+        victim = canary if takes_part and number in TAKEN else nothing
+        uploads.append((sent(number, victim), sent(number, nothing)))
+    released = np.empty((runs, ROUNDS))
+    for run in range(runs):
+        secret, before = rng.bytes(32), tuple[private.NoisedSum, ...]()
+        for number, (terms, staged) in enumerate(zip(each_terms, uploads, strict=True)):
+            job = AggregationJob(
+                terms, FEDAVG, None, staged, noise_secret=secret, noised_before=before
+            )
+            mean = sum_uploads(job, payloads, AggregationSpace(), {}).delta
+            released[run, number] = mean @ direction * 2 / CLAIM["clip"]
+            digests = tuple(each.digest for each in staged)
+            before = (private.NoisedSum(plans[number].digest, digests), *before)
+    return released
+
+
+def least_epsilon_of_correlated(runs: int) -> float:
+    """The attacker learns the linear score of a whole task from half of the runs, so that it is the
+    best one whatever the noise's correlation is, and of a broken build, too."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(gaussian, "sample", lru_cache(2 * ROUNDS)(gaussian.sample))  # for speed
+        without = correlated_releases(runs, takes_part=False)
+        with_canary = correlated_releases(runs, takes_part=True)
+    half = runs // 2
+    spread = np.cov(without[:half].T) + 1e-6 * np.eye(ROUNDS)
+    shift = with_canary[:half].mean(axis=0) - without[:half].mean(axis=0)
+    score = np.linalg.solve(spread, shift)
+    return shown(without @ score, with_canary @ score)
+
+
+def test_all_rounds_of_correlated_noise_tell_no_more_than_is_claimed() -> None:
+    assert 2.0 < least_epsilon_of_correlated(300) < PrivacyTerms(**CORRELATED).spent(3)
+
+
+def _accounted_as_if_independent(patch: pytest.MonkeyPatch) -> None:
+    """The noise of a claim that forgets how the columns of C add up."""
+    exact = gaussian.sample
+    share = correlated.sensitivity(4, 2, 3) / math.sqrt(3)
+    patch.setattr(
+        gaussian, "sample", lambda size, deviation, secret: exact(size, deviation / share, secret)
+    )
+
+
+def _draws_repeated(patch: pytest.MonkeyPatch) -> None:
+    """Each round takes off its own draw again, and not those of the rounds before."""
+    exact = private._noise
+    patch.setattr(
+        private,
+        "_noise",
+        lambda plan, terms, size, seeds: exact(plan, terms, size, [seeds[0]] * len(seeds)),
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("breaks", "runs"),
+    [
+        (_gaussian_halved, 250),
+        (_noise_missing, 100),
+        (_accounted_as_if_independent, 250),
+        (_draws_repeated, 500),
+    ],
+)
+def test_the_attack_finds_a_broken_build_of_correlated_noise(
+    breaks: Callable[[pytest.MonkeyPatch], None], runs: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    claimed = PrivacyTerms(**CORRELATED).spent(3)
+    breaks(monkeypatch)
+    assert least_epsilon_of_correlated(runs) > claimed

@@ -190,10 +190,11 @@ def test_an_aggregation_that_is_run_again_has_the_same_noise(
     assert world.statuses[-1].model == models[0]
     fewer = [each.digest for each in jobs[0].uploads[:3]]
     secret = jobs[0].noise_secret
+    plan, all_of_them = jobs[0].terms.plan.digest, [each.digest for each in jobs[0].uploads]
     seeds = {
-        private.noise_seed(jobs[0].terms.plan, fewer, secret),
-        private.noise_seed(jobs[0].terms.plan, [each.digest for each in jobs[0].uploads], secret),
-        private.noise_seed(jobs[0].terms.plan, fewer, bytes(32)),
+        private.noise_seed(private.NoisedSum(plan, tuple(fewer)), secret),
+        private.noise_seed(private.NoisedSum(plan, tuple(all_of_them)), secret),
+        private.noise_seed(private.NoisedSum(plan, tuple(fewer)), bytes(32)),
     }
     assert len(seeds) == 3
 

@@ -17,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from fedpress_protocols.errors import ConfigurationError
+from fedpress_protocols.privacy import correlated
 
 Curve = npt.NDArray[np.float64]
 PrivacyLane = Literal["distributed", "central", "local"]
@@ -96,9 +97,17 @@ def gaussian_participation(noise_multiplier: float) -> Cost:
     return Cost(mu=1 / noise_multiplier)
 
 
-def participation(lane: PrivacyLane) -> Callable[[float], Cost]:
-    """By noise multiplier, the cost of one participation in this lane."""
-    return skellam_participation if lane == "distributed" else gaussian_participation
+def participation(
+    lane: PrivacyLane, bands: int = 1, separation: int = 1, participations: int = 1
+) -> Callable[[float], Cost]:
+    """By noise multiplier, the cost of one participation in this lane, out of so many: under noise
+    that is correlated over rounds each costs an equal share of all."""
+    if lane == "distributed":
+        return skellam_participation
+    if bands == 1 or not participations:
+        return gaussian_participation
+    share = correlated.sensitivity(bands, separation, participations) / math.sqrt(participations)
+    return lambda noise_multiplier: gaussian_participation(noise_multiplier / share)
 
 
 def gaussian_epsilon(mu: float, delta: float) -> float:

@@ -23,7 +23,7 @@ from fedpress_protocols.errors import IncompatiblePlan, ServerError
 from fedpress_protocols.messages import DownlinkTerms
 from fedpress_protocols.plan import RoundPlan
 from fedpress_server import failpoints
-from fedpress_server.aggregation.private import has_own_noise, noised_mean
+from fedpress_server.aggregation.private import NoisedSum, has_own_noise, noised_mean
 from fedpress_server.aggregation.terms import RoundTerms
 from fedpress_server.storage.payloads import Payloads
 from fedpress_strategies import Strategy
@@ -75,6 +75,8 @@ class AggregationJob:
     """The files of the uploads' sums, batch by batch, where they were added up before."""
     noise_secret: bytes | None = None
     """Of the task, where the server adds noise to its sums."""
+    noised_before: tuple[NoisedSum, ...] = ()
+    """The sums of the rounds before that the noise is correlated with, newest first."""
 
 
 class Summed(NamedTuple):
@@ -131,7 +133,8 @@ def _result(job: AggregationJob, accumulator: Accumulator) -> Delta:
     if job.noise_secret is None or not isinstance(accumulator.aggregator, WeightedMean):
         raise ServerError("a sum that needs the server's noise cannot be had without")
     digests = [staged.digest for staged in job.uploads]
-    return noised_mean(job.terms, accumulator.aggregator, digests, job.noise_secret)
+    mean, before = accumulator.aggregator, job.noised_before
+    return noised_mean(job.terms, mean, digests, job.noise_secret, before)
 
 
 def add_batch(job: AggregationJob, payloads: Payloads, folder: str) -> str:

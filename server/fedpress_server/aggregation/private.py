@@ -5,6 +5,9 @@
 Noise is derived from a secret of the task and from all that a sum depends on, the plan and the
 uploads' digests. The same aggregation done again has the same noise, whichever server does it; and
 no other sum ever has it, also after a restore, when a round may be run again with other uploads.
+
+Noise that is correlated over rounds takes from a round's sum parts of the noise of rounds before,
+which is drawn again from what those sums depended on. Nothing of it is stored.
 """
 
 from __future__ import annotations
@@ -12,24 +15,39 @@ from __future__ import annotations
 import hashlib
 import hmac
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from fedpress_compression.fixed_point import FixedPoint
 from fedpress_compression.linear import support_of
 from fedpress_compression.update import Indices
 from fedpress_protocols.errors import IncompatiblePlan
 from fedpress_protocols.plan import PrivacyTerms, RoundPlan
-from fedpress_protocols.privacy import gaussian
+from fedpress_protocols.privacy import correlated, gaussian
 from fedpress_server.aggregation.terms import NORM_TOLERANCE, RoundTerms
 from fedpress_strategies import Strategy
 from fedpress_strategies.strategy import Delta, UniformMean, WeightedMean
 
+Ints = npt.NDArray[np.int64]
+
 _DOMAIN = b"fedpress central noise v1"
+ROUNDS_TOGETHER = 2**16
+"""Correlated noise begins anew after so many rounds: no rounding adds up over more."""
+_FINEST = 2.0**35
+"""The least deviation, in its own steps, of a draw of correlated noise."""
 _SMALLEST = FixedPoint(0, 1.0, 1)
 _MAX_ROUNDING = 0.02
 """Share of the clip that rounding to the sum's steps may add to the sensitivity."""
+
+
+class NoisedSum(NamedTuple):
+    """The digests that a sum depends on: of its plan, and of its uploads."""
+
+    plan: str
+    uploads: tuple[str, ...]
 
 
 def has_own_noise(plan: RoundPlan) -> bool:
@@ -38,23 +56,29 @@ def has_own_noise(plan: RoundPlan) -> bool:
 
 
 def noised_mean(
-    terms: RoundTerms, mean: WeightedMean, uploads: Iterable[str], secret: bytes
+    terms: RoundTerms,
+    mean: WeightedMean,
+    uploads: Sequence[str],
+    secret: bytes,
+    before: Sequence[NoisedSum] = (),
 ) -> Delta:
     """The mean [size] of the sums with noise; `uploads` are the digests of the bodies in it.
 
-    Noise lies on the coordinates that uploads can move. The denominator is `cohort.size`, also of
-    fewer uploads, so that it tells nothing of who sent one.
+    `before` are the sums of the rounds before, newest first, whose noise this one's is correlated
+    with. Noise lies on the coordinates that uploads can move. The denominator is `cohort.size`,
+    also of fewer uploads, so that it tells nothing of who sent one.
     """
     plan, privacy = terms.plan, terms.plan.privacy
     if privacy is None:
         raise IncompatiblePlan("a plan without privacy terms has no noise")
     where = _support(terms)
     size = mean.sums.total[where].size
-    drawn = gaussian.sample(
-        size, _deviation(plan, privacy, size), noise_seed(plan, uploads, secret)
-    )
+    seeds = [
+        noise_seed(each, secret)
+        for each in (NoisedSum(plan.digest, tuple(uploads)), *before[: privacy.bands - 1])
+    ]
     total = mean.sums.total.copy()
-    total[where] += drawn
+    total[where] += _noise(plan, privacy, size, seeds)
     return total / (plan.cohort.size * 2.0**plan.fixed_point.scale_bits)
 
 
@@ -80,6 +104,27 @@ def check_private_strategy(terms: RoundTerms, strategy: Strategy) -> None:
         )
 
 
+def _noise(plan: RoundPlan, privacy: PrivacyTerms, size: int, seeds: Sequence[bytes]) -> Ints:
+    """The noise [size] of a sum in steps, from the seeds of its round and of those before.
+
+    The draws of correlated noise are on steps so fine that rounding what is taken off of them costs
+    next to nothing. It does cost: a draw that follows from a result and a device's update differs
+    from the draw without that update by the update and by two roundings in each round, and C makes
+    `gain` of that at most.
+    """
+    deviation = _deviation(plan, privacy, size)
+    if privacy.bands == 1:
+        return gaussian.sample(size, deviation, seeds[0])
+    steps = 2.0 ** max(0, math.ceil(math.log2(_FINEST / deviation)))
+    rounding = correlated.gain(privacy.bands) * math.sqrt(ROUNDS_TOGETHER * size)
+    fine = deviation * steps + privacy.noise_multiplier * 1.1 * rounding
+    earlier = np.zeros(size)
+    for factor, seed in zip(correlated.coefficients(privacy.bands)[1:], seeds[1:], strict=False):
+        earlier += factor * gaussian.sample(size, fine, seed)
+    noise = gaussian.sample(size, fine, seeds[0]) + np.rint(earlier).astype(np.int64)
+    return np.rint(noise / steps).astype(np.int64)
+
+
 def _deviation(plan: RoundPlan, privacy: PrivacyTerms, size: int) -> float:
     """Of the noise in steps: the sensitivity is the clip and what rounding `size` values adds."""
     clip = privacy.clip * (1 + NORM_TOLERANCE) * 2.0**plan.fixed_point.scale_bits
@@ -98,9 +143,9 @@ def _support(terms: RoundTerms) -> slice | Indices:
     return np.unique(np.concatenate(each))
 
 
-def noise_seed(plan: RoundPlan, uploads: Iterable[str], secret: bytes) -> bytes:
+def noise_seed(noised: NoisedSum, secret: bytes) -> bytes:
     """The noise's secret: of the same plan and uploads the same, of all others another one."""
-    about = "|".join([plan.digest, *sorted(uploads)]).encode()
+    about = "|".join([noised.plan, *sorted(noised.uploads)]).encode()
 
     def derived(part: bytes) -> bytes:
         return hmac.digest(secret, b"|".join([_DOMAIN, part, about]), hashlib.sha256)

@@ -24,6 +24,7 @@ from fedpress_server.coordination.attempts import Attempt
 from fedpress_server.coordination.background import Background
 from fedpress_server.coordination.commands import FinishedJob, Happen
 from fedpress_server.coordination.live import LiveTask
+from fedpress_server.coordination.noise import noised_before
 from fedpress_server.coordination.publisher import JobSignal
 from fedpress_server.coordination.task_store import TaskStore
 from fedpress_server.metrics import Metrics
@@ -250,7 +251,8 @@ class JobRunner:
         job = replace(self._job(task, attempt, attempt.staged), sums=sums)
         if has_own_noise(attempt.terms.plan):
             secret = await self._database.write(lambda c: privacy.noise_secret(c, attempt.key[0]))
-            job = replace(job, noise_secret=secret)
+            before = await self._database.read(lambda c: noised_before(c, attempt.terms.plan))
+            job = replace(job, noise_secret=secret, noised_before=before)
         event: Event
         result: AggregationResult | None = None
         with self._metrics.fold_seconds.labels(attempt.key[0]).time():

@@ -98,8 +98,8 @@ def without_excluded(
     connection: Connection, attempt: Attempt, status: SessionStatus | None = None
 ) -> Attempt:
     """`attempt` without the clients that earlier sessions of its task suspect, and without those
-    that have spent their privacy budget. `status` is of the last session, if it is not stored
-    yet."""
+    that have spent their privacy budget, or took part too recently by its terms. `status` is of the
+    last session, if it is not stored yet."""
     round_, terms = attempt.round, attempt.terms.plan.privacy
     names = frozenset[str]()
     if round_.is_masked:
@@ -111,8 +111,11 @@ def without_excluded(
         names = left_out(sessions, turn, rules.members or frozenset(), rules.minimum)
     if terms is not None:
         spent, most = privacy.participations(connection, attempt.key, terms.participations)
-        names |= spent
-        round_ = replace(round_, participations=most, num_spent=len(spent))
+        resting = privacy.resting(connection, attempt.key, terms.separation) - spent
+        names |= spent | resting
+        round_ = replace(
+            round_, participations=most, num_spent=len(spent), num_resting=len(resting)
+        )
     return replace(attempt, round=replace(round_, left_out=names))
 
 

@@ -78,11 +78,16 @@ class LiveTask:
 
     @property
     def _excluded(self) -> str:
-        """A sentence with the number of devices whose privacy budget is spent; empty for none."""
+        """The numbers of devices that may not take part by the privacy terms, in words; empty for
+        none."""
         round_ = None if self.attempt is None else self.attempt.round
-        if round_ is None or not round_.num_spent:
+        if round_ is None:
             return ""
-        return f"devices that take no further part, their privacy budget spent: {round_.num_spent}"
+        numbers = (
+            ("that take no further part, their privacy budget spent", round_.num_spent),
+            ("that took part too recently for privacy.separation", round_.num_resting),
+        )
+        return "; ".join(f"devices {whose}: {number}" for whose, number in numbers if number)
 
     @property
     def summary(self) -> TaskSummary:

@@ -79,6 +79,8 @@ class Round:
     """Under privacy terms: how often any client took part in the task before, at most."""
     num_spent: int = field(default=0, compare=False)
     """Under privacy terms: the number of clients left out because they have no budget left."""
+    num_resting: int = field(default=0, compare=False)
+    """Under privacy terms: the number of clients left out until a later round, by `separation`."""
 
     @classmethod
     def table(cls) -> Sequence[Transition]:

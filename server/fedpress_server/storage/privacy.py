@@ -57,6 +57,22 @@ def noise_secret(connection: Connection, task: str) -> bytes:
     return bytes(secret)
 
 
+def resting(connection: Connection, key: RoundKey, separation: int) -> frozenset[str]:
+    """The clients that have sent a body in one of the `separation` - 1 rounds before `key`.
+
+    Another attempt at this very round does not count: only one has a sum.
+    """
+    task, number, _ = key
+    recent = assignments.c.round.between(number - separation + 1, number - 1)
+    query = (
+        sa.select(assignments.c.client_id)
+        .join(uploads, uploads.c.assignment == assignments.c.assignment)
+        .where(assignments.c.task == task, recent)
+        .distinct()
+    )
+    return frozenset(connection.scalars(query)) if separation > 1 else frozenset()
+
+
 def with_privacy(
     connection: Connection, task: str, found: Sequence[RoundStatus]
 ) -> list[RoundStatus]:
@@ -117,5 +133,7 @@ def _status(plan: RoundPlan, participations: int) -> PrivacyStatus | None:
         delta=terms.delta,
         clip=terms.clip,
         noise_multiplier=terms.noise_multiplier,
+        bands=terms.bands,
+        separation=terms.separation,
         against=plan.private_against,
     )
