@@ -163,7 +163,7 @@ def test_epsilon_is_that_of_a_gaussian_mechanism_of_the_dense_sensitivity(
     noise: float, count: int, bands: int, separation: int
 ) -> None:
     _, strategy = matrices(bands, count * separation + 600)
-    moved = np.linalg.norm(strategy[:, : count * separation : separation].sum(axis=1))
+    moved = float(np.linalg.norm(strategy[:, : count * separation : separation].sum(axis=1)))
     terms = {**TERMS, "noise_multiplier": noise, "bands": bands, "separation": separation}
     spent = PrivacyTerms(**{**terms, "participations": count}).spent(count)
     assert spent == pytest.approx(accounting.gaussian_epsilon(moved / noise, 1e-5), rel=1e-6)
