@@ -241,6 +241,8 @@ def parse(arguments: list[str]) -> None:
     command: click.Command = app
     rest = list(arguments)
     while isinstance(command, click.Group):
+        if not rest and command.invoke_without_command:
+            return
         assert rest, "no command"
         assert rest[0] in command.commands, f"no command {' '.join(arguments)}"
         command = command.commands[rest.pop(0)]
