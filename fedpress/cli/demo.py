@@ -36,6 +36,7 @@ from fedpress_protocols.errors import ConfigurationError
     metavar="DIR",
     help="Folder for the plot and history.json.",
 )
+@click.option("--ui", is_flag=True, help="Keep the server, and its console, until Ctrl-C.")
 @click.option("--quick", is_flag=True, help="4 clients, 5 rounds; 10 and 3 with --secure.")
 def demo(
     clients: int | None,
@@ -45,6 +46,7 @@ def demo(
     seed: int,
     json_file: Path | None,
     out: Path,
+    ui: bool,
     quick: bool,
 ) -> None:
     """Train on handwritten digits, uncompressed and compressed."""
@@ -69,9 +71,9 @@ def demo(
                     "--compressor auto with --secure, where the demo has a fixed one",
                     hint="leave --compressor out, or name one that commutes with the sum",
                 )
-            masked.run(masked.Settings(made, clients, rounds, seed, out, json_file), screen)
+            masked.run(masked.Settings(made, clients, rounds, seed, out, json_file, ui), screen)
         else:
-            compared.run(compared.Settings(made, clients, rounds, seed, out, json_file), screen)
+            compared.run(compared.Settings(made, clients, rounds, seed, out, json_file, ui), screen)
     except KeyboardInterrupt:
         screen.print("stopped; all processes have ended", highlight=False)
         raise click.exceptions.Exit(130) from None

@@ -11,10 +11,12 @@ import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Self
+
+from rich.console import Console
 
 from fedpress.operator import Operator
 from fedpress_protocols.errors import ServerError
@@ -22,6 +24,8 @@ from fedpress_protocols.errors import ServerError
 _READY = re.compile(r"ready on (http://\S+)")
 _START_SECONDS = 60.0
 _STOP_SECONDS = 10.0
+_VIEW_SECONDS = 86400.0
+"""Lifetime of the token for the console; the server ends with the demo."""
 
 
 class Fleet:
@@ -69,6 +73,20 @@ class Fleet:
                 return Operator(self.url, self._admin_token)
             time.sleep(0.05)
         raise ServerError(f"the server did not start: {_tail(log)}", hint=f"see {log}")
+
+    def show_console(self, operator: Operator, console: Console) -> None:
+        """Print the address of the server's console, and a token that may look and nothing else."""
+        viewer = operator.create_operator("viewer", expires_in=_VIEW_SECONDS, note="demo")
+        console.print(f"in a browser: {self.url}/console", highlight=False, soft_wrap=True)
+        console.print(f"the token to log in: {viewer.token}", highlight=False, soft_wrap=True)
+
+    def stay(self, console: Console) -> None:
+        """Wait for Ctrl-C, with the server running."""
+        console.print("all rounds are done; Ctrl-C ends the server", highlight=False)
+        with suppress(KeyboardInterrupt):
+            while True:
+                self.check()
+                time.sleep(1)
 
     def start_devices(self, token: str, clients: int, seed: int, tasks: Sequence[str]) -> None:
         environment = {"FEDPRESS_TOKEN": token, "OMP_NUM_THREADS": "1"}

@@ -39,6 +39,8 @@ class Settings:
     seed: int = 0
     out: Path = Path("demo-out")
     json: Path | None = None
+    stays: bool = False
+    """Whether the server runs on after the last round, until Ctrl-C."""
 
     def __post_init__(self) -> None:
         if not 1 <= self.clients <= 100:
@@ -83,6 +85,7 @@ def _federate(settings: Settings, history: History, console: Console, fleet: Fle
     with fleet:
         console.print(f"starting a server and {settings.clients} devices ...", highlight=False)
         with fleet.start_server() as operator:
+            fleet.show_console(operator, console)
             operator.register_model(model)
             for curve in (history.plain, history.compressed):
                 operator.create_task(_task(settings, curve, model.digest))
@@ -96,6 +99,8 @@ def _federate(settings: Settings, history: History, console: Console, fleet: Fle
                     time.sleep(_POLL_SECONDS)
                 screen.update()
             fleet.finish()
+            if settings.stays:
+                fleet.stay(console)
 
 
 def _config(compressor: Compressor[Any] | None) -> dict[str, Any]:

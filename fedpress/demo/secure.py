@@ -55,6 +55,8 @@ class Settings:
     seed: int = 0
     out: Path = Path("demo-out")
     json: Path | None = None
+    stays: bool = False
+    """Whether the server runs on after the last round, until Ctrl-C."""
 
     def __post_init__(self) -> None:
         if not 10 <= self.clients <= 100:
@@ -197,6 +199,7 @@ def _federate(
     )
     fleet = Fleet(folder, logs, {"masking_authority": public, "population": POPULATION})
     with fleet, fleet.start_server() as operator:
+        fleet.show_console(operator, console)
         operator.register_model(model)
         operator.create_task(_task(settings, model.digest))
         token = operator.create_token(uses=settings.clients, expires_in=3600, note="demo")
@@ -249,6 +252,8 @@ def _federate(
                 screen.update()
             for device in devices:
                 device.thread.join(30)
+            if settings.stays:
+                fleet.stay(console)
         finally:
             for device in devices:
                 device.stop()
