@@ -47,5 +47,7 @@ def test_links_lead_somewhere(page: Path) -> None:
             continue
         file = (page.parent / target).resolve() if target else page
         assert file.exists(), f"{link} leads nowhere"
+        inside = page.is_relative_to(DOCS)
+        assert not inside or file.is_relative_to(DOCS), f"{link} leads out of the site"
         if anchor and file.suffix == ".md":
             assert anchor in anchors(file), f"{link} has no such heading"
