@@ -53,6 +53,10 @@ class Row:
     profile: str | None = None
     policies: str | None = None
     progress: float | None = None
+    epsilon: float | None = None
+    """What a private task has spent so far, by the device that took part most often."""
+    privacy: str | None = None
+    """The same in words, and against whom it holds."""
     train: dict[str, float] = field(default_factory=dict)
     evaluation: dict[str, float] = field(default_factory=dict)
     """As clients measured it."""
@@ -166,6 +170,7 @@ class History:
             "answered": sum(row.answered for row in self.rows),
             "lost": sum(row.lost for row in self.rows),
             "failed": sum(len(row.failed) for row in self.rows),
+            "epsilon": last.epsilon,
             "seconds": round(self.seconds, 3),
             "complete": self.complete,
             "reason": self.reason,

@@ -123,6 +123,8 @@ class Screen:
             parts.append(f"down {row.down_bytes / 1e3:,.1f} kB")
             if row.nmse is not None:
                 parts.append(f"nmse {row.nmse:.3f}")
+            if row.epsilon is not None:
+                parts.append(f"epsilon {row.epsilon:.3g}")
             self._console.print("  ".join(parts), highlight=False)
             if row.policies:
                 self._console.print(f"{history.name}: {' ' * 9} {row.policies}", highlight=False)
@@ -151,6 +153,9 @@ def print_summary(console: Console, histories: Sequence[History], out: Path) -> 
         )
     console.print(table)
     for history in histories:
+        if history.rows and history.rows[-1].privacy:
+            told = f"{history.name}: privacy {history.rows[-1].privacy}"
+            console.print(told, highlight=False, soft_wrap=True)
         if history.reason:
             console.print(f"{history.name} ended early: {history.reason}", highlight=False)
     console.print(f"files: {out.resolve()}", highlight=False, soft_wrap=True)

@@ -23,6 +23,7 @@ import httpx
 import numpy as np
 from anyio.from_thread import BlockingPortal, start_blocking_portal
 
+from fedpress.cli.rounds import privacy_spent
 from fedpress.command_line import needs, read
 from fedpress.operator import Operator
 from fedpress.simulate.apps import FlowerApp, TrainerApp, parse_app
@@ -300,6 +301,8 @@ class ServerTask:
         )
         row.lost = row.asked - row.answered
         row.decided(last.course)
+        if last.privacy is not None:
+            row.epsilon, row.privacy = last.privacy.epsilon, privacy_spent(last.privacy)
         if last.course is not None:
             names = [each.name for each in self.config.profiles]
             row.profile = names[last.course.gentlest]

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner
+from rich.console import Console
 
 pytest.importorskip("flwr")
 pytest.importorskip("sklearn")
@@ -15,8 +16,10 @@ pytest.importorskip("sklearn")
 from fedpress.cli import app
 from fedpress.compressor_option import compressor_from_option
 from fedpress.simulate.run import TASK, Settings, simulate, sweep
+from fedpress.simulate.screen import print_summary
 from fedpress_compression.compressor import to_config
 from fedpress_protocols.errors import ConfigurationError
+from fedpress_protocols.plan import PrivacyTerms
 from tests.flower.test_simulate import QUICK, model_over_http
 
 PLAIN: dict[str, Any] = {
@@ -177,3 +180,28 @@ def test_a_sweeps_names_are_told_their_rule(tmp_path: Path) -> None:
         sweep(Settings(**QUICK), [{"name": "a"}, {"name": "a"}], tmp_path)
     quick = Settings(**QUICK, engine="local")
     assert [each.name for each in sweep(quick, [{"name": "1 %", "rounds": 1}], tmp_path)] == ["1 %"]
+
+
+def test_a_private_task_says_what_it_spent_and_against_whom(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    privacy = {
+        "lane": "central", "clip": 0.5, "noise_multiplier": 2.5, "participations": 2,
+        "epsilon": 8.0, "bands": 3, "separation": 2,
+    }  # fmt: skip
+    changes = {
+        "rounds": 4,
+        "profiles": [{"name": "whole", "compressor": {"id": "quantize", "clip": 0.02}}],
+        "cohort": {"size": 2, "minimum": 2},
+        "privacy": privacy,
+    }
+    history = simulate(settings(tmp_path, changes), tmp_path / "out")
+    terms = PrivacyTerms.model_validate(privacy)
+    spent = [terms.spent(count) for count in (1, 1, 2, 2)]
+    assert [row.epsilon for row in history.rows] == pytest.approx(spent)
+    assert [row.lost for row in history.rows] == [0, 0, 0, 0]
+    assert history.summary()["epsilon"] == pytest.approx(spent[-1])
+    print_summary(Console(width=200), [history], tmp_path)
+    shown = capsys.readouterr().out
+    assert "by 2 of 2 participations of a device at most, 2 rounds apart; its noise is" in shown
+    assert "against other devices and the public" in shown
