@@ -3,7 +3,9 @@
     python benchmarks/private_accuracy.py [--epsilons 2,4,8] [--seeds 0,1] [--json FILE]
 
 A softmax regression of 650 parameters on digits, split at random among 200 devices of
-seven images each, all of which take part in each of 8 rounds; delta is 1e-5, one device the unit.
+seven images each, which take part 8 times: all of them in each of 8 rounds or, where the noise is
+correlated and once without that, a quarter of them in each of 32, so that a device rests for three
+rounds. Delta is 1e-5, one device the unit.
 The noise is the least that the epsilon allows, the clip the same for all. Nothing is tuned by lane.
 
 What runs is the product's own code without its network: RoundPlan, Ledger, Payload and the server's
@@ -42,14 +44,16 @@ from fedpress_protocols.plan import (
     Profile,
     RoundPlan,
 )
-from fedpress_protocols.privacy import accounting
+from fedpress_protocols.privacy import accounting, correlated
 from fedpress_protocols.privacy.accounting import PrivacyLane
 from fedpress_server.aggregation.accumulate import AggregationJob, StagedUpload, sum_uploads
+from fedpress_server.aggregation.private import NoisedSum
 from fedpress_server.aggregation.terms import RoundTerms
 from fedpress_strategies.fedavg import FEDAVG
 from fedpress_strategies.strategy import AggregationSpace
 
-CLIENTS, ROUNDS, CLIP, DELTA = 200, 8, 0.5, 1e-5
+CLIENTS, TIMES, CLIP, DELTA = 200, 8, 0.5, 1e-5
+SEPARATION = 4
 STEPS, RATE, TEST_IMAGES = 5, 0.5, 360
 SPEC = ModelSpec((TensorSpec("weight", (10, 64)), TensorSpec("bias", (10,))))
 DENSE = {"id": "quantize", "clip": CLIP / 4}
@@ -61,11 +65,23 @@ class Method(NamedTuple):
     name: str
     lane: PrivacyLane | None
     compressor: Mapping[str, Any]
+    separation: int = 1
+    is_correlated: bool = False
+
+    @property
+    def cohort(self) -> int:
+        return CLIENTS // self.separation
+
+    @property
+    def rounds(self) -> int:
+        return TIMES * self.separation
 
 
 METHODS = (
     Method("without noise", None, DENSE),
     Method("central", "central", DENSE),
+    Method("central, a quarter a round", "central", DENSE, SEPARATION),
+    Method("central, correlated, a quarter a round", "central", DENSE, SEPARATION, True),
     Method("distributed", "distributed", DENSE),
     Method("distributed, a tenth sent", "distributed", TENTH),
     Method("local", "local", DENSE),
@@ -105,25 +121,31 @@ class Data(NamedTuple):
         return float(np.mean(guesses == self.labels[self.test]))
 
 
-def terms_of(lane: PrivacyLane | None, epsilon: float) -> PrivacyTerms | None:
-    if lane is None:
+def terms_of(method: Method, epsilon: float) -> PrivacyTerms | None:
+    if method.lane is None:
         return None
-    participation = accounting.participation(lane)
-    noise = accounting.noise_multiplier_for(epsilon, DELTA, ROUNDS, participation)
+    bands = separation = 1
+    if method.is_correlated:
+        separation = method.separation
+        bands = correlated.best_bands(separation, TIMES, method.rounds)
+    participation = accounting.participation(method.lane, bands, separation, TIMES)
+    noise = accounting.noise_multiplier_for(epsilon, DELTA, TIMES, participation)
     return PrivacyTerms(
-        lane=lane,
+        lane=method.lane,
         clip=CLIP,
         noise_multiplier=noise,
-        participations=ROUNDS,
+        participations=TIMES,
         epsilon=epsilon,
         delta=DELTA,
+        bands=bands,
+        separation=separation,
     )
 
 
 def plan_of(method: Method, terms: PrivacyTerms | None, number: int) -> RoundPlan:
     is_masked = method.lane == "distributed"
     max_abs = CLIP if method.lane == "central" else 256.0
-    bounds = FixedPoint.widest(max_abs=max_abs, max_weight=CLIENTS)
+    bounds = FixedPoint.widest(max_abs=max_abs, max_weight=method.cohort)
     inner = dict(method.compressor)
     if method.lane == "local" and terms is not None:
         inner["clip"] = 4 * terms.noise_multiplier * CLIP
@@ -139,15 +161,23 @@ def plan_of(method: Method, terms: PrivacyTerms | None, number: int) -> RoundPla
         masking=MaskingTerms(adversary="semi-honest") if is_masked else None,
         privacy=terms,
         profiles=(Profile(name="only", compressor=feedback),),
-        cohort=CohortRules(size=CLIENTS, minimum=CLIENTS),
+        cohort=CohortRules(size=method.cohort, minimum=method.cohort),
         deadline=0.0,
         fixed_point=FixedPointTerms(scale_bits=bounds.scale_bits, max_abs=max_abs, max_examples=1),
         public_seed=hashlib.sha256(f"{method.name}|{number}".encode()).hexdigest(),
     )
 
 
-def mean_of(plan: RoundPlan, payloads: InMemory, bodies: list[bytes], step: Vector) -> Vector:
-    """The noisy mean of a round's bodies, as the server makes it."""
+def mean_of(
+    plan: RoundPlan,
+    payloads: InMemory,
+    bodies: list[bytes],
+    step: Vector,
+    secret: bytes,
+    sums: list[NoisedSum],
+) -> Vector:
+    """The noisy mean of a round's bodies, as the server makes it; `sums` are those of the rounds
+    before, newest first, to which this one's is added."""
     public = plan.public(SPEC, {"previous": step})
     if plan.lane == "masked":
         payload = Payload(plan, public)
@@ -161,21 +191,23 @@ def mean_of(plan: RoundPlan, payloads: InMemory, bodies: list[bytes], step: Vect
         staged.append(StagedUpload(str(index), hashlib.sha256(body).hexdigest(), "only"))
     terms = RoundTerms(plan, SPEC, payloads)
     vars(terms)["public"] = public
-    secret = secrets.token_bytes(32)
-    job = AggregationJob(terms, FEDAVG, None, tuple(staged), noise_secret=secret)
+    job = AggregationJob(
+        terms, FEDAVG, None, tuple(staged), noise_secret=secret, noised_before=tuple(sums)
+    )
+    sums.insert(0, NoisedSum(plan.digest, tuple(each.digest for each in staged)))
     mean = sum_uploads(job, payloads, AggregationSpace(), {}).delta
     return mean.astype(np.float32)
 
 
 def run(method: Method, epsilon: float, seed: int) -> dict[str, Any]:
-    data, terms = Data.split(seed), terms_of(method.lane, epsilon)
+    data, terms = Data.split(seed), terms_of(method, epsilon)
     payloads, rng = InMemory(Path()), np.random.default_rng(seed)
     ledgers = [Ledger("digits", str(client)) for client in range(CLIENTS)]
     model, step = np.zeros(SPEC.size, np.float32), np.zeros(SPEC.size, np.float32)
-    num_bytes = 0
-    for number in range(1, ROUNDS + 1):
+    num_bytes, secret, sums = 0, secrets.token_bytes(32), list[NoisedSum]()
+    for number in range(1, method.rounds + 1):
         plan, bodies = plan_of(method, terms, number), list[bytes]()
-        for client in range(CLIENTS):
+        for client in range(number % method.separation, CLIENTS, method.separation):
             assignment = Assignment(
                 assignment=f"a{number}", client_id=str(client), plan=plan, profile="only"
             )
@@ -199,9 +231,9 @@ def run(method: Method, epsilon: float, seed: int) -> dict[str, Any]:
             )
             ledgers[client] = ledger.settle(receipt).told()
         num_bytes += sum(map(len, bodies))
-        step = mean_of(plan, payloads, bodies, step)
+        step = mean_of(plan, payloads, bodies, step, secret, sums)
         model = model + step
-    bits = 8 * num_bytes / (ROUNDS * CLIENTS * SPEC.size)
+    bits = 8 * num_bytes / (TIMES * CLIENTS * SPEC.size)
     return {
         "method": method.name,
         "epsilon": None if terms is None else epsilon,
@@ -230,14 +262,23 @@ def table(rows: list[dict[str, Any]]) -> str:
 def main() -> None:
     made = parser(__doc__, quick="the first seed alone", seeds="0,1")
     made.add_argument("--epsilons", default="2,4,8", help="default 2,4,8")
+    made.add_argument("--only", help="lanes whose name has this; other rows of the file are kept")
     made.add_argument("--table", action="store_true", help="print the table of the JSON file")
     options = made.parse_args()
     rows: list[dict[str, Any]] = []
     if options.table:
         print(table(json.loads(options.json.read_text())))
         return
+    methods = [each for each in METHODS if options.only is None or options.only in each.name]
+    if not methods:
+        made.error(f"--only {options.only}: no such lane; {', '.join(m.name for m in METHODS)}")
+    if options.only is not None and options.json is not None and options.json.exists():
+        names = {each.name for each in methods}
+        stored = json.loads(options.json.read_text())
+        seeds = seed_list(options)
+        rows = [each for each in stored if each["method"] not in names or each["seed"] not in seeds]
     for seed in seed_list(options):
-        for method in METHODS:
+        for method in methods:
             for epsilon in map(float, options.epsilons.split(",")):
                 rows.append(run(method, epsilon, seed))
                 save(rows, options.json)
