@@ -182,8 +182,8 @@ class _Counters:
     def read(self) -> Figures:
         time.sleep(1.5)  # each backend flushes its counts once a second
         row = self._connection.execute(
-            "SELECT xact_commit, xact_rollback, tup_inserted + tup_updated + tup_deleted "
-            "FROM pg_stat_database WHERE datname = current_database()"
+            "SELECT xact_commit, xact_rollback FROM pg_stat_database "
+            "WHERE datname = current_database()"
         ).fetchone()
         wal = self._connection.execute("SELECT wal_bytes FROM pg_stat_wal").fetchone()
         pids = self._connection.execute(
@@ -192,9 +192,14 @@ class _Counters:
         ).fetchall()
         assert row is not None
         assert wal is not None
-        figures = dict(zip(("commits", "rollbacks", "row writes"), map(float, row), strict=True))
+        figures = dict(zip(("commits", "rollbacks"), map(float, row), strict=True))
         figures["WAL bytes"] = float(wal[0])
         figures["PostgreSQL CPU ms"] = 1000 * sum(_cpu_seconds(pid) for (pid,) in pids)
+        tables = self._connection.execute(
+            "SELECT relname, n_tup_ins + n_tup_upd + n_tup_del FROM pg_stat_user_tables"
+        ).fetchall()
+        figures |= {f"rows of {name}": float(number) for name, number in tables}
+        figures["row writes"] = float(sum(number for _, number in tables))
         if self._counts_statements:
             calls = self._connection.execute(
                 "SELECT sum(calls) FROM pg_stat_statements s JOIN pg_database d ON s.dbid = d.oid "
@@ -229,7 +234,8 @@ def _counting(place: Place, figures: Figures, share: float) -> Iterator[None]:
         for role, server in place.servers.items():
             figures[f"{role} CPU ms"] = 1000 * (server.cpu_seconds - spent[role]) / share
         for name, value in (counters.read() if counters else {}).items():
-            figures[name] = (value - before[name]) / share
+            if value != before[name] or not name.startswith("rows of"):
+                figures[name] = (value - before[name]) / share
     finally:
         if counters:
             counters.close()

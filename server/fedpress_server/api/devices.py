@@ -7,6 +7,7 @@ import errno
 import math
 import re
 from collections.abc import AsyncIterator, Awaitable, Callable
+from functools import partial
 from typing import Annotated, Any, BinaryIO
 
 import anyio
@@ -155,9 +156,10 @@ async def check_in(
     often it asks. A pending id without a receipt in the answer is open, or not this device's:
     its receipt (202 or 404) tells which.
     """
-    check_ins = (await services_of(request)).check_ins
-    client_id = device_of(request).client_id
-    answer = await check_ins.check_in(client_id, task, body)
+    services = await services_of(request)
+    check_ins, client_id = services.check_ins, device_of(request).client_id
+    spend = partial(services.authenticator.spend, request)
+    answer = await check_ins.check_in(client_id, task, body, spend)
     if answer is None:
         window = check_ins.window(client_id, task, body)
         shown = {"Retry-Window": f"{window.least:.3f}-{window.most:.3f}"}

@@ -62,12 +62,16 @@ class DeviceRoute(BoundedRoute):
 
     is_asked_again = False
     """Whether the handler's transaction checks again that the device is not revoked."""
+    is_spent_later = False
+    """Whether the handler itself spends the request, if it comes to change something."""
 
     async def admit(self, request: Request) -> Content | None:
         authenticator = (await services_of(request)).authenticator
         with traces.span("verify"):
             device, content = await authenticator.check_device(
-                request, is_asked_again=self.is_asked_again
+                request,
+                is_asked_again=self.is_asked_again,
+                is_spent_later=self.is_spent_later,
             )
         request.state.device, request.state.content = device, content
         if content.length and self.body_field is None and request.method in ("GET", "DELETE"):
@@ -86,7 +90,9 @@ class SignedRoute(BoundedRoute):
 class CheckInRoute(DeviceRoute):
     """For what devices send most of all: the endpoint takes the request, the task and the message.
     What FastAPI finds out of an endpoint's parameters with every request costs as much as the
-    signature, and here it is known."""
+    signature, and here it is known. Most change nothing."""
+
+    is_spent_later = True
 
     def get_route_handler(self) -> Handler:
         async def admitted(request: Request) -> Response:

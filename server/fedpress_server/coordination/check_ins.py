@@ -78,14 +78,28 @@ class CheckIns:
         come in either case."""
 
     async def check_in(
-        self, client_id: str, name: str, request: CheckInRequest
+        self,
+        client_id: str,
+        name: str,
+        request: CheckInRequest,
+        spend: Callable[[], Awaitable[None]],
     ) -> CheckInResponse | None:
-        """News for the device, or None after `request.wait` seconds without any."""
+        """News for the device, or None after `request.wait` seconds without any.
+
+        `spend` is called once, before the check-in changes anything; most change nothing.
+        """
         agreed_version(request.wire_versions)
+        is_spent = False
+
+        async def spend_once() -> None:
+            nonlocal is_spent
+            if not is_spent:
+                is_spent = True
+                await spend()
 
         async def look() -> CheckInResponse | None:
             start = time.monotonic()
-            answer = await self._look(name, client_id, request)
+            answer = await self._look(name, client_id, request, spend_once)
             self._pace = self._pace.heard(self._clock(), time.monotonic() - start + self.load.late)
             return answer
 
@@ -111,7 +125,8 @@ class CheckIns:
         Raises Unavailable, even while it waits, where the server is about to stop.
         """
         with self._background.until_stopping(self._stopping):
-            task = await self._store.fresh(name)
+            # Good enough to wait for its news: each look brings it up to date.
+            task = self._store.tasks.get(name) or await self._store.fresh(name)
             loop = asyncio.get_running_loop()
             until = loop.time() + seconds
             while True:
@@ -136,12 +151,16 @@ class CheckIns:
         )
 
     async def _look(
-        self, name: str, client_id: str, request: CheckInRequest
+        self,
+        name: str,
+        client_id: str,
+        request: CheckInRequest,
+        spend: Callable[[], Awaitable[None]],
     ) -> CheckInResponse | None:
         task = await self._store.fresh(name)
-        assignment = await self._assignment_for(task, client_id, request.attributes)
+        assignment = await self._assignment_for(task, client_id, request.attributes, spend)
         receipts, strange, backup_at = await self._receipts(client_id, request)
-        recall = await self._recall(client_id, name, request, receipts, strange)
+        recall = await self._recall(client_id, name, request, receipts, strange, spend)
         if receipts:
             # They are on the disk a moment before the task in memory has moved on with them.
             await self._store.fresh(name)
@@ -165,7 +184,11 @@ class CheckIns:
         return window
 
     async def _assignment_for(
-        self, task: LiveTask, client_id: str, attributes: Attributes
+        self,
+        task: LiveTask,
+        client_id: str,
+        attributes: Attributes,
+        spend: Callable[[], Awaitable[None]],
     ) -> Assignment | None:
         await self._store.pass_deadline(task)
         attempt = task.attempt
@@ -173,6 +196,8 @@ class CheckIns:
         is_held = task.record.held_at is not None
         if attempt is not None and not is_held and attempt.has_place_for(client_id):
             eligible = is_eligible(task.config.eligible, attributes)
+            if eligible or attempt.round.chooses:
+                await spend()
             if attempt.round.chooses:
                 await self._waits(task, attempt, client_id, eligible)
             elif eligible and attempt.course is not None:
@@ -254,6 +279,7 @@ class CheckIns:
         request: CheckInRequest,
         receipts: tuple[SignedReceipt, ...],
         strange: tuple[str, ...],
+        spend: Callable[[], Awaitable[None]],
     ) -> SignedRecall | None:
         """The word that the server was restored, and what it does not know because of that; None
         for a device that has taken account of it. What the device says was included after the
@@ -264,6 +290,7 @@ class CheckIns:
         included = {each.receipt.assignment for each in receipts if each.receipt.model is not None}
         undone = [fate for fate in request.fates if fate.assignment not in included]
         if undone:
+            await spend()
             await self._database.write(
                 lambda c: restores.add_undone(c, restore, client_id, task, undone, now)
             )

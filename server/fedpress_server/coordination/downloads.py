@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections import Counter
+from collections.abc import Sequence
 from typing import Literal
+
+from sqlalchemy.engine import Connection
 
 from fedpress_server.coordination.background import Background
 from fedpress_server.coordination.task_store import TaskStore
 from fedpress_server.metrics import Metrics
 from fedpress_server.observing import outages
 from fedpress_server.storage import records
+from fedpress_server.storage.batched import Batched
 from fedpress_server.storage.database import Database
 from fedpress_server.storage.records import RoundKey
 
@@ -30,6 +35,7 @@ class Downloads:
         self._database = database
         self._metrics = metrics
         self._background = background
+        self._add = Batched(self._add_all)
 
     def count(
         self, client_id: str, task: str, num_bytes: int, form: Form = "plain"
@@ -50,9 +56,22 @@ class Downloads:
         if key is None or not num_bytes:
             return
         try:
-            await self._database.write(lambda c: records.count(c, key, **amounts))
+            await self._add((key, amounts))
         except Exception as exc:  # the device has its model all the same
             outages.tell(_log, exc, "%d bytes sent could not be booked", num_bytes)
+
+    async def _add_all(self, counts: Sequence[tuple[RoundKey, dict[str, int]]]) -> list[None]:
+        """A write for each round, whatever the number of devices that fetch something for it."""
+        totals: dict[RoundKey, Counter[str]] = {}
+        for key, amounts in counts:
+            totals.setdefault(key, Counter()).update(amounts)
+
+        def write(connection: Connection) -> None:
+            for key, total in totals.items():
+                records.count(connection, key, **total)
+
+        await self._database.write(write)
+        return [None] * len(counts)
 
     def _downloader(self, client_id: str, task: str) -> RoundKey | None:
         live = self._store.tasks.get(task)

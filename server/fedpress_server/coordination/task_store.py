@@ -41,6 +41,7 @@ from fedpress_server.coordination.publisher import Publisher
 from fedpress_server.coordination.steps import Batch
 from fedpress_server.rounds import DeadlinePassed
 from fedpress_server.storage import records
+from fedpress_server.storage.batched import Batched
 from fedpress_server.storage.database import Database
 from fedpress_server.storage.leases import LeaseLost
 from fedpress_server.storage.records import TaskRecord
@@ -79,6 +80,7 @@ class TaskStore:
         self._publisher = publisher
         self._background = background
         self._clock = clock
+        self._version = Batched(self._versions_of)
 
     # Reading
 
@@ -98,14 +100,29 @@ class TaskStore:
         """The task as the disk has it now; raises UnknownTask."""
         if not self.is_shared:
             return self.get(name)
-        version = await self._database.read(lambda c: records.task_version(c, name))
+        version = await self._version(name)
         if version is None:
             raise UnknownTask(f"no task {name[:64]!r}")
         return await self._at_least(name, version)
 
+    async def _versions_of(self, names: Sequence[str]) -> list[int | None]:
+        """On the disk, of each of these tasks; None for one that is not there."""
+        distinct = set(names)
+
+        def read(connection: Connection) -> dict[str, int]:
+            if len(distinct) > 1:
+                return records.task_versions(connection)
+            (name,) = distinct
+            version = records.task_version(connection, name)
+            return {} if version is None else {name: version}
+
+        versions = await self._database.read(read, snapshot=False)
+        return [versions.get(name) for name in names]
+
     async def follow(self) -> None:
         """Catch up with whatever other servers have written."""
-        for name, version in (await self._database.read(records.task_versions)).items():
+        versions = await self._database.read(records.task_versions, snapshot=False)
+        for name, version in versions.items():
             try:
                 await self._at_least(name, version)
             except Unavailable:
@@ -205,7 +222,7 @@ class TaskStore:
         has may have one in the newest."""
         if self.is_shared:
             name, version = task.record.task, task.record.version
-            if (await self._database.read(lambda c: records.task_version(c, name))) != version:
+            if await self._version(name) != version:
                 raise StaleVersion(name)
 
     async def _write(self, task: LiveTask, batch: Batch) -> None:

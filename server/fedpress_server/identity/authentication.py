@@ -1,16 +1,17 @@
 """Authentication of devices by signed requests.
 
 A single process caches all devices in memory; changes are on disk first. With several servers, each
-request asks the database for the device, and a request that may change something stores its nonce
-there. Checks that are repeated in the writing transaction may be cached for a while; a server that
-changes a device invalidates the caches of the others.
+request asks the database for the device, those that wait together in one query, and a request that
+changes something stores its nonce there before it does. Checks that are repeated in the writing
+transaction may be cached for a while; a server that changes a device invalidates the caches of the
+others.
 """
 
 from __future__ import annotations
 
 import asyncio
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 
 from sqlalchemy.engine import Connection
@@ -38,9 +39,10 @@ from fedpress_protocols.signatures import (
     verify_request,
 )
 from fedpress_server.storage import identities, records
+from fedpress_server.storage.batched import Batched
 from fedpress_server.storage.database import Database
 from fedpress_server.storage.identities import FormerKey
-from fedpress_server.storage.records import Device
+from fedpress_server.storage.records import Device, Nonce
 
 _CHANGING = ("POST", "DELETE")
 """Methods whose repetition could have an effect. A repeated GET returns the same; a PUT and a PATCH
@@ -87,6 +89,8 @@ class Authenticator:
         """If other servers may change devices: cached devices with their read times."""
         self._looking = asyncio.Lock()
         self._guard = ReplayGuard(opened=clock())
+        self._by_key = Batched(self._devices_of)
+        self._store_nonce = Batched(self._store_nonces)
 
     async def start(self) -> None:
         if self._is_shared:
@@ -136,11 +140,12 @@ class Authenticator:
     # Requests
 
     async def check_device(
-        self, request: Request, *, is_asked_again: bool = False
+        self, request: Request, *, is_asked_again: bool = False, is_spent_later: bool = False
     ) -> tuple[Device, Content]:
         """The device that signed the request, and the body that it must turn out to have.
 
         One that `is_asked_again`, when what it sends is written, may have been read a moment ago.
+        A request that `is_spent_later` changes nothing before `spend`.
 
         Raises one of the Unauthorized family, LengthRequired or MalformedRequest.
         """
@@ -158,9 +163,14 @@ class Authenticator:
         if request.method != _READING:
             self._guard.check(parsed, now)
         self._skewed(parsed.created - now)
-        if self._is_shared and request.method in _CHANGING:
-            await self._remember(parsed)
+        if request.method in _CHANGING and not is_spent_later:
+            await self._spend(parsed)
         return device, content
+
+    async def spend(self, request: Request) -> None:
+        """Store the nonce of a checked request that is about to change something: none does so
+        twice, whatever servers it is sent to. Raises ReplayedRequest."""
+        await self._spend(parse_signature(signed_headers(request.scope["headers"])))
 
     async def _device(self, key_id: str, may_be_old: bool) -> Device | None:
         if not self._is_shared:
@@ -168,7 +178,7 @@ class Authenticator:
         now = self._clock()
         read_at, device = self._read.get(key_id, (0.0, None))
         if not may_be_old or device is None or not 0 <= now - read_at < _REMEMBERED:
-            device = await self._database.read(lambda c: records.device_by_key(c, key_id))
+            device = await self._by_key(key_id)
             self._read.pop(key_id, None)
             while len(self._read) >= _MOST_REMEMBERED:
                 del self._read[next(iter(self._read))]
@@ -176,14 +186,21 @@ class Authenticator:
                 self._read[key_id] = now, device
         return device
 
-    async def _remember(self, parsed: ParsedSignature) -> None:
-        """Store the nonce; raises ReplayedRequest if another server has seen the request."""
-        nonce = to_base64url(parsed.nonce)
-        is_new = await self._database.write(
-            lambda c: records.add_nonce(c, parsed.key_id, nonce, parsed.expires)
+    async def _devices_of(self, key_ids: Sequence[str]) -> list[Device | None]:
+        found = await self._database.read(
+            lambda c: identities.devices_by_key(c, key_ids), snapshot=False
         )
-        if not is_new:
+        return [found.get(key_id) for key_id in key_ids]
+
+    async def _spend(self, parsed: ParsedSignature) -> None:
+        if not self._is_shared:
+            return  # this process's own memory has it
+        nonce = to_base64url(parsed.nonce)
+        if not await self._store_nonce((parsed.key_id, nonce, parsed.expires)):
             raise ReplayedRequest(f"nonce {nonce} of key {parsed.key_id} was used before")
+
+    async def _store_nonces(self, nonces: Sequence[Nonce]) -> list[bool]:
+        return await self._database.write(lambda c: records.add_nonces(c, nonces), locks=True)
 
     async def stranger(self, key_id: str) -> UnknownDevice:
         """The error for a key of no device."""

@@ -120,11 +120,16 @@ class Database:
         idle = pool.checkedin() if isinstance(pool, sa.pool.QueuePool) else 0
         return Load(in_use, idle, self._jobs.qsize(), self._backend.log_bytes())
 
-    async def read(self, work: Callable[[Connection], T]) -> T:
-        """Run `work` on a consistent snapshot in a thread; Unavailable without a database."""
+    async def read(self, work: Callable[[Connection], T], *, snapshot: bool = True) -> T:
+        """Run `work` on a consistent snapshot in a thread; Unavailable without a database.
+
+        Without a `snapshot` each statement of `work` is by itself, and has no transaction around
+        it that would have to be begun and ended.
+        """
+        engine = self._backend.reads if snapshot else self._backend.looks
 
         def run() -> T:
-            with self._backend.reads.connect() as connection:
+            with engine.connect() as connection:
                 result = work(connection)
                 connection.commit()  # otherwise PostgreSQL counts every read as a rollback
                 return result

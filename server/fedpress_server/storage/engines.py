@@ -29,6 +29,7 @@ READERS = 4
 _LOG_BYTES = 8 * 2**20
 _ALTERS = "fedpress_alters"
 _WRITES = "fedpress_writes"
+_LOOKS = "fedpress_looks"
 _TURNS = 0x66656470  # the number of an advisory lock; any will do
 _CHANNEL = "fedpress"
 _HEARS = 0.5
@@ -54,10 +55,11 @@ _SESSION = {
 
 
 class Backend(Protocol):
-    """A database: an engine for consistent reads and one for writes."""
+    """A database: engines for consistent reads, for single statements that read, for writes."""
 
     dialect: Literal["sqlite", "postgresql"]
     reads: Engine
+    looks: Engine
     writes: Engine
 
     def take_turn(self, connection: Connection, *, alone: bool) -> None:
@@ -146,6 +148,7 @@ class SQLite:
         sa.event.listen(engine, "connect", self._prepare)
         sa.event.listen(engine, "begin", self._begin)
         self.reads: Engine = engine
+        self.looks: Engine = engine.execution_options(**{_LOOKS: True})
         self.writes: Engine = engine.execution_options(**{_WRITES: True})
 
     @staticmethod
@@ -167,6 +170,8 @@ class SQLite:
     @staticmethod
     def _begin(connection: Connection) -> None:
         options = connection.get_execution_options()
+        if options.get(_LOOKS):  # the driver's own mode is autocommit
+            return
         if options.get(_ALTERS):  # a recreated table does not exist for a moment
             connection.exec_driver_sql("PRAGMA foreign_keys=OFF")
         connection.exec_driver_sql("BEGIN IMMEDIATE" if options.get(_WRITES) else "BEGIN")
@@ -256,12 +261,16 @@ class PostgreSQL:
         self.reads: Engine = engine.execution_options(
             isolation_level="REPEATABLE READ", postgresql_readonly=True
         )
+        self.looks: Engine = engine.execution_options(
+            isolation_level="AUTOCOMMIT", **{_LOOKS: True}
+        )
 
     @staticmethod
     def _tell_apart(context: sa.engine.ExceptionContext) -> None:
         # A standby after a failover: reconnect to the new primary.
         connection = context.connection
-        is_reader = connection and connection.get_execution_options().get("postgresql_readonly")
+        options = connection.get_execution_options() if connection else {}
+        is_reader = options.get("postgresql_readonly") or options.get(_LOOKS)
         state = getattr(context.original_exception, "sqlstate", None)
         if state == _READ_ONLY and not is_reader:
             context.is_disconnect = True

@@ -120,8 +120,8 @@ def revoke(connection: Connection, client_id: str, at: float) -> None:
 
 def devices_by_key(connection: Connection, key_ids: Collection[str]) -> dict[str, Device]:
     """The devices with these current keys, by key id."""
-    query = sa.select(clients).where(clients.c.key_id.in_(list(key_ids)))
-    return {each.key_id: each for each in (Device(*row) for row in connection.execute(query))}
+    rows = _BY_KEY.run(connection, key_ids=json.dumps(list(key_ids)))
+    return {row.key_id: Device(*tuple(row)) for row in rows}
 
 
 def former_by_key(connection: Connection, key_ids: Collection[str]) -> dict[str, FormerKey]:
@@ -164,6 +164,9 @@ def strangers_among(connection: Connection, key_ids: Collection[str]) -> set[str
     return set(key_ids) - set(welcome)
 
 
+_BY_KEY = Prepared(
+    lambda dialect: sa.select(clients).where(clients.c.key_id.in_(each_of(dialect, "key_ids")))
+)
 _WELCOME = Prepared(
     lambda dialect: sa.select(clients.c.key_id).where(
         clients.c.key_id.in_(each_of(dialect, "key_ids")),

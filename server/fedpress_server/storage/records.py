@@ -4,12 +4,13 @@ transaction."""
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, Literal
 
 import sqlalchemy as sa
+from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.engine import Connection, Row
 
 from fedpress_protocols.messages import RoundFigures, RoundStatus, TaskState, UploadFigures
@@ -183,12 +184,11 @@ def claim_task(connection: Connection, task: str, version: int) -> bool:
 
 def task_version(connection: Connection, task: str) -> int | None:
     """The task's version; None for an unknown task."""
-    query = sa.select(tasks.c.version).where(tasks.c.task == task)
-    return connection.execute(query).scalar_one_or_none()
+    return _VERSION.run(connection, of_task=task).scalar_one_or_none()
 
 
 def task_versions(connection: Connection) -> dict[str, int]:
-    return {task: version for task, version in connection.execute(_VERSIONS)}
+    return {row.task: row.version for row in _VERSIONS.run(connection)}
 
 
 # Rounds
@@ -585,14 +585,28 @@ def forget_waiting(connection: Connection, before: float) -> None:
     connection.execute(sa.delete(waiting).where(waiting.c.seen_at <= before))
 
 
-def add_nonce(connection: Connection, key_id: str, nonce: str, expires: int) -> bool:
-    """Add a nonce; False if it exists."""
-    mine = (request_nonces.c.key_id == key_id, request_nonces.c.nonce == nonce)
-    if connection.execute(sa.select(request_nonces.c.expires).where(*mine)).first():
-        return False
-    row = {"key_id": key_id, "nonce": nonce, "expires": expires}
-    connection.execute(sa.insert(request_nonces), row)
-    return True
+Nonce = tuple[str, str, int]
+"""Key id, nonce, expiry."""
+
+
+def add_nonces(connection: Connection, nonces: Sequence[Nonce]) -> list[bool]:
+    """Add nonces; False for each that exists, or comes a second time.
+
+    The statement locks what it depends on: whoever adds the same nonce beside it waits.
+    """
+    row = request_nonces.c
+    insert = _INSERT[connection.dialect.name](request_nonces)
+    added = connection.execute(
+        insert.values([dict(zip(_NONCES, each, strict=True)) for each in nonces])
+        .on_conflict_do_nothing()
+        .returning(row.key_id, row.nonce)
+    )
+    new = {(key_id, nonce) for key_id, nonce in added}
+    outcomes = []
+    for key_id, nonce, _ in nonces:
+        outcomes.append((key_id, nonce) in new)
+        new.discard((key_id, nonce))
+    return outcomes
 
 
 def forget_nonces(connection: Connection, before: float) -> None:
@@ -656,7 +670,13 @@ _CLAIM = Prepared(
     .values(version=tasks.c.version + 1)
 )
 _EVENTS, _ASSIGNMENTS, _UPLOADS = Rows(round_events), Rows(assignments), Rows(uploads)
-_VERSIONS = sa.select(tasks.c.task, tasks.c.version)
+_VERSION = Prepared(sa.select(tasks.c.version).where(tasks.c.task == sa.bindparam("of_task")))
+_VERSIONS = Prepared(sa.select(tasks.c.task, tasks.c.version))
+_NONCES = ("key_id", "nonce", "expires")
+_INSERT: dict[str, Callable[[sa.Table], Any]] = {
+    "postgresql": postgresql.insert,
+    "sqlite": sqlite.insert,
+}
 
 
 def _fields(record: Any) -> dict[str, Any]:
