@@ -7,25 +7,38 @@ from typing import TYPE_CHECKING
 from fedpress.lazy import exports
 
 if TYPE_CHECKING:
-    from fedpress_ddp.hook import Exchange, HookState, LocalSGD, Sent, Sites, comm_hook
+    from fedpress_ddp.hook import (
+        DivergenceWarning,
+        Exchange,
+        HookState,
+        LocalSGD,
+        Sent,
+        Sites,
+        StepMetrics,
+        comm_hook,
+    )
 
 __all__ = [
+    "DivergenceWarning",
     "Exchange",
     "HookState",
     "LocalSGD",
     "Sent",
     "Sites",
+    "StepMetrics",
     "comm_hook",
 ]
 
 __getattr__, __dir__ = exports(
     __name__,
     {
+        "DivergenceWarning": "fedpress_ddp.hook",
         "Exchange": "fedpress_ddp.hook",
         "HookState": "fedpress_ddp.hook",
         "LocalSGD": "fedpress_ddp.hook",
         "Sent": "fedpress_ddp.hook",
         "Sites": "fedpress_ddp.hook",
+        "StepMetrics": "fedpress_ddp.hook",
         "comm_hook": "fedpress_ddp.hook",
     },
     extra="torch",

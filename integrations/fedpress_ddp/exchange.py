@@ -10,24 +10,37 @@ go whole.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
-from fedpress_compression import coding
-from fedpress_compression.coding.fields import Symbols
-from fedpress_compression.compressor import Compressor, Public
+from fedpress_compression.compressor import Compressor, Public, members, to_config
+from fedpress_compression.compressors.dgc import Dgc
 from fedpress_compression.compressors.error_feedback import check_feedback
 from fedpress_compression.compressors.none import Uncompressed
-from fedpress_compression.contexts import contexts_of
-from fedpress_compression.matrices import Matrix
+from fedpress_compression.compressors.randomk import RandomK
 from fedpress_compression.plain_states import State, plain, restored
 from fedpress_compression.randomness import PublicRandomness
 from fedpress_compression.tensors import ModelSpec, Vector
-from fedpress_compression.update import Update
+from fedpress_ddp.collectives import (
+    FAILED,
+    NOT_FINITE,
+    Channel,
+    Gathered,
+    Group,
+    NotFinite,
+    SeveralSums,
+    Summed,
+    Trip,
+    Turn,
+    Turns,
+    WholeNumbers,
+)
+from fedpress_ddp.metrics import Measured, Sent, square
 from fedpress_protocols.errors import ConfigurationError, IncompatiblePlan, MissingExtra
 
 try:
@@ -37,9 +50,6 @@ except ModuleNotFoundError as exc:
     raise MissingExtra(
         "exchanging gradients needs PyTorch", hint="pip install fedpress[torch]"
     ) from exc
-
-Group = dist.ProcessGroup
-_NOT_FINITE = -1
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,16 +74,6 @@ class Sites:
         return cls(groups[rank // size], between if rank == leader else None, leader)
 
 
-@dataclass(slots=True)
-class Sent:
-    """Bytes that this process sent in collectives: `num_bytes` compressed (between sites, if there
-    are any), `whole_bytes` inside its site; float32 would have been `plain_bytes`."""
-
-    num_bytes: int = 0
-    whole_bytes: int = 0
-    plain_bytes: int = 0
-
-
 class Exchange:
     """Means over `group`, or over all `sites`, under `compressor`, and what it keeps between them.
 
@@ -81,9 +81,10 @@ class Exchange:
     vector: over n processes, sum of means = sum of inputs / n - sum of residuals. What is kept goes
     by the names of tensors; a tensor keeps its residual if it moves to another vector. To a
     compressor `previous` is the last mean. `seed` must be the same everywhere. `dtype` is what
-    uncompressed numbers travel in, float16 or float32.
+    uncompressed numbers travel in, float16 or float32. `model_size`, the values of all vectors
+    together, is what dgc clips by; None: each vector is a model.
 
-    Not thread-safe. If a vector holds NaN or infinity anywhere, all processes get NaN, as a plain
+    If a vector holds NaN or infinity anywhere, all processes get NaN, as a plain
     all-reduce would give them, and nothing else changes.
     """
 
@@ -100,19 +101,29 @@ class Exchange:
             raise ConfigurationError("give a group or sites, not both")
         if dtype not in (torch.float16, torch.float32):
             raise ConfigurationError(f"numbers travel in float16 or float32, not {dtype}")
-        check_feedback(compressor)
-        strange = sorted(compressor.needs - {"previous"})
-        if strange:
-            raise IncompatiblePlan(
-                f"{compressor} reads {', '.join(strange)}, which a group of processes lacks",
-                hint="it has the last mean alone",
-            )
+        check_exchange(compressor)
         self._compressor = compressor
         self._group, self._sites = group, sites
         self._seed, self._dtype = seed, dtype
         self._residuals: dict[str, Vector] = {}
         self._kept: dict[str, _Kept] = {}
+        self._turns, self._lock = Turns(), threading.Lock()
         self.sent = Sent()
+        self.model_size: int | None = None
+
+    def take_turn(self) -> Turn:
+        """The next place in the order of collectives."""
+        return self._turns.take()
+
+    def separate(self) -> None:
+        """Over all processes, use a group of this exchange's own: then its collectives cannot meet
+        others', such as those of SyncBatchNorm in a backward pass. Every process must call this at
+        the same point."""
+        if self._group is None and self._sites is None:
+            self._group = dist.new_group()
+
+    def use_group_of(self, other: Exchange) -> None:
+        self._group = other._group
 
     # What is kept
 
@@ -120,6 +131,10 @@ class Exchange:
         """The values not yet sent [spec.size], in units of the mean; zeros without feedback."""
         parts = [self._residuals.get(t.name, np.zeros(t.size, np.float32)) for t in spec.trained]
         return np.concatenate(parts) if parts else np.zeros(0, np.float32)
+
+    def residuals(self) -> dict[str, Vector]:
+        """The values not yet sent, by tensor; those that have none are left out."""
+        return dict(self._residuals)
 
     def state_dict(self) -> dict[str, Any]:
         """All that is kept, as plain data and tensors: what `torch.save` writes safely."""
@@ -147,44 +162,97 @@ class Exchange:
 
     # The mean
 
-    def mean(self, spec: ModelSpec, values: torch.Tensor) -> torch.Tensor:
+    def mean(
+        self,
+        spec: ModelSpec,
+        values: torch.Tensor,
+        *,
+        compressor: Compressor[Any] | None = None,
+        turn: Turn | None = None,
+        measured: Measured | None = None,
+    ) -> torch.Tensor:
         """The mean over all processes of their `values` [spec.size], on their device, float32.
 
-        Every process must call it in the same order with the same `spec`.
+        Every process must call it in the same order with the same `spec`. `compressor` replaces the
+        exchange's own for this call; residuals continue. Calls from several threads each need a
+        `turn`, taken in the same order everywhere, and no two may share a tensor. What the exchange
+        cost is added to `measured`. If a process fails, it raises its error, and all others
+        InvalidUpdate.
         """
-        lossy = self._compressor.lossy
-        if not hasattr(lossy, "group_sum") and plain(lossy.init(spec)) is not None:
-            raise IncompatiblePlan(
-                f"{lossy} keeps a state of its own, which an exchange has no place for",
-                hint="put error_feedback around a compressor without one, or around powersgd",
-            )
-        flat = values.detach().to(torch.float32)
+        made = self._compressor if compressor is None else compressor
+        check_exchange(made, spec)
+        own = Measured()
+        turn = self._turns.take() if turn is None else turn
+        start = time.perf_counter()
+        try:
+            return self._sited(made, spec, values.detach().to(torch.float32), turn, own)
+        finally:
+            turn.finish()
+            own.compress_seconds = time.perf_counter() - start - own.exchange_seconds
+            with self._lock:
+                self.sent.add(own.sent)
+            if measured is not None:
+                measured.add(own)
+
+    def _sited(
+        self,
+        made: Compressor[Any],
+        spec: ModelSpec,
+        flat: torch.Tensor,
+        turn: Turn,
+        measured: Measured,
+    ) -> torch.Tensor:
         if self._sites is None:
-            return self._between(spec, flat, self._group)
+            return self._between(made, spec, flat, Trip(self._group, flat.device, measured, turn))
         inside, between = self._sites.inside, self._sites.between
-        whole = flat / dist.get_world_size(inside)
-        dist.all_reduce(whole, group=inside)
-        self.sent.whole_bytes += whole.nbytes
-        if between is not None:
-            whole = self._between(spec, whole, between)
-        dist.broadcast(whole, self._sites.leader, group=inside)
+        with turn:
+            whole = flat / dist.get_world_size(inside)
+            dist.all_reduce(whole, group=inside)
+            measured.sent.whole_bytes += whole.nbytes
+            try:
+                if between is not None:
+                    trip = Trip(between, whole.device, measured, turn)
+                    whole = self._between(made, spec, whole, trip)
+            except Exception:  # the others of the site wait
+                dist.broadcast(torch.full_like(flat, torch.nan), self._sites.leader, group=inside)
+                raise
+            dist.broadcast(whole, self._sites.leader, group=inside)
         return whole
 
-    def _between(self, spec: ModelSpec, values: torch.Tensor, group: Group | None) -> torch.Tensor:
-        trip = _Trip(group, values.device, self.sent)
-        self.sent.plain_bytes += values.nbytes
-        made = self._compressor
+    def _between(
+        self, made: Compressor[Any], spec: ModelSpec, values: torch.Tensor, trip: Trip
+    ) -> torch.Tensor:
+        trip.measured.sent.plain_bytes += values.nbytes
         is_plain = made.lossy == Uncompressed()
         if is_plain and not made.keeps_residual:
-            return trip.total(values.to(self._dtype) / trip.size).to(torch.float32)
+            with trip.collectives():
+                return trip.total(values.to(self._dtype) / trip.size).to(torch.float32)
+        trip.measured.is_compressed = True
+        try:
+            return self._compressed(made, spec, values, trip)
+        except NotFinite:
+            trip.measured.is_finite = False
+            return torch.full_like(values, torch.nan)
+        except Exception:
+            if not trip.has_agreed:  # the others would wait for this process
+                with trip.collectives():
+                    trip.agree(FAILED)
+            raise
+
+    def _compressed(
+        self, made: Compressor[Any], spec: ModelSpec, values: torch.Tensor, trip: Trip
+    ) -> torch.Tensor:
+        made = self._clipped(made, spec, trip.size)
+        is_plain = made.lossy == Uncompressed()
         whole = (values / trip.size).cpu().numpy()
         kept = self._kept.get(spec.digest, _Kept())
         state, brought = restored(kept.state, made.init(spec)), whole
         if made.keeps_residual:
             residual = self.residual(spec)
             state, brought = state._replace(residual=residual), whole + residual
-        if not trip.all_finite(brought):
-            return torch.full_like(values, torch.nan)
+        if not np.isfinite(brought).all():
+            with trip.collectives():
+                trip.agree(NOT_FINITE)
         words = f"fedpress exchange v1|{self._seed}|{kept.round}"
         zeros = np.zeros(spec.size, np.float32)
         public = Public(
@@ -193,22 +261,90 @@ class Exchange:
             {"previous": zeros if kept.previous is None else kept.previous},
             kept.round,
         )
-        channel: _Channel
+        channel: Channel
         if is_plain:
-            channel = _WholeNumbers(trip, self._dtype)
+            channel = WholeNumbers(trip, self._dtype)
         elif hasattr(made.lossy, "group_sum"):
-            channel = _SeveralSums(trip, made.lossy)
+            channel = SeveralSums(trip, made.lossy)
+        elif made.lossy.commutes_with_sum:
+            channel = Summed(trip, made.lossy)
         else:
-            channel = _Symbols(trip, made.lossy)
+            channel = Gathered(trip, made.lossy)
         private = np.random.default_rng([self._seed, trip.rank, kept.round])
         _, after, mark = made.send(channel, whole, state, public, private)
         after = made.commit(after, mark, channel.own)
+        trip.measured.gradient += square(whole)
         if made.keeps_residual:
+            left = square(after.residual)
+            trip.measured.lost += left
+            trip.measured.waiting += left
             for tensor in spec.trained:
                 self._residuals[tensor.name] = after.residual[spec.slices[tensor.name]]
             after = after._replace(residual=None)
+        else:
+            left_over = whole.copy()
+            channel.own.add_to(left_over, sign=-1.0)
+            trip.measured.lost += square(left_over)
         self._kept[spec.digest] = _Kept(kept.round + 1, channel.agreed, plain(after))
         return torch.from_numpy(channel.agreed).to(values.device)
+
+    def _clipped(self, made: Compressor[Any], spec: ModelSpec, size: int) -> Compressor[Any]:
+        """`made`; for dgc with the paper's threshold of one vector out of N processes' mean, which
+        is max_norm / sqrt(N) for the whole model, and for a part of it as much as its share."""
+        if not isinstance(made, Dgc) or made.max_norm is None:
+            return made
+        share = spec.size / max(self.model_size or spec.size, spec.size)
+        return replace(made, max_norm=made.max_norm * (share / size) ** 0.5, cohort=1)
+
+
+def check_exchange(made: Compressor[Any], spec: ModelSpec | None = None) -> None:
+    """Raise IncompatiblePlan if a group of processes cannot exchange gradients by `made`."""
+    check_feedback(made)
+    strange = sorted(made.needs - {"previous"})
+    if strange:
+        raise IncompatiblePlan(
+            f"{made} reads {', '.join(strange)}, which a group of processes lacks",
+            hint="it has the last mean alone",
+        )
+    lossy = made.lossy
+    if spec is not None and not hasattr(lossy, "group_sum") and plain(lossy.init(spec)) is not None:
+        raise IncompatiblePlan(
+            f"{lossy} keeps a state of its own, which an exchange has no place for",
+            hint="put error_feedback around a compressor without one, or around powersgd",
+        )
+
+
+def check_steps(made: Compressor[Any]) -> None:
+    """Raise IncompatiblePlan if `made` is error feedback around a compressor that sends few
+    coordinates and does not pick them by their values.
+
+    A coordinate then waits 1 / fraction steps on the average, and moves by all its gradients at
+    once: as if the learning rate were so many times larger. Digits at a rate that suits top-k go to
+    chance with random-k, at 1 % and at 10 %.
+    """
+    for member in _all_members(made.lossy) if made.keeps_residual else ():
+        if not isinstance(member, RandomK):
+            continue
+        if member.count is None and member.fraction >= _MOST_PATIENT:
+            continue
+        share = f"{member.fraction:g} of the" if member.count is None else f"{member.count}"
+        raise IncompatiblePlan(
+            f"{to_config(made)['id']} around randomk, which sends {share} coordinates, whatever "
+            "their values: each waits many steps and then moves by all its gradients at once, "
+            "and training diverges at the learning rates that suit other methods",
+            hint="use topk; or randomk with unbiased true, without feedback and with a lower "
+            f"learning rate; or randomk of at least {_MOST_PATIENT:g}; or allow_delays=True with "
+            "the learning rate times the fraction",
+        )
+
+
+def _all_members(made: Any) -> Iterator[Any]:
+    yield made
+    for member in members(made):
+        yield from _all_members(member)
+
+
+_MOST_PATIENT = 0.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -239,149 +375,3 @@ def _arrays(stored: Any) -> State:
         case list():
             return [_arrays(item) for item in stored]
     return stored
-
-
-@dataclass(frozen=True, slots=True)
-class _Trip:
-    """Collectives over one group, on the device its backend wants, with their bytes counted."""
-
-    group: Group | None
-    near: torch.device
-    """The device of the values."""
-    sent: Sent
-
-    @property
-    def device(self) -> torch.device:
-        is_gpu_only = dist.get_backend(self.group) == "nccl"
-        return self.near if is_gpu_only else torch.device("cpu")
-
-    @property
-    def size(self) -> int:
-        return dist.get_world_size(self.group)
-
-    @property
-    def rank(self) -> int:
-        return dist.get_rank(self.group)
-
-    def total(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The sum over the group, in `tensor`'s own dtype."""
-        there = tensor.contiguous().clone()
-        dist.all_reduce(there, group=self.group)
-        self.sent.num_bytes += there.nbytes
-        return there
-
-    def all_finite(self, values: Vector) -> bool:
-        flag = torch.tensor([not np.isfinite(values).all()], dtype=torch.int32, device=self.device)
-        dist.all_reduce(flag, group=self.group)
-        return not flag.item()
-
-    def matrices(self, parts: list[Matrix], width: int) -> list[Matrix]:
-        """The sums of several matrices in one trip, at `width` bytes a number."""
-        dtype = torch.float16 if width == 2 else torch.float32
-        flat = np.concatenate([part.ravel() for part in parts]) if parts else np.zeros(0)
-        total = self.total(torch.from_numpy(flat).to(self.device, dtype))
-        summed = total.to("cpu", torch.float64).numpy()
-        cuts = np.cumsum([part.size for part in parts])[:-1]
-        return [
-            piece.reshape(p.shape) for piece, p in zip(np.split(summed, cuts), parts, strict=True)
-        ]
-
-    def whole_numbers(self, array: npt.NDArray[Any]) -> npt.NDArray[Any]:
-        """The sum of integer symbols, in 32 bits where all processes' fit and in 64 otherwise."""
-        bound = int(np.abs(array.astype(np.int64)).max(initial=0))
-        peak = torch.tensor([bound], dtype=torch.int64, device=self.device)
-        dist.all_reduce(peak, dist.ReduceOp.MAX, group=self.group)
-        fits = int(peak.item()) * self.size < 2**31
-        there = torch.from_numpy(array.astype(np.int32 if fits else np.int64)).to(self.device)
-        return self.total(there).cpu().numpy().astype(np.int64)
-
-    def gathered(self, body: bytes) -> list[bytes]:
-        """Every process's bytes, in the order of ranks."""
-        length = torch.tensor([len(body)], dtype=torch.int64, device=self.device)
-        lengths = [torch.zeros_like(length) for _ in range(self.size)]
-        dist.all_gather(lengths, length, group=self.group)
-        longest = max(int(found.item()) for found in lengths)
-        padded = np.zeros(longest, np.uint8)
-        padded[: len(body)] = np.frombuffer(body, np.uint8)
-        mine = torch.from_numpy(padded).to(self.device)
-        bodies = [torch.empty_like(mine) for _ in range(self.size)]
-        dist.all_gather(bodies, mine, group=self.group)
-        self.sent.num_bytes += length.nbytes + longest
-        return [
-            found.cpu().numpy()[: int(count.item())].tobytes()
-            for found, count in zip(bodies, lengths, strict=True)
-        ]
-
-
-class _Channel:
-    """A collective in place of the compressor, see `Compressor.send`: `agreed` [size] is the sum of
-    what all processes sent, `own` what this one did."""
-
-    agreed: Vector
-    own: Update
-
-    def decompress(self, symbols: Symbols, public: Public, num_summands: int = 1) -> Update:
-        return self.own
-
-
-@dataclass(slots=True)
-class _WholeNumbers(_Channel):
-    trip: _Trip
-    dtype: torch.dtype
-    agreed: Vector = field(init=False)
-    own: Update = field(init=False)
-
-    def compress(
-        self, update: Vector, state: Any, public: Public, rng: np.random.Generator
-    ) -> tuple[Symbols, Any]:
-        sent = torch.from_numpy(update).to(self.dtype)
-        self.own = Update.from_dense(sent.to(torch.float32).numpy())
-        agreed = self.trip.total(sent.to(self.trip.device))
-        self.agreed = agreed.to("cpu", torch.float32).numpy()
-        return (), state
-
-
-@dataclass(slots=True)
-class _SeveralSums(_Channel):
-    trip: _Trip
-    lossy: Any
-    agreed: Vector = field(init=False)
-    own: Update = field(init=False)
-
-    def compress(
-        self, update: Vector, state: Any, public: Public, rng: np.random.Generator
-    ) -> tuple[Symbols, Any]:
-        self.agreed, after = self.lossy.group_sum(update, state, public, self.trip.matrices)
-        self.own = Update.from_dense(self.agreed / np.float32(self.trip.size))
-        return (), after
-
-
-@dataclass(slots=True)
-class _Symbols(_Channel):
-    """Summed where they commute with the sum, else gathered."""
-
-    trip: _Trip
-    lossy: Compressor[Any]
-    agreed: Vector = field(init=False)
-    own: Update = field(init=False)
-
-    def compress(
-        self, update: Vector, state: Any, public: Public, rng: np.random.Generator
-    ) -> tuple[Symbols, Any]:
-        symbols, after = self.lossy.compress(update, state, public, rng)
-        self.own = self.lossy.decompress(symbols, public)
-        if self.lossy.commutes_with_sum:
-            summed = tuple(self.trip.whole_numbers(array) for array in symbols)
-            self.agreed = self.lossy.decompress(summed, public, self.trip.size).dense()
-        else:
-            self.agreed = self._gathered(symbols, public)
-        return symbols, after
-
-    def _gathered(self, symbols: Symbols, public: Public) -> Vector:
-        layout = self.lossy.layout(public.spec)
-        contexts = contexts_of(layout, public)
-        total = np.zeros(public.spec.size, np.float32)
-        for body in self.trip.gathered(coding.encode(symbols, layout, contexts)):
-            decoded = coding.decode(body, layout, contexts)
-            self.lossy.decompress(decoded, public).add_to(total)
-        return total

@@ -12,30 +12,64 @@ processes trust each other.
 
 # No `from __future__ import annotations`: torch looks at a hook's annotations as objects.
 
-from collections.abc import Iterable, Mapping
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
 from typing import Any
 
-from fedpress_compression.compressor import Compressor
+from fedpress_compression.compressor import Compressor, to_config
+from fedpress_compression.compressors.dgc import Dgc
 from fedpress_compression.compressors.none import Uncompressed
 from fedpress_compression.tensors import ModelSpec, TensorSpec
-from fedpress_ddp.exchange import Exchange, Group, Sent, Sites
+from fedpress_ddp.collectives import Group, Turn
+from fedpress_ddp.exchange import Exchange, Sites, check_exchange, check_steps
+from fedpress_ddp.metrics import DivergenceWarning, DivergenceWatch, Measured, Sent, StepMetrics
 from fedpress_protocols.errors import ConfigurationError, MissingExtra
+from fedpress_protocols.schedule import Period
 
 try:
     import torch
     from torch.distributed import GradBucket  # type: ignore[attr-defined]
     from torch.distributed.tensor import DTensor
+    from torch.optim.optimizer import register_optimizer_step_pre_hook
 except ModuleNotFoundError as exc:
     raise MissingExtra("fedpress.ddp needs PyTorch", hint="pip install fedpress[torch]") from exc
 
-__all__ = ["Exchange", "HookState", "LocalSGD", "Sent", "Sites", "comm_hook"]
+__all__ = [
+    "DivergenceWarning",
+    "Exchange",
+    "HookState",
+    "LocalSGD",
+    "Sent",
+    "Sites",
+    "StepMetrics",
+    "comm_hook",
+]
 
 
 class HookState:
     """State of `comm_hook` for one model; its arguments must be the same in all processes.
 
     The first `plain_steps` steps are sent uncompressed: DistributedDataParallel regroups
-    gradients after the first, and early gradients change fastest. The rest is Exchange's.
+    gradients after the first, and early gradients change fastest. `schedule` then names the
+    compressors of the next steps, by periods of `rounds` steps each, for example
+    `schedule.sparsity_warm_up(Dgc(), rounds=100)`; `compressor` comes after them. The rest is
+    Exchange's.
+
+    Up to `workers` threads compress and exchange buckets while the backward pass continues; their
+    collectives run in the order of buckets. Without `group` and `sites` they have a group of their
+    own; nothing else may use the given ones in a backward pass. With 0 workers, and for
+    gradients on a GPU, the backward pass waits for each bucket; the bits are the same. An error of
+    an exchange is raised by the `backward()` it belongs to.
+
+    `metrics` are those of the last step, `on_step` is called with each step's. DivergenceWarning
+    says when they show that training does not converge.
+
+    Random-k under error feedback is refused, since coordinates wait too long, unless
+    `allow_delays`. Under `dgc` the first step of an optimizer with momentum of its own is refused.
     """
 
     def __init__(
@@ -47,15 +81,43 @@ class HookState:
         seed: int = 0,
         dtype: torch.dtype = torch.float32,
         plain_steps: int = 2,
+        workers: int = 2,
+        schedule: Sequence[Period] = (),
+        allow_delays: bool = False,
+        on_step: Callable[[StepMetrics], None] | None = None,
     ) -> None:
         if plain_steps < 0:
             raise ConfigurationError(f"plain_steps must be 0 or more, not {plain_steps}")
+        if not 0 <= workers <= _MAX_WORKERS:
+            raise ConfigurationError(f"workers must be 0 to {_MAX_WORKERS}, not {workers}")
+        self._schedule = [(_steps_of(period), _compressor_of(period)) for period in schedule]
+        for made in (compressor, *(made for _, made in self._schedule)):
+            check_exchange(made)
+            if not allow_delays:
+                check_steps(made)
+            if isinstance(made, Dgc):
+                if made.max_norm is not None and not plain_steps:
+                    raise ConfigurationError(
+                        "dgc clips by the size of the model, which a plain step measures",
+                        hint="set plain_steps to 1 or more, or max_norm to null",
+                    )
+                if made.momentum:
+                    _watch_optimizers()
+                    _with_momentum.add(self)
+        self._compressor = compressor
         self.exchange = Exchange(compressor, group=group, sites=sites, seed=seed, dtype=dtype)
         self._plain = Exchange(Uncompressed(), group=group, sites=sites)
         self._plain.sent = self.exchange.sent
         self._plain_steps = plain_steps
+        self._workers = workers
+        self._pool: ThreadPoolExecutor | None = None
         self._names: dict[int, str] = {}
         self._steps = 0
+        self._size = 0
+        self._exchanges: list[_BucketExchange] = []
+        self._watch = DivergenceWatch()
+        self._on_step = on_step
+        self.metrics: StepMetrics | None = None
 
     @property
     def sent(self) -> Sent:
@@ -64,20 +126,73 @@ class HookState:
 
     def state_dict(self) -> dict[str, Any]:
         """For a checkpoint of this process, as residuals are each process's own."""
-        return {"steps": self._steps, **self.exchange.state_dict()}
+        model_size = self.exchange.model_size
+        return {"steps": self._steps, "model_size": model_size, **self.exchange.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._steps = state["steps"]
+        self.exchange.model_size = state.get("model_size")
         self.exchange.load_state_dict(state)
 
-    def mean(self, bucket: GradBucket) -> torch.Tensor:
-        """The mean of the bucket's gradients over all processes, in its dtype."""
+    def mean(self, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
+        """The mean of the bucket's gradients over all processes, in its dtype, once it is there."""
+        values = bucket.buffer()
+        if bucket.index() == 0:
+            self._exchanges, self._size = [], 0
+            torch.autograd.Variable._execution_engine.queue_callback(self._end_step)
+        self._size += values.numel()
         is_plain = self._steps < self._plain_steps
-        mean = (self._plain if is_plain else self.exchange).mean(
-            self._spec(bucket), bucket.buffer()
+        exchange = self._plain if is_plain else self.exchange
+        overlaps = self._workers > 0 and values.is_cpu
+        if overlaps and self._pool is None:
+            self._pool = ThreadPoolExecutor(self._workers, "fedpress-exchange")
+            self.exchange.separate()
+            self._plain.use_group_of(self.exchange)
+        begun = _BucketExchange(
+            exchange,
+            self._spec(bucket),
+            values,
+            None if is_plain else self._compressor_now(),
+            exchange.take_turn(),
         )
-        self._steps += bucket.is_last()
-        return mean.to(bucket.buffer().dtype)
+        self._exchanges.append(begun)
+        if bucket.is_last():
+            self._steps += 1
+            self.exchange.model_size = self._size
+        if overlaps and self._pool is not None:
+            self._pool.submit(begun.run)
+        else:
+            begun.run()
+            begun.exposed_seconds = begun.seconds
+            if begun.error is not None:
+                raise begun.error
+        return begun.future
+
+    def _compressor_now(self) -> Compressor[Any]:
+        step = self._steps - self._plain_steps
+        for length, made in self._schedule:
+            if step < length:
+                return made
+            step -= length
+        return self._compressor
+
+    def _end_step(self) -> None:
+        """Wait for the exchanges of this backward pass; raise the first error of any."""
+        start = time.perf_counter()
+        for each in self._exchanges:
+            each.done.wait()
+        exposed = time.perf_counter() - start
+        for each in self._exchanges:
+            if each.error is not None:
+                raise each.error
+        measured = Measured()
+        for each in self._exchanges:
+            measured.add(each.measured)
+            exposed += each.exposed_seconds
+        self.metrics = measured.metrics(self._steps, exposed)
+        self._watch.saw(measured, to_config(self._compressor.lossy)["id"])
+        if self._on_step is not None:
+            self._on_step(self.metrics)
 
     def _spec(self, bucket: GradBucket) -> ModelSpec:
         """Parameters by the order in which they were first seen, which is the same everywhere."""
@@ -87,6 +202,10 @@ class HookState:
             tensors.append(TensorSpec(name, tuple(parameter.shape)))
         return ModelSpec(tuple(tensors))
 
+    def has(self, parameter: torch.Tensor) -> bool:
+        """Whether a gradient of `parameter` has been exchanged."""
+        return id(parameter) in self._names
+
 
 def comm_hook(state: HookState, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
     """For `DistributedDataParallel.register_comm_hook`; gloo and nccl.
@@ -94,9 +213,92 @@ def comm_hook(state: HookState, bucket: GradBucket) -> torch.futures.Future[torc
     Compression runs on the host. NaN or infinity in any process's gradients comes out as NaN in
     all, so that a GradScaler skips the step; residuals are as before.
     """
-    done: torch.futures.Future[torch.Tensor] = torch.futures.Future()
-    done.set_result(state.mean(bucket))
-    return done
+    return state.mean(bucket)
+
+
+_MAX_WORKERS = 64
+
+
+class _BucketExchange:
+    """One bucket's exchange, in whichever thread runs it."""
+
+    def __init__(
+        self,
+        exchange: Exchange,
+        spec: ModelSpec,
+        values: torch.Tensor,
+        compressor: Compressor[Any] | None,
+        turn: Turn,
+    ) -> None:
+        self._exchange, self._spec, self._values = exchange, spec, values
+        self._compressor, self._turn = compressor, turn
+        self.future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+        self.measured = Measured()
+        self.done = threading.Event()
+        self.error: Exception | None = None
+        self.seconds = self.exposed_seconds = 0.0
+
+    def run(self) -> None:
+        start = time.perf_counter()
+        try:
+            with torch.no_grad(), torch.profiler.record_function("fedpress exchange"):
+                mean = self._exchange.mean(
+                    self._spec,
+                    self._values,
+                    compressor=self._compressor,
+                    turn=self._turn,
+                    measured=self.measured,
+                ).to(self._values.dtype)
+            self.future.set_result(mean)
+        except Exception as exc:
+            self.error = exc
+            self.future.set_exception(exc)  # type: ignore[arg-type]  # as its documentation says
+        finally:
+            self.seconds = time.perf_counter() - start
+            self.done.set()
+
+
+def _steps_of(period: Period) -> int:
+    if period.rounds is None:
+        raise ConfigurationError(
+            "a period of a hook's schedule has a budget, and needs rounds: a number of steps"
+        )
+    return period.rounds
+
+
+def _compressor_of(period: Period) -> Compressor[Any]:
+    if len(period.profiles) != 1:
+        raise ConfigurationError(
+            f"a period of a hook's schedule has one profile, not {len(period.profiles)}"
+        )
+    made: Compressor[Any] = period.profiles[0].compressor
+    return made
+
+
+_with_momentum: weakref.WeakSet[HookState] = weakref.WeakSet()
+"""States under dgc whose optimizer has not taken a step yet."""
+
+
+def _refuse_second_momentum(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    """Raise ConfigurationError at the first step of an optimizer if it has momentum and its
+    gradients are dgc's, which have theirs."""
+    for state in tuple(_with_momentum):
+        own = [g for g in optimizer.param_groups if any(state.has(p) for p in g["params"])]
+        if not own:
+            continue
+        _with_momentum.discard(state)
+        momentum = max(group.get("momentum", 0.0) for group in own)
+        if momentum:
+            raise ConfigurationError(
+                f"dgc applies momentum to the gradients, and {type(optimizer).__name__} has "
+                f"momentum {momentum:g} of its own: together they multiply, and training diverges",
+                hint="set the optimizer's momentum to 0, or dgc's",
+            )
+
+
+@cache
+def _watch_optimizers() -> None:
+    register_optimizer_step_pre_hook(_refuse_second_momentum)
 
 
 class LocalSGD:
@@ -123,12 +325,15 @@ class LocalSGD:
         group: Group | None = None,
         sites: Sites | None = None,
         seed: int = 0,
+        allow_delays: bool = False,
     ) -> None:
         if every < 1:
             raise ConfigurationError(f"every must be at least 1, not {every}")
         self._parameters = [p for p in parameters if p.requires_grad]
         if not self._parameters:
             raise ConfigurationError("there is no parameter to train")
+        if not allow_delays:
+            check_steps(compressor)
         self._exchange = Exchange(compressor, group=group, sites=sites, seed=seed)
         self._every, self._steps = every, 0
         here = [_local(p) for p in self._parameters]

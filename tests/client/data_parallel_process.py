@@ -10,6 +10,7 @@ Where a scenario takes two, the processes 0 and 1 are meant.
 import multiprocessing
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from io import BytesIO
 from multiprocessing.connection import wait
 from pathlib import Path
@@ -26,15 +27,25 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from fedpress_compression.compressor import Compressor, compressors, properties, state_name
+from fedpress_compression.coding.fields import Symbols
+from fedpress_compression.compressor import (
+    Compressor,
+    Public,
+    compressors,
+    properties,
+    state_name,
+)
 from fedpress_compression.compressors.dgc import Dgc
 from fedpress_compression.compressors.error_feedback import ErrorFeedback
 from fedpress_compression.compressors.none import Uncompressed
 from fedpress_compression.compressors.powersgd import PowerSGD
+from fedpress_compression.compressors.qsgd import Qsgd
+from fedpress_compression.compressors.quantize import Quantize
 from fedpress_compression.compressors.shared_support import SharedSupport
+from fedpress_compression.compressors.sign import Sign
 from fedpress_compression.compressors.topk import TopK
-from fedpress_compression.tensors import ModelSpec, TensorSpec
-from fedpress_ddp.hook import Exchange, HookState, LocalSGD, Sites, comm_hook
+from fedpress_compression.tensors import ModelSpec, TensorSpec, Vector
+from fedpress_ddp.hook import Exchange, HookState, LocalSGD, Sites, StepMetrics, comm_hook
 
 WORLD = 4
 STEPS = 4
@@ -46,6 +57,15 @@ SPEC = ModelSpec((TensorSpec("weight", (40, 30)), TensorSpec("bias", (40,))))
 FACTORED = PowerSGD(rank=RANK, min_compression_rate=MIN_RATE)
 FACTORS = state_name(FACTORED)
 MOMENTUM = Dgc(TopK(0.1))
+METHODS: dict[str, Compressor[Any]] = {
+    "topk": ErrorFeedback(TopK(0.05)),
+    "dgc": Dgc(TopK(0.05), max_norm=1.0),
+    "sign": ErrorFeedback(Sign()),
+    "powersgd": ErrorFeedback(PowerSGD(rank=1)),
+    "quantize": ErrorFeedback(Quantize()),
+    "qsgd": Qsgd(),
+    "shared_support": ErrorFeedback(SharedSupport(fraction=0.1)),
+}
 Hook = Callable[[Any, GradBucket], torch.futures.Future[torch.Tensor]]
 
 
@@ -203,6 +223,62 @@ def sited(rank: int, sites: Sites) -> dict[str, np.ndarray]:
     }
 
 
+def failing(rank: int) -> dict[str, np.ndarray]:
+    """One process fails before it has sent; then all exchange again."""
+    exchange = Exchange(ErrorFeedback(TopK(fraction=0.01)))
+    before = ErrorFeedback(TopK(fraction=0.01))
+    says = ""
+    try:
+        exchange.mean(
+            SPEC, vectors(rank, 1)[0], compressor=ErrorFeedback(Broken()) if rank == 2 else before
+        )
+    except Exception as exc:
+        says = f"{type(exc).__name__}: {exc}"
+    after = exchange.mean(SPEC, vectors(rank, 1)[0]).numpy()
+    return {"says": np.array(says), "after": after}
+
+
+@dataclass(frozen=True, slots=True)
+class Broken(TopK):
+    def compress(
+        self, update: Vector, state: None, public: Public, rng: np.random.Generator
+    ) -> tuple[Symbols, None]:
+        raise ZeroDivisionError("broken here")
+
+
+def overlapped(rank: int) -> dict[str, np.ndarray]:
+    """A training of several buckets by each method, synchronous and with threads."""
+    found = {}
+    for name, made in METHODS.items():
+        for workers in (0, 3):
+            metrics: list[StepMetrics] = []
+            state = HookState(made, workers=workers, on_step=metrics.append, plain_steps=1)
+            means = bucketed(rank, state, network(), 6)
+            found[f"{name}.{workers}"] = means
+            assert state.metrics == metrics[-1]
+            assert sum(each.num_bytes for each in metrics) == state.sent.num_bytes
+            found[f"{name}.{workers}.nmse"] = np.array([each.nmse or 0 for each in metrics])
+            found[f"{name}.{workers}.ratio"] = np.array(
+                [each.residual_ratio or 0 for each in metrics]
+            )
+    return found
+
+
+def bucketed(rank: int, state: HookState, net: torch.nn.Module, steps: int) -> np.ndarray:
+    """Every step's mean gradient [steps, d], from buckets of a few kilobytes."""
+    model = DistributedDataParallel(net, bucket_cap_mb=0.005)
+    model.register_comm_hook(state, comm_hook)
+    found = []
+    for inputs, labels in batches(rank, steps):
+        model.zero_grad()
+        torch.nn.functional.cross_entropy(model(inputs), labels).backward()
+        with torch.no_grad():
+            found.append(torch.cat([p.grad.ravel() for p in model.parameters()]).numpy())
+            for parameter in model.parameters():
+                parameter -= 0.2 * parameter.grad
+    return np.stack(found)
+
+
 def local_sgd(rank: int) -> dict[str, np.ndarray]:
     """Two outer steps of two local ones each, from one start to four directions."""
     weight = torch.nn.Parameter(torch.zeros(50))
@@ -263,6 +339,8 @@ def main(rank: int, store: str, out: str) -> None:
         "shared": exchanged(rank, SharedSupport(fraction=0.1)),
         "bad": not_finite(rank),
         "sited": sited(rank, sites),
+        "failing": failing(rank),
+        "overlapped": overlapped(rank),
         "local": local_sgd(rank),
         "sharded": sharded(rank),
     }

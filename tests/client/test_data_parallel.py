@@ -20,7 +20,15 @@ from fedpress_compression.randomness import PublicRandomness
 from fedpress_ddp.exchange import Exchange
 from fedpress_ddp.hook import HookState, LocalSGD
 from fedpress_protocols.errors import ConfigurationError, IncompatiblePlan
-from tests.client.data_parallel_process import MOMENTUM, PLAIN_STEPS, SPEC, STEPS, WORLD, stateless
+from tests.client.data_parallel_process import (
+    METHODS,
+    MOMENTUM,
+    PLAIN_STEPS,
+    SPEC,
+    STEPS,
+    WORLD,
+    stateless,
+)
 
 Found = list[Mapping[str, np.ndarray]]
 EXCHANGED = stateless()
@@ -120,6 +128,30 @@ def test_infinity_anywhere_is_nan_everywhere_and_changes_nothing(found: Found) -
         assert np.isnan(process["bad.mean"]).all()
         assert process["bad.before"].any()
         np.testing.assert_array_equal(process["bad.before"], process["bad.after"])
+
+
+def test_a_failure_is_known_to_all_and_leaves_the_order_as_it_was(found: Found) -> None:
+    says = [str(process["failing.says"]) for process in found]
+    assert says[2] == "ZeroDivisionError: broken here"
+    for rank in (0, 1, 3):
+        assert says[rank].startswith("InvalidUpdate: process 2 of the group could not compress")
+    for process in found[1:]:
+        np.testing.assert_array_equal(process["failing.after"], found[0]["failing.after"])
+    assert found[0]["failing.after"].any()
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_threads_give_the_bits_of_the_synchronous_hook(name: str, found: Found) -> None:
+    for process in found:
+        steps = process[f"overlapped.{name}.3"]
+        np.testing.assert_array_equal(steps, process[f"overlapped.{name}.0"])
+        np.testing.assert_array_equal(steps, found[0][f"overlapped.{name}.3"])
+        nmse, ratio = (process[f"overlapped.{name}.3.{each}"] for each in ("nmse", "ratio"))
+        assert nmse[0] == 0  # a plain step
+        assert np.all(nmse[1:] > 0)
+        assert np.all(ratio[1:] > 0) == (name != "qsgd")
+        if name not in ("qsgd", "powersgd"):  # of the group's mean, or without feedback
+            assert np.all(nmse < 1)
 
 
 def test_sites_agree_and_only_their_first_compress(found: Found) -> None:

@@ -6,6 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 
 from fedpress_compression.coding.fields import Alphabet, Layout, Reals, Symbols
 from fedpress_compression.compressor import Properties, Public, Stateless, check_finite, compressor
@@ -46,17 +47,35 @@ class Sign(Stateless):
         self, update: Vector, state: None, public: Public, rng: np.random.Generator
     ) -> tuple[Symbols, None]:
         check_finite(update, public.spec)
-        negative = np.where(update == 0, rng.random(update.size) < 0.5, update < 0)
-        starts = np.arange(0, update.size, self.chunk)
-        sizes = np.minimum(self.chunk, update.size - starts)
-        magnitudes = np.abs(update.astype(np.float64))
-        means = np.add.reduceat(magnitudes, starts) / sizes if update.size else magnitudes
+        negative = update < 0
+        zeros = np.flatnonzero(update == 0)
+        negative[zeros] = rng.random(zeros.size) < 0.5
+        means = self._mean_magnitudes(update)
         scale = np.float32(means.max(initial=0.0))
         ratios = means / np.float64(scale) if scale else np.zeros(means.size)
         return (negative.astype(np.uint8), ratios.astype("<f2"), np.array([scale], "<f4")), None
 
+    def _mean_magnitudes(self, update: Vector) -> npt.NDArray[np.float64]:
+        """The mean magnitude of each chunk, the last of which may be shorter."""
+        magnitudes = np.abs(update)
+        whole = update.size - update.size % self.chunk
+        chunks = magnitudes[:whole].reshape(-1, self.chunk)
+        means = chunks.sum(axis=1, dtype=np.float64) / self.chunk
+        if whole < update.size:
+            means = np.append(means, magnitudes[whole:].mean(dtype=np.float64))
+        return means
+
     def decompress(self, symbols: Symbols, public: Public, num_summands: int = 1) -> Update:
         with np.errstate(over="ignore"):  # a forged scale; Update.check refuses what comes of it
             scales = symbols[1].astype(np.float32) * symbols[2].astype(np.float32)
-        wide = np.repeat(scales, self.chunk)[: public.spec.size]
-        return Update.from_dense(np.where(symbols[0] == 1, -wide, wide))
+        size = public.spec.size
+        signs = 1 - 2 * symbols[0].view(np.int8)
+        values = np.empty(size, np.float32)
+        whole = size - size % self.chunk
+        rows = (-1, self.chunk)
+        chunks = slice(0, whole // self.chunk)
+        np.multiply(
+            signs[:whole].reshape(rows), scales[chunks, None], out=values[:whole].reshape(rows)
+        )
+        values[whole:] = signs[whole:] * scales[whole // self.chunk :].repeat(size - whole)
+        return Update.from_dense(values)

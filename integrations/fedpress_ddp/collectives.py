@@ -1,0 +1,296 @@
+"""Collectives of one exchange: in an agreed order, with their bytes and seconds counted, and with a
+failure of one process known to all.
+
+A channel stands for the way to the other processes, see `Compressor.send`. All of its collectives
+are in one section `with trip.turn`, which a process enters in the order in which its exchanges were
+begun: so every process calls them in the same order, however its threads run.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from fedpress_compression import coding
+from fedpress_compression.coding.fields import Symbols
+from fedpress_compression.compressor import Compressor, Public
+from fedpress_compression.contexts import contexts_of
+from fedpress_compression.matrices import Matrix
+from fedpress_compression.tensors import Vector
+from fedpress_compression.update import Update
+from fedpress_ddp.metrics import Measured, square
+from fedpress_protocols.errors import InvalidUpdate, MissingExtra
+
+try:
+    import torch
+    import torch.distributed as dist
+except ModuleNotFoundError as exc:
+    raise MissingExtra(
+        "exchanging gradients needs PyTorch", hint="pip install fedpress[torch]"
+    ) from exc
+
+Group = dist.ProcessGroup
+
+READY, NOT_FINITE, FAILED = 0, 1, 2
+"""A process's status in an exchange; FAILED + rank says which one failed. The largest counts."""
+_LENGTH_BYTES = 8
+
+
+class NotFinite(Exception):
+    """A process brought NaN or infinity."""
+
+
+class Turns:
+    """Hands out turns; a turn begins once all earlier ones have ended."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._next, self._current = 0, 0
+
+    def take(self) -> Turn:
+        turn = Turn(self, self._next)
+        self._next += 1
+        return turn
+
+    def wait(self, number: int) -> None:
+        with self._changed:
+            self._changed.wait_for(lambda: self._current == number)
+
+    def end(self) -> None:
+        with self._changed:
+            self._current += 1
+            self._changed.notify_all()
+
+
+class Turn:
+    """The section of one exchange that may call collectives; ends when it is first left."""
+
+    def __init__(self, turns: Turns, number: int) -> None:
+        self._turns, self._number = turns, number
+        self._depth, self._is_over = 0, False
+
+    def __enter__(self) -> None:
+        if self._is_over:
+            raise RuntimeError("an exchange calls collectives after its turn")
+        if not self._depth:
+            self._turns.wait(self._number)
+        self._depth += 1
+
+    def __exit__(self, *exc: object) -> None:
+        self._depth -= 1
+        if not self._depth:
+            self._is_over = True
+            self._turns.end()
+
+    def finish(self) -> None:
+        """End a turn that was never begun, once it is due."""
+        if not self._is_over:
+            with self:
+                pass
+
+
+@dataclass(slots=True)
+class Trip:
+    """Collectives over one group, on the device its backend wants, with their bytes counted."""
+
+    group: Group | None
+    near: torch.device
+    """The device of the values."""
+    measured: Measured
+    turn: Turn
+    has_agreed: bool = False
+
+    @property
+    def device(self) -> torch.device:
+        is_gpu_only = dist.get_backend(self.group) == "nccl"
+        return self.near if is_gpu_only else torch.device("cpu")
+
+    @property
+    def size(self) -> int:
+        return dist.get_world_size(self.group)
+
+    @property
+    def rank(self) -> int:
+        return dist.get_rank(self.group)
+
+    @contextmanager
+    def collectives(self) -> Iterator[None]:
+        """The turn, with its seconds counted from where it begins."""
+        with self.turn:
+            start = time.perf_counter()
+            try:
+                yield
+            finally:
+                self.measured.exchange_seconds += time.perf_counter() - start
+
+    def total(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The sum over the group, in `tensor`'s own dtype."""
+        there = tensor.contiguous().clone()
+        dist.all_reduce(there, group=self.group)
+        self.measured.sent.num_bytes += there.nbytes
+        return there
+
+    def agree(self, status: int, largest: int = 0) -> int:
+        """The largest `largest` of all; the first collective of every exchange.
+
+        Raises NotFinite if a process has that status, InvalidUpdate if another one failed.
+        """
+        self.has_agreed = True
+        own = status + self.rank if status == FAILED else status
+        head = torch.tensor([own, largest], dtype=torch.int64, device=self.device)
+        dist.all_reduce(head, dist.ReduceOp.MAX, group=self.group)
+        self.measured.sent.num_bytes += head.nbytes
+        worst, agreed = (int(number) for number in head.tolist())
+        if worst >= FAILED and status != FAILED:
+            raise InvalidUpdate(
+                f"process {worst - FAILED} of the group could not compress its gradients",
+                hint="its own error says why; no process has applied this step",
+            )
+        if worst == NOT_FINITE:
+            raise NotFinite
+        return agreed
+
+    def matrices(self, parts: list[Matrix], width: int) -> list[Matrix]:
+        """The sums of several matrices in one trip, at `width` bytes a number."""
+        dtype = torch.float16 if width == 2 else torch.float32
+        flat = np.concatenate([part.ravel() for part in parts]) if parts else np.zeros(0)
+        total = self.total(torch.from_numpy(flat).to(self.device, dtype))
+        summed = total.to("cpu", torch.float64).numpy()
+        cuts = np.cumsum([part.size for part in parts])[:-1]
+        return [
+            piece.reshape(p.shape) for piece, p in zip(np.split(summed, cuts), parts, strict=True)
+        ]
+
+    def whole_numbers(self, array: npt.NDArray[Any], largest: int) -> npt.NDArray[Any]:
+        """The sum of integer symbols, in 32 bits where all processes' fit and in 64 otherwise."""
+        fits = largest * self.size < 2**31
+        there = torch.from_numpy(array.astype(np.int32 if fits else np.int64)).to(self.device)
+        return self.total(there).cpu().numpy().astype(np.int64)
+
+    def gathered(self, body: bytes, longest: int) -> list[bytes]:
+        """Every process's bytes, `longest` at most, in the order of ranks."""
+        padded = np.zeros(_LENGTH_BYTES + longest, np.uint8)
+        padded[:_LENGTH_BYTES] = np.frombuffer(len(body).to_bytes(_LENGTH_BYTES), np.uint8)
+        padded[_LENGTH_BYTES : _LENGTH_BYTES + len(body)] = np.frombuffer(body, np.uint8)
+        mine = torch.from_numpy(padded).to(self.device)
+        bodies = [torch.empty_like(mine) for _ in range(self.size)]
+        dist.all_gather(bodies, mine, group=self.group)
+        self.measured.sent.num_bytes += padded.size
+        return [_unpadded(each.cpu().numpy().tobytes()) for each in bodies]
+
+
+def _unpadded(padded: bytes) -> bytes:
+    end = _LENGTH_BYTES + int.from_bytes(padded[:_LENGTH_BYTES])
+    return padded[_LENGTH_BYTES:end]
+
+
+@dataclass(slots=True)
+class Channel:
+    """A collective in place of the compressor, see `Compressor.send`: `agreed` [size] is the sum of
+    what all processes sent, `own` what this one did."""
+
+    trip: Trip
+    agreed: Vector = field(init=False)
+    own: Update = field(init=False)
+
+    def compress(
+        self, update: Vector, state: Any, public: Public, rng: np.random.Generator
+    ) -> tuple[Symbols, Any]:
+        self.trip.measured.brought += square(update)
+        return self.exchange(update, state, public, rng)
+
+    def exchange(
+        self, update: Vector, state: Any, public: Public, rng: np.random.Generator
+    ) -> tuple[Symbols, Any]:
+        raise NotImplementedError
+
+    def decompress(self, symbols: Symbols, public: Public, num_summands: int = 1) -> Update:
+        return self.own
+
+
+@dataclass(slots=True)
+class WholeNumbers(Channel):
+    """Uncompressed numbers of `dtype`, all-reduced."""
+
+    dtype: torch.dtype
+
+    def exchange(
+        self, update: Vector, state: Any, public: Public, rng: np.random.Generator
+    ) -> tuple[Symbols, Any]:
+        sent = torch.from_numpy(update).to(self.dtype)
+        self.own = Update.from_dense(sent.to(torch.float32).numpy())
+        with self.trip.collectives():
+            self.trip.agree(READY)
+            agreed = self.trip.total(sent.to(self.trip.device))
+        self.agreed = agreed.to("cpu", torch.float32).numpy()
+        return (), state
+
+
+@dataclass(slots=True)
+class SeveralSums(Channel):
+    """All-reduces between which a compressor computes: PowerSGD's."""
+
+    lossy: Any
+
+    def exchange(
+        self, update: Vector, state: Any, public: Public, rng: np.random.Generator
+    ) -> tuple[Symbols, Any]:
+        with self.trip.collectives():
+            self.trip.agree(READY)
+            self.agreed, after = self.lossy.group_sum(update, state, public, self.trip.matrices)
+        self.own = Update.from_dense(self.agreed / np.float32(self.trip.size))
+        return (), after
+
+
+@dataclass(slots=True)
+class Summed(Channel):
+    """Symbols that commute with the sum, all-reduced."""
+
+    lossy: Compressor[Any]
+
+    def exchange(
+        self, update: Vector, state: Any, public: Public, rng: np.random.Generator
+    ) -> tuple[Symbols, Any]:
+        symbols, after = self.lossy.compress(update, state, public, rng)
+        self.own = self.lossy.decompress(symbols, public)
+        largest = max(
+            (int(np.abs(array.astype(np.int64)).max(initial=0)) for array in symbols), default=0
+        )
+        with self.trip.collectives():
+            largest = self.trip.agree(READY, largest)
+            summed = tuple(self.trip.whole_numbers(array, largest) for array in symbols)
+        self.agreed = self.lossy.decompress(summed, public, self.trip.size).dense()
+        return symbols, after
+
+
+@dataclass(slots=True)
+class Gathered(Channel):
+    """Coded symbols, gathered from all and decoded by all in the order of ranks."""
+
+    lossy: Compressor[Any]
+
+    def exchange(
+        self, update: Vector, state: Any, public: Public, rng: np.random.Generator
+    ) -> tuple[Symbols, Any]:
+        symbols, after = self.lossy.compress(update, state, public, rng)
+        self.own = self.lossy.decompress(symbols, public)
+        layout = self.lossy.layout(public.spec)
+        contexts = contexts_of(layout, public)
+        body = coding.encode(symbols, layout, contexts)
+        with self.trip.collectives():
+            bodies = self.trip.gathered(body, self.trip.agree(READY, len(body)))
+        self.agreed = np.zeros(public.spec.size, np.float32)
+        for rank, each in enumerate(bodies):
+            if rank == self.trip.rank:  # decoding returns the very symbols
+                self.own.add_to(self.agreed)
+                continue
+            decoded = coding.decode(each, layout, contexts)
+            self.lossy.decompress(decoded, public).add_to(self.agreed)
+        return symbols, after

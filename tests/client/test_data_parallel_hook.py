@@ -1,0 +1,258 @@
+"""The hook alone, in a group of one process: refusals, metrics, warnings, order, errors."""
+
+# No `from __future__ import annotations`: torch looks at a hook's annotations as objects.
+
+import math
+import threading
+from collections.abc import Iterator
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+from fedpress_compression.compressor import Compressor, from_config
+from fedpress_compression.compressors.dgc import Dgc
+from fedpress_compression.compressors.error_feedback import ErrorFeedback
+from fedpress_compression.compressors.none import Uncompressed
+from fedpress_compression.compressors.randomk import RandomK
+from fedpress_compression.compressors.topk import TopK
+from fedpress_compression.tensors import ModelSpec, TensorSpec
+from fedpress_ddp.collectives import Turns
+from fedpress_ddp.hook import (
+    DivergenceWarning,
+    Exchange,
+    HookState,
+    LocalSGD,
+    StepMetrics,
+    comm_hook,
+)
+from fedpress_ddp.metrics import DivergenceWatch, Measured
+from fedpress_protocols.errors import ConfigurationError, IncompatiblePlan, InvalidUpdate
+from fedpress_protocols.schedule import Period, sparsity_warm_up
+
+SPEC = ModelSpec((TensorSpec("w", (20, 20)),))
+FEW = ErrorFeedback(TopK(0.1))
+
+
+@pytest.fixture
+def alone() -> Iterator[None]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def model_with(state: HookState) -> DistributedDataParallel:
+    torch.manual_seed(1)
+    layers = [torch.nn.Linear(30, 30) for _ in range(4)]
+    model = DistributedDataParallel(torch.nn.Sequential(*layers), bucket_cap_mb=0.004)
+    model.register_comm_hook(state, comm_hook)
+    return model
+
+
+def step(model: DistributedDataParallel, scale: float = 1.0) -> torch.Tensor:
+    model.zero_grad()
+    draw = torch.Generator().manual_seed(2)
+    (scale * model(torch.randn(8, 30, generator=draw)).square().mean()).backward()
+    return torch.cat([p.grad.ravel() for p in model.parameters()])
+
+
+@pytest.mark.parametrize(
+    "made",
+    [
+        ErrorFeedback(RandomK(0.01)),
+        ErrorFeedback(RandomK(0.1, shared=False)),
+        ErrorFeedback(RandomK(count=5)),
+        Dgc(RandomK(0.2)),
+        from_config({"id": "error_feedback", "inner": {"id": "coded", "inner": {"id": "randomk"}}}),
+    ],
+)
+def test_feedback_around_random_k_is_refused_with_what_to_do(made: Compressor[Any]) -> None:
+    with pytest.raises(IncompatiblePlan, match=r"randomk, which sends .*use topk"):
+        HookState(made)
+    with pytest.raises(IncompatiblePlan, match="use topk"):
+        LocalSGD([torch.nn.Parameter(torch.zeros(3))], made, every=2)
+    HookState(made, allow_delays=True)
+
+
+@pytest.mark.parametrize(
+    "inner", [{"id": "randomk", "unbiased": True}, {"id": "qsgd"}, {"id": "terngrad"}]
+)
+def test_feedback_around_what_does_not_contract_is_refused(inner: dict[str, Any]) -> None:
+    HookState(from_config(inner))
+    with pytest.raises(IncompatiblePlan, match="does not contract"):
+        HookState(from_config({"id": "error_feedback", "inner": inner}))
+    period = Period(
+        profiles=(
+            {"name": "a", "compressor": {"id": "error_feedback", "inner": {"id": "randomk"}}},
+        ),
+        rounds=2,
+    )
+    with pytest.raises(IncompatiblePlan, match="randomk"):
+        HookState(FEW, schedule=[period])
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize("workers", [0, 2])
+def test_metrics_are_those_of_the_gradients(workers: int) -> None:
+    seen: list[StepMetrics] = []
+    state = HookState(FEW, plain_steps=1, workers=workers, on_step=seen.append)
+    model = model_with(state)
+    plain = step(model).double()
+    sent = step(model).double()
+    residual = plain - sent
+    assert [each.step for each in seen] == [1, 2]
+    assert seen[0].nmse is None
+    assert seen[0].num_bytes == 4 * plain.numel() == seen[0].plain_bytes
+    assert seen[1] is state.metrics
+    share = float(residual.square().sum() / plain.square().sum())
+    assert seen[1].nmse == pytest.approx(share, rel=1e-5)
+    assert seen[1].residual_ratio == pytest.approx(math.sqrt(share), rel=1e-5)
+    assert seen[1].gradient_norm == pytest.approx(float(plain.norm()), rel=1e-5)
+    assert 0 < seen[1].num_bytes < seen[1].plain_bytes / 4
+    assert seen[1].compress_seconds > 0
+    step(model, math.inf)
+    assert (seen[2].nmse, seen[2].residual_ratio) == (None, None)
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize("workers", [0, 2])
+def test_an_error_of_an_exchange_is_raised_by_its_backward(
+    workers: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    state = HookState(FEW, workers=workers)
+    model = model_with(state)
+    for _ in range(3):
+        step(model)
+
+    def fail(*args: Any) -> Any:
+        raise InvalidUpdate("the third section is bad")
+
+    monkeypatch.setattr(TopK, "compress", fail)
+    with pytest.raises(InvalidUpdate, match="the third section is bad"):
+        step(model)
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_hook_continues_from_its_checkpoint() -> None:
+    state = HookState(FEW, plain_steps=1)
+    model = model_with(state)
+    for _ in range(3):
+        step(model)
+    again = HookState(FEW, plain_steps=1)
+    again.load_state_dict(state.state_dict())
+    resumed = model_with(again)
+    sent, before = step(resumed), state.exchange.residuals()
+    after = again.exchange.residuals()
+    assert before.keys() == after.keys()
+    total = sum(part.sum() for part in after.values()) + float(sent.sum())
+    gradient = float(step(model_with(HookState(Uncompressed()))).sum())
+    assert total == pytest.approx(sum(p.sum() for p in before.values()) + gradient, abs=1e-4)
+
+
+@pytest.mark.usefixtures("alone")
+def test_dgc_refuses_an_optimizer_with_momentum_of_its_own() -> None:
+    model = model_with(HookState(Dgc(TopK(0.1))))
+    step(model)
+    other = torch.nn.Parameter(torch.ones(2))
+    other.grad = torch.ones(2)
+    torch.optim.SGD([other], lr=0.1, momentum=0.9).step()
+    with pytest.raises(ConfigurationError, match=r"SGD has momentum 0\.9 of its own"):
+        torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9).step()
+    model = model_with(HookState(Dgc(TopK(0.1))))
+    step(model)
+    torch.optim.SGD(model.parameters(), lr=0.1).step()
+
+
+@pytest.mark.usefixtures("alone")
+def test_dgc_clips_a_part_of_a_model_by_its_share() -> None:
+    exchange = Exchange(Dgc(Uncompressed(), momentum=0.0, max_norm=2.0))
+    exchange.model_size = 4 * SPEC.size
+    mean = exchange.mean(SPEC, torch.full((SPEC.size,), 5.0))
+    assert float(mean.norm()) == pytest.approx(1.0, rel=1e-5)
+    with pytest.raises(ConfigurationError, match="plain_steps to 1"):
+        HookState(Dgc(max_norm=1.0), plain_steps=0)
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_schedule_warms_the_sparsity_up() -> None:
+    made = Dgc(TopK(0.01))
+    state = HookState(made, plain_steps=1, schedule=sparsity_warm_up(made, rounds=2))
+    model = model_with(state)
+    sizes = []
+    for _ in range(9):
+        step(model)
+        assert state.metrics is not None
+        sizes.append(state.metrics.num_bytes)
+    plain, *rest = sizes
+    stages = [rest[0:2], rest[2:4], rest[4:6], rest[6:]]
+    assert plain > max(stages[0])
+    for sparse, sparser in pairwise(stages):
+        assert min(sparse) > max(sparser)
+    with pytest.raises(ConfigurationError, match="needs rounds"):
+        HookState(made, schedule=sparsity_warm_up(made, budget=0.1))
+
+
+def test_turns_end_in_the_order_in_which_they_were_taken() -> None:
+    turns, order = Turns(), list[int]()
+    taken = [turns.take() for _ in range(4)]
+
+    def run(number: int) -> None:
+        if number == 1:
+            taken[number].finish()
+            return
+        with taken[number]:
+            order.append(number)
+
+    threads = [threading.Thread(target=run, args=(number,)) for number in (3, 1, 2, 0)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert order == [0, 2, 3]
+    with pytest.raises(RuntimeError, match="after its turn"), taken[0]:
+        pass
+
+
+def measured(gradient: float, lost: float, has_feedback: bool = True) -> Measured:
+    made = Measured(is_compressed=True)
+    made.gradient, made.brought, made.lost = gradient**2, 1.0, lost
+    made.waiting = lost if has_feedback else 0.0
+    return made
+
+
+def saw_window(watch: DivergenceWatch, each: Measured, name: str) -> None:
+    for _ in range(watch.WINDOW):
+        watch.saw(each, name)
+
+
+def test_a_watch_warns_once_of_what_does_not_converge(recwarn: pytest.WarningsRecorder) -> None:
+    watch = DivergenceWatch()
+    for _ in range(4):
+        saw_window(watch, measured(1.0, 0.99), "topk")
+        saw_window(watch, Measured(), "none")
+        saw_window(watch, measured(1.0, 3.0, has_feedback=False), "qsgd")
+    assert not recwarn.list
+    with pytest.warns(DivergenceWarning, match="randomk lost 3 times the square"):
+        saw_window(watch, measured(1.0, 3.0), "randomk")
+    with pytest.warns(DivergenceWarning, match="sign have grown to 11 times"):
+        saw_window(watch, measured(11.0, 0.5), "sign")
+    saw_window(watch, measured(40.0, 3.0), "sign")
+    bad = measured(1.0, 3.0)
+    bad.is_finite = False
+    DivergenceWatch().saw(bad, "sign")
+    assert not recwarn.list
+
+
+def test_what_a_state_cannot_do_is_refused() -> None:
+    with pytest.raises(ConfigurationError, match="workers must be 0 to 64, not 65"):
+        HookState(FEW, workers=65)
+    profile = {"compressor": {"id": "topk"}}
+    two = Period(profiles=({"name": "a"} | profile, {"name": "b"} | profile), rounds=2)
+    with pytest.raises(ConfigurationError, match="one profile, not 2"):
+        HookState(FEW, schedule=[two])
+    residual = np.zeros(SPEC.size, np.float32)
+    np.testing.assert_array_equal(Exchange(FEW).residual(SPEC), residual)
