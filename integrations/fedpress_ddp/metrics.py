@@ -156,13 +156,8 @@ class DivergenceWatch:
             )
         self._first = length if self._first == float("inf") else self._first
         self._best = min(self._best, length)
-        self._steps, self._lost, self._waiting, self._brought, self._gradient = (
-            0,
-            0.0,
-            0.0,
-            0.0,
-            0.0,
-        )
+        self._steps = 0
+        self._lost = self._waiting = self._brought = self._gradient = 0.0
 
     def _warn(self, cause: str, says: str) -> None:
         if cause not in self._warned:

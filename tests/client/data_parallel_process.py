@@ -88,9 +88,16 @@ def batches(rank: int, steps: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]
         yield inputs, torch.randint(0, 3, (16,), generator=draw)
 
 
-def trained(rank: int, group: dist.ProcessGroup, state: Any, hook: Hook, steps: int) -> np.ndarray:
+def trained(
+    rank: int,
+    group: dist.ProcessGroup | None,
+    state: Any,
+    hook: Hook,
+    steps: int,
+    bucket_mb: float = 25,
+) -> np.ndarray:
     """Every step's mean gradient [steps, d]."""
-    model = DistributedDataParallel(network(), process_group=group)
+    model = DistributedDataParallel(network(), process_group=group, bucket_cap_mb=bucket_mb)
     model.register_comm_hook(state, hook)
     found = []
     for inputs, labels in batches(rank, steps):
@@ -253,7 +260,7 @@ def overlapped(rank: int) -> dict[str, np.ndarray]:
         for workers in (0, 3):
             metrics: list[StepMetrics] = []
             state = HookState(made, workers=workers, on_step=metrics.append, plain_steps=1)
-            means = bucketed(rank, state, network(), 6)
+            means = trained(rank, None, state, comm_hook, 6, bucket_mb=0.005)
             found[f"{name}.{workers}"] = means
             assert state.metrics == metrics[-1]
             assert sum(each.num_bytes for each in metrics) == state.sent.num_bytes
@@ -262,21 +269,6 @@ def overlapped(rank: int) -> dict[str, np.ndarray]:
                 [each.residual_ratio or 0 for each in metrics]
             )
     return found
-
-
-def bucketed(rank: int, state: HookState, net: torch.nn.Module, steps: int) -> np.ndarray:
-    """Every step's mean gradient [steps, d], from buckets of a few kilobytes."""
-    model = DistributedDataParallel(net, bucket_cap_mb=0.005)
-    model.register_comm_hook(state, comm_hook)
-    found = []
-    for inputs, labels in batches(rank, steps):
-        model.zero_grad()
-        torch.nn.functional.cross_entropy(model(inputs), labels).backward()
-        with torch.no_grad():
-            found.append(torch.cat([p.grad.ravel() for p in model.parameters()]).numpy())
-            for parameter in model.parameters():
-                parameter -= 0.2 * parameter.grad
-    return np.stack(found)
 
 
 def local_sgd(rank: int) -> dict[str, np.ndarray]:

@@ -60,7 +60,7 @@ class Sign(Stateless):
         magnitudes = np.abs(update)
         whole = update.size - update.size % self.chunk
         chunks = magnitudes[:whole].reshape(-1, self.chunk)
-        means = chunks.sum(axis=1, dtype=np.float64) / self.chunk
+        means: npt.NDArray[np.float64] = chunks.sum(axis=1, dtype=np.float64) / self.chunk
         if whole < update.size:
             means = np.append(means, magnitudes[whole:].mean(dtype=np.float64))
         return means
