@@ -17,16 +17,21 @@ if TYPE_CHECKING:
         StepMetrics,
         comm_hook,
     )
+    from fedpress_ddp.optimizers import OneBitAdam, OneBitLamb
+    from fedpress_protocols.schedule import sparsity_warm_up
 
 __all__ = [
     "DivergenceWarning",
     "Exchange",
     "HookState",
     "LocalSGD",
+    "OneBitAdam",
+    "OneBitLamb",
     "Sent",
     "Sites",
     "StepMetrics",
     "comm_hook",
+    "sparsity_warm_up",
 ]
 
 __getattr__, __dir__ = exports(
@@ -36,10 +41,13 @@ __getattr__, __dir__ = exports(
         "Exchange": "fedpress_ddp.hook",
         "HookState": "fedpress_ddp.hook",
         "LocalSGD": "fedpress_ddp.hook",
+        "OneBitAdam": "fedpress_ddp.optimizers",
+        "OneBitLamb": "fedpress_ddp.optimizers",
         "Sent": "fedpress_ddp.hook",
         "Sites": "fedpress_ddp.hook",
         "StepMetrics": "fedpress_ddp.hook",
         "comm_hook": "fedpress_ddp.hook",
+        "sparsity_warm_up": "fedpress_protocols.schedule",
     },
     extra="torch",
 )

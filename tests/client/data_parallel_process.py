@@ -46,6 +46,7 @@ from fedpress_compression.compressors.sign import Sign
 from fedpress_compression.compressors.topk import TopK
 from fedpress_compression.tensors import ModelSpec, TensorSpec, Vector
 from fedpress_ddp.hook import Exchange, HookState, LocalSGD, Sites, StepMetrics, comm_hook
+from fedpress_ddp.optimizers import OneBitAdam, OneBitLamb
 
 WORLD = 4
 STEPS = 4
@@ -271,6 +272,26 @@ def overlapped(rank: int) -> dict[str, np.ndarray]:
     return found
 
 
+def one_bit(rank: int) -> dict[str, np.ndarray]:
+    """Losses, parameters and bytes of both optimizers, each process with batches of its own."""
+    found = {}
+    for name, cls in (("adam", OneBitAdam), ("lamb", OneBitLamb)):
+        net = network()
+        optimizer = cls(net.parameters(), 0.01, warm_up_steps=10)
+        for inputs, _ in batches(rank, 40):
+            optimizer.zero_grad()
+            labels = inputs.mean(dim=(1, 2, 3)).gt(0).long()
+            loss = torch.nn.functional.cross_entropy(net(inputs), labels)
+            loss.backward()
+            optimizer.step()
+        whole = torch.cat([p.detach().ravel() for p in net.parameters()])
+        sent = optimizer.sent
+        found[f"{name}.parameters"] = whole.numpy()
+        found[f"{name}.loss"] = np.array(loss.item())
+        found[f"{name}.bytes"] = np.array([sent.num_bytes, sent.plain_bytes])
+    return found
+
+
 def local_sgd(rank: int) -> dict[str, np.ndarray]:
     """Two outer steps of two local ones each, from one start to four directions."""
     weight = torch.nn.Parameter(torch.zeros(50))
@@ -333,6 +354,7 @@ def main(rank: int, store: str, out: str) -> None:
         "sited": sited(rank, sites),
         "failing": failing(rank),
         "overlapped": overlapped(rank),
+        "one_bit": one_bit(rank),
         "local": local_sgd(rank),
         "sharded": sharded(rank),
     }

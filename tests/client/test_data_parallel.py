@@ -166,6 +166,18 @@ def test_sites_agree_and_only_their_first_compress(found: Found) -> None:
     np.testing.assert_allclose(found[0]["sited.sparse"] + left, exact, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("name", ["adam", "lamb"])
+def test_one_bit_optimizers_end_alike_and_learn(name: str, found: Found) -> None:
+    for process in found:
+        np.testing.assert_array_equal(
+            process[f"one_bit.{name}.parameters"], found[0][f"one_bit.{name}.parameters"]
+        )
+        num_bytes, plain_bytes = process[f"one_bit.{name}.bytes"]
+        compressed = num_bytes - plain_bytes / 4  # a quarter of the steps is the warm-up
+        assert 0 < compressed < 0.75 * plain_bytes / 20
+    assert np.mean([process[f"one_bit.{name}.loss"] for process in found]) < 0.45
+
+
 def test_local_sgd_is_diloco_s_recurrence(found: Found) -> None:
     """Nesterov's momentum on the mean way, written out."""
     anchor, velocity = np.zeros(50), np.zeros(50)

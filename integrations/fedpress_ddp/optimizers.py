@@ -1,0 +1,176 @@
+"""Optimizers that exchange one bit per value: 1-bit Adam and 1-bit LAMB for data parallelism.
+
+Their arithmetic is that of the server's strategies of the same names: what goes through the network
+is the gradient under error feedback, not the momentum, which all processes compute alike from what
+they receive. Adam's second moment, and LAMB's coefficients, settle in a warm-up of float32 steps
+and are then frozen.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from typing import Any, Generic, TypeVar, overload
+
+import numpy as np
+
+from fedpress_compression.compressors.error_feedback import ErrorFeedback
+from fedpress_compression.compressors.none import Uncompressed
+from fedpress_compression.compressors.sign import Sign
+from fedpress_compression.tensors import ModelSpec, TensorSpec
+from fedpress_ddp.collectives import Group
+from fedpress_ddp.exchange import Exchange, Sites
+from fedpress_ddp.metrics import Sent
+from fedpress_protocols.errors import ConfigurationError, MissingExtra
+from fedpress_strategies import onebit_adam, onebit_lamb
+from fedpress_strategies.frozen import FrozenMoments
+from fedpress_strategies.strategy import OptimizerState, Tally
+
+try:
+    import torch
+except ModuleNotFoundError as exc:
+    raise MissingExtra("fedpress.ddp needs PyTorch", hint="pip install fedpress[torch]") from exc
+
+RuleT = TypeVar("RuleT", onebit_adam.OneBitAdam, onebit_lamb.OneBitLamb)
+
+
+class _OneBit(torch.optim.Optimizer, Generic[RuleT]):
+    """Exchange, then the rule's step, in every process alike."""
+
+    def __init__(
+        self,
+        parameters: Iterable[torch.nn.Parameter],
+        rule: RuleT,
+        warm_up_steps: int,
+        group: Group | None,
+        sites: Sites | None,
+        seed: int,
+    ) -> None:
+        if warm_up_steps < 1:
+            raise ConfigurationError(
+                f"warm_up_steps must be at least 1, not {warm_up_steps}",
+                hint="the second moment settles in them; the paper takes 15 to 20 % of all steps",
+            )
+        trained = [p for p in parameters if p.requires_grad]
+        if not trained:
+            raise ConfigurationError("there is no parameter to train")
+        super().__init__(trained, {"lr": rule.learning_rate})
+        self._rule: RuleT = rule
+        self._warm_up_steps, self._steps = warm_up_steps, 0
+        self._spec = ModelSpec(
+            tuple(TensorSpec(f"parameter {i}", tuple(p.shape)) for i, p in enumerate(trained))
+        )
+        made = ErrorFeedback(Sign(chunk=rule.moments.chunk))
+        self._exchange = Exchange(made, group=group, sites=sites, seed=seed)
+        self._moments: OptimizerState = rule.init(np.zeros(self._spec.size, np.float32))
+
+    @property
+    def sent(self) -> Sent:
+        """Bytes so far."""
+        return self._exchange.sent
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        if self.param_groups:
+            raise ConfigurationError(
+                f"{type(self).__name__} has one group of parameters, and its moments their size",
+                hint="give all parameters to one optimizer, or make one for each group",
+            )
+        super().add_param_group(param_group)
+
+    @overload
+    def step(self, closure: None = None) -> None: ...
+    @overload
+    def step(self, closure: Callable[[], float]) -> float: ...
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+        """Exchange this process's gradients and step; a mean of NaN or infinity changes nothing."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        trained = self.param_groups[0]["params"]
+        zero = [torch.zeros_like(p) if p.grad is None else p.grad for p in trained]
+        gradient = torch.cat([each.detach().to(torch.float32).ravel() for each in zero])
+        is_warming = self._steps < self._warm_up_steps
+        compressor = Uncompressed() if is_warming else None
+        mean = self._exchange.mean(self._spec, gradient, compressor=compressor).cpu().numpy()
+        if not np.isfinite(mean).all():
+            return loss
+        flat = torch.cat([p.detach().to(torch.float32).ravel() for p in trained]).cpu().numpy()
+        rule = replace(self._rule, learning_rate=float(self.param_groups[0]["lr"]))
+        tally = replace(Tally(), warming=is_warming, spec=self._spec)
+        after, self._moments = rule.apply(flat, -mean.astype(np.float64), self._moments, tally)
+        self._steps += 1
+        parts = torch.from_numpy(after).split([p.numel() for p in trained])
+        for parameter, part in zip(trained, parts, strict=True):
+            parameter.copy_(part.view_as(parameter))
+        return loss
+
+    def state_dict(self) -> dict[str, Any]:
+        """For a checkpoint of this process, as residuals are each process's own."""
+        return {
+            **super().state_dict(),
+            "steps": self._steps,
+            "moments": {key: torch.from_numpy(each) for key, each in self._moments.items()},
+            "exchange": self._exchange.state_dict(),
+        }
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        super().load_state_dict({key: state_dict[key] for key in ("state", "param_groups")})
+        self._steps = state_dict["steps"]
+        self._moments = {key: each.numpy() for key, each in state_dict["moments"].items()}
+        self._exchange.load_state_dict(state_dict["exchange"])
+
+
+class OneBitAdam(_OneBit[onebit_adam.OneBitAdam]):
+    """1-bit Adam (Tang et al. 2021, arXiv:2102.02888, Algorithm 1).
+
+    Give it the parameters of a model that is *not* in DistributedDataParallel, or step under its
+    `no_sync()`: the optimizer exchanges the gradients. `warm_up_steps` steps are Adam in float32;
+    then the second moment is frozen, and a gradient is sent as signs with a scale for each `chunk`
+    of coordinates, under error feedback. All arguments must be the same in all processes, and so
+    must the parameters be at the start.
+    """
+
+    def __init__(
+        self,
+        parameters: Iterable[torch.nn.Parameter],
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        *,
+        warm_up_steps: int,
+        chunk: int = 256,
+        group: Group | None = None,
+        sites: Sites | None = None,
+        seed: int = 0,
+    ) -> None:
+        rule = onebit_adam.OneBitAdam(FrozenMoments(*betas, eps, False, chunk), lr)
+        super().__init__(parameters, rule, warm_up_steps, group, sites, seed)
+
+
+class OneBitLamb(_OneBit[onebit_lamb.OneBitLamb]):
+    """1-bit LAMB (Li et al. 2021, arXiv:2104.06069, Algorithm 1); a layer is a parameter.
+
+    As OneBitAdam; the coefficients of layers, averaged by `beta3` in the warm-up, are frozen as
+    well, and then change by at most the share `factor_change` a step.
+    """
+
+    def __init__(
+        self,
+        parameters: Iterable[torch.nn.Parameter],
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        *,
+        warm_up_steps: int,
+        beta3: float = 0.9,
+        factor_change: float = 0.1,
+        chunk: int = 256,
+        group: Group | None = None,
+        sites: Sites | None = None,
+        seed: int = 0,
+    ) -> None:
+        moments = FrozenMoments(*betas, eps, False, chunk)
+        rule = onebit_lamb.OneBitLamb(moments, lr, beta3, factor_change)
+        super().__init__(parameters, rule, warm_up_steps, group, sites, seed)
