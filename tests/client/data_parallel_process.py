@@ -278,16 +278,18 @@ def one_bit(rank: int) -> dict[str, np.ndarray]:
     for name, cls in (("adam", OneBitAdam), ("lamb", OneBitLamb)):
         net = network()
         optimizer = cls(net.parameters(), 0.01, warm_up_steps=10)
+        losses = []
         for inputs, _ in batches(rank, 40):
             optimizer.zero_grad()
             labels = inputs.mean(dim=(1, 2, 3)).gt(0).long()
             loss = torch.nn.functional.cross_entropy(net(inputs), labels)
             loss.backward()
             optimizer.step()
+            losses.append(loss.item())
         whole = torch.cat([p.detach().ravel() for p in net.parameters()])
         sent = optimizer.sent
         found[f"{name}.parameters"] = whole.numpy()
-        found[f"{name}.loss"] = np.array(loss.item())
+        found[f"{name}.losses"] = np.array(losses)
         found[f"{name}.bytes"] = np.array([sent.num_bytes, sent.plain_bytes])
     return found
 

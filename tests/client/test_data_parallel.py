@@ -175,7 +175,8 @@ def test_one_bit_optimizers_end_alike_and_learn(name: str, found: Found) -> None
         num_bytes, plain_bytes = process[f"one_bit.{name}.bytes"]
         compressed = num_bytes - plain_bytes / 4  # a quarter of the steps is the warm-up
         assert 0 < compressed < 0.75 * plain_bytes / 20
-    assert np.mean([process[f"one_bit.{name}.loss"] for process in found]) < 0.45
+    losses = np.mean([process[f"one_bit.{name}.losses"] for process in found], axis=0)
+    assert losses[-1] < 0.6 * losses[0]
 
 
 def test_local_sgd_is_diloco_s_recurrence(found: Found) -> None:
