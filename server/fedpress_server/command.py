@@ -39,6 +39,7 @@ SECTIONS: Mapping[str, Sequence[str]] = {
         "store_secret_access_key_file",
         "store_timeout",
         "store_cache_bytes",
+        "download_location",
         "watched_folders",
         "server_key_file",
         "authority_key_file",

@@ -79,6 +79,12 @@ class Settings(BaseSettings):
         ge=0,
         description="Bytes of the store's files that are cached in the data folder.",
     )
+    download_location: str = Field(
+        "",
+        pattern=r"^(/[A-Za-z0-9._~-]+)*$",
+        description="Internal location of the proxy before this server, such as /_store: it sends "
+        "what devices fetch, from the store, as X-Accel-Redirect tells it; empty: the server does.",
+    )
     watched_folders: str = Field(
         "",
         description="Folders, separated by commas, whose disks /metrics reports besides the data "

@@ -13,6 +13,7 @@ import logging
 import os
 import tempfile
 import threading
+import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from datetime import UTC, datetime, timedelta
@@ -31,6 +32,9 @@ _log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 _RETRY_AFTER = 5.0
+_LINKED = 1800.0
+"""Seconds for which a presigned link is given out; it is good for as long after that."""
+_MOST_LINKS = 4096
 
 
 class Bucket(Payloads):
@@ -96,6 +100,8 @@ class Bucket(Payloads):
         )
         self._grace = timedelta(seconds=grace)
         self._cache = _Cache(cache, cache_bytes)
+        self._links: dict[str, tuple[str, float]] = {}
+        """By name: presigned links, and until when they are given out."""
         self._away = Outage(
             _log,
             "the store failed at %s; check that it runs and is reachable: the server resumes by "
@@ -130,6 +136,20 @@ class Bucket(Payloads):
     def open(self, name: str) -> BinaryIO:
         """Open from the local cache, filled from the store."""
         return self._cache.open(name) or self._cache.keep(name, self.get(name))
+
+    def link(self, name: str) -> str:
+        """Path and query of a presigned GET. It is signed once in a while, as one for all."""
+        now = time.monotonic()
+        path, until = self._links.pop(name, ("", 0.0))
+        if now > until:
+            age = timedelta(seconds=2 * _LINKED)
+            url: str = self._asked(name, lambda: self._api.sign(self._store, "GET", name, age))
+            parts = urlsplit(url)
+            path, until = f"{parts.path}?{parts.query}", now + _LINKED
+        self._links[name] = path, until
+        while len(self._links) > _MOST_LINKS:
+            self._links.pop(next(iter(self._links)), None)
+        return path
 
     def size(self, name: str) -> int:
         return int(self._asked(name, lambda: self._api.head(self._store, name))["size"])

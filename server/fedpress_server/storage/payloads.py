@@ -73,6 +73,11 @@ class Payloads(ABC):
         """Open a file, which stays readable even if the name is dropped; raises NotFound."""
 
     @abstractmethod
+    def link(self, name: str) -> str:
+        """The path, with a query if it needs one, under which a proxy of the store reads the file
+        for a while."""
+
+    @abstractmethod
     def size(self, name: str) -> int:
         """The length of the file in bytes; raises NotFound."""
 
@@ -200,6 +205,10 @@ class LocalPayloads(Payloads):
             return self.path(name).open("rb")
         except FileNotFoundError as exc:
             raise NotFound(f"no file {name}") from exc
+
+    def link(self, name: str) -> str:
+        """The name: the proxy's folder is the store's."""
+        return f"/{name}"
 
     def size(self, name: str) -> int:
         try:
