@@ -18,6 +18,7 @@ from fedpress_server.registry import restores
 from fedpress_server.storage import privacy as stored
 from tests.devices import Device
 from tests.masked import Participant
+from tests.protocols.test_masked_payload import SPEC, made_plan
 from tests.server.in_process import Clock
 from tests.system.test_masked_sessions import World
 from tests.system.test_noise_in_clear_lane import PRIVATE, begin, enrol, of
@@ -204,3 +205,25 @@ def test_terms_that_cannot_be_correlated_are_refused_with_what_to_change(
             begin(world, privacy={**TERMS, **privacy}, **(WHOLE | config))
     finally:
         world.stop()
+
+
+@pytest.mark.parametrize("below", [1e-9, 0.3, 1 - 1e-9])
+def test_draws_of_any_deviation_are_within_what_can_be_drawn(below: float) -> None:
+    """Their steps are powers of two, so a deviation just below one has the largest draws."""
+    terms = {**TERMS, "clip": 0.3, "noise_multiplier": 1.0}
+    plan = made_plan(
+        {"id": "none"},
+        privacy={**terms, "epsilon": 30.0},
+        lane="clear",
+        masking=None,
+        cohort={"size": 2, "minimum": 2},
+        fixed_point={"scale_bits": 30, "max_abs": 0.3, "max_examples": 1},
+    )
+    assert plan.privacy is not None
+    unit = private._deviation(plan, plan.privacy, SPEC.size)
+    multiplier = 2.0**30 * (2 - below) / unit
+    claimed = plan.privacy.model_copy(update={"noise_multiplier": multiplier})
+    seeds = [np.random.default_rng(number).bytes(48) for number in range(3)]
+    noise = private._noise(plan, claimed, SPEC.size, seeds)
+    deviation = multiplier * unit * float(np.linalg.norm(correlated.coefficients(3)))
+    assert np.std(noise) == pytest.approx(deviation, rel=0.1)

@@ -36,7 +36,7 @@ Ints = npt.NDArray[np.int64]
 _DOMAIN = b"fedpress central noise v1"
 ROUNDS_TOGETHER = 2**16
 """Correlated noise begins anew after so many rounds: no rounding adds up over more."""
-_FINEST = 2.0**35
+_FINEST = gaussian.MAX_DEVIATION / 4
 """The least deviation, in its own steps, of a draw of correlated noise."""
 _SMALLEST = FixedPoint(0, 1.0, 1)
 _MAX_ROUNDING = 0.02
@@ -102,27 +102,37 @@ def check_private_strategy(terms: RoundTerms, strategy: Strategy) -> None:
             f"{step:.3g}",
             hint="raise privacy.clip, or lower noise_multiplier or cohort.size",
         )
+    if privacy.bands > 1:
+        gaussian.check_deviation(_drawn(plan, privacy, size)[0])
 
 
 def _noise(plan: RoundPlan, privacy: PrivacyTerms, size: int, seeds: Sequence[bytes]) -> Ints:
     """The noise [size] of a sum in steps, from the seeds of its round and of those before.
 
     The draws of correlated noise are on steps so fine that rounding what is taken off of them costs
-    next to nothing. It does cost: a draw that follows from a result and a device's update differs
-    from the draw without that update by the update and by two roundings in each round, and C makes
-    `gain` of that at most.
+    next to nothing, see `_drawn`.
     """
-    deviation = _deviation(plan, privacy, size)
     if privacy.bands == 1:
-        return gaussian.sample(size, deviation, seeds[0])
-    steps = 2.0 ** max(0, math.ceil(math.log2(_FINEST / deviation)))
-    rounding = correlated.gain(privacy.bands) * math.sqrt(ROUNDS_TOGETHER * size)
-    fine = deviation * steps + privacy.noise_multiplier * 1.1 * rounding
+        return gaussian.sample(size, _deviation(plan, privacy, size), seeds[0])
+    fine, steps = _drawn(plan, privacy, size)
     earlier = np.zeros(size)
     for factor, seed in zip(correlated.coefficients(privacy.bands)[1:], seeds[1:], strict=False):
         earlier += factor * gaussian.sample(size, fine, seed)
     noise = gaussian.sample(size, fine, seeds[0]) + np.rint(earlier).astype(np.int64)
     return np.rint(noise / steps).astype(np.int64)
+
+
+def _drawn(plan: RoundPlan, privacy: PrivacyTerms, size: int) -> tuple[float, float]:
+    """The deviation of the draws of correlated noise in their own steps, and how many of these are
+    one step of the sum.
+
+    Draws that follow from results and a device's updates differ from those without its updates by
+    C times the updates, and C times two roundings in each round: `gain` of their norm at most.
+    """
+    deviation = _deviation(plan, privacy, size)
+    steps = 2.0 ** max(0, math.ceil(math.log2(_FINEST / deviation)))
+    rounding = 1.1 * correlated.gain(privacy.bands) * math.sqrt(ROUNDS_TOGETHER * size)
+    return deviation * steps + privacy.noise_multiplier * rounding, steps
 
 
 def _deviation(plan: RoundPlan, privacy: PrivacyTerms, size: int) -> float:
