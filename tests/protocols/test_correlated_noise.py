@@ -185,3 +185,25 @@ def test_terms_name_the_noise_that_the_correlation_needs() -> None:
     )
     terms = PrivacyTerms(**{**TERMS, "epsilon": 4.0, "noise_multiplier": noise})
     assert 3.99 < terms.spent(10) <= 4.0
+
+
+# dp-accounting 0.6.0, PLDAccountant of one GaussianDpEvent: the noise multiplier over the root of
+# jax-privacy's minsep_sensitivity_squared.
+DP_ACCOUNTING = [
+    (2.0, 10, 4, 10, 1e-5, 10.76404),
+    (3.0, 5, 16, 20, 1e-6, 6.55428),
+    (1.5, 1, 8, 1, 1e-5, 3.94057),
+    (6.0, 40, 6, 5, 1e-7, 12.24513),
+    (4.0, 20, 12, 50, 1e-5, 7.6725),
+]
+
+
+@pytest.mark.parametrize(
+    ("noise", "count", "bands", "separation", "delta", "epsilon"), DP_ACCOUNTING
+)
+def test_epsilon_is_that_of_dp_accounting(
+    noise: float, count: int, bands: int, separation: int, delta: float, epsilon: float
+) -> None:
+    fields = {"noise_multiplier": noise, "participations": count, "delta": delta}
+    terms = PrivacyTerms(**{**TERMS, **fields, "bands": bands, "separation": separation})
+    assert terms.spent(count) == pytest.approx(epsilon, rel=1e-3)
