@@ -81,7 +81,7 @@ if TYPE_CHECKING:
     from fedpress_protocols import __version__
     from fedpress_protocols.errors import FedpressError
     from fedpress_protocols.model import Model
-    from fedpress_protocols.plan import RoundPlan
+    from fedpress_protocols.plan import RoundPlan, TrainingTerms
 
 __all__ = [
     "ApprovalPending",
@@ -127,6 +127,7 @@ __all__ = [
     "Trained",
     "Trainer",
     "TrainingRequest",
+    "TrainingTerms",
     "Uncompressed",
     "UpdateTrained",
     "UpdateUploaded",
@@ -188,6 +189,7 @@ __getattr__, __dir__ = exports(
         "Trained": "fedpress_client",
         "Trainer": "fedpress_client",
         "TrainingRequest": "fedpress_client",
+        "TrainingTerms": "fedpress_protocols.plan",
         "Uncompressed": "fedpress_compression.compressors.none",
         "UpdateTrained": "fedpress_client.events",
         "UpdateUploaded": "fedpress_client.events",
