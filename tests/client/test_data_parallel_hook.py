@@ -3,9 +3,14 @@
 # No `from __future__ import annotations`: torch looks at a hook's annotations as objects.
 
 import math
+import os
+import re
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -257,3 +262,24 @@ def test_what_a_state_cannot_do_is_refused() -> None:
         HookState(FEW, schedule=[two])
     residual = np.zeros(SPEC.size, np.float32)
     np.testing.assert_array_equal(Exchange(FEW).residual(SPEC), residual)
+
+
+@pytest.mark.slow
+def test_the_example_compares_torch_s_hooks_with_ours() -> None:
+    script = Path(__file__).parents[2] / "examples/data-parallel/hooks.py"
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    small = ["--width", "40", "--layers", "3", "--steps", "2"]
+    printed = subprocess.run(
+        [*launcher, "--nproc-per-node", "2", script, *small],
+        env={**os.environ, "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": os.pathsep.join(sys.path)},
+        check=True,
+        timeout=240,
+        capture_output=True,
+        text=True,
+    ).stdout
+    rows = re.findall(r"^(\S.*?) {2,}[\d.]+ ms +([\d,]+) bytes$", printed, re.MULTILINE)
+    sizes = {name: int(size.replace(",", "")) for name, size in rows}
+    plain = 4 * 3 * (40 * 40 + 40)
+    assert sizes["torch, no hook"] == plain
+    assert len(sizes) == 6
+    assert all(0 < size < plain for name, size in sizes.items() if name != "torch, no hook")
