@@ -51,15 +51,3 @@ def test_links_lead_somewhere(page: Path) -> None:
         assert not inside or file.is_relative_to(DOCS), f"{link} leads out of the site"
         if anchor and file.suffix == ".md":
             assert anchor in anchors(file), f"{link} has no such heading"
-
-
-@pytest.mark.parametrize(
-    "page",
-    [*PAGES, *sorted(TREE.glob("examples/*/*.py"))],
-    ids=lambda page: str(page.relative_to(TREE)),
-)
-def test_readers_import_public_names_alone(page: Path) -> None:
-    imports = re.findall(
-        r"^(?:from|import) +fedpress_(?!example)\w*", page.read_text(), re.MULTILINE
-    )
-    assert not imports, "the packages behind fedpress may move their names"
