@@ -26,7 +26,9 @@ from torch.multiprocessing.spawn import spawn
 from torch.nn.parallel import DistributedDataParallel
 
 from fedpress_compression.compressor import from_config
+from fedpress_compression.compressors.dgc import Dgc
 from fedpress_ddp.hook import HookState, LocalSGD, comm_hook
+from fedpress_protocols.schedule import sparsity_warm_up
 
 WORLD, TEST_IMAGES, BATCH, RATE, MOMENTUM = 2, 360, 32, 0.1, 0.9
 FEEDBACK = "error_feedback"
@@ -36,6 +38,17 @@ ROWS: dict[str, dict[str, Any]] = {
     "top-k .2 % ternary, EF": {
         "id": FEEDBACK,
         "inner": {"id": "topk", "fraction": 0.002, "magnitude_bits": 0},
+    },
+    "dgc, top-k 1 % of 2 bits": {
+        "id": "dgc",
+        "inner": {"id": "topk", "fraction": 0.01},
+        "optimizer_momentum": 0.0,
+    },
+    "dgc, top-k .2 %, warm-up": {
+        "id": "dgc",
+        "inner": {"id": "topk", "fraction": 0.002},
+        "optimizer_momentum": 0.0,
+        "warm_up": 23,
     },
     "PowerSGD rank 1, EF": {"id": FEEDBACK, "inner": {"id": "powersgd", "rank": 1}},
     "local SGD, top-k 1 % of 2 bits, EF": {
@@ -67,15 +80,19 @@ def train(rank: int, config: dict[str, Any], seed: int, epochs: int) -> tuple[fl
     mine = mine[: (len(labels) - TEST_IMAGES) // WORLD]
     config = dict(config)
     every = config.pop("every", 0)
+    momentum = config.pop("optimizer_momentum", MOMENTUM)
+    warm_up = config.pop("warm_up", 0)
     made = from_config(config)
     model = perceptron(seed)
-    inner = torch.optim.SGD(model.parameters(), lr=RATE, momentum=MOMENTUM)
+    inner = torch.optim.SGD(model.parameters(), lr=RATE, momentum=momentum)
     if every:
         outer = LocalSGD(model.parameters(), made, every=every, learning_rate=1.0, momentum=0.0)
         run, sent = model, outer.sent
     else:
         run = DistributedDataParallel(model)
-        state = HookState(made, seed=seed)
+        dgc = made if warm_up and isinstance(made, Dgc) else None
+        schedule = () if dgc is None else sparsity_warm_up(dgc, rounds=warm_up)
+        state = HookState(made, seed=seed, schedule=schedule)
         run.register_comm_hook(state, comm_hook)
         outer, sent = None, state.sent
     draw = torch.Generator().manual_seed(1000 * seed + rank)
