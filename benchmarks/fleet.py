@@ -94,33 +94,39 @@ def measure(options: Any, url: str) -> dict[str, Any]:
             "database": "postgresql" if url else "sqlite",
             "devices": number,
             "model_bytes": options.model_bytes,
+            "by_proxy": options.by_proxy,
         }
         if any(key.items() <= row.items() for row in result["rows"]):
             continue
-        with TemporaryDirectory(prefix="fedpress-fleet-") as folder, ExitStack() as stack:
-            place = (
-                _split(Path(folder), stack, url, number) if url else _single(folder, stack, number)
-            )
+        with TemporaryDirectory(prefix="fedpress-fleet-") as name, ExitStack() as stack:
+            folder = Path(name)
+            settings = {"FEDPRESS_DOWNLOAD_LOCATION": "/_store"} if options.by_proxy else {}
+            if url:
+                place = _split(folder, stack, url, number, settings)
+            else:
+                place = _single(folder, stack, number, settings)
             row = {**key, "rounds": options.rounds, "load": os.getloadavg()[0]}
             row |= _device_rounds(place, options.rounds, options.model_bytes)
             row["idle"] = _idle(place)
-            row["empty"] = _empty(place, Path(folder), stack, options.check_ins)
+            row["empty"] = _empty(place, folder, stack, options.check_ins)
         result["rows"].append(row)
         save(result, file)
     return result
 
 
-def _single(folder: str, stack: ExitStack, devices: int) -> Place:
-    keys = enrolled_before(Path(folder), devices)
-    server = stack.enter_context(served(Path(folder), ""))
+def _single(folder: Path, stack: ExitStack, devices: int, settings: dict[str, str]) -> Place:
+    keys = enrolled_before(folder, devices)
+    server = stack.enter_context(served(folder, "", **settings))
     return Place(Fleet(server, keys), {"api": server})
 
 
-def _split(folder: Path, stack: ExitStack, url: str, devices: int) -> Place:
+def _split(
+    folder: Path, stack: ExitStack, url: str, devices: int, settings: dict[str, str]
+) -> Place:
     """Three servers in their roles, on a database of their own."""
     database = stack.enter_context(new_database(url))
     keys = enrolled_before(folder, devices, database)
-    shared = {
+    shared = settings | {
         "FEDPRESS_STORE_URL": "s3://models/fleet",
         "FEDPRESS_STORE_ENDPOINT": stack.enter_context(_store()),
         "FEDPRESS_STORE_REGION": "us-east-1",
@@ -135,8 +141,7 @@ def _split(folder: Path, stack: ExitStack, url: str, devices: int) -> Place:
     for role in ("api", "worker", "scheduler"):
         own = folder / role
         own.mkdir()
-        settings = {**shared, "FEDPRESS_ROLE": role}
-        servers[role] = stack.enter_context(served(own, database, **settings))
+        servers[role] = stack.enter_context(served(own, database, FEDPRESS_ROLE=role, **shared))
     return Place(Fleet(servers["api"], keys), servers, database)
 
 
@@ -389,6 +394,11 @@ def _tables(result: dict[str, Any]) -> str:
 def main() -> None:
     command = parser(__doc__)
     command.add_argument("--devices", default="200", help="how many, separated by commas")
+    command.add_argument(
+        "--by-proxy",
+        action="store_true",
+        help="downloads are answered with X-Accel-Redirect; the proxy's own work is left out",
+    )
     command.add_argument("--rounds", type=int, default=2)
     command.add_argument("--check-ins", type=int, default=512, help="empty ones of a turn")
     command.add_argument("--model-bytes", type=int, default=UPLOAD_BYTES)

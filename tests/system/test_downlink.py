@@ -7,7 +7,7 @@ from __future__ import annotations
 import itertools
 import random
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -545,6 +545,28 @@ def test_the_api_serves_coded_models_for_good(server: Server, tmp_path: Path) ->
     fleet.operator.begin(fleet.brought, "plain", cohort=ONE)
     with pytest.raises(NotFound, match="no downlink"):
         checked(device.request("GET", f"/v1/models/{fleet.brought.digest}/coded?task=plain"))
+
+
+def test_a_coded_file_that_is_there_is_found_without_a_listing(
+    server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A listing of an S3 store takes longer than the download."""
+    fleet = Fleet(server, tmp_path, 1, rounds=4)
+    fleet.round(0)
+    device = Device(server)
+    device.enrol(fleet.operator.token())
+    path = f"/v1/models/{fleet.models()[-1]}/coded?task=digits"
+    first = checked(device.request("GET", path)).content
+    payloads, listed = server.app.services.payloads, list[str]()
+    names = payloads.names
+
+    def listing(folder: str) -> Iterator[str]:
+        listed.append(folder)
+        return names(folder)
+
+    monkeypatch.setattr(payloads, "names", listing)
+    assert checked(device.request("GET", path)).content == first
+    assert listed == []
 
 
 def test_a_coded_file_that_is_lost_is_made_again_the_same(server: Server, tmp_path: Path) -> None:

@@ -47,6 +47,8 @@ class CodedModels:
         self._background = background
         self._bases: dict[str, str] = {}
         """By model, the digest of its base; of the last models asked for."""
+        self._pruned: dict[str, frozenset[str]] = {}
+        """By task: the newest models when its old differences were last removed."""
         self._making: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
 
     async def find(self, config: TaskConfig, model: str, base: str | None) -> CodedFile:
@@ -77,7 +79,9 @@ class CodedModels:
             whole = await self.find(config, model, None)
             if size >= whole.num_bytes:
                 raise NotFound(f"{model[:12]} is shorter whole than from {base[:12]}")
-        await self._background.in_thread(self._prune, task, frozenset(newest))
+        if self._pruned.get(task) != frozenset(newest):  # a listing, which a store takes long for
+            await self._background.in_thread(self._prune, task, frozenset(newest))
+            self._pruned[task] = frozenset(newest)
         return CodedFile(name, name.rpartition("/")[2], size)
 
     async def find_trained(self, config: TaskConfig, model: str, base: str) -> CodedFile:
