@@ -77,6 +77,7 @@ COVERING = (
     "tests/oracles/",
     "tests/protocols/",
     "tests/server/test_auto.py",
+    "tests/system/test_correlated_noise.py",
     "tests/system/test_noise_in_clear_lane.py",
     "tests/system/test_private_tasks.py",
 )
