@@ -18,7 +18,7 @@ import httpx
 import numpy as np
 
 from fedpress_compression.contexts import contexts_of
-from fedpress_protocols.errors import RoundClosed, Unavailable
+from fedpress_protocols.errors import ClockSkew, RoundClosed, Unavailable
 from fedpress_protocols.messages import Assignment, Receipt, RoundStatus
 from fedpress_protocols.model import Model
 from fedpress_protocols.upload import Upload
@@ -55,7 +55,7 @@ class OneHot:
                 self.device.http = self.chance.choice(self.clients)
                 try:
                     self._turn()
-                except httpx.TransportError:
+                except (httpx.TransportError, ClockSkew):  # by a server that has just begun
                     time.sleep(0.02)
                 except Unavailable:
                     self.refused["unavailable"] += 1
