@@ -271,17 +271,23 @@ class Load:
         if not (math.isfinite(self.max_load) and self.max_load > 0):
             raise ConfigurationError(f"max_load must be a number above 0, not {self.max_load}")
         _check_seconds(self.seconds)
-        if not hasattr(os, "getloadavg"):
+        if _load() is None:
             raise ConfigurationError(
                 "this system does not say its load", hint="give a callable of your own"
             )
 
     def __call__(self) -> bool | Refusal:
-        load = os.getloadavg()[0] / (os.cpu_count() or 1)
-        if load <= self.max_load:
+        load = _load()
+        if load is None or load <= self.max_load:
             return True
         reason = f"the load is {load:.2f} a processor, more than {self.max_load:g}"
         return Refusal(reason, self.seconds)
+
+
+def _load() -> float | None:
+    """Processes that run or wait, for each processor, over the last minute; None on Windows."""
+    averages = getattr(os, "getloadavg", None)
+    return None if averages is None else averages()[0] / (os.cpu_count() or 1)
 
 
 _WINDOW = re.compile(r"([01]\d|2[0-3]):([0-5]\d)-([01]\d|2[0-3]):([0-5]\d)")

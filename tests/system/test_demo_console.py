@@ -13,6 +13,7 @@ from pathlib import Path
 import httpx
 import pytest
 
+from tests.processes import heed_ctrl_c
 from tests.systems import posix_only
 
 pytest.importorskip("sklearn")
@@ -26,7 +27,12 @@ def test_a_demo_stays_in_the_console_until_ctrl_c(tmp_path: Path) -> None:
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     with log.open("wb") as output:
         demo = subprocess.Popen(
-            command, cwd=tmp_path, stdout=output, stderr=output, env=environment
+            command,
+            cwd=tmp_path,
+            stdout=output,
+            stderr=output,
+            env=environment,
+            preexec_fn=heed_ctrl_c,
         )
     try:
         give_up = time.monotonic() + 240
@@ -43,7 +49,11 @@ def test_a_demo_stays_in_the_console_until_ctrl_c(tmp_path: Path) -> None:
         assert cancel.status_code == 403
     finally:
         demo.send_signal(signal.SIGINT)
-        status = demo.wait(60)
+        try:
+            status = demo.wait(60)
+        finally:
+            demo.kill()
+            demo.wait()
     assert status == 0, log.read_text()
     assert "Summary" in log.read_text()
     with pytest.raises(httpx.ConnectError):

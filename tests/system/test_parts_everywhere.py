@@ -9,7 +9,7 @@ import pytest
 from fedpress_client.http_parts import HttpParts
 from fedpress_client.parts import PartSizes
 from fedpress_client.transport import HttpTransport
-from fedpress_protocols.messages import PartialUpload
+from fedpress_protocols.messages import PartialUpload, UploadAck
 from tests.masked import TASK, drive
 from tests.server.in_process import Clock, history
 from tests.system.test_masked_sessions import World
@@ -30,11 +30,11 @@ def parts(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         return send(self, assignment, partial, offset, part)
 
     monkeypatch.setattr(PartSizes, "next", lambda self, most: PART)
-    monkeypatch.setattr(
-        HttpTransport,
-        "_deliver",
-        lambda self, assignment, body: self._parts.deliver(assignment, body),
-    )
+
+    def by_parts(self: HttpTransport, assignment: str, body: bytes, query: str = "") -> UploadAck:
+        return self._parts.deliver(assignment, body, query)
+
+    monkeypatch.setattr(HttpTransport, "_deliver", by_parts)
     monkeypatch.setattr(HttpParts, "send_part", counted)
     return sent
 
