@@ -28,7 +28,7 @@ from fedpress_protocols.errors import (
     Unavailable,
     UnknownModel,
 )
-from fedpress_protocols.fleet import FleetStatus, LogLevel, LogLevelStatus
+from fedpress_protocols.fleet import FleetStatus, LogLevel, LogLevelStatus, ServerList, ServerStatus
 from fedpress_protocols.messages import Continuation, RoundStatus, TaskConfig, TaskSummary
 from fedpress_protocols.model import Model
 from fedpress_protocols.operators import OperatorRequest, OperatorStatus, OperatorToken, Role
@@ -299,6 +299,10 @@ class Operator:
         """Links and clocks of the devices as the servers that run have measured them, and what
         they have sent, each since it was started."""
         return self._read(TypeAdapter(FleetStatus), "GET", "/v1/admin/fleet")
+
+    def servers(self) -> tuple[ServerStatus, ...]:
+        """The servers that run, and for an hour those that fell silent without being stopped."""
+        return self._read(TypeAdapter(ServerList), "GET", "/v1/admin/servers").servers
 
     def log_level(self) -> LogLevelStatus:
         """The least severe message that each server logs."""

@@ -1,4 +1,4 @@
-"""`fedpress devices statistics` and `fedpress server log-level`."""
+"""`fedpress devices statistics`, `fedpress server list` and `fedpress server log-level`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, get_args
 
 import click
 
-from fedpress.cli.tables import echo, moment, table
+from fedpress.cli.tables import echo, lasting, moment, table
 from fedpress.command_line import Command, argument, as_json, operates
 from fedpress_protocols.fleet import LogLevel
 
@@ -23,6 +23,36 @@ def statistics(server: Operator, as_json: bool) -> None:
     """Show measured uplinks, clock offsets and bytes sent, over all devices."""
     fleet = server.fleet()
     echo(fleet, _lines(fleet), as_json=as_json)
+
+
+@click.command("list", cls=Command)
+@as_json
+@operates
+def list_servers(server: Operator, as_json: bool) -> None:
+    """List the servers of the database: role, version, heartbeat, leases, lag."""
+    listed = server.servers()
+    rows = [
+        (
+            each.role,
+            each.host,
+            each.version,
+            moment(each.started_at),
+            moment(each.seen_at),
+            str(each.leases),
+            lasting(each.lag_seconds),
+            "stale" if each.is_stale else "running",
+        )
+        for each in listed
+    ]
+    headings = ("role", "host", "version", "started", "last heartbeat", "leases", "lag", "state")
+    echo(listed, table(headings, rows), as_json=as_json)
+    stale = [each.server for each in listed if each.is_stale]
+    if stale:
+        click.echo(
+            f"no heartbeat: {', '.join(stale)}. Killed, paused or cut off from the database; "
+            "leaves this list an hour after the last heartbeat",
+            err=True,
+        )
 
 
 @click.command("log-level", cls=Command)

@@ -9,7 +9,7 @@ import click
 from fedpress.cli.audit import audit
 from fedpress.cli.backup import backup, list_restores, restore, verify
 from fedpress.cli.doctor import doctor
-from fedpress.cli.observing import log_level
+from fedpress.cli.observing import list_servers, log_level
 from fedpress.cli.server_keys import server_keys
 from fedpress.cli.server_operators import operator
 from fedpress.command_line import Command, Group, needs
@@ -52,6 +52,6 @@ for _command in (
     _ServersOwn("run", help="Run the aggregation server."),
     _ServersOwn("migrate", help="Update the database's schema to this release."),
     *(doctor, backup, verify, restore, list_restores),
-    *(server_keys, operator, audit, log_level),
+    *(server_keys, operator, audit, list_servers, log_level),
 ):
     server.add_command(_command)

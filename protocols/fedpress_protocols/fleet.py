@@ -27,6 +27,34 @@ class LogLevelStatus(Term):
     """All running servers; only in answers."""
 
 
+class ServerStatus(Term):
+    """One server as of its last heartbeat. Times are Unix seconds."""
+
+    server: str
+    """Its role, host and process."""
+    role: str
+    version: str
+    host: str
+    started_at: float
+    seen_at: float
+    """Time of the last heartbeat, by the database's clock."""
+    is_stale: bool
+    """Whether heartbeats are missing: it was killed, paused or cut off from the database."""
+    leases: int
+    """Jobs that it does at present."""
+    lag_seconds: float
+    """How late its work is. Worker: how long the oldest job that nobody does has waited. Scheduler:
+    how long the earliest deadline that it has not acted on is over. Api: how long a request waits
+    before it is begun. One server for all: the longest of them."""
+    log_level: LogLevel
+
+
+class ServerList(Term):
+    """The servers of one database, by role and name."""
+
+    servers: tuple[ServerStatus, ...]
+
+
 class ServerSince(Term):
     """A running server and its start time in Unix seconds."""
 

@@ -30,7 +30,7 @@ from fedpress_server.coordination.publisher import JobSignal, Publisher
 from fedpress_server.coordination.queries import Queries
 from fedpress_server.coordination.resources import Resources
 from fedpress_server.coordination.scheduler import Scheduler
-from fedpress_server.coordination.server_registry import ServerRegistry
+from fedpress_server.coordination.server_registry import ServerRegistry, Signs
 from fedpress_server.coordination.task_store import TaskStore
 from fedpress_server.identity.admission import EnrolmentLimits
 from fedpress_server.identity.authentication import Authenticator
@@ -139,6 +139,16 @@ def assembled(resources: Resources, release: str, *, is_shared: bool | None = No
     part_limits = PartLimits(
         settings.max_part_bytes, settings.max_partial_bytes, settings.partial_seconds
     )
+    scheduler = Scheduler(
+        resources, store, check_ins, runner, shared.cleanup, retention, background
+    )
+
+    def lag() -> float:
+        late = scheduler.late() if settings.role in ("all", "scheduler") else 0.0
+        return max(late, check_ins.load.late)
+
+    holder = runner.holder if settings.role in ("all", "worker") else ""
+    signs = Signs(release, holder, lag)
     return Services(
         **vars(resources),
         authenticator=authenticator,
@@ -160,13 +170,11 @@ def assembled(resources: Resources, release: str, *, is_shared: bool | None = No
         ),
         job_runner=runner,
         retention=retention,
-        scheduler=Scheduler(
-            resources, store, check_ins, runner, shared.cleanup, retention, background
-        ),
+        scheduler=scheduler,
         intake=intake,
         session_messages=SessionMessages(store, queries, check_ins),
         resumable=Resumable(intake, database, payloads, metrics, clock, part_limits),
-        server_registry=ServerRegistry(settings, database, metrics, lease_time),
+        server_registry=ServerRegistry(settings, database, metrics, lease_time, signs),
         bytes_in_flight=BytesInFlight(settings.max_bytes_in_flight, metrics.bytes_in_flight),
     )
 

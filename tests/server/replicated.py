@@ -76,7 +76,10 @@ class Databases:
 class Replica:
     """One server's memory, without its services: what they do, the test does."""
 
-    def __init__(self, url: str, payloads: LocalPayloads, clock: Clock, folder: Path) -> None:
+    def __init__(
+        self, url: str, payloads: LocalPayloads, clock: Clock, folder: Path, name: str = "0"
+    ) -> None:
+        """`name` stands for its version."""
         options = Settings(data_dir=folder, lease_seconds=LEASE)
         self.database = Database(url)
         self.metrics = Metrics()
@@ -85,7 +88,7 @@ class Replica:
         resources = Resources(
             options, self.metrics, clock, self.database, payloads, keys, authority
         )
-        self.services = assembled(resources, "0", is_shared=True)
+        self.services = assembled(resources, name, is_shared=True)
         self.intake = self.services.intake
 
     @property
@@ -107,7 +110,7 @@ class Replicas:
         self.payloads = LocalPayloads(folder / "store")
         self.payloads.put(model_name(FIRST.digest), FIRST.to_bytes())
         self.all = [
-            Replica(url, self.payloads, self.clock, folder / f"server-{index}")
+            Replica(url, self.payloads, self.clock, folder / f"server-{index}", str(index))
             for index in range(number)
         ]
         self.given: dict[int, Assignment] = {}

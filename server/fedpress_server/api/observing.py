@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from fastapi import APIRouter, Depends
 
-from fedpress_protocols.fleet import FleetStatus, LogLevelStatus
+from fedpress_protocols.fleet import FleetStatus, LogLevelStatus, ServerList
 from fedpress_server.api.devices import BEARER
 from fedpress_server.api.listeners import Parts
 from fedpress_server.api.problems import responses
@@ -35,6 +35,12 @@ async def set_log_level(services: Parts, body: LogLevelStatus, by: By) -> LogLev
     registry = services.server_registry
     levels = await registry.set_log_level(body.level, by, services.now)
     return LogLevelStatus(level=logs.level_now(), server=registry.name, servers=levels)
+
+
+@observing_routes.get("/servers")
+async def list_servers(services: Parts) -> ServerList:
+    """The servers that run, and for an hour those that fell silent without being stopped."""
+    return await services.server_registry.status()
 
 
 @observing_routes.get("/fleet")

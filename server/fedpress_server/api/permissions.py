@@ -56,6 +56,7 @@ PERMISSIONS: Mapping[tuple[str, str], Permission] = {
     ("DELETE", "/v1/admin/operators/{operator_id}"): "administer",
     ("GET", "/v1/admin/audit"): "administer",
     ("GET", "/v1/admin/fleet"): "see",
+    ("GET", "/v1/admin/servers"): "see",
     ("GET", "/v1/admin/log-level"): "see",
     ("PUT", "/v1/admin/log-level"): "administer",
     # The console.

@@ -150,8 +150,11 @@ async def overview(request: Request, services: Parts) -> Response:
     except Unavailable as error:
         trouble = str(error)
     fleet = await services.server_registry.fleet()
+    servers = (await services.server_registry.status()).servers
     tasks = await services.queries.tasks()
-    return render(request, "overview.html", tasks=tasks, fleet=fleet, trouble=trouble)
+    return render(
+        request, "overview.html", tasks=tasks, fleet=fleet, servers=servers, trouble=trouble
+    )
 
 
 @console_routes.get("/tasks/{task}")

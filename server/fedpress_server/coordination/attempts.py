@@ -126,10 +126,15 @@ class Attempt:
     def session_phase(self) -> str:
         return "" if self.session is None else self.session.machine.phase
 
-    def is_due(self, now: float) -> bool:
+    @property
+    def due(self) -> float | None:
+        """When the deadline of its phase passes; None without one."""
         if self.round.phase == "masking" and self.session is not None:
-            return now >= self.session.machine.deadline
-        return self.round.phase == "collecting" and now >= self.round.next_deadline
+            return self.session.machine.deadline
+        return self.round.next_deadline if self.round.phase == "collecting" else None
+
+    def is_due(self, now: float) -> bool:
+        return self.due is not None and now >= self.due
 
     def has_place_for(self, client_id: str) -> bool:
         return self.round.phase == "collecting" and self.round.admits(client_id)

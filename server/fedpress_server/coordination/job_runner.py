@@ -85,7 +85,7 @@ class JobRunner:
         self._seconds = settings.lease_seconds
         self._pause = settings.follow_seconds
         self._room = asyncio.Semaphore(settings.worker_threads)
-        self._holder = leases.holder_of(settings.data_dir)
+        self.holder = leases.holder_of(settings.data_dir)
         self._ours: dict[JobKey, Lease | None] = {}
         """The leases of this process; None for a job that failed here and waits for a retry."""
 
@@ -117,11 +117,11 @@ class JobRunner:
         ours = tuple(self._ours)
 
         def read(connection: Connection) -> bool:
-            return leases.is_any_due(connection, self._holder, self._lease_time(connection), ours)
+            return leases.is_any_due(connection, self.holder, self._lease_time(connection), ours)
 
         def write(connection: Connection) -> Lease | None:
             now = self._lease_time(connection)
-            return leases.acquire(connection, self._holder, now, self._seconds, ours)
+            return leases.acquire(connection, self.holder, now, self._seconds, ours)
 
         if not await self._database.read(read):
             return None

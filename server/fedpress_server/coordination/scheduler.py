@@ -125,6 +125,12 @@ class Scheduler:
         await self._background.stop()
         await self._runner.give_back()
 
+    def late(self) -> float:
+        """Seconds since the earliest deadline that has not been passed yet; 0 without one."""
+        now = self._clock()
+        due = (task.attempt.due for task in self._store.tasks.values() if task.attempt is not None)
+        return max((now - each for each in due if each is not None and each < now), default=0.0)
+
     async def tick(self) -> None:
         """Let every deadline pass that the clock has passed, and choose where it is time to."""
         if self._store.is_shared:

@@ -19,13 +19,21 @@ from typing import Any, cast
 
 from sqlalchemy.engine import Connection
 
-from fedpress_protocols.fleet import FleetStatus, LogLevel, Quantiles, ServerLogLevel, ServerSince
+from fedpress_protocols.fleet import (
+    FleetStatus,
+    LogLevel,
+    Quantiles,
+    ServerList,
+    ServerLogLevel,
+    ServerSince,
+    ServerStatus,
+)
 from fedpress_server.identity import audit
 from fedpress_server.metrics import Metrics
 from fedpress_server.observing import logs, outages
 from fedpress_server.observing.series import Distribution
 from fedpress_server.settings import Settings
-from fedpress_server.storage import servers
+from fedpress_server.storage import leases, servers
 from fedpress_server.storage.database import Database
 from fedpress_server.storage.servers import ServerRecord
 
@@ -34,6 +42,7 @@ _EVERY = 5.0
 _GONE = 3 * _EVERY
 """Seconds without a sign after which a server is no longer counted."""
 _REMOVED = 3600.0
+"""Seconds without a sign after which it is no longer listed either."""
 _PATIENCE = 2.0
 """Seconds that whoever asks all servers waits for them."""
 _LOG_LEVEL = "log-level"
@@ -100,6 +109,17 @@ class FleetCounts:
         )
 
 
+@dataclass(frozen=True, slots=True)
+class Signs:
+    """What a server says of itself beside its settings and its metrics."""
+
+    version: str
+    holder: str
+    """See `ServerRecord`."""
+    lag: Callable[[], float]
+    """Seconds by which its own work is late."""
+
+
 class ServerRegistry:
     """This server among those of its database. `start()` and `stop()` it."""
 
@@ -109,22 +129,21 @@ class ServerRegistry:
         database: Database,
         metrics: Metrics,
         now: Callable[[Connection], float],
+        signs: Signs,
     ) -> None:
         """`now` is the clock of all servers: the database's."""
         self._database, self._metrics, self._now = database, metrics, now
         self._role = settings.role
+        self._signs = signs
         self._server_id = secrets.token_hex(8)
-        self.name = f"{settings.role} {socket.gethostname()} {os.getpid()}"
+        self._host = socket.gethostname()
+        self.name = f"{settings.role} {self._host} {os.getpid()}"
         self._asked = asyncio.Event()
         self._turn = asyncio.Lock()
         """One sign at a time: the last one that is written has the last level."""
         self._signing: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
-        def write(connection: Connection) -> None:
-            servers.remove_silent(connection, self._now(connection) - _REMOVED)
-
-        await self._database.write(write)
         await self._sign()
         if self._database.is_shared:
             loop = asyncio.get_running_loop()
@@ -167,29 +186,67 @@ class ServerRegistry:
 
     async def _write_sign(self) -> str | None:
         """The log level that this server was asked for."""
-        level, fleet = logs.level_now(), FleetCounts.of(self._metrics).to_json()
+        sign = self._as_it_is()
 
         def write(connection: Connection) -> str | None:
             now = self._now(connection)
-            sign = ServerRecord(self._server_id, self.name, self._role, now, level, fleet)
-            return servers.heartbeat(connection, sign)
+            servers.remove_silent(connection, now - _REMOVED)
+            return servers.heartbeat(connection, replace(sign, seen_at=now))
 
         return await self._database.write(write, locks=True)
 
+    def _as_it_is(self) -> ServerRecord:
+        """This server, with no time at which it was seen."""
+        return ServerRecord(
+            self._server_id,
+            self.name,
+            self._role,
+            0.0,
+            logs.level_now(),
+            FleetCounts.of(self._metrics).to_json(),
+            self._host,
+            self._signs.version,
+            self._signs.holder,
+            self._metrics.since,
+            self._signs.lag(),
+        )
+
     async def _running(self) -> list[ServerRecord]:
         """Every server that runs: this one as it is, the others as their last signs have them."""
+        this = self._as_it_is()
 
         def read(connection: Connection) -> list[ServerRecord]:
-            return servers.running(connection, self._now(connection) - _GONE)
+            now = self._now(connection)
+            return _listed(connection, replace(this, seen_at=now), now - _GONE)
 
-        level, fleet = logs.level_now(), FleetCounts.of(self._metrics).to_json()
-        return [
-            replace(each, log_level=level, fleet=fleet) if self._is_this(each) else each
-            for each in await self._database.read(read)
-        ]
+        return await self._database.read(read)
 
-    def _is_this(self, server: ServerRecord) -> bool:
-        return server.server_id == self._server_id
+    async def status(self) -> ServerList:
+        """List the servers that run, and those that fell silent within the last hour."""
+        this = self._as_it_is()
+
+        def read(connection: Connection) -> ServerList:
+            now = self._now(connection)
+            held, wait = leases.num_held(connection, now), leases.longest_wait(connection, now)
+            return ServerList(
+                servers=tuple(
+                    ServerStatus(
+                        server=each.name,
+                        role=each.role,
+                        version=each.version,
+                        host=each.host,
+                        started_at=each.started_at,
+                        seen_at=each.seen_at,
+                        is_stale=each.seen_at < now - _GONE,
+                        leases=held[each.holder],
+                        lag_seconds=max(each.lag, wait) if each.holder else each.lag,
+                        log_level=cast(LogLevel, each.log_level),
+                    )
+                    for each in _listed(connection, replace(this, seen_at=now), now - _REMOVED)
+                )
+            )
+
+        return await self._database.read(read)
 
     async def log_levels(self) -> tuple[ServerLogLevel, ...]:
         """By role and name."""
@@ -203,10 +260,9 @@ class ServerRegistry:
     ) -> tuple[ServerLogLevel, ...]:
         """Have every server log from `level` on; what each logs then. One that has not said so
         after a moment is told of as it was, and follows with its next sign."""
-        host = socket.gethostname()
 
         def write(connection: Connection) -> None:
-            audit.add(connection, at, by, "log-level.changed", host, level=level)
+            audit.add(connection, at, by, "log-level.changed", self._host, level=level)
             servers.ask_log_level(connection, level)
             self._database.notify(connection, _LOG_LEVEL)
 
@@ -229,7 +285,7 @@ class ServerRegistry:
                 continue  # no device comes there
             try:
                 counts = FleetCounts.from_json(each.fleet)
-                if not self._is_this(each):
+                if each.server_id != self._server_id:
                     total = total.plus(counts)
             except (KeyError, TypeError, ValueError):
                 _log.warning("%s is of another release: its devices are not counted", each.name)
@@ -251,6 +307,13 @@ class ServerRegistry:
             staged_float32_bytes=total.staged_float32_bytes,
             servers=tuple(listed),
         )
+
+
+def _listed(connection: Connection, this: ServerRecord, since: float) -> list[ServerRecord]:
+    """This server and the others with a sign since then, by role and name."""
+    others = servers.listed(connection, since)
+    every = [this, *(each for each in others if each.server_id != this.server_id)]
+    return sorted(every, key=lambda each: (each.role, each.name))
 
 
 def _spread(ours: Distribution, counts: Sequence[int]) -> Quantiles:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 import secrets
+from collections import Counter
 from collections.abc import Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -93,6 +94,21 @@ def add(connection: Connection, due: Sequence[Job], now: float) -> None:
         for job in due
     ]
     connection.execute(sa.insert(jobs), rows)
+
+
+def num_held(connection: Connection, now: float) -> Counter[str]:
+    """The number of leases that have not expired, by holder."""
+    query = sa.select(jobs.c.lease_token).where(
+        jobs.c.state == "open", jobs.c.lease_token.is_not(None), jobs.c.lease_expiry > now
+    )
+    tokens = connection.execute(query).scalars()
+    return Counter(token.rpartition("-")[0] for token in tokens)
+
+
+def longest_wait(connection: Connection, now: float) -> float:
+    """Seconds for which the job that waits longest could have been leased; 0 without one."""
+    row = _next(connection, None, now, (), lock=False)
+    return 0.0 if row is None else max(0.0, now - row.lease_expiry)
 
 
 def is_any_due(
@@ -201,15 +217,18 @@ _NAMES = ("task", "round", "attempt", "kind", "batch")
 
 
 def _next(
-    connection: Connection, holder: str, now: float, but: Collection[JobKey], *, lock: bool
+    connection: Connection, holder: str | None, now: float, but: Collection[JobKey], *, lock: bool
 ) -> sa.Row[Any] | None:
+    """The longest waiting job whose lease has expired, or is `holder`'s own."""
     part = jobs.alias()
     is_summed = ~sa.exists().where(
         *(part.c[name] == jobs.c[name] for name in _NAMES[:3]),
         part.c.kind == "sum",
         part.c.state == "open",
     )
-    is_free = sa.or_(jobs.c.lease_expiry <= now, jobs.c.lease_token.startswith(f"{holder}-"))
+    is_free = jobs.c.lease_expiry <= now
+    if holder is not None:
+        is_free = sa.or_(is_free, jobs.c.lease_token.startswith(f"{holder}-"))
     is_ready = sa.or_(jobs.c.kind != "fold", is_summed)
     query = (
         sa.select(jobs)

@@ -27,6 +27,13 @@ class ServerRecord:
     log_level: str
     fleet: Mapping[str, Any]
     """Its statistics about devices since its start; see `FleetCounts`."""
+    host: str
+    version: str
+    holder: str
+    """The holder of its leases, see `leases.holder_of`; "" if its role takes no jobs."""
+    started_at: float
+    lag: float
+    """Seconds by which its own work is late; jobs of workers are not its own, see `leases`."""
 
 
 def heartbeat(connection: Connection, server: ServerRecord) -> str | None:
@@ -56,9 +63,8 @@ def ask_log_level(connection: Connection, level: str) -> None:
     connection.execute(sa.update(servers).values(next_log_level=level))
 
 
-def running(connection: Connection, since: float) -> list[ServerRecord]:
-    """The servers with a heartbeat since then, by role and name."""
+def listed(connection: Connection, since: float) -> list[ServerRecord]:
+    """The servers with a heartbeat since then."""
     columns = [servers.c[name] for name in ServerRecord.__dataclass_fields__]
     query = sa.select(*columns).where(servers.c.seen_at >= since)
-    rows = connection.execute(query.order_by(servers.c.role, servers.c.name))
-    return [ServerRecord(*row) for row in rows]
+    return [ServerRecord(*row) for row in connection.execute(query)]

@@ -458,4 +458,9 @@ servers = sa.Table(
     sa.Column("log_level", sa.String(16), nullable=False),
     sa.Column("next_log_level", sa.String(16)),
     sa.Column("fleet", sa.JSON, nullable=False),
+    sa.Column("host", sa.Text, nullable=False, server_default=""),
+    sa.Column("version", sa.Text, nullable=False, server_default=""),
+    sa.Column("holder", sa.Text, nullable=False, server_default=""),
+    sa.Column("started_at", _TIME, nullable=False, server_default="0"),
+    sa.Column("lag", sa.Double, nullable=False, server_default="0"),
 )
