@@ -206,14 +206,18 @@ def export_model(server: Operator, task: str, which: str, file: Path, as_json: b
 @as_json
 @operates
 def collect_models(server: Operator, dry_run: bool, as_json: bool) -> None:
-    """Remove model files that retention no longer keeps, now instead of within the hour."""
+    """Remove the models and the events of old rounds that retention no longer keeps, now instead of
+    within the hour."""
     collected = server.collect(dry_run=dry_run)
     lines = []
     for each in collected.models:
         named = ", ".join(f"{task} {version}" for task, version in sorted(each.versions.items()))
         lines.append(f"{each.model[:12]}  {each.num_bytes:,} bytes  {named}")
     verb = "would be removed" if dry_run else "removed"
-    lines.append(f"{len(collected.models)} models, {collected.num_bytes:,} bytes {verb}")
+    lines.append(
+        f"{len(collected.models)} models, {collected.num_bytes:,} bytes, and "
+        f"{collected.num_events:,} events of old rounds {verb}"
+    )
     echo(collected, lines, as_json=as_json)
 
 

@@ -703,7 +703,7 @@ class RetentionTerms(Term):
     """Retention of a task's model files: the newest `last` versions, and every `every`-th.
 
     Always kept: the first, the best, those that an alias has pointed to, and all that a round
-    needs. The records of all versions stay.
+    needs. The records of all versions stay; the events of rounds before the newest `last` go.
     """
 
     last: Annotated[int, Field(ge=1, lt=2**31)] = 10

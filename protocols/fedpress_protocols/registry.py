@@ -107,3 +107,5 @@ class Collected(Term):
     dry_run: bool
     models: tuple[CollectedModel, ...]
     num_bytes: int
+    num_events: int = 0
+    """Events of old rounds that are deleted."""

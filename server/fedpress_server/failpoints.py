@@ -33,6 +33,8 @@ POINTS: Mapping[str, str] = MappingProxyType(
         "model-stepped": "the optimizer has made the next model, no file of it is written",
         "model-kept": "the model and its state are durable, the version is not committed",
         "round-committed": "the result of a job is durable",
+        "models-given-up": "collected models are marked in their rows, their files are not removed",
+        "events-dropped": "some events of old rounds are deleted, others are not",
         "device-changed": "a device's new state or key is durable, no server has been notified",
     }
 )

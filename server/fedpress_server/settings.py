@@ -251,11 +251,11 @@ class Settings(BaseSettings):
     )
     retention_grace: Seconds = Field(
         7 * 86400.0,
-        description="Seconds that every model is kept, whatever its task's retention: longer than "
-        "the longest backup takes.",
+        description="Seconds that every model and the events of every round are kept, whatever "
+        "their task's retention: longer than the longest backup takes.",
     )
     retention_seconds: Seconds = Field(
-        3600.0, description="Seconds between removals of models that retention no longer keeps."
+        3600.0, description="Seconds between removals of what retention no longer keeps."
     )
     population: str = Field(
         "fedpress",

@@ -39,8 +39,8 @@ ANYWHERE = ("file-kept", "commit-due", "committed")
 """Reached by whoever writes."""
 LOCAL = ("file-written",)
 """Reached where files are written in a folder."""
-ELSEWHERE = ("device-changed",)
-"""Of devices: `test_key_changes`."""
+ELSEWHERE = ("device-changed", "models-given-up", "events-dropped")
+"""Of devices: `test_key_changes`; of collections: `test_killed_collections`."""
 EVERY = 12
 """Passes through a point of ANYWHERE, or through "request-answered", until the kill, at most."""
 

@@ -57,6 +57,7 @@ Action = Literal[
     "device.key-rotated",
     "model.brought",
     "models.collected",
+    "rounds.collected",
     "task.created",
     "task.continued",
     "task.paused",

@@ -1,8 +1,9 @@
-"""Retention of model files: never deletes files that a round, an alias or a backup needs.
+"""Retention of model files and of rounds' events: never deletes what a round, an alias, a device or
+a backup needs.
 
-The deletion is recorded first, then the files are removed, each in an exclusive transaction. Code
-that writes such a model again checks the record in a transaction too, see `registry.keep_again`, so
-no file is missing that the database says exists.
+The deletion of a model is recorded first, then the files are removed, each in an exclusive
+transaction. Code that writes such a model again checks the record in a transaction too, see
+`registry.keep_again`, so no file is missing that the database says exists.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from sqlalchemy.engine import Connection
 from fedpress_protocols.messages import RetentionTerms, TaskConfig
 from fedpress_protocols.plan import RoundPlan
 from fedpress_protocols.registry import Collected, CollectedModel
+from fedpress_server import failpoints
 from fedpress_server.identity import audit
 from fedpress_server.registry import restores
 from fedpress_server.storage import records
@@ -28,15 +30,18 @@ from fedpress_server.storage.tables import alias_moves, model_files, model_versi
 
 _TOGETHER = 32
 """Files removed in one transaction, during which other writers wait."""
+_EVENTS_TOGETHER = 1000
+"""Events removed in one transaction."""
 
 _log = logging.getLogger(__name__)
 
 
 class Retention:
-    """Deletes models every `every` seconds, and on request.
+    """Deletes models and events every `every` seconds, and on request.
 
-    A model younger than `grace` seconds stays, so that devices have time to fetch it. During a
-    backup files stay, until the next collection.
+    A model younger than `grace` seconds stays, so that devices have time to fetch it, and so do the
+    events of a round that was closed less than `grace` seconds ago. During a backup files stay,
+    until the next collection.
     """
 
     def __init__(
@@ -65,11 +70,16 @@ class Retention:
         return True
 
     async def collect(self, *, dry_run: bool = False, by: str = audit.SERVER) -> Collected:
-        """Delete the models that no policy keeps and nothing needs; idempotent."""
+        """Delete the models and events that no policy keeps and nothing needs; idempotent."""
         since = self._clock() - self._grace
         if dry_run:
-            models = await self._database.read(lambda c: collectable(c, since))
-            return _told(models, dry_run=True)
+
+            def look(connection: Connection) -> Collected:
+                old = _with_old_events(connection)
+                counts = [records.num_old_events(connection, *each, since) for each in old]
+                return _told(collectable(connection, since), sum(counts), dry_run=True)
+
+            return await self._database.read(look)
         async with self._collecting:
             now = self._clock()
 
@@ -86,15 +96,46 @@ class Retention:
                 return chosen
 
             models = await self._database.write(give_up)
+            failpoints.reach("models-given-up")
             given_up = await self._database.read(_given_up)
             names = await asyncio.to_thread(lambda: list(self._files_of(given_up)))
             for start in range(0, len(names), _TOGETHER):
                 chunk = names[start : start + _TOGETHER]
                 await self._database.write(partial(self._remove, chunk))
-        if models:
-            report = _told(models, dry_run=False)
-            _log.info("%d models deleted, %d bytes", len(report.models), report.num_bytes)
-        return _told(models, dry_run=False)
+            num_events = await self._drop_events(since, by)
+        report = _told(models, num_events, dry_run=False)
+        if models or num_events:
+            _log.info(
+                "%d models deleted, %d bytes; %d events of old rounds",
+                len(report.models),
+                report.num_bytes,
+                num_events,
+            )
+        return report
+
+    async def _drop_events(self, since: float, by: str) -> int:
+        """Delete the events of old rounds, some at a time; returns how many there were.
+
+        Nothing reads them again, so whoever is killed in between leaves some for the next time, and
+        nothing that is incomplete.
+        """
+        total = 0
+        for task, through in await self._database.read(_with_old_events):
+            dropped = _EVENTS_TOGETHER
+            while dropped == _EVENTS_TOGETHER:
+                dropped = await self._database.write(
+                    lambda c, task=task, through=through: records.drop_old_events(
+                        c, task, through, since, _EVENTS_TOGETHER
+                    )
+                )
+                failpoints.reach("events-dropped")
+                total += dropped
+        if total:
+            now = self._clock()
+            await self._database.write(
+                lambda c: audit.add(c, now, by, "rounds.collected", "", events=total)
+            )
+        return total
 
     def _files_of(self, given_up: set[str]) -> Iterable[str]:
         """The existing files of deleted models, including those left by a killed server."""
@@ -143,6 +184,16 @@ def collectable(connection: Connection, since: float) -> list[CollectedModel]:
                 versions.setdefault(digest, {})[record.task] = version
     unused = {digest: versions[digest] for digest in versions.keys() - in_use}
     return sorted(_sized(connection, unused), key=lambda each: sorted(each.versions.items()))
+
+
+def _with_old_events(connection: Connection) -> list[tuple[str, int]]:
+    """The tasks with retention, each with the last round whose events it does not keep."""
+    old = []
+    for record in records.task_records(connection):
+        terms = TaskConfig.model_validate_json(record.config).retention
+        if terms is not None and record.round > terms.last:
+            old.append((record.task, record.round - terms.last))
+    return old
 
 
 def keeps(terms: RetentionTerms | None, version: int, place: int) -> bool:
@@ -203,6 +254,6 @@ def _digests_in(name: str) -> list[str]:
     return name.rpartition("/")[2].partition(".")[0].split("-")
 
 
-def _told(models: list[CollectedModel], *, dry_run: bool) -> Collected:
+def _told(models: list[CollectedModel], num_events: int, *, dry_run: bool) -> Collected:
     total = sum(each.num_bytes for each in models)
-    return Collected(dry_run=dry_run, models=tuple(models), num_bytes=total)
+    return Collected(dry_run=dry_run, models=tuple(models), num_bytes=total, num_events=num_events)

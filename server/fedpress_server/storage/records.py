@@ -323,6 +323,38 @@ def events(
     return [(at, event) for at, event in rows]
 
 
+def num_old_events(connection: Connection, task: str, through: int, closed_by: float) -> int:
+    """The number of events that `drop_old_events` would delete in all."""
+    old = _old_events(task, through, closed_by).subquery()
+    return connection.execute(sa.select(sa.func.count()).select_from(old)).scalar_one()
+
+
+def drop_old_events(
+    connection: Connection, task: str, through: int, closed_by: float, most: int
+) -> int:
+    """Delete the first `most` events of the task's attempts at rounds up to `through`, of those
+    closed by that time; returns how many there were.
+
+    Only the newest attempt's events are ever read again: see `Journal.newest`.
+    """
+    old = _old_events(task, through, closed_by)
+    old = old.order_by(*(round_events.c[name] for name in (*_KEY[1:], "seq"))).limit(most)
+    key = sa.tuple_(*(round_events.c[name] for name in (*_KEY, "seq")))
+    return connection.execute(sa.delete(round_events).where(key.in_(old))).rowcount
+
+
+def _old_events(task: str, through: int, closed_by: float) -> sa.Select[Any]:
+    """The keys of these events."""
+    event, row = round_events.c, rounds.c
+    of_attempt = sa.and_(*(event[name] == row[name] for name in _KEY))
+    first = sa.select(sa.func.min(event.round)).where(event.task == task).scalar_subquery()
+    return (
+        sa.select(event.task, event.round, event.attempt, event.seq)
+        .join(rounds, of_attempt)
+        .where(row.task == task, row.round.between(first, through), row.closed_at <= closed_by)
+    )
+
+
 def unfinished_rounds(connection: Connection) -> set[RoundKey]:
     rows = connection.execute(
         sa.select(rounds.c.task, rounds.c.round, rounds.c.attempt).where(
