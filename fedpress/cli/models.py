@@ -214,10 +214,8 @@ def collect_models(server: Operator, dry_run: bool, as_json: bool) -> None:
         named = ", ".join(f"{task} {version}" for task, version in sorted(each.versions.items()))
         lines.append(f"{each.model[:12]}  {each.num_bytes:,} bytes  {named}")
     verb = "would be removed" if dry_run else "removed"
-    lines.append(
-        f"{len(collected.models)} models, {collected.num_bytes:,} bytes, and "
-        f"{collected.num_events:,} events of old rounds {verb}"
-    )
+    lines.append(f"{len(collected.models)} models, {collected.num_bytes:,} bytes {verb}")
+    lines.append(f"{collected.num_events:,} events of old rounds {verb}")
     echo(collected, lines, as_json=as_json)
 
 

@@ -23,7 +23,7 @@ def begin(http: Server, clock: Clock, model: Model, rounds: int, **config: Any) 
     """A task of cohorts of one, and a device that has been in so many rounds."""
     operator = Operator(http)
     cohort = {"size": 1, "minimum": 1}
-    terms = {"rounds": 50, "retention": {"last": 2}, "round_seconds": 9 * GRACE}
+    terms: dict[str, Any] = {"rounds": 50, "retention": {"last": 2}, "round_seconds": 9 * GRACE}
     operator.begin(model, **{"cohort": cohort} | terms | config)
     device = Device(http, clock)
     device.enrol(operator.token())

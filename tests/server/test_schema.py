@@ -19,7 +19,7 @@ from alembic.script import ScriptDirectory
 
 from fedpress_protocols import __version__
 from fedpress_protocols.errors import ConfigurationError
-from fedpress_server.storage import database
+from fedpress_server.storage import database, leases
 from fedpress_server.storage.database import Database
 from fedpress_server.storage.engines import opened
 from fedpress_server.storage.tables import metadata, schema_releases
@@ -148,6 +148,32 @@ def test_a_server_that_does_not_migrate_refuses_another_schema(url: str) -> None
     assert version_and_tables(url)[0] == OLDEST
     database.migrate(url)
     Database(url, migrates=False).close()
+
+
+def test_a_schema_is_not_changed_under_servers_that_run(url: str, dialect: str) -> None:
+    before = "0022"
+    made(url, before)
+    row = {"server_id": "a", "name": "worker host 7", "role": "worker", "log_level": "info"}
+
+    def sign(connection: sa.Connection, ago: float) -> None:
+        connection.execute(sa.text("DELETE FROM servers"))
+        insert = (
+            "INSERT INTO servers (server_id, name, role, log_level, seen_at, fleet) "
+            "VALUES (:server_id, :name, :role, :log_level, :seen_at, '{}')"
+        )
+        seen_at = leases.now_of(connection) - ago
+        connection.execute(sa.text(insert), {**row, "seen_at": seen_at})
+
+    altered(url, lambda c: sign(c, ago=1.0))
+    if dialect == "postgresql":  # one on SQLite signs at its start alone
+        wrong = rf"from {before} to {head()}.*worker host 7.*stop them first"
+        with pytest.raises(ConfigurationError, match=wrong):
+            database.migrate(url)
+        assert version_and_tables(url)[0] == before
+        altered(url, lambda c: sign(c, ago=16.0))
+    assert database.migrate(url) == (before, head())
+    altered(url, lambda c: sign(c, ago=1.0))
+    assert database.migrate(url) == (head(), head())
 
 
 @pytest.mark.parametrize("migrates", [True, False])

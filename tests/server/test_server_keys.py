@@ -109,6 +109,38 @@ def test_migrate_makes_the_keys_that_all_servers_are_to_share_once(
     assert not files["server_key_file"].exists()
 
 
+def test_a_key_that_cannot_be_made_where_it_should_be_is_told(tmp_path: Path) -> None:
+    """As on a Secret that lacks it, which is mounted read-only."""
+    (tmp_path / "keys").write_text("no folder")
+    file = tmp_path / "keys" / "server-key.pem"
+    arguments = ["--data-dir", str(tmp_path / "none"), "--server-key-file", str(file)]
+    url = f"sqlite:///{tmp_path / 'test.db'}"
+    with pytest.raises(ConfigurationError, match=r"server_key_file names .*openssl genpkey"):
+        migrate.main([*arguments, "--database-url", url], standalone_mode=False)
+
+
+def test_keys_that_openssl_made_are_taken_and_none_is_written(
+    start: Start, tmp_path: Path, shared: dict[str, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    files = {f"{name}_key_file": tmp_path / f"{name}.pem" for name in ("server", "authority")}
+    for file in files.values():
+        make = ["openssl", "genpkey", "-algorithm", "ed25519", "-out", str(file)]
+        subprocess.run(make, check=True)
+    made = {file: file.read_bytes() for file in files.values()}
+    settings = {"data_dir": tmp_path / "none", **files, **shared}
+    arguments = [
+        part
+        for name, value in settings.items()
+        for part in (f"--{name.replace('_', '-')}", str(value))
+    ]
+    migrate.main(arguments, standalone_mode=False)
+    assert "made" not in capsys.readouterr().out
+    for name in ("first", "second"):
+        with start(data_dir=tmp_path / name, **files, **shared) as http:
+            assert http.get("/readyz").status_code == 200
+    assert made == {file: file.read_bytes() for file in files.values()}
+
+
 @pytest.mark.both_databases
 def test_of_migrations_at_one_time_each_key_is_made_by_one(
     tmp_path: Path, shared: dict[str, Any]

@@ -6,6 +6,7 @@ import sqlite3
 import time
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import httpx
 import numpy as np
@@ -40,7 +41,7 @@ def test_a_killed_collection_loses_nothing_and_leaves_nothing(tmp_path: Path, po
         server.wait()
         http = stack.enter_context(httpx.Client(base_url=server.url, timeout=30))
         tester = devices.Operator(http, ADMIN_TOKEN)
-        terms = {"rounds": 50, "retention": {"last": 1}, "round_seconds": 3600.0}
+        terms: dict[str, Any] = {"rounds": 50, "retention": {"last": 1}, "round_seconds": 3600.0}
         tester.begin(model, cohort={"size": 1, "minimum": 1}, **terms)
         device = devices.Device(http)
         device.enrol(tester.token())

@@ -37,10 +37,8 @@ from fedpress_server.storage import leases, servers
 from fedpress_server.storage.database import Database
 from fedpress_server.storage.servers import ServerRecord
 
-_EVERY = 5.0
+_EVERY = servers.GONE_SECONDS / 3
 """Seconds between two signs where nobody asks for any."""
-_GONE = 3 * _EVERY
-"""Seconds without a sign after which a server is no longer counted."""
 _REMOVED = 3600.0
 """Seconds without a sign after which it is no longer listed either."""
 _PATIENCE = 2.0
@@ -217,7 +215,7 @@ class ServerRegistry:
 
         def read(connection: Connection) -> list[ServerRecord]:
             now = self._now(connection)
-            return _listed(connection, replace(this, seen_at=now), now - _GONE)
+            return _listed(connection, replace(this, seen_at=now), now - servers.GONE_SECONDS)
 
         return await self._database.read(read)
 
@@ -237,7 +235,7 @@ class ServerRegistry:
                         host=each.host,
                         started_at=each.started_at,
                         seen_at=each.seen_at,
-                        is_stale=each.seen_at < now - _GONE,
+                        is_stale=each.seen_at < now - servers.GONE_SECONDS,
                         leases=held[each.holder],
                         lag_seconds=max(each.lag, wait) if each.holder else each.lag,
                         log_level=cast(LogLevel, each.log_level),

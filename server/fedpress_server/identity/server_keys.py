@@ -111,7 +111,15 @@ def _make(purpose: Purpose, file: Path, key: DeviceKey, connection: Connection) 
     if known_key(connection, purpose) is not None:
         return False  # the key exists elsewhere: the operator has to copy it here
     if not file.exists():
-        LocalPayloads(file.parent).put(file.name, key.to_pem())
+        try:
+            LocalPayloads(file.parent).put(file.name, key.to_pem())
+        except OSError as exc:
+            raise ConfigurationError(
+                f"{purpose}_key_file names {file}, which does not exist and cannot be created: "
+                f"{exc.strerror}",
+                hint="create the key elsewhere with `openssl genpkey -algorithm ed25519` and put "
+                "it there, for example by a Secret",
+            ) from exc
     elif not _holds(file, key):  # until this is repeated
         return False
     _record(connection, purpose, key.public)

@@ -123,11 +123,14 @@ class Retention:
         for task, through in await self._database.read(_with_old_events):
             dropped = _EVENTS_TOGETHER
             while dropped == _EVENTS_TOGETHER:
-                dropped = await self._database.write(
-                    lambda c, task=task, through=through: records.drop_old_events(
-                        c, task, through, since, _EVENTS_TOGETHER
-                    )
+                drop = partial(
+                    records.drop_old_events,
+                    task=task,
+                    through=through,
+                    closed_by=since,
+                    most=_EVENTS_TOGETHER,
                 )
+                dropped = await self._database.write(drop)
                 failpoints.reach("events-dropped")
                 total += dropped
         if total:

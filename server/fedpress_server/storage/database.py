@@ -294,12 +294,16 @@ class Database:
 
 
 def migrate(url: str) -> tuple[str | None, str]:
-    """Migrate a database; returns the schema versions before and after.
+    """Migrate a database on which no server runs; returns the schema versions before and after.
 
-    Raises like `Database`.
+    Raises like `Database`, and ConfigurationError if servers of the old schema run.
     """
     versions: list[tuple[str | None, str]] = []
-    _reachable(url, lambda backend: versions.append(schema.migrate(backend))).dispose()
+
+    def prepare(backend: Backend) -> None:
+        versions.append(schema.migrate(backend, while_running=False))
+
+    _reachable(url, prepare).dispose()
     return versions[0]
 
 

@@ -13,26 +13,46 @@ from sqlalchemy.engine import Connection
 
 from fedpress_protocols import __version__
 from fedpress_protocols.errors import ConfigurationError
+from fedpress_server.storage import leases
 from fedpress_server.storage.engines import Backend
-from fedpress_server.storage.tables import schema_releases
+from fedpress_server.storage.servers import GONE_SECONDS
+from fedpress_server.storage.tables import schema_releases, servers
 
 
-def migrate(backend: Backend) -> tuple[str | None, str]:
+def migrate(backend: Backend, *, while_running: bool = True) -> tuple[str | None, str]:
     """Migrate the schema atomically; returns the versions before and after.
 
-    Concurrent migrations wait. Raises ConfigurationError for a database of a newer release.
+    Concurrent migrations wait. Raises ConfigurationError for a database of a newer release, and,
+    without `while_running`, if servers of the old schema run on it.
     """
     head = _head()
     with backend.altering().connect() as connection, connection.begin():
         current = _found(connection)
         if current == head:
             return current, head
+        if not while_running:
+            _check_nobody_runs(connection, current, head)
         config = _config()
         config.attributes["connection"] = connection
         command.upgrade(config, "head")
         connection.execute(sa.insert(schema_releases), {"revision": head, "release": __version__})
     backend.dispose()  # SQLite: no other connection may start with foreign keys off
     return current, head
+
+
+def _check_nobody_runs(connection: Connection, current: str | None, head: str) -> None:
+    """Raise ConfigurationError if a server has given a sign of itself just now; one on SQLite gives
+    none."""
+    if connection.dialect.name == "sqlite" or not sa.inspect(connection).has_table(servers.name):
+        return
+    since = leases.now_of(connection) - GONE_SECONDS
+    query = sa.select(servers.c.name).where(servers.c.seen_at >= since).order_by(servers.c.name)
+    if names := list(connection.execute(query).scalars()):
+        raise ConfigurationError(
+            f"the schema has to change from {current} to {head}, and servers of another release "
+            f"run on this database: {', '.join(names)}",
+            hint=f"stop them first; one that was killed is forgotten after {GONE_SECONDS:.0f} s",
+        )
 
 
 def check(backend: Backend) -> None:

@@ -15,6 +15,9 @@ from sqlalchemy.engine import Connection
 
 from fedpress_server.storage.tables import servers
 
+GONE_SECONDS = 15.0
+"""Seconds without a heartbeat after which a server is no longer counted: three are missing."""
+
 
 @dataclass(frozen=True, slots=True)
 class ServerRecord:
