@@ -98,7 +98,7 @@ constraints:
 	rm -rf build/constraints
 	$(PYTHON) -m venv build/constraints
 	grep -E '^(torch|click)==' constraints.txt > build/constraints/pins.txt
-	build/constraints/bin/python -m pip install --quiet -c build/constraints/pins.txt -e '.[all,docs,browser,dev]'
+	build/constraints/bin/python -m pip install --quiet -c build/constraints/pins.txt -e '.[all,callbacks,docs,browser,dev]'
 	build/constraints/bin/python -m pip check
 	{ grep '^#' constraints.txt; build/constraints/bin/python -m pip freeze --exclude-editable \
 	  | sed 's/+cpu$$//'; } > build/constraints/new.txt

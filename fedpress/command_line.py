@@ -125,6 +125,15 @@ figures = click.option(
     metavar="FILE|-",
     help="Write the figures here; - prints them alone.",
 )
+callbacks = partial(
+    click.option,
+    "--callback",
+    "callback_texts",
+    multiple=True,
+    metavar="CALLBACK",
+    help="Send the figures of each closed round to tensorboard:DIR, mlflow[:URI], wandb[:PROJECT] "
+    "or a callback of your own, module:function; repeatable, see docs/callbacks.md.",
+)
 verbose = click.option("--verbose", "-v", is_flag=True, help="Log every step.")
 
 
@@ -242,12 +251,13 @@ def console() -> Console:
     return screen if screen.is_terminal else Console(width=_FILE_COLUMNS)
 
 
-Extra = Literal["server", "demo", "flower,demo", "demo,torch"]
+Extra = Literal["server", "demo", "flower,demo", "demo,torch", "tensorboard", "mlflow", "wandb"]
 _WITHOUT: Mapping[Extra, str] = {
     "server": "devices, and the commands that talk to a server, work without it",
     "demo": "servers and devices work without it",
     "flower,demo": "devices and servers work without it",
     "demo,torch": "servers, and devices whose trainer needs no torch, work without it",
+    **dict.fromkeys(("tensorboard", "mlflow", "wandb"), "or leave out this --callback"),
 }
 """What an installation without an extra can do: not every Python and processor has its wheels."""
 

@@ -98,6 +98,11 @@ class Operator:
     ) -> None:
         self._http.close()
 
+    @property
+    def url(self) -> str:
+        """The server's address."""
+        return self._url
+
     def create_token(
         self, *, uses: int = 1, expires_in: float | None = None, note: str = ""
     ) -> str:

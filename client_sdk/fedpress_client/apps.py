@@ -24,7 +24,7 @@ def load_trainer(app: str, folder: str | Path = ".") -> Trainer:
     Raises ConfigurationError that says which part is wrong. An error inside the factory is its own
     and comes through.
     """
-    trainer: object = _named(app, folder, "factory", _HINT)()
+    trainer: object = load_callable(app, folder, "factory", _HINT)()
     if not isinstance(trainer, Trainer):
         raise ConfigurationError(
             f"{app!r} returned a {type(trainer).__name__}, which has no train and evaluate",
@@ -36,12 +36,13 @@ def load_trainer(app: str, folder: str | Path = ".") -> Trainer:
 def load_condition(name: str, folder: str | Path = ".") -> Condition:
     """The condition that `name` (module:function) names; it is not called. Raises
     ConfigurationError as `load_trainer` does."""
-    condition: Condition = _named(name, folder, "function", _CONDITION_HINT)
+    condition: Condition = load_callable(name, folder, "function", _CONDITION_HINT)
     return condition
 
 
-def _named(name: str, folder: str | Path, kind: str, hint: str) -> Callable[[], Any]:
-    """The callable that module:attribute names; modules in `folder` are found first."""
+def load_callable(name: str, folder: str | Path, kind: str, hint: str) -> Callable[[], Any]:
+    """The callable that module:attribute names; modules in `folder` are found first. Raises
+    ConfigurationError with `hint`, in which a `kind` is what was to be named."""
     module_name, colon, attribute = name.partition(":")
     if not colon or not module_name or not attribute:
         raise ConfigurationError(f"{name!r} names no {kind}", hint=hint)

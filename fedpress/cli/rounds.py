@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from fedpress.cli.following import follow
 from fedpress.cli.tables import echo, fields, lasting, moment, size, table, terminal_width
 from fedpress.cli.watching import watch
 from fedpress.command_line import Group, argument, as_json, operates
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
 
 @click.group("round", cls=Group)
 def rounds() -> None:
-    """Inspect a task's rounds: list, show, watch, abort."""
+    """Inspect a task's rounds: list, show, watch, follow, abort."""
 
 
 @rounds.command("list")
@@ -68,6 +69,7 @@ def show_round(server: Operator, task: str, number: int | None, as_json: bool) -
 
 
 rounds.add_command(watch)
+rounds.add_command(follow)
 
 
 @rounds.command("abort")

@@ -10,6 +10,7 @@ import click
 from fedpress.command_line import (
     PATH,
     Command,
+    callbacks,
     console,
     needs,
     stopped,
@@ -113,17 +114,21 @@ from fedpress.command_line import (
     help="Folder for histories, and for a run that was stopped.",
 )
 @click.option("--fresh", is_flag=True, help="Start over instead of resuming a stopped run.")
+@callbacks()
 def run_simulation(
     json_file: Path | None,
     plot: bool,
     sweep_file: Path | None,
     out: Path,
     fresh: bool,
+    callback_texts: tuple[str, ...],
     task: Path | None,
     model: Path | None,
     **settings: Any,
 ) -> None:
     """Simulate up to thousands of clients; run again to resume."""
+    from fedpress.callbacks import from_options
+
     try:
         from fedpress.simulate import run as simulation
     except ModuleNotFoundError as exc:
@@ -141,6 +146,7 @@ def run_simulation(
             plot=plot,
             sweep_file=sweep_file,
             fresh=fresh,
+            callbacks=from_options(callback_texts),
         )
     except KeyboardInterrupt:
         stopped()

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, TypeVar
 
 import click
 
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
     from fedpress.operator import Operator
     from fedpress_protocols.messages import RoundStatus
 
+T = TypeVar("T")
 _MOST_PAUSE = 30.0
 _LOOK_BACK = 50
 """Attempts that are asked for at a time: of more in one pause the oldest are not told."""
@@ -42,18 +44,9 @@ _LOOK_BACK = 50
 def watch(server: Operator, task: str, until: int | None, every: float, as_json: bool) -> None:
     """Follow a task until it ends, a line for each change; exit code 1 if it was cancelled."""
     seen: dict[tuple[int, int], RoundStatus] = {}
-    last, pause, is_first = (0, 0), every, True
-    while True:
-        try:
-            summary, attempts = server.task(task), server.rounds(task, limit=_LOOK_BACK)
-        except (TransportError, Unavailable) as exc:
-            if is_first:
-                raise
-            click.echo(f"fedpress: {exc.detail}; retrying in {pause:g} s", err=True)
-            time.sleep(pause)
-            pause = min(2 * pause, max(every, _MOST_PAUSE))
-            continue
-        pause = every
+    last, is_first = (0, 0), True
+    asked = polled(lambda: (server.task(task), server.rounds(task, limit=_LOOK_BACK)), every)
+    for summary, attempts in asked:
         fresh = [a for a in attempts if (a.round, a.attempt) >= last]
         for attempt in fresh[-1:] if is_first else fresh:
             name = attempt.round, attempt.attempt
@@ -70,6 +63,24 @@ def watch(server: Operator, task: str, until: int | None, every: float, as_json:
             if summary.state == "cancelled" or until is not None:
                 raise click.exceptions.Exit(FAILED)
             return
+
+
+def polled(ask: Callable[[], T], every: float) -> Iterator[T]:
+    """The answers of a server, which is asked again `every` seconds; while it cannot be reached it
+    is asked less often, and stderr says so. Raises what the first request raises."""
+    pause, is_first = every, True
+    while True:
+        try:
+            answer = ask()
+        except (TransportError, Unavailable) as exc:
+            if is_first:
+                raise
+            click.echo(f"fedpress: {exc.detail}; retrying in {pause:g} s", err=True)
+            time.sleep(pause)
+            pause = min(2 * pause, max(every, _MOST_PAUSE))
+            continue
+        pause, is_first = every, False
+        yield answer
         time.sleep(every)
 
 

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import tempfile
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +14,11 @@ from fedpress.demo import digits, show
 from fedpress.demo.fleet import Fleet
 from fedpress.demo.history import Curve, History
 from fedpress.operator import Operator
+from fedpress.simulate.rows import committed
 from fedpress_compression.compressor import Compressor, to_config
 from fedpress_compression.compressors.none import Uncompressed
 from fedpress_protocols.errors import ConfigurationError, ServerError
-from fedpress_protocols.messages import RoundStatus, TaskConfig
+from fedpress_protocols.messages import TaskConfig
 from fedpress_protocols.plan import CohortRules, Profile, TrainingTerms
 
 _POLL_SECONDS = 0.2
@@ -125,7 +124,7 @@ def _task(settings: Settings, curve: Curve, digest: str) -> TaskConfig:
 def _caught_up(operator: Operator, history: History, test: digits.Images, rounds: int) -> bool:
     """Take in the rounds committed since; True once both tasks have all of theirs."""
     for curve in (history.plain, history.compressed):
-        for attempts in _committed(operator.rounds(curve.name)):
+        for attempts in committed(operator.rounds(curve.name)):
             last = attempts[-1]
             if last.round == len(curve.points) + 1 and last.model is not None:
                 curve.add(attempts, digits.accuracy(operator.model(last.model), test))
@@ -133,10 +132,3 @@ def _caught_up(operator: Operator, history: History, test: digits.Images, rounds
         if not done and operator.task(curve.name).state == "cancelled":
             raise ServerError(f"task {curve.name!r} was cancelled after {len(curve.points)} rounds")
     return all(len(curve.points) == rounds for curve in (history.plain, history.compressed))
-
-
-def _committed(statuses: list[RoundStatus]) -> Iterator[list[RoundStatus]]:
-    for _, attempts in groupby(statuses, key=lambda status: status.round):
-        of_round = list(attempts)
-        if of_round[-1].state == "committed":
-            yield of_round

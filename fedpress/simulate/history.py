@@ -12,67 +12,10 @@ from typing import Any
 
 from fedpress import plotting
 from fedpress.simulate.grid import Exchange
+from fedpress.simulate.rows import Row
 from fedpress_flower.envelope import JOIN, STEPS
 from fedpress_flower.server import NO_ANSWER
 from fedpress_protocols.local_files import replace_file
-from fedpress_protocols.policies import Course
-
-
-@dataclass
-class Row:
-    """A round. `up_bytes` and `down_bytes` are of Flower's records, both ways; `upload_bytes` of
-    the compressed bodies alone, None where nothing of fedpress was in the run, as `nmse` and
-    `model`; `session_up_bytes` and `session_down_bytes` of the messages of a masked round's
-    session, bodies not among them, and `abandoned` why it gave no sum. A client that was lost at
-    any of its steps counts as lost. `profile` names the compressor, `policies` says why auto
-    changed it, and `progress` what a probe measured. `link_seconds`: how long the slowest client's
-    transfers take on the link asked for.
-
-    In a run of a task's file all attempts at the round count together: `up_bytes` are uploads with
-    their headers, `down_bytes` the models that went down, coded or plain, and `download_bytes`
-    says the same, None elsewhere; `link_seconds` is the mean client's, and `seconds` are of the
-    simulated clock."""
-
-    round: int
-    asked: int = 0
-    answered: int = 0
-    included: int | None = None
-    lost: int = 0
-    failed: dict[int, str] = field(default_factory=dict)
-    up_bytes: int = 0
-    down_bytes: int = 0
-    upload_bytes: int | None = None
-    download_bytes: int | None = None
-    session_up_bytes: int | None = None
-    session_down_bytes: int | None = None
-    abandoned: str | None = None
-    nmse: float | None = None
-    seconds: float = 0.0
-    link_seconds: float | None = None
-    model: str | None = None
-    profile: str | None = None
-    policies: str | None = None
-    progress: float | None = None
-    epsilon: float | None = None
-    """What a private task has spent so far, by the device that took part most often."""
-    privacy: str | None = None
-    """The same in words, and against whom it holds."""
-    train: dict[str, float] = field(default_factory=dict)
-    evaluation: dict[str, float] = field(default_factory=dict)
-    """As clients measured it."""
-    test: dict[str, float] = field(default_factory=dict)
-    """On examples that no client has."""
-
-    def decided(self, course: Course | None) -> None:
-        """Take in what policies made of the round."""
-        if course is not None:
-            self.policies = "; ".join((*course.warnings, *filter(None, [course.why]))) or None
-            compared = course.comparison
-            self.progress = None if compared is None else compared.progress
-
-    @property
-    def accuracy(self) -> float | None:
-        return self.test.get("accuracy", self.evaluation.get("accuracy"))
 
 
 @dataclass

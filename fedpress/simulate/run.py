@@ -10,6 +10,7 @@ import random
 import re
 import shutil
 import time
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,13 +21,15 @@ from flwr.serverapp import Grid, ServerApp
 from rich.console import Console
 from threadpoolctl import threadpool_limits
 
+from fedpress.callbacks import Callback, Delivery, Result
 from fedpress.simulate import flower_runtime as runtime
 from fedpress.simulate.apps import ROUNDS, FlowerApp, TrainerApp, parse_app
 from fedpress.simulate.engines import Engine, LocalEngine, ProcessEngine, Run
 from fedpress.simulate.grid import Chance, Exchange, SimulatedGrid
-from fedpress.simulate.history import History, Row, draw
+from fedpress.simulate.history import History, draw
 from fedpress.simulate.partition import Partition
 from fedpress.simulate.replies import Record
+from fedpress.simulate.rows import Row
 from fedpress.simulate.screen import Screen, print_summary
 from fedpress.simulate.settings import Settings as Settings
 from fedpress.simulate.tasks import Task
@@ -35,7 +38,7 @@ from fedpress_flower import envelope
 from fedpress_flower.client import SEED, STATE_DIR
 from fedpress_flower.server import FedpressStrategy, MaskedStrategy, Plan
 from fedpress_protocols.errors import ConfigurationError
-from fedpress_protocols.messages import DownlinkTerms
+from fedpress_protocols.messages import DownlinkTerms, RoundStatus
 from fedpress_protocols.plan import LEAST_MASKED
 from fedpress_protocols.policies import Auto
 from fedpress_protocols.signatures import DeviceKey
@@ -44,6 +47,7 @@ from fedpress_strategies import Strategy, from_config
 TASK = "simulation"
 _RUN_NAME = re.compile(r"\w(?:[\w .,%+=-]{0,62}[\w%])?")
 _SETTINGS, _REPLIES, _SERVER = "settings.json", "replies", "server"
+_CALLBACKS = "callbacks.json"
 
 
 def simulate(
@@ -53,13 +57,16 @@ def simulate(
     name: str = "simulation",
     fresh: bool = False,
     screen: Screen | None = None,
+    callbacks: Mapping[str, Callback] | None = None,
 ) -> History:
     """Run, or go on with what was stopped: histories in `out`, what clients keep in `out`/run until
-    the run is complete. Raises ConfigurationError; KeyboardInterrupt leaves all as it was to be."""
+    the run is complete. `callbacks`, by a name for warnings, receive each round once, over stops.
+    Raises ConfigurationError; KeyboardInterrupt leaves all as it was to be."""
     folder = (out / "run").absolute()
     _check(settings, folder, fresh)
+    delivery = Delivery(callbacks or {}, folder / _CALLBACKS, f"the run {name!r}")
     if settings.task is not None:
-        return _of_task(settings, out, folder, name, screen)
+        return _of_task(settings, out, folder, name, screen, delivery)
     history = History(name, dataclasses.asdict(settings), link=settings.link)
     apps, server_app = _apps(settings, folder, history)
     folder.mkdir(parents=True, exist_ok=True)
@@ -72,9 +79,12 @@ def simulate(
     rounds = int(config.get(ROUNDS, settings.num_rounds))
     run = Run(apps, settings.clients, settings.run_id, config, folder)
     started = time.monotonic()
+    delivery.begin(name, history.settings)
+    undelivered = _Undelivered(history, delivery)
 
     def changed(exchange: Exchange) -> None:
         history.change(exchange)
+        undelivered.deliver(but=1)
         if screen is not None:
             screen.update(history, rounds, exchange)
 
@@ -95,15 +105,40 @@ def simulate(
         with threadpool_limits(1), Record(folder / _REPLIES) as record:
             _engine(settings, run).run(partial(served, record))
         history.complete = True
+        undelivered.deliver()
     finally:
         history.seconds = time.monotonic() - started
         history.write(out)
+        delivery.end(_result(history))
     shutil.rmtree(folder)
     return history
 
 
+class _Undelivered:
+    """The rounds of a history that callbacks have not received."""
+
+    def __init__(self, history: History, delivery: Delivery) -> None:
+        self._history, self._delivery, self._count = history, delivery, 0
+
+    def deliver(self, *, but: int = 0) -> None:
+        """Deliver them, except the last `but`, whose figures are not complete."""
+        while self._count < len(self._history.rows) - but:
+            self._delivery.closed(self._history.rows[self._count])
+            self._count += 1
+
+
+def _result(history: History) -> Result:
+    last = history.rows[-1].model if history.rows else None
+    return Result(len(history.rows), history.complete, history.reason, last)
+
+
 def _of_task(
-    settings: Settings, out: Path, folder: Path, name: str, screen: Screen | None
+    settings: Settings,
+    out: Path,
+    folder: Path,
+    name: str,
+    screen: Screen | None,
+    delivery: Delivery,
 ) -> History:
     """The run of a task's file, by the server and devices themselves."""
     from fedpress.simulate.server_task import ServerTask
@@ -115,9 +150,11 @@ def _of_task(
         json.dumps(dataclasses.asdict(settings), indent=2), encoding="utf-8"
     )
     started = time.monotonic()
+    delivery.begin(name, history.settings)
 
-    def closed(row: Row) -> None:
+    def closed(row: Row, attempts: list[RoundStatus]) -> None:
         history.rows.append(row)
+        delivery.closed(row, attempts)
         if screen is not None:
             screen.round_closed(history, run.config.rounds)
 
@@ -128,6 +165,7 @@ def _of_task(
     finally:
         history.seconds = time.monotonic() - started
         history.write(out)
+        delivery.end(_result(history))
     shutil.rmtree(folder)
     return history
 
@@ -139,6 +177,7 @@ def sweep(
     *,
     fresh: bool = False,
     screen: Screen | None = None,
+    callbacks: Mapping[str, Callback] | None = None,
 ) -> list[History]:
     """A run for each of `variations`, settings that differ and a `name`; each in a folder of its
     own. Those that are complete are not run again."""
@@ -160,7 +199,10 @@ def sweep(
     histories = []
     for name, own in asked.items():
         done = None if fresh else _finished(out / name, name, own)
-        histories.append(done or simulate(own, out / name, name=name, fresh=fresh, screen=screen))
+        histories.append(
+            done
+            or simulate(own, out / name, name=name, fresh=fresh, screen=screen, callbacks=callbacks)
+        )
     return histories
 
 
@@ -362,14 +404,17 @@ def run(
     plot: bool = False,
     sweep_file: Path | None = None,
     fresh: bool = False,
+    callbacks: Mapping[str, Callback] | None = None,
 ) -> list[History]:
     """The command: simulate, show, write."""
     with Screen(console) as screen:
         if sweep_file is None:
-            histories = [simulate(settings, out, fresh=fresh, screen=screen)]
+            histories = [simulate(settings, out, fresh=fresh, screen=screen, callbacks=callbacks)]
         else:
             variations = _variations(sweep_file)
-            histories = sweep(settings, variations, out, fresh=fresh, screen=screen)
+            histories = sweep(
+                settings, variations, out, fresh=fresh, screen=screen, callbacks=callbacks
+            )
         screen.finish(histories[-1])
     if json_file is not None:
         document = [json.loads(history.to_json()) for history in histories]

@@ -16,19 +16,17 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from itertools import groupby
 from pathlib import Path
 
 import httpx
 import numpy as np
 from anyio.from_thread import BlockingPortal, start_blocking_portal
 
-from fedpress.cli.rounds import privacy_spent
 from fedpress.command_line import needs, read
 from fedpress.operator import Operator
 from fedpress.simulate.apps import FlowerApp, TrainerApp, parse_app
-from fedpress.simulate.history import Row
 from fedpress.simulate.partition import Partition
+from fedpress.simulate.rows import Row, committed, row_of
 from fedpress.simulate.settings import Settings
 from fedpress.simulate.tasks import Task
 from fedpress.task_file import checked, task_config
@@ -181,7 +179,7 @@ class ServerTask:
             )
         return cls(settings, folder, app, model, config)
 
-    def run(self, closed: Callable[[Row], None]) -> str:
+    def run(self, closed: Callable[[Row, list[RoundStatus]], None]) -> str:
         """Run the task to its end, or go on with it; why it ended before its last round, if it did.
 
         `closed` is told every round that has come to its end, those of a run before a stop first.
@@ -219,7 +217,7 @@ class ServerTask:
         operator: Operator,
         clock: Clock,
         tick: Callable[[], None],
-        closed: Callable[[Row], None],
+        closed: Callable[[Row, list[RoundStatus]], None],
     ) -> None:
         """Let devices take turns until the task has ended and each has settled its account."""
         going, step = list(devices), _SHORTEST_STEP
@@ -270,42 +268,19 @@ class ServerTask:
                 return newest[0] if newest else None
             time.sleep(_FOLD_SECONDS)
 
-    def _report(self, operator: Operator, closed: Callable[[Row], None]) -> None:
+    def _report(self, operator: Operator, closed: Callable[[Row, list[RoundStatus]], None]) -> None:
         """Tell of the rounds that were committed since, and of what their attempts came to."""
         task = operator.task(self.config.task)
         if task.round == self._reported:
             return
-        statuses = sorted(operator.rounds(self.config.task), key=lambda s: (s.round, s.attempt))
-        for number, attempts in groupby(statuses, key=lambda status: status.round):
-            of_round = list(attempts)
-            if number > self._reported and of_round[-1].state == "committed":
-                closed(self._row(operator, of_round))
-                self._reported = number
+        for attempts in committed(operator.rounds(self.config.task)):
+            if attempts[-1].round > self._reported:
+                closed(self._row(operator, attempts), attempts)
+                self._reported = attempts[-1].round
 
     def _row(self, operator: Operator, attempts: list[RoundStatus]) -> Row:
         last = attempts[-1]
-        downloads = sum(status.download_bytes for status in attempts)
-        row = Row(
-            round=last.round,
-            asked=sum(status.assigned for status in attempts),
-            answered=sum(status.received for status in attempts),
-            included=last.included,
-            up_bytes=sum(status.wire_upload_bytes for status in attempts),
-            upload_bytes=sum(status.upload_bytes for status in attempts),
-            down_bytes=downloads,
-            download_bytes=downloads,
-            abandoned="; ".join(s.reason for s in attempts if s.state == "abandoned") or None,
-            seconds=(last.closed_at or last.opened_at) - attempts[0].opened_at,
-            model=last.model,
-            evaluation=dict(last.metrics),
-        )
-        row.lost = row.asked - row.answered
-        row.decided(last.course)
-        if last.privacy is not None:
-            row.epsilon, row.privacy = last.privacy.epsilon, privacy_spent(last.privacy)
-        if last.course is not None:
-            names = [each.name for each in self.config.profiles]
-            row.profile = names[last.course.gentlest]
+        row = row_of(attempts, [each.name for each in self.config.profiles])
         if self.settings.link is not None and row.asked:
             each = (row.up_bytes + row.down_bytes) / row.asked
             row.link_seconds = 8 * each / (1e6 * self.settings.link)
