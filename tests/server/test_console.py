@@ -323,6 +323,15 @@ def test_the_open_round_is_shown_and_charts_run_forward(
     assert "Loss from 2 at 1 to 0.5 at 3;" in text
     assert re.search(r"Loss from 2 at [0-9.]+ k?B to 0.5 at", text)
     assert text.index(">4.1<") < text.index(">1.1<")
+    whole = len(model.to_bytes())
+    rounds = operator.get("/v1/tasks/digits/rounds")
+    by_number = {each["round"]: each for each in rounds}
+    for name, ways in (("uploads", ("upload",)), ("up and down", ("upload", "download"))):
+        first, last = (
+            f"{len(ways) * whole / sum(by_number[n][f'{way}_bytes'] for way in ways):.4g}"
+            for n in (1, 3)
+        )
+        assert f"{name} from {first} at 1 to {last} at 3;" in text
 
 
 FIELDS = {

@@ -174,7 +174,7 @@ async def show_task(request: Request, task: Name, services: Parts) -> Response:
         config=json.dumps(config.model_dump(mode="json"), indent=2),
         live=attempts[-1] if attempts and attempts[-1].closed_at is None else None,
         rounds=attempts[:-51:-1],
-        charts=_charts(attempts),
+        charts=_charts(attempts, model.num_bytes),
         sent=sent,
         plain=plain,
         held_since=held_since,
@@ -192,9 +192,10 @@ def _actions(task: TaskSummary, is_held: bool) -> tuple[Action, ...]:
     return by_state[task.state]
 
 
-def _charts(attempts: Sequence[RoundStatus]) -> list[charts.Chart]:
-    """What devices measured, over rounds and over bytes, and what compression did to their updates;
-    `attempts` oldest first."""
+def _charts(attempts: Sequence[RoundStatus], model_bytes: int) -> list[charts.Chart]:
+    """What devices measured, over rounds and over bytes, how many times fewer bytes were sent than
+    whole models of `model_bytes`, and what compression did to the devices' updates; `attempts`
+    oldest first."""
     drawn, num_bytes = list[charts.Chart | None](), 0
     by_metric: dict[str, list[tuple[int, int, float]]] = {"loss": [], "accuracy": []}
     for each in attempts:
@@ -205,10 +206,27 @@ def _charts(attempts: Sequence[RoundStatus]) -> list[charts.Chart]:
         title = name.replace("_", " ").capitalize()
         drawn.append(charts.line(title, "rounds", [(at, y) for at, _, y in points]))
         drawn.append(charts.line(title, "bytes sent", [(at, y) for _, at, y in points], size))
+    drawn.append(
+        charts.overlay("Times smaller than float32", "rounds", _ratios(attempts, model_bytes))
+    )
     told = [(each.round, each.figures) for each in attempts if each.figures is not None]
     for name, title in _FIGURES:
         drawn.append(charts.line(title, "rounds", [(at, getattr(f, name)) for at, f in told]))
     return [each for each in drawn if each is not None]
+
+
+def _ratios(attempts: Sequence[RoundStatus], model_bytes: int) -> dict[str, charts.Points]:
+    """Of each committed round: a whole model for each upload received, divided by the bytes of the
+    uploads; and two of them, divided by the bytes up and down."""
+    over = [each for each in attempts if each.state == "committed" and each.upload_bytes]
+    whole = [(each, model_bytes * each.received) for each in over]
+    return {
+        "uploads": [(each.round, plain / each.upload_bytes) for each, plain in whole],
+        "up and down": [
+            (each.round, 2 * plain / (each.upload_bytes + each.download_bytes))
+            for each, plain in whole
+        ],
+    }
 
 
 @console_routes.get("/tasks/{task}/rounds/{number}")
