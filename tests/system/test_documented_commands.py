@@ -107,6 +107,7 @@ NOT_RUN: list[tuple[str, str]] = [
     (r"COMPOSE_PROJECT_NAME|secrets/admin-token", "belongs to docker compose"),
     (r"^(sudo (?!-u fedpress fedpress)|systemctl|install|chown|ln|mv|git|python3 -m venv)\b"
      r"|\bsystemctl ", "changes the machine"),
+    (r"\bround follow\b", "follows a task to its end: tests/face/test_callbacks.py"),
     (r"^pip wheel ", "builds this checkout: tests/install does"),
     (r"/etc/fedpress/admin-token\b", "the machine's files"),
     (r"^openssl|^printf", "another program's; tests/system/test_mutual_tls.py has certificates"),
