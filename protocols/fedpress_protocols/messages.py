@@ -12,6 +12,7 @@ from pydantic import (
     ConfigDict,
     Field,
     SerializerFunctionWrapHandler,
+    field_validator,
     model_serializer,
     model_validator,
 )
@@ -517,9 +518,16 @@ class UploadFigures(BaseModel):
 
     @property
     def query(self) -> str:
-        """The parameters, three digits each."""
+        """The parameters, three digits each, without the plus of an exponent: it stands for a blank
+        in a query."""
         values = self.model_dump(exclude_none=True).items()
-        return "&".join(f"{name}={value:.3g}" for name, value in values)
+        return "&".join(f"{name}={value:.3g}".replace("+", "") for name, value in values)
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _with_plus(cls, value: object) -> object:
+        """Read the exponents of earlier devices, whose plus has become a blank."""
+        return value.replace("e ", "e+") if isinstance(value, str) else value
 
     @property
     def is_complete(self) -> bool:

@@ -8,6 +8,7 @@ import runpy
 import sys
 from pathlib import Path
 from typing import Any
+from urllib.parse import parse_qsl
 
 import numpy as np
 import pytest
@@ -16,6 +17,7 @@ from hypothesis import strategies as st
 
 from fedpress_compression.coding import Alphabet, Reals
 from fedpress_protocols.errors import DecodingError, FedpressError, InvalidUpdate
+from fedpress_protocols.messages import UploadFigures
 from fedpress_protocols.upload import Upload, check_report
 from tests.compression.coding_vectors import FOLDER, layout_of
 from tests.protocols import spec_reader
@@ -99,3 +101,17 @@ def test_any_bytes_are_read_or_refused_as_the_text_says(body: bytes, names: list
 def test_a_number_out_of_bounds_is_named(name: str, value: float) -> None:
     with pytest.raises(InvalidUpdate, match=f"{name} of .* outside"):
         check_report((value,), (name,))
+
+
+@given(st.floats(min_value=0, max_value=1e30))
+def test_figures_of_any_size_survive_the_address(norm: float) -> None:
+    sent = UploadFigures(norm=norm, train=1800.0)
+    assert "+" not in sent.query  # which stands for a blank there
+    arrived = UploadFigures.model_validate_strings(dict(parse_qsl(sent.query)))
+    assert arrived.norm == pytest.approx(norm, rel=0.01)
+    assert arrived.train == 1800.0
+
+
+def test_figures_of_earlier_devices_are_read_although_their_address_has_a_plus() -> None:
+    arrived = UploadFigures.model_validate_strings(dict(parse_qsl("norm=1.95e+07&train=1.8e+03")))
+    assert (arrived.norm, arrived.train) == (1.95e7, 1800.0)
