@@ -49,8 +49,8 @@ def list_servers(server: Operator, as_json: bool) -> None:
     stale = [each.server for each in listed if each.is_stale]
     if stale:
         click.echo(
-            f"no heartbeat: {', '.join(stale)}. Killed, paused or cut off from the database; "
-            "leaves this list an hour after the last heartbeat",
+            f"no heartbeat from {', '.join(stale)}: killed, paused or cut off from the database; "
+            "listed for an hour after the last one",
             err=True,
         )
 
