@@ -52,7 +52,7 @@ from fedpress_server.identity.signing import SigningKeys
 from fedpress_server.storage.files import model_name
 from fedpress_strategies import from_config
 from fedpress_strategies.policies.decisions import next_course, with_comparison
-from fedpress_strategies.policies.facts import Facts
+from fedpress_strategies.policies.facts import Facts, estimated_population
 
 STORE = Path(__file__).parent / "results" / "accuracy_vs_bytes"
 EVERY, LAST, MARGIN = 3, 5, 0.005
@@ -146,11 +146,15 @@ def _played(
         model = Model.from_bytes(payloads.get(model_name(digest)))
     before, course = model, None
     chosen, up, down = np.random.default_rng([seed, 2]), 0, 0
+    drawn: list[list[int]] = []
     losses: list[float | None] = []
     for number in range(1, total + 1):
         losses.append(_loss(task, model, seed, number))
         if config.policies:
-            facts = Facts(number, total, tuple(losses), {}, (), config.cohort.size)
+            recent = [client for each in drawn[-16:] for client in each]
+            population = estimated_population(len(recent), len(set(recent)))
+            size = config.cohort.size
+            facts = Facts(number, total, tuple(losses), {}, (), size, population)
             course = next_course(config.policies, len(config.profiles), course, facts)
             if course.why:
                 done.reasons[number] = course.why
@@ -160,6 +164,7 @@ def _played(
         )
         plan, staged = attempt.terms.plan, []
         cohort = chosen.choice(len(task.clients), config.cohort.size, replace=False).tolist()
+        drawn.append(cohort)
         names = _profiles(config, course, plan, len(cohort))
         rate = plan.training.learning_rate or 0.0
         previous = model.parameters - before.parameters

@@ -23,6 +23,8 @@ UPLINK = "uplink_mbps"
 """The attribute under which a device says what its uplink is, in Mbit/s; see `CheckInRequest`."""
 LEAST_COMPARED = 2
 """Updates of either kind whose products tell their mean's norm without the noise."""
+_SHARED = 10
+"""The size of a cohort beyond which a smaller share of it tells enough."""
 Rung = Annotated[int, Field(ge=0, lt=256)]
 """The index of a profile in the ladder."""
 
@@ -203,7 +205,8 @@ class Auto(Term):
     updates goes less than `floor` of the way of the reference's, or where the loss that devices
     measure rises by more than `rise` of it, and one harder again after a `window` of rounds where
     the mean goes well more. The way is measured at the end of a window until the rate has settled,
-    then every `every` rounds: `share` of the cohort, two clients at least, sends the `reference`.
+    then every `every` rounds: `share` of the cohort (less of one above ten), two clients at least,
+    sends the `reference`. Where clients upload more than nine times in the task, `floor` is lower.
     What was given up is not tried again for four windows, nor before a probe speaks for it. A
     cohort too small for a probe begins three profiles gentler and goes harder in steps.
     """
@@ -224,10 +227,11 @@ class Auto(Term):
 
     def references_among(self, clients: int) -> int:
         """Return how many of the first `clients` that are assigned in a probe send the
-        reference."""
+        reference: `share` of up to ten, of more in proportion to the root of their number."""
         if not self.share:
             return 0
-        return max(min(LEAST_COMPARED, clients // 2), math.floor(round(clients * self.share, 6)))
+        due = self.share * min(clients, math.sqrt(_SHARED * clients))
+        return max(min(LEAST_COMPARED, clients // 2), math.floor(round(due, 6)))
 
 
 Policy = Annotated[

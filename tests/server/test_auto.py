@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from fedpress.task_file import checked, summary
 from fedpress_protocols.defaults import BITS
 from fedpress_protocols.messages import TaskConfig
+from fedpress_protocols.model import Model
 from fedpress_protocols.policies import Auto, Comparison, Course, automatic
+from fedpress_server.storage import records
 from fedpress_strategies import from_config
 from fedpress_strategies.policies.decisions import (
     every_choice,
@@ -20,7 +27,9 @@ from fedpress_strategies.policies.decisions import (
     profiles_of,
     with_comparison,
 )
-from fedpress_strategies.policies.facts import Facts
+from fedpress_strategies.policies.facts import Facts, estimated_population
+from tests.devices import Operator
+from tests.server.in_process import Enrolled, Server, ones
 
 ROUNDS, LADDER = 100, 5
 
@@ -47,13 +56,14 @@ def courses(
     uploaded: int = 0,
     size: int = 10,
     rounds: int = ROUNDS,
+    population: float | None = None,
 ) -> list[Course]:
     """The course of every round; the last of `progress` goes on, and so does `uploaded` bytes at
     the rung 0, two thirds of it at each harder one."""
     made: list[Course] = []
     spent: list[int] = []
     for number in range(1, rounds + 1):
-        facts = Facts(number, rounds, losses[:number], {}, tuple(spent), size)
+        facts = Facts(number, rounds, losses[:number], {}, tuple(spent), size, population)
         course = next_course((auto,), LADDER, made[-1] if made else None, facts)
         if course.probe:
             value = progress[min(sum(each.probe for each in made), len(progress) - 1)]
@@ -95,6 +105,51 @@ def test_the_less_progress_the_more_profiles_auto_goes_back_at_once() -> None:
     for progress, rung in ((0.54, 3), (0.42, 2), (0.36, 1), (0.1, 0)):
         made = courses(Auto(), progress=[progress, progress, 0.6])
         assert rungs(made)[7:9] == [4, rung], progress
+
+
+def test_the_more_often_clients_upload_the_less_progress_is_enough() -> None:
+    """A residual goes with the next upload, so that it waits for a smaller part of the task."""
+    for population, rung in ((None, 2), (math.inf, 2), (112, 2), (90, 3), (80, 4), (10, 4)):
+        made = courses(Auto(), progress=[0.42, 0.42, None], population=population)
+        assert rungs(made)[8] == rung, population
+    made = courses(Auto(), progress=[0.29, 0.29, None], population=10)
+    assert made[8].why.endswith("go 0.29 of the reference's way, less than 0.3")
+
+
+@given(st.integers(1, 500), st.integers(0, 10**6), st.integers(1, 400))
+def test_the_population_is_told_from_who_was_drawn(size: int, seed: int, uploads: int) -> None:
+    drawn = np.random.default_rng(seed).integers(0, size, uploads)
+    different = np.unique(drawn).size
+    estimate = estimated_population(uploads, different)
+    assert estimate is not None
+    if different == uploads:
+        assert estimate == math.inf
+        return
+    assert estimate >= different
+    expected = estimate * (1 - (1 - 1 / estimate) ** uploads)
+    assert expected == pytest.approx(different, rel=1e-6)
+
+
+def test_a_population_that_was_drawn_often_is_known_closely() -> None:
+    drawn = np.random.default_rng(0).integers(0, 60, 300)
+    assert estimated_population(300, np.unique(drawn).size) == pytest.approx(60, rel=0.05)
+    assert estimated_population(0, 0) is None
+
+
+def test_the_server_counts_who_was_drawn(
+    http: Server, operator: Operator, enrolled: Enrolled, model: Model
+) -> None:
+    operator.begin(model, cohort={"size": 1, "minimum": 1}, rounds=9)
+    first, second = enrolled(), enrolled()
+    for device in (first, second, first):
+        answer = device.check_in("digits", wait=30)
+        assert answer is not None
+        assert answer.assignment is not None
+        body = device.body_for(answer.assignment, ones(model))
+        device.upload(answer.assignment.assignment, body)
+    read = http.app.services.database.read
+    for since, expected in ((0, (3, 2)), (3, (1, 1)), (9, (0, 0))):
+        assert http.call(read, partial(records.drawn, task="digits", since=since)) == expected
 
 
 def test_auto_stays_at_what_it_went_back_to_where_nothing_is_measured_any_more() -> None:
@@ -168,7 +223,7 @@ def test_probes_are_seldom_and_never_of_a_cohort_that_is_too_small() -> None:
     made = courses(Auto(), progress=[0.8])
     assert [each.round for each in made if each.probe] == [4, 34, 64, 94]
     auto = Auto()
-    assert [auto.references_among(size) for size in (1, 2, 4, 10, 100)] == [0, 1, 2, 5, 50]
+    assert [auto.references_among(size) for size in (1, 2, 4, 10, 100)] == [0, 1, 2, 5, 15]
 
 
 def test_the_course_says_where_auto_is_and_is_read_back() -> None:

@@ -43,8 +43,11 @@ class Rates:
         self._evaluated: dict[int, float] = {}
         self._trained: dict[int, float] = {}
 
-    def opened(self, number: int, size: int) -> tuple[Profile, Profile | None]:
-        """Decide on round `number` of `size` clients: the profile, and in a probe the reference."""
+    def opened(
+        self, number: int, size: int, population: int | None = None
+    ) -> tuple[Profile, Profile | None]:
+        """Decide on round `number` of `size` clients out of `population`: the profile, and in a
+        probe the reference."""
         losses = self._evaluated or self._trained
         facts = Facts(
             number,
@@ -52,6 +55,7 @@ class Rates:
             tuple(losses.get(model) for model in range(number)),
             uploaded=tuple(self._uploaded) if self.auto.upload_bytes is not None else (),
             size=size,
+            population=population,
         )
         policies = (self.auto,)
         self._open = next_course(policies, len(self.levels), self._course, facts)

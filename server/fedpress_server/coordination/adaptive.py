@@ -33,13 +33,15 @@ from fedpress_server.storage.scoreboard import Scoreboard
 from fedpress_server.storage.tables import assignments, rounds, uploads
 from fedpress_strategies.policies.bandwidth_aware import Link, Transfer, choose, fits
 from fedpress_strategies.policies.decisions import next_course, with_comparison
-from fedpress_strategies.policies.facts import Facts
+from fedpress_strategies.policies.facts import Facts, estimated_population
 from fedpress_strategies.policies.sizes import expected_bytes
 
 _NEWEST = 256
 """Uploads of a task that tell how large its bodies are, of as many rounds at most."""
 _OF_CLIENT = 32
 """Assignments of a client that tell of its link."""
+_DRAWN = 16
+"""Rounds that tell from how many clients cohorts are drawn."""
 _MBIT = 1e6 / 8
 
 
@@ -100,7 +102,10 @@ def _facts(connection: Connection, config: TaskConfig, board: Scoreboard, number
     if auto is not None and auto.upload_bytes is not None:
         uploaded = records.uploaded(connection, config.task, config.schedule_after)
         del uploaded[number - config.schedule_after - 1 :]
-    return Facts(number, config.rounds, losses, classes, uploaded, config.cohort.size)
+    population = None
+    if auto is not None:
+        population = estimated_population(*records.drawn(connection, config.task, number - _DRAWN))
+    return Facts(number, config.rounds, losses, classes, uploaded, config.cohort.size, population)
 
 
 # Clients

@@ -425,6 +425,15 @@ def uploaded(connection: Connection, task: str, after: int) -> list[int]:
     return [int(total) for total in connection.scalars(query)]
 
 
+def drawn(connection: Connection, task: str, since: int) -> tuple[int, int]:
+    """Return how many assignments there were from round `since` on, and of how many clients."""
+    query = sa.select(sa.func.count(), sa.func.count(assignments.c.client_id.distinct())).where(
+        assignments.c.task == task, assignments.c.round >= since
+    )
+    num_assignments, num_clients = connection.execute(query).one()
+    return int(num_assignments), int(num_clients)
+
+
 def _status(row: Row[Any], metrics: dict[str, float]) -> RoundStatus:
     """`row` has the columns `_SHOWN`, then those of `_SUMS`."""
     values = tuple(row)

@@ -33,6 +33,10 @@ _REGAINED = 0.1
 double by chance."""
 _GENTLER = 1.5
 """By how many times the next gentler profile's bodies may be larger."""
+_SELDOM = 9
+"""Uploads of a client in the whole task up to which the floor holds as it is."""
+_LOWEST = 0.55
+"""The share of the floor that holds for clients that upload often."""
 
 
 def first_pace(auto: Auto, facts: Facts, hardest: Rung) -> tuple[Pace, str]:
@@ -66,7 +70,8 @@ def next_pace(
     changes = {"rung": moved}
     if number > before.probe_at or moved != rung:
         is_new = moved != rung or (rung < hardest and number - pace.since < _NEW * auto.window)
-        is_new |= pace.probes > before.probes and pace.probes < _SURE and _is_slow(auto, pace)
+        is_first = pace.probes > before.probes and pace.probes < _SURE
+        is_new |= is_first and _is_slow(auto, pace, facts)
         changes["probe_at"] = number - 1 + (auto.window if is_new else auto.every)
     if moved != rung:
         changes |= {"since": number}
@@ -90,7 +95,7 @@ def _moved(
     if fault:
         if rung == 0:
             return rung, "" if comparison is None else f"{fault}, at the gentlest profile"
-        back = min(rung, _rungs_back(auto, pace))
+        back = min(rung, _rungs_back(auto, pace, facts))
         while back and not _may_spend(auto, facts, back):
             back -= 1
         if not back:
@@ -100,7 +105,7 @@ def _moved(
         progress = _progress(pace)
         if progress is None and not _can_probe(auto, facts):
             return rung + 1, "harder: nothing measured speaks against it"
-        if progress is not None and _STEP * progress >= auto.floor:
+        if progress is not None and _STEP * progress >= floor_of(auto, facts):
             return rung + 1, f"harder: compressed updates go {progress:.2f} of the reference's way"
     return rung, ""
 
@@ -114,28 +119,40 @@ def _can_probe(auto: Auto, facts: Facts) -> bool:
     return auto.references_among(facts.size) >= LEAST_COMPARED
 
 
-def _is_slow(auto: Auto, pace: Pace) -> bool:
+def floor_of(auto: Auto, facts: Facts) -> float:
+    """The floor of the task's progress, lower where clients upload often.
+
+    A residual is sent with the client's next uploads. At a progress of p an update is under way for
+    about 1 / p of the client's uploads, so of `uploads` in the whole task 1 / (p * uploads) is the
+    share of the task by which the model lags: the same at a progress that is lower by as much as
+    the uploads are more.
+    """
+    if facts.population is None:
+        return auto.floor
+    uploads = facts.rounds * min(1.0, facts.size / facts.population)
+    return auto.floor * max(_LOWEST, min(1.0, _SELDOM / uploads if uploads else 1.0))
+
+
+def _is_slow(auto: Auto, pace: Pace, facts: Facts) -> bool:
     """Whether the pooled progress is below the floor."""
     progress = _progress(pace)
-    return progress is not None and progress < auto.floor
+    return progress is not None and progress < floor_of(auto, facts)
 
 
-def _rungs_back(auto: Auto, pace: Pace) -> int:
+def _rungs_back(auto: Auto, pace: Pace, facts: Facts) -> int:
     """The rungs to go back for a fault: as many as bring the progress to the floor, if each brings
     it `_STEP` nearer to 1 or less."""
-    progress = _progress(pace)
-    if progress is None or not 0 < progress < auto.floor:
+    progress, floor = _progress(pace), floor_of(auto, facts)
+    if progress is None or not 0 < progress < floor:
         return 1
-    return math.ceil(math.log(progress / auto.floor) / math.log(_STEP))
+    return math.ceil(math.log(progress / floor) / math.log(_STEP))
 
 
 def _fault(auto: Auto, pace: Pace, facts: Facts) -> str:
     """The reason to lower the compression rate; "" if there is none."""
-    progress = _progress(pace)
-    if pace.probes >= _SURE and progress is not None and progress < auto.floor:
-        return (
-            f"compressed updates go {progress:.2f} of the reference's way, less than {auto.floor:g}"
-        )
+    progress, floor = _progress(pace), floor_of(auto, facts)
+    if pace.probes >= _SURE and progress is not None and progress < floor:
+        return f"compressed updates go {progress:.2f} of the reference's way, less than {floor:.2g}"
     measured = [(model, loss) for model, loss in enumerate(facts.losses) if loss is not None]
     newest = [loss for model, loss in measured[-_RECENT:] if model >= pace.since]
     values = [loss for _, loss in measured]

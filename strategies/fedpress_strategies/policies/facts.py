@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+
+_HALVINGS = 30
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,7 +24,7 @@ class Facts:
     `losses[i]` is what devices measured of the model that round i made, 0 the first one, None where
     too few did; `classes[i]`, by class, what they counted. `uploaded`: the bytes of the bodies of
     each round that the policies have had, where one of them has a budget of bytes; `size`: that of
-    the cohort.
+    the cohort; `population`: the clients that cohorts are drawn from, None where nobody counted.
     """
 
     number: int
@@ -30,3 +33,27 @@ class Facts:
     classes: Mapping[int, Mapping[str, Tally]] = field(default_factory=dict)
     uploaded: Sequence[int] = ()
     size: int = 0
+    population: float | None = None
+
+
+def estimated_population(uploads: int, clients: int) -> float | None:
+    """Estimate how many clients uploads come from, if `uploads` of them, drawn at random, are of
+    `clients` different ones (the classical occupancy problem).
+
+    Infinite if each is of another client; None without uploads.
+    """
+    if not uploads:
+        return None
+    if clients >= uploads:
+        return math.inf
+    least, most = float(clients), float(clients)
+
+    def different(population: float) -> float:
+        return -population * math.expm1(uploads * math.log1p(-1 / population))
+
+    while different(most := 2 * most) < clients:
+        least = most
+    for _ in range(_HALVINGS):
+        middle = (least + most) / 2
+        least, most = (middle, most) if different(middle) < clients else (least, middle)
+    return most
