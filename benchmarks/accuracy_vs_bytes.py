@@ -151,7 +151,7 @@ def _played(
     for number in range(1, total + 1):
         losses.append(_loss(task, model, seed, number))
         if config.policies:
-            recent = [client for each in drawn[-16:] for client in each]
+            recent = [client for each in drawn[-64:] for client in each]
             population = estimated_population(len(recent), len(set(recent)))
             size = config.cohort.size
             facts = Facts(number, total, tuple(losses), {}, (), size, population)

@@ -101,6 +101,19 @@ def test_auto_goes_harder_again_once_probes_are_good() -> None:
     assert reasons(made)[25] == "harder: compressed updates go 0.80 of the reference's way"
 
 
+def test_a_probe_speaks_for_one_step_only_unless_others_follow() -> None:
+    """A harder profile keeps .85 of the progress at most, and no probe has measured it."""
+    made = courses(Auto(), progress=[0.3, 0.3, 0.7, None])
+    assert rungs(made) == [4] * 8 + [0] * 16 + [1] * 76
+    assert rungs(courses(Auto(), progress=[0.3, 0.3, 0.7]))[-1] == 4
+
+
+def test_a_step_down_is_not_undone_before_two_probes_speak_against_it() -> None:
+    made = courses(Auto(), progress=[0.3, 0.3, 0.7, 0.7, 0.7, 0.1, 0.1, None])
+    assert [each.round for each in made if each.probe][:7] == [4, 8, 12, 16, 20, 28, 32]
+    assert rungs(made)[23:33] == [0] + [1] * 8 + [0]
+
+
 def test_the_less_progress_the_more_profiles_auto_goes_back_at_once() -> None:
     for progress, rung in ((0.54, 3), (0.42, 2), (0.36, 1), (0.1, 0)):
         made = courses(Auto(), progress=[progress, progress, 0.6])

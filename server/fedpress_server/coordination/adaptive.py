@@ -40,8 +40,9 @@ _NEWEST = 256
 """Uploads of a task that tell how large its bodies are, of as many rounds at most."""
 _OF_CLIENT = 32
 """Assignments of a client that tell of its link."""
-_DRAWN = 16
-"""Rounds that tell from how many clients cohorts are drawn."""
+_DRAWN = 2**15
+"""Assignments that tell from how many clients cohorts are drawn, of `_DRAWN_ROUNDS` at most."""
+_DRAWN_ROUNDS = 64
 _MBIT = 1e6 / 8
 
 
@@ -104,7 +105,8 @@ def _facts(connection: Connection, config: TaskConfig, board: Scoreboard, number
         del uploaded[number - config.schedule_after - 1 :]
     population = None
     if auto is not None:
-        population = estimated_population(*records.drawn(connection, config.task, number - _DRAWN))
+        since = number - min(_DRAWN_ROUNDS, max(2, _DRAWN // config.cohort.size))
+        population = estimated_population(*records.drawn(connection, config.task, since))
     return Facts(number, config.rounds, losses, classes, uploaded, config.cohort.size, population)
 
 

@@ -74,10 +74,11 @@ def next_pace(
         is_new |= is_first and _is_slow(auto, pace, facts)
         changes["probe_at"] = number - 1 + (auto.window if is_new else auto.every)
     if moved != rung:
-        changes |= {"since": number}
+        changes |= {"since": number, "probes": 0}
+    if moved > rung:  # the probes were of a gentler profile
+        changes |= {"inner": pace.inner * _STEP ** (moved - rung)}
     if moved < rung:
-        changes |= {"barred": number + _BARRED * auto.window}
-        changes |= {"probes": 0, "inner": 0.0, "norm": 0.0}
+        changes |= {"barred": number + _BARRED * auto.window, "inner": 0.0, "norm": 0.0}
     return pace.model_copy(update=changes), why
 
 
