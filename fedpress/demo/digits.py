@@ -68,9 +68,14 @@ def network(seed: int) -> torch.nn.Module:
 
 def trainer(seed: int, images: Images) -> TorchTrainer:
     """Plain SGD on one client's images; lengths and rates are the plan's."""
+    return trainer_of(network(seed), images)
+
+
+def trainer_of(network: torch.nn.Module, images: Images) -> TorchTrainer:
+    """The same of another network."""
     data = TensorDataset(torch.from_numpy(images.pixels), torch.from_numpy(images.labels))
     return TorchTrainer(
-        network(seed),
+        network,
         torch.nn.CrossEntropyLoss(),
         lambda parameters: torch.optim.SGD(parameters, lr=0.1),
         data,
