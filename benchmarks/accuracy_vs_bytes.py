@@ -3,6 +3,7 @@
     python benchmarks/accuracy_vs_bytes.py --data FOLDER [--tasks A,B] [--recipes "A;B"]
     python benchmarks/accuracy_vs_bytes.py --data FOLDER --table     # of what has been run
     python benchmarks/accuracy_vs_bytes.py --data FOLDER --table --work      # with more local work
+    python benchmarks/accuracy_vs_bytes.py --data FOLDER --table --links     # seconds on a link
 
 What runs is the product's own code without its network: plans are opened and policies decide as on
 a server, devices keep ledgers and make real bodies, the server aggregates them and publishes models
@@ -56,6 +57,10 @@ from fedpress_strategies.policies.facts import Facts, estimated_population
 
 STORE = Path(__file__).parent / "results" / "accuracy_vs_bytes"
 EVERY, LAST, MARGIN = 3, 5, 0.005
+HEADERS = 650
+"""Bytes of an upload's signed request beside its body, as `fedpress demo` counts them."""
+UP, DOWN = 1e6 / 8, 10e6 / 8
+"""A link of 1 Mbit/s up and 10 down, in bytes a second."""
 SEEDS = range(10)
 Config = dict[str, Any]
 _FLOAT32: Config = {"profiles": [{"name": "float32", "compressor": {"id": "none"}}]}
@@ -343,6 +348,37 @@ def work_table(store: Path, tasks: Sequence[str]) -> Iterator[str]:
             )
 
 
+def link_table(store: Path, tasks: Sequence[str]) -> Iterator[str]:
+    """Markdown: the transfers of a device that takes part in every round until the average is at
+    the target; means over the seeds that reach it."""
+    yield (
+        "| task | rounds: FedAvg | auto | kB up a round, headers too: FedAvg | auto | up in all: "
+        "times less | seconds on the link: FedAvg | auto |"
+    )
+    yield "|" + "---|" * 8
+    for task in tasks:
+        rows = []
+        for seed in SEEDS:
+            plain, ours = (_curve(store, task, n, seed, "average") for n in ("fedavg", "auto"))
+            if plain is None or ours is None:
+                continue
+            cohort = plain.up[-1] / plain.down[-1]
+            places = [each.reached(plain.end - MARGIN) for each in (plain, ours)]
+            row: list[float] = []
+            for curve, place in zip((plain, ours), places, strict=True):
+                if place is not None:
+                    sent = curve.up[place] / cohort + HEADERS * curve.rounds[place]
+                    row += [curve.rounds[place], sent, sent / UP + curve.down[place] / DOWN]
+            if len(row) == 6:
+                rows.append(row)
+        if rows:
+            there, up, slow, here, few, fast = np.mean(rows, axis=0)
+            yield (
+                f"| {task} | {there:.0f} | {here:.0f} | {up / there / 1e3:.1f} | "
+                f"{few / here / 1e3:.2f} | {up / few:.0f} | {slow:.0f} | {fast:.1f} |"
+            )
+
+
 def _row(store: Path, task: str, kind: str) -> str:
     usual = [each for each in RECIPES if "steps" not in each]
     tuned = [each for each in usual if any(_file(store, task, each, s).exists() for s in SEEDS)]
@@ -413,6 +449,7 @@ def main() -> None:
     parser.add_argument("--store", type=Path, default=STORE, help="where runs are kept")
     parser.add_argument("--table", action="store_true", help="print the table, run nothing")
     parser.add_argument("--work", action="store_true", help="the table of other local work")
+    parser.add_argument("--links", action="store_true", help="the table of seconds on a link")
     parser.add_argument("--quick", action="store_true", help="digits, 12 rounds, FedAvg and auto")
     asked = parser.parse_args()
     tasks, seeds = asked.tasks.split(","), [int(seed) for seed in asked.seeds.split(",")]
@@ -437,7 +474,8 @@ def main() -> None:
                     f"average {ends[1]:.1f}, {done.up[-1] / 1e6:.3f} MB up",
                     flush=True,
                 )
-    print("\n".join((work_table if asked.work else table)(store, tasks)))
+    made = work_table if asked.work else link_table if asked.links else table
+    print("\n".join(made(store, tasks)))
 
 
 if __name__ == "__main__":
