@@ -19,6 +19,7 @@ from fedpress_strategies.fedyogi import fedyogi
 from fedpress_strategies.fetchsgd import fetchsgd
 from fedpress_strategies.geometric_median import geometric_median
 from fedpress_strategies.krum import krum, multi_krum
+from fedpress_strategies.lora import lora
 from fedpress_strategies.median import median
 from fedpress_strategies.norm_bounding import norm_bounding
 from fedpress_strategies.onebit_adam import onebit_adam
@@ -51,6 +52,7 @@ __all__ = [
     "from_config",
     "geometric_median",
     "krum",
+    "lora",
     "median",
     "multi_krum",
     "norm_bounding",

@@ -33,7 +33,12 @@ from fedpress_strategies import from_config
 _YAML = (".yaml", ".yml")
 _UNNAMED = "0" * 64
 _MOST_BYTES = 16 * 2**20
-_STAND_IN = {"weight": np.ones((64, 64), np.float32), "bias": np.ones(64, np.float32)}
+_STAND_IN = {
+    "weight": np.ones((64, 64), np.float32),
+    "bias": np.ones(64, np.float32),
+    "adapted.lora_A.weight": np.ones((1024, 16), np.float32),
+    "adapted.lora_B.weight": np.ones((16, 1024), np.float32),
+}
 _MOST_NEVER_SENT = 0.5
 
 

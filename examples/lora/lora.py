@@ -16,7 +16,7 @@ import tempfile
 import threading
 import warnings
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
@@ -28,8 +28,8 @@ from fedpress.operator import Operator
 from fedpress.peft import PeftTrainer
 from fedpress.task_file import task_config
 
-Averages = Literal["plain", "ffa", "alternating"]
-TASK, DEVICES, CONTEXT = "adapters", 3, 32
+Averages = Literal["plain", "ffa", "alternating", "exact"]
+TASK, DEVICES, CONTEXT, RANK = "adapters", 3, 32, 4
 TASK_FILE = Path(__file__).with_name("task.json")
 TEXT = """
 Tell me not, in mournful numbers, life is but an empty dream! For the soul is dead that slumbers,
@@ -89,17 +89,29 @@ def train_base(text: str, folder: Path, steps: int) -> None:
 
 
 def trainer(
-    base: str | Path = "", text: str = "", averages: Averages = "plain", rank: int = 4
+    base: str | Path = "", text: str = "", averages: Averages = "plain", rank: int = RANK
 ) -> PeftTrainer:
-    """One device: the base from its folder, an adapter around it, and the device's own text."""
+    """One device: the base from its folder, an adapter around it, and the device's own text.
+
+    With `exact` averages the adapter has as many ranks again, for the server.
+    """
+    is_exact = averages == "exact"
     model = GPT2LMHeadModel.from_pretrained(base or os.environ["LORA_BASE"])
     torch.manual_seed(2)  # so that all begin with the same adapter
+    ranks = 2 * rank if is_exact else rank
     config = LoraConfig(
-        r=rank, lora_alpha=2 * rank, target_modules=["c_attn", "c_proj"], fan_in_fan_out=True
+        r=ranks, lora_alpha=2 * ranks, target_modules=["c_attn", "c_proj"], fan_in_fan_out=True
     )
     adapter = get_peft_model(model, config)
     data = Windows(text or Path(os.environ["LORA_TEXT"]).read_text(errors="replace"))
-    return PeftTrainer(adapter, data, evaluation_data=data, averages=averages, learning_rate=5e-3)
+    return PeftTrainer(
+        adapter,
+        data,
+        evaluation_data=data,
+        averages="plain" if averages == "exact" else averages,
+        trained_rank=rank if is_exact else None,
+        learning_rate=5e-3,
+    )
 
 
 def join(url: str, device: PeftTrainer, state: Path, token: str) -> None:
@@ -135,6 +147,8 @@ def run(text: str, folder: Path, rounds: int, averages: Averages, base_steps: in
     ):
         first = operator.register_model(trainers[0].initial_model())
         config = task_config(TASK_FILE, first)
+        if averages == "exact":
+            config = config.model_copy(update={"strategy": {"id": "lora", "rank": RANK}})
         operator.create_task(config.model_copy(update={"rounds": rounds}))
         token = operator.create_token(uses=DEVICES, note="example")
         threads = [
@@ -168,7 +182,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="Federated LoRA on this machine.")
     parser.add_argument("--data", type=Path, help="a text; by default a poem of 1,400 characters")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--averages", choices=["plain", "ffa", "alternating"], default="plain")
+    parser.add_argument("--averages", choices=get_args(Averages), default="plain")
     parser.add_argument("--base-steps", type=int, default=200, help="steps that train the base")
     parser.add_argument("--out", type=Path, default=Path("lora-out"))
     asked = parser.parse_args()

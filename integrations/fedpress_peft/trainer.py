@@ -3,13 +3,15 @@
 The average of products B_i A_i is not the product of the averages of B_i and of A_i. If all devices
 have one A, or one B, it is: `ffa` trains B alone (Sun et al. 2024, arXiv:2403.12313),
 `alternating` trains B and A in turn, a round each (Chen et al. 2025, arXiv:2502.15436).
-`averaging_error` is the price of `plain`.
+`averaging_error` is the price of `plain`. With the strategy `lora` the server adds the error to
+ranks that the devices do not train: `trained_rank`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any, Literal, cast, get_args
 
 import numpy as np
@@ -22,6 +24,7 @@ from torch.utils.data import DataLoader, Dataset
 from fedpress_client.torch_trainer import TorchTrainer
 from fedpress_client.trainer import Trained, TrainingRequest
 from fedpress_compression.tensors import ModelSpec
+from fedpress_compression.update import Indices
 from fedpress_peft.adapters import AdapterModule, save_adapter
 from fedpress_protocols.errors import ConfigurationError
 from fedpress_protocols.model import Model
@@ -40,6 +43,9 @@ class PeftTrainer(TorchTrainer):
     `averages`: `plain` trains both factors of LoRA; `ffa` the second alone, the first is sent to
     each device once; `alternating` the second in odd rounds, the first in even ones.
 
+    `trained_rank`: train the first so many ranks of each layer's factors, and send no change of the
+    others. Devices may differ in it: what one does not train counts as zero in its update.
+
     Each device loads the base by itself, from a folder or the hub, and the task's model has its
     digest: a device with another base declines. With `sends_base` the base is part of the task's
     model, as frozen tensors, and goes to each device once.
@@ -52,6 +58,7 @@ class PeftTrainer(TorchTrainer):
         *,
         evaluation_data: Dataset[Any] | None = None,
         averages: Averages = "plain",
+        trained_rank: int | None = None,
         sends_base: bool = False,
         collator: Callable[[list[Any]], Mapping[str, Any]] | None = None,
         learning_rate: float = 1e-3,
@@ -74,6 +81,9 @@ class PeftTrainer(TorchTrainer):
                 f"averages is {averages!r}, and the adapter has no factors lora_A and lora_B",
                 hint="use LoRA, or plain averages",
             )
+        self._trained_rank = trained_rank
+        if trained_rank is not None:
+            self._check_rank(trained_rank)
         if averages == "ffa":
             for parameter in self._factors["A"]:
                 parameter.requires_grad_(False)
@@ -95,6 +105,29 @@ class PeftTrainer(TorchTrainer):
             batch_size=batch_size,
             **options,
         )
+
+    def train(self, model: Model, work: TrainingRequest) -> Trained:
+        """Train the ranks that this device trains; see `TorchTrainer.train`."""
+        if self._trained_rank is not None:
+            support = _ranks(model.spec, self._trained_rank)
+            if work.support is not None:
+                support = np.intersect1d(support, work.support, assume_unique=True)
+            work = replace(work, support=support)
+        return super().train(model, work)
+
+    def _check_rank(self, rank: int) -> None:
+        """Raise ConfigurationError unless every layer has so many ranks."""
+        ranks = {
+            int(parameter.shape[0 if turn == "A" else 1])
+            for turn, parameters in self._factors.items()
+            for parameter in parameters
+        }
+        if not ranks or not isinstance(rank, int) or not 1 <= rank <= min(ranks):
+            raise ConfigurationError(
+                f"trained_rank is {rank}, and the adapter's layers have the ranks "
+                f"{sorted(ranks) or 'of no LoRA'}",
+                hint="build it with LoraConfig(r=...) of the task's model, trained_rank at most",
+            )
 
     def _train(self, work: TrainingRequest, spec: ModelSpec) -> Trained:
         with self._turn(work.round):
@@ -145,6 +178,18 @@ def averaging_error(
         error += float(np.square(right - mean_b @ mean_a).sum())
         norm += float(np.square(right).sum())
     return float(np.sqrt(error / norm)) if norm else 0.0
+
+
+def _ranks(spec: ModelSpec, rank: int) -> Indices:
+    """The coordinates of all but the ranks from `rank` up, rising."""
+    trained = np.ones(spec.size, bool)
+    for name, values in spec.unflatten(np.empty(spec.size, np.float32)).items():
+        flags = trained[spec.slices[name]].reshape(values.shape)
+        if _is_of(name, _A):
+            flags[rank:] = False
+        elif _is_of(name, _B):
+            flags[:, rank:] = False
+    return np.flatnonzero(trained)
 
 
 class _Pairs:

@@ -8,7 +8,7 @@ every server that knows it: use the newest, `max by (task)`. `sources` sets thes
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 
 from prometheus_client import (
     CollectorRegistry,
@@ -24,6 +24,7 @@ from prometheus_client.registry import Collector
 from fedpress_protocols.messages import EvaluationReport, UploadFigures
 from fedpress_protocols.policies import Course
 from fedpress_server.observing.series import Counters, Histograms
+from fedpress_strategies.lora import AVERAGING_ERROR
 
 _GIB = 2**30
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
@@ -335,6 +336,11 @@ class Metrics:
             "Progress of compressed updates along the reference's direction in the last probe.",
             "task",
         )
+        self.averaging_error = gauge(
+            "fedpress_averaging_error",
+            "Relative error of the last round's mean factors of LoRA against the mean product.",
+            "task",
+        )
 
         # The process
 
@@ -346,6 +352,11 @@ class Metrics:
         self.policy_warnings.labels(task).inc(len(course.warnings))
         self.policy_rung.labels(task, "gentlest").set(course.gentlest)
         self.policy_rung.labels(task, "hardest").set(course.hardest)
+
+    def aggregated(self, task: str, figures: Mapping[str, float]) -> None:
+        """Record a strategy's figures of a round."""
+        if AVERAGING_ERROR in figures:
+            self.averaging_error.labels(task).set(figures[AVERAGING_ERROR])
 
     def arrived(self, num_bytes: int, seconds: float) -> None:
         """Record the transfer time of a body or of a part."""

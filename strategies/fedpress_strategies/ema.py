@@ -19,6 +19,7 @@ from fedpress_strategies.strategy import (
     ServerOptimizer,
     Strategy,
     Tally,
+    figures,
     published,
     strategy,
 )
@@ -69,6 +70,9 @@ class Averaged:
     def published(self, state: OptimizerState) -> Mapping[str, Vector]:
         average = {AVERAGE: state[AVERAGE].astype(np.float32)}
         return {**published(self.inner, self._of_inner(state)), **average}
+
+    def figures(self, state: OptimizerState) -> Mapping[str, float]:
+        return figures(self.inner, self._of_inner(state))
 
     def _of_inner(self, state: OptimizerState) -> OptimizerState:
         return {n.removeprefix(_INNER): each for n, each in state.items() if n.startswith(_INNER)}

@@ -115,7 +115,7 @@ class ServerOptimizer(Protocol):
 
     An optimizer may have `published(state)`: vectors by name, float32 [size], which the server
     publishes with the round's model. The vector CONTROL is for the clients' `ControlTerms`; any
-    other is the parameters of a further model.
+    other is the parameters of a further model. It may have `figures(state)`, see there.
     """
 
     def init(self, parameters: Vector) -> OptimizerState: ...
@@ -132,6 +132,14 @@ def published(optimizer: ServerOptimizer, state: OptimizerState) -> Mapping[str,
     publish: Callable[[OptimizerState], Mapping[str, Vector]] | None
     publish = getattr(optimizer, "published", None)
     return publish(state) if publish else {}
+
+
+def figures(optimizer: ServerOptimizer, state: OptimizerState) -> Mapping[str, float]:
+    """The numbers about the last round that `optimizer` keeps in its `state`, for operators, by the
+    names of the server's metrics without `fedpress_`; none without such a method."""
+    read: Callable[[OptimizerState], Mapping[str, float]] | None
+    read = getattr(optimizer, "figures", None)
+    return read(state) if read else {}
 
 
 class SymbolAggregator(Protocol):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import warnings
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,14 +18,20 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 from fedpress.peft import PeftTrainer, averaging_error, save_adapter
 from fedpress_client.trainer import TrainingRequest
+from fedpress_compression.fixed_point import FixedPoint
+from fedpress_compression.update import Update
 from fedpress_peft.adapters import BASE
 from fedpress_protocols.errors import ConfigurationError
 from fedpress_protocols.model import Model
 from fedpress_protocols.plan import TrainingTerms
+from fedpress_strategies import from_config
+from fedpress_strategies.lora import FactorMean, layers_of
+from fedpress_strategies.strategy import Tally
 
 # Between these versions of PEFT and transformers, and none of ours.
 pytestmark = pytest.mark.filterwarnings("ignore:.*is deprecated:FutureWarning")
 LAYERS = 2
+BOUNDS = FixedPoint.widest(max_abs=64.0, max_weight=99)
 
 
 def base(seed: int = 0) -> GPT2LMHeadModel:
@@ -194,3 +201,42 @@ def test_the_callers_model_is_copied_nowhere() -> None:
     moved = {name for name, p in model.named_parameters() if not torch.equal(p, kept[name])}
     assert moved
     assert all("lora_" in name for name in moved)
+
+
+def test_a_device_trains_its_first_ranks_and_sends_no_change_of_the_others() -> None:
+    for rank in (1, 3):
+        made = trainer(trained_rank=rank)
+        model = made.initial_model()
+        change = made.train(model, request(rank)).parameters - model.parameters
+        for name, values in made.spec.unflatten(change).items():
+            moved = values if "lora_A" in name else values.T
+            assert not moved[rank:].any()
+            assert "lora_A" in name or moved[:rank].any(axis=1).all()
+    support = np.arange(0, model.spec.size, 2)
+    both = made.train(model, replace(request(1), support=support)).parameters
+    assert not (both - model.parameters)[1::2].any()
+    with pytest.raises(ConfigurationError, match=r"trained_rank is 5, .* ranks \[4\]"):
+        trainer(trained_rank=5)
+
+
+def test_exact_averages_are_those_of_the_devices_products() -> None:
+    devices = [trainer(seed, trained_rank=2) for seed in (0, 1)]
+    model = devices[0].initial_model()
+    made = from_config({"id": "lora", "rank": 2})
+    rows = Lines(3, 5).rows
+    state = made.optimizer.init(model.parameters)
+    for number in (1, 2):
+        sums = FactorMean(layers_of(model.spec), model.spec.size, BOUNDS)
+        trained = [each.train(model, request(number)).parameters for each in devices]
+        for parameters in trained:
+            sums.add(Update.from_dense(parameters - model.parameters), 1)
+        after, state = made.optimizer.apply(
+            model.parameters, sums.result(), state, Tally(2, spec=model.spec)
+        )
+        for layer in layers_of(model.spec):
+            right = np.mean([np.matmul(*layer.factors(each)) for each in trained], axis=0)
+            rest = np.asarray(state[f"rest.{layer.name}"])
+            np.testing.assert_allclose(np.matmul(*layer.factors(after)) + rest, right, atol=1e-6)
+        model = model.with_parameters(after)
+    devices[0].evaluate(model)
+    assert torch.isfinite(devices[0].peft_model(input_ids=rows).logits).all()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from fedpress_protocols.errors import ConfigurationError, DecodingError, NotFoun
 from fedpress_protocols.messages import TaskSummary
 from fedpress_protocols.model import Model
 from fedpress_protocols.upload import Upload
-from tests.devices import Device, Operator
+from tests.devices import ADMIN, Device, Operator
 from tests.server.in_process import Clock, Enrolled, Server, Start, history, ones
 from tests.system.test_coded_task import Unread
 
@@ -65,6 +66,26 @@ def test_rounds_carry_frozen_tensors(
     assert (after.parameters != partly.parameters).any()
     assert after.buffers["table"].tobytes() == table.tobytes()
     assert after.buffers["steps"] == 3
+
+
+def test_products_of_factors_are_averaged_and_their_error_is_a_metric(
+    http: Server, operator: Operator, enrolled: Enrolled, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    shapes = {"layer.lora_A.weight": (2, 3), "layer.lora_B.weight": (4, 2)}
+    adapter = Model.from_tensors({name: np.zeros(s, np.float32) for name, s in shapes.items()})
+    cohort = {"size": 2, "minimum": 2}
+    operator.begin(adapter, strategy={"id": "lora", "rank": 1}, cohort=cohort, rounds=2)
+    devices = [enrolled(), enrolled()]
+    for device, value in zip(devices, (1.0, 3.0), strict=True):
+        include(device, adapter, value)
+    receipt_of(devices[0], http)
+    tensors = devices[0].model(summary(http).model, "digits").tensors()
+    product = tensors["layer.lora_B.weight"] @ tensors["layer.lora_A.weight"]
+    assert product == pytest.approx(np.full((4, 3), (2 * 1 + 2 * 9) / 2), rel=1e-5)
+    metrics = operator.http.get("/metrics", headers=ADMIN).text
+    assert re.search(r'fedpress_averaging_error\{task="digits"\} 0\.2(0000)?', metrics)
+    assert "task digits round 1.1: averaging_error 0.2" in caplog.text
 
 
 def test_an_average_is_published_beside_every_model(

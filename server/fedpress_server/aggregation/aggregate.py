@@ -43,6 +43,7 @@ from fedpress_strategies.strategy import (
     OptimizerState,
     UniformMean,
     WeightedMean,
+    figures,
     published,
 )
 
@@ -67,6 +68,8 @@ class AggregationResult:
     """The models besides: by name, the digest and the size in bytes."""
     bases: Mapping[str, str] = field(default_factory=dict)
     """As those of RoundTerms, for the clients whose uploads were aggregated."""
+    figures: Mapping[str, float] = field(default_factory=dict)
+    """The strategy's own about the round, see `strategy.figures`."""
     masked: MaskedSum | None = None
     """In the masked lane: the sum that the model was made from."""
     suspects: tuple[int, ...] = ()
@@ -132,6 +135,7 @@ def aggregate(
         control_digest,
         {name: store_model(values) for name, values in public.items()},
         bases,
+        figures(optimizer, state),
     )
 
 

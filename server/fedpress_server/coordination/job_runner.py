@@ -268,6 +268,9 @@ class JobRunner:
                 event = AggregationFailed(f"the aggregation failed: {exc}")
         if result is not None:
             failpoints.reach("model-kept")
+            self._metrics.aggregated(attempt.key[0], result.figures)
+            for name, value in result.figures.items():
+                _log.info("task %s round %d.%d: %s %.4g", *attempt.key, name, value)
             comparison = await self._compared(task, attempt.key, job)
             rated = await self._rated(task, result.model)
             event = replace(rated, comparison=comparison, suspects=result.suspects)
