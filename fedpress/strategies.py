@@ -3,6 +3,7 @@
 from fedpress_strategies import Aggregator, ServerOptimizer, Strategy, from_config, strategies
 from fedpress_strategies.adasum import adasum
 from fedpress_strategies.bulyan import bulyan
+from fedpress_strategies.diloco import diloco
 from fedpress_strategies.ema import ema
 from fedpress_strategies.fedadagrad import fedadagrad
 from fedpress_strategies.fedadam import fedadam
@@ -35,6 +36,7 @@ __all__ = [
     "Strategy",
     "adasum",
     "bulyan",
+    "diloco",
     "ema",
     "fedadagrad",
     "fedadam",

@@ -170,6 +170,21 @@ def test_scaffold_is_option_two_of_its_algorithm(tmp_path: Path) -> None:
         assert kept == pytest.approx(own[index], abs=1e-5)
 
 
+def test_diloco_steps_as_torchs_nesterov_momentum_does(tmp_path: Path) -> None:
+    x, velocity = START.astype(np.float64), np.zeros(SIZE)
+    for chosen in rounds():
+        delta = mean(chosen, x)
+        velocity = 0.6 * velocity + delta
+        x = x + 0.5 * (delta + 0.6 * velocity)
+    config = {"id": "diloco", "learning_rate": 0.5, "momentum": 0.6}
+    assert federated(tmp_path, config).model.parameters == pytest.approx(x, abs=1e-5)
+    plain = federated(tmp_path, {"id": "diloco", "learning_rate": 0.5, "momentum": 0.0})
+    same = federated(tmp_path, {"id": "fedavg", "learning_rate": 0.5})
+    assert plain.model.parameters == pytest.approx(same.model.parameters, abs=1e-6)
+    with pytest.raises(ConfigurationError, match="momentum must lie in"):
+        from_config({"id": "diloco", "momentum": 1})
+
+
 def test_fednova_averages_steps_and_directions_apart(tmp_path: Path) -> None:
     x = START.astype(np.float64)
     for chosen in rounds():
