@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any, Literal, cast, get_args
 
 import numpy as np
@@ -105,6 +106,43 @@ class PeftTrainer(TorchTrainer):
             batch_size=batch_size,
             **options,
         )
+
+    @classmethod
+    def from_transformers(cls, trainer: Any, **options: Any) -> PeftTrainer:
+        """Make a device of a `transformers.Trainer` of a PEFT model; `options` as in PeftTrainer.
+
+        It takes over the model, the datasets with their columns and collator, the batch size, the
+        epochs, and the optimizer with its settings. A round has no use for the rest: learning-rate
+        schedules, callbacks, checkpoints, `compute_loss`. Raises ConfigurationError for what would
+        train otherwise than the trainer says.
+        """
+        args = trainer.args
+        unlike = {
+            "fp16 or bf16": args.fp16 or args.bf16,
+            "gradient_accumulation_steps": args.gradient_accumulation_steps != 1,
+            "max_steps": args.max_steps > 0,
+            "label_smoothing_factor": args.label_smoothing_factor != 0,
+            "compute_loss of its own": trainer.compute_loss.__module__ != "transformers.trainer",
+        }
+        if used := [name for name, is_set in unlike.items() if is_set]:
+            raise ConfigurationError(
+                f"a device does not take over the transformers.Trainer's {', '.join(used)}",
+                hint="set the task's training terms instead (local_steps, gradient_accumulation), "
+                "load the model in its dtype, or build PeftTrainer yourself",
+            )
+        loader = trainer.get_train_dataloader()
+        kind, settings = trainer.get_optimizer_cls_and_kwargs(args, trainer.model)
+        evaluated = trainer.eval_dataset
+        own: dict[str, Any] = {
+            "evaluation_data": None
+            if evaluated is None
+            else trainer.get_eval_dataloader(evaluated).dataset,
+            "collator": loader.collate_fn,
+            "optimizer": partial(kind, **settings),
+            "batch_size": args.per_device_train_batch_size,
+            "local_epochs": max(1, round(args.num_train_epochs)),
+        }
+        return cls(trainer.model, loader.dataset, **{**own, **options})
 
     def train(self, model: Model, work: TrainingRequest) -> Trained:
         """Train the ranks that this device trains; see `TorchTrainer.train`."""

@@ -14,7 +14,7 @@ import pytest
 pytest.importorskip("peft", reason="PEFT is not installed: pip install fedpress[peft]")
 import torch
 from peft import IA3Config, LoraConfig, PeftModel, PromptTuningConfig, get_peft_model
-from transformers import GPT2Config, GPT2LMHeadModel
+from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
 
 from fedpress.peft import PeftTrainer, averaging_error, save_adapter
 from fedpress_client.trainer import TrainingRequest
@@ -240,3 +240,40 @@ def test_exact_averages_are_those_of_the_devices_products() -> None:
         model = model.with_parameters(after)
     devices[0].evaluate(model)
     assert torch.isfinite(devices[0].peft_model(input_ids=rows).logits).all()
+
+
+def test_a_transformers_trainer_becomes_a_device(tmp_path: Path) -> None:
+    def arguments(**settings: Any) -> TrainingArguments:
+        return TrainingArguments(
+            str(tmp_path),
+            learning_rate=0.02,
+            per_device_train_batch_size=4,
+            use_cpu=True,
+            report_to=[],
+            **settings,
+        )
+
+    theirs = Trainer(
+        adapted(), arguments(num_train_epochs=2), train_dataset=Lines(0), eval_dataset=Lines(9, 16)
+    )
+    made = PeftTrainer.from_transformers(theirs)
+    model = made.initial_model()
+    free = TrainingRequest("task", 1, 1, TrainingTerms(), 7)
+    trained = made.train(model, free)
+    assert trained.report["steps"] == 2 * 24 / 4
+    before = made.evaluate(model)
+    after = made.evaluate(model.with_parameters(trained.parameters))
+    assert before is not None
+    assert after is not None
+    assert after.metrics["loss"] < before.metrics["loss"]
+
+    class Own(Trainer):  # type: ignore[misc]
+        def compute_loss(self, *inputs: Any, **named: Any) -> Any:
+            return super().compute_loss(*inputs, **named)
+
+    for odd, says in (
+        (Trainer(adapted(), arguments(max_steps=3), train_dataset=Lines(0)), "max_steps"),
+        (Own(adapted(), arguments(), train_dataset=Lines(0)), "compute_loss of its own"),
+    ):
+        with pytest.raises(ConfigurationError, match=says):
+            PeftTrainer.from_transformers(odd)
