@@ -114,6 +114,13 @@ def check_layout(layout: Layout) -> None:
     for index, field in enumerate(layout):
         match field:
             case Positions(size, at_most, coder, grid):
+                if size > UVARINT_BOUND:
+                    raise ConfigurationError(
+                        f"field {index} of a layout cannot be coded: coordinates among {size:,} "
+                        "values, at most 2**32",
+                        hint="freeze the tensors that need no training, or choose a compressor "
+                        "that sends no coordinates, such as quantize or sign",
+                    )
                 carried = 0 <= size <= UVARINT_BOUND and at_most >= 0
                 carried = carried and _is_coded(coder, grid, size)
             case Alphabet(size, count, coder, grid):
