@@ -47,6 +47,60 @@ class NotFinite(Exception):
     """A process brought NaN or infinity."""
 
 
+class ProcessLost(RuntimeError):
+    """A process of the group is gone, or does not answer; nothing of this step was applied."""
+
+
+@contextmanager
+def naming_lost(group: Group | None) -> Iterator[None]:
+    """Turn gloo's errors into ProcessLost, which names the processes whose connections broke.
+
+    A process that stops for this reason says so in the group's store first, so that those who lose
+    their connection to it later do not name it.
+    """
+    try:
+        yield
+    except RuntimeError as exc:
+        if "gloo" not in str(exc):
+            raise
+        lost = _lost(dist.group.WORLD if group is None else group)
+        named = ", ".join(str(rank) for rank in lost)
+        says = (
+            f"process {named} of the group is gone: its connection broke"
+            if lost
+            else "a process of the group does not answer, and no connection broke"
+        )
+        raise ProcessLost(
+            f"{says}. Stop all processes, and start them again from their last checkpoints"
+        ) from exc
+
+
+def _lost(group: Group) -> list[int]:
+    """The global ranks behind broken connections, less those that have stopped for another's sake.
+
+    gloo refuses at once to receive over a broken connection.
+    """
+    broken = []
+    for rank in range(group.size()):
+        if rank == group.rank():
+            continue
+        try:
+            group.recv([torch.empty(1)], rank, _PROBE_TAG)
+        except RuntimeError:
+            broken.append(rank)
+    try:
+        store = group.get_group_store()
+        lost = [rank for rank in broken if not store.check([f"{_STOPPED} {rank}"])]
+        store.set(f"{_STOPPED} {group.rank()}", "1")
+    except RuntimeError:  # the process that had the store is gone as well
+        lost = broken
+    return [dist.get_global_rank(group, rank) for rank in lost]
+
+
+_PROBE_TAG = 7_041
+_STOPPED = "fedpress stopped"
+
+
 class Turns:
     """Hands out turns; a turn begins once all earlier ones have ended."""
 
@@ -126,7 +180,8 @@ class Trip:
         with self.turn:
             start = time.perf_counter()
             try:
-                yield
+                with naming_lost(self.group):
+                    yield
             finally:
                 self.measured.exchange_seconds += time.perf_counter() - start
 

@@ -39,6 +39,7 @@ from fedpress_ddp.collectives import (
     Turn,
     Turns,
     WholeNumbers,
+    naming_lost,
 )
 from fedpress_ddp.metrics import Measured, Sent, square
 from fedpress_protocols.errors import ConfigurationError, IncompatiblePlan, MissingExtra
@@ -207,7 +208,8 @@ class Exchange:
         inside, between = self._sites.inside, self._sites.between
         with turn:
             whole = flat / dist.get_world_size(inside)
-            dist.all_reduce(whole, group=inside)
+            with naming_lost(inside):
+                dist.all_reduce(whole, group=inside)
             measured.sent.whole_bytes += whole.nbytes
             try:
                 if between is not None:
@@ -216,7 +218,8 @@ class Exchange:
             except Exception:  # the others of the site wait
                 dist.broadcast(torch.full_like(flat, torch.nan), self._sites.leader, group=inside)
                 raise
-            dist.broadcast(whole, self._sites.leader, group=inside)
+            with naming_lost(inside):
+                dist.broadcast(whole, self._sites.leader, group=inside)
         return whole
 
     def _between(

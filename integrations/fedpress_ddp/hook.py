@@ -24,7 +24,7 @@ from fedpress_compression.compressor import Compressor, to_config
 from fedpress_compression.compressors.dgc import Dgc
 from fedpress_compression.compressors.none import Uncompressed
 from fedpress_compression.tensors import ModelSpec, TensorSpec
-from fedpress_ddp.collectives import Group, Turn
+from fedpress_ddp.collectives import Group, ProcessLost, Turn
 from fedpress_ddp.exchange import Exchange, Sites, check_exchange, check_steps
 from fedpress_ddp.metrics import DivergenceWarning, DivergenceWatch, Measured, Sent, StepMetrics
 from fedpress_protocols.errors import ConfigurationError, MissingExtra
@@ -43,6 +43,7 @@ __all__ = [
     "Exchange",
     "HookState",
     "LocalSGD",
+    "ProcessLost",
     "Sent",
     "Sites",
     "StepMetrics",
@@ -115,6 +116,7 @@ class HookState:
         self._steps = 0
         self._size = 0
         self._exchanges: list[_BucketExchange] = []
+        self._restored_buckets: list[list[str]] = []
         self._watch = DivergenceWatch()
         self._on_step = on_step
         self.metrics: StepMetrics | None = None
@@ -127,11 +129,17 @@ class HookState:
     def state_dict(self) -> dict[str, Any]:
         """For a checkpoint of this process, as residuals are each process's own."""
         model_size = self.exchange.model_size
-        return {"steps": self._steps, "model_size": model_size, **self.exchange.state_dict()}
+        return {
+            "steps": self._steps,
+            "model_size": model_size,
+            "buckets": [each.spec_names for each in self._exchanges] or self._restored_buckets,
+            **self.exchange.state_dict(),
+        }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._steps = state["steps"]
         self.exchange.model_size = state.get("model_size")
+        self._restored_buckets = state.get("buckets", [])  # which earlier releases did not write
         self.exchange.load_state_dict(state)
 
     def mean(self, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
@@ -148,25 +156,47 @@ class HookState:
             self._pool = ThreadPoolExecutor(self._workers, "fedpress-exchange")
             self.exchange.separate()
             self._plain.use_group_of(self.exchange)
-        begun = _BucketExchange(
-            exchange,
-            self._spec(bucket),
-            values,
-            None if is_plain else self._compressor_now(),
-            exchange.take_turn(),
-        )
-        self._exchanges.append(begun)
+        parts = self._parts(bucket)
+        begun = [
+            _BucketExchange(
+                exchange,
+                spec,
+                part,
+                None if is_plain else self._compressor_now(),
+                exchange.take_turn(),
+            )
+            for spec, part in parts
+        ]
+        self._exchanges += begun
         if bucket.is_last():
             self._steps += 1
             self.exchange.model_size = self._size
-        if overlaps and self._pool is not None:
-            self._pool.submit(begun.run)
-        else:
-            begun.run()
-            begun.exposed_seconds = begun.seconds
-            if begun.error is not None:
-                raise begun.error
-        return begun.future
+            self._restored_buckets = []
+        for each in begun:
+            if overlaps and self._pool is not None:
+                self._pool.submit(each.run)
+                continue
+            each.run()
+            each.exposed_seconds = each.seconds
+            if each.error is not None:
+                raise each.error
+        if len(begun) == 1:
+            return begun[0].future
+        return _joined(self._spec(bucket), begun)
+
+    def _parts(self, bucket: GradBucket) -> list[tuple[ModelSpec, torch.Tensor]]:
+        """The bucket; in the first step after a checkpoint, whose single bucket has all gradients,
+        the buckets of the steps before it, since results depend on them."""
+        spec, values = self._spec(bucket), bucket.buffer()
+        tensors = {tensor.name: tensor for tensor in spec.tensors}
+        names = [name for each in self._restored_buckets for name in each]
+        if not (bucket.index() == 0 and bucket.is_last()) or sorted(names) != sorted(tensors):
+            return [(spec, values)]
+        parts = []
+        for each in self._restored_buckets:
+            part = [values[spec.slices[name]] for name in each]
+            parts.append((ModelSpec(tuple(tensors[name] for name in each)), torch.cat(part)))
+        return parts
 
     def _compressor_now(self) -> Compressor[Any]:
         step = self._steps - self._plain_steps
@@ -230,7 +260,7 @@ class _BucketExchange:
         compressor: Compressor[Any] | None,
         turn: Turn,
     ) -> None:
-        self._exchange, self._spec, self._values = exchange, spec, values
+        self._exchange, self.spec, self._values = exchange, spec, values
         self._compressor, self._turn = compressor, turn
         self.future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
         self.measured = Measured()
@@ -238,12 +268,16 @@ class _BucketExchange:
         self.error: Exception | None = None
         self.seconds = self.exposed_seconds = 0.0
 
+    @property
+    def spec_names(self) -> list[str]:
+        return [tensor.name for tensor in self.spec.tensors]
+
     def run(self) -> None:
         start = time.perf_counter()
         try:
             with torch.no_grad(), torch.profiler.record_function("fedpress exchange"):
                 mean = self._exchange.mean(
-                    self._spec,
+                    self.spec,
                     self._values,
                     compressor=self._compressor,
                     turn=self._turn,
@@ -256,6 +290,24 @@ class _BucketExchange:
         finally:
             self.seconds = time.perf_counter() - start
             self.done.set()
+
+
+def _joined(
+    spec: ModelSpec, begun: Sequence[_BucketExchange]
+) -> torch.futures.Future[torch.Tensor]:
+    """All their means, as one bucket of `spec`."""
+
+    def assemble(
+        done: torch.futures.Future[list[torch.futures.Future[torch.Tensor]]],
+    ) -> torch.Tensor:
+        means = [each.value() for each in done.value()]
+        whole = torch.empty(spec.size, dtype=means[0].dtype)
+        for part, mean in zip(begun, means, strict=True):
+            for name in part.spec_names:
+                whole[spec.slices[name]] = mean[part.spec.slices[name]]
+        return whole.to(means[0].device)
+
+    return torch.futures.collect_all([each.future for each in begun]).then(assemble)
 
 
 def _steps_of(period: Period) -> int:

@@ -30,6 +30,7 @@ from tests.client.data_parallel_process import (
     stateless,
 )
 
+GLOO = {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1", "FEDPRESS_KERNELS": "numpy"}
 Found = list[Mapping[str, np.ndarray]]
 EXCHANGED = stateless()
 
@@ -38,13 +39,7 @@ EXCHANGED = stateless()
 def found(tmp_path_factory: pytest.TempPathFactory) -> Found:
     """What each of the processes has to tell."""
     folder = tmp_path_factory.mktemp("exchange")
-    here = {
-        **os.environ,
-        "GLOO_SOCKET_IFNAME": "lo",
-        "OMP_NUM_THREADS": "1",
-        "FEDPRESS_KERNELS": "numpy",
-        "PYTHONPATH": os.pathsep.join(sys.path),
-    }
+    here = {**os.environ, **GLOO, "PYTHONPATH": os.pathsep.join(sys.path)}
     outs = [folder / f"{rank}.npz" for rank in range(WORLD)]
     script = Path(__file__).with_name("data_parallel_process.py")
     subprocess.run(
@@ -152,6 +147,21 @@ def test_threads_give_the_bits_of_the_synchronous_hook(name: str, found: Found) 
         assert np.all(ratio[1:] > 0) == (name != "qsgd")
         if name not in ("qsgd", "powersgd"):  # of the group's mean, or without feedback
             assert np.all(nmse < 1)
+
+
+@pytest.mark.slow
+def test_a_killed_process_is_named_and_all_resume_with_the_same_bits(tmp_path: Path) -> None:
+    here = {**os.environ, **GLOO, "PYTHONPATH": os.pathsep.join(sys.path)}
+    script = Path(__file__).with_name("data_parallel_resume.py")
+    subprocess.run([sys.executable, script, tmp_path], env=here, check=True, timeout=240)
+    for rank in (0, 1, 3):
+        says = (tmp_path / f"killed.{rank}.txt").read_text()
+        assert says.startswith("ProcessLost: process 2 of the group is gone")
+    for name in ("topk", "powersgd", "dgc"):
+        whole = np.load(tmp_path / f"whole.{name}.0.npy")
+        for rank in range(WORLD):
+            resumed = np.load(tmp_path / f"resumed.{name}.{rank}.npy")
+            np.testing.assert_array_equal(resumed, whole)
 
 
 def test_sites_agree_and_only_their_first_compress(found: Found) -> None:
