@@ -24,7 +24,7 @@ from fedpress_ddp.metrics import Sent
 from fedpress_protocols.errors import ConfigurationError, MissingExtra
 from fedpress_strategies import onebit_adam, onebit_lamb
 from fedpress_strategies.frozen import FrozenMoments
-from fedpress_strategies.strategy import OptimizerState, Tally
+from fedpress_strategies.strategy import Delta, OptimizerState, Tally
 
 try:
     import torch
@@ -42,10 +42,13 @@ class _OneBit(torch.optim.Optimizer, Generic[RuleT]):
         parameters: Iterable[torch.nn.Parameter],
         rule: RuleT,
         warm_up_steps: int,
+        floor: float,
         group: Group | None,
         sites: Sites | None,
         seed: int,
     ) -> None:
+        if not 0 <= floor <= 1:
+            raise ConfigurationError(f"floor must lie in [0, 1], not {floor}")
         if warm_up_steps < 1:
             raise ConfigurationError(
                 f"warm_up_steps must be at least 1, not {warm_up_steps}",
@@ -57,6 +60,7 @@ class _OneBit(torch.optim.Optimizer, Generic[RuleT]):
         super().__init__(trained, {"lr": rule.learning_rate})
         self._rule: RuleT = rule
         self._warm_up_steps, self._steps = warm_up_steps, 0
+        self._floor = floor
         self._spec = ModelSpec(
             tuple(TensorSpec(f"parameter {i}", tuple(p.shape)) for i, p in enumerate(trained))
         )
@@ -97,6 +101,8 @@ class _OneBit(torch.optim.Optimizer, Generic[RuleT]):
         if not np.isfinite(mean).all():
             return loss
         flat = torch.cat([p.detach().to(torch.float32).ravel() for p in trained]).cpu().numpy()
+        if self._steps == self._warm_up_steps:
+            self._moments = {**self._moments, "second": self._raised(self._moments["second"])}
         rule = replace(self._rule, learning_rate=float(self.param_groups[0]["lr"]))
         tally = replace(Tally(), warming=is_warming, spec=self._spec)
         after, self._moments = rule.apply(flat, -mean.astype(np.float64), self._moments, tally)
@@ -105,6 +111,18 @@ class _OneBit(torch.optim.Optimizer, Generic[RuleT]):
         for parameter, part in zip(trained, parts, strict=True):
             parameter.copy_(part.view_as(parameter))
         return loss
+
+    def _raised(self, second: Delta) -> Delta:
+        """`second` with at least the share floor**2 of its chunk's mean in each coordinate.
+
+        Signs of one scale move all coordinates of a chunk alike: one that had hardly a gradient in
+        the warm-up, and so a root near zero, would take a step without bounds.
+        """
+        chunk = self._rule.moments.chunk
+        starts = np.arange(0, second.size, chunk)
+        sizes = np.minimum(chunk, second.size - starts)
+        means = np.add.reduceat(second, starts) / sizes
+        return np.maximum(second, self._floor**2 * means.repeat(sizes))
 
     def state_dict(self) -> dict[str, Any]:
         """For a checkpoint of this process, as residuals are each process's own."""
@@ -128,7 +146,9 @@ class OneBitAdam(_OneBit[onebit_adam.OneBitAdam]):
     Give it the parameters of a model that is *not* in DistributedDataParallel, or step under its
     `no_sync()`: the optimizer exchanges the gradients. `warm_up_steps` steps are Adam in float32;
     then the second moment is frozen, and a gradient is sent as signs with a scale for each `chunk`
-    of coordinates, under error feedback. All arguments must be the same in all processes, and so
+    of coordinates, under error feedback. The root of a frozen moment is at least `floor` times the
+    root of its chunk's mean: with 0, as in the paper, coordinates that hardly had a gradient in the
+    warm-up diverge. All arguments must be the same in all processes, and so
     must the parameters be at the start.
     """
 
@@ -141,12 +161,13 @@ class OneBitAdam(_OneBit[onebit_adam.OneBitAdam]):
         *,
         warm_up_steps: int,
         chunk: int = 256,
+        floor: float = 0.3,
         group: Group | None = None,
         sites: Sites | None = None,
         seed: int = 0,
     ) -> None:
         rule = onebit_adam.OneBitAdam(FrozenMoments(*betas, eps, False, chunk), lr)
-        super().__init__(parameters, rule, warm_up_steps, group, sites, seed)
+        super().__init__(parameters, rule, warm_up_steps, floor, group, sites, seed)
 
 
 class OneBitLamb(_OneBit[onebit_lamb.OneBitLamb]):
@@ -167,10 +188,11 @@ class OneBitLamb(_OneBit[onebit_lamb.OneBitLamb]):
         beta3: float = 0.9,
         factor_change: float = 0.1,
         chunk: int = 256,
+        floor: float = 0.3,
         group: Group | None = None,
         sites: Sites | None = None,
         seed: int = 0,
     ) -> None:
         moments = FrozenMoments(*betas, eps, False, chunk)
         rule = onebit_lamb.OneBitLamb(moments, lr, beta3, factor_change)
-        super().__init__(parameters, rule, warm_up_steps, group, sites, seed)
+        super().__init__(parameters, rule, warm_up_steps, floor, group, sites, seed)

@@ -68,6 +68,9 @@ def test_frozen_adam_is_the_recurrence_written_out() -> None:
         if step < warm:
             second = beta2 * second + (1 - beta2) * gradient**2
         else:
+            if step == warm:  # no root below .3 of its chunk's
+                chunks = np.split(second, range(CHUNK, 31, CHUNK))
+                second = np.concatenate([np.maximum(c, 0.3**2 * c.mean()) for c in chunks])
             whole = gradient + residual
             gradient = np.concatenate(
                 [np.abs(c).mean() * np.sign(c) for c in np.split(whole, range(CHUNK, 31, CHUNK))]
@@ -79,6 +82,20 @@ def test_frozen_adam_is_the_recurrence_written_out() -> None:
         take(optimizer, trained, step)
         np.testing.assert_allclose(flat(trained), point, rtol=5e-3, atol=5e-3)
     assert 0 < optimizer.sent.num_bytes - warm * 4 * 31 < 7 * 60
+
+
+@pytest.mark.parametrize("cls", OPTIMIZERS)
+def test_coordinates_without_a_gradient_stay_near(cls: type[OneBitAdam]) -> None:
+    """As the weights of a pixel that is never set, beside others in one chunk."""
+    trained = [torch.nn.Parameter(torch.ones(4, 8))]
+    optimizer = cls(trained, 0.01, warm_up_steps=5)
+    draw = torch.Generator().manual_seed(0)
+    for _ in range(20):
+        gradient = torch.randn(4, 8, generator=draw)
+        gradient[:, ::4] = 0
+        trained[0].grad = gradient
+        optimizer.step()
+    assert float((trained[0].detach() - 1).abs().max()) < 20 * 0.01 / 0.3
 
 
 def test_the_warm_up_of_lamb_scales_layers_by_their_norms() -> None:
@@ -131,6 +148,8 @@ def test_infinity_changes_nothing_and_a_scheduler_sets_the_rate(cls: type[OneBit
 def test_what_cannot_work_says_why() -> None:
     with pytest.raises(ConfigurationError, match="warm_up_steps must be at least 1, not 0"):
         OneBitAdam(parameters(), warm_up_steps=0)
+    with pytest.raises(ConfigurationError, match=r"floor must lie in \[0, 1\], not 2"):
+        OneBitAdam(parameters(), warm_up_steps=1, floor=2)
     with pytest.raises(ConfigurationError, match="no parameter"):
         OneBitAdam([], warm_up_steps=1)
     with pytest.raises(ConfigurationError, match=r"beta2 must lie in \[0, 1\)"):
