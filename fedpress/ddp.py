@@ -19,9 +19,11 @@ if TYPE_CHECKING:
         comm_hook,
     )
     from fedpress_ddp.optimizers import OneBitAdam, OneBitLamb
+    from fedpress_ddp.sharded import CompressedReduceScatter
     from fedpress_protocols.schedule import sparsity_warm_up
 
 __all__ = [
+    "CompressedReduceScatter",
     "DivergenceWarning",
     "Exchange",
     "HookState",
@@ -39,6 +41,7 @@ __all__ = [
 __getattr__, __dir__ = exports(
     __name__,
     {
+        "CompressedReduceScatter": "fedpress_ddp.sharded",
         "DivergenceWarning": "fedpress_ddp.hook",
         "Exchange": "fedpress_ddp.hook",
         "HookState": "fedpress_ddp.hook",

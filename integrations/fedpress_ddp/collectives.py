@@ -63,7 +63,7 @@ def naming_lost(group: Group | None) -> Iterator[None]:
     except RuntimeError as exc:
         if "gloo" not in str(exc):
             raise
-        lost = _lost(dist.group.WORLD if group is None else group)
+        lost = _lost(group)
         named = ", ".join(str(rank) for rank in lost)
         says = (
             f"process {named} of the group is gone: its connection broke"
@@ -75,11 +75,14 @@ def naming_lost(group: Group | None) -> Iterator[None]:
         ) from exc
 
 
-def _lost(group: Group) -> list[int]:
+def _lost(some: Group | None) -> list[int]:
     """The global ranks behind broken connections, less those that have stopped for another's sake.
 
     gloo refuses at once to receive over a broken connection.
     """
+    group = dist.group.WORLD if some is None else some
+    if group is None:
+        return []  # destroyed meanwhile
     broken = []
     for rank in range(group.size()):
         if rank == group.rank():
@@ -231,14 +234,28 @@ class Trip:
 
     def gathered(self, body: bytes, longest: int) -> list[bytes]:
         """Every process's bytes, `longest` at most, in the order of ranks."""
-        padded = np.zeros(_LENGTH_BYTES + longest, np.uint8)
-        padded[:_LENGTH_BYTES] = np.frombuffer(len(body).to_bytes(_LENGTH_BYTES), np.uint8)
-        padded[_LENGTH_BYTES : _LENGTH_BYTES + len(body)] = np.frombuffer(body, np.uint8)
+        padded = _padded(body, longest)
         mine = torch.from_numpy(padded).to(self.device)
         bodies = [torch.empty_like(mine) for _ in range(self.size)]
         dist.all_gather(bodies, mine, group=self.group)
         self.measured.sent.num_bytes += padded.size
         return [_unpadded(each.cpu().numpy().tobytes()) for each in bodies]
+
+    def scattered(self, bodies: list[bytes], longest: int) -> list[bytes]:
+        """Send each process its one of `bodies`, `longest` at most; the bytes from all."""
+        padded = np.concatenate([_padded(body, longest) for body in bodies])
+        mine = torch.from_numpy(padded).to(self.device)
+        theirs = torch.empty_like(mine)
+        dist.all_to_all_single(theirs, mine, group=self.group)
+        self.measured.sent.num_bytes += padded.size // self.size * (self.size - 1)
+        return [_unpadded(each.tobytes()) for each in np.split(theirs.cpu().numpy(), self.size)]
+
+
+def _padded(body: bytes, longest: int) -> npt.NDArray[np.uint8]:
+    padded = np.zeros(_LENGTH_BYTES + longest, np.uint8)
+    padded[:_LENGTH_BYTES] = np.frombuffer(len(body).to_bytes(_LENGTH_BYTES), np.uint8)
+    padded[_LENGTH_BYTES : _LENGTH_BYTES + len(body)] = np.frombuffer(body, np.uint8)
+    return padded
 
 
 def _unpadded(padded: bytes) -> bytes:

@@ -143,7 +143,7 @@ class Exchange:
             key: {
                 "round": each.round,
                 "previous": None if each.previous is None else torch.from_numpy(each.previous),
-                "state": _tensors(each.state),
+                "state": tensors(each.state),
             }
             for key, each in self._kept.items()
         }
@@ -156,7 +156,7 @@ class Exchange:
             key: _Kept(
                 round=each["round"],
                 previous=None if each["previous"] is None else each["previous"].numpy(),
-                state=_arrays(each.get("state")),  # which earlier releases did not write
+                state=arrays(each.get("state")),  # which earlier releases did not write
             )
             for key, each in state["kept"].items()
         }
@@ -358,23 +358,25 @@ class _Kept:
     """Of the compressor, without a residual."""
 
 
-def _tensors(state: State) -> Any:
+def tensors(state: State) -> Any:
+    """A plain state with tensors for arrays, as `torch.save` writes safely."""
     match state:
         case np.ndarray():
             return torch.from_numpy(state)
         case dict():
-            return {key: _tensors(item) for key, item in state.items()}
+            return {key: tensors(item) for key, item in state.items()}
         case list():
-            return [_tensors(item) for item in state]
+            return [tensors(item) for item in state]
     return state
 
 
-def _arrays(stored: Any) -> State:
+def arrays(stored: Any) -> State:
+    """The inverse of `tensors`."""
     match stored:
         case torch.Tensor():
             return stored.numpy()
         case dict():
-            return {key: _arrays(item) for key, item in stored.items()}
+            return {key: arrays(item) for key, item in stored.items()}
         case list():
-            return [_arrays(item) for item in stored]
+            return [arrays(item) for item in stored]
     return stored

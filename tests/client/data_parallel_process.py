@@ -47,8 +47,11 @@ from fedpress_compression.compressors.topk import TopK
 from fedpress_compression.tensors import ModelSpec, TensorSpec, Vector
 from fedpress_ddp.hook import Exchange, HookState, LocalSGD, Sites, StepMetrics, comm_hook
 from fedpress_ddp.optimizers import OneBitAdam, OneBitLamb
+from fedpress_ddp.sharded import CompressedReduceScatter
+from fedpress_protocols.errors import ConfigurationError
 
 WORLD = 4
+AVERAGE = dist.ReduceOp.AVG
 STEPS = 4
 RANK = 2
 MIN_RATE = 1.5
@@ -345,6 +348,65 @@ def sharded(rank: int) -> dict[str, np.ndarray]:
     }
 
 
+def scattered(rank: int) -> dict[str, np.ndarray]:
+    """Reduce-scatters of vectors, with a restart from a checkpoint and infinity in the middle; then
+    a training under FSDP."""
+    group = dist.group.WORLD
+    assert group is not None
+    made = CompressedReduceScatter(ErrorFeedback(TopK(0.1)))
+    inputs = [vector[: WORLD * 300] for vector in vectors(rank, 4)]
+    outs = []
+    for step, vector in enumerate(inputs):
+        if step == 2:
+            bad = torch.full_like(vector, torch.inf if rank == 1 else 1.0)
+            made(made.allocate((300,), dtype=bad.dtype, device=bad.device), bad, group, AVERAGE)
+            file = BytesIO()
+            torch.save(made.state_dict(), file)
+            file.seek(0)
+            made = CompressedReduceScatter(ErrorFeedback(TopK(0.1)))
+            made.load_state_dict(torch.load(file, weights_only=True))
+        out = torch.empty(300)
+        made(out, vector, group, AVERAGE)
+        outs.append(out.numpy())
+    whole = torch.empty(300)
+    CompressedReduceScatter(Uncompressed())(whole, inputs[0], group, dist.ReduceOp.SUM)
+    refused = ""
+    try:
+        made(whole, inputs[0], group, dist.ReduceOp.MAX)
+    except ConfigurationError as exc:
+        refused = str(exc)
+
+    model = network()
+    modules = [model[0], model[3], model[5], model]
+    scatters = []
+    for module in modules:
+        sharded = fully_shard(module)
+        scatters.append(CompressedReduceScatter(ErrorFeedback(TopK(0.1))))
+        sharded.set_custom_reduce_scatter(scatters[-1])
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.3)
+    losses = []
+    inputs_, _ = next(batches(rank, 1))
+    labels = inputs_.mean(dim=(1, 2, 3)).gt(0).long()
+    for _ in range(40):
+        optimizer.zero_grad()
+        loss = torch.nn.functional.cross_entropy(model(inputs_), labels)
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    sent = sum(each.sent.num_bytes for each in scatters)
+    plain = sum(each.sent.plain_bytes for each in scatters)
+    residuals = [state[0].numpy() for state in made.state_dict()["states"]]
+    return {
+        "inputs": np.stack([vector.numpy() for vector in inputs]),
+        "outs": np.stack(outs),
+        "whole": whole.numpy(),
+        "residual": np.concatenate(residuals),
+        "refused": np.array(refused),
+        "losses": np.array(losses),
+        "bytes": np.array([sent, plain]),
+    }
+
+
 def main(rank: int, store: str, out: str) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=WORLD)
@@ -359,6 +421,7 @@ def main(rank: int, store: str, out: str) -> None:
         "one_bit": one_bit(rank),
         "local": local_sgd(rank),
         "sharded": sharded(rank),
+        "scattered": scattered(rank),
     }
     if rank < 2:
         scenarios["hooks"] = hooks(rank, pair)

@@ -55,7 +55,7 @@ def train(rank: int, name: str, folder: Path, *, resume: bool, kill: bool) -> np
         torch.nn.functional.cross_entropy(model(inputs), labels).backward()
         optimizer.step()
         if not resume and step == SAVED - 1:
-            parts = {"net": net, "optimizer": optimizer, "hook": state}
+            parts: dict[str, Any] = {"net": net, "optimizer": optimizer, "hook": state}
             torch.save({key: each.state_dict() for key, each in parts.items()}, file)
     return torch.cat([p.detach().ravel() for p in net.parameters()]).numpy()
 

@@ -15,10 +15,13 @@ import torch
 
 from fedpress_compression.compressor import Public
 from fedpress_compression.compressors.coded import Coded
+from fedpress_compression.compressors.error_feedback import ErrorFeedback
 from fedpress_compression.compressors.none import Uncompressed
+from fedpress_compression.compressors.powersgd import PowerSGD
 from fedpress_compression.randomness import PublicRandomness
 from fedpress_ddp.exchange import Exchange
 from fedpress_ddp.hook import HookState, LocalSGD
+from fedpress_ddp.sharded import CompressedReduceScatter
 from fedpress_protocols.errors import ConfigurationError, IncompatiblePlan
 from tests.client.data_parallel_process import (
     METHODS,
@@ -210,6 +213,28 @@ def test_local_sgd_between_sites_of_fsdp_learns(found: Found) -> None:
         assert losses[-1] < 0.5 * losses[0]
         num_bytes, plain_bytes = process["sharded.bytes"]
         assert num_bytes < plain_bytes / 10
+
+
+def test_a_compressed_reduce_scatter_loses_nothing(found: Found) -> None:
+    """Over a restart, and a step of infinity that changes nothing."""
+    means = np.concatenate([process["scattered.outs"] for process in found], axis=1)
+    inputs = np.mean([process["scattered.inputs"] for process in found], axis=0)
+    left = np.sum([process["scattered.residual"] for process in found], axis=0)
+    assert left.any()
+    np.testing.assert_allclose(means.sum(axis=0) + left, inputs.sum(axis=0), rtol=1e-4, atol=1e-4)
+    whole = np.concatenate([process["scattered.whole"] for process in found])
+    np.testing.assert_allclose(whole, WORLD * inputs[0], rtol=1e-5, atol=1e-5)
+    assert "cannot do" in str(found[0]["scattered.refused"])
+
+
+def test_fsdp_learns_with_a_compressed_reduce_scatter(found: Found) -> None:
+    losses = np.mean([process["scattered.losses"] for process in found], axis=0)
+    assert losses[-1] < 0.6 * losses[0]
+    for process in found:
+        num_bytes, plain_bytes = process["scattered.bytes"]
+        assert num_bytes < plain_bytes / 5
+    with pytest.raises(IncompatiblePlan, match="sums factors"):
+        CompressedReduceScatter(ErrorFeedback(PowerSGD()))
 
 
 def test_what_a_group_cannot_know_is_refused() -> None:
