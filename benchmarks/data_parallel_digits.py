@@ -1,11 +1,13 @@
 """Two processes train a perceptron together: accuracy against the bytes that each puts in.
 
-    python benchmarks/data_parallel_digits.py [--seeds 3] [--epochs 30] [--json FILE]
+    python benchmarks/data_parallel_digits.py [--seeds 3] [--only WORD...] [--json FILE]
 
 scikit-learn's handwritten digits, half of them in each process, a perceptron 64-256-128-10 in
 DistributedDataParallel over gloo, `fedpress_ddp.hook.comm_hook`. Bytes are what a process puts
 into collectives, all steps, the uncompressed ones at the beginning too. The last row takes eight
-local steps between exchanges.
+local steps between exchanges. Rows of Adam have no DistributedDataParallel: `OneBitAdam` exchanges
+the gradients itself. `--json` is written after every row, and rows that it has with as many seeds
+and epochs are not run again.
 """
 
 from __future__ import annotations
@@ -13,9 +15,11 @@ from __future__ import annotations
 import json
 import os
 import statistics
+import sys
 import tempfile
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -27,11 +31,16 @@ from torch.nn.parallel import DistributedDataParallel
 
 from fedpress_compression.compressor import from_config
 from fedpress_compression.compressors.dgc import Dgc
+from fedpress_compression.compressors.topk import TopK
 from fedpress_ddp.hook import HookState, LocalSGD, comm_hook
-from fedpress_protocols.schedule import sparsity_warm_up
+from fedpress_ddp.methods import METHODS
+from fedpress_ddp.optimizers import OneBitAdam
+from fedpress_protocols.plan import Profile
+from fedpress_protocols.schedule import Period, sparsity_warm_up
 
 WORLD, TEST_IMAGES, BATCH, RATE, MOMENTUM = 2, 360, 32, 0.1, 0.9
 FEEDBACK = "error_feedback"
+SPARSE_START = [[0.05, 12], [0.0125, 12], [0.004, 12]]
 ROWS: dict[str, dict[str, Any]] = {
     "float32": {"id": "none"},
     "top-k 1 % of 2 bits, EF": {"id": FEEDBACK, "inner": {"id": "topk", "fraction": 0.01}},
@@ -56,6 +65,21 @@ ROWS: dict[str, dict[str, Any]] = {
         "inner": {"id": "topk", "fraction": 0.01},
         "every": 8,
     },
+    "float32, rate .05": {"id": "none", "rate": 0.05},
+    "float32, rate .2": {"id": "none", "rate": 0.2},
+    "torch fp16": {"id": "none", "half": True},
+    **{name: dict(config) for name, config in METHODS.items()},
+    "sign, feedback": {**METHODS["sign, feedback"], "rate": 0.02},
+    "dgc, top-k .2 % of 0 bits, short warm-up": {
+        "id": "dgc",
+        "inner": {"id": "topk", "fraction": 0.002, "magnitude_bits": 0},
+        "optimizer_momentum": 0.0,
+        "sparsities": SPARSE_START,
+        "plain_steps": 0,
+    },
+    "Adam, float32": {"id": "none", "adam": 0.003},
+    "1-bit Adam, 15 % warm-up": {"id": "none", "adam": 0.003, "warm_up": 104},
+    "1-bit Adam, 30 % warm-up": {"id": "none", "adam": 0.003, "warm_up": 207},
 }
 
 
@@ -80,21 +104,35 @@ def train(rank: int, config: dict[str, Any], seed: int, epochs: int) -> tuple[fl
     mine = mine[: (len(labels) - TEST_IMAGES) // WORLD]
     config = dict(config)
     every = config.pop("every", 0)
-    momentum = config.pop("optimizer_momentum", MOMENTUM)
-    warm_up = config.pop("warm_up", 0)
+    rate, momentum = config.pop("rate", RATE), config.pop("optimizer_momentum", MOMENTUM)
+    warm_up, adam = config.pop("warm_up", 0), config.pop("adam", 0.0)
+    sparsities, plain_steps = config.pop("sparsities", []), config.pop("plain_steps", 2)
+    dtype = torch.float16 if config.pop("half", False) else torch.float32
     made = from_config(config)
     model = perceptron(seed)
-    inner = torch.optim.SGD(model.parameters(), lr=RATE, momentum=momentum)
+    run: torch.nn.Module = model
+    inner: torch.optim.Optimizer
+    outer: LocalSGD | None = None
+    if adam:
+        steps_of_warm_up = warm_up or sys.maxsize
+        one_bit = OneBitAdam(model.parameters(), adam, warm_up_steps=steps_of_warm_up, seed=seed)
+        inner, sent = one_bit, one_bit.sent
+    else:
+        inner = torch.optim.SGD(model.parameters(), lr=rate, momentum=momentum)
     if every:
         outer = LocalSGD(model.parameters(), made, every=every, learning_rate=1.0, momentum=0.0)
-        run, sent = model, outer.sent
-    else:
+        sent = outer.sent
+    elif not adam:
         run = DistributedDataParallel(model)
-        dgc = made if warm_up and isinstance(made, Dgc) else None
-        schedule = () if dgc is None else sparsity_warm_up(dgc, rounds=warm_up)
-        state = HookState(made, seed=seed, schedule=schedule)
+        schedule: tuple[Period, ...] = ()
+        if isinstance(made, Dgc):
+            schedule = sparsity_warm_up(made, rounds=warm_up) if warm_up else ()
+            schedule += tuple(_period(made, *each) for each in sparsities)
+        # Without threads, which the bits do not depend on and a small model does not need.
+        options = {"seed": seed, "plain_steps": plain_steps, "dtype": dtype, "workers": 0}
+        state = HookState(made, schedule=schedule, **options)
         run.register_comm_hook(state, comm_hook)
-        outer, sent = None, state.sent
+        sent = state.sent
     draw = torch.Generator().manual_seed(1000 * seed + rank)
     steps = 0
     for _ in range(epochs):
@@ -111,38 +149,62 @@ def train(rank: int, config: dict[str, Any], seed: int, epochs: int) -> tuple[fl
     return right.float().mean().item(), sent.num_bytes, plain
 
 
-def process(rank: int, store: str, out: str, seeds: int, epochs: int) -> None:
+def _period(made: Dgc, fraction: float, steps: int) -> Period:
+    inner = replace(cast(TopK, made.inner), fraction=fraction)
+    profile = Profile(name="only", compressor=replace(made, inner=inner))
+    return Period(profiles=(profile,), rounds=steps)
+
+
+def process(rank: int, store: str, out: str, names: list[str], seeds: int, epochs: int) -> None:
     torch.set_num_threads(1)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=WORLD)
-    found = {
-        name: [train(rank, config, seed, epochs) for seed in range(seeds)]
-        for name, config in ROWS.items()
-    }
-    if rank == 0:
-        Path(out).write_text(json.dumps(found))
+    file = Path(out)
+    for name in names:
+        runs = [train(rank, ROWS[name], seed, epochs) for seed in range(seeds)]
+        if rank == 0:
+            rows = json.loads(file.read_text()) if file.exists() else {}
+            accuracies = [run[0] for run in runs]
+            rows[name] = {
+                "accuracy": statistics.mean(accuracies),
+                "deviation": statistics.pstdev(accuracies),
+                "bytes": statistics.mean(run[1] for run in runs),
+                "ratio": statistics.mean(run[2] / run[1] for run in runs),
+                "seeds": seeds,
+                "epochs": epochs,
+            }
+            save(rows, file)
+            print(line(name, rows[name]), flush=True)
     dist.destroy_process_group()
+
+
+def line(name: str, row: dict[str, float]) -> str:
+    megabytes = row["bytes"] / 1e6
+    return f"{name:40} {row['accuracy']:10.4f} {megabytes:9.3f} {row['ratio']:11.1f}x"
 
 
 def main() -> None:
     command = parser(__doc__)
     command.add_argument("--seeds", type=int, default=3)
     command.add_argument("--epochs", type=int, default=30)
+    command.add_argument(
+        "--only", nargs="+", default=[""], help="only rows with one of these words"
+    )
     asked = command.parse_args()
+    print(f"{'exchange':40} {'accuracy':>10} {'MB':>9} {'fewer bytes':>12}", flush=True)
     with tempfile.TemporaryDirectory() as folder:
-        out = Path(folder, "out.json")
-        arguments = (str(Path(folder, "store")), str(out), asked.seeds, asked.epochs)
-        spawn(process, arguments, nprocs=WORLD)
-        found = json.loads(out.read_text())
-    print(f"{'exchange':36} {'accuracy':>10} {'MB':>9} {'fewer bytes':>12}")
-    rows = {}
-    for name, runs in found.items():
-        accuracy = statistics.mean(run[0] for run in runs)
-        num_bytes = statistics.mean(run[1] for run in runs)
-        ratio = statistics.mean(run[2] / run[1] for run in runs)
-        rows[name] = {"accuracy": accuracy, "bytes": num_bytes, "ratio": ratio}
-        print(f"{name:36} {accuracy:10.4f} {num_bytes / 1e6:9.3f} {ratio:11.1f}x")
-    save(rows, asked.json)
+        out = Path(folder, "out.json") if asked.json is None else asked.json
+        rows = json.loads(out.read_text()) if out.exists() else {}
+        names = []
+        for name in (each for each in ROWS if any(word in each for word in asked.only)):
+            row = rows.get(name, {})
+            if (row.get("seeds"), row.get("epochs")) == (asked.seeds, asked.epochs):
+                print(line(name, row), flush=True)
+            else:
+                names.append(name)
+        if names:
+            arguments = (str(Path(folder, "store")), str(out), names, asked.seeds, asked.epochs)
+            spawn(process, arguments, nprocs=WORLD)
 
 
 if __name__ == "__main__":

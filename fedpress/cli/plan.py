@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import click
 
@@ -14,7 +15,7 @@ from fedpress_protocols.errors import ConfigurationError
 
 @click.command("plan", cls=Command)
 @argument("model", help="A safetensors file, or a number of parameters: 50826, 350k, 1.5M, 7G.")
-@click.option("--link", "uplink", type=float, required=True, help="A device's uplink, Mbit/s.")
+@click.option("--link", "uplink", type=float, help="A device's uplink, Mbit/s; required.")
 @click.option("--downlink", type=float, help="Its downlink, Mbit/s; by default as --link.")
 @click.option("--lane", type=click.Choice(["clear", "masked"]), default="clear", help="The lane.")
 @click.option("--cohort", type=int, default=100, help="Devices whose uploads make a round.")
@@ -67,9 +68,30 @@ from fedpress_protocols.errors import ConfigurationError
 @click.option("--trial-strategy", help="Of all profiles but auto in a trial: fedavg.")
 @click.option("--trial-seed", type=int, help="Of a trial's cohorts, split and training: 0.")
 @click.option(
+    "--ddp",
+    is_flag=True,
+    help="Plan DistributedDataParallel instead: seconds and money of a step, by method. "
+    "With the options below, --most-loss and --json alone.",
+)
+@click.option("--processes", type=int, help="Of --ddp: processes or GPUs; required.")
+@click.option(
+    "--step-time",
+    "step_seconds",
+    type=float,
+    help="Of --ddp: seconds of a step without communication; required.",
+)
+@click.option("--network", type=float, help="Of --ddp: Gbit/s of each process; required.")
+@click.option("--latency", type=float, help="Of --ddp: seconds of one message: 0.00005.")
+@click.option("--steps", type=int, help="Of --ddp: steps of the training: 100,000.")
+@click.option("--price-hour", type=float, help="Of --ddp: price of one process for an hour.")
+@click.option("--price-gb", type=float, help="Of --ddp: price of a GB that a process sends.")
+@click.option(
     "--json", "json_file", metavar="FILE|-", help="Write the figures here; - prints them alone."
 )
+@click.pass_context
 def plan(
+    context: click.Context,
+    /,
     model: str,
     downlink: float | None,
     update: str | None,
@@ -83,9 +105,31 @@ def plan(
     trial_clients: int | None,
     trial_strategy: str | None,
     trial_seed: int | None,
+    ddp: bool,
+    processes: int | None,
+    step_seconds: float | None,
+    network: float | None,
+    latency: float | None,
+    steps: int | None,
+    price_hour: float | None,
+    price_gb: float | None,
     **asked: Any,
 ) -> None:
     """Predict bytes and time of a task, and recommend a profile."""
+    cluster = {
+        "processes": processes,
+        "step_seconds": step_seconds,
+        "network": network,
+        "latency": latency,
+        "steps": steps,
+        "price_hour": price_hour,
+        "price_gb": price_gb,
+    }
+    _check_options(context, ddp, cluster)
+    if ddp:
+        chosen_cluster = {name: each for name, each in cluster.items() if each is not None}
+        _data_parallel(model, json_file, most_loss=asked["most_loss"], **chosen_cluster)
+        return
     from fedpress.planning.report import planned
     from fedpress.planning.situation import Situation, model_of
     from fedpress.planning.trial import Trial
@@ -121,6 +165,52 @@ def plan(
         Trial(**chosen) if trial else None,
         lambda name: click.echo(f"trial: {name}", err=True),
     )
+    _print(report, json_file)
+
+
+def _data_parallel(model: str, json_file: str | None, **cluster: Any) -> None:
+    from fedpress.planning.data_parallel import Cluster, Report, measure
+    from fedpress.planning.situation import model_of
+
+    spec, _ = model_of(model)
+    asked = Cluster(parameters=spec.size, **cluster)
+    _print(Report(model, asked, measure(spec)), json_file)
+
+
+def _check_options(
+    context: click.Context, ddp: bool, cluster: Mapping[str, float | int | None]
+) -> None:
+    """Raise ConfigurationError if an option is required, or belongs to the other kind of plan."""
+    required: tuple[str, ...]
+    if ddp:
+        required = ("processes", "step_seconds", "network")
+        allowed = {"model", "ddp", "most_loss", "json_file", *cluster}
+    else:
+        required, allowed = ("uplink",), set(context.params) - set(cluster)
+    by_name = {each.name: each.opts[0] for each in context.command.params}
+    absent = [by_name[name] for name in required if context.params[name] is None]
+    if absent:
+        kind = "a plan with --ddp" if ddp else "a plan"
+        raise ConfigurationError(f"{kind} needs {', '.join(absent)}")
+    default = click.core.ParameterSource.DEFAULT
+    foreign = [
+        by_name[name]
+        for name in context.params
+        if name not in allowed and context.get_parameter_source(name) != default
+    ]
+    if foreign:
+        raise ConfigurationError(
+            f"{', '.join(foreign)}: {'not for a plan with --ddp' if ddp else 'only with --ddp'}",
+            hint="`fedpress plan --help` says which options go together",
+        )
+
+
+class _Report(Protocol):
+    def to_json(self) -> dict[str, Any]: ...
+    def to_text(self) -> str: ...
+
+
+def _print(report: _Report, json_file: str | None) -> None:
     figures = json.dumps(report.to_json(), indent=2) + "\n"
     if json_file == "-":
         click.echo(figures, nl=False)
