@@ -180,9 +180,8 @@ class HookState:
             each.exposed_seconds = each.seconds
             if each.error is not None:
                 raise each.error
-        if len(begun) == 1:
-            return begun[0].future
-        return _joined(self._spec(bucket), begun)
+        spec = self._spec(bucket)
+        return begun[0].future if begun[0].spec == spec else _joined(spec, begun)
 
     def _parts(self, bucket: GradBucket) -> list[tuple[ModelSpec, torch.Tensor]]:
         """The bucket; in the first step after a checkpoint, whose single bucket has all gradients,

@@ -160,6 +160,19 @@ def test_a_hook_continues_from_its_checkpoint() -> None:
 
 
 @pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize("num", [1, 3])
+def test_gradients_come_back_in_their_places_from_restored_buckets(num: int) -> None:
+    state = HookState(Uncompressed(), plain_steps=0)
+    due = step(model_with(state))
+    saved = state.state_dict()
+    names = [name for bucket in saved["buckets"] for name in bucket][::-1]
+    saved["buckets"] = [names[first::num] for first in range(num)]
+    again = HookState(Uncompressed(), plain_steps=0)
+    again.load_state_dict(saved)
+    torch.testing.assert_close(step(model_with(again)), due)
+
+
+@pytest.mark.usefixtures("alone")
 def test_dgc_refuses_an_optimizer_with_momentum_of_its_own() -> None:
     model = model_with(HookState(Dgc(TopK(0.1))))
     step(model)
