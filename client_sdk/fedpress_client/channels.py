@@ -101,9 +101,10 @@ class PrivateChannel(Channel):
     """Bound the norm of what the clear channel sends to the plan's `clip`.
 
     In the central lane that holds for the values that the server decodes: an update whose decoded
-    norm is beyond it is scaled down and compressed again. In the local lane the numbers are clipped
-    and noised before they are compressed, and `sent` has them without noise. `clear` must have no
-    `sections`: what it makes first may not be what is sent.
+    norm is beyond it is scaled down and compressed again, and the body of an adaptive clip says so.
+    In the local lane the numbers are clipped and noised before they are compressed, and `sent` has
+    them without noise. `clear` must have no `sections`: what it makes first may not be what is
+    sent.
     """
 
     clear: ClearChannel
@@ -118,19 +119,28 @@ class PrivateChannel(Channel):
         if self.terms.lane == "local":
             return self._noised(update, state, public, rng)
         clip, factor = self.terms.clip, 1.0
+        is_within = self._peak(update, public) <= clip  # the channel cuts single values off
         for _ in range(_TRIES):
+            if self.terms.adaptive is not None:
+                self.clear.report = (float(is_within),)
             within = update if factor == 1 else (update * factor).astype(np.float32)
             symbols, after = self.clear.compress(within, state, public, rng)
             norm = self.clear.sent.norm
             if norm <= clip:
                 self.body, self.sent = self.clear.body, self.clear.sent
                 return symbols, after
+            is_within = False
             factor *= 0.999 * clip / norm
         raise InvalidUpdate(
             f"compressed, the update's norm stays beyond the clip of {clip:g}",
             hint="choose a compressor that rounds less, with more bits or a smaller clip of its "
             "own, or raise privacy.clip",
         )
+
+    def _peak(self, update: Vector, public: Public) -> float:
+        """The largest magnitude at the coordinates that are sent."""
+        support = support_of(self.clear.lossy, public)
+        return float(kernels.peak(update if support is None else update[support]))
 
     def _noised(
         self, update: Vector, state: Any, public: Public, rng: np.random.Generator

@@ -60,16 +60,17 @@ class TermsAtWork:
             terms.proximal,
             correction,
             terms.full_batch,
-            plan.report,
+            plan.trainer_report,
             progress,
         )
 
     def report(self, trained: Trained) -> dict[str, float]:
         """The numbers that the plan names; ConfigurationError if the trainer did not tell one."""
-        missing = [name for name in self._plan.report if name not in trained.report]
+        names = self._plan.trainer_report
+        missing = [name for name in names if name not in trained.report]
         if missing:
             raise ConfigurationError(f"the trainer did not report {', '.join(missing)}")
-        return {name: float(trained.report[name]) for name in self._plan.report}
+        return {name: float(trained.report[name]) for name in names}
 
     def update(self, change: Vector, trained: Trained) -> Vector:
         """The update to upload, of the `change` [model.spec.size] that training made."""
@@ -110,7 +111,7 @@ def personalised(model: Model, ledger: Ledger, besides: Collection[str] = ()) ->
 def check_honoured(plan: RoundPlan, trainer: Trainer) -> None:
     """Raise IncompatiblePlan if the plan asks what the trainer does not say it knows."""
     restricted = ["restricted"] if plan.training.restricted else []
-    required = plan.client_terms.of_trainer.union(plan.report, restricted)
+    required = plan.client_terms.of_trainer.union(plan.trainer_report, restricted)
     unknown = sorted(required.difference(getattr(trainer, "honours", ())))
     if unknown:
         raise IncompatiblePlan(

@@ -184,11 +184,13 @@ class PrivacyBudget:
                 "sent",
                 rule="privacy",
             )
-        if before is not None and before.terms != terms:
+        moves = before is not None and terms.adaptive is not None
+        fixed = terms.with_clip(before.terms.clip) if before is not None and moves else terms
+        if before is not None and before.terms != fixed:
             changed = [
                 f"{name} from {_shown(before.terms, name)} to {_shown(terms, name)}"
                 for name in PrivacyTerms.model_fields
-                if getattr(terms, name) != getattr(before.terms, name)
+                if getattr(fixed, name) != getattr(before.terms, name)
             ]
             raise PlanDeclined(
                 f"{about} changes the privacy terms: {', '.join(changed)}",
@@ -225,4 +227,4 @@ class PrivacyBudget:
 
 def _shown(terms: PrivacyTerms, name: str) -> str:
     value = getattr(terms, name)
-    return value if isinstance(value, str) else f"{value:g}"
+    return f"{value:g}" if isinstance(value, int | float) else str(value or "none")

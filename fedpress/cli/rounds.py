@@ -195,10 +195,13 @@ def privacy_spent(status: PrivacyStatus) -> str:
             f", {status.separation} rounds apart; its noise is correlated over {status.bands} "
             "rounds"
         )
+    clip = ""
+    if status.quantile is not None:
+        clip = f"; clip {status.clip:.3g}, by the {status.quantile:g} quantile of norms"
     return (
         f"epsilon {status.epsilon:.3g} of {status.max_epsilon:g} at delta {status.delta:g}, by "
         f"{status.participations} of {status.max_participations} participations of a device at "
-        f"most{correlated}; against {status.against}"
+        f"most{correlated}{clip}; against {status.against}"
     )
 
 

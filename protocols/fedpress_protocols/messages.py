@@ -486,13 +486,15 @@ class PrivacyStatus(Term):
     """Of noise that is correlated over rounds, see PrivacyTerms; left out where it is 1, as is
     `separation`."""
     separation: int = 1
+    quantile: float | None = None
+    """That the clip follows; left out where it is fixed. `clip` is the round's."""
     against: str
 
     @model_serializer(mode="wrap")
     def _without_defaults(self, serialize: SerializerFunctionWrapHandler) -> dict[str, Any]:
         fields: dict[str, Any] = serialize(self)
-        for name in ("bands", "separation"):
-            if fields.get(name) == 1:
+        for name, usual in (("bands", 1), ("separation", 1), ("quantile", None)):
+            if fields.get(name, ...) == usual:
                 del fields[name]
         return fields
 

@@ -45,6 +45,7 @@ from fedpress_protocols.upload import (
     REPORT_BYTES,
     WIRE_VERSION,
     WIRE_VERSIONS,
+    WITHIN_CLIP,
     max_body_bytes,
 )
 from fedpress_protocols.validation import format_validation_errors
@@ -240,6 +241,37 @@ class MaskingTerms(Term):
 
 MAX_PARTICIPATIONS = 2**20
 """Maximum participations of a device in a private task."""
+MIN_CLIP, MAX_CLIP = 1e-9, 2.0**20
+CLIP_SPAN = 2.0**10
+"""An adaptive clip stays within this factor of the task's, both ways."""
+
+
+class AdaptiveClip(Term):
+    """A clip that follows a quantile of the norms of what devices would send without it.
+
+    Each upload reports whether its norm is within the round's clip. The server counts these bits
+    with noise of its own, of deviation `count_noise` in devices, and multiplies the next round's
+    clip by exp(-`learning_rate` * (share within - `quantile`)).
+
+    Andrew, Thakkar, McMahan and Ramaswamy 2021, arXiv:1905.03871, Algorithm 1.
+    """
+
+    quantile: Annotated[float, Field(gt=0, lt=1)] = 0.5
+    learning_rate: Annotated[float, Field(gt=0, le=2)] = 0.2
+    count_noise: Annotated[float, Field(ge=0, le=2.0**18)] = 0.0
+    """A twentieth of the cohort is usual. 0 is refused."""
+
+    def next_clip(self, clip: float, share: float, initial: float) -> float:
+        """The clip after one of `clip` that the `share` of devices was within, of a task that began
+        with `initial`: of six digits, so that no machine's arithmetic shows."""
+        moved = clip * math.exp(-self.learning_rate * (min(max(share, 0.0), 1.0) - self.quantile))
+        low, high = clip_range(initial)
+        return min(max(float(f"{moved:.6g}"), low), high)
+
+
+def clip_range(initial: float) -> tuple[float, float]:
+    """The least and the largest clip of an adaptive task that begins with `initial`."""
+    return max(MIN_CLIP, initial / CLIP_SPAN), min(MAX_CLIP, initial * CLIP_SPAN)
 
 
 class PrivacyTerms(Term):
@@ -258,11 +290,15 @@ class PrivacyTerms(Term):
     In the central lane the noise may be correlated over `bands` rounds, see `correlated`; 1: drawn
     anew in each. A device that takes part in a round then does so again `separation` rounds later
     at the earliest.
+
+    With `adaptive` terms the server chooses each round's clip by a count that has noise too. A
+    participation then spends on both together what `noise_multiplier` says.
     """
 
     lane: PrivacyLane = "distributed"
     """Left out where it is `distributed`: older releases do not know it."""
-    clip: Annotated[float, Field(ge=1e-9, le=2.0**20)]
+    clip: Annotated[float, Field(ge=MIN_CLIP, le=MAX_CLIP)]
+    """Of a round's plan; in a task that of all rounds or, if it is `adaptive`, of the first."""
     noise_multiplier: Annotated[float, Field(ge=0.01, le=2.0**20)]
     participations: Annotated[int, Field(ge=1, le=MAX_PARTICIPATIONS)]
     epsilon: Annotated[float, Field(gt=0, le=30)]
@@ -270,14 +306,35 @@ class PrivacyTerms(Term):
     bands: Annotated[int, Field(ge=1, le=correlated.MAX_BANDS)] = 1
     """Left out where it is 1, as is `separation`: older releases do not know them."""
     separation: Annotated[int, Field(ge=1, le=correlated.MAX_SEPARATION)] = 1
+    adaptive: AdaptiveClip | None = None
+    """Left out where it is None: older releases do not know it."""
 
     @model_serializer(mode="wrap")
     def _without_defaults(self, serialize: SerializerFunctionWrapHandler) -> dict[str, Any]:
         fields: dict[str, Any] = serialize(self)
-        for name, usual in (("lane", "distributed"), ("bands", 1), ("separation", 1)):
-            if fields.get(name) == usual:
+        usual = {"lane": "distributed", "bands": 1, "separation": 1, "adaptive": None}
+        for name, value in usual.items():
+            if fields.get(name, ...) == value:
                 del fields[name]
         return fields
+
+    @property
+    def update_multiplier(self) -> float:
+        """The noise in each number of a round over `clip`: `noise_multiplier`, or more where the
+        count of an adaptive clip spends a part.
+
+        A device moves the sum by `clip` at most and the count of bits less a half by a half at
+        most, so both are one Gaussian mechanism of sensitivity over deviation
+        sqrt(update_multiplier**-2 + (2 count_noise)**-2) = 1 / noise_multiplier.
+        """
+        if self.adaptive is None:
+            return self.noise_multiplier
+        rest = self.noise_multiplier**-2 - (2 * self.adaptive.count_noise) ** -2
+        return (1 + 1e-12) / math.sqrt(rest)
+
+    def with_clip(self, clip: float) -> PrivacyTerms:
+        """These terms in a round whose clip is this."""
+        return self.model_copy(update={"clip": clip})
 
     @property
     def needs_masks(self) -> bool:
@@ -311,6 +368,37 @@ class PrivacyTerms(Term):
             raise ValueError(
                 f"a separation of {self.separation} rounds is for noise that is correlated over "
                 "rounds; set bands to more than 1, or leave separation out"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _can_adapt(self) -> PrivacyTerms:
+        if self.adaptive is None:
+            return self
+        if self.lane != "central":
+            raise ValueError(
+                f"an adaptive clip in the {self.lane} lane: the count of devices within the clip "
+                "gets its noise from the server; set lane to central, or leave adaptive out"
+            )
+        if self.bands > 1:
+            raise ValueError(
+                "an adaptive clip under noise that is correlated over rounds: a round takes noise "
+                "of earlier rounds away, which was drawn for other clips, so that it would neither "
+                "cancel nor cover the claim; leave bands and separation out, or adaptive"
+            )
+        noise, least = self.adaptive.count_noise, self.noise_multiplier / 2
+        if not noise:
+            raise ValueError(
+                "the adaptive clip's count of devices within the clip has no noise, and each "
+                "round's clip would tell of single devices; set adaptive.count_noise to a "
+                f"twentieth of cohort.size, and to more than {least:g}"
+            )
+        if not noise > least * (1 + 1e-6):
+            raise ValueError(
+                f"a count_noise of {noise:g} spends more than all of what a noise_multiplier of "
+                f"{self.noise_multiplier:g} allows in a round; set adaptive.count_noise to more "
+                f"than {least:g}, such as {2.5 * self.noise_multiplier:g}, which leaves the noise "
+                "of updates 2 % larger, or raise epsilon"
             )
         return self
 
@@ -459,12 +547,22 @@ class RoundPlan(Term):
 
     def _can_be_private(self) -> None:
         if self.privacy is None:
+            if WITHIN_CLIP in self.report:
+                raise IncompatiblePlan(
+                    f"{WITHIN_CLIP} in report is of privacy terms with an adaptive clip, and the "
+                    "plan has none; leave it out"
+                )
             return
         if self.privacy.needs_masks:
             self._can_distribute_noise()
         else:
             self._can_be_private_in_clear(self.privacy)
-        if self.report:
+        if self.privacy.adaptive is not None and WITHIN_CLIP not in self.report:
+            raise IncompatiblePlan(
+                f"an adaptive clip without {WITHIN_CLIP} in report, by which the devices within it "
+                "are counted; add it, or leave privacy.adaptive out"
+            )
+        if self.trainer_report or (self.report and self.privacy.adaptive is None):
             raise IncompatiblePlan(
                 f"reported numbers ({', '.join(self.report)}) are sent without noise, which the "
                 "privacy terms do not allow; choose a strategy that needs no reports"
@@ -532,7 +630,7 @@ class RoundPlan(Term):
                 f"{self.cohort.minimum}; raise it to {LEAST_CENTRAL} or, better, more"
             )
         bounds, steps = self.sum_bounds(), 2.0**self.fixed_point.scale_bits
-        deviation = terms.noise_multiplier * terms.clip * steps
+        deviation = terms.update_multiplier * terms.clip * steps
         if terms.clip < bounds.max_abs:
             raise IncompatiblePlan(
                 f"values up to {bounds.max_abs:g} cannot be within a norm of {terms.clip:g}; set "
@@ -545,6 +643,11 @@ class RoundPlan(Term):
                 f"noise of deviation {deviation:g} steps can overflow a sum of 63 bits; lower "
                 "fixed_point.scale_bits"
             )
+
+    @property
+    def trainer_report(self) -> tuple[str, ...]:
+        """The names in `report` whose numbers trainers tell; the others follow from the update."""
+        return tuple(name for name in self.report if name != WITHIN_CLIP)
 
     @property
     def private_against(self) -> str:

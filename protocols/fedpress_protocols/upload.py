@@ -34,11 +34,13 @@ WIRE_VERSIONS = (1,)
 MAX_EXAMPLES = 2**32 - 1
 MAX_REPORTS = 16
 REPORT_BYTES = 4
+WITHIN_CLIP = "within-clip"
+"""1 where the update is within the clip of adaptive privacy terms without being scaled, else 0."""
 REPORT_BOUNDS: Mapping[str, tuple[float, float]] = MappingProxyType(
-    {"steps": (1.0, 2.0**24), "loss": (0.0, 2.0**24)}
+    {"steps": (1.0, 2.0**24), "loss": (0.0, 2.0**24), WITHIN_CLIP: (0.0, 1.0)}
 )
-"""Bounds of reported numbers: the optimizer's steps, and the mean loss of the round's model over
-the device's examples. A number with another name lies in [-2**24, 2**24]."""
+"""Bounds of reported numbers: the optimizer's steps, the mean loss of the round's model over
+the device's examples, `WITHIN_CLIP`. A number with another name lies in [-2**24, 2**24]."""
 
 _HEADER_AT_MOST = 7
 _MODE_AT_MOST = 8

@@ -225,11 +225,12 @@ def _noise_missing(patch: pytest.MonkeyPatch) -> None:
 
 
 def _noise_repeated(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(private, "noise_seed", lambda noised, secret: bytes(48))
+    patch.setattr(private, "noise_seed", lambda *about: bytes(48))
 
 
 def _norm_unbounded(patch: pytest.MonkeyPatch) -> None:
     def compress(channel: PrivateChannel, *what: Any) -> Any:
+        channel.clear.report = (0.0,) * len(channel.clear.plan.report)
         symbols, after = channel.clear.compress(*what)
         channel.body, channel.sent = channel.clear.body, channel.clear.sent
         return symbols, after
@@ -375,3 +376,95 @@ def test_the_attack_finds_a_broken_build_of_correlated_noise(
     claimed = PrivacyTerms(**CORRELATED).spent(3)
     breaks(monkeypatch)
     assert least_epsilon_of_correlated(runs) > claimed
+
+
+# An adaptive clip: the sum and the count of a round together
+
+ADAPTIVE = {**CLAIM, "lane": "central", "adaptive": {"count_noise": 0.6}}
+"""The count spends two thirds of a participation, so that an attack on it alone shows much."""
+
+
+def adaptive_releases(runs: int, *, takes_part: bool) -> np.ndarray:
+    """By run, what the server released of a round: the sum along the canary's direction, and the
+    count that its next clip tells, in devices.
+
+    The victim's update is far beyond the clip, so that its bit is 0; without it there is neither.
+    """
+    plan = made_plan(
+        {"id": "error_feedback", "inner": {"id": "none"}},
+        privacy=ADAPTIVE,
+        report=("within-clip",),
+        lane="clear",
+        masking=None,
+        cohort={"size": 2, "minimum": 2},
+        fixed_point={"scale_bits": 30, "max_abs": 0.3, "max_examples": 1},
+    )
+    bodies: dict[str, bytes] = {}
+    payloads: Any = SimpleNamespace(get=bodies.__getitem__)
+    terms = RoundTerms(plan, SPEC, payloads)
+    vars(terms)["public"] = plan.public(SPEC, {})
+    direction = np.full(SPEC.size, 1 / math.sqrt(SPEC.size))
+    canary = (3 * CLAIM["clip"] * direction).astype(np.float32)
+    rng = np.random.default_rng([takes_part, 6])
+    staged = []
+    for update in (np.zeros_like(canary), canary)[: 1 + takes_part]:
+        assignment: Any = SimpleNamespace(assignment="a", plan=plan, profile="only")
+        _, body = Ledger("digits", "me").prepare(assignment, update, 5, SPEC, rng, knowledge={})
+        assert body is not None
+        digest = hashlib.sha256(body).hexdigest()
+        bodies[digest] = body
+        staged.append(StagedUpload(digest, digest, "only"))
+    released = np.empty((runs, 2))
+    for run in range(runs):
+        job = AggregationJob(
+            terms, FEDAVG, None, tuple(staged), noise_secret=rng.bytes(32), first_clip=0.3
+        )
+        summed = sum_uploads(job, payloads, AggregationSpace(), {})
+        assert summed.clip is not None
+        share = 0.5 - math.log(summed.clip / 0.3) / 0.2
+        released[run] = summed.delta @ direction * 2 / CLAIM["clip"], 2 * share
+    return released
+
+
+def least_epsilon_of_adaptive(runs: int) -> float:
+    """As `least_epsilon_of_correlated`; values that the range of a share cuts off tell less."""
+    without = adaptive_releases(runs, takes_part=False)
+    with_canary = adaptive_releases(runs, takes_part=True)
+    half = runs // 2
+    spread = np.cov(without[:half].T) + 1e-6 * np.eye(2)
+    shift = with_canary[:half].mean(axis=0) - without[:half].mean(axis=0)
+    score = np.linalg.solve(spread, shift)
+    return shown(without @ score, with_canary @ score)
+
+
+def test_sum_and_count_of_an_adaptive_clip_tell_no_more_than_is_claimed() -> None:
+    assert 1.5 < least_epsilon_of_adaptive(300) < PrivacyTerms.model_validate(ADAPTIVE).spent(1)
+
+
+def _count_without_noise(patch: pytest.MonkeyPatch) -> None:
+    exact = gaussian.sample
+    patch.setattr(
+        gaussian,
+        "sample",
+        lambda size, deviation, secret: (
+            np.zeros(1, np.int64) if size == 1 else exact(size, deviation, secret)
+        ),
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("breaks", "runs"),
+    [
+        (_count_without_noise, 150),
+        (_gaussian_halved, 400),
+        (_noise_missing, 100),
+        (_noise_repeated, 100),
+        (_norm_unbounded, 400),
+    ],
+)
+def test_the_attack_finds_a_broken_build_of_an_adaptive_clip(
+    breaks: Callable[[pytest.MonkeyPatch], None], runs: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    breaks(monkeypatch)
+    assert least_epsilon_of_adaptive(runs) > PrivacyTerms.model_validate(ADAPTIVE).spent(1)

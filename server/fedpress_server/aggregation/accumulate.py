@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from math import fsum
 from typing import NamedTuple, cast
@@ -22,8 +22,14 @@ from fedpress_compression.update import Update
 from fedpress_protocols.errors import IncompatiblePlan, ServerError
 from fedpress_protocols.messages import DownlinkTerms
 from fedpress_protocols.plan import RoundPlan
+from fedpress_protocols.upload import WITHIN_CLIP
 from fedpress_server import failpoints
-from fedpress_server.aggregation.private import NoisedSum, has_own_noise, noised_mean
+from fedpress_server.aggregation.private import (
+    NoisedSum,
+    adapted_clip,
+    has_own_noise,
+    noised_mean,
+)
 from fedpress_server.aggregation.terms import RoundTerms
 from fedpress_server.storage.payloads import Payloads
 from fedpress_strategies import Strategy
@@ -77,6 +83,8 @@ class AggregationJob:
     """Of the task, where the server adds noise to its sums."""
     noised_before: tuple[NoisedSum, ...] = ()
     """The sums of the rounds before that the noise is correlated with, newest first."""
+    first_clip: float = 0.0
+    """Of the task, where the clip of privacy terms is adaptive."""
 
 
 class Summed(NamedTuple):
@@ -85,6 +93,8 @@ class Summed(NamedTuple):
     delta: Delta
     num_examples: int
     tally: Tally
+    clip: float | None = None
+    """Of the round after, where it is adaptive."""
 
 
 class Accumulator(NamedTuple):
@@ -122,9 +132,23 @@ def sum_uploads(
         name: fsum(weight * report[index] for weight, report in zip(weights, reports, strict=True))
         / max(num_examples, 1)
         for index, name in enumerate(names)
+        if name != WITHIN_CLIP  # of which no more than a noised count is used
     }
     delta = _result(job, accumulator)
-    return Summed(delta, num_examples, Tally(len(weights), means))
+    tally = Tally(len(weights), means)
+    return Summed(delta, num_examples, tally, _next_clip(job, reports))
+
+
+def _next_clip(job: AggregationJob, reports: Sequence[tuple[float, ...]]) -> float | None:
+    """Of the round after, None where it is not adaptive; the reports are of bits alone then."""
+    names = job.terms.plan.report
+    if WITHIN_CLIP not in names:
+        return None
+    if job.noise_secret is None:
+        raise ServerError("a count that needs the server's noise cannot be had without")
+    within = [report[names.index(WITHIN_CLIP)] for report in reports]
+    digests = [staged.digest for staged in job.uploads]
+    return adapted_clip(job.terms.plan, within, digests, job.noise_secret, job.first_clip)
 
 
 def _result(job: AggregationJob, accumulator: Accumulator) -> Delta:

@@ -74,6 +74,8 @@ class AggregationResult:
     """In the masked lane: the sum that the model was made from."""
     suspects: tuple[int, ...] = ()
     """Of its session: the slots whose shares were wrong."""
+    clip: float | None = None
+    """Of the round after, where privacy terms adapt it."""
 
     @property
     def artefacts(self) -> frozenset[str]:
@@ -136,6 +138,7 @@ def aggregate(
         {name: store_model(values) for name, values in public.items()},
         bases,
         figures(optimizer, state),
+        clip=summed.clip,
     )
 
 

@@ -34,6 +34,9 @@ from fedpress_strategies.strategy import Delta, UniformMean, WeightedMean
 Ints = npt.NDArray[np.int64]
 
 _DOMAIN = b"fedpress central noise v1"
+_COUNT_DOMAIN = b"fedpress central count v1"
+_COUNT_STEPS = 2**17
+"""The noise of a count is drawn on steps of this part of a device."""
 ROUNDS_TOGETHER = 2**16
 """Correlated noise begins anew after so many rounds: no rounding adds up over more."""
 _FINEST = gaussian.MAX_DEVIATION / 4
@@ -80,6 +83,27 @@ def noised_mean(
     total = mean.sums.total.copy()
     total[where] += _noise(plan, privacy, size, seeds)
     return total / (plan.cohort.size * 2.0**plan.fixed_point.scale_bits)
+
+
+def adapted_clip(
+    plan: RoundPlan, within: Sequence[float], uploads: Sequence[str], secret: bytes, initial: float
+) -> float | None:
+    """The clip of the round after, by the devices' bits `within` the clip; None for a clip that is
+    fixed. `initial` is the task's first clip, `uploads` and `secret` as in `noised_mean`.
+
+    The noise is drawn as that of the sum, from another seed. A device that is missing in the cohort
+    counts a half, as one whose bit is not known.
+    """
+    privacy = plan.privacy
+    if privacy is None or privacy.adaptive is None:
+        return None
+    adaptive, size = privacy.adaptive, plan.cohort.size
+    half = _COUNT_STEPS // 2
+    above = sum(half if bit >= 0.5 else -half for bit in within)
+    seed = noise_seed(NoisedSum(plan.digest, tuple(uploads)), secret, _COUNT_DOMAIN)
+    noise = int(gaussian.sample(1, adaptive.count_noise * _COUNT_STEPS, seed)[0])
+    share = (above + noise) / (_COUNT_STEPS * size) + 0.5
+    return adaptive.next_clip(privacy.clip, share, initial)
 
 
 def check_private_strategy(terms: RoundTerms, strategy: Strategy) -> None:
@@ -138,7 +162,7 @@ def _drawn(plan: RoundPlan, privacy: PrivacyTerms, size: int) -> tuple[float, fl
 def _deviation(plan: RoundPlan, privacy: PrivacyTerms, size: int) -> float:
     """Of the noise in steps: the sensitivity is the clip and what rounding `size` values adds."""
     clip = privacy.clip * (1 + NORM_TOLERANCE) * 2.0**plan.fixed_point.scale_bits
-    return privacy.noise_multiplier * (clip + math.sqrt(size) / 2)
+    return privacy.update_multiplier * (clip + math.sqrt(size) / 2)
 
 
 def _support(terms: RoundTerms) -> slice | Indices:
@@ -153,11 +177,11 @@ def _support(terms: RoundTerms) -> slice | Indices:
     return np.unique(np.concatenate(each))
 
 
-def noise_seed(noised: NoisedSum, secret: bytes) -> bytes:
+def noise_seed(noised: NoisedSum, secret: bytes, domain: bytes = _DOMAIN) -> bytes:
     """The noise's secret: of the same plan and uploads the same, of all others another one."""
     about = "|".join([noised.plan, *sorted(noised.uploads)]).encode()
 
     def derived(part: bytes) -> bytes:
-        return hmac.digest(secret, b"|".join([_DOMAIN, part, about]), hashlib.sha256)
+        return hmac.digest(secret, b"|".join([domain, part, about]), hashlib.sha256)
 
     return (derived(b"1") + derived(b"2"))[: gaussian.SECRET_BYTES]

@@ -252,7 +252,9 @@ class JobRunner:
         if has_own_noise(attempt.terms.plan):
             secret = await self._database.write(lambda c: privacy.noise_secret(c, attempt.key[0]))
             before = await self._database.read(lambda c: noised_before(c, attempt.terms.plan))
-            job = replace(job, noise_secret=secret, noised_before=before)
+            terms = task.config.privacy
+            clip = 0.0 if terms is None else terms.clip
+            job = replace(job, noise_secret=secret, noised_before=before, first_clip=clip)
         event: Event
         result: AggregationResult | None = None
         with self._metrics.fold_seconds.labels(attempt.key[0]).time():

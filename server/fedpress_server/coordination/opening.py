@@ -15,9 +15,17 @@ from fedpress_compression.fixed_point import FINEST_BITS, MAX_SCALE_BITS, FixedP
 from fedpress_compression.tensors import ModelSpec
 from fedpress_protocols.errors import ConfigurationError, IncompatiblePlan
 from fedpress_protocols.messages import TaskConfig
-from fedpress_protocols.plan import FixedPointTerms, MaskingTerms, Profile, RoundPlan
+from fedpress_protocols.plan import (
+    FixedPointTerms,
+    MaskingTerms,
+    PrivacyTerms,
+    Profile,
+    RoundPlan,
+    clip_range,
+)
 from fedpress_protocols.policies import Comparison, Course
 from fedpress_protocols.schedule import Period, period_at
+from fedpress_protocols.upload import WITHIN_CLIP
 from fedpress_protocols.validation import format_validation_errors
 from fedpress_server.aggregation.aggregate import AggregationResult
 from fedpress_server.aggregation.masked import Host, SessionOpening
@@ -73,6 +81,8 @@ class RoundCarryover:
     them; empty without a schedule."""
     course: Course | None = None
     """The policies' decisions for the round to open; None if they start with it."""
+    clip: float | None = None
+    """Of adaptive privacy terms; None: the task's."""
 
     @classmethod
     def beginning(cls, model: str, spec: ModelSpec) -> RoundCarryover:
@@ -95,6 +105,7 @@ class RoundCarryover:
                 bases={**terms.bases, **result.bases},
                 uploaded=history.uploaded,
                 course=history.course,
+                clip=result.clip,
             )
         control = plan.client_terms.control
         return cls(
@@ -106,6 +117,7 @@ class RoundCarryover:
             bases=terms.bases,
             uploaded=history.uploaded,
             course=history.course,
+            clip=None if plan.privacy is None else plan.privacy.clip,
         )
 
 
@@ -184,7 +196,11 @@ def opened(
 ) -> Attempt:
     """Attempt `attempt` at round `number`, from its carry-over; raises IncompatiblePlan."""
     profiles, warms_up, course = chosen_profiles(config, carryover, number)
-    fixed_point = fixed_point_of(config)
+    privacy, report = config.privacy, strategy.report
+    if privacy is not None and privacy.adaptive is not None:
+        privacy = privacy.with_clip(carryover.clip or privacy.clip)
+        report = (*report, WITHIN_CLIP)
+    fixed_point = fixed_point_of(config, privacy)
     needs = frozenset().union(*(profile.compressor.needs for profile in profiles))
     masking = config.masking
     if config.lane == "masked":
@@ -199,11 +215,11 @@ def opened(
             spec=carryover.spec.digest,
             lane=config.lane,
             masking=masking,
-            privacy=config.privacy,
+            privacy=privacy,
             profiles=profiles,
             training=config.training,
             client_terms=strategy.client_terms.with_control(carryover.control),
-            report=strategy.report,
+            report=report,
             cohort=config.cohort,
             fixed_cohort=bool(config.members),
             deadline=now + config.round_seconds,
@@ -220,15 +236,14 @@ def opened(
     return Attempt(masked_by(round_of(config, plan, now), host, terms, now), terms, course=course)
 
 
-def fixed_point_of(config: TaskConfig) -> FixedPointTerms:
-    """The scale of the sums of a task. Under privacy terms in the clear lane all devices count the
-    same, and in the central lane steps are as fine as the noise can be drawn."""
+def fixed_point_of(config: TaskConfig, terms: PrivacyTerms | None) -> FixedPointTerms:
+    """The scale of the sums of a round under privacy `terms`. In the clear lane all devices count
+    the same under them, and in the central lane steps are as fine as the noise can be drawn."""
     max_abs, max_examples, bits = config.max_abs, config.max_examples, FINEST_BITS
-    terms = config.privacy
     if terms is not None and config.lane == "clear":
         max_examples = 1
         if terms.lane == "central":
-            deviation = terms.noise_multiplier * terms.clip
+            deviation = terms.update_multiplier * terms.clip
             max_abs = min(max_abs, terms.clip)
             bits = min(MAX_SCALE_BITS, max(1, FINEST_BITS - math.ceil(math.log2(deviation))))
     bounds = FixedPoint.widest(
@@ -238,14 +253,18 @@ def fixed_point_of(config: TaskConfig) -> FixedPointTerms:
 
 
 def later_periods(config: TaskConfig) -> Iterator[TaskConfig]:
-    """Tasks that begin where a later period of `config` does, or with what its policies may choose,
-    by which it can be checked."""
+    """Tasks that begin where a later period of `config` does, or with what its policies or an
+    adaptive clip may choose, by which it can be checked."""
     for index in range(len(config.schedule)):
         yield config.model_copy(update={"schedule": config.schedule[index + 1 :]})
     if config.policies:
         for profiles in every_choice(config.policies, config.profiles):
             changes = {"schedule": (), "policies": (), "profiles": profiles}
             yield config.model_copy(update=changes)
+    terms = config.privacy
+    if terms is not None and terms.adaptive is not None:
+        for clip in clip_range(terms.clip):
+            yield config.model_copy(update={"privacy": terms.with_clip(clip)})
 
 
 def check_warm_up(terms: RoundTerms, strategy: Strategy) -> None:

@@ -135,5 +135,6 @@ def _status(plan: RoundPlan, participations: int) -> PrivacyStatus | None:
         noise_multiplier=terms.noise_multiplier,
         bands=terms.bands,
         separation=terms.separation,
+        quantile=None if terms.adaptive is None else terms.adaptive.quantile,
         against=plan.private_against,
     )
