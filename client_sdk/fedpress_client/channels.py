@@ -120,7 +120,7 @@ class PrivateChannel(Channel):
             return self._noised(update, state, public, rng)
         clip, factor = self.terms.clip, 1.0
         is_within = self._peak(update, public) <= clip  # the channel cuts single values off
-        for _ in range(_TRIES):
+        for attempt in range(_TRIES):
             if self.terms.adaptive is not None:
                 self.clear.report = (float(is_within),)
             within = update if factor == 1 else (update * factor).astype(np.float32)
@@ -131,6 +131,8 @@ class PrivateChannel(Channel):
                 return symbols, after
             is_within = False
             factor *= 0.999 * clip / norm
+            if self.terms.adaptive is not None and attempt == _TRIES - 2:
+                factor = 0.0  # below what can be sent: the bit raises the clip, the rest is left
         raise InvalidUpdate(
             f"compressed, the update's norm stays beyond the clip of {clip:g}",
             hint="choose a compressor that rounds less, with more bits or a smaller clip of its "

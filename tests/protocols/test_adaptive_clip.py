@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import json
 import math
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 from pydantic import ValidationError
 
+from fedpress_client.ledger import Ledger
 from fedpress_protocols.errors import IncompatiblePlan
 from fedpress_protocols.plan import AdaptiveClip, PrivacyTerms, clip_range
-from fedpress_protocols.upload import WITHIN_CLIP
-from tests.protocols.test_masked_payload import made_plan
+from fedpress_protocols.upload import WITHIN_CLIP, Upload
+from tests.protocols.test_masked_payload import KNOWN, SPEC, made_plan
 
 ADAPTIVE = {"count_noise": 5.0}
 TERMS: dict[str, Any] = {
@@ -103,3 +105,33 @@ def test_a_plan_has_the_bit_if_and_only_if_the_clip_is_adaptive() -> None:
     for report, adaptive in (((WITHIN_CLIP,), None), ((WITHIN_CLIP, "loss"), ADAPTIVE)):
         with pytest.raises(IncompatiblePlan, match="without noise"):
             planned(report, adaptive)
+
+
+@pytest.mark.parametrize(("clip", "bit"), [(0.00078, 0.0), (0.04, 0.0), (0.3, 1.0)])
+def test_an_update_that_cannot_be_sent_within_the_clip_asks_for_a_larger_one(
+    clip: float, bit: float
+) -> None:
+    """Just below the compressor's step, .1 / 127, nothing is sent, and nothing is lost."""
+    inner = {"id": "shared_support", "fraction": 1.0}
+    plan = made_plan(
+        {"id": "error_feedback", "inner": inner},
+        lane="clear",
+        masking=None,
+        report=[WITHIN_CLIP],
+        privacy={**TERMS, "clip": clip},
+        fixed_point={"scale_bits": 30, "max_abs": clip, "max_examples": 1},
+    )
+    assignment: Any = SimpleNamespace(assignment="a", plan=plan, profile="only")
+    update = np.zeros(SPEC.size, np.float32)
+    update[0] = 0.05
+    rng = np.random.default_rng(3)
+    ledger, body = Ledger("digits", "me").prepare(
+        assignment, update, 5, SPEC, rng, knowledge={"previous": KNOWN}
+    )
+    assert body is not None
+    upload = Upload.from_bytes(body, plan.layouts(SPEC), 0, report=plan.report)
+    assert upload.report == (bit,)
+    sent = ledger.pending["a"].update
+    assert sent.norm <= clip
+    assert ledger.residual is not None
+    np.testing.assert_allclose(sent.dense() + ledger.residual, update, atol=1e-6)
