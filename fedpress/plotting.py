@@ -74,9 +74,19 @@ def draw(runs: Sequence[Run], metric: str, path: Path) -> None:
         by_round.legend()
     for axes in (by_round, by_bytes):
         axes.grid(alpha=0.3, which="both")
+    save(figure, path)
+
+
+def save(figure: Any, path: Path) -> None:
+    """Write a figure of pyplot in the format of the file's name, and close it; the same figure
+    gives the same SVG."""
+    import matplotlib
+    from matplotlib import pyplot
+
     path.parent.mkdir(parents=True, exist_ok=True)
+    dated = {"metadata": {"Date": None}} if path.suffix == ".svg" else {}
     with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "fedpress"}):
-        figure.savefig(path, dpi=150)
+        figure.savefig(path, dpi=150, **dated)
     pyplot.close(figure)
 
 

@@ -1,0 +1,63 @@
+"""benchmarks/private_accuracy.py: the page has its table, a run goes on where it was stopped, and
+its figure has every lane; no accuracy is held to anything."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("sklearn")
+pytest.importorskip("matplotlib")
+
+ROOT = Path(__file__).parents[2]
+SCRIPT = ROOT / "benchmarks" / "private_accuracy.py"
+STORED = ROOT / "benchmarks" / "results" / "private_accuracy.json"
+
+
+def printed(*options: str | Path) -> list[str]:
+    answer = subprocess.run(
+        [sys.executable, SCRIPT, *options],
+        env={"PYTHONPATH": os.pathsep.join(sys.path), "PATH": os.environ["PATH"]},
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=280,
+    )
+    return answer.stdout.splitlines()
+
+
+def test_the_page_has_the_table_and_the_figure_every_lane(tmp_path: Path) -> None:
+    figure = tmp_path / "deep" / "figure.svg"
+    lines = printed("--json", STORED, "--table", "--plot", figure)
+    page = (ROOT / "docs" / "privacy.md").read_text().splitlines()
+    start = page.index(lines[0])
+    assert page[start : start + len(lines)] == lines, "print it anew with --table"
+    drawn = figure.read_text()
+    names = {row["method"] for row in json.loads(STORED.read_text())}
+    assert len(names) > 5
+    for name in names:
+        assert f">{name}<" in drawn
+    assert "epsilon at delta 1e-5, of one device" in drawn
+    assert "bits a parameter and round" in drawn
+
+
+@pytest.mark.slow
+def test_a_run_goes_on_with_what_is_missing(tmp_path: Path) -> None:
+    rows = json.loads(STORED.read_text())
+    kept = [row for row in rows if (row["method"], row["seed"]) != ("without noise", 1)]
+    file = tmp_path / "rows.json"
+    file.write_text(json.dumps(kept))
+    printed("--json", file, "--only", "without noise")
+    after = json.loads(file.read_text())
+    assert after[:-1] == kept
+    assert (after[-1]["method"], after[-1]["seed"], after[-1]["epsilon"]) == (
+        "without noise",
+        1,
+        None,
+    )
+    assert 0.5 < after[-1]["accuracy"] <= 1
