@@ -11,7 +11,7 @@ BIN := $(VENV)/bin
 PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow test-browser check format soak docs dist rehearsal constraints clean
+.PHONY: help demo test test-slow test-browser check format soak docs reference dist rehearsal constraints clean
 
 # Tests start processes by the hundred; each would compile all of its modules anew.
 unexport PYTHONDONTWRITEBYTECODE
@@ -25,6 +25,7 @@ help:
 	@echo "make format       let ruff put the code in order"
 	@echo "make soak         the long fuzz and crash runs"
 	@echo "make docs         this documentation as pages for a browser, in build/site"
+	@echo "make reference    renew the pages of docs/reference that the code determines"
 	@echo "make dist         wheel and sdist in dist/, each installed into a fresh environment"
 	@echo "make rehearsal    a release: build, install, upgrade a server and devices at work"
 	@echo "make constraints  renew constraints.txt with the newest versions that fit together"
@@ -77,6 +78,9 @@ test-browser: $(VENV)/browser.stamp
 
 docs: $(VENV)/docs.stamp
 	$(BIN)/mkdocs build --strict $(ARGS)
+
+reference: $(VENV)/test.stamp
+	$(BIN)/python -m tests.tools.reference
 
 format: $(VENV)/test.stamp
 	$(BIN)/ruff check --fix .

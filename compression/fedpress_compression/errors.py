@@ -67,22 +67,50 @@ class FedpressError(Exception):
 
 
 class ConfigurationError(FedpressError):
+    """A setting, a file or a task cannot work as it stands.
+
+    Read the detail: it names the setting, its value and what is allowed. Correct it and start
+    again; a retry without a change fails again.
+    """
+
     slug, status, title = "configuration", 422, "The configuration cannot work"
 
 
 class IncompatiblePlan(ConfigurationError):
+    """The parts of a task exclude each other, such as masks and a compressor that does not commute.
+
+    Change one of the parts that the detail names; the hint says what works in its place.
+    """
+
     slug, title = "incompatible-plan", "The parts of the plan cannot work together"
 
 
 class MissingExtra(ConfigurationError):
+    """The code needs a package that the base install leaves out.
+
+    Run the `pip install` that the message shows.
+    """
+
     slug, title = "missing-extra", "An optional dependency is not installed"
 
 
 class InvalidUpdate(FedpressError):
+    """The values of an update are not what the plan allows: not finite, or out of bounds.
+
+    On the device, look at the training: a learning rate that is too high gives infinities. The
+    device keeps the update in its residual where that is finite.
+    """
+
     slug, status, title = "invalid-update", 422, "The plan does not allow the update"
 
 
 class DecodingError(InvalidUpdate):
+    """The bytes of an update, a model or a message are damaged or follow another plan.
+
+    Compare the versions of both ends. If they agree, the bytes were changed on the way or on the
+    disk: send or fetch them again.
+    """
+
     slug, title = "malformed-update", "The update's bytes do not follow the plan"
 
 
