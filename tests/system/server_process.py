@@ -37,9 +37,11 @@ class ServerProcess:
         self.log = folder / "server.log"
         self._process: subprocess.Popen[bytes] | None = None
 
-    def start(self, *, wait: bool = True) -> None:
-        """Start it; with `wait` return once it has said that it is ready."""
-        settings = {
+    def start(self, *, wait: bool = True, settings: Mapping[str, str] | None = None) -> None:
+        """Start it, from now on with `settings`, too; with `wait` return once it has said that it
+        is ready."""
+        self._settings |= settings or {}
+        variables = {
             "FEDPRESS_HOST": "127.0.0.1",
             "FEDPRESS_PORT": str(self.port),
             "FEDPRESS_DATA_DIR": str(self.data_dir),
@@ -57,7 +59,7 @@ class ServerProcess:
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                env={**os.environ, **settings},
+                env={**os.environ, **variables},
             )
         give_up = time.monotonic() + _START_SECONDS
         while wait and b"server ready on" not in self.log.read_bytes()[begin:]:

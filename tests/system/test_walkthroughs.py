@@ -8,7 +8,8 @@ A comment before a block says more about it, to this test and to nobody who read
     <!-- not run: REASON -->    shown, and not run
 
 Blocks without a language are shell, `python` are scripts, `text` shows output. A shell's exports
-and folder stay for the blocks that follow. The server and its port are the test's own.
+and folder stay for the blocks that follow. The server, its folder and its port are the test's own,
+with the other options of the page's `fedpress server run`.
 """
 
 from __future__ import annotations
@@ -64,7 +65,7 @@ class Reader:
     """A folder, a shell's environment, and what runs in other terminals."""
 
     def __init__(self, folder: Path, server: ServerProcess) -> None:
-        self._folder, self._url = folder, server.url
+        self._folder, self._server, self._url = folder, server, server.url
         self._beside: list[tuple[str, Path, subprocess.Popen[bytes]]] = []
         programs = folder / "bin"
         programs.mkdir()
@@ -92,6 +93,8 @@ class Reader:
             assert kind != "not run" or argument, "a block that is not run says why"
             return
         text = block.text
+        for options in re.findall(r"^fedpress server run (.*)$", text, re.MULTILINE):
+            self._serve(options)
         if kind == "file":
             file = self._place / argument
             file.parent.mkdir(parents=True, exist_ok=True)
@@ -109,6 +112,25 @@ class Reader:
             return
         self.wait()
         self._run(text)
+
+    def _serve(self, options: str) -> None:
+        """Start the server, with what `options` say besides its folder."""
+        shown = subprocess.run(
+            ["bash", "--norc", "-ec", f"printf '%s\\0' {options}"],
+            cwd=self._place,
+            env=self._environment,
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        words = shown.stdout.split("\0")[:-1]
+        settings = {
+            f"FEDPRESS_{name.removeprefix('--').replace('-', '_').upper()}": value
+            for name, value in zip(words[::2], words[1::2], strict=True)
+            if name != "--data-dir"
+        }
+        if not self._server.is_running:
+            self._server.start(settings=settings)
 
     def _start(self, text: str) -> None:
         log = self._folder / f"beside-{len(self._beside)}.log"
@@ -173,12 +195,15 @@ def test_a_page_runs_from_top_to_bottom(page: str, tmp_path: Path) -> None:
     if "flower" in page:
         pytest.importorskip("flwr")
     server = ServerProcess(tmp_path / "server")
-    server.start()
+    blocks = list(blocks_of(page))
+    if not any("fedpress server run" in block.text for block in blocks):
+        server.start()
     reader = Reader(tmp_path, server)
     try:
-        for block in blocks_of(page):
+        for block in blocks:
             reader.take(block)
         reader.wait()
     finally:
         reader.close()
-        server.stop()
+        if server.is_running:
+            server.stop()
