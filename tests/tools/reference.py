@@ -19,6 +19,7 @@ from types import NoneType
 from typing import Any, Literal, get_args, get_origin
 
 import click
+from click.testing import CliRunner
 from prometheus_client import Metric
 
 from fedpress.cli import app
@@ -159,8 +160,8 @@ def commands() -> Iterator[str]:
         if path in (("server", "run"), ("server", "migrate")):
             yield f"{command.help} Its options: [settings of the server](settings.md)."
             continue
-        context = click.Context(command, info_name=name, terminal_width=80, max_content_width=80)
-        yield f"```text\n{command.get_help(context).strip()}\n```"
+        shown = CliRunner().invoke(app, [*path, "--help"], prog_name="fedpress", terminal_width=80)
+        yield f"```text\n{shown.output.strip()}\n```"
 
 
 def _below(
