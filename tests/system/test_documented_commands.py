@@ -252,7 +252,8 @@ def parse(arguments: list[str]) -> None:
         assert {word for word in rest if word.startswith("--")} <= flags, arguments
         return
     with_yes = ["--yes"] if any("--yes" in each.opts for each in command.params) else []
-    command.make_context(command.name, [*rest, *with_yes])
+    names = ["-h", "--help"]  # click keeps the help option of the first context
+    command.make_context(command.name, [*rest, *with_yes], help_option_names=names)
 
 
 def test_pages_have_commands() -> None:
