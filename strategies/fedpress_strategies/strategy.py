@@ -58,6 +58,8 @@ class Tally:
 
 
 ALONE = Tally()
+_BLOCK = 2**18
+"""Values of a step that are computed at a time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -343,8 +345,11 @@ class ServerSGD:
         if self.momentum:
             velocity = self.momentum * state["velocity"] + delta
             state = {"velocity": velocity}
-        moved = parameters.astype(np.float64) + self.learning_rate * velocity
-        return moved.astype(np.float32), state
+        moved = np.empty_like(parameters)
+        for start in range(0, parameters.size, _BLOCK):  # of a large model no float64 copies
+            here = slice(start, start + _BLOCK)
+            moved[here] = parameters[here].astype(np.float64) + self.learning_rate * velocity[here]
+        return moved, state
 
 
 def check_clients(clients: int) -> None:

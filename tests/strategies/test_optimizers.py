@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from fedpress_protocols.model import Model
 from fedpress_protocols.plan import TrainingTerms
 from fedpress_strategies import from_config
 from fedpress_strategies.adasum import Tree, combined
-from fedpress_strategies.strategy import EXAMPLE_TERMS, example_of, strategies
+from fedpress_strategies.strategy import EXAMPLE_TERMS, ServerSGD, example_of, strategies
 from tests.strategies.bowls import Bowl, bowls
 
 CLIENTS, SIZE, ROUNDS = 6, 20, 5
@@ -168,6 +169,21 @@ def test_scaffold_is_option_two_of_its_algorithm(tmp_path: Path) -> None:
     for index, ledger in enumerate(made.ledgers):
         kept = np.zeros(SIZE) if ledger.control is None else ledger.control
         assert kept == pytest.approx(own[index], abs=1e-5)
+
+
+def test_a_step_takes_no_more_memory_than_its_result() -> None:
+    size = 2**21 + 5
+    rng = np.random.default_rng(0)
+    parameters, delta = rng.standard_normal(size, np.float32), rng.standard_normal(size)
+    optimizer = ServerSGD(0.7)
+    tracemalloc.start()
+    try:
+        moved, _ = optimizer.apply(parameters, delta, {})
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert np.array_equal(moved, (parameters.astype(np.float64) + 0.7 * delta).astype(np.float32))
+    assert peak < 8 * size
 
 
 def test_diloco_steps_as_torchs_nesterov_momentum_does(tmp_path: Path) -> None:
