@@ -18,6 +18,7 @@ from fedpress_client.bases import Bases
 from fedpress_client.transport import Transport
 from fedpress_protocols.downlink import decode_difference, decode_model, decode_trained
 from fedpress_protocols.errors import (
+    BodyTooLarge,
     ConfigurationError,
     DigestMismatch,
     InvalidUpdate,
@@ -57,7 +58,15 @@ def download_model(
             continue
         bases.keep(model, base)
         return data, model
-    data = transport.model(digest, max_bytes, task)
+    try:
+        data = transport.model(digest, max_bytes, task)
+    except BodyTooLarge as exc:
+        raise BodyTooLarge(
+            f"model {digest[:12]} is larger than the {max_bytes:,} bytes of this device's "
+            f"max_model_bytes: {exc.detail}",
+            hint="raise Client(max_model_bytes=...) or --max-model-bytes where memory and disk "
+            "allow it; a frozen base counts as well",
+        ) from exc
     _check(data, digest)
     model = Model.from_bytes(data)
     bases.keep(model)

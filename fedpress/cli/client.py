@@ -150,6 +150,12 @@ def client() -> None:
     help="Bytes in --state-dir, at most; cached models make room.",
 )
 @click.option(
+    "--max-model-bytes",
+    type=click.IntRange(min=1),
+    metavar="BYTES",
+    help="Bytes of a model to download, at most; 4 GiB by default.",
+)
+@click.option(
     "--min-battery",
     type=click.FloatRange(0, 100),
     metavar="PERCENT",
@@ -219,6 +225,7 @@ def join(
     max_upload_rate: float | None,
     max_download_rate: float | None,
     max_disk_bytes: int | None,
+    max_model_bytes: int | None,
     min_battery: float | None,
     hours: tuple[str, ...],
     avoid_interface: tuple[str, ...],
@@ -234,6 +241,7 @@ def join(
     """Take part in a task with your own trainer until the task ends."""
     from fedpress_client import Bandwidth, Client
     from fedpress_client.apps import load_trainer
+    from fedpress_client.settings import MAX_MODEL_BYTES
     from fedpress_protocols.plan import TrainingTerms
 
     log(verbose)
@@ -259,6 +267,7 @@ def join(
         attributes=attributes,
         bandwidth=Bandwidth(upload=max_upload_rate, download=max_download_rate),
         max_disk_bytes=max_disk_bytes,
+        max_model_bytes=max_model_bytes or MAX_MODEL_BYTES,
         should_participate=conditions,
         on_event=_print_changes(),
     )

@@ -425,7 +425,7 @@ def test_a_whole_model_beyond_what_a_device_admits_is_not_made(
     fleet.clients[0] = fleet.client(0, max_model_bytes=len(fleet.brought.to_bytes()) - 1000)
     fleet.clients[0].step()
     (declined,) = [event for event in fleet.events[0] if event.kind == "declined"]
-    assert "bytes" in declined.details["reason"]
+    assert "bytes of this device's max_model_bytes" in declined.details["reason"]
     assert not fleet.trainers[0].began
 
 
