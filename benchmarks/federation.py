@@ -129,6 +129,11 @@ class Federation:
         self.published = {name: digest for name, (digest, _) in result.published.items()}
         self.number, self.attempt = self.number + 1, 1
 
+    def publish(self, model: Model) -> None:
+        """Let devices begin the next round with `model`."""
+        self.payloads.put(model_name(model.digest), model.to_bytes())
+        self.model = model
+
     def stored(self, digest: str) -> Model:
         return Model.from_bytes(self.payloads.get(model_name(digest)))
 
