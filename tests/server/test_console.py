@@ -14,6 +14,7 @@ from fedpress_protocols.model import Model
 from fedpress_protocols.operators import ROLES, Role
 from fedpress_protocols.signatures import DeviceKey
 from fedpress_server.api.permissions import PERMISSIONS
+from fedpress_server.console import charts
 from fedpress_server.identity.browser_sessions import BrowserSessions
 from fedpress_server.identity.operators import MAY
 from fedpress_server.identity.signing import SigningKeys
@@ -332,6 +333,17 @@ def test_the_open_round_is_shown_and_charts_run_forward(
             for n in (1, 3)
         )
         assert f"{name} from {first} at 1 to {last} at 3;" in text
+
+
+def test_what_is_never_negative_has_no_negative_tick() -> None:
+    for values, lowest in (
+        ((2.0, 6000.0), "0"),
+        ((-10.0, 10.0), "-11"),
+        ((10.0, 11.0), "9.95"),
+    ):
+        chart = charts.line("Ratio", "rounds", list(enumerate(values)))
+        assert chart is not None
+        assert chart.y_ticks[0].label == lowest
 
 
 FIELDS = {

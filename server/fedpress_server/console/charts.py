@@ -70,7 +70,7 @@ def overlay(
     low_x, high_x, low_y, high_y = min(xs), max(xs), min(ys), max(ys)
     span_x = (high_x - low_x) or 1.0
     margin = (high_y - low_y) * 0.05 or abs(high_y) * 0.05 or 1.0
-    low_y, high_y = low_y - margin, high_y + margin
+    low_y, high_y = low_y - margin if low_y < 0 else max(low_y - margin, 0.0), high_y + margin
 
     def place(x: float, y: float) -> tuple[float, float]:
         across = LEFT + (x - low_x) / span_x * (WIDTH - LEFT - RIGHT)

@@ -206,9 +206,8 @@ def _charts(attempts: Sequence[RoundStatus], model_bytes: int) -> list[charts.Ch
         title = name.replace("_", " ").capitalize()
         drawn.append(charts.line(title, "rounds", [(at, y) for at, _, y in points]))
         drawn.append(charts.line(title, "bytes sent", [(at, y) for _, at, y in points], size))
-    drawn.append(
-        charts.overlay("Times smaller than float32", "rounds", _ratios(attempts, model_bytes))
-    )
+    for name, ratios in _ratios(attempts, model_bytes).items():
+        drawn.append(charts.line(f"Times smaller than float32, {name}", "rounds", ratios))
     told = [(each.round, each.figures) for each in attempts if each.figures is not None]
     for name, title in _FIGURES:
         drawn.append(charts.line(title, "rounds", [(at, getattr(f, name)) for at, f in told]))
