@@ -38,6 +38,13 @@ def test_update_and_count_together_cost_what_the_terms_claim() -> None:
     assert terms_with(adaptive=None).update_multiplier == 2.1
 
 
+def test_a_round_s_clip_changes_nothing_else() -> None:
+    terms = terms_with()
+    narrow = terms.with_clip(0.1)
+    assert narrow == terms_with(clip=0.1)
+    assert narrow.update_multiplier == terms.update_multiplier
+
+
 def test_a_fixed_clip_travels_as_before() -> None:
     assert "adaptive" not in terms_with(adaptive=None).model_dump()
     again = PrivacyTerms.model_validate_json(terms_with().model_dump_json())
