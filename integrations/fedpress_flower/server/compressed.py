@@ -118,8 +118,7 @@ class FedpressStrategy(Wrapping):
         if not messages:
             return messages
         report = () if self._ours is None else self._ours.strategy.report
-        population = len(list(grid.get_node_ids()))
-        profile, reference = self._profiles(server_round, len(messages), population)
+        profile, reference = self._profiles(server_round, len(messages), grid)
         here = Uploads.opened(
             self.plan, server_round, published, messages, self._models, profile, report=report
         )
@@ -149,12 +148,10 @@ class FedpressStrategy(Wrapping):
         if self._rates is not None:
             self._rates.begin(num_rounds)
 
-    def _profiles(
-        self, server_round: int, size: int, population: int
-    ) -> tuple[Profile, Profile | None]:
+    def _profiles(self, server_round: int, size: int, grid: Grid) -> tuple[Profile, Profile | None]:
         """The round's, and in a probe the reference."""
         if self._rates is not None:
-            return self._rates.opened(server_round, size, population)
+            return self._rates.opened(server_round, size, len(list(grid.get_node_ids())))
         assert self.plan.compressor is not None  # noqa: S101 - else there are rates
         return Profile(name=PROFILE, compressor=self.plan.compressor), None
 
