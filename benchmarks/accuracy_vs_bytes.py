@@ -57,7 +57,7 @@ from fedpress_strategies.policies.facts import Facts, estimated_population
 
 STORE = Path(__file__).parent / "results" / "accuracy_vs_bytes"
 EVERY, LAST, MARGIN = 3, 5, 0.005
-HEADERS = 650
+HEADERS = 700
 """Bytes of an upload's signed request beside its body, as `fedpress demo` counts them."""
 UP, DOWN = 1e6 / 8, 10e6 / 8
 """A link of 1 Mbit/s up and 10 down, in bytes a second."""

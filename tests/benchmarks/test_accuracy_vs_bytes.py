@@ -27,7 +27,7 @@ def printed(*options: str) -> list[str]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("options", [("--table",), ("--table", "--work")])
+@pytest.mark.parametrize("options", [("--table",), ("--table", "--work"), ("--table", "--links")])
 def test_the_page_has_the_table_of_the_kept_runs(options: tuple[str, ...]) -> None:
     lines = printed(*options)
     assert len(lines) > 4
