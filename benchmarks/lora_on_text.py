@@ -265,8 +265,8 @@ def main() -> None:
         raise SystemExit("--data TEXT is missing; --table prints the kept figures")
     torch.set_num_threads(1)
     kept = None if asked.json == Path("-") else asked.json
-    found = measure(asked.data, asked.rounds, asked.base_steps, seed_list(asked), kept)
-    report(table(found), found, asked.json)
+    figures = measure(asked.data, asked.rounds, asked.base_steps, seed_list(asked), kept)
+    report(table(figures), figures, asked.json)
 
 
 if __name__ == "__main__":

@@ -189,13 +189,13 @@ def main() -> None:
     rows, row = [], cast(dict[str, Any], {})
     for row in updates(asked.data, asked.rounds, asked.steps, asked.width):
         rows.append(figures(row))
-    found = {
+    measured = {
         "values": row["spec"].size,
         "rounds": rows,
         "gigabytes_a_second": speeds(row),
         "machine": machine(),
     }
-    report(table(found), found, asked.json)
+    report(table(measured), measured, asked.json)
 
 
 if __name__ == "__main__":

@@ -20,11 +20,11 @@ from typing import Any, Self
 import numpy as np
 import torch
 from rich.console import Console, RenderableType
-from rich.live import Live
 from rich.table import Table
 
 from fedpress.demo import digits
 from fedpress.demo.fleet import Fleet
+from fedpress.demo.live import LiveScreen
 from fedpress.operator import Operator
 from fedpress_client import Client, PrivacyRules
 from fedpress_client.privacy_budget import NO_RULES
@@ -219,27 +219,12 @@ class Devices:
                 client.close()
 
 
-class Screen:
+class Screen(LiveScreen):
     """Shows `findings` as they grow; a line per round where there is no terminal."""
 
     def __init__(self, findings: Findings, console: Console) -> None:
-        self._findings, self._console, self._printed = findings, console, 0
-        self._live = Live(console=console, refresh_per_second=8) if console.is_terminal else None
-
-    def __enter__(self) -> Self:
-        if self._live:
-            self._live.start()
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        if self._live:
-            self.update()
-            self._live.stop()
+        super().__init__(console)
+        self._findings = findings
 
     def update(self) -> None:
         if self._live:
@@ -274,14 +259,14 @@ class Screen:
 
     def _cells(self, number: int) -> list[str]:
         """The row of round `number`, counted from 0; a dash where a task is not there yet."""
-        found = self._findings
+        findings = self._findings
         accuracies = [
-            f"{100 * found.accuracies[name][number]:5.1f}%"
-            if number < len(found.accuracies[name])
+            f"{100 * findings.accuracies[name][number]:5.1f}%"
+            if number < len(findings.accuracies[name])
             else "-"
             for name in (PRIVATE, OPEN)
         ]
-        own = found.rounds[PRIVATE]
+        own = findings.rounds[PRIVATE]
         status = own[number] if number < len(own) else None
         spent = "-" if status is None or status.privacy is None else f"{status.privacy.epsilon:.2f}"
         devices = "-" if status is None else str(status.included)

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import zlib
 from math import erfc
-from types import TracebackType
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING
 
 import numpy as np
 from rich.columns import Columns
 from rich.console import Console, Group, RenderableType
-from rich.live import Live
 from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
+from fedpress.demo.live import LiveScreen
 from fedpress_protocols.messages import RoundStatus, SessionStatus
 
 if TYPE_CHECKING:
@@ -35,28 +34,12 @@ _AFTER = {
 _COLOURS = {"gone": "bold red", "settled": "green", "masked": "cyan", "reveal": "cyan"}
 
 
-class Screen:
+class Screen(LiveScreen):
     """Shows `findings` as they grow; a line per round where there is no terminal."""
 
     def __init__(self, findings: Findings, rounds: int, console: Console) -> None:
-        self._findings, self._rounds, self._console = findings, rounds, console
-        self._printed = 0
-        self._live = Live(console=console, refresh_per_second=8) if console.is_terminal else None
-
-    def __enter__(self) -> Self:
-        if self._live:
-            self._live.start()
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        if self._live:
-            self.update()
-            self._live.stop()
+        super().__init__(console)
+        self._findings, self._rounds = findings, rounds
 
     def update(self) -> None:
         if self._live:

@@ -4,27 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 from rich.console import Console, Group, RenderableType
-from rich.live import Live
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from fedpress.demo.history import Curve, History
+from fedpress.demo.live import LiveScreen
 
 _ROWS = 12
 _COLUMNS = ("round", "accuracy", "", "participants", "", "up, kB", "", "down, kB", "ratio")
 
 
-class Screen:
+class Screen(LiveScreen):
     """Shows `history` as it grows; a line per round where there is no terminal."""
 
     def __init__(self, history: History, rounds: int, console: Console) -> None:
+        super().__init__(console)
         self._history = history
-        self._console = console
-        self._printed = 0
         self._progress = Progress(
             TextColumn("{task.description:>10}"),
             BarColumn(bar_width=40),
@@ -36,23 +34,6 @@ class Screen:
             curve.name: self._progress.add_task(curve.name, total=rounds)
             for curve in (history.plain, history.compressed)
         }
-        self._live = Live(console=console, refresh_per_second=8) if console.is_terminal else None
-
-    def __enter__(self) -> Self:
-        if self._live:
-            self._live.start()
-            self.update()
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        if self._live:
-            self.update()
-            self._live.stop()
 
     def update(self) -> None:
         for curve in (self._history.plain, self._history.compressed):

@@ -238,7 +238,7 @@ def _pays_below(cluster: Cluster, name: str, cost: MethodCost) -> float | None:
 
 
 def measure(spec: ModelSpec) -> dict[str, MethodCost]:
-    """What each method takes on this machine: medians of CPU time of one thread, on synthetic
+    """Cost of each method on this machine: medians of CPU time of one thread, on synthetic
     gradients of `spec`; above SAMPLE values, those of a smaller model, multiplied."""
     smaller, factor = sample(spec, SAMPLE)
     drawn = Drawn.of(smaller, _REPEATS)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -264,7 +265,7 @@ def _unpadded(padded: bytes) -> bytes:
 
 
 @dataclass(slots=True)
-class Channel:
+class Channel(ABC):
     """A collective in place of the compressor, see `Compressor.send`: `agreed` [size] is the sum of
     what all processes sent, `own` what this one did."""
 
@@ -278,10 +279,11 @@ class Channel:
         self.trip.measured.brought += square(update)
         return self.exchange(update, state, public, rng)
 
+    @abstractmethod
     def exchange(
         self, update: Vector, state: Any, public: Public, rng: np.random.Generator
     ) -> tuple[Symbols, Any]:
-        raise NotImplementedError
+        """Compress, send to all others and set `agreed` and `own`; returns as `compress`."""
 
     def decompress(self, symbols: Symbols, public: Public, num_summands: int = 1) -> Update:
         return self.own

@@ -56,7 +56,7 @@ class StepMetrics:
 
 @dataclass(slots=True)
 class Measured:
-    """What the exchanges of a step, or of one bucket, add up to; squares are of L2 norms."""
+    """Totals of the exchanges of a step, or of one bucket; squares are of L2 norms."""
 
     sent: Sent = field(default_factory=Sent)
     gradient: float = 0.0

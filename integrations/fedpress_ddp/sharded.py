@@ -143,7 +143,7 @@ class CompressedReduceScatter(ReduceScatter):
         return total
 
     def _public(self, spec: ModelSpec, rank: int) -> Public:
-        """What all processes know of the part of process `rank`."""
+        """The state that all processes share for the part of process `rank`."""
         words = f"fedpress reduce-scatter v1|{self._seed}|{self._steps}|{rank}"
         zeros = np.zeros(spec.size, np.float32)
         randomness = PublicRandomness(hashlib.sha256(words.encode()).digest())
