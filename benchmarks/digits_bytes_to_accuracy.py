@@ -288,6 +288,9 @@ class _InMemory(LocalPayloads):
     def get(self, name: str) -> bytes:
         return self._files[name]
 
+    def size(self, name: str) -> int:
+        return len(self._files[name])
+
     def drop(self, name: str) -> None:
         self._files.pop(name, None)
 

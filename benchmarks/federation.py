@@ -49,6 +49,9 @@ class InMemory(LocalPayloads):
     def get(self, name: str) -> bytes:
         return self._held[name]
 
+    def size(self, name: str) -> int:
+        return len(self._held[name])
+
 
 @dataclass
 class Federation:

@@ -20,6 +20,8 @@ from fedpress_compression.update import Tabled, Update
 MAX_SCALE_BITS = 52
 FINEST_BITS = 32
 """Fractional bits of sums, at most, unless more are asked for."""
+_BLOCK = 2**18
+"""Values that are divided at a time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,11 +58,16 @@ class FixedPoint:
 
 
 class Accumulator:
-    """The weighted sum of updates over `size` coordinates; 8 bytes each, whatever their number."""
+    """The weighted sum of updates over `size` coordinates; 8 bytes each, whatever their number.
 
-    def __init__(self, size: int, fixed_point: FixedPoint) -> None:
+    `total` [size]: zeros that hold the sum, if it is to lie elsewhere than in memory.
+    """
+
+    def __init__(
+        self, size: int, fixed_point: FixedPoint, total: npt.NDArray[np.int64] | None = None
+    ) -> None:
         self.fixed_point = fixed_point
-        self.total: npt.NDArray[np.int64] = np.zeros(size, np.int64)
+        self.total: npt.NDArray[np.int64] = np.zeros(size, np.int64) if total is None else total
         self.weight = 0
 
     def add(self, update: Update, weight: int) -> None:
@@ -112,4 +119,17 @@ class Accumulator:
 
     def mean(self) -> npt.NDArray[np.float64]:
         """The weighted mean [size]; zeros if nothing was added."""
-        return self.total / (max(self.weight, 1) * 2.0**self.fixed_point.scale_bits)
+        return self.total / self._divisor
+
+    def into_mean(self) -> npt.NDArray[np.float64]:
+        """The weighted mean [size] in the memory of `total`, which is empty afterwards."""
+        total, self.total = self.total, np.zeros(0, np.int64)
+        mean = total.view(np.float64)
+        for start in range(0, total.size, _BLOCK):
+            here = slice(start, start + _BLOCK)
+            mean[here] = total[here] / self._divisor
+        return mean
+
+    @property
+    def _divisor(self) -> float:
+        return max(self.weight, 1) * 2.0**self.fixed_point.scale_bits

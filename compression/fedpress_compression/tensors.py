@@ -113,6 +113,10 @@ class ModelSpec:
         return tuple(tensor for tensor in self.tensors if tensor.is_trained)
 
     @cached_property
+    def untrained(self) -> tuple[TensorSpec, ...]:
+        return tuple(tensor for tensor in self.tensors if not tensor.is_trained)
+
+    @cached_property
     def size(self) -> int:
         """d, the number of trained values."""
         return sum(tensor.size for tensor in self.trained)

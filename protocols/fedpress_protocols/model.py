@@ -8,12 +8,15 @@ model and never averaged.
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+import mmap
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -45,6 +48,12 @@ _FROM_SAFETENSORS = {
     "BOOL": "bool",
 }
 _ORDER_KEY = "fedpress.order"
+_METADATA = "__metadata__"
+_BLOCK = 2**18
+"""Values that are looked at or converted at a time."""
+Buffer = bytes | memoryview | mmap.mmap
+Zeros = Callable[[int, npt.DTypeLike], npt.NDArray[Any]]
+"""Makes zeros [size] of a dtype, in memory or elsewhere."""
 _MAX_HEADER_BYTES = 16 * 2**20
 _MAX_HEADER_VALUES = 32 * MAX_TENSORS
 
@@ -66,14 +75,9 @@ class Model:
                 f"parameters are {self.parameters.dtype}{list(self.parameters.shape)}, "
                 f"expected float32[{self.spec.size}]"
             )
-        if not self.spec.size:
-            raise ConfigurationError(
-                f"no tensor of the model is trainable; trainable are {', '.join(TRAINED_DTYPES)}, "
-                "unless they are frozen"
-            )
-        if not np.isfinite(self.parameters).all():
-            raise ConfigurationError("the model holds NaN or infinity")
-        expected = {tensor.name for tensor in self.spec.tensors if not tensor.is_trained}
+        _check_trainable(self.spec)
+        _check_finite(self.parameters)
+        expected = {tensor.name for tensor in self.spec.untrained}
         if set(self.buffers) != expected:
             raise ConfigurationError(f"buffers {sorted(self.buffers)}, expected {sorted(expected)}")
 
@@ -115,28 +119,92 @@ class Model:
 
     def to_bytes(self) -> bytes:
         """The safetensors file; trained tensors are rounded to their dtype, ties to even."""
-        names: list[str] | dict[str, list[str]] = [t.name for t in self.spec.tensors]
-        if frozen := [t.name for t in self.spec.tensors if t.frozen]:
-            names = {"order": [t.name for t in self.spec.tensors], "frozen": frozen}
-        return _serialized(self.spec.tensors, self.tensors(), names)
+        return _serialized(self.spec.tensors, self.tensors(), self._names)
+
+    def write(self, path: Path, zeros: Zeros = np.zeros) -> None:
+        """Write the bytes of `to_bytes` to a file; raises OSError. Copies in a tensor's dtype are
+        of `zeros`."""
+        stored = _stored(self.spec.tensors, self.tensors(), zeros)
+        _write(path, _entries_of(self.spec.tensors, stored), _metadata(self._names))
+
+    @property
+    def _names(self) -> list[str] | dict[str, list[str]]:
+        order = [t.name for t in self.spec.tensors]
+        frozen = [t.name for t in self.spec.tensors if t.frozen]
+        return {"order": order, "frozen": frozen} if frozen else order
 
     @cached_property
     def base(self) -> Base:
         """Every tensor that is not trained, which all models of a task have in common."""
-        untrained = tuple(tensor for tensor in self.spec.tensors if not tensor.is_trained)
-        return Base(untrained, self.buffers)
+        return Base(self.spec.untrained, self.buffers)
 
     @classmethod
-    def from_bytes(cls, data: bytes) -> Model:
+    def from_bytes(cls, data: Buffer) -> Model:
         """Parse a safetensors file, whichever program wrote it; raises ConfigurationError.
 
         Tensors are in the order of fedpress's metadata, without it in the order of their names.
         """
         entries, order, frozen = _parsed(data)
         spec = ModelSpec(_tensors(entries, order, frozen))
-        arrays = _arrays(entries, spec.tensors)
-        buffers = {t.name: arrays[t.name] for t in spec.tensors if not t.is_trained}
-        return cls(spec, spec.flatten(arrays), buffers)
+        arrays = _arrays(data, entries, spec.untrained)
+        buffers = {name: array.copy() for name, array in arrays.items()}
+        return cls(spec, _flat(data, entries, spec, np.zeros), buffers)
+
+    @classmethod
+    def from_buffer(cls, data: Buffer, zeros: Zeros) -> Model:
+        """Like `from_bytes`, of a file that is mapped into memory: arrays are views of it where
+        they can be, and the parameters are of `zeros` where they cannot."""
+        entries, order, frozen = _parsed(data)
+        spec = ModelSpec(_tensors(entries, order, frozen))
+        flat = _flat_in(data, entries, spec)
+        if flat is None:
+            flat = _flat(data, entries, spec, zeros)
+        return cls(spec, flat, _arrays(data, entries, spec.untrained))
+
+
+def spec_of(data: Buffer) -> ModelSpec:
+    """The spec of the model in a safetensors file, whose values are not read; raises
+    ConfigurationError."""
+    entries, order, frozen = _parsed(data)
+    return ModelSpec(_tensors(entries, order, frozen))
+
+
+def check_model(data: Buffer) -> ModelSpec:
+    """The spec of a model, whose values are read but not kept; raises as `Model.from_bytes`."""
+    entries, order, frozen = _parsed(data)
+    spec = ModelSpec(_tensors(entries, order, frozen))
+    _check_trainable(spec)
+    for tensor in spec.trained:
+        stored = _stored_in(data, entries[tensor.name])
+        for start in range(0, tensor.size, _BLOCK):
+            _check_finite(from_stored(tensor, stored[start : start + _BLOCK]))
+    return spec
+
+
+def _check_trainable(spec: ModelSpec) -> None:
+    if not spec.size:
+        raise ConfigurationError(
+            f"no tensor of the model is trainable; trainable are {', '.join(TRAINED_DTYPES)}, "
+            "unless they are frozen"
+        )
+
+
+def _check_finite(values: npt.NDArray[np.floating[Any]]) -> None:
+    for start in range(0, values.size, _BLOCK):
+        if not np.isfinite(values[start : start + _BLOCK]).all():
+            raise ConfigurationError("the model holds NaN or infinity")
+
+
+def write_arrays(path: Path, arrays: Mapping[str, npt.NDArray[Any]]) -> None:
+    """Write a safetensors file of contiguous `arrays`; raises OSError."""
+    tensors = [TensorSpec(name, each.shape, each.dtype.name) for name, each in arrays.items()]
+    _write(path, _entries_of(tensors, list(arrays.values())), None)
+
+
+def arrays_in(data: Buffer) -> dict[str, npt.NDArray[Any]]:
+    """The arrays of a safetensors file, as views of it; raises ConfigurationError."""
+    entries, order, _ = _parsed(data)
+    return _arrays(data, entries, _tensors(entries, order, ()))
 
 
 @dataclass(frozen=True)
@@ -170,11 +238,10 @@ class Base:
         entries, order, frozen = _parsed(data)
         if frozen:
             raise ConfigurationError("a model, where the file of a base is expected")
-        floating = {
-            n for n in order if _FROM_SAFETENSORS.get(entries[n]["dtype"]) in TRAINED_DTYPES
-        }
+        floating = {name for name in order if entries[name].tensor.dtype in TRAINED_DTYPES}
         tensors = _tensors(entries, order, floating)
-        return cls(tensors, _arrays(entries, tensors))
+        arrays = _arrays(data, entries, tensors)
+        return cls(tensors, {name: each.copy() for name, each in arrays.items()})
 
 
 def _serialized(
@@ -182,60 +249,152 @@ def _serialized(
     values: Mapping[str, npt.NDArray[Any]],
     names: list[str] | dict[str, list[str]],
 ) -> bytes:
-    entries = {}
-    arrays = []  # safetensors takes addresses, so the arrays must outlive the call
+    stored = _stored(tensors, values, np.zeros)
+    return bytes(safetensors.serialize(_entries_of(tensors, stored), _metadata(names)))
+
+
+def _stored(
+    tensors: Sequence[TensorSpec], values: Mapping[str, npt.NDArray[Any]], zeros: Zeros
+) -> list[npt.NDArray[Any]]:
+    """The arrays that the file holds, of `zeros` where they are not the values themselves."""
+    arrays = []
     for tensor in tensors:
-        stored = to_stored(tensor, values[tensor.name])
+        whole, dtype = np.asarray(values[tensor.name]), stored_dtype(tensor)
+        if whole.dtype == dtype and whole.flags.c_contiguous:
+            arrays.append(whole)
+            continue
+        flat, stored = whole.reshape(-1), zeros(tensor.size, dtype)
+        for start in range(0, tensor.size, _BLOCK):
+            here = slice(start, start + _BLOCK)
+            stored[here] = to_stored(tensor, flat[here])
         arrays.append(stored)
-        entries[tensor.name] = safetensors.TensorSpec(
+    return arrays
+
+
+def _entries_of(
+    tensors: Sequence[TensorSpec], stored: Sequence[npt.NDArray[Any]]
+) -> dict[str, safetensors.TensorSpec]:
+    """What safetensors writes: it takes addresses, so `stored` must outlive the call."""
+    return {
+        tensor.name: safetensors.TensorSpec(
             dtype=tensor.dtype,
             shape=tensor.shape,
-            data_ptr=stored.ctypes.data,
-            data_len=stored.nbytes,
+            data_ptr=array.ctypes.data,
+            data_len=array.nbytes,
         )
-    order = json.dumps(names, separators=(",", ":"))
-    # One metadata key only: safetensors keeps several in no particular order, and equal models
-    # must have equal bytes.
-    return bytes(safetensors.serialize(entries, {_ORDER_KEY: order}))
+        for tensor, array in zip(tensors, stored, strict=True)
+    }
 
 
-def _parsed(data: bytes) -> tuple[Mapping[str, Any], list[str], set[str]]:
+def _write(
+    path: Path, entries: dict[str, safetensors.TensorSpec], metadata: dict[str, str] | None
+) -> None:
+    try:
+        safetensors.serialize_file(entries, path, metadata)
+    except safetensors.SafetensorError as exc:
+        raise OSError(errno.EIO, f"cannot be written: {exc}", str(path)) from exc
+
+
+def _metadata(names: list[str] | dict[str, list[str]]) -> dict[str, str]:
+    """One key only: safetensors keeps several in no particular order, and equal models must have
+    equal bytes."""
+    return {_ORDER_KEY: json.dumps(names, separators=(",", ":"))}
+
+
+def _parsed(data: Buffer) -> tuple[dict[str, _Entry], list[str], set[str]]:
     """The entries of a safetensors file, their order and which are frozen; raises
     ConfigurationError."""
     try:
-        header = _header(data)
-        entries = dict(safetensors.deserialize(data))  # type: ignore[no-untyped-call]
+        header, start = _header(data)
+        entries = _entries(header, start, len(data))
         return entries, *_order(header, entries)
-    except (safetensors.SafetensorError, KeyError, ValueError, TypeError) as exc:
-        raise ConfigurationError(f"not a safetensors model: {exc}") from exc
-
-
-def _tensors(
-    entries: Mapping[str, Any], order: Sequence[str], frozen: Collection[str]
-) -> tuple[TensorSpec, ...]:
-    """Their specs, those of the names in `frozen` frozen; raises ConfigurationError."""
-    try:
-        return tuple(
-            TensorSpec(
-                name,
-                tuple(entries[name]["shape"]),
-                _FROM_SAFETENSORS[entries[name]["dtype"]],
-                name in frozen,
-            )
-            for name in order
-        )
     except (KeyError, ValueError, TypeError) as exc:
         raise ConfigurationError(f"not a safetensors model: {exc}") from exc
 
 
+class _Entry(NamedTuple):
+    """A tensor in a file, and the offset of its first byte."""
+
+    tensor: TensorSpec
+    start: int
+
+
+def _entries(header: Mapping[str, Any], begin: int, end: int) -> dict[str, _Entry]:
+    """The entries of the `header` of a file whose values lie in [begin, end), every byte in one of
+    them; raises ConfigurationError, KeyError, ValueError or TypeError."""
+    metadata, places = header.get(_METADATA, {}), []
+    if not isinstance(metadata, dict) or not all(type(v) is str for v in metadata.values()):
+        raise ValueError("metadata that are not texts by names")
+    for name, each in header.items():
+        if name == _METADATA:
+            continue
+        (start, stop), shape = each["data_offsets"], tuple(each["shape"])
+        if not all(type(n) is int and 0 <= n < 2**63 for n in (start, stop, *shape)):
+            raise ValueError(f"tensor {name!a} has a shape or offsets that are no sizes")
+        dtype = _FROM_SAFETENSORS.get(each["dtype"])
+        if dtype is None:
+            raise ValueError(f"tensor {name!a} is {ascii(each['dtype'])[:40]}")
+        places.append((start, stop, TensorSpec(name, shape, dtype)))
+    reached, entries = 0, {}
+    for start, stop, tensor in sorted(places, key=lambda place: place[:2]):
+        if start != reached or stop - start != tensor.num_bytes:
+            raise ValueError(
+                f"tensor {tensor.name!a} has bytes {start} to {stop}, expected {reached} to "
+                f"{reached + tensor.num_bytes}"
+            )
+        reached, entries[tensor.name] = stop, _Entry(tensor, begin + start)
+    if begin + reached != end:
+        raise ValueError(f"tensors of {reached} bytes, where the file has {end - begin}")
+    return entries
+
+
+def _tensors(
+    entries: Mapping[str, _Entry], order: Sequence[str], frozen: Collection[str]
+) -> tuple[TensorSpec, ...]:
+    """Their specs, those of the names in `frozen` frozen; raises ConfigurationError."""
+    return tuple(
+        replace(entries[name].tensor, frozen=True) if name in frozen else entries[name].tensor
+        for name in order
+    )
+
+
+def _stored_in(data: Buffer, entry: _Entry) -> npt.NDArray[Any]:
+    """A view of the tensor's values [size] as the file holds them."""
+    return np.frombuffer(data, stored_dtype(entry.tensor), entry.tensor.size, entry.start)
+
+
 def _arrays(
-    entries: Mapping[str, Any], tensors: Iterable[TensorSpec]
+    data: Buffer, entries: Mapping[str, _Entry], tensors: Iterable[TensorSpec]
 ) -> dict[str, npt.NDArray[Any]]:
-    arrays = {}
-    for tensor in tensors:
-        stored = np.frombuffer(entries[tensor.name]["data"], stored_dtype(tensor))
-        arrays[tensor.name] = from_stored(tensor, stored).reshape(tensor.shape)
-    return arrays
+    """The tensors, as views of `data` where numpy has their dtype."""
+    return {
+        tensor.name: from_stored(tensor, _stored_in(data, entries[tensor.name])).reshape(
+            tensor.shape
+        )
+        for tensor in tensors
+    }
+
+
+def _flat(data: Buffer, entries: Mapping[str, _Entry], spec: ModelSpec, zeros: Zeros) -> Vector:
+    """The values [spec.size] of the trained tensors, in an array of `zeros`."""
+    flat = zeros(spec.size, np.float32)
+    for tensor in spec.trained:
+        values, stored = flat[spec.slices[tensor.name]], _stored_in(data, entries[tensor.name])
+        for start in range(0, tensor.size, _BLOCK):
+            here = slice(start, start + _BLOCK)
+            values[here] = from_stored(tensor, stored[here])
+    return flat
+
+
+def _flat_in(data: Buffer, entries: Mapping[str, _Entry], spec: ModelSpec) -> Vector | None:
+    """The same as a view of `data`; None where they do not lie there as one float32 vector."""
+    if any(tensor.dtype != "float32" for tensor in spec.trained):
+        return None
+    starts = [entries[tensor.name].start for tensor in spec.trained]
+    places = [starts[0] + 4 * each.start for each in spec.slices.values()] if starts else []
+    if not starts or starts != places or starts[0] % 4:
+        return None
+    return np.frombuffer(data, "<f4", spec.size, starts[0])
 
 
 def to_stored(tensor: TensorSpec, array: npt.NDArray[Any]) -> npt.NDArray[Any]:
@@ -269,27 +428,27 @@ def rounded_to_stored(tensor: TensorSpec, values: Vector) -> Vector:
     return stored + np.float32(0)
 
 
-def _header(data: bytes) -> dict[str, Any]:
-    """Parse the header of a safetensors file in memory bounded by MAX_TENSORS.
+def _header(data: Buffer) -> tuple[dict[str, Any], int]:
+    """Parse the header of a safetensors file in memory bounded by MAX_TENSORS; returns the offset
+    of the values too.
 
-    Raises ValueError for one that is too long, has too many values or repeats a key; safetensors
-    checks that it describes tensors, and exactly the bytes after it.
+    Raises ValueError for one that is too long, has too many values or repeats a key.
     """
     length = int.from_bytes(data[:8], "little")
     if length > min(_MAX_HEADER_BYTES, len(data) - 8):
         raise ValueError(f"a header of {length} bytes in a file of {len(data)}")
-    text = data[8 : 8 + length]
+    text = bytes(data[8 : 8 + length])
     if sum(text.count(mark) for mark in (b"{", b"[", b",")) > _MAX_HEADER_VALUES:
         raise ValueError(f"a header of more values than {MAX_TENSORS} tensors need")
     try:
-        header = json.loads(text, object_pairs_hook=_unrepeated)
+        header = json.loads(text.decode(), object_pairs_hook=_unrepeated)
     except RecursionError as exc:
         raise ValueError("a header nested too deeply") from exc
     if not isinstance(header, dict):
         raise ValueError("a header that is not a JSON object")
     if len(header) > MAX_TENSORS + 1:
         raise ValueError(f"{len(header)} tensors; at most {MAX_TENSORS} are supported")
-    return header
+    return header, 8 + length
 
 
 def _unrepeated(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -305,7 +464,7 @@ def _order(header: Mapping[str, Any], entries: Mapping[str, Any]) -> tuple[list[
     Raises ValueError if they are not the names in the file, or if frozen names are unknown or out
     of order.
     """
-    metadata = header.get("__metadata__", {})
+    metadata = header.get(_METADATA, {})
     if _ORDER_KEY not in metadata:
         return sorted(entries), set()
     try:

@@ -247,7 +247,8 @@ class Settings(BaseSettings):
     fold_memory_bytes: int = Field(
         256 * MIB,
         ge=MIB,
-        description="Memory of an aggregation by a strategy that compares updates.",
+        description="Memory of an aggregation by a strategy that compares updates; also the size "
+        "beyond which an array of an aggregation is a file in the data folder.",
     )
     retention_grace: Seconds = Field(
         7 * 86400.0,

@@ -6,7 +6,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
 import numpy as np
 
@@ -40,6 +40,7 @@ class Adaptive:
     bias_correction: bool = False
     variant: Variant = "paper"
     scales_rate: bool = False
+    is_by_coordinate: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         if not self.learning_rate > 0:

@@ -4,6 +4,7 @@ Algorithm 1)."""
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from fedpress_compression.tensors import Vector
 from fedpress_strategies.strategy import (
@@ -34,6 +35,7 @@ class Nesterov:
 
     learning_rate: float
     momentum: float
+    is_by_coordinate: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         ServerSGD(self.learning_rate, self.momentum)

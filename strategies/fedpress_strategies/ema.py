@@ -53,6 +53,10 @@ class Averaged:
     def is_plain(self) -> bool:
         return bool(getattr(self.inner, "is_plain", False))
 
+    @property
+    def is_by_coordinate(self) -> bool:
+        return bool(getattr(self.inner, "is_by_coordinate", False))
+
     def init(self, parameters: Vector) -> OptimizerState:
         own = {AVERAGE: np.zeros(parameters.size), "rounds": np.zeros(1, np.int64)}
         return own | {_INNER + name: each for name, each in self.inner.init(parameters).items()}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import numpy as np
 
@@ -50,6 +51,7 @@ class DecayingSGD:
     constant_rounds: int
     decay_rounds: int
     final: float
+    is_by_coordinate: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         ServerSGD(self.learning_rate, self.momentum)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import numpy as np
 
@@ -48,6 +49,7 @@ class Dynamic:
 
     clients: int
     alpha: float
+    is_by_coordinate: ClassVar[bool] = True
 
     def init(self, parameters: Vector) -> OptimizerState:
         return {"gradient": np.zeros(parameters.size)}

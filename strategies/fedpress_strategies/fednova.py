@@ -4,6 +4,7 @@ Section 4)."""
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from fedpress_compression.tensors import Vector
 from fedpress_protocols.plan import ClientTerms
@@ -41,6 +42,7 @@ class PerStep:
     """`inner` on the round's mean update per step, times the mean number of steps."""
 
     inner: ServerSGD
+    is_by_coordinate: ClassVar[bool] = True
 
     def init(self, parameters: Vector) -> OptimizerState:
         return self.inner.init(parameters)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import ClassVar
 
 import numpy as np
 
@@ -62,6 +63,7 @@ class Controlled:
     length: float
     learning_rate: float
     damping: float
+    is_by_coordinate: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         if not self.learning_rate > 0:

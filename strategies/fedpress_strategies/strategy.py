@@ -11,13 +11,16 @@ from __future__ import annotations
 import importlib
 import inspect
 import math
+import mmap
+import os
 import pkgutil
+import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, cached_property
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, NamedTuple, Protocol, TypeVar, runtime_checkable
+from typing import Any, ClassVar, NamedTuple, Protocol, TypeVar, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
@@ -118,6 +121,9 @@ class ServerOptimizer(Protocol):
     An optimizer may have `published(state)`: vectors by name, float32 [size], which the server
     publishes with the round's model. The vector CONTROL is for the clients' `ControlTerms`; any
     other is the parameters of a further model. It may have `figures(state)`, see there.
+
+    One with a true `is_by_coordinate` computes each coordinate, in its state too, from that
+    coordinate alone, so that a large model may be stepped in blocks, see `applied`.
     """
 
     def init(self, parameters: Vector) -> OptimizerState: ...
@@ -144,6 +150,39 @@ def figures(optimizer: ServerOptimizer, state: OptimizerState) -> Mapping[str, f
     return read(state) if read else {}
 
 
+def applied(
+    optimizer: ServerOptimizer,
+    parameters: Vector,
+    delta: Delta,
+    state: OptimizerState | None,
+    tally: Tally,
+    space: AggregationSpace,
+) -> tuple[Vector, OptimizerState]:
+    """Return what `optimizer.apply` does, from its `init` without a `state`, to the last bit; in
+    blocks of coordinates if it allows that, with arrays of `space`."""
+    size = parameters.size
+    if size <= _BLOCK or not getattr(optimizer, "is_by_coordinate", False):
+        before = optimizer.init(parameters) if state is None else state
+        return optimizer.apply(parameters, delta, before, tally)
+    moved, after = space.zeros(size, np.float32), dict[str, npt.NDArray[Any]]()
+    for start in range(0, size, _BLOCK):
+        here = slice(start, min(start + _BLOCK, size))
+        values, length = parameters[here], here.stop - start
+        before = (
+            optimizer.init(values)
+            if state is None
+            else {name: each[here] if each.size == size else each for name, each in state.items()}
+        )
+        moved[here], block = optimizer.apply(values, delta[here], before, tally)
+        for name, each in block.items():
+            if start == 0:
+                is_whole = each.size == length
+                after[name] = space.zeros(size, each.dtype) if is_whole else each
+            if after[name].size == size:
+                after[name][here] = each
+    return moved, after
+
+
 class SymbolAggregator(Protocol):
     """Aggregates the uploads of one round before they are decompressed."""
 
@@ -163,11 +202,23 @@ class SymbolAggregator(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class AggregationSpace:
-    """Resources of an aggregation besides a few vectors of the model's size: `memory` bytes, and
-    `folder` for unnamed files (None: the system's temporary folder)."""
+    """Resources of an aggregation: `memory` bytes for strategies that compare updates, and for any
+    array of the model's size; `folder` for unnamed files in the place of larger ones (None: the
+    system's temporary folder)."""
 
     folder: Path | None = None
     memory: int = 256 * 2**20
+
+    def zeros(self, size: int, dtype: npt.DTypeLike) -> npt.NDArray[Any]:
+        """Zeros [size], in memory or in an unnamed file; raises OSError if the disk has no room."""
+        num_bytes = size * np.dtype(dtype).itemsize
+        if num_bytes <= self.memory:
+            return np.zeros(size, dtype)
+        with tempfile.TemporaryFile(dir=self.folder, suffix=".tmp") as file:
+            if hasattr(os, "posix_fallocate"):  # or a full disk would end the process later
+                os.posix_fallocate(file.fileno(), 0, num_bytes)
+            file.truncate(num_bytes)
+            return np.frombuffer(mmap.mmap(file.fileno(), num_bytes), dtype)
 
 
 FoldSpace = AggregationSpace
@@ -223,13 +274,18 @@ class Strategy(NamedTuple):
 class WeightedMean:
     """The mean of the updates, each weighted by its examples; exact in fixed point.
 
-    A caller may add to `sums` directly, as `decode_add` does with an upload's bytes.
+    A caller may add to `sums` directly, as `decode_add` does with an upload's bytes, or set it to
+    an accumulator of its own.
     """
 
     linear = True
 
     def __init__(self, size: int, fixed_point: FixedPoint) -> None:
-        self.sums = Accumulator(size, fixed_point)
+        self._size, self._fixed_point = size, fixed_point
+
+    @cached_property
+    def sums(self) -> Accumulator:
+        return Accumulator(self._size, self._fixed_point)
 
     def weight_of(self, num_examples: int) -> int:
         """The weight of an upload."""
@@ -323,6 +379,7 @@ class ServerSGD:
 
     learning_rate: float = 1.0
     momentum: float = 0.0
+    is_by_coordinate: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         if not self.learning_rate > 0:

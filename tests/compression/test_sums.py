@@ -180,3 +180,18 @@ def test_sums_of_parts_come_to_the_sum_of_all() -> None:
     with pytest.raises(InvalidUpdate):
         first.add_sums(second.total, 1000)
     assert first.total.tobytes() == before.tobytes()
+
+
+@pytest.mark.parametrize("size", [0, 5, 2**18 + 3])
+def test_a_mean_may_take_the_place_of_its_sum(size: int) -> None:
+    """To the last bit; the sum may lie wherever its zeros do."""
+    place = np.zeros(size, np.int64)
+    sums = Accumulator(size, FIXED, place)
+    for weight in (3, 4):
+        values = np.random.default_rng(weight).standard_normal(size).astype(np.float32)
+        sums.add(Update.from_dense(values), weight)
+    expected = sums.mean()
+    mean = sums.into_mean()
+    assert (mean == expected).all()
+    assert np.shares_memory(mean, place) or not size
+    assert not sums.total.size

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,7 +16,15 @@ from safetensors.numpy import save
 
 from fedpress_compression.tensors import ModelSpec, TensorSpec, array_dtype
 from fedpress_protocols.errors import ConfigurationError
-from fedpress_protocols.model import Base, Model
+from fedpress_protocols.model import (
+    Base,
+    Model,
+    arrays_in,
+    check_model,
+    spec_of,
+    write_arrays,
+)
+from tests.hostile_models import file_of
 
 MIXED: dict[str, npt.NDArray[Any]] = {
     "conv.weight": np.arange(24, dtype=np.float32).reshape(2, 3, 4) / 7,
@@ -251,3 +260,99 @@ def test_a_base_is_read_from_its_own_file_alone() -> None:
     foreign = len(header).to_bytes(8, "little") + header + b"\0"
     with pytest.raises(ConfigurationError, match="not a safetensors model"):
         Base.from_bytes(foreign)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+@pytest.mark.parametrize("is_ordered", [True, False])
+def test_a_model_in_a_file_is_the_one_in_memory(
+    tmp_path: Path, dtype: str, is_ordered: bool
+) -> None:
+    """A view of the file where its values are one float32 vector there, and a vector made of them
+    elsewhere."""
+    tensors = [TensorSpec("b", (300, 1000), dtype), TensorSpec("a", (2,), dtype)]
+    frozen = TensorSpec("table", (3,), dtype, frozen=True)
+    spec = ModelSpec((*(reversed(tensors) if is_ordered else tensors), frozen))
+    values = np.arange(spec.size, dtype=np.float32) / np.float32(1000)
+    model = Model(spec, values, {"table": np.array([1, 2, 3], array_dtype(frozen))})
+    path, made = tmp_path / "model", list[int]()
+
+    def zeros(size: int, dtype: npt.DTypeLike) -> npt.NDArray[Any]:
+        made.append(size)
+        return np.zeros(size, dtype)
+
+    model.write(path, zeros)
+    assert path.read_bytes() == model.to_bytes()
+    converted = {"float32": (), "float16": spec.trained, "bfloat16": spec.tensors}[dtype]
+    assert made == [tensor.size for tensor in converted]
+    made.clear()
+    data = path.read_bytes()
+    again = Model.from_buffer(memoryview(data), zeros)
+    assert made == ([] if dtype == "float32" and is_ordered else [spec.size])
+    assert again.digest == model.digest
+    assert again.spec == spec == spec_of(data) == check_model(data)
+    with pytest.raises(OSError, match="cannot be written"):
+        model.write(tmp_path / "none" / "model")
+
+
+def test_a_file_is_checked_without_a_model() -> None:
+    whole = Model.from_tensors({"w": np.ones(5, np.float32)}).to_bytes()
+    with pytest.raises(ConfigurationError, match="NaN"):
+        check_model(whole[:-4] + np.array([np.nan], np.float32).tobytes())
+    with pytest.raises(ConfigurationError, match="no tensor of the model is trainable"):
+        check_model(save({"counter": np.ones(5, np.int64)}))
+    assert spec_of(save({"counter": np.ones(5, np.int64)})).size == 0
+
+
+def test_arrays_survive_their_file(tmp_path: Path) -> None:
+    arrays: dict[str, npt.NDArray[Any]] = {
+        "rounds": np.array([3], np.int64),
+        "first": np.arange(5.0),
+        "flags": np.frombuffer(b"{}", np.uint8),
+    }
+    path = tmp_path / "arrays"
+    write_arrays(path, arrays)
+    assert path.read_bytes() == save(arrays)
+    again = arrays_in(path.read_bytes())
+    assert {name: each.tolist() for name, each in again.items()} == {
+        name: each.tolist() for name, each in arrays.items()
+    }
+
+
+def tensor(start: Any = 0, stop: Any = 4, shape: Any = (1,), dtype: Any = "F32") -> dict[str, Any]:
+    return {"dtype": dtype, "shape": shape, "data_offsets": [start, stop]}
+
+
+@pytest.mark.parametrize(
+    ("header", "says"),
+    [
+        ({"w": tensor(stop=8)}, "bytes 0 to 8, expected 0 to 4"),
+        ({"w": tensor(1, 5)}, "bytes 1 to 5, expected 0 to 4"),
+        ({"w": tensor(), "v": tensor()}, "expected 4 to 8"),
+        ({"w": tensor(stop=2, dtype="F16")}, "tensors of 2 bytes, where the file has 4"),
+        ({"w": tensor(), "v": tensor(4, 8)}, "tensors of 8 bytes, where the file has 4"),
+        ({"w": tensor(dtype="F8_E4M3")}, "is 'F8_E4M3'"),
+        ({"w": tensor(dtype="\u202e")}, "u202e"),
+        ({"w": tensor(shape=[True])}, "no sizes"),
+        ({"w": tensor(-4, 0)}, "no sizes"),
+        ({"w": tensor(shape=[2**70])}, "no sizes"),
+        ({"w": tensor(shape="1")}, "no sizes"),
+        ({"w": tensor(), "__metadata__": {"n": 1}}, "metadata"),
+        ({"w": tensor(), "__metadata__": []}, "metadata"),
+        ({"w": 5}, "not a safetensors model"),
+        ({"w": {"shape": [1], "data_offsets": [0, 4]}}, "not a safetensors model"),
+        ({"w": {"dtype": "F32", "shape": [1], "data_offsets": [0]}}, "not a safetensors model"),
+        ({"w": tensor(dtype=[])}, "not a safetensors model"),
+    ],
+)
+def test_a_header_that_does_not_describe_its_file_is_refused(
+    header: dict[str, Any], says: str
+) -> None:
+    with pytest.raises(ConfigurationError, match=says):
+        Model.from_bytes(file_of(header, bytes(4)))
+
+
+def test_a_header_in_another_encoding_is_refused() -> None:
+    text = json.dumps({"w": tensor()}).encode("utf-16")
+    data = len(text).to_bytes(8, "little") + text + bytes(4)
+    with pytest.raises(ConfigurationError, match="not a safetensors model"):
+        Model.from_bytes(data)

@@ -18,8 +18,17 @@ from fedpress_protocols.errors import ConfigurationError, InvalidUpdate
 from fedpress_protocols.model import Model
 from fedpress_protocols.plan import TrainingTerms
 from fedpress_strategies import from_config
+from fedpress_strategies import strategy as strategy_module
 from fedpress_strategies.adasum import Tree, combined
-from fedpress_strategies.strategy import EXAMPLE_TERMS, ServerSGD, example_of, strategies
+from fedpress_strategies.strategy import (
+    EXAMPLE_TERMS,
+    AggregationSpace,
+    ServerSGD,
+    Tally,
+    applied,
+    example_of,
+    strategies,
+)
 from tests.strategies.bowls import Bowl, bowls
 
 CLIENTS, SIZE, ROUNDS = 6, 20, 5
@@ -371,3 +380,44 @@ def test_a_decaying_rate_is_whole_for_its_rounds_then_falls_in_a_line_and_stays(
 def test_a_decay_that_makes_no_sense_is_refused(fields: dict[str, Any]) -> None:
     with pytest.raises(ConfigurationError):
         from_config({"id": "fedavgm", **fields}, TERMS)
+
+
+@pytest.mark.parametrize("name", strategies())
+def test_a_step_in_blocks_is_the_step(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To the last bit, of every optimizer that says that it goes coordinate by coordinate."""
+    monkeypatch.setattr(strategy_module, "_BLOCK", 7)
+    optimizer = from_config(example_of(name), EXAMPLE_TERMS).optimizer
+    if not getattr(optimizer, "is_by_coordinate", False):
+        pytest.skip("steps the whole vector at once")
+    rng, space = np.random.default_rng(3), AggregationSpace(tmp_path, 0)
+    whole: tuple[Any, Any] = (START.copy(), None)
+    blocks: tuple[Any, Any] = (START.copy(), None)
+    for count in range(1, 5):
+        delta, tally = rng.standard_normal(SIZE), Tally(count, {"steps": 3.5})
+        state = whole[1] or optimizer.init(whole[0])
+        whole = optimizer.apply(whole[0], delta, state, tally)
+        blocks = applied(optimizer, blocks[0], delta, blocks[1] or None, tally, space)
+        assert whole[0].tobytes() == blocks[0].tobytes()
+        assert {n: a.tobytes() for n, a in whole[1].items()} == {
+            n: a.tobytes() for n, a in blocks[1].items()
+        }
+
+
+def test_a_file_for_an_array_needs_its_room_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A full disk must not end the process when a page is written later."""
+    array = AggregationSpace(tmp_path, 100).zeros(1000, np.int64)
+    array += 5
+    assert int(array.sum()) == 5000
+    assert not list(tmp_path.iterdir())
+
+    def full(*_: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("os.posix_fallocate", full, raising=False)
+    with pytest.raises(OSError, match="No space"):
+        AggregationSpace(tmp_path, 100).zeros(1000, np.int64)
+    AggregationSpace(tmp_path, 8000).zeros(1000, np.int64)

@@ -8,19 +8,21 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import fsum
-from typing import NamedTuple, cast
+from typing import Any, NamedTuple, TypeGuard, cast
 
 import numpy as np
-import safetensors
+import numpy.typing as npt
 import safetensors.numpy
 
 from fedpress_compression.decode_add import decode_add
+from fedpress_compression.fixed_point import Accumulator as Sums
 from fedpress_compression.update import Update
 from fedpress_protocols.errors import IncompatiblePlan, ServerError
 from fedpress_protocols.messages import DownlinkTerms
+from fedpress_protocols.model import Buffer, arrays_in, write_arrays
 from fedpress_protocols.plan import RoundPlan
 from fedpress_protocols.upload import WITHIN_CLIP
 from fedpress_server import failpoints
@@ -31,7 +33,7 @@ from fedpress_server.aggregation.private import (
     noised_mean,
 )
 from fedpress_server.aggregation.terms import RoundTerms
-from fedpress_server.storage.payloads import Payloads
+from fedpress_server.storage.payloads import Payloads, put_by_digest
 from fedpress_strategies import Strategy
 from fedpress_strategies.staleness import DiscountedMean
 from fedpress_strategies.strategy import (
@@ -116,10 +118,10 @@ def sum_uploads(
     job: AggregationJob, payloads: Payloads, space: AggregationSpace, bases: dict[str, str]
 ) -> Summed:
     """Aggregate the job's uploads, one by one or from the sums of their batches."""
-    accumulator = make_accumulator(job.terms, job.strategy, space, bases)
+    accumulator = _accumulator_in(job, space, bases)
     weights, reports = list[int](), list[tuple[float, ...]]()
     for name in job.sums:
-        part, more_weights, more_reports, more_bases = _part(payloads.get(name))
+        part, more_weights, more_reports, more_bases = _part(payloads.mapped(name, space.memory))
         cast(Divisible, accumulator.aggregator).merge(part)
         weights += more_weights
         reports += more_reports
@@ -153,7 +155,8 @@ def _next_clip(job: AggregationJob, reports: Sequence[tuple[float, ...]]) -> flo
 
 def _result(job: AggregationJob, accumulator: Accumulator) -> Delta:
     if not has_own_noise(job.terms.plan):
-        return accumulator.aggregator.result()
+        mean = accumulator.aggregator
+        return mean.sums.into_mean() if _is_mean(mean) else mean.result()
     if job.noise_secret is None or not isinstance(accumulator.aggregator, WeightedMean):
         raise ServerError("a sum that needs the server's noise cannot be had without")
     digests = [staged.digest for staged in job.uploads]
@@ -161,23 +164,56 @@ def _result(job: AggregationJob, accumulator: Accumulator) -> Delta:
     return noised_mean(job.terms, mean, digests, job.noise_secret, before)
 
 
-def add_batch(job: AggregationJob, payloads: Payloads, folder: str) -> str:
+def _is_mean(aggregator: Aggregator | SymbolAggregator) -> TypeGuard[WeightedMean]:
+    """Whether bodies may be added to its sums directly."""
+    return type(aggregator) in (WeightedMean, UniformMean)
+
+
+def _accumulator_in(
+    job: AggregationJob, space: AggregationSpace, bases: dict[str, str]
+) -> Accumulator:
+    """As `make_accumulator`, with the sums of a mean in `space`."""
+    accumulator = make_accumulator(job.terms, job.strategy, space, bases)
+    if _is_mean(accumulator.aggregator):
+        size, bounds = job.terms.shared.size, job.terms.plan.sum_bounds()
+        accumulator.aggregator.sums = Sums(size, bounds, space.zeros(size, np.int64))
+    return accumulator
+
+
+def add_batch(job: AggregationJob, payloads: Payloads, folder: str, memory: int) -> str:
     """Sum the job's uploads alone, and store the sum durably in `folder`; returns its digest, which
-    is its name there. Raises FedpressError if the uploads have no valid sum."""
+    is its name there. `memory` as for `aggregate`. Raises FedpressError if the uploads have no
+    valid sum."""
     bases: dict[str, str] = {}
-    accumulator = make_accumulator(job.terms, job.strategy, AggregationSpace(), bases)
+    accumulator = _accumulator_in(job, AggregationSpace(payloads.scratch, memory), bases)
     weights, reports = _add_each(job, payloads, accumulator)
     part = cast(Divisible, accumulator.aggregator).part()
     num_reports = len(job.terms.plan.report)
-    arrays = {
+    arrays: dict[str, npt.NDArray[Any]] = {
         **{_PART + name: array for name, array in part.items()},
         _WEIGHTS: np.array(weights, np.int64),
         _REPORTS: np.array(reports, np.float64).reshape(len(reports), num_reports),
         _BASES: np.frombuffer(json.dumps(bases, sort_keys=True).encode(), np.uint8),
     }
-    data = safetensors.numpy.save({n: np.ascontiguousarray(a) for n, a in arrays.items()})
+    return store_arrays(arrays, payloads, lambda digest: f"{folder}/{digest}", memory)
+
+
+def store_arrays(
+    arrays: Mapping[str, npt.NDArray[Any]],
+    payloads: Payloads,
+    name: Callable[[str], str],
+    memory: int,
+) -> str:
+    """Store arrays durably, without a copy of more than `memory` bytes; returns the digest of the
+    file, from which it has its `name`."""
+    arrays = {key: np.ascontiguousarray(array) for key, array in arrays.items()}
+    if sum(array.nbytes for array in arrays.values()) > memory:
+        with payloads.temporary() as path:
+            write_arrays(path, arrays)
+            return put_by_digest(payloads, name, path)[0]
+    data = safetensors.numpy.save(arrays)
     digest = hashlib.sha256(data).hexdigest()
-    payloads.put(f"{folder}/{digest}", data)
+    payloads.put(name(digest), data)
     return digest
 
 
@@ -194,9 +230,9 @@ def _add_each(
     return weights, reports
 
 
-def _part(data: bytes) -> tuple[Part, list[int], list[tuple[float, ...]], dict[str, str]]:
+def _part(data: Buffer) -> tuple[Part, list[int], list[tuple[float, ...]], dict[str, str]]:
     """Read what `add_batch` stored."""
-    arrays = safetensors.numpy.load(data)
+    arrays = arrays_in(data)
     bases = json.loads(arrays.pop(_BASES).tobytes())
     weights = arrays.pop(_WEIGHTS).tolist()
     reports = [tuple(row) for row in arrays.pop(_REPORTS).tolist()]
@@ -215,8 +251,8 @@ def make_accumulator(
             aggregator = strategy.planned_aggregator(plan, terms.public, space)
         else:
             aggregator = strategy.aggregator(terms.shared.size, plan.sum_bounds())
-        if type(aggregator) in (WeightedMean, UniformMean) and "own" not in plan.needs:
-            mean = cast(WeightedMean, aggregator)
+        if _is_mean(aggregator) and "own" not in plan.needs:
+            mean = aggregator
 
             def add_straight(body: bytes, staged: StagedUpload) -> tuple[int, Report]:
                 fields, num_examples, report = terms.fields(body, staged.profile)

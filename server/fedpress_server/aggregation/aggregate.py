@@ -1,7 +1,8 @@
 """From staged bytes to the next model: decode, add, apply, one upload at a time.
 
 The memory is that of a few models, whatever the number of uploads, and what `AggregationSpace`
-grants to strategies that ask for more. Everything here is a function of bytes on the disk, and sums
+grants to strategies that ask for more; arrays beyond that are files in the payloads' folder.
+Everything here is a function of bytes on the disk, and sums
 are exact, so an aggregation that is run again gives the same model to the last bit.
 """
 
@@ -12,20 +13,17 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
-import numpy as np
-import safetensors
-import safetensors.numpy
-
 from fedpress_compression import activity
 from fedpress_compression.tensors import ModelSpec, Vector
 from fedpress_protocols.errors import IncompatiblePlan
 from fedpress_protocols.messages import DownlinkTerms, MaskedSum
-from fedpress_protocols.model import Model
+from fedpress_protocols.model import Model, arrays_in
 from fedpress_server import failpoints
 from fedpress_server.aggregation.accumulate import (
     AggregationJob,
     Summed,
     make_accumulator,
+    store_arrays,
     sum_uploads,
 )
 from fedpress_server.aggregation.terms import RoundTerms
@@ -34,7 +32,7 @@ from fedpress_server.storage.files import (
     model_name,
     optimizer_name,
 )
-from fedpress_server.storage.payloads import Payloads
+from fedpress_server.storage.payloads import Payloads, put_by_digest
 from fedpress_strategies import Strategy
 from fedpress_strategies.downlink import rounded, stepped
 from fedpress_strategies.strategy import (
@@ -43,6 +41,7 @@ from fedpress_strategies.strategy import (
     OptimizerState,
     UniformMean,
     WeightedMean,
+    applied,
     figures,
     published,
 )
@@ -94,30 +93,33 @@ def aggregate(
     `summed` is the aggregate of uploads that were added up under masks.
     """
     plan, spec = job.terms.plan, job.terms.spec
-    base = Model.from_bytes(payloads.get(model_name(plan.model)))
-    earlier = _load_state(job.optimizer_state, payloads)
+    space = AggregationSpace(payloads.scratch, memory)
+    base = Model.from_buffer(payloads.mapped(model_name(plan.model), memory), space.zeros)
+    earlier = _load_state(job.optimizer_state, payloads, memory)
     shared = job.terms.shared
     before = spec.part(base.parameters, shared) if earlier.master is None else earlier.master
     bases: dict[str, str] = {}
     if summed is None:
-        summed = sum_uploads(job, payloads, AggregationSpace(payloads.scratch, memory), bases)
-    optimizer = job.strategy.optimizer
-    state = earlier.optimizer or optimizer.init(before)
+        summed = sum_uploads(job, payloads, space, bases)
+    optimizer, num_examples, clip = job.strategy.optimizer, summed.num_examples, summed.clip
     tally = replace(summed.tally, warming=plan.warming, spec=shared)
-    parameters, state = optimizer.apply(before, summed.delta, state, tally)
+    parameters, state = applied(
+        optimizer, before, summed.delta, earlier.optimizer or None, tally, space
+    )
+    del summed  # with its array
     failpoints.reach("model-stepped")
 
     def with_shared(values: Vector) -> Vector:
         return spec.with_part(base.parameters, shared, values)
 
     def store_model(values: Vector) -> tuple[str, int]:
-        return _store_model(base.with_parameters(with_shared(values)), payloads)
+        return _store_model(base.with_parameters(with_shared(values)), payloads, space)
 
     if job.downlink is None:
         digest, num_bytes = store_model(parameters)
     else:
         next_model = stepped(base, with_shared(parameters), job.downlink)
-        digest, num_bytes = _store_model(next_model, payloads)
+        digest, num_bytes = _store_model(next_model, payloads, space)
     public = dict(published(optimizer, state))
     control = public.pop(CONTROL, None)
     control_digest = None if control is None else _store(control.astype("<f4").tobytes(), payloads)
@@ -126,19 +128,19 @@ def aggregate(
         average = activity.averaged(earlier.activity, parameters - before)
         map_digest = _store(activity.to_bytes(average, shared), payloads)
     master = parameters if _is_rounded(spec) or job.downlink is not None else None
-    state_digest = _store_state(_CarriedState(state, master, average), payloads)
+    state_digest = _store_state(_CarriedState(state, master, average), payloads, space)
     return AggregationResult(
         digest,
         spec.digest,
         num_bytes,
         state_digest,
-        summed.num_examples,
+        num_examples,
         map_digest,
         control_digest,
         {name: store_model(values) for name, values in public.items()},
         bases,
         figures(optimizer, state),
-        clip=summed.clip,
+        clip=clip,
     )
 
 
@@ -146,7 +148,7 @@ def first_model(digest: str, downlink: DownlinkTerms, payloads: Payloads) -> tup
     """Round the model `digest` to the grid, and store the result, with which a task with this
     downlink begins; returns its digest and its size in bytes. Raises ConfigurationError."""
     model = Model.from_bytes(payloads.get(model_name(digest)))
-    return _store_model(rounded(model, downlink), payloads)
+    return _store_model(rounded(model, downlink), payloads, AggregationSpace(payloads.scratch))
 
 
 def first_state(
@@ -158,15 +160,21 @@ def first_state(
     `last_state` is the state of a task that continues from its own last model: its optimizer is
     reset, what was not sent down is kept.
     """
-    parameters = _load_state(last_state, payloads).master
+    space = AggregationSpace(payloads.scratch)
+    parameters = _load_state(last_state, payloads, space.memory).master
     if parameters is None:
-        model = Model.from_bytes(payloads.get(model_name(digest)))
+        data = payloads.mapped(model_name(digest), space.memory)
+        model = Model.from_buffer(data, space.zeros)
         parameters = model.spec.part(model.parameters, shared)
-    return _store_state(_CarriedState(None, parameters, None), payloads)
+    return _store_state(_CarriedState(None, parameters, None), payloads, space)
 
 
-def _store_model(model: Model, payloads: Payloads) -> tuple[str, int]:
+def _store_model(model: Model, payloads: Payloads, space: AggregationSpace) -> tuple[str, int]:
     """Store a model; returns its digest and its size in bytes."""
+    if sum(tensor.num_bytes for tensor in model.spec.tensors) > space.memory:
+        with payloads.temporary() as path:
+            model.write(path, space.zeros)
+            return put_by_digest(payloads, model_name, path)
     data = model.to_bytes()
     digest = hashlib.sha256(data).hexdigest()
     payloads.put(model_name(digest), data)
@@ -225,22 +233,19 @@ class _CarriedState(NamedTuple):
     activity: Vector | None
 
 
-def _load_state(digest: str | None, payloads: Payloads) -> _CarriedState:
+def _load_state(digest: str | None, payloads: Payloads, memory: int) -> _CarriedState:
     if digest is None:
         return _CarriedState(None, None, None)
-    arrays = safetensors.numpy.load(payloads.get(optimizer_name(digest)))
+    arrays = arrays_in(payloads.mapped(optimizer_name(digest), memory))
     master, average = arrays.pop(_MASTER, None), arrays.pop(_ACTIVITY, None)
     state = {name.removeprefix(_STATE): array for name, array in arrays.items()}
     return _CarriedState(state, master, average)
 
 
-def _store_state(state: _CarriedState, payloads: Payloads) -> str | None:
+def _store_state(state: _CarriedState, payloads: Payloads, space: AggregationSpace) -> str | None:
     arrays = {_STATE + name: array for name, array in (state.optimizer or {}).items()}
     values = {_MASTER: state.master, _ACTIVITY: state.activity}
     arrays |= {name: array for name, array in values.items() if array is not None}
     if not arrays:
         return None
-    data = safetensors.numpy.save({n: np.ascontiguousarray(a) for n, a in arrays.items()})
-    digest = hashlib.sha256(data).hexdigest()
-    payloads.put(optimizer_name(digest), data)
-    return digest
+    return store_arrays(arrays, payloads, optimizer_name, space.memory)

@@ -20,7 +20,15 @@ from fedpress_server.api.examples import asked
 from fedpress_server.api.listeners import Parts
 from fedpress_server.api.paging import LINKED, MOST, Limit, first_page
 from fedpress_server.api.problems import responses
-from fedpress_server.api.routing import By, OperatorRoute, check_digest, read_body
+from fedpress_server.api.routing import (
+    By,
+    OperatorRoute,
+    check_digest,
+    check_name,
+    declared_bytes,
+    read_body,
+    read_body_to,
+)
 from fedpress_server.registry import restores
 
 operator_routes = APIRouter(
@@ -30,6 +38,9 @@ operator_routes = APIRouter(
     dependencies=[Depends(BEARER)],
     responses=responses(401, 403, 429),
 )
+
+_IN_MEMORY = 2**24
+"""Bytes of a model beyond which it is received in a file."""
 
 
 class ModelStatus(Term):
@@ -65,9 +76,16 @@ async def put_model(
     request: Request, response: Response, digest: Digest, services: Parts, by: By
 ) -> ModelStatus:
     """Bring a model, a safetensors file, under its SHA-256."""
-    data = await read_body(request, services.settings.max_body_bytes)
-    check_digest(data, digest)
-    record, is_new = await services.models.add(data, digest, by=by)
+    most = services.settings.max_body_bytes
+    num_bytes = declared_bytes(request, most)
+    if num_bytes is None or num_bytes > _IN_MEMORY:
+        with services.models.temporary() as path:
+            check_name(await read_body_to(request, most, path), digest)
+            record, is_new = await services.models.add_file(path, digest, by=by)
+    else:
+        data = await read_body(request, most)
+        check_digest(data, digest)
+        record, is_new = await services.models.add(data, digest, by=by)
     if not is_new:
         response.status_code = 200
     return ModelStatus(digest=record.digest, spec=record.spec, num_bytes=record.num_bytes)

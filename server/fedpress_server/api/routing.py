@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import hashlib
 import json
 from collections.abc import Callable, Coroutine
 from contextlib import suppress
+from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
 from fastapi import Depends, Request, Response
@@ -28,6 +30,8 @@ from fedpress_server.storage.records import Device
 MAX_JSON_BYTES = 2**20
 _IDENTIFIER: TypeAdapter[str] = TypeAdapter(Identifier)
 _NAME: TypeAdapter[str] = TypeAdapter(Name)
+_PIECE = 2**20
+"""Bytes of a body that are written to a file at a time."""
 T = TypeVar("T")
 Handler = Callable[[Request], Coroutine[Any, Any, Response]]
 
@@ -229,9 +233,7 @@ async def read_body(
 ) -> bytes:
     """The body; raises BodyTooLarge past `most` bytes, DigestMismatch unless it is what is `due`,
     where it is not left to others to find out. `count` is told of the bytes of each piece."""
-    declared = request.headers.get("content-length", "")
-    if declared.isdecimal() and int(declared) > most:
-        raise BodyTooLarge(f"a body of {declared} bytes where {most} are allowed", limit=most)
+    declared_bytes(request, most)
     received, num_bytes, digest = list[bytes](), 0, hashlib.sha256()
     async for chunk in request.stream():
         received.append(chunk)
@@ -245,6 +247,38 @@ async def read_body(
     if due is not None:
         due.check(Content(digest.digest(), num_bytes))
     return b"".join(received)
+
+
+def declared_bytes(request: Request, most: int) -> int | None:
+    """The length that the request's header says; raises BodyTooLarge if it is above `most`."""
+    declared = request.headers.get("content-length", "")
+    if not declared.isdecimal():
+        return None
+    if int(declared) > most:
+        raise BodyTooLarge(f"a body of {declared} bytes where {most} are allowed", limit=most)
+    return int(declared)
+
+
+async def read_body_to(request: Request, most: int, path: Path) -> str:
+    """Write the body to the file at `path`; returns its SHA-256. Raises BodyTooLarge past `most`
+    bytes, and OSError."""
+    digest, num_bytes, pending = hashlib.sha256(), 0, bytearray()
+    with await asyncio.to_thread(path.open, "wb") as file:
+
+        def write(data: bytes) -> None:
+            digest.update(data)
+            file.write(data)
+
+        async for chunk in request.stream():
+            pending += chunk
+            num_bytes += len(chunk)
+            if num_bytes > most:
+                raise BodyTooLarge(f"a body of more than {most} bytes", limit=most)
+            if len(pending) >= _PIECE:
+                await asyncio.to_thread(write, bytes(pending))
+                pending.clear()
+        await asyncio.to_thread(write, bytes(pending))
+    return digest.hexdigest()
 
 
 def check_keys(body: bytes) -> None:
@@ -265,7 +299,11 @@ def _unrepeated(pairs: list[tuple[str, Any]]) -> None:
 
 def check_digest(data: bytes, digest: str) -> None:
     """Raises DigestMismatch unless `digest` (hex) is the SHA-256 of `data`."""
-    actual = hashlib.sha256(data).hexdigest()
+    check_name(hashlib.sha256(data).hexdigest(), digest)
+
+
+def check_name(actual: str, digest: str) -> None:
+    """Raises DigestMismatch unless a body of SHA-256 `actual` has the name `digest`."""
     if actual != digest:
         raise DigestMismatch(f"a body of SHA-256 {actual} under the name {digest}")
 

@@ -229,7 +229,9 @@ class JobRunner:
         job = self._job(task, attempt, attempt.staged[lease.job.start : lease.job.stop])
         folder = uploads_folder(attempt.key)
         try:
-            digest = await self._background.in_thread(add_batch, job, self._payloads, folder)
+            digest = await self._background.in_thread(
+                add_batch, job, self._payloads, folder, self._memory
+            )
         except (Unavailable, OSError, MemoryError):
             raise
         except Exception as exc:

@@ -22,7 +22,7 @@ from fedpress_protocols.messages import (
     SignedReceipt,
     TaskConfig,
 )
-from fedpress_protocols.model import Model
+from fedpress_protocols.model import spec_of
 from fedpress_protocols.plan import RoundPlan
 from fedpress_protocols.policies import Comparison, Course
 from fedpress_protocols.signatures import DeviceKey, sign_document
@@ -73,6 +73,8 @@ from fedpress_server.storage.payloads import Payloads
 from fedpress_server.storage.records import AssignmentRecord, ModelRecord, RoundKey, TaskRecord
 from fedpress_strategies.policies.decisions import with_comparison
 
+_IN_MEMORY = 2**24
+"""Bytes of a model's file beyond which only its header is read."""
 _REMEMBERED = 20
 """Attempts for which those that masked sessions named are left out."""
 
@@ -160,7 +162,7 @@ class Journal:
 
     def spec(self, digest: str) -> ModelSpec:
         """Of a model's tensors."""
-        return Model.from_bytes(self._payloads.get(model_name(digest))).spec
+        return spec_of(self._payloads.mapped(model_name(digest), _IN_MEMORY))
 
     def newest(
         self, connection: Connection, name: str, cached: Attempt | None, spec: ModelSpec

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import mmap
+import os
 from collections.abc import Callable
+from contextlib import AbstractContextManager
+from pathlib import Path
 
 from sqlalchemy.engine import Connection
 
 from fedpress_protocols.errors import UnknownModel
-from fedpress_protocols.model import Model
+from fedpress_protocols.model import Model, check_model
 from fedpress_server.coordination.background import Background
 from fedpress_server.identity import audit
 from fedpress_server.registry import versions as registry
@@ -52,21 +56,42 @@ class Models:
     ) -> tuple[ModelRecord, bool]:
         """Keep a model that an operator brings; True if it is new. Raises ConfigurationError."""
 
-        def store() -> str:
+        def store() -> ModelRecord:
             spec = Model.from_bytes(data).spec.digest
             self._payloads.put(model_name(digest), data)
-            return spec
+            return ModelRecord(digest, spec, len(data), self._clock())
 
-        spec = await self._background.in_thread(store)
-        now = self._clock()
-        record = ModelRecord(digest, spec, len(data), now)
+        return await self._added(store, by)
+
+    def temporary(self) -> AbstractContextManager[Path]:
+        """The path of a file for `add_file`; removed at the end unless it was added."""
+        return self._payloads.temporary()
+
+    async def add_file(
+        self, path: Path, digest: str, *, by: str = audit.SERVER
+    ) -> tuple[ModelRecord, bool]:
+        """As `add`, a model in a temporary file of the store, which is taken over."""
+
+        def store() -> ModelRecord:
+            with path.open("rb") as file:
+                num_bytes = os.fstat(file.fileno()).st_size
+                data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) if num_bytes else b""
+            spec = check_model(data).digest
+            self._payloads.put_file(model_name(digest), path)
+            return ModelRecord(digest, spec, num_bytes, self._clock())
+
+        return await self._added(store, by)
+
+    async def _added(self, store: Callable[[], ModelRecord], by: str) -> tuple[ModelRecord, bool]:
+        record = await self._background.in_thread(store)
+        digest, now = record.digest, record.created_at
 
         def write(connection: Connection) -> bool:
             is_new = records.add_model(connection, record)
             registry.keep_again(connection, self._payloads, {digest})
             registry.mark_uploaded(connection, digest, now)
             if is_new:
-                audit.add(connection, now, by, "model.brought", digest, bytes=len(data))
+                audit.add(connection, now, by, "model.brought", digest, bytes=record.num_bytes)
             return is_new
 
         return record, await self._database.write(write)

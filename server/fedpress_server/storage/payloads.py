@@ -9,18 +9,20 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import mmap
 import os
 import secrets
 import shutil
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO
 
 from fedpress_protocols.errors import NotFound, ServerError, StorageFull
 from fedpress_protocols.local_files import sync_folder
+from fedpress_protocols.model import Buffer
 from fedpress_server import failpoints
 from fedpress_server.observing.outages import FULL, MAKE_ROOM, Outage
 
@@ -64,9 +66,30 @@ class Payloads(ABC):
             return exc
         return None
 
+    def put_file(self, name: str, path: Path) -> None:
+        """Put the file at `path`, one of `temporary`; raises as `put` does."""
+        self.put(name, path.read_bytes())
+
+    @contextmanager
+    def temporary(self) -> Iterator[Path]:
+        """The path of a new file in `scratch`, which is removed at the end unless it was put."""
+        path = self.scratch / f"{secrets.token_hex(8)}{_TEMPORARY}"
+        try:
+            path.touch(0o600)
+            yield path
+        finally:
+            path.unlink(missing_ok=True)
+
     @abstractmethod
     def get(self, name: str) -> bytes:
         """Read a file; raises NotFound."""
+
+    def mapped(self, name: str, above: int) -> Buffer:
+        """The bytes of a file; one of more than `above` is mapped into memory. Raises NotFound."""
+        if self.size(name) <= above:
+            return self.get(name)
+        with self.open(name) as file:
+            return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
 
     @abstractmethod
     def open(self, name: str) -> BinaryIO:
@@ -152,16 +175,39 @@ class LocalPayloads(Payloads):
             for index, (name, data) in enumerate(files)
         ]
 
+    def put_file(self, name: str, path: Path) -> None:
+        place = self.path(name)
+        with self._reporting_full():
+            with path.open("rb+") as file:
+                os.fsync(file.fileno())
+            failpoints.reach("file-written")
+            for tries in range(_FOLDER_GONE + 1):
+                try:
+                    self._make_folder(place.parent)
+                    path.rename(place)
+                    break
+                except FileNotFoundError:  # its folder was dropped concurrently
+                    if tries == _FOLDER_GONE:
+                        raise
+            sync_folder(place.parent)
+        failpoints.reach("file-kept")
+
     def _put(self, name: str, data: bytes) -> None:
-        try:
+        with self._reporting_full():
             sync_folder(self._place(name, data))
+        failpoints.reach("file-kept")
+
+    @contextmanager
+    def _reporting_full(self) -> Iterator[None]:
+        """Raise StorageFull in place of the OSError of a full disk."""
+        try:
+            yield
         except OSError as exc:
             if exc.errno in FULL:
                 full = StorageFull("no space is left on the server", retry_after=60)
                 self._full.failed(f"{full.detail} ({self.root})")
                 raise full from exc
             raise
-        failpoints.reach("file-kept")
 
     def _place(self, name: str, data: bytes) -> str:
         """Write, sync and rename a file; returns its folder, which is not synced yet.
@@ -273,6 +319,15 @@ class LocalPayloads(Payloads):
 
     def check_writable(self) -> None:
         self.put("probe", b"\n")
+
+
+def put_by_digest(payloads: Payloads, name: Callable[[str], str], path: Path) -> tuple[str, int]:
+    """Put a `temporary` file under the `name` of its SHA-256; returns that and its bytes."""
+    with path.open("rb") as file:
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+        num_bytes = os.fstat(file.fileno()).st_size
+    payloads.put_file(name(digest), path)
+    return digest, num_bytes
 
 
 def digest_in(name: str) -> str | None:
