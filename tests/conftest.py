@@ -13,6 +13,7 @@ from tests.lengths import SLOW, SOAK
 if TYPE_CHECKING:
     from xdist.remote import Producer
     from xdist.scheduler import Scheduling
+    from xdist.workermanage import WorkerController
 
 # A busy machine's pauses are no bug of the code under test, so no example has a deadline.
 # CI draws the same examples every time; `make soak` draws many more, and new ones.
@@ -22,6 +23,9 @@ settings.register_profile("quick", _calm, max_examples=25, **_repeats)
 settings.register_profile("slow", _calm, max_examples=100, **_repeats)
 settings.register_profile("soak", _calm, max_examples=2_000, print_blob=True)
 settings.load_profile("soak" if SOAK else "slow" if SLOW else "quick")
+
+
+gc.disable()  # until all is collected, of which nothing is garbage
 
 
 @pytest.fixture(scope="session")
@@ -93,6 +97,15 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: "Producer") -> "Sche
             file = nodeid.partition("::")[0]
             return file if file in TOGETHER else nodeid
 
+        def mark_test_complete(
+            self, node: "WorkerController", item_index: int, duration: float = 0
+        ) -> None:
+            """Forget what is complete: with each test, xdist counts all that a worker was given."""
+            super().mark_test_complete(node, item_index, duration)
+            scope = self._split_scope(self.registered_collections[node][item_index])
+            if all(self.assigned_work[node][scope].values()):
+                del self.assigned_work[node][scope]
+
     return ByDearness(config, log)
 
 
@@ -116,6 +129,7 @@ def pytest_collection_finish() -> None:
     """Leave what is there by now, modules and tests, out of every later search for garbage."""
     gc.collect()
     gc.freeze()
+    gc.enable()
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
