@@ -264,7 +264,7 @@ def overlapped(rank: int) -> dict[str, np.ndarray]:
         for workers in (0, 3):
             metrics: list[StepMetrics] = []
             state = HookState(made, workers=workers, on_step=metrics.append, plain_steps=1)
-            means = trained(rank, None, state, comm_hook, 6, bucket_mb=0.005)
+            means = trained(rank, None, state, comm_hook, 4, bucket_mb=0.005)
             found[f"{name}.{workers}"] = means
             assert state.metrics == metrics[-1]
             assert sum(each.num_bytes for each in metrics) == state.sent.num_bytes
@@ -331,7 +331,7 @@ def sharded(rank: int) -> dict[str, np.ndarray]:
     losses = []
     inputs, labels = next(batches(rank // 2, 1))
     labels = inputs.mean(dim=(1, 2, 3)).gt(0).long()
-    for _ in range(60):
+    for _ in range(30):
         inner.zero_grad()
         loss = torch.nn.functional.cross_entropy(model(inputs), labels)
         loss.backward()
@@ -387,7 +387,7 @@ def scattered(rank: int) -> dict[str, np.ndarray]:
     losses = []
     inputs_, _ = next(batches(rank, 1))
     labels = inputs_.mean(dim=(1, 2, 3)).gt(0).long()
-    for _ in range(40):
+    for _ in range(12):
         optimizer.zero_grad()
         loss = torch.nn.functional.cross_entropy(model(inputs_), labels)
         loss.backward()

@@ -10,7 +10,9 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+from click.testing import CliRunner
 
+from fedpress.cli import app
 from fedpress_client import load_trainer
 from fedpress_protocols.errors import ConfigurationError
 from fedpress_protocols.model import Model
@@ -26,33 +28,31 @@ def sensor(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     return __import__("sensor")
 
 
-def run(*command: str, **environment: str) -> str:
-    done = subprocess.run(
-        [sys.executable, *command],
-        cwd=FOLDER,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), **environment},
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+def fedpress(*command: str | Path, url: str) -> str:
+    access = {"FEDPRESS_URL": url, "FEDPRESS_ADMIN_TOKEN": ADMIN_TOKEN}
+    done = CliRunner().invoke(app, [str(part) for part in command], env=access)
+    assert done.exit_code == 0, done.output
     return done.stdout
 
 
-def test_two_pumps_learn_together_without_torch(tmp_path: Path, sensor: ModuleType) -> None:
+def test_two_pumps_learn_together_without_torch(
+    tmp_path: Path, sensor: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def made(*arguments: str | Path) -> None:
+        monkeypatch.setattr(sys, "argv", ["sensor.py", *map(str, arguments)])
+        sensor.main()
+
     server = ServerProcess(tmp_path)
     server.start()
     try:
-        access = {"FEDPRESS_URL": server.url, "FEDPRESS_ADMIN_TOKEN": ADMIN_TOKEN}
         begun, ended = tmp_path / "model.safetensors", tmp_path / "trained.safetensors"
-        run("sensor.py", "model", str(begun))
-        run("-m", "fedpress", "task", "create", "task.json", str(begun), **access)
-        token = run("-m", "fedpress", "devices", "token", "create", "--uses", "2", **access)
+        made("model", begun)
+        fedpress("task", "create", FOLDER / "task.json", begun, url=server.url)
+        token = fedpress("devices", "token", "create", "--uses", "2", url=server.url)
         pumps = []
         for number in ("1", "2"):
             readings = tmp_path / f"pump-{number}.csv"
-            run("sensor.py", "readings", str(readings), "--seed", number)
+            made("readings", readings, "--seed", number)
             command = [sys.executable, "-c", WITHOUT_TORCH, "client", "join", server.url]
             command += ["--app", "sensor:trainer", "--state-dir", str(tmp_path / number)]
             environment = {
@@ -75,7 +75,7 @@ def test_two_pumps_learn_together_without_torch(tmp_path: Path, sensor: ModuleTy
             output, _ = pump.communicate(timeout=120)
             assert pump.returncode == 0, output
             assert "10 uploads included, 0 not, 0 pending" in output
-        run("-m", "fedpress", "task", "model", "bearings", str(ended), **access)
+        fedpress("task", "model", "bearings", ended, url=server.url)
     finally:
         server.stop()
     sensor.write_readings(tmp_path / "other.csv", seed=3)
