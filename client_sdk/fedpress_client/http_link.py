@@ -138,11 +138,13 @@ class HttpLink:
         self._loop = RetryLoop(settings.retries or Retries(), settings.sleep, settings.random)
         self._ahead = 0.0
         """Seconds by which the server's clock is ahead of this device's."""
-        certificate = settings.client_certificate
+        certificate, key_file = settings.client_certificate, settings.client_key
         self._certificate = Path(certificate) if certificate else None
-        verify = settings.verify
-        if not isinstance(verify, ssl.SSLContext):
-            verify = tls.context_of(verify, certificate, settings.client_key)
+        verify: ssl.SSLContext | bool = True
+        if isinstance(settings.verify, ssl.SSLContext):
+            verify = settings.verify
+        elif settings.http is None or settings.proxy or settings.verify or certificate or key_file:
+            verify = tls.context_of(settings.verify, certificate, key_file)
         proxy = settings.proxy or ("" if settings.http is not None else _proxy_of(self._url))
         self._proxy = _without_password(proxy)
         try:

@@ -8,6 +8,7 @@ import socket
 import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
+from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -248,6 +249,7 @@ async def _authority(settings: Settings, database: Database) -> Authority:
     return Authority.here(settings.population, key)
 
 
+@cache
 def _version() -> str:
     try:
         return version("fedpress")

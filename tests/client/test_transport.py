@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import ssl
 from collections.abc import Callable, Iterator
 from email.utils import formatdate
 from pathlib import Path
@@ -339,6 +340,21 @@ ONCE: dict[str, Any] = {
     "sleep": lambda seconds: None,
     "random": lambda: 0.9,
 }
+
+
+def test_authorities_are_read_for_connections_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They take longer than all else at a start, and a transport in the process has none."""
+    read, real = [], httpx.create_ssl_context
+
+    def reads() -> ssl.SSLContext:
+        read.append(real())
+        return read[-1]
+
+    monkeypatch.setattr(httpx, "create_ssl_context", reads)
+    Server().transport().close()
+    assert not read
+    HttpTransport("https://server.test", KEY).close()
+    assert len(read) == 1
 
 
 def test_a_dead_proxy_is_told_as_the_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
