@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from click.testing import CliRunner, Result
 
+from fedpress import task_file
 from fedpress.cli import app
 from fedpress.task_file import task_config
 from fedpress_compression.compressor import compressors
@@ -225,8 +226,9 @@ def test_parts_that_cannot_work_together_are_refused_without_the_model_too(
 
 @pytest.mark.parametrize("wire_id", sorted(compressors()))
 def test_a_compressor_is_judged_alike_with_and_without_the_model(
-    tmp_path: Path, model: Path, wire_id: str
+    tmp_path: Path, model: Path, wire_id: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(task_file, "never_sent", lambda made: 0.0)  # a warning, and no judgement
     profile = {"name": "p", "compressor": {"id": wire_id}}
     file = written(tmp_path, json.dumps(FIELDS | {"profiles": [profile]}), "task.json")
     assert check(file).exit_code == check(file, "--model", str(model)).exit_code

@@ -6,6 +6,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -127,7 +128,7 @@ def test_a_server_told_to_stop_answers_who_waits_and_has_not_failed(
         first.assignment("digits")
         poll = pool.submit(waiting.check_in, "digits", wait=30.0)
         while "fedpress_waiting_check_ins 1.0" not in http.get("/metrics", headers=ADMIN).text:
-            pass
+            time.sleep(0.05)
         process.send_signal(signal.SIGTERM)
         with pytest.raises(Unavailable) as refused:
             poll.result(60)
