@@ -335,6 +335,12 @@ def test_the_open_round_is_shown_and_charts_run_forward(
         assert f"{name} from {first} at 1 to {last} at 3;" in text
 
 
+def test_ticks_of_almost_equal_values_differ() -> None:
+    chart = charts.line("Ratio", "rounds", [(1, 1.99998), (2, 1.99999)])
+    assert chart is not None
+    assert len({tick.label for tick in chart.y_ticks}) == 5
+
+
 def test_what_is_never_negative_has_no_negative_tick() -> None:
     for values, lowest in (
         ((2.0, 6000.0), "0"),

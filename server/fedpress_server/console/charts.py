@@ -9,6 +9,8 @@ from typing import NamedTuple
 WIDTH, HEIGHT = 520, 220
 LEFT, RIGHT, TOP, BOTTOM = 64, 16, 12, 34
 MAX_POINTS = 400
+_FLAT = 0.004
+"""Values that differ by a smaller share of the largest have ticks of the same four digits."""
 Points = Sequence[tuple[float, float]]
 
 
@@ -69,7 +71,8 @@ def overlay(
     ys = [y for points in finite.values() for _, y in points]
     low_x, high_x, low_y, high_y = min(xs), max(xs), min(ys), max(ys)
     span_x = (high_x - low_x) or 1.0
-    margin = (high_y - low_y) * 0.05 or abs(high_y) * 0.05 or 1.0
+    spread, is_flat = high_y - low_y, high_y - low_y < _FLAT * abs(high_y)
+    margin = spread * 0.05 if spread and not is_flat else abs(high_y) * 0.05 or 1.0
     low_y, high_y = low_y - margin if low_y < 0 else max(low_y - margin, 0.0), high_y + margin
 
     def place(x: float, y: float) -> tuple[float, float]:
