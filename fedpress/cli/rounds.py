@@ -108,8 +108,14 @@ def _row(attempt: RoundStatus) -> Sequence[str]:
         size(attempt.download_bytes),
         lasting(attempt.closed_at - attempt.opened_at) if attempt.closed_at else "open",
         _measured(attempt.metrics, most=2),
-        "; ".join(filter(None, (attempt.reason, _declined(attempt, "declined: ")))),
+        _note(attempt),
     )
+
+
+def _note(attempt: RoundStatus) -> str:
+    """Why the attempt ended, why devices declined, and by which signs training may diverge."""
+    signs = f"may diverge: {', '.join(attempt.warnings)}" if attempt.warnings else ""
+    return "; ".join(filter(None, (attempt.reason, _declined(attempt, "declined: "), signs)))
 
 
 def _declined(attempt: RoundStatus, before: str = "") -> str:
@@ -167,6 +173,7 @@ def _whole(attempt: RoundStatus) -> Iterator[str]:
         *((("not opened", f"shares of {other}, by {one}") for one, other in failures)),
         *([] if course is None else [("policies", course.why)]),
         *((("warning", each) for each in course.warnings) if course is not None else ()),
+        *(("may diverge", each) for each in attempt.warnings.values()),
     ]
     yield from fields(pairs, width=width)
     for heading, measured_by_key in (("group", attempt.groups), ("class", attempt.classes)):

@@ -5,7 +5,7 @@ Both ends parse with these classes and refuse unknown fields; the API's schemas 
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 from pydantic import (
     BaseModel,
@@ -547,6 +547,11 @@ class RoundFigures(Term):
     compress: float
 
 
+DivergenceSign = Literal["loss", "norm", "nmse", "residual"]
+"""The loss rises; updates explode; compression loses more than it sends; residuals grow."""
+DIVERGENCE_SIGNS: tuple[DivergenceSign, ...] = get_args(DivergenceSign)
+
+
 class RoundStatus(Term):
     """One attempt at a round, as operators and devices see it."""
 
@@ -599,12 +604,14 @@ class RoundStatus(Term):
     """Left out for tasks without privacy terms."""
     figures: RoundFigures | None = None
     """Left out if no upload had any."""
+    warnings: dict[DivergenceSign, str] = Field(default_factory=dict)
+    """Why the round looks as if training diverges, by sign; left out if it does not."""
 
     @model_serializer(mode="wrap")
     def _without_absent(self, serialize: SerializerFunctionWrapHandler) -> dict[str, Any]:
         fields: dict[str, Any] = serialize(self)
-        for name in ("privacy", "figures"):
-            if fields.get(name, ...) is None:
+        for name in ("privacy", "figures", "warnings"):
+            if name in fields and not fields[name]:
                 del fields[name]
         return fields
 

@@ -21,7 +21,12 @@ from prometheus_client import (
 from prometheus_client.core import CounterMetricFamily
 from prometheus_client.registry import Collector
 
-from fedpress_protocols.messages import EvaluationReport, UploadFigures
+from fedpress_protocols.messages import (
+    DIVERGENCE_SIGNS,
+    DivergenceSign,
+    EvaluationReport,
+    UploadFigures,
+)
 from fedpress_protocols.policies import Course
 from fedpress_server.observing.series import Counters, Histograms
 from fedpress_strategies.lora import AVERAGING_ERROR
@@ -325,6 +330,12 @@ class Metrics:
         self.policy_warnings = counter(
             "fedpress_policy_warnings", "Warnings of a task's divergence guard.", "task"
         )
+        self.divergence = gauge(
+            "fedpress_divergence",
+            "1 for a sign of divergence that a running task's newest rounds show, else 0.",
+            "task",
+            "sign",
+        )
         self.policy_rung = gauge(
             "fedpress_policy_rung",
             "Least and most compressed profile of the task's round, from 0.",
@@ -357,6 +368,13 @@ class Metrics:
         """Record a strategy's figures of a round."""
         if AVERAGING_ERROR in figures:
             self.averaging_error.labels(task).set(figures[AVERAGING_ERROR])
+
+    def warned(self, warnings: Mapping[str, Mapping[DivergenceSign, str]]) -> None:
+        """Set the signs of divergence by running task."""
+        self.divergence.clear()
+        for task, by_sign in warnings.items():
+            for sign in DIVERGENCE_SIGNS:
+                self.divergence.labels(task, sign).set(sign in by_sign)
 
     def arrived(self, num_bytes: int, seconds: float) -> None:
         """Record the transfer time of a body or of a part."""

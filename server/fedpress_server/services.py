@@ -121,7 +121,7 @@ def assembled(resources: Resources, release: str, *, is_shared: bool | None = No
     models = Models(database, payloads, background, clock)
     check_ins = CheckIns(resources, store, queries, rates, placement, background)
     with_jobs = SharedWithJobs(shared.sums, shared.signal, lease_time)
-    runner = JobRunner(store, database, payloads, metrics, background, settings, with_jobs)
+    runner = JobRunner(store, queries, database, payloads, metrics, background, settings, with_jobs)
     retention = Retention(
         database, payloads, clock, grace=settings.retention_grace, every=settings.retention_seconds
     )

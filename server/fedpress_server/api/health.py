@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+from contextlib import suppress
 
 import sqlalchemy as sa
 from fastapi import APIRouter, Depends, Response
 from prometheus_client import CONTENT_TYPE_LATEST
 
 from fedpress_protocols.errors import Unavailable
+from fedpress_protocols.messages import DivergenceSign
 from fedpress_protocols.plan import Term
 from fedpress_server.api.devices import BEARER
 from fedpress_server.api.listeners import Parts
@@ -21,6 +23,8 @@ metrics_routes = APIRouter(
 )
 """Answered where operators come."""
 _FRESH = 1.0
+_PATIENCE = 2.0
+"""Seconds that a scrape waits for the database."""
 
 
 class Health(Term):
@@ -62,4 +66,9 @@ async def readyz(services: Parts) -> Health:
 @metrics_routes.get("/metrics", response_class=Response, responses=responses(401, 403, 429))
 async def metrics(services: Parts) -> Response:
     """For Prometheus, which sends the metrics token or an operator's."""
+    warnings = dict[str, dict[DivergenceSign, str]]()
+    with suppress(Exception):  # without a database all other figures count
+        async with asyncio.timeout(_PATIENCE):
+            warnings = await services.queries.all_warnings()
+    services.metrics.warned(warnings)
     return Response(services.metrics.text(), media_type=CONTENT_TYPE_LATEST)

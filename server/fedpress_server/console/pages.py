@@ -45,6 +45,7 @@ from fedpress_server.console.routing import (
     check_form,
     form_of,
 )
+from fedpress_server.coordination.divergence import current_warnings
 from fedpress_server.identity import audit
 from fedpress_server.identity.authentication import hash_of
 from fedpress_server.identity.browser_sessions import LIFETIME_SECONDS
@@ -151,9 +152,14 @@ async def overview(request: Request, services: Parts) -> Response:
         trouble = str(error)
     fleet = await services.server_registry.fleet()
     servers = (await services.server_registry.status()).servers
-    tasks = await services.queries.tasks()
     return render(
-        request, "overview.html", tasks=tasks, fleet=fleet, servers=servers, trouble=trouble
+        request,
+        "overview.html",
+        tasks=await services.queries.tasks(),
+        warnings=await services.queries.all_warnings(),
+        fleet=fleet,
+        servers=servers,
+        trouble=trouble,
     )
 
 
@@ -178,6 +184,7 @@ async def show_task(request: Request, task: Name, services: Parts) -> Response:
         sent=sent,
         plain=plain,
         held_since=held_since,
+        warnings=current_warnings(attempts),
         actions=_actions(summary, held_since is not None),
     )
 

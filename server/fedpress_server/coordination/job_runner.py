@@ -26,6 +26,7 @@ from fedpress_server.coordination.commands import FinishedJob, Happen
 from fedpress_server.coordination.live import LiveTask
 from fedpress_server.coordination.noise import noised_before
 from fedpress_server.coordination.publisher import JobSignal
+from fedpress_server.coordination.queries import Queries
 from fedpress_server.coordination.task_store import TaskStore
 from fedpress_server.metrics import Metrics
 from fedpress_server.observing import outages, traces
@@ -66,6 +67,7 @@ class JobRunner:
     def __init__(
         self,
         store: TaskStore,
+        queries: Queries,
         database: Database,
         payloads: Payloads,
         metrics: Metrics,
@@ -74,6 +76,7 @@ class JobRunner:
         shared: SharedWithJobs,
     ) -> None:
         self._store = store
+        self._queries = queries
         self._sums = shared.sums
         self._lease_time = shared.lease_time
         self._wake = shared.signal.event
@@ -279,6 +282,18 @@ class JobRunner:
             rated = await self._rated(task, result.model)
             event = replace(rated, comparison=comparison, suspects=result.suspects)
         await self._tell(task, lease, event, result)
+        if result is not None:
+            self._background.serve(self._warn(task.record.task))
+
+    async def _warn(self, name: str) -> None:
+        """Log the signs of divergence that the task shows now."""
+        try:
+            warnings = await self._queries.warnings(name)
+        except Exception as exc:  # the round's record and the console have them all the same
+            outages.tell(_log, exc, "task %s: its rounds could not be looked at", name)
+            return
+        for warning in warnings.values():
+            _log.warning("task %s may diverge: %s", name, warning)
 
     def _job(
         self, task: LiveTask, attempt: Attempt, uploads: tuple[StagedUpload, ...]

@@ -8,8 +8,15 @@ from collections.abc import Callable
 from sqlalchemy.engine import Connection
 
 from fedpress_protocols.errors import Forbidden, NotFound, UnknownAssignment, UnknownRound
-from fedpress_protocols.messages import RoundFigures, RoundStatus, TaskConfig, TaskSummary
+from fedpress_protocols.messages import (
+    DivergenceSign,
+    RoundFigures,
+    RoundStatus,
+    TaskConfig,
+    TaskSummary,
+)
 from fedpress_server.aggregation.terms import RoundTerms
+from fedpress_server.coordination import divergence
 from fedpress_server.coordination.attempts import Attempt
 from fedpress_server.coordination.live import LiveTask
 from fedpress_server.coordination.task_store import TaskStore
@@ -61,12 +68,12 @@ class Queries:
         least = (await self._store.fresh(name)).config.evaluation.least_clients
 
         def read(connection: Connection) -> list[RoundStatus]:
-            statuses = records.round_history(connection, name, before, limit)
+            statuses = records.round_history(connection, name, before, limit + divergence.WINDOW)
             if not statuses:
                 return statuses
             num_declined = declines.counts(connection, name, [each.round for each in statuses])
             statuses = privacy.with_privacy(connection, name, statuses)
-            return [
+            shown = [
                 each.model_copy(
                     update={
                         "declined": num_declined.get((each.round, each.attempt), {}),
@@ -75,8 +82,18 @@ class Queries:
                 )
                 for each in statuses
             ]
+            return divergence.with_warnings(shown)[-limit:]
 
         return await self._database.read(read)
+
+    async def warnings(self, name: str) -> dict[DivergenceSign, str]:
+        """Why the task's training looks as if it diverges, by sign; raises UnknownTask."""
+        return divergence.current_warnings(await self.history(name, limit=divergence.WINDOW))
+
+    async def all_warnings(self) -> dict[str, dict[DivergenceSign, str]]:
+        """The same by running task."""
+        running = [each.task for each in await self.tasks() if each.state == "running"]
+        return {name: await self.warnings(name) for name in running}
 
     async def round_status(self, name: str, number: int) -> RoundStatus:
         """The latest attempt at the round; raises UnknownRound."""
@@ -98,7 +115,8 @@ class Queries:
         record = await self._database.read(read)
         if record is None:
             raise UnknownRound(f"task {name!r} has no round {number}", task=name)
-        return record
+        (newest,) = await self.history(name, (record.round, record.attempt + 1), 1)
+        return record.model_copy(update={"warnings": newest.warnings})
 
     async def artefact_bytes(self, digest: str) -> int:
         """The size of what an open plan names besides models; raises NotFound."""

@@ -1,0 +1,118 @@
+"""Signs that a task's training diverges, in the figures of its last rounds.
+
+Time plays no part: a sign shows in the round that has it, however long rounds take. Loss and norm
+tell of training itself. NMSE and residual tell of compression that sends too little: a residual
+that grows alone is normal while training with few coordinates begins, so it counts only where less
+than a twentieth of what devices compute is sent. Thresholds were set with the digits, where runs
+that learn at 1 and .1 % top-k have none of the signs in their first eight rounds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from fedpress_protocols.messages import DivergenceSign, RoundStatus
+
+WINDOW = 8
+"""Committed rounds that are looked at, the newest included."""
+_RISE = 1.2
+"""A loss that is as many times the lowest before, twice in a row, rises."""
+_LEAP = 2.0
+"""And so does one that is as many times the lowest at once."""
+_GROWTH = 10.0
+"""A norm that is as many times the smallest before explodes."""
+_UNSENT = 0.95
+"""The NMSE above which a large residual is no beginning."""
+_RESIDUAL = 3.0
+"""Norms of an update that a residual may have."""
+_RESIDUAL_GROWTH, _RESIDUAL_ROUNDS = 1.2, 3
+"""A residual grows if it is as many times that of so many rounds before."""
+
+
+def with_warnings(attempts: Sequence[RoundStatus]) -> list[RoundStatus]:
+    """The attempts, oldest first, each committed one with the signs that it shows."""
+    committed, marked = list[RoundStatus](), list[RoundStatus]()
+    for each in attempts:
+        if each.state == "committed":
+            committed = [*committed[1 - WINDOW :], each]
+            each = each.model_copy(update={"warnings": _signs(committed)})
+        marked.append(each)
+    return marked
+
+
+def current_warnings(attempts: Sequence[RoundStatus]) -> dict[DivergenceSign, str]:
+    """The signs that a task shows now, its newest attempts oldest first.
+
+    Devices measure a model in the round that begins with it, so the loss of the last round but one
+    counts while the newest has none.
+    """
+    committed = [each for each in attempts if each.state == "committed"][-2:]
+    if not committed:
+        return {}
+    warnings = dict(committed[-1].warnings)
+    if "loss" not in committed[-1].metrics and "loss" in committed[0].warnings:
+        warnings["loss"] = committed[0].warnings["loss"]
+    return warnings
+
+
+def _signs(rounds: Sequence[RoundStatus]) -> dict[DivergenceSign, str]:
+    """Of the newest of these committed rounds."""
+    found: dict[DivergenceSign, str | None] = {
+        "loss": _of_loss([each.metrics.get("loss") for each in rounds])
+    }
+    newest = rounds[-1].figures
+    if newest is not None:
+        before = [each.figures for each in rounds[:-1] if each.figures is not None]
+        found["norm"] = _of_norm([each.norm for each in before], newest.norm)
+        if newest.nmse > 1:
+            found["nmse"] = (
+                f"compression loses more than the updates have: NMSE {newest.nmse:.3g}; "
+                "compress less"
+            )
+        if newest.nmse > _UNSENT:
+            residuals = [each.residual for each in before]
+            found["residual"] = _of_residual(residuals, newest.residual)
+    return {sign: why for sign, why in found.items() if why is not None}
+
+
+def _of_loss(losses: Sequence[float | None]) -> str | None:
+    *before, newest = losses
+    measured = [each for each in before if each is not None]
+    if newest is None or not measured:
+        return None
+
+    def exceeds(value: float, lowest: float, times: float) -> bool:
+        return value - lowest > (times - 1) * abs(lowest)
+
+    lowest = min(measured)
+    is_higher_again = len(measured) > 1 and all(
+        exceeds(each, min(measured[:-1]), _RISE) for each in (measured[-1], newest)
+    )
+    if not is_higher_again and not exceeds(newest, lowest, _LEAP):
+        return None
+    return (
+        f"the loss rises: {newest:.4g}, after {lowest:.4g}; lower the learning rate, or roll back "
+        "to the best version"
+    )
+
+
+def _of_norm(before: Sequence[float], newest: float) -> str | None:
+    smallest = min((each for each in before if each > 0), default=None)
+    if smallest is None or newest <= _GROWTH * smallest:
+        return None
+    return (
+        f"updates explode: norm {newest:.3g}, after {smallest:.3g}; lower the learning rate or "
+        "bound the norm"
+    )
+
+
+def _of_residual(before: Sequence[float], newest: float) -> str | None:
+    if len(before) < _RESIDUAL_ROUNDS or newest <= _RESIDUAL:
+        return None
+    earlier = before[-_RESIDUAL_ROUNDS]
+    if newest <= _RESIDUAL_GROWTH * earlier:
+        return None
+    return (
+        f"residuals grow: {newest:.3g} times an update, after {earlier:.3g}; send more a round, or "
+        "lower the learning rate"
+    )
