@@ -36,6 +36,7 @@ import torch
 from federation import InMemory
 
 from fedpress_client.ledger import Ledger
+from fedpress_compression.errors import InvalidUpdate
 from fedpress_protocols.defaults import completed
 from fedpress_protocols.downlink import encode_difference
 from fedpress_protocols.messages import Assignment, Receipt, TaskConfig
@@ -109,6 +110,8 @@ class Run:
     profiles: list[str] = field(default_factory=list)
     reasons: dict[int, str] = field(default_factory=dict)
     progress: dict[int, float | None] = field(default_factory=dict)
+    refused: int = 0
+    """Updates that hold NaN, or values beyond the plan's bound."""
 
 
 def run(name: str, recipe: str, seed: int, data: Path, rounds: int | None = None) -> Run:
@@ -179,15 +182,20 @@ def _played(
             assignment = Assignment(
                 assignment=f"a{number}", client_id=f"client-{client}", plan=plan, profile=profile
             )
-            ledger, body = ledgers[client].prepare(
-                assignment,
-                update,
-                task.clients[client].size,
-                model.spec,
-                rng,
-                knowledge={"previous": previous if "previous" in plan.needs else None},
-            )
-            assert body is not None, "an update beyond the plan's bound"
+            try:
+                ledger, body = ledgers[client].prepare(
+                    assignment,
+                    update,
+                    task.clients[client].size,
+                    model.spec,
+                    rng,
+                    knowledge={"previous": previous if "previous" in plan.needs else None},
+                )
+            except InvalidUpdate:
+                body = None
+            if body is None:  # diverged, as a device says that skips the round
+                done.refused += 1
+                continue
             file, digest = f"uploads/{client}", hashlib.sha256(body).hexdigest()
             payloads.put(file, body)
             up += len(body)

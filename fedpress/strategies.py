@@ -27,6 +27,7 @@ from fedpress_strategies.onebit_adam import onebit_adam
 from fedpress_strategies.onebit_lamb import onebit_lamb
 from fedpress_strategies.qfedavg import qfedavg
 from fedpress_strategies.scaffold import scaffold
+from fedpress_strategies.spike_clipping import spike_clipping
 from fedpress_strategies.strategy import strategy
 from fedpress_strategies.trimmed_mean import trimmed_mean
 
@@ -62,6 +63,7 @@ __all__ = [
     "onebit_lamb",
     "qfedavg",
     "scaffold",
+    "spike_clipping",
     "strategies",
     "strategy",
     "trimmed_mean",

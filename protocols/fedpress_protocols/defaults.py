@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-BITS = (0.4, 0.28, 0.2, 0.14, 0.1, 0.07, 0.05)
+BITS = (0.8, 0.57, 0.4, 0.28, 0.2, 0.14, 0.1, 0.07, 0.05)
 """Of the ladder's profiles, a value; the coder's contexts make it less."""
-USUAL = 4
+USUAL = 6
 """The rung that the usual gap asks for; the rungs beyond it are for a larger gap."""
 _USUAL_GAP = 0.5
 _ALONE = frozenset({"auto", "bandwidth_aware"})
@@ -80,12 +80,15 @@ def rate_levels(gap: Any = _USUAL_GAP) -> list[dict[str, Any]]:
 
 
 def strategy_for(rounds: int, *, is_masked: bool = False) -> dict[str, Any]:
-    """Server momentum, which makes good what a rate costs in speed, and the rounds' average."""
+    """Server momentum, which makes good what a rate costs in speed, on mean updates without spikes,
+    and the rounds' average."""
     over = min(max(_SHARE * rounds, _SHORTEST), _LONGEST)
     inner: dict[str, Any] = {"id": "fedavgm", "learning_rate": 1.0, "momentum": 0.8}
     if not is_masked and rounds > 1:
         constant = rounds - rounds // 2
         inner |= {"constant_rounds": constant, "decay_rounds": rounds // 2, "final": 0.25}
+    if not is_masked:
+        inner = {"id": "spike_clipping", "ratio": 1.5, "inner": inner}
     return {"id": "ema", "decay": round(1 - 1 / over, 4), "inner": inner}
 
 

@@ -16,7 +16,7 @@ import os
 import pkgutil
 import tempfile
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
 from pathlib import Path
 from types import MappingProxyType
@@ -58,11 +58,19 @@ class Tally:
     state."""
     spec: ModelSpec | None = None
     """The tensors of the vectors, if known."""
+    norm: float | None = None
+    """The L2 norm of the whole aggregated update, where a block of it is given."""
 
 
 ALONE = Tally()
 _BLOCK = 2**18
 """Values of a step that are computed at a time."""
+
+
+def norm_of(delta: Delta) -> float:
+    """Return the L2 norm: float64 sums of blocks, added exactly."""
+    blocks = (delta[start : start + _BLOCK] for start in range(0, delta.size, _BLOCK))
+    return math.sqrt(math.fsum(float(np.square(block).sum()) for block in blocks))
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +131,7 @@ class ServerOptimizer(Protocol):
     other is the parameters of a further model. It may have `figures(state)`, see there.
 
     One with a true `is_by_coordinate` computes each coordinate, in its state too, from that
-    coordinate alone, so that a large model may be stepped in blocks, see `applied`.
+    coordinate and the `tally` alone, so that a large model may be stepped in blocks, see `applied`.
     """
 
     def init(self, parameters: Vector) -> OptimizerState: ...
@@ -164,6 +172,7 @@ def applied(
     if size <= _BLOCK or not getattr(optimizer, "is_by_coordinate", False):
         before = optimizer.init(parameters) if state is None else state
         return optimizer.apply(parameters, delta, before, tally)
+    tally = replace(tally, norm=norm_of(delta))
     moved, after = space.zeros(size, np.float32), dict[str, npt.NDArray[Any]]()
     for start in range(0, size, _BLOCK):
         here = slice(start, min(start + _BLOCK, size))

@@ -27,6 +27,7 @@ from fedpress_strategies.strategy import (
     Tally,
     applied,
     example_of,
+    figures,
     strategies,
 )
 from tests.strategies.bowls import Bowl, bowls
@@ -371,6 +372,27 @@ def test_a_decaying_rate_is_whole_for_its_rounds_then_falls_in_a_line_and_stays(
         expected = expected + 0.5 * factor * velocity
         x, state = optimizer.apply(x, delta, state)
         np.testing.assert_allclose(x, expected, rtol=1e-5)
+
+
+def test_a_spike_is_clipped_to_the_rounds_mean_and_momentum_does_not_repeat_it() -> None:
+    inner = {"id": "fedavgm", "momentum": 0.5}
+    optimizer = from_config({"id": "spike_clipping", "inner": inner}).optimizer
+    rng = np.random.default_rng(5)
+    unit = rng.standard_normal(SIZE)
+    unit /= np.linalg.norm(unit)
+    lengths, means, weight = [1.0, 2.0, 3.0, 300.0, 1.0, 0.0], 0.0, 0.0
+    values, state, velocity = START, optimizer.init(START), 0.0
+    for count, length in enumerate(lengths):
+        kept = length if count < 3 else min(length, 1.5 * means / weight)
+        means, weight = 0.9 * means + kept, 0.9 * weight + 1
+        velocity = 0.5 * velocity + kept
+        before = values
+        values, state = optimizer.apply(values, length * unit, state)
+        np.testing.assert_allclose(values - before, velocity * unit, rtol=0, atol=1e-5)
+        share = 1 - kept / length if length else 0.0
+        assert figures(optimizer, state) == {"clipped_share": pytest.approx(share, abs=1e-12)}
+    with pytest.raises(ConfigurationError, match=r"ratio must be 1 or more, not 0\.5"):
+        from_config({"id": "spike_clipping", "ratio": 0.5})
 
 
 @pytest.mark.parametrize(

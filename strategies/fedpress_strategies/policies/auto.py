@@ -35,6 +35,9 @@ _GENTLER = 1.5
 """By how many times the next gentler profile's bodies may be larger."""
 _SELDOM = 9
 """Uploads of a client in the whole task up to which the floor holds as it is."""
+_MARGIN = 1.35
+"""Times the floor: the progress that a profile must promise in a task that needed a less
+compressed one before."""
 _LOWEST = 0.55
 """The share of the floor that holds for clients that upload often."""
 
@@ -106,7 +109,8 @@ def _moved(
         progress = _progress(pace)
         if progress is None and not _can_probe(auto, facts):
             return rung + 1, "harder: nothing measured speaks against it"
-        if progress is not None and _STEP * progress >= floor_of(auto, facts):
+        least = floor_of(auto, facts) * (_MARGIN if pace.barred > 1 else 1.0)
+        if progress is not None and _STEP * progress >= least:
             return rung + 1, f"harder: compressed updates go {progress:.2f} of the reference's way"
     return rung, ""
 
@@ -141,12 +145,12 @@ def _is_slow(auto: Auto, pace: Pace, facts: Facts) -> bool:
 
 
 def _rungs_back(auto: Auto, pace: Pace, facts: Facts) -> int:
-    """The rungs to go back for a fault: as many as bring the progress to the floor, if each brings
-    it `_STEP` nearer to 1 or less."""
+    """The rungs to go back for a fault: as many as bring the progress to `_MARGIN` times the floor,
+    if each brings it `_STEP` nearer to 1 or less."""
     progress, floor = _progress(pace), floor_of(auto, facts)
     if progress is None or not 0 < progress < floor:
         return 1
-    return math.ceil(math.log(progress / floor) / math.log(_STEP))
+    return math.ceil(math.log(progress / (_MARGIN * floor)) / math.log(_STEP))
 
 
 def _fault(auto: Auto, pace: Pace, facts: Facts) -> str:

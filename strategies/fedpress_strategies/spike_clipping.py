@@ -1,0 +1,95 @@
+"""Clip a round's mean update by the norms of the rounds before it (Seetharaman et al. 2020,
+"AutoClip", arXiv:2007.14469; by a running mean as Kumar et al. 2025, "ZClip", arXiv:2504.02507)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from fedpress_compression.tensors import Vector
+from fedpress_protocols.errors import ConfigurationError
+from fedpress_strategies.fedavg import FEDAVG
+from fedpress_strategies.strategy import (
+    ALONE,
+    Delta,
+    OptimizerState,
+    ServerOptimizer,
+    Strategy,
+    Tally,
+    figures,
+    norm_of,
+    published,
+    strategy,
+)
+
+CLIPPED_SHARE = "clipped_share"
+"""Of the norm of the last round's mean update: how much clipping took off; among the figures."""
+_INNER = "inner."
+_KEPT = 0.9
+"""The weight of a round in the mean norm, relative to that of the next."""
+_KNOWN = 2.0
+"""The total weight of rounds below which nothing is clipped: three rounds."""
+
+
+@strategy("spike_clipping", inner={"id": "fedavg"})
+def spike_clipping(ratio: float = 1.5, inner: Strategy = FEDAVG) -> Strategy:
+    """Run `inner` on mean updates whose L2 norm is `ratio` times the mean norm of the rounds before
+    at most, from the fourth round on. A device whose training diverges may send an update of a
+    hundred times the usual norm, and server momentum repeats it: one such round can end a
+    training. The mean norm has a decay of .9 and counts norms as clipped. State: `inner`'s and the
+    sums of norms and of their weights [2]; linear as `inner`."""
+    state = inner.properties.server_state
+    keeps = "norms [2]" if state == "none" else f"{state}, norms [2]"
+    about = replace(inner.properties, server_state=keeps, source="Kumar et al. 2025, Section 3")
+    return inner._replace(optimizer=SpikeClipping(inner.optimizer, ratio), properties=about)
+
+
+@dataclass(frozen=True, slots=True)
+class SpikeClipping:
+    """delta *= min(1, ratio * mean norm / norm) before `inner`."""
+
+    inner: ServerOptimizer
+    ratio: float
+
+    def __post_init__(self) -> None:
+        if not self.ratio >= 1:
+            raise ConfigurationError(
+                f"ratio must be 1 or more, not {self.ratio}",
+                hint="1.5 clips a mean update that is half as long again as the rounds' mean",
+            )
+
+    @property
+    def is_by_coordinate(self) -> bool:
+        return bool(getattr(self.inner, "is_by_coordinate", False))
+
+    def init(self, parameters: Vector) -> OptimizerState:
+        own = {"norms": np.zeros(2), CLIPPED_SHARE: np.zeros(1)}
+        return own | {_INNER + name: each for name, each in self.inner.init(parameters).items()}
+
+    def apply(
+        self, parameters: Vector, delta: Delta, state: OptimizerState, tally: Tally = ALONE
+    ) -> tuple[Vector, OptimizerState]:
+        total, weight = state["norms"]
+        norm = norm_of(delta) if tally.norm is None else tally.norm
+        bound = self.ratio * total / weight if weight > _KNOWN else np.inf
+        kept = min(1.0, bound / norm) if norm else 1.0
+        if kept < 1:
+            delta = delta * kept
+        moved, inner = self.inner.apply(parameters, delta, self._of_inner(state), tally)
+        after = {
+            "norms": np.array([_KEPT * total + kept * norm, _KEPT * weight + 1]),
+            CLIPPED_SHARE: np.array([1 - kept]),
+        }
+        return moved, after | {_INNER + name: each for name, each in inner.items()}
+
+    def published(self, state: OptimizerState) -> Mapping[str, Vector]:
+        return published(self.inner, self._of_inner(state))
+
+    def figures(self, state: OptimizerState) -> Mapping[str, float]:
+        own = {CLIPPED_SHARE: float(state[CLIPPED_SHARE][0])}
+        return own | dict(figures(self.inner, self._of_inner(state)))
+
+    def _of_inner(self, state: OptimizerState) -> OptimizerState:
+        return {n.removeprefix(_INNER): each for n, each in state.items() if n.startswith(_INNER)}
