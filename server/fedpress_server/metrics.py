@@ -201,6 +201,8 @@ class Metrics:
             "Retried transactions, by reason: lock timeout, deadlock or lost connection.",
             "tx",
         )
+        for tx in ("read", "write"):  # a series that begins with its first event has no rate of it
+            self.transaction_retries.labels(tx)
         self.commit_batch = Histogram(
             "fedpress_commit_batch_size",
             "Writes per commit (group commit).",
