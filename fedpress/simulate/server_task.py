@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import random
+import secrets
 import ssl
 import time
 from collections.abc import Callable, Iterator
@@ -58,7 +59,6 @@ except ModuleNotFoundError as exc:
     needs("server", exc)
 
 _URL = "http://fedpress.simulation"
-_ADMIN_TOKEN = "of a server that nobody else can reach"  # noqa: S105
 _BEGINNING = 1_800_000_000.0
 _SHORTEST_STEP, _LONGEST_STEP = 0.05, 3600.0
 _FOLD_SECONDS = 0.002
@@ -188,9 +188,10 @@ class ServerTask:
         self.folder.mkdir(parents=True, exist_ok=True)
         clock = Clock(self.folder / "clock")
         self._random.seed(self.settings.seed)
+        admin_token = secrets.token_urlsafe(24)
         server_settings = ServerSettings(
             data_dir=self.folder / "server",
-            admin_token=_ADMIN_TOKEN,
+            admin_token=admin_token,
             tick_seconds=3600,
         )
         app = create_app(server_settings, clock=clock)
@@ -198,7 +199,7 @@ class ServerTask:
             portal = stack.enter_context(start_blocking_portal())
             stack.enter_context(portal.wrap_async_context_manager(app.router.lifespan_context(app)))
             http = _InProcess(app, portal)
-            operator = stack.enter_context(Operator(_URL, _ADMIN_TOKEN, http=http))
+            operator = stack.enter_context(Operator(_URL, admin_token, http=http))
             if not any(task.task == self.config.task for task in operator.tasks()):
                 operator.register_model(self.model)
                 operator.create_task(self.config)
