@@ -133,6 +133,11 @@ def test_a_large_residual_that_does_not_grow_is_none() -> None:
     assert not any(signs(rounds([(0.99, 9.0, 1.0, None)] * 6)))
 
 
+def test_a_residual_that_grows_by_little_in_three_rounds_is_still_flagged() -> None:
+    growing = [(0.97, 3.0 + 0.3 * step, 1.0, None) for step in range(10)]
+    assert signs(rounds(growing))[3:] == [{"residual"}] * 7
+
+
 def test_abandoned_attempts_count_for_nothing() -> None:
     statuses = of_losses(2.0, 9.0)
     abandoned = statuses[1].model_copy(update={"state": "abandoned"})

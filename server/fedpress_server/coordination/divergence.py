@@ -26,7 +26,7 @@ _UNSENT = 0.95
 _RESIDUAL = 3.0
 """Norms of an update that a residual may have."""
 _RESIDUAL_GROWTH, _RESIDUAL_ROUNDS = 1.2, 3
-"""A residual grows if it is as many times that of so many rounds before."""
+"""A residual grows if it is as many times the smallest before, of so many rounds at least."""
 
 
 def with_warnings(attempts: Sequence[RoundStatus]) -> list[RoundStatus]:
@@ -109,10 +109,10 @@ def _of_norm(before: Sequence[float], newest: float) -> str | None:
 def _of_residual(before: Sequence[float], newest: float) -> str | None:
     if len(before) < _RESIDUAL_ROUNDS or newest <= _RESIDUAL:
         return None
-    earlier = before[-_RESIDUAL_ROUNDS]
-    if newest <= _RESIDUAL_GROWTH * earlier:
+    smallest = min(before)
+    if newest <= _RESIDUAL_GROWTH * smallest:
         return None
     return (
-        f"residuals grow: {newest:.3g} times an update, after {earlier:.3g}; send more a round, or "
-        "lower the learning rate"
+        f"residuals grow: {newest:.3g} times an update, after {smallest:.3g}; send more a round, "
+        "or lower the learning rate"
     )
