@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import socket
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -17,6 +16,7 @@ import pytest
 from fedpress.cli import main
 from fedpress.cli.outcomes import FAILED, NO_ANSWER, NOT_ALLOWED, WRONG_USE
 from fedpress_protocols.model import Model
+from tests import ports
 
 Ended = tuple[int, str, str]
 Run = Callable[..., Ended]
@@ -41,9 +41,7 @@ def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp
 
 @pytest.fixture
 def closed() -> str:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return f"http://127.0.0.1:{probe.getsockname()[1]}"
+    return f"http://127.0.0.1:{ports.unused()}"
 
 
 class _Stranger(BaseHTTPRequestHandler):

@@ -7,7 +7,7 @@ import asyncio
 import logging
 import sqlite3
 import subprocess
-import time
+import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -227,7 +227,7 @@ def test_a_full_disk_of_the_database_is_said_and_heals_by_itself(disk: Disk) -> 
 
         async def together() -> list[BaseException | None]:
             """One that fits and the one that does not, in one commit."""
-            held = asyncio.Event()
+            held, queued = asyncio.Event(), threading.Event()
 
             async def outcome(work: Any) -> BaseException | None:
                 try:
@@ -238,7 +238,7 @@ def test_a_full_disk_of_the_database_is_said_and_heals_by_itself(disk: Disk) -> 
 
             def waits(connection: sa.Connection) -> None:
                 loop.call_soon_threadsafe(held.set)
-                time.sleep(0.2)
+                assert queued.wait(60)
 
             loop = asyncio.get_running_loop()
             first = asyncio.create_task(outcome(waits))
@@ -248,7 +248,10 @@ def test_a_full_disk_of_the_database_is_said_and_heals_by_itself(disk: Disk) -> 
                 many,
                 lambda c: c.execute(sa.insert(models), [row(50_001)]),
             )
-            return [await first, *await asyncio.gather(*map(outcome, works))]
+            others = [asyncio.create_task(outcome(work)) for work in works]
+            await asyncio.sleep(0)  # each has begun, and is in the queue
+            queued.set()
+            return [await first, *await asyncio.gather(*others)]
 
         found = asyncio.run(together())
         assert [type(each) for each in found] == [type(None), *3 * [StorageFull]]

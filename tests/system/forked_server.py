@@ -5,7 +5,6 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
-import socket
 import time
 from collections.abc import Mapping
 from multiprocessing.process import BaseProcess
@@ -13,6 +12,7 @@ from pathlib import Path
 
 from fedpress_server import Settings, serve
 from fedpress_server.coordination import jobs
+from tests import ports
 from tests.system.server_process import ADMIN_TOKEN
 
 _START_SECONDS = 60.0
@@ -27,9 +27,7 @@ class ForkedServer:
         """`settings`: more than those that every server here has; `batch`: uploads that it adds up
         together."""
         folder.mkdir(parents=True)
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = int(probe.getsockname()[1])
+        port = ports.unused()
         self.url = f"http://127.0.0.1:{port}"
         self.data_dir = folder / "data"
         self.log = folder / "server.log"

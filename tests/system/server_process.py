@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -12,6 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from fedpress.operator import Operator
+from tests import ports
 
 ADMIN_TOKEN = "an admin token for tests"
 _START_SECONDS = 60.0
@@ -29,9 +29,7 @@ class ServerProcess:
         limited = ("sh", "-c", f'ulimit -Sn {open_files}; exec "$@"', "sh") if open_files else ()
         self._command = (*limited, sys.executable, "-m", "fedpress_server")
         folder.mkdir(parents=True, exist_ok=True)
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            self.port = int(probe.getsockname()[1])
+        self.port = ports.unused()
         self.url = f"http://127.0.0.1:{self.port}"
         self.data_dir = folder / "server"
         self.log = folder / "server.log"

@@ -30,6 +30,7 @@ from fedpress_protocols.model import Model
 from fedpress_protocols.plan import CohortRules, Profile
 from fedpress_server import Settings
 from fedpress_server.doctor import Finding, examined
+from tests import ports
 from tests.system.server_process import ServerProcess
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "server-0.1.0.zip"
@@ -45,9 +46,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
 
 @pytest.fixture
 def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    return ports.unused()
 
 
 @pytest.fixture
