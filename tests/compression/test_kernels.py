@@ -510,10 +510,11 @@ def damaged(rng: np.random.Generator, octets: np.ndarray) -> np.ndarray:
 
 
 @pytest.mark.soak
-def test_damaged_blocks_are_refused_or_decoded_within_their_arrays(soak: bool) -> None:
+@pytest.mark.slow(short=True)
+def test_damaged_blocks_are_refused_or_decoded_within_their_arrays(soak: bool, slow: bool) -> None:
     """Straight to the compiled kernels, with lengths in the directory that are wrong as well."""
     rng = np.random.default_rng(SEED)
-    cases = 1_000_000 if soak else 50_000
+    cases = 1_000_000 if soak else 50_000 if slow else 20_000
     samples = []
     for size, num in ((225, 600), (5, 900), (256, 2049), (2, 300), (225, 16_400)):
         symbols = symbols_of(rng, num, size)

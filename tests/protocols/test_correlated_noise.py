@@ -46,12 +46,17 @@ BANDED = [
 ]
 
 
-def matrices(bands: int, rounds: int) -> tuple[np.ndarray, np.ndarray]:
-    """D and C, dense."""
+def noising(bands: int, rounds: int) -> np.ndarray:
+    """D, dense."""
     column = np.zeros(rounds)
     column[: min(bands, rounds)] = correlated.coefficients(bands)[:rounds]
-    noising = linalg.toeplitz(column, np.zeros(rounds))
-    return noising, linalg.inv(noising)
+    return linalg.toeplitz(column, np.zeros(rounds))
+
+
+def matrices(bands: int, rounds: int) -> tuple[np.ndarray, np.ndarray]:
+    """D and C, dense."""
+    made = noising(bands, rounds)
+    return made, linalg.inv(made)
 
 
 def patterns(rounds: int, separation: int, participations: int) -> list[tuple[int, ...]]:
@@ -97,7 +102,7 @@ def test_noise_that_begins_anew_costs_no_more(bands: int) -> None:
 @pytest.mark.parametrize("bands", range(1, correlated.MAX_BANDS + 1))
 def test_the_entries_of_the_strategy_fall_from_one_and_are_none_below_zero(bands: int) -> None:
     column = linalg.solve_triangular(
-        matrices(bands, 400)[0], np.eye(400, 1), lower=True, check_finite=False
+        noising(bands, 400), np.eye(400, 1), lower=True, check_finite=False
     )[:, 0]
     assert column[0] == 1
     assert (np.diff(column) <= 1e-15).all()
