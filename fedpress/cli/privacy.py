@@ -12,7 +12,7 @@ import click
 from fedpress.cli.tables import echo, fields, size, terminal_width
 from fedpress.command_line import Command, Group, argument, as_json
 from fedpress_protocols.masking.graph import Adversary
-from fedpress_protocols.privacy.accounting import PrivacyLane
+from fedpress_protocols.privacy.accounting import PrivacyLane, SharedNoise
 from fedpress_protocols.privacy.correlated import MAX_SEPARATION
 
 if TYPE_CHECKING:
@@ -51,6 +51,8 @@ def privacy() -> None:
               help="Share of a cohort that may collude with the server.")  # fmt: skip
 @click.option("--adversary", type=click.Choice(get_args(Adversary)), default="malicious",
               help="The server to withstand.")  # fmt: skip
+@click.option("--noise", type=click.Choice(get_args(SharedNoise)), default="discrete_gaussian",
+              help="Of the distributed lane; older releases know skellam only.")  # fmt: skip
 @as_json
 def plan(model: str, minimum: int | None, participations: int | None, fraction: float | None,
          as_json: bool, **asked: Any) -> None:  # fmt: skip

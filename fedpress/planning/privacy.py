@@ -12,7 +12,7 @@ from fedpress_compression.compressor import from_config
 from fedpress_compression.tensors import ModelSpec, TensorSpec
 from fedpress_protocols.errors import ConfigurationError
 from fedpress_protocols.masking.graph import Adversary, honest_survivors, parameters
-from fedpress_protocols.masking.ring import Bounded, Packing
+from fedpress_protocols.masking.ring import Packing
 from fedpress_protocols.plan import (
     LEAST_CENTRAL,
     LEAST_HONEST,
@@ -22,8 +22,8 @@ from fedpress_protocols.plan import (
     PrivacyTerms,
 )
 from fedpress_protocols.privacy import accounting, correlated
-from fedpress_protocols.privacy.accounting import PrivacyLane, participation
-from fedpress_protocols.privacy.grid import Grid
+from fedpress_protocols.privacy.accounting import PrivacyLane, SharedNoise, participation
+from fedpress_protocols.privacy.grid import grid_of
 from fedpress_protocols.upload import max_body_bytes
 
 _TYPICAL = 8
@@ -52,6 +52,8 @@ class PrivateTask(BaseModel):
     corrupt: float
     adversary: Adversary
     lane: PrivacyLane = "distributed"
+    noise: SharedNoise = "discrete_gaussian"
+    """Of the distributed lane."""
     separation: int = 1
     """Rounds between two participations of a device; in the central lane the noise of more than 1
     is correlated over rounds."""
@@ -111,7 +113,7 @@ def planned(task: PrivateTask) -> PrivacyPlan:
         task.epsilon,
         task.delta,
         task.participations,
-        participation(task.lane, bands, task.separation, task.participations),
+        participation(task.lane, bands, task.separation, task.participations, task.noise),
     )
     terms = PrivacyTerms(
         lane=task.lane,
@@ -122,6 +124,7 @@ def planned(task: PrivateTask) -> PrivacyPlan:
         delta=task.delta,
         bands=bands,
         separation=task.separation if bands > 1 else 1,
+        noise=task.noise if task.lane == "distributed" else "skellam",
     )
     return _masked(task, terms) if terms.needs_masks else _clear(task, terms)
 
@@ -170,8 +173,8 @@ def _masked(task: PrivateTask, terms: PrivacyTerms) -> PrivacyPlan:
             hint="raise --minimum, or lower --corrupt",
         )
     numbers = math.ceil(task.fraction * task.size)
-    grid = Grid(numbers, task.clip, terms.noise_multiplier, shares)
-    packing = Packing.of((Bounded("values", numbers, grid.bound),), task.cohort)
+    grid = grid_of(terms, numbers, shares, task.cohort)
+    packing = Packing.of((grid.vector("values", task.cohort),), task.cohort)
     norm = math.sqrt(numbers * grid.variance / task.cohort) * grid.step
     masking = MaskingTerms(adversary=task.adversary, corrupt=task.corrupt)
     return PrivacyPlan(
@@ -180,7 +183,7 @@ def _masked(task: PrivateTask, terms: PrivacyTerms) -> PrivacyPlan:
         compressor={"id": "shared_support", "fraction": task.fraction},
         numbers_sent=numbers,
         noise_shares=shares,
-        ring_bits=(2 * grid.bound * task.cohort).bit_length(),
+        ring_bits=(2 * grid.sum_bound(task.cohort)).bit_length(),
         bits_per_parameter=8 * packing.num_bytes / task.size,
         body_bytes=packing.num_bytes,
         noise_norm=norm,

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from fnmatch import fnmatchcase
 from types import MappingProxyType
 from typing import Annotated, Any, Literal, TypeVar
@@ -39,7 +39,7 @@ from fedpress_protocols.errors import FedpressError, IncompatiblePlan, WireVersi
 from fedpress_protocols.masking.graph import Adversary, honest_survivors, parameters
 from fedpress_protocols.masking.keystream import Suite
 from fedpress_protocols.privacy import accounting, correlated, gaussian
-from fedpress_protocols.privacy.accounting import Cost, PrivacyLane, participation
+from fedpress_protocols.privacy.accounting import Cost, PrivacyLane, SharedNoise, participation
 from fedpress_protocols.upload import (
     MAX_REPORTS,
     REPORT_BYTES,
@@ -280,7 +280,8 @@ class PrivacyTerms(Term):
     The numbers of an update that are sent have an L2 norm of at most `clip`, and the noise has a
     standard deviation of at least `noise_multiplier` * `clip` in each number. By `lane` it is
 
-    - `distributed`: the noise of a masked sum's honest devices together (Skellam),
+    - `distributed`: the noise of a masked sum's honest devices together (Skellam or, by `noise`,
+      discrete Gaussian, which costs less epsilon and fewer bits),
     - `central`: the server's, added once to a round's sum of clear uploads (Gaussian),
     - `local`: each device's own, added to a clear upload before it is compressed (Gaussian).
 
@@ -308,11 +309,14 @@ class PrivacyTerms(Term):
     separation: Annotated[int, Field(ge=1, le=correlated.MAX_SEPARATION)] = 1
     adaptive: AdaptiveClip | None = None
     """Left out where it is None: older releases do not know it."""
+    noise: SharedNoise = "skellam"
+    """Left out where it is `skellam`: older releases know no other."""
 
     @model_serializer(mode="wrap")
     def _without_defaults(self, serialize: SerializerFunctionWrapHandler) -> dict[str, Any]:
         fields: dict[str, Any] = serialize(self)
-        usual = {"lane": "distributed", "bands": 1, "separation": 1, "adaptive": None}
+        usual = {"lane": "distributed", "bands": 1, "separation": 1, "adaptive": None,
+                 "noise": "skellam"}  # fmt: skip
         for name, value in usual.items():
             if fields.get(name, ...) == value:
                 del fields[name]
@@ -350,8 +354,10 @@ class PrivacyTerms(Term):
 
     def cost(self, participations: int) -> Cost:
         """The cost of so many participations."""
-        each = participation(self.lane, self.bands, self.separation, participations)
-        return each(self.noise_multiplier).times(participations)
+        return self._participation(participations)(self.noise_multiplier).times(participations)
+
+    def _participation(self, participations: int) -> Callable[[float], Cost]:
+        return participation(self.lane, self.bands, self.separation, participations, self.noise)
 
     def spent(self, participations: int) -> float:
         """Epsilon, at `delta`, after so many participations."""
@@ -368,6 +374,15 @@ class PrivacyTerms(Term):
             raise ValueError(
                 f"a separation of {self.separation} rounds is for noise that is correlated over "
                 "rounds; set bands to more than 1, or leave separation out"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _has_noise(self) -> PrivacyTerms:
+        if self.lane != "distributed" and self.noise != "skellam":
+            raise ValueError(
+                f"{self.noise} noise in the {self.lane} lane, where noise is Gaussian; leave noise "
+                "out, or leave lane out and use the masked lane"
             )
         return self
 
@@ -412,7 +427,7 @@ class PrivacyTerms(Term):
                 self.epsilon,
                 self.delta,
                 self.participations,
-                participation(self.lane, self.bands, self.separation, self.participations),
+                self._participation(self.participations),
             )
             advice = f"raise noise_multiplier to {enough:g}, lower participations, or"
         except FedpressError:

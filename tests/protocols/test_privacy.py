@@ -18,9 +18,9 @@ from fedpress_protocols.masking import payload as payload_module
 from fedpress_protocols.masking.graph import Adversary, honest_survivors
 from fedpress_protocols.masking.payload import Payload
 from fedpress_protocols.plan import PrivacyTerms, RoundPlan
-from fedpress_protocols.privacy import accounting, skellam
+from fedpress_protocols.privacy import accounting, discrete_gaussian, skellam, tables
 from fedpress_protocols.privacy import grid as grid_module
-from fedpress_protocols.privacy.grid import SECRET_BYTES, Grid
+from fedpress_protocols.privacy.grid import SECRET_BYTES, SUM_TAIL, Grid, NarrowGrid
 from tests.protocols.test_masked_payload import (
     KNOWN,
     METHODS,
@@ -161,7 +161,7 @@ def test_the_table_is_the_exact_distribution(variance: int) -> None:
     found = np.array([each / 2**256 for each in table.fine])
     np.testing.assert_allclose(found, exact, atol=1e-12)
     tail = sum(special.ive(np.arange(table.reach + 1, 4 * table.reach + 9), float(variance)))
-    assert tail <= math.exp(-skellam.TAIL)
+    assert tail <= math.exp(-tables.TAIL)
 
 
 def test_equal_leading_bits_are_decided_by_further_ones() -> None:
@@ -176,7 +176,7 @@ def test_equal_leading_bits_are_decided_by_further_ones() -> None:
 
 def test_noise_of_a_secret_is_the_same_whatever_the_chunks(monkeypatch: Any) -> None:
     whole = skellam.sample(1000, 50, secret_of(1))
-    monkeypatch.setattr(skellam, "_CHUNK", 64)
+    monkeypatch.setattr(tables, "_CHUNK", 64)
     np.testing.assert_array_equal(skellam.sample(1000, 50, secret_of(1)), whole)
     assert whole[:8].tolist() == FROZEN
 
@@ -184,13 +184,116 @@ def test_noise_of_a_secret_is_the_same_whatever_the_chunks(monkeypatch: Any) -> 
 FROZEN = [-5, -2, -21, 1, 1, -5, -12, -5]
 
 
-@pytest.mark.parametrize("variance", [0, skellam.MAX_VARIANCE + 1])
+@pytest.mark.parametrize("variance", [0, tables.MAX_VARIANCE + 1])
 def test_noise_beyond_the_table_is_refused(variance: int) -> None:
     with pytest.raises(ConfigurationError, match="expected 1 to"):
         skellam.sample(1, variance, secret_of(0))
 
 
+# The published figures of a privacy loss distribution, at delta 1e-6 (dp-accounting 0.6.0,
+# from_discrete_gaussian_mechanism of sensitivity 1).
+DISCRETE_GAUSSIAN = [(2, 2.27579), (5, 0.834976), (20, 0.189257)]
+
+
+@pytest.mark.parametrize("variance", [1, 8, 31, 400, 12345])
+def test_noise_has_the_discrete_gaussian_distribution(variance: int) -> None:
+    values = discrete_gaussian.sample(200_000, variance, secret_of(variance))
+    reach = math.ceil(3 * math.sqrt(variance))
+    k = np.arange(-8 * reach, 8 * reach + 1)
+    mass = np.exp(-(k.astype(float) ** 2) / (2 * variance))
+    step = max(1, reach // 15)
+    edges = np.arange(-reach, reach + 1, step)
+    probability = np.bincount(np.searchsorted(edges, k), mass / mass.sum(), edges.size + 1)
+    counts = np.bincount(np.searchsorted(edges, values), minlength=edges.size + 1)
+    assert stats.chisquare(counts, probability * values.size).pvalue > 1e-4
+    assert abs(values).max() <= discrete_gaussian.reach(variance)
+
+
+def test_the_table_of_discrete_gaussian_noise_is_exact() -> None:
+    table = discrete_gaussian._table(9)
+    k = np.arange(-table.reach, table.reach + 1)
+    mass = np.exp(-(k.astype(float) ** 2) / 18)
+    exact = np.cumsum(mass / mass.sum())[:-1]
+    np.testing.assert_allclose([each / 2**256 for each in table.fine], exact, atol=1e-14)
+    assert 2 * math.exp(-((table.reach + 1) ** 2) / 18) <= 2 * math.exp(-tables.TAIL)
+
+
+@pytest.mark.parametrize(("deviation", "epsilon"), DISCRETE_GAUSSIAN)
+def test_discrete_gaussian_noise_costs_what_gaussian_noise_less_the_smoothing_does(
+    deviation: int, epsilon: float
+) -> None:
+    counted = math.sqrt(deviation**2 - discrete_gaussian.SMOOTHING) if deviation > 2 else 0
+    if counted:
+        claimed = accounting.gaussian_participation(counted).epsilon(1e-6)
+        assert epsilon <= claimed <= 1.25 * epsilon
+    assert accounting.gaussian_participation(deviation).epsilon(1e-6) == pytest.approx(
+        epsilon, rel=0.01
+    )
+
+
+@pytest.mark.parametrize("parties", [2, 3, 7])
+def test_a_sum_of_the_least_noise_is_discrete_gaussian(parties: int) -> None:
+    variance = discrete_gaussian.MIN_VARIANCE
+    k = np.arange(-200, 201).astype(float)
+    one = np.exp(-(k**2) / (2 * variance))
+    total = one / one.sum()
+    for _ in range(parties - 1):
+        total = np.convolve(total, one / one.sum(), mode="same")
+    due = np.exp(-(k**2) / (2 * parties * variance))
+    near = abs(k) < 6 * math.sqrt(parties * variance)
+    np.testing.assert_allclose(total[near], (due / due.sum())[near], rtol=1e-12)
+
+
+def test_gaussian_noise_that_is_smoothed_is_discrete_gaussian() -> None:
+    smooth, rest = discrete_gaussian.SMOOTHING, 21.0
+    k, y = np.arange(-60, 61), np.linspace(-60, 60, 24_001)
+    weights = np.exp(-((k[:, None] - y) ** 2) / (2 * smooth))
+    of_y = np.exp(-(y**2) / (2 * rest))
+    found = weights / weights.sum(axis=0) @ of_y
+    due = np.exp(-(k**2) / (2 * (smooth + rest)))
+    near = abs(k) <= 25
+    np.testing.assert_allclose(
+        found[near] / found.sum(), due[near] / due.sum(), rtol=1e-9, atol=1e-12
+    )
+
+
 # The grid
+
+
+@given(st.integers(1, 3000), st.floats(1e-3, 1e3), st.floats(0.3, 30), st.integers(2, 500))
+@settings(max_examples=60, deadline=None)
+def test_no_input_leaves_the_sensitivity_of_a_narrow_grid(
+    size: int, scale: float, noise: float, cohort: int
+) -> None:
+    grid = NarrowGrid(size, 1.0, noise, cohort, cohort=cohort)
+    rng = np.random.default_rng(size)
+    values = grid.rounded(rng.normal(size=size) * scale, rng.bytes(SECRET_BYTES))
+    assert int(values @ values) <= grid.squared_sensitivity
+    assert math.sqrt(grid.squared_sensitivity) * grid.step == pytest.approx(grid.clip)
+    assert abs(values).max() <= grid.largest
+    counted = cohort * grid.variance - discrete_gaussian.SMOOTHING
+    assert counted >= noise**2 * grid.squared_sensitivity * (1 - 1e-12)
+    assert grid.variance >= discrete_gaussian.MIN_VARIANCE
+    noised = values + grid.noise(rng.bytes(SECRET_BYTES))
+    assert abs(noised).max() <= grid.bound
+    room = grid.sum_bound(cohort) - cohort * grid.largest
+    assert 2 * math.exp(-(room**2) / (2 * cohort * grid.variance)) <= 2 * math.exp(-SUM_TAIL)
+
+
+def test_a_narrow_grid_takes_fewer_bits_and_adds_no_more_noise() -> None:
+    wide, narrow = Grid(1000, 1.0, 4.0, 90), NarrowGrid(1000, 1.0, 4.0, 90, cohort=100)
+    bits = [math.log2(2 * each.sum_bound(100)) for each in (wide, narrow)]
+    assert bits[1] < bits[0] - 3
+    errors = [math.sqrt(each.variance) * each.step for each in (wide, narrow)]
+    assert errors[1] < errors[0]
+
+
+def test_numbers_at_the_clip_of_a_narrow_grid_lose_a_tenth_at_most() -> None:
+    rng = np.random.default_rng(4)
+    grid, numbers = NarrowGrid(2000, 0.5, 4.0, 10, cohort=12), rng.normal(size=2000)
+    values = grid.rounded(numbers, secret_of(2)) * grid.step
+    kept = values @ numbers / np.linalg.norm(numbers)
+    assert 0.45 < kept <= 0.5
 
 
 @given(st.integers(1, 3000), st.floats(1e-3, 1e3), st.integers(0, 2**32), st.booleans())
@@ -300,6 +403,35 @@ def test_noise_is_shared_by_survivors_that_are_surely_honest(
 # Under masks
 
 
+@pytest.mark.parametrize("name", METHODS)
+def test_a_sum_with_discrete_gaussian_noise_is_exact_in_fewer_bits(name: str) -> None:
+    narrow, wide = private_payload(name, noise="discrete_gaussian"), private_payload(name)
+    grid, clients = narrow.grid, 7
+    assert grid is not None
+    made = [narrow.compress(some_update(i), 10, {}, secret_of(i)) for i in range(clients)]
+    assert narrow.packing.num_bytes < wide.packing.num_bytes
+    words = np.sum([narrow.packing.pack(each.integers) for each in made], axis=0)
+    sums = narrow.packing.unpack(words)["values"]
+    np.testing.assert_array_equal(sums, sum(each.integers["values"] for each in made))
+    plain = [narrow._map.project(each.update.dense()) for each in made]
+    found = narrow.decompress({"values": sums}, clients)
+    error = (found.numbers - np.mean(plain, axis=0)) * clients / grid.step
+    if name not in ("powersgd_onesided", "count_sketch", "randomk scaled"):  # lift, project: not 1
+        assert np.var(error) == pytest.approx(clients * grid.variance, rel=0.35)
+    with pytest.raises(InvalidUpdate, match="not a valid sum of 3"):
+        narrow.decompress({"values": np.full(sums.size, grid.sum_bound(3) + 1)}, 3)
+
+
+def test_terms_with_discrete_gaussian_noise_spend_what_gaussian_noise_does() -> None:
+    shared = PrivacyTerms(**PRIVATE, noise="discrete_gaussian")
+    assert shared.spent(1) == PrivacyTerms(**PRIVATE, lane="central").spent(1)
+    assert shared.spent(1) < PrivacyTerms(**PRIVATE).spent(1)
+    assert 'noise"' not in PrivacyTerms(**PRIVATE).model_dump_json()
+    assert PrivacyTerms.model_validate_json(shared.model_dump_json()) == shared
+    with pytest.raises(ValidationError, match="discrete_gaussian noise in the central lane"):
+        PrivacyTerms(**PRIVATE, lane="central", noise="discrete_gaussian")
+
+
 def private_payload(name: str = "shared_support", **terms: Any) -> Payload:
     plan = made_plan(METHODS[name], privacy={**PRIVATE, **terms})
     return Payload(plan, plan.public(SPEC, {"previous": KNOWN}))
@@ -350,3 +482,5 @@ def test_a_rounding_that_never_keeps_the_norm_is_an_error(monkeypatch: pytest.Mo
     monkeypatch.setattr(grid_module, "_TRIES", 0)
     with pytest.raises(InvalidUpdate, match="no rounding of the update keeps its norm"):
         Grid(10, 1.0, 1.0, 10).rounded(np.ones(10), bytes(SECRET_BYTES))
+    with pytest.raises(InvalidUpdate, match="no rounding of the update keeps its norm"):
+        NarrowGrid(10, 1.0, 1.0, 10, cohort=10).rounded(np.ones(10), bytes(SECRET_BYTES))

@@ -459,7 +459,7 @@ class MaskingClient:
 
         In `ready`, for the values that the session was started with; in `masked` it repeats the
         same body. Raises UpdateConflict for other values, which this session never masks; Conflict
-        in any other phase, InvalidUpdate for values outside the configuration's bounds.
+        in any other phase, InvalidUpdate for values that no sum of the configuration has room for.
         """
         state = self._state
         if state.phase not in ("ready", "masked"):

@@ -34,7 +34,7 @@ from fedpress_protocols.errors import IncompatiblePlan, InvalidUpdate
 from fedpress_protocols.masking.keystream import MATERIAL_BYTES, add_keystream
 from fedpress_protocols.masking.ring import MAX_SUM, Bounded, Packing
 from fedpress_protocols.plan import MaskingTerms, RoundPlan
-from fedpress_protocols.privacy.grid import Grid
+from fedpress_protocols.privacy.grid import Grid, grid_of
 from fedpress_protocols.upload import check_report
 
 Ints = npt.NDArray[np.int64]
@@ -133,7 +133,7 @@ class Payload:
         """The vectors that each client sends, with their bounds."""
         most_examples, num = self.plan.fixed_point.max_examples, self._steps.size
         if self.grid is not None:
-            return (Bounded(_VALUES, num, self.grid.bound),)
+            return (self.grid.vector(_VALUES, self.plan.cohort.size),)
         vectors = [Bounded(_VALUES, num, self._terms.levels), Bounded(_EXAMPLES, 1, most_examples)]
         if self._terms.max_weight is not None:
             vectors.append(Bounded(_WEIGHT, 1, self._terms.max_weight))
@@ -189,10 +189,10 @@ class Payload:
         valid contributions have."""
         for vector in self.vectors:
             vector_sum = sums[vector.name]
-            if (
-                vector_sum.shape != (vector.length,)
-                or (np.abs(vector_sum) > num_clients * vector.bound).any()
-            ):
+            bound = num_clients * vector.bound
+            if self.grid is not None:
+                bound = self.grid.sum_bound(num_clients)
+            if vector_sum.shape != (vector.length,) or (np.abs(vector_sum) > bound).any():
                 raise InvalidUpdate(f"{vector.name}: not a valid sum of {num_clients} clients")
         if self.grid is not None:
             numbers = sums[_VALUES] * (self._steps / num_clients)
@@ -232,7 +232,7 @@ def _grid_of(plan: RoundPlan, size: int) -> Grid | None:
     terms = plan.privacy
     if terms is None:
         return None
-    return Grid(size, terms.clip, terms.noise_multiplier, plan.noise_shares)
+    return grid_of(terms, size, plan.noise_shares, plan.cohort.size)
 
 
 def _one(value: int) -> Ints:

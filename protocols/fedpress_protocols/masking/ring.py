@@ -48,11 +48,15 @@ def lane_bits_for(bound: int, n: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Bounded:
-    """`length` integers under the name `name`, each client's in [-bound, bound]."""
+    """`length` integers under the name `name`, each client's in [-bound, bound].
+
+    With `single` one client's may be as large as that; still no sum of n may exceed n * bound.
+    """
 
     name: str
     length: int
     bound: int
+    single: int | None = None
 
     def __post_init__(self) -> None:
         if self.length < 1 or self.bound < 1:
@@ -104,7 +108,7 @@ class Segment:
     def pack(self, values: npt.NDArray[np.signedinteger]) -> Words:
         """Pack [length] integers into [num_words]; raises InvalidUpdate for any beyond the
         bound."""
-        bound = self.vector.bound
+        bound = self.vector.single or self.vector.bound
         if values.shape != (self.vector.length,) or values.dtype.kind != "i":
             raise InvalidUpdate(
                 f"{self.vector.name}: {values.dtype} {values.shape}, expected {self.vector.length} "

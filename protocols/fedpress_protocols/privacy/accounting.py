@@ -22,6 +22,8 @@ from fedpress_protocols.privacy import correlated
 Curve = npt.NDArray[np.float64]
 PrivacyLane = Literal["distributed", "central", "local"]
 """Whose noise it is: the cohort's under masks, the server's, or each device's own."""
+SharedNoise = Literal["skellam", "discrete_gaussian"]
+"""The distribution of the noise that a cohort shares."""
 
 ORDERS: tuple[int, ...] = (*range(2, 65), *range(68, 129, 4), *range(144, 513, 16), 1024, 4096)
 """The orders of a curve: whole numbers, for which the bound is proven."""
@@ -98,11 +100,16 @@ def gaussian_participation(noise_multiplier: float) -> Cost:
 
 
 def participation(
-    lane: PrivacyLane, bands: int = 1, separation: int = 1, participations: int = 1
+    lane: PrivacyLane,
+    bands: int = 1,
+    separation: int = 1,
+    participations: int = 1,
+    noise: SharedNoise = "skellam",
 ) -> Callable[[float], Cost]:
     """By noise multiplier, the cost of one participation in this lane, out of so many: under noise
-    that is correlated over rounds each costs an equal share of all."""
-    if lane == "distributed":
+    that is correlated over rounds each costs an equal share of all. `noise` is of the distributed
+    lane; discrete Gaussian noise costs what Gaussian noise does, see `discrete_gaussian`."""
+    if lane == "distributed" and noise == "skellam":
         return skellam_participation
     if bands == 1 or not participations:
         return gaussian_participation
