@@ -51,6 +51,11 @@ def privacy() -> None:
               help="Share of a cohort that may collude with the server.")  # fmt: skip
 @click.option("--adversary", type=click.Choice(get_args(Adversary)), default="malicious",
               help="The server to withstand.")  # fmt: skip
+@click.option(
+    "--quantile",
+    type=click.FloatRange(0, 1, min_open=True, max_open=True),
+    help="Of the updates' norms, to which the clip adapts from --clip on; in the central lane.",
+)
 @click.option("--noise", type=click.Choice(get_args(SharedNoise)), default="discrete_gaussian",
               help="Of the distributed lane; older releases know skellam only.")  # fmt: skip
 @as_json
@@ -81,12 +86,16 @@ def _lines(task: PrivateTask, plan: PrivacyPlan) -> Iterator[str]:
                     f"{terms.participations} participations"),
         ("against", plan.against),
         ("not hidden", "which devices take part, and when"),
-        ("noise", f"{terms.noise_multiplier:g} times the clip of {terms.clip:g} in each number of "
-                  + _whose(plan)),
+        ("noise", f"{terms.update_multiplier:.6g} times the clip of {terms.clip:g} in each number "
+                  f"of {_whose(plan)}"),
         ("error", f"noise of norm {plan.noise_norm:.3g} in a round's mean, {plan.round_error:.3g} "
                   f"times the clip; in the model {plan.model_error:.3g} times, over "
                   f"{task.rounds} rounds"),
     ]  # fmt: skip
+    if terms.adaptive is not None:
+        pairs.append(("clip", f"adapts to the {terms.adaptive.quantile:g} quantile of the norms, "
+                      f"by a count with noise of {terms.adaptive.count_noise:g} devices; the error "
+                      "is that at the first"))  # fmt: skip
     if terms.bands > 1:
         pairs.insert(1, ("correlated", f"over {terms.bands} rounds; a device rests until "
                          f"{terms.separation} rounds after its last one"))  # fmt: skip

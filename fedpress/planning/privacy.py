@@ -18,6 +18,7 @@ from fedpress_protocols.plan import (
     LEAST_HONEST,
     LEAST_MASKED,
     MAX_PARTICIPATIONS,
+    AdaptiveClip,
     MaskingTerms,
     PrivacyTerms,
 )
@@ -28,6 +29,8 @@ from fedpress_protocols.upload import max_body_bytes
 
 _TYPICAL = 8
 """The range of an upload's numbers over their root mean square: the rest is left over."""
+_ROOM = 4
+"""How many times its first value an adaptive clip may reach before the range cuts values off."""
 _DEVIATIONS = 4
 """The range of noised numbers over the noise's deviation."""
 
@@ -54,6 +57,8 @@ class PrivateTask(BaseModel):
     lane: PrivacyLane = "distributed"
     noise: SharedNoise = "discrete_gaussian"
     """Of the distributed lane."""
+    quantile: float | None = None
+    """In the central lane: of the norms, that the clip adapts to, from `clip` on; None: fixed."""
     separation: int = 1
     """Rounds between two participations of a device; in the central lane the noise of more than 1
     is correlated over rounds."""
@@ -125,8 +130,23 @@ def planned(task: PrivateTask) -> PrivacyPlan:
         bands=bands,
         separation=task.separation if bands > 1 else 1,
         noise=task.noise if task.lane == "distributed" else "skellam",
+        adaptive=_adaptive(task, noise),
     )
     return _masked(task, terms) if terms.needs_masks else _clear(task, terms)
+
+
+def _adaptive(task: PrivateTask, noise: float) -> AdaptiveClip | None:
+    """Terms whose count is worth a twentieth of the cohort, and costs updates 2 % at most."""
+    if task.quantile is None:
+        return None
+    if task.lane != "central" or task.separation > 1:
+        raise ConfigurationError(
+            "a clip adapts in the central lane only, and not under noise that is correlated over "
+            "rounds",
+            hint="choose --lane central and leave --separation out, or leave --quantile out",
+        )
+    count_noise = max(task.cohort / 20, 2.5 * noise)
+    return AdaptiveClip(quantile=task.quantile, count_noise=float(f"{count_noise:.4g}"))
 
 
 def _bands(task: PrivateTask) -> int:
@@ -195,10 +215,12 @@ def _masked(task: PrivateTask, terms: PrivacyTerms) -> PrivacyPlan:
 
 
 def _clear(task: PrivateTask, terms: PrivacyTerms) -> PrivacyPlan:
-    numbers, noise = math.ceil(task.fraction * task.size), terms.noise_multiplier * terms.clip
+    numbers, noise = math.ceil(task.fraction * task.size), terms.update_multiplier * terms.clip
     if terms.lane == "central":
         drawn = noise * math.sqrt(numbers) / task.cohort
         largest = min(task.clip, _TYPICAL * task.clip / math.sqrt(numbers))
+        if terms.adaptive is not None:
+            largest *= _ROOM
     else:
         drawn = noise * math.sqrt(numbers / task.cohort)
         largest = _DEVIATIONS * noise

@@ -49,6 +49,7 @@ def test_the_printed_task_is_one_that_a_server_takes() -> None:
     [
         ("central", "and not the server", []),
         ("central", "and not the server", ["--separation", "10"]),
+        ("central", "and not the server", ["--quantile", "0.3"]),
         ("local", "any server, other devices, and the public", []),
     ],
 )
@@ -58,7 +59,8 @@ def test_a_printed_task_of_the_clear_lane_is_one_that_a_server_takes(
     model = Model.from_tensors({"w": np.zeros((200, 100), np.float32)})
     printed = said(CliRunner().invoke(app, [*ASKED, "--lane", lane, *more]))
     assert against in printed
-    assert ("correlated  over 6 rounds" in printed) == bool(more)
+    assert ("correlated  over 6 rounds" in printed) == ("--separation" in more)
+    assert ("adapts to the 0.3 quantile" in printed) == ("--quantile" in more)
     block = json.loads("{" + printed.split("configuration:\n")[1] + "}")
     assert block["privacy"]["lane"] == lane
     assert "masking" not in block
@@ -68,9 +70,14 @@ def test_a_printed_task_of_the_clear_lane_is_one_that_a_server_takes(
 def test_noise_in_the_clear_lane_is_that_of_the_real_terms() -> None:
     central = planned(PrivateTask(**{**TASK, "lane": "central"}))
     local = planned(PrivateTask(**{**TASK, "lane": "local"}))
-    distributed = planned(PrivateTask(**TASK))
+    shared, skellam = (
+        planned(PrivateTask(**{**TASK, "noise": each})) for each in ("discrete_gaussian", "skellam")
+    )
     noise = central.privacy.noise_multiplier
-    assert noise == local.privacy.noise_multiplier < distributed.privacy.noise_multiplier
+    assert noise == local.privacy.noise_multiplier == shared.privacy.noise_multiplier
+    assert noise < skellam.privacy.noise_multiplier
+    assert shared.bits_per_parameter < 0.8 * skellam.bits_per_parameter
+    assert shared.round_error < skellam.round_error
     assert central.round_error == pytest.approx(noise * math.sqrt(1000) / 20)
     assert local.round_error == pytest.approx(central.round_error * math.sqrt(20))
     assert 5.99 < central.task_epsilon <= 6.0
@@ -88,8 +95,19 @@ def test_correlated_noise_is_planned_with_the_bands_that_leave_least_of_it_in_th
     assert plain.model_error == pytest.approx(plain.round_error * math.sqrt(51 / 2))
 
 
-def test_bits_and_noise_are_those_of_the_real_payload() -> None:
-    plan = planned(PrivateTask(**TASK))
+def test_the_noise_of_an_adaptive_clip_pays_for_the_count() -> None:
+    central = {**TASK, "lane": "central"}
+    fixed, moves = (planned(PrivateTask(**central, quantile=each)) for each in (None, 0.5))
+    assert fixed.privacy.adaptive is None
+    assert moves.privacy.adaptive is not None
+    assert moves.privacy.noise_multiplier == fixed.privacy.noise_multiplier
+    assert fixed.round_error < moves.round_error < 1.021 * fixed.round_error
+    assert moves.compressor["clip"] > fixed.compressor["clip"]
+
+
+@pytest.mark.parametrize("noise", ["discrete_gaussian", "skellam"])
+def test_bits_and_noise_are_those_of_the_real_payload(noise: str) -> None:
+    plan = planned(PrivateTask(**TASK, noise=noise))
     spec = ModelSpec((TensorSpec("w", (100, 200)),))
     fields = plan_fields(
         {"id": "shared_support", "fraction": 0.05},
@@ -106,8 +124,8 @@ def test_bits_and_noise_are_those_of_the_real_payload() -> None:
     assert payload.grid.shares == plan.noise_shares
     assert plan.bits_per_parameter == 8 * plan.body_bytes / 20_000 < 2
     rng = np.random.default_rng(1)
-    noise = sum(payload.grid.noise(rng.bytes(48)) for _ in range(20)) * payload.grid.step / 20
-    assert np.linalg.norm(noise) == pytest.approx(plan.noise_norm, rel=0.1)
+    drawn = sum(payload.grid.noise(rng.bytes(48)) for _ in range(20)) * payload.grid.step / 20
+    assert np.linalg.norm(drawn) == pytest.approx(plan.noise_norm, rel=0.1)
 
 
 def test_figures_as_json() -> None:
@@ -125,6 +143,7 @@ def test_figures_as_json() -> None:
         ({"epsilon": 1e-6}, "raise epsilon"),
         ({"rounds": 10**8, "participations": 10**7}, "raise --population, or lower --rounds"),
         ({"separation": 10}, "choose --lane central, or leave --separation out"),
+        ({"quantile": 0.5}, "choose --lane central and leave --separation out"),
         ({"separation": 10, "lane": "central"}, "set --fraction 1, or leave --separation out"),
         (
             {"separation": 11, "lane": "central", "fraction": 1.0},

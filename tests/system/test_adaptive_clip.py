@@ -160,6 +160,23 @@ def test_a_round_that_is_given_up_keeps_its_clip(make: Callable[..., World]) -> 
     assert carryover.clip == terms.clip
 
 
+def test_a_task_that_is_continued_goes_on_with_its_last_clip(make: Callable[..., World]) -> None:
+    world = make(rounds=3)
+    enrol(world, 4)
+    world.drive()
+    last = world.statuses[-1]
+    assert last.privacy is not None
+    assert last.privacy.clip != FIRST
+    more = {"rounds": 1, "after_round": 3, "model": last.model}
+    world.operator.post("/v1/admin/tasks/digits/continue", more)
+    terms = world.terms.plan.privacy
+    assert world.terms.plan.round == 4
+    assert terms is not None
+    assert terms.clip == last.privacy.clip
+    world.drive()
+    assert world.statuses[-1].state == "committed"
+
+
 def test_a_count_without_its_noise_is_not_to_be_had(
     make: Callable[..., World],
 ) -> None:

@@ -33,7 +33,7 @@ def check_variance(variance: int) -> None:
     if not 1 <= variance <= MAX_VARIANCE:
         raise ConfigurationError(
             f"noise of variance {variance} for a device, expected 1 to {MAX_VARIANCE}",
-            hint="send a smaller support, lower the noise multiplier, or raise cohort.minimum",
+            hint="send a smaller support, raise epsilon, or raise cohort.minimum",
         )
 
 

@@ -38,7 +38,7 @@ from fedpress_server.coordination.task_store import TaskStore
 from fedpress_server.identity import audit
 from fedpress_server.rounds import Aborted, Cancelled, Event
 from fedpress_server.settings import Settings
-from fedpress_server.storage import records
+from fedpress_server.storage import privacy, records
 from fedpress_server.storage.database import Database
 from fedpress_server.storage.payloads import Payloads
 from fedpress_server.storage.records import ModelRecord, TaskRecord
@@ -229,12 +229,17 @@ class Lifecycle:
             "max_attempts": task.config.max_attempts + num_attempts,  # those before do not count
         }
         config = task.config.model_copy(update=changes)
+        carryover = RoundCarryover.beginning(
+            model.digest,
+            await self._store.spec(model.digest),
+            await self._database.read(lambda c: privacy.last_clip(c, name)),
+        )
         follows = opened(
             config,
             task.strategy,
             self._payloads,
             self._host,
-            carryover=RoundCarryover.beginning(model.digest, await self._store.spec(model.digest)),
+            carryover=carryover,
             number=more.after_round + 1,
             attempt=num_attempts + 1,
             now=self._clock(),

@@ -85,9 +85,10 @@ class RoundCarryover:
     """Of adaptive privacy terms; None: the task's."""
 
     @classmethod
-    def beginning(cls, model: str, spec: ModelSpec) -> RoundCarryover:
-        """Return the carry-over of a task that starts, or continues, with this model."""
-        return cls(model, spec, model)
+    def beginning(cls, model: str, spec: ModelSpec, clip: float | None = None) -> RoundCarryover:
+        """Return the carry-over of a task that starts, or continues, with this model and, if it is
+        adaptive, with this clip."""
+        return cls(model, spec, model, clip=clip)
 
     @classmethod
     def after(

@@ -12,7 +12,7 @@ from sqlalchemy.engine import Connection
 
 from fedpress_protocols.messages import PrivacyStatus, RoundStatus
 from fedpress_protocols.plan import RoundPlan
-from fedpress_server.storage.records import RoundKey
+from fedpress_server.storage.records import RoundKey, newest_round
 from fedpress_server.storage.tables import assignments, declines, noise_secrets, rounds, uploads
 
 _SECRET_BYTES = 32
@@ -71,6 +71,12 @@ def resting(connection: Connection, key: RoundKey, separation: int) -> frozenset
         .distinct()
     )
     return frozenset(connection.scalars(query)) if separation > 1 else frozenset()
+
+
+def last_clip(connection: Connection, task: str) -> float | None:
+    """The clip of the task's newest attempt; None without privacy terms."""
+    terms = RoundPlan.from_json(newest_round(connection, task).plan).privacy
+    return None if terms is None else terms.clip
 
 
 def with_privacy(
