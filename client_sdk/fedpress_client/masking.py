@@ -283,7 +283,8 @@ class MaskedPart:
             return
         packing = machine.config.packing
         try:
-            step, body = machine.mask(packing.unpack(packing.from_bytes(pending.body)))
+            vectors = packing.unpack(packing.from_bytes(pending.body))
+            step, body = machine.mask(vectors, is_checked=True)
         except UpdateConflict as exc:
             self._enter(machine.give_up(str(exc)))
             return

@@ -81,10 +81,11 @@ def of(device: Participant, kind: str) -> list[dict[str, Any]]:
     return [event.details for event in device.events if event.kind == kind]
 
 
+@pytest.mark.parametrize("noise", ["skellam", "discrete_gaussian"])
 def test_a_private_round_adds_up_noised_integers_and_keeps_noise_out_of_residuals(
-    make: Callable[..., World],
+    make: Callable[..., World], noise: str
 ) -> None:
-    world = make()
+    world = make(privacy={"noise": noise})
     devices = enrol(world, 4)
     devices[3].die_after("shares")
     terms = world.terms

@@ -453,19 +453,23 @@ class MaskingClient:
             state = self._ended(exc.detail)
         return self._step(replace(state, heard=(*state.heard, mark)))
 
-    def mask(self, vectors: Mapping[str, npt.NDArray[np.int64]]) -> tuple[Step, bytes]:
+    def mask(
+        self, vectors: Mapping[str, npt.NDArray[np.int64]], *, is_checked: bool = False
+    ) -> tuple[Step, bytes]:
         """Pack and mask `vectors`, by the names, lengths and bounds of the configuration: the body
         to send, beside the header in `outgoing`.
 
         In `ready`, for the values that the session was started with; in `masked` it repeats the
         same body. Raises UpdateConflict for other values, which this session never masks; Conflict
-        in any other phase, InvalidUpdate for values that no sum of the configuration has room for.
+        in any other phase, InvalidUpdate for values outside the configuration's bounds, or with
+        `is_checked` for values that no sum has room for: a payload whose bound is a share of the
+        sum's has checked its own values.
         """
         state = self._state
         if state.phase not in ("ready", "masked"):
             raise Conflict(f"a client in phase {state.phase} has nothing to mask")
         packing = state.config.packing
-        words = packing.pack(vectors)
+        words = packing.pack(vectors, as_sum=is_checked)
         content = hashlib.sha256(packing.to_bytes(words)).digest()
         if state.phase == "ready" and not same(content, state.content):
             raise UpdateConflict(

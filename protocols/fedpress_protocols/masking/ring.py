@@ -105,10 +105,10 @@ class Segment:
         """The width of a lane; None if the base is not a power of two."""
         return None if self.base % 2 else self.base.bit_length() - 1
 
-    def pack(self, values: npt.NDArray[np.signedinteger]) -> Words:
-        """Pack [length] integers into [num_words]; raises InvalidUpdate for any beyond the
-        bound."""
-        bound = self.vector.single or self.vector.bound
+    def pack(self, values: npt.NDArray[np.signedinteger], *, as_sum: bool = False) -> Words:
+        """Pack [length] integers into [num_words]; raises InvalidUpdate for any beyond what a
+        client, or with `as_sum` a sum, may have."""
+        bound = self.max_sum if as_sum else self.vector.single or self.vector.bound
         if values.shape != (self.vector.length,) or values.dtype.kind != "i":
             raise InvalidUpdate(
                 f"{self.vector.name}: {values.dtype} {values.shape}, expected {self.vector.length} "
@@ -244,12 +244,15 @@ class Packing:
         """Length of a body in bytes."""
         return sum(segment.num_bytes for segment in self.segments)
 
-    def pack(self, values: Mapping[str, npt.NDArray[np.signedinteger]]) -> Words:
+    def pack(
+        self, values: Mapping[str, npt.NDArray[np.signedinteger]], *, as_sum: bool = False
+    ) -> Words:
         """Pack the integers of each vector into [num_words]; raises InvalidUpdate for an integer
-        beyond its bound, or another set of names."""
+        beyond its bound or, with `as_sum`, that of sums, and for another set of names."""
         if values.keys() != {segment.vector.name for segment in self.segments}:
             raise InvalidUpdate(f"vectors {sorted(values)}, expected those of the plan")
-        return np.concatenate([each.pack(values[each.vector.name]) for each in self.segments])
+        parts = [each.pack(values[each.vector.name], as_sum=as_sum) for each in self.segments]
+        return np.concatenate(parts)
 
     def unpack(self, words: Words) -> dict[str, Ints]:
         """Unpack the sums of each vector, in int64; raises InvalidUpdate for impossible sums."""

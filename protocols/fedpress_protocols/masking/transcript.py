@@ -418,13 +418,10 @@ class SessionConfig(Record):
     @cached_property
     def packing(self) -> Packing:
         """The packing of the vectors into words and a body; raises IncompatiblePlan if sums of
-        `maximum` clients do not fit.
-
-        It packs all that a sum has room for: a payload bounds what one client sends.
-        """
-        n = self.maximum
-        vectors = [Bounded(v.name, v.length, v.bound, single=n * v.bound) for v in self.vectors]
-        return Packing.of(vectors, n)
+        `maximum` clients do not fit."""
+        return Packing.of(
+            [Bounded(each.name, each.length, each.bound) for each in self.vectors], self.maximum
+        )
 
     def least(self, n: int) -> int:
         """Minimum survivors of a roster of `n` for unmasking: `minimum`, and enough that two are
