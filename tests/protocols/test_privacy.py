@@ -218,6 +218,19 @@ def test_the_table_of_discrete_gaussian_noise_is_exact() -> None:
     assert 2 * math.exp(-((table.reach + 1) ** 2) / 18) <= 2 * math.exp(-tables.TAIL)
 
 
+def test_discrete_gaussian_noise_of_a_secret_is_frozen() -> None:
+    assert discrete_gaussian.sample(1000, 50, secret_of(1))[:8].tolist() == [
+        -5,
+        -2,
+        -21,
+        1,
+        1,
+        -5,
+        -12,
+        -5,
+    ]
+
+
 @pytest.mark.parametrize(("deviation", "epsilon"), DISCRETE_GAUSSIAN)
 def test_discrete_gaussian_noise_costs_what_gaussian_noise_less_the_smoothing_does(
     deviation: int, epsilon: float
@@ -278,6 +291,17 @@ def test_no_input_leaves_the_sensitivity_of_a_narrow_grid(
     assert abs(noised).max() <= grid.bound
     room = grid.sum_bound(cohort) - cohort * grid.largest
     assert 2 * math.exp(-(room**2) / (2 * cohort * grid.variance)) <= 2 * math.exp(-SUM_TAIL)
+
+
+def test_a_narrow_grid_is_that_of_the_specification() -> None:
+    """S, v, Q, the bound of `values`, and one client's, by SPEC-payload.md, "Privacy"."""
+
+    def figures(grid: NarrowGrid) -> tuple[int, ...]:
+        bound = grid.vector("values", grid.cohort).bound
+        return grid.squared_sensitivity, grid.variance, grid.largest, bound, grid.bound
+
+    assert figures(NarrowGrid(1000, 0.5, 2.5, 70, cohort=100)) == (2250, 201, 6, 19, 207)
+    assert figures(NarrowGrid(20, 0.5, 1.0, 900, cohort=1000)) == (7200, 9, 76, 77, 119)
 
 
 def test_a_narrow_grid_takes_fewer_bits_and_adds_no_more_noise() -> None:

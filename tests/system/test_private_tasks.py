@@ -99,8 +99,8 @@ def test_a_private_round_adds_up_noised_integers_and_keeps_noise_out_of_residual
     world.check_conserved()
     pending = next(iter(devices[0].plain.values()))
     sent = terms.payload.packing.unpack(terms.payload.packing.from_bytes(pending.body))["values"]
-    noise = sent - np.rint(terms.payload._map.project(pending.update.dense()) / grid.step)
-    assert 0.3 * grid.variance < np.var(noise) < 3 * grid.variance
+    drawn = sent - np.rint(terms.payload._map.project(pending.update.dense()) / grid.step)
+    assert 0.3 * grid.variance < np.var(drawn) < 3 * grid.variance
 
 
 def test_the_spent_privacy_and_whom_it_covers_are_shown_everywhere(
