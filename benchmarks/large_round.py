@@ -212,14 +212,15 @@ def upload(folder: Path, port: int) -> dict[str, Any]:
     retries = Retries(base=0.01, cap=0.05)
     link = HttpTransport(cuts.url, key, retries=retries, parts_above=2**16, part_seconds=1.0)
     parts: list[int] = []
-    send: Any = link._parts.send_part
+    sender: Any = link._parts
+    send = sender.send_part
 
     def counted(assignment: str, partial: str, offset: int, part: bytes) -> PartialUpload:
         parts.append(len(part))
         done: PartialUpload = send(assignment, partial, offset, part)
         return done
 
-    link._parts.send_part = counted  # type: ignore[method-assign]
+    sender.send_part = counted
     link.upload((folder / "assignment").read_text(), body)
     return {
         "cuts": cuts.num_cuts,
