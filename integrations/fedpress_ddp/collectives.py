@@ -11,7 +11,7 @@ from __future__ import annotations
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -24,10 +24,11 @@ from fedpress_compression.coding.fields import Symbols
 from fedpress_compression.compressor import Compressor, Public
 from fedpress_compression.contexts import contexts_of
 from fedpress_compression.matrices import Matrix
-from fedpress_compression.tensors import Vector
+from fedpress_compression.tensors import ModelSpec, Vector
 from fedpress_compression.update import Update
 from fedpress_ddp.metrics import Measured, square
 from fedpress_protocols.errors import InvalidUpdate, MissingExtra
+from fedpress_strategies.adasum import Pairs
 
 try:
     import torch
@@ -289,11 +290,40 @@ class Channel(ABC):
         return self.own
 
 
+Combine = Callable[[Iterable[Update], ModelSpec], Vector]
+"""Each process's share of a mean, in the order of ranks, to what all of them apply [size]."""
+
+
+def added(updates: Iterable[Update], spec: ModelSpec) -> Vector:
+    """The sum, which is the mean: each process has divided by their number."""
+    total = np.zeros(spec.size, np.float32)
+    for update in updates:
+        update.add_to(total)
+    return total
+
+
+def adasum(updates: Iterable[Update], spec: ModelSpec) -> Vector:
+    """Adasum of the undivided vectors, by tensors and in pairs (Maleki et al. 2021,
+    arXiv:2006.02924, Sections 3 and 4): the sum if they are orthogonal, the mean if equal."""
+    size, pairs = 0, {tensor.name: Pairs() for tensor in spec.tensors}
+    for update in updates:
+        size += 1
+        whole = update.dense().astype(np.float64)
+        for name, part in pairs.items():
+            part.add(whole[spec.slices[name]])
+    total = np.zeros(spec.size)
+    for name, part in pairs.items():
+        total[spec.slices[name]] = part.result()
+    return (size * total).astype(np.float32)
+
+
 @dataclass(slots=True)
 class WholeNumbers(Channel):
-    """Uncompressed numbers of `dtype`, all-reduced."""
+    """Uncompressed numbers of `dtype`: all-reduced, or gathered if another `combine` than the sum
+    has to see each process's."""
 
     dtype: torch.dtype
+    combine: Combine
 
     def exchange(
         self, update: Vector, state: Any, public: Public, rng: np.random.Generator
@@ -301,9 +331,16 @@ class WholeNumbers(Channel):
         sent = torch.from_numpy(update).to(self.dtype)
         self.own = Update.from_dense(sent.to(torch.float32).numpy())
         with self.trip.collectives():
-            self.trip.agree(READY)
-            agreed = self.trip.total(sent.to(self.trip.device))
-        self.agreed = agreed.to("cpu", torch.float32).numpy()
+            if self.combine is added:
+                self.trip.agree(READY)
+                agreed = self.trip.total(sent.to(self.trip.device))
+                self.agreed = agreed.to("cpu", torch.float32).numpy()
+                return (), state
+            body = sent.numpy().tobytes()
+            bodies = self.trip.gathered(body, self.trip.agree(READY, len(body)))
+        numbers = (torch.frombuffer(bytearray(each), dtype=self.dtype) for each in bodies)
+        shares = (Update.from_dense(each.to(torch.float32).numpy()) for each in numbers)
+        self.agreed = self.combine(shares, public.spec)
         return (), state
 
 
@@ -346,9 +383,10 @@ class Summed(Channel):
 
 @dataclass(slots=True)
 class Gathered(Channel):
-    """Coded symbols, gathered from all and decoded by all in the order of ranks."""
+    """Coded symbols, gathered from all, decoded by all and combined in the order of ranks."""
 
     lossy: Compressor[Any]
+    combine: Combine
 
     def exchange(
         self, update: Vector, state: Any, public: Public, rng: np.random.Generator
@@ -360,11 +398,13 @@ class Gathered(Channel):
         body = coding.encode(symbols, layout, contexts)
         with self.trip.collectives():
             bodies = self.trip.gathered(body, self.trip.agree(READY, len(body)))
-        self.agreed = np.zeros(public.spec.size, np.float32)
-        for rank, each in enumerate(bodies):
-            if rank == self.trip.rank:  # decoding returns the very symbols
-                self.own.add_to(self.agreed)
-                continue
-            decoded = coding.decode(each, layout, contexts)
-            self.lossy.decompress(decoded, public).add_to(self.agreed)
+
+        def updates() -> Iterator[Update]:
+            for rank, each in enumerate(bodies):
+                if rank == self.trip.rank:  # decoding returns the very symbols
+                    yield self.own
+                    continue
+                yield self.lossy.decompress(coding.decode(each, layout, contexts), public)
+
+        self.agreed = self.combine(updates(), public.spec)
         return symbols, after

@@ -14,7 +14,7 @@ import threading
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -30,6 +30,7 @@ from fedpress_ddp.collectives import (
     FAILED,
     NOT_FINITE,
     Channel,
+    Combine,
     Gathered,
     Group,
     NotFinite,
@@ -39,6 +40,8 @@ from fedpress_ddp.collectives import (
     Turn,
     Turns,
     WholeNumbers,
+    adasum,
+    added,
     naming_lost,
 )
 from fedpress_ddp.metrics import Measured, Sent, square
@@ -51,6 +54,10 @@ except ModuleNotFoundError as exc:
     raise MissingExtra(
         "exchanging gradients needs PyTorch", hint="pip install fedpress[torch]"
     ) from exc
+
+
+Reduction = Literal["mean", "adasum"]
+_COMBINE: Mapping[str, Combine] = {"mean": added, "adasum": adasum}
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +92,9 @@ class Exchange:
     uncompressed numbers travel in, float16 or float32. `model_size`, the values of all vectors
     together, is what dgc clips by; None: each vector is a model.
 
+    With `reduction="adasum"` the vectors, which are then gathered, are combined by Adasum instead
+    of the mean, tensor by tensor; so nothing that compressors sum up for the group can be used.
+
     If a vector holds NaN or infinity anywhere, all processes get NaN, as a plain
     all-reduce would give them, and nothing else changes.
     """
@@ -97,13 +107,16 @@ class Exchange:
         sites: Sites | None = None,
         seed: int = 0,
         dtype: torch.dtype = torch.float32,
+        reduction: Reduction = "mean",
     ) -> None:
+        if reduction not in _COMBINE:
+            raise ConfigurationError(f'reduction is "mean" or "adasum", not "{reduction}"')
         if group is not None and sites is not None:
             raise ConfigurationError("give a group or sites, not both")
         if dtype not in (torch.float16, torch.float32):
             raise ConfigurationError(f"numbers travel in float16 or float32, not {dtype}")
-        check_exchange(compressor)
-        self._compressor = compressor
+        check_exchange(compressor, reduction=reduction)
+        self._compressor, self._reduction = compressor, reduction
         self._group, self._sites = group, sites
         self._seed, self._dtype = seed, dtype
         self._residuals: dict[str, Vector] = {}
@@ -181,7 +194,7 @@ class Exchange:
         InvalidUpdate.
         """
         made = self._compressor if compressor is None else compressor
-        check_exchange(made, spec)
+        check_exchange(made, spec, reduction=self._reduction)
         own = Measured()
         turn = self._turns.take() if turn is None else turn
         start = time.perf_counter()
@@ -226,11 +239,11 @@ class Exchange:
         self, made: Compressor[Any], spec: ModelSpec, values: torch.Tensor, trip: Trip
     ) -> torch.Tensor:
         trip.measured.sent.plain_bytes += values.nbytes
-        is_plain = made.lossy == Uncompressed()
-        if is_plain and not made.keeps_residual:
+        is_plain = made.lossy == Uncompressed() and not made.keeps_residual
+        if is_plain and self._reduction == "mean":
             with trip.collectives():
                 return trip.total(values.to(self._dtype) / trip.size).to(torch.float32)
-        trip.measured.is_compressed = True
+        trip.measured.is_compressed = not is_plain
         try:
             return self._compressed(made, spec, values, trip)
         except NotFinite:
@@ -265,14 +278,15 @@ class Exchange:
             kept.round,
         )
         channel: Channel
+        combine = _COMBINE[self._reduction]
         if is_plain:
-            channel = WholeNumbers(trip, self._dtype)
+            channel = WholeNumbers(trip, self._dtype, combine)
         elif hasattr(made.lossy, "group_sum"):
             channel = SeveralSums(trip, made.lossy)
         elif made.lossy.commutes_with_sum:
             channel = Summed(trip, made.lossy)
         else:
-            channel = Gathered(trip, made.lossy)
+            channel = Gathered(trip, made.lossy, combine)
         private = np.random.default_rng([self._seed, trip.rank, kept.round])
         _, after, mark = made.send(channel, whole, state, public, private)
         after = made.commit(after, mark, channel.own)
@@ -300,7 +314,9 @@ class Exchange:
         return replace(made, max_norm=made.max_norm * (share / size) ** 0.5, cohort=1)
 
 
-def check_exchange(made: Compressor[Any], spec: ModelSpec | None = None) -> None:
+def check_exchange(
+    made: Compressor[Any], spec: ModelSpec | None = None, *, reduction: Reduction = "mean"
+) -> None:
     """Raise IncompatiblePlan if a group of processes cannot exchange gradients by `made`."""
     check_feedback(made)
     strange = sorted(made.needs - {"previous"})
@@ -310,6 +326,12 @@ def check_exchange(made: Compressor[Any], spec: ModelSpec | None = None) -> None
             hint="it has the last mean alone",
         )
     lossy = made.lossy
+    is_summed = hasattr(lossy, "group_sum") or lossy.commutes_with_sum
+    if reduction == "adasum" and is_summed and lossy != Uncompressed():
+        raise IncompatiblePlan(
+            f"{lossy} is summed up in the network, and Adasum needs each process's vector",
+            hint='use topk, sign or quantize, or reduction="mean"',
+        )
     if spec is not None and not hasattr(lossy, "group_sum") and plain(lossy.init(spec)) is not None:
         raise IncompatiblePlan(
             f"{lossy} keeps a state of its own, which an exchange has no place for",

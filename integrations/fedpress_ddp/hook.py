@@ -25,7 +25,7 @@ from fedpress_compression.compressors.dgc import Dgc
 from fedpress_compression.compressors.none import Uncompressed
 from fedpress_compression.tensors import ModelSpec, TensorSpec
 from fedpress_ddp.collectives import Group, ProcessLost, Turn
-from fedpress_ddp.exchange import Exchange, Sites, check_exchange, check_steps
+from fedpress_ddp.exchange import Exchange, Reduction, Sites, check_exchange, check_steps
 from fedpress_ddp.metrics import DivergenceWarning, DivergenceWatch, Measured, Sent, StepMetrics
 from fedpress_protocols.errors import ConfigurationError, MissingExtra
 from fedpress_protocols.schedule import Period
@@ -70,7 +70,8 @@ class HookState:
     says when they show that training does not converge.
 
     Random-k under error feedback is refused, since coordinates wait too long, unless
-    `allow_delays`. Under `dgc` the first step of an optimizer with momentum of its own is refused.
+    `allow_delays`. `reduction` is `"mean"` or `"adasum"`, see Exchange. Under `dgc` the first step
+    of an optimizer with momentum of its own is refused.
     """
 
     def __init__(
@@ -85,6 +86,7 @@ class HookState:
         workers: int = 2,
         schedule: Sequence[Period] = (),
         allow_delays: bool = False,
+        reduction: Reduction = "mean",
         on_step: Callable[[StepMetrics], None] | None = None,
     ) -> None:
         if plain_steps < 0:
@@ -93,7 +95,7 @@ class HookState:
             raise ConfigurationError(f"workers must be 0 to {_MAX_WORKERS}, not {workers}")
         self._schedule = [(_steps_of(period), _compressor_of(period)) for period in schedule]
         for made in (compressor, *(made for _, made in self._schedule)):
-            check_exchange(made)
+            check_exchange(made, reduction=reduction)
             if not allow_delays:
                 check_steps(made)
             if isinstance(made, Dgc):
@@ -106,8 +108,9 @@ class HookState:
                     _watch_optimizers()
                     _with_momentum.add(self)
         self._compressor = compressor
-        self.exchange = Exchange(compressor, group=group, sites=sites, seed=seed, dtype=dtype)
-        self._plain = Exchange(Uncompressed(), group=group, sites=sites)
+        over: dict[str, Any] = {"group": group, "sites": sites, "reduction": reduction}
+        self.exchange = Exchange(compressor, seed=seed, dtype=dtype, **over)
+        self._plain = Exchange(Uncompressed(), **over)
         self._plain.sent = self.exchange.sent
         self._plain_steps = plain_steps
         self._workers = workers

@@ -33,19 +33,32 @@ def adasum(learning_rate: float = 1.0) -> Strategy:
 
 
 class Tree:
-    """A binary counter: at most one vector per level, combined with the next that reaches it."""
+    """Updates combined in pairs, in the order in which they come."""
 
     linear = False
 
     def __init__(self, size: int, fixed_point: FixedPoint) -> None:
         self._size, self._max_abs = size, fixed_point.max_abs
-        self._levels: list[Delta | None] = []
+        self._pairs = Pairs()
 
     def add(self, update: Update, weight: int, report: Report = NO_REPORT) -> None:
         update.check(self._max_abs)
         if update.size != self._size:
             raise InvalidUpdate(f"an update of {update.size} values, expected {self._size}")
-        carried = update.dense().astype(np.float64)
+        self._pairs.add(update.dense().astype(np.float64))
+
+    def result(self) -> Delta:
+        total = self._pairs.result()
+        return np.zeros(self._size) if total is None else total
+
+
+class Pairs:
+    """A binary counter: at most one vector per level, combined with the next that reaches it."""
+
+    def __init__(self) -> None:
+        self._levels: list[Delta | None] = []
+
+    def add(self, carried: Delta) -> None:
         for level, partial in enumerate(self._levels):
             if partial is None:
                 self._levels[level] = carried
@@ -53,12 +66,13 @@ class Tree:
             carried, self._levels[level] = combined(partial, carried), None
         self._levels.append(carried)
 
-    def result(self) -> Delta:
+    def result(self) -> Delta | None:
+        """The combination of all; None of none."""
         total: Delta | None = None
         for partial in self._levels:
             if partial is not None:
                 total = partial if total is None else combined(partial, total)
-        return np.zeros(self._size) if total is None else total
+        return total
 
 
 def combined(a: Delta, b: Delta) -> Delta:

@@ -211,6 +211,26 @@ def everything(rank: int) -> dict[str, np.ndarray]:
     return found
 
 
+def adasum(rank: int) -> dict[str, np.ndarray]:
+    """Adasum of vectors that are partly orthogonal, whole, halved, compressed, and in a hook."""
+    inputs = vectors(rank, 2)
+    inputs[0][:1200] = torch.eye(WORLD)[rank].repeat(300) * inputs[0][:1200]
+    inputs[0][1200:] = vectors(0, 1)[0][1200:]
+    found = {"inputs": np.stack([vector.numpy() for vector in inputs])}
+    for name, dtype in (("whole", torch.float32), ("half", torch.float16)):
+        exchange = Exchange(Uncompressed(), reduction="adasum", dtype=dtype)
+        found[name] = np.stack([exchange.mean(SPEC, vector).numpy() for vector in inputs])
+    sparse = Exchange(ErrorFeedback(TopK(0.1)), reduction="adasum")
+    for step, vector in enumerate(inputs):
+        before = sparse.residual(SPEC)
+        found[f"sparse.{step}"] = sparse.mean(SPEC, vector).numpy()
+        found[f"sent.{step}"] = vector.numpy() / WORLD + before - sparse.residual(SPEC)
+    for buckets, bucket_mb in enumerate((25, 0.005)):
+        state = HookState(Uncompressed(), reduction="adasum")
+        found[f"buckets.{buckets}"] = trained(rank, None, state, comm_hook, 3, bucket_mb)
+    return found
+
+
 def not_finite(rank: int) -> dict[str, np.ndarray]:
     exchange = Exchange(ErrorFeedback(TopK(fraction=0.01)))
     exchange.mean(SPEC, vectors(rank, 1)[0])
@@ -414,6 +434,7 @@ def main(rank: int, store: str, out: str) -> None:
     scenarios = {
         "everything": everything(rank),
         "shared": exchanged(rank, SharedSupport(fraction=0.1)),
+        "adasum": adasum(rank),
         "bad": not_finite(rank),
         "sited": sited(rank, sites),
         "failing": failing(rank),

@@ -110,6 +110,43 @@ def test_a_sparse_exchange_sends_what_it_says(found: Found) -> None:
         assert 0 < num_bytes < plain_bytes / 15
 
 
+def paired(vectors: list[np.ndarray]) -> np.ndarray:
+    """Adasum of four, as in the paper's equation."""
+
+    def pair(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+        return (1 - a @ b / (2 * a @ a)) * a + (1 - a @ b / (2 * b @ b)) * b
+
+    return pair(pair(vectors[0], vectors[1]), pair(vectors[2], vectors[3]))
+
+
+@pytest.mark.parametrize(("way", "error"), [("whole", 1e-5), ("half", 2e-2), ("sparse", 1e-4)])
+def test_adasum_combines_each_tensor_in_pairs(way: str, error: float, found: Found) -> None:
+    cuts = [slice(0, 1200), slice(1200, 1240)]
+    for step in range(2):
+        if way == "sparse":
+            sent = [WORLD * p[f"adasum.sent.{step}"].astype(np.float64) for p in found]
+            combined = [process[f"adasum.sparse.{step}"] for process in found]
+        else:
+            sent = [process["adasum.inputs"][step].astype(np.float64) for process in found]
+            combined = [process[f"adasum.{way}"][step] for process in found]
+        expected = np.concatenate([paired([vector[cut] for vector in sent]) for cut in cuts])
+        np.testing.assert_allclose(combined[0], expected, atol=error * np.abs(expected).max())
+        for other in combined[1:]:
+            np.testing.assert_array_equal(combined[0], other)
+
+
+def test_adasum_adds_orthogonal_gradients_and_averages_equal_ones(found: Found) -> None:
+    inputs = [process["adasum.inputs"][0] for process in found]
+    whole = found[0]["adasum.whole"][0]
+    np.testing.assert_allclose(whole[:1200], np.sum(inputs, axis=0)[:1200], rtol=1e-5)
+    np.testing.assert_allclose(whole[1200:], inputs[0][1200:], rtol=1e-5)
+
+
+def test_adasum_does_not_depend_on_buckets(found: Found) -> None:
+    for process in found:
+        np.testing.assert_array_equal(process["adasum.buckets.0"], process["adasum.buckets.1"])
+
+
 def test_symbols_that_commute_are_summed(found: Found) -> None:
     """Without feedback, where the support lies, within half a step of each of the four."""
     means = found[0]["shared.means"]

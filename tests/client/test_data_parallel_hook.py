@@ -104,6 +104,32 @@ def test_feedback_around_what_does_not_contract_is_refused(inner: dict[str, Any]
         HookState(FEW, schedule=[period])
 
 
+@pytest.mark.parametrize("lossy", ["powersgd", "shared_support"])
+def test_adasum_of_what_the_network_sums_up_is_refused(lossy: str) -> None:
+    made = from_config({"id": "error_feedback", "inner": {"id": lossy}})
+    HookState(made)
+    for refuses in (HookState, Exchange):
+        with pytest.raises(IncompatiblePlan, match="Adasum needs each process's vector"):
+            refuses(made, reduction="adasum")
+
+
+def test_an_unknown_reduction_is_refused() -> None:
+    strange: Any = "sum"
+    with pytest.raises(ConfigurationError, match='"mean" or "adasum", not "sum"'):
+        HookState(FEW, reduction=strange)
+
+
+@pytest.mark.usefixtures("alone")
+def test_plain_steps_of_adasum_have_no_norms() -> None:
+    state = HookState(FEW, reduction="adasum", plain_steps=1)
+    model = model_with(state)
+    step(model)
+    assert state.metrics is not None
+    assert state.metrics.nmse is None
+    step(model)
+    assert state.metrics.nmse is not None
+
+
 @pytest.mark.usefixtures("alone")
 @pytest.mark.parametrize("workers", [0, 2])
 def test_metrics_are_those_of_the_gradients(workers: int) -> None:

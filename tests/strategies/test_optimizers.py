@@ -270,7 +270,7 @@ def test_adasum_holds_a_vector_for_each_level(uploads: int) -> None:
     tree = Tree(SIZE, FIXED)
     for row in rows:
         tree.add(Update.from_dense(row), 1)
-    assert len(tree._levels) <= np.log2(max(uploads, 1)) + 1
+    assert len(tree._pairs._levels) <= np.log2(max(uploads, 1)) + 1
     assert tree.result().shape == (SIZE,)
     # What is orthogonal is added, what is equal is averaged.
     twice = START.astype(np.float64) * 2
