@@ -113,16 +113,21 @@ class _OneBit(torch.optim.Optimizer, Generic[RuleT]):
         return loss
 
     def _raised(self, second: Delta) -> Delta:
-        """`second` with at least the share floor**2 of its chunk's mean in each coordinate.
+        """`second` with at least the share floor**2 of the mean of its chunk, and of its parameter.
 
         Signs of one scale move all coordinates of a chunk alike: one that had hardly a gradient in
-        the warm-up, and so a root near zero, would take a step without bounds.
+        the warm-up, and so a root near zero, would take a step without bounds. So would a whole
+        chunk, such as the weights of a unit that was never active; and a whole parameter, which
+        is held to the mean of the model, by a tenth of floor, as parameters differ in size.
         """
         chunk = self._rule.moments.chunk
         starts = np.arange(0, second.size, chunk)
         sizes = np.minimum(chunk, second.size - starts)
         means = np.add.reduceat(second, starts) / sizes
-        return np.maximum(second, self._floor**2 * means.repeat(sizes))
+        least = np.maximum(means.repeat(sizes), second.mean() / 100)
+        for part in self._spec.slices.values():
+            np.maximum(least[part], second[part].mean(), out=least[part])
+        return np.asarray(np.maximum(second, self._floor**2 * least))
 
     def state_dict(self) -> dict[str, Any]:
         """For a checkpoint of this process, as residuals are each process's own."""
@@ -147,9 +152,10 @@ class OneBitAdam(_OneBit[onebit_adam.OneBitAdam]):
     `no_sync()`: the optimizer exchanges the gradients. `warm_up_steps` steps are Adam in float32;
     then the second moment is frozen, and a gradient is sent as signs with a scale for each `chunk`
     of coordinates, under error feedback. The root of a frozen moment is at least `floor` times the
-    root of its chunk's mean: with 0, as in the paper, coordinates that hardly had a gradient in the
-    warm-up diverge. All arguments must be the same in all processes, and so
-    must the parameters be at the start.
+    root of its chunk's mean and of its parameter's, and a tenth of `floor` times the model's: with
+    0, as in the paper, coordinates that hardly had a gradient in the warm-up diverge. All arguments
+    must be the same in all processes, and so must the parameters be at the start. Lower `lr` with a
+    scheduler: at a constant one the noise of signs remains.
     """
 
     def __init__(

@@ -71,9 +71,12 @@ def test_frozen_adam_is_the_recurrence_written_out() -> None:
         if step < warm:
             second = beta2 * second + (1 - beta2) * gradient**2
         else:
-            if step == warm:  # no root below .3 of its chunk's
+            if step == warm:  # no root below .3 of its chunk's or parameter's, .03 of the model's
                 chunks = np.split(second, range(CHUNK, 31, CHUNK))
-                second = np.concatenate([np.maximum(c, 0.3**2 * c.mean()) for c in chunks])
+                least = np.concatenate([np.full(c.size, c.mean()) for c in chunks])
+                least[:24] = np.maximum(least[:24], second[:24].mean())
+                least[24:] = np.maximum(least[24:], second[24:].mean())
+                second = np.maximum(second, 0.3**2 * np.maximum(least, second.mean() / 100))
             whole = gradient + residual
             gradient = np.concatenate(
                 [np.abs(c).mean() * np.sign(c) for c in np.split(whole, range(CHUNK, 31, CHUNK))]
@@ -99,6 +102,25 @@ def test_coordinates_without_a_gradient_stay_near(cls: type[OneBitAdam]) -> None
         trained[0].grad = gradient
         optimizer.step()
     assert float((trained[0].detach() - 1).abs().max()) < 20 * 0.01 / 0.3
+
+
+@pytest.mark.parametrize("cls", OPTIMIZERS)
+@pytest.mark.parametrize("size", [8, 16], ids=["a chunk", "a parameter"])
+def test_values_that_wake_after_the_warm_up_take_bounded_steps(
+    cls: type[OneBitAdam], size: int
+) -> None:
+    """As the weights of a unit that never was active in the warm-up, all of a chunk or more."""
+    trained = [torch.nn.Parameter(torch.ones(16)), torch.nn.Parameter(torch.ones(16))]
+    optimizer = cls(trained, 0.01, warm_up_steps=5, chunk=8)
+    draw = torch.Generator().manual_seed(0)
+    for step in range(20):
+        gradients = torch.randn(2, 16, generator=draw)
+        if step < 5:
+            gradients[1, :size] = 0
+        trained[0].grad, trained[1].grad = gradients.unbind()
+        optimizer.step()
+    change = (trained[1].detach() - 1).abs().max()
+    assert float(change) < 20 * 0.01 / 0.03
 
 
 def test_the_warm_up_of_lamb_scales_layers_by_their_norms() -> None:
