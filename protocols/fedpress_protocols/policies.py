@@ -90,12 +90,14 @@ class Pace(Term):
 
     `rung` is in use since the round `since`; no harder one is tried before round `barred`. `inner`
     and `norm` are the pooled numerator and denominator of the probes' `progress`, `probes` how
-    many were pooled since the last change; the next probe is in round `probe_at`.
+    many were pooled since the last change; the next probe is in round `probe_at`. `far_short` once
+    the progress was so far below the floor that more than the floor is asked for from then on.
     """
 
     rung: Rung
     since: int = 1
     barred: int = 1
+    far_short: bool = False
     probe_at: int = 1
     probes: int = 0
     inner: float = 0.0

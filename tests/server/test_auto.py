@@ -89,17 +89,24 @@ def test_auto_begins_at_what_its_gap_asks_for_and_stays_there_while_probes_are_g
     assert [each.round for each in made if each.probe] == [4, 34, 64, 94]
 
 
-def test_auto_goes_no_harder_where_that_would_lead_below_the_floor_and_its_margin() -> None:
-    """What fell short once must promise 1.35 times the floor."""
-    made = courses(Auto(), progress=[0.5, 0.5, 0.8])
-    assert rungs(made) == [4] * 8 + [1] * 92
+def test_auto_goes_no_harder_where_that_would_lead_below_the_floor() -> None:
+    made = courses(Auto(), progress=[0.5, 0.5, 0.6])
+    assert rungs(made) == [4] * 8 + [3] * 92
     assert [each.round for each in made if each.probe] == [4, 8, 12, 16, 20, 50, 80]
 
 
 def test_auto_goes_harder_again_once_probes_are_good() -> None:
-    made = courses(Auto(), progress=[0.5, 0.5, 0.9])
-    assert rungs(made) == [4] * 8 + [1] * 16 + [2] * 42 + [3] * 34
-    assert reasons(made)[25] == "harder: compressed updates go 0.90 of the reference's way"
+    made = courses(Auto(), progress=[0.5, 0.5, 0.8])
+    assert rungs(made) == [4] * 8 + [3] * 16 + [4] * 76
+    assert reasons(made)[25] == "harder: compressed updates go 0.80 of the reference's way"
+
+
+def test_a_task_whose_progress_was_far_short_must_promise_more_than_the_floor() -> None:
+    made = courses(Auto(), progress=[0.4, 0.4, 0.8])
+    assert rungs(made) == [4] * 8 + [0] * 92
+    assert made[-1].pace is not None
+    assert made[-1].pace.far_short
+    assert rungs(courses(Auto(), progress=[0.4, 0.4, 0.9]))[-1] == 2
 
 
 def test_a_probe_speaks_for_one_step_only_unless_others_follow() -> None:
@@ -116,14 +123,14 @@ def test_a_step_down_is_not_undone_before_two_probes_speak_against_it() -> None:
 
 
 def test_the_less_progress_the_more_profiles_auto_goes_back_at_once() -> None:
-    for progress, rung in ((0.54, 2), (0.46, 1), (0.42, 0), (0.1, 0)):
+    for progress, rung in ((0.54, 3), (0.46, 2), (0.4, 0), (0.1, 0)):
         made = courses(Auto(), progress=[progress, progress, 0.6])
         assert rungs(made)[7:9] == [4, rung], progress
 
 
 def test_the_more_often_clients_upload_the_less_progress_is_enough() -> None:
     """A residual goes with the next upload, so that it waits for a smaller part of the task."""
-    for population, rung in ((None, 0), (math.inf, 0), (112, 0), (90, 1), (80, 4), (10, 4)):
+    for population, rung in ((None, 2), (math.inf, 2), (112, 2), (90, 3), (80, 4), (10, 4)):
         made = courses(Auto(), progress=[0.42, 0.42, None], population=population)
         assert rungs(made)[8] == rung, population
     made = courses(Auto(), progress=[0.29, 0.29, None], population=10)
@@ -168,7 +175,7 @@ def test_the_server_counts_who_was_drawn(
 
 def test_auto_stays_at_what_it_went_back_to_where_nothing_is_measured_any_more() -> None:
     made = courses(Auto(), progress=[0.5, 0.5, None])
-    assert rungs(made) == [4] * 8 + [1] * 92
+    assert rungs(made) == [4] * 8 + [3] * 92
 
 
 def test_auto_begins_gentle_and_descends_where_no_cohort_can_be_compared() -> None:
@@ -180,7 +187,7 @@ def test_auto_begins_gentle_and_descends_where_no_cohort_can_be_compared() -> No
 
 
 def test_poor_probes_have_auto_back_off_and_stay_there_for_four_windows() -> None:
-    made = courses(Auto(every=5), progress=[0.8, 0.3, 0.9])
+    made = courses(Auto(every=5), progress=[0.8, 0.3, 0.8])
     sequence = rungs(made)
     lowered = next(i for i in range(1, ROUNDS) if sequence[i] < sequence[i - 1])
     assert made[lowered].why.startswith("gentler: compressed updates go ")
@@ -243,7 +250,7 @@ def test_probes_are_seldom_and_never_of_a_cohort_that_is_too_small() -> None:
 def test_the_course_says_where_auto_is_and_is_read_back() -> None:
     course = courses(Auto(), progress=[0.5], rounds=12)[-1]
     assert course.pace is not None
-    assert (course.pace.rung, course.pace.since) == (1, 9)
+    assert (course.pace.rung, course.pace.since) == (3, 9)
     assert Course.model_validate_json(course.model_dump_json()) == course
     without = course.model_copy(update={"pace": None})
     assert "pace" not in without.model_dump(mode="json")

@@ -36,8 +36,8 @@ _GENTLER = 1.5
 _SELDOM = 9
 """Uploads of a client in the whole task up to which the floor holds as it is."""
 _MARGIN = 1.35
-"""Times the floor: the progress that a profile must promise in a task that needed a less
-compressed one before."""
+"""A progress below the floor by this factor says that the task is a sensitive one: what it is to
+have from then on lies above the floor by as much."""
 _LOWEST = 0.55
 """The share of the floor that holds for clients that upload often."""
 
@@ -82,6 +82,7 @@ def next_pace(
         changes |= {"inner": pace.inner * _STEP ** (moved - rung)}
     if moved < rung:
         changes |= {"barred": number + _BARRED * auto.window, "inner": 0.0, "norm": 0.0}
+        changes |= {"far_short": pace.far_short or _is_far_short(auto, pace, facts)}
     return pace.model_copy(update=changes), why
 
 
@@ -109,7 +110,7 @@ def _moved(
         progress = _progress(pace)
         if progress is None and not _can_probe(auto, facts):
             return rung + 1, "harder: nothing measured speaks against it"
-        least = floor_of(auto, facts) * (_MARGIN if pace.barred > 1 else 1.0)
+        least = floor_of(auto, facts) * (_MARGIN if pace.far_short else 1.0)
         if progress is not None and _STEP * progress >= least:
             return rung + 1, f"harder: compressed updates go {progress:.2f} of the reference's way"
     return rung, ""
@@ -144,13 +145,19 @@ def _is_slow(auto: Auto, pace: Pace, facts: Facts) -> bool:
     return progress is not None and progress < floor_of(auto, facts)
 
 
+def _is_far_short(auto: Auto, pace: Pace, facts: Facts) -> bool:
+    progress = _progress(pace)
+    return progress is not None and progress * _MARGIN < floor_of(auto, facts)
+
+
 def _rungs_back(auto: Auto, pace: Pace, facts: Facts) -> int:
-    """The rungs to go back for a fault: as many as bring the progress to `_MARGIN` times the floor,
-    if each brings it `_STEP` nearer to 1 or less."""
+    """The rungs to go back for a fault: as many as bring the progress to the floor, or `_MARGIN`
+    times that, if each brings it `_STEP` nearer to 1 or less."""
     progress, floor = _progress(pace), floor_of(auto, facts)
     if progress is None or not 0 < progress < floor:
         return 1
-    return math.ceil(math.log(progress / (_MARGIN * floor)) / math.log(_STEP))
+    aim = floor * (_MARGIN if _is_far_short(auto, pace, facts) else 1.0)
+    return math.ceil(math.log(progress / aim) / math.log(_STEP))
 
 
 def _fault(auto: Auto, pace: Pace, facts: Facts) -> str:
