@@ -11,7 +11,7 @@ BIN := $(VENV)/bin
 PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow test-browser check format soak docs reference dist rehearsal constraints clean
+.PHONY: help demo test test-slow test-browser check format soak docs reference dist sbom rehearsal constraints clean
 
 # Tests start processes by the hundred; each would compile all of its modules anew.
 unexport PYTHONDONTWRITEBYTECODE
@@ -27,6 +27,7 @@ help:
 	@echo "make docs         this documentation as pages for a browser, in build/site"
 	@echo "make reference    renew the pages of docs/reference that the code determines"
 	@echo "make dist         wheel and sdist in dist/, each installed into a fresh environment"
+	@echo "make sbom         bills of materials (CycloneDX) of what a device and a server install, in build/sbom"
 	@echo "make rehearsal    a release: build, install, upgrade a server and devices at work"
 	@echo "make constraints  renew constraints.txt with the newest versions that fit together"
 	@echo "make clean        remove the environment and everything built"
@@ -92,6 +93,9 @@ soak: $(VENV)/test.stamp
 
 dist: $(VENV)/test.stamp
 	.ci/package
+
+sbom: dist
+	.ci/sbom dist build/sbom
 
 rehearsal: $(VENV)/test.stamp
 	$(BIN)/python .ci/rehearse $(ARGS)
