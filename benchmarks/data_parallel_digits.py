@@ -5,8 +5,7 @@
 scikit-learn's handwritten digits, half of them in each process, a perceptron 64-256-128-10 in
 DistributedDataParallel over gloo, `fedpress_ddp.hook.comm_hook`. Bytes are what a process puts
 into collectives, all steps, the uncompressed ones at the beginning too. The last row takes eight
-local steps between exchanges. Rows that decay lower their rate linearly to zero; `convolutions`
-are two, and 38,282 parameters. Rows of Adam have no DistributedDataParallel: `OneBitAdam` exchanges
+local steps between exchanges. Rows of Adam have no DistributedDataParallel: `OneBitAdam` exchanges
 the gradients itself. `--json` is written after every row, and rows that it has with as many seeds
 and epochs are not run again.
 """
@@ -81,26 +80,6 @@ ROWS: dict[str, dict[str, Any]] = {
     "Adam, float32": {"id": "none", "adam": 0.003},
     "1-bit Adam, 15 % warm-up": {"id": "none", "adam": 0.003, "warm_up": 104},
     "1-bit Adam, 30 % warm-up": {"id": "none", "adam": 0.003, "warm_up": 207},
-    "Adam, float32, decayed": {"id": "none", "adam": 0.003, "decay": True},
-    "1-bit Adam, 15 % warm-up, decayed": {
-        "id": "none",
-        "adam": 0.003,
-        "warm_up": 104,
-        "decay": True,
-    },
-    "convolutions, Adam, float32, decayed": {
-        "id": "none",
-        "adam": 0.003,
-        "decay": True,
-        "network": "convolutions",
-    },
-    "convolutions, 1-bit Adam, 15 % warm-up, decayed": {
-        "id": "none",
-        "adam": 0.003,
-        "warm_up": 104,
-        "decay": True,
-        "network": "convolutions",
-    },
 }
 
 
@@ -113,25 +92,6 @@ def perceptron(seed: int) -> torch.nn.Module:
         torch.nn.ReLU(),
         torch.nn.Linear(128, 10),
     )
-
-
-def convolutions(seed: int) -> torch.nn.Module:
-    torch.manual_seed(seed)
-    return torch.nn.Sequential(
-        torch.nn.Unflatten(1, (1, 8, 8)),
-        torch.nn.Conv2d(1, 16, 3, padding=1),
-        torch.nn.ReLU(),
-        torch.nn.Conv2d(16, 32, 3, padding=1),
-        torch.nn.ReLU(),
-        torch.nn.MaxPool2d(2),
-        torch.nn.Flatten(),
-        torch.nn.Linear(32 * 16, 64),
-        torch.nn.ReLU(),
-        torch.nn.Linear(64, 10),
-    )
-
-
-NETWORKS = {"perceptron": perceptron, "convolutions": convolutions}
 
 
 def train(rank: int, config: dict[str, Any], seed: int, epochs: int) -> tuple[float, int, int]:
@@ -148,9 +108,8 @@ def train(rank: int, config: dict[str, Any], seed: int, epochs: int) -> tuple[fl
     warm_up, adam = config.pop("warm_up", 0), config.pop("adam", 0.0)
     sparsities, plain_steps = config.pop("sparsities", []), config.pop("plain_steps", 2)
     dtype = torch.float16 if config.pop("half", False) else torch.float32
-    decays, network = config.pop("decay", False), config.pop("network", "perceptron")
     made = from_config(config)
-    model = NETWORKS[network](seed)
+    model = perceptron(seed)
     run: torch.nn.Module = model
     inner: torch.optim.Optimizer
     outer: LocalSGD | None = None
@@ -175,15 +134,12 @@ def train(rank: int, config: dict[str, Any], seed: int, epochs: int) -> tuple[fl
         run.register_comm_hook(state, comm_hook)
         sent = state.sent
     draw = torch.Generator().manual_seed(1000 * seed + rank)
-    last = epochs * -(-len(mine) // BATCH)
-    decay = torch.optim.lr_scheduler.LambdaLR(inner, lambda n: 1 - n / last if decays else 1.0)
     steps = 0
     for _ in range(epochs):
         for batch in mine[torch.randperm(len(mine), generator=draw)].split(BATCH):
             inner.zero_grad()
             torch.nn.functional.cross_entropy(run(inputs[batch]), targets[batch]).backward()
             inner.step()
-            decay.step()
             steps += 1
             if outer is not None:
                 outer.step()
