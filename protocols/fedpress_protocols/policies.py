@@ -103,6 +103,13 @@ class Pace(Term):
     inner: float = 0.0
     norm: float = 0.0
 
+    @model_serializer(mode="wrap")
+    def _without_far_short(self, serialize: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        fields: dict[str, Any] = serialize(self)
+        if not fields.get("far_short", True):  # so that who knows of none can read it
+            del fields["far_short"]
+        return fields
+
 
 class Course(Term):
     """The policies' decision for a round. Plans have the profiles from `gentlest` to `hardest`, and

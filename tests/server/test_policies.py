@@ -9,6 +9,7 @@ import httpx
 import numpy as np
 import pytest
 
+from fedpress_protocols.defaults import USUAL
 from fedpress_protocols.errors import ConfigurationError, IncompatiblePlan
 from fedpress_protocols.messages import Assignment, CheckInResponse, RoundStatus
 from fedpress_protocols.model import Model
@@ -310,7 +311,7 @@ def test_a_task_without_a_compressor_runs_auto_and_goes_on_after_a_restart(
     courses = [each.course for each in after if each.course is not None]
     assert courses[3].comparison is not None
     assert courses[10].pace is not None
-    assert (courses[10].pace.rung, courses[10].pace.probes) == (4, 1)
+    assert (courses[10].pace.rung, courses[10].pace.probes) == (USUAL, 1)
     whys = {each.round: each.why for each in courses if each.why}
     assert whys == {1: "begin at the most compressed profile"}
     assert set(after[0].published) == {"average"}
