@@ -27,13 +27,15 @@ def printed(*options: str) -> list[str]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("options", [("--table",), ("--table", "--work"), ("--table", "--links")])
+@pytest.mark.parametrize(
+    "options", [("--table",), ("--table", "--work"), ("--table", "--links"), ("--table", "--tuned")]
+)
 def test_the_page_has_the_table_of_the_kept_runs(options: tuple[str, ...]) -> None:
     lines = printed(*options)
     assert len(lines) > 4
     page = (ROOT / "docs" / "auto.md").read_text().splitlines()
-    start = page.index(lines[0])
-    assert page[start : start + len(lines)] == lines, "print it anew with --table"
+    tables = [page[at : at + len(lines)] for at, line in enumerate(page) if line == lines[0]]
+    assert lines in tables, "print it anew with --table"
 
 
 @pytest.mark.slow

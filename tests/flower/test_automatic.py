@@ -171,7 +171,7 @@ def test_a_named_compressor_or_strategy_still_is_what_runs(tmp_path: Path) -> No
 
 def test_terms_of_auto_are_an_option(tmp_path: Path) -> None:
     settings = Settings(**QUICK, rounds=1, engine="local", compressor="auto:gap=0.125")
-    assert simulate(settings, tmp_path).rows[0].profile == "0.4-bit"
+    assert simulate(settings, tmp_path).rows[0].profile == "0.57-bit"
     for wrong in ("auto:gap=0", "auto:rate=1"):
         with pytest.raises(ConfigurationError):
             simulate(Settings(**QUICK, engine="local", compressor=wrong), tmp_path / "wrong")
