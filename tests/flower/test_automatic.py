@@ -232,7 +232,7 @@ def test_a_flower_user_who_names_nothing_has_the_default(tmp_path: Path) -> None
 
 
 def test_the_default_s_strategy_has_momentum_and_an_average() -> None:
-    assert default_strategy(6).properties.server_state == "velocity [d], average [d]"
+    assert default_strategy(6).properties.server_state == "velocity [d], norms [2], average [d]"
 
 
 def test_who_is_probed_is_in_a_plan_of_one_profile_that_older_clients_read(tmp_path: Path) -> None:
