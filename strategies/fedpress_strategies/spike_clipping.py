@@ -25,7 +25,8 @@ from fedpress_strategies.strategy import (
 )
 
 CLIPPED_SHARE = "clipped_share"
-"""Of the norm of the last round's mean update: how much clipping took off; among the figures."""
+"""Of the norm of the last round's mean update: how much clipping took off; among the
+figures of a round that was clipped."""
 _INNER = "inner."
 _KEPT = 0.9
 """The weight of a round in the mean norm, relative to that of the next."""
@@ -38,8 +39,9 @@ def spike_clipping(ratio: float = 1.5, inner: Strategy = FEDAVG) -> Strategy:
     """Run `inner` on mean updates whose L2 norm is `ratio` times the mean norm of the rounds before
     at most, from the fourth round on. A device whose training diverges may send an update of a
     hundred times the usual norm, and server momentum repeats it: one such round can end a
-    training. The mean norm has a decay of .9 and counts norms as clipped. State: `inner`'s and the
-    sums of norms and of their weights [2]; linear as `inner`."""
+    training. The mean norm has a decay of .9 and counts norms as clipped, so that it follows norms
+    that grow for good by 5 to 15 % a round. State: `inner`'s and the sums of norms and of their
+    weights [2]; linear as `inner`."""
     state = inner.properties.server_state
     keeps = "norms [2]" if state == "none" else f"{state}, norms [2]"
     about = replace(inner.properties, server_state=keeps, source="Kumar et al. 2025, Section 3")
@@ -73,7 +75,7 @@ class SpikeClipping:
     ) -> tuple[Vector, OptimizerState]:
         total, weight = state["norms"]
         norm = norm_of(delta) if tally.norm is None else tally.norm
-        bound = self.ratio * total / weight if weight > _KNOWN else np.inf
+        bound = self.ratio * total / weight if weight > _KNOWN and total else np.inf
         kept = min(1.0, bound / norm) if norm else 1.0
         if kept < 1:
             delta = delta * kept
@@ -88,7 +90,8 @@ class SpikeClipping:
         return published(self.inner, self._of_inner(state))
 
     def figures(self, state: OptimizerState) -> Mapping[str, float]:
-        own = {CLIPPED_SHARE: float(state[CLIPPED_SHARE][0])}
+        share = float(state[CLIPPED_SHARE][0])
+        own = {CLIPPED_SHARE: share} if share else {}
         return own | dict(figures(self.inner, self._of_inner(state)))
 
     def _of_inner(self, state: OptimizerState) -> OptimizerState:
