@@ -13,8 +13,8 @@ _next = itertools.count(os.getpid())
 
 
 def unused() -> int:
-    """A port of the loopback interface that nobody else gets: each of xdist's workers has some of
-    its own, and takes the next one."""
+    """A port of the loopback interface that no other process gets: each of xdist's workers has some
+    of its own, and takes the next one."""
     for number in itertools.islice(_next, _EACH):
         port = _FIRST + _worker * _EACH + number % _EACH
         with socket.socket() as probe:

@@ -1,4 +1,4 @@
-"""What the demos' screens share."""
+"""The part that the demos' screens share."""
 
 from __future__ import annotations
 

@@ -155,7 +155,7 @@ class OneBitAdam(_OneBit[onebit_adam.OneBitAdam]):
     root of its chunk's mean and of its parameter's, and a tenth of `floor` times the model's: with
     0, as in the paper, coordinates that hardly had a gradient in the warm-up diverge. All arguments
     must be the same in all processes, and so must the parameters be at the start. Lower `lr` with a
-    scheduler: at a constant one the noise of signs remains.
+    scheduler, as the papers do.
     """
 
     def __init__(

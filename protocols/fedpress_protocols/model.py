@@ -274,7 +274,7 @@ def _stored(
 def _entries_of(
     tensors: Sequence[TensorSpec], stored: Sequence[npt.NDArray[Any]]
 ) -> dict[str, safetensors.TensorSpec]:
-    """What safetensors writes: it takes addresses, so `stored` must outlive the call."""
+    """The tensors as safetensors writes them: by address, so `stored` must outlive the call."""
     return {
         tensor.name: safetensors.TensorSpec(
             dtype=tensor.dtype,

@@ -35,7 +35,7 @@ def test_the_page_has_the_table_of_the_kept_runs(options: tuple[str, ...]) -> No
     assert len(lines) > 4
     page = (ROOT / "docs" / "auto.md").read_text().splitlines()
     tables = [page[at : at + len(lines)] for at, line in enumerate(page) if line == lines[0]]
-    assert lines in tables, "print it anew with --table"
+    assert lines in tables, "print it again with --table"
 
 
 @pytest.mark.slow

@@ -342,15 +342,15 @@ def every(app: FastAPI) -> set[tuple[str, str]]:
 def test_no_route_is_forgotten(start: Start, paths: Paths) -> None:
     with start() as http:
         routes = every(http.app)
-    told = {(method.upper(), path) for path, methods in paths.items() for method in methods}
+    described = {(method.upper(), path) for path, methods in paths.items() for method in methods}
     plain = {(method, path) for path in DESCRIPTION for method in ("GET", "HEAD")}
     console = {each for each in routes if each[1].startswith("/console")}
-    assert routes - plain - console == told
+    assert routes - plain - console == described
     assert {each for each in console if each[1] not in CONSOLE_OPEN} <= PERMISSIONS.keys()
-    operators = {each for each in told if each[1].startswith("/v1/admin/")}
+    operators = {each for each in described if each[1].startswith("/v1/admin/")}
     assert operators <= PERMISSIONS.keys()
-    assert PERMISSIONS.keys() <= told | plain | console
-    assert len(told) > 50
+    assert PERMISSIONS.keys() <= described | plain | console
+    assert len(described) > 50
 
 
 def test_a_route_without_a_line_in_the_table_cannot_be_made() -> None:

@@ -32,7 +32,7 @@ _TRIES = 256
 """Each succeeds with a probability of 0.39 at least: all fail once in 2**180."""
 
 SUM_TAIL = 40
-"""What a sum may exceed its room by, 2 exp(-40) = 8.5e-18 a number."""
+"""A number of a sum exceeds its room with a probability of 2 exp(-40) = 8.5e-18."""
 
 
 @dataclass(frozen=True)
