@@ -1,17 +1,17 @@
 """Faults of docker-compose.yml's services while 10,000 simulated devices take part.
 
     tests/compose/run faults [FAULT...]
+    python benchmarks/faults.py --table    # of the kept figures; causes nothing
 
 tests/compose/run starts the services and calls this; it needs their Docker engine. Devices are a
 key each and an upload of one coordinate: device i adds exactly 1 at coordinate i of the model for
 each of its uploads that counts, so the model and the signed receipts say what was lost and what
 was doubled. So many devices a second arrive, drawn from all; each repeats every request until it
-is answered, and keeps its assignment until it has the receipt. After SIGTERM there are no more
-faults, and the uploads are counted.
+is answered, and keeps its assignment until it has the receipt. At the end the uploads are
+counted.
 
 Recovery is the time from a SIGKILL, or from the end of another fault, until the second round
-after it is committed: the second one was opened and filled after the fault. A fault that the file
-has is not caused again, so a run may be interrupted.
+after it is committed: the second one was opened and filled after the fault.
 """
 
 from __future__ import annotations
@@ -23,7 +23,6 @@ import json
 import os
 import random
 import secrets
-import signal
 import subprocess
 import threading
 import time
@@ -55,6 +54,8 @@ SERVICES = ("api", "worker", "scheduler", "postgres", "store", "proxy")
 PAUSE_SECONDS = 40.0
 TARGET_SECONDS = 20.0
 """Of recovery after a SIGKILL, at most."""
+
+KEPT = Path(__file__).parent / "results" / "faults.json"
 
 _PATIENCE = 180.0
 _RETRY_SECONDS = 0.25
@@ -174,7 +175,7 @@ class Fleet:
             status, content = 0, b""
             try:
                 request = request_of(device.key, method, path, body, kind="application/json")
-                status, content = self._sent(request)
+                status, content = self.send(request)
                 self.statuses[str(status)] += 1
             except (OSError, http.client.HTTPException) as exc:
                 self.statuses[type(exc).__name__] += 1
@@ -187,7 +188,7 @@ class Fleet:
                 return None
             time.sleep(_RETRY_SECONDS)
 
-    def _sent(self, request: bytes) -> tuple[int, bytes]:
+    def send(self, request: bytes) -> tuple[int, bytes]:
         return exchange(self._port, request, self._connections)
 
 
@@ -334,7 +335,7 @@ def count(operator: Operator, fleet: Fleet) -> dict[str, int]:
     if fleet.failures:
         raise SystemExit(f"devices failed: {fleet.failures}")
     digest = operator.ask("GET", f"/v1/tasks/{TASK}")["model"]
-    status, content = fleet._sent(
+    status, content = fleet.send(
         request_of(fleet.devices[0].key, "GET", f"/v1/models/{digest}?task={TASK}")
     )
     assert status == 200, content
@@ -374,14 +375,21 @@ def enrolled(url: str, number: int) -> list[Device]:
 
 
 def table(result: dict[str, Any]) -> str:
-    """The result as a Markdown table."""
+    """The result as a Markdown table, and a line of what was counted at the end."""
     lines = [
-        "| fault | recovery, s | two rounds before, s | rounds meanwhile |",
+        "| fault | recovery, s | two rounds before it, s | rounds from the fault on |",
         "|---|---|---|---|",
     ]
     for row in result["rows"]:
         figures = [row[name] for name in ("recovery_s", "two_rounds_before_s", "rounds")]
         lines.append(f"| {row['fault']} | {' | '.join(map(str, figures))} |")
+    if total := result.get("total"):
+        lines += [
+            "",
+            "{rounds:,} rounds, {uploads:,} uploads, {lost} lost, {doubled} doubled".format(
+                **total
+            ),
+        ]
     return "\n".join(lines)
 
 
@@ -393,10 +401,16 @@ def main() -> None:
     parser.add_argument("--devices", type=int, default=10_000)
     parser.add_argument("--rate", type=float, default=40.0, help="arrivals a second")
     parser.add_argument("--ports", type=int, nargs=2, default=(18080, 18081))
-    parser.add_argument("--database", required=True, metavar="URL")
-    parser.add_argument("--token-file", type=Path, required=True)
-    parser.add_argument("--json", type=Path, required=True)
+    parser.add_argument("--database", metavar="URL")
+    parser.add_argument("--token-file", type=Path)
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--table", action="store_true", help="of the kept figures")
     options = parser.parse_args()
+    if options.table:
+        print(table(json.loads(KEPT.read_text())))
+        return
+    if not (options.database and options.token_file and options.json):
+        parser.error("run it by tests/compose/run faults; --table prints the kept figures")
     operator = Operator(options.ports[1], options.token_file.read_text().strip())
     devices = enrolled(options.database, options.devices)
     print(f"{len(devices)} devices enrolled", flush=True)
@@ -419,16 +433,10 @@ def main() -> None:
         "cohort": COHORT,
         "rows": [],
     }
-    if options.json.is_file():
-        result["rows"] = json.loads(options.json.read_text())["rows"]
     fleet = Fleet(options.ports[0], devices, options.rate)
-    is_enough = threading.Event()
-    signal.signal(signal.SIGTERM, lambda *_: is_enough.set())
     fleet.start()
     until_rounds(operator, 2)
     for name in options.faults or FAULTS:
-        if is_enough.is_set() or any(row["fault"] == name for row in result["rows"]):
-            continue
         at, began = operator.committed(), time.monotonic()
         until_rounds(operator, at + 2)
         usual = time.monotonic() - began
@@ -436,34 +444,33 @@ def main() -> None:
         free = FAULTS[name]()
         known = 0 if name.startswith("SIGKILL") else until_readable(operator)
         again = until_rounds(operator, max(before, known) + 2)
+        answers = Counter(fleet.statuses) - statuses
         row = {
             "fault": name,
             "recovery_s": round(again - free, 1),
             "two_rounds_before_s": round(usual, 1),
             "rounds": operator.committed() - before,
-            "answers": dict(Counter(fleet.statuses) - statuses),
+            "answers": dict(answers),
             "load": os.getloadavg()[0],
         }
-        if name.startswith("disk full") and not any(
-            row["answers"].get(status) for status in ("503", "507")
-        ):
+        if name.startswith("disk full") and not answers["503"] + answers["507"]:
             raise SystemExit(f"{name}: no request was refused, so the disk had room")
         result["rows"].append(row)
         print(json.dumps(row), flush=True)
         save(result, options.json)
-    print(table(result), flush=True)
     # Uploads of the open round, which nobody fills any more, get their receipts by this.
     operator.ask("POST", f"/v1/admin/tasks/{TASK}/cancel")
     fleet.stop()
-    result["total"] = {"rounds": operator.committed(), **count(operator, fleet)}
-    print(json.dumps(result["total"]), flush=True)
+    total = {"rounds": operator.committed(), **count(operator, fleet)}
+    result["total"] = total
+    print(table(result), flush=True)
     save(result, options.json)
     slow = [
         row["fault"]
         for row in result["rows"]
         if row["fault"].startswith("SIGKILL") and row["recovery_s"] > TARGET_SECONDS
     ]
-    if slow or result["total"]["lost"] or result["total"]["doubled"]:
+    if slow or total["lost"] or total["doubled"]:
         raise SystemExit(f"lost or doubled uploads, or slow to recover: {slow}")
 
 

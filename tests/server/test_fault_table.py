@@ -2,6 +2,8 @@
 
 import ast
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -22,6 +24,13 @@ def test_every_row_names_tests_that_there_are(row: str) -> None:
         tree = ast.parse((TESTS / file).read_text())
         there = {each.name for each in tree.body if isinstance(each, ast.FunctionDef)}
         assert test in there, f"{file} has no {test}"
+
+
+def test_the_faults_at_load_are_the_kept_ones() -> None:
+    command = [sys.executable, "benchmarks/faults.py", "--table"]
+    done = subprocess.run(command, cwd=TESTS.parent, capture_output=True, text=True, check=True)
+    assert done.stdout in PAGE
+    assert " 0 lost, 0 doubled" in done.stdout
 
 
 def test_every_failpoint_is_told_as_it_is() -> None:
