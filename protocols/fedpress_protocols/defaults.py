@@ -15,6 +15,9 @@ BITS = (0.8, 0.57, 0.4, 0.28, 0.2, 0.14, 0.1, 0.07, 0.05)
 USUAL = 6
 """The rung that the usual gap asks for; the rungs beyond it are for a larger gap."""
 _USUAL_GAP = 0.5
+MAX_RATIO = 30.0
+"""Of a residual's norm to the new update's: 10 cuts residuals of devices that have learnt their
+data, and an update that diverged is a thousand times the usual one."""
 _ALONE = frozenset({"auto", "bandwidth_aware"})
 """Policies that go with a ladder made here."""
 _SHORTEST, _LONGEST, _SHARE = 3.0, 50.0, 0.1
@@ -68,6 +71,7 @@ def rate_levels(gap: Any = _USUAL_GAP) -> list[dict[str, Any]]:
             "name": f"{bits:g}-bit",
             "compressor": {
                 "id": "error_feedback",
+                "max_ratio": MAX_RATIO,
                 "inner": {
                     "id": "coded",
                     "contexts": "previous",

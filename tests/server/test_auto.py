@@ -15,6 +15,8 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from fedpress.task_file import checked, summary
+from fedpress_compression.compressor import Public
+from fedpress_compression.randomness import PublicRandomness
 from fedpress_protocols.defaults import BITS, USUAL
 from fedpress_protocols.messages import TaskConfig
 from fedpress_protocols.model import Model
@@ -308,6 +310,24 @@ def test_what_a_task_says_itself_stays() -> None:
 def test_a_larger_gap_is_a_harder_ladder(gap: float, bits: float) -> None:
     made = config(policies=[{"id": "auto", "gap": gap}])
     assert made.profiles[-1].name == f"{bits:g}-bit"
+
+
+def test_a_device_whose_training_diverged_once_sends_usual_updates_again() -> None:
+    spec = Model.from_tensors({"weight": np.zeros(2000, np.float32)}).spec
+    rng = np.random.default_rng(0)
+    made = config().profiles[-1].compressor
+    state = made.init(spec)
+    norms = list[float]()
+    for number in range(1, 21):
+        update = rng.normal(0, 1e6 if number == 10 else 1, spec.size).astype(np.float32)
+        knowledge = {"previous": np.ones(spec.size, np.float32)}
+        public = Public(spec, PublicRandomness(bytes(32)), knowledge, number)
+        symbols, state = made.compress(update, state, public, rng)
+        norms.append(made.decompress(symbols, public).norm)
+    usual = np.sqrt(spec.size)
+    assert max(norms[:9]) < 2 * usual
+    assert norms[9] > 1e5 * usual
+    assert max(norms[10:]) < 30 * usual
 
 
 def test_the_average_goes_over_a_tenth_of_the_rounds() -> None:
