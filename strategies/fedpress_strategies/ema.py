@@ -16,15 +16,12 @@ from fedpress_strategies.strategy import (
     ALONE,
     Delta,
     OptimizerState,
-    ServerOptimizer,
     Strategy,
     Tally,
-    figures,
     published,
     strategy,
 )
-
-_INNER = "inner."
+from fedpress_strategies.wrapped import Wrapped
 
 
 @strategy("ema", inner={"id": "fedavg"})
@@ -38,11 +35,10 @@ def ema(decay: float = 0.9, inner: Strategy = FEDAVG) -> Strategy:
 
 
 @dataclass(frozen=True, slots=True)
-class Averaged:
+class Averaged(Wrapped):
     """average += max(1 - decay, 1 / rounds) * (parameters - average): a plain mean at first, so
     that the initial model has no weight."""
 
-    inner: ServerOptimizer
     decay: float
 
     def __post_init__(self) -> None:
@@ -53,30 +49,20 @@ class Averaged:
     def is_plain(self) -> bool:
         return bool(getattr(self.inner, "is_plain", False))
 
-    @property
-    def is_by_coordinate(self) -> bool:
-        return bool(getattr(self.inner, "is_by_coordinate", False))
-
     def init(self, parameters: Vector) -> OptimizerState:
         own = {AVERAGE: np.zeros(parameters.size), "rounds": np.zeros(1, np.int64)}
-        return own | {_INNER + name: each for name, each in self.inner.init(parameters).items()}
+        return self.with_inner(own, self.inner.init(parameters))
 
     def apply(
         self, parameters: Vector, delta: Delta, state: OptimizerState, tally: Tally = ALONE
     ) -> tuple[Vector, OptimizerState]:
-        moved, inner = self.inner.apply(parameters, delta, self._of_inner(state), tally)
+        moved, inner = self.inner.apply(parameters, delta, self.of_inner(state), tally)
         rounds = state["rounds"] + 1
         step = max(1 - self.decay, 1 / int(rounds[0]))
         average = state[AVERAGE] + step * (moved - state[AVERAGE])
         after = {AVERAGE: average, "rounds": rounds}
-        return moved, after | {_INNER + name: each for name, each in inner.items()}
+        return moved, self.with_inner(after, inner)
 
     def published(self, state: OptimizerState) -> Mapping[str, Vector]:
         average = {AVERAGE: state[AVERAGE].astype(np.float32)}
-        return {**published(self.inner, self._of_inner(state)), **average}
-
-    def figures(self, state: OptimizerState) -> Mapping[str, float]:
-        return figures(self.inner, self._of_inner(state))
-
-    def _of_inner(self, state: OptimizerState) -> OptimizerState:
-        return {n.removeprefix(_INNER): each for n, each in state.items() if n.startswith(_INNER)}
+        return {**published(self.inner, self.of_inner(state)), **average}

@@ -15,19 +15,17 @@ from fedpress_strategies.strategy import (
     ALONE,
     Delta,
     OptimizerState,
-    ServerOptimizer,
     Strategy,
     Tally,
     figures,
     norm_of,
-    published,
     strategy,
 )
+from fedpress_strategies.wrapped import Wrapped
 
 CLIPPED_SHARE = "clipped_share"
 """Of the norm of the last round's mean update: how much clipping took off; among the
 figures of a round that was clipped."""
-_INNER = "inner."
 _KEPT = 0.9
 """The weight of a round in the mean norm, relative to that of the next."""
 _KNOWN = 2.0
@@ -49,10 +47,9 @@ def spike_clipping(ratio: float = 1.5, inner: Strategy = FEDAVG) -> Strategy:
 
 
 @dataclass(frozen=True, slots=True)
-class SpikeClipping:
+class SpikeClipping(Wrapped):
     """delta *= min(1, ratio * mean norm / norm) before `inner`."""
 
-    inner: ServerOptimizer
     ratio: float
 
     def __post_init__(self) -> None:
@@ -62,13 +59,9 @@ class SpikeClipping:
                 hint="1.5 clips a mean update that is half as long again as the rounds' mean",
             )
 
-    @property
-    def is_by_coordinate(self) -> bool:
-        return bool(getattr(self.inner, "is_by_coordinate", False))
-
     def init(self, parameters: Vector) -> OptimizerState:
         own = {"norms": np.zeros(2), CLIPPED_SHARE: np.zeros(1)}
-        return own | {_INNER + name: each for name, each in self.inner.init(parameters).items()}
+        return self.with_inner(own, self.inner.init(parameters))
 
     def apply(
         self, parameters: Vector, delta: Delta, state: OptimizerState, tally: Tally = ALONE
@@ -79,20 +72,14 @@ class SpikeClipping:
         kept = min(1.0, bound / norm) if norm else 1.0
         if kept < 1:
             delta = delta * kept
-        moved, inner = self.inner.apply(parameters, delta, self._of_inner(state), tally)
+        moved, inner = self.inner.apply(parameters, delta, self.of_inner(state), tally)
         after = {
             "norms": np.array([_KEPT * total + kept * norm, _KEPT * weight + 1]),
             CLIPPED_SHARE: np.array([1 - kept]),
         }
-        return moved, after | {_INNER + name: each for name, each in inner.items()}
-
-    def published(self, state: OptimizerState) -> Mapping[str, Vector]:
-        return published(self.inner, self._of_inner(state))
+        return moved, self.with_inner(after, inner)
 
     def figures(self, state: OptimizerState) -> Mapping[str, float]:
         share = float(state[CLIPPED_SHARE][0])
         own = {CLIPPED_SHARE: share} if share else {}
-        return own | dict(figures(self.inner, self._of_inner(state)))
-
-    def _of_inner(self, state: OptimizerState) -> OptimizerState:
-        return {n.removeprefix(_INNER): each for n, each in state.items() if n.startswith(_INNER)}
+        return own | dict(figures(self.inner, self.of_inner(state)))

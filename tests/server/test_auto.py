@@ -320,8 +320,8 @@ def test_a_device_whose_training_diverged_once_sends_usual_updates_again() -> No
     norms = list[float]()
     for number in range(1, 21):
         update = rng.normal(0, 1e6 if number == 10 else 1, spec.size).astype(np.float32)
-        knowledge = {"previous": np.ones(spec.size, np.float32)}
-        public = Public(spec, PublicRandomness(bytes(32)), knowledge, number)
+        previous = np.ones(spec.size, np.float32)
+        public = Public(spec, PublicRandomness(bytes(32)), {"previous": previous}, number)
         symbols, state = made.compress(update, state, public, rng)
         norms.append(made.decompress(symbols, public).norm)
     usual = np.sqrt(spec.size)
