@@ -67,11 +67,16 @@ def fed_back(fraction: float) -> dict[str, Any]:
     return {"id": "error_feedback", "inner": inner}
 
 
+def quantised(bits: float) -> dict[str, Any]:
+    inner = {"id": "ecsq", "control": "bits", "target": bits}
+    return {"id": "error_feedback", "inner": inner}
+
+
 METHODS = {
     "LoRA, float16": Method(None, None),
     "sparse LoRA, 10 x": Method({"id": "topk", "fraction": SPARSE, "magnitude_bits": 4}, SPARSE),
     "fedpress, 5 %": Method(fed_back(0.05), DownlinkTerms(bits=8, rate=0.5)),
-    "fedpress, 4 %": Method(fed_back(0.04), DownlinkTerms(bits=8, rate=0.4)),
+    "fedpress, .25 bit": Method(quantised(0.25), DownlinkTerms(bits=8, rate=0.4)),
 }
 
 
@@ -254,7 +259,7 @@ def main() -> None:
     warnings.filterwarnings("ignore", "`is_.*` is deprecated", FutureWarning)
     options = parser(__doc__, quick="one seed", seeds="0,1,2")
     options.add_argument("--data", type=Path, help="a text")
-    options.add_argument("--rounds", type=int, default=8, help="of LoRA in float16; others twice")
+    options.add_argument("--rounds", type=int, default=24, help="of LoRA in float16; others twice")
     options.add_argument("--base-steps", type=int, default=300)
     options.add_argument("--table", action="store_true", help="of the kept figures")
     asked = options.parse_args()
