@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import httpx
+import matplotlib.image
 import numpy as np
 import pytest
 
@@ -120,6 +122,35 @@ def opened(
 def role_token(place: Place, role: Role) -> str:
     token: str = place.operator.post("/v1/admin/operators", {"role": role})["token"]
     return token
+
+
+@pytest.mark.parametrize("dark", [False, True])
+def test_a_comparison_is_saved_as_a_picture_in_the_page_s_colours(
+    chromium: Browser, place: Place, tmp_path: Path, dark: bool
+) -> None:
+    if "second" not in {each["task"] for each in place.operator.get("/v1/tasks")}:
+        place.begin("second")
+        place.round("second", 3.0)
+        place.round("second", 0.5)
+    with opened(chromium, place, dark=dark) as page:
+        page.goto(f"{place.console}/compare?task=digits&task=second")
+        with page.expect_download() as download:
+            page.get_by_role("button", name="Save as PNG").first.click()
+        file = tmp_path / "chart.png"
+        download.value.save_as(file)
+        back = page.locator("figure").first.evaluate("each => getComputedStyle(each).background")
+        colours = [
+            page.locator(f".line-{number} .curve").first.evaluate(
+                "each => getComputedStyle(each).stroke"
+            )
+            for number in (1, 2)
+        ]
+    assert download.value.suggested_filename == "fedpress-loss-over-rounds.png"
+    pixels = (255 * matplotlib.image.imread(file)[..., :3]).round().astype(int)
+    assert pixels.shape == (2 * (28 + 220 + 2 * 18), 2 * 520, 3)
+    for colour, least in ((back, 400_000), (colours[0], 500), (colours[1], 500)):
+        sought = [int(each) for each in re.findall(r"\d+", colour)[:3]]
+        assert (pixels == sought).all(axis=2).sum() > least, colour
 
 
 def test_a_wrong_token_is_refused_and_a_right_one_taken(chromium: Browser, place: Place) -> None:
