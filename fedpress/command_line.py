@@ -288,6 +288,12 @@ def heed_stop_signals() -> None:
             signal.signal(getattr(signal, name), signal.default_int_handler)
 
 
+def print_site(console: Console, url: str, token: str) -> None:
+    """Print the address of a server's console, and the token to log in."""
+    console.print(f"in a browser: {url}/console", highlight=False, soft_wrap=True)
+    console.print(f"the token to log in: {token}", highlight=False, soft_wrap=True)
+
+
 def stopped() -> NoReturn:
     click.echo("stopped; run the same command to resume", err=True)
     raise click.exceptions.Exit(130) from None

@@ -114,6 +114,11 @@ from fedpress.command_line import (
     help="Folder for histories, and for a run that was stopped.",
 )
 @click.option("--fresh", is_flag=True, help="Start over instead of resuming a stopped run.")
+@click.option(
+    "--ui",
+    is_flag=True,
+    help="With --task: open the server's console in a browser, and keep it until Ctrl-C.",
+)
 @callbacks()
 def run_simulation(
     json_file: Path | None,
@@ -121,6 +126,7 @@ def run_simulation(
     sweep_file: Path | None,
     out: Path,
     fresh: bool,
+    ui: bool,
     callback_texts: tuple[str, ...],
     task: Path | None,
     model: Path | None,
@@ -146,6 +152,7 @@ def run_simulation(
             plot=plot,
             sweep_file=sweep_file,
             fresh=fresh,
+            ui=ui,
             callbacks=from_options(callback_texts),
         )
     except KeyboardInterrupt:

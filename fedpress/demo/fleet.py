@@ -18,6 +18,7 @@ from typing import Self
 
 from rich.console import Console
 
+from fedpress.command_line import print_site
 from fedpress.operator import Operator
 from fedpress_protocols.errors import ServerError
 
@@ -77,8 +78,7 @@ class Fleet:
     def show_console(self, operator: Operator, console: Console) -> None:
         """Print the address of the server's console, and a token that may look and nothing else."""
         viewer = operator.create_operator("viewer", expires_in=_VIEW_SECONDS, note="demo")
-        console.print(f"in a browser: {self.url}/console", highlight=False, soft_wrap=True)
-        console.print(f"the token to log in: {viewer.token}", highlight=False, soft_wrap=True)
+        print_site(console, self.url, viewer.token)
 
     def stay(self, console: Console) -> None:
         """Wait for Ctrl-C, with the server running."""

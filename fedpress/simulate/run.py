@@ -58,15 +58,17 @@ def simulate(
     fresh: bool = False,
     screen: Screen | None = None,
     callbacks: Mapping[str, Callback] | None = None,
+    shown: Console | None = None,
 ) -> History:
     """Run, or go on with what was stopped: histories in `out`, what clients keep in `out`/run until
     the run is complete. `callbacks`, by a name for warnings, receive each round once, over stops.
+    The server of a task's file has its console open, and stays, where `shown` prints its address.
     Raises ConfigurationError; KeyboardInterrupt leaves all as it was to be."""
     folder = (out / "run").absolute()
     _check(settings, folder, fresh)
     delivery = Delivery(callbacks or {}, folder / _CALLBACKS, f"the run {name!r}")
     if settings.task is not None:
-        return _of_task(settings, out, folder, name, screen, delivery)
+        return _of_task(settings, out, folder, name, screen, delivery, shown)
     history = History(name, dataclasses.asdict(settings), link=settings.link)
     apps, server_app = _apps(settings, folder, history)
     folder.mkdir(parents=True, exist_ok=True)
@@ -139,9 +141,11 @@ def _of_task(
     name: str,
     screen: Screen | None,
     delivery: Delivery,
+    shown: Console | None,
 ) -> History:
     """The run of a task's file, by the server and devices themselves."""
     from fedpress.simulate.server_task import ServerTask
+    from fedpress.simulate.site import Site
 
     history = History(name, dataclasses.asdict(settings), link=settings.link)
     run = ServerTask.prepare(settings, folder)
@@ -160,7 +164,7 @@ def _of_task(
 
     try:
         with threadpool_limits(1):
-            history.reason = run.run(closed)
+            history.reason = run.run(closed, None if shown is None else Site(shown))
         history.complete = True
     finally:
         history.seconds = time.monotonic() - started
@@ -405,11 +409,18 @@ def run(
     sweep_file: Path | None = None,
     fresh: bool = False,
     callbacks: Mapping[str, Callback] | None = None,
+    ui: bool = False,
 ) -> list[History]:
     """The command: simulate, show, write."""
+    if ui and (settings.task is None or sweep_file is not None):
+        raise ConfigurationError(
+            "--ui shows the server of one task, which only --task FILE without --sweep runs",
+            hint="write a task's file and give it by --task, or leave --ui out",
+        )
     with Screen(console) as screen:
+        begin = partial(simulate, fresh=fresh, screen=screen, callbacks=callbacks)
         if sweep_file is None:
-            histories = [simulate(settings, out, fresh=fresh, screen=screen, callbacks=callbacks)]
+            histories = [begin(settings, out, shown=console if ui else None)]
         else:
             variations = _variations(sweep_file)
             histories = sweep(

@@ -53,6 +53,7 @@ from fedpress_protocols.signatures import DeviceKey
 try:
     from fastapi import FastAPI
 
+    from fedpress.simulate.site import Site
     from fedpress_server import Settings as ServerSettings
     from fedpress_server import create_app
 except ModuleNotFoundError as exc:
@@ -179,10 +180,13 @@ class ServerTask:
             )
         return cls(settings, folder, app, model, config)
 
-    def run(self, closed: Callable[[Row, list[RoundStatus]], None]) -> str:
+    def run(
+        self, closed: Callable[[Row, list[RoundStatus]], None], site: Site | None = None
+    ) -> str:
         """Run the task to its end, or go on with it; why it ended before its last round, if it did.
 
         `closed` is told every round that has come to its end, those of a run before a stop first.
+        A `site` shows the server, and keeps it.
         Raises what server and devices raise.
         """
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -194,7 +198,7 @@ class ServerTask:
             admin_token=admin_token,
             tick_seconds=3600,
         )
-        app = create_app(server_settings, clock=clock)
+        app = create_app(server_settings, clock=clock, session_clock=time.time)
         with ExitStack() as stack:
             portal = stack.enter_context(start_blocking_portal())
             stack.enter_context(portal.wrap_async_context_manager(app.router.lifespan_context(app)))
@@ -205,11 +209,15 @@ class ServerTask:
                 operator.create_task(self.config)
             token = operator.create_token(uses=self.settings.clients, expires_in=10 * 86_400)
             devices = stack.enter_context(self._devices(token, http, clock))
+            if site is not None:
+                stack.enter_context(site.open(app, portal, operator))
 
             def tick() -> None:
                 portal.call(app.services.scheduler.tick)
 
             self._drive(devices, operator, clock, tick, closed)
+            if site is not None:
+                site.stay()
             return operator.task(self.config.task).reason
 
     def _drive(

@@ -8,6 +8,7 @@ import socket
 import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
+from dataclasses import replace
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -62,7 +63,11 @@ Errors are RFC 9457 problems whose `type` never changes its meaning.
 
 
 def create_app(
-    settings: Settings, *, clock: Clock = time.time, lines: Lines | None = None
+    settings: Settings,
+    *,
+    clock: Clock = time.time,
+    session_clock: Clock | None = None,
+    lines: Lines | None = None,
 ) -> Listening:
     """The server as an ASGI application; its lifespan opens the data folder, and holds it.
 
@@ -71,8 +76,9 @@ def create_app(
     /livez, /readyz and /metrics. Raises ConfigurationError for a role that needs what the settings
     do not name.
 
-    `clock` tells Unix seconds; deadlines, signatures and receipts go by it alone. `lines` are those
-    of the log, which name devices once the server's key is there.
+    `clock` tells Unix seconds; deadlines, signatures and receipts go by it alone, and browsers'
+    sessions by `session_clock`, where `clock` is a simulation's. `lines` are those of the log,
+    which name devices once the server's key is there.
     """
     metrics = Metrics(price=settings.egress_price, currency=settings.egress_currency)
     _check_role(settings)
@@ -81,6 +87,7 @@ def create_app(
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         async with _opened(settings, metrics, clock) as resources:
+            resources = replace(resources, session_clock=session_clock)
             _observe(resources, lines)
             process.running = services = assembled(resources, _version())
             async with started(services, socket.gethostname(), _version()):

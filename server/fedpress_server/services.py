@@ -153,7 +153,7 @@ def assembled(resources: Resources, release: str, *, is_shared: bool | None = No
         **vars(resources),
         authenticator=authenticator,
         operators=_operators(resources),
-        browser_sessions=BrowserSessions(resources.server_keys, clock),
+        browser_sessions=BrowserSessions(resources.server_keys, resources.session_clock or clock),
         device_registry=DeviceRegistry(authenticator, database, clock),
         enrolment=Enrolment(
             authenticator, database, clock, limits, approve_each=settings.approve_each_device

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import io
 import json
+import re
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 from click.testing import CliRunner
 from rich.console import Console
@@ -15,8 +18,9 @@ pytest.importorskip("sklearn")
 
 from fedpress.cli import app
 from fedpress.compressor_option import compressor_from_option
-from fedpress.simulate.run import TASK, Settings, simulate, sweep
+from fedpress.simulate.run import TASK, Settings, run, simulate, sweep
 from fedpress.simulate.screen import print_summary
+from fedpress.simulate.site import Site
 from fedpress_compression.compressor import to_config
 from fedpress_protocols.errors import ConfigurationError
 from fedpress_protocols.plan import PrivacyTerms
@@ -119,6 +123,33 @@ def test_a_task_that_was_stopped_goes_on_to_the_same_model(tmp_path: Path) -> No
         simulate(settings(tmp_path), tmp_path / "stopped", screen=screen)
     history = simulate(settings(tmp_path), tmp_path / "stopped")
     assert [row.model for row in history.rows] == [row.model for row in whole.rows]
+
+
+def test_whoever_has_the_printed_token_may_look_at_the_server_and_no_more(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    printed, seen = io.StringIO(), list[tuple[int, str]]()
+
+    def look(_: Site) -> None:
+        url = re.findall(r"in a browser: (\S+)/console", printed.getvalue())[0]
+        token = re.findall(r"the token to log in: (\S+)", printed.getvalue())[0]
+        with httpx.Client(base_url=url, timeout=60) as browser:
+            form = browser.get("/console/login").text
+            csrf = re.findall(r'name="csrf" value="([^"]+)"', form)[0]
+            browser.post("/console/login", data={"csrf": csrf, "token": token})
+            for path in ("/console", f"/console/tasks/{TASK}", f"/console/tasks/{TASK}/do/cancel"):
+                answer = browser.get(path)
+                seen.append((answer.status_code, answer.text))
+
+    monkeypatch.setattr(Site, "stay", look)
+    shown = Console(file=printed, width=200)
+    history = run(settings(tmp_path), tmp_path / "out", shown, ui=True)[0]
+    assert [status for status, _ in seen] == [200, 200, 403]
+    assert TASK in seen[0][1]
+    assert "/rounds/3" in seen[1][1]
+    assert [row.included for row in history.rows] == [4, 4, 4]
+    with pytest.raises(ConfigurationError, match="--ui shows the server of one task"):
+        run(Settings(), tmp_path / "none", shown, ui=True)
 
 
 def test_masked_tasks_run(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import re
+from pathlib import Path
 
 import httpx
 import pytest
@@ -13,13 +14,14 @@ from fastapi.routing import iter_route_contexts
 from fedpress_protocols.model import Model
 from fedpress_protocols.operators import ROLES, Role
 from fedpress_protocols.signatures import DeviceKey
+from fedpress_server import Settings, create_app
 from fedpress_server.api.permissions import PERMISSIONS
 from fedpress_server.console import charts
 from fedpress_server.identity.browser_sessions import BrowserSessions
 from fedpress_server.identity.operators import MAY
 from fedpress_server.identity.signing import SigningKeys
 from tests.devices import ADMIN_TOKEN, Device, Operator
-from tests.server.in_process import Clock, Server, Start, include_one
+from tests.server.in_process import Clock, Server, Start, include_one, running
 
 SCRIPT = "<script>alert(1)</script>"
 
@@ -129,6 +131,18 @@ def test_the_cookie_is_secure_behind_a_proxy_that_ends_tls(browser: Browser) -> 
     answer = browser.send("POST", "/console/login", form, **{"X-Forwarded-Proto": "https"})
     assert answer.status_code == 303
     assert "Secure" in answer.headers.get_list("set-cookie")[0]
+
+
+def test_sessions_may_go_by_another_clock_than_the_records(tmp_path: Path, clock: Clock) -> None:
+    settings = Settings(data_dir=tmp_path / "data", admin_token=ADMIN_TOKEN, tick_seconds=3600)
+    watch = Clock()
+    with running(create_app(settings, clock=clock, session_clock=watch)) as http:
+        browser = Browser(http)
+        browser.log_in(ADMIN_TOKEN)
+        clock.advance(9 * 3600)
+        assert browser.get("/console").status_code == 200
+        watch.advance(9 * 3600)
+        assert browser.get("/console").status_code == 303
 
 
 def test_a_session_ends_with_its_time_and_with_its_token(

@@ -30,3 +30,5 @@ class Resources:
     authority: Authority
     restore: Restore | None = None
     """The last that the records have been through."""
+    session_clock: Clock | None = None
+    """By which browsers' sessions end, where `clock` is a simulation's."""
