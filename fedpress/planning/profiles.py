@@ -88,7 +88,7 @@ def _clear() -> tuple[Candidate, ...]:
             "top-k 2 %, 1 bit", _feedback(_by_tensor(_topk(0.02, 1))), 0.5, advice=_MOMENTUM
         ),
         Candidate(
-            AUTO, _feedback({"id": "ecsq", "target": BITS[USUAL]}), 1.1,
+            AUTO, _feedback({"id": "ecsq", "target": BITS[USUAL]}), 1.0,
             advice="a task without profiles and strategy; bytes are those of the rate it comes to",
         ),
         Candidate("ecsq .05 bit", {"id": "ecsq", "target": 0.05}, 0.8, advice=_MOMENTUM),
