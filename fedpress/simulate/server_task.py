@@ -267,6 +267,7 @@ class ServerTask:
                 clock.advance(_SHORTEST_STEP)
                 tick()
             newest = now
+        self._report(operator, closed, but=0)
 
     def _settled(self, operator: Operator) -> RoundStatus | None:
         """The newest attempt, once the server has no model to make: its clock stands still while it
@@ -277,13 +278,19 @@ class ServerTask:
                 return newest[0] if newest else None
             time.sleep(_FOLD_SECONDS)
 
-    def _report(self, operator: Operator, closed: Callable[[Row, list[RoundStatus]], None]) -> None:
-        """Tell of the rounds that were committed since, and of what their attempts came to."""
-        task = operator.task(self.config.task)
-        if task.round == self._reported:
+    def _report(
+        self,
+        operator: Operator,
+        closed: Callable[[Row, list[RoundStatus]], None],
+        but: int = 1,
+    ) -> None:
+        """Tell of the rounds that were committed since, and of what their attempts came to; not of
+        the last `but` rounds, whose models devices measure in the round after."""
+        last = operator.task(self.config.task).round - but
+        if last <= self._reported:
             return
         for attempts in committed(operator.rounds(self.config.task)):
-            if attempts[-1].round > self._reported:
+            if self._reported < attempts[-1].round <= last:
                 closed(self._row(operator, attempts), attempts)
                 self._reported = attempts[-1].round
 

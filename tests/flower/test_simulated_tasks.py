@@ -36,6 +36,17 @@ PLAIN: dict[str, Any] = {
     "training": {"local_steps": 3},
     "seed": 5,
 }
+EXAMPLES = Path(__file__).parents[2] / "examples"
+PUMPS = """
+from pathlib import Path
+import sensor
+
+class Pump(sensor.SensorTrainer):
+    initial_model = staticmethod(sensor.initial_model)
+
+def pump(index, clients):
+    return Pump(sensor.read(Path(f"pump-{index}.csv")))
+"""
 DOWNLINK = {"bits": 12, "rate": 1.0, "keep": 8, "coder": "huffman"}
 
 
@@ -108,6 +119,22 @@ def test_lost_devices_end_at_the_deadline_without_waiting(tmp_path: Path) -> Non
     assert sum(row.lost for row in history.rows) > 0
     assert max(row.seconds for row in history.rows) > 600
     assert all(row.included == row.answered for row in history.rows)
+
+
+def test_every_round_has_what_devices_measured_of_its_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(str(EXAMPLES / "numpy-sensor"))
+    monkeypatch.chdir(tmp_path)
+    for index in range(2):
+        __import__("sensor").write_readings(tmp_path / f"pump-{index}.csv", index)
+    (tmp_path / "pumps.py").write_text(PUMPS)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    task = EXAMPLES / "numpy-sensor" / "task.json"
+    asked = Settings(clients=2, task=str(task), app="pumps:pump")
+    history = simulate(asked, tmp_path / "out")
+    assert len(history.rows) == 10
+    assert all("rmse_degrees" in row.evaluation for row in history.rows)
 
 
 def test_a_task_that_was_stopped_goes_on_to_the_same_model(tmp_path: Path) -> None:
