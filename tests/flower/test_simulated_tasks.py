@@ -263,3 +263,21 @@ def test_a_private_task_says_what_it_spent_and_against_whom(
     shown = capsys.readouterr().out
     assert "by 2 of 2 participations of a device at most, 2 rounds apart; its noise is" in shown
     assert "against other devices and the public" in shown
+
+
+def test_a_clip_that_adapts_moves_in_a_simulation(tmp_path: Path) -> None:
+    privacy = {
+        "lane": "central", "clip": 0.01, "noise_multiplier": 2.5, "participations": 2,
+        "epsilon": 30.0, "adaptive": {"count_noise": 1.5, "learning_rate": 1.0},
+    }  # fmt: skip
+    changes = {
+        "rounds": 2,
+        "profiles": [{"name": "whole", "compressor": {"id": "quantize", "clip": 0.02}}],
+        "privacy": privacy,
+    }
+    history = simulate(settings(tmp_path, changes), tmp_path / "out")
+    terms = PrivacyTerms.model_validate(privacy)
+    assert [row.epsilon for row in history.rows] == pytest.approx([terms.spent(1), terms.spent(2)])
+    clips = [float(re.findall(r"clip ([0-9.e-]+),", row.privacy or "")[0]) for row in history.rows]
+    assert clips[0] == 0.01
+    assert clips[1] != clips[0]
