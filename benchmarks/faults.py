@@ -458,7 +458,7 @@ def main() -> None:
         result["rows"].append(row)
         print(json.dumps(row), flush=True)
         save(result, options.json)
-    # Uploads of the open round, which nobody fills any more, get their receipts by this.
+    # Cancelling gives the uploads of the open round their receipts.
     operator.ask("POST", f"/v1/admin/tasks/{TASK}/cancel")
     fleet.stop()
     total = {"rounds": operator.committed(), **count(operator, fleet)}

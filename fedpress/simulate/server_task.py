@@ -284,8 +284,8 @@ class ServerTask:
         closed: Callable[[Row, list[RoundStatus]], None],
         but: int = 1,
     ) -> None:
-        """Tell of the rounds that were committed since, and of what their attempts came to; not of
-        the last `but` rounds, whose models devices measure in the round after."""
+        """Report the rounds committed since the last call, except the newest `but` rounds: devices
+        measure a model in the round after."""
         last = operator.task(self.config.task).round - but
         if last <= self._reported:
             return

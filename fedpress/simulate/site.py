@@ -22,7 +22,7 @@ _LINGER_SECONDS = 2
 
 
 class Site:
-    """Lets somebody look, and nothing else, until Ctrl-C after the last round."""
+    """Serves the console to viewers until Ctrl-C after the last round."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
