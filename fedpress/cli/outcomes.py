@@ -27,6 +27,10 @@ NOT_ALLOWED = 4
 """The server does not accept the token or key, or its role may not do this."""
 INTERRUPTED = 130
 
+_PAGE = "docs/reference/errors.md"
+_DOCUMENTED = ("fedpress_compression.errors", "fedpress_protocols.errors")
+"""The modules whose error classes have a section of that page each."""
+
 _BY_CLASS: tuple[tuple[type[FedpressError], int], ...] = (
     (ConfigurationError, WRONG_USE),
     (TransportError, NO_ANSWER),
@@ -55,6 +59,24 @@ def as_family(exc: Exception) -> FedpressError | None:
     return None
 
 
+def explanation(error: FedpressError) -> str:
+    """The section of the documentation on errors of this class; empty if there is none.
+
+    A class from outside fedpress has its parent's section. The base class has none: its messages
+    are the operating system's, such as that a file does not exist.
+    """
+    for cls in type(error).__mro__:
+        if cls is FedpressError:
+            break
+        if cls.__module__ in _DOCUMENTED and issubclass(cls, FedpressError):
+            return f"{_PAGE}#{cls.slug}"
+    return ""
+
+
 def message(error: FedpressError, as_json: bool) -> str:
-    """For stderr: one sentence, or in a line the problem of RFC 9457."""
-    return json.dumps(error.to_problem()) if as_json else f"fedpress: {error}"
+    """For stderr: a sentence and the section that explains it, or in a line the problem of
+    RFC 9457, whose `type` names the same section."""
+    if as_json:
+        return json.dumps(error.to_problem())
+    section = explanation(error)
+    return f"fedpress: {error}" + (f"\n  see {section}" if section else "")
