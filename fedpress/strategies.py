@@ -1,5 +1,6 @@
 """Every strategy, and what it takes to write one."""
 
+from fedpress_compression.fixed_point import FixedPoint
 from fedpress_strategies import Aggregator, ServerOptimizer, Strategy, from_config, strategies
 from fedpress_strategies.adasum import adasum
 from fedpress_strategies.bulyan import bulyan
@@ -28,13 +29,36 @@ from fedpress_strategies.onebit_lamb import onebit_lamb
 from fedpress_strategies.qfedavg import qfedavg
 from fedpress_strategies.scaffold import scaffold
 from fedpress_strategies.spike_clipping import spike_clipping
-from fedpress_strategies.strategy import strategy
+from fedpress_strategies.strategy import (
+    ALONE,
+    NO_REPORT,
+    Delta,
+    OptimizerState,
+    Properties,
+    Report,
+    ServerSGD,
+    Tally,
+    UniformMean,
+    WeightedMean,
+    strategy,
+)
 from fedpress_strategies.trimmed_mean import trimmed_mean
 
 __all__ = [
+    "ALONE",
+    "NO_REPORT",
     "Aggregator",
+    "Delta",
+    "FixedPoint",
+    "OptimizerState",
+    "Properties",
+    "Report",
     "ServerOptimizer",
+    "ServerSGD",
     "Strategy",
+    "Tally",
+    "UniformMean",
+    "WeightedMean",
     "adasum",
     "bulyan",
     "diloco",

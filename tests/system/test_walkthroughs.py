@@ -8,8 +8,9 @@ A comment before a block says more about it, to this test and to nobody who read
     <!-- not run: REASON -->    shown, and not run
 
 Blocks without a language are shell, `python` are scripts, `text` shows output. A shell's exports
-and folder stay for the blocks that follow. The server, its folder and its port are the test's own,
-with the other options of the page's `fedpress server run`.
+and folder stay for the blocks that follow. `pip install ./FOLDER` installs a package that the page
+has written; what other lines install is here already. The server, its folder and its port are the
+test's own, with the other options of the page's `fedpress server run`.
 """
 
 from __future__ import annotations
@@ -38,10 +39,12 @@ _BLOCK = re.compile(
     re.DOTALL | re.MULTILINE,
 )
 _PATIENCE = 240.0
+_OFFLINE = "--quiet --no-index --no-build-isolation --no-deps --disable-pip-version-check"
 _REPLACED = (
     # what stands there, what runs
     (r"http://127\.0\.0\.1:8080", "{url}"),
     (r"https://fl\.example\.org", "{url}"),
+    (r"^pip install (\./\S+)$", f"'{{python}}' -m pip install {_OFFLINE} --target '{{site}}' \\1"),
     (r"^pip install .*$", ":"),
     (r"^python3? -m venv .*$", ":"),
     (r"^export FEDPRESS_ADMIN_TOKEN=.*$", ":"),
@@ -74,12 +77,15 @@ class Reader:
             (programs / name).write_text(f"#!/bin/sh\nexec '{sys.executable}' {module} \"$@\"\n")
             (programs / name).chmod(0o700)
         (folder / "home").mkdir()
+        self._site = folder / "site"
+        self._site.mkdir()
+        self._path = os.pathsep.join([str(self._site), *filter(None, sys.path)])
         self._place = folder / "reader"
         self._place.mkdir()
         self._environment = {
             **os.environ,
             "PATH": f"{programs}{os.pathsep}{os.environ['PATH']}",
-            "PYTHONPATH": os.pathsep.join([*sys.path, "."]),
+            "PYTHONPATH": f"{self._path}{os.pathsep}.",
             "HOME": str(folder / "home"),
             "OMP_NUM_THREADS": "1",  # several trainings at a time, on few cores
             "FEDPRESS_URL": server.url,
@@ -100,8 +106,9 @@ class Reader:
             file.parent.mkdir(parents=True, exist_ok=True)
             file.write_text(text.replace("http://127.0.0.1:8080", self._url))
             return
+        names = {"url": self._url, "python": sys.executable, "site": self._site}
         for pattern, new in _REPLACED:
-            text = re.sub(pattern, new.format(url=self._url), text, flags=re.MULTILINE)
+            text = re.sub(pattern, new.format(**names), text, flags=re.MULTILINE)
         assert block.language in ("", "python"), f"what is a reader to do with this?\n{block}"
         if block.language == "python":
             script = self._folder / "block.py"
@@ -130,7 +137,7 @@ class Reader:
             if name != "--data-dir"
         }
         if not self._server.is_running:
-            self._server.start(settings=settings)
+            self._server.start(settings={"PYTHONPATH": self._path, **settings})
 
     def _start(self, text: str) -> None:
         log = self._folder / f"beside-{len(self._beside)}.log"
