@@ -98,10 +98,11 @@ class ClearChannel(Channel):
 
 @dataclass(slots=True)
 class PrivateChannel(Channel):
-    """Bound the norm of what the clear channel sends to the plan's `clip`.
+    """Bound the norm of what the clear channel sends, or those of its tensors, by the plan's terms.
 
-    In the central lane that holds for the values that the server decodes: an update whose decoded
-    norm is beyond it is scaled down and compressed again, and the body of an adaptive clip says so.
+    In the central lane that holds for the values that the server decodes: what is beyond its bound,
+    the update or a tensor, is scaled down, and all compressed again; the body of an adaptive clip
+    says so.
     In the local lane the numbers are clipped and noised before they are compressed, and `sent` has
     them without noise. `clear` must have no `sections`: what it makes first may not be what is
     sent.
@@ -118,23 +119,31 @@ class PrivateChannel(Channel):
         check_values(update)
         if self.terms.lane == "local":
             return self._noised(update, state, public, rng)
-        clip, factor = self.terms.clip, 1.0
-        is_within = self._peak(update, public) <= clip  # the channel cuts single values off
+        terms, bounds = self.terms, self.terms.bounds(public.spec)
+        factors = np.ones(bounds.clips.size)
+        is_within = self._peak(update, public) <= terms.clip  # the channel cuts single values off
+        update = clipped(update, self.clear.plan)  # scaling what would be cut off has no effect
         for attempt in range(_TRIES):
-            if self.terms.adaptive is not None:
+            if terms.adaptive is not None:
                 self.clear.report = (float(is_within),)
-            within = update if factor == 1 else (update * factor).astype(np.float32)
+            within = bounds.scaled(update, factors)
             symbols, after = self.clear.compress(within, state, public, rng)
-            norm = self.clear.sent.norm
-            if norm <= clip:
+            norms = bounds.norms(self.clear.sent)
+            is_beyond = norms > bounds.clips
+            if not is_beyond.any():
                 self.body, self.sent = self.clear.body, self.clear.sent
                 return symbols, after
             is_within = False
-            factor *= 0.999 * clip / norm
-            if self.terms.adaptive is not None and attempt == _TRIES - 2:
-                factor = 0.0  # below what can be sent: the bit raises the clip, the rest is left
+            # Ever further, or values that are rounded to few steps would stay where they are.
+            shrunk = min(0.999, 1 - attempt / 25) * bounds.clips[is_beyond] / norms[is_beyond]
+            if attempt < _TRIES // 2:
+                factors[is_beyond] *= shrunk
+            else:
+                factors *= shrunk.min()  # some compressors spread a tensor's values over others
+            if terms.adaptive is not None and attempt == _TRIES - 2:
+                factors[:] = 0.0  # below what can be sent: the bit raises the clip, the rest stays
         raise InvalidUpdate(
-            f"compressed, the update's norm stays beyond the clip of {clip:g}",
+            f"compressed again and again, {bounds.excess(self.clear.sent)}",
             hint="choose a compressor that rounds less, with more bits or a smaller clip of its "
             "own, or raise privacy.clip",
         )

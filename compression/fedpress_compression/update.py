@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -75,8 +75,19 @@ class Update:
     @property
     def norm(self) -> float:
         """The L2 norm, summed in float64."""
-        squares = (np.square(piece.values, dtype=np.float64).sum() for piece in self.pieces)
-        return float(np.sqrt(sum(squares)))
+        return float(self.norms((self.size,))[0])
+
+    def norms(self, sizes: Sequence[int]) -> npt.NDArray[np.float64]:
+        """The L2 norms [n] of n parts of such `sizes`, one behind the other, summed in float64."""
+        ends = np.cumsum(np.asarray(sizes, np.int64))
+        total = np.zeros(ends.size)
+        for piece in self.pieces:
+            squares = np.square(piece.values, dtype=np.float64)
+            start = 0
+            for part, stop in _stops(piece.where, ends):
+                total[part] += squares[start:stop].sum()
+                start = stop
+        return np.sqrt(total)
 
     @property
     def num_values(self) -> int:
@@ -97,6 +108,22 @@ class Tabled:
     where: Indices
     ends: Indices
     tables: npt.NDArray[np.float32]
+
+
+def _stops(where: slice | Indices, ends: Indices) -> Iterator[tuple[int, int]]:
+    """By part with values of a piece: its number, and where these end among the piece's values."""
+    if isinstance(where, slice):
+        first, last = where.start, where.stop - 1
+    elif where.size:
+        first, last = int(where[0]), int(where[-1])
+    else:
+        return
+    begin, end = np.searchsorted(ends, [first, last], side="right").tolist()
+    if isinstance(where, slice):
+        stops = np.minimum(ends[begin : end + 1], where.stop) - where.start
+    else:
+        stops = np.searchsorted(where, ends[begin : end + 1])
+    yield from enumerate(stops.tolist(), begin)
 
 
 def _placed(piece: Piece, slices: tuple[slice, ...]) -> Iterator[Piece]:

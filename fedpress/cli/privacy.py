@@ -58,9 +58,12 @@ def privacy() -> None:
 )
 @click.option("--noise", type=click.Choice(get_args(SharedNoise)), default="discrete_gaussian",
               help="Of the distributed lane; older releases know skellam only.")  # fmt: skip
+@click.option("--per-tensor", "shares", multiple=True, metavar="PATTERN=SHARE", help="Clip each "
+              "tensor by itself, to its share of --clip; '*=1' for equal ones. The first pattern "
+              "that fits a name counts; in the central lane.")  # fmt: skip
 @as_json
 def plan(model: str, minimum: int | None, participations: int | None, fraction: float | None,
-         as_json: bool, **asked: Any) -> None:  # fmt: skip
+         shares: tuple[str, ...], as_json: bool, **asked: Any) -> None:  # fmt: skip
     """Find the noise that keeps an epsilon, predict bits and error, and print the terms."""
     from fedpress.planning.privacy import PrivateTask, planned
     from fedpress.planning.situation import model_of
@@ -69,7 +72,8 @@ def plan(model: str, minimum: int | None, participations: int | None, fraction: 
     least = math.ceil(0.8 * asked["cohort"]) if minimum is None else minimum
     enough = math.ceil(asked["rounds"] * asked["cohort"] / asked["population"])
     task = PrivateTask(
-        size=spec.size,
+        model=spec,
+        per_tensor=tuple(map(_share, shares)),
         minimum=max(3 if asked["lane"] == "distributed" else 2, least),
         participations=participations or enough,
         fraction=fraction or (0.05 if asked["separation"] == 1 else 1.0),
@@ -77,6 +81,21 @@ def plan(model: str, minimum: int | None, participations: int | None, fraction: 
     )
     found = planned(task)
     echo(found, _lines(task, found), as_json=as_json)
+
+
+def _share(text: str) -> tuple[str, float]:
+    pattern, _, share = text.rpartition("=")
+    try:
+        number = float(share)
+    except ValueError:
+        number = 0.0
+    if not pattern or not 1e-6 <= number <= 1e6:
+        raise click.BadParameter(
+            f"{text!r}, expected a pattern of tensors' names and a share in 1e-6 to 1e6, such as "
+            "'*.bias=1'",
+            param_hint="--per-tensor",
+        )
+    return pattern, number
 
 
 def _lines(task: PrivateTask, plan: PrivacyPlan) -> Iterator[str]:
@@ -96,6 +115,10 @@ def _lines(task: PrivateTask, plan: PrivacyPlan) -> Iterator[str]:
         pairs.append(("clip", f"adapts to the {terms.adaptive.quantile:g} quantile of the norms, "
                       f"by a count with noise of {terms.adaptive.count_noise:g} devices; the error "
                       "is that at the first"))  # fmt: skip
+    if plan.tensor_clips:
+        clips = plan.tensor_clips.values()
+        pairs.append(("clips", f"{min(clips):.4g} to {max(clips):.4g} for each of {len(clips)} "
+                      f"tensors by itself, {terms.clip:g} for all together"))  # fmt: skip
     if terms.bands > 1:
         pairs.insert(1, ("correlated", f"over {terms.bands} rounds; a device rests until "
                          f"{terms.separation} rounds after its last one"))  # fmt: skip

@@ -205,6 +205,8 @@ def privacy_spent(status: PrivacyStatus) -> str:
     clip = ""
     if status.quantile is not None:
         clip = f"; clip {status.clip:.3g}, by the {status.quantile:g} quantile of norms"
+    if status.per_tensor:
+        clip = f"; clip {status.clip:.3g}, of which each tensor has its share"
     return (
         f"epsilon {status.epsilon:.3g} of {status.max_epsilon:g} at delta {status.delta:g}, by "
         f"{status.participations} of {status.max_participations} participations of a device at "

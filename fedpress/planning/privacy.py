@@ -24,6 +24,7 @@ from fedpress_protocols.plan import (
 )
 from fedpress_protocols.privacy import accounting, correlated
 from fedpress_protocols.privacy.accounting import PrivacyLane, SharedNoise, participation
+from fedpress_protocols.privacy.clipping import Shares
 from fedpress_protocols.privacy.grid import grid_of
 from fedpress_protocols.upload import max_body_bytes
 
@@ -40,8 +41,7 @@ class PrivateTask(BaseModel):
 
     model_config = ConfigDict(frozen=True)
 
-    size: int
-    """Parameters of the model."""
+    model: ModelSpec
     fraction: float
     """Share of the parameters that is sent."""
     cohort: int
@@ -62,6 +62,13 @@ class PrivateTask(BaseModel):
     separation: int = 1
     """Rounds between two participations of a device; in the central lane the noise of more than 1
     is correlated over rounds."""
+    per_tensor: Shares = ()
+    """In the central lane: of the clip, by pattern of tensors' names; see PrivacyTerms."""
+
+    @property
+    def size(self) -> int:
+        """Parameters of the model."""
+        return self.model.size
 
 
 class PrivacyPlan(BaseModel):
@@ -76,6 +83,8 @@ class PrivacyPlan(BaseModel):
     """
 
     privacy: PrivacyTerms
+    tensor_clips: dict[str, float] = {}
+    """By tensor the largest norm of what is sent of it, where each has one of its own."""
     masking: MaskingTerms | None = None
     compressor: dict[str, Any]
     numbers_sent: int
@@ -113,6 +122,7 @@ def planned(task: PrivateTask) -> PrivacyPlan:
             f"{task.participations:,} participations of a device, more than {MAX_PARTICIPATIONS:,}",
             hint="raise --population, or lower --rounds",
         )
+    _check_clips(task)
     bands = _bands(task)
     noise = accounting.noise_multiplier_for(
         task.epsilon,
@@ -131,8 +141,17 @@ def planned(task: PrivateTask) -> PrivacyPlan:
         separation=task.separation if bands > 1 else 1,
         noise=task.noise if task.lane == "distributed" else "skellam",
         adaptive=_adaptive(task, noise),
+        per_tensor=task.per_tensor,
     )
     return _masked(task, terms) if terms.needs_masks else _clear(task, terms)
+
+
+def _check_clips(task: PrivateTask) -> None:
+    if task.per_tensor and (task.lane != "central" or task.quantile is not None):
+        raise ConfigurationError(
+            "tensors have clips of their own in the central lane only, and no adaptive ones",
+            hint="choose --lane central and leave --quantile out, or leave --per-tensor out",
+        )
 
 
 def _adaptive(task: PrivateTask, noise: float) -> AdaptiveClip | None:
@@ -216,9 +235,13 @@ def _masked(task: PrivateTask, terms: PrivacyTerms) -> PrivacyPlan:
 
 def _clear(task: PrivateTask, terms: PrivacyTerms) -> PrivacyPlan:
     numbers, noise = math.ceil(task.fraction * task.size), terms.update_multiplier * terms.clip
+    bounds = terms.bounds(task.model)
     if terms.lane == "central":
         drawn = noise * math.sqrt(numbers) / task.cohort
-        largest = min(task.clip, _TYPICAL * task.clip / math.sqrt(numbers))
+        largest = max(
+            min(clip, _TYPICAL * clip / math.sqrt(max(1, math.ceil(task.fraction * size))))
+            for clip, size in zip(bounds.clips.tolist(), bounds.sizes, strict=True)
+        )
         if terms.adaptive is not None:
             largest *= _ROOM
     else:
@@ -233,6 +256,9 @@ def _clear(task: PrivateTask, terms: PrivacyTerms) -> PrivacyPlan:
     body_bytes = max_body_bytes(from_config(compressor).layout(spec))
     return PrivacyPlan(
         privacy=terms,
+        tensor_clips=dict(zip(bounds.names, bounds.clips.tolist(), strict=True))
+        if terms.per_tensor
+        else {},
         compressor=compressor,
         numbers_sent=numbers,
         bits_per_parameter=8 * body_bytes / task.size,

@@ -488,12 +488,15 @@ class PrivacyStatus(Term):
     separation: int = 1
     quantile: float | None = None
     """That the clip follows; left out where it is fixed. `clip` is the round's."""
+    per_tensor: bool = False
+    """Whether each tensor has its share of `clip`; left out where it has none."""
     against: str
 
     @model_serializer(mode="wrap")
     def _without_defaults(self, serialize: SerializerFunctionWrapHandler) -> dict[str, Any]:
         fields: dict[str, Any] = serialize(self)
-        for name, usual in (("bands", 1), ("separation", 1), ("quantile", None)):
+        defaults = {"bands": 1, "separation": 1, "quantile": None, "per_tensor": False}
+        for name, usual in defaults.items():
             if fields.get(name, ...) == usual:
                 del fields[name]
         return fields

@@ -40,6 +40,7 @@ from fedpress_protocols.masking.graph import Adversary, honest_survivors, parame
 from fedpress_protocols.masking.keystream import Suite
 from fedpress_protocols.privacy import accounting, correlated, gaussian
 from fedpress_protocols.privacy.accounting import Cost, PrivacyLane, SharedNoise, participation
+from fedpress_protocols.privacy.clipping import Bounds
 from fedpress_protocols.upload import (
     MAX_REPORTS,
     REPORT_BYTES,
@@ -241,6 +242,7 @@ class MaskingTerms(Term):
 
 MAX_PARTICIPATIONS = 2**20
 """Maximum participations of a device in a private task."""
+Share = Annotated[float, Field(ge=1e-6, le=1e6)]
 MIN_CLIP, MAX_CLIP = 1e-9, 2.0**20
 CLIP_SPAN = 2.0**10
 """An adaptive clip stays within this factor of the task's, both ways."""
@@ -294,6 +296,9 @@ class PrivacyTerms(Term):
 
     With `adaptive` terms the server chooses each round's clip by a count that has noise too. A
     participation then spends on both together what `noise_multiplier` says.
+
+    By `per_tensor` each tensor has a bound of its own, in proportion to its share; the root of the
+    sum of their squares is `clip`, see `clipping`.
     """
 
     lane: PrivacyLane = "distributed"
@@ -311,6 +316,8 @@ class PrivacyTerms(Term):
     """Left out where it is None: older releases do not know it."""
     noise: SharedNoise = "skellam"
     """Left out where it is `skellam`: older releases know no other."""
+    per_tensor: Annotated[tuple[tuple[Pattern, Share], ...], Field(max_length=256)] = ()
+    """Left out where it is empty: older releases do not know it."""
 
     @model_serializer(mode="wrap")
     def _without_defaults(self, serialize: SerializerFunctionWrapHandler) -> dict[str, Any]:
@@ -320,6 +327,8 @@ class PrivacyTerms(Term):
         for name, value in usual.items():
             if fields.get(name, ...) == value:
                 del fields[name]
+        if not fields.get("per_tensor", ...):
+            del fields["per_tensor"]
         return fields
 
     @property
@@ -339,6 +348,11 @@ class PrivacyTerms(Term):
     def with_clip(self, clip: float) -> PrivacyTerms:
         """These terms in a round whose clip is this."""
         return self.model_copy(update={"clip": clip})
+
+    def bounds(self, spec: ModelSpec) -> Bounds:
+        """The largest norms of what a device sends, of an update over `spec`; raises
+        IncompatiblePlan where the patterns of `per_tensor` do not fit its tensors."""
+        return Bounds.of(self.clip, self.per_tensor, spec)
 
     @property
     def needs_masks(self) -> bool:
@@ -414,6 +428,23 @@ class PrivacyTerms(Term):
                 f"{self.noise_multiplier:g} allows in a round; set adaptive.count_noise to more "
                 f"than {least:g}, such as {2.5 * self.noise_multiplier:g}, which leaves the noise "
                 "of updates 2 % larger, or raise epsilon"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _can_clip_tensors(self) -> PrivacyTerms:
+        if not self.per_tensor:
+            return self
+        if self.lane != "central":
+            raise ValueError(
+                f"per_tensor clips in the {self.lane} lane, where a device clips and rounds all "
+                "that it sends as one vector; set lane to central, or leave per_tensor out"
+            )
+        if self.adaptive is not None:
+            raise ValueError(
+                "per_tensor clips with an adaptive clip: a device's one bit tells whether the "
+                "whole update was within the clip, and says nothing of single tensors; leave "
+                "per_tensor out, or adaptive"
             )
         return self
 

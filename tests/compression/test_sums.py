@@ -45,6 +45,30 @@ def test_parts_find_their_place_in_the_whole() -> None:
     assert middle.placed(slices, 10).dense().tolist() == [0, 0, 0, 8, 0, 0, 0, 9, 0, 0]
 
 
+@given(st.lists(st.integers(0, 6), max_size=8), st.data())
+def test_parts_have_the_norms_of_the_whole_vector_s(sizes: list[int], data: st.DataObject) -> None:
+    """In pieces that are ranges or coordinates, across the parts' ends, or missing."""
+    size = sum(sizes)
+    ends = data.draw(st.lists(st.integers(0, size), max_size=5).map(sorted))
+    values = np.random.default_rng(len(ends)).standard_normal(size).astype(np.float32)
+    pieces = []
+    for start, stop in zip([0, *ends], [*ends, size], strict=True):
+        kind = data.draw(st.sampled_from(["range", "coordinates", "missing"]))
+        if kind == "missing":
+            values[start:stop] = 0
+        elif kind == "range":
+            pieces.append(Piece(slice(start, stop), values[start:stop].copy()))
+        else:
+            taken = sorted(data.draw(st.sets(st.integers(start, stop - 1)))) if start < stop else []
+            left = sorted(set(range(start, stop)).difference(taken))
+            values[left] = 0
+            pieces.append(Piece(np.array(taken, np.int64), values[taken]))
+    update = Update(size, tuple(pieces))
+    parts = np.split(update.dense().astype(np.float64), np.cumsum(sizes)[:-1]) if sizes else []
+    assert update.norms(sizes) == pytest.approx(np.array([np.linalg.norm(part) for part in parts]))
+    assert update.norm == pytest.approx(np.linalg.norm(values.astype(np.float64)))
+
+
 @given(st.permutations(range(8)))
 def test_the_sum_does_not_depend_on_order(order: list[int]) -> None:
     def total(numbers: Any) -> bytes:

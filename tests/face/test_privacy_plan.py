@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -26,8 +27,9 @@ from tests.protocols.test_masked_payload import plan_fields
 from tests.server.in_process import Server
 
 ASKED = ["privacy", "plan", "20k", "--epsilon", "8", "--clip", "0.5", "--population", "1000"]
+MODEL = ModelSpec((TensorSpec("w", (100, 190)), TensorSpec("b", (1000,))))
 TASK: dict[str, Any] = {
-    "size": 20_000, "fraction": 0.05, "cohort": 20, "minimum": 15, "population": 200, "rounds": 50,
+    "model": MODEL, "fraction": 0.05, "cohort": 20, "minimum": 15, "population": 200, "rounds": 50,
     "participations": 5, "epsilon": 6.0, "delta": 1e-5, "clip": 0.5, "corrupt": 0.1,
     "adversary": "malicious",
 }  # fmt: skip
@@ -50,17 +52,26 @@ def test_the_printed_task_is_one_that_a_server_takes() -> None:
         ("central", "and not the server", []),
         ("central", "and not the server", ["--separation", "10"]),
         ("central", "and not the server", ["--quantile", "0.3"]),
+        ("central", "and not the server", ["--per-tensor", "w=1", "--per-tensor", "*=3"]),
         ("local", "any server, other devices, and the public", []),
     ],
 )
 def test_a_printed_task_of_the_clear_lane_is_one_that_a_server_takes(
-    lane: str, against: str, more: list[str], server: Server
+    lane: str, against: str, more: list[str], server: Server, tmp_path: Path
 ) -> None:
-    model = Model.from_tensors({"w": np.zeros((200, 100), np.float32)})
-    printed = said(CliRunner().invoke(app, [*ASKED, "--lane", lane, *more]))
+    tensors = {"w": np.zeros((200, 90), np.float32), "b": np.zeros(2000, np.float32)}
+    model = Model.from_tensors(tensors)
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(model.to_bytes())
+    asked = [*ASKED[:2], str(path), *ASKED[3:]]
+    printed = said(CliRunner().invoke(app, [*asked, "--lane", lane, *more]))
     assert against in printed
     assert ("correlated  over 6 rounds" in printed) == ("--separation" in more)
     assert ("adapts to the 0.3 quantile" in printed) == ("--quantile" in more)
+    clips = "clips       0.1581 to 0.4743 for each of 2 tensors by itself, 0.5 for all together"
+    assert (clips in " ".join(printed.split()).replace("clips ", "clips       ")) == (
+        "--per-tensor" in more
+    )
     block = json.loads("{" + printed.split("configuration:\n")[1] + "}")
     assert block["privacy"]["lane"] == lane
     assert "masking" not in block
@@ -105,10 +116,31 @@ def test_the_noise_of_an_adaptive_clip_pays_for_the_count() -> None:
     assert moves.compressor["clip"] > fixed.compressor["clip"]
 
 
+def test_clips_of_tensors_are_those_of_the_terms_and_the_noise_is_that_of_the_clip() -> None:
+    central = {**TASK, "lane": "central", "fraction": 1.0}
+    whole, each = (
+        planned(PrivateTask(**central, per_tensor=shares)) for shares in ((), (("*", 1),))
+    )
+    assert whole.tensor_clips == {}
+    assert each.tensor_clips == pytest.approx({"w": 0.5 / math.sqrt(2), "b": 0.5 / math.sqrt(2)})
+    assert list(each.tensor_clips.values()) == each.privacy.bounds(MODEL).clips.tolist()
+    assert each.privacy.noise_multiplier == whole.privacy.noise_multiplier
+    assert (each.noise_norm, each.task_epsilon) == (whole.noise_norm, whole.task_epsilon)
+    # the range is that of the tensor whose numbers may be largest, b
+    assert each.compressor["clip"] == pytest.approx(8 * 0.5 / math.sqrt(2 * 1000), rel=0.05)
+
+
+@pytest.mark.parametrize("share", ["w", "=1", "w=0", "w=much"])
+def test_a_share_of_the_clip_is_a_pattern_and_a_number(share: str) -> None:
+    result = CliRunner().invoke(app, [*ASKED, "--lane", "central", "--per-tensor", share])
+    assert result.exit_code == 2
+    assert "expected a pattern of tensors' names and a share" in result.output
+
+
 @pytest.mark.parametrize("noise", ["discrete_gaussian", "skellam"])
 def test_bits_and_noise_are_those_of_the_real_payload(noise: str) -> None:
     plan = planned(PrivateTask(**TASK, noise=noise))
-    spec = ModelSpec((TensorSpec("w", (100, 200)),))
+    spec = MODEL
     fields = plan_fields(
         {"id": "shared_support", "fraction": 0.05},
         cohort={"size": 20, "minimum": 15},
@@ -143,6 +175,15 @@ def test_figures_as_json() -> None:
         ({"epsilon": 1e-6}, "raise epsilon"),
         ({"rounds": 10**8, "participations": 10**7}, "raise --population, or lower --rounds"),
         ({"separation": 10}, "choose --lane central, or leave --separation out"),
+        ({"per_tensor": (("*", 1.0),)}, "choose --lane central and leave --quantile out"),
+        (
+            {"per_tensor": (("*", 1.0),), "lane": "central", "quantile": 0.5},
+            "or leave --per-tensor out",
+        ),
+        (
+            {"per_tensor": (("w", 1.0),), "lane": "central"},
+            "fits the tensor 'b', which would have no bound",
+        ),
         ({"quantile": 0.5}, "choose --lane central and leave --separation out"),
         ({"separation": 10, "lane": "central"}, "set --fraction 1, or leave --separation out"),
         (

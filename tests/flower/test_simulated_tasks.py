@@ -22,7 +22,7 @@ from fedpress.simulate.run import TASK, Settings, run, simulate, sweep
 from fedpress.simulate.screen import print_summary
 from fedpress.simulate.site import Site
 from fedpress_compression.compressor import to_config
-from fedpress_protocols.errors import ConfigurationError
+from fedpress_protocols.errors import ConfigurationError, FedpressError
 from fedpress_protocols.plan import PrivacyTerms
 from tests.flower.test_simulate import QUICK, model_over_http
 
@@ -281,3 +281,23 @@ def test_a_clip_that_adapts_moves_in_a_simulation(tmp_path: Path) -> None:
     clips = [float(re.findall(r"clip ([0-9.e-]+),", row.privacy or "")[0]) for row in history.rows]
     assert clips[0] == 0.01
     assert clips[1] != clips[0]
+
+
+def test_clips_of_tensors_hold_in_a_simulation(tmp_path: Path) -> None:
+    privacy = {
+        "lane": "central", "clip": 0.5, "noise_multiplier": 2.5, "participations": 2,
+        "epsilon": 30.0, "per_tensor": [["*weight", 3], ["*", 1]],
+    }  # fmt: skip
+    changes = {
+        "rounds": 2,
+        "profiles": [{"name": "whole", "compressor": {"id": "quantize", "clip": 0.02}}],
+        "privacy": privacy,
+    }
+    history = simulate(settings(tmp_path, changes), tmp_path / "out")
+    terms = PrivacyTerms.model_validate(privacy)
+    assert [row.epsilon for row in history.rows] == pytest.approx([terms.spent(1), terms.spent(2)])
+    assert [row.included for row in history.rows] == [4, 4]
+    assert "clip 0.5, of which each tensor has its share" in (history.rows[-1].privacy or "")
+    only = {**changes, "privacy": {**privacy, "per_tensor": [["*weight", 1]]}}
+    with pytest.raises(FedpressError, match="which would have no bound"):
+        simulate(settings(tmp_path, only), tmp_path / "other")

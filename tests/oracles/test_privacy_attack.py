@@ -14,6 +14,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from functools import lru_cache
 from types import SimpleNamespace
 from typing import Any
@@ -26,11 +27,12 @@ from fedpress_client import channels as channels_module
 from fedpress_client.channels import PrivateChannel
 from fedpress_client.ledger import Ledger
 from fedpress_compression.compressor import Knowledge
-from fedpress_compression.tensors import Vector
+from fedpress_compression.tensors import ModelSpec, Vector
 from fedpress_protocols.masking import payload as payload_module
 from fedpress_protocols.masking.payload import Payload
 from fedpress_protocols.plan import PrivacyTerms, RoundPlan
 from fedpress_protocols.privacy import correlated, discrete_gaussian, gaussian, skellam
+from fedpress_protocols.privacy.clipping import Bounds, Shares
 from fedpress_protocols.privacy.grid import Grid, NarrowGrid
 from fedpress_server.aggregation import private
 from fedpress_server.aggregation.accumulate import (
@@ -177,14 +179,18 @@ def test_a_sum_tells_no_more_than_is_claimed_in_many_runs() -> None:
 # Noise in the clear lane
 
 
-def clear_scores(lane: str, runs: int, *, takes_part: bool) -> np.ndarray:
+PER_TENSOR = (("w", 2.0), ("b", 0.5), ("conv", 1.0))
+
+
+def clear_scores(lane: str, runs: int, *, takes_part: bool, per_tensor: Shares = ()) -> np.ndarray:
     """As `scores`, of means that a server makes of the bodies of real ledgers: of two devices in
     the central lane, whose bodies are without noise and the same in all runs; of the victim alone
-    in the local lane, where the server is the adversary."""
+    in the local lane, where the server is the adversary. The canary is three times as long as is
+    allowed, in each part that has a bound."""
     devices = 2 if lane == "central" else 1
     plan = made_plan(
         {"id": "error_feedback", "inner": {**SHARED, "clip": 1.0}},
-        privacy={**CLAIM, "lane": lane},
+        privacy={**CLAIM, "lane": lane, "per_tensor": per_tensor},
         lane="clear",
         masking=None,
         cohort={"size": devices, "minimum": devices},
@@ -201,7 +207,11 @@ def clear_scores(lane: str, runs: int, *, takes_part: bool) -> np.ndarray:
     vars(terms)["public"] = plan.public(SPEC, knowledge)
     support = plan.profiles[0].compressor.lossy.support(terms.public)
     canary = np.zeros(SPEC.size, np.float32)
-    canary[support] = 3 * CLAIM["clip"] / math.sqrt(support.size)
+    shares, whole = dict(per_tensor), math.hypot(*(share for _, share in per_tensor))
+    for name, where in SPEC.slices.items() if per_tensor else {"": slice(0, SPEC.size)}.items():
+        part = support[(support >= where.start) & (support < where.stop)]
+        length = CLAIM["clip"] * (shares[name] / whole if per_tensor else 1)
+        canary[part] = 3 * length / math.sqrt(part.size)
     direction = canary / np.linalg.norm(canary)
     updates = [canary if takes_part else np.zeros_like(canary), np.zeros_like(canary)]
     found, rng = np.empty(runs), np.random.default_rng([takes_part, 3])
@@ -226,9 +236,9 @@ def clear_scores(lane: str, runs: int, *, takes_part: bool) -> np.ndarray:
     return found
 
 
-def least_epsilon_in_clear(lane: str, runs: int) -> float:
-    without = clear_scores(lane, runs, takes_part=False)
-    return shown(without, clear_scores(lane, runs, takes_part=True))
+def least_epsilon_in_clear(lane: str, runs: int, per_tensor: Shares = ()) -> float:
+    without = clear_scores(lane, runs, takes_part=False, per_tensor=per_tensor)
+    return shown(without, clear_scores(lane, runs, takes_part=True, per_tensor=per_tensor))
 
 
 def _gaussian_halved(patch: pytest.MonkeyPatch) -> None:
@@ -281,6 +291,41 @@ def test_the_attack_finds_a_broken_build_in_clear(
 ) -> None:
     breaks(monkeypatch)
     assert least_epsilon_in_clear(lane, runs) > claim(lane)
+
+
+def _each_tensor_clipped_to_the_whole(patch: pytest.MonkeyPatch) -> None:
+    exact = Bounds.of.__func__  # type: ignore[attr-defined]
+
+    def of(cls: type[Bounds], clip: float, shares: Shares, spec: ModelSpec) -> Bounds:
+        bounds: Bounds = exact(cls, clip, shares, spec)
+        return replace(bounds, clips=np.full(bounds.clips.size, clip))
+
+    patch.setattr(Bounds, "of", classmethod(of))
+
+
+def _one_tensor_not_clipped(patch: pytest.MonkeyPatch) -> None:
+    exact = Bounds.norms
+    patch.setattr(Bounds, "norms", lambda bounds, update: exact(bounds, update) * [0, 1, 1])
+
+
+def test_tensors_with_clips_of_their_own_tell_no_more_than_is_claimed() -> None:
+    assert 2.0 < least_epsilon_in_clear("central", 500, PER_TENSOR) < claim("central")
+
+
+@pytest.mark.parametrize(
+    ("breaks", "runs"),
+    [
+        (_norm_unbounded, 100),
+        (_each_tensor_clipped_to_the_whole, 400),
+        (_one_tensor_not_clipped, 150),
+        (_gaussian_halved, 250),
+    ],
+)
+def test_the_attack_finds_a_broken_build_with_clips_of_tensors(
+    breaks: Callable[[pytest.MonkeyPatch], None], runs: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    breaks(monkeypatch)
+    assert least_epsilon_in_clear("central", runs, PER_TENSOR) > claim("central")
 
 
 # Correlated noise, over all rounds of a task

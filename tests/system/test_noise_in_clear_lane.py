@@ -226,6 +226,40 @@ def test_an_upload_beyond_the_clip_is_refused_where_it_comes_in(make: Callable[.
     device.upload(assignment.assignment, device.body_for(assignment, update / np.float32(4)))
 
 
+def test_tensors_are_clipped_one_by_one_and_checked_where_they_come_in(tmp_path: Path) -> None:
+    world = World(tmp_path, Clock())
+    try:
+        tensors = {"w": np.zeros((6, 5), np.float32), "b": np.ones(10, np.float32)}
+        world.model = Model.from_tensors(tensors)
+        privacy = {"clip": 0.05, "per_tensor": [["b", 3], ["*", 4]]}
+        whole = {"id": "error_feedback", "inner": {"id": "none"}}
+        profiles = [{"name": "whole", "compressor": whole}]
+        begin(world, privacy=privacy, profiles=profiles, rounds=1)
+        forger = Device(world.server, world.clock)
+        forger.enrol(world.operator.token())
+        assignment = forger.assignment("digits")
+        slices, update = world.model.spec.slices, np.zeros(40, np.float32)
+        update[slices["b"].start] = 0.0301  # within the clip, not within 3/5 of it
+        with pytest.raises(InvalidUpdate, match=r"norm of tensor 'b' is 0\.0301.*clip of 0\.03"):
+            forger.upload(assignment.assignment, forger.body_for(assignment, update))
+        forger.upload(assignment.assignment, forger.body_for(assignment, np.float32(0.99) * update))
+        enrol(world, 3)
+        world.drive()
+        (status,) = world.statuses
+        assert (status.state, status.included) == ("committed", 4)
+        assert status.privacy is not None
+        assert status.privacy.per_tensor
+        for each in sent(world):
+            norms = {name: np.linalg.norm(each[where]) for name, where in slices.items()}
+            assert 0.9 * 0.03 < norms["b"] <= 0.03
+            assert 0.9 * 0.04 < norms["w"] <= 0.04
+        world.check_conserved()
+        with pytest.raises(FedpressError, match="fits the tensor 'w', which would have no bound"):
+            begin(world, privacy={"per_tensor": [["b", 1]]}, task="other")
+    finally:
+        world.stop()
+
+
 def test_a_device_that_requires_privacy_trusts_no_server_by_default(
     make: Callable[..., World],
 ) -> None:

@@ -108,7 +108,7 @@ def adapted_clip(
 
 def check_private_strategy(terms: RoundTerms, strategy: Strategy) -> None:
     """Raise IncompatiblePlan unless the sum of the plan's uploads is all that the strategy needs,
-    and its steps are fine enough for the clip."""
+    its steps are fine enough for the clip, and clips of tensors fit the model."""
     plan, privacy = terms.plan, terms.plan.privacy
     if privacy is None or not has_own_noise(plan):
         return
@@ -126,6 +126,7 @@ def check_private_strategy(terms: RoundTerms, strategy: Strategy) -> None:
             f"{step:.3g}",
             hint="raise privacy.clip, or lower noise_multiplier or cohort.size",
         )
+    privacy.bounds(terms.shared)
     if privacy.bands > 1:
         gaussian.check_deviation(_drawn(plan, privacy, size)[0])
 

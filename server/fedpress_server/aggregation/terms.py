@@ -20,6 +20,7 @@ from fedpress_protocols.errors import InvalidUpdate, ServerError
 from fedpress_protocols.masking.payload import Payload
 from fedpress_protocols.model import Model
 from fedpress_protocols.plan import RoundPlan
+from fedpress_protocols.privacy.clipping import Bounds
 from fedpress_protocols.upload import Upload
 from fedpress_server.storage.files import (
     artefact_name,
@@ -62,6 +63,13 @@ class RoundTerms:
             for kind, digest in self.plan.sources.items()
         }
         return self.plan.public(self.spec, values)
+
+    @cached_property
+    def bounds(self) -> Bounds | None:
+        """On the norms of uploads that the server adds noise to; None where it adds none. Raises
+        IncompatiblePlan where the terms do not fit the model."""
+        terms = self.plan.privacy
+        return None if terms is None or terms.lane != "central" else terms.bounds(self.shared)
 
     @cached_property
     def payload(self) -> Payload:
@@ -141,12 +149,11 @@ class RoundTerms:
             raise InvalidUpdate(f"num_examples is {num_examples}, expected at most {maximum}")
 
     def _check_norm(self, update: Update) -> None:
-        terms = self.plan.privacy
-        if terms is None or terms.lane != "central":
+        if self.bounds is None:
             return
-        if update.norm > terms.clip * (1 + NORM_TOLERANCE):
+        if excess := self.bounds.excess(update, NORM_TOLERANCE):
             raise InvalidUpdate(
-                f"the update's norm is {update.norm:g}, larger than the clip of {terms.clip:g}",
+                excess,
                 hint="the device does not keep the task's privacy terms; nothing was counted",
             )
 

@@ -142,5 +142,6 @@ def _status(plan: RoundPlan, participations: int) -> PrivacyStatus | None:
         bands=terms.bands,
         separation=terms.separation,
         quantile=None if terms.adaptive is None else terms.adaptive.quantile,
+        per_tensor=bool(terms.per_tensor),
         against=plan.private_against,
     )
