@@ -1,9 +1,10 @@
-# Sourced by tests/compose/run where OLD names a commit of an older schema: docs/operations/upgrade.md with that
-# release's own compose file and image, in the midst of a task, while devices go on.
-say "the release of $OLD"
-old=$scratch/old
+# Sourced by tests/compose/run for each commit in OLD: docs/operations/upgrade.md with that release's own compose
+# file and image, in the midst of a task, while devices go on. Where its schema is an older one, servers of now
+# refuse to start before the migration, and servers of then after it.
+say "the release of $commit"
+old=$scratch/old-$(git rev-parse --short "$commit")
 mkdir "$old"
-git archive "$OLD" | tar -x -C "$old"
+git archive "$commit" | tar -x -C "$old"
 # shellcheck disable=SC2086
 docker build ${BUILD:-} -q -f "$old/server/Dockerfile" -t fedpress-server:old "$old" >/dev/null
 # shellcheck disable=SC2086
@@ -16,20 +17,25 @@ docker build ${BUILD:-} -q -f "$old/server/Dockerfile" -t fedpress-demo:old --bu
 old_compose() { docker compose --progress quiet --project-directory "$old" -f "$old/docker-compose.yml" -f "$scratch/old.yml" "$@"; }
 old_compose --profile demo up -d
 until_true 180 "round 4" at_least 4
-old_compose run --rm -T --no-deps -v "$scratch/backups:/backups" worker backup /backups/before.tar
-backups_of verify /backups/before.tar
+old_compose run --rm -T --no-deps -v "$scratch/backups:/backups" worker backup "/backups/${old##*/}.tar"
+backups_of verify "/backups/${old##*/}.tar"
 
 say "$(committed) rounds are committed: the release of now"
 compose stop api worker scheduler
 before=$(schema)
-refuses api
+is_older() { ! git diff --quiet "$commit" -- server/fedpress_server/migrations/versions; }
+if is_older; then refuses api; fi
 compose up -d --wait
 compose logs --no-log-prefix migrate
-[ "$(schema)" != "$before" ] || fail "$OLD has the schema of now: nothing was upgraded"
 at=$(committed)
-until_true 120 "three rounds more with devices of $OLD" at_least $((at + 3))
-if old_compose run --rm -T --no-deps api >"$scratch/refused" 2>&1; then fail "an older server took the database"; fi
-grep -h 'the database has schema' "$scratch/refused" || fail "an older server: $(tail -n 3 "$scratch/refused")"
+until_true 120 "three rounds more with devices of $commit" at_least $((at + 3))
+if is_older; then
+  [ "$(schema)" != "$before" ] || fail "the schema is still $before: nothing was upgraded"
+  if old_compose run --rm -T --no-deps api >"$scratch/refused" 2>&1; then fail "an older server took the database"; fi
+  grep -h 'the database has schema' "$scratch/refused" || fail "an older server: $(tail -n 3 "$scratch/refused")"
+else
+  [ "$(schema)" = "$before" ] || fail "the schema was $before, is $(schema), and no migration is new"
+fi
 compose --profile demo up -d device
 until_true 180 "the task's end" at_least 30
 ask /v1/tasks/digits | field '"task", d["task"], d["state"], "round", d["round"]'
