@@ -15,6 +15,9 @@ docker build ${BUILD:-} -q -f "$old/server/Dockerfile" -t fedpress-demo:old --bu
   for service in open-task device; do echo "  $service: {image: fedpress-demo:old}"; done
 } > "$scratch/old.yml"
 old_compose() { docker compose --progress quiet --project-directory "$old" -f "$old/docker-compose.yml" -f "$scratch/old.yml" "$@"; }
+old_compose up -d --wait
+field '__import__("json").dumps({**d, "rounds": 10_000})' < "$old/examples/compose/task.json" > "$scratch/task.json"
+old_compose --profile demo run --rm -T --no-deps -v "$scratch/task.json:/app/task.json:ro" open-task
 old_compose --profile demo up -d
 until_true 180 "round 4" at_least 4
 old_compose run --rm -T --no-deps -v "$scratch/backups:/backups" worker backup "/backups/${old##*/}.tar"
@@ -37,5 +40,10 @@ else
   [ "$(schema)" = "$before" ] || fail "the schema was $before, is $(schema), and no migration is new"
 fi
 compose --profile demo up -d device
-until_true 180 "the task's end" at_least 30
-ask /v1/tasks/digits | field '"task", d["task"], d["state"], "round", d["round"]'
+at=$(committed)
+until_true 120 "three rounds more with devices of now" at_least $((at + 3))
+command_of task cancel digits --why "upgraded" | grep -E '^(state|rounds)'
+ask /v1/tasks/digits/rounds | field '"attempts:", len(d), "committed:", sum(r["state"] == "committed" for r in d), "abandoned:", [(r["round"], r.get("reason")) for r in d if r["state"] == "abandoned"]'
+until_true 60 "the devices' end" devices_end
+grep -oE 'task digits cancelled: [^;]*' "$scratch/devices"
+if grep -E 'task digits cancelled: .* [1-9][0-9]* pending' "$scratch/devices"; then fail "a device has an upload without an outcome"; fi
