@@ -14,12 +14,14 @@ from click.testing import CliRunner
 
 from fedpress.cli import app
 from fedpress.planning.privacy import PrivateTask, planned
+from fedpress_compression.compressor import from_config
 from fedpress_compression.tensors import ModelSpec, TensorSpec
 from fedpress_protocols.errors import ConfigurationError
 from fedpress_protocols.masking.payload import Payload
 from fedpress_protocols.messages import TaskConfig
 from fedpress_protocols.model import Model
 from fedpress_protocols.plan import RoundPlan
+from fedpress_protocols.upload import max_body_bytes
 from tests.devices import Operator
 from tests.face.commands import Command, said
 from tests.masked import masked_task
@@ -95,6 +97,29 @@ def test_noise_in_the_clear_lane_is_that_of_the_real_terms() -> None:
     assert central.masking is None
 
 
+def test_bytes_and_range_of_the_clear_lane_are_those_of_its_compressor() -> None:
+    """A coordinate of an update within the clip is clip / sqrt(n) in the mean; noise has no end."""
+    central, local, few = (
+        planned(PrivateTask(**{**TASK, **changes}))
+        for changes in (
+            {"lane": "central"},
+            {"lane": "local"},
+            {"lane": "central", "fraction": 0.001},
+        )
+    )
+    noise = local.privacy.noise_multiplier * 0.5
+    assert central.compressor["clip"] == float(f"{8 * 0.5 / math.sqrt(1000):.2g}")
+    assert few.compressor["clip"] == 0.5
+    assert local.compressor["clip"] == float(f"{4 * noise:.2g}")
+    spec = ModelSpec((TensorSpec("all", (20_000,)),))
+    for plan in (central, local, few):
+        assert plan.body_bytes == max_body_bytes(from_config(plan.compressor).layout(spec))
+        assert plan.bits_per_parameter == 8 * plan.body_bytes / 20_000
+        assert plan.noise_norm == pytest.approx(plan.round_error * 0.5)
+        assert plan.model_error == pytest.approx(plan.round_error * math.sqrt(51 / 2))
+        assert plan.numbers_sent == (20 if plan is few else 1000)
+
+
 def test_correlated_noise_is_planned_with_the_bands_that_leave_least_of_it_in_the_model() -> None:
     task = {**TASK, "lane": "central", "fraction": 1.0, "participations": 5}
     plain, apart = (planned(PrivateTask(**{**task, "separation": each})) for each in (1, 10))
@@ -113,7 +138,12 @@ def test_the_noise_of_an_adaptive_clip_pays_for_the_count() -> None:
     assert moves.privacy.adaptive is not None
     assert moves.privacy.noise_multiplier == fixed.privacy.noise_multiplier
     assert fixed.round_error < moves.round_error < 1.021 * fixed.round_error
-    assert moves.compressor["clip"] > fixed.compressor["clip"]
+    assert moves.compressor["clip"] == float(f"{4 * 8 * 0.5 / math.sqrt(1000):.2g}")
+    noise = moves.privacy.noise_multiplier
+    assert moves.privacy.adaptive.count_noise == float(f"{2.5 * noise:.4g}") > 20 / 20
+    many = planned(PrivateTask(**{**central, "quantile": 0.5, "cohort": 200, "population": 400}))
+    assert many.privacy.adaptive is not None
+    assert many.privacy.adaptive.count_noise == 10 > 2.5 * many.privacy.noise_multiplier
 
 
 def test_clips_of_tensors_are_those_of_the_terms_and_the_noise_is_that_of_the_clip() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from fractions import Fraction
 from types import SimpleNamespace
 from typing import Any
 
@@ -105,6 +106,23 @@ def test_the_skellam_curve_is_above_the_exact_divergence(
     bound = accounting.skellam(noise, shift, shift)[accounting.ORDERS.index(order)]
     general = accounting.skellam(noise, shift, shift**2)[accounting.ORDERS.index(order)]
     assert divergence < bound <= general < 1.1 * divergence
+
+
+@pytest.mark.parametrize(
+    ("noise", "sensitivity", "l1"), [(0.5, 2, 2.0), (1.5, 40, 700), (9, 32, 9)]
+)
+def test_the_skellam_curve_is_that_of_the_theorem(
+    noise: float, sensitivity: float, l1: float
+) -> None:
+    """Agarwal, Kairouz and Liu 2021, Theorem 3.5, in fractions: `mu` is the variance."""
+    mu = Fraction(noise) ** 2 * Fraction(sensitivity) ** 2
+    for order, found in zip(
+        accounting.ORDERS, accounting.skellam(noise, sensitivity, l1), strict=True
+    ):
+        first = ((2 * order - 1) * Fraction(sensitivity) ** 2 + 6 * Fraction(l1)) / (4 * mu**2)
+        second = 3 * Fraction(l1) / (2 * mu)
+        exact = order * Fraction(sensitivity) ** 2 / (2 * mu) + min(first, second)
+        assert found == pytest.approx(float(exact), rel=1e-12)
 
 
 @given(st.floats(0.3, 30), st.integers(1, 10**6))

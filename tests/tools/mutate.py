@@ -50,10 +50,27 @@ AREAS = {
         "client_sdk/fedpress_client/state.py",
         "client_sdk/fedpress_client/outgoing.py",
     ],
+    "privacy": [
+        "protocols/fedpress_protocols/privacy/*.py",
+        "server/fedpress_server/aggregation/private.py",
+        "server/fedpress_server/storage/privacy.py",
+        "client_sdk/fedpress_client/privacy_budget.py",
+        "fedpress/planning/privacy.py",
+    ],
     "rounds": ["server/fedpress_server/rounds/*.py"],
     "store": ["server/fedpress_server/storage/*.py", "server/fedpress_server/coordination/*.py"],
 }
 FILES = {
+    "protocols/fedpress_protocols/privacy/*": [
+        "tests/protocols/test_privacy.py",
+        "tests/protocols/test_gaussian_noise.py",
+        "tests/protocols/test_correlated_noise.py",
+        "tests/protocols/test_adaptive_clip.py",
+    ],
+    "server/fedpress_server/aggregation/private.py": ["tests/server/test_private_sums.py"],
+    "server/fedpress_server/storage/privacy.py": ["tests/server/test_participations.py"],
+    "client_sdk/fedpress_client/privacy_budget.py": ["tests/client/test_privacy_budget.py"],
+    "fedpress/planning/privacy.py": ["tests/face/test_privacy_plan.py"],
     "protocols/fedpress_protocols/masking/*": ["tests/protocols/masking"],
     "protocols/fedpress_protocols/policies*": [
         "tests/protocols/test_policies.py",
