@@ -4,9 +4,10 @@
     python benchmarks/code_structure.py h11=PATH httpx=PATH   # other packages beside it
 
 Every figure is read from the syntax tree; nothing is imported. A line is a physical line of a
-`.py` file, blank lines and comments included. A function's length is that of its `def`, from the
-signature to its last statement, without decorators. A constructor is an `__init__` without `self`
-or the fields of a dataclass that its `__init__` takes.
+`.py` file, blank lines and comments included; tests are left out. A function's length is that of
+its `def`, from the signature to its last statement, without decorators. A constructor is an
+`__init__` without `self`; a record is a dataclass without an `__init__` of its own, by the fields
+that the generated one takes.
 """
 
 from __future__ import annotations
@@ -45,6 +46,9 @@ class Structure:
     """(methods, lines, name) of each class."""
     functions: list[tuple[int, str]] = field(default_factory=list)
     constructors: list[tuple[int, str]] = field(default_factory=list)
+    """(arguments, class) of each `__init__`."""
+    records: list[tuple[int, str]] = field(default_factory=list)
+    """(fields, class) of each dataclass without one."""
 
     def add_file(self, path: Path) -> None:
         source = path.read_text()
@@ -55,12 +59,18 @@ class Structure:
             elif isinstance(node, ast.ClassDef):
                 methods = [entry for entry in node.body if isinstance(entry, Function)]
                 self.classes.append((len(methods), _lines(node), node.name))
-                self.constructors.append((_num_arguments(node, methods), node.name))
+                has_own = any(method.name == "__init__" for method in methods)
+                constructors = self.constructors if has_own else self.records
+                constructors.append((_num_arguments(node, methods), node.name))
 
     def row(self, name: str) -> list[str]:
         lines = list(self.files.values())
         long = [entry for entry in self.functions if entry[0] > LONG_FUNCTION]
-        wide = [entry for entry in self.constructors if entry[0] > MANY_ARGUMENTS]
+        wide, records = (
+            [entry for entry in entries if entry[0] > MANY_ARGUMENTS]
+            for entries in (self.constructors, self.records)
+        )
+        longest_function, function = max(self.functions, default=(0, "none"))
         largest = max(self.files, key=self.files.__getitem__)
         methods, _, most_methods = max(self.classes, default=(0, 0, "none"))
         _, most_lines, longest = max(self.classes, default=(0, 0, "none"), key=lambda c: c[1])
@@ -72,8 +82,10 @@ class Structure:
             f"{Path(largest).name} {self.files[largest]}",
             f"{most_methods} {methods}",
             f"{longest} {most_lines}",
+            f"{function} {longest_function}",
             f"{len(long)} ({1000 * len(long) / sum(lines):.2f})",
             f"{len(wide)} ({1000 * len(wide) / sum(lines):.2f})",
+            f"{len(records)} ({1000 * len(records) / sum(lines):.2f})",
         ]
 
 
@@ -99,7 +111,8 @@ def _num_arguments(node: ast.ClassDef, methods: list[Function]) -> int:
 
 def _files(folder: Path) -> Iterator[Path]:
     for path in sorted(folder.rglob("*.py")):
-        if not {"tests", "test", "_tests", "vectors", "examples"} & set(path.parts):
+        is_test = path.stem.endswith("_test") or path.stem.startswith("test_")
+        if not is_test and not {"tests", "test", "_tests", "vectors", "examples"} & set(path.parts):
             yield path
 
 
@@ -121,10 +134,11 @@ def main(arguments: list[str]) -> None:
         packages[name] = [Path(path)]
     print(
         "| package | lines | files | median file | largest file | class with most methods"
-        f" | longest class | functions > {LONG_FUNCTION} lines (per 1,000 lines)"
-        f" | constructors > {MANY_ARGUMENTS} arguments (per 1,000 lines) |"
+        f" | longest class | longest function | functions > {LONG_FUNCTION} lines (per 1,000 lines)"
+        f" | constructors > {MANY_ARGUMENTS} arguments (per 1,000 lines)"
+        f" | records > {MANY_ARGUMENTS} fields (per 1,000 lines) |"
     )
-    print("|---|" + "---:|" * 8)
+    print("|---|" + "---:|" * 10)
     for name, folders in packages.items():
         if any(folder.is_dir() for folder in folders):
             print("| " + " | ".join(measure(folders).row(name)) + " |")
