@@ -52,151 +52,172 @@ class Metrics:
 
     def __init__(self, *, price: float = 0.0, currency: str = "EUR") -> None:
         """`price` of a sent GiB in `currency`."""
-        self.registry = registry = CollectorRegistry()
+        self.registry = CollectorRegistry()
         self.since = time.time()
         """Unix seconds."""
         self.price, self.currency = price, currency
         self.sources: list[Callable[[], None]] = []
         """Callbacks before collection, in the event loop's thread."""
 
-        def counter(name: str, about: str, *labels: str) -> Counter:
-            return Counter(name, about, labels, registry=registry)
+        self._make_requests()
+        self._make_uploads()
+        self._make_updates()
+        self._make_links()
+        self._make_egress()
+        self._make_storage()
+        self._make_evaluations()
+        self._make_rounds()
+        self._make_assignments()
+        self._make_sessions()
+        self._make_jobs()
+        self._make_policies()
+        self._make_process()
 
-        def gauge(name: str, about: str, *labels: str) -> Gauge:
-            return Gauge(name, about, labels, registry=registry)
+    def _counter(self, name: str, about: str, *labels: str) -> Counter:
+        return Counter(name, about, labels, registry=self.registry)
 
-        def seconds(name: str, about: str, *labels: str) -> Histogram:
-            return Histogram(name, about, labels, registry=registry, buckets=_LONG)
+    def _gauge(self, name: str, about: str, *labels: str) -> Gauge:
+        return Gauge(name, about, labels, registry=self.registry)
 
-        # Requests
+    def _seconds(self, name: str, about: str, *labels: str) -> Histogram:
+        return Histogram(name, about, labels, registry=self.registry, buckets=_LONG)
 
+    def _make_requests(self) -> None:
         self.requests = Histograms(
             "fedpress_http_request_duration_seconds",
             "Requests by route and status; long polls are long.",
             ("method", "route", "status"),
             _SECONDS,
-            registry,
+            self.registry,
         )
-        self.refused = counter(
+        self.refused = self._counter(
             "fedpress_refused_requests", "Requests answered with a problem, by its type.", "type"
         )
-        self.auth_failures = counter(
+        self.auth_failures = self._counter(
             "fedpress_auth_failures", "Unauthenticated requests, by reason.", "reason"
         )
-        self.operator_refusals = counter(
+        self.operator_refusals = self._counter(
             "fedpress_operator_refusals",
             "Refused requests to the operators' API, by the fault of the token.",
             "reason",
         )
-        self.closed_connections = counter(
+        self.closed_connections = self._counter(
             "fedpress_closed_connections",
             "Connections closed because the peer was slow, silent or sent invalid data.",
             "reason",
         )
-        self.waiting = gauge("fedpress_waiting_check_ins", "Check-ins waiting in a long poll.")
+        self.waiting = self._gauge(
+            "fedpress_waiting_check_ins", "Check-ins waiting in a long poll."
+        )
         self.clock_skew = Histograms(
             "fedpress_client_clock_skew_seconds",
             "Difference of devices' clocks to the server's, transit time included.",
             ("side",),
             _SKEWS,
-            registry,
+            self.registry,
         )
 
-        # Uploads
-
+    def _make_uploads(self) -> None:
         self.uploads = Counters(
             "fedpress_uploads",
             "Uploads by the outcome of the request.",
             ("task", "result"),
-            registry,
+            self.registry,
         )
         self.upload_size = Histograms(
             "fedpress_upload_bytes",
             "Body bytes of the uploads received.",
             ("task",),
             _SIZES,
-            registry,
+            self.registry,
         )
         self.parts = Counters(
             "fedpress_upload_parts",
             "Parts of uploads by the outcome of the request.",
             ("task", "result"),
-            registry,
+            self.registry,
         )
         self.staged_bytes = Counters(
-            "fedpress_staged_bytes", "Body bytes of uploads that were staged.", ("task",), registry
+            "fedpress_staged_bytes",
+            "Body bytes of uploads that were staged.",
+            ("task",),
+            self.registry,
         )
         self.staged_float32_bytes = Counters(
             "fedpress_staged_float32_bytes",
             "Size of the same updates in float32.",
             ("task",),
-            registry,
+            self.registry,
         )
+
+    def _make_updates(self) -> None:
         self.update_nmse = Histograms(
             "fedpress_update_nmse",
             "What compression left unsent of an update and its residual: squared norms' ratio.",
             ("task",),
             _ERRORS,
-            registry,
+            self.registry,
         )
         self.residual_ratio = Histograms(
             "fedpress_residual_ratio",
             "Norm of a device's residual relative to its update's.",
             ("task",),
             _RATIOS,
-            registry,
+            self.registry,
         )
         self.update_norm = Histograms(
             "fedpress_update_norm",
             "L2 norm of an update before compression.",
             ("task",),
             _NORMS,
-            registry,
+            self.registry,
         )
         self.device_seconds = Histograms(
             "fedpress_device_seconds",
             "Seconds that a device took for a round's step: train, compress.",
             ("task", "step"),
             _LONG,
-            registry,
+            self.registry,
         )
+
+    def _make_links(self) -> None:
         self.uplink = Histograms(
             "fedpress_uplink_bits_per_second",
             "Receive rate of bodies that took 10 ms or longer.",
             (),
             _LINKS,
-            registry,
+            self.registry,
         )
         self.uplink_unmeasured = Counters(
             "fedpress_uplink_unmeasured",
             "Bodies received within 10 ms, too fast to measure their link.",
             (),
-            registry,
+            self.registry,
         )
-        self.bytes_in_flight = gauge("fedpress_bytes_in_flight", "Upload bytes in memory now.")
-        self.bytes_in_flight_limit = gauge(
+        self.bytes_in_flight = self._gauge(
+            "fedpress_bytes_in_flight", "Upload bytes in memory now."
+        )
+        self.bytes_in_flight_limit = self._gauge(
             "fedpress_bytes_in_flight_limit", "Maximum upload bytes in memory."
         )
 
-        # What is sent
-
+    def _make_egress(self) -> None:
         self.egress = Counters(
             "fedpress_egress_bytes",
             "Bytes sent, including headers: downloads, and all other answers.",
             ("kind",),
-            registry,
+            self.registry,
         )
-        registry.register(_Cost(self))
-        self.download_bytes = counter("fedpress_download_bytes", "Model bytes sent.")
-        self.downloaded = counter(
+        self.registry.register(_Cost(self))
+        self.download_bytes = self._counter("fedpress_download_bytes", "Model bytes sent.")
+        self.downloaded = self._counter(
             "fedpress_download_form_bytes",
             "Model bytes sent, by form: plain, coded whole, or a coded difference.",
             "form",
         )
 
-        # The database and the disk
-
-        self.transaction_retries = counter(
+    def _make_storage(self) -> None:
+        self.transaction_retries = self._counter(
             "fedpress_tx_retries",
             "Retried transactions, by reason: lock timeout, deadlock or lost connection.",
             "tx",
@@ -207,158 +228,159 @@ class Metrics:
             "fedpress_commit_batch_size",
             "Writes per commit (group commit).",
             buckets=(1, 2, 4, 8, 16, 32, 64),
-            registry=registry,
+            registry=self.registry,
         )
-        self.connections = gauge(
+        self.connections = self._gauge(
             "fedpress_db_pool_connections", "Connections to the database, by use.", "state"
         )
-        self.waiting_writes = gauge(
+        self.waiting_writes = self._gauge(
             "fedpress_db_waiting_writes", "Writes waiting for the next commit."
         )
-        self.wal_bytes = gauge("fedpress_wal_bytes", "Length of SQLite's write-ahead log.")
-        self.disk_free = gauge(
+        self.wal_bytes = self._gauge("fedpress_wal_bytes", "Length of SQLite's write-ahead log.")
+        self.disk_free = self._gauge(
             "fedpress_disk_free_bytes",
             "Free disk space for this server, of its data folder and other watched folders.",
             "folder",
         )
-        self.disk_size = gauge("fedpress_disk_size_bytes", "Size of that disk.", "folder")
+        self.disk_size = self._gauge("fedpress_disk_size_bytes", "Size of that disk.", "folder")
 
-        # What devices measured
-
+    def _make_evaluations(self) -> None:
         self.evaluated_examples = Counters(
             "fedpress_evaluated_examples",
             "Examples by which devices evaluated models, by the metric they reported.",
             ("task", "metric"),
-            registry,
+            self.registry,
         )
         self.evaluated_sum = Counters(
             "fedpress_evaluated_sum",
             "Sum of the metric over those examples: divided by their number, its mean.",
             ("task", "metric"),
-            registry,
+            self.registry,
         )
 
-        # Rounds
-
-        self.rounds = counter(
+    def _make_rounds(self) -> None:
+        self.rounds = self._counter(
             "fedpress_rounds", "Attempts at rounds by outcome.", "task", "outcome"
         )
-        self.round_seconds = seconds(
+        self.round_seconds = self._seconds(
             "fedpress_round_duration_seconds",
             "Duration of attempts at rounds by phase; the whole is total.",
             "task",
             "phase",
         )
-        self.round_number = gauge("fedpress_round_number", "The current round of the task.", "task")
-        self.privacy_epsilon = gauge(
+        self.round_number = self._gauge(
+            "fedpress_round_number", "The current round of the task.", "task"
+        )
+        self.privacy_epsilon = self._gauge(
             "fedpress_privacy_epsilon",
             "Epsilon spent by the device that took part most often, before the open round; whom it "
             "covers is in the round's status.",
             "task",
         )
-        self.model_version = gauge(
+        self.model_version = self._gauge(
             "fedpress_model_version", "The newest version of the task's model.", "task"
         )
-        self.round_state = gauge(
+        self.round_state = self._gauge(
             "fedpress_round_state", "1 for the phase of a running task's round.", "task", "phase"
         )
-        self.round_deadline = gauge(
+        self.round_deadline = self._gauge(
             "fedpress_round_deadline_timestamp_seconds",
             "Deadline of the task's round (Unix time).",
             "task",
         )
-        self.participants = gauge(
+
+    def _make_assignments(self) -> None:
+        self.participants = self._gauge(
             "fedpress_round_participants",
             "Assignments of the task's round, by state.",
             "task",
             "state",
         )
-        self.declined = counter(
+        self.declined = self._counter(
             "fedpress_declined",
             "Declined assignments, by the stated reason.",
             "task",
             "reason",
         )
-        self.tasks = gauge("fedpress_tasks", "Tasks by their state.", "state")
+        self.tasks = self._gauge("fedpress_tasks", "Tasks by their state.", "state")
         self.staleness = Histogram(
             "fedpress_included_staleness",
             "Staleness of included uploads of asynchronous tasks, in model versions.",
             ("task",),
             buckets=_STALENESS,
-            registry=registry,
+            registry=self.registry,
         )
-        self.dropped_out = counter(
+
+    def _make_sessions(self) -> None:
+        self.dropped_out = self._counter(
             "fedpress_session_dropouts",
             "Clients of masked sessions that missed the deadline of a phase.",
             "task",
             "step",
         )
-        self.session_failures = counter(
+        self.session_failures = self._counter(
             "fedpress_session_failures",
             "Pairs of clients of masked sessions in which one could not open the other's shares.",
             "task",
         )
-        self.session_suspects = counter(
+        self.session_suspects = self._counter(
             "fedpress_session_suspects",
             "Clients of masked sessions with wrong shares; a round's status has their ids.",
             "task",
         )
-        self.session_seconds = seconds(
+        self.session_seconds = self._seconds(
             "fedpress_session_duration_seconds",
             "Duration of masked sessions.",
             "task",
         )
 
-        # Jobs
-
-        self.fold_seconds = seconds(
+    def _make_jobs(self) -> None:
+        self.fold_seconds = self._seconds(
             "fedpress_fold_seconds",
             "Duration of aggregating staged uploads into the next model.",
             "task",
         )
-        self.job_seconds = seconds(
+        self.job_seconds = self._seconds(
             "fedpress_fold_job_seconds", "Duration of completed jobs, by kind.", "kind"
         )
-        self.lease_expired = counter(
+        self.lease_expired = self._counter(
             "fedpress_lease_expired", "Jobs taken over from a worker whose lease ran out."
         )
-        self.jobs_abandoned = counter(
+        self.jobs_abandoned = self._counter(
             "fedpress_jobs_abandoned",
             "Jobs that failed too often and were abandoned with their rounds.",
         )
 
-        # Policies
-
-        self.policy_warnings = counter(
+    def _make_policies(self) -> None:
+        self.policy_warnings = self._counter(
             "fedpress_policy_warnings", "Warnings of a task's divergence guard.", "task"
         )
-        self.divergence = gauge(
+        self.divergence = self._gauge(
             "fedpress_divergence",
             "1 for a sign of divergence that a running task's newest rounds show, else 0.",
             "task",
             "sign",
         )
-        self.policy_rung = gauge(
+        self.policy_rung = self._gauge(
             "fedpress_policy_rung",
             "Least and most compressed profile of the task's round, from 0.",
             "task",
             "end",
         )
-        self.progress = gauge(
+        self.progress = self._gauge(
             "fedpress_probe_progress",
             "Progress of compressed updates along the reference's direction in the last probe.",
             "task",
         )
-        self.averaging_error = gauge(
+        self.averaging_error = self._gauge(
             "fedpress_averaging_error",
             "Relative error of the last round's mean factors of LoRA against the mean product.",
             "task",
         )
 
-        # The process
-
-        self.build = gauge("fedpress_build_info", "1 for this server.", "version", "role")
-        ProcessCollector(registry=registry)
+    def _make_process(self) -> None:
+        self.build = self._gauge("fedpress_build_info", "1 for this server.", "version", "role")
+        ProcessCollector(registry=self.registry)
 
     def follow(self, task: str, course: Course) -> None:
         """Record the policies' decisions for a new round."""
