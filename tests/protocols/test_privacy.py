@@ -149,6 +149,14 @@ def test_the_noise_found_for_an_epsilon_is_the_least() -> None:
         assert cost[0] <= epsilon < cost[1]
 
 
+@pytest.mark.parametrize("shares", [1, 4])
+def test_gaussian_noise_on_a_grid_is_by_its_sensitivity(shares: int) -> None:
+    grid = Grid(10_000, 1.0, 3.0, shares, is_gaussian=True)
+    expected = 3.0 * math.sqrt(grid.squared_sensitivity / shares)
+    assert np.std(grid.noise(secret_of(1))) == pytest.approx(expected, rel=0.03)
+    assert grid.largest == 2 * 100 + 32
+
+
 def test_an_impossible_epsilon_or_delta_is_refused() -> None:
     with pytest.raises(ConfigurationError, match="no noise makes 1 participations cost"):
         accounting.noise_multiplier_for(1e-9, 1e-6, 1)

@@ -5,11 +5,13 @@ from __future__ import annotations
 import re
 import sys
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import pytest
 
 from fedpress_protocols.model import Model
+from fedpress_server.coordination.live import LiveTask
 from fedpress_server.coordination.task_store import TaskStore
 from fedpress_server.rounds.round import Round
 from tests.devices import Operator
@@ -27,7 +29,8 @@ def drawn() -> list[str]:
 
 def callers(first: str) -> list[str]:
     """The functions of the server that the one above this call's caller is in, from `first` on."""
-    names, frame = list[str](), sys._getframe(2)
+    names = list[str]()
+    frame: FrameType | None = sys._getframe(2)
     while frame is not None:
         if "fedpress_server" in frame.f_code.co_filename:
             names.append(frame.f_code.co_name)
@@ -45,7 +48,7 @@ def test_an_upload_changes_its_round_after_the_calls_that_are_drawn(
     device, found = enrolled(), dict[str, list[str]]()
     apply, on = TaskStore.apply, Round.on
 
-    def applied(store: TaskStore, task: str, command: Any) -> Any:
+    def applied(store: TaskStore, task: LiveTask, command: Any) -> Any:
         if type(getattr(command, "event", None)).__name__ == "UploadStaged":
             found["to the queue"] = [*callers("put_update"), "apply"]
         return apply(store, task, command)

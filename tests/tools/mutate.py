@@ -66,6 +66,7 @@ FILES = {
         "tests/protocols/test_gaussian_noise.py",
         "tests/protocols/test_correlated_noise.py",
         "tests/protocols/test_adaptive_clip.py",
+        "tests/protocols/test_tensor_clips.py",
     ],
     "server/fedpress_server/aggregation/private.py": ["tests/server/test_private_sums.py"],
     "server/fedpress_server/storage/privacy.py": ["tests/server/test_participations.py"],
