@@ -152,7 +152,9 @@ def run(text: str, folder: Path, rounds: int, averages: Averages, base_steps: in
         operator.create_task(config.model_copy(update={"rounds": rounds}))
         token = operator.create_token(uses=DEVICES, note="example")
         threads = [
-            threading.Thread(target=join, args=(fleet.url, each, Path(state) / name, token))
+            threading.Thread(
+                target=join, args=(fleet.url, each, Path(state) / name, token), daemon=True
+            )
             for name, each in zip("abc", trainers, strict=True)
         ]
         for thread in threads:
