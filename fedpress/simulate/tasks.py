@@ -10,9 +10,6 @@ DIR has train-images-idx3-ubyte.gz and its three sisters, or the plays as .txt o
 from __future__ import annotations
 
 import gzip
-import re
-import tarfile
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
@@ -23,6 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from fedpress.simulate.partition import Partition, Rows
+from fedpress.simulate.plays import roles
 from fedpress_client.trainer import Evaluation, Trained, Trainer, TrainingRequest
 from fedpress_compression.tensors import ModelSpec, Vector
 from fedpress_protocols.errors import ConfigurationError, MissingExtra
@@ -267,8 +265,6 @@ class _Shakespeare:
     _LENGTH = 64
     _TEST_EVERY = 10
     _MOST_TESTS = 1000
-    _SPEECH = re.compile(r"^([A-Z][A-Za-z .'\-]+)\t(.*)")
-    _HEADING = re.compile(r"^\s*(ACT|SCENE|EPILOGUE|PROLOGUE)\b")
     ALPHABET = "\n !&'(),-.:;?ABCDEFGHIJKLMNOPQRSTUVWXYZ[]abcdefghijklmnopqrstuvwxyz~"
 
     def read(self, folder: Path) -> Data:
@@ -277,8 +273,8 @@ class _Shakespeare:
         for code, letter in enumerate(self.ALPHABET):
             codes[ord(letter)] = code
         pieces, groups, tests = [], [], []
-        for role, text in enumerate(self._roles(folder)):
-            coded = codes[np.frombuffer(text.encode("latin-1", "replace"), np.uint8)]
+        for role, each in enumerate(roles(folder)):
+            coded = codes[np.frombuffer(each.text.encode("latin-1", "replace"), np.uint8)]
             for number, start in enumerate(range(0, coded.size - self._LENGTH, self._LENGTH)):
                 piece = coded[start : start + self._LENGTH + 1]
                 if number % self._TEST_EVERY == self._TEST_EVERY - 1:
@@ -294,29 +290,6 @@ class _Shakespeare:
         owners = np.array(groups, np.int64)
         others = test.astype(np.int64)
         return Data(whole[:, :-1], whole[:, 1:], labels, others[:, :-1], others[:, 1:], owners)
-
-    def _roles(self, folder: Path) -> list[str]:
-        """The lines of each role of each play, in the order of plays and of first lines."""
-        roles: list[str] = []
-        for text in _plays(folder):
-            speeches: dict[str, list[str]] = {}
-            speaker: str | None = None
-            lines = text.splitlines()
-            acts = (place for place, line in enumerate(lines) if self._HEADING.match(line))
-            for line in lines[next(acts, len(lines)) :]:  # before them stand the persons
-                begins = self._SPEECH.match(line)
-                if self._HEADING.match(line) or not line.strip():
-                    speaker = None if self._HEADING.match(line) else speaker
-                elif begins:
-                    speaker = begins[1].strip()
-                    speeches.setdefault(speaker, []).append(begins[2])
-                elif line.startswith("\t") and speaker is not None:
-                    speeches[speaker].append(line.strip())
-                else:
-                    speaker = None
-            speech_texts = ("\n".join(own) for own in speeches.values())
-            roles += [re.sub(r"\[[^\]]*\]", "", each).strip() + "\n" for each in speech_texts]
-        return roles
 
     def initial_model(self, task: Task) -> Model:
         return self._torch(task, np.empty(0, np.int64)).initial_model()
@@ -375,20 +348,6 @@ def _idx(folder: Path, name: str) -> npt.NDArray[np.uint8]:
         raise ConfigurationError(f"{path} cannot be read: {exc}") from exc
     extents = np.frombuffer(data, ">u4", data[3], 4).astype(int)
     return np.frombuffer(data, np.uint8, offset=4 + 4 * data[3]).reshape(extents)
-
-
-def _plays(folder: Path) -> Iterator[str]:
-    archive = folder / "plays.tar.xz"
-    if archive.exists():
-        with tarfile.open(archive) as tar:
-            members = sorted((m for m in tar if m.isfile()), key=lambda member: member.name)
-            for member in members:
-                file = tar.extractfile(member)
-                if file is not None and member.name.endswith(".txt"):
-                    yield file.read(_LARGEST_FILE).decode("latin-1")
-        return
-    for path in sorted(folder.glob("*.txt")):
-        yield path.read_text("latin-1")
 
 
 _KINDS: dict[str, _Kind] = {
