@@ -3,36 +3,29 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
 
 import pytest
-from click.testing import CliRunner
 
-from fedpress.cli import app
 from fedpress_client import load_trainer
 from fedpress_protocols.errors import ConfigurationError
 from fedpress_protocols.model import Model
-from tests.system.server_process import ADMIN_TOKEN, ServerProcess
+from tests.examples.joining import fedpress, join
+from tests.system.server_process import ServerProcess
 
 FOLDER = Path(__file__).parents[2] / "examples" / "numpy-sensor"
-WITHOUT_TORCH = "import sys; sys.modules['torch'] = None; from fedpress.cli import app; app()"
+WITHOUT_TORCH = (
+    "-c",
+    "import sys; sys.modules['torch'] = None; from fedpress.cli import app; app()",
+)
 
 
 @pytest.fixture
 def sensor(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     monkeypatch.syspath_prepend(str(FOLDER))
     return __import__("sensor")
-
-
-def fedpress(*command: str | Path, url: str) -> str:
-    access = {"FEDPRESS_URL": url, "FEDPRESS_ADMIN_TOKEN": ADMIN_TOKEN}
-    done = CliRunner().invoke(app, [str(part) for part in command], env=access)
-    assert done.exit_code == 0, done.output
-    return done.stdout
 
 
 def test_two_pumps_learn_together_without_torch(
@@ -48,32 +41,12 @@ def test_two_pumps_learn_together_without_torch(
         begun, ended = tmp_path / "model.safetensors", tmp_path / "trained.safetensors"
         made("model", begun)
         fedpress("task", "create", FOLDER / "task.json", begun, url=server.url)
-        token = fedpress("devices", "token", "create", "--uses", "2", url=server.url)
-        pumps = []
+        pumps = {}
         for number in ("1", "2"):
             readings = tmp_path / f"pump-{number}.csv"
             made("readings", readings, "--seed", number)
-            command = [sys.executable, "-c", WITHOUT_TORCH, "client", "join", server.url]
-            command += ["--app", "sensor:trainer", "--state-dir", str(tmp_path / number)]
-            environment = {
-                **os.environ,
-                "PYTHONPATH": os.pathsep.join(sys.path),
-                "SENSOR_CSV": str(readings),
-                "FEDPRESS_TOKEN": token.strip(),
-            }
-            pumps.append(
-                subprocess.Popen(
-                    command,
-                    cwd=FOLDER,
-                    env=environment,
-                    stdout=subprocess.PIPE,
-                    stderr=subprocess.STDOUT,
-                    text=True,
-                )
-            )
-        for pump in pumps:
-            output, _ = pump.communicate(timeout=120)
-            assert pump.returncode == 0, output
+            pumps[tmp_path / number] = {"SENSOR_CSV": str(readings)}
+        for output in join(FOLDER, "sensor:trainer", server.url, pumps, program=WITHOUT_TORCH):
             assert "10 uploads included, 0 not, 0 pending" in output
         fedpress("task", "model", "bearings", ended, url=server.url)
     finally:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gzip
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -12,13 +11,12 @@ from types import ModuleType
 
 import numpy as np
 import pytest
-from click.testing import CliRunner
 
-from fedpress.cli import app
 from fedpress_protocols.errors import ConfigurationError
 from fedpress_protocols.messages import TaskConfig
 from fedpress_protocols.model import Model
-from tests.system.server_process import ADMIN_TOKEN, ServerProcess
+from tests.examples.joining import fedpress, join
+from tests.system.server_process import ServerProcess
 
 pytest.importorskip("torch")
 pytest.importorskip("sklearn")
@@ -109,37 +107,11 @@ def test_two_devices_learn_together(tmp_path: Path) -> None:
         task |= {"rounds": 3, "cohort": {"size": 2, "minimum": 2}}
         (tmp_path / "task.json").write_text(json.dumps(task))
 
-        def fedpress(*words: str | Path) -> str:
-            access = {"FEDPRESS_URL": server.url, "FEDPRESS_ADMIN_TOKEN": ADMIN_TOKEN}
-            done = CliRunner().invoke(app, [str(word) for word in words], env=access)
-            assert done.exit_code == 0, done.output
-            return done.stdout
-
-        fedpress("task", "create", tmp_path / "task.json", begun)
-        token = fedpress("devices", "token", "create", "--uses", "2").strip()
-        devices = []
-        for index in ("0", "1"):
-            command = [sys.executable, "-m", "fedpress", "client", "join", server.url]
-            command += ["--app", "images:trainer", "--state-dir", str(tmp_path / index)]
-            environment = {**os.environ, "OMP_NUM_THREADS": "1", "FEDPRESS_TOKEN": token}
-            environment |= {"DEVICE": index, "DEVICES": "2"}
-            environment["PYTHONPATH"] = os.pathsep.join(sys.path)
-            output = subprocess.PIPE
-            devices.append(
-                subprocess.Popen(
-                    command,
-                    cwd=FOLDER,
-                    env=environment,
-                    stdout=output,
-                    stderr=subprocess.STDOUT,
-                    text=True,
-                )
-            )
-        for device in devices:
-            printed, _ = device.communicate(timeout=180)
-            assert device.returncode == 0, printed
+        fedpress("task", "create", tmp_path / "task.json", begun, url=server.url)
+        devices = {tmp_path / index: {"DEVICE": index, "DEVICES": "2"} for index in ("0", "1")}
+        for printed in join(FOLDER, "images:trainer", server.url, devices):
             assert "3 uploads included, 0 not, 0 pending" in printed
-        fedpress("task", "model", "images", ended)
+        fedpress("task", "model", "images", ended, url=server.url)
     finally:
         server.stop()
     assert (
