@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from fractions import Fraction
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,7 +20,7 @@ from fedpress_protocols.masking import payload as payload_module
 from fedpress_protocols.masking.graph import Adversary, honest_survivors
 from fedpress_protocols.masking.payload import Payload
 from fedpress_protocols.plan import PrivacyTerms, RoundPlan
-from fedpress_protocols.privacy import accounting, discrete_gaussian, skellam, tables
+from fedpress_protocols.privacy import accounting, discrete_gaussian, gaussian, skellam, tables
 from fedpress_protocols.privacy import grid as grid_module
 from fedpress_protocols.privacy.grid import SECRET_BYTES, SUM_TAIL, Grid, NarrowGrid
 from tests.protocols.test_masked_payload import (
@@ -152,9 +153,53 @@ def test_the_noise_found_for_an_epsilon_is_the_least() -> None:
 @pytest.mark.parametrize("shares", [1, 4])
 def test_gaussian_noise_on_a_grid_is_by_its_sensitivity(shares: int) -> None:
     grid = Grid(10_000, 1.0, 3.0, shares, is_gaussian=True)
-    expected = 3.0 * math.sqrt(grid.squared_sensitivity / shares)
-    assert np.std(grid.noise(secret_of(1))) == pytest.approx(expected, rel=0.03)
+    deviation = 3.0 * math.sqrt(grid.squared_sensitivity / shares)
+    noise = gaussian.sample(10_000, deviation, secret_of(1))
+    np.testing.assert_array_equal(grid.noise(secret_of(1)), noise)
     assert grid.largest == 2 * 100 + 32
+    under_masks = Grid(10_000, 1.0, 3.0, shares)
+    noise = skellam.sample(10_000, under_masks.variance, secret_of(1))
+    np.testing.assert_array_equal(under_masks.noise(secret_of(1)), noise)
+
+
+@pytest.mark.parametrize(
+    ("size", "noise", "shares", "cohort", "squared", "variance", "largest"),
+    [
+        (4, 0.5, 20, 40, 640, 9, 26),  # 8 h / z**2, and no value beyond the norm
+        (4, 2.0, 1, 1, 64, 260, 8),  # the least
+        (1000, 1.0, 3, 4, 2250, 752, 48),  # 9 n / 4
+        (1000, 0.1, 100, 100, 80_000, 9, 36),  # four times the root mean square
+        (10_000, 1.0, 20, 40, 22_500, 1126, 23),  # half a bit of the noise
+        (10_000, 0.0625, 9, 9, 22_500, 11, 6),
+    ],
+)
+def test_a_narrow_grid_has_the_steps_and_the_room_that_it_claims(
+    size: int, noise: float, shares: int, cohort: int, squared: int, variance: int, largest: int
+) -> None:
+    grid = NarrowGrid(size, 1.5, noise, shares, cohort=cohort)
+    assert (grid.squared_sensitivity, grid.variance, grid.largest) == (squared, variance, largest)
+    assert grid.step == pytest.approx(1.5 / math.sqrt(squared))
+    assert grid.sum_bound(3) == 3 * largest + math.ceil(math.sqrt(2 * 40 * 3 * variance))
+    assert grid.bound == largest + math.ceil(math.sqrt(2 * 100 * variance))
+
+
+@pytest.mark.parametrize(
+    ("size", "noise", "shares", "squared", "variance", "largest"),
+    [
+        (100, 2.0, 7, 2786, 1592, 52),
+        (10_000, 0.25, 3, 56_606, 1180, 232),
+        (1, 0.001, 50, 1191, 1, 34),
+    ],
+)
+def test_a_grid_has_the_steps_and_the_room_that_it_claims(
+    size: int, noise: float, shares: int, squared: int, variance: int, largest: int
+) -> None:
+    grid = Grid(size, 1.5, noise, shares)
+    assert (grid.squared_sensitivity, grid.variance, grid.largest) == (squared, variance, largest)
+    assert grid.step == pytest.approx(1.5 / (2 * math.sqrt(size) + 32))
+    reach = math.ceil(100 / 3 + math.sqrt(100**2 / 9 + 200 * variance))
+    assert grid.bound == largest + reach
+    assert grid.sum_bound(3) == 3 * grid.bound
 
 
 def test_an_impossible_epsilon_or_delta_is_refused() -> None:
@@ -162,6 +207,17 @@ def test_an_impossible_epsilon_or_delta_is_refused() -> None:
         accounting.noise_multiplier_for(1e-9, 1e-6, 1)
     with pytest.raises(ConfigurationError, match="delta must lie in"):
         accounting.epsilon_of(accounting.gaussian(1.0), 0.0)
+    for delta in (9.9e-12, 1.0):
+        with pytest.raises(ConfigurationError, match=r"delta must lie in \[1e-11, 1\), not"):
+            accounting.check_delta(delta)
+    accounting.check_delta(1e-11)
+
+
+@pytest.mark.parametrize("kind", [Grid, partial(NarrowGrid, cohort=1)])
+def test_a_grid_whose_noise_no_table_has_is_refused_before_anything_is_drawn(kind: Any) -> None:
+    with pytest.raises(ConfigurationError, match="expected 1 to 1073741824"):
+        kind(100, 1.0, 5000.0, 1).vector("values", 1)
+    assert kind(100, 1.0, 500.0, 1).variance > 2**24
 
 
 # Noise
