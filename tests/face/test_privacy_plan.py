@@ -231,6 +231,14 @@ def test_a_plan_that_cannot_be_says_what_to_change(changes: dict[str, Any], reas
         planned(PrivateTask(**{**TASK, **changes}))
 
 
+def test_a_separation_may_take_every_device_and_every_round() -> None:
+    task = {**TASK, "lane": "central", "fraction": 1.0, "separation": 10, "participations": 6}
+    assert planned(PrivateTask(**{**task, "population": 195, "rounds": 51})).privacy.bands > 1
+    for change in ({"population": 194, "rounds": 51}, {"population": 195, "rounds": 50}):
+        with pytest.raises(ConfigurationError):
+            planned(PrivateTask(**{**task, **change}))
+
+
 def test_show_says_what_was_spent_and_against_whom(server: Server, fedpress: Command) -> None:
     model = Model.from_tensors({"w": np.zeros(40, np.float32)})
     privacy = {"clip": 0.1, "noise_multiplier": 2.1, "participations": 5, "epsilon": 6.0}

@@ -209,7 +209,7 @@ def test_an_impossible_epsilon_or_delta_is_refused() -> None:
         accounting.epsilon_of(accounting.gaussian(1.0), 0.0)
     for delta in (9.9e-12, 1.0):
         with pytest.raises(ConfigurationError, match=r"delta must lie in \[1e-11, 1\), not"):
-            accounting.check_delta(delta)
+            accounting.gaussian_epsilon(1.0, delta)
     accounting.check_delta(1e-11)
 
 

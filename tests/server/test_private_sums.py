@@ -12,7 +12,7 @@ import pytest
 from fedpress_compression.fixed_point import FixedPoint
 from fedpress_compression.linear import support_of
 from fedpress_compression.tensors import ModelSpec, TensorSpec
-from fedpress_protocols.errors import IncompatiblePlan
+from fedpress_protocols.errors import ConfigurationError, IncompatiblePlan
 from fedpress_protocols.plan import RoundPlan
 from fedpress_protocols.privacy import correlated, gaussian
 from fedpress_server.aggregation import private
@@ -206,6 +206,20 @@ def test_sums_whose_rounding_is_much_of_the_clip_are_refused(tmp_path: Path) -> 
         private.check_private_strategy(
             terms_of(tmp_path, size + 50, WHOLE, scale_bits=12), strategy
         )
+
+
+def test_draws_of_correlated_noise_that_are_too_large_are_refused(tmp_path: Path) -> None:
+    """What pays for their rounding comes on top of noise that could be drawn by itself."""
+    strategy = from_config({"id": "fedavg"})
+    largest = (1 - 1e-6) * gaussian.MAX_DEVIATION / (0.3 * 2.0**30 + 1)
+    plain, small, large = (
+        terms_of(tmp_path, 4, WHOLE, noise_multiplier=multiplier, **bands)
+        for multiplier, bands in [(largest, {}), (0.9 * largest, BANDS), (largest, BANDS)]
+    )
+    private.check_private_strategy(plain, strategy)
+    private.check_private_strategy(small, strategy)
+    with pytest.raises(ConfigurationError, match="choose a clip and a noise_multiplier nearer"):
+        private.check_private_strategy(large, strategy)
 
 
 @pytest.mark.parametrize("strategy", ["median", "krum"])
