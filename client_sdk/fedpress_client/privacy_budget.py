@@ -160,69 +160,95 @@ class PrivacyBudget:
 
     def _after(self, account: _Account, plan: RoundPlan) -> _Account | None:
         """The account after taking part; None if the plan has no privacy terms, nor needs any."""
-        about = f"the plan of round {plan.round}.{plan.attempt} of task {plan.task!r}"
-        before, terms, rules = account.tasks.get(plan.task), plan.privacy, self._rules
+        before, terms = account.tasks.get(plan.task), plan.privacy
         if terms is None:
-            if rules.required:
-                raise PlanDeclined(
-                    f"{about} sends updates without noise, and this device requires privacy",
-                    hint="give the task privacy terms; nothing was sent",
-                    rule="privacy",
-                )
-            if before is not None:
-                raise PlanDeclined(
-                    f"{about} sends updates without noise, and the task's terms of before had some",
-                    hint="restore the task's privacy terms, or begin another task",
-                    rule="privacy terms",
-                )
+            self._check_without_terms(plan, before)
             return None
-        if rules.required and terms.lane not in rules.lanes:
+        self._check_lane(plan, terms)
+        if before is not None:
+            _check_same_terms(plan, terms, before)
+            _check_rounds(plan, terms, before)
+        after = account.after(plan, terms)
+        self._check_epsilon(plan, after)
+        return after
+
+    def _check_without_terms(self, plan: RoundPlan, before: _Spent | None) -> None:
+        if self._rules.required:
             raise PlanDeclined(
-                f"{about} has noise of the {terms.lane} lane, and this device takes part in "
-                f"{', '.join(sorted(rules.lanes))} only",
+                f"{_about(plan)} sends updates without noise, and this device requires privacy",
+                hint="give the task privacy terms; nothing was sent",
+                rule="privacy",
+            )
+        if before is not None:
+            raise PlanDeclined(
+                f"{_about(plan)} sends updates without noise, and the task's terms of before had "
+                "some",
+                hint="restore the task's privacy terms, or begin another task",
+                rule="privacy terms",
+            )
+
+    def _check_lane(self, plan: RoundPlan, terms: PrivacyTerms) -> None:
+        if self._rules.required and terms.lane not in self._rules.lanes:
+            raise PlanDeclined(
+                f"{_about(plan)} has noise of the {terms.lane} lane, and this device takes part in "
+                f"{', '.join(sorted(self._rules.lanes))} only",
                 hint=f"add {terms.lane} to the lanes if the device's owner agrees; nothing was "
                 "sent",
                 rule="privacy",
             )
-        moves = before is not None and terms.adaptive is not None
-        fixed = terms.with_clip(before.terms.clip) if before is not None and moves else terms
-        if before is not None and before.terms != fixed:
-            changed = [
-                f"{name} from {_shown(before.terms, name)} to {_shown(terms, name)}"
-                for name in PrivacyTerms.model_fields
-                if getattr(fixed, name) != getattr(before.terms, name)
-            ]
+
+    def _check_epsilon(self, plan: RoundPlan, after: _Account) -> None:
+        rules = self._rules
+        if rules.max_epsilon is None:
+            return
+        total = after.epsilon(rules.delta)
+        if total > rules.max_epsilon:
             raise PlanDeclined(
-                f"{about} changes the privacy terms: {', '.join(changed)}",
-                hint="privacy terms hold for a whole task; begin another task for other terms",
-                rule="privacy terms",
+                f"{_about(plan)} would bring what this device has spent to epsilon {total:.3g} at "
+                f"delta {rules.delta:g}, more than its {rules.max_epsilon:g}",
+                hint="raise max_epsilon if the device's owner agrees",
+                rule="max_epsilon",
             )
-        if before is not None and before.participations >= terms.participations:
-            raise PlanDeclined(
-                f"{about} comes after {before.participations} participations, which is all that "
-                f"the task's epsilon of {terms.epsilon:g} at delta {terms.delta:g} allows",
-                hint="this device takes no further part in the task",
-                rule="participations",
-            )
-        last = None if before is None else before.last_round
-        if last is not None and last != plan.round < last + terms.separation:
-            raise PlanDeclined(
-                f"{about} comes too soon after round {last}, which this device took part in: the "
-                f"task's terms have a separation of {terms.separation} rounds",
-                hint=f"this device takes part again from round {last + terms.separation} on",
-                rule="separation",
-            )
-        after = account.after(plan, terms)
-        if rules.max_epsilon is not None:
-            total = after.epsilon(rules.delta)
-            if total > rules.max_epsilon:
-                raise PlanDeclined(
-                    f"{about} would bring what this device has spent to epsilon {total:.3g} at "
-                    f"delta {rules.delta:g}, more than its {rules.max_epsilon:g}",
-                    hint="raise max_epsilon if the device's owner agrees",
-                    rule="max_epsilon",
-                )
-        return after
+
+
+def _about(plan: RoundPlan) -> str:
+    return f"the plan of round {plan.round}.{plan.attempt} of task {plan.task!r}"
+
+
+def _check_same_terms(plan: RoundPlan, terms: PrivacyTerms, before: _Spent) -> None:
+    """Terms hold for a whole task, but for a clip that adapts."""
+    fixed = terms if terms.adaptive is None else terms.with_clip(before.terms.clip)
+    if before.terms == fixed:
+        return
+    changed = [
+        f"{name} from {_shown(before.terms, name)} to {_shown(terms, name)}"
+        for name in PrivacyTerms.model_fields
+        if getattr(fixed, name) != getattr(before.terms, name)
+    ]
+    raise PlanDeclined(
+        f"{_about(plan)} changes the privacy terms: {', '.join(changed)}",
+        hint="privacy terms hold for a whole task; begin another task for other terms",
+        rule="privacy terms",
+    )
+
+
+def _check_rounds(plan: RoundPlan, terms: PrivacyTerms, before: _Spent) -> None:
+    """One more participation is left, and this round is far enough from the last."""
+    if before.participations >= terms.participations:
+        raise PlanDeclined(
+            f"{_about(plan)} comes after {before.participations} participations, which is all that "
+            f"the task's epsilon of {terms.epsilon:g} at delta {terms.delta:g} allows",
+            hint="this device takes no further part in the task",
+            rule="participations",
+        )
+    last = before.last_round
+    if last is not None and last != plan.round < last + terms.separation:
+        raise PlanDeclined(
+            f"{_about(plan)} comes too soon after round {last}, which this device took part in: "
+            f"the task's terms have a separation of {terms.separation} rounds",
+            hint=f"this device takes part again from round {last + terms.separation} on",
+            rule="separation",
+        )
 
 
 def _shown(terms: PrivacyTerms, name: str) -> str:
