@@ -19,7 +19,6 @@ TERMS: dict[str, Any] = {
     "lane": "central", "clip": 0.3, "noise_multiplier": 4.0, "participations": 3, "epsilon": 6.0,
 }  # fmt: skip
 LOCAL = {**TERMS, "lane": "local"}
-BANDS = {"bands": 3, "separation": 4}
 ANY = PrivacyRules(required=False)
 
 
@@ -150,8 +149,9 @@ def test_the_clip_alone_may_move_where_it_adapts(tmp_path: Path) -> None:
     assert rule == "privacy terms"
 
 
-def test_rounds_of_correlated_noise_are_their_separation_apart(tmp_path: Path) -> None:
-    budget, terms = budget_of(tmp_path), {**TERMS, **BANDS}
+@pytest.mark.parametrize("bands", [2, 3])
+def test_rounds_of_correlated_noise_are_their_separation_apart(tmp_path: Path, bands: int) -> None:
+    budget, terms = budget_of(tmp_path), {**TERMS, "bands": bands, "separation": 4}
     budget.debit(plan_of(terms, number=5))
     account = json.loads((tmp_path / "privacy.json").read_text())
     assert account["tasks"]["digits"]["last_round"] == 5

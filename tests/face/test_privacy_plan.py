@@ -113,6 +113,7 @@ def test_bytes_and_range_of_the_clear_lane_are_those_of_its_compressor() -> None
     assert local.compressor["clip"] == float(f"{4 * noise:.2g}")
     spec = ModelSpec((TensorSpec("all", (20_000,)),))
     for plan in (central, local, few):
+        assert plan.compressor["id"] == "shared_support"
         assert plan.body_bytes == max_body_bytes(from_config(plan.compressor).layout(spec))
         assert plan.bits_per_parameter == 8 * plan.body_bytes / 20_000
         assert plan.noise_norm == pytest.approx(plan.round_error * 0.5)
@@ -125,6 +126,7 @@ def test_correlated_noise_is_planned_with_the_bands_that_leave_least_of_it_in_th
     plain, apart = (planned(PrivateTask(**{**task, "separation": each})) for each in (1, 10))
     assert apart.privacy.separation == 10
     assert apart.privacy.bands > 1 == plain.privacy.bands
+    assert (apart.compressor["id"], plain.compressor["id"]) == ("quantize", "shared_support")
     assert 5.99 < apart.task_epsilon <= 6.0
     assert apart.round_error > plain.round_error
     assert apart.model_error < 0.6 * plain.model_error
@@ -182,6 +184,8 @@ def test_bits_and_noise_are_those_of_the_real_payload(noise: str) -> None:
         round_plan, round_plan.public(spec, {"previous": np.zeros(20_000, np.float32)})
     )
     assert payload.packing.num_bytes == plan.body_bytes
+    assert plan.model_error == pytest.approx(plan.round_error * math.sqrt(51 / 2))
+    assert plan.round_error == plan.noise_norm / 0.5
     assert payload.grid is not None
     assert payload.grid.shares == plan.noise_shares
     assert plan.bits_per_parameter == 8 * plan.body_bytes / 20_000 < 2

@@ -238,6 +238,7 @@ def test_noise_has_the_skellam_distribution(variance: int) -> None:
 @pytest.mark.parametrize("variance", [1, 9, 1000])
 def test_the_table_is_the_exact_distribution(variance: int) -> None:
     table = skellam._table(variance)
+    assert table.reach == skellam.reach(variance)
     k = np.arange(-table.reach, table.reach)
     exact = stats.skellam.cdf(k, variance / 2, variance / 2)
     found = np.array([each / 2**256 for each in table.fine])
