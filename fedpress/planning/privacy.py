@@ -62,6 +62,8 @@ class PrivateTask(BaseModel):
     separation: int = 1
     """Rounds between two participations of a device; in the central lane the noise of more than 1
     is correlated over rounds."""
+    max_bands: int = correlated.MAX_BANDS
+    """Of correlated noise: each band costs the server a draw in each round."""
     per_tensor: Shares = ()
     """In the central lane: of the clip, by pattern of tensors' names; see PrivacyTerms."""
 
@@ -197,7 +199,7 @@ def _bands(task: PrivateTask) -> int:
             f"do not fit into {task.rounds} rounds",
             hint="lower --participations or --separation",
         )
-    return correlated.best_bands(task.separation, task.participations, task.rounds)
+    return correlated.best_bands(task.separation, task.participations, task.rounds, task.max_bands)
 
 
 def _masked(task: PrivateTask, terms: PrivacyTerms) -> PrivacyPlan:

@@ -133,6 +133,15 @@ def test_correlated_noise_is_planned_with_the_bands_that_leave_least_of_it_in_th
     assert plain.model_error == pytest.approx(plain.round_error * math.sqrt(51 / 2))
 
 
+def test_bands_are_as_many_as_few_participations_need_up_to_a_limit() -> None:
+    once = {**TASK, "lane": "central", "fraction": 1.0, "rounds": 1000, "participations": 1,
+            "cohort": 4, "minimum": 2, "separation": 1000, "population": 4000}  # fmt: skip
+    best, few = (planned(PrivateTask(**{**once, "max_bands": each})) for each in (512, 64))
+    assert 64 < best.privacy.bands < 512
+    assert few.privacy.bands <= 64
+    assert best.model_error < 0.9 * few.model_error
+
+
 def test_the_noise_of_an_adaptive_clip_pays_for_the_count() -> None:
     central = {**TASK, "lane": "central"}
     fixed, moves = (planned(PrivateTask(**central, quantile=each)) for each in (None, 0.5))

@@ -182,7 +182,7 @@ def test_status_and_claim_are_those_of_the_correlated_terms(make: Callable[..., 
     [
         ({"lane": "local"}, {}, "only where the server adds it; set lane to central"),
         ({"bands": 1}, {}, "set bands to more than 1, or leave separation out"),
-        ({"bands": 65}, {}, "must be 64 at most, not 65"),
+        ({"bands": 513}, {}, "must be 512 at most, not 513"),
         ({"noise_multiplier": 2.1}, {}, "raise noise_multiplier to 2.10185"),
         (
             {},

@@ -20,6 +20,7 @@ Kalinin, McKenna, Upadhyay and Lampert 2025, arXiv:2505.12128.
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from functools import lru_cache
 
 import numpy as np
@@ -27,12 +28,15 @@ import numpy.typing as npt
 
 Floats = npt.NDArray[np.float64]
 
-MAX_BANDS = 64
+MAX_BANDS = 512
 """Maximum number of rounds whose draws are in one round's noise."""
 MAX_SEPARATION = 2**20
 _SLACK = 1e-9
 """Relative, for the tail of C that is left out and for the arithmetic of float64."""
-_TAIL = 1e-14
+_REACH = 64
+"""The entries of C further down than this times the bands are below 1e-20."""
+_ENOUGH = 1.005
+"""Noise over the least, for which fewer bands are taken: each costs a draw in each round."""
 
 
 def coefficients(bands: int) -> Floats:
@@ -68,28 +72,31 @@ def prefix_error(bands: int, rounds: int) -> float:
     return math.sqrt(total / rounds)
 
 
-def best_bands(separation: int, participations: int, rounds: int) -> int:
-    """The number of bands by which models of a task have the least noise at a given epsilon."""
-    return min(
-        range(1, min(MAX_BANDS, rounds) + 1),
-        key=lambda bands: (
-            sensitivity(bands, separation, participations) * prefix_error(bands, rounds)
-        ),
-    )
+@lru_cache(maxsize=64)
+def best_bands(
+    separation: int, participations: int, rounds: int, max_bands: int = MAX_BANDS
+) -> int:
+    """The least number of bands by which models of a task have the least noise at a given epsilon,
+    to half a percent, of up to `max_bands`.
+
+    The noise falls with the bands and then rises. Where devices take part once, the least is within
+    1 % of that of any Toeplitz matrix for up to 2,000 rounds.
+    """
+
+    def noise(bands: int) -> float:
+        return sensitivity(bands, separation, participations) * prefix_error(bands, rounds)
+
+    numbers = range(1, min(max_bands, MAX_BANDS, rounds) + 1)
+    best = numbers[bisect_left(numbers[:-1], True, key=lambda n: noise(n) <= noise(n + 1))]
+    enough = _ENOUGH * noise(best)
+    return 1 + bisect_left(numbers[:best], True, key=lambda n: noise(n) <= enough)
 
 
-@lru_cache(maxsize=MAX_BANDS)
+@lru_cache(maxsize=32)
 def _products(bands: int) -> Floats:
-    """The product of two columns of C, by their distance, until it is negligible."""
-    taken = -coefficients(bands)[:0:-1]
-    column = np.zeros(64 * bands + 1)
-    column[bands - 1] = 1.0  # behind zeros, for the recurrence
-    size = bands
-    while size < column.size and column[size - 1] > _TAIL:
-        column[size] = column[size - bands + 1 : size] @ taken
-        size += 1
-    entries = column[bands - 1 : size]
-    length = 1 << (2 * entries.size).bit_length()
-    spectrum = np.fft.rfft(entries, length)
-    products = np.fft.irfft(spectrum * spectrum.conj(), length)[: entries.size]
+    """The product of two columns of C, by their distance, until it is negligible: the coefficients
+    of 1 / |d|^2 on the unit circle, where d is the polynomial of the d_i."""
+    length = 1 << (2 * _REACH * bands).bit_length()
+    spectrum = np.abs(np.fft.rfft(coefficients(bands), length)) ** 2
+    products = np.fft.irfft(1 / spectrum, length)[: _REACH * bands]
     return np.maximum.accumulate(np.maximum(products, 0)[::-1])[::-1]
