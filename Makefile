@@ -24,7 +24,7 @@ help:
 	@echo "make check        ruff, mypy --strict, import-linter"
 	@echo "make format       let ruff put the code in order"
 	@echo "make soak         the long fuzz and crash runs"
-	@echo "make docs         this documentation as pages for a browser, in build/site"
+	@echo "make docs         this documentation as pages for a browser: by MkDocs in build/site, by Zensical in build/zensical"
 	@echo "make reference    renew the pages of docs/reference that the code determines"
 	@echo "make dist         wheel and sdist in dist/, each installed into a fresh environment"
 	@echo "make sbom         bills of materials (CycloneDX) of what a device and a server install, in build/sbom"
@@ -79,6 +79,7 @@ test-browser: $(VENV)/browser.stamp
 
 docs: $(VENV)/docs.stamp
 	$(BIN)/mkdocs build --strict $(ARGS)
+	$(BIN)/zensical build --config-file zensical.yml --clean --strict
 
 reference: $(VENV)/test.stamp
 	$(BIN)/python -m tests.tools.reference
@@ -114,6 +115,6 @@ constraints:
 	rm -rf build/constraints
 
 clean:
-	rm -rf $(VENV) build dist .coverage .coverage.* htmlcov .hypothesis .pytest_cache .mypy_cache \
+	rm -rf $(VENV) build dist .coverage .coverage.* .cache htmlcov .hypothesis .pytest_cache .mypy_cache \
 	  .ruff_cache .import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

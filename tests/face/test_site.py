@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,6 +16,9 @@ TREE = Path(__file__).parents[2]
 DOCS = TREE / "docs"
 PAGES = sorted([*DOCS.rglob("*.md"), *TREE.glob("*.md"), *TREE.glob("examples/*/*.md")])
 _LINK = re.compile(r"(?<!!)\[[^\]\[]*\]\(([^)\s]+)\)")
+_FROM_ELSEWHERE = re.compile(
+    r"<(?:script|img|iframe|link)\b[^>]* (?:src|href)=\"?(?:https?:)?//[^>]*>"
+)
 _CODE = re.compile(r"^```.*?^```|`[^`\n]*`", re.MULTILINE | re.DOTALL)
 
 
@@ -51,3 +56,26 @@ def test_links_lead_somewhere(page: Path) -> None:
         assert not inside or file.is_relative_to(DOCS), f"{link} leads out of the site"
         if anchor and file.suffix == ".md":
             assert anchor in anchors(file), f"{link} has no such heading"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("builder", "options", "folder"),
+    [
+        ("mkdocs", ["--strict"], "site"),
+        ("zensical", ["--config-file", "zensical.yml", "--clean", "--strict"], "zensical"),
+    ],
+)
+def test_the_site_builds_without_a_warning_and_loads_nothing_from_elsewhere(
+    builder: str, options: list[str], folder: str
+) -> None:
+    pytest.importorskip(builder, reason="the builders come with fedpress[docs]")
+    command = [sys.executable, "-m", builder, "build", *options]
+    built = subprocess.run(command, cwd=TREE, capture_output=True, text=True, check=False)
+    assert built.returncode == 0, built.stdout + built.stderr
+    pages = {str(page.relative_to(DOCS)) for page in DOCS.rglob("*.md")}
+    site = TREE / "build" / folder
+    for page in pages:
+        path = re.sub(r"(README|index)\.md$|\.md$", lambda m: "" if m[1] else "/", page)
+        text = (site / path / "index.html").read_text()
+        assert not _FROM_ELSEWHERE.findall(text), page
