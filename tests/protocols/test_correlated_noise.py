@@ -133,9 +133,10 @@ def test_the_sensitivity_is_that_of_the_columns(
     assert claimed >= np.linalg.norm(moved)
 
 
-def least_noise(rounds: int) -> float:
-    """Of any lower-triangular Toeplitz matrix D with ones on its diagonal, the least product of its
-    error and the norm of the first column of its inverse: by descent from the square root."""
+def least_noise(rounds: int, bands: int) -> float:
+    """Of any lower-triangular Toeplitz matrix C of so many bands and with ones on its diagonal, the
+    least product of its first column's norm and the error of its inverse: by descent from the
+    square root."""
     length = 1 << (2 * rounds).bit_length()
     weights = np.arange(rounds, 0, -1) / rounds
 
@@ -143,21 +144,22 @@ def least_noise(rounds: int) -> float:
         return np.fft.irfft(np.fft.rfft(a, length) * np.fft.rfft(b, length), length)[:rounds]
 
     def log_noise(tail: np.ndarray) -> tuple[float, np.ndarray]:
-        noising = np.concatenate([[1.0], tail])
-        column, size = np.ones(1), 1
+        column = np.concatenate([[1.0], tail])
+        noising, size = np.ones(1), 1
         while size < rounds:  # Newton's iteration for the inverse of a power series
             size = min(2 * size, rounds)
-            column = (
-                2 * np.pad(column, (0, size - column.size))
-                - product(noising[:size], product(column, column))[:size]
+            noising = (
+                2 * np.pad(noising, (0, size - noising.size))
+                - product(column[:size], product(noising, noising))[:size]
             )
         sums = np.cumsum(noising)
         error, norm = weights @ sums**2, column @ column
-        slope = np.cumsum((weights * sums)[::-1])[::-1] / error
-        slope -= product(column[::-1], product(column, column))[::-1] / norm
+        by_noising = np.cumsum((weights * sums)[::-1]) / error
+        slope = column / norm - product(by_noising, product(noising, noising))[::-1][:bands]
         return (math.log(error) + math.log(norm)) / 2, slope[1:]
 
-    start = correlated.coefficients(rounds)[1:]
+    steps = np.arange(1, bands)
+    start = np.cumprod((steps - 0.5) / steps)
     options = {"maxiter": 500, "maxfun": 1000}
     found = optimize.minimize(log_noise, start, jac=True, method="L-BFGS-B", options=options)
     return math.exp(found.fun)
@@ -171,13 +173,29 @@ def test_one_participation_has_the_noise_of_the_best_matrix_to_a_hundredth(round
     noise = correlated.sensitivity(bands, rounds, 1) * correlated.prefix_error(bands, rounds)
     odd = 2 * np.arange(1, rounds + 1) - 1
     any_factorisation = np.sum(0.5 / np.sin(odd * math.pi / (4 * rounds + 2))) / rounds
-    best = least_noise(rounds)
+    best = least_noise(rounds, rounds)
     assert any_factorisation < best < noise < 1.01 * best
     assert noise < 1.08 * any_factorisation
     few = correlated.best_bands(rounds, 1, rounds, 64)
     assert few <= 64
     more = correlated.sensitivity(few, rounds, 1) * correlated.prefix_error(few, rounds)
     assert (more > 1.1 * best) == (rounds >= 1000)
+
+
+@pytest.mark.parametrize(("rounds", "separation", "participations", "most"), [
+    (100, 50, 2, 1.03), (1000, 500, 2, 1.03), (1000, 250, 4, 1.05), (1000, 100, 10, 1.08),
+    (2000, 400, 5, 1.06), (2000, 20, 100, 1.085),
+])  # fmt: skip
+def test_several_participations_have_little_more_noise_than_a_strategy_of_bands(
+    rounds: int, separation: int, participations: int, most: float
+) -> None:
+    """One whose columns do not overlap where a device takes part, of as many bands as devices rest
+    for: it moves by the root of the participations times a column's norm."""
+    bands = correlated.best_bands(separation, participations, rounds)
+    noise = correlated.sensitivity(bands, separation, participations)
+    noise *= correlated.prefix_error(bands, rounds)
+    best = math.sqrt(participations) * least_noise(rounds, separation)
+    assert best < noise < most * best
 
 
 def test_no_more_bands_are_taken_than_half_a_percent_needs() -> None:
