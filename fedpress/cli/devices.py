@@ -44,7 +44,7 @@ def list_clients(server: Operator, state: DeviceState | None, as_json: bool) -> 
 @as_json
 @operates
 def show_client(server: Operator, client_id: str, as_json: bool) -> None:
-    """Show one device: keys, enrolment token, state."""
+    """Show one device: keys, enrolment token, state, when it was last seen."""
     client = server.client(client_id)
     echo(client, _fields(client), as_json=as_json)
 
@@ -97,5 +97,8 @@ def _fields(client: ClientDetails) -> Iterator[str]:
         ("enrolled", moment(client.enrolled_at)),
         ("decided", moment(client.decided_at)),
         ("revoked", moment(client.revoked_at)),
+        ("last seen", moment(client.seen_at)),
+        ("software", client.agent),
+        ("clock", "" if client.clock_ahead is None else f"{client.clock_ahead:+.1f} s"),
     ]
     return fields(pairs, width=terminal_width())

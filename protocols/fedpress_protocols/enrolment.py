@@ -66,6 +66,12 @@ class ClientStatus(Term):
     rotated_at: float | None = None
     """When it rotated to this key; None if it never did."""
     revoked_at: float | None = None
+    seen_at: float | None = None
+    """When it was last seen, to the hour; None before its first request."""
+    agent: str = ""
+    """Its software at that time, as its User-Agent says."""
+    clock_ahead: float | None = None
+    """Seconds by which its clock was ahead of the server's at that time."""
 
 
 class KeyLeft(Term):

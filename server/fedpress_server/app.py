@@ -40,6 +40,8 @@ from fedpress_server.api.server_keys import server_key_routes
 from fedpress_server.api.sessions import session_routes
 from fedpress_server.console.comparison import comparison_routes
 from fedpress_server.console.creating import creating_routes
+from fedpress_server.console.device_pages import device_pages
+from fedpress_server.console.model_pages import model_pages
 from fedpress_server.console.pages import console_routes
 from fedpress_server.coordination.resources import Clock, Resources
 from fedpress_server.identity.membership import Authority
@@ -129,7 +131,7 @@ def _routes(settings: Settings) -> tuple[list[APIRouter], list[APIRouter], list[
     devices += [session_routes, server_key_routes]
     operators = [observing_routes, operator_routes, device_registry_routes, registry_routes]
     operators += [administration_routes, description_routes]
-    operators += [console_routes, comparison_routes, creating_routes]
+    operators += [console_routes, comparison_routes, creating_routes, device_pages, model_pages]
     return [health_routes, shared_routes], devices, operators
 
 

@@ -108,31 +108,41 @@ def examined(
     else:
         yield Finding("settings", "can be read, and no secret is a placeholder")
     if settings is not None:
-        missing = list(_extras(settings))
-        yield from missing or [Finding("extras", "all that the settings need is installed")]
-        yield _state(settings.data_dir)
-        yield _disk(settings.data_dir, min_free_bytes)
-        yield _files(settings)
-        yield from _permissions(settings)
-        yield from _keys(settings)
-        if settings.tls_certificate and settings.tls_key:
-            yield _certificate(settings.tls_certificate, settings.tls_key, now)
-        if not missing:
-            findings = [_database(settings)]
-            if settings.store_url:
-                findings.append(_store(settings))
-            yield from findings
-            if not any(each.is_fault for each in findings) and not _is_new(
-                settings.resolved_database_url
-            ):
-                yield _audit_log(settings.resolved_database_url)
-                yield from _models(settings)
+        yield from findings_of(settings, now, min_free_bytes=min_free_bytes)
         if not url:
             yield _port(settings.host, settings.port, "FEDPRESS_PORT")
             if settings.admin_port is not None:
                 yield _port(settings.admin_host, settings.admin_port, "FEDPRESS_ADMIN_PORT")
     if url:
         yield from _answer(url, now, settings.clock_skew if settings else 300.0)
+
+
+def findings_of(
+    settings: Settings, now: float, *, min_free_bytes: int = MIN_FREE_BYTES
+) -> Iterator[Finding]:
+    """Findings about a server with these settings, whether it runs or not.
+
+    `now`: this machine's clock, Unix seconds. Blocks, and must not run inside an event loop.
+    """
+    missing = list(_extras(settings))
+    yield from missing or [Finding("extras", "all that the settings need is installed")]
+    yield _state(settings.data_dir)
+    yield _disk(settings.data_dir, min_free_bytes)
+    yield _files(settings)
+    yield from _permissions(settings)
+    yield from _keys(settings)
+    if settings.tls_certificate and settings.tls_key:
+        yield _certificate(settings.tls_certificate, settings.tls_key, now)
+    if not missing:
+        findings = [_database(settings)]
+        if settings.store_url:
+            findings.append(_store(settings))
+        yield from findings
+        if not any(each.is_fault for each in findings) and not _is_new(
+            settings.resolved_database_url
+        ):
+            yield audit_log(settings)
+            yield from _models(settings)
 
 
 def _extras(settings: Settings) -> Iterator[Finding]:
@@ -343,7 +353,9 @@ def _damage(connection: Connection) -> str:
     return "" if rows == ["ok"] else "; ".join(map(str, rows))
 
 
-def _audit_log(url: str) -> Finding:
+def audit_log(settings: Settings) -> Finding:
+    """Whether the chain of the whole log is unbroken. Must not run inside an event loop."""
+    url = settings.resolved_database_url
     try:
         head = asyncio.run(_read(url, lambda c: end_of(checked(audit.entries(c)))))
     except BrokenChain as exc:

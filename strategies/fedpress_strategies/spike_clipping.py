@@ -71,7 +71,7 @@ class SpikeClipping(Wrapped):
         bound = self.ratio * total / weight if weight > _KNOWN and total else np.inf
         kept = min(1.0, bound / norm) if norm else 1.0
         if kept < 1:
-            delta = delta * kept
+            delta, tally = delta * kept, replace(tally, norm=kept * norm)
         moved, inner = self.inner.apply(parameters, delta, self.of_inner(state), tally)
         after = {
             "norms": np.array([_KEPT * total + kept * norm, _KEPT * weight + 1]),

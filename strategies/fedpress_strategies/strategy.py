@@ -59,7 +59,7 @@ class Tally:
     spec: ModelSpec | None = None
     """The tensors of the vectors, if known."""
     norm: float | None = None
-    """The L2 norm of the whole aggregated update, where a block of it is given."""
+    """The L2 norm of the whole aggregated update, if known; always where a block of it is given."""
 
 
 ALONE = Tally()
@@ -172,7 +172,7 @@ def applied(
     if size <= _BLOCK or not getattr(optimizer, "is_by_coordinate", False):
         before = optimizer.init(parameters) if state is None else state
         return optimizer.apply(parameters, delta, before, tally)
-    tally = replace(tally, norm=norm_of(delta))
+    tally = replace(tally, norm=norm_of(delta) if tally.norm is None else tally.norm)
     moved, after = space.zeros(size, np.float32), dict[str, npt.NDArray[Any]]()
     for start in range(0, size, _BLOCK):
         here = slice(start, min(start + _BLOCK, size))

@@ -35,6 +35,7 @@ PATHS = (
     "/tasks/digits",
     "/tasks/digits/rounds/1",
     "/tasks/digits/models",
+    "/tasks/digits/difference?old=0&new=2",
     "/tasks/digits/do/cancel",
     "/tasks/digits/promote/1",
     "/create",
@@ -43,6 +44,10 @@ PATHS = (
     "/audit",
     "/settings",
 )
+
+
+FORMS = {"/audit": "Check the chain", "/settings": "Look for problems"}
+"""Pages that are looked at with the answer to their form, by its button."""
 
 
 class Place:
@@ -236,6 +241,36 @@ def test_a_version_is_promoted_and_rolled_back(chromium: Browser, place: Place) 
         expect(row).to_contain_text("production0")
 
 
+def test_two_versions_are_compared(chromium: Browser, place: Place) -> None:
+    with opened(chromium, place) as page:
+        page.goto(f"{place.console}/tasks/digits/models")
+        page.get_by_label("Compare version").fill("0")
+        page.get_by_role("button", name="Compare").click()
+        tensors = page.get_by_role("region", name="Tensors").get_by_role("row")
+        expect(tensors.nth(2)).to_contain_text("weight")
+
+
+def test_a_device_is_found_from_its_round(chromium: Browser, place: Place) -> None:
+    with opened(chromium, place) as page:
+        page.goto(f"{place.console}/tasks/digits/rounds/1")
+        page.get_by_role("link", name=place.device.client_id).click()
+        done = page.get_by_role("region", name="Contribution by task")
+        expect(done.get_by_role("link", name="digits")).to_be_visible()
+        page.get_by_role("region", name="Assignments").get_by_role("link", name="1.1").last.click()
+        expect(page.get_by_role("heading", name="digits, round 1")).to_be_visible()
+
+
+def test_problems_are_looked_for(chromium: Browser, place: Place) -> None:
+    with opened(chromium, place) as page:
+        page.goto(f"{place.console}/settings")
+        page.get_by_role("button", name="Look for problems").click()
+        findings = page.get_by_role("region", name="Findings")
+        expect(findings).to_contain_text("its schema is this release's")
+        page.goto(f"{place.console}/audit")
+        page.get_by_role("button", name="Check the chain").click()
+        expect(page.get_by_role("status").first).to_contain_text("the audit log is whole")
+
+
 def test_a_form_is_validated_here_and_there(chromium: Browser, place: Place) -> None:
     with opened(chromium, place) as page:
         page.goto(f"{place.console}/create")
@@ -250,6 +285,8 @@ def test_a_form_is_validated_here_and_there(chromium: Browser, place: Place) -> 
         page.get_by_label("Minimum").fill("1")
         page.get_by_role("button", name="Check").click()
         expect(page.get_by_role("status").first).to_contain_text("The task can be created")
+        predicted = page.get_by_role("region", name="Predicted uploads").get_by_role("row")
+        expect(predicted.nth(1)).to_contain_text("kB")
         page.get_by_role("button", name="Create").click()
         expect(page.get_by_role("heading", name="by-form")).to_be_visible()
 
@@ -263,8 +300,10 @@ def test_every_page_is_accessible_and_fits(
     with opened(chromium, place, width=width, dark=dark) as page:
         background = page.evaluate("getComputedStyle(document.body).backgroundColor")
         assert (background == "rgb(18, 21, 26)") == dark
-        for path in PATHS:
+        for path in (*PATHS, f"/devices/{place.device.client_id}"):
             page.goto(place.console + path)
+            if path in FORMS:
+                page.get_by_role("button", name=FORMS[path]).click()
             violations = axe.run(page).response["violations"]
             serious = [
                 (each["id"], [node["html"][:200] for node in each["nodes"]])

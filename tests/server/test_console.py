@@ -8,18 +8,26 @@ import re
 from pathlib import Path
 
 import httpx
+import numpy as np
 import pytest
+import sqlalchemy as sa
 from fastapi.routing import iter_route_contexts
+from pydantic import TypeAdapter
 
+from fedpress_protocols.messages import RoundStatus
 from fedpress_protocols.model import Model
 from fedpress_protocols.operators import ROLES, Role
+from fedpress_protocols.plan import Profile
 from fedpress_protocols.signatures import DeviceKey
 from fedpress_server import Settings, create_app
 from fedpress_server.api.permissions import PERMISSIONS
-from fedpress_server.console import charts
+from fedpress_server.console import charts, curves, model_pages
+from fedpress_server.console.rendering import size, span
 from fedpress_server.identity.browser_sessions import BrowserSessions
 from fedpress_server.identity.operators import MAY
 from fedpress_server.identity.signing import SigningKeys
+from fedpress_server.storage.tables import audit_log, uploads
+from fedpress_strategies.policies.sizes import expected_bytes
 from tests.devices import ADMIN_TOKEN, Device, Operator
 from tests.server.in_process import Clock, Server, Start, include_one, running
 
@@ -192,6 +200,7 @@ PAGES = (
     "/console/tasks/digits",
     "/console/tasks/digits/rounds/1",
     "/console/tasks/digits/models",
+    "/console/tasks/digits/difference?old=0&new=1",
     "/console/devices",
     "/console/audit",
     "/console/settings",
@@ -374,6 +383,7 @@ FIELDS = {
     "round_seconds": "60",
     "lane": "clear",
     "more": '{"strategy": {"id": "fedavgm"}, "cohort": {"over_selection": 1.5}}',
+    "uplink": "1",
 }
 
 
@@ -478,3 +488,182 @@ def test_a_form_of_another_attempt_aborts_nothing(
     assert browser.post(abort, expect="1.1").status_code == 409
     assert browser.post(abort, expect=expected[1]).status_code == 303
     assert browser.post(abort, expect=expected[1]).status_code == 409
+
+
+def test_a_device_s_page_tells_what_it_is_and_did(
+    browser: Browser, operator: Operator, http: Server, trained: Device
+) -> None:
+    browser.log_in(ADMIN_TOKEN)
+    link = f"/console/devices/{trained.client_id}"
+    assert f'href="{link}"' in browser.get("/console/devices").text
+    assert f'href="{link}"' in browser.get("/console/tasks/digits/rounds/1").text
+    page = browser.get(link).text
+    status = operator.get(f"/v1/admin/clients/{trained.client_id}")
+    assert status["agent"] in page
+    assert status["agent"].startswith("python-httpx/")
+    (done,) = re.findall(r"<tr><td><a href=\"/console/tasks/digits\">.*</tr>", page)
+    num_bytes = operator.get("/v1/tasks/digits/rounds/1")["upload_bytes"]
+    assert re.findall(r"number\">([^<]+)", done) == ["1", "1", size(num_bytes), "1"]
+    assert "<td>included</tr>" in page
+    assert browser.get("/console/devices/nobody").status_code == 404
+
+
+def test_the_page_of_an_idle_device_has_no_figures(
+    browser: Browser, operator: Operator, http: Server, clock: Clock
+) -> None:
+    device = Device(http, clock)
+    device.enrol(operator.token())
+    browser.log_in(ADMIN_TOKEN)
+    page = browser.get(f"/console/devices/{device.client_id}").text
+    assert "It has had no assignment." in page
+    assert "<dt>Uplink, measured</dt><dd>–</dd>" in page
+
+
+def test_the_uplink_is_that_of_bodies_whose_duration_is_known(
+    browser: Browser, http: Server, trained: Device
+) -> None:
+    body = sa.update(uploads).values(num_bytes=30_000, seconds=2.0)
+    http.call(http.app.services.database.write, lambda c: c.execute(body).rowcount)
+    browser.log_in(ADMIN_TOKEN)
+    page = browser.get(f"/console/devices/{trained.client_id}").text
+    assert "<dd>15 kB/s</dd>" in page
+
+
+def test_two_versions_are_compared_by_tensor(
+    browser: Browser, http: Server, trained: Device, operator: Operator
+) -> None:
+    browser.log_in(ADMIN_TOKEN)
+    newest = operator.get("/v1/tasks/digits")["model"]
+    report = {"model": newest, "num_examples": 50, "metrics": {"accuracy": 0.75}}
+    trained.json("POST", "/v1/tasks/digits/evaluations", json.dumps(report))
+    assert "/console/tasks/digits/difference" in browser.get("/console/tasks/digits/models").text
+    page = browser.get("/console/tasks/digits/difference?old=0&new=1").text
+    old, new = (
+        Model.from_bytes(
+            http.get(f"/v1/models/{each['model']}", headers=operator.headers).content
+        ).tensors()
+        for each in reversed(operator.get("/v1/admin/tasks/digits/versions"))
+    )
+    for name, values in old.items():
+        moved = np.linalg.norm(new[name].astype(np.float64) - values)
+        row = re.search(rf"<tr><td>{re.escape(name)}<td>.*", page)
+        assert row is not None
+        assert f"{np.linalg.norm(values):.4g}" in row[0]
+        assert f"{moved:.4g}" in row[0]
+    assert re.search(r"Accuracy<td class=\"number\">–<td class=\"number\">0\.75<", page)
+    norm = operator.get("/v1/tasks/digits/rounds/1")["update_norm"]  # plain averages
+    assert f">{norm:.4g}<" in re.findall("all tensors.*", page)[0]
+    same = browser.get("/console/tasks/digits/difference?old=1&new=1").text
+    assert re.search(r"all tensors<td><td [^>]*>[^<]*<td class=\"number\">0<", same)
+    for query, status in (("old=0&new=9", 404), ("old=0", 400), ("old=-1&new=1", 400)):
+        answer = browser.get(f"/console/tasks/digits/difference?{query}")
+        assert answer.status_code == status
+
+
+def test_models_too_large_to_compare_are_refused(
+    browser: Browser, trained: Device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(model_pages, "MAX_COMPARED_BYTES", 10)
+    browser.log_in(ADMIN_TOKEN)
+    answer = browser.get("/console/tasks/digits/difference?old=0&new=1")
+    assert answer.status_code == 409
+    assert "compare the files" in answer.text
+
+
+def test_a_changed_audit_log_is_found(browser: Browser, http: Server, trained: Device) -> None:
+    browser.log_in(ADMIN_TOKEN)
+    assert "the audit log is whole" not in browser.get("/console/audit").text
+    assert "the audit log is whole" in browser.post("/console/audit").text
+
+    def change(connection: sa.Connection) -> None:
+        connection.execute(sa.update(audit_log).where(audit_log.c.seq == 2).values(actor="nobody"))
+
+    http.call(http.app.services.database.write, change)
+    answer = browser.post("/console/audit")
+    assert answer.status_code == 200
+    assert "the audit log was changed" in answer.text
+
+
+def test_doctor_s_findings_stand_beside_the_settings(browser: Browser, trained: Device) -> None:
+    browser.log_in(ADMIN_TOKEN)
+    assert "Findings" not in browser.get("/console/settings").text
+    text = browser.post("/console/settings").text
+    assert "answers, and its schema is this release" in text
+    assert "models were read, and are whole" in text
+    assert ADMIN_TOKEN not in text
+
+
+def test_the_form_predicts_the_uploads_of_each_profile(
+    browser: Browser, operator: Operator, model: Model
+) -> None:
+    operator.bring(model)
+    browser.log_in(ADMIN_TOKEN)
+    profiles = [
+        {"name": "whole", "compressor": {"id": "none"}},
+        {"name": "few", "compressor": {"id": "topk", "fraction": 0.01}},
+    ]
+    form = {**FIELDS, "model": model.digest, "more": json.dumps({"profiles": profiles})}
+    text = browser.post("/console/create", **{**form, "uplink": "0.5"}, do="check").text
+    rows = dict(re.findall(r"<tr><td>(whole|few)<td class=\"number\">([^<]+)", text))
+    sizes = {
+        each.name: expected_bytes(each.compressor, model.spec)
+        for each in TypeAdapter(list[Profile]).validate_python(profiles)
+    }
+    assert rows == {name: size(num_bytes) for name, num_bytes in sizes.items()}
+    assert span(8 * sizes["whole"] / 5e5) in text
+    assert size(sizes["few"] * 2 * 3) in text  # cohort and rounds of FIELDS
+    for wrong in ("", "0", "-1", "fast", "inf"):
+        answer = browser.post("/console/create", **{**form, "uplink": wrong}, do="check")
+        assert answer.status_code == 422
+        assert "Mbit/s" in answer.text
+
+
+def test_the_newest_round_s_profiles_are_shown(browser: Browser, trained: Device) -> None:
+    browser.log_in(ADMIN_TOKEN)
+    text = browser.get("/console/tasks/digits").text
+    assert "Profiles of round 1.1" in text
+    profile = re.search(
+        r'aria-label="Profiles".*?<tr><td>[^<]+<td class="number">1<td class="number">1<',
+        text,
+        re.S,
+    )
+    assert profile is not None
+
+
+def test_time_participation_and_norms_are_drawn() -> None:
+    opened = RoundStatus(
+        task="t",
+        round=1,
+        attempt=1,
+        state="committed",
+        base_model="0" * 64,
+        assigned=4,
+        received=2,
+        included=2,
+        minimum=1,
+        size=2,
+        opened_at=1000.0,
+        deadline=2000.0,
+        closed_at=1090.0,
+        upload_bytes=10,
+        wire_upload_bytes=10,
+        download_bytes=10,
+        num_examples=2,
+        metrics={"loss": 2.0},
+        update_norm=3.0,
+    )
+    later = {
+        "round": 2,
+        "closed_at": 8200.0,
+        "included": 4,
+        "metrics": {"loss": 1.0},
+        "update_norm": 6.0,
+    }
+    attempts = [opened, opened.model_copy(update=later)]
+    words = " ".join(
+        each.summary for each in (*curves.learning(attempts), *curves.sending(attempts, 40))
+    )
+    assert "Loss from 2 at 1.5 min to 1 at 2 h;" in words
+    assert "Share of assigned devices included from 0.5 at 1 to 1 at 2;" in words
+    assert "Norm of the aggregated update from 3 at 1 to 6 at 2;" in words
+    assert "Privacy" not in words

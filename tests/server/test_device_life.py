@@ -30,12 +30,15 @@ from fedpress_protocols.errors import (
     MalformedRequest,
     NotFound,
     ServerError,
+    StorageFull,
     UnknownDevice,
 )
 from fedpress_protocols.messages import RotationRequest, SignedRotation
 from fedpress_protocols.model import Model
 from fedpress_protocols.signatures import Content, DeviceKey, to_base64url
 from fedpress_server import failpoints
+from fedpress_server.identity.authentication import SEEN_EVERY
+from fedpress_server.storage import identities
 from fedpress_server.storage.tables import audit_log
 from tests.devices import ADMIN_TOKEN, Device, Operator, checked
 from tests.lengths import examples
@@ -659,3 +662,68 @@ def test_lists_come_in_pages(servers: list[Server], clock: Clock) -> None:
     clock.advance(12)
     states = {each["state"] for each in Operator(http).get("/v1/admin/tokens")}
     assert states == {"used-up"}
+
+
+def standing(http: httpx.Client, device: Device) -> dict[str, Any]:
+    found: dict[str, Any] = Operator(http).get(f"/v1/admin/clients/{device.client_id}")
+    return found
+
+
+@pytest.mark.both_databases
+def test_it_is_noted_when_a_device_was_last_seen(servers: list[Server], clock: Clock) -> None:
+    device = Device(servers[0], clock)
+    device.enrol(token_for(servers[0]))
+    assert standing(servers[0], device)["seen_at"] is None
+    first = clock.now
+    told = {"User-Agent": "fedpress/9.9\t" + "x" * 99}
+    assert device.request("GET", "/v1/tasks", headers=told, skew=7).status_code == 200
+    for http in servers:
+        seen = standing(http, device)
+        assert (seen["seen_at"], seen["clock_ahead"]) == (first, 7.0)
+        assert seen["agent"] == "fedpress/9.9" + "x" * 52
+    clock.advance(SEEN_EVERY - 1)
+    for http in servers:
+        Device(http, clock, device.key).json("GET", "/v1/tasks")
+    assert standing(servers[0], device)["seen_at"] == first
+    clock.advance(1)
+    for http in servers:
+        Device(http, clock, device.key).json("GET", "/v1/tasks")
+    seen = standing(servers[0], device)
+    assert (seen["seen_at"], seen["clock_ahead"]) == (first + SEEN_EVERY, 0.0)
+
+
+def test_a_full_disk_does_not_refuse_who_is_seen(
+    start: Start, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> None:
+        raise StorageFull("the disk is full")
+
+    with start() as http:
+        device = Device(http, clock)
+        device.enrol(token_for(http))
+        with monkeypatch.context() as patched:
+            patched.setattr(identities, "note_sightings", full)
+            device.json("GET", "/v1/tasks")
+        assert standing(http, device)["seen_at"] is None
+        device.json("GET", "/v1/tasks")
+        assert standing(http, device)["seen_at"] == clock.now
+
+
+def test_a_device_that_is_revoked_while_it_is_noted_stays_revoked(
+    start: Start, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with start() as http:
+        operator, device = Operator(http), Device(http, clock)
+        device.enrol(token_for(http))
+        services = http.app.services
+        note = services.authenticator._note
+
+        async def late(seen: identities.Sighting) -> None:
+            await note(seen)
+            await services.device_registry.revoke(device.client_id, "test")
+
+        monkeypatch.setattr(services.authenticator, "_note", late)
+        device.json("GET", "/v1/tasks")
+        assert operator.get(f"/v1/admin/clients/{device.client_id}")["state"] == "revoked"
+        with pytest.raises(FedpressError):
+            device.json("GET", "/v1/tasks")

@@ -151,7 +151,7 @@ def test_a_server_that_does_not_migrate_refuses_another_schema(url: str) -> None
 
 
 def test_a_schema_is_not_changed_under_servers_that_run(url: str, dialect: str) -> None:
-    before = "0022"
+    before = "0023"
     made(url, before)
     row = {"server_id": "a", "name": "worker host 7", "role": "worker", "log_level": "info"}
 

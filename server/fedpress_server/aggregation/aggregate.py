@@ -43,6 +43,7 @@ from fedpress_strategies.strategy import (
     WeightedMean,
     applied,
     figures,
+    norm_of,
     published,
 )
 
@@ -61,6 +62,8 @@ class AggregationResult:
     num_bytes: int
     optimizer_state: str | None
     num_examples: int
+    update_norm: float
+    """The L2 norm of the aggregated update, before the server's optimizer."""
     activity: str | None = None
     control: str | None = None
     published: Mapping[str, tuple[str, int]] = field(default_factory=dict)
@@ -102,7 +105,8 @@ def aggregate(
     if summed is None:
         summed = sum_uploads(job, payloads, space, bases)
     optimizer, num_examples, clip = job.strategy.optimizer, summed.num_examples, summed.clip
-    tally = replace(summed.tally, warming=plan.warming, spec=shared)
+    norm = norm_of(summed.delta)
+    tally = replace(summed.tally, warming=plan.warming, spec=shared, norm=norm)
     parameters, state = applied(
         optimizer, before, summed.delta, earlier.optimizer or None, tally, space
     )
@@ -135,6 +139,7 @@ def aggregate(
         num_bytes,
         state_digest,
         num_examples,
+        norm,
         map_digest,
         control_digest,
         {name: store_model(values) for name, values in public.items()},

@@ -147,4 +147,7 @@ def _client(device: Device) -> dict[str, Any]:
         "decided_at": device.decided_at,
         "rotated_at": device.rotated_at,
         "revoked_at": device.revoked_at,
+        "seen_at": device.seen_at,
+        "agent": device.agent,
+        "clock_ahead": device.clock_ahead,
     }

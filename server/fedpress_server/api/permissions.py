@@ -71,16 +71,20 @@ PERMISSIONS: Mapping[tuple[str, str], Permission] = {
     ("GET", "/console/tasks/{task}/do/{action}"): "run",
     ("POST", "/console/tasks/{task}/do/{action}"): "run",
     ("GET", "/console/tasks/{task}/models"): "see",
+    ("GET", "/console/tasks/{task}/difference"): "see",
     ("GET", "/console/tasks/{task}/promote/{version}"): "run",
     ("POST", "/console/tasks/{task}/promote/{version}"): "run",
     ("GET", "/console/tasks/{task}/rollback/{alias}"): "run",
     ("POST", "/console/tasks/{task}/rollback/{alias}"): "run",
     ("GET", "/console/models/{digest}"): "see",
     ("GET", "/console/devices"): "see",
+    ("GET", "/console/devices/{client_id}"): "see",
     ("GET", "/console/devices/{client_id}/{action}"): "enrol",
     ("POST", "/console/devices/{client_id}/{action}"): "enrol",
     ("GET", "/console/audit"): "administer",
+    ("POST", "/console/audit"): "administer",
     ("GET", "/console/settings"): "administer",
+    ("POST", "/console/settings"): "administer",
 }
 
 

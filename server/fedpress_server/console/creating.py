@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import math
+from collections.abc import Callable
 from typing import Any
 
 from fastapi import APIRouter, Request, Response
@@ -16,6 +18,7 @@ from fedpress_server.api.listeners import Parts
 from fedpress_server.api.routing import By
 from fedpress_server.console.rendering import render
 from fedpress_server.console.routing import ConsoleRoute, form_of
+from fedpress_server.coordination.lifecycle import Prospect
 from fedpress_server.registry import versions as registry
 from fedpress_server.services import Services
 
@@ -30,6 +33,7 @@ _EMPTY = {
     "round_seconds": "600",
     "lane": "clear",
     "more": "",
+    "uplink": "1",
 }
 
 creating_routes = APIRouter(prefix="/console", route_class=ConsoleRoute, include_in_schema=False)
@@ -51,10 +55,18 @@ async def create_task(request: Request, services: Parts, by: By) -> Response:
         if form.get("do") == "create":
             summary = await services.lifecycle.create(config, by=by)
             return RedirectResponse(f"/console/tasks/{summary.task}", 303)
-        bound = await services.lifecycle.check(config)
+        bits = _uplink(values["uplink"])
+        prospect = await services.lifecycle.check(config)
     except FedpressError as error:
         return await _form(request, services, values, error=error)
-    return await _form(request, services, values, config=config, bound=bound)
+    return await _form(
+        request,
+        services,
+        values,
+        config=config,
+        prospect=prospect,
+        seconds_of=lambda n: 8 * n / bits,
+    )
 
 
 async def _form(
@@ -64,7 +76,8 @@ async def _form(
     *,
     error: FedpressError | None = None,
     config: TaskConfig | None = None,
-    bound: int = 0,
+    prospect: Prospect | None = None,
+    seconds_of: Callable[[int], float] | None = None,
 ) -> Response:
     models = await services.database.read(lambda c: registry.newest_files(c, MAX_MODELS))
     return render(
@@ -74,8 +87,10 @@ async def _form(
         values=values,
         models=models,
         error=error,
-        config=config and json.dumps(config.model_dump(mode="json"), indent=2),
-        bound=bound,
+        config=config,
+        config_text=config and json.dumps(config.model_dump(mode="json"), indent=2),
+        prospect=prospect,
+        seconds_of=seconds_of,
     )
 
 
@@ -109,6 +124,16 @@ def _json(text: str) -> dict[str, Any]:
             "the further settings are no JSON object", hint='write {"name": value, ...}'
         )
     return fields
+
+
+def _uplink(text: str) -> float:
+    """Bits a second; raises ConfigurationError."""
+    megabits = _number(text)
+    if isinstance(megabits, str) or not 0 < megabits < math.inf:
+        raise ConfigurationError(
+            f"an uplink of {text[:64]!r} Mbit/s", hint="write a number above 0, such as 1 or .25"
+        )
+    return 1e6 * megabits
 
 
 def _number(text: str) -> int | float | str:

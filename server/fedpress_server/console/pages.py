@@ -2,41 +2,36 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import secrets
+import time
 from collections import Counter
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Literal
 
 from fastapi import APIRouter, Query, Request, Response
 from fastapi.responses import FileResponse, RedirectResponse
-from pydantic import Field, TypeAdapter, ValidationError
+from pydantic import Field, ValidationError
 
-from fedpress_protocols.enrolment import DeviceState
 from fedpress_protocols.errors import (
     Conflict,
     InvalidToken,
     MalformedRequest,
-    NotFound,
     Unavailable,
 )
 from fedpress_protocols.messages import (
     Continuation,
-    Identifier,
-    RoundStatus,
     SignedReceipt,
     TaskSummary,
 )
-from fedpress_protocols.plan import Digest, Name
-from fedpress_protocols.registry import Promotion, Rollback
+from fedpress_protocols.plan import Name
 from fedpress_protocols.validation import format_validation_errors
-from fedpress_server.api.devices import immutable
 from fedpress_server.api.health import readyz
 from fedpress_server.api.listeners import Parts
 from fedpress_server.api.routing import By
-from fedpress_server.console import charts
-from fedpress_server.console.rendering import render, size
+from fedpress_server.console import curves
+from fedpress_server.console.rendering import confirm, render
 from fedpress_server.console.routing import (
     COOKIE,
     LOGIN,
@@ -46,14 +41,14 @@ from fedpress_server.console.routing import (
     form_of,
 )
 from fedpress_server.coordination.divergence import current_warnings
+from fedpress_server.doctor import Finding, audit_log, findings_of
 from fedpress_server.identity import audit
 from fedpress_server.identity.authentication import hash_of
 from fedpress_server.identity.browser_sessions import LIFETIME_SECONDS
 from fedpress_server.identity.limits import address_of
-from fedpress_server.registry import versions as registry
 from fedpress_server.services import Services
 from fedpress_server.settings import Settings, secret_settings
-from fedpress_server.storage.files import model_name
+from fedpress_server.storage import records
 
 _STATIC = Path(__file__).with_name("static")
 _LOGIN_COOKIE = "fedpress_login"
@@ -61,17 +56,8 @@ MAX_ROWS = 200
 """Rows of a table on one page."""
 MAX_ROUNDS = 1000
 """Attempts that a task's charts show."""
-MAX_METRICS = 6
-_FIGURES = (
-    ("nmse", "Error of compression (NMSE)"),
-    ("residual", "Residual relative to an update"),
-    ("norm", "Norm of an update"),
-)
-"""Names in RoundFigures of what is drawn, and the titles."""
 MAX_ASSIGNMENTS = 20_000
-_ALIAS: TypeAdapter[str] = TypeAdapter(Name)
 Action = Literal["pause", "resume", "finish", "cancel", "abort-round", "continue"]
-DeviceAction = Literal["approve", "reject", "revoke"]
 
 console_routes = APIRouter(prefix="/console", route_class=ConsoleRoute, include_in_schema=False)
 _open_routes = APIRouter(prefix="/console", route_class=OpenPageRoute, include_in_schema=False)
@@ -171,6 +157,11 @@ async def show_task(request: Request, task: Name, services: Parts) -> Response:
     held_since = await services.queries.held_since(task)
     attempts = await services.queries.history(task, limit=MAX_ROUNDS)
     model = await services.models.get(summary.model)
+    newest = next((each for each in attempts[::-1] if each.received), None)
+    profiles = list[records.ProfileUse]()
+    if newest is not None:
+        key = newest.task, newest.round, newest.attempt
+        profiles = await services.database.read(lambda c: records.profile_use(c, key))
     sent = sum(each.upload_bytes + each.download_bytes for each in attempts)
     plain = 2 * model.num_bytes * sum(each.received for each in attempts)
     return render(
@@ -180,7 +171,11 @@ async def show_task(request: Request, task: Name, services: Parts) -> Response:
         config=json.dumps(config.model_dump(mode="json"), indent=2),
         live=attempts[-1] if attempts and attempts[-1].closed_at is None else None,
         rounds=attempts[:-51:-1],
-        charts=_charts(attempts, model.num_bytes),
+        learning=curves.learning(attempts),
+        sending=curves.sending(attempts, model.num_bytes),
+        profiles=profiles,
+        profiles_of=newest and f"{newest.round}.{newest.attempt}",
+        model_bytes=model.num_bytes,
         sent=sent,
         plain=plain,
         held_since=held_since,
@@ -197,42 +192,6 @@ def _actions(task: TaskSummary, is_held: bool) -> tuple[Action, ...]:
         "cancelled": ("continue",),
     }
     return by_state[task.state]
-
-
-def _charts(attempts: Sequence[RoundStatus], model_bytes: int) -> list[charts.Chart]:
-    """What devices measured, over rounds and over bytes, how many times fewer bytes were sent than
-    whole models of `model_bytes`, and what compression did to the devices' updates; `attempts`
-    oldest first."""
-    drawn, num_bytes = list[charts.Chart | None](), 0
-    by_metric: dict[str, list[tuple[int, int, float]]] = {"loss": [], "accuracy": []}
-    for each in attempts:
-        num_bytes += each.upload_bytes + each.download_bytes
-        for name, value in each.metrics.items():
-            by_metric.setdefault(name, []).append((each.round, num_bytes, value))
-    for name, points in list(by_metric.items())[:MAX_METRICS]:
-        title = name.replace("_", " ").capitalize()
-        drawn.append(charts.line(title, "rounds", [(at, y) for at, _, y in points]))
-        drawn.append(charts.line(title, "bytes sent", [(at, y) for _, at, y in points], size))
-    for name, ratios in _ratios(attempts, model_bytes).items():
-        drawn.append(charts.line(f"Times smaller than float32, {name}", "rounds", ratios))
-    told = [(each.round, each.figures) for each in attempts if each.figures is not None]
-    for name, title in _FIGURES:
-        drawn.append(charts.line(title, "rounds", [(at, getattr(f, name)) for at, f in told]))
-    return [each for each in drawn if each is not None]
-
-
-def _ratios(attempts: Sequence[RoundStatus], model_bytes: int) -> dict[str, charts.Points]:
-    """Of each committed round: a whole model for each upload received, divided by the bytes of the
-    uploads; and two of them, divided by the bytes up and down."""
-    over = [each for each in attempts if each.state == "committed" and each.upload_bytes]
-    whole = [(each, model_bytes * each.received) for each in over]
-    return {
-        "uploads": [(each.round, plain / each.upload_bytes) for each, plain in whole],
-        "up and down": [
-            (each.round, 2 * plain / (each.upload_bytes + each.download_bytes))
-            for each, plain in whole
-        ],
-    }
 
 
 @console_routes.get("/tasks/{task}/rounds/{number}")
@@ -281,7 +240,7 @@ async def confirm_action(request: Request, task: Name, action: Action, services:
     elif action == "continue":
         fields = [("rounds", "Further rounds", "number", "1")]
         hidden = {"after_round": str(summary.round), "model": summary.model}
-    return _confirm(
+    return confirm(
         request,
         f"{action.replace('-', ' ').capitalize()}: {task}",
         f"{_CONSEQUENCES[action]} The task is {summary.state} at round {summary.round} of "
@@ -330,152 +289,6 @@ async def act(request: Request, task: Name, action: Action, services: Parts, by:
     return RedirectResponse(f"/console/tasks/{task}", 303)
 
 
-# Models
-
-
-@console_routes.get("/tasks/{task}/models")
-async def show_models(
-    request: Request,
-    task: Name,
-    services: Parts,
-    before: Annotated[int | None, Query(ge=0, lt=2**31)] = None,
-) -> Response:
-    """The versions of a task's model, and its aliases."""
-    database = services.database
-    versions = await database.read(lambda c: registry.versions(c, task, before, MAX_ROWS))
-    aliases = await database.read(lambda c: registry.aliases(c, task))
-    more = versions[-1].version if len(versions) == MAX_ROWS else None
-    return render(request, "models.html", task=task, versions=versions, aliases=aliases, more=more)
-
-
-@console_routes.get("/models/{digest}")
-async def download(request: Request, digest: Digest, services: Parts) -> Response:
-    """A model's file, safetensors."""
-    record = await services.models.get(digest)
-    answer = await immutable(request, model_name(digest), digest, record.num_bytes, "")
-    name = f"{digest[:16]}.safetensors"
-    answer.headers["Content-Disposition"] = f'attachment; filename="{name}"'
-    return answer
-
-
-@console_routes.get("/tasks/{task}/promote/{version}")
-async def confirm_promotion(
-    request: Request,
-    task: Name,
-    version: Annotated[int, Field(ge=0, lt=2**31)],
-    services: Parts,
-) -> Response:
-    """The form that asks for the alias."""
-    lineage = await services.database.read(lambda c: registry.lineage(c, task, str(version)))
-    return _confirm(
-        request,
-        f"Promote version {version} of {task}",
-        f"The alias will point to model {lineage.model[:16]}, made of {lineage.num_updates} "
-        "updates.",
-        f"/console/tasks/{task}/models",
-        [("alias", "Alias", "text", "production")],
-    )
-
-
-@console_routes.post("/tasks/{task}/promote/{version}")
-async def promote(
-    request: Request,
-    task: Name,
-    version: Annotated[int, Field(ge=0, lt=2**31)],
-    services: Parts,
-    by: By,
-) -> Response:
-    """Move an alias to the version."""
-    alias, now = form_of(request).get("alias", "").strip(), services.now
-    promotion = Promotion(version=version)
-    await services.database.write(
-        lambda c: registry.promote(c, task, _name(alias), promotion, now, by=by)
-    )
-    return RedirectResponse(f"/console/tasks/{task}/models", 303)
-
-
-@console_routes.get("/tasks/{task}/rollback/{alias}")
-async def confirm_rollback(request: Request, task: Name, alias: Name, services: Parts) -> Response:
-    """The versions between which the alias would move."""
-    aliases = await services.database.read(lambda c: registry.aliases(c, task))
-    standing = next((each for each in aliases if each.alias == alias), None)
-    if standing is None:
-        raise NotFound(f"task {task!r} has no alias {alias!r}")
-    return _confirm(
-        request,
-        f"Roll back {alias} of {task}",
-        f"The alias points to version {standing.version} now, and will point where it did before.",
-        f"/console/tasks/{task}/models",
-        hidden={"expect": str(standing.version)},
-    )
-
-
-@console_routes.post("/tasks/{task}/rollback/{alias}")
-async def roll_back(request: Request, task: Name, alias: Name, services: Parts, by: By) -> Response:
-    """Move the alias back, if it still points to what the form showed."""
-    now = services.now
-    try:
-        asked = Rollback.model_validate_strings({"expect": form_of(request).get("expect", "")})
-    except ValidationError as exc:
-        raise MalformedRequest(format_validation_errors(exc)) from exc
-    await services.database.write(lambda c: registry.rollback(c, task, alias, asked, now, by=by))
-    return RedirectResponse(f"/console/tasks/{task}/models", 303)
-
-
-def _name(text: str) -> str:
-    """Raises MalformedRequest unless it may be an alias."""
-    try:
-        return _ALIAS.validate_python(text)
-    except ValidationError as exc:
-        raise MalformedRequest(
-            f"{text[:64]!r} is no alias", hint="use letters, digits, ., - and _, at most 64"
-        ) from exc
-
-
-# Devices
-
-
-@console_routes.get("/devices")
-async def show_devices(
-    request: Request,
-    services: Parts,
-    state: DeviceState | Literal[""] = "",
-    after: Identifier | None = None,
-) -> Response:
-    """The enrolled devices, in order of enrolment."""
-    devices = await services.device_registry.devices(state or None, after, MAX_ROWS + 1)
-    more = devices[MAX_ROWS - 1].client_id if len(devices) > MAX_ROWS else None
-    return render(request, "devices.html", devices=devices[:MAX_ROWS], state=state, more=more)
-
-
-@console_routes.get("/devices/{client_id}/{action}")
-async def confirm_device(
-    request: Request, client_id: Identifier, action: DeviceAction, services: Parts
-) -> Response:
-    """The consequence of a decision about a device."""
-    device, _ = await services.device_registry.device(client_id)
-    consequence = {
-        "approve": "The device may take part from now on.",
-        "reject": "The device may not take part; it can be approved later.",
-        "revoke": "The device is refused permanently. This cannot be undone.",
-    }[action]
-    name = f"{device.name} ({client_id})" if device.name else client_id
-    return _confirm(request, f"{action.capitalize()} {name}", consequence, "/console/devices")
-
-
-@console_routes.post("/devices/{client_id}/{action}")
-async def decide(client_id: Identifier, action: DeviceAction, services: Parts, by: By) -> Response:
-    """Approve, reject or revoke a device."""
-    devices = services.device_registry
-    if action == "approve":
-        await devices.approve(client_id, by)
-    elif action == "reject":
-        await devices.reject(client_id, by)
-    else:
-        await devices.revoke(client_id, by)
-    return RedirectResponse("/console/devices", 303)
-
-
 # The server
 
 
@@ -486,6 +299,19 @@ async def show_audit(
     after: Annotated[int | None, Query(ge=0, lt=2**53)] = None,
 ) -> Response:
     """The audit log, by default its end."""
+    return await _audit_log(request, services, after)
+
+
+@console_routes.post("/audit")
+async def verify_audit(request: Request, services: Parts) -> Response:
+    """Check the chain of the whole audit log, and show its end."""
+    verdict = await asyncio.to_thread(audit_log, services.settings)
+    return await _audit_log(request, services, None, verdict)
+
+
+async def _audit_log(
+    request: Request, services: Services, after: int | None, verdict: Finding | None = None
+) -> Response:
     if after is None:
         head = await services.database.read(audit.head)
         after = max(0, head.seq - MAX_ROWS)
@@ -493,13 +319,22 @@ async def show_audit(
     page = await services.database.read(lambda c: audit.page(c, start, MAX_ROWS))
     entries = [(each, json.dumps(each.details)) for each in reversed(page.entries)]
     earlier = max(0, start - MAX_ROWS) if start else None
-    return render(request, "audit.html", entries=entries, head=page.head, earlier=earlier)
+    return render(
+        request, "audit.html", entries=entries, head=page.head, earlier=earlier, verdict=verdict
+    )
 
 
 @console_routes.get("/settings")
 async def show_settings(request: Request, services: Parts) -> Response:
     """The settings, without secrets."""
-    return render(request, "settings.html", settings=_public(services))
+    return render(request, "settings.html", settings=_public(services), findings=None)
+
+
+@console_routes.post("/settings")
+async def diagnose(request: Request, services: Parts) -> Response:
+    """The settings, and what `fedpress doctor` finds about them."""
+    findings = await asyncio.to_thread(lambda: list(findings_of(services.settings, time.time())))
+    return render(request, "settings.html", settings=_public(services), findings=findings)
 
 
 def _public(services: Services) -> list[tuple[str, str, str]]:
@@ -510,26 +345,6 @@ def _public(services: Services) -> list[tuple[str, str, str]]:
         (name, "not set" if value in (None, "") else str(value), fields[name].description or "")
         for name, value in values.items()
     ]
-
-
-def _confirm(
-    request: Request,
-    title: str,
-    text: str,
-    back: str,
-    fields: Sequence[tuple[str, str, str, str]] = (),
-    hidden: dict[str, str] | None = None,
-) -> Response:
-    """A page whose button posts to its own address."""
-    return render(
-        request,
-        "confirm.html",
-        title=title,
-        text=text,
-        back=back,
-        fields=fields,
-        hidden=hidden or {},
-    )
 
 
 console_routes.routes.extend(_open_routes.routes)

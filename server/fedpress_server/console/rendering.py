@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 from datetime import UTC, datetime
 from typing import Any
 
@@ -11,6 +12,7 @@ from fastapi.responses import HTMLResponse, Response
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
 _UNITS = ("B", "kB", "MB", "GB", "TB")
+_SPANS = (("d", 86400.0), ("h", 3600.0), ("min", 60.0), ("s", 1.0), ("ms", 0.001))
 
 
 def moment(seconds: float | None) -> str:
@@ -29,6 +31,14 @@ def size(num_bytes: float) -> str:
     return f"{num_bytes:.3g} {unit}" if num_bytes < 999.5 else f"{num_bytes:.0f} {unit}"
 
 
+def span(seconds: float) -> str:
+    """A duration with three digits, in the largest unit of which it is at least one."""
+    if not seconds:
+        return "0 s"
+    unit, length = next((each for each in _SPANS if abs(seconds) >= each[1]), _SPANS[-1])
+    return f"{seconds / length:.3g} {unit}"
+
+
 _TEMPLATES = Environment(
     loader=PackageLoader("fedpress_server.console"),
     autoescape=True,
@@ -36,7 +46,7 @@ _TEMPLATES = Environment(
     trim_blocks=True,
     lstrip_blocks=True,
 )
-_TEMPLATES.filters.update(moment=moment, size=size)
+_TEMPLATES.filters.update(moment=moment, size=size, span=span)
 
 
 def render(request: Request, template: str, code: int = 200, **values: Any) -> Response:
@@ -48,3 +58,23 @@ def render(request: Request, template: str, code: int = 200, **values: Any) -> R
     if code == 200 and request.headers.get("if-none-match") == etag:
         return Response(status_code=304, headers=headers)
     return HTMLResponse(text, code, headers=headers)
+
+
+def confirm(
+    request: Request,
+    title: str,
+    text: str,
+    back: str,
+    fields: Sequence[tuple[str, str, str, str]] = (),
+    hidden: dict[str, str] | None = None,
+) -> Response:
+    """A page whose button posts to its own address."""
+    return render(
+        request,
+        "confirm.html",
+        title=title,
+        text=text,
+        back=back,
+        fields=fields,
+        hidden=hidden or {},
+    )

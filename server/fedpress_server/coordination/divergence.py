@@ -35,7 +35,8 @@ def with_warnings(attempts: Sequence[RoundStatus]) -> list[RoundStatus]:
     for each in attempts:
         if each.state == "committed":
             committed = [*committed[1 - WINDOW :], each]
-            each = each.model_copy(update={"warnings": _signs(committed)})
+            if signs := _signs(committed):
+                each = each.model_copy(update={"warnings": signs})
         marked.append(each)
     return marked
 

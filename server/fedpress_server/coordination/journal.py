@@ -406,6 +406,7 @@ def _write_result(connection: Connection, applied: AppliedEvent, result: Aggrega
         "published": {name: digest for name, (digest, _) in result.published.items()},
         "included": sum(part.reason == "included" for part in after.round.parts.values()),
         "num_examples": result.num_examples,
+        "update_norm": result.update_norm,
     }
     if isinstance(event, Aggregated) and event.comparison is not None and after.course is not None:
         comparison = Comparison.model_validate(dict(event.comparison))

@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
+from typing import NamedTuple
 
 from fedpress_compression.tensors import ModelSpec
 from fedpress_protocols.errors import AlreadyExists, ConfigurationError, Conflict
@@ -43,8 +44,20 @@ from fedpress_server.storage.database import Database
 from fedpress_server.storage.payloads import Payloads
 from fedpress_server.storage.records import ModelRecord, TaskRecord
 from fedpress_strategies import Strategy, from_config
+from fedpress_strategies.policies.sizes import expected_bytes
 
 _log = logging.getLogger(__name__)
+
+
+class Prospect(NamedTuple):
+    """What a task is going to send, in bytes."""
+
+    max_body_bytes: int
+    """Of the largest upload of any round."""
+    expected: Mapping[str, int]
+    """Of an upload by each profile, a guess: see `sizes.expected_bytes`."""
+    model_bytes: int
+    """Of the model's file, which a first download is at most."""
 
 
 class Lifecycle:
@@ -80,15 +93,19 @@ class Lifecycle:
             config = config.model_copy(update={"seed": secrets.randbelow(2**63)})
         return await self._background.shielded(self._create(config, by))
 
-    async def check(self, config: TaskConfig) -> int:
-        """The bytes of the largest upload of any round of a task that `create` would accept.
+    async def check(self, config: TaskConfig) -> Prospect:
+        """What a task that `create` would accept would send.
 
         Nothing is written; raises as `create` does.
         """
-        strategy, _, spec = await self._begun(config)
+        strategy, model, spec = await self._begun(config)
         seeded = config if config.seed is not None else config.model_copy(update={"seed": 0})
         _, bound = await self._checked(seeded, strategy, spec, self._clock())
-        return bound
+        profiles = {each.name: each.compressor for each in config.every_profile}
+        expected = await self._background.in_thread(
+            lambda: {name: expected_bytes(each, spec) for name, each in profiles.items()}
+        )
+        return Prospect(bound, expected, model.num_bytes)
 
     async def _begun(self, config: TaskConfig) -> tuple[Strategy, ModelRecord, ModelSpec]:
         """The strategy and the model of a task that is to begin."""

@@ -13,6 +13,7 @@ import asyncio
 import hashlib
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import replace
 
 from sqlalchemy.engine import Connection
 from starlette.requests import Request
@@ -25,6 +26,7 @@ from fedpress_protocols.errors import (
     InvalidToken,
     MalformedRequest,
     ReplayedRequest,
+    Unavailable,
     UnknownDevice,
 )
 from fedpress_protocols.signatures import (
@@ -41,7 +43,7 @@ from fedpress_protocols.signatures import (
 from fedpress_server.storage import identities, records
 from fedpress_server.storage.batched import Batched
 from fedpress_server.storage.database import Database
-from fedpress_server.storage.identities import FormerKey
+from fedpress_server.storage.identities import FormerKey, Sighting
 from fedpress_server.storage.records import Device, Nonce
 
 _CHANGING = ("POST", "DELETE")
@@ -54,6 +56,9 @@ one has seen its answer. A HEAD interrupts the part of a running upload.
 _REMEMBERED = 60.0
 """Seconds for which an enrolled device is cached where the writing transaction checks it again."""
 _MOST_REMEMBERED = 65536
+SEEN_EVERY = 3600.0
+"""Seconds between two notes that a device was seen: a fleet of 10,000 costs three rows a second."""
+_AGENT_CHARACTERS = 64
 _TOPIC = "@devices"
 """Prefix of notifications to other servers about a changed device; no task name starts with it."""
 _DEFAULT_PORTS = {"http": ":80", "https": ":443"}
@@ -91,6 +96,7 @@ class Authenticator:
         self._guard = ReplayGuard(opened=clock())
         self._by_key = Batched(self._devices_of)
         self._store_nonce = Batched(self._store_nonces)
+        self._note = Batched(self._note_all)
 
     async def start(self) -> None:
         if self._is_shared:
@@ -165,7 +171,32 @@ class Authenticator:
         self._skewed(parsed.created - now)
         if request.method in _CHANGING and not is_spent_later:
             await self._spend(parsed)
+        await self._see(device, request.headers.get("user-agent", ""), parsed.created, now)
         return device, content
+
+    async def _see(self, device: Device, agent: str, created: float, now: float) -> None:
+        """Note that the device was seen, if it was not within SEEN_EVERY. Where that cannot be
+        written, a later request notes it."""
+        if device.seen_at is not None and 0 <= now - device.seen_at < SEEN_EVERY:
+            return
+        legible = "".join(each for each in agent if each.isprintable())[:_AGENT_CHARACTERS]
+        seen = Sighting(device.client_id, now, legible, created - now)
+        try:
+            await self._note(seen)
+        except Unavailable:
+            return
+
+        def noted(known: Device) -> Device:
+            return replace(known, seen_at=now, agent=legible, clock_ahead=seen.clock_ahead)
+
+        if (known := self._devices.get(device.key_id)) is not None:
+            self._devices[device.key_id] = noted(known)
+        if (cached := self._read.get(device.key_id)) is not None:
+            self._read[device.key_id] = cached[0], noted(cached[1])
+
+    async def _note_all(self, sightings: Sequence[Sighting]) -> list[None]:
+        await self._database.write(lambda c: identities.note_sightings(c, sightings), locks=True)
+        return [None] * len(sightings)
 
     async def spend(self, request: Request) -> None:
         """Store the nonce of a checked request that is about to change something: none does so

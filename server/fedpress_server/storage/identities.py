@@ -16,7 +16,13 @@ from sqlalchemy.engine import Connection
 from fedpress_protocols.enrolment import DeviceState
 from fedpress_server.storage.prepared import Prepared, each_of
 from fedpress_server.storage.records import Approval, Device, EnrolmentToken
-from fedpress_server.storage.tables import clients, enrolment_tokens, former_keys
+from fedpress_server.storage.tables import (
+    assignments,
+    clients,
+    enrolment_tokens,
+    former_keys,
+    uploads,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,6 +119,120 @@ def revoke(connection: Connection, client_id: str, at: float) -> None:
     connection.execute(
         sa.update(clients).where(clients.c.client_id == client_id).values(revoked_at=at)
     )
+
+
+@dataclass(frozen=True, slots=True)
+class Sighting:
+    """What a device's request tells of the device."""
+
+    client_id: str
+    at: float
+    agent: str
+    clock_ahead: float
+
+
+def note_sightings(connection: Connection, sightings: Collection[Sighting]) -> None:
+    """Note when devices were seen; of two sightings of a device the later one stays."""
+    row = clients.c
+    update = (
+        sa.update(clients)
+        .where(
+            row.client_id == sa.bindparam("of_client"),
+            sa.or_(row.seen_at.is_(None), row.seen_at < sa.bindparam("at")),
+        )
+        .values(
+            seen_at=sa.bindparam("at"),
+            agent=sa.bindparam("by_agent"),
+            clock_ahead=sa.bindparam("ahead"),
+        )
+    )
+    rows = [
+        {
+            "of_client": each.client_id,
+            "at": each.at,
+            "by_agent": each.agent,
+            "ahead": each.clock_ahead,
+        }
+        for each in sorted(sightings, key=lambda each: each.client_id)  # servers lock in one order
+    ]
+    connection.execute(update, rows)
+
+
+@dataclass(frozen=True, slots=True)
+class Contribution:
+    """What a device has done for a task."""
+
+    task: str
+    assigned: int
+    uploads: int
+    num_bytes: int
+    """Of the bodies of its uploads."""
+    num_examples: int
+    seconds: float | None
+    """That the bodies of `measured_bytes` took to arrive; None if no duration is known."""
+    measured_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Participation:
+    """One assignment of a device, and its upload if there is one."""
+
+    task: str
+    round: int
+    attempt: int
+    profile: str
+    assigned_at: float
+    receipt: str | None
+    num_bytes: int | None
+    num_examples: int | None
+
+
+def contributions(connection: Connection, client_id: str) -> list[Contribution]:
+    """Of a device, by task."""
+    row, upload = assignments.c, uploads.c
+    query = (
+        sa.select(
+            row.task,
+            sa.func.count(),
+            sa.func.count(upload.assignment),
+            sa.func.coalesce(sa.func.sum(upload.num_bytes), 0),
+            sa.func.coalesce(sa.func.sum(upload.num_examples), 0),
+            sa.func.sum(upload.seconds),
+            sa.func.coalesce(
+                sa.func.sum(sa.case((upload.seconds.is_not(None), upload.num_bytes), else_=0)), 0
+            ),
+        )
+        .outerjoin(uploads, upload.assignment == row.assignment)
+        .where(row.client_id == client_id)
+        .group_by(row.task)
+        .order_by(row.task)
+    )
+    return [
+        Contribution(task, assigned, num, int(size), int(examples), seconds, int(measured))
+        for task, assigned, num, size, examples, seconds, measured in connection.execute(query)
+    ]
+
+
+def participations(connection: Connection, client_id: str, limit: int) -> list[Participation]:
+    """The newest assignments of a device, the newest first."""
+    row, upload = assignments.c, uploads.c
+    query = (
+        sa.select(
+            row.task,
+            row.round,
+            row.attempt,
+            row.profile,
+            row.assigned_at,
+            row.receipt,
+            upload.num_bytes,
+            upload.num_examples,
+        )
+        .outerjoin(uploads, upload.assignment == row.assignment)
+        .where(row.client_id == client_id)
+        .order_by(row.assigned_at.desc(), row.assignment)
+        .limit(limit)
+    )
+    return [Participation(*each) for each in connection.execute(query)]
 
 
 # Keys

@@ -56,6 +56,12 @@ class Device:
     """When an operator approved or rejected it."""
     rotated_at: float | None = None
     """When it rotated to this key; None if it never did."""
+    seen_at: float | None = None
+    """When one of its requests was noted, see `Authenticator`; None before the first."""
+    agent: str = ""
+    """Its software, as the device's User-Agent says."""
+    clock_ahead: float | None = None
+    """Seconds by which its clock was ahead of the server's then."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -548,6 +554,37 @@ def assignments_of(connection: Connection, key: RoundKey, most: int) -> list[Ass
     query = sa.select(assignments).where(*_is_round(assignments, key))
     rows = connection.execute(query.order_by(assignments.c.position).limit(most))
     return [AssignmentRecord(*row) for row in rows]
+
+
+@dataclass(frozen=True, slots=True)
+class ProfileUse:
+    """How often a profile was assigned in an attempt, and what came of it."""
+
+    profile: str
+    assigned: int
+    uploads: int
+    num_bytes: int
+    """Of the uploads' bodies."""
+
+
+def profile_use(connection: Connection, key: RoundKey) -> list[ProfileUse]:
+    """Of an attempt, by name."""
+    query = (
+        sa.select(
+            assignments.c.profile,
+            sa.func.count(),
+            sa.func.count(uploads.c.assignment),
+            sa.func.coalesce(sa.func.sum(uploads.c.num_bytes), 0),
+        )
+        .outerjoin(uploads, uploads.c.assignment == assignments.c.assignment)
+        .where(*_is_round(assignments, key))
+        .group_by(assignments.c.profile)
+        .order_by(assignments.c.profile)
+    )
+    return [
+        ProfileUse(profile, assigned, num, int(num_bytes))
+        for profile, assigned, num, num_bytes in connection.execute(query)
+    ]
 
 
 def add_uploads(connection: Connection, taken: Sequence[UploadRecord], now: float) -> None:

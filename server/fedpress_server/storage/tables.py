@@ -37,6 +37,9 @@ clients = sa.Table(
     sa.Column("approval", sa.String(16), nullable=False, server_default="approved"),
     sa.Column("decided_at", _TIME),
     sa.Column("rotated_at", _TIME),
+    sa.Column("seen_at", _TIME),
+    sa.Column("agent", sa.Text, nullable=False, server_default=""),
+    sa.Column("clock_ahead", sa.Double),
     sa.Index("clients_by_enrolment", "enrolled_at", "client_id"),
 )
 
@@ -119,6 +122,7 @@ rounds = sa.Table(
     sa.Column("norm_sum", sa.Double, nullable=False, server_default="0"),
     sa.Column("train_sum", sa.Double, nullable=False, server_default="0"),
     sa.Column("compress_sum", sa.Double, nullable=False, server_default="0"),
+    sa.Column("update_norm", sa.Double),
     sa.Index("rounds_by_base", "task", "base_model", "round", "attempt"),
     sa.Index("rounds_by_model", "task", "model", "round", "attempt"),
     sa.Index("rounds_stopped", "task", "round", sqlite_where=STOPPED, postgresql_where=STOPPED),
