@@ -15,11 +15,16 @@ BITS = (0.8, 0.57, 0.4, 0.28, 0.2, 0.14, 0.1, 0.07, 0.05)
 USUAL = 6
 """The rung that the usual gap asks for; the rungs beyond it are for a larger gap."""
 _USUAL_GAP = 0.5
+_ENOUGH = 24.0
+"""Bits a value that all uploads of a task together have at least: 240 of .1 bit. Less tells too
+little, and so few uploads cost little: three quarters of a single one in float32."""
 MAX_RATIO = 30.0
 """Of a residual's norm to the new update's: 10 cuts residuals of devices that have learnt their
 data, and an update that diverged is a thousand times the usual one."""
 _ALONE = frozenset({"auto", "bandwidth_aware"})
 """Policies that go with a ladder made here."""
+_BOUNDS = frozenset({"gap", "upload_bytes"})
+"""Fields of `auto` by which somebody says how much is to be sent."""
 _SHORTEST, _LONGEST, _SHARE = 3.0, 50.0, 0.1
 """Rounds that the average goes over, and their share of the task's."""
 _WITH_CONTROL = frozenset({"scaffold"})
@@ -47,8 +52,10 @@ def completed(fields: Mapping[str, Any]) -> dict[str, Any]:
         values["downlink"] = {}
     if is_masked:
         return {**values, **_masked(values)}
-    gap = next((each.get("gap", _USUAL_GAP) for each in policies if each["id"] == "auto"), None)
-    return {**values, "policies": tuple(policies), "profiles": rate_levels(gap)}
+    auto = next(each for each in policies if each["id"] == "auto")
+    is_free = len(policies) == 1 and _BOUNDS.isdisjoint(auto)
+    levels = rate_levels(auto.get("gap", _USUAL_GAP), _uploads(values) if is_free else None)
+    return {**values, "policies": tuple(policies), "profiles": levels}
 
 
 def _is_ours(policies: Any) -> bool:
@@ -59,12 +66,23 @@ def _is_ours(policies: Any) -> bool:
     return len(ids) == len(policies) and "auto" in ids and _ALONE.issuperset(ids)
 
 
-def rate_levels(gap: Any = _USUAL_GAP) -> list[dict[str, Any]]:
+def _uploads(fields: Mapping[str, Any]) -> int | None:
+    """Of the whole task; None where its fields do not tell."""
+    cohort = fields.get("cohort")
+    size = cohort.get("size") if isinstance(cohort, Mapping) else getattr(cohort, "size", None)
+    rounds = fields.get("rounds")
+    return rounds * size if isinstance(rounds, int) and isinstance(size, int) else None
+
+
+def rate_levels(gap: Any = _USUAL_GAP, uploads: int | None = None) -> list[dict[str, Any]]:
     """Error feedback around entropy-coded quantisation, the gentlest first, down to the rate that
-    `gap` points of accuracy ask for: a quarter of the gap for twice the rate."""
+    `gap` points of accuracy ask for: a quarter of the gap for twice the rate. Not below what
+    `uploads`, all of the task, need to tell enough; None where a bound that somebody set counts."""
     hardest = USUAL
     if isinstance(gap, int | float) and gap > 0:
         least = BITS[USUAL] * (_USUAL_GAP / gap) ** 0.5
+        if uploads is not None and uploads > 0:
+            least = max(least, _ENOUGH / uploads)
         hardest = max([1, *(rung for rung, bits in enumerate(BITS) if bits > 0.97 * least)])
     return [
         {

@@ -301,6 +301,13 @@ def test_evaluations_count_before_what_training_says() -> None:
     assert names[-1] == "0.1-bit"
 
 
+def test_a_short_run_with_few_clients_sends_more_at_once() -> None:
+    for auto, name in ((Auto(), "0.2-bit"), (Auto(gap=0.5), "0.1-bit")):
+        rates = Rates(auto)
+        rates.begin(30)
+        assert rates.opened(1, 4)[0].name == name
+
+
 def test_a_budget_of_bytes_raises_the_compression() -> None:
     rates = Rates(Auto(upload_bytes=10_000))
     rates.begin(100)

@@ -31,12 +31,12 @@ class Rates:
 
     def __init__(self, auto: Auto) -> None:
         self.auto = auto
-        self.levels = tuple(Profile.model_validate(each) for each in rate_levels(auto.gap))
         self.begin(0)
 
     def begin(self, rounds: int) -> None:
         """Forget all rounds: a run of `rounds` follows."""
         self._rounds = rounds
+        self._levels: tuple[Profile, ...] = ()
         self._course: Course | None = None
         self._open: Course | None = None
         self._uploaded: list[int] = []
@@ -48,6 +48,11 @@ class Rates:
     ) -> tuple[Profile, Profile | None]:
         """Decide on round `number` of `size` clients out of `population`: the profile, and in a
         probe the reference."""
+        if not self._levels:
+            is_free = self.auto.model_fields_set.isdisjoint({"gap", "upload_bytes"})
+            uploads = max(self._rounds, number) * size if is_free else None
+            levels = rate_levels(self.auto.gap, uploads)
+            self._levels = tuple(Profile.model_validate(each) for each in levels)
         losses = self._evaluated or self._trained
         facts = Facts(
             number,
@@ -58,8 +63,8 @@ class Rates:
             population=population,
         )
         policies = (self.auto,)
-        self._open = next_course(policies, len(self.levels), self._course, facts)
-        chosen, *reference = profiles_of(policies, self.levels, self._open)
+        self._open = next_course(policies, len(self._levels), self._course, facts)
+        chosen, *reference = profiles_of(policies, self._levels, self._open)
         return chosen, reference[0] if reference else None
 
     def referring(self, number: int, nodes: Iterable[int]) -> frozenset[int]:
