@@ -21,7 +21,7 @@ from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from time import sleep
-from typing import Unpack
+from typing import Self, Unpack
 
 from fedpress_client.background import BackgroundRun
 from fedpress_client.enrolment import Enrolment
@@ -221,9 +221,16 @@ class Client:
         self._stopping.set()
 
     def close(self) -> None:
-        """Release the lock and the connection; another Client may go on from here."""
+        """Release the lock and the connection; another Client may go on from here. Leaving a `with`
+        block does so too."""
         self._drop()
         self._transport.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
 
     # Results
 

@@ -115,11 +115,8 @@ def trainer(
 
 
 def join(url: str, device: PeftTrainer, state: Path, token: str) -> None:
-    client = Client(url, device, state_dir=state, token=token)
-    try:
+    with Client(url, device, state_dir=state, token=token) as client:
         client.run()
-    finally:
-        client.close()
 
 
 def report(operator: Operator, number: int, trainers: list[PeftTrainer]) -> None:

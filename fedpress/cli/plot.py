@@ -32,7 +32,7 @@ def plot(histories: Sequence[Path], metric: str, out: Path) -> None:
         raise ConfigurationError(
             f"{out} is of no known format", hint=f"use a name in {', '.join(SUFFIXES)}"
         )
-    runs = _distinct([run for path in histories for run in runs_in(path, metric)])
+    runs = _distinct([(path, run) for path in histories for run in runs_in(path, metric)])
     try:
         draw(runs, metric, out)
     except ModuleNotFoundError as exc:
@@ -47,12 +47,20 @@ def plot(histories: Sequence[Path], metric: str, out: Path) -> None:
     click.echo(f"plot: {out}")
 
 
-def _distinct(runs: Sequence[Run]) -> list[Run]:
-    """Runs of one name get numbers."""
-    names, seen = Counter(run.name for run in runs), Counter[str]()
+def _distinct(runs: Sequence[tuple[Path, Run]]) -> list[Run]:
+    """Runs of one name are called by the folders of their files, or numbered if those are the same
+    too."""
+    names, seen = Counter(run.name for _, run in runs), Counter[str]()
+    folders = Counter((run.name, path.resolve().parent.name) for path, run in runs)
     distinct = []
-    for run in runs:
+    for path, run in runs:
+        folder = path.resolve().parent.name
         seen[run.name] += 1
-        name = f"{run.name} {seen[run.name]}" if names[run.name] > 1 else run.name
+        if names[run.name] == 1:
+            name = run.name
+        elif folder and folders[run.name, folder] == 1:
+            name = folder
+        else:
+            name = f"{run.name} {seen[run.name]}"
         distinct.append(run._replace(name=name))
     return distinct

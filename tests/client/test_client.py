@@ -311,12 +311,11 @@ def test_an_acknowledged_upload_is_not_sent_twice(tmp_path: Path) -> None:
 
 def test_a_second_process_is_kept_out_until_the_first_is_done(tmp_path: Path) -> None:
     server = make_server()
-    first = make_client(server, trained(server), tmp_path)
-    first.step()
-    second = make_client(server, trained(server), tmp_path)
-    with pytest.raises(StateLocked):
-        second.step()
-    first.close()
+    with make_client(server, trained(server), tmp_path) as first:
+        first.step()
+        second = make_client(server, trained(server), tmp_path)
+        with pytest.raises(StateLocked):
+            second.step()
     second.run()
 
 

@@ -82,6 +82,22 @@ def test_several_runs_are_drawn_with_their_names(tmp_path: Path) -> None:
     assert png.read_bytes().startswith(b"\x89PNG")
 
 
+def test_runs_of_one_name_are_called_by_their_folders(tmp_path: Path) -> None:
+    files = []
+    for folder in ("compressed", "float32", "again/float32"):
+        (tmp_path / folder).mkdir(parents=True)
+        files.append(str(written(tmp_path / folder / "history.json", SIMULATED)))
+    out = ["--out", str(tmp_path / "plot.svg")]
+    two = CliRunner().invoke(app, ["plot", *files[:2], *out])
+    assert [line.partition(":")[0] for line in two.output.splitlines()] == [
+        "compressed", "float32", "plot",
+    ]  # fmt: skip
+    three = CliRunner().invoke(app, ["plot", *files, *out])
+    assert [line.partition(":")[0] for line in three.output.splitlines()] == [
+        "compressed", "auto 2", "auto 3", "plot",
+    ]  # fmt: skip
+
+
 @pytest.mark.parametrize(
     "text",
     ["", "{", "7", "null", "{}", '"x"', "[7]", '[{"round": 1}]', '{"history": [{"round": 1}]}',
