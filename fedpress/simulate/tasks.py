@@ -10,6 +10,8 @@ DIR has train-images-idx3-ubyte.gz and its three sisters, or the plays as .txt o
 from __future__ import annotations
 
 import gzip
+import math
+import zlib
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
@@ -339,15 +341,29 @@ def _torch_trainer(
 
 
 def _idx(folder: Path, name: str) -> npt.NDArray[np.uint8]:
-    """An array in the format of LeCun's MNIST page."""
-    path = folder / f"{name}-ubyte.gz"
+    """An array in the format of LeCun's MNIST page: two zeros, the type (8, unsigned bytes), the
+    number of extents, the extents, the values."""
+    path, num_extents = folder / f"{name}-ubyte.gz", int(name[-1])
     try:
         with gzip.open(path) as file:
             data = file.read(_LARGEST_FILE)
-    except OSError as exc:
+    except (OSError, EOFError, zlib.error) as exc:
         raise ConfigurationError(f"{path} cannot be read: {exc}") from exc
-    extents = np.frombuffer(data, ">u4", data[3], 4).astype(int)
-    return np.frombuffer(data, np.uint8, offset=4 + 4 * data[3]).reshape(extents)
+    start = 4 + 4 * num_extents
+    if data[:4] != bytes([0, 0, 8, num_extents]) or len(data) < start:
+        raise ConfigurationError(
+            f"{path} begins with {data[:4].hex()}, not as an IDX file of bytes in {num_extents} "
+            "dimensions",
+            hint="download the file again",
+        )
+    extents = [int(each) for each in np.frombuffer(data, ">u4", num_extents, 4)]
+    if math.prod(extents) != len(data) - start:
+        raise ConfigurationError(
+            f"{path} holds {len(data) - start:,} values, not the {math.prod(extents):,} that it "
+            "announces",
+            hint="download the file again",
+        )
+    return np.frombuffer(data, np.uint8, offset=start).reshape(extents)
 
 
 _KINDS: dict[str, _Kind] = {

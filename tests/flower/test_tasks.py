@@ -103,6 +103,28 @@ def test_fashion_mnist_is_read_and_trained(tmp_path: Path) -> None:
         Task("fashion-mnist", str(tmp_path / "nowhere"), 3).load()
 
 
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"", "begins with , not"),
+        (bytes((0, 0, 13, 1)) + bytes(4), "begins with 00000d01, not as an IDX file of bytes in 1"),
+        (bytes((0, 0, 8, 3)) + bytes(12), "begins with 00000803"),
+        (bytes((0, 0, 8, 1, 0, 0)), "begins with 00000801"),
+        (bytes((0, 0, 8, 1, 0, 0, 0, 9)) + bytes(8), "holds 8 values, not the 9 that it announces"),
+        (bytes((0, 0, 8, 1, 255, 255, 255, 255)), "holds 0 values, not the 4,294,967,295"),
+    ],
+)
+def test_a_file_of_another_kind_is_named(tmp_path: Path, content: bytes, message: str) -> None:
+    written_fashion(tmp_path)
+    labels = tmp_path / "train-labels-idx1-ubyte.gz"
+    labels.write_bytes(gzip.compress(content))
+    with pytest.raises(ConfigurationError, match=f"train-labels-idx1-ubyte.gz {message}"):
+        Task("fashion-mnist", str(tmp_path), 3).load()
+    labels.write_bytes(gzip.compress(bytes(100_000))[:-30])
+    with pytest.raises(ConfigurationError, match="cannot be read"):
+        Task("fashion-mnist", str(tmp_path), 3).load()
+
+
 PLAY = """\tA PLAY
 
 \tDRAMATIS PERSONAE
