@@ -11,11 +11,10 @@ import click
 
 from fedpress.cli.tables import echo, fields, moment, table, terminal_width
 from fedpress.command_line import PATH, Group, argument, as_json, operates
-from fedpress_protocols.errors import ConfigurationError, Conflict
+from fedpress_protocols.errors import ConfigurationError
 
 if TYPE_CHECKING:
     from fedpress.operator import Operator
-    from fedpress.promotion_gate import Finding, Requirement
     from fedpress_protocols.registry import Alias, ModelLineage
 
 _WHICH = "A version's number, an alias, newest or best."
@@ -118,13 +117,14 @@ def promote_model(
     as_json: bool,
 ) -> None:
     """Point an alias to a version that meets the requirements."""
-    from fedpress.promotion_gate import Requirement
+    from fedpress_protocols.promotion_gate import Requirement, checked
 
     requirements = [Requirement.parsed(text) for text in required]
     expected = _expected(expect)
     version = server.version(task, which)
     if requirements:
-        for finding in _measured(server, version, requirements):
+        status = server.round(task, version.version) if version.version else None
+        for finding in checked(requirements, version, status):
             if not as_json:
                 click.echo(f"{'ok' if finding.holds else 'NO':3} {finding}")
     if dry_run:
@@ -132,37 +132,6 @@ def promote_model(
         echo(version, [line], as_json=as_json)
     else:
         _echo(server.promote(task, alias, version.version, expect=expected), as_json)
-
-
-def _measured(
-    server: Operator, version: ModelLineage, requirements: Sequence[Requirement]
-) -> list[Finding]:
-    """Check the version; raises Conflict unless every requirement holds."""
-    from fedpress.promotion_gate import examined
-
-    named = f"version {version.version} of task {version.task!r}"
-    if version.version == 0:
-        raise Conflict(
-            f"{named} is the one that the task began with, and no round has figures of it",
-            hint="promote it without --require, or a version that a round has made",
-        )
-    status = server.round(version.task, version.version)
-    if status.model != version.model:
-        raise Conflict(f"round {status.round} has made another model than {named}")
-    findings = examined(requirements, status)
-    failed = [each for each in findings if not each.holds]
-    if failed:
-        raise Conflict(
-            f"{named} is not promoted: " + "; ".join(map(str, failed)),
-            hint="fedpress round show has all figures; devices that come back report more",
-            version=version.version,
-            findings=[
-                {"requirement": each.requirement.text, "of": each.whose, "found": each.found,
-                 "holds": each.holds}
-                for each in findings
-            ],
-        )  # fmt: skip
-    return findings
 
 
 @models.command("rollback")

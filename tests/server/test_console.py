@@ -560,6 +560,31 @@ def test_two_versions_are_compared_by_tensor(
         assert answer.status_code == status
 
 
+def test_an_alias_moves_only_to_what_meets_the_requirements(
+    browser: Browser, trained: Device, operator: Operator
+) -> None:
+    browser.log_in(ADMIN_TOKEN)
+    newest = operator.get("/v1/tasks/digits")["model"]
+    report = {"model": newest, "num_examples": 50, "metrics": {"accuracy": 0.75}}
+    trained.json("POST", "/v1/tasks/digits/evaluations", json.dumps(report))
+    path = "/console/tasks/digits/promote/1"
+    assert "Only if (optional)" in browser.get(path).text
+    for required, status, words in (
+        ("accuracy>=0.8", 409, "accuracy&gt;=0.8: found 0.75"),
+        ("accuracy>=0.7; devices>=2", 409, "devices&gt;=2: found 1"),
+        ("better", 422, "is no requirement"),
+    ):
+        answer = browser.post(path, alias="production", require=required)
+        assert (answer.status_code, words in answer.text) == (status, True), answer.text
+    first = "/console/tasks/digits/promote/0"
+    assert browser.post(first, alias="production", require="devices>=1").status_code == 409
+    assert operator.get("/v1/admin/tasks/digits/aliases") == []
+    met = browser.post(path, alias="production", require=" accuracy>=0.7 ; devices>=1 ")
+    assert met.status_code == 303
+    (alias,) = operator.get("/v1/admin/tasks/digits/aliases")
+    assert alias["version"] == 1
+
+
 def test_models_too_large_to_compare_are_refused(
     browser: Browser, trained: Device, monkeypatch: pytest.MonkeyPatch
 ) -> None:

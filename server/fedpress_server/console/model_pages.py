@@ -15,6 +15,7 @@ from sqlalchemy.engine import Connection
 from fedpress_protocols.errors import Conflict, MalformedRequest, NotFound
 from fedpress_protocols.model import Model
 from fedpress_protocols.plan import Digest, Name
+from fedpress_protocols.promotion_gate import Requirement, checked
 from fedpress_protocols.registry import ModelLineage, Promotion, Rollback
 from fedpress_protocols.validation import format_validation_errors
 from fedpress_server.api.devices import immutable
@@ -174,7 +175,10 @@ async def confirm_promotion(
         f"The alias will point to model {lineage.model[:16]}, made of {lineage.num_updates} "
         "updates.",
         f"/console/tasks/{task}/models",
-        [("alias", "Alias", "text", "production")],
+        [
+            ("alias", "Alias", "text", "production"),
+            ("require", "Only if (optional), such as accuracy>=0.95; devices>=20", "text", ""),
+        ],
     )
 
 
@@ -186,8 +190,13 @@ async def promote(
     services: Parts,
     by: By,
 ) -> Response:
-    """Move an alias to the version."""
-    alias, now = form_of(request).get("alias", "").strip(), services.now
+    """Move an alias to the version, if it meets the requirements of the form."""
+    form, now = form_of(request), services.now
+    alias, required = form.get("alias", "").strip(), form.get("require", "").split(";")
+    if requirements := [Requirement.parsed(each) for each in required if each.strip()]:
+        lineage = await services.database.read(lambda c: registry.lineage(c, task, str(version)))
+        status = await services.queries.round_status(task, version) if version else None
+        checked(requirements, lineage, status)
     promotion = Promotion(version=version)
     await services.database.write(
         lambda c: registry.promote(c, task, _name(alias), promotion, now, by=by)

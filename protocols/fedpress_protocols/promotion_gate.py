@@ -14,11 +14,12 @@ from __future__ import annotations
 
 import operator
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from fedpress_protocols.errors import ConfigurationError
+from fedpress_protocols.errors import ConfigurationError, Conflict
 from fedpress_protocols.messages import Measured, RoundStatus
+from fedpress_protocols.registry import ModelVersion
 
 _FORM = re.compile(
     r"\s*(?:(?P<scope>groups|classes)(?:\[(?P<one>[^\]]+)\])?\.)?"
@@ -52,7 +53,7 @@ class Requirement:
         form = _FORM.fullmatch(text)
         if form is None:
             raise ConfigurationError(
-                f"--require {text!r} is no requirement",
+                f"{text[:64]!r} is no requirement of a metric",
                 hint="such as 'accuracy>=0.95', 'groups.accuracy>=0.9' or 'devices>=20'",
             )
         return cls(
@@ -117,3 +118,32 @@ class Finding:
 def examined(requirements: Iterable[Requirement], status: RoundStatus) -> list[Finding]:
     """The finding for each requirement, in order, on the model that the round made."""
     return [finding for each in requirements for finding in each.findings(status)]
+
+
+def checked(
+    requirements: Sequence[Requirement], version: ModelVersion, status: RoundStatus | None
+) -> list[Finding]:
+    """The findings on a version, by the round that made it, None for version 0. Raises Conflict
+    unless every requirement holds."""
+    named = f"version {version.version} of task {version.task!r}"
+    if status is None:
+        raise Conflict(
+            f"{named} is the one that the task began with, and no round has figures of it",
+            hint="promote it without requirements, or a version that a round has made",
+        )
+    if status.model != version.model:
+        raise Conflict(f"round {status.round} has made another model than {named}")
+    findings = examined(requirements, status)
+    failed = [each for each in findings if not each.holds]
+    if failed:
+        raise Conflict(
+            f"{named} is not promoted: " + "; ".join(map(str, failed)),
+            hint="fedpress round show has all figures; devices that come back report more",
+            version=version.version,
+            findings=[
+                {"requirement": each.requirement.text, "of": each.whose, "found": each.found,
+                 "holds": each.holds}
+                for each in findings
+            ],
+        )  # fmt: skip
+    return findings
