@@ -57,6 +57,7 @@ class Route(NamedTuple):
 
 Send = Callable[[Route], httpx.Response]
 Paths = dict[str, dict[str, Any]]
+SIGHTING = ("seen_at", "agent", "clock_ahead")
 
 
 class Held:
@@ -128,14 +129,18 @@ class Held:
                 yield Route(method.upper(), template, "?".join([path, *needed]), body)
 
     def state(self) -> Any:
-        """What no refused request may have changed."""
+        """What no refused request may have changed. That a device was seen is noted of every one
+        that it signed."""
         path = f"/v1/assignments/{self.assignment}/partials/{self.known['partial']}"
         held = self.device.request("HEAD", path)
         return (
             self.operator.get("/v1/tasks/digits"),
             self.operator.get("/v1/tasks/digits/rounds"),
             self.operator.get("/v1/admin/tasks/digits/aliases"),
-            self.operator.get("/v1/admin/clients"),
+            [
+                {name: value for name, value in each.items() if name not in SIGHTING}
+                for each in self.operator.get("/v1/admin/clients")
+            ],
             self.operator.get("/v1/admin/operators"),
             self.operator.get("/v1/admin/tokens"),
             self.operator.get("/v1/admin/audit?limit=1000"),
