@@ -112,7 +112,7 @@ def test_a_simulation_that_names_nothing_makes_the_models_of_a_servers_task(tmp_
     settings = Settings(**QUICK, rounds=7, engine="local")
     simulated = simulate(settings, tmp_path / "simulated")
     assert [row.model for row in simulated.rows] == models_over_http(tmp_path, settings)
-    assert [row.profile for row in simulated.rows] == ["0.28-bit"] * 4 + ["0.2-bit"] * 3
+    assert [row.profile for row in simulated.rows] == ["0.8-bit"] * 4 + ["0.57-bit"] * 3
 
 
 def test_the_histories_of_a_default_run_have_decisions_and_their_reasons(tmp_path: Path) -> None:
@@ -120,7 +120,7 @@ def test_the_histories_of_a_default_run_have_decisions_and_their_reasons(tmp_pat
     history = simulate(settings, tmp_path)
     first, *_ = history.rows
     why = "begin at the most compressed profile"
-    assert (first.profile, first.policies) == ("0.1-bit", why)
+    assert (first.profile, first.policies) == ("0.57-bit", why)
     probed = history.rows[3]
     assert (probed.upload_bytes or 0) > 1.3 * (first.upload_bytes or 0)
     assert all((row.download_bytes or 0) < 6 * 4 * 50_826 / 2 for row in history.rows)
@@ -129,7 +129,7 @@ def test_the_histories_of_a_default_run_have_decisions_and_their_reasons(tmp_pat
     with (tmp_path / "history.csv").open() as file:
         rows = list(csv.DictReader(file))
     assert rows[0]["policies"] == why
-    assert {row["profile"] for row in rows} == {"0.1-bit"}
+    assert {row["profile"] for row in rows} == {"0.57-bit"}
 
 
 def test_one_seed_gives_one_default_run_on_a_pool_and_after_a_stop(tmp_path: Path) -> None:
@@ -163,7 +163,7 @@ def test_a_named_compressor_or_strategy_still_is_what_runs(tmp_path: Path) -> No
         Settings(**QUICK, rounds=1, engine="local", strategy="fedavg", downlink=False),
         tmp_path / "2",
     )
-    assert own.rows[0].profile == "0.28-bit"
+    assert own.rows[0].profile == "0.8-bit"
     assert "newest-loss" not in own.rows[0].test
     assert own.rows[0].download_bytes is not None
     assert own.rows[0].download_bytes > 3 * 2 * 4 * 50_826  # float32, and the model before
@@ -216,7 +216,7 @@ def test_a_flower_user_who_names_nothing_has_the_default(tmp_path: Path) -> None
 
     result = run(strategy, fleet, 6, BEFORE, evaluate_fn=evaluate)
     reports = strategy.reports
-    assert [report.profile for report in reports[:4]] == ["0.1-bit"] * 4
+    assert [report.profile for report in reports[:4]] == ["0.57-bit"] * 4
     probe = reports[3].course
     assert probe is not None
     assert probe.probe
@@ -244,7 +244,7 @@ def test_who_is_probed_is_in_a_plan_of_one_profile_that_older_clients_read(tmp_p
         plan = RoundPlan.from_json(str(message.content[envelope.RECORD][envelope.PLAN]))
         assert len(plan.profiles) == 1
         names.setdefault(plan.round, []).append(plan.profiles[0].name)
-    assert sorted(names[4]) == ["0.1-bit", "0.1-bit", "probe", "probe"]
+    assert sorted(names[4]) == ["0.2-bit", "0.2-bit", "probe", "probe"]
     probed = [
         {m.metadata.dst_node_id for m in fleet.sent if _is_probe(m, number)} for number in (4, 34)
     ]
@@ -261,7 +261,7 @@ def test_a_strategy_of_flowers_keeps_what_it_is_and_gains_rates_and_a_downlink(
 ) -> None:
     strategy = FedpressStrategy(flowers.FedAvg(fraction_evaluate=0.0), Plan(seed=1))
     result = run(strategy, fleet_of(tmp_path, 2), 2, BEFORE)
-    assert [report.profile for report in strategy.reports] == ["0.28-bit"] * 2
+    assert [report.profile for report in strategy.reports] == ["0.8-bit"] * 2
     assert strategy.average is None
     assert strategy.reports[-1].difference_download_bytes > 0
     np.testing.assert_array_equal(flat(result.arrays), flat(strategy.newest))
