@@ -16,11 +16,11 @@ from fedpress.cli import app
 from fedpress.planning.privacy import PrivateTask, planned
 from fedpress_compression.compressor import from_config
 from fedpress_compression.tensors import ModelSpec, TensorSpec
-from fedpress_protocols.errors import ConfigurationError
+from fedpress_protocols.errors import ConfigurationError, IncompatiblePlan
 from fedpress_protocols.masking.payload import Payload
 from fedpress_protocols.messages import TaskConfig
 from fedpress_protocols.model import Model
-from fedpress_protocols.plan import RoundPlan
+from fedpress_protocols.plan import MAX_PARTICIPATIONS, RoundPlan
 from fedpress_protocols.upload import max_body_bytes
 from tests.devices import Operator
 from tests.face.commands import Command, said
@@ -197,6 +197,7 @@ def test_bits_and_noise_are_those_of_the_real_payload(noise: str) -> None:
     assert plan.round_error == plan.noise_norm / 0.5
     assert payload.grid is not None
     assert payload.grid.shares == plan.noise_shares
+    assert plan.ring_bits == (2 * payload.grid.sum_bound(20)).bit_length()
     assert plan.bits_per_parameter == 8 * plan.body_bytes / 20_000 < 2
     rng = np.random.default_rng(1)
     drawn = sum(payload.grid.noise(rng.bytes(48)) for _ in range(20)) * payload.grid.step / 20
@@ -242,6 +243,17 @@ def test_figures_as_json() -> None:
 def test_a_plan_that_cannot_be_says_what_to_change(changes: dict[str, Any], reason: str) -> None:
     with pytest.raises(ConfigurationError, match=re.escape(reason)):
         planned(PrivateTask(**{**TASK, **changes}))
+
+
+def test_a_device_may_take_part_as_often_as_terms_can_say() -> None:
+    often = planned(PrivateTask(**{**TASK, "participations": MAX_PARTICIPATIONS}))
+    assert often.privacy.participations == MAX_PARTICIPATIONS
+
+
+def test_a_cohort_that_nobody_may_drop_out_of_is_refused() -> None:
+    sizes = {"cohort": 100, "minimum": 100, "corrupt": 0.9}
+    with pytest.raises(IncompatiblePlan, match="96 of 100 clients must stay"):
+        planned(PrivateTask(**{**TASK, **sizes, "participations": 50}))
 
 
 def test_a_separation_may_take_every_device_and_every_round() -> None:

@@ -157,6 +157,7 @@ def test_gaussian_noise_on_a_grid_is_by_its_sensitivity(shares: int) -> None:
     noise = gaussian.sample(10_000, deviation, secret_of(1))
     np.testing.assert_array_equal(grid.noise(secret_of(1)), noise)
     assert grid.largest == 2 * 100 + 32
+    assert Grid(10_000, 1.0, 0.001, shares, is_gaussian=True).largest == 2 * 100 + 32
     under_masks = Grid(10_000, 1.0, 3.0, shares)
     noise = skellam.sample(10_000, under_masks.variance, secret_of(1))
     np.testing.assert_array_equal(under_masks.noise(secret_of(1)), noise)
@@ -189,6 +190,7 @@ def test_a_narrow_grid_has_the_steps_and_the_room_that_it_claims(
         (100, 2.0, 7, 2786, 1592, 52),
         (10_000, 0.25, 3, 56_606, 1180, 232),
         (1, 0.001, 50, 1191, 1, 34),
+        (10_000, 0.001, 50, 56_606, 1, 70),
     ],
 )
 def test_a_grid_has_the_steps_and_the_room_that_it_claims(
