@@ -204,6 +204,20 @@ def test_a_grid_has_the_steps_and_the_room_that_it_claims(
     assert grid.sum_bound(3) == 3 * grid.bound
 
 
+def test_tasks_of_both_kinds_of_noise_cost_what_their_curves_add_up_to() -> None:
+    skellam_cost = accounting.skellam_participation(4.0).times(3)
+    assert skellam_cost.skellam is not None
+    both = accounting.together(
+        [
+            skellam_cost,
+            accounting.gaussian_participation(5.0).times(2),
+            accounting.gaussian_participation(3.0),
+        ]
+    )
+    curve = skellam_cost.skellam + 2 * accounting.gaussian(5.0) + accounting.gaussian(3.0)
+    assert both.epsilon(1e-5) == pytest.approx(accounting.epsilon_of(curve, 1e-5), rel=1e-12)
+
+
 def test_an_impossible_epsilon_or_delta_is_refused() -> None:
     with pytest.raises(ConfigurationError, match="no noise makes 1 participations cost"):
         accounting.noise_multiplier_for(1e-9, 1e-6, 1)

@@ -132,12 +132,12 @@ def test_what_is_spent_is_that_up_to_each_attempt(connection: Connection) -> Non
         for number, attempt in [(1, 1), (2, 1), (2, 2), (3, 1)]
     ]
     assign(connection, "digits", 1, 1, "X", "y")
-    assign(connection, "digits", 2, 1, "Y")
-    assign(connection, "digits", 2, 2, "X", "Z")
+    assign(connection, "digits", 2, 1, "X", "z")
+    assign(connection, "digits", 2, 2, "Y")
     assign(connection, "digits", 3, 1, "X")
     assign(connection, "digits", 4, 1, "X")
     assign(connection, "other", 1, 1, "X")
-    expected = {(1, 1): 1, (2, 1): 1, (2, 2): 2, (3, 1): 3}
+    expected = {(1, 1): 1, (2, 1): 2, (2, 2): 2, (3, 1): 3}
     for subset in (statuses, statuses[::-1], statuses[2:3], statuses[1:]):
         shown = privacy.with_privacy(connection, "digits", subset)
         assert [(each.round, each.attempt) for each in shown] == [
