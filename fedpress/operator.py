@@ -44,6 +44,9 @@ from fedpress_protocols.registry import (
 from fedpress_protocols.restores import RestoreStatus
 
 T = TypeVar("T")
+__all__ = ["Operator", "RoundStatus", "TaskConfig"]
+"""The messages among them are what its methods take and return."""
+
 _ROUNDS = TypeAdapter(list[RoundStatus])
 _TASKS = TypeAdapter(list[TaskSummary])
 _TASK = TypeAdapter(TaskSummary)

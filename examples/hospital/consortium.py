@@ -27,8 +27,8 @@ from hospital import HOSPITALS, HospitalTrainer, accuracy, initial_model, patien
 from fedpress import FedpressError, Model, Operator, TrainingRequest, TrainingTerms
 from fedpress.demo.fleet import Fleet
 from fedpress.errors import ServerError
+from fedpress.operator import RoundStatus
 from fedpress.plotting import SUFFIXES, save
-from fedpress_protocols.messages import RoundStatus
 
 HERE = Path(__file__).resolve().parent
 TASK = "biopsies"
