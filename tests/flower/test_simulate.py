@@ -198,7 +198,7 @@ def test_the_histories_say_what_went_over_the_wire(tmp_path: Path) -> None:
         assert float(row["test.accuracy"]) == found.test["accuracy"] > 0.05
         assert 0 < found.nmse < 1
         per_client = 8 * (found.up_bytes + found.down_bytes) / 4 / 2e6
-        assert found.link_seconds == pytest.approx(per_client, rel=0.01)
+        assert found.link_seconds == pytest.approx(per_client, rel=0.02)  # bodies differ
     draw([history], tmp_path / "plot.png")
     assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
 
