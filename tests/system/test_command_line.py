@@ -144,7 +144,13 @@ def test_wrong_input_is_refused_with_a_sentence(server: ServerProcess, tmp_path:
     rest = write_task(tmp_path, rounds=2, size=2)
     assert shell.run("task", "create", *rest)[0] == 0
     code, _, err = shell.run("task", "continue", "clouds", "--rounds", "9" * 20)
-    assert (code, err) == (2, f"fedpress: rounds: must be less than 1073741824, not {'9' * 20}\n")
+    assert (code, err.splitlines()) == (
+        2,
+        [
+            f"fedpress: rounds: must be less than 1073741824, not {'9' * 20}",
+            "  see docs/reference/errors.md#configuration",
+        ],
+    )
     code, _, err = shell.run("task", "create", config, config)
     assert code == 2
     assert "not a safetensors model" in err
