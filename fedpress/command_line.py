@@ -300,7 +300,9 @@ def stopped() -> NoReturn:
 
 
 def log(verbose: bool) -> None:
+    """Log to stderr; with `verbose` also details and each HTTP request."""
     logging.basicConfig(
         format="%(asctime)s %(levelname)s %(name)s: %(message)s",
         level=logging.DEBUG if verbose else logging.INFO,
     )
+    logging.getLogger("httpx").setLevel(logging.INFO if verbose else logging.WARNING)

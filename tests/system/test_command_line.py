@@ -96,6 +96,8 @@ def test_a_task_from_the_command_line_alone(server: ServerProcess, tmp_path: Pat
         out, err = device.communicate(timeout=120)
         assert device.returncode == 0, err
         assert "task clouds finished: 4 uploads included, 0 not, 0 pending" in out
+        assert "round 1.1" in err
+        assert "HTTP Request" not in err, "each request is logged with --verbose only"
     assert shell.run("task", "list")[1].splitlines()[1].split()[:3] == ["clouds", "finished", "4/4"]
     listed = json.loads(shell.run("round", "list", "clouds", "--json")[1])
     assert [each["round"] for each in listed] == [4, 3, 2, 1]
