@@ -702,7 +702,8 @@ class Eligibility(Term):
 class EvaluationTerms(Term):
     """Use of the devices' evaluation reports in a task.
 
-    The best model has the `goal` (min or max) of `metric`; of equal ones, the first. With
+    The best model has the `goal` (lowest or highest) of `metric`; of equal ones, the first. A task
+    that names another metric than the loss has to name its goal. With
     `patience` the task ends, as after its last round, once that many models in a row do not improve
     on the best previous one by more than `min_delta`. `group_by` names the device attribute by
     which metrics are grouped. Results of fewer than `least_clients` devices are not shown by group
@@ -715,6 +716,18 @@ class EvaluationTerms(Term):
     min_delta: Annotated[float, Field(ge=0)] = 0.0
     group_by: Name | None = None
     least_clients: Annotated[int, Field(ge=1)] = 1
+
+    @model_validator(mode="before")
+    @classmethod
+    def _names_its_goal(cls, data: Any) -> Any:
+        if isinstance(data, dict) and "goal" not in data:
+            metric = data.get("metric", "loss")
+            if metric != "loss":
+                raise ValueError(
+                    f"the metric {metric!r} needs a goal; "
+                    'add "goal": "highest", as for an accuracy, or "lowest", as for an error'
+                )
+        return data
 
     def cost(self, value: float) -> float:
         """The metric as a cost: lower is better."""

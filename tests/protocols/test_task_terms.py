@@ -188,6 +188,12 @@ def test_a_metric_is_a_cost_in_the_direction_of_its_goal() -> None:
     assert EvaluationTerms(metric="accuracy", goal="highest").cost(2.0) == -2.0
 
 
+def test_another_metric_than_the_loss_needs_its_goal() -> None:
+    with pytest.raises(ValueError, match="the metric 'accuracy' needs a goal; add"):
+        EvaluationTerms(metric="accuracy")
+    assert EvaluationTerms(metric="loss").goal == "lowest"
+
+
 @pytest.mark.parametrize(
     ("condition", "admits", "refuses"),
     [

@@ -308,7 +308,7 @@ class World:
         task = next(json.loads(block[3]) for block in blocks if block[2] == "json")
         task["cohort"] = {"size": 1, "minimum": 1}
         task["rounds"] = 3
-        task["evaluation"] = {"metric": "accuracy"}
+        task["evaluation"] = {"metric": "accuracy", "goal": "highest"}
         names = {
             "task": "keyboard",
             "digits": "digits",
