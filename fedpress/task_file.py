@@ -63,6 +63,14 @@ def task_config(path: Path, model: str | None = None) -> TaskConfig:
         raise ConfigurationError(f"{path}: {format_validation_errors(exc)}") from exc
 
 
+def read_model(path: Path) -> Model:
+    """The model in a file; raises ConfigurationError that names the file."""
+    try:
+        return Model.from_bytes(read(path))
+    except ConfigurationError as exc:
+        raise ConfigurationError(f"{path}: {exc.detail}", hint=exc.hint) from exc
+
+
 def checked(path: Path, model: Path | Model | None) -> Checked:
     """Check a task as a server with its usual settings does when the task is created.
 
@@ -70,7 +78,7 @@ def checked(path: Path, model: Path | Model | None) -> Checked:
     what hangs on the model's own tensors is left out: patterns of names, sizes, the order of
     profiles. Raises ConfigurationError, or MissingExtra where the server is not installed.
     """
-    initial = Model.from_bytes(read(model)) if isinstance(model, Path) else model
+    initial = read_model(model) if isinstance(model, Path) else model
     config = task_config(path, None if initial is None else initial.digest)
     try:
         config.check_new()

@@ -10,7 +10,7 @@ from typing import Any
 
 from fedpress_client.participation import Condition
 from fedpress_client.trainer import Trainer
-from fedpress_protocols.errors import ConfigurationError
+from fedpress_protocols.errors import ConfigurationError, FedpressError
 
 _HINT = "--app takes module:factory, a function without arguments that returns a Trainer"
 _CONDITION_HINT = (
@@ -21,10 +21,16 @@ _CONDITION_HINT = (
 def load_trainer(app: str, folder: str | Path = ".") -> Trainer:
     """Call the factory that `app` names; modules in `folder` are found first.
 
-    Raises ConfigurationError that says which part is wrong. An error inside the factory is its own
-    and comes through.
+    Raises ConfigurationError that says which part is wrong, and RuntimeError from an error inside
+    the factory.
     """
-    trainer: object = load_callable(app, folder, "factory", _HINT)()
+    factory = load_callable(app, folder, "factory", _HINT)
+    try:
+        trainer: object = factory()
+    except FedpressError:
+        raise
+    except Exception as exc:
+        raise RuntimeError(f"the factory {app} raised {type(exc).__name__}: {exc}") from exc
     if not isinstance(trainer, Trainer):
         raise ConfigurationError(
             f"{app!r} returned a {type(trainer).__name__}, which has no train and evaluate",
@@ -57,6 +63,8 @@ def load_callable(name: str, folder: str | Path, kind: str, hint: str) -> Callab
             raise ConfigurationError(
                 f"module {module_name!r} imports {missing!r}, which is not installed"
             ) from exc
+        if module_name.endswith(".py"):
+            hint = f"name the module without .py: {module_name.removesuffix('.py')}:{attribute}"
         raise ConfigurationError(
             f"no module {module_name!r} in {place} or installed", hint=hint
         ) from exc

@@ -54,7 +54,7 @@ def download_model(
             data = model.to_bytes()
             _check(data, digest)
         except _UNFIT as exc:
-            _log.info("model %s, coded: %s", digest[:12], exc.detail)
+            _log.debug("model %s, coded: %s", digest[:12], exc.detail)
             continue
         bases.keep(model, base)
         return data, model

@@ -48,7 +48,8 @@ class Evaluator:
             metrics = finite(evaluation.metrics)
             report = _report(digest, evaluation, metrics, settings.attributes or {})
         except Exception as exc:
-            _log.error("model %s is not evaluated", digest[:12], exc_info=exc)
+            trace = None if isinstance(exc, ConfigurationError) else exc
+            _log.error("model %s is not evaluated: %s", digest[:12], exc, exc_info=trace)
             events.emit(EvaluationFailed(reason=str(exc) or repr(exc)), about)
             self._failures.add(exc)
             return

@@ -329,9 +329,10 @@ class HttpLink:
                 )
             )
         if reason is None:
-            return TryAgain(TransportError(f"{self._url}: {exc}"))
+            hint = "check that the server runs, and that the URL and its port are right"
+            return TryAgain(TransportError(f"{self._url}: {exc}", hint=hint))
         error = TransportError(f"{self._url}: {reason[0]}", hint=reason[1])
-        return TryAgain(error, at_most=3 if tls.is_about_this_device(reason) else math.inf)
+        return TryAgain(error, at_most=3 if tls.is_final(reason) else math.inf)
 
     def raise_refusal(self, response: httpx.Response) -> None:
         """Raise what an answer other than 2xx stands for, as TryAgain where trying again helps."""
@@ -400,9 +401,10 @@ def _base_url(url: str) -> str:
     try:
         target = Target.from_url("GET", str(httpx.URL(base)))
     except (httpx.InvalidURL, MalformedRequest) as exc:
-        raise ConfigurationError(f"server URL {url!r}: {exc}") from exc
+        hint = "give it as https://HOST or http://HOST:PORT"
+        raise ConfigurationError(f"the server's URL: {exc}", hint=hint) from exc
     if target.query:
-        raise ConfigurationError(f"server URL {url!r} has a query")
+        raise ConfigurationError(f"the server's URL {url!r} has a query; leave it out")
     return base
 
 

@@ -111,7 +111,7 @@ def only_task(tasks: Sequence[TaskSummary], *, prefers_masked: bool) -> str:
         listed = ", ".join(f"{each.task} ({each.state})" for each in tasks) or "none"
         raise ConfigurationError(
             f"{len(running) or 'no'} tasks are running; the server has: {listed}",
-            hint="name the task to join",
+            hint="name the task to join" if running else "a task that has ended takes no devices",
         )
     return running[0]
 

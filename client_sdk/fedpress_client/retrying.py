@@ -76,5 +76,5 @@ class RetryLoop:
                 waited += pause
                 if waited > self.retries.patience or tries[kind] >= retry.at_most:
                     raise retry.error from retry.__cause__
-                _log.warning("%s: %s; again in %.1f s", action, retry.error.detail, pause)
+                _log.warning("%s: %s; again in %.1f s", action, retry.error, pause)
             self.sleep(pause)

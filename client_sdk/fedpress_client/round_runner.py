@@ -280,10 +280,14 @@ class RoundRunner:
             self._services.events.emit(PrivacySpent(**asdict(debit)), plan)
 
     def _fail(self, task: JoinedTask, key: str, code: DeclineReason, error: Exception) -> None:
-        """Decline what failed; raises `error` itself if it is one failure too many."""
-        if code == "training-failed":
+        """Decline what failed; raises `error` itself if it is one failure too many, or of a kind
+        that the next round would repeat: a trainer that does not fit the task."""
+        is_misfit = code == "training-failed" and isinstance(error, ConfigurationError)
+        if code == "training-failed" and not is_misfit:
             _log.error("training failed", exc_info=error)
         self._uploads.decline(task, key, code, error)
+        if is_misfit:
+            raise error
         self._failures.add(error)
 
 

@@ -39,6 +39,10 @@ _ALERTS = {
     ),
 }
 _ALERTS["HANDSHAKE_FAILURE"] = _ALERTS["CERTIFICATE_REQUIRED"]  # as TLS 1.2 says it
+_NO_TLS = (
+    "the server does not speak TLS at this port",
+    "give its URL with http:// in place of https://, or the port at which it speaks TLS",
+)
 _OF_THE_SERVER = {
     "hostname mismatch": (
         "the certificate of the server is for another name",
@@ -88,11 +92,12 @@ def context_of(
 
 
 def explained(exc: BaseException) -> tuple[str, str] | None:
-    """The reason that a failed connection gives about certificates, and a hint; None if it does not
-    speak of them."""
+    """The reason that a failed connection gives about TLS, and a hint; None if it gives none."""
     cause: BaseException | None = exc
     while cause is not None:
         text = str(cause)
+        if "WRONG_VERSION_NUMBER" in text:
+            return _NO_TLS
         for alert, reason in _ALERTS.items():
             if f"ALERT_{alert}" in text.upper().replace(" ", "_"):
                 return reason
@@ -125,9 +130,10 @@ def silence(url: str, certificate: Path | None, now: float) -> str:
     )
 
 
-def is_about_this_device(reason: tuple[str, str]) -> bool:
-    """Whether it is this device's certificate that was refused: no later try does better."""
-    return reason in _ALERTS.values()
+def is_final(reason: tuple[str, str]) -> bool:
+    """Whether no later try does better: this device's certificate was refused, or its URL names a
+    port without TLS."""
+    return reason == _NO_TLS or reason in _ALERTS.values()
 
 
 def _load(context: ssl.SSLContext, certificate: Path, key: Path) -> None:

@@ -12,7 +12,7 @@ import click
 from fedpress.cli.rounds import privacy_spent
 from fedpress.cli.tables import echo, fields, table, terminal_width
 from fedpress.cli.task_check import check_task
-from fedpress.command_line import PATH, Group, argument, as_json, operates, read
+from fedpress.command_line import PATH, Group, argument, as_json, operates
 from fedpress_protocols.errors import ConfigurationError
 
 if TYPE_CHECKING:
@@ -32,10 +32,9 @@ def tasks() -> None:
 @operates
 def create_task(server: Operator, config: Path, model: Path, as_json: bool) -> None:
     """Register a model and start a task on it; the configuration's `model` is filled in."""
-    from fedpress.task_file import task_config
-    from fedpress_protocols.model import Model
+    from fedpress.task_file import read_model, task_config
 
-    initial = Model.from_bytes(read(model))
+    initial = read_model(model)
     parsed = task_config(config, initial.digest)
     server.register_model(initial)
     _echo(server.create_task(parsed), as_json)
@@ -91,13 +90,13 @@ def continue_task(
     server: Operator, task: str, rounds: int, model: Path | None, as_json: bool
 ) -> None:
     """Add rounds to an ended task; its optimizer starts from a fresh state."""
+    from fedpress.task_file import read_model
     from fedpress_protocols.messages import Continuation
-    from fedpress_protocols.model import Model
 
     before = server.task(task)
     digest = before.model
     if model is not None:
-        digest = server.register_model(Model.from_bytes(read(model)))
+        digest = server.register_model(read_model(model))
     more = Continuation(after_round=before.round, rounds=rounds, model=digest)
     _echo(server.continue_task(task, more), as_json)
 

@@ -250,8 +250,10 @@ class Target:
             parts = urlsplit(url)
         except ValueError as exc:
             raise MalformedRequest(f"{url[:64]!r} is not a URL") from exc
-        if parts.scheme not in _DEFAULT_PORTS or "@" in parts.netloc:
-            raise MalformedRequest(f"{url[:64]!r} is not an http or https URL without user")
+        if parts.scheme not in _DEFAULT_PORTS:
+            raise MalformedRequest(f"{url[:64]!r} does not begin with https:// or http://")
+        if "@" in parts.netloc:
+            raise MalformedRequest("a URL must not contain a user or password")
         authority = parts.netloc.lower().removesuffix(_DEFAULT_PORTS[parts.scheme])
         return cls(method, authority, parts.path or "/", parts.query)
 

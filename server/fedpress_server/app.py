@@ -214,7 +214,8 @@ def _held(folder: Path) -> Iterator[None]:
     try:
         if not try_lock(descriptor):
             raise ConfigurationError(
-                f"another server holds {folder}", hint="stop it, or choose another data_dir"
+                f"another server uses the data folder {str(folder)!r}",
+                hint="stop it, or choose another data_dir",
             )
         yield
     finally:

@@ -156,7 +156,16 @@ class _Server(uvicorn.Server):
         self.should_exit = True
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        await super().startup(sockets)
+        try:
+            await super().startup(sockets)
+        except SystemExit as exc:  # uvicorn's answer to an OSError, which it has logged
+            if not isinstance(exc.__context__, OSError):
+                raise
+            raise ConfigurationError(
+                f"cannot listen on {self.config.host}:{self.config.port}: "
+                f"{exc.__context__.strerror}",
+                hint="stop what listens there, or choose another port (--port, FEDPRESS_PORT)",
+            ) from exc
         if self._apart is not None:
             self.servers.append(await self._listen_apart(self._apart))
         _settle()

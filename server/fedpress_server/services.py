@@ -234,6 +234,8 @@ async def started(services: Services, host: str, release: str) -> AsyncIterator[
     await services.operators.start(
         host, release=release, role=settings.role, settings=settings.public_digest
     )
+    if settings.role in ("all", "api"):
+        await services.operators.warn_if_closed()
     await services.server_registry.start()
     try:
         yield

@@ -630,6 +630,7 @@ def test_a_lost_link_leaves_a_consistent_state(tmp_path: Path) -> None:
         ("app_ok", "names no factory"),
         (":make", "names no factory"),
         ("no_such_module:make", "no module 'no_such_module'"),
+        ("app_ok.py:text", "name the module without .py: app_ok:text"),
         ("app_ok.sub:make", "app_ok"),
         ("app_imports:make", "imports 'not_here_at_all'"),
         ("app_ok:absent", "has no 'absent'"),
@@ -645,6 +646,15 @@ def test_a_bad_app_is_explained(
     monkeypatch.setattr(sys, "path", list(sys.path))
     with pytest.raises(ConfigurationError, match=message):
         load_trainer(app, tmp_path)
+
+
+def test_an_error_inside_a_factory_says_whose_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "app_fails.py").write_text("def make(): open('data.pt')\n")
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    with pytest.raises(RuntimeError, match=r"the factory app_fails:make raised FileNotFoundError"):
+        load_trainer("app_fails:make", tmp_path)
 
 
 def test_the_example_is_an_app(monkeypatch: pytest.MonkeyPatch) -> None:

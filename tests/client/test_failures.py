@@ -91,6 +91,20 @@ def test_one_failure_too_many_in_a_row_ends_the_run_with_it(tmp_path: Path) -> N
     assert (trainer.calls, len(link.declined)) == (4, 4)
 
 
+def test_a_trainer_that_does_not_fit_the_task_ends_the_run_at_once(tmp_path: Path) -> None:
+    server = make_server()
+
+    class Misfit(RandomTrainer):
+        def train(self, model: Model, request: TrainingRequest) -> Trained:
+            raise ConfigurationError("the task's model is not this one")
+
+    link = FakeLink(server)
+    client = make_client(server, Misfit(50), tmp_path, link)
+    with pytest.raises(ConfigurationError, match="is not this one"):
+        client.run()
+    assert [reason for _, reason, _ in link.declined] == ["training-failed"]
+
+
 def test_an_evaluation_that_fails_costs_no_assignment(tmp_path: Path) -> None:
     server = make_server()
     events: list[Event] = []

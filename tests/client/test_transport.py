@@ -323,7 +323,7 @@ def test_every_attempt_is_counted() -> None:
     ["server:8000", "ftp://server", "http://u:p@server", "http://", "http://s?x=1", "http://a b"],
 )
 def test_a_url_that_cannot_work_is_refused(url: str) -> None:
-    with pytest.raises(ConfigurationError, match="server URL"):
+    with pytest.raises(ConfigurationError, match="the server's URL"):
         HttpTransport(url, KEY)
 
 

@@ -107,6 +107,8 @@ def test_a_run_that_learns_has_no_sign(measured: Sequence[Measured]) -> None:
         ((2.0, 2.5, None, 2.6), True),
         ((2.0, 2.5, 2.1), False),
         ((2.0, 4.1), True),
+        ((2.3, 0.9, 0.31, 0.5, 0.77), False),  # a third of a fast descent, as by momentum
+        ((2.3, 0.9, 0.31, 0.5, 1.5), True),
         ((-3.0, -2.0, -1.9), True),
         ((-3.0, -2.9, -3.1), False),
         ((None, 5.0), False),

@@ -236,9 +236,12 @@ def test_a_device_of_another_age_is_told(
 # Operators
 
 
-def test_the_admin_api_is_closed_without_a_token(start: Start) -> None:
+def test_the_admin_api_is_closed_without_a_token(
+    start: Start, caplog: pytest.LogCaptureFixture
+) -> None:
     with start(admin_token=None) as http, pytest.raises(InvalidToken, match="no admin token"):
         Operator(http).get("/v1/admin/clients")
+    assert "no admin token, so no operator can use it; set FEDPRESS_ADMIN_TOKEN" in caplog.text
 
 
 @pytest.mark.parametrize("token", ["wrong", "an-admin-token-for-test", "é"])

@@ -158,5 +158,25 @@ def test_a_second_server_on_the_folder_ends_with_a_sentence(tmp_path: Path) -> N
             timeout=60,
         )
     assert second.returncode == 2
-    assert "another server holds" in second.stderr
+    assert "another server uses the data folder" in second.stderr
+    assert "Traceback" not in second.stderr
+
+
+@pytest.mark.slow
+def test_a_port_that_is_taken_ends_with_a_sentence(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        second = subprocess.run(
+            [
+                *(sys.executable, "-m", "fedpress_server", "--port", str(port)),
+                *("--data-dir", tmp_path / "data"),
+            ],
+            env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
+            capture_output=True,
+            text=True,
+            timeout=60,
+        )
+    assert second.returncode == 2
+    assert f"cannot listen on 127.0.0.1:{port}" in second.stderr
+    assert "or choose another port (--port, FEDPRESS_PORT)" in second.stderr
     assert "Traceback" not in second.stderr

@@ -19,6 +19,9 @@ _RISE = 1.2
 """A loss that is as many times the lowest before, twice in a row, rises."""
 _LEAP = 2.0
 """And so does one that is as many times the lowest at once."""
+_REGAINED = 0.5
+"""The share of its descent within the window that a loss must take back to rise: while a model
+learns fast, a step of server momentum may double a loss that has come down by far more."""
 _GROWTH = 10.0
 """A norm that is as many times the smallest before explodes."""
 _UNSENT = 0.95
@@ -83,7 +86,8 @@ def _of_loss(losses: Sequence[float | None]) -> str | None:
         return None
 
     def exceeds(value: float, lowest: float, times: float) -> bool:
-        return value - lowest > (times - 1) * abs(lowest)
+        regained = _REGAINED * (measured[0] - lowest)
+        return value - lowest > max((times - 1) * abs(lowest), regained)
 
     lowest = min(measured)
     is_higher_again = len(measured) > 1 and all(

@@ -52,6 +52,10 @@ BATCH = 64
 _log = logging.getLogger(__name__)
 
 
+def _unknown(name: str) -> UnknownTask:
+    return UnknownTask(f"no task {name[:64]!r}", hint="fedpress task list shows the tasks")
+
+
 class StaleVersion(Exception):
     """Another server has written to the task since memory was like the disk."""
 
@@ -94,7 +98,7 @@ class TaskStore:
         try:
             return self.tasks[name]
         except KeyError:
-            raise UnknownTask(f"no task {name[:64]!r}") from None
+            raise _unknown(name) from None
 
     async def fresh(self, name: str) -> LiveTask:
         """The task as the disk has it now; raises UnknownTask."""
@@ -102,7 +106,7 @@ class TaskStore:
             return self.get(name)
         version = await self._version(name)
         if version is None:
-            raise UnknownTask(f"no task {name[:64]!r}")
+            raise _unknown(name)
         return await self._at_least(name, version)
 
     async def _versions_of(self, names: Sequence[str]) -> list[int | None]:

@@ -59,6 +59,10 @@ _log = logging.getLogger(__name__)
 _COLUMNS = [operators.c[name] for name in OperatorStatus.model_fields]
 
 
+_CLOSED = "this server has no admin token"
+_TO_OPEN = "set FEDPRESS_ADMIN_TOKEN or FEDPRESS_ADMIN_TOKEN_FILE and restart it"
+
+
 class Identity(NamedTuple):
     """An operator whose token is valid now."""
 
@@ -101,6 +105,12 @@ class Operators:
         )
         _log.info("the audit log is at %s", head)
         self._telling = asyncio.create_task(self._tell_forever())
+
+    async def warn_if_closed(self) -> None:
+        """Log a warning if no token opens the admin API."""
+        await self._read()
+        if self._settings_hash is None and not self._known:
+            _log.warning("%s, so no operator can use it; %s", _CLOSED, _TO_OPEN)
 
     async def stop(self) -> None:
         if self._telling is not None:
@@ -179,10 +189,7 @@ class Operators:
     def _refuse_unknown(self, address: str) -> NoReturn:
         self._refusals.note("unknown", address)
         if self._settings_hash is None and not self._known:
-            raise InvalidToken(
-                "this server has no admin token",
-                hint="set FEDPRESS_ADMIN_TOKEN or FEDPRESS_ADMIN_TOKEN_FILE and restart it",
-            )
+            raise InvalidToken(_CLOSED, hint=_TO_OPEN)
         raise InvalidToken(
             "the operator's token is wrong",
             hint="use the admin token, or one that fedpress server operator create printed",
