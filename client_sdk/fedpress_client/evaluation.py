@@ -74,6 +74,11 @@ class Evaluator:
 
 def finite(metrics: Mapping[str, float]) -> dict[str, float]:
     """The finite metrics as plain floats; JSON has no word for the others."""
+    if not isinstance(metrics, Mapping):
+        raise ConfigurationError(
+            f"metrics are a {type(metrics).__name__}, not a mapping of names to numbers",
+            hint='give them as {"accuracy": 0.9}',
+        )
     floats = {name: float(value) for name, value in metrics.items()}
     finite_values = {name: value for name, value in floats.items() if math.isfinite(value)}
     if len(finite_values) < len(floats):

@@ -294,6 +294,11 @@ class RoundRunner:
 def checked_change(trained: Trained, model: Model) -> tuple[Vector, dict[str, float]]:
     """The change that training made to the `model` [spec.size], and the finite metrics; raises
     ConfigurationError if a trainer returned something else."""
+    if not isinstance(trained, Trained):
+        raise ConfigurationError(
+            f"train returned a {type(trained).__name__}, not a Trained",
+            hint="return Trained(parameters, num_examples)",
+        )
     parameters = np.asarray(trained.parameters, np.float32)
     if parameters.shape != model.parameters.shape:
         raise ConfigurationError(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import math
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
@@ -89,6 +90,14 @@ class History:
         for row in self.rows:
             if row.round == number:
                 row.test = metrics
+
+    def failures(self) -> Counter[str]:
+        """How often clients failed for each reason, in its last line: that of a traceback says what
+        was raised."""
+        reasons = (why for row in self.rows for why in row.failed.values())
+        return Counter(
+            (reason.strip().splitlines() or ["no reason given"])[-1] for reason in reasons
+        )
 
     def summary(self) -> dict[str, Any]:
         """The figures of the whole run."""

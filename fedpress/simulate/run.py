@@ -37,7 +37,7 @@ from fedpress_client import MaskingRules
 from fedpress_flower import envelope
 from fedpress_flower.client import SEED, STATE_DIR
 from fedpress_flower.server import FedpressStrategy, MaskedStrategy, Plan
-from fedpress_protocols.errors import ConfigurationError
+from fedpress_protocols.errors import ConfigurationError, FedpressError
 from fedpress_protocols.messages import DownlinkTerms, RoundStatus
 from fedpress_protocols.plan import LEAST_MASKED
 from fedpress_protocols.policies import Auto
@@ -435,6 +435,12 @@ def run(
     if plot:
         draw(histories, out / "accuracy.png")
     print_summary(console, histories, out)
+    without = [history.name for history in histories if not history.summary()["answered"]]
+    if without:
+        raise FedpressError(
+            f"no client answered in any round of {', '.join(without)}",
+            hint="the reasons are above, and all of them in the history",
+        )
     return histories
 
 

@@ -16,6 +16,9 @@ from rich.table import Table
 from fedpress.simulate.grid import Exchange
 from fedpress.simulate.history import History
 
+_REASONS = 3
+"""Reasons of failed clients that a summary has at most, the most frequent first."""
+
 
 def quieten() -> None:
     """Log no more than errors of Flower and its strategies: the histories have all of it."""
@@ -158,4 +161,7 @@ def print_summary(console: Console, histories: Sequence[History], out: Path) -> 
             console.print(told, highlight=False, soft_wrap=True)
         if history.reason:
             console.print(f"{history.name} ended early: {history.reason}", highlight=False)
+        for reason, count in history.failures().most_common(_REASONS):
+            line = f"{history.name}: {count} failed: {reason}"
+            console.print(line, highlight=False, markup=False, soft_wrap=True)
     console.print(f"files: {out.resolve()}", highlight=False, soft_wrap=True)

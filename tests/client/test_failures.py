@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -91,18 +92,44 @@ def test_one_failure_too_many_in_a_row_ends_the_run_with_it(tmp_path: Path) -> N
     assert (trainer.calls, len(link.declined)) == (4, 4)
 
 
-def test_a_trainer_that_does_not_fit_the_task_ends_the_run_at_once(tmp_path: Path) -> None:
+def misfit(model: Model) -> Any:
+    raise ConfigurationError("the task's model is not this one")
+
+
+@pytest.mark.parametrize(
+    ("train", "message"),
+    [
+        (misfit, "is not this one"),
+        (lambda model: model.parameters, "train returned a ndarray, not a Trained"),
+    ],
+)
+def test_a_trainer_that_does_not_fit_the_task_ends_the_run_at_once(
+    tmp_path: Path, train: Callable[[Model], Any], message: str
+) -> None:
     server = make_server()
 
     class Misfit(RandomTrainer):
-        def train(self, model: Model, request: TrainingRequest) -> Trained:
-            raise ConfigurationError("the task's model is not this one")
+        def train(self, model: Model, request: TrainingRequest) -> Any:
+            return train(model)
 
     link = FakeLink(server)
     client = make_client(server, Misfit(50), tmp_path, link)
-    with pytest.raises(ConfigurationError, match="is not this one"):
+    with pytest.raises(ConfigurationError, match=message):
         client.run()
     assert [reason for _, reason, _ in link.declined] == ["training-failed"]
+
+
+def test_metrics_that_are_no_mapping_are_named(tmp_path: Path) -> None:
+    server = make_server()
+    events: list[Event] = []
+
+    class Unnamed(RandomTrainer):
+        def evaluate(self, model: Model) -> Evaluation | None:
+            return Evaluation(1, 0.87)  # type: ignore[arg-type]
+
+    make_client(server, Unnamed(50), tmp_path, on_event=events.append).run()
+    failed = next(event for event in events if event.kind == "failed")
+    assert failed.details["reason"].startswith("metrics are a float, not a mapping")
 
 
 def test_an_evaluation_that_fails_costs_no_assignment(tmp_path: Path) -> None:

@@ -441,6 +441,11 @@ def test_privacy_terms_are_refused_by_a_client_that_keeps_no_account(tmp_path: P
         fleet.app(message, fleet.contexts[message.metadata.dst_node_id])
 
 
+def test_a_compressor_in_place_of_a_plan_is_refused() -> None:
+    with pytest.raises(ConfigurationError, match="the plan is a TopK, not a Plan"):
+        FedpressStrategy(flowers.FedAvg(), TopK(0.01))  # type: ignore[arg-type]
+
+
 def test_a_plan_that_needs_what_messages_do_not_carry_is_refused() -> None:
     with pytest.raises(IncompatiblePlan, match="reads own"):
         Plan(Delta(TopK(0.1)))

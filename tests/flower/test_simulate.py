@@ -320,6 +320,32 @@ def test_a_pair_of_flower_apps_is_simulated(tmp_path: Path) -> None:
     assert history.rows[-1].evaluation["mean"] == pytest.approx(7.5)
 
 
+def test_a_run_in_which_no_client_answers_fails_and_says_why(tmp_path: Path) -> None:
+    (tmp_path / "broken.py").write_text(
+        "from flwr.clientapp import ClientApp\n"
+        "from tests.flower.apps import server\n"
+        "client = ClientApp()\n"
+        "@client.train()\n"
+        "def train(message, context):\n"
+        "    raise ValueError('300 values, where 400 are due')\n"
+        "def pair():\n"
+        "    return server, client\n"
+    )
+    done = subprocess.run(
+        [
+            *(sys.executable, "-m", "fedpress", "simulate", "--app", "broken:pair"),
+            *("--clients", "2", "--engine", "local", "--out", tmp_path / "out"),
+        ],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 1, done.stdout
+    assert "ValueError: 300 values, where 400 are due" in done.stdout
+    assert "no client answered in any round of simulation" in done.stderr
+
+
 def test_the_command_stops_at_ctrl_c_and_goes_on(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "fedpress", "simulate", "--clients", "4", "--fraction", "1"]
     command += ["--rounds", "12", "--local-steps", "200", "--engine", "local"]

@@ -83,12 +83,12 @@ class FedpressStrategy(Wrapping):
         **sampling: Any,
     ) -> None:
         plan = Plan() if plan is None else plan
+        super().__init__(inner, plan, sampling)
         if plan.restricted:
             raise IncompatiblePlan(
                 "training restricted to what is sent, which is for masked rounds",
                 hint="leave `restricted` out of the plan, or use MaskedStrategy",
             )
-        super().__init__(inner, plan, sampling)
         self._rates = Rates(plan.auto) if plan.compressor is None else None
         if downlink is None and self._rates is not None:
             downlink = DownlinkTerms()

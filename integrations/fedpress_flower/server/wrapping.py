@@ -44,6 +44,11 @@ class Wrapping(FlowerStrategy):
     def __init__(
         self, inner: FlowerStrategy | Strategy | None, plan: Plan, sampling: Mapping[str, Any]
     ) -> None:
+        if not isinstance(plan, Plan):
+            raise ConfigurationError(
+                f"the plan is a {type(plan).__name__}, not a Plan",
+                hint=f"give {type(self).__name__}(inner, Plan(compressor))",
+            )
         self.plan = plan
         self.reports: list[RoundReport] = []
         self.newest: ArrayRecord | None = None
