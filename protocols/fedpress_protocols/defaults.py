@@ -15,12 +15,15 @@ BITS = (0.8, 0.57, 0.4, 0.28, 0.2, 0.14, 0.1, 0.07, 0.05)
 USUAL = 6
 """The rung that the usual gap asks for; the rungs beyond it are for a larger gap."""
 _USUAL_GAP = 0.5
-_ENOUGH = 24.0
-"""Bits a value that all uploads of a task together have at least: 240 of .1 bit. Less tells too
-little, and so few uploads cost little: three quarters of a single one in float32."""
+_ENOUGH = 90.0
+"""Bits a value that all uploads of a task together have at least: 900 of .1 bit. Less tells too
+little, and so few uploads cost little: as much as three in float32."""
 MAX_RATIO = 30.0
 """Of a residual's norm to the new update's: 10 cuts residuals of devices that have learnt their
 data, and an update that diverged is a thousand times the usual one."""
+MIN_BYTES = 256
+"""Of a body, which travels with some 700 of headers: a model of a few thousand values is not made
+to learn from less."""
 _ALONE = frozenset({"auto", "bandwidth_aware"})
 """Policies that go with a ladder made here."""
 _BOUNDS = frozenset({"gap", "upload_bytes"})
@@ -93,7 +96,12 @@ def rate_levels(gap: Any = _USUAL_GAP, uploads: int | None = None) -> list[dict[
                 "inner": {
                     "id": "coded",
                     "contexts": "previous",
-                    "inner": {"id": "ecsq", "control": "bits", "target": bits},
+                    "inner": {
+                        "id": "ecsq",
+                        "control": "bits",
+                        "target": bits,
+                        "min_bytes": MIN_BYTES,
+                    },
                 },
             },
         }

@@ -104,3 +104,14 @@ def test_a_configuration_without_it_is_the_one_of_before() -> None:
     assert from_config(to_config(Ecsq(rdo=0.14))) == Ecsq(rdo=0.14)
     with pytest.raises(IncompatiblePlan, match=r"rdo must lie in \[0, 1\], not 3"):
         from_config({"id": "ecsq", "rdo": 3})
+
+
+def test_a_small_update_has_the_bytes_that_a_body_has_at_least() -> None:
+    update = np.random.default_rng(8).standard_normal(SPEC.size).astype(np.float32)
+    plain = received(Ecsq("bits", 0.1), update, SPEC)[0]
+    least = 4 * plain
+    bytes_, back = received(Ecsq("bits", 0.1, min_bytes=least), update, SPEC)
+    assert 0.9 * least <= bytes_ <= least
+    assert error(update, back) < 0.8 * error(update, received(Ecsq(), update, SPEC)[1])
+    assert received(Ecsq("bits", 0.1, min_bytes=plain // 2), update, SPEC)[0] == plain
+    assert "min_bytes" not in to_config(Ecsq())

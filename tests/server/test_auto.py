@@ -293,7 +293,15 @@ def test_a_task_that_names_no_profiles_has_auto_an_average_and_a_downlink() -> N
 
 @pytest.mark.parametrize(
     ("rounds", "size", "least"),
-    [(100, 10, 0.1), (60, 4, 0.1), (30, 4, 0.2), (12, 4, 0.57), (1, 1, 0.57), (10_000, 9, 0.1)],
+    [
+        (100, 10, 0.1),
+        (45, 20, 0.1),
+        (60, 4, 0.4),
+        (24, 10, 0.4),
+        (30, 4, 0.57),
+        (1, 1, 0.57),
+        (10_000, 9, 0.1),
+    ],
 )
 def test_all_uploads_of_a_task_together_tell_enough(rounds: int, size: int, least: float) -> None:
     made = config(rounds=rounds, cohort={"size": size, "minimum": 1})

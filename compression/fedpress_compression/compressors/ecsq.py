@@ -61,6 +61,9 @@ class Ecsq(Stateless):
     the least squared error, in squared steps, plus `rdo` for each bit that it is likely to take
     where rows and columns are as full as its own. A finer step makes up for the error. The receiver
     does not have to know.
+
+    With `control` "bits" a body has a budget of `min_bytes` at least: of a small update, less would
+    be little beside a request's headers.
     """
 
     control: Literal["bits", "nmse", "step"] = "bits"
@@ -68,6 +71,7 @@ class Ecsq(Stateless):
     theta: float = 0.3
     centroids: int = 2
     rdo: float = field(default=0.0, metadata=ADDED)
+    min_bytes: int = field(default=0, metadata=ADDED)
 
     def __post_init__(self) -> None:
         if self.control not in ("bits", "nmse", "step"):
@@ -80,6 +84,7 @@ class Ecsq(Stateless):
         check_whole("centroids", self.centroids, 1, 8)
         if not 0 <= self.rdo <= 1:
             raise ValueError(f"rdo must lie in [0, 1], not {self.rdo}")
+        check_whole("min_bytes", self.min_bytes, 0, 2**31 - 1)
 
     @property
     def properties(self) -> Properties:
@@ -122,7 +127,8 @@ class Ecsq(Stateless):
                     unit, self.target * cells.energy, step, coarsest, public.spec
                 )
         else:
-            step = self._step_within(unit, self.target * update.size / 8, coarsest, public.spec)
+            budget = max(self.target * update.size / 8, self.min_bytes)
+            step = self._step_within(unit, budget, coarsest, public.spec)
         return self._quantised(update, step * largest, public.spec), None
 
     def decompress(self, symbols: Symbols, public: Public, num_summands: int = 1) -> Update:
