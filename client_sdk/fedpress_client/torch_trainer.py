@@ -7,16 +7,16 @@ import threading
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
-from typing import Any, cast
+from typing import Any, Literal, cast, get_args
 
 import numpy as np
 import numpy.typing as npt
 
 from fedpress_client.trainer import Evaluation, Trained, TrainingRequest
 from fedpress_compression.tensors import TRAINED_DTYPES, ModelSpec, TensorSpec
-from fedpress_protocols.errors import ConfigurationError, MissingExtra
+from fedpress_protocols.errors import ConfigurationError, InvalidUpdate, MissingExtra
 from fedpress_protocols.messages import MAX_CLASSES
 from fedpress_protocols.model import Model
 from fedpress_protocols.plan import TrainingTerms
@@ -34,6 +34,7 @@ except ModuleNotFoundError as exc:
 Loss = Callable[[Any, Any], torch.Tensor]
 Metrics = Callable[[Any, Any], Mapping[str, float]]
 Data = Dataset[Any] | DataLoader[Any]
+Autocast = Literal["bfloat16", "float16"]
 _Batch = tuple[Any, Any]
 
 _global_generators = threading.Lock()
@@ -65,6 +66,11 @@ class TorchTrainer:
     without it accuracy is measured where outputs are scores of classes. There the right ones are
     counted by class too, named by its number, if targets name 1000 classes at most. It reports the
     loss over all of `data`, as the module computes it in evaluation mode.
+
+    With `autocast` the module and the loss compute in that type where `torch.autocast` has it so,
+    in training and evaluation; parameters, gradients and the update stay as they are, float32 as a
+    rule. With "float16" the loss is scaled (`torch.amp.GradScaler`, new in each training): a step
+    whose gradients overflow is skipped and not counted, and InvalidUpdate says if all were.
     """
 
     honours = frozenset({"proximal", "control", "full_batch", "restricted", "steps", "loss"})
@@ -81,10 +87,13 @@ class TorchTrainer:
         batch_size: int = 32,
         local_epochs: int = 1,
         metrics: Metrics | None = None,
+        autocast: Autocast | None = None,
     ) -> None:
         if batch_size < 1 or local_epochs < 1:
             raise ConfigurationError("batch_size and local_epochs must be at least 1")
         self.device = _device(device)
+        _check_autocast(autocast, self.device, model)
+        self._autocast = None if autocast is None else getattr(torch, autocast)
         self._narrows = _narrowed(model)
         self.model = model.to(self.device)
         self._loss, self._optimizer, self._metrics = loss, optimizer, metrics
@@ -138,9 +147,9 @@ class TorchTrainer:
         loader = _loader(data, self._batch_size, generator=None)
         with torch.no_grad():
             for inputs, targets in self._batches(loader):
-                outputs = _forward(self.model, inputs)
+                outputs, loss = self._computed(inputs, targets)
                 size = _size(targets)
-                measured = {"loss": float(self._loss(outputs, targets))}
+                measured = {"loss": float(loss)}
                 measured.update((self._metrics or _accuracy)(outputs, targets))
                 for name, value in measured.items():
                     totals[name] = totals.get(name, 0.0) + float(value) * size
@@ -184,34 +193,51 @@ class TorchTrainer:
                 group["lr"] = terms.learning_rate
         restriction = _Held(self.model, work, spec)
         added = _Added(self.model, work, spec)
+        scaler = torch.amp.GradScaler(self.device.type, enabled=self._autocast == torch.float16)
         self.model.train()
         # Summed where it is computed: reading it each step would wait for the device.
         total_loss = torch.zeros((), device=self.device)
-        total, in_first_epoch, steps = 0, 0, 0
+        total, in_first_epoch, steps, tried = 0, 0, 0, 0
         due = self._num_steps(loader, terms)
         for epoch, batches in self._steps(loader, terms):
             size = sum(_size(targets) for _, targets in batches)
             optimizer.zero_grad()
             for inputs, targets in batches:
                 share = _size(targets) / size
-                loss = self._loss(_forward(self.model, inputs), targets) * share
-                loss.backward()
+                loss = self._computed(inputs, targets)[1] * share
+                scaler.scale(loss).backward()
                 total_loss += loss.detach() * size
+            scaler.unscale_(optimizer)
             added.to_gradients()
             restriction.mask_gradients()
-            optimizer.step()
+            scaler.step(optimizer)
             restriction.restore()
-            steps += 1
-            work.progress(steps, due)
+            scale = scaler.get_scale()
+            scaler.update()
+            steps += scaler.get_scale() >= scale  # it falls where a step was skipped
+            tried += 1
+            work.progress(tried, due)
             total += size
             in_first_epoch += size if epoch == 0 else 0
         if not total:
             raise ConfigurationError("the dataset is empty, so there is nothing to learn from")
+        if not steps:
+            raise InvalidUpdate(
+                f"gradients overflow in float16 or are NaN in all {tried} steps",
+                hint="set autocast to bfloat16, or lower the learning rate",
+            )
         dataset = loader.dataset
         num_examples = len(dataset) if isinstance(dataset, Sized) else in_first_epoch
         arrays = _arrays(self.model)
         metrics = {"loss": float(total_loss) / total}
         return Trained(spec.flatten(arrays), max(1, num_examples), metrics, {"steps": steps})
+
+    def _computed(self, inputs: Any, targets: Any) -> tuple[Any, torch.Tensor]:
+        """The module's outputs and the loss, in the type of `autocast`."""
+        kind = self._autocast
+        with nullcontext() if kind is None else torch.autocast(self.device.type, kind):
+            outputs = _forward(self.model, inputs)
+            return outputs, self._loss(outputs, targets)
 
     def _num_steps(self, loader: DataLoader[Any], terms: TrainingTerms) -> int | None:
         """Optimizer steps of a training; None where the data do not say how many they are."""
@@ -351,6 +377,23 @@ def _device(requested: str | torch.device) -> torch.device:
     if requested != "auto":
         return torch.device(requested)
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def _check_autocast(autocast: str | None, device: torch.device, model: nn.Module) -> None:
+    """Raise ConfigurationError unless modules on `device` can be trained with `autocast`."""
+    if autocast is None:
+        return
+    if autocast not in get_args(Autocast):
+        known = " or ".join(get_args(Autocast))
+        raise ConfigurationError(f"autocast is {autocast!r}, not {known}")
+    if not torch.amp.is_autocast_available(device.type):
+        raise ConfigurationError(f"torch has no autocast on {device.type}; leave it out")
+    halves = (n for n, p in model.named_parameters() if p.requires_grad and p.dtype is torch.half)
+    if autocast == "float16" and (name := next(halves, None)):
+        raise ConfigurationError(
+            f"{name!r} is float16, and loss scaling needs gradients of float32",
+            hint="call model.float(), or set autocast to bfloat16",
+        )
 
 
 def _narrowed(model: nn.Module) -> bool:

@@ -112,13 +112,12 @@ class PeftTrainer(TorchTrainer):
         """Make a device of a `transformers.Trainer` of a PEFT model; `options` as in PeftTrainer.
 
         It takes over the model, the datasets with their columns and collator, the batch size, the
-        epochs, and the optimizer with its settings. A round has no use for the rest: learning-rate
-        schedules, callbacks, checkpoints, `compute_loss`. Raises ConfigurationError for what would
-        train otherwise than the trainer says.
+        epochs, mixed precision, and the optimizer with its settings. A round has no use for the
+        rest: learning-rate schedules, callbacks, checkpoints, `compute_loss`. Raises
+        ConfigurationError for what would train otherwise than the trainer says.
         """
         args = trainer.args
         unlike = {
-            "fp16 or bf16": args.fp16 or args.bf16,
             "gradient_accumulation_steps": args.gradient_accumulation_steps != 1,
             "max_steps": args.max_steps > 0,
             "label_smoothing_factor": args.label_smoothing_factor != 0,
@@ -128,7 +127,7 @@ class PeftTrainer(TorchTrainer):
             raise ConfigurationError(
                 f"a device does not take over the transformers.Trainer's {', '.join(used)}",
                 hint="set the task's training terms instead (local_steps, gradient_accumulation), "
-                "load the model in its dtype, or build PeftTrainer yourself",
+                "or build PeftTrainer yourself",
             )
         loader = trainer.get_train_dataloader()
         kind, settings = trainer.get_optimizer_cls_and_kwargs(args, trainer.model)
@@ -141,6 +140,7 @@ class PeftTrainer(TorchTrainer):
             "optimizer": partial(kind, **settings),
             "batch_size": args.per_device_train_batch_size,
             "local_epochs": max(1, round(args.num_train_epochs)),
+            "autocast": "bfloat16" if args.bf16 else "float16" if args.fp16 else None,
         }
         return cls(trainer.model, loader.dataset, **{**own, **options})
 

@@ -18,7 +18,7 @@ from fedpress_compression.compressors.eden import Eden
 from fedpress_compression.compressors.error_feedback import ErrorFeedback
 from fedpress_compression.compressors.quantize import Quantize
 from fedpress_compression.tensors import ModelSpec, TensorSpec
-from fedpress_protocols.errors import ConfigurationError
+from fedpress_protocols.errors import ConfigurationError, InvalidUpdate
 from fedpress_protocols.model import Model
 from fedpress_protocols.plan import TrainingTerms
 from tests.client.fake_server import FakeServer, make_client
@@ -133,6 +133,79 @@ def test_half_precision_travels(dtype: torch.dtype) -> None:
     moved = torch.from_numpy(trained.parameters)
     assert torch.equal(moved, moved.to(dtype).float()), "values that the module can hold"
     assert (trained.parameters != base.parameters).any()
+
+
+@pytest.mark.parametrize("kind", ["bfloat16", "float16"])
+def test_autocast_computes_in_half_precision_and_keeps_float32(kind: Any) -> None:
+    computed: set[torch.dtype] = set()
+
+    def seen(module: nn.Module, inputs: Any, output: torch.Tensor) -> None:
+        computed.add(output.dtype)
+
+    made = trainer(autocast=kind, evaluation_data=DATA)
+    made.model[0].register_forward_hook(seen)  # type: ignore[index]
+    base = made.initial_model()
+    first = made.train(base, work(local_epochs=2))
+    assert computed == {getattr(torch, kind)}
+    assert {each.dtype for each in made.model.parameters()} == {torch.float32}
+    assert {tensor.dtype for tensor in base.spec.trained} == {"float32"}
+    np.testing.assert_array_equal(
+        first.parameters, made.train(base, work(local_epochs=2)).parameters
+    )
+    exact = trainer().train(base, work(local_epochs=2))
+    assert (first.parameters != exact.parameters).any()
+    np.testing.assert_allclose(first.parameters, exact.parameters, atol=0.02)
+    assert first.report == exact.report == {"steps": 12}
+    computed.clear()
+    loss = measured(made, base).metrics["loss"]
+    assert computed == {getattr(torch, kind)}
+    assert loss == pytest.approx(
+        measured(trainer(evaluation_data=DATA), base).metrics["loss"], 0.01
+    )
+
+
+def test_float16_scales_the_loss_and_adds_a_strategys_terms_unscaled() -> None:
+    asked = dataclasses.replace(
+        work(local_steps=3), correction=np.full(75, 0.25, np.float32), proximal=0.5
+    )
+    base = trainer().initial_model()
+    exact = change(trainer(), base, asked)
+    np.testing.assert_allclose(change(trainer(autocast="float16"), base, asked), exact, atol=0.003)
+
+    def tiny(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        return 1e-6 * nn.functional.cross_entropy(outputs, targets)
+
+    def large(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+        return torch.optim.SGD(parameters, lr=1e5)
+
+    made = TorchTrainer(network(), tiny, large, DATA, batch_size=10, autocast="float16")
+    np.testing.assert_allclose(
+        change(made, base, work(local_steps=3)),
+        change(trainer(), base, work(local_steps=3)),
+        atol=0.003,
+    )
+
+
+def test_steps_whose_gradients_overflow_are_not_counted() -> None:
+    def huge(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        return 1e3 * nn.functional.cross_entropy(outputs, targets)
+
+    made = TorchTrainer(network(), huge, sgd, DATA, batch_size=10, autocast="float16")
+    base = made.initial_model()
+    with pytest.raises(InvalidUpdate, match="in all 2 steps"):
+        made.train(base, work(local_steps=2, learning_rate=1e-4))
+    trained = made.train(base, work(local_steps=24, learning_rate=1e-4))
+    assert 0 < trained.report["steps"] < 24
+    assert np.isfinite(trained.parameters).all()
+
+
+def test_autocast_that_cannot_be_is_refused() -> None:
+    with pytest.raises(ConfigurationError, match="autocast is 'half', not bfloat16 or float16"):
+        trainer(autocast="half")
+    with pytest.raises(ConfigurationError, match=r"'0.weight' is float16, and loss scaling"):
+        trainer(network().half(), autocast="float16")
+    with pytest.raises(ConfigurationError, match="no autocast on meta"):
+        trainer(device="meta", autocast="bfloat16")
 
 
 def test_evaluation_counts_every_example_once() -> None:

@@ -267,6 +267,11 @@ def test_a_transformers_trainer_becomes_a_device(tmp_path: Path) -> None:
     assert after is not None
     assert after.metrics["loss"] < before.metrics["loss"]
 
+    halved = Trainer(adapted(), arguments(bf16=True), train_dataset=Lines(0))
+    inexact = PeftTrainer.from_transformers(halved, local_epochs=2).train(model, free)
+    assert (inexact.parameters != trained.parameters).any()
+    np.testing.assert_allclose(inexact.parameters, trained.parameters, atol=0.05)
+
     class Own(Trainer):  # type: ignore[misc]
         def compute_loss(self, *inputs: Any, **named: Any) -> Any:
             return super().compute_loss(*inputs, **named)
