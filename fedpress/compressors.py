@@ -26,6 +26,7 @@ from fedpress_compression.compressors.ecsq import Ecsq
 from fedpress_compression.compressors.eden import Eden
 from fedpress_compression.compressors.ef21 import EF21
 from fedpress_compression.compressors.error_feedback import ErrorFeedback
+from fedpress_compression.compressors.half import Half
 from fedpress_compression.compressors.lowrank import LowRank
 from fedpress_compression.compressors.none import Uncompressed
 from fedpress_compression.compressors.per_tensor import PerTensor
@@ -61,6 +62,7 @@ __all__ = [
     "Ecsq",
     "Eden",
     "ErrorFeedback",
+    "Half",
     "Integers",
     "Layout",
     "LowRank",

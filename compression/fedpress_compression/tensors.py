@@ -211,6 +211,18 @@ def array_dtype(tensor: TensorSpec) -> np.dtype[Any]:
     return np.dtype("float32" if tensor.dtype == "bfloat16" else tensor.dtype)
 
 
+def to_bfloat16(array: npt.NDArray[np.float32]) -> npt.NDArray[np.uint16]:
+    """The upper half of each float32, rounded to nearest, ties to even."""
+    bits = np.ascontiguousarray(array).view(np.uint32)
+    rounded = bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))
+    return (rounded >> np.uint32(16)).astype(np.uint16)
+
+
+def from_bfloat16(stored: npt.NDArray[np.uint16]) -> npt.NDArray[np.float32]:
+    """Invert `to_bfloat16`; exact."""
+    return (stored.astype(np.uint32) << np.uint32(16)).view(np.float32)
+
+
 def _check_name(name: str) -> None:
     """Raise ConfigurationError for a tensor's name that a log, a terminal or a folder would not
     show as it is."""

@@ -336,7 +336,7 @@ class WholeNumbers(Channel):
                 agreed = self.trip.total(sent.to(self.trip.device))
                 self.agreed = agreed.to("cpu", torch.float32).numpy()
                 return (), state
-            body = sent.numpy().tobytes()
+            body = sent.view(torch.uint8).numpy().tobytes()
             bodies = self.trip.gathered(body, self.trip.agree(READY, len(body)))
         numbers = (torch.frombuffer(bytearray(each), dtype=self.dtype) for each in bodies)
         shares = (Update.from_dense(each.to(torch.float32).numpy()) for each in numbers)

@@ -89,8 +89,8 @@ class Exchange:
     vector: over n processes, sum of means = sum of inputs / n - sum of residuals. What is kept goes
     by the names of tensors; a tensor keeps its residual if it moves to another vector. To a
     compressor `previous` is the last mean. `seed` must be the same everywhere. `dtype` is what
-    uncompressed numbers travel in, float16 or float32. `model_size`, the values of all vectors
-    together, is what dgc clips by; None: each vector is a model.
+    uncompressed numbers travel in: float16, bfloat16 or float32. `model_size`, the values of all
+    vectors together, is what dgc clips by; None: each vector is a model.
 
     With `reduction="adasum"` the vectors, which are then gathered, are combined by Adasum instead
     of the mean, tensor by tensor; so nothing that compressors sum up for the group can be used.
@@ -113,8 +113,8 @@ class Exchange:
             raise ConfigurationError(f'reduction is "mean" or "adasum", not "{reduction}"')
         if group is not None and sites is not None:
             raise ConfigurationError("give a group or sites, not both")
-        if dtype not in (torch.float16, torch.float32):
-            raise ConfigurationError(f"numbers travel in float16 or float32, not {dtype}")
+        if dtype not in (torch.float16, torch.bfloat16, torch.float32):
+            raise ConfigurationError(f"numbers travel in float16, bfloat16 or float32, not {dtype}")
         check_exchange(compressor, reduction=reduction)
         self._compressor, self._reduction = compressor, reduction
         self._group, self._sites = group, sites

@@ -29,7 +29,9 @@ from fedpress_compression.tensors import (
     ModelSpec,
     TensorSpec,
     Vector,
+    from_bfloat16,
     stored_dtype,
+    to_bfloat16,
 )
 
 _FROM_SAFETENSORS = {
@@ -401,7 +403,7 @@ def to_stored(tensor: TensorSpec, array: npt.NDArray[Any]) -> npt.NDArray[Any]:
     """Convert `array` to the stored form of `tensor`, contiguous; raises ConfigurationError for a
     number beyond float16."""
     if tensor.dtype == "bfloat16":
-        array = _to_bfloat16(np.asarray(array, np.float32))
+        array = to_bfloat16(np.asarray(array, np.float32))
     with np.errstate(over="ignore"):
         stored = np.ascontiguousarray(array, stored_dtype(tensor))
     if tensor.dtype == "float16" and (np.isinf(stored) & np.isfinite(array)).any():
@@ -413,7 +415,7 @@ def to_stored(tensor: TensorSpec, array: npt.NDArray[Any]) -> npt.NDArray[Any]:
 
 def from_stored(tensor: TensorSpec, stored: npt.NDArray[Any]) -> npt.NDArray[Any]:
     """Invert `to_stored`."""
-    return _from_bfloat16(stored) if tensor.dtype == "bfloat16" else stored
+    return from_bfloat16(stored) if tensor.dtype == "bfloat16" else stored
 
 
 def rounded_to_stored(tensor: TensorSpec, values: Vector) -> Vector:
@@ -481,14 +483,3 @@ def _order(header: Mapping[str, Any], entries: Mapping[str, Any]) -> tuple[list[
     if sorted(order) != sorted(entries):
         raise ValueError("the order in its metadata names other tensors")
     return [str(name) for name in order], set(frozen)
-
-
-def _to_bfloat16(array: npt.NDArray[np.float32]) -> npt.NDArray[np.uint16]:
-    """The upper half of each float32, rounded to nearest, ties to even."""
-    bits = np.ascontiguousarray(array).view(np.uint32)
-    rounded = bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))
-    return (rounded >> np.uint32(16)).astype(np.uint16)
-
-
-def _from_bfloat16(stored: npt.NDArray[np.uint16]) -> npt.NDArray[np.float32]:
-    return (stored.astype(np.uint32) << np.uint32(16)).view(np.float32)

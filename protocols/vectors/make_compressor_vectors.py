@@ -48,6 +48,8 @@ class Draw:
 def configs() -> Iterator[tuple[str, Config, bool]]:
     """Name, configuration, and whether the client draws in private."""
     yield "none", {"id": "none"}, False
+    for dtype in ("bfloat16", "float16"):
+        yield f"half-{dtype}", {"id": "half", "dtype": dtype}, False
     for bits in (1, 2, 8):
         yield f"quantize-{bits}", {"id": "quantize", "bits": bits}, bits == 1
     yield "quantize-affine", {"id": "quantize", "bits": 3, "grid": "affine"}, False

@@ -145,7 +145,17 @@ def with_torch_s_start(state: HookState, hook: Hook) -> Hook:
     return wrapped
 
 
+def brain_hook(group: dist.ProcessGroup, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
+    """What torch's bf16_compress_hook computes, which refuses gloo."""
+    there = bucket.buffer().to(torch.bfloat16).div_(group.size())
+    dist.all_reduce(there, group=group)
+    done: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+    done.set_result(there.to(bucket.buffer().dtype))
+    return done
+
+
 def hooks(rank: int, pair: dist.ProcessGroup) -> dict[str, np.ndarray]:
+    brain = HookState(Uncompressed(), group=pair, dtype=torch.bfloat16, plain_steps=0)
     ours = HookState(Uncompressed(), group=pair, dtype=torch.float16, plain_steps=0)
     feedback = ErrorFeedback(FACTORED)
     low_rank = HookState(feedback, group=pair, plain_steps=PLAIN_STEPS)
@@ -159,6 +169,9 @@ def hooks(rank: int, pair: dist.ProcessGroup) -> dict[str, np.ndarray]:
     return {
         "half.ours": trained(rank, pair, ours, comm_hook, STEPS),
         "half.torch": trained(rank, pair, pair, fp16_compress_hook, STEPS),
+        "brain.ours": trained(rank, pair, brain, comm_hook, STEPS),
+        "brain.torch": trained(rank, pair, pair, brain_hook, STEPS),
+        "brain.bytes": np.array([brain.sent.num_bytes, brain.sent.plain_bytes]),
         "powersgd.ours": trained(
             rank, pair, low_rank, with_torch_s_start(low_rank, comm_hook), STEPS
         ),
@@ -217,7 +230,8 @@ def adasum(rank: int) -> dict[str, np.ndarray]:
     inputs[0][:1200] = torch.eye(WORLD)[rank].repeat(300) * inputs[0][:1200]
     inputs[0][1200:] = vectors(0, 1)[0][1200:]
     found = {"inputs": np.stack([vector.numpy() for vector in inputs])}
-    for name, dtype in (("whole", torch.float32), ("half", torch.float16)):
+    dtypes = {"whole": torch.float32, "half": torch.float16, "brain": torch.bfloat16}
+    for name, dtype in dtypes.items():
         exchange = Exchange(Uncompressed(), reduction="adasum", dtype=dtype)
         found[name] = np.stack([exchange.mean(SPEC, vector).numpy() for vector in inputs])
     sparse = Exchange(ErrorFeedback(TopK(0.1)), reduction="adasum")

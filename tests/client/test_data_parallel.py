@@ -54,6 +54,9 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> Found:
 def test_half_precision_is_torch_s_hook(found: Found) -> None:
     for process in found[:2]:
         np.testing.assert_array_equal(process["hooks.half.ours"], process["hooks.half.torch"])
+        np.testing.assert_array_equal(process["hooks.brain.ours"], process["hooks.brain.torch"])
+        num_bytes, plain_bytes = process["hooks.brain.bytes"]
+        assert 2 * num_bytes == plain_bytes
 
 
 def test_powersgd_is_torch_s_hook(found: Found) -> None:
@@ -119,7 +122,9 @@ def paired(vectors: list[np.ndarray]) -> np.ndarray:
     return pair(pair(vectors[0], vectors[1]), pair(vectors[2], vectors[3]))
 
 
-@pytest.mark.parametrize(("way", "error"), [("whole", 1e-5), ("half", 2e-2), ("sparse", 1e-4)])
+@pytest.mark.parametrize(
+    ("way", "error"), [("whole", 1e-5), ("half", 2e-2), ("brain", 0.2), ("sparse", 1e-4)]
+)
 def test_adasum_combines_each_tensor_in_pairs(way: str, error: float, found: Found) -> None:
     cuts = [slice(0, 1200), slice(1200, 1240)]
     for step in range(2):

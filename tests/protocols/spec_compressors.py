@@ -124,6 +124,14 @@ def none(_: Any, fields: Fields, __: Known) -> list[Any]:
     return fields[0]
 
 
+def half(config: Any, fields: Fields, known: Known) -> list[Any]:
+    words = [bytes([low, high]) for low, high in zip(fields[0], fields[1], strict=True)]
+    if config["dtype"] == "bfloat16":
+        return [np.frombuffer(bytes(2) + word, "<f4")[0] for word in words]
+    values = [f32(np.frombuffer(word, "<f2")[0]) for word in words]
+    return [x * fields[2][j] for x, j in zip(values, known.tensor_of, strict=True)]
+
+
 def quantize(config: Any, fields: Fields, known: Known) -> list[Any]:
     tensor, number = known.tensor_of, config["bits"]
     if config["grid"] == "affine":
@@ -333,6 +341,8 @@ def num_fields(config: Any, known: Known) -> int:
         return 5 if config["magnitude_bits"] else 4
     if wire_id == "randomk":
         return 1 if config["shared"] else 2
+    if wire_id == "half":
+        return 2 if config["dtype"] == "bfloat16" else 3
     if wire_id == "structured":
         return 65 if config["bits"] is None else 18
     counts = {"none": 1, "qsgd": 2, "sign": 3, "terngrad": 2, "eden": 3, "simhash": 2, "stc": 3}
@@ -559,7 +569,7 @@ def successive_refinement(config: Any, fields: Fields, known: Known) -> list[Any
 METHODS: dict[str, Callable[[Any, Fields, Known], list[Any] | dict[int, Any]]] = {
     each.__name__: each
     for each in (
-        *(none, quantize, qsgd, sign, terngrad, eden, simhash, topk, stc, bernoulli, randomk),
+        *(none, half, quantize, qsgd, sign, terngrad, eden, simhash, topk, stc, bernoulli, randomk),
         *(shared_support, ecsq, structured, cafe, ef21, delta),
         *(per_tensor, count_sketch, powersgd_onesided, successive_refinement),
     )
