@@ -33,7 +33,11 @@ _BEYOND = 2**24
 _MOST_SHIFT = 24
 _MOST_SPEC = 2**20
 """Maximum bytes of a spec; enough for more than 10,000 tensors."""
-_MODEL, _DIFFERENCE, _PLAIN_TRAINED, _CODED_TRAINED = 1, 2, 3, 4
+_MODEL, _DIFFERENCE, _PLAIN_TRAINED, _CODED_TRAINED, _POOLED = 1, 2, 3, 4, 5
+_MOST_MOVE = 2**31
+_BOTH = 2**20
+"""Up to so many values both forms of a difference are tried; more take one table for each tensor,
+which costs little there."""
 _ANY: Coder = "auto"
 DownlinkCoder = Literal["huffman", "auto"]
 
@@ -133,17 +137,23 @@ def decode_model(data: bytes, max_bytes: int) -> Model:
     return model
 
 
-def encode_difference(base: Model, model: Model, coder: DownlinkCoder = "huffman") -> bytes:
+def encode_difference(
+    base: Model, model: Model, coder: DownlinkCoder = "huffman", *, by_tensor: bool = False
+) -> bytes:
     """Encode the difference from `base` to `model`; a function of the two and of `coder`.
 
+    It has one field for each tensor or, where that is shorter and not `by_tensor`, one for all.
     Raises ConfigurationError for models with different specs or buffers, or on no grid.
     """
     spec = model.spec
     if base.spec != spec or not np.array_equal(_buffers(base), _buffers(model)):
         raise ConfigurationError("the models differ in more than their trained values")
-    return bytes((_DIFFERENCE,)) + _encode(
-        spec, *_parts(spec, base.parameters, model.parameters), coder
-    )
+    parts, moves = _parts(spec, base.parameters, model.parameters)
+    apart = bytes((_DIFFERENCE,)) + _encode(spec, parts, moves, coder)
+    if by_tensor or spec.size > _BOTH:
+        return apart
+    pooled = _encode_pooled(base, parts, moves, coder)
+    return apart if pooled is None or len(pooled) >= len(apart) else pooled
 
 
 def decode_difference(data: bytes, base: Model) -> Model:
@@ -152,9 +162,11 @@ def decode_difference(data: bytes, base: Model) -> Model:
     Another base gives another model, so the caller checks the digest.
     """
     reader = Reader(data)
-    _expect_form(reader, _DIFFERENCE)
+    form = reader.read(8)
+    if form not in (_DIFFERENCE, _POOLED):
+        raise DecodingError(f"form {form}, expected {_DIFFERENCE} or {_POOLED}")
     parameters = base.parameters.copy()
-    _decode(reader, data, base.spec, parameters)
+    (_decode_pooled if form == _POOLED else _decode)(reader, data, base.spec, parameters)
     return base.with_parameters(parameters)
 
 
@@ -295,6 +307,79 @@ def _decode(reader: Reader, data: bytes, spec: ModelSpec, parameters: Vector) ->
                 f"tensor {part.tensor.name!r}: a value that {part.tensor.dtype} has not"
             )
         parameters[part.where] = values
+
+
+def _encode_pooled(
+    base: Model, parts: Sequence[_Part], moves: Sequence[Whole], coder: DownlinkCoder
+) -> bytes | None:
+    """The moves of all tensors in multiples of one number; None if they have none in common."""
+    spec = base.spec
+    coded = [part for part in parts if part.bound]
+    finest_step = max((part.exponent - part.shift for part in coded), default=0)
+    whole = np.zeros(spec.size, np.int64)
+    for part, move in zip(coded, moves, strict=True):
+        times = finest_step - part.exponent + part.shift
+        if part.bound << times >= _MOST_MOVE:
+            return None
+        whole[part.where] = move << times
+    factor = max(1, int(np.gcd.reduce(whole)))
+    twos = _common_zeros(np.array([factor]))
+    exponent = finest_step - twos
+    if exponent < LEAST_EXPONENT:
+        return None
+    whole //= factor
+    bound = max(1, int(np.abs(whole).max(initial=0)))
+    rounded = [
+        (index, part)
+        for index, part in enumerate(parts)
+        if part.bound and not _is_on(base.parameters[part.where], part.exponent)
+    ]
+    head = bytes((_POOLED,)) + uvarint(factor >> twos) + bytes((exponent & 0xFF,))
+    head += uvarint(bound) + uvarint(len(rounded))
+    before = -1
+    for index, part in rounded:
+        head += uvarint(index - before - 1) + bytes((part.exponent & 0xFF,))
+        before = index
+    field = Integers(bound, spec.size, coder, grid_of(spec))
+    return head + coding.encode((whole.astype(np.int32),), (field,))
+
+
+def _is_on(values: Vector, exponent: int) -> bool:
+    return np.array_equal(
+        np.ldexp(multiples(values, exponent).astype(np.float64), -exponent), values
+    )
+
+
+def _decode_pooled(reader: Reader, data: bytes, spec: ModelSpec, parameters: Vector) -> None:
+    """Add the decoded difference from `reader` to `parameters` [spec.size]."""
+    factor, exponent = reader.uvarint(), _exponent(reader)
+    bound, num = reader.uvarint(), reader.uvarint()
+    if not 0 < factor * bound < _MOST_MOVE or num > len(spec.trained):
+        raise DecodingError(f"factor {factor}, bound {bound}, {num} tensors on a coarser grid")
+    index = -1
+    for _ in range(num):
+        index += reader.uvarint() + 1
+        if index >= len(spec.trained):
+            raise DecodingError(f"tensor {index} of {len(spec.trained)}")
+        where, grid = spec.slices[spec.trained[index].name], _exponent(reader)
+        parameters[where] = valued(multiples(parameters[where], grid), grid)
+    field = Integers(bound, spec.size, _ANY, grid_of(spec))
+    (moves,) = coding.decode(memoryview(data)[reader.at >> 3 :], (field,))
+    for tensor, where in zip(spec.trained, spec.slices.values(), strict=True):
+        exact = parameters[where] + np.ldexp(moves[where].astype(np.float64) * factor, -exponent)
+        with np.errstate(over="ignore"):
+            values = exact.astype(np.float32)
+        if not np.array_equal(values, exact) or not _is_in_file(tensor, values):
+            raise DecodingError(f"tensor {tensor.name!r}: a value that {tensor.dtype} has not")
+        parameters[where] = values
+
+
+def _exponent(reader: Reader) -> int:
+    """Read h, of a grid of 2**-h."""
+    exponent = (reader.read(8) ^ 0x80) - 0x80
+    if not LEAST_EXPONENT <= exponent <= MOST_EXPONENT:
+        raise DecodingError(f"steps of 2**{-exponent}")
+    return exponent
 
 
 def _heads(reader: Reader, spec: ModelSpec) -> Iterator[_Part]:

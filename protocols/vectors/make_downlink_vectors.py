@@ -133,7 +133,7 @@ def vectors() -> dict[str, Any]:
             found[f"difference-{name}-{coder}"] = {
                 "base": base.to_bytes().hex(),
                 "file": other.to_bytes().hex(),
-                "coded": encode_difference(base, other, coder).hex(),
+                "coded": encode_difference(base, other, coder, by_tensor=True).hex(),
             }
     halves = of_half_precision()
     after = halves.with_parameters(halves.parameters * np.float32(1.0625) + np.float32(0.01))
@@ -146,8 +146,25 @@ def vectors() -> dict[str, Any]:
         found[f"difference-halves-{coder}"] = {
             "base": halves.to_bytes().hex(),
             "file": after.to_bytes().hex(),
-            "coded": encode_difference(halves, after, coder).hex(),
+            "coded": encode_difference(halves, after, coder, by_tensor=True).hex(),
         }
+    thrice = multiples(moved(model, 20, 8).parameters, 12) - multiples(model.parameters, 12)
+    pooled = {
+        "few": (model, moved(model, STEPS["few"], 8)),
+        "times-3": (model, model.with_parameters(model.parameters + valued(3 * thrice, 12))),
+        "coarser": (model, model.with_parameters(each_on_grid(moved(model, 20, 12), 6))),
+        "halves": (halves, halves.with_parameters(each_on_grid(halves, 8))),
+    }
+    for name, (base, other) in pooled.items():
+        for coder in coders:
+            coded = encode_difference(base, other, coder)
+            if coded[0] != 5:
+                raise AssertionError(f"{name}: form {coded[0]}, where 5 is to be shown")
+            found[f"pooled-{name}-{coder}"] = {
+                "base": base.to_bytes().hex(),
+                "file": other.to_bytes().hex(),
+                "coded": coded.hex(),
+            }
     brain = of_half_precision()
     brain = Model(
         ModelSpec((*brain.spec.tensors, TensorSpec("frozen", (3,), "float16", frozen=True))),

@@ -46,10 +46,11 @@ def stepped(base: Model, target: Vector, terms: DownlinkTerms) -> Model:
     """The model to publish after `base`: as near to `target` [size] as `terms.rate` allows.
 
     Only coordinates at least a threshold away from their target move, in all tensors by multiples
-    of one power of two between the threshold and twice that, so that the remainder costs the same
-    everywhere. The threshold is the lowest, of 128 per octave, whose coded difference fits; the
-    farthest coordinates always move. Computed from integers and exact sums alone: the same bits on
-    every machine.
+    of one step, so that the remainder costs the same everywhere. The step is five fourths of the
+    threshold, rounded to eighths of a power of two: about the mean of the distances beyond it. The
+    threshold is the lowest, of 128 per octave, whose coded difference fits; the farthest
+    coordinates always move. Computed from integers and exact sums alone: the same bits on every
+    machine.
     """
     if not np.isfinite(target).all():
         raise ConfigurationError("the model holds NaN or infinity")
@@ -84,12 +85,13 @@ class _Part:
         far = np.abs(self.gap) * 2.0**-self.exponent
         return far.astype(np.float32).view(np.uint32)
 
-    def moved(self, threshold: np.uint32, exponent: int) -> Vector:
-        """The values after moving all that are `threshold` or more away, in steps of 2**-exponent,
-        or of the grid if that is coarser."""
-        shift = max(0, self.exponent - exponent)
-        moves = np.where(self.distances >= threshold, self.gap, 0.0) * 2.0**-shift
-        values = valued(self.whole + (np.rint(moves).astype(np.int64) << shift), self.exponent)
+    def moved(self, threshold: np.uint32, factor: int, exponent: int) -> Vector:
+        """The values after moving all that are `threshold` or more away, in steps of `factor`
+        2**-exponent, or near it where the grid is coarser."""
+        finer = self.exponent - exponent
+        step = factor << finer if finer >= 0 else max(1, (factor + (1 << -finer >> 1)) >> -finer)
+        moves = np.where(self.distances >= threshold, self.gap, 0.0) / step
+        values = valued(self.whole + np.rint(moves).astype(np.int64) * step, self.exponent)
         return rounded_to_stored(self.tensor, values)
 
 
@@ -126,10 +128,11 @@ def _thresholds(parts: Sequence[_Part], num_bits: int) -> tuple[int, int]:
 
 def _moved(base: Model, parts: Sequence[_Part], threshold: int) -> Model:
     bits = np.uint32(threshold << _DROPPED)
-    _, power = np.frexp(bits.view(np.float32))
+    fraction, power = np.frexp(bits.view(np.float32))
+    eighths = round(11 * float(fraction))  # 6 to 11; the product is exact
     parameters = np.zeros_like(base.parameters)
     for part in parts:
-        parameters[part.where] = part.moved(bits, -int(power))
+        parameters[part.where] = part.moved(bits, eighths, 3 - int(power))
     return base.with_parameters(parameters)
 
 

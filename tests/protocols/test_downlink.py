@@ -89,7 +89,7 @@ def test_the_text_is_enough_to_read_every_vector(name: str) -> None:
     values = np.zeros(due.spec.size)
     spec = due.spec
     if "base" in vector:
-        assert body.number(8) == 2
+        assert body.number(8) == (5 if name.startswith("pooled") else 2)
         values = Model.from_bytes(bytes.fromhex(vector["base"])).parameters.astype(np.float64)
     else:
         form = body.number(8)
@@ -109,6 +109,10 @@ def test_the_text_is_enough_to_read_every_vector(name: str) -> None:
             rest = b"".join(tensor_bytes(whole, row[0]) for row in rows if row not in idle)
             assert body.data[body.at >> 3 :] == rest
             return
+    if name.startswith("pooled"):
+        read_pooled(body, spec, values)
+        assert values.astype(np.float32).tobytes() == due.parameters.tobytes()
+        return
     assert body.uvarint() == len(spec.trained)
     heads = []
     for tensor in spec.trained:
@@ -127,6 +131,22 @@ def test_the_text_is_enough_to_read_every_vector(name: str) -> None:
             steps = np.rint(values[where] * 2.0**h) + np.array(next(moves)) * 2.0**shift
             values[where] = steps * 2.0**-h
     assert values.astype(np.float32).tobytes() == due.parameters.tobytes()
+
+
+def read_pooled(body: spec_reader.Body, spec: ModelSpec, values: np.ndarray) -> None:
+    """Apply the rest of a difference with one field for all tensors."""
+    factor, exponent, bound, num = body.uvarint(), body.number(8), body.uvarint(), body.uvarint()
+    exponent -= 256 * (exponent > 127)
+    index = -1
+    for _ in range(num):
+        index += 1 + body.uvarint()
+        h = body.number(8)
+        h -= 256 * (h > 127)
+        where = spec.slices[spec.trained[index].name]
+        values[where] = np.rint(values[where] * 2.0**h) * 2.0**-h
+    layout = [{"integers": {"bound": bound, "count": spec.size}}]
+    (moves,) = spec_reader.read(body.data[body.at >> 3 :], layout)
+    values += np.array(moves) * float(factor) * 2.0**-exponent
 
 
 def tensor_bytes(file: bytes, name: str) -> bytes:
@@ -266,7 +286,8 @@ def test_models_without_a_coded_form_are_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    "kind", ["model-huffman", "difference-few-huffman", "difference-most-auto"]
+    "kind",
+    ["model-huffman", "difference-few-huffman", "difference-most-auto", "pooled-coarser-auto"],
 )
 def test_damaged_bytes_are_refused_or_come_to_another_model(kind: str) -> None:
     """Never another error, a crash or much memory: the digest tells the rest."""
@@ -350,6 +371,66 @@ def test_a_difference_to_a_base_far_off_is_refused() -> None:
     half = Model.from_tensors({"w": np.ones(3, np.float16)})
     with pytest.raises(DecodingError, match="float16 has not"):
         decode_difference(b"\x02\x01" + move(1, 11, 0, [1, 0, 0]), half)
+
+
+def pooled(
+    factor: int, exponent: int, bound: int, whole: list[int], grids: bytes = b"\x00"
+) -> bytes:
+    """A difference with one field, for the matrix of a model of one."""
+    field = coding.Integers(max(bound, 1), len(whole))
+    coded = coding.encode((np.array(whole, np.int32),), (field,))
+    return b"\x05" + uvarint(factor) + bytes((exponent,)) + uvarint(bound) + grids + coded
+
+
+@pytest.mark.parametrize(
+    ("data", "reason"),
+    [
+        (b"\x03", "form 3, expected 2 or 5"),
+        (pooled(0, 0, 1, [0, 0, 0]), "factor 0"),
+        (pooled(1, 0, 0, [0, 0, 0]), "bound 0"),
+        (pooled(2**16, 0, 2**15, [0, 0, 0]), "bound 32768"),
+        (pooled(1, 121, 1, [0, 0, 0]), r"steps of 2\*\*-121"),
+        (pooled(1, 0, 1, [0, 0, 0], b"\x02"), "2 tensors on a coarser grid"),
+        (pooled(1, 0, 1, [0, 0, 0], b"\x01\x01\x00"), "tensor 1 of 1"),
+        (pooled(1, 0, 1, [0, 0, 0], b"\x01\x00\x9b"), r"steps of 2\*\*101"),
+        (pooled(1, 0, 1, [0, 0, 0], b"\x01\x00\x18"), "or more"),
+        (pooled(1, 30, 1, [0, 0, 1]), "float32 has not"),
+        (pooled(2**20, 0x9C, 2**10, [1024, 0, 0]), "float32 has not"),
+    ],
+)
+def test_forged_pooled_differences_are_refused(data: bytes, reason: str) -> None:
+    base = Model.from_tensors({"w": np.full(3, 2.0, np.float32)})
+    with pytest.raises(DecodingError, match=reason):
+        decode_difference(data, base)
+
+
+def test_a_pooled_difference_to_values_of_no_half_is_refused() -> None:
+    base = Model.from_tensors({"w": np.ones(3, np.float16)})
+    decode_difference(pooled(3, 10, 1, [1, 0, -1]), base)
+    with pytest.raises(DecodingError, match="float16 has not"):
+        decode_difference(pooled(1, 11, 1, [1, 0, 0]), base)
+
+
+def test_an_adapters_difference_has_one_head_and_one_table() -> None:
+    """Sixteen tensors, of whose values 4 % move by one step that is no power of two."""
+    rng = np.random.default_rng(0)
+    tensors = {f"t{i}": rng.standard_normal((32, 16)).astype(np.float32) for i in range(16)}
+    base = rounded(Model.from_tensors(tensors), 8)
+    moves = rng.integers(-1, 2, base.spec.size) * (rng.random(base.spec.size) < 0.06)
+    model = base.with_parameters(base.parameters + (moves * 5 * 2.0**-6).astype(np.float32))
+    for coder in CODERS:
+        shorter = encode_difference(base, model, coder)
+        apart = encode_difference(base, model, coder, by_tensor=True)
+        assert (shorter[0], apart[0]) == (5, 2)
+        assert len(shorter) < 0.8 * len(apart)
+        assert decode_difference(shorter, base).to_bytes() == model.to_bytes()
+    one, tiny = np.ones(1, np.float32), np.float32(2.0**-120)
+    near = Model.from_tensors({"a": one, "b": one, "c": tiny * one})
+    far = near.with_parameters(np.array([2.0**23, 1 + 2.0**-20, tiny], np.float32))
+    assert encode_difference(near, far)[0] == 2, "nothing in common below 2**31"
+    large = near.with_parameters(np.array([2.0**122, 1, tiny], np.float32))
+    larger = near.with_parameters(np.array([2.0**123, 1, tiny], np.float32))
+    assert encode_difference(large, larger)[0] == 2, "no step of a signed byte"
 
 
 def test_a_model_longer_than_admitted_is_refused_before_it_is_made() -> None:

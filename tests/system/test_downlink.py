@@ -368,6 +368,48 @@ def test_models_of_half_precision_go_down_coded(dtype: str, server: Server, tmp_
         assert coded + difference <= len(half.to_bytes()) / (1 if number < 2 else 5)
 
 
+def test_a_bfloat16_module_learns_in_16_bits_both_ways(server: Server, tmp_path: Path) -> None:
+    torch = pytest.importorskip("torch", exc_type=ImportError)
+    from fedpress_client.torch_trainer import TorchTrainer
+
+    draw = torch.Generator().manual_seed(1)
+    inputs = torch.randn(120, 32, generator=draw)
+    labels = (inputs @ torch.randn(32, 4, generator=draw)).argmax(dim=1)
+
+    def device(number: int) -> Any:
+        mine = torch.utils.data.TensorDataset(inputs[number::2].bfloat16(), labels[number::2])
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            layers = torch.nn.Linear(32, 64), torch.nn.ReLU(), torch.nn.Linear(64, 4)
+            module = torch.nn.Sequential(*layers).to(torch.bfloat16)
+        return TorchTrainer(
+            module,
+            torch.nn.CrossEntropyLoss(),
+            lambda parameters: torch.optim.SGD(parameters, lr=0.2),
+            mine,
+            evaluation_data=mine,
+            batch_size=10,
+            autocast="bfloat16",
+        )
+
+    trainers = [device(0), device(1)]
+    first = trainers[0].initial_model()
+    how = one({"id": "error_feedback", "inner": {"id": "half"}})
+    cohort = {"size": 2, "minimum": 2}
+    fleet = Fleet(
+        server, tmp_path, 2, model=first, trainers=trainers, rounds=5, cohort=cohort, **how
+    )
+    for _ in range(5):
+        fleet.round(0, 1)
+    last = Model.from_bytes(fleet.file(fleet.models()[-1]))
+    assert {tensor.dtype for tensor in last.spec.tensors} == {"bfloat16"}
+    losses = [trainers[0].evaluate(model).metrics["loss"] for model in (first, last)]
+    assert losses[1] < 0.7 * losses[0]
+    for status in history(fleet.operator):
+        assert 0 < status.upload_bytes < 2 * 2 * first.spec.size
+        assert forms_of(status)[0] == 0
+
+
 def test_it_goes_with_the_masked_lane(server: Server, tmp_path: Path) -> None:
     operator, first = Operator(server), first_model()
     masked_task(operator, first, 3, rounds=3, downlink={})
