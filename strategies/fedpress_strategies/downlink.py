@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from fedpress_compression.tensors import TensorSpec, Vector
+from fedpress_protocols.defaults import MIN_BYTES
 from fedpress_protocols.downlink import (
     encode_difference,
     finest,
@@ -43,10 +44,11 @@ def rounded(model: Model, terms: DownlinkTerms) -> Model:
 
 
 def stepped(base: Model, target: Vector, terms: DownlinkTerms) -> Model:
-    """The model to publish after `base`: as near to `target` [size] as `terms.rate` allows.
+    """The model to publish after `base`: as near to `target` [size] as `terms.rate` allows, or
+    MIN_BYTES of a difference.
 
     Only coordinates at least a threshold away from their target move, in all tensors by multiples
-    of one step, so that the remainder costs the same everywhere. The step is five fourths of the
+    of one step, so that the remainder costs the same everywhere. The step is eleven eighths of the
     threshold, rounded to eighths of a power of two: about the mean of the distances beyond it. The
     threshold is the lowest, of 128 per octave, whose coded difference fits; the farthest
     coordinates always move. Computed from integers and exact sums alone: the same bits on every
@@ -54,7 +56,7 @@ def stepped(base: Model, target: Vector, terms: DownlinkTerms) -> Model:
     """
     if not np.isfinite(target).all():
         raise ConfigurationError("the model holds NaN or infinity")
-    budget = int(terms.rate * base.spec.size / 8)
+    budget = max(int(terms.rate * base.spec.size / 8), MIN_BYTES)
     parts = _parts(base, target, terms)
     least, most = _thresholds(parts, 8 * budget)
     best = _moved(base, parts, most)

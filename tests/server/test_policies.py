@@ -280,7 +280,7 @@ def test_a_task_without_a_compressor_runs_auto_and_goes_on_after_a_restart(
     profiles = []
     with start() as http:
         operator = Operator(http)
-        operator.begin(model, profiles=None, cohort={"size": 4, "minimum": 4}, rounds=30)
+        operator.begin(model, profiles=None, cohort={"size": 4, "minimum": 4}, rounds=113)
         devices = [Device(http, clock) for _ in range(4)]
         for device in devices:
             device.enrol(operator.token())
