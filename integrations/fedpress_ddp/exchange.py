@@ -317,7 +317,13 @@ class Exchange:
 def check_exchange(
     made: Compressor[Any], spec: ModelSpec | None = None, *, reduction: Reduction = "mean"
 ) -> None:
-    """Raise IncompatiblePlan if a group of processes cannot exchange gradients by `made`."""
+    """Raise ConfigurationError if `made` is no compressor, IncompatiblePlan if a group of processes
+    cannot exchange gradients by it."""
+    if isinstance(made, type) or not hasattr(made, "lossy"):
+        raise ConfigurationError(
+            f"{made!r} is no compressor",
+            hint="give an instance, such as ErrorFeedback(TopK(fraction=0.01))",
+        )
     check_feedback(made)
     strange = sorted(made.needs - {"previous"})
     if strange:

@@ -93,6 +93,10 @@ class HookState:
             raise ConfigurationError(f"plain_steps must be 0 or more, not {plain_steps}")
         if not 0 <= workers <= _MAX_WORKERS:
             raise ConfigurationError(f"workers must be 0 to {_MAX_WORKERS}, not {workers}")
+        if sites is not None and not isinstance(sites, Sites):
+            raise ConfigurationError(
+                f"sites must be Sites, not {sites!r}", hint="Sites.of(8) has 8 processes a site"
+            )
         self._schedule = [(_steps_of(period), _compressor_of(period)) for period in schedule]
         for made in (compressor, *(made for _, made in self._schedule)):
             check_exchange(made, reduction=reduction)

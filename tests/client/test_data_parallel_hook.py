@@ -295,6 +295,19 @@ def test_a_watch_warns_once_of_what_does_not_converge(recwarn: pytest.WarningsRe
     assert not recwarn.list
 
 
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"compressor": "topk"}, "'topk' is no compressor"),
+        ({"compressor": type(FEW)}, "is no compressor"),
+        ({"compressor": FEW, "sites": 8}, "sites must be Sites, not 8"),
+    ],
+)
+def test_arguments_of_another_kind_are_named(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        HookState(**arguments)
+
+
 def test_what_a_state_cannot_do_is_refused() -> None:
     with pytest.raises(ConfigurationError, match="workers must be 0 to 64, not 65"):
         HookState(FEW, workers=65)
