@@ -91,6 +91,18 @@ def known_metrics() -> set[str]:
     return names
 
 
+def test_the_proxy_gives_up_idle_connections_before_a_server_does() -> None:
+    text = (ROOT / "deploy" / "proxy" / "nginx.conf").read_text()
+    upstreams = re.findall(r"upstream (\w+) \{(.*?)\n  \}", text, re.DOTALL)
+    assert [name for name, _ in upstreams] == re.findall(r"proxy_pass http://(\w+);", text)
+    limits = [Settings.model_fields[name].default for name in ("header_timeout", "drain_seconds")]
+    for _, directives in upstreams:
+        assert re.search(r" keepalive \d+;", directives)
+        (seconds,) = re.findall(r"keepalive_timeout (\d+)s;", directives)
+        assert int(seconds) < min(limits)
+    assert 'proxy_set_header Connection "";' in text
+
+
 def test_alerts_and_dashboards_ask_for_metrics_that_there_are() -> None:
     path = ROOT / "tests" / "compose" / "dashboard_queries.py"
     spec = importlib.util.spec_from_file_location("dashboard_queries", path)
