@@ -115,3 +115,33 @@ def test_a_small_update_has_the_bytes_that_a_body_has_at_least() -> None:
     assert error(update, back) < 0.8 * error(update, received(Ecsq(), update, SPEC)[1])
     assert received(Ecsq("bits", 0.1, min_bytes=plain // 2), update, SPEC)[0] == plain
     assert "min_bytes" not in to_config(Ecsq())
+
+
+@pytest.mark.parametrize("target", [0.05, 0.1, 0.4, 2.0])
+@pytest.mark.parametrize("rdo", [0.03, 0.14, 0.5])
+@pytest.mark.parametrize("kind", ["normal", "heavy", "residual"])
+def test_the_rate_sent_is_the_rate_asked_for(target: float, rdo: float, kind: str) -> None:
+    """A residual has no outliers: what was large has been sent, and the rate falls steeply with the
+    step."""
+    rng = np.random.default_rng(5)
+    update = rng.standard_normal(SPEC.size) if kind == "normal" else rng.standard_t(2, SPEC.size)
+    update = update.astype(np.float32)
+    made = Ecsq("bits", target, rdo=rdo)
+    for _ in range(12 if kind == "residual" else 0):
+        new = rng.standard_t(3, SPEC.size).astype(np.float32)
+        update += new - received(made, update, SPEC)[1]
+    bits = 8 * received(made, update, SPEC)[0] / SPEC.size
+    assert 0.94 * target <= bits <= target
+
+
+def test_a_rate_below_a_single_value_sends_one() -> None:
+    update = np.random.default_rng(6).standard_normal(SPEC.size).astype(np.float32)
+    _, back = received(Ecsq("bits", 1e-6, rdo=0.14), update, SPEC)
+    assert np.count_nonzero(back) == 1
+
+
+def test_a_rate_above_the_finest_step_is_not_an_error() -> None:
+    update = np.random.default_rng(7).standard_normal(SPEC.size).astype(np.float32)
+    bytes_, back = received(Ecsq("bits", 30.0, rdo=0.14), update, SPEC)
+    assert bytes_ < 30 * SPEC.size / 8
+    assert error(update, back) < 1e-4

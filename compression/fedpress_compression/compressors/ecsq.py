@@ -206,25 +206,7 @@ class Ecsq(Stateless):
             values = levels * float(sent[0])
             return energy + float((values * (values - 2 * magnitudes[where])).sum())
 
-        fine, coarse = step, step
-        below = above = error(step)
-        while below > most and fine > 1 / _MOST:
-            coarse, above, fine = fine, below, max(fine * _WIDER, 1 / _MOST)
-            below = error(fine)
-        while above <= most and coarse < coarsest:
-            fine, below, coarse = coarse, above, min(coarse / _WIDER, coarsest)
-            above = error(coarse)
-        for _ in range(_TRIALS):  # the error is close to a power of the step
-            if not below < _NEAR * most < most < above:
-                break
-            share = math.log((1 + _NEAR) / 2 * most / below) / math.log(above / below)
-            step = fine * (coarse / fine) ** min(max(share, 0.1), 0.9)
-            new = error(step)
-            if new <= most:
-                fine, below = step, new
-            else:
-                coarse, above = step, new
-        return coarse if above <= most else fine
+        return _farthest(error, most, step, 1 / _MOST, coarsest, _TRIALS)
 
     def _step_within(self, unit: Numbers, budget: float, coarsest: float, spec: ModelSpec) -> float:
         """The finest step found whose coded size is at most `budget` bytes, or `coarsest`."""
@@ -234,6 +216,9 @@ class Ecsq(Stateless):
         def size(step: float) -> int:
             return len(encode(self._quantised(narrow, step, spec), layout))
 
+        if self.rdo:  # the estimate knows nothing of what it leaves out
+            step = _edge(partial(self._meets, cells, aim), coarsest)
+            return _farthest(size, budget, step, coarsest, 1 / _MOST, 2 * _TRIALS)
         for _ in range(_TRIALS):  # the estimate is off by a share that varies little with the step
             step = _edge(partial(self._meets, cells, aim), coarsest)
             coded = size(step)
@@ -359,6 +344,45 @@ class _Cells:
         means[0] = 0
         values = np.arange(counts.size) * step + means[classes]
         return float((squares - 2 * values * sums + counts * np.square(values)).sum())
+
+
+def _farthest(
+    cost: Callable[[float], float],
+    most: float,
+    step: float,
+    safest: float,
+    last: float,
+    trials: int,
+) -> float:
+    """The step found nearest to `last` whose `cost` is at most `most`, or `safest`.
+
+    The search begins at `step` and takes `cost` to rise from `safest` to `last`, steps between
+    which all lie. Between one that holds and one that does not it interpolates, at most `trials`
+    times: the cost is close to a power of the step.
+    """
+    widen = _WIDER if last < safest else 1 / _WIDER
+    low, high = min(safest, last), max(safest, last)
+    near, far = step, step
+    below = above = cost(step)
+    while below > most and near != safest:
+        far, above = near, below
+        near = min(max(near / widen, low), high)
+        below = cost(near)
+    while above <= most and far != last:
+        near, below = far, above
+        far = min(max(far * widen, low), high)
+        above = cost(far)
+    for _ in range(trials):
+        if not below < _NEAR * most < most < above:
+            break
+        share = math.log((1 + _NEAR) / 2 * most / below) / math.log(above / below)
+        step = near * (far / near) ** min(max(share, 0.1), 0.9)
+        new = cost(step)
+        if new <= most:
+            near, below = step, new
+        else:
+            far, above = step, new
+    return far if above <= most else near
 
 
 def _edge(
