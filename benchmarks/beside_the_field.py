@@ -1,7 +1,9 @@
-"""Bytes at an equal error of NNCodec 2, EDEN, float16 with zstd and ours, on frozen updates.
+"""Bytes at an equal error of other projects' coders and of ours, on frozen updates.
 
     pip install --no-deps nncodec==2.1.3          # and what it imports; torchvision is not needed
+    pip install --no-deps openfl==1.9 fedlab==1.3.0             # and what their pipelines import
     python benchmarks/beside_the_field.py --json benchmarks/results/beside_the_field.json
+    python benchmarks/beside_the_field.py --json FILE --only openfl,fedlab   # keeps the others
     python benchmarks/beside_the_field.py --table # of the kept figures; measures nothing
 
 Twelve updates of `make_frozen_updates.py`, checked against their digests. Every method sends one
@@ -11,8 +13,10 @@ two settings their bytes are interpolated (logarithms over NMSE), which favours 
 one step for all tensors, biases among them, row skipping, and at each error the best of uniform
 and dependent quantisation, each with rate-distortion optimisation and without. Ours knows the
 model's last step (`previous`), as NNCodec would in its temporal mode (`tca`), which needs a
-bitstream of before and is off. Times are CPU seconds of one encoding or decoding at NMSE .3,
-medians.
+bitstream of before and is off. OpenFL's pipelines run tensor by tensor, as it runs them; its bytes
+are those of its protobuf messages. FedLab's are those of the tensors that its compressors return,
+in their own types: it has no other coder. What is not installed is left out, and said. Times are
+CPU seconds of one encoding or decoding at NMSE .3, medians.
 """
 
 from __future__ import annotations
@@ -43,7 +47,10 @@ from fedpress_compression.tensors import Vector
 FOLDER = Path(__file__).parent / "fixtures" / "frozen"
 KEPT = Path(__file__).parent / "results" / "beside_the_field.json"
 ERRORS = (0.05, 0.1, 0.2, 0.3, 0.5, 0.7)
-METHODS = ("float16 + zstd", "EDEN", "NNCodec 2", "ecsq", "ecsq, rdo", "rank 1 + ecsq, rdo")
+OPENFL = ("OpenFL, STC", "OpenFL, SKC", "OpenFL, KC", "OpenFL, EDEN")
+FEDLAB = ("FedLab, top-k", "FedLab, QSGD")
+OURS = ("ecsq", "ecsq, rdo", "rank 1 + ecsq, rdo")
+METHODS = ("float16 + zstd", "EDEN", "NNCodec 2", *OPENFL, *FEDLAB, *OURS)
 UNUSED = (
     *("torchvision", "torchvision.transforms", "torchvision.datasets", "torchvision.models"),
     *("torchvision.io", "pandas", "ptflops", "timm", "wandb", "tensorflow", "h5py", "flwr"),
@@ -154,6 +161,67 @@ def nncodec(update: Vector, file: Updates) -> list[Point]:
     return points
 
 
+def openfl(update: Vector, file: Updates) -> dict[str, list[Point]]:
+    """Its lossy pipelines; k-means with its own six clusters."""
+    pipelines = importlib.import_module("openfl.pipelines")
+    protocols = importlib.import_module("openfl.protocols.utils")
+    shares = (0.01, 0.03, 0.1, 0.3, 0.9)
+    made: dict[str, list[Any]] = {
+        "OpenFL, STC": [pipelines.STCPipeline(p_sparsity=share) for share in shares],
+        "OpenFL, SKC": [pipelines.SKCPipeline(p_sparsity=share) for share in shares],
+        "OpenFL, KC": [pipelines.KCPipeline()],
+        "OpenFL, EDEN": [pipelines.EdenPipeline(bits, dim_threshold=1) for bits in range(1, 6)],
+    }  # its way of sending tensors of less than 100 values fails with numpy 2.4
+
+    def measured(pipeline: Any) -> Point:
+        sent: dict[str, tuple[bytes, Any]] = {}
+
+        def encoded() -> bytes:
+            messages = b""
+            for name, array in file.spec.unflatten(update).items():
+                data, metadata = pipeline.forward(array.copy())
+                key = (name, "client", 1, False, ())
+                message = protocols.construct_named_tensor(key, data, metadata, False)
+                messages += message.SerializeToString()
+                sent[name] = data, metadata
+            return messages
+
+        def decoded(body: bytes) -> Vector:
+            arrays = {name: pipeline.backward(*each) for name, each in sent.items()}
+            shaped = {t.name: arrays[t.name].reshape(t.shape) for t in file.spec.tensors}
+            return file.spec.flatten({n: a.astype(np.float32) for n, a in shaped.items()})
+
+        return timed(update, encoded, decoded)
+
+    return {name: [measured(pipeline) for pipeline in each] for name, each in made.items()}
+
+
+def fedlab(update: Vector, file: Updates) -> dict[str, list[Point]]:
+    """Its two compressors, over the whole update as one vector, as it serialises models."""
+    import torch
+
+    compressors = importlib.import_module("fedlab.contrib.compressor")
+    torch.manual_seed(0)
+    tensor = torch.from_numpy(update.copy())
+    sent: list[Any] = []
+
+    def measured(made: Any, *shape: Any) -> Point:
+        def encoded() -> bytes:
+            sent[:] = made.compress(tensor)
+            return b"".join(each.numpy().tobytes() for each in sent)
+
+        def decoded(body: bytes) -> Vector:
+            back = made.decompress(*sent, *shape) if shape else made.decompress(sent)
+            return np.asarray(back.numpy())
+
+        return timed(update, encoded, decoded)
+
+    shares = (0.003, 0.01, 0.03, 0.1, 0.2, 0.3, 0.5, 0.7)
+    top = [measured(compressors.TopkCompressor(share), tensor.shape) for share in shares]
+    qsgd = [measured(compressors.QSGDCompressor(bits, random=False)) for bits in range(1, 9)]
+    return dict(zip(FEDLAB, (top, qsgd), strict=True))
+
+
 def at(points: Sequence[Point], error: float) -> float:
     """The fewest bytes for `error`, between neighbours of the points that nothing else beats."""
     best = list[Point]()
@@ -172,39 +240,61 @@ def at(points: Sequence[Point], error: float) -> float:
     return float(low[1] * (high[1] / low[1]) ** share)
 
 
-def measured() -> dict[str, Any]:
-    """For each update and method, bytes at each of ERRORS; medians of seconds at NMSE .3."""
+def _others(update: Vector, file: Updates, only: Sequence[str]) -> dict[str, list[Point]]:
+    """By method of other projects, its points; those whose package is missing are left out."""
+    points = dict[str, list[Point]]()
+    for package, runs in (
+        ("zstandard", lambda: {METHODS[0]: [float16(update)]}),
+        ("fedpress", lambda: {METHODS[1]: eden(update, file)}),
+        ("openfl", lambda: openfl(update, file)),
+        ("fedlab", lambda: fedlab(update, file)),
+        ("nncodec", lambda: {METHODS[2]: nncodec(update, file)}),  # last: it hides modules
+    ):
+        if only and package not in only:
+            continue
+        try:
+            points |= runs()
+        except ImportError as exc:
+            print(f"{package} is left out: {exc}", file=sys.stderr)
+    return points
+
+
+def measured(kept: dict[str, Any], only: Sequence[str]) -> dict[str, Any]:
+    """For each update and method, bytes at each of ERRORS; medians of seconds at NMSE .3. With
+    `only` some packages are measured, and the rest stays as in `kept`."""
+    before = {row["update"]: row["bytes"] for row in kept.get("rows", ())}
     rows, times = list[dict[str, Any]](), {method: list[Point]() for method in METHODS}
     for name, file in frozen():
         for client, update in enumerate(file.updates):
-            raw, rates, field = float16(update), eden(update, file), nncodec(update, file)
-            sizes: dict[str, list[float]] = {
-                METHODS[0]: [raw[1]] * len(ERRORS),
-                METHODS[1]: [at(rates, error) for error in ERRORS],
-                METHODS[2]: [at(field, error) for error in ERRORS],
-            }
-            own = {
-                METHODS[3]: [ecsq(error, update, file, 0.0) for error in ERRORS],
-                METHODS[4]: [ecsq(error, update, file, 0.14) for error in ERRORS],
-                METHODS[5]: [refined(error, update, file) for error in ERRORS],
-            }
-            sizes |= {method: [float(p[1]) for p in points] for method, points in own.items()}
-            times[METHODS[0]].append(raw)
-            for method, points in zip(METHODS[1:3], (rates, field), strict=True):
+            sizes: dict[str, list[float]] = dict(before.get(f"{name}, client {client}", {}))
+            for method, points in _others(update, file, only).items():
+                sizes[method] = [at(points, error) for error in ERRORS]
                 times[method].append(min(points, key=lambda p: abs(p[0] - 0.3)))
-            for method, points in own.items():
+            own: dict[str, Callable[[float], Point]] = {
+                OURS[0]: lambda error: ecsq(error, update, file, 0.0),  # noqa: B023 - used here
+                OURS[1]: lambda error: ecsq(error, update, file, 0.14),  # noqa: B023
+                OURS[2]: lambda error: refined(error, update, file),  # noqa: B023
+            }
+            for method, made in own.items() if not only else ():
+                points = [made(error) for error in ERRORS]
+                sizes[method] = [float(point[1]) for point in points]
                 times[method].append(points[ERRORS.index(0.3)])
             rows.append({"update": f"{name}, client {client}", "bytes": sizes})
-            print(rows[-1]["update"], {m: [round(b) for b in s] for m, s in sizes.items()})
-    seconds = {
-        method: [float(np.median([p[i] for p in points])) for i in (2, 3)]
-        for method, points in times.items()
-    }
+            print(rows[-1]["update"], {m: [_whole(b) for b in s] for m, s in sizes.items()})
+    seconds = dict(kept.get("seconds", {}))
+    for method, points in times.items():
+        if points:
+            seconds[method] = [float(np.median([p[i] for p in points])) for i in (2, 3)]
     return {"machine": machine(), "errors": ERRORS, "rows": rows, "seconds": seconds}
 
 
+def _whole(size: float) -> str:
+    return f"{size:.0f}" if math.isfinite(size) else "-"
+
+
 def table(figures: dict[str, Any]) -> Iterator[str]:
-    """Geometric means over the updates of bytes, and NNCodec's as multiples of `ecsq, rdo`."""
+    """Geometric means over the updates of bytes, and NNCodec's as multiples of `ecsq, rdo`; none
+    where an update has no setting with so small an error."""
     errors = figures["errors"]
     yield "| bytes at NMSE | " + " | ".join(f"{e:g}" for e in errors) + " | encode, decode ms |"
     yield "|---" * (len(errors) + 2) + "|"
@@ -213,9 +303,13 @@ def table(figures: dict[str, Any]) -> Iterator[str]:
         return np.log([row["bytes"][method] for row in figures["rows"]])
 
     for method in METHODS:
-        sizes = " | ".join(f"{size:.0f}" for size in np.exp(logs(method).mean(0)))
+        if method not in figures["seconds"]:
+            continue
+        sizes = " | ".join(_whole(size) for size in np.exp(logs(method).mean(0)))
         encoding, decoding = (1000 * second for second in figures["seconds"][method])
         yield f"| {method} | {sizes} | {encoding:.0f}, {decoding:.0f} |"
+    if not {"NNCodec 2", "ecsq, rdo"} <= figures["seconds"].keys():
+        return
     ratios = np.exp(logs("NNCodec 2") - logs("ecsq, rdo"))
     for name, each in (
         ("mean", np.exp(np.log(ratios).mean(0))),
@@ -229,8 +323,12 @@ def table(figures: dict[str, Any]) -> Iterator[str]:
 def main() -> None:
     made = parser(__doc__)
     made.add_argument("--table", action="store_true", help="print the table of the kept figures")
+    made.add_argument("--only", default="", help="packages; the rest stays as in --json FILE")
     asked = made.parse_args()
-    figures = json.loads(KEPT.read_text()) if asked.table else measured()
+    only = [each for each in asked.only.split(",") if each]
+    file = KEPT if asked.table else asked.json if only else None
+    kept = json.loads(file.read_text()) if file else {}
+    figures = kept if asked.table else measured(kept, only)
     report("\n".join(table(figures)), figures, None if asked.table else asked.json)
 
 
