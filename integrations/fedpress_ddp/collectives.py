@@ -8,6 +8,7 @@ begun: so every process calls them in the same order, however its threads run.
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from abc import ABC, abstractmethod
@@ -23,6 +24,7 @@ from fedpress_compression import coding
 from fedpress_compression.coding.fields import Symbols
 from fedpress_compression.compressor import Compressor, Public
 from fedpress_compression.contexts import contexts_of
+from fedpress_compression.kernels.buffer_pool import pooled
 from fedpress_compression.matrices import Matrix
 from fedpress_compression.tensors import ModelSpec, Vector
 from fedpress_compression.update import Update
@@ -185,7 +187,10 @@ class Trip:
         with self.turn:
             start = time.perf_counter()
             try:
-                with naming_lost(self.group):
+                with (
+                    naming_lost(self.group),
+                    torch.profiler.record_function("fedpress collectives"),
+                ):
                     yield
             finally:
                 self.measured.exchange_seconds += time.perf_counter() - start
@@ -216,6 +221,15 @@ class Trip:
         if worst == NOT_FINITE:
             raise NotFinite
         return agreed
+
+    def finite_square(self, vector: Vector) -> float:
+        """The squared norm of `vector`. Raises NotFinite, in all processes, if it holds NaN or
+        infinity, which no sum of squares of float32 comes to otherwise."""
+        length = square(vector)
+        if not math.isfinite(length):
+            with self.collectives():
+                self.agree(NOT_FINITE)
+        return length
 
     def matrices(self, parts: list[Matrix], width: int) -> list[Matrix]:
         """The sums of several matrices in one trip, at `width` bytes a number."""
@@ -277,7 +291,7 @@ class Channel(ABC):
     def compress(
         self, update: Vector, state: Any, public: Public, rng: np.random.Generator
     ) -> tuple[Symbols, Any]:
-        self.trip.measured.brought += square(update)
+        self.trip.measured.brought += self.trip.finite_square(update)
         return self.exchange(update, state, public, rng)
 
     @abstractmethod
@@ -296,7 +310,8 @@ Combine = Callable[[Iterable[Update], ModelSpec], Vector]
 
 def added(updates: Iterable[Update], spec: ModelSpec) -> Vector:
     """The sum, which is the mean: each process has divided by their number."""
-    total = np.zeros(spec.size, np.float32)
+    total: Vector = pooled(spec.size, np.float32)
+    total.fill(0)
     for update in updates:
         update.add_to(total)
     return total

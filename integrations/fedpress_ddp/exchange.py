@@ -23,12 +23,12 @@ from fedpress_compression.compressors.dgc import Dgc
 from fedpress_compression.compressors.error_feedback import check_feedback
 from fedpress_compression.compressors.none import Uncompressed
 from fedpress_compression.compressors.randomk import RandomK
+from fedpress_compression.kernels.buffer_pool import pooled
 from fedpress_compression.plain_states import State, plain, restored
 from fedpress_compression.randomness import PublicRandomness
 from fedpress_compression.tensors import ModelSpec, Vector
 from fedpress_ddp.collectives import (
     FAILED,
-    NOT_FINITE,
     Channel,
     Combine,
     Gathered,
@@ -120,6 +120,8 @@ class Exchange:
         self._group, self._sites = group, sites
         self._seed, self._dtype = seed, dtype
         self._residuals: dict[str, Vector] = {}
+        self._wholes: dict[str, tuple[Vector, list[tuple[str, Vector]]]] = {}
+        """By the digests of specs, the residual of all their tensors, and its parts by tensor."""
         self._kept: dict[str, _Kept] = {}
         self._turns, self._lock = Turns(), threading.Lock()
         self.sent = Sent()
@@ -143,8 +145,16 @@ class Exchange:
 
     def residual(self, spec: ModelSpec) -> Vector:
         """The values not yet sent [spec.size], in units of the mean; zeros without feedback."""
+        whole, its_parts = self._wholes.get(spec.digest, (None, []))
+        if whole is not None and all(self._residuals.get(n) is part for n, part in its_parts):
+            return whole  # the tensors' residuals are its parts, side by side: no copy
         parts = [self._residuals.get(t.name, np.zeros(t.size, np.float32)) for t in spec.trained]
         return np.concatenate(parts) if parts else np.zeros(0, np.float32)
+
+    def _keep_residual(self, spec: ModelSpec, whole: Vector) -> None:
+        parts = [(tensor.name, whole[spec.slices[tensor.name]]) for tensor in spec.trained]
+        self._residuals.update(parts)
+        self._wholes[spec.digest] = whole, parts
 
     def residuals(self) -> dict[str, Vector]:
         """The values not yet sent, by tensor; those that have none are left out."""
@@ -164,6 +174,7 @@ class Exchange:
         return {"kept": kept, "residuals": residuals}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._wholes = {}
         self._residuals = {name: part.numpy() for name, part in state["residuals"].items()}
         self._kept = {
             key: _Kept(
@@ -260,15 +271,13 @@ class Exchange:
     ) -> torch.Tensor:
         made = self._clipped(made, spec, trip.size)
         is_plain = made.lossy == Uncompressed()
-        whole = (values / trip.size).cpu().numpy()
+        whole = pooled(spec.size, np.float32)
+        np.divide(values.cpu().numpy(), np.float32(trip.size), out=whole)
         kept = self._kept.get(spec.digest, _Kept())
-        state, brought = restored(kept.state, made.init(spec)), whole
+        state = restored(kept.state, made.init(spec))
         if made.keeps_residual:
-            residual = self.residual(spec)
-            state, brought = state._replace(residual=residual), whole + residual
-        if not np.isfinite(brought).all():
-            with trip.collectives():
-                trip.agree(NOT_FINITE)
+            state = state._replace(residual=self.residual(spec))
+        length = trip.finite_square(whole)
         words = f"fedpress exchange v1|{self._seed}|{kept.round}"
         zeros = np.zeros(spec.size, np.float32)
         public = Public(
@@ -290,13 +299,12 @@ class Exchange:
         private = np.random.default_rng([self._seed, trip.rank, kept.round])
         _, after, mark = made.send(channel, whole, state, public, private)
         after = made.commit(after, mark, channel.own)
-        trip.measured.gradient += square(whole)
+        trip.measured.gradient += length
         if made.keeps_residual:
             left = square(after.residual)
             trip.measured.lost += left
             trip.measured.waiting += left
-            for tensor in spec.trained:
-                self._residuals[tensor.name] = after.residual[spec.slices[tensor.name]]
+            self._keep_residual(spec, after.residual)
             after = after._replace(residual=None)
         else:
             left_over = whole.copy()

@@ -2,6 +2,7 @@
 
 # No `from __future__ import annotations`: torch looks at a hook's annotations as objects.
 
+import json
 import math
 import os
 import re
@@ -169,6 +170,51 @@ def test_an_error_of_an_exchange_is_raised_by_its_backward(
     monkeypatch.setattr(TopK, "compress", fail)
     with pytest.raises(InvalidUpdate, match="the third section is bad"):
         step(model)
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_profiler_s_trace_shows_compression_beside_the_backward_pass(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The first bucket, the last layer's, is compressed while the first layer's gradient is
+    computed: each waits for the other to have begun, so that without overlap neither would end."""
+    model = model_with(HookState(FEW, plain_steps=1))
+    step(model)
+    compresses, has_gradient = threading.Event(), threading.Event()
+    compress = TopK.compress
+
+    def compress_beside(*args: Any) -> Any:
+        is_first = not compresses.is_set()
+        compresses.set()
+        assert not is_first or has_gradient.wait(60), "the backward pass waits for compression"
+        return compress(*args)
+
+    def wait_for_compression(*_: Any) -> None:
+        assert compresses.wait(60), "compression waits for the backward pass"
+
+    def watch_output(_layer: Any, _inputs: Any, output: torch.Tensor) -> None:
+        output.register_hook(wait_for_compression)
+
+    monkeypatch.setattr(TopK, "compress", compress_beside)
+    first_layer = next(model.module.children())
+    first_layer.register_forward_hook(watch_output)
+    first_layer.weight.register_hook(lambda _: has_gradient.set())  # after it was computed
+    threads = torch._C._profiler._ExperimentalConfig(profile_all_threads=True)
+    cpu = [torch.profiler.ProfilerActivity.CPU]
+    with torch.profiler.profile(activities=cpu, experimental_config=threads) as profiler:
+        step(model)
+    profiler.export_chrome_trace(str(tmp_path / "trace.json"))
+    trace = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+
+    def spans(name: str) -> list[tuple[float, float, int]]:
+        named = [each for each in trace if each.get("name") == name and each["ph"] == "X"]
+        return sorted((each["ts"], each["ts"] + each["dur"], each["tid"]) for each in named)
+
+    begun, ended, thread = spans("fedpress exchange")[0]
+    computed_from, computed_to, main_thread = spans("AddmmBackward0")[-1]
+    assert thread != main_thread
+    assert begun < computed_from < computed_to < ended
+    assert len(spans("fedpress collectives")) == len(spans("fedpress exchange")) > 1
 
 
 @pytest.mark.usefixtures("alone")

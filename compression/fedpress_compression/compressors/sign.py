@@ -10,6 +10,7 @@ import numpy.typing as npt
 
 from fedpress_compression.coding.fields import Alphabet, Layout, Reals, Symbols
 from fedpress_compression.compressor import Properties, Public, Stateless, check_finite, compressor
+from fedpress_compression.kernels.buffer_pool import pooled
 from fedpress_compression.tensors import ModelSpec, Vector
 from fedpress_compression.update import Update
 from fedpress_compression.values import check_whole
@@ -57,7 +58,7 @@ class Sign(Stateless):
 
     def _mean_magnitudes(self, update: Vector) -> npt.NDArray[np.float64]:
         """The mean magnitude of each chunk, the last of which may be shorter."""
-        magnitudes = np.abs(update)
+        magnitudes = np.abs(update, out=pooled(update.size, update.dtype))
         whole = update.size - update.size % self.chunk
         chunks = magnitudes[:whole].reshape(-1, self.chunk)
         means: npt.NDArray[np.float64] = chunks.sum(axis=1, dtype=np.float64) / self.chunk
@@ -70,7 +71,7 @@ class Sign(Stateless):
             scales = symbols[1].astype(np.float32) * symbols[2].astype(np.float32)
         size = public.spec.size
         signs = 1 - 2 * symbols[0].view(np.int8)
-        values = np.empty(size, np.float32)
+        values = pooled(size, np.float32)
         whole = size - size % self.chunk
         rows = (-1, self.chunk)
         chunks = slice(0, whole // self.chunk)
