@@ -19,21 +19,15 @@ from dataclasses import asdict, dataclass
 from statistics import median
 from typing import Any
 
-import numpy as np
-
 from fedpress.compressor_table import aligned
 from fedpress.planning.choice import seconds
 from fedpress.planning.costs import SAMPLE
 from fedpress.planning.situation import sample
 from fedpress.planning.updates import Drawn
-from fedpress_compression import coding, kernels
-from fedpress_compression.coding.fields import Reals, Symbols
-from fedpress_compression.compressor import Compressor, Public, from_config
-from fedpress_compression.contexts import contexts_of
-from fedpress_compression.matrices import Matrix
-from fedpress_compression.randomness import PublicRandomness
-from fedpress_compression.tensors import ModelSpec, Vector
-from fedpress_compression.update import Update
+from fedpress_compression import kernels
+from fedpress_compression.coding.fields import Reals
+from fedpress_compression.compressor import Compressor, from_config
+from fedpress_compression.tensors import ModelSpec
 from fedpress_ddp.methods import HALVES, LOSSES, MEASURED_ON, METHODS
 from fedpress_protocols.errors import ConfigurationError, MissingExtra
 
@@ -238,8 +232,9 @@ def _pays_below(cluster: Cluster, name: str, cost: MethodCost) -> float | None:
 
 
 def measure(spec: ModelSpec) -> dict[str, MethodCost]:
-    """Cost of each method on this machine: medians of CPU time of one thread, on synthetic
-    gradients of `spec`; above SAMPLE values, those of a smaller model, multiplied."""
+    """Cost of each method on this machine: medians of CPU time of one thread of whole exchanges, as
+    the hook makes them, on synthetic gradients of `spec`; above SAMPLE values, those of a smaller
+    model, multiplied."""
     smaller, factor = sample(spec, SAMPLE)
     drawn = Drawn.of(smaller, _REPEATS)
     before = kernels.limit_threads(1)
@@ -271,68 +266,22 @@ def _half(drawn: Drawn, name: str, factor: float) -> MethodCost:
 
 
 def _compressed(made: Compressor[Any], spec: ModelSpec, drawn: Drawn, factor: float) -> MethodCost:
-    """The computing half of an exchange, as the hook does it, of a model `spec` which is `factor`
-    times as large as the gradients `drawn`."""
-    state, rng = made.init(drawn.spec), np.random.default_rng(0)
-    channel = _Timed(made.lossy)
-    compressing, decoding = [], []
-    for number, gradient in enumerate(drawn.updates, start=1):
-        randomness = PublicRandomness(number.to_bytes(32))
-        public = Public(drawn.spec, randomness, {"previous": drawn.previous}, number)
-        start = time.thread_time()
-        _, state, mark = made.send(channel, gradient, state, public, rng)
-        state = made.commit(state, mark, channel.own)
-        compressing.append(time.thread_time() - start - channel.decode_seconds)
-        decoding.append(channel.decode_seconds)
-    num_bytes = factor * channel.num_bytes
-    if channel.passes:  # factors do not grow like the model, and their size is known
+    """The computing half of an exchange of a model `spec` which is `factor` times as large as the
+    gradients `drawn`."""
+    from fedpress_ddp.measuring import exchange_costs  # needs torch
+
+    _, *costs = exchange_costs(made, drawn.spec, drawn.updates)
+    num_bytes, passes = factor * costs[-1].num_bytes, costs[-1].passes
+    if passes:  # factors do not grow like the model, and their size is known
         layout = made.lossy.layout(spec)
         num_bytes = float(sum(part.count * part.width for part in layout if type(part) is Reals))
     return MethodCost(
         num_bytes=num_bytes,
-        compress_seconds=factor * median(compressing[1:]),
-        decode_seconds=factor * median(decoding[1:]),
-        is_reduced=channel.passes > 0,
-        passes=max(1, channel.passes),
+        compress_seconds=factor * median(each.compress_seconds for each in costs),
+        decode_seconds=factor * median(each.decode_seconds for each in costs),
+        is_reduced=passes > 0,
+        passes=max(1, passes),
     )
-
-
-class _Timed:
-    """A channel, see `Compressor.send`, to this process alone: bytes and the seconds of decoding
-    are kept."""
-
-    def __init__(self, lossy: Compressor[Any]) -> None:
-        self.lossy = lossy
-        self.own = Update.from_dense(np.zeros(0, np.float32))
-        self.num_bytes = self.passes = 0
-        self.decode_seconds = 0.0
-
-    def compress(
-        self, update: Vector, state: Any, public: Public, rng: np.random.Generator
-    ) -> tuple[Symbols, Any]:
-        if hasattr(self.lossy, "group_sum"):
-            self.passes = 0
-            agreed, after = self.lossy.group_sum(update, state, public, self._summed)
-            self.own = Update.from_dense(agreed)
-            return (), after
-        symbols, after = self.lossy.compress(update, state, public, rng)
-        self.own = self.lossy.decompress(symbols, public)
-        layout = self.lossy.layout(public.spec)
-        contexts = contexts_of(layout, public)
-        body = coding.encode(symbols, layout, contexts)
-        self.num_bytes = len(body)
-        start = time.thread_time()
-        total = np.zeros(public.spec.size, np.float32)
-        self.lossy.decompress(coding.decode(body, layout, contexts), public).add_to(total)
-        self.decode_seconds = time.thread_time() - start
-        return symbols, after
-
-    def decompress(self, symbols: Symbols, public: Public, num_summands: int = 1) -> Update:
-        return self.own
-
-    def _summed(self, parts: list[Matrix], width: int) -> list[Matrix]:
-        self.passes += 1
-        return parts
 
 
 # The report

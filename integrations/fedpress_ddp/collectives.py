@@ -248,7 +248,7 @@ class Trip:
         there = torch.from_numpy(array.astype(np.int32 if fits else np.int64)).to(self.device)
         return self.total(there).cpu().numpy().astype(np.int64)
 
-    def gathered(self, body: bytes, longest: int) -> list[bytes]:
+    def gathered(self, body: bytes, longest: int) -> Iterable[bytes]:
         """Every process's bytes, `longest` at most, in the order of ranks."""
         padded = _padded(body, longest)
         mine = torch.from_numpy(padded).to(self.device)

@@ -228,7 +228,7 @@ class Exchange:
         measured: Measured,
     ) -> torch.Tensor:
         if self._sites is None:
-            return self._between(made, spec, flat, Trip(self._group, flat.device, measured, turn))
+            return self.mean_over(made, spec, flat, Trip(self._group, flat.device, measured, turn))
         inside, between = self._sites.inside, self._sites.between
         with turn:
             whole = flat / dist.get_world_size(inside)
@@ -238,7 +238,7 @@ class Exchange:
             try:
                 if between is not None:
                     trip = Trip(between, whole.device, measured, turn)
-                    whole = self._between(made, spec, whole, trip)
+                    whole = self.mean_over(made, spec, whole, trip)
             except Exception:  # the others of the site wait
                 dist.broadcast(torch.full_like(flat, torch.nan), self._sites.leader, group=inside)
                 raise
@@ -246,9 +246,10 @@ class Exchange:
                 dist.broadcast(whole, self._sites.leader, group=inside)
         return whole
 
-    def _between(
+    def mean_over(
         self, made: Compressor[Any], spec: ModelSpec, values: torch.Tensor, trip: Trip
     ) -> torch.Tensor:
+        """The mean of `values` [spec.size] over the processes of `trip`, compressed by `made`."""
         trip.measured.sent.plain_bytes += values.nbytes
         is_plain = made.lossy == Uncompressed() and not made.keeps_residual
         if is_plain and self._reduction == "mean":
