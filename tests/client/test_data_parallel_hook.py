@@ -40,6 +40,7 @@ from fedpress_ddp.hook import (
     StepMetrics,
     comm_hook,
 )
+from fedpress_ddp.measuring import exchange_costs
 from fedpress_ddp.metrics import DivergenceWatch, Measured
 from fedpress_protocols.errors import ConfigurationError, IncompatiblePlan, InvalidUpdate
 from fedpress_protocols.schedule import Period, sparsity_warm_up
@@ -363,6 +364,23 @@ def test_what_a_state_cannot_do_is_refused() -> None:
         HookState(FEW, schedule=[two])
     residual = np.zeros(SPEC.size, np.float32)
     np.testing.assert_array_equal(Exchange(FEW).residual(SPEC), residual)
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize("inner", [{"id": "topk", "fraction": 0.1}, {"id": "powersgd", "rank": 2}])
+def test_costs_without_a_network_are_those_of_the_exchange(inner: dict[str, Any]) -> None:
+    made = from_config({"id": "error_feedback", "inner": inner})
+    gradient = np.random.default_rng(0).standard_normal(SPEC.size).astype(np.float32)
+    exchange = Exchange(made)
+    exchange.mean(SPEC, torch.from_numpy(gradient))
+    exchange.mean(SPEC, torch.from_numpy(gradient))
+    first, second, nothing = exchange_costs(made, SPEC, [gradient, gradient, gradient * np.inf])
+    headers = 2 * (16 if second.passes else 16 + 8)  # agreement, and a gathered body's length
+    assert exchange.sent.num_bytes == first.num_bytes + second.num_bytes + headers
+    assert second.passes == (2 if inner["id"] == "powersgd" else 0)
+    assert second.compress_seconds > 0
+    assert (second.decode_seconds > 0) == (second.passes == 0)
+    assert nothing.num_bytes == 0
 
 
 @pytest.mark.slow
