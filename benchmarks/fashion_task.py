@@ -46,8 +46,8 @@ class Fashion:
     def split(cls, folder: Path, seed: int) -> Fashion:
         """Each client draws its images from classes in its own proportions."""
         torch.set_num_threads(1)
-        pixels, labels = _idx(folder, "train-images-idx3"), _idx(folder, "train-labels-idx1")
-        test = _idx(folder, "t10k-images-idx3"), _idx(folder, "t10k-labels-idx1")
+        pixels, labels = idx(folder, "train-images-idx3"), idx(folder, "train-labels-idx1")
+        test = idx(folder, "t10k-images-idx3"), idx(folder, "t10k-labels-idx1")
         rng = np.random.default_rng(seed)
         pools = [rng.permutation(np.flatnonzero(labels == c)).tolist() for c in range(10)]
         clients = []
@@ -119,7 +119,7 @@ def _forward(flat: torch.Tensor, pixels: torch.Tensor) -> torch.Tensor:
     return functional.linear(hidden, at["fc2.weight"], at["fc2.bias"])
 
 
-def _idx(folder: Path, name: str) -> npt.NDArray[np.uint8]:
+def idx(folder: Path, name: str) -> npt.NDArray[np.uint8]:
     """An array in the format of LeCun's MNIST page."""
     data = gzip.decompress((folder / f"{name}-ubyte.gz").read_bytes())
     extents = np.frombuffer(data, ">u4", data[3], 4).astype(int)
