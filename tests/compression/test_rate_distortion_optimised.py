@@ -124,8 +124,8 @@ def test_the_rate_sent_is_the_rate_asked_for(target: float, rdo: float, kind: st
     """A residual has no outliers: what was large has been sent, and the rate falls steeply with the
     step."""
     rng = np.random.default_rng(5)
-    update = rng.standard_normal(SPEC.size) if kind == "normal" else rng.standard_t(2, SPEC.size)
-    update = update.astype(np.float32)
+    drawn = rng.standard_normal(SPEC.size) if kind == "normal" else rng.standard_t(2, SPEC.size)
+    update: Vector = drawn.astype(np.float32)
     made = Ecsq("bits", target, rdo=rdo)
     for _ in range(12 if kind == "residual" else 0):
         new = rng.standard_t(3, SPEC.size).astype(np.float32)
