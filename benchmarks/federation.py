@@ -19,13 +19,11 @@ from fedpress_client import Ledger, Trainer
 from fedpress_client.client_terms import TermsAtWork
 from fedpress_compression.compressor import Compressor
 from fedpress_compression.compressors.none import Uncompressed
-from fedpress_protocols.masking.payload import Payload
 from fedpress_protocols.messages import Assignment, Receipt
 from fedpress_protocols.model import Model
 from fedpress_protocols.plan import (
     CohortRules,
     FixedPointTerms,
-    MaskingTerms,
     Profile,
     RoundPlan,
     TrainingTerms,
@@ -66,16 +64,12 @@ class Federation:
     training: TrainingTerms = field(default_factory=TrainingTerms)
     compressor: Callable[[int], Compressor[Any]] = lambda number: Uncompressed()
     max_abs: float = 256.0
-    masking: MaskingTerms | None = None
-    """Of the masked lane, without its masks, which cancel exactly in the sum that is taken; the
-    strategy is fedavg there, and the uploads count alike."""
     published: dict[str, str] = field(default_factory=dict)
     uploaded: int = 0
     attempt: int = 1
     number: int = 1
 
     def __post_init__(self) -> None:
-        self.before = self.model
         self.payloads = InMemory(self.folder)
         self.made = from_config(self.strategy, self.training)
         self.ledgers = [Ledger("task", f"client{index}") for index in range(len(self.trainers))]
@@ -95,21 +89,11 @@ class Federation:
             training=self.training,
             client_terms=self.made.client_terms.with_control(self.control),
             report=self.made.report,
-            lane="clear" if self.masking is None else "masked",
-            masking=self.masking,
-            previous_model=None if self.masking is None else self.before.digest,
-            cohort=CohortRules(
-                size=max(1, len(self.trainers)), minimum=1 if self.masking is None else 3
-            ),
+            cohort=CohortRules(size=max(1, len(self.trainers)), minimum=1),
             deadline=1e9,
             fixed_point=FixedPointTerms(scale_bits=24, max_abs=self.max_abs, max_examples=1000),
             public_seed=hashlib.sha256(f"{self.number}.{self.attempt}".encode()).hexdigest(),
         )
-
-    @property
-    def step(self) -> npt.NDArray[np.float32]:
-        """From the model before to the newest one."""
-        return self.model.parameters - self.before.parameters
 
     def run(
         self,
@@ -140,33 +124,18 @@ class Federation:
         if not included:
             self.attempt += 1
             return
-        began = self.model
-        if plan.lane == "masked":
-            mean = self._unmasked(plan, [self.payloads.get(each.name) for each in bodies])
-            self.publish(self.model.with_parameters(self.model.parameters + mean))
-        else:
-            result = aggregate(
-                AggregationJob(terms, self.made, self.state, tuple(bodies)), self.payloads
-            )
-            self.model = self.stored(result.model)
-            self.state, self.control = result.optimizer_state, result.control
-            self.published = {name: digest for name, (digest, _) in result.published.items()}
-        self.before = began
+        result = aggregate(
+            AggregationJob(terms, self.made, self.state, tuple(bodies)), self.payloads
+        )
+        self.model = self.stored(result.model)
+        self.state, self.control = result.optimizer_state, result.control
+        self.published = {name: digest for name, (digest, _) in result.published.items()}
         self.number, self.attempt = self.number + 1, 1
 
     def publish(self, model: Model) -> None:
         """Let devices begin the next round with `model`."""
         self.payloads.put(model_name(model.digest), model.to_bytes())
         self.model = model
-
-    def _unmasked(self, plan: RoundPlan, bodies: list[bytes]) -> npt.NDArray[np.float32]:
-        """The mean update, from the sum of masked bodies."""
-        payload = Payload(plan, plan.public(self.model.spec, {"previous": self.step}))
-        words = np.zeros(payload.packing.num_words, np.uint64)
-        for body in bodies:
-            words += payload.packing.from_bytes(body)
-        mean = payload.decompress(payload.packing.unpack(words), len(bodies)).mean
-        return mean.dense()
 
     def stored(self, digest: str) -> Model:
         return Model.from_bytes(self.payloads.get(model_name(digest)))
@@ -193,16 +162,10 @@ class Federation:
             trained.num_examples,
             self.model.spec,
             np.random.default_rng([plan.round, index]),
-            knowledge={"previous": self.step},
             report=asked.report(trained),
             personal=asked.personal(trained),
-            secret=hashlib.sha384(f"{plan.round} {index}".encode()).digest()
-            if plan.lane == "masked"
-            else None,
         )
         assert body is not None
-        if plan.lane == "masked":
-            ledger = ledger.masked(assignment.assignment, "0" * 64, body)
         self.ledgers[index] = ledger.told()
         return body
 

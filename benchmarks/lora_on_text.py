@@ -9,9 +9,8 @@ base and take the same local steps. The target is the loss that LoRA in float16 
 more; bytes are those of one device until the mean held-out loss is there. Uploads of ours are
 bodies as they are sent, downloads the coded difference to the model before. "Sparse LoRA" stands
 for FLASC (Kuo et al. 2024, arXiv:2406.05233): top-k both ways, without feedback, counted as 16 bits
-a value and the ideal for its coordinates. Of "fedpress, masked" the words of the masked sum are
-counted, not the keys and shares of a session. EcoLoRA (arXiv:2506.02001) claims 89 % off the
-upload, which is a factor of 9.
+a value and the ideal for its coordinates. EcoLoRA (arXiv:2506.02001) claims 89 % off the upload,
+which is a factor of 9.
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ from fedpress_compression.tensors import Vector
 from fedpress_protocols.downlink import encode_difference
 from fedpress_protocols.messages import DownlinkTerms
 from fedpress_protocols.model import Model
-from fedpress_protocols.plan import MaskingTerms, TrainingTerms
+from fedpress_protocols.plan import TrainingTerms
 from fedpress_strategies.downlink import rounded, stepped
 
 TOLERANCE = 0.005
@@ -61,7 +60,6 @@ class Method:
 
     up: dict[str, Any] | None
     down: DownlinkTerms | float | None
-    masking: MaskingTerms | None = None
 
 
 def fed_back(fraction: float) -> dict[str, Any]:
@@ -83,14 +81,6 @@ METHODS = {
     "fedpress, .25 bit": Method(quantised(0.25), DownlinkTerms(bits=8, rate=0.4)),
     "fedpress, .25 bit both ways": Method(
         quantised(0.25), DownlinkTerms(bits=8, rate=0.25, coder="auto")
-    ),
-    "fedpress, masked": Method(
-        {
-            "id": "error_feedback",
-            "inner": {"id": "shared_support", "fraction": 0.3, "explore": 0.5},
-        },
-        DownlinkTerms(bits=8, rate=0.4, coder="auto"),
-        MaskingTerms(levels=2, headroom=5.0, first_range=0.05),
     ),
 }
 
@@ -175,7 +165,6 @@ def run(
             TrainingTerms(local_steps=STEPS),
             compressor,
             max_abs=64.0,
-            masking=method.masking,
         )
         master = first.parameters
         for _ in range(rounds):
