@@ -70,9 +70,9 @@ from fedpress_server.aggregation.accumulate import (
     Summed,
     sum_uploads,
 )
-from fedpress_server.aggregation.private import NoisedSum
 from fedpress_server.aggregation.terms import RoundTerms
 from fedpress_strategies.fedavg import FEDAVG
+from fedpress_strategies.private import NoisedSum
 from fedpress_strategies.strategy import AggregationSpace
 
 TIMES, CLIP, DELTA = 8, 2.0, 1e-5

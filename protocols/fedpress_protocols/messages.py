@@ -492,6 +492,27 @@ class PrivacyStatus(Term):
     """Whether each tensor has its share of `clip`; left out where it has none."""
     against: str
 
+    @classmethod
+    def of(cls, plan: RoundPlan, participations: int) -> PrivacyStatus | None:
+        """The privacy spent after so many participations; None for a plan without privacy terms."""
+        terms = plan.privacy
+        if terms is None:
+            return None
+        return cls(
+            participations=participations,
+            max_participations=terms.participations,
+            epsilon=terms.spent(participations),
+            max_epsilon=terms.epsilon,
+            delta=terms.delta,
+            clip=terms.clip,
+            noise_multiplier=terms.noise_multiplier,
+            bands=terms.bands,
+            separation=terms.separation,
+            quantile=None if terms.adaptive is None else terms.adaptive.quantile,
+            per_tensor=bool(terms.per_tensor),
+            against=plan.private_against,
+        )
+
     @model_serializer(mode="wrap")
     def _without_defaults(self, serialize: SerializerFunctionWrapHandler) -> dict[str, Any]:
         fields: dict[str, Any] = serialize(self)

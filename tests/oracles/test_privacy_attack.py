@@ -34,13 +34,13 @@ from fedpress_protocols.plan import PrivacyTerms, RoundPlan
 from fedpress_protocols.privacy import correlated, discrete_gaussian, gaussian, skellam
 from fedpress_protocols.privacy.clipping import Bounds, Shares
 from fedpress_protocols.privacy.grid import Grid, NarrowGrid
-from fedpress_server.aggregation import private
 from fedpress_server.aggregation.accumulate import (
     AggregationJob,
     StagedUpload,
     sum_uploads,
 )
 from fedpress_server.aggregation.terms import RoundTerms
+from fedpress_strategies import private
 from fedpress_strategies.fedavg import FEDAVG
 from fedpress_strategies.strategy import AggregationSpace
 from tests.protocols.test_masked_payload import KNOWN, SHARED, SPEC, made_plan, secret_of

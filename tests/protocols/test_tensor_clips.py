@@ -19,8 +19,8 @@ from fedpress_compression.tensors import ModelSpec, TensorSpec
 from fedpress_compression.update import Update
 from fedpress_protocols.errors import IncompatiblePlan, InvalidUpdate
 from fedpress_protocols.plan import PrivacyTerms, RoundPlan
-from fedpress_protocols.privacy.clipping import Bounds
-from fedpress_server.aggregation.terms import NORM_TOLERANCE, RoundTerms
+from fedpress_protocols.privacy.clipping import NORM_TOLERANCE, Bounds
+from fedpress_server.aggregation.terms import RoundTerms
 from tests.protocols.test_masked_payload import KNOWN, SHARED, SPEC, made_plan
 
 CLIP = 0.3

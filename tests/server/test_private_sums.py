@@ -15,11 +15,10 @@ from fedpress_compression.tensors import ModelSpec, TensorSpec
 from fedpress_protocols.errors import ConfigurationError, IncompatiblePlan
 from fedpress_protocols.plan import RoundPlan
 from fedpress_protocols.privacy import correlated, gaussian
-from fedpress_server.aggregation import private
-from fedpress_server.aggregation.private import NoisedSum
 from fedpress_server.aggregation.terms import RoundTerms
 from fedpress_server.storage.payloads import LocalPayloads
-from fedpress_strategies import from_config
+from fedpress_strategies import from_config, private
+from fedpress_strategies.private import NoisedSum
 from fedpress_strategies.strategy import WeightedMean
 from tests.protocols.test_masked_payload import plan_fields
 

@@ -17,9 +17,10 @@ from fedpress_client.state import StateDirectory
 from fedpress_protocols.errors import FedpressError, ServerError
 from fedpress_protocols.plan import AdaptiveClip, PrivacyTerms
 from fedpress_protocols.privacy import gaussian
-from fedpress_server.aggregation import accumulate, private
+from fedpress_server.aggregation import accumulate
 from fedpress_server.aggregation.aggregate import aggregate
 from fedpress_server.coordination import job_runner, opening
+from fedpress_strategies import private
 from tests.server.in_process import Clock
 from tests.system.test_masked_sessions import World
 from tests.system.test_noise_in_clear_lane import PRIVATE, begin, enrol, of, sent

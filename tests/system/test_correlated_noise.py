@@ -13,9 +13,9 @@ import pytest
 from fedpress_protocols.errors import FedpressError
 from fedpress_protocols.plan import PrivacyTerms
 from fedpress_protocols.privacy import correlated, gaussian
-from fedpress_server.aggregation import private
 from fedpress_server.registry import restores
 from fedpress_server.storage import privacy as stored
+from fedpress_strategies import private
 from tests.devices import Device
 from tests.masked import Participant
 from tests.protocols.test_masked_payload import SPEC, made_plan

@@ -15,9 +15,9 @@ from fedpress_protocols.errors import FedpressError, InvalidUpdate
 from fedpress_protocols.model import Model
 from fedpress_protocols.plan import PrivacyTerms
 from fedpress_protocols.privacy.accounting import PrivacyLane
-from fedpress_server.aggregation import private
 from fedpress_server.aggregation.aggregate import aggregate
 from fedpress_server.coordination import job_runner
+from fedpress_strategies import private
 from tests.devices import ADMIN, Device
 from tests.masked import Participant
 from tests.server.in_process import Clock

@@ -52,7 +52,7 @@ AREAS = {
     ],
     "privacy": [
         "protocols/fedpress_protocols/privacy/*.py",
-        "server/fedpress_server/aggregation/private.py",
+        "strategies/fedpress_strategies/private.py",
         "server/fedpress_server/storage/privacy.py",
         "client_sdk/fedpress_client/privacy_budget.py",
         "fedpress/planning/privacy.py",
@@ -68,7 +68,7 @@ FILES = {
         "tests/protocols/test_adaptive_clip.py",
         "tests/protocols/test_tensor_clips.py",
     ],
-    "server/fedpress_server/aggregation/private.py": ["tests/server/test_private_sums.py"],
+    "strategies/fedpress_strategies/private.py": ["tests/server/test_private_sums.py"],
     "server/fedpress_server/storage/privacy.py": ["tests/server/test_participations.py"],
     "client_sdk/fedpress_client/privacy_budget.py": ["tests/client/test_privacy_budget.py"],
     "fedpress/planning/privacy.py": ["tests/face/test_privacy_plan.py"],

@@ -17,10 +17,12 @@ import numpy.typing as npt
 
 from fedpress_compression.tensors import ModelSpec, Vector
 from fedpress_compression.update import Update
-from fedpress_protocols.errors import IncompatiblePlan
+from fedpress_protocols.errors import IncompatiblePlan, InvalidUpdate
 
 Shares = tuple[tuple[str, float], ...]
 """Pairs of a name pattern (shell style) and a share; a tensor has that of the first that fits."""
+NORM_TOLERANCE = 1e-9
+"""Relative: a device may sum the squares of a norm in another order."""
 _SLACK = 1e-12
 """Relative, for the arithmetic of float64."""
 
@@ -81,6 +83,14 @@ class Bounds:
         part = f"norm of tensor {self.names[worst]!r}" if self.names[worst] else "update's norm"
         clip = self.clips[worst]
         return f"the {part} is {ratios[worst] * clip:g}, larger than the clip of {clip:g}"
+
+    def check(self, update: Update) -> None:
+        """Raise InvalidUpdate for a received update with a part beyond its bound."""
+        if excess := self.excess(update, NORM_TOLERANCE):
+            raise InvalidUpdate(
+                excess,
+                hint="the device does not keep the task's privacy terms; nothing was counted",
+            )
 
     def scaled(self, update: Vector, factors: npt.NDArray[np.float64]) -> Vector:
         """`update`, each part multiplied by its factor."""

@@ -26,15 +26,15 @@ from fedpress_protocols.model import Buffer, arrays_in, write_arrays
 from fedpress_protocols.plan import RoundPlan
 from fedpress_protocols.upload import WITHIN_CLIP
 from fedpress_server import failpoints
-from fedpress_server.aggregation.private import (
+from fedpress_server.aggregation.terms import RoundTerms
+from fedpress_server.storage.payloads import Payloads, put_by_digest
+from fedpress_strategies import Strategy
+from fedpress_strategies.private import (
     NoisedSum,
     adapted_clip,
     has_own_noise,
     noised_mean,
 )
-from fedpress_server.aggregation.terms import RoundTerms
-from fedpress_server.storage.payloads import Payloads, put_by_digest
-from fedpress_strategies import Strategy
 from fedpress_strategies.staleness import DiscountedMean
 from fedpress_strategies.strategy import (
     AggregationSpace,

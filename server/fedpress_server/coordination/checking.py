@@ -11,12 +11,12 @@ from fedpress_server.aggregation.aggregate import check_strategy
 from fedpress_server.aggregation.asynchronous import check_asynchronous
 from fedpress_server.aggregation.downlink import check_downlink
 from fedpress_server.aggregation.masked import check_masked_strategy
-from fedpress_server.aggregation.private import check_private_strategy
 from fedpress_server.aggregation.terms import RoundTerms
 from fedpress_server.coordination.attempts import Attempt
 from fedpress_server.coordination.opening import check_warm_up, checked_bound, later_periods
 from fedpress_strategies import Strategy
 from fedpress_strategies.policies.sizes import check_order
+from fedpress_strategies.private import check_private_strategy
 
 
 def checked_task(

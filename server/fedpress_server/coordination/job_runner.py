@@ -18,7 +18,6 @@ from fedpress_server import failpoints
 from fedpress_server.aggregation.accumulate import AggregationJob, StagedUpload, add_batch
 from fedpress_server.aggregation.aggregate import AggregationResult, aggregate
 from fedpress_server.aggregation.masked import Sums, unmasked
-from fedpress_server.aggregation.private import has_own_noise
 from fedpress_server.aggregation.probing import compare
 from fedpress_server.coordination.attempts import Attempt
 from fedpress_server.coordination.background import Background
@@ -40,6 +39,7 @@ from fedpress_server.storage.files import uploads_folder
 from fedpress_server.storage.leases import JobKey, Lease, LeaseLost
 from fedpress_server.storage.payloads import Payloads
 from fedpress_server.storage.records import RoundKey
+from fedpress_strategies.private import has_own_noise
 
 _RETRY_AT_MOST = 60.0
 _TRIES = 10

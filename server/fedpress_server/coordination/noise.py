@@ -8,9 +8,9 @@ import sqlalchemy as sa
 from sqlalchemy.engine import Connection
 
 from fedpress_protocols.plan import RoundPlan
-from fedpress_server.aggregation.private import ROUNDS_TOGETHER, NoisedSum
 from fedpress_server.registry import restores
 from fedpress_server.storage.tables import assignments, rounds, uploads
+from fedpress_strategies.private import ROUNDS_TOGETHER, NoisedSum
 
 
 def noised_before(connection: Connection, plan: RoundPlan) -> tuple[NoisedSum, ...]:

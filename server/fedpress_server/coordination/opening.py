@@ -11,7 +11,6 @@ from typing import NamedTuple
 from pydantic import ValidationError
 from sqlalchemy.engine import Connection
 
-from fedpress_compression.fixed_point import FINEST_BITS, MAX_SCALE_BITS, FixedPoint
 from fedpress_compression.tensors import ModelSpec
 from fedpress_protocols.errors import ConfigurationError, IncompatiblePlan
 from fedpress_protocols.messages import TaskConfig
@@ -45,7 +44,7 @@ from fedpress_server.rounds import (
 from fedpress_server.storage import records
 from fedpress_server.storage.payloads import Payloads
 from fedpress_server.storage.scoreboard import Scoreboard
-from fedpress_strategies import Strategy
+from fedpress_strategies import Strategy, private
 from fedpress_strategies.policies.decisions import every_choice, next_course, profiles_of
 from fedpress_strategies.policies.facts import Facts
 
@@ -238,19 +237,9 @@ def opened(
 
 
 def fixed_point_of(config: TaskConfig, terms: PrivacyTerms | None) -> FixedPointTerms:
-    """The scale of the sums of a round under privacy `terms`. In the clear lane all devices count
-    the same under them, and in the central lane steps are as fine as the noise can be drawn."""
-    max_abs, max_examples, bits = config.max_abs, config.max_examples, FINEST_BITS
-    if terms is not None and config.lane == "clear":
-        max_examples = 1
-        if terms.lane == "central":
-            deviation = terms.update_multiplier * terms.clip
-            max_abs = min(max_abs, terms.clip)
-            bits = min(MAX_SCALE_BITS, max(1, FINEST_BITS - math.ceil(math.log2(deviation))))
-    bounds = FixedPoint.widest(
-        max_abs=max_abs, max_weight=max_examples * config.cohort.size, scale_bits=bits
-    )
-    return FixedPointTerms(scale_bits=bounds.scale_bits, max_abs=max_abs, max_examples=max_examples)
+    """The scale of the sums of a round under privacy `terms`."""
+    of_clear = terms if config.lane == "clear" else None
+    return private.fixed_point_of(of_clear, config.max_abs, config.max_examples, config.cohort.size)
 
 
 def later_periods(config: TaskConfig) -> Iterator[TaskConfig]:

@@ -120,28 +120,10 @@ def with_privacy(
         if (each.round, each.attempt) not in plans
         else each.model_copy(
             update={
-                "privacy": _status(plans[each.round, each.attempt], spent[each.round, each.attempt])
+                "privacy": PrivacyStatus.of(
+                    plans[each.round, each.attempt], spent[each.round, each.attempt]
+                )
             }
         )
         for each in found
     ]
-
-
-def _status(plan: RoundPlan, participations: int) -> PrivacyStatus | None:
-    terms = plan.privacy
-    if terms is None:
-        return None
-    return PrivacyStatus(
-        participations=participations,
-        max_participations=terms.participations,
-        epsilon=terms.spent(participations),
-        max_epsilon=terms.epsilon,
-        delta=terms.delta,
-        clip=terms.clip,
-        noise_multiplier=terms.noise_multiplier,
-        bands=terms.bands,
-        separation=terms.separation,
-        quantile=None if terms.adaptive is None else terms.adaptive.quantile,
-        per_tensor=bool(terms.per_tensor),
-        against=plan.private_against,
-    )

@@ -16,20 +16,21 @@ import hashlib
 import hmac
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
-from fedpress_compression.fixed_point import FixedPoint
+from fedpress_compression.compressor import Public
+from fedpress_compression.fixed_point import FINEST_BITS, MAX_SCALE_BITS, FixedPoint
 from fedpress_compression.linear import support_of
+from fedpress_compression.tensors import ModelSpec
 from fedpress_compression.update import Indices
 from fedpress_protocols.errors import IncompatiblePlan
-from fedpress_protocols.plan import PrivacyTerms, RoundPlan
+from fedpress_protocols.plan import FixedPointTerms, PrivacyTerms, RoundPlan
 from fedpress_protocols.privacy import correlated, gaussian
-from fedpress_server.aggregation.terms import NORM_TOLERANCE, RoundTerms
-from fedpress_strategies import Strategy
-from fedpress_strategies.strategy import Delta, UniformMean, WeightedMean
+from fedpress_protocols.privacy.clipping import NORM_TOLERANCE
+from fedpress_strategies.strategy import Delta, Strategy, UniformMean, WeightedMean
 
 Ints = npt.NDArray[np.int64]
 
@@ -46,6 +47,17 @@ _MAX_ROUNDING = 0.02
 """Share of the clip that rounding to the sum's steps may add to the sensitivity."""
 
 
+class PlannedSum(Protocol):
+    """A round's plan, the tensors that its uploads are over, and what its compressors derive."""
+
+    @property
+    def plan(self) -> RoundPlan: ...
+    @property
+    def shared(self) -> ModelSpec: ...
+    @property
+    def public(self) -> Public: ...
+
+
 class NoisedSum(NamedTuple):
     """The digests that a sum depends on: of its plan, and of its uploads."""
 
@@ -58,8 +70,24 @@ def has_own_noise(plan: RoundPlan) -> bool:
     return plan.privacy is not None and plan.privacy.lane == "central"
 
 
+def fixed_point_of(
+    terms: PrivacyTerms | None, max_abs: float, max_examples: int, size: int
+) -> FixedPointTerms:
+    """The scale of the sums of `size` clear uploads. Under privacy `terms` all devices count the
+    same, and in the central lane steps are as fine as the noise can be drawn."""
+    bits = FINEST_BITS
+    if terms is not None:
+        max_examples = 1
+        if terms.lane == "central":
+            deviation = terms.update_multiplier * terms.clip
+            max_abs = min(max_abs, terms.clip)
+            bits = min(MAX_SCALE_BITS, max(1, FINEST_BITS - math.ceil(math.log2(deviation))))
+    bounds = FixedPoint.widest(max_abs=max_abs, max_weight=max_examples * size, scale_bits=bits)
+    return FixedPointTerms(scale_bits=bounds.scale_bits, max_abs=max_abs, max_examples=max_examples)
+
+
 def noised_mean(
-    terms: RoundTerms,
+    terms: PlannedSum,
     mean: WeightedMean,
     uploads: Sequence[str],
     secret: bytes,
@@ -106,7 +134,7 @@ def adapted_clip(
     return adaptive.next_clip(privacy.clip, share, initial)
 
 
-def check_private_strategy(terms: RoundTerms, strategy: Strategy) -> None:
+def check_private_strategy(terms: PlannedSum, strategy: Strategy) -> None:
     """Raise IncompatiblePlan unless the sum of the plan's uploads is all that the strategy needs,
     its steps are fine enough for the clip, and clips of tensors fit the model."""
     plan, privacy = terms.plan, terms.plan.privacy
@@ -166,7 +194,7 @@ def _deviation(plan: RoundPlan, privacy: PrivacyTerms, size: int) -> float:
     return privacy.update_multiplier * (clip + math.sqrt(size) / 2)
 
 
-def _support(terms: RoundTerms) -> slice | Indices:
+def _support(terms: PlannedSum) -> slice | Indices:
     """The coordinates that some profile can send."""
     everywhere = slice(0, terms.shared.size)
     supports: Sequence[Indices | None] = [
