@@ -21,7 +21,7 @@ def test_the_blocks_of_the_page_run_one_after_another() -> None:
     names: dict[str, object] = {}
     for block in BLOCKS:
         exec(compile(block, str(PAGE), "exec"), names)
-    assert len(BLOCKS) == 5
+    assert len(BLOCKS) == 6
     assert {"app", "strategy", "plan"} <= set(names)
 
 

@@ -23,8 +23,7 @@ from fedpress_client.masking import _Diary
 from fedpress_compression.compressors.shared_support import SharedSupport
 from fedpress_compression.compressors.topk import TopK
 from fedpress_flower import envelope
-from fedpress_flower.client import compression_mod
-from fedpress_flower.client.masking import MaskingMod
+from fedpress_flower.client import compression_mod, masking_mod
 from fedpress_flower.server import FedpressStrategy, Plan, RoundReport
 from fedpress_protocols.errors import ConfigurationError, IncompatiblePlan
 from fedpress_protocols.masking.client import MaskingClient
@@ -333,7 +332,7 @@ def test_training_that_is_not_masked_is_refused_and_so_is_measuring(tmp_path: Pa
         assert "not masked" in answer.error.reason
     message = asked[0]
     message.metadata.message_type = "evaluate"
-    mod = MaskingMod(str(tmp_path), 1, None, MaskingRules(), None, False, None, None)  # type: ignore[arg-type]
+    mod = masking_mod(state_dir=tmp_path, durable=False)
     with pytest.raises(IncompatiblePlan, match="stays with it"):
         mod(message, fleet.contexts[1], lambda message, context: message)
 

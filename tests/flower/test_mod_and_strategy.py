@@ -425,22 +425,6 @@ def test_a_rate_that_only_the_app_could_correct_is_refused(tmp_path: Path) -> No
         fleet.app(message, fleet.contexts[message.metadata.dst_node_id])
 
 
-def test_privacy_terms_are_refused_by_a_client_that_keeps_no_account(tmp_path: Path) -> None:
-    fleet = fleet_of(tmp_path, 2)
-    strategy = FedpressStrategy(flowers.FedAvg(), Plan(Uncompressed()))
-    message = next(
-        iter(strategy.configure_train(1, record_of(start_arrays()), ConfigRecord(), fleet))
-    )
-    record = message.content[envelope.RECORD]
-    plan = json.loads(record[envelope.PLAN])
-    plan["fixed_point"]["max_examples"] = 1
-    terms = {"clip": 1.0, "noise_multiplier": 4.0, "participations": 1, "epsilon": 8.0}
-    plan["privacy"] = {"lane": "local", **terms}
-    record[envelope.PLAN] = json.dumps(plan)
-    with pytest.raises(IncompatiblePlan, match="keeps no account of what it spends"):
-        fleet.app(message, fleet.contexts[message.metadata.dst_node_id])
-
-
 def test_a_compressor_in_place_of_a_plan_is_refused() -> None:
     with pytest.raises(ConfigurationError, match="the plan is a TopK, not a Plan"):
         FedpressStrategy(flowers.FedAvg(), TopK(0.01))  # type: ignore[arg-type]

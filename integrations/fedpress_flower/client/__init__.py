@@ -10,11 +10,13 @@ except ModuleNotFoundError as exc:
     ) from exc
 
 from fedpress_flower.client.account import DEVICE_ID, SEED, STATE_DIR
+from fedpress_flower.client.budget import MAX_EPSILON
 from fedpress_flower.client.compression import CompressionMod, compression_mod
 from fedpress_flower.client.masking import MaskingMod, masking_mod
 
 __all__ = [
     "DEVICE_ID",
+    "MAX_EPSILON",
     "SEED",
     "STATE_DIR",
     "CompressionMod",

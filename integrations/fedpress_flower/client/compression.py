@@ -22,6 +22,7 @@ from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, RecordD
 
 from fedpress_client.ledger import Ledger
 from fedpress_client.ledger_records import KEEP_ALL, Discard, ResidualRules
+from fedpress_client.privacy_budget import NO_RULES, PrivacyRules
 from fedpress_compression.tensors import Vector
 from fedpress_flower import envelope
 from fedpress_flower.client.account import (
@@ -32,6 +33,13 @@ from fedpress_flower.client.account import (
     collect,
     device_name,
     state_folder,
+)
+from fedpress_flower.client.budget import (
+    budget_of,
+    check_budget,
+    check_measured,
+    private_reply,
+    spend,
 )
 from fedpress_flower.client.models import LacksBase, Models, holding, model_in_message, with_arrays
 from fedpress_flower.client.terms import (
@@ -63,6 +71,7 @@ def compression_mod(
     state_dir: str | Path | None = None,
     seed: int | None = None,
     rules: ResidualRules = KEEP_ALL,
+    privacy: PrivacyRules = NO_RULES,
     durable: bool = True,
     on_discard: Callable[[Discard], None] = warn,
     keep_days: float = KEEP_DAYS,
@@ -78,11 +87,15 @@ def compression_mod(
     An account is named by DEVICE_ID in the node's configuration, or by its partition-id, so that a
     SuperNode finds it again after a restart; by the node's id where neither is there. Accounts of
     other runs that nothing was written to for `keep_days` are removed when a run begins.
+
+    What a task with privacy terms spends is counted in the state folder, over all runs, and never
+    removed; `privacy` is what this client insists on, and MAX_EPSILON in the node's configuration
+    bounds it further. Nothing but the noised upload leaves then: no metrics, no evaluations.
     """
     if seed is not None and seed < 0:
         raise ConfigurationError(f"seed must be 0 or more, not {seed}")
     folder = None if state_dir is None else str(state_dir)
-    return CompressionMod(folder, seed, rules, durable, on_discard, keep_days, clock)
+    return CompressionMod(folder, seed, rules, privacy, durable, on_discard, keep_days, clock)
 
 
 @dataclass(frozen=True)
@@ -92,6 +105,7 @@ class CompressionMod:
     state_dir: str | None
     seed: int | None
     rules: ResidualRules
+    privacy: PrivacyRules
     durable: bool
     on_discard: Callable[[Discard], None]
     keep_days: float
@@ -103,6 +117,7 @@ class CompressionMod:
         Raises InvalidUpdate for a model of other tensors than it began at, NaN or infinity among
         its values, or no number of examples; Flower then reports this client as failed.
         """
+        check_measured(message, context, self.privacy)
         if not message.has_content() or envelope.RECORD not in message.content:
             return call_next(message, context)
         digest = str(message.content[envelope.RECORD].get(envelope.DIGEST, ""))
@@ -146,6 +161,8 @@ class CompressionMod:
             )
         if device_name(context) is None:
             account.warn_of_others()
+        budget = budget_of(context, state_folder(context, self.state_dir), self.privacy)
+        check_budget(context, budget, terms.assignment.plan)
         _settled(account.load(task, client_id, adopt=True), terms)
         message.content = without_ours(message.content)
         reply = call_next(message, context)
@@ -155,7 +172,7 @@ class CompressionMod:
         update, examples = update_of(arrays, terms), examples_of(reply, terms)
         report = report_of(reply, terms)
         with account.alone():  # another node may go by the same name
-            ledger = _settled(account.load(task, client_id, adopt=True), terms)
+            before = ledger = _settled(account.load(task, client_id, adopt=True), terms)
             try:
                 ledger, body = ledger.prepare(
                     terms.assignment,
@@ -170,6 +187,13 @@ class CompressionMod:
             except InvalidUpdate:
                 account.save(self._told(ledger.refuse(terms.assignment.assignment, update)))
                 raise
+            key = terms.assignment.assignment
+            if body is not None and key not in before.pending:
+                try:
+                    spend(budget, terms.assignment.plan)
+                except PlanDeclined:  # another run of this device has spent what was left
+                    account.save(self._told(before.refuse(key, update, "not-sent")))
+                    raise
             account.save(self._told(ledger))
         if body is None:
             most = terms.assignment.plan.fixed_point.max_abs
@@ -177,11 +201,11 @@ class CompressionMod:
                 f"compressed, the update goes beyond the plan's {most:g}",
                 hint="raise the plan's max_abs, or choose a compressor that scales less",
             )
+        upload = ArrayRecord({envelope.BODY: Array("uint8", (len(body),), envelope.STYPE, body)})
         context.state[envelope.RECORD] = ConfigRecord({"account": str(account.path)})
-        reply.content[name] = ArrayRecord(
-            {envelope.BODY: Array("uint8", (len(body),), envelope.STYPE, body)}
-        )
-        key = terms.assignment.assignment
+        if terms.assignment.plan.privacy is not None:
+            return private_reply(message, context, terms, name, upload)
+        reply.content[name] = upload
         ours = ConfigRecord({envelope.ASSIGNMENT: key, envelope.ERROR: _error(ledger, key, update)})
         if asked := [other for other in ledger.pending if other != key][: envelope.MOST_ASKS]:
             ours[envelope.ASKS] = asked

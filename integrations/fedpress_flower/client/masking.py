@@ -24,9 +24,17 @@ from pydantic import TypeAdapter, ValidationError
 from fedpress_client.ledger import Ledger
 from fedpress_client.ledger_records import KEEP_ALL, Discard, ResidualRules
 from fedpress_client.masking_rules import MaskingRules
+from fedpress_client.privacy_budget import NO_RULES, PrivacyRules
 from fedpress_client.state import StateDirectory
 from fedpress_flower import envelope
 from fedpress_flower.client.account import Account, state_folder
+from fedpress_flower.client.budget import (
+    budget_of,
+    check_budget,
+    check_measured,
+    mark_private,
+    spend,
+)
 from fedpress_flower.client.compression import CallNext, warn
 from fedpress_flower.client.seat import Mailbox, Seat, said_in, settled
 from fedpress_flower.client.terms import (
@@ -44,6 +52,7 @@ from fedpress_protocols.errors import (
     IncompatiblePlan,
     InvalidUpdate,
     MalformedRequest,
+    PlanDeclined,
 )
 from fedpress_protocols.masking.agreement import agreed
 from fedpress_protocols.masking.payload import SECRET_BYTES, Payload
@@ -64,6 +73,7 @@ def masking_mod(
     seed: int | None = None,
     rules: ResidualRules = KEEP_ALL,
     masking: MaskingRules = _STRICT,
+    privacy: PrivacyRules = NO_RULES,
     server_key: str | None = None,
     durable: bool = True,
     on_discard: Callable[[Discard], None] = warn,
@@ -72,9 +82,10 @@ def masking_mod(
 ) -> MaskingMod:
     """The mod; to be the first of a list, so that messages of sessions go no further.
 
-    `masking` is what this client insists on, `server_key` (base64url) the server that it believes;
-    what is left out of authority, certificate and server_key the node's configuration may have
-    under AUTHORITY, CERTIFICATE and SERVER_KEY, and then the first server of a run is believed.
+    `masking` and `privacy` are what this client insists on, `server_key` (base64url) is the server
+    that it believes; what is left out of authority, certificate and server_key the node's
+    configuration may have under AUTHORITY, CERTIFICATE and SERVER_KEY, and then the first server of
+    a run is believed.
     With a certificate the key that it is for lies in the state folder, where `fedpress authority
     request` made it; without one each run has a key of its own.
 
@@ -89,7 +100,16 @@ def masking_mod(
         raise ConfigurationError(f"seed must be 0 or more, not {seed}")
     folder = None if state_dir is None else str(state_dir)
     return MaskingMod(
-        folder, seed, rules, masking, server_key, durable, on_discard, clock, frozenset(honours)
+        folder,
+        seed,
+        rules,
+        masking,
+        privacy,
+        server_key,
+        durable,
+        on_discard,
+        clock,
+        frozenset(honours),
     )
 
 
@@ -101,6 +121,7 @@ class MaskingMod:
     seed: int | None
     rules: ResidualRules
     masking: MaskingRules
+    privacy: PrivacyRules
     server_key: str | None
     durable: bool
     on_discard: Callable[[Discard], None]
@@ -113,6 +134,7 @@ class MaskingMod:
         Raises IncompatiblePlan for training that is not masked, and what the device's own masked
         lane raises; Flower then reports this client as failed.
         """
+        check_measured(message, context, self.privacy)
         kind = message.metadata.message_type.partition(".")[0]
         ours = message.content.get(envelope.RECORD) if message.has_content() else None
         if kind == "train" and ours is not None:
@@ -155,6 +177,8 @@ class MaskingMod:
         part = seat.part(mailbox)
         ledger = settled(seat, part, ours, name, plan)
         self.masking.check(plan, _prepared(ledger, besides=name), is_pinned=True)
+        budget = budget_of(context, state_folder(context, self.state_dir), self.privacy)
+        check_budget(context, budget, plan)
         public = plan.public(terms.spec, terms.knowledge)
         payload = Payload(plan, public)
         self.masking.check_payload(payload)
@@ -171,6 +195,7 @@ class MaskingMod:
             return reply
         _, arrays = model_in(reply, terms)
         update, examples = update_of(arrays, terms), examples_of(reply, terms)
+        before = ledger
         try:
             ledger, body = ledger.prepare(
                 assignment,
@@ -187,6 +212,11 @@ class MaskingMod:
             seat.save(self._told(ledger.refuse(name, update)))
             raise
         if body is not None and part.assignment != name:
+            try:
+                spend(budget, plan)
+            except PlanDeclined:  # another run of this device has spent what was left
+                seat.save(self._told(before.refuse(name, update, "not-sent")))
+                raise
             part.enter(name, due)
         seat.save(self._told(ledger))
         if body is None:
@@ -195,6 +225,8 @@ class MaskingMod:
                 hint="raise the plan's max_abs",
             )
         context.state[envelope.RECORD] = ConfigRecord({"account": str(seat.account.path)})
+        if plan.privacy is not None:
+            mark_private(context)
         return said_in(part, mailbox, name, message)
 
     def _take_part(self, message: Message, ours: ConfigRecord, context: Context) -> Message:

@@ -44,11 +44,6 @@ class Terms:
                 "the profile corrects the learning rate, which a Flower app sets for itself",
                 hint="leave learning_rate_factor out, and say the rate in the run's configuration",
             )
-        if plan.privacy is not None:
-            raise IncompatiblePlan(
-                "the plan has privacy terms, and this client keeps no account of what it spends",
-                hint="run private tasks on fedpress's server, whose devices have a budget",
-            )
         assignment = Assignment(
             assignment=str(record[envelope.ASSIGNMENT]),
             client_id=str(record[envelope.CLIENT]),
@@ -138,7 +133,7 @@ def examples_of(reply: Message, terms: Terms) -> int:
 def report_of(reply: Message, terms: Terms) -> dict[str, float]:
     metrics = metrics_of(reply)
     report = {}
-    for name in terms.assignment.plan.report:
+    for name in terms.assignment.plan.trainer_report:
         value = metrics.get(name)
         if not isinstance(value, int | float):
             raise InvalidUpdate(

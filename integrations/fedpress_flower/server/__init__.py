@@ -20,6 +20,7 @@ from fedpress_flower.server.compressed import FedpressStrategy
 from fedpress_flower.server.masked import MaskedStrategy
 from fedpress_flower.server.plan import NO_ANSWER, Plan, RoundReport
 from fedpress_protocols.messages import DownlinkTerms
+from fedpress_protocols.plan import PrivacyTerms
 from fedpress_protocols.policies import Auto
 
 __all__ = [
@@ -31,6 +32,7 @@ __all__ = [
     "MaskedStrategy",
     "PerTensor",
     "Plan",
+    "PrivacyTerms",
     "RoundReport",
     "SharedSupport",
     "TopK",

@@ -15,11 +15,13 @@ from fedpress_compression.update import Update
 from fedpress_flower.server.arrays import moved
 from fedpress_flower.server.plan import ANOTHER, NOT_THE_MEAN, Plan, needs_plain_mean
 from fedpress_flower.server.rounds import Round
+from fedpress_flower.server.spending import Spending
 from fedpress_flower.server.uploads import Taken, Uploads
 from fedpress_protocols.errors import IncompatiblePlan
 from fedpress_protocols.messages import AVERAGE
 from fedpress_protocols.plan import MaskingTerms
-from fedpress_protocols.upload import Upload
+from fedpress_protocols.upload import WITHIN_CLIP, Upload
+from fedpress_strategies.private import check_private_strategy, has_own_noise
 from fedpress_strategies.staleness import DiscountedMean
 from fedpress_strategies.strategy import (
     AggregationSpace,
@@ -71,10 +73,13 @@ class StatefulStrategy:
             return None
         return published(self.strategy.optimizer, self.state).get(AVERAGE)
 
-    def begun(self, here: Uploads) -> StreamedAggregation:
+    def begun(self, here: Uploads, spending: Spending | None = None) -> StreamedAggregation:
+        """Raises IncompatiblePlan where the strategy needs more than a noised sum, and that is all
+        there is."""
+        check_private_strategy(here, self.strategy)
         if here.own is not None:
             self.master = here.own
-        return StreamedAggregation(self, here)
+        return StreamedAggregation(self, here, spending)
 
     def check_masked(self, masking: MaskingTerms) -> None:
         """Raises IncompatiblePlan unless the strategy needs no more than a sum of the updates."""
@@ -105,7 +110,10 @@ class StreamedAggregation:
     """One round's aggregation. A plain mean adds uploads as they arrive; an aggregator that may
     depend on their order gets them in the order of nodes, and their bodies wait until then."""
 
-    def __init__(self, stateful: StatefulStrategy, here: Uploads) -> None:
+    def __init__(
+        self, stateful: StatefulStrategy, here: Uploads, spending: Spending | None = None
+    ) -> None:
+        self._spending = spending if has_own_noise(here.plan) else None
         self._stateful, self._here, strategy = stateful, here, stateful.strategy
         bounds = here.plan.sum_bounds()
         if strategy.planned_aggregator is not None:
@@ -127,6 +135,10 @@ class StreamedAggregation:
             here.updated(node, here.read(node, body, upload))
             self._waiting[node] = body
             return
+        if self._spending is not None:  # its norm is to be within the clip
+            upload_read = here.read(node, body, upload)
+            self.add(here.updated(node, upload_read), upload)
+            return
         mean, own, names = cast(WeightedMean, self._sums), here.format_of(node), here.plan.report
         examples, report, symbols = Upload.find(body, own.layouts, 0, own.contexts, names)
         here.weigh(upload, examples, report)
@@ -145,4 +157,14 @@ class StreamedAggregation:
             name: sum(upload.examples * upload.report[name] for upload in uploads) / max(total, 1)
             for name in here.plan.report
         }
-        return self._stateful.applied(here, self._sums.result(), Tally(len(uploads), means))
+        delta: Delta
+        if self._spending is None:
+            delta = self._sums.result()
+        else:
+            digests = [here.bodies[node][1] for node in sorted(here.taken)]
+            delta = self._spending.mean(here, cast(WeightedMean, self._sums), digests)
+            if WITHIN_CLIP in means:
+                del means[WITHIN_CLIP]  # of which no more than a noised count is used
+                within = [upload.report[WITHIN_CLIP] for upload in uploads]
+                self._spending.adapt(here.plan, within, digests)
+        return self._stateful.applied(here, delta, Tally(len(uploads), means))

@@ -120,7 +120,14 @@ class FedpressStrategy(Wrapping):
         report = () if self._ours is None else self._ours.strategy.report
         profile, reference = self._profiles(server_round, len(messages), grid)
         here = Uploads.opened(
-            self.plan, server_round, published, messages, self._models, profile, report=report
+            self.plan,
+            server_round,
+            published,
+            messages,
+            self._models,
+            profile,
+            report=report,
+            spending=self._spending,
         )
         if reference is not None and self._rates is not None:
             here.probe(reference, self._rates.referring(server_round, here.asked))
@@ -129,7 +136,7 @@ class FedpressStrategy(Wrapping):
             here.own = model_of(own).parameters
         if isinstance(innermost(self.inner), _COORDINATEWISE):
             common_support(here.plan, here.public)  # refuses coordinates that clients choose
-        here.accumulator = None if self._ours is None else self._ours.begun(here)
+        here.accumulator = None if self._ours is None else self._ours.begun(here, self._spending)
         beside = self._vectors_beside(here)
         self._open = here
         for message in messages:
@@ -224,6 +231,8 @@ class FedpressStrategy(Wrapping):
             asks = () if reply.has_error() else asked_in(reply, server_round)
             self._asks[reply.metadata.src_node_id] = asks
         here.drop_the_odd()
+        if self._spending is not None:
+            self._spending.count(here.may_have_sent, server_round)
         included = sorted(here.taken)
         if len(included) < self.plan.minimum:
             for node in included:
@@ -339,6 +348,7 @@ class FedpressStrategy(Wrapping):
             left_out=here.left_out,
             profile=here.plan.profiles[0].name,
             course=course,
+            privacy=None if self._spending is None else self._spending.status(here.plan),
         )
         self._tell(report)
         return report

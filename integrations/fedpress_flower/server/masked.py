@@ -194,6 +194,7 @@ class MaskedStrategy(Wrapping):
             self._profile,
             report=report,
             masking=self.masking,
+            spending=self._spending,
         )
         here.dropped.update(missing)
         payload = Payload(here.plan, here.public)
@@ -232,6 +233,9 @@ class MaskedStrategy(Wrapping):
         session.advertise(replies)
         for node in session.trained:
             self._ends.pop(node, None)  # its message told of them, and it answered
+        if self._spending is not None:
+            silent = {node for node, why in here.dropped.items() if why == NO_ANSWER}
+            self._spending.count(session.trained | silent, server_round)
         aggregate = session.run(self._exchange, hurry=self._hurries)
         arrays, metrics = None, None
         if aggregate is not None:
@@ -334,6 +338,7 @@ class MaskedStrategy(Wrapping):
             faults=dict(sorted(session.faults.items())),
             abandoned=session.machine.reason,
             profile=self._profile.name,
+            privacy=None if self._spending is None else self._spending.status(here.plan),
         )
 
     def _not_begun(

@@ -9,6 +9,8 @@ from typing import Any
 from fedpress_compression.compressor import Compressor
 from fedpress_compression.compressors.error_feedback import check_feedback
 from fedpress_protocols.errors import IncompatiblePlan
+from fedpress_protocols.messages import PrivacyStatus
+from fedpress_protocols.plan import PrivacyTerms
 from fedpress_protocols.policies import Auto, Course
 
 PROFILE = "flower"
@@ -33,6 +35,10 @@ class Plan:
 
     Where it is `restricted` clients of the masked lane train on what is sent alone, as their apps
     have to know how to (`masking_mod(honours=["restricted"])`).
+
+    With `privacy` terms clients clip, and noise hides what is left (docs/privacy.md): the central
+    and the local lane in FedpressStrategy, the distributed one in MaskedStrategy. The first round's
+    clients are then the cohort whose size divides every sum.
     """
 
     compressor: Compressor[Any] | None = None
@@ -43,9 +49,16 @@ class Plan:
     seed: int | None = None
     auto: Auto = _AUTO
     restricted: bool = False
+    privacy: PrivacyTerms | None = None
 
     def __post_init__(self) -> None:
         if self.compressor is None:
+            if self.privacy is not None:
+                raise IncompatiblePlan(
+                    "privacy terms in a plan without a compressor, where rates follow what clients "
+                    "measure on their data, without noise",
+                    hint="name a compressor, such as Quantize() or SharedSupport(fraction=0.05)",
+                )
             return
         if self.auto != _AUTO:
             raise IncompatiblePlan(
@@ -77,6 +90,8 @@ class RoundReport:
     messages, bodies not among them; `silent` tells by step how many of those who were asked did not
     answer; `faults` what included clients did wrong once their bodies were in; `abandoned` why
     there was no sum.
+
+    `privacy` is what the plan's privacy terms have spent, by the client that took part most often.
     """
 
     round: int
@@ -98,6 +113,7 @@ class RoundReport:
     silent: Mapping[str, int] = field(default_factory=dict)
     faults: Mapping[int, str] = field(default_factory=dict)
     abandoned: str = ""
+    privacy: PrivacyStatus | None = None
 
 
 def needs_plain_mean(plan: Plan) -> bool:

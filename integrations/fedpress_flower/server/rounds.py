@@ -13,22 +13,22 @@ from flwr.app import ArrayRecord, ConfigRecord, Message
 from pydantic import ValidationError
 
 from fedpress_compression.compressor import Knowledge, Public
-from fedpress_compression.fixed_point import FixedPoint
-from fedpress_compression.tensors import Vector
+from fedpress_compression.tensors import ModelSpec, Vector
 from fedpress_flower import envelope
 from fedpress_flower.server.plan import Plan
+from fedpress_flower.server.spending import Spending
 from fedpress_protocols.errors import ConfigurationError, IncompatiblePlan
 from fedpress_protocols.messages import Receipt
 from fedpress_protocols.model import Model
 from fedpress_protocols.plan import (
     CohortRules,
-    FixedPointTerms,
     MaskingTerms,
     Profile,
     RoundPlan,
     TrainingTerms,
 )
 from fedpress_protocols.validation import format_validation_errors
+from fedpress_strategies.private import fixed_point_of
 
 
 @dataclass
@@ -59,6 +59,7 @@ class Round:
         *,
         report: tuple[str, ...] = (),
         masking: MaskingTerms | None = None,
+        spending: Spending | None = None,
     ) -> Self:
         """`models` are the first and the one before, `profile` is that of the uploads. Raises
         ConfigurationError for a model or messages that this cannot work with."""
@@ -69,8 +70,12 @@ class Round:
             raise ConfigurationError(
                 f"messages with {len(names)} array records, where one is the model"
             )
-        bounds = FixedPoint.widest(
-            max_abs=terms.max_abs, max_weight=terms.max_examples * len(messages)
+        privacy, size = None, len(messages)
+        if spending is not None:
+            privacy, size = spending.terms, spending.size
+            report = (*report, *spending.report)
+        fixed_point = fixed_point_of(
+            None if masking is not None else privacy, terms.max_abs, terms.max_examples, size
         )
         needs, here = profile.compressor.needs, model.digest
         if masking is not None:
@@ -89,15 +94,12 @@ class Round:
                 profiles=(profile,),
                 lane="clear" if masking is None else "masked",
                 masking=masking,
+                privacy=privacy,
                 training=TrainingTerms(restricted=terms.restricted),
                 report=report,
-                cohort=CohortRules(size=len(messages), minimum=min(terms.minimum, len(messages))),
+                cohort=CohortRules(size=size, minimum=min(terms.minimum, size)),
                 deadline=0.0,
-                fixed_point=FixedPointTerms(
-                    scale_bits=bounds.scale_bits,
-                    max_abs=terms.max_abs,
-                    max_examples=terms.max_examples,
-                ),
+                fixed_point=fixed_point,
                 previous_model=here if "previous" in needs else None,
                 first_model=here if "drift" in needs else None,
                 public_seed=hashlib.sha256(seed.encode()).hexdigest(),
@@ -111,6 +113,11 @@ class Round:
         )
         asked = {message.metadata.dst_node_id: message for message in messages}
         return cls(plan, model, tensors, names[0], asked, public)
+
+    @property
+    def shared(self) -> ModelSpec:
+        """The tensors that uploads are over."""
+        return self.model.spec
 
     def beside(self, first: Vector, before: Vector) -> dict[str, Vector]:
         """The models [spec.size] that the compressor reads, by the names of their records."""

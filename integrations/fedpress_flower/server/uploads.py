@@ -8,6 +8,7 @@ import re
 from collections import Counter
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, NamedTuple, Protocol, cast
 
 import numpy as np
@@ -24,6 +25,7 @@ from fedpress_flower.server.rounds import Round
 from fedpress_protocols.errors import FedpressError, InvalidUpdate
 from fedpress_protocols.plan import Profile, RoundPlan
 from fedpress_protocols.policies import Comparison
+from fedpress_protocols.privacy.clipping import Bounds
 from fedpress_protocols.upload import Upload
 from fedpress_strategies.policies.probing import Probe
 
@@ -80,6 +82,7 @@ class Uploads(Round):
     """The running sum of the uploads, if the strategy is one of fedpress's."""
     referring: frozenset[int] = frozenset()
     """In a probe, the nodes that send the reference."""
+    _failed: set[int] = field(init=False, default_factory=set)
     _format: Format = field(init=False)
     _reference: Format | None = field(init=False, default=None)
     _compared: dict[int, bytes] = field(init=False, default_factory=dict)
@@ -127,6 +130,7 @@ class Uploads(Round):
         if node not in self.asked or node in self.taken or node in self.dropped:
             return
         if reply.has_error():
+            self._failed.add(node)
             self.drop(node, f"failed: {(reply.error.reason or 'no reason given').strip()}")
             return
         try:
@@ -142,6 +146,8 @@ class Uploads(Round):
         name, arrays = next(iter(records.items()))
         self.upload_bytes += sum(len(array.data) for array in arrays.values())
         if list(arrays) != [envelope.BODY] or arrays[envelope.BODY].stype != envelope.STYPE:
+            if self.plan.privacy is not None:
+                raise InvalidUpdate("a model without noise: the app has no compression_mod")
             examples = min(max(1, round(value)), self.plan.fixed_point.max_examples)
             taken = Taken(examples, metrics, 0.0, _reported(self.plan, metrics), left_out)
             update = self._plain(arrays)
@@ -192,7 +198,20 @@ class Uploads(Round):
         with np.errstate(over="ignore", invalid="ignore"):  # forged values; check refuses them
             update = self.format_of(node).compressor.decompress(upload.symbols, self.public)
             update.check(self.plan.fixed_point.max_abs)
+        if self.bounds is not None:
+            self.bounds.check(update)
         return update
+
+    @cached_property
+    def bounds(self) -> Bounds | None:
+        """On the norms of uploads that the server adds noise to; None where it adds none."""
+        terms = self.plan.privacy
+        return None if terms is None or terms.lane != "central" else terms.bounds(self.shared)
+
+    @property
+    def may_have_sent(self) -> set[int]:
+        """The nodes that sent an upload, or did not answer."""
+        return set(self.asked) - self._failed
 
     def _plain(self, arrays: ArrayRecord) -> Update:
         """Of a client without our mod: its whole model less the round's."""

@@ -20,7 +20,8 @@ from fedpress_flower.server.automatic import default_strategy
 from fedpress_flower.server.grid import Arriving, seeded
 from fedpress_flower.server.plan import Plan, RoundReport
 from fedpress_flower.server.rounds import Round
-from fedpress_protocols.errors import ConfigurationError
+from fedpress_flower.server.spending import Spending
+from fedpress_protocols.errors import ConfigurationError, IncompatiblePlan
 from fedpress_strategies.fedavg import FEDAVG
 from fedpress_strategies.strategy import Strategy
 
@@ -71,6 +72,8 @@ class Wrapping(FlowerStrategy):
             self.inner = inner
         self._weight = str(getattr(innermost(self.inner), "weighted_by_key", "num-examples"))
         self._models: tuple[Vector, Vector] | None = None  # the first, and the one before
+        self._check_privacy()
+        self._spending = None if plan.privacy is None else Spending(plan.privacy)
         self._on_round: Callable[[RoundReport], None] | None = None
 
     def start(
@@ -128,6 +131,8 @@ class Wrapping(FlowerStrategy):
     def configure_evaluate(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[Message]:
+        if self._spending is not None:
+            return []  # what clients measure has no noise
         with seeded(self.plan.seed, server_round, "evaluate"):
             return list(self.inner.configure_evaluate(server_round, arrays, config, grid))
 
@@ -153,7 +158,44 @@ class Wrapping(FlowerStrategy):
     ) -> list[Message]:
         """Return the messages that the inner strategy would send to its clients."""
         with seeded(self.plan.seed, server_round, "train"):
-            return list(self.inner.configure_train(server_round, arrays, config, grid))
+            messages = list(self.inner.configure_train(server_round, arrays, config, grid))
+        if self._spending is None or not messages:
+            return messages
+        minimum, seed = self.plan.minimum, self.plan.seed
+        nodes = grid.get_node_ids()
+        return self._spending.chosen(messages, nodes, server_round, minimum=minimum, seed=seed)
+
+    def _check_privacy(self) -> None:
+        """Raise IncompatiblePlan for privacy terms that the strategies cannot keep."""
+        terms = self.plan.privacy
+        if terms is None:
+            return
+        if terms.needs_masks and not self.is_masked:
+            raise IncompatiblePlan(
+                "privacy terms of the distributed lane in uploads without masks, where the noise "
+                "of one client alone would be all that hides its update",
+                hint="use MaskedStrategy; or set privacy.lane to central, where the server is "
+                "trusted, or to local",
+            )
+        if self.is_masked and not terms.needs_masks:
+            raise IncompatiblePlan(
+                f"privacy.lane is {terms.lane} under masks, where clients share the noise",
+                hint="leave privacy.lane out, or use FedpressStrategy",
+            )
+        if terms.lane == "central" and self._ours is None:
+            raise IncompatiblePlan(
+                f"{type(self.inner).__name__} is given each client's model, and the noise of the "
+                "central lane is for their sum",
+                hint="choose a strategy of fedpress's that takes the mean, such as "
+                'fedpress.strategies.from_config({"id": "fedavgm"})',
+            )
+        key = getattr(innermost(self.inner), "train_loss_key", None)
+        if key is not None:
+            raise IncompatiblePlan(
+                f"{type(self.inner).__name__} goes by {key!r}, which clients measure on their data "
+                "and would send without noise",
+                hint="choose another strategy, such as FedAvg",
+            )
 
     def _again(self, reply: Message) -> Message | None:
         """The message to send to a client in the place of the one that it could not read."""
@@ -200,4 +242,6 @@ def with_figures(metrics: MetricRecord | None, report: RoundReport) -> MetricRec
         figures["fedpress-nmse"] = report.nmse
     if report.session_up_bytes or report.session_down_bytes:
         figures["fedpress-session-bytes"] = report.session_up_bytes + report.session_down_bytes
+    if report.privacy is not None:
+        figures["fedpress-epsilon"] = report.privacy.epsilon
     return MetricRecord({**(metrics or {}), **figures})
