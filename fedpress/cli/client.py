@@ -82,11 +82,34 @@ _MASKING_OPTIONS = (
         help="Secure aggregation: updates for one task, at most.",
     ),
 )
+_PRIVACY_OPTIONS = (
+    click.option(
+        "--require-privacy", is_flag=True, help="Differential privacy: decline plans without noise."
+    ),
+    click.option(
+        "--max-epsilon",
+        type=click.FloatRange(min=0, min_open=True),
+        help="Differential privacy: spend no more, over all tasks; implies --require-privacy.",
+    ),
+    click.option(
+        "--privacy-delta",
+        type=click.FloatRange(min=1e-11, max=1, max_open=True),
+        default=1e-5,
+        help="Differential privacy: the delta at which --max-epsilon counts.",
+    ),
+    click.option(
+        "--privacy-lane",
+        type=click.Choice(get_args(PrivacyLane)),
+        multiple=True,
+        help="Differential privacy: a lane to accept, may be repeated; distributed and local if "
+        "not set. In the central lane the server sees updates, and is trusted.",
+    ),
+)
 
 
-def masking_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Add the options of a device's own masking rules, which no plan overrides."""
-    for option in reversed(_MASKING_OPTIONS):
+def own_rules(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Add the options of a device's own rules on masks and privacy, which no plan overrides."""
+    for option in reversed((*_MASKING_OPTIONS, *_PRIVACY_OPTIONS)):
         command = option(command)
     return command
 
@@ -185,28 +208,7 @@ def client() -> None:
     metavar="MODULE:FUNCTION",
     help="Take part while this function returns True; may be repeated.",
 )
-@masking_options
-@click.option(
-    "--require-privacy", is_flag=True, help="Differential privacy: decline plans without noise."
-)
-@click.option(
-    "--max-epsilon",
-    type=click.FloatRange(min=0, min_open=True),
-    help="Differential privacy: spend no more, over all tasks; implies --require-privacy.",
-)
-@click.option(
-    "--privacy-delta",
-    type=click.FloatRange(min=1e-11, max=1, max_open=True),
-    default=1e-5,
-    help="Differential privacy: the delta at which --max-epsilon counts.",
-)
-@click.option(
-    "--privacy-lane",
-    type=click.Choice(get_args(PrivacyLane)),
-    multiple=True,
-    help="Differential privacy: a lane to accept, may be repeated; distributed and local if "
-    "not set. In the central lane the server sees updates, and is trusted.",
-)
+@own_rules
 @verbose
 def join(
     url: str,
@@ -231,12 +233,8 @@ def join(
     avoid_interface: tuple[str, ...],
     max_load: float | None,
     condition: tuple[str, ...],
-    require_privacy: bool,
-    max_epsilon: float | None,
-    privacy_delta: float,
-    privacy_lane: tuple[PrivacyLane, ...],
     verbose: bool,
-    **masking: Any,
+    **own: Any,
 ) -> None:
     """Take part in a task with your own trainer until the task ends."""
     from fedpress_client import Bandwidth, Client
@@ -246,7 +244,7 @@ def join(
 
     log(verbose)
     attributes = _attributes(attribute)
-    rules = _masking_rules(**masking)
+    masking, privacy = _own_rules(**own)
     conditions = _conditions(min_battery, hours, avoid_interface, max_load, condition)
     sys.path.insert(0, os.getcwd())
     sdk = Client(
@@ -261,8 +259,8 @@ def join(
         client_certificate=client_certificate,
         client_key=client_key,
         proxy=proxy,
-        masking=rules,
-        privacy=_privacy_rules(require_privacy, max_epsilon, privacy_delta, privacy_lane),
+        masking=masking,
+        privacy=privacy,
         fine_tuning=TrainingTerms(local_epochs=fine_tune) if fine_tune else None,
         attributes=attributes,
         bandwidth=Bandwidth(upload=max_upload_rate, download=max_download_rate),
@@ -355,7 +353,7 @@ def _print_event(event: Event) -> None:
 @click.option("--ca", type=PATH, help="PEM file of the authority that signed the upper server.")
 @client_certificate
 @client_key
-@masking_options
+@own_rules
 @verbose
 def relay(
     upper: str,
@@ -370,14 +368,14 @@ def relay(
     client_certificate: Path | None,
     client_key: Path | None,
     verbose: bool,
-    **masking: Any,
+    **own: Any,
 ) -> None:
     """Take part in an upper server's task as a whole region, with the region's devices."""
     from fedpress.relay import RegionalTrainer
     from fedpress_client import Client
 
     log(verbose)
-    rules = _masking_rules(**masking)
+    masking, privacy = _own_rules(**own)
     try:
         template = dict(json.loads(read(config)))
     except (ValueError, TypeError) as exc:
@@ -394,7 +392,8 @@ def relay(
             verify=str(ca) if ca else None,
             client_certificate=client_certificate,
             client_key=client_key,
-            masking=rules,
+            masking=masking,
+            privacy=privacy,
             on_event=_print_event,
         )
         try:
@@ -428,16 +427,24 @@ def _conditions(
     return conditions + [load_condition(name) for name in names]
 
 
-def _privacy_rules(
-    required: bool, max_epsilon: float | None, delta: float, lanes: tuple[PrivacyLane, ...]
-) -> PrivacyRules | None:
-    """The rules of the options on privacy; None if no option is set."""
+def _own_rules(
+    *,
+    require_privacy: bool,
+    max_epsilon: float | None,
+    privacy_delta: float,
+    privacy_lane: tuple[PrivacyLane, ...],
+    **masking: Any,
+) -> tuple[MaskingRules | None, PrivacyRules | None]:
+    """The rules of the options of `own_rules`; None where no option is set."""
     from fedpress_client import PrivacyRules
 
-    if not required and max_epsilon is None and not lanes:
-        return None
-    rules = PrivacyRules(max_epsilon, delta)
-    return replace(rules, lanes=frozenset(lanes)) if lanes else rules
+    rules = _masking_rules(**masking)
+    if not require_privacy and max_epsilon is None and not privacy_lane:
+        return rules, None
+    privacy = PrivacyRules(max_epsilon, privacy_delta)
+    if privacy_lane:
+        privacy = replace(privacy, lanes=frozenset(privacy_lane))
+    return rules, privacy
 
 
 def _masking_rules(
@@ -452,7 +459,7 @@ def _masking_rules(
     min_support: int | None,
     max_rounds: int | None,
 ) -> MaskingRules | None:
-    """The rules of `masking_options`; None if no option is set."""
+    """The rules of the options on masks; None if no option is set."""
     from fedpress_client import MaskingRules
     from fedpress_protocols.signatures import from_base64url
 
