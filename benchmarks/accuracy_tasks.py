@@ -189,8 +189,8 @@ def _digits(data: Path, rng: np.random.Generator) -> Task:
 def _fashion(concentration: float) -> Callable[[Path, np.random.Generator], Task]:
     def made(data: Path, rng: np.random.Generator) -> Task:
         folder = data / "fashion_mnist"
-        pixels, labels = _idx(folder, "train-images-idx3"), _idx(folder, "train-labels-idx1")
-        tests, answers = _idx(folder, "t10k-images-idx3"), _idx(folder, "t10k-labels-idx1")
+        pixels, labels = idx(folder, "train-images-idx3"), idx(folder, "train-labels-idx1")
+        tests, answers = idx(folder, "t10k-images-idx3"), idx(folder, "t10k-labels-idx1")
         clients = _equal(labels.astype(np.int64), concentration, rng)
 
         def scaled(values: npt.NDArray[np.uint8]) -> torch.Tensor:
@@ -307,7 +307,7 @@ def made(name: str, data: Path, seed: int) -> Task:
     return TASKS[name](data, np.random.default_rng([seed, 7]))
 
 
-def _idx(folder: Path, name: str) -> npt.NDArray[np.uint8]:
+def idx(folder: Path, name: str) -> npt.NDArray[np.uint8]:
     """An array in the format of LeCun's MNIST page."""
     data = gzip.decompress((folder / f"{name}-ubyte.gz").read_bytes())
     extents = np.frombuffer(data, ">u4", data[3], 4).astype(int)

@@ -3,6 +3,7 @@
     python benchmarks/accuracy_vs_bytes.py --data FOLDER [--tasks A,B] [--recipes "A;B"]
     python benchmarks/accuracy_vs_bytes.py --data FOLDER --table     # of what has been run
     python benchmarks/accuracy_vs_bytes.py --data FOLDER --table --work      # with more local work
+    python benchmarks/accuracy_vs_bytes.py --data FOLDER --table --rdo       # with fewer bits
     python benchmarks/accuracy_vs_bytes.py --data FOLDER --table --links     # seconds on a link
     python benchmarks/accuracy_vs_bytes.py --data FOLDER --table --tuned     # at FedAvg's best rate
 
@@ -23,7 +24,7 @@ import json
 import os
 import re
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -78,6 +79,8 @@ class Recipe(NamedTuple):
     proximal: float = 0.0
     tuned: bool = False
     """Whether the rate is FedAvg's best, see `TUNED`."""
+    rdo: float = 0.0
+    """Of the default's `ecsq`: the weight of a bit in its rounding."""
 
 
 def _float32(inner: Config, rate: float = 1.0, steps: float = 1.0) -> Recipe:
@@ -90,6 +93,7 @@ RECIPES: Mapping[str, Recipe] = {
     "auto, steps x 2": Recipe(steps=2.0),
     "auto, steps x 4": Recipe(steps=4.0),
     "auto, steps x 4, proximal .1": Recipe(steps=4.0, proximal=0.1),
+    "auto, rdo .14": Recipe(rdo=0.14),
     "fedavg, steps x 4": _float32({"id": "fedavg"}, steps=4.0),
     "fedavg": _float32({"id": "fedavg"}),
     "fedavg, rate x 2": _float32({"id": "fedavg"}, 2.0),
@@ -137,7 +141,7 @@ def run(name: str, recipe: str, seed: int, data: Path, rounds: int | None = None
     """One task from its beginning to its end."""
     task = accuracy_tasks.made(name, data, seed)
     total = rounds or task.rounds
-    changes, factor, steps, task.proximal, is_tuned = RECIPES[recipe]
+    changes, factor, steps, task.proximal, is_tuned, rdo = RECIPES[recipe]
     factor *= TUNED[name] if is_tuned else 1.0
     task.steps = round(task.steps * steps)
     initial = Model.from_bytes(task.first_model.to_bytes())
@@ -153,14 +157,28 @@ def run(name: str, recipe: str, seed: int, data: Path, rounds: int | None = None
     strategy_fields = changes.get("strategy")
     if strategy_fields is not None:  # the same horizon for all
         changes = {**changes, "strategy": {**strategy_fields, "decay": ours["decay"]}}
+    if rdo:
+        fields = completed(fields)
+        for profile in fields["profiles"]:
+            profile["compressor"]["inner"]["inner"]["rdo"] = rdo
     config = TaskConfig.model_validate({**fields, **changes})
     with tempfile.TemporaryDirectory() as folder:
-        return _played(task, config, seed, InMemory(Path(folder)), initial)
+        return played(task, config, seed, InMemory(Path(folder)), initial)
 
 
-def _played(
-    task: accuracy_tasks.Task, config: TaskConfig, seed: int, payloads: InMemory, initial: Model
+def played(
+    task: accuracy_tasks.Task,
+    config: TaskConfig,
+    seed: int,
+    payloads: InMemory,
+    initial: Model,
+    every: int = EVERY,
+    keep: Callable[[Run], None] = lambda done: None,
+    lost: float = 0.0,
 ) -> Run:
+    """A task of `config` from `initial` on; models are measured `every` so many rounds, and what
+    there is until then goes to `keep`. The share `lost` of the uploads never arrives: their bytes
+    count, and their devices learn so from the receipt."""
     done, total = Run(), config.rounds
     strategy = from_config(config.strategy, config.training)
     key = DeviceKey.from_bytes(bytes(32))
@@ -219,8 +237,10 @@ def _played(
             file, digest = f"uploads/{client}", hashlib.sha256(body).hexdigest()
             payloads.put(file, body)
             up += len(body)
-            staged.append(StagedUpload(file, digest, profile, f"client-{client}"))
-            ledgers[client] = ledger.settle(_receipt(plan, client, digest)).told()
+            is_lost = is_upload_lost(lost, seed, number, client)
+            if not is_lost:
+                staged.append(StagedUpload(file, digest, profile, f"client-{client}"))
+            ledgers[client] = ledger.settle(_receipt(plan, client, digest, not is_lost)).told()
         job = AggregationJob(attempt.terms, strategy, state, tuple(staged), config.downlink)
         result = aggregate(job, payloads)
         state, before = result.optimizer_state, model
@@ -234,13 +254,14 @@ def _played(
             course = with_comparison(course, found)
             done.progress[number] = None if found is None else found.progress
         done.profiles.append(names[0])
-        if number % EVERY == 0 or number > total - LAST:
+        if number % every == 0 or number > total - LAST:
             average, _ = result.published["average"]
             done.rounds.append(number)
             done.up.append(up)
             done.down.append(down)
             done.newest.append(task.measure(model))
             done.average.append(task.measure(Model.from_bytes(payloads.get(model_name(average)))))
+            keep(done)
     return done
 
 
@@ -269,15 +290,19 @@ def _profiles(config: TaskConfig, course: Course | None, plan: RoundPlan, count:
     return given
 
 
-def _receipt(plan: RoundPlan, client: int, digest: str) -> Receipt:
+def is_upload_lost(share: float, seed: int, number: int, client: int) -> bool:
+    return bool(share) and np.random.default_rng([seed, 11, number, client]).random() < share
+
+
+def _receipt(plan: RoundPlan, client: int, digest: str, is_included: bool) -> Receipt:
     return Receipt(
         assignment=f"a{plan.round}",
         client_id=f"client-{client}",
         task=plan.task,
         round=plan.round,
         attempt=plan.attempt,
-        outcome="included",
-        reason="included",
+        outcome="included" if is_included else "not-included",
+        reason="included" if is_included else "dropped-out",
         upload=digest,
         model=None,
         issued_at=0,
@@ -336,16 +361,18 @@ def table(store: Path, tasks: Sequence[str], *, is_tuned: bool = False) -> Itera
                 yield row
 
 
-def work_table(store: Path, tasks: Sequence[str]) -> Iterator[str]:
-    """Markdown, of the runs with other local work that are there, beside auto and FedAvg."""
+def variants(store: Path, tasks: Sequence[str], main: str) -> Iterator[str]:
+    """Markdown, beside auto and FedAvg, of the kind of `main` (other local work, fewer bits) on
+    the tasks and seeds that it was run on."""
     yield (
         "| task | recipe | seeds | newest ends | average ends | up to FedAvg's end - .5: times "
         "less than FedAvg, newest | average | MB up in all |"
     )
     yield "|" + "---|" * 8
     for task in tasks:
-        for recipe in ("auto", *(each for each in RECIPES if "steps" in each)):
-            needed = (recipe, "fedavg", "auto, steps x 4")
+        word = main.split()[1]
+        for recipe in ("auto", *(each for each in RECIPES if word in each)):
+            needed = (recipe, "fedavg", main)
             seeds = [s for s in SEEDS if all(_file(store, task, n, s).exists() for n in needed)]
             if not seeds:
                 continue
@@ -407,11 +434,13 @@ def link_table(store: Path, tasks: Sequence[str]) -> Iterator[str]:
             )
 
 
+def _is_usual(recipe: str) -> bool:
+    return "steps" not in recipe and "rdo" not in recipe
+
+
 def _row(store: Path, task: str, kind: str, *, is_tuned: bool) -> str:
     tune = "tuned " if is_tuned else ""
-    usual = [
-        each for each, made in RECIPES.items() if "steps" not in each and made.tuned == is_tuned
-    ]
+    usual = [each for each, made in RECIPES.items() if _is_usual(each) and made.tuned == is_tuned]
     tuned = [each for each in usual if any(_file(store, task, each, s).exists() for s in SEEDS)]
     has_momentum = any(each.startswith(f"{tune}fedavgm") for each in tuned)
     needed = [f"{tune}auto", f"{tune}fedavg"]
@@ -474,13 +503,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--data", type=Path, default=Path("data"), help="see accuracy_tasks.py")
     parser.add_argument("--tasks", default=",".join(accuracy_tasks.TASKS))
-    usual = ";".join(each for each in RECIPES if "steps" not in each and "tuned" not in each)
+    usual = ";".join(each for each in RECIPES if _is_usual(each) and "tuned" not in each)
     parser.add_argument("--recipes", default=usual, help="separated by semicolons")
     parser.add_argument("--seeds", default="0,1,2")
     parser.add_argument("--rounds", type=int, help="fewer than the task's own")
     parser.add_argument("--store", type=Path, default=STORE, help="where runs are kept")
     parser.add_argument("--table", action="store_true", help="print the table, run nothing")
     parser.add_argument("--work", action="store_true", help="the table of other local work")
+    parser.add_argument("--rdo", action="store_true", help="the table of rounding by bits")
     parser.add_argument("--links", action="store_true", help="the table of seconds on a link")
     parser.add_argument("--tuned", action="store_true", help="the table at FedAvg's best rate")
     parser.add_argument("--quick", action="store_true", help="digits, 12 rounds, FedAvg and auto")
@@ -510,8 +540,11 @@ def main() -> None:
     if asked.tuned:
         print("\n".join(table(store, tasks, is_tuned=True)))
         return
-    made = work_table if asked.work else link_table if asked.links else table
-    print("\n".join(made(store, tasks)))
+    if asked.work or asked.rdo:
+        main_recipe = "auto, rdo .14" if asked.rdo else "auto, steps x 4"
+        print("\n".join(variants(store, tasks, main_recipe)))
+        return
+    print("\n".join((link_table if asked.links else table)(store, tasks)))
 
 
 if __name__ == "__main__":
