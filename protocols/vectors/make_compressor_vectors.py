@@ -90,7 +90,7 @@ def configs() -> Iterator[tuple[str, Config, bool]]:
         {"id": "error_feedback", "inner": {"id": "topk", "fraction": 0.1}},
         False,
     )
-    for coder in ("huffman", "range"):
+    for coder in ("huffman", "range", "lanes"):
         yield f"coded-{coder}", {"id": "coded", "inner": sparse, "coder": coder}, False
     refined = {"first": sparse, "second": {"id": "ecsq", "control": "nmse", "target": 0.2}}
     yield "successive-refinement", {"id": "successive_refinement", **refined}, False

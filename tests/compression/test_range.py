@@ -480,8 +480,9 @@ def test_a_body_of_integers_is_bounded() -> None:
 @pytest.mark.parametrize(
     ("make", "said"),
     [
-        (lambda: Coded(TopK(), "zip"), "coder is huffman, range or auto"),  # type: ignore[arg-type]
+        (lambda: Coded(TopK(), "zip"), "coder is huffman, range, auto or lanes"),  # type: ignore[arg-type]
         (lambda: Coded(TopK(), contexts="next"), "contexts are none"),  # type: ignore[arg-type]
+        (lambda: Coded(TopK(), "lanes", "drift"), "lanes have no contexts"),
         (lambda: Coded(PerTensor()), "into per_tensor, not around"),
         (lambda: Coded(ErrorFeedback(TopK())), "goes around coded"),
         (lambda: Coded(3), "not a compressor"),  # type: ignore[arg-type]

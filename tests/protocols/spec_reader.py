@@ -357,8 +357,8 @@ class Mixture:
 
 
 class Plane:
-    def __init__(self, matrices: list[list[int]], contexts: list[int] | None) -> None:
-        self.matrices = matrices
+    def __init__(self, matrices: list[list[int]], contexts: list[int] | None, lanes: bool) -> None:
+        self.matrices, self.lanes = matrices, lanes
         self.size = sum(height * width for height, width in matrices)
         self._contexts = contexts
 
@@ -374,6 +374,8 @@ class Plane:
 
 
 def flags(body: Body, num: int, plane: Plane) -> list[int]:
+    if plane.lanes:
+        return laned_flags(body, num, plane)
     decoder = RangeDecoder(body)
     d = num * 2**32 // plane.size
     e = max(d, 2**16)
@@ -417,6 +419,8 @@ class History:
 
 def values(body: Body, most: int, signs: str, where: list[int], plane: Plane) -> list[Any]:
     """Pairs of magnitude and sign."""
+    if plane.lanes:
+        return laned_values(body, most, signs, where, plane)
     if not where or (most == 0 and signs != "all"):
         return [(0, 0)] * len(where)
     decoder = RangeDecoder(body)
@@ -467,10 +471,125 @@ def values(body: Body, most: int, signs: str, where: list[int], plane: Plane) ->
     return found
 
 
+class Lines:
+    """The row and the column of each coordinate: (kind, number) in the order of lines, or None."""
+
+    def __init__(self, matrices: list[list[int]]) -> None:
+        self.row: list[tuple[int, int]] = []
+        self.column: list[tuple[int, int] | None] = []
+        rows = columns = 0
+        for height, width in matrices:
+            for r in range(height if width else 0):
+                for q in range(width):
+                    self.row.append((0, rows + (r if height > 1 else q // 1024)))
+                    self.column.append((1, columns + q) if height > 1 else None)
+            if width and height:
+                rows += height if height > 1 else -(-width // 1024)
+                columns += width if height > 1 else 0
+
+
+def laned(body: Body, classes: list[int], alphabet_size: int) -> list[int]:
+    head = body.number(8)
+    num_lanes, g, m = 2 ** (head & 15), head >> 4 & 3, head >> 6
+    n = len(classes)
+    must(num_lanes <= n, "more lanes than symbols")
+    thresholds = [body.number(8) for _ in range(g)]
+    edges = [0, *thresholds, alphabet_size]
+    must(all(a < b for a, b in pairwise(edges)), "thresholds out of order")
+    occurring = sorted(set(classes))
+    num_tables, width = len(occurring) * (g + 1), alphabet_size - 1
+    numbers, _ = buckets(body, num_tables * width, 4097, m, False)
+    tables = {}
+    for t in range(num_tables):
+        others = numbers[t * width : (t + 1) * width]
+        must(sum(others) <= 4096, "frequencies of more than 4096")
+        tables[occurring[t // (g + 1)], t % (g + 1)] = [4096 - sum(others), *others]
+    groups = [range(j, min(j + 32, num_lanes)) for j in range(0, num_lanes, 32)]
+    num_words = [body.uvarint() for _ in groups]
+    states = [body.number(32) for _ in range(num_lanes)]
+    symbols = [0] * n
+    for lanes, size in zip(groups, num_words, strict=True):
+        stop = body.at + 16 * size
+        must(stop <= body.end, "the body ends within words")
+        longest = max(n * (j + 1) // num_lanes - n * j // num_lanes for j in lanes)
+        for i in range(longest):
+            for j in lanes:
+                at = n * j // num_lanes + i
+                if at >= n * (j + 1) // num_lanes:
+                    continue
+                memory = sum(i > 0 and symbols[at - 1] >= t for t in thresholds)
+                f, x = tables[classes[at], memory], states[j]
+                slot, s, below = x % 4096, 0, 0
+                while slot >= below + f[s]:
+                    below += f[s]
+                    s += 1
+                symbols[at] = s
+                x = f[s] * (x >> 12) + slot - below
+                if x < 2**16:
+                    must(body.at < stop, "too few words")
+                    x = 2**16 * x + body.number(16)
+                states[j] = x
+        must(body.at == stop, "words left over")
+    must(all(x == 2**16 for x in states), "a lane in another state")
+    return symbols
+
+
+def bits_of_lines(body: Body, where: list[int], plane: Plane) -> list[int]:
+    lines = Lines(plane.matrices)
+    met = {lines.row[p] for p in where} | {line for p in where if (line := lines.column[p])}
+    levels = dict(zip(sorted(met), alphabet(body, 16, len(met)), strict=True))
+    places = []
+    for k, p in enumerate(where):
+        row, column = levels[lines.row[p]], lines.column[p]
+        if row and (column is None or levels[column]):
+            places.append((k, row + (levels[column] if column else 0)))
+    found = [0] * len(where)
+    if places:
+        for (k, _), bit in zip(places, laned(body, [c for _, c in places], 2), strict=True):
+            found[k] = bit
+    return found
+
+
+def laned_flags(body: Body, num: int, plane: Plane) -> list[int]:
+    found = [p for p, bit in enumerate(bits_of_lines(body, list(range(plane.size)), plane)) if bit]
+    must(len(found) == num, "another number of flags")
+    return found
+
+
+def laned_values(body: Body, most: int, signs: str, where: list[int], plane: Plane) -> list[Any]:
+    if not where or (most == 0 and signs != "all"):
+        return [(0, 0)] * len(where)
+    head = body.number(8)
+    m, s = head & 7, head >> 3
+    e = bits(most + 2**m) - 1
+    size = 1 + (e - m) * 2**m + ((most + 2**m) >> (e - m)) - 2**m
+    must(size <= 256, "too many buckets")
+    lines = Lines(plane.matrices)
+    keys = [0] * len(where)
+    if most:
+        in_line: dict[Any, int] = {}
+        for p in where:
+            for line in (lines.row[p], lines.column[p]):
+                in_line[line] = in_line.get(line, 0) + 1
+        in_line[None] = 1
+        classes = [bits(in_line[lines.row[p]] * in_line[lines.column[p]]) >> s for p in where]
+        keys = laned(body, classes, size)
+    magnitudes = [((k % 2**m + 2**m) << (k >> m)) + body.number(k >> m) - 2**m for k in keys]
+    body.padding()
+    must(max(magnitudes) <= most, "a magnitude out of range")
+    signed = [k for k, x in enumerate(magnitudes) if signs == "all" or (x and signs != "none")]
+    found = [[x, 0] for x in magnitudes]
+    if signed:
+        drawn = bits_of_lines(body, [where[k] for k in signed], plane)
+        for k, sign in zip(signed, drawn, strict=True):
+            found[k][1] = sign
+    return found
+
+
 def range_positions(body: Body, size: int, at_most: int, plane: Plane) -> list[int]:
     head = body.number(8)
     absent = head >> 2 & 1
-    must(head >> 3 == 0, "no such mode of positions")
+    must(head >> 3 == plane.lanes, "no such mode of positions")
     num = body.uvarint()
     count = size - num if absent else num
     must(num > 0 and 0 <= count <= min(size, at_most), "too many coordinates, or none")
@@ -497,8 +616,8 @@ def range_symbols(body: Body, s: int, f: int, where: list[int], plane: Plane) ->
 
 def range_alphabet(body: Body, s: int, n: int, where: list[int] | None, plane: Plane) -> list[int]:
     head = body.number(8)
-    mode, f = head & 7, head >> 3
-    must(f <= 1, "no such parameter")
+    mode, f = head & 7, head >> 3 & 1
+    must(head >> 4 == plane.lanes, "no such parameter")
     if mode == 4:
         return range_symbols(body, s, f, list(range(n)) if where is None else where, plane)
     must(mode == 5 and where is None, "no such mode of an alphabet")
@@ -517,11 +636,12 @@ def range_integers(
     body: Body, bound: int, n: int, where: list[int] | None, plane: Plane
 ) -> list[int]:
     head = body.number(8)
-    if head == 3:
+    must(head >> 3 == plane.lanes, "no such parameter")
+    if head & 7 == 3:
         places = list(range(n)) if where is None else where
         pairs = values(body, bound, "those not 0", places, plane)
         return [-m if sign else m for m, sign in pairs]
-    must(head == 4 and where is None, "no such mode of integers")
+    must(head & 7 == 4 and where is None, "no such mode of integers")
     num = body.uvarint()
     must(2 * num <= n, "too many that are not 0")
     others = flags(body, num, plane) if num else []
@@ -559,19 +679,24 @@ def read(
     """The symbols of a body under a layout as the golden vectors write it; or Refused."""
     body, fields = Body(data), list[list[Any]]()
     last: list[int] = []
-    below = Plane([[1, 0]], None)
+    below = Plane([[1, 0]], None, False)
     for field, known in zip(layout, contexts or [None] * len(layout), strict=True):
         [(kind, given)] = field.items()
         coded: list[Any]
         if kind == "reals":
             fields.append(reals(body, given["count"], given["width"]))
             continue
-        ranges = given.get("coder", "huffman") != "huffman"
+        coder = given.get("coder", "huffman")
+        ranges = coder != "huffman"
         count = given["size"] if kind == "positions" else given["count"]
         tied = count is None
         n = len(last) if tied else count
         grid = given.get("grid")
-        plane = below if tied else Plane(grid["matrices"] if grid else [[1, n]], known)
+        plane = (
+            below
+            if tied
+            else Plane(grid["matrices"] if grid else [[1, n]], known, coder == "lanes")
+        )
         head = body.data[body.at // 8] if body.at < body.end else 0
         where = last if tied else None
         if kind == "positions":

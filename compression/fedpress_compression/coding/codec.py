@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import cast
+from typing import cast, get_args
 
 import numpy as np
 import numpy.typing as npt
@@ -136,7 +136,7 @@ def check_layout(layout: Layout) -> None:
 
 
 def _is_coded(coder: Coder, grid: Grid | None, size: int | None) -> bool:
-    return coder in ("huffman", "range", "auto") and (grid is None or grid.size == size)
+    return coder in get_args(Coder) and (grid is None or grid.size == size)
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,11 +185,9 @@ def _plane(
 ) -> ranged.Plane | None:
     if coder == "huffman":
         return None
-    if grid is None:
-        return ranged.Plane(np.array([[1, size]], np.int64), np.zeros(0, np.uint8))
-    matrices = np.array(grid.matrices, np.int64).reshape(-1, 2)
-    if grid.known is None:
-        return ranged.Plane(matrices, np.zeros(0, np.uint8))
+    matrices = np.array([[1, size]] if grid is None else grid.matrices, np.int64).reshape(-1, 2)
+    if grid is None or grid.known is None:
+        return ranged.Plane(matrices, np.zeros(0, np.uint8), coder == "lanes")
     if contexts is None or contexts.size != size:
         raise ConfigurationError(
             f"a field of {size} coordinates needs the contexts {grid.known}, but has "

@@ -16,8 +16,9 @@ import numpy.typing as npt
 
 from fedpress_compression.errors import InvalidUpdate
 
-Coder = Literal["huffman", "range", "auto"]
-"""The allowed codes of a field: static ones, the range coder's, or the shorter of both."""
+Coder = Literal["huffman", "range", "auto", "lanes"]
+"""The allowed codes of a field: static ones, the range coder's, or the shorter of both; or the
+shorter of static ones and interleaved lanes."""
 Known = Literal["previous", "drift", "activity"]
 """The vectors whose ranks can be contexts, see `compression.compressor.Public`."""
 

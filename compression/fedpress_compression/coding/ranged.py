@@ -1,8 +1,9 @@
-"""Fields under the range coder: a support as flags, values at their coordinates.
+"""Fields under the range coder or in lanes: a support as flags, values at their coordinates.
 
-The coder adapts to dense regions of a matrix and to its rows and columns, and uses contexts known
-to both ends: it takes a fifth to a third less than the static codes, for ten times their work. The
-layout says which fields may use it: decoding a support takes work for every coordinate.
+The range coder adapts to dense regions of a matrix and to its rows and columns, and uses contexts
+known to both ends: it takes a fifth to a third less than the static codes, for ten times their
+work. The layout says which fields may use it: decoding a support takes work for every coordinate.
+Fields in lanes have the same forms, see `laned`.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from typing import NamedTuple
 import numpy as np
 
 from fedpress_compression import kernels
+from fedpress_compression.coding import laned
 from fedpress_compression.coding.bits import Ints, Octets, Reader, uvarint
 from fedpress_compression.coding.sequences import Candidate
 from fedpress_compression.errors import DecodingError
@@ -30,10 +32,11 @@ _PARAMETER_SHIFT = 3
 @dataclass(frozen=True, slots=True)
 class Plane:
     """Coordinates as known to both ends: `matrices` [m, 2], heights and widths, concatenated, and a
-    context below 64 for each coordinate, or none."""
+    context below 64 for each coordinate, or none; in `lanes`, or else under the range coder."""
 
     matrices: Ints
     contexts: Octets
+    lanes: bool = False
 
     @property
     def size(self) -> int:
@@ -63,7 +66,7 @@ def plan_positions(positions: Ints, plane: Plane, at_most: int) -> Candidate | N
         left_out = np.ones(size, np.bool_)
         left_out[positions] = False
         positions, absent = np.flatnonzero(left_out), _ABSENT
-    head = bytes((POSITIONS | absent,)) + uvarint(positions.size)
+    head = bytes((POSITIONS | absent | plane.lanes << _PARAMETER_SHIFT,)) + uvarint(positions.size)
     flags = _flags(positions, plane, at_most - len(head))
     return _candidate(head + flags) if flags else None
 
@@ -73,7 +76,7 @@ def read_positions(reader: Reader, at_most: int, plane: Plane) -> Ints:
     head, size = reader.read(8), plane.size
     num = reader.uvarint()
     count = size - num if head & _ABSENT else num
-    if head & ~_ABSENT != POSITIONS:
+    if head & ~_ABSENT != POSITIONS | plane.lanes << _PARAMETER_SHIFT:
         raise DecodingError(f"positions in mode {head & 3} with parameter {head >> 3}")
     if not num or not 0 <= count <= min(size, at_most):
         raise DecodingError(
@@ -92,6 +95,8 @@ def read_positions(reader: Reader, at_most: int, plane: Plane) -> Ints:
 def _flags(positions: Ints, plane: Plane, at_most: int) -> bytes | None:
     if not positions.size:
         return b""
+    if plane.lanes:
+        return _within(laned.encode_flags(positions, plane.matrices), at_most)
     return kernels.encode_flags(
         positions, plane.size, plane.matrices, plane.contexts, max(0, at_most)
     )
@@ -100,6 +105,8 @@ def _flags(positions: Ints, plane: Plane, at_most: int) -> bytes | None:
 def _read_flags(reader: Reader, num: int, plane: Plane) -> Ints:
     if not num:
         return np.zeros(0, np.int64)
+    if plane.lanes:
+        return laned.read_flags(reader, num, plane.matrices)
     start, stop = reader.at >> 3, reader.end >> 3
     positions, end = kernels.decode_flags(
         reader.octets, start, stop, num, plane.size, plane.matrices, plane.contexts
@@ -118,7 +125,7 @@ def plan_symbols(
     common = int(np.bincount(symbols).argmax())
     best: Candidate | None = None
     for folded in (0, 1):
-        parameter = folded << _PARAMETER_SHIFT
+        parameter = (folded | plane.lanes << 1) << _PARAMETER_SHIFT
         coded = _symbols(symbols, size, folded, where, plane, at_most - 1)
         best = _shorter(best, bytes((SYMBOLS | parameter,)), coded)
         others = np.flatnonzero(symbols != common)
@@ -136,13 +143,14 @@ def plan_symbols(
 def read_symbols(reader: Reader, size: int, num: int, where: Ints | None, plane: Plane) -> Octets:
     """Read the output of `plan_symbols`."""
     head = reader.read(8)
-    mode, folded = head & 7, head >> _PARAMETER_SHIFT
+    mode, parameter = head & 7, head >> _PARAMETER_SHIFT
+    folded = parameter & 1
     if (
-        folded > 1
+        parameter >> 1 != plane.lanes
         or mode not in (SYMBOLS, SYMBOL_GAPS)
         or (mode == SYMBOL_GAPS and where is not None)
     ):
-        raise DecodingError(f"symbols in mode {mode} with parameter {folded}")
+        raise DecodingError(f"symbols in mode {mode} with parameter {parameter}")
     if mode == SYMBOLS:
         return _read_symbols(reader, size, folded, _places(where, num), plane)
     common = reader.read(8)
@@ -194,24 +202,27 @@ def plan_integers(
     magnitudes, signs = np.abs(values), (values < 0).astype(np.uint8)
     places = _places(where, values.size)
     coded = _values(magnitudes, signs, _Values(bound, 1), places, plane, at_most - 1)
-    best = _shorter(None, bytes((INTEGERS,)), coded)
+    parameter = plane.lanes << _PARAMETER_SHIFT
+    best = _shorter(None, bytes((INTEGERS | parameter,)), coded)
     others = np.flatnonzero(values)
     if where is None and 2 * others.size <= values.size:
         flags = _flags(others, plane, at_most)
         kind = _Values(bound - 1, 2)
         rest = _values(magnitudes[others] - 1, signs[others], kind, others, plane, at_most)
         both = None if flags is None or rest is None else flags + rest
-        best = _shorter(best, bytes((INTEGER_GAPS,)) + uvarint(others.size), both)
+        head = bytes((INTEGER_GAPS | parameter,)) + uvarint(others.size)
+        best = _shorter(best, head, both)
     return best if best is not None and best.size <= at_most else None
 
 
 def read_integers(reader: Reader, bound: int, num: int, where: Ints | None, plane: Plane) -> Ints:
     """Read the output of `plan_integers`."""
     head = reader.read(8)
-    if head == INTEGERS:
+    parameter = plane.lanes << _PARAMETER_SHIFT
+    if head == INTEGERS | parameter:
         magnitudes, signs = _read_values(reader, _Values(bound, 1), _places(where, num), plane)
         return np.where(signs, -magnitudes, magnitudes)
-    if head != INTEGER_GAPS or where is not None:
+    if head != INTEGER_GAPS | parameter or where is not None:
         raise DecodingError(f"integers in mode {head & 7} with parameter {head >> 3}")
     others = _read_others(reader, num, plane)
     magnitudes, signs = _read_values(reader, _Values(bound - 1, 2), others, plane)
@@ -240,6 +251,11 @@ def _values(
 ) -> bytes | None:
     if not where.size or kind.is_nothing:
         return b""
+    if plane.lanes:
+        coded = laned.encode_values(
+            magnitudes, signs, kind.signed, kind.most, where, plane.matrices
+        )
+        return _within(coded, at_most)
     return kernels.encode_values(
         *(magnitudes, signs, kind.signed, kind.most),
         *(where, plane.matrices, plane.contexts, max(0, at_most)),
@@ -249,15 +265,22 @@ def _values(
 def _read_values(reader: Reader, kind: _Values, where: Ints, plane: Plane) -> tuple[Ints, Octets]:
     if not where.size or kind.is_nothing:
         return np.zeros(where.size, np.int64), np.zeros(where.size, np.uint8)
-    start, stop = reader.at >> 3, reader.end >> 3
-    magnitudes, signs, end = kernels.decode_values(
-        *(reader.octets, start, stop, kind.signed, kind.most),
-        *(where, plane.matrices, plane.contexts),
-    )
-    reader.skip(8 * (end - start))
+    if plane.lanes:
+        magnitudes, signs = laned.read_values(reader, kind.signed, kind.most, where, plane.matrices)
+    else:
+        start, stop = reader.at >> 3, reader.end >> 3
+        magnitudes, signs, end = kernels.decode_values(
+            *(reader.octets, start, stop, kind.signed, kind.most),
+            *(where, plane.matrices, plane.contexts),
+        )
+        reader.skip(8 * (end - start))
     if int(magnitudes.max()) > kind.most:
         raise DecodingError(f"a magnitude of {magnitudes.max()}, at most {kind.most}")
     return magnitudes, signs
+
+
+def _within(data: bytes, at_most: int) -> bytes | None:
+    return data if len(data) <= at_most else None
 
 
 def _candidate(data: bytes) -> Candidate:

@@ -16,6 +16,7 @@ from fedpress_compression.kernels.huffman_reference import (
     write_streams,
     write_tables,
 )
+from fedpress_compression.kernels.lanes_reference import decode_lanes, encode_lanes
 from fedpress_compression.kernels.numbers_reference import (
     gaps_of,
     group,
@@ -68,8 +69,10 @@ __all__ = [
     "count_buckets",
     "count_streams",
     "decode_flags",
+    "decode_lanes",
     "decode_values",
     "encode_flags",
+    "encode_lanes",
     "encode_values",
     "evaluate",
     "gaps_of",

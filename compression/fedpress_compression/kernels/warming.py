@@ -16,6 +16,7 @@ def warm_up() -> None:
     _warm_vectors()
     _warm_fields()
     _warm_range_coder()
+    _warm_lanes()
 
 
 def _padded(data: bytes | Octets) -> Octets:
@@ -97,3 +98,11 @@ def _warm_range_coder() -> None:
     )
     octets = _padded(data or b"")
     kernels.decode_values(octets, 0, octets.size - GUARD, 1, 3, where, matrices, contexts)
+
+
+def _warm_lanes() -> None:
+    symbols, tables = np.arange(20).astype(np.uint8) % 2, np.full((1, 2), 2048, np.uint16)
+    contexts = np.zeros(20, np.uint8)
+    num_words, stream = kernels.encode_lanes(symbols, contexts, tables, 4)
+    memory = np.zeros(2, np.uint8)
+    kernels.decode_lanes(_padded(stream), 0, num_words, contexts, memory, tables, 4)

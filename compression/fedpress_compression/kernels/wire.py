@@ -9,6 +9,7 @@ Ints = npt.NDArray[np.int64]
 Octets = npt.NDArray[np.uint8]
 Words = npt.NDArray[np.uint64]
 Reals = npt.NDArray[np.float32]
+Tables = npt.NDArray[np.uint16]
 
 MAX_LENGTH = 12
 """Bits of the longest Huffman code."""
@@ -25,3 +26,10 @@ ROUNDS = 3
 
 GUARD = 8
 """Zero bytes after a body, so that a 64-bit window may begin at any of its bytes."""
+
+LANES = 32
+"""Lanes that share a string of words."""
+LANE_BITS = 12
+"""Frequencies of a table sum to 2**LANE_BITS."""
+LEAST_STATE = 1 << 16
+"""States of lanes are at least this; a lane's first, where the last symbol is encoded, is this."""
