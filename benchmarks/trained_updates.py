@@ -14,6 +14,14 @@ _CLIENT_IMAGES = 300
 
 def updates(seed: int = 0) -> dict[str, npt.NDArray[np.float32]]:
     """A flat update [size] of an MLP and of a CNN, the same for the same seed and torch."""
+    return {
+        name: np.concatenate([part.ravel() for part in update.values()])
+        for name, update in shaped(seed).items()
+    }
+
+
+def shaped(seed: int = 0) -> dict[str, dict[str, npt.NDArray[np.float32]]]:
+    """The same updates, by the names of their tensors."""
     torch.manual_seed(seed)
     mlp = nn.Sequential(nn.Linear(64, 512), nn.ReLU(), nn.Linear(512, 512), nn.ReLU())
     mlp.append(nn.Linear(512, 10))
@@ -32,17 +40,18 @@ def updates(seed: int = 0) -> dict[str, npt.NDArray[np.float32]]:
     return {"MLP": _update(mlp), "CNN": _update(cnn)}
 
 
-def _update(model: nn.Module) -> npt.NDArray[np.float32]:
+def _update(model: nn.Module) -> dict[str, npt.NDArray[np.float32]]:
     pixels, labels = load_digits(return_X_y=True)
     images = torch.tensor(pixels / 16, dtype=torch.float32)
     classes = torch.tensor(labels, dtype=torch.int64)
     for _ in range(_EPOCHS_BEFORE):
         _epoch(model, images[_CLIENT_IMAGES:], classes[_CLIENT_IMAGES:])
-    before = nn.utils.parameters_to_vector(model.parameters()).detach().clone()
+    before = [parameter.detach().clone() for parameter in model.parameters()]
     _epoch(model, images[:_CLIENT_IMAGES], classes[:_CLIENT_IMAGES])
-    after = nn.utils.parameters_to_vector(model.parameters()).detach()
-    change: npt.NDArray[np.float32] = (after - before).numpy()
-    return change
+    return {
+        name: (after.detach() - old).numpy()
+        for (name, after), old in zip(model.named_parameters(), before, strict=True)
+    }
 
 
 def _epoch(model: nn.Module, images: torch.Tensor, classes: torch.Tensor) -> None:
