@@ -603,15 +603,18 @@ assert "numba" not in sys.modules
 
 
 def test_the_choice_follows_the_setting_and_what_is_there() -> None:
-    assert kernels.choose("", installed=True, byte_order="little") == "numba"
-    assert kernels.choose("", installed=True, byte_order="big") == "numpy"
-    assert kernels.choose("", installed=False) == "numpy"
-    assert kernels.choose("numpy", installed=True) == "numpy"
-    assert kernels.choose("numba", installed=True) == "numba"
+    both = ("numba", "triton")
+    assert kernels.choose("", both, byte_order="little") == "numba"
+    assert kernels.choose("", both, byte_order="big") == "numpy"
+    assert kernels.choose("", ("triton",)) == "numpy"
+    for asked in ("numpy", *both):
+        assert kernels.choose(asked, both) == asked
     with pytest.raises(MissingExtra, match=r"fedpress\[fast\]"):
-        kernels.choose("numba", installed=False)
+        kernels.choose("numba", ())
+    with pytest.raises(MissingExtra, match=r"fedpress\[gpu\]"):
+        kernels.choose("triton", ("numba",))
     with pytest.raises(ConfigurationError, match=r"FEDPRESS_KERNELS must be .* not 'cuda'"):
-        kernels.choose("cuda", installed=True)
+        kernels.choose("cuda", both)
     with pytest.raises(AttributeError):
         _ = kernels.no_such_kernel
 

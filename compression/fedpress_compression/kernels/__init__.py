@@ -1,10 +1,11 @@
-"""Kernels: the inner loops of coding and compression, in numpy or, with numba, compiled.
+"""Kernels: the inner loops of coding and compression, in numpy, compiled by numba, or in Triton.
 
     from fedpress_compression import kernels
     kernels.largest(vector, k)
 
-Both give the same results, bit for bit. FEDPRESS_KERNELS=numpy or =numba selects one of them when
-this module is imported; numba itself is imported by the first kernel that runs. A kernel trusts its
+All give the same results, bit for bit. FEDPRESS_KERNELS=numpy, =numba or =triton selects them when
+this module is imported, triton only if asked; the library itself is imported by the first kernel
+that runs. A kernel trusts its
 arguments: data from the wire is validated by its caller or by the kernel, as its docstring says.
 """
 
@@ -13,6 +14,7 @@ from __future__ import annotations
 import importlib
 import os
 import sys
+from collections.abc import Collection
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
@@ -25,27 +27,33 @@ if TYPE_CHECKING:
 __all__ = ["CHOSEN", "limit_threads", "warm_up"]
 __all__ += reference.__all__
 
-_MODULES = {"numpy": "reference", "numba": "compiled"}
+_MODULES = {"numpy": "reference", "numba": "compiled", "triton": "on_device"}
+_EXTRAS = {"numba": "fast", "triton": "gpu"}
 
 
-def choose(asked: str, installed: bool, byte_order: str = sys.byteorder) -> str:
-    """Choose numpy or numba: the `asked` one, otherwise numba if possible.
+def choose(asked: str, installed: Collection[str], byte_order: str = sys.byteorder) -> str:
+    """Choose numpy, numba or triton: the `asked` one, otherwise numba if possible.
 
-    Raises MissingExtra if numba is not installed, ConfigurationError for any other value.
+    Raises MissingExtra if its library is not among those `installed`, ConfigurationError for any
+    other value.
     """
     if asked not in ("", *_MODULES):
-        raise ConfigurationError(f"FEDPRESS_KERNELS must be numpy or numba, not {asked!r}")
-    if asked == "numba" and not installed:
+        raise ConfigurationError(f"FEDPRESS_KERNELS must be numpy, numba or triton, not {asked!r}")
+    if asked in _EXTRAS and asked not in installed:
         raise MissingExtra(
-            "FEDPRESS_KERNELS=numba, but numba is not installed",
-            hint="pip install fedpress[fast], or unset it: numpy's kernels give the same bytes",
+            f"FEDPRESS_KERNELS={asked}, but {asked} is not installed",
+            hint=f"pip install fedpress[{_EXTRAS[asked]}], or unset it: numpy's kernels give the "
+            "same bytes",
         )
     # The compiled kernels read words of little-endian memory.
-    return asked or ("numba" if installed and byte_order == "little" else "numpy")
+    return asked or ("numba" if "numba" in installed and byte_order == "little" else "numpy")
 
 
-CHOSEN = choose(os.environ.get("FEDPRESS_KERNELS", ""), find_spec("numba") is not None)
-"""The kernels in use: numpy or numba."""
+CHOSEN = choose(
+    os.environ.get("FEDPRESS_KERNELS", ""),
+    [name for name in _EXTRAS if find_spec(name) is not None],
+)
+"""The kernels in use: numpy, numba or triton."""
 
 
 def limit_threads(most: int) -> int:

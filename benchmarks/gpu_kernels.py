@@ -1,0 +1,87 @@
+"""Speed of Triton's kernels on a GPU, beside the speed of its memory.
+
+    python benchmarks/gpu_kernels.py [--size 10000000]
+
+Times are medians of `triton.testing.do_bench`, which leaves the caches cold. GB/s are of the bytes
+that a case has to read and write: float32 in for a selection, which reads them twice. Nothing
+crosses the bus. Needs fedpress[gpu] and a GPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+
+Case = tuple[Callable[[], Any], int]
+SEED, SHARE = 0, 0.01
+
+
+def cases(size: int) -> dict[str, Case]:
+    """What is timed, and its bytes, for vectors of `size` float32."""
+    from fedpress_compression.kernels import on_device as gpu
+
+    torch.manual_seed(SEED)
+    vector = torch.randn(size, device=gpu.DEVICE)
+    residual, total = torch.randn_like(vector), torch.empty_like(vector)
+    noise = torch.rand(size, dtype=torch.float64, device=gpu.DEVICE)
+    k = max(1, int(SHARE * size))
+    symbols = gpu.device_quantise(vector, 0.5, 7, None)
+    counts = torch.bincount(symbols.to(torch.int64), minlength=15).cpu().numpy()
+    tables = torch.from_numpy(frequencies(counts)).to(gpu.DEVICE)
+    zeros = torch.zeros(size, dtype=torch.uint8, device=gpu.DEVICE)
+    memory = torch.zeros(15, dtype=torch.uint8, device=gpu.DEVICE)
+    num_lanes = min(1 << 15, 1 << max(0, (size // 512).bit_length() - 1))
+    num_words, states, words = gpu.device_encode(symbols, zeros, tables, num_lanes)
+    words = words.to(torch.int64)
+    where = gpu.device_largest(vector, None, k, None)[0]
+    sums = torch.zeros(size, dtype=torch.int64, device=gpu.DEVICE)
+    table = torch.arange(15, dtype=torch.int64, device=gpu.DEVICE)
+    decode = partial(gpu.device_decode, states, words, num_words, zeros, memory, tables)
+    return {
+        "copy": (lambda: total.copy_(vector), 8 * size),
+        "largest": (partial(gpu.device_largest, vector, None, k, None), 8 * size),
+        "sum and largest": (partial(gpu.device_largest, vector, residual, k, total), 16 * size),
+        "quantise": (partial(gpu.device_quantise, vector, 0.5, 7, None), 5 * size),
+        "quantise at random": (partial(gpu.device_quantise, vector, 0.5, 7, noise), 13 * size),
+        "pack": (partial(gpu.device_pack, symbols, 4), size + size // 2),
+        "encode lanes": (partial(gpu.device_encode, symbols, zeros, tables, num_lanes), 2 * size),
+        "decode lanes": (decode, 2 * size),
+        "decode-add": (
+            partial(gpu.device_add_table_at, sums, where, symbols[:k], table),
+            25 * where.numel(),
+        ),
+    }
+
+
+def frequencies(counts: Any) -> Any:
+    """One table of frequencies that sum to 4096, 1 or more for what occurs."""
+    shares = np.where(counts > 0, 1 + counts * (4096 - len(counts)) // counts.sum(), 0)
+    shares[counts.argmax()] += 4096 - shares.sum()
+    return shares.astype(np.int64)[np.newaxis]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--size", type=int, default=10_000_000)
+    asked = parser.parse_args()
+    if not torch.cuda.is_available():
+        raise SystemExit("this benchmark needs a GPU that torch can use, and there is none")
+    from triton.testing import do_bench
+
+    print(f"{torch.cuda.get_device_name()}, {asked.size:,} values")
+    speeds = {
+        name: num_bytes / do_bench(call, return_mode="median") / 1e6
+        for name, (call, num_bytes) in cases(asked.size).items()
+    }
+    print("| case | GB/s | share of a copy's |\n|---|---|---|")
+    for name, speed in speeds.items():
+        print(f"| {name} | {speed:.0f} | {speed / speeds['copy']:.2f} |")
+
+
+if __name__ == "__main__":
+    main()
