@@ -243,14 +243,14 @@ def at(points: Sequence[Point], error: float) -> float:
 def _others(update: Vector, file: Updates, only: Sequence[str]) -> dict[str, list[Point]]:
     """By method of other projects, its points; those whose package is missing are left out."""
     points = dict[str, list[Point]]()
-    sources: Sequence[tuple[str, Callable[[], dict[str, list[Point]]]]] = (
+    coders: tuple[tuple[str, Callable[[], dict[str, list[Point]]]], ...] = (
         ("zstandard", lambda: {METHODS[0]: [float16(update)]}),
         ("fedpress", lambda: {METHODS[1]: eden(update, file)}),
         ("openfl", lambda: openfl(update, file)),
         ("fedlab", lambda: fedlab(update, file)),
         ("nncodec", lambda: {METHODS[2]: nncodec(update, file)}),  # last: it hides modules
     )
-    for package, runs in sources:
+    for package, runs in coders:
         if only and package not in only:
             continue
         try:

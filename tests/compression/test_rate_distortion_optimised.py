@@ -129,7 +129,7 @@ def test_the_rate_sent_is_the_rate_asked_for(target: float, rdo: float, kind: st
     made = Ecsq("bits", target, rdo=rdo)
     for _ in range(12 if kind == "residual" else 0):
         new = rng.standard_t(3, SPEC.size).astype(np.float32)
-        update += new - received(made, update, SPEC)[1]
+        update = (update + new - received(made, update, SPEC)[1]).astype(np.float32)
     bits = 8 * received(made, update, SPEC)[0] / SPEC.size
     assert 0.94 * target <= bits <= target
 
