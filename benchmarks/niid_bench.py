@@ -63,7 +63,7 @@ class Silos(Task):
     ) -> Vector:
         assert support is None
         self._load(model)
-        parameters = list(self.network.parameters())
+        parameters: list[torch.Tensor] = list(self.network.parameters())
         before = [each.detach().clone() for each in parameters]
         velocity = [torch.zeros_like(each) for each in parameters]
         for _ in range(EPOCHS):
@@ -112,16 +112,27 @@ def made(data: Path, seed: int, proximal: float) -> Silos:
         return images.contiguous(memory_format=torch.channels_last)
 
     inputs, labels, test_inputs, test_labels = arrays
-    network = nn.Sequential(  # a rectifier after the pool does the same work on a quarter
+    network: nn.Module = nn.Sequential(  # a rectifier after the pool: the same on a quarter
         nn.Conv2d(1, 6, 5), nn.MaxPool2d(2), nn.ReLU(),
         nn.Conv2d(6, 16, 5), nn.MaxPool2d(2), nn.ReLU(), nn.Flatten(),
         nn.Linear(256, 120), nn.ReLU(), nn.Linear(120, 84), nn.ReLU(), nn.Linear(84, 10),
-    ).to(memory_format=torch.channels_last)  # fmt: skip
+    )  # fmt: skip
+    for each in network.parameters():
+        if each.dim() == 4:
+            each.data = each.data.contiguous(memory_format=torch.channels_last)
     own = labels.astype(np.int64)
+    clients = shares(own, CLIENTS, 0.5, seed)
+    answers = torch.from_numpy(test_labels.astype(np.int64))
     return Silos(
-        *(scaled(inputs), torch.from_numpy(own), scaled(test_inputs)),
-        *(torch.from_numpy(test_labels.astype(np.int64)), shares(own, CLIENTS, 0.5, seed)),
-        *(network, CLIENTS, 0, BATCH, RATE, ROUNDS, proximal),
+        *(scaled(inputs), torch.from_numpy(own), scaled(test_inputs), answers),
+        clients,
+        network,
+        cohort=CLIENTS,
+        steps=0,
+        batch=BATCH,
+        rate=RATE,
+        rounds=ROUNDS,
+        proximal=proximal,
     )
 
 
@@ -194,8 +205,8 @@ def main() -> None:
     for seed in (int(seed) for seed in asked.seeds.split(",")) if not asked.table else ():
         for recipe in asked.recipes.split(";"):
             file = asked.store / f"{recipe}-{seed}.json"
-            kept = json.loads(file.read_text()) if file.exists() else {"rounds": [0], "of": None}
-            if kept["rounds"][-1] != kept["of"]:
+            kept: dict[str, Any] = json.loads(file.read_text()) if file.exists() else {}
+            if not kept or kept["rounds"][-1] != kept["of"]:
                 run(recipe, seed, asked.data, asked.rounds, file)
     print("\n".join(table(asked.store)))
 
