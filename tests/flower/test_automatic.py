@@ -246,7 +246,7 @@ def test_who_is_probed_is_in_a_plan_of_one_profile_that_older_clients_read(tmp_p
         plan = RoundPlan.from_json(str(message.content[envelope.RECORD][envelope.PLAN]))
         assert len(plan.profiles) == 1
         names.setdefault(plan.round, []).append(plan.profiles[0].name)
-    assert sorted(names[4]) == ["0.2-bit", "0.2-bit", "probe", "probe"]
+    assert sorted(names[4]) == ["0.57-bit", "0.57-bit", "probe", "probe"]
     probed = [
         {m.metadata.dst_node_id for m in fleet.sent if _is_probe(m, number)} for number in (4, 34)
     ]
@@ -280,7 +280,7 @@ def test_an_average_that_is_asked_for_is_served_too(tmp_path: Path) -> None:
 
 def test_the_loss_that_clients_measure_takes_the_rate_back() -> None:
     rates = Rates(Auto(share=0))
-    rates.begin(60)
+    rates.begin(90)
     names = []
     for number in range(1, 31):
         names.append(rates.opened(number, 10)[0].name)
@@ -293,7 +293,7 @@ def test_the_loss_that_clients_measure_takes_the_rate_back() -> None:
 
 def test_evaluations_count_before_what_training_says() -> None:
     rates = Rates(Auto(share=0))
-    rates.begin(60)
+    rates.begin(90)
     names = []
     for number in range(1, 31):
         names.append(rates.opened(number, 10)[0].name)
@@ -304,7 +304,7 @@ def test_evaluations_count_before_what_training_says() -> None:
 
 
 def test_a_short_run_with_few_clients_sends_more_at_once() -> None:
-    for auto, name in ((Auto(), "0.2-bit"), (Auto(gap=0.5), "0.1-bit")):
+    for auto, name in ((Auto(), "0.57-bit"), (Auto(gap=0.5), "0.1-bit")):
         rates = Rates(auto)
         rates.begin(30)
         assert rates.opened(1, 4)[0].name == name
