@@ -5,6 +5,7 @@ A comment before a block says more about it, to this test and to nobody who read
 
     <!-- file: NAME -->         the block is this file's content
     <!-- beside -->             another terminal: the next blocks that are not so wait for its end
+    <!-- needs: MODULE -->      run where this module is installed
     <!-- not run: REASON -->    shown, and not run
 
 Blocks without a language are shell, `python` are scripts, `text` shows output. A shell's exports
@@ -22,6 +23,7 @@ import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -47,7 +49,8 @@ _REPLACED = (
     (r"^pip install (\./\S+)$", f"'{{python}}' -m pip install {_OFFLINE} --target '{{site}}' \\1"),
     (r"^pip install .*$", ":"),
     (r"^python3? -m venv .*$", ":"),
-    (r"^export FEDPRESS_ADMIN_TOKEN=.*$", ":"),
+    (r"^\. \.venv/bin/activate$", ":"),
+    (r"openssl rand -hex 32 > admin-token", f"printf %s '{ADMIN_TOKEN}' > admin-token"),
     (r"^fedpress server run .*$", ":"),
 )
 
@@ -95,6 +98,8 @@ class Reader:
     def take(self, block: Block) -> None:
         """Do with a block what its mark and its language say."""
         kind, _, argument = block.mark.partition(": ")
+        if kind == "needs" and find_spec(argument) is None:
+            return
         if kind == "not run" or block.language == "text":
             assert kind != "not run" or argument, "a block that is not run says why"
             return
@@ -190,9 +195,10 @@ class Reader:
 def test_a_page_says_of_every_block_what_it_is(page: str) -> None:
     for block in blocks_of(page):
         kind, _, argument = block.mark.partition(": ")
-        assert kind in ("", "file", "beside", "not run"), f"what is {block.mark!r}?"
-        assert argument or kind not in ("file", "not run"), f"{block.mark!r} says too little"
-        assert kind or block.language in ("", "python", "text"), block.text[:200]
+        assert kind in ("", "file", "beside", "needs", "not run"), f"what is {block.mark!r}?"
+        assert argument or kind in ("", "beside"), f"{block.mark!r} says too little"
+        is_run = kind in ("", "needs")
+        assert not is_run or block.language in ("", "python", "text"), block.text[:200]
 
 
 @pytest.mark.slow
@@ -201,6 +207,8 @@ def test_a_page_says_of_every_block_what_it_is(page: str) -> None:
 def test_a_page_runs_from_top_to_bottom(page: str, tmp_path: Path) -> None:
     if "flower" in page:
         pytest.importorskip("flwr")
+    if "peft" in page:
+        pytest.importorskip("peft", reason="PEFT is not installed: pip install fedpress[peft]")
     server = ServerProcess(tmp_path / "server")
     blocks = list(blocks_of(page))
     if not any("fedpress server run" in block.text for block in blocks):
