@@ -40,6 +40,8 @@ PAGES += sorted(
     for page in (ROOT / "docs").rglob("*.md")
     if (name := page.relative_to(ROOT).as_posix()) not in PAGES
 )
+CHECKED = [*PAGES, *sorted(p.relative_to(ROOT).as_posix() for p in ROOT.glob("examples/*/*.md"))]
+"""Pages whose commands are checked; tests/examples run what those of the examples run."""
 WALKED = re.compile(r"docs/(quickstart-|tutorials/|guides/)")
 """Pages that tests/system/test_walkthroughs.py runs whole, each in a folder of its own."""
 
@@ -202,7 +204,7 @@ def lines_of(page: str) -> Iterator[Line]:
                 yield Line(page, re.sub(r"\s+#.*$", "", line))
 
 
-ALL = [line for page in PAGES for line in lines_of(page)]
+ALL = [line for page in CHECKED for line in lines_of(page)]
 
 
 def calls(text: str) -> Iterator[list[str]]:
