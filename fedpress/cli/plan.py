@@ -84,7 +84,11 @@ from fedpress_protocols.errors import ConfigurationError
 @click.option("--latency", type=float, help="Of --ddp: seconds of one message: 0.00005.")
 @click.option("--steps", type=int, help="Of --ddp: steps of the training: 100,000.")
 @click.option("--price-hour", type=float, help="Of --ddp: price of one process for an hour.")
-@click.option("--price-gb", type=float, help="Of --ddp: price of a GB that a process sends.")
+@click.option(
+    "--price-gb",
+    type=float,
+    help="Price of a GB on a device's link; of --ddp: that a process sends.",
+)
 @click.option(
     "--json", "json_file", metavar="FILE|-", help="Write the figures here; - prints them alone."
 )
@@ -159,7 +163,7 @@ def plan(
             "options of a trial, and no trial is asked for", hint="add --trial, or remove them"
         )
     report = planned(
-        Situation(model, spec, size, downlink=chosen_downlink, **asked),
+        Situation(model, spec, size, downlink=chosen_downlink, price_gb=price_gb or 0.0, **asked),
         own,
         real,
         Trial(**chosen) if trial else None,
@@ -186,7 +190,7 @@ def _check_options(
         required = ("processes", "step_seconds", "network")
         allowed = {"model", "ddp", "most_loss", "json_file", *cluster}
     else:
-        required, allowed = ("uplink",), set(context.params) - set(cluster)
+        required, allowed = ("uplink",), set(context.params) - set(cluster) | {"price_gb"}
     by_name = {each.name: each.opts[0] for each in context.command.params}
     absent = [by_name[name] for name in required if context.params[name] is None]
     if absent:

@@ -24,8 +24,9 @@ from fedpress_protocols.plan import MaskingTerms
 
 _HEADINGS = (
     *("profile", "up", "times less", "down", "up s", "codec s", "round s", "in time"),
-    *("all up", "loss on digits"),
+    "all up",
 )
+_LOSS = "loss on digits"
 _TRIAL_HEADINGS = (
     *("trial", "body expected", "measured", "times less", "nmse", "accuracy %", "loss"),
 )
@@ -82,7 +83,7 @@ class Report:
             f"links {asked.up:g} Mbit/s up, {asked.down:g} down; {seconds(asked.compute)} of "
             f"training; codec CPU of this machine ({kernels.CHOSEN}) x {asked.slowdown:g}",
             "",
-            *aligned([_HEADINGS, *(self._cells(row) for row in self.rows)]),
+            *aligned([self._headings, *(self._cells(row) for row in self.rows)]),
         ]
         lines += [f"{name}: {why}" for name, why in self.refused.items()]
         lines += self._of_trial()
@@ -166,8 +167,18 @@ class Report:
             _short(row.round_seconds),
             "yes" if row.in_time else "no",
             _bytes(asked.cohort * asked.rounds * row.upload),
+            *((f"{self.money(row):,.2f}",) if asked.price_gb else ()),
             "" if row.candidate.baseline else "unknown" if loss is None else f"{loss:.1f}",
         )
+
+    def money(self, row: Row) -> float:
+        """The price of all devices' bytes in both directions, over all rounds."""
+        asked = self.situation
+        return asked.cohort * asked.rounds * (row.upload + row.download) * asked.price_gb / 1e9
+
+    @property
+    def _headings(self) -> tuple[str, ...]:
+        return (*_HEADINGS, *(("money",) if self.situation.price_gb else ()), _LOSS)
 
     @property
     def _baseline(self) -> Row:
@@ -224,6 +235,7 @@ def _plain(row: Row, report: Report) -> dict[str, Any]:
         "upload_bytes": row.upload,
         "download_bytes": row.download,
         "all_rounds_bytes": {"up": whole * row.upload, "down": whole * row.download},
+        "money": report.money(row),
         "seconds": {
             "down": row.down_seconds,
             "codec": row.codec_seconds,

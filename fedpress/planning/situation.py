@@ -26,7 +26,7 @@ class Situation:
     `compute` is the training of one round on the device. `slowdown` is how many times slower than
     this machine the device does its compressing and coding. All devices together get no more than
     `server_link` from the server, and as much to it. `most_loss`, in points of accuracy, is what a
-    profile may cost to be recommended.
+    profile may cost to be recommended. `price_gb` is the price of 1e9 bytes on a device's link.
     """
 
     model: str
@@ -48,6 +48,7 @@ class Situation:
     """True if bytes cost more than seconds."""
     coded_downloads: bool = False
     """True if the task has a `downlink`."""
+    price_gb: float = 0.0
 
     def __post_init__(self) -> None:
         positive = {
@@ -64,6 +65,7 @@ class Situation:
             "--compute": self.compute,
             "--round-trip": self.round_trip,
             "--most-loss": self.most_loss,
+            "--price-gb": self.price_gb,
         }
         for name, value in others.items():
             if not 0 <= value < math.inf:

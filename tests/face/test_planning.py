@@ -312,6 +312,20 @@ def test_the_command_prints_a_table_and_its_figures(tmp_path: Path) -> None:
         assert f"`{key}" in page
 
 
+def test_a_price_of_the_link_gives_the_money_of_all_rounds() -> None:
+    asked = ("50826", "--link", "0.2", "--cohort", "10", "--rounds", "30")
+    done = fedpress(*asked, "--price-gb", "2", "--json", "-")
+    assert done.exit_code == 0, done.output
+    for each in json.loads(done.output)["profiles"]:
+        num_bytes = sum(each["all_rounds_bytes"].values())
+        assert num_bytes == 300 * (each["upload_bytes"] + each["download_bytes"])
+        assert each["money"] == pytest.approx(2 * num_bytes / 1e9)
+    for price in ("-1", "nan"):
+        refused = fedpress(*asked, "--price-gb", price)
+        assert isinstance(refused.exception, ConfigurationError)
+        assert "--price-gb" in str(refused.exception)
+
+
 def test_figures_alone_go_to_a_pipe_and_own_compressors_are_measured_too() -> None:
     done = fedpress(
         *("50826", "--link", "5", "--json", "-", "--compressor", "topk:fraction=0.05"),
