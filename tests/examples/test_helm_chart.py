@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import importlib.util
+import re
 import shutil
+import subprocess
 from collections.abc import Iterator
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,6 +16,7 @@ import yaml
 
 from fedpress_server import Settings
 from fedpress_server.metrics import Metrics
+from tests.compose import chart
 from tests.golden.render_chart import CASES, CHART, RENDERED, digest, rendered
 
 Manifest = dict[str, Any]
@@ -240,6 +244,18 @@ def test_by_default_devices_come_in_operators_do_not_and_servers_reach_their_sto
     rules = one("everything", "NetworkPolicy", "demo-api")["spec"]["ingress"]
     assert [each["ports"][0]["port"] for each in rules] == ["devices", "operators"]
     assert all("from" in each for each in rules)
+
+
+def test_the_readme_has_the_commands_that_are_executed_on_a_cluster() -> None:
+    readme = chart.Readme({"-n fl ": "-n elsewhere "})
+    used = re.findall(r'\.block\("([^"]+)", "([^"]+)"\)', Path(chart.__file__).read_text())
+    assert len(used) > 8
+    for heading, containing in used:
+        block = readme.block(heading, containing)
+        assert containing in block
+        assert "-n fl " not in block
+        if shutil.which("bash"):
+            subprocess.run(["bash", "-n", "-c", block], check=True)
 
 
 def test_values_and_their_schema_name_the_same() -> None:
