@@ -15,9 +15,11 @@ BITS = (0.8, 0.57, 0.4, 0.28, 0.2, 0.14, 0.1, 0.07, 0.05)
 USUAL = 6
 """The rung that the usual gap asks for; the rungs beyond it are for a larger gap."""
 _USUAL_GAP = 0.5
-_ENOUGH = 90.0
-"""Bits a value that all uploads of a task together have at least: 900 of .1 bit. Less tells too
-little, and so few uploads cost little: as much as three in float32."""
+_ENOUGH = 24.0
+"""Bits a value that all uploads of a task together have at least: 240 of .1 bit. Less tells too
+little, and so few uploads cost little: three quarters of a single one in float32."""
+_ENOUGH_ONCE = 90.0
+"""The same where clients upload seldom, so that much of what they keep back is never sent."""
 MAX_RATIO = 30.0
 """Of a residual's norm to the new update's: 10 cuts residuals of devices that have learnt their
 data, and an update that diverged is a thousand times the usual one."""
@@ -57,7 +59,10 @@ def completed(fields: Mapping[str, Any]) -> dict[str, Any]:
         return {**values, **_masked(values)}
     auto = next(each for each in policies if each["id"] == "auto")
     is_free = len(policies) == 1 and _BOUNDS.isdisjoint(auto)
-    levels = rate_levels(auto.get("gap", _USUAL_GAP), _uploads(values) if is_free else None)
+    uploads = _uploads(values) if is_free else None
+    levels = rate_levels(auto.get("gap", _USUAL_GAP), uploads)
+    if reserve := reserved(len(levels), uploads):
+        policies = ({"reserve": reserve, **auto},)
     return {**values, "policies": tuple(policies), "profiles": levels}
 
 
@@ -120,6 +125,15 @@ def strategy_for(rounds: int, *, is_masked: bool = False) -> dict[str, Any]:
     if not is_masked:
         inner = {"id": "spike_clipping", "ratio": 1.5, "inner": inner}
     return {"id": "ema", "decay": round(1 - 1 / over, 4), "inner": inner}
+
+
+def reserved(num_levels: int, uploads: int | None) -> int:
+    """How many of the most compressed of `num_levels` send too little in `uploads`, all of the
+    task, unless clients upload often."""
+    if not uploads:
+        return 0
+    enough = [rung for rung, bits in enumerate(BITS) if bits > 0.97 * _ENOUGH_ONCE / uploads]
+    return max(0, num_levels - 1 - max(enough, default=0))
 
 
 def masked_default(*, is_restricted: bool) -> tuple[dict[str, Any], dict[str, Any]]:

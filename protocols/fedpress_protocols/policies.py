@@ -230,6 +230,9 @@ class Auto(Term):
     share: Annotated[float, Field(ge=0, le=0.5)] = 0.5
     floor: Annotated[float, Field(ge=0, lt=1)] = 0.55
     rise: Annotated[float, Field(gt=0)] = 0.3
+    reserve: Annotated[int, Field(ge=0, le=100)] = 0
+    """Of the most compressed profiles, those that wait for clients that upload nine times in the
+    task or more often, as the server estimates."""
     reference: Profile = Profile(
         name="probe", compressor=Coded(Ecsq("nmse", 0.1), contexts="previous")
     )

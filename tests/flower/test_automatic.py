@@ -112,7 +112,7 @@ def test_a_simulation_that_names_nothing_makes_the_models_of_a_servers_task(tmp_
     settings = Settings(**QUICK, rounds=7, engine="local")
     simulated = simulate(settings, tmp_path / "simulated")
     assert [row.model for row in simulated.rows] == models_over_http(tmp_path, settings)
-    assert [row.profile for row in simulated.rows] == ["0.8-bit"] * 4 + ["0.57-bit"] * 3
+    assert [row.profile for row in simulated.rows] == ["0.8-bit"] * 7
 
 
 def test_the_histories_of_a_default_run_have_decisions_and_their_reasons(tmp_path: Path) -> None:
@@ -218,7 +218,7 @@ def test_a_flower_user_who_names_nothing_has_the_default(tmp_path: Path) -> None
 
     result = run(strategy, fleet, 6, BEFORE, evaluate_fn=evaluate)
     reports = strategy.reports
-    assert [report.profile for report in reports[:4]] == ["0.57-bit"] * 4
+    assert [report.profile for report in reports[:4]] == ["0.8-bit"] * 4
     probe = reports[3].course
     assert probe is not None
     assert probe.probe
@@ -246,7 +246,7 @@ def test_who_is_probed_is_in_a_plan_of_one_profile_that_older_clients_read(tmp_p
         plan = RoundPlan.from_json(str(message.content[envelope.RECORD][envelope.PLAN]))
         assert len(plan.profiles) == 1
         names.setdefault(plan.round, []).append(plan.profiles[0].name)
-    assert sorted(names[4]) == ["0.57-bit", "0.57-bit", "probe", "probe"]
+    assert sorted(names[4]) == ["0.2-bit", "0.2-bit", "probe", "probe"]
     probed = [
         {m.metadata.dst_node_id for m in fleet.sent if _is_probe(m, number)} for number in (4, 34)
     ]
@@ -280,10 +280,10 @@ def test_an_average_that_is_asked_for_is_served_too(tmp_path: Path) -> None:
 
 def test_the_loss_that_clients_measure_takes_the_rate_back() -> None:
     rates = Rates(Auto(share=0))
-    rates.begin(90)
+    rates.begin(60)
     names = []
     for number in range(1, 31):
-        names.append(rates.opened(number, 10)[0].name)
+        names.append(rates.opened(number, 10, 10)[0].name)
         rates.trained(number, MetricRecord({"train_loss": 1.0 if number < 18 else 3.0}))
         rates.evaluated(number, None)
         rates.closed(None, 1000)
@@ -293,10 +293,10 @@ def test_the_loss_that_clients_measure_takes_the_rate_back() -> None:
 
 def test_evaluations_count_before_what_training_says() -> None:
     rates = Rates(Auto(share=0))
-    rates.begin(90)
+    rates.begin(60)
     names = []
     for number in range(1, 31):
-        names.append(rates.opened(number, 10)[0].name)
+        names.append(rates.opened(number, 10, 10)[0].name)
         rates.trained(number, MetricRecord({"train_loss": 1.0 if number < 18 else 3.0}))
         rates.evaluated(number, MetricRecord({"accuracy": 0.1, "eval_loss": 1 / number}))
         rates.closed(None, 1000)
@@ -304,10 +304,10 @@ def test_evaluations_count_before_what_training_says() -> None:
 
 
 def test_a_short_run_with_few_clients_sends_more_at_once() -> None:
-    for auto, name in ((Auto(), "0.57-bit"), (Auto(gap=0.5), "0.1-bit")):
+    for auto, name in ((Auto(), "0.2-bit"), (Auto(gap=0.5), "0.1-bit")):
         rates = Rates(auto)
         rates.begin(30)
-        assert rates.opened(1, 4)[0].name == name
+        assert rates.opened(1, 4, 4)[0].name == name
 
 
 def test_a_budget_of_bytes_raises_the_compression() -> None:

@@ -280,7 +280,7 @@ def test_a_task_without_a_compressor_runs_auto_and_goes_on_after_a_restart(
     profiles = []
     with start() as http:
         operator = Operator(http)
-        operator.begin(model, profiles=None, cohort={"size": 4, "minimum": 4}, rounds=113)
+        operator.begin(model, profiles=None, cohort={"size": 4, "minimum": 4}, rounds=225)
         devices = [Device(http, clock) for _ in range(4)]
         for device in devices:
             device.enrol(operator.token())
@@ -305,13 +305,13 @@ def test_a_task_without_a_compressor_runs_auto_and_goes_on_after_a_restart(
     after = resumed(5)
     assert [each.course for each in after[:7]] == [each.course for each in before[:7]]
     probe = ["probe", "probe"]
-    assert profiles[:3] == [["0.2-bit"] * 4] * 3
-    assert profiles[3] == ["0.2-bit", "0.2-bit", *probe], "round 4 is the first probe"
-    assert profiles[4:] == [["0.2-bit"] * 4] * 8
+    assert profiles[:3] == [["0.1-bit"] * 4] * 3
+    assert profiles[3] == ["0.1-bit", "0.1-bit", *probe], "round 4 is the first probe"
+    assert profiles[4:] == [["0.1-bit"] * 4] * 8
     courses = [each.course for each in after if each.course is not None]
     assert courses[3].comparison is not None
     assert courses[10].pace is not None
-    assert (courses[10].pace.rung, courses[10].pace.probes) == (BITS.index(0.2), 1)
+    assert (courses[10].pace.rung, courses[10].pace.probes) == (BITS.index(0.1), 1)
     whys = {each.round: each.why for each in courses if each.why}
     assert whys == {1: "begin at the most compressed profile"}
     assert set(after[0].published) == {"average"}

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping
 
 from flwr.app import MetricRecord
 
-from fedpress_protocols.defaults import rate_levels, strategy_for
+from fedpress_protocols.defaults import rate_levels, reserved, strategy_for
 from fedpress_protocols.plan import Profile
 from fedpress_protocols.policies import Auto, Comparison, Course
 from fedpress_strategies.policies.decisions import next_course, profiles_of, with_comparison
@@ -37,6 +37,7 @@ class Rates:
         """Forget all rounds: a run of `rounds` follows."""
         self._rounds = rounds
         self._levels: tuple[Profile, ...] = ()
+        self._reserve = 0
         self._course: Course | None = None
         self._open: Course | None = None
         self._uploaded: list[int] = []
@@ -53,6 +54,7 @@ class Rates:
             uploads = max(self._rounds, number) * size if is_free else None
             levels = rate_levels(self.auto.gap, uploads)
             self._levels = tuple(Profile.model_validate(each) for each in levels)
+            self._reserve = reserved(len(levels), uploads)
         losses = self._evaluated or self._trained
         facts = Facts(
             number,
@@ -62,7 +64,7 @@ class Rates:
             size=size,
             population=population,
         )
-        policies = (self.auto,)
+        policies = (self.auto.model_copy(update={"reserve": self._reserve}),)
         self._open = next_course(policies, len(self._levels), self._course, facts)
         chosen, *reference = profiles_of(policies, self._levels, self._open)
         return chosen, reference[0] if reference else None

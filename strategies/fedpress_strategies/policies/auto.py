@@ -45,6 +45,7 @@ _LOWEST = 0.55
 def first_pace(auto: Auto, facts: Facts, hardest: Rung) -> tuple[Pace, str]:
     """The pace of the first round and its reason: a cohort that is too small for a probe begins
     less compressed, as it learns of a fault late."""
+    hardest = _hardest(auto, facts, hardest)
     if _can_probe(auto, facts):
         return Pace(rung=hardest, probe_at=auto.window), "begin at the most compressed profile"
     return Pace(rung=max(0, hardest - _SAFE), probe_at=auto.window), "begin gentle"
@@ -60,6 +61,7 @@ def next_pace(
 ) -> tuple[Pace, str]:
     """The pace of the round that `facts` are of, no harder than `hardest`, and the reason for what
     it changes; `comparison` is of the previous round, if that was a probe with enough uploads."""
+    hardest = _hardest(auto, facts, hardest)
     number, rung = facts.number, min(before.rung, hardest)
     changes: dict[str, float] = {"rung": rung}
     if comparison is not None and comparison.progress is not None:
@@ -133,10 +135,20 @@ def floor_of(auto: Auto, facts: Facts) -> float:
     share of the task by which the model lags: the same at a progress that is lower by as much as
     the uploads are more.
     """
-    if facts.population is None:
-        return auto.floor
-    uploads = facts.rounds * min(1.0, facts.size / facts.population)
+    uploads = _uploads_of_a_client(facts)
     return auto.floor * max(_LOWEST, min(1.0, _SELDOM / uploads if uploads else 1.0))
+
+
+def _uploads_of_a_client(facts: Facts) -> float:
+    """In the whole task; 0 where the number of clients is not known."""
+    if facts.population is None:
+        return 0.0
+    return facts.rounds * min(1.0, facts.size / facts.population)
+
+
+def _hardest(auto: Auto, facts: Facts, hardest: Rung) -> Rung:
+    """The most compressed profile for clients that upload as often as these."""
+    return hardest if _uploads_of_a_client(facts) >= _SELDOM else max(0, hardest - auto.reserve)
 
 
 def _is_slow(auto: Auto, pace: Pace, facts: Facts) -> bool:
