@@ -57,12 +57,12 @@ def completed(fields: Mapping[str, Any]) -> dict[str, Any]:
         values["downlink"] = {}
     if is_masked:
         return {**values, **_masked(values)}
-    auto = next(each for each in policies if each["id"] == "auto")
+    auto: Mapping[str, Any] = next(each for each in policies if each["id"] == "auto")
     is_free = len(policies) == 1 and _BOUNDS.isdisjoint(auto)
     uploads = _uploads(values) if is_free else None
     levels = rate_levels(auto.get("gap", _USUAL_GAP), uploads)
     if reserve := reserved(len(levels), uploads):
-        policies = ({"reserve": reserve, **auto},)
+        policies = ({**auto, "reserve": auto.get("reserve", reserve)},)
     return {**values, "policies": tuple(policies), "profiles": levels}
 
 

@@ -62,6 +62,10 @@ def next_pace(
     """The pace of the round that `facts` are of, no harder than `hardest`, and the reason for what
     it changes; `comparison` is of the previous round, if that was a probe with enough uploads."""
     hardest = _hardest(auto, facts, hardest)
+    if auto.reserve and not before.probes and facts.number <= auto.window:
+        begun, _ = first_pace(auto, facts, hardest)
+        if begun.rung > before.rung:
+            return before.model_copy(update={"rung": begun.rung}), "harder: the same clients come"
     number, rung = facts.number, min(before.rung, hardest)
     changes: dict[str, float] = {"rung": rung}
     if comparison is not None and comparison.progress is not None:
