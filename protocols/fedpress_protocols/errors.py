@@ -449,7 +449,7 @@ class Unavailable(FedpressError):
     """
 
     slug, status, title = "unavailable", 503, "The server cannot take this now"
-    default_hint = "try again after retry_after seconds"
+    default_hint = "try again in a few seconds; if it lasts, look at /readyz of the server"
 
 
 class StorageFull(Unavailable):
