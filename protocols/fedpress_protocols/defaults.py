@@ -32,6 +32,8 @@ _BOUNDS = frozenset({"gap", "upload_bytes"})
 """Fields of `auto` by which somebody says how much is to be sent."""
 _SHORTEST, _LONGEST, _SHARE = 3.0, 50.0, 0.1
 """Rounds that the average goes over, and their share of the task's."""
+_SMALL, _OF_FEW = 10, 0.5
+"""Cohorts below this size, and their momentum."""
 _WITH_CONTROL = frozenset({"scaffold"})
 """Strategies that no downlink is for."""
 
@@ -50,7 +52,7 @@ def completed(fields: Mapping[str, Any]) -> dict[str, Any]:
         and isinstance(rounds, int)
         and not values.get("asynchronous")
     ):
-        values["strategy"] = strategy_for(rounds, is_masked=is_masked)
+        values["strategy"] = strategy_for(rounds, _cohort_size(values), is_masked=is_masked)
     strategy = values.get("strategy")
     identity = strategy.get("id") if isinstance(strategy, Mapping) else None
     if "downlink" not in values and identity not in _WITH_CONTROL:
@@ -76,10 +78,15 @@ def _is_ours(policies: Any) -> bool:
 
 def _uploads(fields: Mapping[str, Any]) -> int | None:
     """Of the whole task; None where its fields do not tell."""
+    size, rounds = _cohort_size(fields), fields.get("rounds")
+    return rounds * size if isinstance(rounds, int) and size is not None else None
+
+
+def _cohort_size(fields: Mapping[str, Any]) -> int | None:
+    """None where the fields do not tell."""
     cohort = fields.get("cohort")
     size = cohort.get("size") if isinstance(cohort, Mapping) else getattr(cohort, "size", None)
-    rounds = fields.get("rounds")
-    return rounds * size if isinstance(rounds, int) and isinstance(size, int) else None
+    return size if isinstance(size, int) else None
 
 
 def rate_levels(gap: Any = _USUAL_GAP, uploads: int | None = None) -> list[dict[str, Any]]:
@@ -114,11 +121,16 @@ def rate_levels(gap: Any = _USUAL_GAP, uploads: int | None = None) -> list[dict[
     ]
 
 
-def strategy_for(rounds: int, *, is_masked: bool = False) -> dict[str, Any]:
+def strategy_for(
+    rounds: int, cohort: int | None = None, *, is_masked: bool = False
+) -> dict[str, Any]:
     """Server momentum, which makes good what a rate costs in speed, on mean updates without spikes,
-    and the rounds' average."""
+    and the rounds' average. With less momentum in a small cohort, whose few updates swing under
+    more: what a client keeps back comes late and at once."""
     over = min(max(_SHARE * rounds, _SHORTEST), _LONGEST)
-    inner: dict[str, Any] = {"id": "fedavgm", "learning_rate": 1.0, "momentum": 0.8}
+    is_small = cohort is not None and cohort < _SMALL and not is_masked
+    momentum = _OF_FEW if is_small else 0.8
+    inner: dict[str, Any] = {"id": "fedavgm", "learning_rate": 1.0, "momentum": momentum}
     if not is_masked and rounds > 1:
         constant = rounds - rounds // 2
         inner |= {"constant_rounds": constant, "decay_rounds": rounds // 2, "final": 0.25}

@@ -19,6 +19,7 @@ from fedpress_protocols.errors import ConfigurationError, IncompatiblePlan, Inva
 from fedpress_protocols.masking import payload as payload_module
 from fedpress_protocols.masking.graph import Adversary, honest_survivors
 from fedpress_protocols.masking.payload import Payload
+from fedpress_protocols.messages import PrivacyStatus
 from fedpress_protocols.plan import PrivacyTerms, RoundPlan
 from fedpress_protocols.privacy import accounting, discrete_gaussian, gaussian, skellam, tables
 from fedpress_protocols.privacy import grid as grid_module
@@ -504,6 +505,10 @@ def test_a_plan_without_terms_is_what_it_was_before_there_were_any() -> None:
     private = made_plan(SHARED, privacy=PRIVATE)
     assert RoundPlan.from_json(private.to_json()) == private
     assert private.digest != plan.digest
+    assert PrivacyStatus.of(plan, 1) is None
+    spent = PrivacyStatus.of(private, 1)
+    assert spent is not None
+    assert spent.participations == 1
 
 
 @pytest.mark.parametrize(

@@ -303,6 +303,12 @@ def test_all_uploads_of_a_task_together_tell_enough(rounds: int, size: int, leas
     ]
 
 
+@pytest.mark.parametrize(("size", "momentum"), [(2, 0.5), (9, 0.5), (10, 0.8), (200, 0.8)])
+def test_a_small_cohort_has_less_momentum(size: int, momentum: float) -> None:
+    made = config(cohort={"size": size, "minimum": 1})
+    assert made.strategy["inner"]["inner"]["momentum"] == momentum
+
+
 @pytest.mark.parametrize(
     ("rounds", "size", "seldom"), [(90, 10, 0.1), (24, 10, 0.4), (30, 4, 0.8), (10, 10, 0.8)]
 )

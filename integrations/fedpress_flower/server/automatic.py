@@ -21,9 +21,12 @@ from fedpress_strategies.policies.facts import Facts
 from fedpress_strategies.strategy import Strategy, from_config
 
 
-def default_strategy(rounds: int, *, is_masked: bool = False) -> Strategy:
-    """Return what goes with the default's rates over so many rounds: momentum, and the average."""
-    return from_config(strategy_for(rounds, is_masked=is_masked))
+def default_strategy(
+    rounds: int, cohort: int | None = None, *, is_masked: bool = False
+) -> Strategy:
+    """Return what goes with the default's rates over so many rounds of so many clients: momentum,
+    and the average."""
+    return from_config(strategy_for(rounds, cohort, is_masked=is_masked))
 
 
 class Rates:

@@ -150,8 +150,8 @@ class FedpressStrategy(Wrapping):
         self._send(messages, here.key, beside, here.model.spec)
         return messages
 
-    def _begin(self, num_rounds: int) -> None:
-        super()._begin(num_rounds)
+    def _begin(self, num_rounds: int, cohort: int) -> None:
+        super()._begin(num_rounds, cohort)
         if self._rates is not None:
             self._rates.begin(num_rounds)
 

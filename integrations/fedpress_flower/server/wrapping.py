@@ -88,7 +88,8 @@ class Wrapping(FlowerStrategy):
     ) -> Result:
         """Flower's `Strategy.start`. A grid with a method `round_closed` is told every report."""
         self._on_round = getattr(grid, "round_closed", None)
-        self._begin(num_rounds)
+        share = float(getattr(innermost(self.inner), "fraction_train", 1.0))
+        self._begin(num_rounds, math.ceil(share * len(list(grid.get_node_ids()))))
         result = super().start(
             Arriving(grid, self._again),
             initial_arrays,
@@ -103,11 +104,11 @@ class Wrapping(FlowerStrategy):
             result.arrays = average
         return result
 
-    def _begin(self, num_rounds: int) -> None:
-        """Prepare for a run of so many rounds."""
+    def _begin(self, num_rounds: int, cohort: int) -> None:
+        """Prepare for a run of so many rounds of some `cohort` clients."""
         self.newest = None
         if self._hangs_on_rounds:
-            strategy = default_strategy(num_rounds, is_masked=self.is_masked)
+            strategy = default_strategy(num_rounds, cohort or None, is_masked=self.is_masked)
             self._ours = StatefulStrategy(strategy, self.plan)
 
     def _of_served(self, evaluate: Evaluate) -> Evaluate:
