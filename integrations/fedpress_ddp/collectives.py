@@ -233,8 +233,10 @@ class Trip:
 
     def matrices(self, parts: list[Matrix], width: int) -> list[Matrix]:
         """The sums of several matrices in one trip, at `width` bytes a number."""
+        if not parts:
+            return []
         dtype = torch.float16 if width == 2 else torch.float32
-        flat = np.concatenate([part.ravel() for part in parts]) if parts else np.zeros(0)
+        flat = np.concatenate([part.ravel() for part in parts])
         total = self.total(torch.from_numpy(flat).to(self.device, dtype))
         summed = total.to("cpu", torch.float64).numpy()
         cuts = np.cumsum([part.size for part in parts])[:-1]

@@ -28,6 +28,7 @@ from fedpress_compression.compressor import Compressor, from_config
 from fedpress_compression.compressors.dgc import Dgc
 from fedpress_compression.compressors.error_feedback import ErrorFeedback
 from fedpress_compression.compressors.none import Uncompressed
+from fedpress_compression.compressors.powersgd import PowerSGD
 from fedpress_compression.compressors.randomk import RandomK
 from fedpress_compression.compressors.topk import TopK
 from fedpress_compression.tensors import ModelSpec, TensorSpec
@@ -381,6 +382,13 @@ def test_costs_without_a_network_are_those_of_the_exchange(inner: dict[str, Any]
     assert second.compress_seconds > 0
     assert (second.decode_seconds > 0) == (second.passes == 0)
     assert nothing.num_bytes == 0
+
+
+def test_powersgd_exchanges_a_model_without_a_matrix_to_factor() -> None:
+    spec = ModelSpec((TensorSpec("bias", (12,)),))
+    gradient = np.arange(12, dtype=np.float32)
+    (cost,) = exchange_costs(ErrorFeedback(PowerSGD(2)), spec, [gradient])
+    assert (cost.num_bytes, cost.passes) == (48, 1)
 
 
 @pytest.mark.slow
