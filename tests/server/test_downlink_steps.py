@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
@@ -37,6 +37,7 @@ def moves(model: Model, seed: int, scale: float) -> Vector:
 
 
 @settings(deadline=None, max_examples=12)
+@example(bits=4, rate=1.0, octave=-6.0, seed=33)
 @given(st.integers(4, 14), st.floats(0.05, 3.2), st.floats(-12, 2), st.integers(0, 99))
 def test_a_step_is_within_budget_and_as_fine_as_it_can_be(
     bits: int, rate: float, octave: float, seed: int
@@ -56,7 +57,8 @@ def test_a_step_is_within_budget_and_as_fine_as_it_can_be(
             least = finest(np.minimum(target[where], base.parameters[where]), bits)
             steps = [2.0**-each for each in (exponent, least) if each is not None]
             assert gap.max() <= 0.51 * max(steps)
-    assert np.abs(target - made.parameters).max() < max(farthest, 2.0**-6)
+    # equal where a coarse grid cannot move the farthest coordinate: 4 bits step 1.0 by a quarter
+    assert np.abs(target - made.parameters).max() <= max(farthest, 2.0**-6)
     assert len(encode_model(made)) <= (bits + 2) * base.spec.size / 8 + 300
     again = stepped(base, target, terms)
     assert again.to_bytes() == made.to_bytes()
