@@ -250,6 +250,7 @@ def test_decay_and_cap_tell_what_they_take() -> None:
     ledger, _ = ledger.prepare(late, update, 1, model().spec, RNG, rules)
     decayed, capped = ledger.discards
     assert (decayed.reason, capped.reason) == ("decayed", "capped")
+    assert 0 < decayed.number < capped.number
     np.testing.assert_array_equal(decayed.vector, before - before * np.float32(0.25))
     kept = residual(ledger) + ledger.pending["a4"].update.dense() - update
     assert np.linalg.norm(kept) == pytest.approx(2 * np.linalg.norm(update), rel=1e-3)
@@ -345,15 +346,17 @@ def momentum(monkeypatch: pytest.MonkeyPatch) -> type:
 def test_a_compressors_state_moves_on_with_an_included_upload_only(momentum: type) -> None:
     one = np.ones(40, np.float32)
 
-    def sent(ledger: Ledger, round_: int, factor: float = 0.5) -> tuple[Ledger, float]:
+    def sent(
+        ledger: Ledger, round_: int, factor: float = 0.5, times: float = 1.0
+    ) -> tuple[Ledger, float]:
         given_ = assignment(momentum(factor), round_)
-        ledger, _ = ledger.prepare(given_, one, 1, model().spec, RNG)
+        ledger, _ = ledger.prepare(given_, np.float32(times) * one, 1, model().spec, RNG)
         ledger = Ledger.from_bytes(ledger.to_bytes())
         return ledger, float(ledger.pending[f"a{round_}"].update.dense()[0])
 
     ledger, first = sent(EMPTY, 1)
-    ledger, second = sent(ledger, 2)
-    assert (first, second) == (1.0, 1.0)
+    ledger, second = sent(ledger, 2, times=2.0)
+    assert (first, second) == (1.0, 2.0)
     ledger = ledger.settle(receipt(ledger, "a1", "not-included"))
     ledger, third = sent(ledger, 3)
     assert third == 1.0
@@ -463,6 +466,18 @@ def test_the_folder_and_all_in_it_is_private(tmp_path: Path) -> None:
     identity = directory.identity()
     assert identity is not None
     assert identity.client_id == "c"
+
+
+@pytest.mark.parametrize(
+    ("platform", "task", "folder"),
+    [("win32", "CON", "CON+"), ("win32", "digits", "digits"), ("linux", "CON", "CON")],
+)
+def test_a_task_may_have_the_name_of_a_device_of_windows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, platform: str, task: str, folder: str
+) -> None:
+    directory = StateDirectory.open(tmp_path)
+    monkeypatch.setattr("fedpress_client.state.sys.platform", platform)
+    assert directory.task_path(task).name == folder
 
 
 @posix_only
