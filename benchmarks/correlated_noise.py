@@ -3,17 +3,23 @@
     python benchmarks/correlated_noise.py                  # the table of docs/privacy.md
 
 For tasks of some rounds, in which a device takes part so many times at most, that many rounds
-apart: the noise in the model, root mean square over the rounds, for the same epsilon, over
+apart: the noise in the model, root mean square over the rounds, for the same epsilon, over that of
+the best strategy whose matrix C is lower-triangular Toeplitz with as many bands as rounds lie
+between participations (arXiv:2306.08153, Section 4), found by descent. Columns of one device then
+have no row in common, so that its sensitivity is the root of the participations times a column's
+norm. For one participation C has no zeros, and it is the best Toeplitz matrix. Compared with it:
 
-- that of the best strategy whose matrix C is lower-triangular Toeplitz with as many bands as rounds
-  lie between participations (arXiv:2306.08153, Section 4), found by descent. Columns of one device
-  then have no row in common, so that its sensitivity is the root of the participations times a
-  column's norm. For one participation C has no zeros, and it is the best Toeplitz matrix;
-- the same strategy, its inverse cut off after so many terms, so that noise is drawn again from as
-  many seeds as in fedpress: by the exact sensitivity of the matrix that is then inverted.
-
-Beside them the noise vectors that a server draws, or keeps, in each round: fedpress draws `bands`
-and keeps none; the best strategy keeps the noise of `separation` - 1 rounds, or draws all rounds'.
+- fedpress's, which draws the noise of `bands` rounds in each round, and keeps none;
+- the best strategy, its inverse cut off after so many terms, so that noise is drawn again from as
+  many seeds: by the exact sensitivity of the matrix that is then inverted;
+- buffered linear Toeplitz matrices (BLT, arXiv:2404.16706 and 2408.08868): below its diagonal of
+  ones, a column of C is the sum of `BUFFERS` decays, w_1 + w_2 + w_3, then w_1 q_1 + w_2 q_2 +
+  w_3 q_3, and so on by powers of the q. A round's noise takes one draw and a vector that is kept
+  for each decay. Weights are positive, so that columns fall and the worst devices take part as
+  closely as they may; weights and decays are the best for the setting, found by descent;
+- the same with zeros from one separation below the diagonal on, as in the best strategy. A round
+  then takes away what left the sums, which noise of one separation before is needed for: the
+  sequence runs once for each separation of the task, with a draw and its own vectors each.
 """
 
 from __future__ import annotations
@@ -30,6 +36,7 @@ from scipy.signal import lfilter
 from fedpress_protocols.privacy import correlated
 
 Floats = npt.NDArray[np.float64]
+BUFFERS = 3
 SETTINGS = (
     (100, 100, 1), (100, 50, 2), (100, 20, 5), (100, 10, 10),
     (500, 500, 1), (500, 250, 2), (500, 100, 5), (500, 50, 10),
@@ -39,8 +46,8 @@ SETTINGS = (
 
 
 class Row(NamedTuple):
-    """`ours` and `cut`, at as many terms as ours has bands and at five separations, are noise over
-    the best strategy's."""
+    """`ours`, `cut_at_bands` (at as many terms as ours has bands), `cut_at_five` (at five
+    separations), `buffered` and `buffered_banded` are noise over the best strategy's."""
 
     rounds: int
     separation: int
@@ -49,6 +56,8 @@ class Row(NamedTuple):
     ours: float
     cut_at_bands: float
     cut_at_five: float
+    buffered: float
+    buffered_banded: float
 
 
 def inverse(column: Floats, length: int) -> Floats:
@@ -65,8 +74,11 @@ def prefix_error(terms: Floats, rounds: int) -> float:
     return math.sqrt(float(np.cumsum(whole) ** 2 @ (rounds - np.arange(rounds))) / rounds)
 
 
-def log_noise(column: Floats, rounds: int) -> tuple[float, Floats]:
-    """The logarithm of norm times error of a banded strategy, and its gradient."""
+def log_noise(
+    column: Floats, rounds: int, separation: int, participations: int
+) -> tuple[float, Floats]:
+    """The logarithm of sensitivity times error of the strategy whose first column is this with
+    zeros below, and its gradient; entries fall, or are zero from the separation on."""
     terms = inverse(column, rounds)
     sums, weights = np.cumsum(terms), rounds - np.arange(rounds)
     error = float(sums**2 @ weights)
@@ -74,18 +86,62 @@ def log_noise(column: Floats, rounds: int) -> tuple[float, Floats]:
     size = 2 * rounds
     squared = np.fft.irfft(np.fft.rfft(terms, size) ** 2, size)[:rounds]
     pulled = np.fft.irfft(np.fft.rfft(outer, size) * np.conj(np.fft.rfft(squared, size)), size)
-    norm = float(column @ column)
-    gradient = -pulled[: column.size] / (2 * error) + column / norm
-    return 0.5 * math.log(error * norm), gradient
+    moved = np.zeros(participations * separation + column.size)
+    starts = range(0, participations * separation, separation)
+    for start in starts:
+        moved[start : start + column.size] += column
+    moved[rounds:] = 0
+    norm = float(moved @ moved)
+    slope = sum((moved[start : start + column.size] for start in starts), np.zeros(column.size))
+    gradient = -pulled[: column.size] / (2 * error) + slope / norm
+    return 0.5 * math.log(error * norm / rounds), gradient
 
 
-def best_banded(bands: int, rounds: int) -> Floats:
-    """The first column [bands] of the best banded strategy, 1 at the top."""
-    steps = np.arange(1, bands)
+def best_banded(separation: int, rounds: int) -> Floats:
+    """The first column [separation] of the best banded strategy, 1 at the top."""
+    steps = np.arange(1, separation)
     start = np.concatenate([[1.0], np.cumprod((steps - 0.5) / steps)])
     options = {"maxiter": 5000, "maxfun": 8000, "ftol": 1e-14, "gtol": 1e-10}
-    found = minimize(log_noise, start, (rounds,), "L-BFGS-B", jac=True, options=options)
+    setting = (rounds, rounds, 1)
+    found = minimize(log_noise, start, setting, "L-BFGS-B", jac=True, options=options)
     return np.asarray(found.x / found.x[0])
+
+
+def buffered_column(weights: Floats, decays: Floats, length: int) -> Floats:
+    """The first column of a BLT of these weights and decays: 1 and the sums of the decays."""
+    powers = decays[:, None] ** np.arange(length - 1)
+    return np.concatenate([[1.0], (weights[:, None] * powers).sum(axis=0)])
+
+
+def best_buffered(
+    rounds: int, separation: int, participations: int, length: int
+) -> tuple[Floats, Floats]:
+    """The weights and the decays, `BUFFERS` each, of the best BLT with zeros below `length` entries
+    of a column: from decays over one to `rounds` rounds, and over a part of that."""
+
+    def by_logarithms(x: Floats) -> tuple[float, Floats]:
+        """Of the weights, and of the decays' odds."""
+        weights, decays = np.exp(x[:BUFFERS]), 1 / (1 + np.exp(-x[BUFFERS:]))
+        column = buffered_column(weights, decays, length)
+        value, slope = log_noise(column, rounds, separation, participations)
+        exponents = np.arange(length - 1)
+        powers = decays[:, None] ** exponents
+        by_weight = weights * (powers * slope[1:]).sum(axis=1)
+        by_decay = weights * (1 - decays) * (powers * exponents * slope[1:]).sum(axis=1)
+        return value, np.concatenate([by_weight, by_decay])
+
+    found = []
+    bounds = [(-12.0, -0.7)] * BUFFERS + [(-4.0, 14.0)] * BUFFERS
+    for longest in (rounds, rounds / 4, separation / 2):
+        spans = np.geomspace(1, max(longest, 4), BUFFERS)
+        start = np.concatenate([np.log(0.5 / BUFFERS / np.sqrt(1 + spans)), np.log(spans)])
+        options = {"maxiter": 300, "ftol": 1e-11, "gtol": 1e-8}
+        each = minimize(
+            by_logarithms, start, method="L-BFGS-B", jac=True, bounds=bounds, options=options
+        )
+        found.append((each.fun, each.x))
+    best = min(found, key=lambda each: each[0])[1]
+    return np.exp(best[:BUFFERS]), 1 / (1 + np.exp(-best[BUFFERS:]))
 
 
 def sensitivity(terms: Floats, separation: int, participations: int, length: int) -> float:
@@ -114,21 +170,38 @@ def row_of(rounds: int, separation: int, participations: int) -> Row:
         own = sensitivity(terms[:count], separation, participations, length)
         return own * prefix_error(terms[:count], rounds) / best
 
+    def buffered(length: int) -> float:
+        weights, decays = best_buffered(rounds, separation, participations, length)
+        column = buffered_column(weights, decays, length)
+        return math.exp(log_noise(column, rounds, separation, participations)[0]) / best
+
     five = min(rounds, 5 * separation)
-    return Row(rounds, separation, participations, bands, ours / best, cut(bands), cut(five))
+    return Row(
+        rounds,
+        separation,
+        participations,
+        bands,
+        ours / best,
+        cut(bands),
+        cut(five),
+        buffered(rounds),
+        buffered(separation),
+    )
 
 
 def table(rows: list[Row]) -> str:
     lines = [
         "| rounds | separation | participations | bands | noise over the best "
-        "| the best, cut to as many terms | cut to five separations |",
-        "|---|---|---|---|---|---|---|",
+        "| the best, cut to as many terms | cut to five separations "
+        f"| BLT of {BUFFERS} buffers | BLT cut to one separation |",
+        "|---|---|---|---|---|---|---|---|---|",
     ]
     for each in rows:
         five = min(each.rounds, 5 * each.separation)
         lines.append(
             f"| {each.rounds} | {each.separation} | {each.participations} | {each.bands} | "
-            f"{each.ours:.3f} | {each.cut_at_bands:.3f} | {each.cut_at_five:.3f} at {five} |"
+            f"{each.ours:.3f} | {each.cut_at_bands:.3f} | {each.cut_at_five:.3f} at {five} | "
+            f"{each.buffered:.3f} | {each.buffered_banded:.3f} |"
         )
     return "\n".join(lines)
 
