@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from fedpress_compression.coding import encode
 from fedpress_compression.compressor import Public, from_config, to_config
@@ -43,6 +44,19 @@ class Draw:
         """Cubes in (-1, 1), three in ten of them zero."""
         drawn = [(self.below(2**16) - 2**15, self.below(10) >= 3) for _ in range(size)]
         return np.array([(x / 2**15) ** 3 * kept for x, kept in drawn], np.float32)
+
+
+class DrawsForAll(np.random.Generator):
+    """Draws for all coordinates of an update and gives those at its zeros: `sign` did so when its
+    vector was released. Since then it draws for the zeros alone."""
+
+    def __init__(self, seed: int, update: Vector) -> None:
+        super().__init__(np.random.PCG64(seed))
+        self._is_zero = update == 0
+
+    def random(self, size: int) -> npt.NDArray[np.float64]:  # type: ignore[override]
+        draws: npt.NDArray[np.float64] = super().random(self._is_zero.size)[self._is_zero]
+        return draws[:size]
 
 
 def configs() -> Iterator[tuple[str, Config, bool]]:
@@ -105,8 +119,8 @@ def vectors() -> Iterator[tuple[str, dict[str, Any]]]:
     public = Public(SPEC, PublicRandomness(SEED), {"previous": previous})
     for name, config, drawn in configs():
         made = from_config(config)
-        state, rng = made.init(SPEC), np.random.default_rng(0)
-        symbols, _ = made.compress(update, state, public, rng)
+        rng = DrawsForAll(0, update) if name == "sign" else np.random.default_rng(0)
+        symbols, _ = made.compress(update, made.init(SPEC), public, rng)
         body = encode(symbols, made.layout(SPEC))
         decoded = made.decompress(symbols, public).dense()
         yield (

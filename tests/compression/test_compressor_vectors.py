@@ -62,12 +62,10 @@ def test_what_is_not_drawn_encodes_to_the_same_bytes(name: str) -> None:
 
 def test_the_script_writes_the_vectors_that_are_there(tmp_path: Path) -> None:
     runpy.run_path(str(SCRIPT))["main"](tmp_path / "new")
-    written = {path.stem for path in (tmp_path / "new").glob("*.json")}
-    assert written <= set(NAMES)
-    for name in written:
-        new, old = json.loads((tmp_path / "new" / f"{name}.json").read_text()), load(name)
-        for field in ("config", "spec", "public_seed", "previous", "update", "drawn"):
-            assert new[field] == old[field]
+    written = list((tmp_path / "new").glob("*.json"))
+    assert len(written) > 30
+    for path in written:
+        assert path.read_text() == (FOLDER / path.name).read_text(), path.name
 
 
 @pytest.mark.parametrize("name", NAMES)
