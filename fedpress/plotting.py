@@ -58,23 +58,36 @@ def draw(runs: Sequence[Run], metric: str, path: Path) -> None:
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
+    from matplotlib.ticker import MaxNLocator
 
+    # One above the other, so that a phone's width leaves the text legible.
     figure, (by_round, by_bytes) = pyplot.subplots(
-        1, 2, figsize=(11, 4.5), layout="constrained", sharey=True
+        2, 1, figsize=(6, 6.5), layout="constrained", sharey=True
     )
     for run in runs:
         values = [point.value for point in run.points]
         by_round.plot([point.round for point in run.points], values, ".-", label=run.name)
-        megabytes = [point.num_bytes / 1e6 for point in run.points]
-        by_bytes.plot(megabytes, values, ".-", label=run.name)
+        by_bytes.plot([point.num_bytes for point in run.points], values, ".-", label=run.name)
     by_round.set(xlabel="round", ylabel=metric)
-    by_bytes.set(xlabel="sent up and down by all clients, MB (log scale)")
+    by_round.xaxis.set_major_locator(MaxNLocator(integer=True))
+    by_bytes.set(xlabel="sent up and down by all clients (log scale)", ylabel=metric)
     if any(run.points for run in runs):
-        by_bytes.set_xscale("log")
+        log_bytes(by_bytes)
         by_round.legend()
     for axes in (by_round, by_bytes):
         axes.grid(alpha=0.3, which="both")
     save(figure, path)
+
+
+def log_bytes(axes: Any) -> None:
+    """Make the x axis, in bytes, logarithmic, with labels such as 200 kB."""
+    from matplotlib.ticker import EngFormatter, LogLocator, NullFormatter
+
+    axes.set_xscale("log")
+    least, most = axes.get_xlim()
+    axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5) if most < 100 * least else (1,)))
+    axes.xaxis.set_major_formatter(EngFormatter("B"))
+    axes.xaxis.set_minor_formatter(NullFormatter())
 
 
 def save(figure: Any, path: Path) -> None:

@@ -2,6 +2,7 @@
 
     python lora.py                      a whole run, on the text below
     python lora.py --data FILE          the same on a text of yours
+    python lora.py --task float32.json  the same without compression, to compare
     fedpress client join URL --app lora:trainer     one device of it, elsewhere; see README.md
 
 The first quarter of the text trains the base, which stands for the checkpoint that you would take
@@ -11,6 +12,7 @@ from a hub. The devices have the rest, a part each, and train adapters.
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import tempfile
 import threading
@@ -119,21 +121,27 @@ def join(url: str, device: PeftTrainer, state: Path, token: str) -> None:
         client.run()
 
 
-def report(operator: Operator, number: int, trainers: list[PeftTrainer]) -> None:
+def measured(operator: Operator, number: int, trainers: list[PeftTrainer]) -> dict[str, Any]:
+    """Print a round, and return its entry in the history."""
     status = operator.round(TASK, number)
     model = operator.model(status.model or "")
     losses = [each.metrics["loss"] for each in map(lambda t: t.evaluate(model), trainers) if each]
-    half = 2 * model.spec.size * status.included
+    loss, half = sum(losses) / len(losses), 2 * model.spec.size * status.included
     print(
-        f"round {number}: loss {sum(losses) / len(losses):.3f}, "
+        f"round {number}: loss {loss:.3f}, "
         f"up {status.upload_bytes:,} bytes (adapters in float16: {half:,}), "
         f"down {status.download_bytes:,}",
         flush=True,
     )
+    up, down = status.upload_bytes, status.download_bytes
+    return {"round": number, "loss": loss, "upload_bytes": up, "download_bytes": down}
 
 
-def run(text: str, folder: Path, rounds: int, averages: Averages, base_steps: int) -> bool:
-    """Federate, write the adapter to `folder`, and check that plain PEFT computes the same."""
+def run(
+    text: str, folder: Path, rounds: int, averages: Averages, base_steps: int, task: Path
+) -> bool:
+    """Federate, write adapter and history to `folder`, and check that plain PEFT computes the
+    same."""
     base_text, *own = parts(text)
     train_base(base_text, folder / "base", base_steps)
     trainers = [trainer(folder / "base", each, averages) for each in own]
@@ -143,7 +151,7 @@ def run(text: str, folder: Path, rounds: int, averages: Averages, base_steps: in
         fleet.start_server() as operator,
     ):
         first = operator.register_model(trainers[0].initial_model())
-        config = task_config(TASK_FILE, first)
+        config = task_config(task, first)
         if averages == "exact":
             config = config.model_copy(update={"strategy": {"id": "lora", "rank": RANK}})
         operator.create_task(config.model_copy(update={"rounds": rounds}))
@@ -158,9 +166,10 @@ def run(text: str, folder: Path, rounds: int, averages: Averages, base_steps: in
             thread.start()
         for thread in threads:
             thread.join()
-        for number in range(1, rounds + 1):
-            report(operator, number, trainers)
+        history = [measured(operator, number, trainers) for number in range(1, rounds + 1)]
         published = operator.model(operator.task(TASK).model)
+    document = {"tasks": {folder.name: {"rounds": history}}}
+    (folder / "history.json").write_text(json.dumps(document, indent=2) + "\n")
     trainers[0].save(published, str(folder / "adapter"))
     trainers[0].evaluate(published)  # which loads it
     loaded = PeftModel.from_pretrained(
@@ -182,11 +191,12 @@ def main() -> int:
     parser.add_argument("--data", type=Path, help="a text; by default a poem of 1,400 characters")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--averages", choices=get_args(Averages), default="plain")
+    parser.add_argument("--task", type=Path, default=TASK_FILE, help="a task file")
     parser.add_argument("--base-steps", type=int, default=200, help="steps that train the base")
     parser.add_argument("--out", type=Path, default=Path("lora-out"))
     asked = parser.parse_args()
     text = TEXT if asked.data is None else asked.data.read_text(errors="replace")
-    is_same = run(text, asked.out, asked.rounds, asked.averages, asked.base_steps)
+    is_same = run(text, asked.out, asked.rounds, asked.averages, asked.base_steps, asked.task)
     return 0 if is_same else 1
 
 

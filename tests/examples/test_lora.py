@@ -10,6 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from fedpress.plotting import runs_in
+from fedpress.task_file import task_config
+
 pytest.importorskip("peft", reason="PEFT is not installed: pip install fedpress[peft]")
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "lora" / "lora.py"
@@ -30,9 +33,20 @@ def test_three_devices_train_an_adapter_that_plain_peft_loads(tmp_path: Path) ->
     assert "in plain PEFT: logits equal" in done.stdout
     names = {path.name for path in (tmp_path / "out" / "adapter").iterdir()}
     assert {"adapter_model.safetensors", "adapter_config.json"} <= names
+    history = tmp_path / "out" / "history.json"
+    (run,) = runs_in(history, "loss")
+    assert (run.name, [point.round for point in run.points]) == ("out", [1, 2, 3])
     rows = [[float(each.replace(",", "")) for each in row] for row in BYTES.findall(done.stdout)]
     assert len(rows) == 3
     assert rows[-1][0] < rows[0][0]
+    assert run.points[-1].num_bytes == sum(up + down for _, up, _, down in rows)
     for _, up, half, down in rows[1:]:
         assert 0 < up < half / 15
         assert 0 < down < half / 4
+
+
+def test_both_tasks_differ_in_compression_alone() -> None:
+    ours, plain = (task_config(EXAMPLE.with_name(name)) for name in ("task.json", "float32.json"))
+    assert plain.downlink is None
+    changed = {"profiles": ours.profiles, "downlink": ours.downlink}
+    assert plain.model_copy(update=changed) == ours
