@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -47,6 +48,26 @@ def test_the_command_line_finds_it(installed: Path) -> None:
     )
     assert measured.returncode == 0, measured.stderr
     assert WIRE_ID in measured.stdout
+
+
+def test_the_picture_shows_it_beside_those_of_fedpress(installed: Path, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    rows = [
+        {"config": {"id": wire_id}, "coder": coder, "bytes": 900.0 * number, "nmse": 1 / number}
+        for wire_id in (WIRE_ID, "sign", "eden", "quantize", "topk", "ecsq")
+        for coder in ("huffman", "auto")
+        for number in (1, 2)
+    ]
+    rates, picture = tmp_path / "rates.json", tmp_path / "result.svg"
+    rates.write_text(json.dumps({"values": 50826, "rows": rows}))
+    drawn = python(str(EXAMPLE / "draw.py"), str(rates), str(picture), site=installed)
+    assert drawn.returncode == 0, drawn.stderr
+    for words in ("tensor_sign, this plug-in", "ecsq", "50,826 values", "1 kB"):
+        assert words in picture.read_text()
+    rates.write_text(json.dumps({"values": 50826, "rows": rows[4:]}))
+    drawn = python(str(EXAMPLE / "draw.py"), str(rates), str(picture), site=installed)
+    assert drawn.returncode == 1
+    assert "install this folder and measure again" in drawn.stderr
 
 
 @pytest.mark.slow
