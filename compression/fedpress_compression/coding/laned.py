@@ -39,7 +39,7 @@ _BIT = 1 << 16
 _COSTS = np.append(0, np.rint(-np.log2(np.arange(1, _ONE + 1) / _ONE) * _BIT)).astype(np.int64)
 """The cost of a symbol by its frequency."""
 _ENTRY, _NO_ENTRY = 6 * _BIT, _BIT
-"""What an entry of a table is taken to cost while classes are chosen."""
+"""The assumed costs of an entry of a table, and of none, while classes are chosen."""
 
 
 class Lines:
@@ -69,19 +69,19 @@ class Lines:
     def counts(self, place: tuple[Ints, Ints] | None) -> Ints:
         """How many of the coordinates at `place`, or of all, lie in each line [num]; of line 0,
         nothing."""
-        found = np.zeros(self.num, np.int64)
+        counts = np.zeros(self.num, np.int64)
         if place is not None:
             for lines in place:
-                found += np.bincount(lines, minlength=self.num)
+                counts += np.bincount(lines, minlength=self.num)
         else:
             for at, has_columns in enumerate(self._has_columns.tolist()):
-                rows, columns = self._of(at, found)
+                rows, columns = self._of(at, counts)
                 rows[:] = self._width[at]
                 rows[-1] -= rows.sum() - (self._start[at + 1] - self._start[at])
                 if has_columns:
                     columns[:] = self._height[at]
-        found[0] = 0
-        return found
+        counts[0] = 0
+        return counts
 
     def open(self, parts: Ints) -> tuple[Ints, Octets]:
         """The coordinates that are not closed, and their classes: `parts` [num] of row and column,
@@ -99,14 +99,14 @@ class Lines:
 
     def histogram(self, parts: Ints) -> Ints:
         """How many coordinates `open` has of each class; the last row cut of one as if whole."""
-        found = np.zeros(_CLOSED, np.int64)
+        counts = np.zeros(_CLOSED, np.int64)
         for at in range(self._height.size):
             rows, columns = (
                 np.bincount(each[each < _CLOSED], minlength=_LEVELS) for each in self._of(at, parts)
             )
             product = np.convolve(rows, columns)
-            found[: product.size] += product
-        return found
+            counts[: product.size] += product
+        return counts
 
     def levels(self, odds: Ints, of_ones: Ints, steps: tuple[int, int]) -> Octets:
         """Levels from 1 on for the odds of each line, `steps` wide for rows and columns, where 0 is
@@ -122,7 +122,7 @@ class Lines:
         return levels.astype(np.uint8)
 
     def _of(self, at: int, each: Ints) -> tuple[Ints, Ints]:
-        """What `each` line has, of the rows and of the columns of a matrix."""
+        """The values of `each` line that belong to the rows and to the columns of a matrix."""
         rows = each[self._row[at] : self._row[at + 1]]
         if not self._has_columns[at]:
             return rows, np.zeros(self._width[at], np.int64)
@@ -140,10 +140,10 @@ def encode_flags(positions: Ints, matrices: Ints) -> bytes:
 def read_flags(reader: Reader, num: int, matrices: Ints) -> Ints:
     """Read `num` coordinates; work and memory are proportional to the plane."""
     places, bits = _read_bits(reader, None, Lines(matrices))
-    found: Ints = places[bits != 0]
-    if found.size != num:
-        raise DecodingError(f"{found.size} flags set, expected {num}")
-    return found
+    positions: Ints = places[bits != 0]
+    if positions.size != num:
+        raise DecodingError(f"{positions.size} flags set, expected {num}")
+    return positions
 
 
 def encode_values(
@@ -235,7 +235,7 @@ def _encode_bits(ones: Ints, where: Ints | None, lines: Lines) -> bytes:
         counts = np.stack([np.maximum(total - set_, 0), set_], axis=1)
         return _cost(counts) + 8 * _BIT * sent.size, sent, parts
 
-    _, sent, parts = min(map(priced, _STEPS), key=lambda found: found[0])
+    _, sent, parts = min(map(priced, _STEPS), key=lambda candidate: candidate[0])
     places, classes = _open(where, place, lines, parts)
     bits = np.zeros(places.size, np.uint8)
     bits[np.searchsorted(places, ones)] = 1
@@ -252,9 +252,9 @@ def _read_bits(reader: Reader, where: Ints | None, lines: Lines) -> tuple[Ints, 
     bits = _read_laned(reader, classes, 2) if places.size else np.zeros(0, np.uint8)
     if where is None:
         return places, bits
-    found = np.zeros(where.size, np.uint8)
-    found[np.searchsorted(where, places)] = bits
-    return where, found
+    all_bits = np.zeros(where.size, np.uint8)
+    all_bits[np.searchsorted(where, places)] = bits
+    return where, all_bits
 
 
 def _open(
@@ -269,7 +269,7 @@ def _open(
 
 
 def _parts(levels: Octets) -> Ints:
-    """What each line adds to the class of its coordinates: its level, or to close them, 64."""
+    """The summand of each line to the class of its coordinates: its level, or to close them, 64."""
     parts = np.where(levels == 0, _CLOSED, levels).astype(np.int64)
     parts[0] = 0
     return parts
@@ -394,5 +394,5 @@ def _frequencies(counts: Ints) -> Tables:
     nearest[rows, most] += _ONE - nearest.sum(axis=1)
     below[rows, most] += _ONE - below.sum(axis=1)
     holds = nearest[rows, most] > 0
-    found: Tables = np.where(holds[:, np.newaxis], nearest, below).astype(np.uint16)
-    return found
+    frequencies: Tables = np.where(holds[:, np.newaxis], nearest, below).astype(np.uint16)
+    return frequencies
