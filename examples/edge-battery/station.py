@@ -41,6 +41,11 @@ DISK = 2_000_000
 """Bytes of the flash that training may fill: some thirty times the model."""
 
 
+MIN_PERCENT = 40
+"""Of the battery's charge, which training leaves to the station's own work."""
+NETWORK = Path("/proc/net")
+
+
 class StationTrainer:
     """A perceptron of one hidden layer, by mini-batch gradient descent in numpy."""
 
@@ -118,22 +123,38 @@ def readings(number: int, examples: int = 600) -> tuple[Array, npt.NDArray[np.in
     return inputs.astype(np.float32), labels
 
 
-def write_battery(folder: Path, percent: int) -> None:
-    """A folder as Linux has it under /sys/class/power_supply."""
+def write_battery(folder: Path, percent: float) -> None:
+    """A folder as Linux has it under /sys/class/power_supply; `percent` is 0 .. 100."""
     battery = folder / "BAT0"
     battery.mkdir(parents=True, exist_ok=True)
-    values = {"type": "Battery", "status": "Discharging", "capacity": percent}
+    values = {"type": "Battery", "status": "Discharging", "capacity": int(percent)}
     for name, value in values.items():
-        (battery / name).write_text(f"{value}\n")
+        write(battery / name, f"{value}\n")
 
 
-def conditions(power: Path, ask_again: float, hours: list[str]) -> list[Condition]:
+def write_route(folder: Path, interface: str) -> None:
+    """A routing table as Linux has it in /proc/net, whose default route is by `interface`."""
+    folder.mkdir(parents=True, exist_ok=True)
+    names = "Iface Destination Gateway Flags RefCnt Use Metric Mask MTU Window IRTT"
+    write(folder / "route", f"{names}\n{interface} 00000000 0101A8C0 0003 0 0 100 00000000 0 0 0\n")
+
+
+def write(path: Path, text: str) -> None:
+    """Replace a file at once: a station may read it meanwhile."""
+    part = path.with_name(f"{path.name}.part")
+    part.write_text(text)
+    part.replace(path)
+
+
+def conditions(
+    power: Path, ask_again: float, hours: list[str], network: Path = NETWORK
+) -> list[Condition]:
     """The cheapest first: the first that refuses decides."""
     asked: list[Condition] = [Hours(*hours)] if hours else []
     return [
         *asked,
-        Battery(min_percent=40, seconds=ask_again, folder=power),
-        Interface(avoid=("ppp*",), seconds=ask_again),
+        Battery(min_percent=MIN_PERCENT, seconds=ask_again, folder=power),
+        Interface(avoid=("ppp*",), seconds=ask_again, folder=network),
     ]
 
 
@@ -160,7 +181,9 @@ def run(arguments: argparse.Namespace) -> None:
         StationTrainer(*readings(arguments.number)),
         state_dir=arguments.state_dir,
         token=os.environ.get("FEDPRESS_TOKEN"),
-        should_participate=conditions(arguments.power, arguments.ask_again, arguments.hours),
+        should_participate=conditions(
+            arguments.power, arguments.ask_again, arguments.hours, arguments.network
+        ),
         bandwidth=Bandwidth(upload=UPLOAD_RATE, download=DOWNLOAD_RATE),
         max_disk_bytes=DISK,
         on_event=show_event,
@@ -185,6 +208,7 @@ def main() -> None:
     station.add_argument("--number", type=int, default=1)
     station.add_argument("--state-dir", type=Path, required=True)
     station.add_argument("--power", type=Path, default=Path("/sys/class/power_supply"))
+    station.add_argument("--network", type=Path, default=NETWORK)
     station.add_argument("--ask-again", type=float, default=60.0)
     station.add_argument("--hours", action="append", default=[])
     arguments = parser.parse_args()

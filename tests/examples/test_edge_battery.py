@@ -138,6 +138,29 @@ def test_a_station_waits_for_its_battery_and_then_both_learn(
     assert unseen.evaluate(model).metrics["accuracy"] > max(before + 0.2, 0.6)
 
 
+@pytest.mark.slow
+def test_stations_refuse_and_train_in_turns_and_a_picture_shows_it(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    command("day.py", "run", tmp_path / "day", OMP_NUM_THREADS="1")
+    document = json.loads((tmp_path / "day" / "history.json").read_text())
+    assert [each["round"] for each in document["rounds"]] == list(range(1, 9))
+    stations = document["stations"]
+    assert sum(len(each["updates"]) for each in stations) >= 2 * 8
+    reasons = [{reason.split(" ")[1] for _, reason in each["refusals"]} for each in stations]
+    assert "battery" in reasons[1]
+    command("day.py", "draw", tmp_path / "day", tmp_path / "result.svg")
+    picture = (tmp_path / "result.svg").read_text()
+    for words in ("station 3, %", "metered link", "refuses", "trains, round"):
+        assert words in picture
+
+
+def test_a_made_up_link_is_read_as_a_real_one(tmp_path: Path, station: ModuleType) -> None:
+    for interface, is_metered in (("eth0", False), ("ppp0", True)):
+        station.write_route(tmp_path, interface)
+        *_, link = station.conditions(tmp_path, 5.0, [], tmp_path)
+        assert isinstance(link(), Refusal) == is_metered
+
+
 def test_its_task_is_one_that_a_server_takes(station: ModuleType) -> None:
     model = station.initial_model()
     text = (FOLDER / "task.json").read_text()
