@@ -18,6 +18,7 @@ from fedpress.cli.client import client
 from fedpress.cli.completion import completion
 from fedpress.cli.demo import demo
 from fedpress.cli.devices import devices
+from fedpress.cli.explain import explain
 from fedpress.cli.identity import identity, rotate_key
 from fedpress.cli.methods import compressors, strategies
 from fedpress.cli.models import models
@@ -48,6 +49,7 @@ SECTIONS: Mapping[str, Sequence[click.Command]] = {
     "Operate a server": (server, tasks, rounds, models, devices),
     "On a device": (client,),
     "Secure aggregation and privacy": (authorities, privacy),
+    "Errors": (explain,),
     "Shell": (completion,),
 }
 

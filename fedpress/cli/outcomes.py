@@ -6,6 +6,7 @@ docs/operations/command-line.md has the same table, and a test holds the two tog
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 
 from fedpress_protocols.errors import (
     ConfigurationError,
@@ -14,6 +15,7 @@ from fedpress_protocols.errors import (
     TransportError,
     Unauthorized,
     Unavailable,
+    error_classes,
 )
 
 DONE = 0
@@ -27,9 +29,8 @@ NOT_ALLOWED = 4
 """The server does not accept the token or key, or its role may not do this."""
 INTERRUPTED = 130
 
-_PAGE = "docs/reference/errors.md"
 _DOCUMENTED = ("fedpress_compression.errors", "fedpress_protocols.errors")
-"""The modules whose error classes have a section of that page each."""
+"""The modules whose error classes have a section each in docs/reference/errors.md."""
 
 _BY_CLASS: tuple[tuple[type[FedpressError], int], ...] = (
     (ConfigurationError, WRONG_USE),
@@ -59,24 +60,27 @@ def as_family(exc: Exception) -> FedpressError | None:
     return None
 
 
-def explanation(error: FedpressError) -> str:
-    """The section of the documentation on errors of this class; empty if there is none.
+def documented_errors() -> Iterator[type[FedpressError]]:
+    """The classes that `fedpress explain` and docs/reference/errors.md explain, parents first."""
+    for cls in error_classes():
+        if cls is not FedpressError and cls.__module__ in _DOCUMENTED:
+            yield cls
 
-    A class from outside fedpress has its parent's section. The base class has none: its messages
+
+def explanation(error: FedpressError) -> str:
+    """The name under which `fedpress explain` explains errors of this class; empty if it does not.
+
+    A class from outside fedpress has its parent's name. The base class has none: its messages
     are the operating system's, such as that a file does not exist.
     """
-    for cls in type(error).__mro__:
-        if cls is FedpressError:
-            break
-        if cls.__module__ in _DOCUMENTED and issubclass(cls, FedpressError):
-            return f"{_PAGE}#{cls.slug}"
-    return ""
+    documented = set(documented_errors())
+    return next((cls.slug for cls in type(error).__mro__ if cls in documented), "")
 
 
 def message(error: FedpressError, as_json: bool) -> str:
-    """For stderr: a sentence and the section that explains it, or in a line the problem of
-    RFC 9457, whose `type` names the same section."""
+    """For stderr: a sentence and the command that explains it, or in a line the problem of
+    RFC 9457, whose `type` ends with the same name."""
     if as_json:
         return json.dumps(error.to_problem())
-    section = explanation(error)
-    return f"fedpress: {error}" + (f"\n  see {section}" if section else "")
+    name = explanation(error)
+    return f"fedpress: {error}" + (f"\n  see `fedpress explain {name}`" if name else "")

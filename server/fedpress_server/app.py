@@ -60,8 +60,8 @@ from fedpress_server.storage.permissions import close_database, close_folder, sq
 _DESCRIPTION = """\
 Coordinates federated training with compressed uploads. Every device request is signed by the
 device's Ed25519 key: a fixed profile of RFC 9421, which `protocols/SPEC-signatures.md` describes.
-Errors are RFC 9457 problems whose `type` never changes its meaning; its last part is the name of a
-section of docs/reference/errors.md.
+Errors are RFC 9457 problems whose `type` never changes its meaning; `fedpress explain` with its
+last part says what it means and what to do.
 """
 
 

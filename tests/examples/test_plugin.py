@@ -83,4 +83,4 @@ def test_an_end_that_lacks_it_names_the_package() -> None:
     assert done.returncode == 2
     assert f"'{WIRE_ID}' is of the package fedpress-example-sign" in done.stderr
     assert "pip install fedpress-example-sign" in done.stderr
-    assert done.stderr.splitlines()[1:] == ["  see docs/reference/errors.md#incompatible-plan"]
+    assert done.stderr.splitlines()[1:] == ["  see `fedpress explain incompatible-plan`"]

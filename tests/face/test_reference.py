@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+import inspect
 
 import pytest
+from click.testing import CliRunner
 
-from fedpress.cli.outcomes import explanation, message
-from fedpress_protocols.errors import PROBLEM_PREFIX, FedpressError, RoundClosed, error_classes
+from fedpress.cli import app
+from fedpress.cli.outcomes import documented_errors, explanation, message
+from fedpress_protocols.errors import PROBLEM_PREFIX, ConfigurationError, FedpressError, RoundClosed
 from fedpress_server.settings import Settings
 from tests.face.test_site import anchors
 from tests.tools.reference import FOLDER, PAGES, page
 
-TREE = Path(__file__).parents[2]
-ERRORS = [
-    cls
-    for cls in error_classes()
-    if cls.__module__.endswith(".errors") and cls is not FedpressError
-]
+ERRORS = list(documented_errors())
 
 
 @pytest.mark.parametrize("name", PAGES)
@@ -35,10 +32,28 @@ def test_every_error_says_what_happened_and_what_to_do() -> None:
 @pytest.mark.parametrize("cls", ERRORS, ids=lambda cls: cls.slug)
 def test_every_error_leads_to_its_section(cls: type[FedpressError]) -> None:
     error = cls("what was found")
-    file, _, anchor = explanation(error).partition("#")
-    assert anchor in anchors(TREE / file)
+    anchor, file = explanation(error), FOLDER / "errors.md"
+    assert anchor in anchors(file)
     assert error.to_problem()["type"] == PROBLEM_PREFIX + anchor
-    assert f"`{cls.__name__}`" in (TREE / file).read_text().partition(f"\n## {anchor}\n")[2][:100]
+    assert f"`{cls.__name__}`" in file.read_text().partition(f"\n## {anchor}\n")[2][:100]
+
+
+@pytest.mark.parametrize("cls", ERRORS, ids=lambda cls: cls.slug)
+def test_the_command_line_explains_every_error(cls: type[FedpressError]) -> None:
+    done = CliRunner().invoke(app, ["explain", explanation(cls("what was found"))])
+    assert done.exit_code == 0
+    shown, section = " ".join(done.output.split()), (FOLDER / "errors.md").read_text()
+    assert shown.startswith(f"{cls.slug}: {cls.title} ({cls.__name__}, HTTP status {cls.status})")
+    assert " ".join(inspect.cleandoc(cls.__doc__ or "").split()) in shown
+    assert cls.default_hint in shown
+    assert inspect.cleandoc(cls.__doc__ or "") in section
+
+
+def test_an_unknown_kind_of_error_is_refused_with_those_that_there_are() -> None:
+    done = CliRunner().invoke(app, ["explain", "absent"])
+    assert isinstance(done.exception, ConfigurationError)
+    assert "there is no kind of error 'absent'" in str(done.exception)
+    assert "round-closed" in str(done.exception)
 
 
 def test_a_message_ends_with_its_section_on_a_line_of_its_own() -> None:
@@ -49,7 +64,7 @@ def test_a_message_ends_with_its_section_on_a_line_of_its_own() -> None:
 
     expected = [
         f"fedpress: round 7 is closed ({RoundClosed.default_hint})",
-        "  see docs/reference/errors.md#round-closed",
+        "  see `fedpress explain round-closed`",
     ]
     assert message(RoundClosed("round 7 is closed"), as_json=False).splitlines() == expected
     assert message(Folded("round 7 is closed"), as_json=False).splitlines() == expected

@@ -168,7 +168,7 @@ def test_no_server_is_there(run: Run, closed: str) -> None:
     code, out, err = run("task", "list", "--url", closed, *TOKEN)
     assert (code, out) == (NO_ANSWER, "")
     assert err.startswith(f"fedpress: no answer from {closed}")
-    assert err.endswith("\n  see docs/reference/errors.md#transport\n")
+    assert err.endswith("\n  see `fedpress explain transport`\n")
     code, out, err = run("task", "list", "--url", closed, *TOKEN, "--json")
     assert (code, out) == (NO_ANSWER, "")
     problem = json.loads(err)

@@ -1,11 +1,13 @@
 """The base install is a device's: small on disk, small in memory, no server and no torch in it."""
 
 import json
+import re
 import subprocess
 import sys
 import tomllib
 import zipfile
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -132,5 +134,15 @@ def test_a_command_of_an_extra_says_which(
         [fedpress, *command.split()], cwd=tmp_path, capture_output=True, text=True
     )
     assert done.returncode == WRONG_USE
-    assert done.stderr.splitlines()[1:] == ["  see docs/reference/errors.md#missing-extra"]
+    assert done.stderr.splitlines()[1:] == ["  see `fedpress explain missing-extra`"]
     assert f"pip install 'fedpress[{extra}]'" in done.stderr
+
+
+def test_a_message_names_a_command_that_explains_it(bare_python: Path, tmp_path: Path) -> None:
+    fedpress = bare_python.parent / "fedpress"
+    run = partial(subprocess.run, cwd=tmp_path, capture_output=True, text=True, check=False)
+    failed = run([fedpress, "client", "join", "nowhere", "--app", "absent:trainer"])
+    (words,) = re.findall(r"see `fedpress (.+)`$", failed.stderr, re.MULTILINE)
+    explained = run([fedpress, *words.split()])
+    assert explained.returncode == 0, explained.stderr
+    assert "Read the detail: it names the setting" in explained.stdout

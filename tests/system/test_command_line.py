@@ -150,7 +150,7 @@ def test_wrong_input_is_refused_with_a_sentence(server: ServerProcess, tmp_path:
         2,
         [
             f"fedpress: rounds: must be less than 1073741824, not {'9' * 20}",
-            "  see docs/reference/errors.md#configuration",
+            "  see `fedpress explain configuration`",
         ],
     )
     code, _, err = shell.run("task", "create", config, config)

@@ -23,7 +23,8 @@ from click.testing import CliRunner
 from prometheus_client import Metric
 
 from fedpress.cli import app
-from fedpress_protocols.errors import FedpressError, RoundClosed, error_classes
+from fedpress.cli.outcomes import documented_errors
+from fedpress_protocols.errors import FedpressError, RoundClosed
 from fedpress_server.api.permissions import PERMISSIONS
 from fedpress_server.app import create_app
 from fedpress_server.command import SECTIONS
@@ -132,11 +133,10 @@ def errors() -> Iterator[str]:
         "is explained under [round-closed](#round-closed). A type never changes its meaning.\n"
         "An error has a `detail`, what was found and what was expected; a `hint`, what to do,\n"
         "where one is known; and `members`, further fields of the problem such as\n"
-        "`retry_after`. Catch a parent to catch all errors below it."
+        "`retry_after`. Catch a parent to catch all errors below it. `fedpress explain\n"
+        "round-closed` prints what this page says under that name."
     )
-    for cls in error_classes():
-        if cls is FedpressError or not cls.__module__.endswith(".errors"):
-            continue  # a test's own
+    for cls in documented_errors():
         yield f"## {cls.slug}"
         parent = next(each for each in cls.__mro__[1:] if issubclass(each, FedpressError))
         above = "" if parent is FedpressError else f", a kind of [{parent.slug}](#{parent.slug})"
