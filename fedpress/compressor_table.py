@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from fedpress_compression.bias import TYPICAL, typical_update
 from fedpress_compression.coding import encode
 from fedpress_compression.compressor import (
     Compressor,
@@ -20,11 +21,8 @@ from fedpress_compression.compressor import (
     to_config,
 )
 from fedpress_compression.randomness import PublicRandomness
-from fedpress_compression.tensors import ModelSpec, TensorSpec, Vector
 from fedpress_protocols.errors import ConfigurationError
 
-_SPEC = ModelSpec((TensorSpec("weight", (240, 256)), TensorSpec("bias", (256,))))
-_ROUNDS = 20
 _HEADINGS = (
     *("id", "bits/value", "linear", "unbiased", "contractive"),
     *("client state", "server state", "source"),
@@ -79,44 +77,15 @@ def by_default(wire_id: str) -> Compressor[Any]:
 
 
 def bits_per_value(made: Compressor[Any]) -> float:
-    """The coded bytes of one update, counted: 61,696 cubes of normal values, a third of them 0."""
-    update, previous = _heavy_tailed(1), _heavy_tailed(2)
-    first_upload = np.zeros(_SPEC.size, np.float32)
+    """The coded bytes of one typical update, counted."""
+    update, previous = typical_update(1), typical_update(2)
+    first_upload = np.zeros(TYPICAL.size, np.float32)
     randomness = PublicRandomness(bytes(32))
     public = Public(
-        _SPEC, randomness, {"previous": previous, "drift": previous, "own": first_upload}
+        TYPICAL, randomness, {"previous": previous, "drift": previous, "own": first_upload}
     )
-    symbols, _ = made.compress(update, made.init(_SPEC), public, np.random.default_rng(0))
-    return 8 * len(encode(symbols, made.layout(_SPEC))) / _SPEC.size
-
-
-def never_sent(made: Compressor[Any]) -> float:
-    """The share of an update's energy that does not arrive however often a client sends it, as the
-    mean of 20 uploads has it; 0 for what is unbiased, or keeps a residual."""
-    if properties(made).unbiased or getattr(made, "keeps_residual", False):
-        return 0.0
-    update, rng = _heavy_tailed(1), np.random.default_rng(0)
-    state, last = made.init(_SPEC), np.zeros(_SPEC.size, np.float32)
-    total = np.zeros(_SPEC.size)
-    for number in range(1, _ROUNDS + 1):
-        seed = PublicRandomness(number.to_bytes(32, "little"))
-        public = Public(
-            _SPEC,
-            seed,
-            {"previous": last, "drift": last, "activity": np.abs(last), "own": last},
-            round=number,
-        )
-        symbols, state = made.compress(update, state, public, rng)
-        last = made.decompress(symbols, public).dense()
-        total += last
-    rest = total / _ROUNDS - update
-    return float(rest @ rest) / float(np.square(update, dtype=np.float64).sum())
-
-
-def _heavy_tailed(seed: int) -> Vector:
-    rng = np.random.default_rng(seed)
-    cubes = rng.standard_normal(_SPEC.size) ** 3 * (rng.random(_SPEC.size) > 0.33)
-    return (0.01 * cubes).astype(np.float32)
+    symbols, _ = made.compress(update, made.init(TYPICAL), public, np.random.default_rng(0))
+    return 8 * len(encode(symbols, made.layout(TYPICAL))) / TYPICAL.size
 
 
 def _rows() -> Iterator[tuple[str, ...]]:

@@ -8,6 +8,7 @@ from fedpress.lazy import exports
 
 if TYPE_CHECKING:
     from fedpress_ddp.hook import (
+        BiasWarning,
         DivergenceWarning,
         Exchange,
         HookState,
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from fedpress_protocols.schedule import sparsity_warm_up
 
 __all__ = [
+    "BiasWarning",
     "CompressedReduceScatter",
     "DivergenceWarning",
     "Exchange",
@@ -41,6 +43,7 @@ __all__ = [
 __getattr__, __dir__ = exports(
     __name__,
     {
+        "BiasWarning": "fedpress_ddp.hook",
         "CompressedReduceScatter": "fedpress_ddp.sharded",
         "DivergenceWarning": "fedpress_ddp.hook",
         "Exchange": "fedpress_ddp.hook",

@@ -20,7 +20,7 @@ import numpy as np
 from pydantic import ValidationError
 
 from fedpress.command_line import needs, read
-from fedpress.compressor_table import never_sent
+from fedpress_compression.bias import MOST_NEVER_SENT, never_sent
 from fedpress_compression.compressor import properties
 from fedpress_protocols.errors import ConfigurationError
 from fedpress_protocols.messages import TaskConfig
@@ -39,7 +39,6 @@ _STAND_IN = {
     "adapted.lora_A.weight": np.ones((1024, 16), np.float32),
     "adapted.lora_B.weight": np.ones((16, 1024), np.float32),
 }
-_MOST_NEVER_SENT = 0.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,7 +163,7 @@ def _warnings(profiles: Iterable[Profile]) -> Iterator[str]:
     for profile in profiles:
         made = profile.compressor
         lost = 0.0 if "basis" in made.needs else never_sent(made)
-        if lost > _MOST_NEVER_SENT:
+        if lost > MOST_NEVER_SENT:
             name = made.wire_id
             around = properties(made).suits_feedback
             advice = "put error_feedback around it" if around else "choose a higher rate"

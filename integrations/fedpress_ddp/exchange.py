@@ -12,13 +12,15 @@ from __future__ import annotations
 import hashlib
 import threading
 import time
+import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import numpy as np
 
-from fedpress_compression.compressor import Compressor, Public, members, to_config
+from fedpress_compression.bias import MOST_NEVER_SENT, never_sent
+from fedpress_compression.compressor import Compressor, Public, members, properties, to_config
 from fedpress_compression.compressors.dgc import Dgc
 from fedpress_compression.compressors.error_feedback import check_feedback
 from fedpress_compression.compressors.none import Uncompressed
@@ -44,7 +46,7 @@ from fedpress_ddp.collectives import (
     added,
     naming_lost,
 )
-from fedpress_ddp.metrics import Measured, Sent, square
+from fedpress_ddp.metrics import BiasWarning, Measured, Sent, square
 from fedpress_protocols.errors import ConfigurationError, IncompatiblePlan, MissingExtra
 
 try:
@@ -116,6 +118,7 @@ class Exchange:
         if dtype not in (torch.float16, torch.bfloat16, torch.float32):
             raise ConfigurationError(f"numbers travel in float16, bfloat16 or float32, not {dtype}")
         check_exchange(compressor, reduction=reduction)
+        warn_of_bias(compressor)
         self._compressor, self._reduction = compressor, reduction
         self._group, self._sites = group, sites
         self._seed, self._dtype = seed, dtype
@@ -362,11 +365,7 @@ def check_steps(made: Compressor[Any]) -> None:
     once: as if the learning rate were so many times larger. Digits at a rate that suits top-k go to
     chance with random-k, at 1 % and at 10 %.
     """
-    for member in _all_members(made.lossy) if made.keeps_residual else ():
-        if not isinstance(member, RandomK):
-            continue
-        if member.count is None and member.fraction >= _MOST_PATIENT:
-            continue
+    for member in _impatient(made) if made.keeps_residual else ():
         share = f"{member.fraction:g} of the" if member.count is None else f"{member.count}"
         raise IncompatiblePlan(
             f"{to_config(made)['id']} around randomk, which sends {share} coordinates, whatever "
@@ -376,6 +375,36 @@ def check_steps(made: Compressor[Any]) -> None:
             f"learning rate; or randomk of at least {_MOST_PATIENT:g}; or allow_delays=True with "
             "the learning rate times the fraction",
         )
+
+
+def warn_of_bias(made: Compressor[Any]) -> None:
+    """Warn, as a task's check does, of a biased compressor without error feedback that never sends
+    the most of a typical gradient: training with it ends short of what it reaches uncompressed."""
+    lost = never_sent(made)
+    if lost <= MOST_NEVER_SENT:
+        return
+    name, claimed = to_config(made)["id"], properties(made)
+    if any(_impatient(made)):
+        advice = "set unbiased to true, with a lower learning rate; or topk with error_feedback"
+    elif claimed.suits_feedback:
+        advice = "put error_feedback around it"
+    else:
+        advice = "choose a higher rate"
+    warnings.warn(
+        f"gradients are exchanged by {name} without error feedback, which never sends {lost:.0%} "
+        f"of a typical one; {advice}",
+        BiasWarning,
+        stacklevel=3,
+    )
+
+
+def _impatient(made: Compressor[Any]) -> Iterator[RandomK]:
+    """The members that send fewer than half of the coordinates, whatever their values."""
+    for member in _all_members(made.lossy):
+        if isinstance(member, RandomK) and (
+            member.count is not None or member.fraction < _MOST_PATIENT
+        ):
+            yield member
 
 
 def _all_members(made: Any) -> Iterator[Any]:

@@ -25,8 +25,22 @@ from fedpress_compression.compressors.dgc import Dgc
 from fedpress_compression.compressors.none import Uncompressed
 from fedpress_compression.tensors import ModelSpec, TensorSpec
 from fedpress_ddp.collectives import Group, ProcessLost, Turn
-from fedpress_ddp.exchange import Exchange, Reduction, Sites, check_exchange, check_steps
-from fedpress_ddp.metrics import DivergenceWarning, DivergenceWatch, Measured, Sent, StepMetrics
+from fedpress_ddp.exchange import (
+    Exchange,
+    Reduction,
+    Sites,
+    check_exchange,
+    check_steps,
+    warn_of_bias,
+)
+from fedpress_ddp.metrics import (
+    BiasWarning,
+    DivergenceWarning,
+    DivergenceWatch,
+    Measured,
+    Sent,
+    StepMetrics,
+)
 from fedpress_protocols.errors import ConfigurationError, MissingExtra
 from fedpress_protocols.schedule import Period
 
@@ -39,6 +53,7 @@ except ModuleNotFoundError as exc:
     raise MissingExtra("fedpress.ddp needs PyTorch", hint="pip install fedpress[torch]") from exc
 
 __all__ = [
+    "BiasWarning",
     "DivergenceWarning",
     "Exchange",
     "HookState",
@@ -71,7 +86,8 @@ class HookState:
 
     Random-k under error feedback is refused, since coordinates wait too long, unless
     `allow_delays`. `reduction` is `"mean"` or `"adasum"`, see Exchange. Under `dgc` the first step
-    of an optimizer with momentum of its own is refused.
+    of an optimizer with momentum of its own is refused. BiasWarning says if a compressor without
+    error feedback never sends the most of a gradient.
     """
 
     def __init__(
@@ -111,6 +127,8 @@ class HookState:
                 if made.momentum:
                     _watch_optimizers()
                     _with_momentum.add(self)
+        for _, made in self._schedule:
+            warn_of_bias(made)
         self._compressor = compressor
         over: dict[str, Any] = {"group": group, "sites": sites, "reduction": reduction}
         self.exchange = Exchange(compressor, seed=seed, dtype=dtype, **over)

@@ -14,6 +14,10 @@ class DivergenceWarning(UserWarning):
     """Training with this compressor does not converge, by what the hook measures."""
 
 
+class BiasWarning(UserWarning):
+    """This compressor never sends the most of a gradient, and has no error feedback."""
+
+
 @dataclass(slots=True)
 class Sent:
     """Bytes that this process sent in collectives: `num_bytes` compressed (between sites, if there

@@ -25,7 +25,7 @@ from fedpress_compression.randomness import PublicRandomness
 from fedpress_compression.tensors import ModelSpec, TensorSpec, Vector
 from fedpress_compression.update import Update
 from fedpress_ddp.collectives import FAILED, NOT_FINITE, READY, Group, NotFinite, Trip, Turns
-from fedpress_ddp.exchange import arrays, check_exchange, check_steps, tensors
+from fedpress_ddp.exchange import arrays, check_exchange, check_steps, tensors, warn_of_bias
 from fedpress_ddp.metrics import Measured, Sent
 from fedpress_protocols.errors import ConfigurationError, IncompatiblePlan, MissingExtra
 
@@ -55,6 +55,7 @@ class CompressedReduceScatter(ReduceScatter):
                 "parts has no place for",
                 hint="use topk, sign or another method whose bodies are gathered",
             )
+        warn_of_bias(compressor)
         self._made, self._seed = compressor, seed
         self._states: list[Any] = []
         self._steps = 0

@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 from torch.nn.parallel import DistributedDataParallel
 
-from fedpress_compression.compressor import Compressor, from_config
+from fedpress_compression.compressor import Compressor, from_config, to_config
 from fedpress_compression.compressors.dgc import Dgc
 from fedpress_compression.compressors.error_feedback import ErrorFeedback
 from fedpress_compression.compressors.none import Uncompressed
@@ -34,6 +34,7 @@ from fedpress_compression.compressors.topk import TopK
 from fedpress_compression.tensors import ModelSpec, TensorSpec
 from fedpress_ddp.collectives import Turns
 from fedpress_ddp.hook import (
+    BiasWarning,
     DivergenceWarning,
     Exchange,
     HookState,
@@ -43,6 +44,7 @@ from fedpress_ddp.hook import (
 )
 from fedpress_ddp.measuring import exchange_costs
 from fedpress_ddp.metrics import DivergenceWatch, Measured
+from fedpress_ddp.sharded import CompressedReduceScatter
 from fedpress_protocols.errors import ConfigurationError, IncompatiblePlan, InvalidUpdate
 from fedpress_protocols.schedule import Period, sparsity_warm_up
 
@@ -105,6 +107,40 @@ def test_feedback_around_what_does_not_contract_is_refused(inner: dict[str, Any]
     )
     with pytest.raises(IncompatiblePlan, match="randomk"):
         HookState(FEW, schedule=[period])
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize(
+    ("made", "says"),
+    [
+        (TopK(0.001), r"by topk without error feedback, which never sends 80%.*put error_feedback"),
+        (RandomK(0.01), r"by randomk without.* 98% .*set unbiased to true, with a lower learning"),
+        (from_config({"id": "coded", "inner": {"id": "randomk"}}), "by coded.*set unbiased"),
+        (from_config({"id": "sign"}), "by sign without error feedback, which never sends 85%"),
+        (from_config({"id": "count_sketch", "fraction": 0.01}), "choose a higher rate"),
+    ],
+)
+def test_a_biased_compressor_without_feedback_is_warned_of(
+    made: Compressor[Any], says: str
+) -> None:
+    period = Period(profiles=({"name": "a", "compressor": to_config(made)},), rounds=2)
+    uses = (
+        lambda: HookState(made),
+        lambda: HookState(FEW, schedule=[period]),
+        lambda: LocalSGD([torch.nn.Parameter(torch.zeros(3))], made, every=2),
+        lambda: CompressedReduceScatter(made),
+    )
+    for use in uses:
+        with pytest.warns(BiasWarning, match=says) as seen:
+            use()
+        assert len(seen) == 1
+
+
+@pytest.mark.parametrize(
+    "made", [FEW, Uncompressed(), RandomK(0.01, unbiased=True), TopK(0.1), Dgc(TopK(0.001))]
+)
+def test_what_sends_most_of_a_gradient_in_time_is_not_warned_of(made: Compressor[Any]) -> None:
+    HookState(made)  # warnings are errors
 
 
 @pytest.mark.parametrize("lossy", ["powersgd", "shared_support"])
