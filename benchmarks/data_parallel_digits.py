@@ -6,10 +6,11 @@
 scikit-learn's handwritten digits, half of them in each process, a perceptron 64-256-128-10 in
 DistributedDataParallel over gloo, `fedpress_ddp.hook.comm_hook`. Bytes are what a process puts
 into collectives, all steps, the uncompressed ones at the beginning too. A row of local SGD takes
-eight local steps between exchanges. Rows of Adam have no DistributedDataParallel: `OneBitAdam`
-exchanges the gradients itself; a falling rate ends at zero. If a row is measured against another
-one, the difference is the mean over pairs of one seed, with its standard error. `--json` is written
-after every row, and rows that it has with as many seeds and epochs are not run again.
+eight local steps between exchanges. Rows of Adam and LAMB have no DistributedDataParallel: their
+optimizers, `OneBitAdam` and `OneBitLamb`, exchange the gradients; a falling rate ends at zero. If a
+row is measured against another one, the difference is the mean over pairs of one seed, with its
+standard error. `--json` is written after every row, and rows that it has with as many seeds and
+epochs are not run again.
 
 `--tune` runs each row at each of these rates, on seeds from 100 on, and measures on training images
 set aside for that in place of the held-out ones. benchmarks/data_parallel_fashion.py runs another
@@ -41,7 +42,7 @@ from fedpress_compression.compressors.dgc import Dgc
 from fedpress_compression.compressors.topk import TopK
 from fedpress_ddp.hook import HookState, LocalSGD, comm_hook
 from fedpress_ddp.methods import METHODS
-from fedpress_ddp.optimizers import OneBitAdam
+from fedpress_ddp.optimizers import OneBitAdam, OneBitLamb
 from fedpress_protocols.plan import Profile
 from fedpress_protocols.schedule import Period, sparsity_warm_up
 
@@ -49,8 +50,10 @@ WORLD, RATE, MOMENTUM = 2, 0.1, 0.9
 FIRST_TUNING_SEED = 100
 FEEDBACK = "error_feedback"
 SPARSE_START = [[0.05, 12], [0.0125, 12], [0.004, 12]]
-ADAM, FALLING = "Adam, float32", "falling rate"
-ONE_BIT_ADAM = {"id": "none", "is_adam": True, "rate": 0.003}
+ADAM, LAMB, FALLING = "Adam, float32", "LAMB, float32", "falling rate"
+OWN_EXCHANGE = {"adam": OneBitAdam, "lamb": OneBitLamb}
+WITH_ADAM = {"id": "none", "optimizer": "adam", "rate": 0.003}
+WITH_LAMB = {"id": "none", "optimizer": "lamb"}
 ROWS: dict[str, dict[str, Any]] = {
     "float32": {"id": "none"},
     "top-k 1 % of 2 bits, EF": {"id": FEEDBACK, "inner": {"id": "topk", "fraction": 0.01}},
@@ -87,15 +90,24 @@ ROWS: dict[str, dict[str, Any]] = {
         "sparsities": SPARSE_START,
         "plain_steps": 0,
     },
-    ADAM: ONE_BIT_ADAM,
-    "1-bit Adam, 15 % warm-up": {**ONE_BIT_ADAM, "warm_up": 104, "like": ADAM},
-    "1-bit Adam, 30 % warm-up": {**ONE_BIT_ADAM, "warm_up": 207, "like": ADAM},
-    f"{ADAM}, {FALLING}": {**ONE_BIT_ADAM, "falls": True},
+    ADAM: WITH_ADAM,
+    "1-bit Adam, 15 % warm-up": {**WITH_ADAM, "warm_up": 104, "like": ADAM},
+    "1-bit Adam, 30 % warm-up": {**WITH_ADAM, "warm_up": 207, "like": ADAM},
+    f"{ADAM}, {FALLING}": {**WITH_ADAM, "rate": 0.012, "falls": True},
     f"1-bit Adam, 15 % warm-up, {FALLING}": {
-        **ONE_BIT_ADAM,
+        **WITH_ADAM,
+        "rate": 0.006,
         "warm_up": 104,
         "falls": True,
         "like": f"{ADAM}, {FALLING}",
+    },
+    f"{LAMB}, {FALLING}": {**WITH_LAMB, "rate": 0.024, "falls": True},
+    f"1-bit LAMB, 15 % warm-up, {FALLING}": {
+        **WITH_LAMB,
+        "rate": 0.006,
+        "warm_up": 104,
+        "falls": True,
+        "like": f"{LAMB}, {FALLING}",
     },
 }
 
@@ -154,7 +166,7 @@ def train(rank: int, task: Task, config: Mapping[str, Any], seed: int, epochs: i
     config = {key: value for key, value in config.items() if key != "like"}
     every = config.pop("every", 0)
     rate, momentum = config.pop("rate", RATE), config.pop("optimizer_momentum", MOMENTUM)
-    warm_up, is_adam = config.pop("warm_up", 0), config.pop("is_adam", False)
+    warm_up, optimizer = config.pop("warm_up", 0), config.pop("optimizer", None)
     sparsities, plain_steps = config.pop("sparsities", []), config.pop("plain_steps", 2)
     falls = config.pop("falls", False)
     dtype = torch.float16 if config.pop("half", False) else torch.float32
@@ -165,16 +177,16 @@ def train(rank: int, task: Task, config: Mapping[str, Any], seed: int, epochs: i
     run: torch.nn.Module = model
     inner: torch.optim.Optimizer
     outer: LocalSGD | None = None
-    if is_adam:
-        steps_of_warm_up = warm_up or sys.maxsize
-        one_bit = OneBitAdam(model.parameters(), rate, warm_up_steps=steps_of_warm_up, seed=seed)
+    if optimizer is not None:
+        made_by, steps_of_warm_up = OWN_EXCHANGE[optimizer], warm_up or sys.maxsize
+        one_bit = made_by(model.parameters(), rate, warm_up_steps=steps_of_warm_up, seed=seed)
         inner, sent = one_bit, one_bit.sent
     else:
         inner = torch.optim.SGD(model.parameters(), lr=rate, momentum=momentum)
     if every:
         outer = LocalSGD(model.parameters(), made, every=every, learning_rate=1.0, momentum=0.0)
         sent = outer.sent
-    elif not is_adam:
+    elif optimizer is None:
         run = DistributedDataParallel(model)
         schedule: tuple[Period, ...] = ()
         if isinstance(made, Dgc):
@@ -203,7 +215,9 @@ def train(rank: int, task: Task, config: Mapping[str, Any], seed: int, epochs: i
                 outer.step()
     with torch.no_grad():
         right = model(inputs[: task.num_tests]).argmax(dim=1) == targets[: task.num_tests]
-    after = 4 * size * (steps - warm_up) / (sent.num_bytes - warmed_bytes) if is_adam else 1.0
+    after = 1.0
+    if optimizer is not None:
+        after = 4 * size * (steps - warm_up) / (sent.num_bytes - warmed_bytes)
     return Run(right.float().mean().item(), sent.num_bytes, 4 * steps * size, after)
 
 
