@@ -10,6 +10,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 pytest.importorskip("sklearn")
@@ -68,3 +69,36 @@ def test_a_run_goes_on_with_what_is_missing(tmp_path: Path) -> None:
         None,
     )
     assert 0.5 < after[-1]["accuracy"] <= 1
+
+
+def test_settings_are_chosen_by_the_training_that_is_measured(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("OPENBLAS_NUM_THREADS", "1")  # which it sets
+    measured = importlib.import_module("private_accuracy")
+    chosen = importlib.import_module("private_settings")
+    rng = np.random.default_rng(3)
+    pixels = rng.random((60, 12), np.float32)
+    clients = tuple(np.arange(60).reshape(5, 12))
+    data = measured.Data(pixels, rng.integers(0, 10, 60), np.arange(60), clients)
+    own = measured.Settings(1.0, 0.0, 0.0, 0.0, 0, steps=4, rate=0.5)
+    model = rng.standard_normal(data.spec.size).astype(np.float32)
+    together = chosen.Cohort(data).updates(model, own)
+    for client, update in enumerate(together):
+        np.testing.assert_allclose(update, data.update(model, client, own), atol=1e-6)
+
+
+def test_a_cohort_chosen_for_learns_without_noise(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OPENBLAS_NUM_THREADS", "1")
+    measured = importlib.import_module("private_accuracy")
+    chosen = importlib.import_module("private_settings")
+    digits = measured.Data.digits(Path(), 0)
+    data = digits._replace(clients=tuple(rows[:7] for rows in digits.clients))
+    own = measured.TASKS["digits"].settings
+    cohort = chosen.Cohort(data)
+    dense, few, noisy = (
+        chosen.accuracy(data, cohort, own, fraction, rounds, noise)
+        for fraction, rounds, noise in ((1.0, 8, 0.0), (0.14, 57, 0.0), (1.0, 8, 1e4))
+    )
+    assert min(dense, few) > 0.85
+    assert noisy < 0.4
