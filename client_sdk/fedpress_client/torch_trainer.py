@@ -6,7 +6,7 @@ import sys
 import threading
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Sized
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any, Literal, cast, get_args
@@ -35,7 +35,7 @@ Loss = Callable[[Any, Any], torch.Tensor]
 Metrics = Callable[[Any, Any], Mapping[str, float]]
 Data = Dataset[Any] | DataLoader[Any]
 Autocast = Literal["bfloat16", "float16"]
-_Batch = tuple[Any, Any]
+Batch = tuple[Any, Any]
 
 _global_generators = threading.Lock()
 """Torch's own generators are the process's: two trainings at a time would draw from one stream."""
@@ -202,11 +202,7 @@ class TorchTrainer:
         for epoch, batches in self._steps(loader, terms):
             size = sum(_size(targets) for _, targets in batches)
             optimizer.zero_grad()
-            for inputs, targets in batches:
-                share = _size(targets) / size
-                loss = self._computed(inputs, targets)[1] * share
-                scaler.scale(loss).backward()
-                total_loss += loss.detach() * size
+            total_loss += self._backward(batches, scaler) * size
             scaler.unscale_(optimizer)
             added.to_gradients()
             restriction.mask_gradients()
@@ -228,9 +224,23 @@ class TorchTrainer:
             )
         dataset = loader.dataset
         num_examples = len(dataset) if isinstance(dataset, Sized) else in_first_epoch
-        arrays = _arrays(self.model)
+        arrays = _arrays(self.model, {tensor.name for tensor in spec.trained})
         metrics = {"loss": float(total_loss) / total}
         return Trained(spec.flatten(arrays), max(1, num_examples), metrics, {"steps": steps})
+
+    def _backward(self, batches: list[Batch], scaler: torch.amp.GradScaler) -> torch.Tensor:
+        """Set the gradients of the mean loss over all examples of `batches`; returns that mean."""
+        total = torch.zeros((), device=self.device)
+        for loss in self._shares(batches):
+            scaler.scale(loss).backward()
+            total += loss.detach()
+        return total
+
+    def _shares(self, batches: list[Batch]) -> Iterator[torch.Tensor]:
+        """The part of each batch in the mean loss over all examples."""
+        size = sum(_size(targets) for _, targets in batches)
+        for inputs, targets in batches:
+            yield self._computed(inputs, targets)[1] * (_size(targets) / size)
 
     def _computed(self, inputs: Any, targets: Any) -> tuple[Any, torch.Tensor]:
         """The module's outputs and the loss, in the type of `autocast`."""
@@ -252,13 +262,13 @@ class TorchTrainer:
 
     def _steps(
         self, loader: DataLoader[Any], terms: TrainingTerms
-    ) -> Iterator[tuple[int, list[_Batch]]]:
+    ) -> Iterator[tuple[int, list[Batch]]]:
         """The epoch and the batches of each optimizer step; a step does not span two epochs."""
         epochs = terms.local_epochs or self._local_epochs
         remaining = terms.local_steps
         epoch = 0
         while remaining is not None or epoch < epochs:
-            group: list[_Batch] = []
+            group: list[Batch] = []
             is_empty = True
             for batch in self._batches(loader):
                 is_empty = False
@@ -276,7 +286,7 @@ class TorchTrainer:
                 return
             epoch += 1
 
-    def _batches(self, loader: DataLoader[Any]) -> Iterator[_Batch]:
+    def _batches(self, loader: DataLoader[Any]) -> Iterator[Batch]:
         for batch in loader:
             if not isinstance(batch, Sequence) or len(batch) != 2:
                 raise ConfigurationError(
@@ -459,10 +469,12 @@ def _frozen(model: nn.Module, spec: ModelSpec) -> Iterator[None]:
             parameter.requires_grad_(True)
 
 
-def _arrays(model: nn.Module) -> dict[str, npt.NDArray[Any]]:
-    """The state dict in numpy; bfloat16, which numpy lacks, as float32."""
+def _arrays(model: nn.Module, names: Collection[str] | None = None) -> dict[str, npt.NDArray[Any]]:
+    """The state dict, or its `names`, in numpy; bfloat16, which numpy lacks, as float32."""
     arrays = {}
     for name, tensor in model.state_dict().items():
+        if names is not None and name not in names:
+            continue
         host = tensor.detach().to("cpu")
         arrays[name] = (host.float() if host.dtype == torch.bfloat16 else host).numpy().copy()
     return arrays
