@@ -2,7 +2,7 @@
 
 A device needs the names here. Everything else is in a namespace: `fedpress.compressors`,
 `fedpress.conditions`, `fedpress.errors`, `fedpress.strategies`, `fedpress.server`,
-`fedpress.simulation`, `fedpress.flower`, `fedpress.ddp`.
+`fedpress.simulation`, `fedpress.flower`, `fedpress.ddp`, `fedpress.experimental`.
 The packages behind them (`fedpress_client` and others) may move names between releases.
 """
 
