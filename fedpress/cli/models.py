@@ -154,17 +154,31 @@ def roll_back_model(
 @click.argument("task")
 @argument("which", help=_WHICH)
 @argument("file", type=PATH, help="Where to write the safetensors file.")
+@click.option(
+    "--materialised",
+    is_flag=True,
+    help="Experimental: of a task of zeroth-order training, the tensors that its weights stand "
+    "for, with their base.",
+)
 @as_json
 @operates
-def export_model(server: Operator, task: str, which: str, file: Path, as_json: bool) -> None:
+def export_model(
+    server: Operator, task: str, which: str, file: Path, materialised: bool, as_json: bool
+) -> None:
     """Save a version, and beside it FILE.json with its lineage."""
     lineage = server.version(task, which)
-    data = server.model(lineage.model).to_bytes()
+    model = server.model(lineage.model)
+    if materialised:
+        from fedpress_protocols.subspace import materialised as whole
+
+        model = whole(model)
+    data = model.to_bytes()
     beside = file.with_name(file.name + ".json")
     file.write_bytes(data)
     beside.write_text(lineage.model_dump_json(indent=2) + "\n", encoding="utf-8")
     lines = [
-        f"{file}: version {lineage.version} of {task}, {lineage.model}",
+        f"{file}: version {lineage.version} of {task}, {lineage.model}"
+        + (", materialised" if materialised else ""),
         f"{beside}: {lineage.num_updates} updates, {len(lineage.ancestors)} models before",
     ]
     echo(lineage, lines, as_json=as_json)

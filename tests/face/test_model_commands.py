@@ -2,12 +2,14 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from fedpress_protocols.errors import ConfigurationError, Conflict, NotFound
 from fedpress_protocols.model import Model
+from fedpress_protocols.subspace import MOVED, SEED, WEIGHTS
 from tests.devices import Device, Operator
 from tests.face.commands import Command, said
 from tests.server.in_process import Clock, Server, include_one
@@ -63,6 +65,27 @@ def test_an_export_is_the_file_of_that_digest_and_its_lineage(
     assert len(lineage["updates"]) == 1
     assert len(lineage["ancestors"]) == 3
     assert json.loads(said(fedpress("model", "show", "digits", "3", "--json"))) == lineage
+
+
+def test_a_model_in_a_subspace_can_be_materialised_and_no_other(
+    fedpress: Command, server: Server, tmp_path: Path
+) -> None:
+    file = tmp_path / "model.safetensors"
+    refused = fedpress("model", "export", "digits", "3", str(file), "--materialised")
+    assert isinstance(refused.exception, ConfigurationError)
+    assert "in no subspace" in str(refused.exception)
+    assert not file.exists()
+    tensors: dict[str, np.ndarray[Any, Any]] = {
+        "w": np.ones((3, 4), np.float32),
+        SEED: np.zeros(32, np.uint8),
+        MOVED: np.ones(1, np.uint8),
+        WEIGHTS: np.full(5, 0.5, np.float32),
+    }
+    Operator(server).begin(Model.from_tensors(tensors, frozen=["w"]), "subspace", rounds=1)
+    said(fedpress("model", "export", "subspace", "0", str(file), "--materialised"))
+    whole = Model.from_bytes(file.read_bytes())
+    assert [tensor.name for tensor in whole.spec.trained] == ["w"]
+    assert set(whole.parameters.tolist()) == {0.5, 1.5}
 
 
 def test_collection_says_what_would_go_and_then_takes_it(fedpress: Command, clock: Clock) -> None:
