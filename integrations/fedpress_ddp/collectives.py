@@ -21,15 +21,16 @@ import numpy as np
 import numpy.typing as npt
 
 from fedpress_compression import coding
-from fedpress_compression.coding.fields import Symbols
-from fedpress_compression.compressor import Compressor, Public
+from fedpress_compression.coding.fields import Contexts, Symbols
+from fedpress_compression.compressor import Compressor, Public, to_config
 from fedpress_compression.contexts import contexts_of
+from fedpress_compression.errors import DecodingError
 from fedpress_compression.kernels.buffer_pool import pooled
 from fedpress_compression.matrices import Matrix
 from fedpress_compression.tensors import ModelSpec, Vector
 from fedpress_compression.update import Update
 from fedpress_ddp.metrics import Measured, square
-from fedpress_protocols.errors import InvalidUpdate, MissingExtra
+from fedpress_protocols.errors import ConfigurationError, InvalidUpdate, MissingExtra
 from fedpress_strategies.adasum import Pairs
 
 try:
@@ -398,6 +399,26 @@ class Summed(Channel):
         return symbols, after
 
 
+def received(
+    body: bytes,
+    rank: int,
+    compressor: Compressor[Any],
+    public: Public,
+    contexts: Contexts,
+) -> Update:
+    """The update in the `body` of process `rank`; raises ConfigurationError if it is not of the
+    same compressor and model."""
+    try:
+        symbols = coding.decode(body, compressor.layout(public.spec), contexts)
+        return compressor.decompress(symbols, public)
+    except DecodingError as exc:
+        raise ConfigurationError(
+            f"the update of process {rank} does not fit {to_config(compressor)}, which this "
+            f"process has: {exc.detail}",
+            hint="start all processes with the same compressor, schedule and model",
+        ) from exc
+
+
 @dataclass(slots=True)
 class Gathered(Channel):
     """Coded symbols, gathered from all, decoded by all and combined in the order of ranks."""
@@ -421,7 +442,7 @@ class Gathered(Channel):
                 if rank == self.trip.rank:  # decoding returns the very symbols
                     yield self.own
                     continue
-                yield self.lossy.decompress(coding.decode(each, layout, contexts), public)
+                yield received(each, rank, self.lossy, public, contexts)
 
         self.agreed = self.combine(updates(), public.spec)
         return symbols, after

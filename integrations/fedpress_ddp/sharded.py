@@ -24,7 +24,16 @@ from fedpress_compression.plain_states import plain, restored
 from fedpress_compression.randomness import PublicRandomness
 from fedpress_compression.tensors import ModelSpec, TensorSpec, Vector
 from fedpress_compression.update import Update
-from fedpress_ddp.collectives import FAILED, NOT_FINITE, READY, Group, NotFinite, Trip, Turns
+from fedpress_ddp.collectives import (
+    FAILED,
+    NOT_FINITE,
+    READY,
+    Group,
+    NotFinite,
+    Trip,
+    Turns,
+    received,
+)
 from fedpress_ddp.exchange import arrays, check_exchange, check_steps, tensors, warn_of_bias
 from fedpress_ddp.metrics import Measured, Sent
 from fedpress_protocols.errors import ConfigurationError, IncompatiblePlan, MissingExtra
@@ -132,15 +141,15 @@ class CompressedReduceScatter(ReduceScatter):
             bodies.append(b"" if is_own else coding.encode(symbols, layout, contexts[rank]))
         with trip.collectives():
             longest = trip.agree(READY, max(len(body) for body in bodies))
-            received = trip.scattered(bodies, longest)
+            bodies = trip.scattered(bodies, longest)
         self._states, self._steps = [plain(each) for each in after], self._steps + 1
         total = np.zeros(parts.shape[1], np.float32)
-        for rank, body in enumerate(received):
+        for rank, body in enumerate(bodies):
             if rank == trip.rank:
                 channels[rank].own.add_to(total)
                 continue
-            decoded = coding.decode(body, layout, contexts[trip.rank])
-            made.lossy.decompress(decoded, publics[trip.rank]).add_to(total)
+            own = publics[trip.rank]
+            received(body, rank, made.lossy, own, contexts[trip.rank]).add_to(total)
         return total
 
     def _public(self, spec: ModelSpec, rank: int) -> Public:

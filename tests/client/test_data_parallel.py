@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -13,12 +14,16 @@ import numpy as np
 import pytest
 import torch
 
+from fedpress_compression import coding
 from fedpress_compression.compressor import Public
 from fedpress_compression.compressors.coded import Coded
 from fedpress_compression.compressors.error_feedback import ErrorFeedback
 from fedpress_compression.compressors.none import Uncompressed
 from fedpress_compression.compressors.powersgd import PowerSGD
+from fedpress_compression.compressors.topk import TopK
 from fedpress_compression.randomness import PublicRandomness
+from fedpress_compression.tensors import ModelSpec, TensorSpec
+from fedpress_ddp.collectives import received
 from fedpress_ddp.exchange import Exchange
 from fedpress_ddp.hook import HookState, LocalSGD
 from fedpress_ddp.sharded import CompressedReduceScatter
@@ -293,3 +298,19 @@ def test_what_a_group_cannot_know_is_refused() -> None:
         LocalSGD([], Uncompressed(), every=0)
     with pytest.raises(ConfigurationError, match="no parameter"):
         LocalSGD([], Uncompressed(), every=1)
+
+
+def test_a_process_with_another_compressor_is_named_beside_one_s_own() -> None:
+    theirs, mine = TopK(fraction=0.02), TopK(fraction=0.01)
+    rng = np.random.default_rng(0)
+    public = Public(ModelSpec((TensorSpec("w", (5000,)),)), PublicRandomness(bytes(32)))
+    update = rng.standard_normal(5000).astype(np.float32)
+    symbols, _ = theirs.compress(update, None, public, rng)
+    body = coding.encode(symbols, theirs.layout(public.spec))
+    same = received(body, 3, theirs, public, ())
+    np.testing.assert_array_equal(same.dense(), theirs.decompress(symbols, public).dense())
+    with pytest.raises(
+        ConfigurationError, match=r"process 3 does not fit .*0\.01.*100 coord"
+    ) as why:
+        received(body, 3, mine, public, ())
+    assert "the same compressor" in str(why.value)
