@@ -110,7 +110,7 @@ SMALL = {
             {"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": BESIDE}}}
         ]
     },
-    "api": {"resources": REQUESTS, "autoscaling": {"max": 3}},
+    "api": {"resources": REQUESTS, "autoscaling": {"max": 2}},
     "worker": {"resources": REQUESTS},
     "scheduler": {"resources": REQUESTS},
 }
@@ -334,6 +334,8 @@ class Cluster:
             raise SystemExit("FAILED: not all requests were answered as they should be")
 
     def evict(self) -> None:
+        # Helm may return while the last server of the other release is still there.
+        self.shell.kubectl("rollout status deployment/fl-api --timeout=300s")
         names = self.pods("api")
         body = '{"apiVersion": "policy/v1", "kind": "Eviction", "metadata": {"name": "%s"}}'
         for number, name in enumerate(names):
