@@ -258,6 +258,8 @@ class Cluster:
     def backends(self) -> None:
         say("PostgreSQL and a store")
         self.shell.run(f"kubectl create namespace {BESIDE}")
+        account = "--for=create serviceaccount/default --timeout=60s"  # pods are refused before
+        self.shell.run(f"kubectl -n {BESIDE} wait {account}")
         text = BESIDES.format(
             postgres=self.given.postgres,
             store=self.given.store,
