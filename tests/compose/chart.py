@@ -31,6 +31,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from tests.golden.render_chart import CHART
+from tests.ports import unused
 
 ROOT = CHART.parents[2]
 NAMESPACE, BESIDE = "fedpress-chart-test", "fedpress-chart-test-beside"
@@ -238,6 +239,7 @@ class Cluster:
         repository, _, self.tag = given.image.rpartition(":")
         self.password = secrets.token_hex(16)
         (folder / "small.json").write_text(json.dumps(SMALL))
+        devices, operators = unused(), unused()
         self.readme = Readme(
             {
                 "-n fl ": f"-n {NAMESPACE} ",
@@ -251,6 +253,11 @@ class Cluster:
                 "--wait": "--wait --timeout 10m",
                 "deploy/helm/fedpress": str(CHART),
                 "examples/compose": str(ROOT / "examples" / "compose"),
+                # Ports of this machine that no other server has; inside a pod they stay.
+                "8080:8080": f"{devices}:8080",
+                "http://127.0.0.1:8080": f"http://127.0.0.1:{devices}",
+                "8081:8081": f"{operators}:8081",
+                "URL=http://127.0.0.1:8081\n": f"URL=http://127.0.0.1:{operators}\n",
             }
         )
         self.values = folder / "my-values.yaml"
