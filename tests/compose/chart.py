@@ -369,10 +369,12 @@ class Cluster:
     def uninstall(self) -> None:
         with self.figures.timed("helm uninstall"):
             self.shell.run(self.readme.block("Uninstall", "helm uninstall"))
+            self.shell.kubectl("wait --for=delete pod --all --timeout=120s")
+        every_namespace = self.shell.run(f"kubectl -n {BESIDE} get configmaps -o name")
         left = self.shell.kubectl(
             "get all,secrets,configmaps,pdb,hpa,networkpolicy,ingress,jobs -o name"
         )
-        expected = {"secret/fedpress", "secret/fedpress-keys", "configmap/kube-root-ca.crt"}
+        expected = {"secret/fedpress", "secret/fedpress-keys", *every_namespace.split()}
         if more := set(left.split()) - expected:
             raise SystemExit(f"FAILED: left behind: {more}")
 
