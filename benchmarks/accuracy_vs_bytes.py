@@ -81,6 +81,8 @@ class Recipe(NamedTuple):
     """Whether the rate is FedAvg's best, see `TUNED`."""
     rdo: float = 0.0
     """Of the default's `ecsq`: the weight of a bit in its rounding."""
+    momentum: float | None = None
+    """Of the default's strategy, in place of what it has."""
 
 
 def _float32(inner: Config, rate: float = 1.0, steps: float = 1.0) -> Recipe:
@@ -102,6 +104,9 @@ RECIPES: Mapping[str, Recipe] = {
     "fedadam .01": _float32({"id": "fedadam", "learning_rate": 0.01}),
     "fedadam .03": _float32({"id": "fedadam", "learning_rate": 0.03}),
     "tuned auto": Recipe(tuned=True),
+    "tuned auto, momentum .8": Recipe(tuned=True, momentum=0.8),
+    "tuned auto, momentum .5": Recipe(tuned=True, momentum=0.5),
+    "tuned auto, momentum 0": Recipe(tuned=True, momentum=0.0),
     "tuned fedavg": _float32({"id": "fedavg"})._replace(tuned=True),
     "tuned fedavgm": _float32(_FEDAVGM)._replace(tuned=True),
     "tuned fedavgm, rate / 2": _float32(_FEDAVGM, 0.5)._replace(tuned=True),
@@ -137,11 +142,21 @@ class Run:
     """Updates that hold NaN, or values beyond the plan's bound."""
 
 
-def run(name: str, recipe: str, seed: int, data: Path, rounds: int | None = None) -> Run:
-    """One task from its beginning to its end."""
+def run(
+    name: str,
+    recipe: str,
+    seed: int,
+    data: Path,
+    rounds: int | None = None,
+    cohort: int | None = None,
+    clients: int | None = None,
+) -> Run:
+    """One task from its beginning to its end; of its first `clients`, and so many in a `cohort`."""
     task = accuracy_tasks.made(name, data, seed)
     total = rounds or task.rounds
-    changes, factor, steps, task.proximal, is_tuned, rdo = RECIPES[recipe]
+    task.cohort = cohort or task.cohort
+    task.clients = task.clients[:clients]
+    changes, factor, steps, task.proximal, is_tuned, rdo, momentum = RECIPES[recipe]
     factor *= TUNED[name] if is_tuned else 1.0
     task.steps = round(task.steps * steps)
     initial = Model.from_bytes(task.first_model.to_bytes())
@@ -154,6 +169,9 @@ def run(name: str, recipe: str, seed: int, data: Path, rounds: int | None = None
         "seed": seed,
     }
     ours = completed(fields)["strategy"]
+    if momentum is not None:
+        ours["inner"]["inner"]["momentum"] = momentum
+        fields["strategy"] = ours
     strategy_fields = changes.get("strategy")
     if strategy_fields is not None:  # the same horizon for all
         changes = {**changes, "strategy": {**strategy_fields, "decay": ours["decay"]}}
@@ -434,8 +452,22 @@ def link_table(store: Path, tasks: Sequence[str]) -> Iterator[str]:
             )
 
 
+def momentum_table(store: Path, tasks: Sequence[str]) -> Iterator[str]:
+    """Markdown: where averages end, in %, by seed."""
+    recipes = ["tuned fedavg", *(each for each in RECIPES if "momentum" in each)]
+    yield "| task | " + " | ".join(each.removeprefix("tuned ") for each in recipes) + " |"
+    yield "|" + "---|" * (1 + len(recipes))
+    for task in tasks:
+        cells = []
+        for recipe in recipes:
+            curves = [_curve(store, task, recipe, seed, "average") for seed in SEEDS]
+            cells.append(", ".join(f"{100 * each.end:.1f}" for each in curves if each is not None))
+        if any(cells):
+            yield f"| {task} | " + " | ".join(cells) + " |"
+
+
 def _is_usual(recipe: str) -> bool:
-    return "steps" not in recipe and "rdo" not in recipe
+    return not any(word in recipe for word in ("steps", "rdo", "momentum"))
 
 
 def _row(store: Path, task: str, kind: str, *, is_tuned: bool) -> str:
@@ -507,16 +539,21 @@ def main() -> None:
     parser.add_argument("--recipes", default=usual, help="separated by semicolons")
     parser.add_argument("--seeds", default="0,1,2")
     parser.add_argument("--rounds", type=int, help="fewer than the task's own")
+    parser.add_argument("--cohort", type=int, help="devices in a round, in place of the task's")
+    parser.add_argument("--clients", type=int, help="so many of the task's")
     parser.add_argument("--store", type=Path, default=STORE, help="where runs are kept")
     parser.add_argument("--table", action="store_true", help="print the table, run nothing")
     parser.add_argument("--work", action="store_true", help="the table of other local work")
     parser.add_argument("--rdo", action="store_true", help="the table of rounding by bits")
     parser.add_argument("--links", action="store_true", help="the table of seconds on a link")
     parser.add_argument("--tuned", action="store_true", help="the table at FedAvg's best rate")
+    parser.add_argument("--momentum", action="store_true", help="the table of server momentum")
     parser.add_argument("--quick", action="store_true", help="digits, 12 rounds, FedAvg and auto")
     asked = parser.parse_args()
     tasks, seeds = asked.tasks.split(","), [int(seed) for seed in asked.seeds.split(",")]
     recipes, rounds, store = asked.recipes.split(";"), asked.rounds, asked.store
+    if (rounds or asked.cohort or asked.clients) and store == STORE and not asked.quick:
+        parser.error("--rounds, --cohort and --clients make other tasks: name another --store")
     if asked.quick:
         tasks, seeds, recipes, rounds = ["digits"], [0], ["auto", "fedavg"], 12
         store = Path(tempfile.mkdtemp())
@@ -527,7 +564,7 @@ def main() -> None:
                 file = _file(store, task, recipe, seed)
                 if file.exists():
                     continue
-                done = run(task, recipe, seed, asked.data, rounds)
+                done = run(task, recipe, seed, asked.data, rounds, asked.cohort, asked.clients)
                 file.write_text(json.dumps(vars(done)) + "\n")
                 ends = [
                     100 * np.mean([a for a, _ in e[-LAST:]]) for e in (done.newest, done.average)
@@ -537,6 +574,9 @@ def main() -> None:
                     f"average {ends[1]:.1f}, {done.up[-1] / 1e6:.3f} MB up",
                     flush=True,
                 )
+    if asked.momentum:
+        print("\n".join(momentum_table(store, tasks)))
+        return
     if asked.tuned:
         print("\n".join(table(store, tasks, is_tuned=True)))
         return

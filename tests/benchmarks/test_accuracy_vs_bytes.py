@@ -43,3 +43,16 @@ def test_a_quick_run_measures_the_default_beside_float32() -> None:
     lines = printed("--quick")
     assert [line.split()[:2] for line in lines[:2]] == [["digits", "auto"], ["digits", "fedavg"]]
     assert lines[-1].startswith("| digits | newest | 1 |")
+
+
+@pytest.mark.slow
+def test_a_small_cohort_with_other_momentum_has_a_table_of_its_own(tmp_path: Path) -> None:
+    recipes = "tuned fedavg;tuned auto, momentum .5"
+    task = ["--tasks", "digits", "--seeds", "0", "--rounds", "2", "--cohort", "2", "--clients", "3"]
+    lines = printed(*task, "--recipes", recipes, "--momentum", "--store", str(tmp_path))
+    *_, head, _, row = lines
+    assert head.split(" | ")[1:3] == ["fedavg", "auto, momentum .8"]
+    cells = [cell.strip() for cell in row.strip("|").split("|")]
+    assert cells[0] == "digits"
+    assert [bool(cell) for cell in cells[1:]] == [True, False, True, False]
+    assert len(list(tmp_path.iterdir())) == 2
