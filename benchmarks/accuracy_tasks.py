@@ -58,7 +58,7 @@ class Task:
         rate: float,
         support: Rows | None = None,
     ) -> Vector:
-        """What `steps` of SGD on the client's own examples make of the model, less the model; with
+        """The model after `steps` of SGD on the client's own examples, less the model; with
         a `support` the others of its values stay. `proximal` pulls towards the model."""
         self._load(model)
         moving, before = self._moving(model, support), None

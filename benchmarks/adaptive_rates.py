@@ -95,7 +95,7 @@ class Fleet:
 
 @dataclass
 class Run:
-    """What came of a task."""
+    """The outcome of a task."""
 
     accuracies: list[float] = field(default_factory=list)
     uploaded: int = 0
@@ -238,7 +238,7 @@ def chosen_profiles(
     sizes: dict[str, int],
     deadline: float,
 ) -> list[str]:
-    """What each client of the cohort is given, as the server gives it."""
+    """The profile of each client of the cohort, as the server assigns it."""
     names = [each.name for each in plan.profiles]
     policy, guard = bandwidth_aware(config.policies), divergence_guard(config.policies)
     if policy is not None:
@@ -328,7 +328,7 @@ def correction_runs(seed: int, rounds: int, folder: Path) -> dict[str, Run]:
 
 
 def probe_runs(seed: int, rounds: int, folder: Path) -> dict[str, Run]:
-    """What probes find of rates that are left alone: in the first five rounds and every tenth."""
+    """The progress that probes measure at constant rates, in rounds 1 to 5 and every tenth."""
     guard = {"id": "divergence_guard", "first": 5, "every": 10, "patience": 10**6}
     watched = [{**guard, "reference": EIGHT_BITS}]
     return {

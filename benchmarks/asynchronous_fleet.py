@@ -104,7 +104,7 @@ class Mode:
 
 @dataclass
 class Run:
-    """What became of one: accuracies by second, and what it cost."""
+    """The outcome of one: accuracies by second, and its cost."""
 
     accuracies: list[float] = field(default_factory=list)
     models: int = 0

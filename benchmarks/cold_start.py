@@ -1,4 +1,4 @@
-"""What a fresh process spends until its first update is coded, kernels taken from a warm cache."""
+"""The time of a fresh process until its first update is coded, kernels taken from a warm cache."""
 
 from __future__ import annotations
 

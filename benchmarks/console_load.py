@@ -1,4 +1,4 @@
-"""What the console costs a server with many devices and a long history.
+"""The cost of the console to a server with many devices and a long history.
 
     python benchmarks/console_load.py [--devices 10000] [--rounds 1000] [--polls 40]
 

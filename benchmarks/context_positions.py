@@ -1,4 +1,4 @@
-"""What contexts take off the uploads of sparse ternary compression with CAFe x 0.9, in real bytes.
+"""The bytes that contexts save in uploads of sparse ternary compression with CAFe x 0.9.
 
     python benchmarks/context_positions.py [--rounds 60] [--data FOLDER]
 

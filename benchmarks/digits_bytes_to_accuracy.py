@@ -219,7 +219,7 @@ def first_model(seed: int) -> Model:
 
 
 def scores(layers: list[npt.NDArray[np.float32]], pixels: npt.NDArray[np.float32]) -> Any:
-    """What goes into every layer, and what comes out of the last."""
+    """The inputs of every layer, and the outputs of the last."""
     inputs = [pixels]
     for weight, bias in zip(layers[0::2], layers[1::2], strict=True):
         out = inputs[-1] @ weight.T + bias

@@ -70,7 +70,7 @@ class Digits:
         rate: float = LEARNING_RATE,
         support: Rows | None = None,
     ) -> Vector:
-        """What `client` makes of `model`: its new values less the old, zero outside `support`."""
+        """The update of `client` to `model`, new values less old, zero outside `support`."""
         rows, trained = self.clients[client], model.copy()
         where = slice(None) if support is None else support
         for _ in range(LOCAL_STEPS):

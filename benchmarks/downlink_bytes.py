@@ -1,4 +1,4 @@
-"""What a downlink costs in accuracy and saves in bytes, on the digits task, in real bytes.
+"""The accuracy that a downlink costs and the bytes that it saves, on the digits task.
 
     python benchmarks/downlink_bytes.py [--rounds 60] [--seeds 3] [--data FOLDER] [--only TEXT]
     python benchmarks/downlink_bytes.py --seconds
@@ -93,7 +93,7 @@ WAYS: dict[str, tuple[Publish, DownlinkTerms | None, bool]] = {
 
 
 class Tally:
-    """What one way came to, over seeds."""
+    """The outcome of one way, over seeds."""
 
     def __init__(self) -> None:
         self.accuracies: list[float] = []

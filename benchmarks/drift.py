@@ -1,4 +1,4 @@
-"""What clients that differ do to plain averaging, and what three strategies do about it.
+"""The effect of clients that differ on plain averaging, and on three strategies against it.
 
     python benchmarks/drift.py [--seeds 3] [--quick] [--routes] [--json FILE]
 

@@ -71,7 +71,7 @@ class Fashion:
         rate: float = LEARNING_RATE,
         support: Rows | None = None,
     ) -> Vector:
-        """What `client` makes of `model` in one pass over its images: the new less the old, zero
+        """The update of `client` to `model` in one pass over its images: the new less the old, zero
         outside `support`."""
         rows = torch.from_numpy(rng.permutation(self.clients[client]))
         flat = torch.from_numpy(model.copy())

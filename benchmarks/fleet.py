@@ -331,7 +331,7 @@ def _drive(fleet: Fleet, requests: Sequence[Request], status: int) -> list[Answe
 
 
 def _idle(place: Place) -> Figures:
-    """What servers without a request cost in a second."""
+    """The cost of servers without a request, in a second."""
     figures: Figures = {}
     with _counting(place, figures, _IDLE_SECONDS):
         time.sleep(_IDLE_SECONDS)

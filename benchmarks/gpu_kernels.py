@@ -22,7 +22,7 @@ SEED, SHARE = 0, 0.01
 
 
 def cases(size: int) -> dict[str, Case]:
-    """What is timed, and its bytes, for vectors of `size` float32."""
+    """The calls that are timed, and their bytes, for vectors of `size` float32."""
     from fedpress_compression.kernels import on_device as gpu
 
     torch.manual_seed(SEED)

@@ -1,4 +1,4 @@
-"""What the hook adds to a training step: wall and CPU time of each method beside no hook.
+"""The overhead of the hook in a training step: wall and CPU time of each method beside no hook.
 
     python benchmarks/hook_overhead.py [--pairs 9] [--batch 16] [--only WORD...] [--json FILE]
     python benchmarks/hook_overhead.py --only "top-k .1 %" --trace FILE

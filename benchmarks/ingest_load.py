@@ -20,7 +20,7 @@ from typing import Any, NamedTuple, TypeVar
 from fedpress_protocols.signatures import Content, DeviceKey, Target, sign_request
 
 AUTHORITY = "fedpress.benchmark"
-"""What all requests are signed for, whatever port they go to."""
+"""The authority that all requests are signed for, whatever port they go to."""
 
 T = TypeVar("T")
 _END = b"\r\n\r\n"
@@ -116,7 +116,7 @@ class _Line(asyncio.Protocol):
 
 
 def running(work: Coroutine[Any, Any, T]) -> T:
-    """What `work` comes to, on the fastest event loop that is installed."""
+    """The result of `work`, on the fastest event loop that is installed."""
     factory: Callable[[], asyncio.AbstractEventLoop] | None = None
     if find_spec("uvloop"):
         import uvloop

@@ -93,7 +93,7 @@ def _epoch(model: nn.Module, pixels: torch.Tensor, labels: torch.Tensor, rate: f
 
 
 def least(call: Callable[[], Any]) -> tuple[Any, float]:
-    """What `call` returns, and the least CPU seconds of three."""
+    """The result of `call`, and the least CPU seconds of three."""
     seconds = []
     for _ in range(3):
         begin = time.process_time()

@@ -1,4 +1,4 @@
-"""What it gains to send a large update while it is still being encoded, at several link speeds.
+"""The time saved by sending a large update while it is still being encoded, at several link speeds.
 
     python benchmarks/large_uploads.py [--parameters 10000000] [--mbit 10 100 1000] [--repeats 3]
 

@@ -73,7 +73,7 @@ def quantised(bits: float) -> dict[str, Any]:
 
 
 FIRST = "LoRA, float16"
-"""What the others are measured by."""
+"""The method that the others are compared with."""
 METHODS = {
     FIRST: Method(None, None),
     "sparse LoRA, 10 x": Method({"id": "topk", "fraction": SPARSE, "magnitude_bits": 4}, SPARSE),

@@ -286,7 +286,7 @@ METHODS |= dict.fromkeys(("digits 10", "vowel", "satellite", "letters"), UNTUNED
 
 
 def session_bytes(n: int, malicious: bool = True) -> int:
-    """What a client sends in a session of `n` besides its body, in a complete graph: keys and
+    """The bytes of a client in a session of `n` besides its body, in a complete graph: keys and
     signature, a sealed pair of shares and a share for every other, consent, and the reveal's head.
     """
     return 208 + (n - 1) * 100 + 160 * malicious + (n - 1) * 44

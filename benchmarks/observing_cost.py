@@ -1,4 +1,4 @@
-"""What it costs to see a request: its name, its figures, its line of the log, its spans.
+"""The cost of observing a request: its name, its figures, its line of the log, its spans.
 
     python benchmarks/observing_cost.py [--requests 20000]
 

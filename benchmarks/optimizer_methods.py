@@ -135,7 +135,7 @@ METHODS = (
 
 @dataclass(frozen=True)
 class Run:
-    """What came of a method under one seed."""
+    """The outcome of a method under one seed."""
 
     accuracy: float
     uploaded: int

@@ -168,7 +168,7 @@ def _first_model(seed: int) -> Vector:
 
 
 def _trained(model: Vector, shares: list[Images], rng: np.random.Generator) -> Updates:
-    """What every client makes of `model`, less the model; all clients at once."""
+    """The update of every client to `model`; all clients at once."""
     drawn = [rng.integers(0, share.labels.size, (STEPS, BATCH)) for share in shares]
     pixels = np.stack([share.pixels[rows] for share, rows in zip(shares, drawn, strict=True)])
     labels = np.stack([share.labels[rows] for share, rows in zip(shares, drawn, strict=True)])

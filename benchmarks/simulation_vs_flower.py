@@ -1,4 +1,4 @@
-"""What the engines cost: ours against Flower's own, and both at the sizes that they are for.
+"""The cost of the engines: ours against Flower's own, and both at the sizes that they are for.
 
     python benchmarks/simulation_vs_flower.py            # all of it, some minutes
     python benchmarks/simulation_vs_flower.py overhead   # or of ray, masked, memory, bytes
@@ -291,7 +291,7 @@ def held_by_tree() -> tuple[int, int]:
 
 
 def apart(work: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """What `work` finds in a process of its own, so that nothing of another is measured."""
+    """The result of `work` in a process of its own, so that nothing of another is measured."""
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
     process = context.Process(target=_apart, args=(theirs, work))

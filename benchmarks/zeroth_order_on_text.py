@@ -38,7 +38,7 @@ FED_BACK = quantised(0.25)
 
 @dataclass(frozen=True)
 class Method:
-    """What trains, `steps` times a round, and how its updates go up; None: 16 bits a value."""
+    """The trainer, its `steps` a round, and how its updates go up; None: 16 bits a value."""
 
     trainer: str
     steps: int
