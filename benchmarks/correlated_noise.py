@@ -103,8 +103,8 @@ def best_banded(separation: int, rounds: int) -> Floats:
     start = np.concatenate([[1.0], np.cumprod((steps - 0.5) / steps)])
     options = {"maxiter": 5000, "maxfun": 8000, "ftol": 1e-14, "gtol": 1e-10}
     setting = (rounds, rounds, 1)
-    found = minimize(log_noise, start, setting, "L-BFGS-B", jac=True, options=options)
-    return np.asarray(found.x / found.x[0])
+    solution = minimize(log_noise, start, setting, "L-BFGS-B", jac=True, options=options)
+    return np.asarray(solution.x / solution.x[0])
 
 
 def buffered_column(weights: Floats, decays: Floats, length: int) -> Floats:
@@ -130,7 +130,7 @@ def best_buffered(
         by_decay = weights * (1 - decays) * (powers * exponents * slope[1:]).sum(axis=1)
         return value, np.concatenate([by_weight, by_decay])
 
-    found = []
+    tried = []
     bounds = [(-12.0, -0.7)] * BUFFERS + [(-4.0, 14.0)] * BUFFERS
     for longest in (rounds, rounds / 4, separation / 2):
         spans = np.geomspace(1, max(longest, 4), BUFFERS)
@@ -139,8 +139,8 @@ def best_buffered(
         each = minimize(
             by_logarithms, start, method="L-BFGS-B", jac=True, bounds=bounds, options=options
         )
-        found.append((each.fun, each.x))
-    best = min(found, key=lambda each: each[0])[1]
+        tried.append((each.fun, each.x))
+    best = min(tried, key=lambda each: each[0])[1]
     return np.exp(best[:BUFFERS]), 1 / (1 + np.exp(-best[BUFFERS:]))
 
 

@@ -134,26 +134,26 @@ def measure(
     half = len(text) // 2
     share = (len(text) - half) // DEVICES
     texts = [text[half + i * share :][:share] for i in range(DEVICES)]
-    found: dict[str, Any] = {"seeds": {}, "machine": machine()}
+    figures: dict[str, Any] = {"seeds": {}, "machine": machine()}
     for seed in seeds:
         base = trained_base(text[:half], base_steps, seed)
         curves: dict[str, list[tuple[float, int]]] = {}
-        found["seeds"][str(seed)] = curves
+        figures["seeds"][str(seed)] = curves
         for name, method in METHODS.items():
             if only in name:
                 curves[name] = list(run(method, base, texts, seed))
-                save(found, file)
-    return found
+                save(figures, file)
+    return figures
 
 
-def table(found: dict[str, Any]) -> str:
+def table(figures: dict[str, Any]) -> str:
     rounds = " | ".join(f"after {number}" for number in SHOWN)
     lines = [
         f"| | steps a round | bytes a round | before | {rounds} |",
         "| --- " * (4 + len(SHOWN)) + "|",
     ]
     for name, method in METHODS.items():
-        curves = [each[name] for each in found["seeds"].values() if name in each]
+        curves = [each[name] for each in figures["seeds"].values() if name in each]
         if not curves:
             continue
         up = statistics.mean(row[1] for curve in curves for row in curve[1:])

@@ -94,13 +94,13 @@ def test_more_buffers_do_not_keep_columns_from_overlapping(
 ) -> None:
     own = importlib.import_module("correlated_noise")
     rounds, best = SETTING[0], noise(own.best_banded(SETTING[1], SETTING[0]))
-    found = []
+    ratios = []
     for buffers in (2, 3, 5):
         monkeypatch.setattr(own, "BUFFERS", buffers)
         column = own.buffered_column(*own.best_buffered(*SETTING, rounds), rounds)
-        found.append(noise(column) / best)
-    assert min(found) > 1.03
-    assert max(found) < 1.001 * min(found)
+        ratios.append(noise(column) / best)
+    assert min(ratios) > 1.03
+    assert max(ratios) < 1.001 * min(ratios)
 
 
 @pytest.mark.parametrize("is_cut", [False, True])
@@ -117,7 +117,7 @@ def test_noise_of_buffers_streams_in_so_many_draws_and_vectors_as_the_page_says(
     runs = participations if is_cut else 1
     kept, last = np.zeros((runs, own.BUFFERS)), np.zeros(runs)
     leaving = decays ** (separation - 1)
-    found = []
+    outputs = []
     for number in range(rounds):
         behind = 0.0  # the noise of the run one separation behind
         for run in reversed(range(runs)):
@@ -126,6 +126,6 @@ def test_noise_of_buffers_streams_in_so_many_draws_and_vectors_as_the_page_says(
                 continue
             kept[run] = decays * kept[run] + last[run] - leaving * behind
             last[run] = behind = drawn[at] - weights @ kept[run]
-        found.append(behind)
+        outputs.append(behind)
     expected = linalg.solve(dense(own.buffered_column(weights, decays, length)), drawn)
-    np.testing.assert_allclose(found, expected, rtol=0, atol=1e-12)
+    np.testing.assert_allclose(outputs, expected, rtol=0, atol=1e-12)
