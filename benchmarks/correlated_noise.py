@@ -9,17 +9,12 @@ between participations (arXiv:2306.08153, Section 4), found by descent. Columns 
 have no row in common, so that its sensitivity is the root of the participations times a column's
 norm. For one participation C has no zeros, and it is the best Toeplitz matrix. Compared with it:
 
-- fedpress's, which draws the noise of `bands` rounds in each round, and keeps none;
-- the best strategy, its inverse cut off after so many terms, so that noise is drawn again from as
-  many seeds: by the exact sensitivity of the matrix that is then inverted;
-- buffered linear Toeplitz matrices (BLT, arXiv:2404.16706 and 2408.08868): below its diagonal of
+- fedpress's, whose column is chosen by two numbers, `correlated.best`;
+- a buffered linear Toeplitz matrix (BLT, arXiv:2404.16706 and 2408.08868): below its diagonal of
   ones, a column of C is the sum of `BUFFERS` decays, w_1 + w_2 + w_3, then w_1 q_1 + w_2 q_2 +
   w_3 q_3, and so on by powers of the q. A round's noise takes one draw and a vector that is kept
   for each decay. Weights are positive, so that columns fall and the worst devices take part as
-  closely as they may; weights and decays are the best for the setting, found by descent;
-- the same with zeros from one separation below the diagonal on, as in the best strategy. A round
-  then takes away what left the sums, which noise of one separation before is needed for: the
-  sequence runs once for each separation of the task, with a draw and its own vectors each.
+  closely as they may; weights and decays are the best for the setting, found by descent.
 """
 
 from __future__ import annotations
@@ -46,18 +41,15 @@ SETTINGS = (
 
 
 class Row(NamedTuple):
-    """`ours`, `cut_at_bands` (at as many terms as ours has bands), `cut_at_five` (at five
-    separations), `buffered` and `buffered_banded` are noise over the best strategy's."""
+    """`ours` and `buffered` are noise over the best strategy's, `independent` is ours over that of
+    noise which each round draws for itself."""
 
     rounds: int
     separation: int
     participations: int
-    bands: int
     ours: float
-    cut_at_bands: float
-    cut_at_five: float
     buffered: float
-    buffered_banded: float
+    independent: float
 
 
 def inverse(column: Floats, length: int) -> Floats:
@@ -113,18 +105,16 @@ def buffered_column(weights: Floats, decays: Floats, length: int) -> Floats:
     return np.concatenate([[1.0], (weights[:, None] * powers).sum(axis=0)])
 
 
-def best_buffered(
-    rounds: int, separation: int, participations: int, length: int
-) -> tuple[Floats, Floats]:
-    """The weights and the decays, `BUFFERS` each, of the best BLT with zeros below `length` entries
-    of a column: from decays over one to `rounds` rounds, and over a part of that."""
+def best_buffered(rounds: int, separation: int, participations: int) -> tuple[Floats, Floats]:
+    """The weights and the decays, `BUFFERS` each, of the best BLT: from decays over one to `rounds`
+    rounds, and over a part of that."""
 
     def by_logarithms(x: Floats) -> tuple[float, Floats]:
         """Of the weights, and of the decays' odds."""
         weights, decays = np.exp(x[:BUFFERS]), 1 / (1 + np.exp(-x[BUFFERS:]))
-        column = buffered_column(weights, decays, length)
+        column = buffered_column(weights, decays, rounds)
         value, slope = log_noise(column, rounds, separation, participations)
-        exponents = np.arange(length - 1)
+        exponents = np.arange(rounds - 1)
         powers = decays[:, None] ** exponents
         by_weight = weights * (powers * slope[1:]).sum(axis=1)
         by_decay = weights * (1 - decays) * (powers * exponents * slope[1:]).sum(axis=1)
@@ -144,64 +134,34 @@ def best_buffered(
     return np.exp(best[:BUFFERS]), 1 / (1 + np.exp(-best[BUFFERS:]))
 
 
-def sensitivity(terms: Floats, separation: int, participations: int, length: int) -> float:
-    """That of the matrix whose inverse has these `terms`, as far as `length` rows go: as
-    `correlated.sensitivity`, by magnitudes."""
-    column = np.abs(inverse(terms, length))
-    spectrum = np.abs(np.fft.rfft(column, 2 * length)) ** 2
-    products = np.fft.irfft(spectrum, 2 * length)[:length]
-    products = np.maximum.accumulate(products[::-1])[::-1][::separation][:participations]
-    pairs = 2.0 * (participations - np.arange(products.size))
-    pairs[0] = participations
-    return math.sqrt(float(pairs @ products))
-
-
 def row_of(rounds: int, separation: int, participations: int) -> Row:
-    bands = correlated.best_bands(separation, participations, rounds)
-    ours = correlated.sensitivity(bands, separation, participations)
-    ours *= correlated.prefix_error(bands, rounds)
+    own = correlated.best(separation, rounds)
+    ours = own.sensitivity * own.prefix_error(rounds)
     column = best_banded(separation, rounds)
-    terms = inverse(column, rounds)
-    norm = math.sqrt(participations * float(column @ column))
-    best = norm * prefix_error(terms, rounds)
-
-    def cut(count: int) -> float:
-        length = max(8 * rounds, 8192)
-        own = sensitivity(terms[:count], separation, participations, length)
-        return own * prefix_error(terms[:count], rounds) / best
-
-    def buffered(length: int) -> float:
-        weights, decays = best_buffered(rounds, separation, participations, length)
-        column = buffered_column(weights, decays, length)
-        return math.exp(log_noise(column, rounds, separation, participations)[0]) / best
-
-    five = min(rounds, 5 * separation)
+    best = float(np.linalg.norm(column)) * prefix_error(inverse(column, rounds), rounds)
+    weights, decays = best_buffered(rounds, separation, participations)
+    whole = buffered_column(weights, decays, rounds)
+    buffered = math.exp(log_noise(whole, rounds, separation, participations)[0])
     return Row(
         rounds,
         separation,
         participations,
-        bands,
         ours / best,
-        cut(bands),
-        cut(five),
-        buffered(rounds),
-        buffered(separation),
+        buffered / best / math.sqrt(participations),
+        ours / correlated.independent_error(rounds),
     )
 
 
 def table(rows: list[Row]) -> str:
     lines = [
-        "| rounds | separation | participations | bands | noise over the best "
-        "| the best, cut to as many terms | cut to five separations "
-        f"| BLT of {BUFFERS} buffers | BLT cut to one separation |",
-        "|---|---|---|---|---|---|---|---|---|",
+        "| rounds | separation | participations | noise over the best | BLT's over the best "
+        "| noise over independent noise |",
+        "|---|---|---|---|---|---|",
     ]
     for each in rows:
-        five = min(each.rounds, 5 * each.separation)
         lines.append(
-            f"| {each.rounds} | {each.separation} | {each.participations} | {each.bands} | "
-            f"{each.ours:.3f} | {each.cut_at_bands:.3f} | {each.cut_at_five:.3f} at {five} | "
-            f"{each.buffered:.3f} | {each.buffered_banded:.3f} |"
+            f"| {each.rounds} | {each.separation} | {each.participations} | {each.ours:.4f} | "
+            f"{each.buffered:.3f} | {each.independent:.3f} |"
         )
     return "\n".join(lines)
 

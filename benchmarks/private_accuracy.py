@@ -228,13 +228,10 @@ TASKS = {
 def terms_of(method: Method, clients: int, epsilon: float) -> PrivacyTerms | None:
     if method.lane is None:
         return None
-    bands = separation = 1
+    correlation = None
     if method.is_correlated:
-        separation = method.separation
-        bands = correlated.best_bands(separation, method.times, method.rounds)
-    participation = accounting.participation(
-        method.lane, bands, separation, method.times, method.noise
-    )
+        correlation = correlated.best(method.separation, method.rounds)
+    participation = accounting.participation(method.lane, correlation, method.noise)
     noise = accounting.noise_multiplier_for(epsilon, DELTA, method.times, participation)
     count_noise = max(clients / 20, 2.5 * noise)
     adaptive = AdaptiveClip(learning_rate=1.0, count_noise=count_noise)
@@ -245,8 +242,7 @@ def terms_of(method: Method, clients: int, epsilon: float) -> PrivacyTerms | Non
         participations=method.times,
         epsilon=epsilon,
         delta=DELTA,
-        bands=bands,
-        separation=separation,
+        correlation=correlation,
         adaptive=adaptive if method.is_adaptive else None,
         noise=method.noise,
     )

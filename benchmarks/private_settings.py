@@ -90,7 +90,7 @@ def main() -> None:
         means = []
         for epsilon in asked.epsilons:
             # Discrete Gaussian noise has the curve of the central lane's.
-            one = accounting.participation("central", 1, 1, rounds)
+            one = accounting.participation("central")
             noise = accounting.noise_multiplier_for(epsilon, DELTA, rounds, one)
             noise /= 1.0 if asked.fraction == 1 else HONEST**0.5
             runs = [accuracy(*each, own, asked.fraction, rounds, noise) for each in every]

@@ -77,7 +77,7 @@ class _Account(BaseModel):
         """The account after one more participation."""
         spent = self.tasks.get(plan.task)
         count = 1 if spent is None else spent.participations + 1
-        last = plan.round if terms.bands > 1 else None
+        last = plan.round if terms.separation > 1 else None
         more = {plan.task: _Spent(terms=terms, participations=count, last_round=last)}
         return _Account(tasks={**self.tasks, **more})
 

@@ -13,7 +13,7 @@ from fedpress.cli.tables import echo, fields, size, terminal_width
 from fedpress.command_line import Command, Group, argument, as_json
 from fedpress_protocols.masking.graph import Adversary
 from fedpress_protocols.privacy.accounting import PrivacyLane, SharedNoise
-from fedpress_protocols.privacy.correlated import MAX_BANDS, MAX_SEPARATION
+from fedpress_protocols.privacy.correlated import MAX_ROUNDS, MAX_SEPARATION
 
 if TYPE_CHECKING:
     from fedpress.planning.privacy import PrivacyPlan, PrivateTask
@@ -44,9 +44,9 @@ def privacy() -> None:
 @click.option("--separation", type=click.IntRange(1, MAX_SEPARATION), default=1, help="Rounds "
               "between two participations of a device; above 1, in the central lane, the noise is "
               "correlated over rounds.")  # fmt: skip
-@click.option("--max-bands", type=click.IntRange(1, MAX_BANDS), default=MAX_BANDS, help="Rounds "
-              "whose noise is in one round's, at most: the server draws it anew for each, 0.2 s a "
-              "million parameters.")  # fmt: skip
+@click.option("--max-draws", type=click.IntRange(2, MAX_ROUNDS), default=MAX_ROUNDS, help="Rounds "
+              "whose noise is in one round's, at most: the server draws it again for each, in some "
+              "0.05 s a million parameters.")  # fmt: skip
 @click.option("--fraction", type=click.FloatRange(0, 1, min_open=True), help="Share of the "
               "parameters that is sent, of shared_support; 0.05 if not set, and 1 with "
               "--separation.")  # fmt: skip
@@ -122,9 +122,9 @@ def _lines(task: PrivateTask, plan: PrivacyPlan) -> Iterator[str]:
         clips = plan.tensor_clips.values()
         pairs.append(("clips", f"{min(clips):.4g} to {max(clips):.4g} for each of {len(clips)} "
                       f"tensors by itself, {terms.clip:g} for all together"))  # fmt: skip
-    if terms.bands > 1:
-        pairs.insert(1, ("correlated", f"over {terms.bands} rounds; a device rests until "
-                         f"{terms.separation} rounds after its last one"))  # fmt: skip
+    if terms.correlation is not None:
+        pairs.insert(1, ("correlated", f"over {terms.correlation.rounds} rounds; a device rests "
+                         f"until {terms.separation} rounds after its last one"))  # fmt: skip
     numbers, bits = f"{plan.numbers_sent:,} of {task.size:,}", plan.bits_per_parameter
     if plan.ring_bits is not None:
         pairs.append(("ring", f"{plan.ring_bits} bits a number, {numbers} numbers"))

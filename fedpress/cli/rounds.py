@@ -197,11 +197,8 @@ def _figures(figures: RoundFigures | None) -> str:
 def privacy_spent(status: PrivacyStatus) -> str:
     """The privacy spent, and against whom that is, in a sentence."""
     correlated = ""
-    if status.bands > 1:
-        correlated = (
-            f", {status.separation} rounds apart; its noise is correlated over {status.bands} "
-            "rounds"
-        )
+    if status.separation > 1:
+        correlated = f", {status.separation} rounds apart; its noise is correlated over rounds"
     clip = ""
     if status.quantile is not None:
         clip = f"; clip {status.clip:.3g}, by the {status.quantile:g} quantile of norms"

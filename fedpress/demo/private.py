@@ -79,8 +79,8 @@ class Settings:
         """The least noise that the epsilon allows, with one participation to spare: a round that
         is abandoned spends those of the devices whose uploads came."""
         times = -(-self.rounds // SEPARATION) + 1
-        bands = correlated.best_bands(SEPARATION, times, self.rounds)
-        cost = accounting.participation("central", bands, SEPARATION, times)
+        correlation = correlated.best(SEPARATION, self.rounds)
+        cost = accounting.participation("central", correlation)
         return PrivacyTerms(
             lane="central",
             clip=_CLIP,
@@ -88,8 +88,7 @@ class Settings:
             participations=times,
             epsilon=_EPSILON,
             delta=_DELTA,
-            bands=bands,
-            separation=SEPARATION,
+            correlation=correlation,
         )
 
 
@@ -335,6 +334,6 @@ def _print_report(console: Console, findings: Findings, settings: Settings) -> N
         f"device has, in {spent.participations} rounds",
         f"against: {spent.against}",
         f"noise: {spent.noise_multiplier:.2f} times the clip of {spent.clip:g}, correlated over "
-        f"{spent.bands} rounds; a device rests for {spent.separation - 1} rounds between its own",
+        f"rounds; a device rests for {spent.separation - 1} rounds between its own",
     ):
         console.print(line, highlight=False, soft_wrap=True)

@@ -25,6 +25,7 @@ from fedpress_protocols.plan import (
 from fedpress_protocols.privacy import accounting, correlated
 from fedpress_protocols.privacy.accounting import PrivacyLane, SharedNoise, participation
 from fedpress_protocols.privacy.clipping import Shares
+from fedpress_protocols.privacy.correlated import Correlation
 from fedpress_protocols.privacy.grid import grid_of
 from fedpress_protocols.upload import max_body_bytes
 
@@ -62,8 +63,8 @@ class PrivateTask(BaseModel):
     separation: int = 1
     """Rounds between two participations of a device; in the central lane the noise of more than 1
     is correlated over rounds."""
-    max_bands: int = correlated.MAX_BANDS
-    """Of correlated noise: each band costs the server a draw in each round."""
+    max_draws: int = correlated.MAX_ROUNDS
+    """Of correlated noise, in one round: each takes the server's time."""
     per_tensor: Shares = ()
     """In the central lane: of the clip, by pattern of tensors' names; see PrivacyTerms."""
 
@@ -125,12 +126,12 @@ def planned(task: PrivateTask) -> PrivacyPlan:
             hint="raise --population, or lower --rounds",
         )
     _check_clips(task)
-    bands = _bands(task)
+    correlation = _correlation(task)
     noise = accounting.noise_multiplier_for(
         task.epsilon,
         task.delta,
         task.participations,
-        participation(task.lane, bands, task.separation, task.participations, task.noise),
+        participation(task.lane, correlation, task.noise),
     )
     terms = PrivacyTerms(
         lane=task.lane,
@@ -139,8 +140,7 @@ def planned(task: PrivateTask) -> PrivacyPlan:
         participations=task.participations,
         epsilon=task.epsilon,
         delta=task.delta,
-        bands=bands,
-        separation=task.separation if bands > 1 else 1,
+        correlation=correlation,
         noise=task.noise if task.lane == "distributed" else "skellam",
         adaptive=_adaptive(task, noise),
         per_tensor=task.per_tensor,
@@ -170,10 +170,10 @@ def _adaptive(task: PrivateTask, noise: float) -> AdaptiveClip | None:
     return AdaptiveClip(quantile=task.quantile, count_noise=float(f"{count_noise:.4g}"))
 
 
-def _bands(task: PrivateTask) -> int:
-    """The bands of correlated noise that serve the task best; 1 without a separation."""
+def _correlation(task: PrivateTask) -> Correlation | None:
+    """The correlation of noise that serves the task best; None without a separation."""
     if task.separation == 1:
-        return 1
+        return None
     if task.lane != "central":
         raise ConfigurationError(
             f"a separation of {task.separation} rounds in the {task.lane} lane: noise is "
@@ -199,7 +199,7 @@ def _bands(task: PrivateTask) -> int:
             f"do not fit into {task.rounds} rounds",
             hint="lower --participations or --separation",
         )
-    return correlated.best_bands(task.separation, task.participations, task.rounds, task.max_bands)
+    return correlated.best(task.separation, task.rounds, task.max_draws)
 
 
 def _masked(task: PrivateTask, terms: PrivacyTerms) -> PrivacyPlan:
@@ -229,7 +229,7 @@ def _masked(task: PrivateTask, terms: PrivacyTerms) -> PrivacyPlan:
         body_bytes=packing.num_bytes,
         noise_norm=norm,
         round_error=norm / task.clip,
-        model_error=norm / task.clip * correlated.prefix_error(1, task.rounds),
+        model_error=norm / task.clip * correlated.independent_error(task.rounds),
         task_epsilon=terms.spent(task.participations),
         against=masking.adversaries,
     )
@@ -250,10 +250,13 @@ def _clear(task: PrivateTask, terms: PrivacyTerms) -> PrivacyPlan:
         drawn = noise * math.sqrt(numbers / task.cohort)
         largest = _DEVIATIONS * noise
     compressor: dict[str, Any] = {"id": "shared_support", "fraction": task.fraction}
-    if terms.bands > 1:
+    in_round, in_model = 1.0, correlated.independent_error(task.rounds)
+    if terms.correlation is not None:
         compressor = {"id": "quantize"}
+        in_round = float(np.linalg.norm(terms.correlation.noising))
+        in_model = terms.correlation.prefix_error(task.rounds)
     compressor["clip"] = float(f"{largest:.2g}")
-    norm = drawn * float(np.linalg.norm(correlated.coefficients(terms.bands)))
+    norm = drawn * in_round
     spec = ModelSpec((TensorSpec("all", (task.size,)),))
     body_bytes = max_body_bytes(from_config(compressor).layout(spec))
     return PrivacyPlan(
@@ -267,7 +270,7 @@ def _clear(task: PrivateTask, terms: PrivacyTerms) -> PrivacyPlan:
         body_bytes=body_bytes,
         noise_norm=norm,
         round_error=norm / task.clip,
-        model_error=drawn / task.clip * correlated.prefix_error(terms.bands, task.rounds),
+        model_error=drawn / task.clip * in_model,
         task_epsilon=terms.spent(task.participations),
         against=terms.against(),
     )

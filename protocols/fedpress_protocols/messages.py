@@ -482,10 +482,9 @@ class PrivacyStatus(Term):
     delta: float
     clip: float
     noise_multiplier: float
-    bands: int = 1
-    """Of noise that is correlated over rounds, see PrivacyTerms; left out where it is 1, as is
-    `separation`."""
     separation: int = 1
+    """The least distance of two participations, where noise is correlated over rounds; left out
+    where it is 1."""
     quantile: float | None = None
     """That the clip follows; left out where it is fixed. `clip` is the round's."""
     per_tensor: bool = False
@@ -506,7 +505,6 @@ class PrivacyStatus(Term):
             delta=terms.delta,
             clip=terms.clip,
             noise_multiplier=terms.noise_multiplier,
-            bands=terms.bands,
             separation=terms.separation,
             quantile=None if terms.adaptive is None else terms.adaptive.quantile,
             per_tensor=bool(terms.per_tensor),
@@ -516,7 +514,7 @@ class PrivacyStatus(Term):
     @model_serializer(mode="wrap")
     def _without_defaults(self, serialize: SerializerFunctionWrapHandler) -> dict[str, Any]:
         fields: dict[str, Any] = serialize(self)
-        defaults = {"bands": 1, "separation": 1, "quantile": None, "per_tensor": False}
+        defaults = {"separation": 1, "quantile": None, "per_tensor": False}
         for name, usual in defaults.items():
             if fields.get(name, ...) == usual:
                 del fields[name]

@@ -38,9 +38,10 @@ from fedpress_compression.update import Indices
 from fedpress_protocols.errors import FedpressError, IncompatiblePlan, WireVersionMismatch
 from fedpress_protocols.masking.graph import Adversary, honest_survivors, parameters
 from fedpress_protocols.masking.keystream import Suite
-from fedpress_protocols.privacy import accounting, correlated, gaussian
+from fedpress_protocols.privacy import accounting, gaussian
 from fedpress_protocols.privacy.accounting import Cost, PrivacyLane, SharedNoise, participation
 from fedpress_protocols.privacy.clipping import Bounds
+from fedpress_protocols.privacy.correlated import Correlation
 from fedpress_protocols.upload import (
     MAX_REPORTS,
     REPORT_BYTES,
@@ -290,9 +291,8 @@ class PrivacyTerms(Term):
     A device takes part `participations` times at most; for that many the terms claim (`epsilon`,
     `delta`), and terms whose noise is too small for it are refused.
 
-    In the central lane the noise may be correlated over `bands` rounds, see `correlated`; 1: drawn
-    anew in each. A device that takes part in a round then does so again `separation` rounds later
-    at the earliest.
+    In the central lane the noise may have a `correlation` over rounds. A device that takes part in
+    a round then does so again `separation` rounds later at the earliest.
 
     With `adaptive` terms the server chooses each round's clip by a count that has noise too. A
     participation then spends on both together what `noise_multiplier` says.
@@ -309,9 +309,8 @@ class PrivacyTerms(Term):
     participations: Annotated[int, Field(ge=1, le=MAX_PARTICIPATIONS)]
     epsilon: Annotated[float, Field(gt=0, le=30)]
     delta: Annotated[float, Field(ge=1e-11, lt=0.1)] = 1e-5
-    bands: Annotated[int, Field(ge=1, le=correlated.MAX_BANDS)] = 1
-    """Left out where it is 1, as is `separation`: older releases do not know them."""
-    separation: Annotated[int, Field(ge=1, le=correlated.MAX_SEPARATION)] = 1
+    correlation: Correlation | None = None
+    """Left out where it is None: older releases do not know it."""
     adaptive: AdaptiveClip | None = None
     """Left out where it is None: older releases do not know it."""
     noise: SharedNoise = "skellam"
@@ -322,8 +321,7 @@ class PrivacyTerms(Term):
     @model_serializer(mode="wrap")
     def _without_defaults(self, serialize: SerializerFunctionWrapHandler) -> dict[str, Any]:
         fields: dict[str, Any] = serialize(self)
-        usual = {"lane": "distributed", "bands": 1, "separation": 1, "adaptive": None,
-                 "noise": "skellam"}  # fmt: skip
+        usual = {"lane": "distributed", "correlation": None, "adaptive": None, "noise": "skellam"}
         for name, value in usual.items():
             if fields.get(name, ...) == value:
                 del fields[name]
@@ -355,6 +353,11 @@ class PrivacyTerms(Term):
         return Bounds.of(self.clip, self.per_tensor, spec)
 
     @property
+    def separation(self) -> int:
+        """The least distance, in rounds, of two participations of a device."""
+        return 1 if self.correlation is None else self.correlation.separation
+
+    @property
     def needs_masks(self) -> bool:
         return self.lane == "distributed"
 
@@ -368,10 +371,11 @@ class PrivacyTerms(Term):
 
     def cost(self, participations: int) -> Cost:
         """The cost of so many participations."""
-        return self._participation(participations)(self.noise_multiplier).times(participations)
+        return self._participation(self.noise_multiplier).times(participations)
 
-    def _participation(self, participations: int) -> Callable[[float], Cost]:
-        return participation(self.lane, self.bands, self.separation, participations, self.noise)
+    @property
+    def _participation(self) -> Callable[[float], Cost]:
+        return participation(self.lane, self.correlation, self.noise)
 
     def spent(self, participations: int) -> float:
         """Epsilon, at `delta`, after so many participations."""
@@ -379,15 +383,10 @@ class PrivacyTerms(Term):
 
     @model_validator(mode="after")
     def _can_be_correlated(self) -> PrivacyTerms:
-        if self.lane != "central" and self.bands > 1:
+        if self.lane != "central" and self.correlation is not None:
             raise ValueError(
-                f"bands of {self.bands} in the {self.lane} lane: noise is correlated over rounds "
-                "only where the server adds it; set lane to central, or leave bands out"
-            )
-        if self.bands == 1 and self.separation > 1:
-            raise ValueError(
-                f"a separation of {self.separation} rounds is for noise that is correlated over "
-                "rounds; set bands to more than 1, or leave separation out"
+                f"a correlation in the {self.lane} lane: noise is correlated over rounds only "
+                "where the server adds it; set lane to central, or leave correlation out"
             )
         return self
 
@@ -409,11 +408,11 @@ class PrivacyTerms(Term):
                 f"an adaptive clip in the {self.lane} lane: the count of devices within the clip "
                 "gets its noise from the server; set lane to central, or leave adaptive out"
             )
-        if self.bands > 1:
+        if self.correlation is not None:
             raise ValueError(
                 "an adaptive clip under noise that is correlated over rounds: a round takes noise "
                 "of earlier rounds away, which was drawn for other clips, so that it would neither "
-                "cancel nor cover the claim; leave bands and separation out, or adaptive"
+                "cancel nor cover the claim; leave correlation out, or adaptive"
             )
         noise, least = self.adaptive.count_noise, self.noise_multiplier / 2
         if not noise:
@@ -458,7 +457,7 @@ class PrivacyTerms(Term):
                 self.epsilon,
                 self.delta,
                 self.participations,
-                self._participation(self.participations),
+                self._participation,
             )
             advice = f"raise noise_multiplier to {enough:g}, lower participations, or"
         except FedpressError:
@@ -662,11 +661,11 @@ class RoundPlan(Term):
                     f"the profile {profile.name!r} counts on sums without noise; use "
                     "error_feedback around shared_support, quantize or none"
                 )
-            if terms.bands > 1 and restricts(profile.compressor):
+            if terms.correlation is not None and restricts(profile.compressor):
                 raise IncompatiblePlan(
                     f"the profile {profile.name!r} sends some coordinates only, others in each "
                     "round, and noise that is correlated over rounds takes itself away only where "
-                    "all are sent; use quantize or none, or leave privacy.bands out"
+                    "all are sent; use quantize or none, or leave privacy.correlation out"
                 )
         if terms.lane == "local":
             return

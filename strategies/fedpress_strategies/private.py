@@ -28,8 +28,9 @@ from fedpress_compression.tensors import ModelSpec
 from fedpress_compression.update import Indices
 from fedpress_protocols.errors import IncompatiblePlan
 from fedpress_protocols.plan import FixedPointTerms, PrivacyTerms, RoundPlan
-from fedpress_protocols.privacy import correlated, gaussian
+from fedpress_protocols.privacy import gaussian
 from fedpress_protocols.privacy.clipping import NORM_TOLERANCE
+from fedpress_protocols.privacy.correlated import Correlation
 from fedpress_strategies.strategy import Delta, Strategy, UniformMean, WeightedMean
 
 Ints = npt.NDArray[np.int64]
@@ -38,10 +39,11 @@ _DOMAIN = b"fedpress central noise v1"
 _COUNT_DOMAIN = b"fedpress central count v1"
 _COUNT_STEPS = 2**17
 """The noise of a count is drawn on steps of this part of a device."""
-ROUNDS_TOGETHER = 2**16
-"""Correlated noise begins anew after so many rounds: no rounding adds up over more."""
 _FINEST = gaussian.MAX_DEVIATION / 4
-"""The least deviation, in its own steps, of a draw of correlated noise."""
+"""The largest deviation, in its own steps, that a draw of correlated noise is made finer for."""
+_FINE = 2.0**10
+"""The deviation of a draw of correlated noise over what is added to it for rounding, where steps
+can be so fine. Finer ones take longer to draw."""
 _SMALLEST = FixedPoint(0, 1.0, 1)
 _MAX_ROUNDING = 0.02
 """Share of the clip that rounding to the sum's steps may add to the sensitivity."""
@@ -104,10 +106,10 @@ def noised_mean(
         raise IncompatiblePlan("a plan without privacy terms has no noise")
     where = _support(terms)
     size = mean.sums.total[where].size
-    seeds = [
-        noise_seed(each, secret)
-        for each in (NoisedSum(plan.digest, tuple(uploads)), *before[: privacy.bands - 1])
-    ]
+    sums = [NoisedSum(plan.digest, tuple(uploads))]
+    if privacy.correlation is not None:
+        sums += before[: privacy.correlation.rounds - 1]
+    seeds = [noise_seed(each, secret) for each in sums]
     total = mean.sums.total.copy()
     total[where] += _noise(plan, privacy, size, seeds)
     return total / (plan.cohort.size * 2.0**plan.fixed_point.scale_bits)
@@ -155,8 +157,8 @@ def check_private_strategy(terms: PlannedSum, strategy: Strategy) -> None:
             hint="raise privacy.clip, or lower noise_multiplier or cohort.size",
         )
     privacy.bounds(terms.shared)
-    if privacy.bands > 1:
-        gaussian.check_deviation(_drawn(plan, privacy, size)[0])
+    if privacy.correlation is not None:
+        gaussian.check_deviation(_drawn(plan, privacy, privacy.correlation, size)[0])
 
 
 def _noise(plan: RoundPlan, privacy: PrivacyTerms, size: int, seeds: Sequence[bytes]) -> Ints:
@@ -165,17 +167,20 @@ def _noise(plan: RoundPlan, privacy: PrivacyTerms, size: int, seeds: Sequence[by
     The draws of correlated noise are on steps so fine that rounding what is taken off of them costs
     next to nothing, see `_drawn`.
     """
-    if privacy.bands == 1:
+    correlation = privacy.correlation
+    if correlation is None:
         return gaussian.sample(size, _deviation(plan, privacy, size), seeds[0])
-    fine, steps = _drawn(plan, privacy, size)
+    fine, steps = _drawn(plan, privacy, correlation, size)
     earlier = np.zeros(size)
-    for factor, seed in zip(correlated.coefficients(privacy.bands)[1:], seeds[1:], strict=False):
+    for factor, seed in zip(correlation.noising[1:], seeds[1:], strict=False):
         earlier += factor * gaussian.sample(size, fine, seed)
     noise = gaussian.sample(size, fine, seeds[0]) + np.rint(earlier).astype(np.int64)
     return np.rint(noise / steps).astype(np.int64)
 
 
-def _drawn(plan: RoundPlan, privacy: PrivacyTerms, size: int) -> tuple[float, float]:
+def _drawn(
+    plan: RoundPlan, privacy: PrivacyTerms, correlation: Correlation, size: int
+) -> tuple[float, float]:
     """The deviation of the draws of correlated noise in their own steps, and how many of these are
     one step of the sum.
 
@@ -183,9 +188,11 @@ def _drawn(plan: RoundPlan, privacy: PrivacyTerms, size: int) -> tuple[float, fl
     C times the updates, and C times two roundings in each round: `gain` of their norm at most.
     """
     deviation = _deviation(plan, privacy, size)
-    steps = 2.0 ** max(0, math.ceil(math.log2(_FINEST / deviation)))
-    rounding = 1.1 * correlated.gain(privacy.bands) * math.sqrt(ROUNDS_TOGETHER * size)
-    return deviation * steps + privacy.noise_multiplier * rounding, steps
+    rounding = 1.1 * correlation.gain * math.sqrt(correlation.rounds * size)
+    rounding *= privacy.noise_multiplier
+    due = min(_FINEST, _FINE * rounding)
+    steps = 2.0 ** max(0, math.ceil(math.log2(due / deviation)))
+    return deviation * steps + rounding, steps
 
 
 def _deviation(plan: RoundPlan, privacy: PrivacyTerms, size: int) -> float:

@@ -149,9 +149,9 @@ def test_the_clip_alone_may_move_where_it_adapts(tmp_path: Path) -> None:
     assert rule == "privacy terms"
 
 
-@pytest.mark.parametrize("bands", [2, 3])
-def test_rounds_of_correlated_noise_are_their_separation_apart(tmp_path: Path, bands: int) -> None:
-    budget, terms = budget_of(tmp_path), {**TERMS, "bands": bands, "separation": 4}
+def test_rounds_of_correlated_noise_are_their_separation_apart(tmp_path: Path) -> None:
+    correlation = {"separation": 4, "rounds": 20, "weight": 1.2, "decay": 1.0}
+    budget, terms = budget_of(tmp_path), {**TERMS, "correlation": correlation}
     budget.debit(plan_of(terms, number=5))
     account = json.loads((tmp_path / "privacy.json").read_text())
     assert account["tasks"]["digits"]["last_round"] == 5

@@ -21,6 +21,7 @@ from fedpress_protocols.masking.payload import Payload
 from fedpress_protocols.messages import TaskConfig
 from fedpress_protocols.model import Model
 from fedpress_protocols.plan import MAX_PARTICIPATIONS, RoundPlan
+from fedpress_protocols.privacy import correlated
 from fedpress_protocols.upload import max_body_bytes
 from tests.devices import Operator
 from tests.face.commands import Command, said
@@ -68,7 +69,7 @@ def test_a_printed_task_of_the_clear_lane_is_one_that_a_server_takes(
     asked = [*ASKED[:2], str(path), *ASKED[3:]]
     printed = said(CliRunner().invoke(app, [*asked, "--lane", lane, *more]))
     assert against in printed
-    assert ("correlated  over 6 rounds" in printed) == ("--separation" in more)
+    assert ("correlated  over 100 rounds" in printed) == ("--separation" in more)
     assert ("adapts to the 0.3 quantile" in printed) == ("--quantile" in more)
     clips = "clips       0.1581 to 0.4743 for each of 2 tensors by itself, 0.5 for all together"
     assert (clips in " ".join(printed.split()).replace("clips ", "clips       ")) == (
@@ -121,11 +122,12 @@ def test_bytes_and_range_of_the_clear_lane_are_those_of_its_compressor() -> None
         assert plan.numbers_sent == (20 if plan is few else 1000)
 
 
-def test_correlated_noise_is_planned_with_the_bands_that_leave_least_of_it_in_the_model() -> None:
+def test_correlated_noise_is_planned_with_what_leaves_least_of_it_in_the_model() -> None:
     task = {**TASK, "lane": "central", "fraction": 1.0, "participations": 5}
     plain, apart = (planned(PrivateTask(**{**task, "separation": each})) for each in (1, 10))
     assert apart.privacy.separation == 10
-    assert apart.privacy.bands > 1 == plain.privacy.bands
+    assert apart.privacy.correlation == correlated.best(10, 50)
+    assert plain.privacy.correlation is None
     assert (apart.compressor["id"], plain.compressor["id"]) == ("quantize", "shared_support")
     assert 5.99 < apart.task_epsilon <= 6.0
     assert apart.round_error > plain.round_error
@@ -133,12 +135,13 @@ def test_correlated_noise_is_planned_with_the_bands_that_leave_least_of_it_in_th
     assert plain.model_error == pytest.approx(plain.round_error * math.sqrt(51 / 2))
 
 
-def test_bands_are_as_many_as_few_participations_need_up_to_a_limit() -> None:
+def test_noise_is_drawn_for_so_many_rounds_at_most() -> None:
     once = {**TASK, "lane": "central", "fraction": 1.0, "rounds": 1000, "participations": 1,
             "cohort": 4, "minimum": 2, "separation": 1000, "population": 4000}  # fmt: skip
-    best, few = (planned(PrivateTask(**{**once, "max_bands": each})) for each in (512, 64))
-    assert 64 < best.privacy.bands < 512
-    assert few.privacy.bands <= 64
+    best, few = (planned(PrivateTask(**{**once, "max_draws": each})) for each in (2048, 64))
+    for plan, rounds in ((best, 1000), (few, 64)):
+        assert plan.privacy.correlation is not None
+        assert plan.privacy.correlation.rounds == rounds
     assert best.model_error < 0.9 * few.model_error
 
 
@@ -258,7 +261,7 @@ def test_a_cohort_that_nobody_may_drop_out_of_is_refused() -> None:
 
 def test_a_separation_may_take_every_device_and_every_round() -> None:
     task = {**TASK, "lane": "central", "fraction": 1.0, "separation": 10, "participations": 6}
-    assert planned(PrivateTask(**{**task, "population": 195, "rounds": 51})).privacy.bands > 1
+    assert planned(PrivateTask(**{**task, "population": 195, "rounds": 51})).privacy.correlation
     for change in ({"population": 194, "rounds": 51}, {"population": 195, "rounds": 50}):
         with pytest.raises(ConfigurationError):
             planned(PrivateTask(**{**task, **change}))

@@ -134,7 +134,8 @@ def test_the_denominator_is_the_cohorts_size_whoever_stays_away(tmp_path: Path) 
 
 def test_correlated_noise_takes_earlier_noise_away(tmp_path: Path) -> None:
     """Devices rest for three rounds; round 2's noise has minus half of round 1's."""
-    terms = plan_of(bands=2, separation=4, participations=1, noise_multiplier=6.0)
+    correlation = {"separation": 4, "rounds": 4, "weight": 1.0, "decay": 1.0}
+    terms = plan_of(correlation=correlation, participations=1, noise_multiplier=6.0)
     strategy = ours(terms, fraction_train=0.25, min_train_nodes=2)
     fleet = fleet_of(tmp_path, 8)
     models = models_of(strategy, fleet, 4)

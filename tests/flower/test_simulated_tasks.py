@@ -245,7 +245,8 @@ def test_a_private_task_says_what_it_spent_and_against_whom(
 ) -> None:
     privacy = {
         "lane": "central", "clip": 0.5, "noise_multiplier": 2.5, "participations": 2,
-        "epsilon": 8.0, "bands": 3, "separation": 2,
+        "epsilon": 8.0,
+        "correlation": {"separation": 2, "rounds": 4, "weight": 1.2, "decay": 1.0},
     }  # fmt: skip
     changes = {
         "rounds": 4,

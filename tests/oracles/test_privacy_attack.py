@@ -31,8 +31,9 @@ from fedpress_compression.tensors import ModelSpec, Vector
 from fedpress_protocols.masking import payload as payload_module
 from fedpress_protocols.masking.payload import Payload
 from fedpress_protocols.plan import PrivacyTerms, RoundPlan
-from fedpress_protocols.privacy import correlated, discrete_gaussian, gaussian, skellam
+from fedpress_protocols.privacy import discrete_gaussian, gaussian, skellam
 from fedpress_protocols.privacy.clipping import Bounds, Shares
+from fedpress_protocols.privacy.correlated import Correlation
 from fedpress_protocols.privacy.grid import Grid, NarrowGrid
 from fedpress_server.aggregation.accumulate import (
     AggregationJob,
@@ -330,9 +331,11 @@ def test_the_attack_finds_a_broken_build_with_clips_of_tensors(
 
 # Correlated noise, over all rounds of a task
 
-CORRELATED = {**CLAIM, "lane": "central", "participations": 3, "bands": 4, "separation": 2,
-              "noise_multiplier": 2.2, "epsilon": 7.0}  # fmt: skip
-ROUNDS, TAKEN = 6, (0, 2, 4)
+CORRELATION = Correlation(separation=3, rounds=7, weight=1.9, decay=1.05)
+CORRELATED = {**CLAIM, "lane": "central", "participations": 2,
+              "correlation": CORRELATION.model_dump(),
+              "noise_multiplier": 1.8, "epsilon": 7.0}  # fmt: skip
+ROUNDS, TAKEN = 7, (1, 4)
 
 
 def correlated_plan(number: int) -> RoundPlan:
@@ -401,15 +404,14 @@ def least_epsilon_of_correlated(runs: int) -> float:
 
 
 def test_all_rounds_of_correlated_noise_tell_no_more_than_is_claimed() -> None:
-    assert 2.0 < least_epsilon_of_correlated(250) < PrivacyTerms(**CORRELATED).spent(3)
+    assert 2.0 < least_epsilon_of_correlated(200) < PrivacyTerms(**CORRELATED).spent(2)
 
 
 def _accounted_as_if_independent(patch: pytest.MonkeyPatch) -> None:
-    """The noise of a claim that forgets how the columns of C add up."""
-    exact = gaussian.sample
-    share = correlated.sensitivity(4, 2, 3) / math.sqrt(3)
+    """The noise of a claim that forgets what a column of C has below its first entry."""
+    exact, norm = gaussian.sample, CORRELATION.sensitivity
     patch.setattr(
-        gaussian, "sample", lambda size, deviation, secret: exact(size, deviation / share, secret)
+        gaussian, "sample", lambda size, deviation, secret: exact(size, deviation / norm, secret)
     )
 
 
@@ -429,14 +431,14 @@ def _draws_repeated(patch: pytest.MonkeyPatch) -> None:
     [
         (_gaussian_halved, 250),
         (_noise_missing, 100),
-        (_accounted_as_if_independent, 250),
-        (_draws_repeated, 500),
+        (_accounted_as_if_independent, 500),
+        (_draws_repeated, 100),
     ],
 )
 def test_the_attack_finds_a_broken_build_of_correlated_noise(
     breaks: Callable[[pytest.MonkeyPatch], None], runs: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    claimed = PrivacyTerms(**CORRELATED).spent(3)
+    claimed = PrivacyTerms(**CORRELATED).spent(2)
     breaks(monkeypatch)
     assert least_epsilon_of_correlated(runs) > claimed
 

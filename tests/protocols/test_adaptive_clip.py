@@ -81,7 +81,10 @@ def test_the_clip_stays_in_its_range_and_has_six_digits() -> None:
         ({"adaptive": {"count_noise": 5, "quantile": 1}}, "less than 1"),
         ({"lane": "local"}, "an adaptive clip in the local lane.*set lane to central"),
         ({"lane": "distributed"}, "an adaptive clip in the distributed lane"),
-        ({"bands": 3, "separation": 2}, "was drawn for other clips, so that it would neither"),
+        (
+            {"correlation": {"separation": 2, "rounds": 3, "weight": 1.0, "decay": 1.0}},
+            "was drawn for other clips, so that it would neither",
+        ),
     ],
 )
 def test_an_adaptive_clip_that_is_not_private_is_refused(

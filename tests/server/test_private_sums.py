@@ -14,7 +14,8 @@ from fedpress_compression.linear import support_of
 from fedpress_compression.tensors import ModelSpec, TensorSpec
 from fedpress_protocols.errors import ConfigurationError, IncompatiblePlan
 from fedpress_protocols.plan import RoundPlan
-from fedpress_protocols.privacy import correlated, gaussian
+from fedpress_protocols.privacy import gaussian
+from fedpress_protocols.privacy.correlated import Correlation
 from fedpress_server.aggregation.terms import RoundTerms
 from fedpress_server.storage.payloads import LocalPayloads
 from fedpress_strategies import from_config, private
@@ -25,7 +26,8 @@ from tests.protocols.test_masked_payload import plan_fields
 SECRET = bytes(range(32))
 WHOLE = {"id": "none"}
 QUARTER, HALF = ({"id": "shared_support", "fraction": each} for each in (0.25, 0.5))
-BANDS = {"bands": 3, "separation": 2}
+CORRELATION = Correlation(separation=3, rounds=4, weight=1.0, decay=1.0)
+CORRELATED: dict[str, Any] = {"correlation": CORRELATION}
 
 
 def terms_of(
@@ -103,31 +105,37 @@ def test_the_deviation_covers_the_clip_and_the_rounding_of_every_number(
 
 
 def test_correlated_noise_is_its_own_draw_and_parts_of_the_draws_before(tmp_path: Path) -> None:
-    terms = terms_of(tmp_path, 400, WHOLE, **BANDS)
-    sums = [NoisedSum(terms.plan.digest, (digest * 64,)) for digest in "abcde"]
+    """C has 1, 1/2 and 3/8 in its first column, so that its inverse has 1, -1/2, -1/8, 1/4, and
+    the noise of four rounds is drawn together."""
+    terms = terms_of(tmp_path, 400, WHOLE, **CORRELATED)
+    sums = [NoisedSum(terms.plan.digest, (digest * 64,)) for digest in "abcdef"]
     own = [noise_of(terms, *each.uploads) for each in sums]
     found = noise_of(terms, *sums[0].uploads, before=tuple(sums[1:]))
-    expected = own[0] - own[1] / 2 - own[2] / 8
+    expected = own[0] - own[1] / 2 - own[2] / 8 + own[3] / 4
     assert np.abs(found - expected).max() <= 3 * 2.0**-30 / 10
     first = noise_of(terms, *sums[0].uploads, before=tuple(sums[1:2]))
     assert np.abs(first - (own[0] - own[1] / 2)).max() <= 3 * 2.0**-30 / 10
 
 
 @pytest.mark.parametrize("multiplier", [1.0, 4.0, 200.0])
-@pytest.mark.parametrize("size", [1, 1000, 10**6])
+@pytest.mark.parametrize("size", [1, 1000, 10**6, 10**10])
 def test_draws_of_correlated_noise_are_fine_and_pay_for_their_rounding(
     tmp_path: Path, multiplier: float, size: int
 ) -> None:
-    """Rounding 2**16 sums of `size` numbers, a half each, moves draws by `gain` of that twice."""
-    terms = terms_of(tmp_path, 4, WHOLE, noise_multiplier=multiplier, epsilon=30.0, **BANDS)
+    """Rounding 4 sums of `size` numbers, a half each, moves draws by `gain` of that twice. Steps
+    are so fine that this costs a thousandth, up to a deviation of 2**34."""
+    terms = terms_of(tmp_path, 4, WHOLE, noise_multiplier=multiplier, epsilon=30.0, **CORRELATED)
     plan, privacy = terms.plan, terms.plan.privacy
     assert privacy is not None
-    fine, steps = private._drawn(plan, privacy, size)
+    fine, steps = private._drawn(plan, privacy, CORRELATION, size)
     deviation = private._deviation(plan, privacy, size)
-    assert math.log2(steps) == max(0, math.ceil(math.log2(2.0**34 / deviation)))
-    twice = 2 * correlated.gain(3) * math.sqrt(private.ROUNDS_TOGETHER * size) / 2
-    paid = (fine - deviation * steps) / multiplier
-    assert twice <= paid <= 1.2 * twice
+    assert math.log2(steps) % 1 == 0
+    assert steps >= 1
+    twice = 2 * CORRELATION.gain * math.sqrt(CORRELATION.rounds * size) / 2
+    paid = fine - deviation * steps
+    assert twice <= paid / multiplier <= 1.2 * twice
+    assert paid <= fine / 1000 or fine >= 2.0**34
+    assert steps == 1 or paid >= fine / 3000 or fine < 2.0**35
     assert fine <= gaussian.MAX_DEVIATION
 
 
@@ -152,8 +160,8 @@ def test_noise_of_a_seed_is_the_same_in_every_release(tmp_path: Path) -> None:
     """A server that is upgraded within a task draws the noise of the rounds before again."""
     seeds = [private.noise_seed(NoisedSum("plan", (each,)), SECRET) for each in "abc"]
     assert seeds[0].hex() == FROZEN_SEED
-    for bands, frozen in zip(({}, BANDS), FROZEN, strict=True):
-        terms = terms_of(tmp_path, 4, WHOLE, **bands)
+    for correlation, frozen in zip(({}, CORRELATED), FROZEN, strict=True):
+        terms = terms_of(tmp_path, 4, WHOLE, **correlation)
         assert terms.plan.privacy is not None
         noise = private._noise(terms.plan, terms.plan.privacy, 4, seeds)
         assert noise.tolist() == frozen
@@ -165,7 +173,7 @@ FROZEN_SEED = (
 )
 FROZEN = [
     [797224028, -3843785271, -1196606609, 67880473],
-    [1357204442, -3925976452, -1580331177, -391311225],
+    [1357204081, -3925975409, -1580330757, -391311122],
 ]
 
 
@@ -210,10 +218,10 @@ def test_sums_whose_rounding_is_much_of_the_clip_are_refused(tmp_path: Path) -> 
 def test_draws_of_correlated_noise_that_are_too_large_are_refused(tmp_path: Path) -> None:
     """What pays for their rounding comes on top of noise that could be drawn by itself."""
     strategy = from_config({"id": "fedavg"})
-    largest = (1 - 1e-6) * gaussian.MAX_DEVIATION / (0.3 * 2.0**30 + 1)
+    largest = (1 - 1e-9) * gaussian.MAX_DEVIATION / (0.3 * 2.0**30 + 1)
     plain, small, large = (
-        terms_of(tmp_path, 4, WHOLE, noise_multiplier=multiplier, **bands)
-        for multiplier, bands in [(largest, {}), (0.9 * largest, BANDS), (largest, BANDS)]
+        terms_of(tmp_path, 4, WHOLE, noise_multiplier=multiplier, **more)
+        for multiplier, more in [(largest, {}), (0.9 * largest, CORRELATED), (largest, CORRELATED)]
     )
     private.check_private_strategy(plain, strategy)
     private.check_private_strategy(small, strategy)

@@ -12,7 +12,8 @@ import pytest
 
 from fedpress_protocols.errors import FedpressError
 from fedpress_protocols.plan import PrivacyTerms
-from fedpress_protocols.privacy import correlated, gaussian
+from fedpress_protocols.privacy import gaussian
+from fedpress_protocols.privacy.correlated import Correlation
 from fedpress_server.registry import restores
 from fedpress_server.storage import privacy as stored
 from fedpress_strategies import private
@@ -23,7 +24,9 @@ from tests.server.in_process import Clock
 from tests.system.test_masked_sessions import World
 from tests.system.test_noise_in_clear_lane import PRIVATE, begin, enrol, of
 
-TERMS = {**PRIVATE, "noise_multiplier": 2.5, "participations": 3, "bands": 3, "separation": 2}
+CORRELATION = Correlation(separation=2, rounds=3, weight=1.6, decay=1.0)
+TERMS = {**PRIVATE, "noise_multiplier": 2.5, "participations": 3,
+         "correlation": CORRELATION.model_dump()}  # fmt: skip
 WHOLE: dict[str, Any] = {
     "profiles": [{"name": "whole", "compressor": {"id": "none"}}],
     "cohort": {"size": 2, "minimum": 2},
@@ -93,8 +96,8 @@ def test_each_round_takes_off_parts_of_the_noise_before_also_after_a_restart(
     assert [each.state for each in world.statuses] == ["committed"] * 5
     own = [seeds[0] for seeds in drawn.seeds]
     assert len(set(own)) == 5
-    assert drawn.seeds == [own[max(0, last - 2) : last + 1][::-1] for last in range(5)]
-    factors = correlated.coefficients(3)
+    assert drawn.seeds == [own[last // 3 * 3 : last + 1][::-1] for last in range(5)]
+    factors = CORRELATION.noising
     ratio = 2.0 ** round(np.log2(np.std(drawn.values[own[0]]) / np.std(drawn.noise[0])))
     for seeds, noise in zip(drawn.seeds, drawn.noise, strict=True):
         expected = sum(f * drawn.values[s] for f, s in zip(factors, seeds, strict=False)) / ratio
@@ -170,24 +173,27 @@ def test_status_and_claim_are_those_of_the_correlated_terms(make: Callable[..., 
     terms = PrivacyTerms(**TERMS)
     shown = world.statuses[-1].privacy
     assert shown is not None
-    assert (shown.bands, shown.separation) == (3, 2)
+    assert shown.separation == 2
     assert shown.epsilon == pytest.approx(terms.spent(1))
     assert of(devices[0], "privacy")[-1]["epsilon"] == pytest.approx(terms.spent(1))
-    once = {"bands": 1, "separation": 1}
-    assert terms.spent(1) > PrivacyTerms(**{**TERMS, **once}).spent(1)
+    assert terms.spent(1) > PrivacyTerms(**{**TERMS, "correlation": None}).spent(1)
 
 
 @pytest.mark.parametrize(
     ("privacy", "config", "reason"),
     [
         ({"lane": "local"}, {}, "only where the server adds it; set lane to central"),
-        ({"bands": 1}, {}, "set bands to more than 1, or leave separation out"),
-        ({"bands": 513}, {}, "must be 512 at most, not 513"),
-        ({"noise_multiplier": 2.1}, {}, "raise noise_multiplier to 2.10185"),
+        ({"correlation": {"separation": 2, "rounds": 3}}, {}, "weight"),
+        (
+            {"correlation": {**CORRELATION.model_dump(), "rounds": 2049}},
+            {},
+            "must be 2048 at most, not 2049",
+        ),
+        ({"noise_multiplier": 1.0}, {}, "raise noise_multiplier to"),
         (
             {},
             {"profiles": [{"name": "p", "compressor": {"id": "shared_support", "fraction": 0.5}}]},
-            "use quantize or none, or leave privacy.bands out",
+            "use quantize or none, or leave privacy.correlation out",
         ),
         (
             {},
@@ -225,5 +231,5 @@ def test_draws_of_any_deviation_are_within_what_can_be_drawn(below: float) -> No
     claimed = plan.privacy.model_copy(update={"noise_multiplier": multiplier})
     seeds = [np.random.default_rng(number).bytes(48) for number in range(3)]
     noise = private._noise(plan, claimed, SPEC.size, seeds)
-    deviation = multiplier * unit * float(np.linalg.norm(correlated.coefficients(3)))
+    deviation = multiplier * unit * float(np.linalg.norm(CORRELATION.noising))
     assert np.std(noise) == pytest.approx(deviation, rel=0.1)

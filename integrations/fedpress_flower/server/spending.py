@@ -18,7 +18,6 @@ from fedpress_protocols.messages import PrivacyStatus
 from fedpress_protocols.plan import PrivacyTerms, RoundPlan
 from fedpress_protocols.upload import WITHIN_CLIP
 from fedpress_strategies.private import (
-    ROUNDS_TOGETHER,
     NoisedSum,
     PlannedSum,
     adapted_clip,
@@ -105,12 +104,14 @@ class Spending:
             newest is None
             or not is_next
             or (newest.spec, newest.fixed_point, newest.privacy) != same
-            or (plan.round - 1) % ROUNDS_TOGETHER == 0
         ):
+            self._before = ()
+        correlation = self.terms.correlation
+        if correlation is None or (plan.round - 1) % correlation.rounds == 0:
             self._before = ()
         mean = noised_mean(here, sums, uploads, self._secret, self._before)
         own = NoisedSum(plan.digest, tuple(uploads))
-        self._before, self._newest = (own, *self._before)[: self.terms.bands], plan
+        self._before, self._newest = (own, *self._before), plan
         return mean
 
     def adapt(self, plan: RoundPlan, within: Sequence[float], uploads: Sequence[str]) -> None:

@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from fedpress_protocols.errors import ConfigurationError
-from fedpress_protocols.privacy import correlated
+from fedpress_protocols.privacy.correlated import Correlation
 
 Curve = npt.NDArray[np.float64]
 PrivacyLane = Literal["distributed", "central", "local"]
@@ -100,21 +100,17 @@ def gaussian_participation(noise_multiplier: float) -> Cost:
 
 
 def participation(
-    lane: PrivacyLane,
-    bands: int = 1,
-    separation: int = 1,
-    participations: int = 1,
-    noise: SharedNoise = "skellam",
+    lane: PrivacyLane, correlation: Correlation | None = None, noise: SharedNoise = "skellam"
 ) -> Callable[[float], Cost]:
-    """By noise multiplier, the cost of one participation in this lane, out of so many: under noise
-    that is correlated over rounds each costs an equal share of all. `noise` is of the distributed
+    """By noise multiplier, the cost of one participation in this lane. `correlation` is of the
+    central lane, None for noise that each round draws for itself. `noise` is of the distributed
     lane; discrete Gaussian noise costs what Gaussian noise does, see `discrete_gaussian`."""
     if lane == "distributed" and noise == "skellam":
         return skellam_participation
-    if bands == 1 or not participations:
+    if correlation is None:
         return gaussian_participation
-    share = correlated.sensitivity(bands, separation, participations) / math.sqrt(participations)
-    return lambda noise_multiplier: gaussian_participation(noise_multiplier / share)
+    sensitivity = correlation.sensitivity
+    return lambda noise_multiplier: gaussian_participation(noise_multiplier / sensitivity)
 
 
 def gaussian_epsilon(mu: float, delta: float) -> float:

@@ -1,102 +1,183 @@
-"""Noise correlated over rounds: matrix factorisation with a banded inverse.
+"""Noise correlated over rounds: matrix factorisation with a banded strategy.
 
-    round t's noise  v_t = z_t + d_1 z_(t-1) + ... + d_(bands-1) z_(t-bands+1)
+    round t's noise  v_t = z_t + d_1 z_(t-1) + ... + d_(t-1) z_1
 
-The z_t are independent Gaussian vectors, drawn anew from their seeds whenever they are needed, so
-nothing but seeds is kept. The d_i are the leading coefficients of (1 - x)^(1/2), negative from d_1
-on: what one round adds later rounds take away again, and the noise in a model, the sum over rounds,
-grows slowly.
+The z_t are independent Gaussian vectors, drawn again from their seeds in each round, so nothing but
+seeds is kept. The d_i, negative from d_1 on, are the first column of the inverse of a
+lower-triangular Toeplitz matrix C: what one round adds later rounds take away again, and the noise
+in a model, the sum over rounds, grows slowly.
 
-With D the lower-triangular Toeplitz matrix of the d_i and C its inverse, sums x with noise are
-D (C x + z): a Gaussian mechanism whose sensitivity is that of C, also where x is chosen in view of
-earlier results (Denisov et al. 2022, arXiv:2202.08312). The entries c_0 = 1 >= c_1 >= ... >= 0 of C
-fall, so that the worst devices take part as early and as closely as they may, with equal updates.
-Rounds that begin the noise anew set entries of C to zero, which lowers the sensitivity.
+With D the inverse of C, sums x with noise are D (C x + z): a Gaussian mechanism whose sensitivity
+is that of C, also where x is chosen in view of earlier results (Denisov et al. 2022,
+arXiv:2202.08312). A column of C has no more entries than rounds lie between a device's
+participations, so that its columns have no row in common: each participation costs one column's
+norm, in any direction and whatever the others do (Choquette-Choo et al. 2023, arXiv:2306.08153,
+Section 4). Rounds that begin the noise again set entries of C to zero, which lowers the norm.
 
-The square root: Fichtenberger, Henzinger and Upadhyay 2022, arXiv:2202.11205; its banded inverse:
-Kalinin, McKenna, Upadhyay and Lampert 2025, arXiv:2505.12128.
+A column begins as that of the square root of all prefix sums (Fichtenberger, Henzinger and Upadhyay
+2022, arXiv:2202.11205), with a weight below the diagonal and a decay: at their best within 0.5 % of
+the least noise of any such strategy, see benchmarks/correlated_noise.py.
 """
 
 from __future__ import annotations
 
 import math
-from bisect import bisect_left
-from functools import lru_cache
+from collections.abc import Callable
+from functools import lru_cache, partial
+from typing import Annotated
 
 import numpy as np
 import numpy.typing as npt
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 Floats = npt.NDArray[np.float64]
 
-MAX_BANDS = 512
+MAX_ROUNDS = 2048
 """Maximum number of rounds whose draws are in one round's noise."""
 MAX_SEPARATION = 2**20
 _SLACK = 1e-9
-"""Relative, for the tail of C that is left out and for the arithmetic of float64."""
-_REACH = 64
-"""The entries of C further down than this times the bands are below 1e-20."""
-_ENOUGH = 1.005
-"""Noise over the least, for which fewer bands are taken: each costs a draw in each round."""
+"""Relative, for the arithmetic of float64."""
+_WEIGHTS, _TILTS = (0.0, 1.9), (-1.0, 3.0)
+_SWEEPS, _TOLERANCE = 4, 2e-3
+"""Of the search for the best weight and tilt: more of either is worth less than 0.01 %."""
+_GOLDEN = (math.sqrt(5) - 1) / 2
 
 
-def coefficients(bands: int) -> Floats:
-    """The d_i [bands]; d_0 is 1."""
-    steps = np.arange(1, bands)
-    return np.concatenate([[1.0], np.cumprod((steps - 1.5) / steps)])
+class Correlation(BaseModel):
+    """The strategy C of noise that is correlated over rounds.
 
-
-def gain(bands: int) -> float:
-    """The sum of all entries of a column of C: the most that it makes of a bounded sequence."""
-    return float(1 / coefficients(bands).sum())
-
-
-def sensitivity(bands: int, separation: int, participations: int) -> float:
-    """The L2 sensitivity of C to a device that takes part so many times with updates of norm 1,
-    in rounds that are `separation` or more apart, of a task of any length.
-
-    A device whose columns are j_1, j_2, ... moves C x by the root of the sum of <C_i, C_j> over all
-    pairs at most, and such a product falls with the distance of i and j.
+    A device takes part again `separation` rounds after a participation at the earliest. The noise
+    begins again after `rounds` rounds. A column of C is 1, and below that `weight` s_k `decay`^k
+    with s_k = s_(k-1) (k - 1/2) / k and s_0 = 1, for k below both.
     """
-    products = _products(bands)[::separation][:participations]
-    pairs = 2.0 * (participations - np.arange(products.size))
-    pairs[0] = participations
-    return math.sqrt(float(pairs @ products)) * (1 + _SLACK)
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+    separation: Annotated[int, Field(ge=2, le=MAX_SEPARATION)]
+    rounds: Annotated[int, Field(ge=2, le=MAX_ROUNDS)]
+    weight: Annotated[float, Field(ge=0, le=2)]
+    decay: Annotated[float, Field(gt=0, le=2)]
+
+    @model_validator(mode="after")
+    def _is_stable(self) -> Correlation:
+        largest = float(np.abs(self.noising).max())
+        if not largest <= 1:
+            raise ValueError(
+                f"a weight of {self.weight:g} and a decay of {self.decay:g} multiply the noise of "
+                f"earlier rounds by up to {largest:.3g}, more than 1; take both from fedpress "
+                "privacy plan"
+            )
+        return self
+
+    @property
+    def column(self) -> Floats:
+        """The first column of C, without the zeros at its end."""
+        return _column(min(self.separation, self.rounds), self.weight, self.decay)
+
+    @property
+    def noising(self) -> Floats:
+        """The d_i [rounds]; d_0 is 1. The same bits on every machine."""
+        return _inverse(min(self.separation, self.rounds), self.rounds, self.weight, self.decay)
+
+    @property
+    def sensitivity(self) -> float:
+        """The most that one participation with an update of norm 1 moves C x, in the L2 norm. What
+        several move is orthogonal."""
+        return float(np.linalg.norm(self.column)) * (1 + _SLACK)
+
+    @property
+    def gain(self) -> float:
+        """The most that C multiplies the L2 norm of a sequence by."""
+        return float(self.column.sum()) * (1 + _SLACK)
+
+    def prefix_error(self, rounds: int) -> float:
+        """The root mean square, over `rounds` rounds, of the noise in the sum of all rounds up to
+        one, by the deviation of z."""
+        return _prefix_error(self.noising, rounds)
 
 
-def prefix_error(bands: int, rounds: int) -> float:
-    """The root mean square, over `rounds` rounds, of the noise in the sum of all rounds up to one,
-    by the deviation of z."""
-    each = np.cumsum(coefficients(bands)[:rounds]) ** 2
-    later = rounds - each.size
-    total = float(each @ (rounds - np.arange(each.size))) + each[-1] * later * (later + 1) / 2
-    return math.sqrt(total / rounds)
+def independent_error(rounds: int) -> float:
+    """As `Correlation.prefix_error`, of noise that each round draws for itself."""
+    return _prefix_error(np.ones(1), rounds)
 
 
 @lru_cache(maxsize=64)
-def best_bands(
-    separation: int, participations: int, rounds: int, max_bands: int = MAX_BANDS
-) -> int:
-    """The least number of bands by which models of a task have the least noise at a given epsilon,
-    to half a percent, of up to `max_bands`.
+def best(separation: int, rounds: int, max_rounds: int = MAX_ROUNDS) -> Correlation:
+    """The correlation by which models of a task of so many rounds have the least noise at a given
+    epsilon, with the draws of `max_rounds` rounds in one at most.
 
-    The noise falls with the bands and then rises. Where devices take part once, the least is within
-    1 % of that of any Toeplitz matrix for up to 2,000 rounds.
+    How often a device takes part does not matter. The weight and the tilt are found by golden
+    sections, in turn.
     """
+    together = max(2, min(rounds, max_rounds, MAX_ROUNDS))
+    length = min(separation, together)
 
-    def noise(bands: int) -> float:
-        return sensitivity(bands, separation, participations) * prefix_error(bands, rounds)
+    def noise(weight: float, tilt: float) -> float:
+        decay = math.exp(-tilt / length)
+        norm = float(np.linalg.norm(_column(length, weight, decay)))
+        return norm * _prefix_error(_inverse(length, together, weight, decay), rounds)
 
-    numbers = range(1, min(max_bands, MAX_BANDS, rounds) + 1)
-    best = numbers[bisect_left(numbers[:-1], True, key=lambda n: noise(n) <= noise(n + 1))]
-    enough = _ENOUGH * noise(best)
-    return 1 + bisect_left(numbers[:best], True, key=lambda n: noise(n) <= enough)
+    weight, tilt = 1.0, 0.0
+    for _ in range(_SWEEPS):
+        weight = _least(partial(_swapped, noise, tilt), *_WEIGHTS)
+        tilt = _least(partial(noise, weight), *_TILTS)
+    return Correlation(
+        separation=separation,
+        rounds=together,
+        weight=float(f"{weight:.6g}"),
+        decay=float(f"{math.exp(-tilt / length):.9g}"),
+    )
+
+
+def _swapped(function: Callable[[float, float], float], second: float, first: float) -> float:
+    return function(first, second)
+
+
+def _least(function: Callable[[float], float], low: float, high: float) -> float:
+    """Where a function that falls and then rises is least, to `_TOLERANCE`."""
+    left, right = high - _GOLDEN * (high - low), low + _GOLDEN * (high - low)
+    at_left, at_right = function(left), function(right)
+    while high - low > _TOLERANCE:
+        if at_left <= at_right:
+            high, right, at_right = right, left, at_left
+            left = high - _GOLDEN * (high - low)
+            at_left = function(left)
+        else:
+            low, left, at_left = left, right, at_right
+            right = low + _GOLDEN * (high - low)
+            at_right = function(right)
+    return (low + high) / 2
 
 
 @lru_cache(maxsize=32)
-def _products(bands: int) -> Floats:
-    """The product of two columns of C, by their distance, until it is negligible: the coefficients
-    of 1 / |d|^2 on the unit circle, where d is the polynomial of the d_i."""
-    length = 1 << (2 * _REACH * bands).bit_length()
-    spectrum = np.abs(np.fft.rfft(coefficients(bands), length)) ** 2
-    products = np.fft.irfft(1 / spectrum, length)[: _REACH * bands]
-    return np.maximum.accumulate(np.maximum(products, 0)[::-1])[::-1]
+def _column(length: int, weight: float, decay: float) -> Floats:
+    steps = np.arange(1, length)
+    with np.errstate(over="ignore"):
+        below = weight * np.cumprod((steps - 0.5) / steps * decay)
+    return _frozen(np.concatenate([[1.0], below]))
+
+
+@lru_cache(maxsize=32)
+def _inverse(length: int, rounds: int, weight: float, decay: float) -> Floats:
+    """The first column [rounds] of the inverse of C, by forward substitution in one order of
+    additions."""
+    below = _column(length, weight, decay)[1:]
+    rest = np.zeros(rounds + below.size)
+    rest[0] = 1.0
+    with np.errstate(over="ignore", invalid="ignore"):
+        for index in range(rounds):
+            rest[index + 1 : index + 1 + below.size] -= rest[index] * below
+    return _frozen(rest[:rounds])
+
+
+def _prefix_error(noising: Floats, rounds: int) -> float:
+    errors = np.cumsum(np.cumsum(noising) ** 2)  # the squared error after each round
+    whole, rest = divmod(rounds, errors.size)
+    after_whole = errors.size * whole * (whole - 1) / 2 + rest * whole
+    total = whole * errors.sum() + errors[:rest].sum() + after_whole * errors[-1]
+    return math.sqrt(float(total) / rounds)
+
+
+def _frozen(values: Floats) -> Floats:
+    values.flags.writeable = False
+    return values

@@ -40,7 +40,7 @@ _RARE = 2**20
 _ERROR = 4e-15
 """Relative error of the quantile: some twenty times that of its algorithm and its logarithm."""
 _DIGITS = Context(prec=90)
-_CHUNK = 2**18
+_CHUNK = 2**15
 
 _CENTRE = (
     (2.5090809287301226727e3, 3.3430575583588128105e4, 6.7265770927008700853e4,

@@ -10,20 +10,22 @@ from sqlalchemy.engine import Connection
 from fedpress_protocols.plan import RoundPlan
 from fedpress_server.registry import restores
 from fedpress_server.storage.tables import assignments, rounds, uploads
-from fedpress_strategies.private import ROUNDS_TOGETHER, NoisedSum
+from fedpress_strategies.private import NoisedSum
 
 
 def noised_before(connection: Connection, plan: RoundPlan) -> tuple[NoisedSum, ...]:
     """The sums of the rounds before the plan's, newest first, that its noise is correlated with.
 
-    They go back to a round without a sum or of other terms, to a multiple of `ROUNDS_TOGETHER`, and
-    to a restore: rounds before it may have been followed by others that these records do not have,
-    and noise that both take away would be too little for the devices in them.
+    They go back to a round without a sum or of other terms, to a multiple of the correlation's
+    `rounds`, and to a restore: rounds before it may have been followed by others that these records
+    do not have, and noise that both take away would be too little for the devices in them.
     """
     terms = plan.privacy
-    bands = 1 if terms is None else terms.bands
-    first = max(plan.round - bands + 1, (plan.round - 1) // ROUNDS_TOGETHER * ROUNDS_TOGETHER + 1)
-    if first >= plan.round:
+    if terms is None or terms.correlation is None:
+        return ()
+    together = terms.correlation.rounds
+    first = (plan.round - 1) // together * together + 1
+    if first == plan.round:
         return ()
     row, restore = rounds.c, restores.newest(connection)
     since = 0 if restore is None else restore.restored_at
