@@ -119,7 +119,7 @@ def best(separation: int, rounds: int, max_rounds: int = MAX_ROUNDS) -> Correlat
 
     weight, tilt = 1.0, 0.0
     for _ in range(_SWEEPS):
-        weight = _least(partial(_swapped, noise, tilt), *_WEIGHTS)
+        weight = _least(partial(noise, tilt=tilt), *_WEIGHTS)
         tilt = _least(partial(noise, weight), *_TILTS)
     return Correlation(
         separation=separation,
@@ -127,10 +127,6 @@ def best(separation: int, rounds: int, max_rounds: int = MAX_ROUNDS) -> Correlat
         weight=float(f"{weight:.6g}"),
         decay=float(f"{math.exp(-tilt / length):.9g}"),
     )
-
-
-def _swapped(function: Callable[[float, float], float], second: float, first: float) -> float:
-    return function(first, second)
 
 
 def _least(function: Callable[[float], float], low: float, high: float) -> float:
