@@ -21,7 +21,7 @@ the clip, it makes all of them worse.
 FOLDER/fashion_mnist has the four files of Fashion-MNIST. Their images, halved to 14 by 14 pixels,
 are learnt by a regression of 1,970 parameters on 200 devices of 100 images each, tested on the
 10,000 that no device has. There a seventh of the coordinates is sent in each of 57 rounds. The
-clips of the lane "central" and of a seventh are chosen on a split of the training images by
+clips of the lanes "central" and "distributed" are chosen on a split of the training images by
 benchmarks/private_settings.py. The other clips, the steps and the rate are from an earlier
 simulation there, in proportion as on the digits to a clip of 1.
 
@@ -87,13 +87,13 @@ SEVENTH = {"id": "shared_support", "fraction": 0.14, "explore": 1.0}
 
 class Settings(NamedTuple):
     """Of a task: the `clip` where all devices are in a round, a `quarter` of them, where a
-    `seventh` of the parameters is sent, over `many` rounds, or where all are and the noise is
-    `by_devices`; and the `steps` of a device's training at their `rate`."""
+    `seventh` of the parameters is sent, over `many` rounds, or where each device adds its own noise,
+    `alone`; and the `steps` of a device's training at their `rate`."""
 
     clip: float
     quarter: float
     seventh: float
-    by_devices: float
+    alone: float
     many: int
     steps: int
     rate: float
@@ -119,7 +119,7 @@ class Method(NamedTuple):
 
 
 def methods_of(own: Settings) -> tuple[Method, ...]:
-    dense, clip, quarter = {"id": "quantize", "clip": own.by_devices / 4}, own.clip, own.quarter
+    dense, clip, quarter = {"id": "quantize", "clip": own.alone / 4}, own.clip, own.quarter
     of_all, tenth = "central, correlated, a quarter a round", own.clip / 10
     return (
         Method("without noise", None, dense, clip),
@@ -128,8 +128,8 @@ def methods_of(own: Settings) -> tuple[Method, ...]:
         Method(of_all, "central", dense, quarter, SEPARATION, is_correlated=True),
         Method("central, a tenth of the clip", "central", dense, tenth),
         Method("central, adaptive from a tenth", "central", dense, tenth, is_adaptive=True),
-        Method("distributed, Skellam", "distributed", dense, own.by_devices),
-        Method("distributed", "distributed", dense, own.by_devices, noise="discrete_gaussian"),
+        Method("distributed, Skellam", "distributed", dense, clip),
+        Method("distributed", "distributed", dense, clip, noise="discrete_gaussian"),
         Method(
             "distributed, a seventh sent",
             "distributed",
@@ -138,7 +138,7 @@ def methods_of(own: Settings) -> tuple[Method, ...]:
             times=own.many,
             noise="discrete_gaussian",
         ),
-        Method("local", "local", dense, own.by_devices),
+        Method("local", "local", dense, own.alone),
     )
 
 
@@ -214,12 +214,10 @@ class Task(NamedTuple):
 
 
 TASKS = {
-    "digits": Task(
-        Data.digits, Settings(2.0, 0.5, 0.6, by_devices=2.0, many=110, steps=5, rate=1.0)
-    ),
+    "digits": Task(Data.digits, Settings(2.0, 0.5, 0.6, alone=2.0, many=110, steps=5, rate=1.0)),
     "fashion": Task(
         Data.fashion,
-        Settings(2.0, 0.5, 0.8, by_devices=1.0, many=57, steps=20, rate=0.5),
+        Settings(2.0, 0.5, 0.8, alone=1.0, many=57, steps=20, rate=0.5),
         without=("tenth", "Skellam"),
     ),
 }
