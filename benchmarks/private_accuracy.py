@@ -87,7 +87,7 @@ SEVENTH = {"id": "shared_support", "fraction": 0.14, "explore": 1.0}
 
 class Settings(NamedTuple):
     """Of a task: the `clip` where all devices are in a round, a `quarter` of them, where a
-    `seventh` of the parameters is sent, over `many` rounds, or where each device adds its own noise,
+    `seventh` of the parameters is sent, over `many` rounds, or each device adds its own noise,
     `alone`; and the `steps` of a device's training at their `rate`."""
 
     clip: float
