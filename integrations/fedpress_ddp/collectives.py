@@ -421,15 +421,49 @@ def received(
 
 @dataclass(slots=True)
 class Gathered(Channel):
-    """Coded symbols, gathered from all, decoded by all and combined in the order of ranks."""
+    """Coded symbols, gathered from all, decoded by all and combined in the order of ranks.
+
+    `scale`, a power of two, is what `compress_sum` has still to multiply its update by: TopK alone
+    does.
+    """
 
     lossy: Compressor[Any]
     combine: Combine
+    scale: float = 1.0
 
     def exchange(
         self, update: Vector, state: Any, public: Public, rng: np.random.Generator
     ) -> tuple[Symbols, Any]:
         symbols, after = self.lossy.compress(update, state, public, rng)
+        self._gather(symbols, public)
+        return symbols, after
+
+    def compress_sum(
+        self,
+        update: Vector,
+        other: Vector,
+        state: Any,
+        public: Public,
+        rng: np.random.Generator,
+    ) -> tuple[Vector, Symbols, Any]:
+        """`scale` * `update` + `other`, and what `compress` returns for it; in one pass over the
+        vectors if the compressor can do that."""
+        fused = getattr(self.lossy, "compress_sum", None)
+        options = {} if self.scale == 1 else {"scale": self.scale}
+        with np.errstate(over="ignore"):  # a sum that overflows is refused
+            if fused is None:
+                total = np.add(update, other, out=pooled(update.size, np.float32))
+                return total, *self.compress(total, state, public, rng)
+            try:
+                total, symbols, after = fused(update, other, state, public, rng, **options)
+            except InvalidUpdate:  # all processes have to know
+                self.trip.finite_square(np.float32(self.scale) * update + other)
+                raise
+        self.trip.measured.brought += self.trip.finite_square(total)
+        self._gather(symbols, public)
+        return total, symbols, after
+
+    def _gather(self, symbols: Symbols, public: Public) -> None:
         self.own = self.lossy.decompress(symbols, public)
         layout = self.lossy.layout(public.spec)
         contexts = contexts_of(layout, public)
@@ -445,4 +479,3 @@ class Gathered(Channel):
                 yield received(each, rank, self.lossy, public, contexts)
 
         self.agreed = self.combine(updates(), public.spec)
-        return symbols, after

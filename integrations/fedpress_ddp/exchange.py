@@ -20,15 +20,24 @@ from typing import Any, Literal
 import numpy as np
 
 from fedpress_compression.bias import MOST_NEVER_SENT, never_sent
-from fedpress_compression.compressor import Compressor, Public, members, properties, to_config
+from fedpress_compression.compressor import (
+    Compressor,
+    Knowledge,
+    Public,
+    members,
+    properties,
+    to_config,
+)
 from fedpress_compression.compressors.dgc import Dgc
-from fedpress_compression.compressors.error_feedback import check_feedback
+from fedpress_compression.compressors.error_feedback import ErrorFeedback, check_feedback
 from fedpress_compression.compressors.none import Uncompressed
 from fedpress_compression.compressors.randomk import RandomK
+from fedpress_compression.compressors.topk import TopK
 from fedpress_compression.kernels.buffer_pool import pooled
 from fedpress_compression.plain_states import State, plain, restored
 from fedpress_compression.randomness import PublicRandomness
 from fedpress_compression.tensors import ModelSpec, Vector
+from fedpress_compression.update import Update
 from fedpress_ddp.collectives import (
     FAILED,
     Channel,
@@ -275,19 +284,24 @@ class Exchange:
     ) -> torch.Tensor:
         made = self._clipped(made, spec, trip.size)
         is_plain = made.lossy == Uncompressed()
-        whole = pooled(spec.size, np.float32)
-        np.divide(values.cpu().numpy(), np.float32(trip.size), out=whole)
+        whole, scale = values.cpu().numpy(), 1 / trip.size
+        is_late = _is_scaled_late(made, trip.size)
+        if not is_late:
+            whole = np.divide(whole, np.float32(trip.size), out=pooled(spec.size, np.float32))
         kept = self._kept.get(spec.digest, _Kept())
         state = restored(kept.state, made.init(spec))
         if made.keeps_residual:
             state = state._replace(residual=self.residual(spec))
         length = trip.finite_square(whole)
         words = f"fedpress exchange v1|{self._seed}|{kept.round}"
-        zeros = np.zeros(spec.size, np.float32)
+        knowledge: dict[Knowledge, Vector] = {}
+        if "previous" in made.needs:
+            zeros = np.zeros(spec.size, np.float32)
+            knowledge["previous"] = zeros if kept.previous is None else kept.previous
         public = Public(
             spec,
             PublicRandomness(hashlib.sha256(words.encode()).digest()),
-            {"previous": zeros if kept.previous is None else kept.previous},
+            knowledge,
             kept.round,
         )
         channel: Channel
@@ -299,13 +313,13 @@ class Exchange:
         elif made.lossy.commutes_with_sum:
             channel = Summed(trip, made.lossy)
         else:
-            channel = Gathered(trip, made.lossy, combine)
+            channel = Gathered(trip, made.lossy, combine, scale if is_late else 1.0)
         private = np.random.default_rng([self._seed, trip.rank, kept.round])
         _, after, mark = made.send(channel, whole, state, public, private)
         after = made.commit(after, mark, channel.own)
-        trip.measured.gradient += length
+        trip.measured.gradient += length * scale**2 if is_late else length
         if made.keeps_residual:
-            left = square(after.residual)
+            left = _square_left(trip.measured.brought, channel.own, after.residual)
             trip.measured.lost += left
             trip.measured.waiting += left
             self._keep_residual(spec, after.residual)
@@ -324,6 +338,34 @@ class Exchange:
             return made
         share = spec.size / max(self.model_size or spec.size, spec.size)
         return replace(made, max_norm=made.max_norm * (share / size) ** 0.5, cohort=1)
+
+
+def _is_scaled_late(made: Compressor[Any], size: int) -> bool:
+    """Whether the division by `size`, the number of processes, is left to the pass in which top-k
+    adds the residual: it is exact by a power of two, and nothing else reads the gradient."""
+    return (
+        type(made) is ErrorFeedback
+        and made.max_ratio is None
+        and type(made.lossy) is TopK
+        and size & (size - 1) == 0
+    )
+
+
+def _square_left(brought: float, sent: Update, residual: Vector) -> float:
+    """The squared norm of `residual`, which is a vector of the squared norm `brought` less `sent`.
+
+    Without a pass over it if little was sent, and if enough is left that rounding does not matter.
+    """
+    left = brought
+    for piece in sent.pieces:
+        if isinstance(piece.where, slice):
+            return square(residual)
+        values = piece.values.astype(np.float64)
+        left -= float(np.dot(values, 2 * residual[piece.where].astype(np.float64) + values))
+    return left if left > _MEASURABLE * brought else square(residual)
+
+
+_MEASURABLE = 0.01
 
 
 def check_exchange(

@@ -39,7 +39,7 @@ def exchange_costs(
     """Exchange `gradients` [spec.size], one after the other, as a hook does under `made`."""
     exchange, costs = Exchange(made), []
     for gradient in gradients:
-        trip = _Loopback(None, torch.device("cpu"), Measured(), Turns().take())
+        trip = Loopback(None, torch.device("cpu"), Measured(), Turns().take())
         start = time.thread_time()
         exchange.mean_over(made, spec, torch.from_numpy(gradient), trip)
         taken, decoding = time.thread_time() - start, trip.decode_seconds
@@ -48,7 +48,7 @@ def exchange_costs(
 
 
 @dataclass(slots=True)
-class _Loopback(Trip):
+class Loopback(Trip):
     """Two processes in one: what this one sends is also what the other sends."""
 
     num_bytes: int = 0

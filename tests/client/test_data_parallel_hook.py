@@ -9,7 +9,8 @@ import re
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -24,13 +25,14 @@ import torch.distributed as dist
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 from torch.nn.parallel import DistributedDataParallel
 
-from fedpress_compression.compressor import Compressor, from_config, to_config
+from fedpress_compression.compressor import Compressor, Public, from_config, to_config
 from fedpress_compression.compressors.dgc import Dgc
 from fedpress_compression.compressors.error_feedback import ErrorFeedback
 from fedpress_compression.compressors.none import Uncompressed
 from fedpress_compression.compressors.powersgd import PowerSGD
 from fedpress_compression.compressors.randomk import RandomK
 from fedpress_compression.compressors.topk import TopK
+from fedpress_compression.randomness import PublicRandomness
 from fedpress_compression.tensors import ModelSpec, TensorSpec
 from fedpress_ddp.collectives import Turns
 from fedpress_ddp.hook import (
@@ -42,13 +44,29 @@ from fedpress_ddp.hook import (
     StepMetrics,
     comm_hook,
 )
-from fedpress_ddp.measuring import exchange_costs
+from fedpress_ddp.measuring import Loopback, exchange_costs
 from fedpress_ddp.metrics import DivergenceWatch, Measured
 from fedpress_ddp.sharded import CompressedReduceScatter
 from fedpress_protocols.errors import ConfigurationError, IncompatiblePlan, InvalidUpdate
 from fedpress_protocols.schedule import Period, sparsity_warm_up
 
 SPEC = ModelSpec((TensorSpec("w", (20, 20)),))
+
+
+@dataclass(slots=True)
+class Alike(Loopback):
+    """`processes` that all send the same."""
+
+    processes: int = 2
+
+    @property
+    def size(self) -> int:
+        return self.processes
+
+    def gathered(self, body: bytes, longest: int) -> Iterable[bytes]:
+        return [body] * self.processes
+
+
 FEW = ErrorFeedback(TopK(0.1))
 
 
@@ -192,6 +210,39 @@ def test_metrics_are_those_of_the_gradients(workers: int) -> None:
     assert (seen[2].nmse, seen[2].residual_ratio) == (None, None)
 
 
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_feedback_in_one_pass_has_the_bits_of_division_sum_and_selection(size: int) -> None:
+    """A power of two is divided by in the pass that adds the residual, 3 before it."""
+    spec, made = ModelSpec((TensorSpec("w", (300, 300)),)), TopK(0.01)
+    exchange, rng = Exchange(ErrorFeedback(made)), np.random.default_rng(size)
+    public = Public(spec, PublicRandomness(bytes(32)))
+    residual = np.zeros(spec.size, np.float32)
+    for _ in range(3):
+        gradient = rng.standard_normal(spec.size, dtype=np.float32)
+        trip = Alike(None, torch.device("cpu"), Measured(), Turns().take(), processes=size)
+        mean = exchange.mean_over(ErrorFeedback(made), spec, torch.from_numpy(gradient), trip)
+        divided = gradient / np.float32(size)
+        total = divided + residual
+        sent = made.decompress(made.compress(total, None, public, rng)[0], public)
+        residual = total - sent.dense()
+        assert exchange.residual(spec).tobytes() == residual.tobytes()
+        assert mean.numpy().tobytes() == sum([sent.dense()] * size, np.float32(0)).tobytes()
+        due = [np.square(each, dtype=np.float64).sum() for each in (divided, total, residual)]
+        measured = trip.measured
+        assert [measured.gradient, measured.brought, measured.lost] == pytest.approx(due, rel=1e-5)
+
+
+def test_a_sum_with_the_residual_that_overflows_gives_nan_and_keeps_the_residual() -> None:
+    spec, most = ModelSpec((TensorSpec("w", (4, 4)),)), np.float32(3e38)
+    exchange = Exchange(ErrorFeedback(TopK(0.1)))
+    exchange.load_state_dict({"kept": {}, "residuals": {"w": torch.full((16,), float(most))}})
+    trip = Alike(None, torch.device("cpu"), Measured(), Turns().take(), processes=2)
+    mean = exchange.mean_over(ErrorFeedback(TopK(0.1)), spec, torch.full((16,), float(most)), trip)
+    assert torch.isnan(mean).all()
+    assert not trip.measured.is_finite
+    assert (exchange.residual(spec) == most).all()
+
+
 @pytest.mark.usefixtures("alone")
 @pytest.mark.parametrize("workers", [0, 2])
 def test_an_error_of_an_exchange_is_raised_by_its_backward(
@@ -205,7 +256,7 @@ def test_an_error_of_an_exchange_is_raised_by_its_backward(
     def fail(*args: Any) -> Any:
         raise InvalidUpdate("the third section is bad")
 
-    monkeypatch.setattr(TopK, "compress", fail)
+    monkeypatch.setattr(TopK, "compress_sum", fail)
     with pytest.raises(InvalidUpdate, match="the third section is bad"):
         step(model)
 
@@ -219,13 +270,13 @@ def test_a_profiler_s_trace_shows_compression_beside_the_backward_pass(
     model = model_with(HookState(FEW, plain_steps=1))
     step(model)
     compresses, has_gradient = threading.Event(), threading.Event()
-    compress = TopK.compress
+    compress = TopK.compress_sum
 
-    def compress_beside(*args: Any) -> Any:
+    def compress_beside(*args: Any, **options: Any) -> Any:
         is_first = not compresses.is_set()
         compresses.set()
         assert not is_first or has_gradient.wait(60), "the backward pass waits for compression"
-        return compress(*args)
+        return compress(*args, **options)
 
     def wait_for_compression(*_: Any) -> None:
         assert compresses.wait(60), "compression waits for the backward pass"
@@ -233,7 +284,7 @@ def test_a_profiler_s_trace_shows_compression_beside_the_backward_pass(
     def watch_output(_layer: Any, _inputs: Any, output: torch.Tensor) -> None:
         output.register_hook(wait_for_compression)
 
-    monkeypatch.setattr(TopK, "compress", compress_beside)
+    monkeypatch.setattr(TopK, "compress_sum", compress_beside)
     first_layer = next(model.module.children())
     first_layer.register_forward_hook(watch_output)
     first_layer.weight.register_hook(lambda _: has_gradient.set())  # after it was computed

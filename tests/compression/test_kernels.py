@@ -290,15 +290,16 @@ def test_the_largest_are_the_same(seed: int, num: int, part: int) -> None:
     vector, other = vector_of(rng, num), vector_of(rng, num)
     k = (0, num // 100 + 1, num // 2, num)[part]
     assert same(reference.largest(vector, k), compiled.largest(vector, k))
-    with np.errstate(invalid="ignore", over="ignore"):
-        totals = [np.empty_like(vector) for _ in BOTH]
-        found = [
-            each.add_largest(vector, other, k, total)
-            for each, total in zip(BOTH, totals, strict=True)
-        ]
-    if not np.isnan(totals[0]).any():  # the bits of a sum that is no number are anyone's
-        assert same(*found)
-        assert same(*totals)
+    for scale in (1.0, 0.25):
+        with np.errstate(invalid="ignore", over="ignore"):
+            totals = [np.empty_like(vector) for _ in BOTH]
+            found = [
+                each.add_largest(vector, other, k, total, scale)
+                for each, total in zip(BOTH, totals, strict=True)
+            ]
+        if not np.isnan(totals[0]).any():  # the bits of a sum that is no number are anyone's
+            assert same(*found)
+            assert same(*totals)
     assert same(reference.peak(vector), compiled.peak(vector))
 
 

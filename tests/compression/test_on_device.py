@@ -59,9 +59,10 @@ def test_the_largest_of_a_vector_and_of_a_sum_are_the_same(num: int, k: int) -> 
     vector, residual = drawn(rng, num), drawn(rng, num)
     assert same(reference.largest(vector, k), on_device.largest(vector, k))
     totals = np.empty(num, np.float32), np.empty(num, np.float32)
-    due = reference.add_largest(vector, residual, k, totals[0])
-    assert same(due, on_device.add_largest(vector, residual, k, totals[1]))
-    assert totals[0].tobytes() == totals[1].tobytes()
+    for scale in (1.0, 0.5):
+        due = reference.add_largest(vector, residual, k, totals[0], scale)
+        assert same(due, on_device.add_largest(vector, residual, k, totals[1], scale))
+        assert totals[0].tobytes() == totals[1].tobytes()
 
 
 @pytest.mark.parametrize("levels", [1, 7, 127])

@@ -23,6 +23,7 @@ from fedpress_compression.compressor import (
 )
 from fedpress_compression.compressors.error_feedback import ErrorFeedback, Feedback
 from fedpress_compression.compressors.topk import TopK
+from fedpress_compression.kernels.buffer_pool import pooled
 from fedpress_compression.tensors import ModelSpec, Vector
 from fedpress_compression.update import Update
 from fedpress_compression.values import check_positive, check_whole
@@ -113,7 +114,9 @@ class Dgc(ErrorFeedback):
         clipped = self._clipped(update)
         if before is not None:
             with np.errstate(over="ignore", invalid="ignore"):  # refused below
-                clipped = np.float32(self.momentum) * before + clipped
+                pushed = pooled(update.size, np.float32)
+                np.multiply(before, np.float32(self.momentum), out=pushed)
+                clipped = np.add(pushed, clipped, out=pushed)
         check_finite(clipped, spec)
         return clipped
 
@@ -127,7 +130,8 @@ class Dgc(ErrorFeedback):
 
 def stilled(velocity: Vector, sent: Update) -> Vector:
     """`velocity` with zeros where `sent` is not zero."""
-    left = velocity.copy()
+    left = pooled(velocity.size, np.float32)
+    np.copyto(left, velocity)
     for piece in sent.pieces:
         left[piece.where] *= piece.values == 0
     return left

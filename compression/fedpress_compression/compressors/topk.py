@@ -108,14 +108,16 @@ class TopK(Stateless):
         state: None,
         public: Public,
         rng: np.random.Generator,
+        *,
+        scale: float = 1.0,
     ) -> tuple[Vector, Symbols, None]:
-        """The sum of `update` and `other`, and the symbols that `compress` gives for it; one pass
-        over the vectors serves both."""
+        """`scale`, a power of two, times `update` plus `other`, and the symbols that `compress`
+        gives for it; one pass over the vectors serves all."""
         check_shape(update, public.spec)
         total = pooled(update.size, np.float32)
 
         def kept(chunk: slice, k: int) -> tuple[Indices, Vector]:
-            return kernels.add_largest(update[chunk], other[chunk], k, total[chunk])
+            return kernels.add_largest(update[chunk], other[chunk], k, total[chunk], scale)
 
         return total, self._pressed(public.spec, kept), None
 

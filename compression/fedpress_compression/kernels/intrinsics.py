@@ -174,31 +174,38 @@ def at_least16(typing: Any, words: Any, at: Any, threshold: Any) -> Any:
 
 
 @intrinsic
-def add16(typing: Any, vector: Any, other: Any, total: Any, at: Any, threshold: Any) -> Any:
-    """Write 16 float32 sums to total[at : at + 16], which begins a cache line, past the caches: it
-    need not be read for that. Returns a bit for each: its magnitude reaches `threshold`."""
+def add16(
+    typing: Any, vector: Any, factor: Any, other: Any, total: Any, at: Any, threshold: Any
+) -> Any:
+    """Write 16 float32 sums, `vector` times `factor` plus `other`, to total[at : at + 16], which
+    begins a cache line, past the caches: it need not be read for that. Returns a bit for each: its
+    magnitude reaches `threshold`."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         lanes = ir.VectorType(ir.FloatType(), 16)
         places = [
             builder.bitcast(
-                _at(context, builder, signature.args[k], arguments[k], arguments[3]),
+                _at(context, builder, signature.args[k], arguments[k], arguments[4]),
                 lanes.as_pointer(),
             )
-            for k in range(3)
+            for k in (0, 2, 3)
         ]
         operands = [builder.load(place) for place in places[:2]]
         for some in operands:
             some.align = 4
-        sums = builder.fadd(*operands)
+        blank = ir.Constant(lanes, ir.Undefined)
+        one = builder.insert_element(blank, arguments[1], ir.Constant(ir.IntType(32), 0))
+        order = ir.Constant(ir.VectorType(ir.IntType(32), 16), [0] * 16)
+        scaled = builder.fmul(operands[0], builder.shuffle_vector(one, blank, order))
+        sums = builder.fadd(scaled, operands[1])
         store = builder.store(sums, places[2])
         store.align = 64
         past = builder.module.add_metadata([ir.Constant(ir.IntType(32), 1)])
         store.set_metadata("nontemporal", past)
         words = builder.bitcast(sums, ir.VectorType(ir.IntType(32), 16))
-        return _reached(builder, words, arguments[4])
+        return _reached(builder, words, arguments[5])
 
-    return types.uint64(vector, other, total, at, types.uint32), generate
+    return types.uint64(vector, factor, other, total, at, types.uint32), generate
 
 
 @intrinsic

@@ -120,7 +120,10 @@ def largest(vector: Reals, k: int) -> tuple[Ints, Reals]:
     return places.cpu().numpy(), values.cpu().numpy()
 
 
-def add_largest(vector: Reals, other: Reals, k: int, total: Reals) -> tuple[Ints, Reals]:
+def add_largest(
+    vector: Reals, other: Reals, k: int, total: Reals, scale: float = 1.0
+) -> tuple[Ints, Reals]:
+    vector = vector if scale == 1 else np.float32(scale) * vector
     found = torch.empty(vector.size, dtype=torch.float32, device=DEVICE)
     places, values = device_largest(_tensor(vector), _tensor(other), k, found)
     total[:] = found.cpu().numpy()

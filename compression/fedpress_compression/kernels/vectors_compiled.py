@@ -72,15 +72,18 @@ def largest(vector: Reals, k: int) -> tuple[Ints, Reals]:
     return _refined(where[:num], values[:num], k)
 
 
-def add_largest(vector: Reals, other: Reals, k: int, total: Reals) -> tuple[Ints, Reals]:
+def add_largest(
+    vector: Reals, other: Reals, k: int, total: Reals, scale: float = 1.0
+) -> tuple[Ints, Reals]:
     if not 0 < k < vector.size or vector.size < _SAMPLED_FROM:
-        np.add(vector, other, out=total)
+        np.add(vector if scale == 1 else np.float32(scale) * vector, other, out=total)
         return largest(total, k)
+    factor = np.float32(scale)
     sample = thread_buffer("sample", _SAMPLES, np.uint32)
-    _sample_sums(vector, other, sample)
+    _sample_sums(vector, factor, other, sample)
     least = _guess(sample, k, vector.size)
     gathered = _gathered(
-        vector.size, k, lambda *part: _add_and_reach(vector, other, total, least, *part)
+        vector.size, k, lambda *part: _add_and_reach(vector, factor, other, total, least, *part)
     )
     return largest(total, k) if gathered is None else _refined(*gathered, k)
 
@@ -147,7 +150,7 @@ def _sample(entries, sample):
 
 
 @kernel
-def _sample_sums(vector, other, sample):
+def _sample_sums(vector, factor, other, sample):
     stride = vector.size // (sample.size // 2)
     sums = sample.view(np.float32)
     for i in range(sample.size // 2):
@@ -155,8 +158,8 @@ def _sample_sums(vector, other, sample):
         prefetch(vector, soon)
         prefetch(other, soon)
         at = _U(_drawn(i, stride)) | _U(1)
-        sums[_U(2 * i)] = vector[at - _U(1)] + other[at - _U(1)]
-        sums[_U(2 * i + 1)] = vector[at] + other[at]
+        sums[_U(2 * i)] = factor * vector[at - _U(1)] + other[at - _U(1)]
+        sums[_U(2 * i + 1)] = factor * vector[at] + other[at]
     for i in range(sample.size):
         sample[i] &= _MAGNITUDE
 
@@ -174,16 +177,16 @@ def _append(entry, least, at, where, entries_out, count):
 
 
 @kernel
-def _kept(vector, other, i):
-    """An entry, or where there is an `other` the sum of two."""
+def _kept(vector, factor, other, i):
+    """An entry, or where there is an `other` its sum with `factor` times the entry."""
     if other is None:
         return vector[i]
     else:
-        return vector[i] + other[i]
+        return factor * vector[i] + other[i]
 
 
 @kernel
-def _spread(masks, begins, num, vector, other, where, entries_out, count):
+def _spread(masks, begins, num, vector, factor, other, where, entries_out, count):
     """Append the places that the masks stand for, and what is kept of them, two at a time: few
     branches, since which way they went would be anyone's guess; -1 if there may be no room."""
     if count + 64 * num + 1 > where.size:
@@ -195,12 +198,12 @@ def _spread(masks, begins, num, vector, other, where, entries_out, count):
             i = first + trailing_zeros(mask)
             mask &= mask - _U(1)
             where[place] = np.int64(i)
-            entries_out[place] = _kept(vector, other, i)
+            entries_out[place] = _kept(vector, factor, other, i)
             second = _U(mask != _U(0))
             i = first + trailing_zeros(mask | _LAST)
             mask &= mask - second
             where[place + _U(1)] = np.int64(i)
-            entries_out[place + _U(1)] = _kept(vector, other, i)
+            entries_out[place + _U(1)] = _kept(vector, factor, other, i)
             place += _U(1) + second
     return np.int64(place)
 
@@ -233,7 +236,7 @@ def _reach_in(entries, begin, end, least, masks, begins, where, entries_out, cou
         begins[num] = at
         num += np.int64(masks[num] != _U(0))
         at += 64
-    count = _spread(masks, begins, num, entries, None, where, entries_out, count)
+    count = _spread(masks, begins, num, entries, None, None, where, entries_out, count)
     while at < end and count >= 0:
         count = _append(entries[at], least, at, where, entries_out, count)
         at += 1
@@ -242,10 +245,10 @@ def _reach_in(entries, begin, end, least, masks, begins, where, entries_out, cou
 
 @kernel
 def _add_and_reach_in(
-    vector, other, total, begin, end, least, masks, begins, where, entries_out, count
+    vector, factor, other, total, begin, end, least, masks, begins, where, entries_out, count
 ):
-    """`_reach_in` of the sums of entries, which are written to `total`, where `begin` is the
-    beginning of a cache line, in any case."""
+    """`_reach_in` of the sums of entries, those of `vector` times `factor`, which are written to
+    `total`, where `begin` is the beginning of a cache line, in any case."""
     sums = entries_out.view(np.float32)
     num = 0
     at = begin
@@ -253,24 +256,24 @@ def _add_and_reach_in(
         _prefetch_soon(vector, at)
         _prefetch_soon(other, at)
         masks[num] = (
-            add16(vector, other, total, at, least)
-            | (add16(vector, other, total, at + 16, least) << _U(16))
-            | (add16(vector, other, total, at + 32, least) << _U(32))
-            | (add16(vector, other, total, at + 48, least) << _U(48))
+            add16(vector, factor, other, total, at, least)
+            | (add16(vector, factor, other, total, at + 16, least) << _U(16))
+            | (add16(vector, factor, other, total, at + 32, least) << _U(32))
+            | (add16(vector, factor, other, total, at + 48, least) << _U(48))
         )
         begins[num] = at
         num += np.int64(masks[num] != _U(0))
         at += 64
     if count >= 0:
-        count = _spread(masks, begins, num, vector, other, where, sums, count)
-    return _add_each(vector, other, total, at, end, least, where, entries_out, count)
+        count = _spread(masks, begins, num, vector, factor, other, where, sums, count)
+    return _add_each(vector, factor, other, total, at, end, least, where, entries_out, count)
 
 
 @kernel
-def _add_each(vector, other, total, begin, end, least, where, entries_out, count):
+def _add_each(vector, factor, other, total, begin, end, least, where, entries_out, count):
     entries = total.view(np.uint32)
     for at in range(begin, end):
-        total[at] = vector[at] + other[at]
+        total[at] = factor * vector[at] + other[at]
         if count >= 0:
             count = _append(entries[at], least, at, where, entries_out, count)
     return count
@@ -289,17 +292,28 @@ def _reach(entries, least, begin, end, where, entries_out):
 
 
 @kernel
-def _add_and_reach(vector, other, total, least, begin, end, where, entries_out):
+def _add_and_reach(vector, factor, other, total, least, begin, end, where, entries_out):
     """The sum in chunks, each searched as it is made; all of it, even without room."""
     masks, begins = np.empty(_CHUNK // 64 + 1, np.uint64), np.empty(_CHUNK // 64 + 1, np.int64)
     least = _N(least)
     address = np.int64(total.ctypes.data) + 4 * begin
     first = min(end, begin + (-address % 64) // 4)
-    count = _add_each(vector, other, total, begin, first, least, where, entries_out, 0)
+    count = _add_each(vector, factor, other, total, begin, first, least, where, entries_out, 0)
     while first < end:
         last = min(first + _CHUNK, end)
         count = _add_and_reach_in(
-            vector, other, total, first, last, least, masks, begins, where, entries_out, count
+            vector,
+            factor,
+            other,
+            total,
+            first,
+            last,
+            least,
+            masks,
+            begins,
+            where,
+            entries_out,
+            count,
         )
         first = last
     return count

@@ -30,9 +30,12 @@ def largest(vector: Reals, k: int) -> tuple[Ints, Reals]:
     return where, vector[where]
 
 
-def add_largest(vector: Reals, other: Reals, k: int, total: Reals) -> tuple[Ints, Reals]:
-    """Write the sum of two vectors to `total`, and find its `largest`."""
-    np.add(vector, other, out=total)
+def add_largest(
+    vector: Reals, other: Reals, k: int, total: Reals, scale: float = 1.0
+) -> tuple[Ints, Reals]:
+    """Write `scale` * `vector` + `other` to `total`, and find its `largest`; the scale is a power
+    of two, so that the product has one value wherever it is rounded."""
+    np.add(vector if scale == 1 else np.float32(scale) * vector, other, out=total)
     return largest(total, k)
 
 
