@@ -5,13 +5,17 @@
 Updates are those of `trained_updates.py`; with the folder of Fashion-MNIST also what a few hundred
 images change in networks of 1.7M to 7.9M parameters. Bytes are of the whole body under `coded`,
 without contexts. `one lane` is the same body in lanes, of which each field has one: what lanes cost
-by themselves. CPU seconds are the least of three, on one thread. Needs torch and scikit-learn.
+by themselves. The second table says what is in a body of lanes, as shares of the range coder's
+whole body: `states` are 4 bytes of each lane, two of which one coder would need too, and `others`
+fields for which lanes do not pay. CPU seconds are the least of three, on one thread. Needs torch
+and scikit-learn.
 """
 
 from __future__ import annotations
 
 import argparse
 import time
+from collections import Counter
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -26,6 +30,10 @@ from torch import nn
 
 from fedpress_compression import coding, kernels
 from fedpress_compression.coding import Coder, laned
+from fedpress_compression.coding.alphabets import read_alphabet
+from fedpress_compression.coding.bits import Reader
+from fedpress_compression.coding.exp_golomb import read_numbers
+from fedpress_compression.coding.fields import Layout
 from fedpress_compression.compressor import Compressor, Public
 from fedpress_compression.compressors.coded import Coded
 from fedpress_compression.compressors.ecsq import Ecsq
@@ -37,6 +45,7 @@ from fedpress_compression.tensors import ModelSpec, TensorSpec
 
 Update = dict[str, npt.NDArray[np.float32]]
 CODERS: tuple[Coder, ...] = ("huffman", "lanes", "range")
+PARTS = ("levels", "tables", "states", "words", "others")
 METHODS: dict[str, Compressor[Any]] = {
     "topk 1 %": TopK(),
     "topk 1 %, 4 bits": TopK(magnitude_bits=4),
@@ -92,6 +101,37 @@ def _epoch(model: nn.Module, pixels: torch.Tensor, labels: torch.Tensor, rate: f
         optimizer.step()
 
 
+def contents(body: bytes, layout: Layout) -> Counter[str]:
+    """Bytes of the levels, tables, states and words in a body of lanes, and of what is not in
+    lanes."""
+    sizes: Counter[str] = Counter()
+
+    def measured(name: str, read: Callable[..., Any]) -> Callable[..., Any]:
+        def reading(reader: Reader, *arguments: Any) -> Any:
+            start = reader.at
+            result = read(reader, *arguments)
+            sizes[name] += (reader.at - start) // 8
+            return result
+
+        return reading
+
+    decode = kernels.decode_lanes
+
+    def decode_lanes(octets: Any, at: int, num_words: Any, *arguments: Any) -> Any:
+        sizes["states"] += 4 * arguments[-1]
+        sizes["words"] += 2 * int(num_words.sum())
+        return decode(octets, at, num_words, *arguments)
+
+    with (
+        patch.object(laned, "read_alphabet", measured("levels", read_alphabet)),
+        patch.object(laned, "read_numbers", measured("tables", read_numbers)),
+        patch.object(kernels, "decode_lanes", decode_lanes),
+    ):
+        coding.decode(body, layout)
+    sizes["others"] = len(body) - sizes.total()
+    return sizes
+
+
 def least(call: Callable[[], Any]) -> tuple[Any, float]:
     """The result of `call`, and the least CPU seconds of three."""
     seconds = []
@@ -113,6 +153,7 @@ def main() -> None:
     print("| update | method | static | lanes | range | lanes / static | lanes / range ", end="")
     print("| lanes / one lane | encode ms: lanes, range | decode ms: static, lanes, range |")
     print("|---|---|---|---|---|---|---|---|---|---|")
+    inside = []
     for name, update in updates:
         spec = ModelSpec(tuple(TensorSpec(key, part.shape) for key, part in update.items()))
         public = Public(spec, PublicRandomness(bytes(32)))
@@ -120,11 +161,14 @@ def main() -> None:
         for method, inner in METHODS.items():
             symbols, _ = inner.compress(vector, inner.init(spec), public, np.random.default_rng(0))
             size, encoding, decoding = {}, {}, {}
+            parts: Counter[str] = Counter()
             for coder in CODERS:
                 layout = Coded(inner, coder).layout(spec)
                 body, encoding[coder] = least(partial(coding.encode, symbols, layout))
                 _, decoding[coder] = least(partial(coding.decode, body, layout))
                 size[coder] = len(body)
+                if coder == "lanes":
+                    parts = contents(body, layout)
             with patch.object(laned, "_MOST_LANES", 1):
                 one = len(coding.encode(symbols, Coded(inner, "lanes").layout(spec)))
             print(
@@ -139,6 +183,10 @@ def main() -> None:
                 + " |",
                 flush=True,
             )
+            shares = (f"{parts[part] / size['range']:.3f}" for part in PARTS)
+            inside.append(f"| {name} {vector.size / 1e6:.1f}M | {method} | {' | '.join(shares)} |")
+    print(f"\n| update | method | {' | '.join(PARTS)} |\n|---|---|{'---|' * len(PARTS)}")
+    print("\n".join(inside))
 
 
 if __name__ == "__main__":
