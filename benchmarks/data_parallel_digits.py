@@ -9,8 +9,8 @@ into collectives, all steps, the uncompressed ones at the beginning too. A row o
 eight local steps between exchanges. Rows of Adam and LAMB have no DistributedDataParallel: their
 optimizers, `OneBitAdam` and `OneBitLamb`, exchange the gradients; a falling rate ends at zero. If a
 row is measured against another one, the difference is the mean over pairs of one seed, with its
-standard error. `--json` is written after every row, and rows that it has with as many seeds and
-epochs are not run again.
+standard error. `--json` is written after every run, and runs that it has with as many epochs are
+not repeated.
 
 `--tune` runs each row at each of these rates, on seeds from 100 on, and measures on training images
 set aside for that in place of the held-out ones. benchmarks/data_parallel_fashion.py runs another
@@ -25,7 +25,7 @@ import statistics
 import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -232,26 +232,39 @@ def process(
 ) -> None:
     torch.set_num_threads(1)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=WORLD)
     file = Path(out)
+    done = json.loads(file.read_text()) if file.exists() else {}
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=WORLD)
     for name, config in rows.items():
-        runs = [train(rank, task, config, seed, epochs) for seed in seeds]
+        runs = runs_of(done.get(name, {}), epochs)[: len(seeds)]
+        for seed in seeds[len(runs) :]:
+            runs.append(asdict(train(rank, task, config, seed, epochs)))
+            if rank == 0:
+                done[name] = row_of(runs, epochs)
+                save(done, file)
         if rank == 0:
-            done = json.loads(file.read_text()) if file.exists() else {}
-            accuracies = [run.accuracy for run in runs]
-            done[name] = {
-                "accuracy": statistics.mean(accuracies),
-                "deviation": statistics.pstdev(accuracies),
-                "accuracies": accuracies,
-                "bytes": statistics.mean(run.num_bytes for run in runs),
-                "ratio": statistics.mean(run.plain_bytes / run.num_bytes for run in runs),
-                "ratio_after": statistics.mean(run.ratio_after for run in runs),
-                "seeds": len(seeds),
-                "epochs": epochs,
-            }
-            save(done, file)
             print(line(name, done, config), flush=True)
     dist.destroy_process_group()
+
+
+def runs_of(row: Mapping[str, Any], epochs: int) -> list[dict[str, Any]]:
+    """Its runs, in the order of seeds; none if they are of another number of epochs."""
+    return list(row.get("runs", ())) if row.get("epochs") == epochs else []
+
+
+def row_of(runs: Sequence[Mapping[str, Any]], epochs: int) -> dict[str, Any]:
+    accuracies = [run["accuracy"] for run in runs]
+    return {
+        "accuracy": statistics.mean(accuracies),
+        "deviation": statistics.pstdev(accuracies),
+        "accuracies": accuracies,
+        "bytes": statistics.mean(run["num_bytes"] for run in runs),
+        "ratio": statistics.mean(run["plain_bytes"] / run["num_bytes"] for run in runs),
+        "ratio_after": statistics.mean(run["ratio_after"] for run in runs),
+        "seeds": len(runs),
+        "epochs": epochs,
+        "runs": list(runs),
+    }
 
 
 def line(name: str, rows: Mapping[str, Any], config: Mapping[str, Any]) -> str:
