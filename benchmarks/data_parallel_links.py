@@ -5,7 +5,8 @@
 
 Each process has a network namespace of its own; their virtual interfaces meet at a bridge, and
 Linux's token bucket (`tc qdisc ... tbf`) limits both directions of each to the rate. Nothing is
-delayed beyond that. A probe, gloo's all-reduce of 4 MB, measures what the link carries. Cells that
+delayed beyond that. A probe, gloo's all-reduce of 4 MB, measures what the link carries, and one of
+16 bytes what a message takes. Cells that
 the JSON file has are not run again. Needs Linux with `unshare`, `nsenter`, `ip` and `tc`, and root
 or user namespaces.
 
@@ -97,15 +98,22 @@ def bytes_sent() -> int:
     raise RuntimeError("this process has no interface eth0")
 
 
-def probe() -> float:
-    """Gbit/s that gloo's all-reduce sends."""
+def probe() -> tuple[float, float]:
+    """Gbit/s that gloo's all-reduce sends, and seconds of a message."""
     values, seconds = torch.ones(PROBE_VALUES), []
     for _ in range(4):
         dist.barrier()
         start = time.perf_counter()
         dist.all_reduce(values)
         seconds.append(time.perf_counter() - start)
-    return 8e-9 * 2 * (WORLD - 1) / WORLD * values.nbytes / statistics.median(seconds[1:])
+    gbit = 8e-9 * 2 * (WORLD - 1) / WORLD * values.nbytes / statistics.median(seconds[1:])
+    seconds = []
+    for _ in range(50):
+        dist.barrier()
+        start = time.perf_counter()
+        dist.all_reduce(values[:4])
+        seconds.append(time.perf_counter() - start)
+    return gbit, statistics.median(seconds) / (2 * (WORLD - 1))
 
 
 def steps(name: str | None, width: int, count: int) -> dict[str, float]:
@@ -158,6 +166,7 @@ class Processes:
     """WORLD processes in namespaces that are joined by a bridge in this one."""
 
     def __init__(self, folder: Path) -> None:
+        run("ip", "link", "set", "lo", "up")
         run("ip", "link", "add", "br0", "type", "bridge")
         run("ip", "link", "set", "br0", "up")
         store = str(folder / f"store-{time.monotonic_ns()}")
@@ -254,7 +263,8 @@ def measure(asked: argparse.Namespace, file: Path | None) -> dict[str, Any]:
                 if shaped != gbit:
                     processes.shape(gbit)
                     shaped = gbit
-                    link["probe_gbit"] = processes.ask({"do": "probe"}, 300)
+                    probed = processes.ask({"do": "probe"}, 300)
+                    link["probe_gbit"], link["latency_seconds"] = probed
                     alone = processes.ask({"do": "steps", "steps": [None, width, 8]}, PATIENCE)
                     link["compute_seconds"] = alone["seconds"]
                 command = {"do": "steps", "steps": [name, width, asked.steps]}

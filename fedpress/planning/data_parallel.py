@@ -4,16 +4,18 @@
 
 An all-reduce of b bytes among n processes takes 2 (n - 1) / n * b / bandwidth and 2 (n - 1)
 latencies on a ring, 2 b / bandwidth and 2 log2(n) latencies on a double binary tree; the faster one
-counts. DistributedDataParallel runs it beside the backward pass, two thirds of the step, but for
-the last bucket. A hook of fedpress agrees on lengths (16 bytes, all-reduced), gathers the others'
-bodies and decodes each; no part of that is taken to overlap, which is so on a GPU, and on two
-shared cores overlap has not made a step shorter.
+counts. DistributedDataParallel runs it beside the backward pass, two thirds of the step, bucket by
+bucket, but for the last one. A hook of fedpress agrees on lengths (16 bytes, all-reduced), gathers
+the others' bodies and decodes each; no part of that is taken to overlap, which is so on a GPU, and
+on two shared cores overlap has not made a step shorter. What a hook computes is measured in
+training steps of one process: threads, collectives and cold caches cost as much as compression
+where a model is small. Beside the backward passes of processes that share cores it takes `BESIDE`
+times as long.
 """
 
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from statistics import median
@@ -32,10 +34,13 @@ from fedpress_ddp.methods import HALVES, LOSSES, MEASURED_ON, METHODS
 from fedpress_protocols.errors import ConfigurationError, MissingExtra
 
 WORTH = 0.1
-"""A method pays if it makes a step shorter by this part at least."""
-BUCKET_BYTES = 25 * 2**20
-"""DistributedDataParallel's default; the last bucket has no backward pass beside it."""
+"""A method pays if it makes a step shorter than simpler ones do by this part at least."""
+FIRST_BUCKET_BYTES, BUCKET_BYTES = 2**20, 25 * 2**20
+"""DistributedDataParallel's defaults; the last bucket has no backward pass beside it."""
 BACKWARD = 2 / 3
+BESIDE = 2.0
+"""Wall time that a hook of ours adds to a step over its CPU time alone, about: the median of the
+cells of benchmarks/results/data_parallel_links.json is 2.3, two processes on two busy cores."""
 _AGREEMENT_BYTES, _LENGTH_BYTES = 16, 8
 _REPEATS = 4
 """The first warms the kernels and leaves a residual, and does not count."""
@@ -123,7 +128,7 @@ class Row:
     sent_bytes: float
     """By one process, in one step."""
     compute_seconds: float
-    """Of compressing and decoding."""
+    """Of compressing and decoding, beside the backward pass."""
     exchange_seconds: float
     step_seconds: float
     hours: float
@@ -146,17 +151,19 @@ def predict(cluster: Cluster, costs: Mapping[str, MethodCost]) -> list[Row]:
 
 
 def choose(rows: Sequence[Row], cluster: Cluster) -> tuple[str, str]:
-    """The method with the shortest step among those known to lose at most `most_loss` points, or
-    "none" unless it is shorter by `WORTH`; and a sentence that says why."""
+    """The first of `rows`, which are in order of simplicity, whose step is within `WORTH` of the
+    shortest of "none" and those known to lose at most `most_loss` points; a sentence says why."""
     plain = rows[0]
     known = [r for r in rows[1:] if r.loss is not None and r.loss <= cluster.most_loss]
     if not known:
         return "none", f"no method is known to lose {cluster.most_loss:g} points or less"
-    best = min(known, key=lambda row: row.step_seconds)
-    if best.step_seconds > (1 - WORTH) * plain.step_seconds:
+    fastest = min(known, key=lambda row: row.step_seconds)
+    enough = fastest.step_seconds / (1 - WORTH)
+    best = next(row for row in (plain, *known) if row.step_seconds < enough)
+    if best is plain:
         return "none", (
-            f"{best.name} would take {seconds(best.step_seconds)} a step, without a method it "
-            f"takes {seconds(plain.step_seconds)}; less than {WORTH:.0%} saved is within the "
+            f"{fastest.name} would take {seconds(fastest.step_seconds)} a step, without a method "
+            f"it takes {seconds(plain.step_seconds)}; less than {WORTH:.0%} saved is within the "
             "error of this prediction"
         )
     return best.name, (
@@ -194,18 +201,29 @@ def _step(cluster: Cluster, name: str, cost: MethodCost) -> tuple[float, float, 
     if not cost.is_reduced:
         gathered = cost.num_bytes + _LENGTH_BYTES
         exchange = cluster.all_reduce(_AGREEMENT_BYTES) + cluster.all_gather(gathered)
-        computing = cost.compress_seconds + (n - 1) * cost.decode_seconds
+        computing = BESIDE * (cost.compress_seconds + (n - 1) * cost.decode_seconds)
         sent = (n - 1) * gathered + _AGREEMENT_BYTES
         return sent, computing, exchange, cluster.step_seconds + computing + exchange
     latencies = (cost.passes - 1) * cluster.all_reduce(0)
     exchange = cluster.all_reduce(cost.num_bytes) + latencies
     hidden = 0.0
     if name == "none" or name in HALVES:
-        beside = max(0.0, 1 - BUCKET_BYTES / (4 * cluster.parameters))
-        hidden = beside * min(exchange, BACKWARD * cluster.step_seconds)
+        hidden = exchange - _exposed(4 * cluster.parameters, exchange, cluster.step_seconds)
     sent = 2 * (n - 1) / n * cost.num_bytes
-    step = cluster.step_seconds + cost.compress_seconds + exchange - hidden
-    return sent, cost.compress_seconds, exchange, step
+    computing = BESIDE * cost.compress_seconds
+    step = cluster.step_seconds + computing + exchange - hidden
+    return sent, computing, exchange, step
+
+
+def _exposed(num_bytes: int, exchange: float, step_seconds: float) -> float:
+    """Seconds that an exchange goes on after the backward pass: buckets are exchanged one after
+    the other, each once its gradients are there."""
+    backward, ready, end = BACKWARD * step_seconds, 0, 0.0
+    while ready < num_bytes:
+        size = min(BUCKET_BYTES if ready else FIRST_BUCKET_BYTES, num_bytes - ready)
+        ready += size
+        end = max(end, backward * ready / num_bytes) + exchange * size / num_bytes
+    return end - backward
 
 
 def _pays_below(cluster: Cluster, name: str, cost: MethodCost) -> float | None:
@@ -232,43 +250,64 @@ def _pays_below(cluster: Cluster, name: str, cost: MethodCost) -> float | None:
 
 
 def measure(spec: ModelSpec) -> dict[str, MethodCost]:
-    """Cost of each method on this machine: medians of CPU time of one thread of whole exchanges, as
-    the hook makes them, on synthetic gradients of `spec`; above SAMPLE values, those of a smaller
-    model, multiplied."""
+    """Cost of each method on this machine, on synthetic gradients of `spec`.
+
+    Seconds of compression are what a hook adds to a step, see `hook_seconds`; above 4 * SAMPLE
+    values those of a smaller model, and for each value more what they grow by from SAMPLE values
+    on. Bytes, and seconds for the body of another process, are those of SAMPLE values, multiplied.
+    """
     smaller, factor = sample(spec, SAMPLE)
     drawn = Drawn.of(smaller, _REPEATS)
+    larger, rest = sample(spec, 4 * SAMPLE)
+    steps = [drawn, Drawn.of(larger, 1)] if rest > 1 else [Drawn.of(larger, 1)]
     before = kernels.limit_threads(1)
     try:
-        costs = {name: _half(drawn, name, factor) for name in HALVES}
+        costs = {name: _half(spec, name, steps) for name in HALVES}
         for name, config in METHODS.items():
-            costs[name] = _compressed(from_config(dict(config)), spec, drawn, factor)
+            costs[name] = _compressed(from_config(dict(config)), spec, steps, drawn, factor)
     finally:
         kernels.limit_threads(before)
     return costs
 
 
-def _half(drawn: Drawn, name: str, factor: float) -> MethodCost:
-    """A cast to 16 bits and back."""
+def _hook_seconds(size: int, steps: Sequence[Drawn], register: Any) -> float:
+    """Seconds that a hook adds to a step of a model of `size` values, by those of the last of
+    `steps` and what they grow by from the first on."""
+    from fedpress_ddp.measuring import hook_seconds
+
+    taken = [hook_seconds(each.spec, each.updates[0], register) for each in steps]
+    first, last = steps[0].spec.size, steps[-1].spec.size
+    growth = max(0.0, taken[-1] - taken[0]) / (last - first) if last > first else 0.0
+    return taken[-1] + growth * (size - last)
+
+
+def _half(spec: ModelSpec, name: str, steps: Sequence[Drawn]) -> MethodCost:
+    """torch's own hook."""
     try:
-        import torch
+        from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
     except ModuleNotFoundError as exc:
         raise MissingExtra(
             "fedpress plan --ddp measures with PyTorch", hint="pip install fedpress[torch]"
         ) from exc
-    dtype, taken = getattr(torch, HALVES[name]), []
-    for update in drawn.updates:
-        values = torch.from_numpy(update)
-        start = time.thread_time()
-        values.copy_(values.to(dtype))
-        taken.append(time.thread_time() - start)
-    num_bytes = factor * 2 * drawn.spec.size
-    return MethodCost(num_bytes, factor * median(taken[1:]), is_reduced=True)
+    hook = getattr(default_hooks, HALVES[name])
+
+    def register(model: Any, group: Any) -> None:
+        model.register_comm_hook(group, hook)
+
+    taken = _hook_seconds(spec.size, steps, register)
+    return MethodCost(2 * spec.size, taken, is_reduced=True)
 
 
-def _compressed(made: Compressor[Any], spec: ModelSpec, drawn: Drawn, factor: float) -> MethodCost:
+def _compressed(
+    made: Compressor[Any], spec: ModelSpec, steps: Sequence[Drawn], drawn: Drawn, factor: float
+) -> MethodCost:
     """The computing half of an exchange of a model `spec` which is `factor` times as large as the
     gradients `drawn`."""
-    from fedpress_ddp.measuring import exchange_costs  # needs torch
+    from fedpress_ddp.hook import HookState, comm_hook  # needs torch
+    from fedpress_ddp.measuring import exchange_costs
+
+    def register(model: Any, group: Any) -> None:
+        model.register_comm_hook(HookState(made, plain_steps=1, group=group), comm_hook)
 
     _, *costs = exchange_costs(made, drawn.spec, drawn.updates)
     num_bytes, passes = factor * costs[-1].num_bytes, costs[-1].passes
@@ -277,7 +316,7 @@ def _compressed(made: Compressor[Any], spec: ModelSpec, drawn: Drawn, factor: fl
         num_bytes = float(sum(part.count * part.width for part in layout if type(part) is Reals))
     return MethodCost(
         num_bytes=num_bytes,
-        compress_seconds=factor * median(each.compress_seconds for each in costs),
+        compress_seconds=_hook_seconds(spec.size, steps, register),
         decode_seconds=factor * median(each.decode_seconds for each in costs),
         is_reduced=passes > 0,
         passes=max(1, passes),

@@ -16,8 +16,8 @@ METHODS: Mapping[str, Mapping[str, Any]] = {
 }
 """Configurations for `HookState(from_config(...))`, by the names of tables."""
 
-HALVES: Mapping[str, str] = {"torch fp16": "float16"}
-"""torch's own hooks for 16 bits, by the dtype that travels."""
+HALVES: Mapping[str, str] = {"torch fp16": "fp16_compress_hook"}
+"""torch's own hooks for 16 bits, by their names in `default_hooks`."""
 
 LOSSES: Mapping[str, float] = {
     "torch fp16": 0.5,
