@@ -7,8 +7,8 @@ Two processes on gloo over loopback, which limits nothing, so that a method can 
 million parameters in eight square layers (`--width`), one thread of torch in each process. A step
 is forward, backward and exchange; steps with a hook and without one alternate, and the ratios are
 medians over such pairs, in process 0. `cpu` counts all threads of the process; `added` is the
-median difference. `exchange` is the CPU time of exchanges by themselves, in one process without
-a network, as `fedpress plan --ddp` measures them. If
+median difference. `one process` is the CPU time that a hook adds to a step of one process, without
+a network, and that of decoding the other's body, as `fedpress plan --ddp` measures them. If
 two processes with threads share fewer cores than they have threads, compression takes time from
 the backward pass that it runs beside: look at the CPU time then.
 
@@ -157,8 +157,8 @@ def process(rank: int, store: str, out: str, asked: Any, names: list[str]) -> No
 def table(figures: Mapping[str, Any]) -> str:
     """Markdown, a row for each method."""
     lines = [
-        "| method | wall, ratio | CPU, ratio | CPU without hook, ms | added CPU, ms | exchange, ms "
-        "| bytes |",
+        "| method | wall, ratio | CPU, ratio | CPU without hook, ms | added CPU, ms "
+        "| one process, ms | bytes |",
         "|---|---|---|---|---|---|---|",
     ]
     for name, row in figures["methods"].items():
