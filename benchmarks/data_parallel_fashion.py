@@ -6,7 +6,7 @@
 Fashion-MNIST, 1.04 million parameters in two convolutions and two layers, half of 30,000 images in
 each process, batches of 32 in each. The rest, and all options, are those of
 benchmarks/data_parallel_digits.py. The rates are the best of .025, .05, .1 and .2 for each, by
-`--tune` with two seeds; .1 is as good for float32 as .05, and has a row of its own.
+`--tune` with two seeds; there .1 was as good for float32 as .05, and has a row of its own.
 """
 
 from __future__ import annotations
