@@ -19,21 +19,24 @@ from fedpress_client import Ledger, Trainer
 from fedpress_client.client_terms import TermsAtWork
 from fedpress_compression.compressor import Compressor
 from fedpress_compression.compressors.none import Uncompressed
+from fedpress_protocols.masking.payload import SECRET_BYTES
 from fedpress_protocols.messages import Assignment, Receipt
 from fedpress_protocols.model import Model
 from fedpress_protocols.plan import (
     CohortRules,
     FixedPointTerms,
+    MaskingTerms,
     Profile,
     RoundPlan,
     TrainingTerms,
 )
-from fedpress_server.aggregation.accumulate import AggregationJob, StagedUpload
+from fedpress_server.aggregation.accumulate import AggregationJob, StagedUpload, Summed
 from fedpress_server.aggregation.aggregate import aggregate
 from fedpress_server.aggregation.terms import RoundTerms
 from fedpress_server.storage.files import artefact_name, model_name
 from fedpress_server.storage.payloads import LocalPayloads
 from fedpress_strategies import from_config
+from fedpress_strategies.strategy import Tally
 
 
 class InMemory(LocalPayloads):
@@ -64,6 +67,8 @@ class Federation:
     training: TrainingTerms = field(default_factory=TrainingTerms)
     compressor: Callable[[int], Compressor[Any]] = lambda number: Uncompressed()
     max_abs: float = 256.0
+    masking: MaskingTerms | None = None
+    """Of the masked lane. Masks are left out: they cancel exactly in the sum that is taken."""
     published: dict[str, str] = field(default_factory=dict)
     uploaded: int = 0
     attempt: int = 1
@@ -75,21 +80,27 @@ class Federation:
         self.ledgers = [Ledger("task", f"client{index}") for index in range(len(self.trainers))]
         self.state: str | None = None
         self.control: str | None = None
+        self.before = self.model
         self.payloads.put(model_name(self.model.digest), self.model.to_bytes())
 
     @property
     def plan(self) -> RoundPlan:
+        profile = Profile(name="one", compressor=self.compressor(self.number))
+        needs_previous = self.masking is not None or "previous" in profile.compressor.needs
         return RoundPlan(
             task="task",
             round=self.number,
             attempt=self.attempt,
             model=self.model.digest,
             spec=self.model.spec.digest,
-            profiles=(Profile(name="one", compressor=self.compressor(self.number)),),
+            lane="clear" if self.masking is None else "masked",
+            masking=self.masking,
+            profiles=(profile,),
+            previous_model=self.before.digest if needs_previous else None,
             training=self.training,
             client_terms=self.made.client_terms.with_control(self.control),
             report=self.made.report,
-            cohort=CohortRules(size=max(1, len(self.trainers)), minimum=1),
+            cohort=CohortRules(size=max(1, len(self.trainers)), minimum=3 if self.masking else 1),
             deadline=1e9,
             fixed_point=FixedPointTerms(scale_bits=24, max_abs=self.max_abs, max_examples=1000),
             public_seed=hashlib.sha256(f"{self.number}.{self.attempt}".encode()).hexdigest(),
@@ -110,7 +121,7 @@ class Federation:
         plan, bodies = self.plan, []
         terms = RoundTerms(plan, self.model.spec, self.payloads)
         for index in who:
-            body = self._prepared(plan, index)
+            body = self._prepared(terms, index)
             if index in restarts:
                 self.ledgers[index] = Ledger.from_bytes(self.ledgers[index].to_bytes())
             if index not in lost:
@@ -124,9 +135,10 @@ class Federation:
         if not included:
             self.attempt += 1
             return
-        result = aggregate(
-            AggregationJob(terms, self.made, self.state, tuple(bodies)), self.payloads
-        )
+        job = AggregationJob(terms, self.made, self.state, tuple(bodies))
+        summed = None if self.masking is None else self._summed(job)
+        result = aggregate(job, self.payloads, summed=summed)
+        self.before = self.model
         self.model = self.stored(result.model)
         self.state, self.control = result.optimizer_state, result.control
         self.published = {name: digest for name, (digest, _) in result.published.items()}
@@ -146,8 +158,17 @@ class Federation:
         data = self.payloads.get(artefact_name(self.control))
         return np.frombuffer(data, "<f4").astype(np.float32)
 
-    def _prepared(self, plan: RoundPlan, index: int) -> bytes:
-        ledger, trainer = self.ledgers[index], self.trainers[index]
+    def _summed(self, job: AggregationJob) -> Summed:
+        payload = job.terms.payload
+        words = np.zeros(payload.packing.num_words, np.uint64)
+        for staged in job.uploads:
+            words += payload.packing.from_bytes(self.payloads.get(staged.name))
+        decoded = payload.decompress(payload.packing.unpack(words), len(job.uploads))
+        delta = decoded.mean.dense().astype(np.float64)
+        return Summed(delta, decoded.num_examples, Tally(decoded.num_clients, decoded.report))
+
+    def _prepared(self, terms: RoundTerms, index: int) -> bytes:
+        plan, ledger, trainer = terms.plan, self.ledgers[index], self.trainers[index]
         control = plan.client_terms.control
         server = None if control is None or control.server is None else self.server_control
         asked = TermsAtWork(plan, self.model, ledger, server)
@@ -162,10 +183,16 @@ class Federation:
             trained.num_examples,
             self.model.spec,
             np.random.default_rng([plan.round, index]),
+            knowledge=terms.public.knowledge,
             report=asked.report(trained),
             personal=asked.personal(trained),
+            secret=None
+            if self.masking is None
+            else np.random.default_rng([self.number, index]).bytes(SECRET_BYTES),
         )
         assert body is not None
+        if self.masking is not None:
+            ledger = ledger.masked(assignment.assignment, "0" * 64, body)
         self.ledgers[index] = ledger.told()
         return body
 
