@@ -1,13 +1,16 @@
 """Bytes that federated LoRA takes to a loss: float16, a sparse adapter, and ours both ways.
 
     python benchmarks/lora_on_text.py --data TEXT [--seeds 0,1,2] [--only WORD] [--json FILE]
+        # curves that FILE has by name and seed are not measured again
     python benchmarks/lora_on_text.py --table    # of the kept figures; measures nothing
 
 A small transformer is trained on the first half of a text; four devices have a share of the rest
 each, of which 4,096 characters are held out, and train adapters. All methods start from the same
-base and take the same local steps. The target is the loss that LoRA in float16 ends at, and .005
+base and take as many local steps. The target is the loss that LoRA in float16 ends at, and .005
 more; bytes are those of one device until the mean held-out loss is there. Uploads of ours are
-bodies as they are sent, downloads the coded difference to the model before. "Sparse LoRA" stands
+bodies as they are sent, downloads the coded difference to the model before. "Epsilon" is AdamW's,
+else 1e-8. "Masked" bodies are those of the masked lane, without a session's keys; its models go
+down in float16. "Sparse LoRA" stands
 for FLASC (Kuo et al. 2024, arXiv:2406.05233): top-k both ways, without feedback, counted as 16 bits
 a value and the ideal for its coordinates. EcoLoRA (arXiv:2506.02001) claims 89 % off the upload,
 which is a factor of 9.
@@ -22,18 +25,16 @@ import tempfile
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from codec import choose_bits
 from federation import Federation
 from harness import machine, parser, report, save, seed_list
-from peft import LoraConfig, get_peft_model
-from transformers import GPT2Config, GPT2LMHeadModel
 
-from fedpress.peft import PeftTrainer
 from fedpress_compression.compressor import Compressor, Public, from_config
 from fedpress_compression.compressors.topk import TopK
 from fedpress_compression.randomness import PublicRandomness
@@ -41,13 +42,17 @@ from fedpress_compression.tensors import Vector
 from fedpress_protocols.downlink import encode_difference
 from fedpress_protocols.messages import DownlinkTerms
 from fedpress_protocols.model import Model
-from fedpress_protocols.plan import TrainingTerms
+from fedpress_protocols.plan import MaskingTerms, TrainingTerms
 from fedpress_strategies.downlink import rounded, stepped
+
+if TYPE_CHECKING:
+    from fedpress.peft import PeftTrainer
 
 TOLERANCE = 0.005
 """Losses are equal up to it, in nats: rounds of float16 near the end differ by as much."""
 KEPT = Path(__file__).parent / "results" / "lora_on_text.json"
 DEVICES, CONTEXT, RANK, WIDTH, STEPS = 4, 32, 4, 64, 10
+RATE, EPSILON = 5e-3, 1e-8
 HELD_OUT = 4096
 """The characters at the end of each device's text that none trains on."""
 SPARSE = 0.078
@@ -56,10 +61,14 @@ SPARSE = 0.078
 
 @dataclass(frozen=True)
 class Method:
-    """How a round's updates go up and its model goes down."""
+    """How a round's updates go up and its model goes down, and AdamW's settings; with `masking`
+    in the masked lane."""
 
     up: dict[str, Any] | None
     down: DownlinkTerms | float | None
+    masking: MaskingTerms | None = None
+    rate: float = RATE
+    epsilon: float = EPSILON
 
 
 def fed_back(fraction: float) -> dict[str, Any]:
@@ -72,6 +81,11 @@ def quantised(bits: float) -> dict[str, Any]:
     return {"id": "error_feedback", "inner": inner}
 
 
+SUPPORT = {"id": "shared_support", "fraction": 0.25, "explore": 0.7}
+SEVEN = MaskingTerms(levels=3, headroom=4.0, first_range=0.05)
+WIDE: dict[str, Any] = {"rate": 1e-2, "epsilon": 3e-3}
+"""Steps in proportion to gradients but for the largest: most values hardly move."""
+
 FIRST = "LoRA, float16"
 """The method that the others are compared with."""
 METHODS = {
@@ -81,6 +95,13 @@ METHODS = {
     "fedpress, .25 bit": Method(quantised(0.25), DownlinkTerms(bits=8, rate=0.4)),
     "fedpress, .25 bit both ways": Method(
         quantised(0.25), DownlinkTerms(bits=8, rate=0.25, coder="auto")
+    ),
+    "LoRA, float16, epsilon .003": Method(None, None, **WIDE),
+    "fedpress, .25 bit both ways, epsilon .003": Method(
+        quantised(0.25), DownlinkTerms(bits=8, rate=0.25, coder="auto"), **WIDE
+    ),
+    "fedpress, masked, 25 % in 7 levels": Method(
+        {"id": "error_feedback", "inner": SUPPORT}, None, SEVEN
     ),
 }
 
@@ -100,6 +121,8 @@ class Windows(torch.utils.data.Dataset[Any]):
 
 
 def trained_base(text: bytes, steps: int, seed: int) -> Any:
+    from transformers import GPT2Config, GPT2LMHeadModel  # which --table does without
+
     torch.manual_seed(seed)
     sizes = {"n_embd": WIDTH, "n_layer": 2, "n_head": 4, "n_positions": CONTEXT}
     config = GPT2Config(**sizes, vocab_size=128, bos_token_id=None, eos_token_id=None)
@@ -118,7 +141,13 @@ def trained_base(text: bytes, steps: int, seed: int) -> Any:
     return model
 
 
-def devices(base: Any, texts: list[bytes], seed: int) -> list[PeftTrainer]:
+def devices(
+    base: Any, texts: list[bytes], seed: int, rate: float = RATE, epsilon: float = EPSILON
+) -> list[PeftTrainer]:
+    from peft import LoraConfig, get_peft_model
+
+    from fedpress.peft import PeftTrainer
+
     made = []
     for text in texts:
         torch.manual_seed(seed)
@@ -135,7 +164,7 @@ def devices(base: Any, texts: list[bytes], seed: int) -> list[PeftTrainer]:
                 adapter,
                 Windows(text[:cut]),
                 evaluation_data=Windows(text[cut:]),
-                learning_rate=5e-3,
+                optimizer=partial(torch.optim.AdamW, lr=rate, eps=epsilon),
                 batch_size=16,
             )
         )
@@ -146,7 +175,7 @@ def run(
     method: Method, base: Any, texts: list[bytes], rounds: int, seed: int
 ) -> Iterator[tuple[float, int, int]]:
     """The held-out loss after each round, and the bytes that a device sent and received in it."""
-    trainers = devices(base, texts, seed)
+    trainers = devices(base, texts, seed, method.rate, method.epsilon)
     first = trainers[0].initial_model()
     size = first.spec.size
     down = method.down
@@ -165,6 +194,7 @@ def run(
             TrainingTerms(local_steps=STEPS),
             compressor,
             max_abs=64.0,
+            masking=method.masking,
         )
         master = first.parameters
         for _ in range(rounds):
@@ -208,19 +238,22 @@ def measure(
     data: Path, rounds: int, base_steps: int, seeds: list[int], only: str, file: Path | None
 ) -> dict[str, Any]:
     """The curves of the first method, and of all whose name holds `only`, for every seed; written
-    to `file` as they come."""
+    to `file` as they come, and read from it where it has them."""
     text = data.read_bytes()
     half = len(text) // 2
     share = (len(text) - half) // DEVICES
     texts = [text[half + i * share :][:share] for i in range(DEVICES)]
     found: dict[str, Any] = {"rounds": rounds, "seeds": {}, "machine": machine()}
+    if file is not None and file.exists():
+        found = json.loads(file.read_text())
+        if found["rounds"] != rounds:
+            raise SystemExit(f"{file} has {found['rounds']} rounds, not {rounds}: name another")
     for seed in seeds:
         base = trained_base(text[:half], base_steps, seed)
-        curves: dict[str, list[tuple[float, int, int]]] = {}
-        found["seeds"][str(seed)] = curves
+        curves: dict[str, list[tuple[float, int, int]]] = found["seeds"].setdefault(str(seed), {})
         for name, method in METHODS.items():
             target = curves[FIRST][-1][0] if curves else None
-            if target is not None and only not in name:
+            if name in curves or (target is not None and only not in name):
                 continue
             curves[name] = []
             for row in run(method, base, texts, rounds if target is None else 2 * rounds, seed):
