@@ -9,6 +9,7 @@ from __future__ import annotations
 import io
 import sys
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 import click
 
@@ -87,12 +88,23 @@ def app() -> None:
 
 
 @client.command("warmup")
-def warmup() -> None:
+@click.option(
+    "--library",
+    type=click.Path(file_okay=False, path_type=Path),
+    metavar="FOLDER",
+    help="Write the compiled kernels there as a library instead, for machines without numba, where "
+    "FEDPRESS_PREBUILT_KERNELS names the folder. Needs a linker (Debian's binutils).",
+)
+def warmup(library: Path | None) -> None:
     """Compile the kernels ahead of the first round; fills numba's cache."""
     from fedpress_compression import kernels
 
-    kernels.warm_up()
-    click.echo(f"{kernels.CHOSEN} kernels are ready")
+    if library is None:
+        kernels.warm_up()
+        click.echo(f"{kernels.CHOSEN} kernels are ready")
+        return
+    kernels.build_library(library)
+    click.echo(f"{library} has the kernels of this release")
 
 
 @app.command("version", hidden=True)

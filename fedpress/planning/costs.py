@@ -41,7 +41,7 @@ from fedpress_protocols.plan import (
 from fedpress_protocols.upload import Upload
 from fedpress_protocols.validation import format_validation_errors
 
-SAMPLE = 2_000_000 if kernels.CHOSEN == "numba" else 200_000
+SAMPLE = 2_000_000 if kernels.CHOSEN in ("numba", "prebuilt") else 200_000
 """Values up to which a model is measured as it is."""
 
 T = TypeVar("T")

@@ -6,8 +6,8 @@ Corrupted blocks: 50,000 by default, FEDPRESS_SOAK=1 makes it 1,000,000.
 from __future__ import annotations
 
 import json
-import logging
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -41,12 +41,14 @@ from fedpress_protocols.errors import (
     MissingExtra,
 )
 
-pytest.importorskip("numba", reason="compares the compiled kernels of fedpress[fast]")
+if kernels.CHOSEN != "prebuilt":
+    pytest.importorskip("numba", reason="compares the compiled kernels of fedpress[fast]")
 from fedpress_compression.kernels import (
     compiled,
     huffman_compiled,
     intrinsics,
     numbers_compiled,
+    prebuilt,
     tables_compiled,
     vectors_compiled,
 )
@@ -56,6 +58,7 @@ BOTH = [reference, compiled]
 VECTORS = Path(__file__).parents[2] / "protocols" / "vectors" / "coding"
 ROOT = Path(__file__).parents[2]
 SEED = 50_000
+needs_numba = pytest.mark.skipif(kernels.CHOSEN == "prebuilt", reason="of numba, not of a library")
 CANARY = 64
 few = settings(max_examples=examples(12, 30))
 
@@ -578,6 +581,7 @@ def run(code: str, **env: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+@needs_numba
 def test_importing_the_device_imports_no_numba() -> None:
     code = """
 import sys, fedpress_client, fedpress_compression.coding
@@ -604,10 +608,13 @@ assert "numba" not in sys.modules
 
 
 def test_the_choice_follows_the_setting_and_what_is_there() -> None:
-    both = ("numba", "triton")
+    both, library = ("numba", "triton"), ("numba", "prebuilt")
     assert kernels.choose("", both, byte_order="little") == "numba"
     assert kernels.choose("", both, byte_order="big") == "numpy"
     assert kernels.choose("", ("triton",)) == "numpy"
+    assert kernels.choose("", library, byte_order="little") == "prebuilt"
+    assert kernels.choose("", library, byte_order="big") == "numpy"
+    assert kernels.choose("numba", library) == "numba"
     for asked in ("numpy", *both):
         assert kernels.choose(asked, both) == asked
     with pytest.raises(MissingExtra, match=r"fedpress\[fast\]"):
@@ -622,7 +629,7 @@ def test_the_choice_follows_the_setting_and_what_is_there() -> None:
 
 def test_both_implementations_have_every_kernel() -> None:
     assert reference.__all__ == compiled.__all__
-    assert {*reference.__all__, "CHOSEN", "choose", "limit_threads", "warm_up"} >= set(
+    assert {*reference.__all__, "CHOSEN", "build_library", "limit_threads", "warm_up"} >= set(
         kernels.__all__
     )
     assert set(kernels.__all__) >= set(reference.__all__)
@@ -746,50 +753,99 @@ def test_a_forked_process_starts_threads_of_its_own() -> None:
     first.shutdown()
 
 
-def test_compiled_kernels_are_copied_once_and_whole(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    warmed, kept = tmp_path / "warmed", tmp_path / "temporary" / "kernels"
-    warmed.mkdir()
-    (warmed / "one").write_text("compiled")
-    intrinsics.copy_cache(str(warmed), str(kept))
-    assert [path.read_text() for path in kept.iterdir()] == ["compiled"]
-    assert [path.name for path in kept.parent.iterdir()] == ["kernels"]
-    (warmed / "two").write_text("later")
-    intrinsics.copy_cache(str(warmed), str(kept))
-    assert [path.name for path in kept.iterdir()] == ["one"]
-    assert not caplog.messages
-    with caplog.at_level(logging.INFO):
-        intrinsics.copy_cache(str(tmp_path / "none"), str(tmp_path / "again"))
-    assert [text.startswith("cannot copy compiled kernels") for text in caplog.messages] == [True]
-    assert not (tmp_path / "again").exists()
+@pytest.fixture(scope="module")
+def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """As the Dockerfile makes it: for any processor of this kind."""
+    if kernels.CHOSEN == "prebuilt" or shutil.which("ld") is None:
+        pytest.skip("needs numba and a linker, Debian's binutils")
+    folder = tmp_path_factory.mktemp("library")
+    code = f"""
+from pathlib import Path
+from fedpress_compression import kernels
+kernels.build_library(Path({str(folder)!r}))
+"""
+    done = run(code, FEDPRESS_KERNELS="numba", NUMBA_CPU_NAME="generic")
+    assert done.returncode == 0, done.stderr
+    return folder
+
+
+WITHOUT_NUMBA = "import sys; sys.modules['numba'] = sys.modules['llvmlite'] = None\n"
 
 
 @pytest.mark.slow
-def test_kernels_that_an_image_brings_are_found_where_its_root_is_read_only(tmp_path: Path) -> None:
-    """As the Dockerfile does it: filled in one place and for any processor, used from another."""
-    warmed, kept = tmp_path / "warmed", tmp_path / "temporary" / "kernels"
-    warmed.mkdir()
-    code = """
-import numpy as np
+@pytest.mark.timeout(900)
+def test_prebuilt_kernels_pass_the_tests_of_compiled_ones_without_numba(library: Path) -> None:
+    code = f"""{WITHOUT_NUMBA}
+import pytest
 from fedpress_compression import kernels
-from fedpress_compression.kernels import compiled, vectors_compiled
-kernels.peak(np.ones(3, "f4"))
-print(sum(vectors_compiled._peak.stats.cache_hits.values()))
+assert kernels.CHOSEN == "prebuilt"
+sys.exit(pytest.main(["-q", "-p", "no:cacheprovider", {__file__!r}]))
 """
-    built = run(code, NUMBA_CPU_NAME="generic", NUMBA_CACHE_DIR=str(warmed))
-    assert built.stdout == "0\n", built.stderr
-    settings = {
-        "NUMBA_CPU_NAME": "generic",
-        "NUMBA_CACHE_DIR": str(kept),
-        "FEDPRESS_WARMED_KERNELS": str(warmed),
-    }
-    for _ in range(2):
-        started = run(code, **settings)
-        assert started.stdout == "1\n", started.stderr
-    assert [path.name for path in kept.parent.iterdir()] == ["kernels"]
-    lost = run(code, **settings | {"NUMBA_CACHE_DIR": "/proc/none", "HOME": "/proc/none"})
-    assert lost.returncode == 0, lost.stderr
+    done = run(code, FEDPRESS_KERNELS="", FEDPRESS_PREBUILT_KERNELS=str(library))
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
+
+
+@pytest.mark.slow
+def test_a_library_takes_only_what_it_was_built_for(library: Path) -> None:
+    code = f"""{WITHOUT_NUMBA}
+import numpy as np
+from fedpress_compression.kernels import field_compiled, numbers_compiled
+def refusal(function, *arguments):
+    try:
+        function(*arguments)
+    except (TypeError, ValueError) as exc:
+        return type(exc).__name__ + ": " + str(exc)
+words = np.ones(4, "u8")
+print(refusal(field_compiled._lagrange, words, words, np.ones(4)))
+print(refusal(field_compiled._lagrange, words, words, np.ones((2, 2), "u8")))
+print(refusal(field_compiled._lagrange, words, words, np.ones(8, "u8")[::2]))
+print(refusal(field_compiled._lagrange, words, words))
+print(refusal(numbers_compiled._pack_lanes, np.ones(4, "i2"), 21, words))
+"""
+    done = run(code, FEDPRESS_KERNELS="", FEDPRESS_PREBUILT_KERNELS=str(library))
+    assert done.returncode == 0, done.stderr
+    first, *others = done.stdout.splitlines()
+    assert first == (
+        "TypeError: field_compiled._lagrange was built for contiguous arrays of 1 axes of uint64, "
+        "not 1 of float64"
+    )
+    assert [each.partition(":")[0] for each in others] == ["TypeError"] * 2 + [
+        "ValueError",
+        "TypeError",
+    ]
+    assert "numbers_compiled._pack_lanes was not built for arrays of ('<i2', '<u8')" in others[-1]
+
+
+@pytest.mark.slow
+def test_a_library_of_another_release_is_refused(library: Path, tmp_path: Path) -> None:
+    folder = shutil.copytree(library, tmp_path / "other")
+    table = folder / prebuilt.TABLE
+    table.write_text(table.read_text().replace(prebuilt.source_digest(), "0" * 64))
+    done = run(LOADS, FEDPRESS_KERNELS="", FEDPRESS_PREBUILT_KERNELS=str(folder))
+    assert f"ConfigurationError: {folder} has kernels of another release" in done.stderr
+
+
+LOADS = "from fedpress_compression import kernels; kernels.peak(__import__('numpy').zeros(3, 'f4'))"
+
+
+def test_a_folder_without_a_library_is_refused(tmp_path: Path) -> None:
+    done = run(LOADS, FEDPRESS_KERNELS="", FEDPRESS_PREBUILT_KERNELS=str(tmp_path))
+    assert f"FEDPRESS_PREBUILT_KERNELS is '{tmp_path}', which has no kernels" in done.stderr
+    done = run(LOADS, FEDPRESS_KERNELS="prebuilt", FEDPRESS_PREBUILT_KERNELS="")
+    assert "FEDPRESS_KERNELS=prebuilt, but no FEDPRESS_PREBUILT_KERNELS" in done.stderr
+
+
+@needs_numba
+def test_a_library_is_built_of_numbas_kernels_alone(tmp_path: Path) -> None:
+    code = f"""
+from pathlib import Path
+from fedpress_compression import kernels
+kernels.build_library(Path({str(tmp_path)!r}))
+"""
+    done = run(code, FEDPRESS_KERNELS="numpy")
+    assert "a library is built of numba's kernels; those in use are numpy's" in done.stderr
+    done = run(code, FEDPRESS_KERNELS="numba", PATH=str(tmp_path))
+    assert "no linker: ld is not on the PATH" in done.stderr
 
 
 def test_memory_is_lent_again_once_nothing_holds_it() -> None:
@@ -816,6 +872,7 @@ def test_warming_up_runs_every_kernel() -> None:
     kernels.warm_up()
 
 
+@needs_numba
 def test_kernels_work_where_nothing_can_be_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     """A read-only install without a home: numba has no place for its cache, and says so."""
 

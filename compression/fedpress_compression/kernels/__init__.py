@@ -3,10 +3,11 @@
     from fedpress_compression import kernels
     kernels.largest(vector, k)
 
-All give the same results, bit for bit. FEDPRESS_KERNELS=numpy, =numba or =triton selects them when
-this module is imported, triton only if asked; the library itself is imported by the first kernel
-that runs. A kernel trusts its
-arguments: data from the wire is validated by its caller or by the kernel, as its docstring says.
+All give the same results, bit for bit. FEDPRESS_KERNELS=numpy, =numba, =prebuilt or =triton selects
+them when this module is imported, triton only if asked; the library itself is imported by the first
+kernel that runs. Prebuilt kernels are numba's in a library, FEDPRESS_PREBUILT_KERNELS. A kernel
+trusts its arguments: data from the wire is validated by its caller or by the kernel, as its
+docstring says.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import os
 import sys
 from collections.abc import Collection
 from importlib.util import find_spec
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fedpress_compression.errors import ConfigurationError, MissingExtra
@@ -24,21 +26,33 @@ from fedpress_compression.kernels import reference
 if TYPE_CHECKING:
     from fedpress_compression.kernels.reference import *  # noqa: F403
 
-__all__ = ["CHOSEN", "limit_threads", "warm_up"]
+__all__ = ["CHOSEN", "build_library", "limit_threads", "warm_up"]
 __all__ += reference.__all__
 
-_MODULES = {"numpy": "reference", "numba": "compiled", "triton": "on_device"}
+_MODULES = {
+    "numpy": "reference",
+    "numba": "compiled",
+    "prebuilt": "compiled",
+    "triton": "on_device",
+}
 _EXTRAS = {"numba": "fast", "triton": "gpu"}
 
 
 def choose(asked: str, installed: Collection[str], byte_order: str = sys.byteorder) -> str:
-    """Choose numpy, numba or triton: the `asked` one, otherwise numba if possible.
+    """Choose numpy, numba, prebuilt or triton: the `asked` one, otherwise a library, then numba.
 
     Raises MissingExtra if its library is not among those `installed`, ConfigurationError for any
     other value.
     """
     if asked not in ("", *_MODULES):
-        raise ConfigurationError(f"FEDPRESS_KERNELS must be numpy, numba or triton, not {asked!r}")
+        raise ConfigurationError(
+            f"FEDPRESS_KERNELS must be numpy, numba, prebuilt or triton, not {asked!r}"
+        )
+    if asked == "prebuilt" and asked not in installed:
+        raise ConfigurationError(
+            "FEDPRESS_KERNELS=prebuilt, but no FEDPRESS_PREBUILT_KERNELS",
+            hint="name the folder that fedpress client warmup --library has written",
+        )
     if asked in _EXTRAS and asked not in installed:
         raise MissingExtra(
             f"FEDPRESS_KERNELS={asked}, but {asked} is not installed",
@@ -46,14 +60,17 @@ def choose(asked: str, installed: Collection[str], byte_order: str = sys.byteord
             "same bytes",
         )
     # The compiled kernels read words of little-endian memory.
-    return asked or ("numba" if "numba" in installed and byte_order == "little" else "numpy")
+    if asked or byte_order != "little":
+        return asked or "numpy"
+    return next((name for name in ("prebuilt", "numba") if name in installed), "numpy")
 
 
 CHOSEN = choose(
     os.environ.get("FEDPRESS_KERNELS", ""),
-    [name for name in _EXTRAS if find_spec(name) is not None],
+    [name for name in _EXTRAS if find_spec(name) is not None]
+    + ["prebuilt"] * bool(os.environ.get("FEDPRESS_PREBUILT_KERNELS")),
 )
-"""The kernels in use: numpy, numba or triton."""
+"""The kernels in use: numpy, numba, prebuilt or triton."""
 
 
 def limit_threads(most: int) -> int:
@@ -69,6 +86,22 @@ def warm_up() -> None:
     from fedpress_compression.kernels import warming
 
     warming.warm_up()
+
+
+def build_library(folder: Path) -> None:
+    """Write all kernels to `folder` as a library that FEDPRESS_PREBUILT_KERNELS can name.
+
+    It runs on this processor, or on any with its instruction set if NUMBA_CPU_NAME is `generic`.
+    Raises ConfigurationError if numba's kernels are not in use or there is no linker.
+    """
+    if CHOSEN != "numba":
+        raise ConfigurationError(
+            f"a library is built of numba's kernels; those in use are {CHOSEN}'s",
+            hint="pip install 'fedpress[fast]', and unset FEDPRESS_KERNELS",
+        )
+    from fedpress_compression.kernels import building
+
+    building.build(folder)
 
 
 def __getattr__(name: str) -> Any:

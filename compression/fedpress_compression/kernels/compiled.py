@@ -1,4 +1,4 @@
-"""All kernels compiled by numba; the same results as `reference`, bit for bit."""
+"""All kernels compiled by numba, now or before; the same results as `reference`, bit for bit."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 __all__: list[str] = []
 __all__ += reference.__all__
 
-for _module in (
+MODULES = (
     codes_compiled,
     field_compiled,
     huffman_compiled,
@@ -31,5 +31,6 @@ for _module in (
     range_compiled,
     tables_compiled,
     vectors_compiled,
-):
+)
+for _module in MODULES:
     globals().update({name: vars(_module)[name] for name in __all__ if name in vars(_module)})

@@ -96,7 +96,10 @@ def _write_streams(symbols, first_block, lengths, of_block, out, at):
     for block in range(of_block.size):
         begin = (first_block + block) * BLOCK
         size = min(BLOCK, symbols.size - begin)
-        if lengths[of_block[block]].max() == ALONE:
+        alone = False
+        for length in lengths[of_block[block]]:
+            alone |= length == ALONE
+        if alone:
             continue  # no bits, and no bytes
         codes = coded[of_block[block]]
         for stream in range(STREAMS):

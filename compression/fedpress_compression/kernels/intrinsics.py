@@ -1,49 +1,36 @@
 """Compilation of kernels, and machine instructions that numba does not expose.
 
 Kernels are compiled once and cached in `__pycache__` beside the source, in the user's cache folder
-if that is not writable, or in NUMBA_CACHE_DIR; if none is writable, each process compiles again. A
-read-only image ships its kernels in FEDPRESS_WARMED_KERNELS; they are copied to NUMBA_CACHE_DIR,
-since numba only loads from writable folders. numba checks no bounds: every kernel that reads a body
-does, and documents it.
+if that is not writable, or in NUMBA_CACHE_DIR; if none is writable, each process compiles again.
+With a prebuilt library nothing is compiled, and numba is not needed. numba checks no bounds: every
+kernel that reads a body does, and documents it.
 """
 
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
-import numba
-from llvmlite import ir
-from numba.core import cgutils, types
-from numba.extending import intrinsic
+from fedpress_compression.kernels import CHOSEN
 
 _log = logging.getLogger(__name__)
 
+if CHOSEN == "prebuilt":
+    from fedpress_compression.kernels import prebuilt
+else:
+    import numba.extending
+    from llvmlite import ir
+    from numba.core import cgutils, types
 
-def copy_cache(warmed: str, target: str) -> None:
-    """Copy the folder `warmed` to `kept` atomically, unless that exists."""
-    if not warmed or not target or Path(target).exists():
-        return
-    try:
-        import shutil  # an image alone has use for these two
-        import tempfile
-
-        Path(target).parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=Path(target).parent) as folder:
-            shutil.copytree(warmed, Path(folder) / "kernels")
-            (Path(folder) / "kernels").rename(target)
-    except OSError as exc:  # another process was faster, or the folder is not writable
-        _log.info("cannot copy compiled kernels from %s: %s", warmed, exc)
-
-
-copy_cache(os.environ.get("FEDPRESS_WARMED_KERNELS", ""), os.environ.get("NUMBA_CACHE_DIR", ""))
+    _BYTE, _WORD = ir.IntType(8), ir.IntType(64)
 
 
 def kernel(function: Callable[..., Any]) -> Any:
-    """Compile `function` at its first call; cached across processes if possible."""
+    """Compile `function` at its first call, cached across processes if possible; or find it in the
+    prebuilt library."""
+    if CHOSEN == "prebuilt":
+        return prebuilt.kernel(function)
     try:
         return numba.njit(nogil=True, cache=True, error_model="numpy")(function)
     except RuntimeError:  # raised by numba if no cache folder is writable
@@ -54,7 +41,9 @@ def kernel(function: Callable[..., Any]) -> Any:
         return numba.njit(nogil=True, error_model="numpy")(function)
 
 
-_BYTE, _WORD = ir.IntType(8), ir.IntType(64)
+def intrinsic(function: Callable[..., Any]) -> Any:
+    """numba's decorator of that name. A prebuilt library has the instruction in its kernels."""
+    return function if CHOSEN == "prebuilt" else numba.extending.intrinsic(function)
 
 
 def _at(context: Any, builder: Any, kind: Any, array: Any, index: Any) -> Any:  # pragma: no cover

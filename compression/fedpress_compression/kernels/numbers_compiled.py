@@ -363,10 +363,10 @@ def _ungroup(groups, size, per_group, symbols):
     """Return what is left over after the last symbol."""
     digits = np.zeros((256, 8), np.uint8)
     digits_of(size, per_group, digits)
-    words = digits.reshape(2048).view(np.uint64)
+    words = digits.view(np.uint64)
     at, i = 0, 0
     while at + 8 <= symbols.size and i < groups.size:
-        store64(symbols, at, words[groups[i]])
+        store64(symbols, at, words[groups[i], 0])
         at += per_group
         i += 1
     over = 0

@@ -265,6 +265,9 @@ def _choose_tables(histograms, at_most, best_lengths, best_of_block):
         size = _size(histograms, lengths, used, of_block, sizes)
         if size < smallest:
             smallest, num_best = size, used
-            best_lengths[:] = lengths
-            best_of_block[:] = of_block
+            for table in range(used):
+                for symbol in range(alphabet):
+                    best_lengths[table, symbol] = lengths[table, symbol]
+            for block in range(num_blocks):
+                best_of_block[block] = of_block[block]
     return num_best
