@@ -44,6 +44,14 @@ def test_a_container_can_do_no_more_than_it_must(file: str, name: str) -> None:
         assert service["restart"] == "unless-stopped"
 
 
+def test_the_image_has_what_the_bill_of_materials_lists() -> None:
+    image = re.search(r"^ARG EXTRAS=(\S+)$", (ROOT / "server" / "Dockerfile").read_text(), re.M)
+    bill = re.search(r"server:\[(\S+)\]", (ROOT / ".ci" / "sbom").read_text())
+    assert image is not None
+    assert bill is not None
+    assert image[1] == bill[1]
+
+
 def test_what_serves_says_whether_it_is_well() -> None:
     found = services("docker-compose.yml")
     for name in found.keys() - ONE_SHOT:
