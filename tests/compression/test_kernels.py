@@ -617,6 +617,8 @@ def test_the_choice_follows_the_setting_and_what_is_there() -> None:
     assert kernels.choose("numba", library) == "numba"
     for asked in ("numpy", *both):
         assert kernels.choose(asked, both) == asked
+    with pytest.raises(ConfigurationError, match="but no FEDPRESS_PREBUILT_KERNELS"):
+        kernels.choose("prebuilt", both)
     with pytest.raises(MissingExtra, match=r"fedpress\[fast\]"):
         kernels.choose("numba", ())
     with pytest.raises(MissingExtra, match=r"fedpress\[gpu\]"):
@@ -836,16 +838,15 @@ def test_a_folder_without_a_library_is_refused(tmp_path: Path) -> None:
 
 
 @needs_numba
-def test_a_library_is_built_of_numbas_kernels_alone(tmp_path: Path) -> None:
-    code = f"""
-from pathlib import Path
-from fedpress_compression import kernels
-kernels.build_library(Path({str(tmp_path)!r}))
-"""
-    done = run(code, FEDPRESS_KERNELS="numpy")
-    assert "a library is built of numba's kernels; those in use are numpy's" in done.stderr
-    done = run(code, FEDPRESS_KERNELS="numba", PATH=str(tmp_path))
-    assert "no linker: ld is not on the PATH" in done.stderr
+def test_a_library_is_built_of_numbas_kernels_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(ConfigurationError, match="no linker: ld is not on the PATH"):
+        kernels.build_library(tmp_path)
+    monkeypatch.setattr(kernels, "CHOSEN", "numpy")
+    with pytest.raises(ConfigurationError, match="those in use are numpy's"):
+        kernels.build_library(tmp_path)
 
 
 def test_memory_is_lent_again_once_nothing_holds_it() -> None:

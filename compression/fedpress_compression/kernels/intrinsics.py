@@ -16,7 +16,7 @@ from fedpress_compression.kernels import CHOSEN
 
 _log = logging.getLogger(__name__)
 
-if CHOSEN == "prebuilt":
+if CHOSEN == "prebuilt":  # pragma: no cover - in processes of their own
     from fedpress_compression.kernels import prebuilt
 else:
     import numba.extending
@@ -29,7 +29,7 @@ else:
 def kernel(function: Callable[..., Any]) -> Any:
     """Compile `function` at its first call, cached across processes if possible; or find it in the
     prebuilt library."""
-    if CHOSEN == "prebuilt":
+    if CHOSEN == "prebuilt":  # pragma: no cover - in processes of their own
         return prebuilt.kernel(function)
     try:
         return numba.njit(nogil=True, cache=True, error_model="numpy")(function)
