@@ -25,10 +25,10 @@ _RESULTS = ctypes.c_int64 * 2
 
 def source_digest() -> str:
     """SHA-256 of the kernels' sources, which a library must be of."""
-    found = hashlib.sha256()
+    digest = hashlib.sha256()
     for path in sorted(Path(__file__).parent.glob("*_compiled.py")):
-        found.update(path.read_bytes())
-    return found.hexdigest()
+        digest.update(path.read_bytes())
+    return digest.hexdigest()
 
 
 @functools.cache

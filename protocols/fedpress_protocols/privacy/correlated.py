@@ -130,7 +130,7 @@ def best(separation: int, rounds: int, max_rounds: int = MAX_ROUNDS) -> Correlat
 
 
 def _least(function: Callable[[float], float], low: float, high: float) -> float:
-    """Where a function that falls and then rises is least, to `_TOLERANCE`."""
+    """The least point of a function that falls and then rises, to `_TOLERANCE`."""
     left, right = high - _GOLDEN * (high - low), low + _GOLDEN * (high - low)
     at_left, at_right = function(left), function(right)
     while high - low > _TOLERANCE:
