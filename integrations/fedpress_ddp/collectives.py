@@ -223,7 +223,7 @@ class Trip:
             raise NotFinite
         return agreed
 
-    def finite_square(self, vector: Vector) -> float:
+    def finite_square(self, vector: Vector | torch.Tensor) -> float:
         """The squared norm of `vector`. Raises NotFinite, in all processes, if it holds NaN or
         infinity, which no sum of squares of float32 comes to otherwise."""
         length = square(vector)
@@ -435,7 +435,7 @@ class Gathered(Channel):
         self, update: Vector, state: Any, public: Public, rng: np.random.Generator
     ) -> tuple[Symbols, Any]:
         symbols, after = self.lossy.compress(update, state, public, rng)
-        self._gather(symbols, public)
+        self.agreed = self.combine(self.gather(symbols, public), public.spec)
         return symbols, after
 
     def compress_sum(
@@ -460,10 +460,11 @@ class Gathered(Channel):
                 self.trip.finite_square(np.float32(self.scale) * update + other)
                 raise
         self.trip.measured.brought += self.trip.finite_square(total)
-        self._gather(symbols, public)
+        self.agreed = self.combine(self.gather(symbols, public), public.spec)
         return total, symbols, after
 
-    def _gather(self, symbols: Symbols, public: Public) -> None:
+    def gather(self, symbols: Symbols, public: Public) -> Iterator[Update]:
+        """Send `symbols` to all others; the updates of all, in the order of ranks."""
         self.own = self.lossy.decompress(symbols, public)
         layout = self.lossy.layout(public.spec)
         contexts = contexts_of(layout, public)
@@ -478,4 +479,4 @@ class Gathered(Channel):
                     continue
                 yield received(each, rank, self.lossy, public, contexts)
 
-        self.agreed = self.combine(updates(), public.spec)
+        return updates()

@@ -13,8 +13,9 @@ import hashlib
 import threading
 import time
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Literal
 
 import numpy as np
@@ -38,6 +39,7 @@ from fedpress_compression.plain_states import State, plain, restored
 from fedpress_compression.randomness import PublicRandomness
 from fedpress_compression.tensors import ModelSpec, Vector
 from fedpress_compression.update import Update
+from fedpress_ddp import on_device
 from fedpress_ddp.collectives import (
     FAILED,
     Channel,
@@ -108,6 +110,9 @@ class Exchange:
 
     If a vector holds NaN or infinity anywhere, all processes get NaN, as a plain
     all-reduce would give them, and nothing else changes.
+
+    With FEDPRESS_KERNELS=triton and vectors on its device, ErrorFeedback(TopK(...)) without chunks
+    leaves vectors and residuals there (docs/gpu.md); the bits are the same.
     """
 
     def __init__(
@@ -131,8 +136,8 @@ class Exchange:
         self._compressor, self._reduction = compressor, reduction
         self._group, self._sites = group, sites
         self._seed, self._dtype = seed, dtype
-        self._residuals: dict[str, Vector] = {}
-        self._wholes: dict[str, tuple[Vector, list[tuple[str, Vector]]]] = {}
+        self._residuals: dict[str, torch.Tensor] = {}
+        self._wholes: dict[str, tuple[torch.Tensor, list[tuple[str, torch.Tensor]]]] = {}
         """By the digests of specs, the residual of all their tensors, and its parts by tensor."""
         self._kept: dict[str, _Kept] = {}
         self._turns, self._lock = Turns(), threading.Lock()
@@ -157,41 +162,45 @@ class Exchange:
 
     def residual(self, spec: ModelSpec) -> Vector:
         """The values not yet sent [spec.size], in units of the mean; zeros without feedback."""
+        return self._residual(spec, torch.device("cpu")).numpy()
+
+    def _residual(self, spec: ModelSpec, device: torch.device) -> torch.Tensor:
+        """On `device`, wherever the last exchange left it."""
         whole, its_parts = self._wholes.get(spec.digest, (None, []))
         if whole is not None and all(self._residuals.get(n) is part for n, part in its_parts):
-            return whole  # the tensors' residuals are its parts, side by side: no copy
-        parts = [self._residuals.get(t.name, np.zeros(t.size, np.float32)) for t in spec.trained]
-        return np.concatenate(parts) if parts else np.zeros(0, np.float32)
+            return whole.to(device)  # the tensors' residuals are its parts, side by side: no copy
+        parts = [self._residuals.get(t.name, torch.zeros(t.size)).to(device) for t in spec.trained]
+        return torch.cat([torch.zeros(0, device=device), *parts])
 
-    def _keep_residual(self, spec: ModelSpec, whole: Vector) -> None:
+    def _keep_residual(self, spec: ModelSpec, whole: torch.Tensor) -> None:
         parts = [(tensor.name, whole[spec.slices[tensor.name]]) for tensor in spec.trained]
         self._residuals.update(parts)
         self._wholes[spec.digest] = whole, parts
 
     def residuals(self) -> dict[str, Vector]:
         """The values not yet sent, by tensor; those that have none are left out."""
-        return dict(self._residuals)
+        return {name: part.cpu().numpy() for name, part in self._residuals.items()}
 
     def state_dict(self) -> dict[str, Any]:
         """All that is kept, as plain data and tensors: what `torch.save` writes safely."""
         kept = {
             key: {
                 "round": each.round,
-                "previous": None if each.previous is None else torch.from_numpy(each.previous),
+                "previous": None if each.previous is None else torch.from_numpy(each.previous()),
                 "state": tensors(each.state),
             }
             for key, each in self._kept.items()
         }
-        residuals = {name: torch.from_numpy(part) for name, part in self._residuals.items()}
+        residuals = {name: part.cpu() for name, part in self._residuals.items()}
         return {"kept": kept, "residuals": residuals}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._wholes = {}
-        self._residuals = {name: part.numpy() for name, part in state["residuals"].items()}
+        self._residuals = dict(state["residuals"])
         self._kept = {
             key: _Kept(
                 round=each["round"],
-                previous=None if each["previous"] is None else each["previous"].numpy(),
+                previous=None if each["previous"] is None else each["previous"].numpy,
                 state=arrays(each.get("state")),  # which earlier releases did not write
             )
             for key, each in state["kept"].items()
@@ -283,30 +292,47 @@ class Exchange:
         self, made: Compressor[Any], spec: ModelSpec, values: torch.Tensor, trip: Trip
     ) -> torch.Tensor:
         made = self._clipped(made, spec, trip.size)
-        is_plain = made.lossy == Uncompressed()
-        whole, scale = values.cpu().numpy(), 1 / trip.size
-        is_late = _is_scaled_late(made, trip.size)
-        if not is_late:
-            whole = np.divide(whole, np.float32(trip.size), out=pooled(spec.size, np.float32))
         kept = self._kept.get(spec.digest, _Kept())
         state = restored(kept.state, made.init(spec))
-        if made.keeps_residual:
-            state = state._replace(residual=self.residual(spec))
-        length = trip.finite_square(whole)
         words = f"fedpress exchange v1|{self._seed}|{kept.round}"
         knowledge: dict[Knowledge, Vector] = {}
         if "previous" in made.needs:
             zeros = np.zeros(spec.size, np.float32)
-            knowledge["previous"] = zeros if kept.previous is None else kept.previous
+            knowledge["previous"] = zeros if kept.previous is None else kept.previous()
         public = Public(
             spec,
             PublicRandomness(hashlib.sha256(words.encode()).digest()),
             knowledge,
             kept.round,
         )
+        previous: Callable[[], Vector]
+        lossy = on_device.selection(made, values) if self._reduction == "mean" else None
+        if lossy is not None:
+            residual = self._residual(spec, values.device)
+            mean, residual, updates = on_device.send(lossy, values, residual, public, trip)
+            self._keep_residual(spec, residual)
+            previous = partial(added, updates, spec)
+            after = state._replace(round=public.round, lost=())
+        else:
+            mean, after = self._sent_by_host(made, values.cpu().numpy(), state, public, trip)
+            previous = mean.numpy
+        self._kept[spec.digest] = _Kept(kept.round + 1, previous, plain(after))
+        return mean.to(values.device)
+
+    def _sent_by_host(
+        self, made: Compressor[Any], whole: Vector, state: Any, public: Public, trip: Trip
+    ) -> tuple[torch.Tensor, Any]:
+        """The mean [spec.size], and the state after it without a residual, which is kept."""
+        spec, scale = public.spec, 1 / trip.size
+        is_late = _is_scaled_late(made, trip.size)
+        if not is_late:
+            whole = np.divide(whole, np.float32(trip.size), out=pooled(spec.size, np.float32))
+        if made.keeps_residual:
+            state = state._replace(residual=self.residual(spec))
+        length = trip.finite_square(whole)
         channel: Channel
         combine = _COMBINE[self._reduction]
-        if is_plain:
+        if made.lossy == Uncompressed():
             channel = WholeNumbers(trip, self._dtype, combine)
         elif hasattr(made.lossy, "group_sum"):
             channel = SeveralSums(trip, made.lossy)
@@ -314,7 +340,7 @@ class Exchange:
             channel = Summed(trip, made.lossy)
         else:
             channel = Gathered(trip, made.lossy, combine, scale if is_late else 1.0)
-        private = np.random.default_rng([self._seed, trip.rank, kept.round])
+        private = np.random.default_rng([self._seed, trip.rank, public.round])
         _, after, mark = made.send(channel, whole, state, public, private)
         after = made.commit(after, mark, channel.own)
         trip.measured.gradient += length * scale**2 if is_late else length
@@ -322,14 +348,13 @@ class Exchange:
             left = _square_left(trip.measured.brought, channel.own, after.residual)
             trip.measured.lost += left
             trip.measured.waiting += left
-            self._keep_residual(spec, after.residual)
+            self._keep_residual(spec, torch.from_numpy(after.residual))
             after = after._replace(residual=None)
         else:
             left_over = whole.copy()
             channel.own.add_to(left_over, sign=-1.0)
             trip.measured.lost += square(left_over)
-        self._kept[spec.digest] = _Kept(kept.round + 1, channel.agreed, plain(after))
-        return torch.from_numpy(channel.agreed).to(values.device)
+        return torch.from_numpy(channel.agreed), after
 
     def _clipped(self, made: Compressor[Any], spec: ModelSpec, size: int) -> Compressor[Any]:
         """`made`; for dgc with the paper's threshold of one vector out of N processes' mean, which
@@ -461,7 +486,8 @@ _MOST_PATIENT = 0.5
 @dataclass(frozen=True, slots=True)
 class _Kept:
     round: int = 1
-    previous: Vector | None = None
+    previous: Callable[[], Vector] | None = None
+    """Gives the last mean."""
     state: State = None
     """Of the compressor, without a residual."""
 

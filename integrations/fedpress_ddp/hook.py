@@ -41,6 +41,7 @@ from fedpress_ddp.metrics import (
     Sent,
     StepMetrics,
 )
+from fedpress_ddp.on_device import lies_on_device
 from fedpress_protocols.errors import ConfigurationError, MissingExtra
 from fedpress_protocols.schedule import Period
 
@@ -176,7 +177,7 @@ class HookState:
         self._size += values.numel()
         is_plain = self._steps < self._plain_steps
         exchange = self._plain if is_plain else self.exchange
-        overlaps = self._workers > 0 and values.is_cpu
+        overlaps = self._workers > 0 and values.is_cpu and not lies_on_device(values)
         if overlaps and self._pool is None:
             self._pool = ThreadPoolExecutor(self._workers, "fedpress-exchange")
             self.exchange.separate()
@@ -264,8 +265,9 @@ class HookState:
 def comm_hook(state: HookState, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
     """For `DistributedDataParallel.register_comm_hook`; gloo and nccl.
 
-    Compression runs on the host. NaN or infinity in any process's gradients comes out as NaN in
-    all, so that a GradScaler skips the step; residuals are as before.
+    Compression runs on the host, but for what Exchange leaves on a GPU. NaN or infinity in any
+    process's gradients comes out as NaN in all, so that a GradScaler skips the step; residuals are
+    as before.
     """
     return state.mean(bucket)
 
@@ -325,11 +327,11 @@ def _joined(
         done: torch.futures.Future[list[torch.futures.Future[torch.Tensor]]],
     ) -> torch.Tensor:
         means = [each.value() for each in done.value()]
-        whole = torch.empty(spec.size, dtype=means[0].dtype)
+        whole = torch.empty(spec.size, dtype=means[0].dtype, device=means[0].device)
         for part, mean in zip(begun, means, strict=True):
             for name in part.spec_names:
                 whole[spec.slices[name]] = mean[part.spec.slices[name]]
-        return whole.to(means[0].device)
+        return whole
 
     return torch.futures.collect_all([each.future for each in begun]).then(assemble)
 

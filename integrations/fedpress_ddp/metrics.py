@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import warnings
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from fedpress_compression.tensors import Vector
+
+if TYPE_CHECKING:
+    import torch
 
 
 class DivergenceWarning(UserWarning):
@@ -105,11 +109,14 @@ def _ratio(part: float, whole: float) -> float:
     return 0.0 if not part else float("inf")
 
 
-def square(vector: Vector) -> float:
-    """The squared L2 norm, in float64 where float32 would overflow."""
+def square(vector: Vector | torch.Tensor) -> float:
+    """The squared L2 norm, where `vector` lies, and in float64 where float32 would overflow."""
     with np.errstate(over="ignore", invalid="ignore"):
-        total = float(np.dot(vector, vector))
-    return total if np.isfinite(total) else float(np.square(vector, dtype=np.float64).sum())
+        total = float(vector @ vector)
+        if np.isfinite(total):
+            return total
+        wide = vector.astype(np.float64) if isinstance(vector, np.ndarray) else vector.double()
+        return float(wide @ wide)
 
 
 class DivergenceWatch:

@@ -99,7 +99,7 @@ class TopK(Stateless):
         def kept(chunk: slice, k: int) -> tuple[Indices, Vector]:
             return kernels.largest(update[chunk], k)
 
-        return self._pressed(public.spec, kept), None
+        return self.compress_kept(public.spec, kept), None
 
     def compress_sum(
         self,
@@ -119,12 +119,13 @@ class TopK(Stateless):
         def kept(chunk: slice, k: int) -> tuple[Indices, Vector]:
             return kernels.add_largest(update[chunk], other[chunk], k, total[chunk], scale)
 
-        return total, self._pressed(public.spec, kept), None
+        return total, self.compress_kept(public.spec, kept), None
 
-    def _pressed(
+    def compress_kept(
         self, spec: ModelSpec, kept_of: Callable[[slice, int], tuple[Indices, Vector]]
     ) -> Symbols:
-        """The symbols for what `kept_of` keeps of each chunk."""
+        """The symbols for what `kept_of` keeps of each chunk: given its slice and k, the rising
+        indices in it of its k largest, and these. Raises InvalidUpdate on NaN or infinity."""
         positions, signs, magnitudes, ratios, scales = [], [], [], [], []
         for group in self._groups(spec):
             chunks = self._chunks(group)
