@@ -9,7 +9,7 @@ Where a scenario takes two, the processes 0 and 1 are meant.
 
 import multiprocessing
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from io import BytesIO
 from multiprocessing.connection import wait
@@ -464,13 +464,10 @@ def main(rank: int, store: str, out: str) -> None:
     dist.destroy_process_group()
 
 
-if __name__ == "__main__":
+def run_together(target: Callable[..., None], arguments: Iterable[tuple[Any, ...]]) -> None:
+    """A process for each of the arguments; exit if one fails."""
     torch_is_here = multiprocessing.get_context("fork")  # imported once for all of them
-    store, *outs = sys.argv[1:]
-    running = [
-        torch_is_here.Process(target=main, args=(rank, store, out), daemon=True)
-        for rank, out in enumerate(outs)
-    ]
+    running = [torch_is_here.Process(target=target, args=own, daemon=True) for own in arguments]
     for process in running:
         process.start()
     while running:
@@ -479,3 +476,8 @@ if __name__ == "__main__":
             if process.exitcode:  # the others wait for it in vain, and end with this process
                 sys.exit(f"a process ended with {process.exitcode}")
             running.remove(process)
+
+
+if __name__ == "__main__":
+    store, *outs = sys.argv[1:]
+    run_together(main, [(rank, store, out) for rank, out in enumerate(outs)])
