@@ -4,7 +4,12 @@
 
 Times are medians of `triton.testing.do_bench`, which leaves the caches cold. GB/s are of the bytes
 that a case has to read and write: float32 in for a selection, which reads them twice. Nothing
-crosses the bus. Needs fedpress[gpu] and a GPU.
+crosses the bus in these cases.
+
+A second table has the milliseconds of a data-parallel hook's exchange by top-k of 1 % under error
+feedback, two processes in one without a network: to select, encode, decode and add, with the
+gradient on the device, and through the host with the host's kernels. Needs fedpress[gpu], a GPU,
+and FEDPRESS_KERNELS unset.
 """
 
 from __future__ import annotations
@@ -16,6 +21,8 @@ from typing import Any
 
 import numpy as np
 import torch
+
+from fedpress_compression import kernels
 
 Case = tuple[Callable[[], Any], int]
 SEED, SHARE = 0, 0.01
@@ -58,6 +65,34 @@ def cases(size: int) -> dict[str, Case]:
     }
 
 
+def exchanges(size: int) -> dict[str, Callable[[], torch.Tensor]]:
+    """The mean of a gradient of `size` float32 on the device, by the two ways of a hook."""
+    from fedpress.compressors import ErrorFeedback, PublicRandomness, TopK
+    from fedpress_compression.compressor import Public
+    from fedpress_compression.kernels import on_device as gpu
+    from fedpress_compression.tensors import ModelSpec, TensorSpec
+    from fedpress_ddp import on_device
+    from fedpress_ddp.collectives import Turns
+    from fedpress_ddp.exchange import Exchange
+    from fedpress_ddp.measuring import Loopback
+    from fedpress_ddp.metrics import Measured
+
+    torch.manual_seed(SEED)
+    values = torch.randn(size, device=gpu.DEVICE)
+    residual = torch.zeros_like(values)
+    spec, lossy = ModelSpec((TensorSpec("gradient", (size,)),)), TopK(SHARE)
+    public = Public(spec, PublicRandomness(bytes(32)))
+    made = ErrorFeedback(lossy)
+
+    def trip() -> Loopback:
+        return Loopback(None, values.device, Measured(), Turns().take())
+
+    return {
+        "on the device": lambda: on_device.send(lossy, values, residual, public, trip()).mean,
+        "through the host": lambda: Exchange(made).mean_over(made, spec, values, trip()),
+    }
+
+
 def frequencies(counts: Any) -> Any:
     """One table of frequencies that sum to 4096, 1 or more for what occurs."""
     shares = np.where(counts > 0, 1 + counts * (4096 - len(counts)) // counts.sum(), 0)
@@ -71,6 +106,8 @@ def main() -> None:
     asked = parser.parse_args()
     if not torch.cuda.is_available():
         raise SystemExit("this benchmark needs a GPU that torch can use, and there is none")
+    if kernels.CHOSEN == "triton":
+        raise SystemExit("unset FEDPRESS_KERNELS: one exchange is by the host's kernels")
     from triton.testing import do_bench
 
     print(f"{torch.cuda.get_device_name()}, {asked.size:,} values")
@@ -81,6 +118,9 @@ def main() -> None:
     print("| case | GB/s | share of a copy's |\n|---|---|---|")
     for name, speed in speeds.items():
         print(f"| {name} | {speed:.0f} | {speed / speeds['copy']:.2f} |")
+    print("\n| exchange | ms |\n|---|---|")
+    for name, exchange in exchanges(asked.size).items():
+        print(f"| {name} | {do_bench(exchange, return_mode='median'):.2f} |")
 
 
 if __name__ == "__main__":

@@ -31,7 +31,7 @@ except ModuleNotFoundError as exc:
     ) from exc
 
 
-class Sent(NamedTuple):
+class Exchanged(NamedTuple):
     """The mean and the residual [spec.size], on the device, and the updates of all processes, whose
     sum is the mean."""
 
@@ -62,7 +62,7 @@ def selection(made: Compressor[Any], values: torch.Tensor) -> TopK | None:
 
 def send(
     lossy: TopK, values: torch.Tensor, residual: torch.Tensor, public: Public, trip: Trip
-) -> Sent:
+) -> Exchanged:
     """Exchange `values` [spec.size] and the `residual`, which stays as it is, by `lossy`.
 
     Raises NotFinite, in all processes, if one brings NaN or infinity.
@@ -87,7 +87,8 @@ def send(
             trip.measured.brought += trip.finite_square(total[chunk])
             return _to_host(where), _to_host(largest)
 
-        symbols = lossy.compress_kept(public.spec, kept)
+        with np.errstate(over="ignore"):  # between levels near the largest float32
+            symbols = lossy.compress_kept(public.spec, kept)
         channel = Gathered(trip, lossy, added)
         updates = list(channel.gather(symbols, public))
         mean = torch.zeros_like(total)
@@ -102,7 +103,7 @@ def send(
         left = square(total)  # waits for all of the above: nothing returned is yet to be computed
     trip.measured.lost += left
     trip.measured.waiting += left
-    return Sent(mean, total, updates)
+    return Exchanged(mean, total, updates)
 
 
 def _to_host(tensor: torch.Tensor) -> npt.NDArray[Any]:

@@ -209,25 +209,22 @@ def main(rank: int, folder: Path, name: str, other: str) -> None:
     torch.set_num_threads(1)
     store = f"file://{folder / name}.store"
     dist.init_process_group("gloo", init_method=store, rank=rank, world_size=WORLD)
-    file = folder / f"{name}.{rank}.pt"
+    made, file = ErrorFeedback(TopK(0.05)), folder / f"{name}.{rank}.pt"
+    three, sites = dist.new_group([0, 1, 2]), Sites.of(2)
+    scenarios = {
+        method: exchanged(rank, Exchange(ErrorFeedback(lossy))) for method, lossy in METHODS.items()
+    }
+    scenarios |= {
+        "sites": exchanged(rank, Exchange(made, sites=sites)),
+        "adasum": exchanged(rank, Exchange(made, reduction="adasum")),
+        "refused": refused(rank),
+        "hook": trained(rank, file),
+        "crossing": crossing(rank),
+    }
+    if rank < 3:
+        scenarios["three"] = exchanged(rank, Exchange(made, group=three))
     if other:
-        scenarios = {"resumed": trained(rank, file, folder / f"{other}.{rank}.pt")}
-    else:
-        three, sites = dist.new_group([0, 1, 2]), Sites.of(2)
-        scenarios = {
-            method: exchanged(rank, Exchange(ErrorFeedback(lossy)))
-            for method, lossy in METHODS.items()
-        }
-        made = ErrorFeedback(TopK(0.05))
-        if rank < 3:
-            scenarios["three"] = exchanged(rank, Exchange(made, group=three))
-        scenarios |= {
-            "sites": exchanged(rank, Exchange(made, sites=sites)),
-            "adasum": exchanged(rank, Exchange(made, reduction="adasum")),
-            "refused": refused(rank),
-            "hook": trained(rank, file),
-            "crossing": crossing(rank),
-        }
+        scenarios["resumed"] = trained(rank, file, folder / f"{other}.{rank}.pt")
     found: dict[str, Any] = {
         f"{scenario}.{key}": v for scenario, all_ in scenarios.items() for key, v in all_.items()
     }

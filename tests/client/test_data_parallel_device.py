@@ -33,7 +33,7 @@ def run(folder: Path, name: str, selected: str, other: str = "") -> Found:
         "PYTHONPATH": os.pathsep.join(sys.path),
     }
     script = Path(__file__).with_name("data_parallel_device_process.py")
-    command = [sys.executable, script, folder, name, *([other] if other else [])]
+    command = [sys.executable, str(script), str(folder), name, *([other] if other else [])]
     subprocess.run(command, env=os.environ | own, check=True, timeout=240)
     return [dict(np.load(folder / f"{name}.{rank}.npz")) for rank in range(WORLD)]
 
@@ -45,12 +45,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def host(folder: Path) -> Found:
+    """Without Triton; leaves the checkpoint that `device` goes on from."""
     return run(folder, "host", "numpy")
 
 
 @pytest.fixture(scope="module")
-def device(folder: Path) -> Found:
-    return run(folder, "device", "triton")
+def device(folder: Path, host: Found) -> Found:
+    return run(folder, "device", "triton", "host")
 
 
 @pytest.mark.parametrize("scenario", SCENARIOS)
@@ -88,8 +89,8 @@ def test_a_checkpoint_of_each_goes_on_in_the_other(
         buckets = [each.pop("buckets") for each in saved]
         assert buckets[0] == buckets[1]
         torch.testing.assert_close(*saved, rtol=0, atol=0)
-    for name, selected, other in (("to", "triton", "host"), ("back", "numpy", "device")):
-        for due, found in zip(host, run(folder, name, selected, other), strict=True):
+    for resumed in (device, run(folder, "back", "numpy", "device")):
+        for due, found in zip(host, resumed, strict=True):
             means = due["hook.means"][SAVED:]
             assert found["resumed.means"].tobytes() == means.tobytes()
             assert found["resumed.residual"].tobytes() == due["hook.residual"].tobytes()

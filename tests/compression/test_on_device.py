@@ -191,7 +191,11 @@ def test_without_a_gpu_they_and_their_benchmark_are_refused() -> None:
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the benchmark itself shows it")
 def test_every_case_of_the_benchmark_runs() -> None:
-    cases = runpy.run_path(str(ROOT / "benchmarks" / "gpu_kernels.py"))["cases"](100)
+    benchmark = runpy.run_path(str(ROOT / "benchmarks" / "gpu_kernels.py"))
+    on_device, by_host = (call() for call in benchmark["exchanges"](1000).values())
+    assert torch.count_nonzero(on_device) == 10
+    assert torch.equal(on_device, by_host)
+    cases = benchmark["cases"](100)
     assert {"copy", "largest", "sum and largest", "quantise", "pack"} < set(cases)
     for call, num_bytes in cases.values():
         call()
