@@ -91,7 +91,7 @@ def send(
             symbols = lossy.compress_kept(public.spec, kept)
         channel = Gathered(trip, lossy, added)
         updates = list(channel.gather(symbols, public))
-        mean = torch.zeros_like(total)
+        mean = divided.zero_()  # in its memory, which is no longer read
         for update in updates:
             for piece in update.pieces:
                 where = _to_device(piece.indices(), values.device)
