@@ -16,7 +16,7 @@ import torch
 
 from tests.client.data_parallel_device_process import COUNT, METHODS, SAVED, SPEC, STEPS, WORLD
 
-if find_spec("triton") is None:
+if find_spec("triton") is None:  # not imported here: its import reads TRITON_INTERPRET
     pytest.skip("runs the kernels of fedpress[gpu]", allow_module_level=True)
 
 Found = list[Mapping[str, np.ndarray]]
