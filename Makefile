@@ -49,6 +49,11 @@ $(VENV)/test.stamp: pyproject.toml constraints.txt | $(BIN)/python
 	$(BIN)/python -c 'from fedpress_compression import kernels; kernels.warm_up()'
 	@touch $@
 
+# Triton, a gigabyte, for the slow tests alone: they run its kernels under its interpreter, without a GPU.
+$(VENV)/gpu.stamp: $(VENV)/test.stamp
+	$(PIP_INSTALL) -e '.[gpu]'
+	@touch $@
+
 $(VENV)/docs.stamp: pyproject.toml constraints.txt | $(BIN)/python
 	$(PIP_INSTALL) -e '.[docs]'
 	@touch $@
@@ -60,7 +65,7 @@ demo: $(VENV)/demo.stamp
 test: $(VENV)/test.stamp
 	$(BIN)/python -m pytest -n 3 $(COVERED) $(WHOLE) $(ARGS)
 
-test-slow: $(VENV)/test.stamp
+test-slow: $(VENV)/gpu.stamp
 	FEDPRESS_SLOW=1 $(BIN)/python -m pytest -n 2 -m slow $(ARGS)
 
 check: $(VENV)/test.stamp
@@ -107,7 +112,7 @@ constraints:
 	rm -rf build/constraints
 	$(PYTHON) -m venv build/constraints
 	grep -E '^(torch|click)==' constraints.txt > build/constraints/pins.txt
-	build/constraints/bin/python -m pip install --quiet -c build/constraints/pins.txt -e '.[all,callbacks,docs,browser,dev]'
+	build/constraints/bin/python -m pip install --quiet -c build/constraints/pins.txt -e '.[all,callbacks,docs,browser,gpu,dev]'
 	build/constraints/bin/python -m pip check
 	{ grep '^#' constraints.txt; build/constraints/bin/python -m pip freeze --exclude-editable \
 	  | sed 's/+cpu$$//'; } > build/constraints/new.txt

@@ -67,6 +67,7 @@ def pytest_report_header() -> list[str]:
 # What the tests of these files share is dear, so that one worker runs each of them.
 TOGETHER = {
     "tests/client/test_data_parallel.py",
+    "tests/client/test_data_parallel_device.py",
     "tests/install/test_base_install.py",
 }
 

@@ -19,6 +19,7 @@ from tests.client.data_parallel_device_process import COUNT, METHODS, SAVED, SPE
 if find_spec("triton") is None:  # not imported here: its import reads TRITON_INTERPRET
     pytest.skip("runs the kernels of fedpress[gpu]", allow_module_level=True)
 
+pytestmark = pytest.mark.slow
 Found = list[Mapping[str, np.ndarray]]
 SCENARIOS = [*METHODS, "three", "sites", "adasum"]
 

@@ -31,6 +31,7 @@ from fedpress_compression.kernels import on_device, reference
 from fedpress_compression.randomness import PublicRandomness
 from fedpress_compression.tensors import ModelSpec, TensorSpec, Vector
 
+pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parents[2]
 OWN = [name for name in reference.__all__ if vars(on_device)[name].__module__ == on_device.__name__]
 
