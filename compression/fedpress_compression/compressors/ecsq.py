@@ -6,7 +6,7 @@ arXiv:2201.02664, Section 3). Rate-distortion-optimised quantisation as in Karcz
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Literal, cast
@@ -243,6 +243,36 @@ class Ecsq(Stateless):
         return (bits + sent) / 8 + 2 * self.centroids + 4
 
 
+def cost_at(matrix: Numbers, step: float, theta: float) -> tuple[float, float]:
+    """The squared error, in squared steps, and the bits of `matrix` [rows, columns] at `step`.
+
+    An estimate: a value that is sent takes h(p) / p bits for where it is, h the binary entropy and
+    p its chance by row and column, and those of its sign and, by the entropy, of its number.
+    """
+    scaled = np.abs(matrix) / step
+    error = float(np.square(scaled).sum())
+    where = np.flatnonzero(scaled.ravel() >= 1 - theta)
+    if not where.size:
+        return error, 0.0
+    exact = scaled.ravel()[where]
+    levels = np.minimum(np.floor(exact + theta), _MOST)
+    classes = (levels > 1).astype(np.intp)
+    means = np.bincount(classes, exact - levels) / np.maximum(np.bincount(classes), 1)
+    values = levels + means[classes]
+    error += float((values * (values - 2 * exact)).sum())
+    counts = np.bincount(levels.astype(np.intp))
+    counts = counts[counts > 0]
+    bits = where.size + float((counts * np.log2(where.size / counts)).sum())
+    chances = _Places.on(where, [matrix.shape]).chances(np.ones(where.size, np.bool_))
+    return error, bits + float((_entropy(chances) / chances).sum())
+
+
+def _entropy(chance: Numbers) -> Numbers:
+    """Of a flag, in bits."""
+    bits: Numbers = -chance * np.log2(chance) - (1 - chance) * np.log2(1 - chance)
+    return bits
+
+
 @dataclass(frozen=True, slots=True)
 class _Places:
     """Some coordinates of a grid: the tensor, the row and the column of each, numbered through all
@@ -256,7 +286,11 @@ class _Places:
 
     @classmethod
     def of(cls, where: Indices, spec: ModelSpec) -> _Places:
-        extents = np.array(grid_of(spec).matrices, np.int64).reshape(-1, 2)
+        return cls.on(where, grid_of(spec).matrices)
+
+    @classmethod
+    def on(cls, where: Indices, matrices: Sequence[tuple[int, int]]) -> _Places:
+        extents = np.array(matrices, np.int64).reshape(-1, 2)
         heights, widths = extents[:, 0], extents[:, 1]
         ends = np.cumsum(heights * widths)
         tensors = np.searchsorted(ends, where, side="right")

@@ -6,6 +6,8 @@ the update by power iterations (Vogels et al. 2019, arXiv:1905.13727, Section 3)
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -97,22 +99,39 @@ class LowRank(Stateful):
         check_finite(update, public.spec)
         matrices, others = self._views(public.spec)
         levels = levels_of(self.bits)
-        lefts, rights, scales = [_NOTHING], [_NOTHING], [np.empty(0)]
-        for view in matrices:
-            left, right, scale = _fitted(view.of(update), view.rank, levels, self.iterations, rng)
-            lefts.append(_symbols(left, levels))
-            rights.append(_symbols(right, levels))
-            scales.append(in_range(left, right, scale))
-        factors = (
-            np.concatenate(lefts),
-            np.concatenate(rights),
-            np.concatenate(scales).astype("<f4"),
+        factors = self._packed(
+            [
+                _fitted(view.of(update), view.rank, levels, self.iterations, rng)
+                for view in matrices
+            ]
         )
         if not others:
             return factors, state
         part = np.concatenate([update[public.spec.slices[name]] for name in others])
         symbols, after = self.rest.compress(part, state, public.part(others), rng)
         return (*factors, *symbols), after
+
+    def components(self, update: Vector, public: Public, rng: np.random.Generator) -> Components:
+        """What `Components.worth` chooses from; what is not factored counts as zeros."""
+        matrices, others = self._views(public.spec)
+        symbols: Symbols = ()
+        if others:
+            inside = public.part(others)
+            zeros = np.zeros(inside.spec.size, np.float32)
+            symbols, _ = self.rest.compress(zeros, self.rest.init(inside.spec), inside, rng)
+        whole = [view.of(update) for view in matrices]
+        pairs = zip(whole, matrices, strict=True)
+        leading = [_leading(matrix, view.rank, self.iterations, rng) for matrix, view in pairs]
+        return Components(self, whole, leading, symbols)
+
+    def _packed(self, fitted: Sequence[tuple[Matrix, Matrix, Matrix]]) -> Symbols:
+        levels = levels_of(self.bits)
+        scales = [np.empty(0), *(in_range(*each) for each in fitted)]
+        return (
+            np.concatenate([_NOTHING, *(_symbols(left, levels) for left, _, _ in fitted)]),
+            np.concatenate([_NOTHING, *(_symbols(right, levels) for _, right, _ in fitted)]),
+            np.concatenate(scales).astype("<f4"),
+        )
 
     def decompress(self, symbols: Symbols, public: Public, num_summands: int = 1) -> Update:
         matrices, others = self._views(public.spec)
@@ -137,6 +156,84 @@ class LowRank(Stateful):
 
 
 _NOTHING = np.empty(0, np.uint8)
+_THETA = 0.4
+
+
+@dataclass(frozen=True, slots=True)
+class Components:
+    """The leading components of an update's `matrices`, for an encoder that takes some of them.
+
+    `leading` holds left vectors [rows, rank], singular values [rank] and right vectors [columns,
+    rank] of each; `others` the symbols of what is not factored, which stand for nothing.
+    """
+
+    made: LowRank
+    matrices: Sequence[Matrix]
+    leading: Sequence[tuple[Matrix, Matrix, Matrix]]
+    others: Symbols
+
+    def worth(self, step: float, slope: float, cost: Callable[[Matrix], float]) -> Symbols:
+        """Symbols of the components that pay, the strongest first until one does not.
+
+        A component's vectors, times its singular value, are coefficients of an orthonormal
+        transform, so one `step` suits them all: that at which a bit is worth `slope` squared steps
+        of error, as of what the components leave, which costs `cost` squared steps, bits included.
+        """
+        pairs = zip(self.matrices, self.leading, strict=True)
+        chosen = [self._chosen(matrix, each, step, slope, cost) for matrix, each in pairs]
+        return (*self.made._packed(chosen), *self.others)
+
+    def none(self) -> Symbols:
+        """Symbols of no component at all."""
+        return self.worth(1.0, 0.0, lambda matrix: 0.0)
+
+    def _chosen(
+        self,
+        matrix: Matrix,
+        leading: tuple[Matrix, Matrix, Matrix],
+        step: float,
+        slope: float,
+        cost: Callable[[Matrix], float],
+    ) -> tuple[Matrix, Matrix, Matrix]:
+        levels, scales = levels_of(self.made.bits), np.zeros(leading[1].size)
+        left, right = np.zeros_like(leading[0]), np.zeros_like(leading[2])
+        rest, least = matrix, cost(matrix)
+        for index, strength in enumerate(leading[1]):
+            wide = math.sqrt(6 * slope / math.log(2)) * step / max(strength, 1e-30)
+            column, bits = _coarse(leading[0][:, index], wide, levels)
+            row, more = _coarse(leading[2][:, index], wide, levels)
+            if not (column.any() and row.any()):
+                break
+            scale = float(column @ rest @ row) / float((column @ column) * (row @ row))
+            after = rest - np.outer(column * scale, row)
+            new = cost(after) + slope * (bits + more)
+            if new >= least:
+                break
+            rest, least = after, new - slope * (bits + more)
+            left[:, index], right[:, index], scales[index] = column, row, scale
+        return left, right, scales
+
+
+def _leading(
+    matrix: Matrix, rank: int, iterations: int, rng: np.random.Generator
+) -> tuple[Matrix, Matrix, Matrix]:
+    """Near the leading singular vectors and values."""
+    right = rng.standard_normal((matrix.shape[1], rank))
+    for _ in range(iterations + 1):
+        left = orthonormal(matrix @ right)
+        right = matrix.T @ left
+    turned, values, rows = np.linalg.svd(right.T, full_matrices=False)
+    return left @ turned, values, rows.T
+
+
+def _coarse(unit: Matrix, step: float, levels: int) -> tuple[Matrix, float]:
+    """`unit` in whole numbers, |w| <= `levels`, of `step` or the finest that keeps to them, and the
+    bits that these take."""
+    step = max(step, float(np.abs(unit).max()) / levels)
+    whole = np.sign(unit) * np.minimum(np.floor(np.abs(unit) / step + _THETA), levels)
+    counts = np.unique(whole, return_counts=True)[1]
+    bits = float((counts * np.log2(whole.size / counts)).sum())
+    return whole, bits + counts.size * math.log2(whole.size) / 2
 
 
 def _fitted(
