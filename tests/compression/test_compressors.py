@@ -128,6 +128,8 @@ EVERY: list[Compressor[Any]] = [
     Ecsq("bits", 0.3, rdo=1.0),
     SuccessiveRefinement(TopK(0.02, scope="tensor"), Quantize(2)),
     SuccessiveRefinement(LowRank(rest=Qsgd()), Ecsq("nmse", 0.5)),
+    SuccessiveRefinement(LowRank(3, 5), Ecsq("nmse", 0.2, rdo=0.14), "whole"),
+    SuccessiveRefinement(LowRank(2, 8), Ecsq("bits", 2.0), "whole"),
     Clip(Quantize(8, clip=0.1), 0.2),
     Clip(Qsgd()),
     Coded(Qsgd()),

@@ -243,13 +243,13 @@ class Ecsq(Stateless):
         return (bits + sent) / 8 + 2 * self.centroids + 4
 
 
-def cost_at(matrix: Numbers, step: float, theta: float) -> tuple[float, float]:
+def cost_at(matrix: npt.NDArray[np.floating], step: float, theta: float) -> tuple[float, float]:
     """The squared error, in squared steps, and the bits of `matrix` [rows, columns] at `step`.
 
     An estimate: a value that is sent takes h(p) / p bits for where it is, h the binary entropy and
     p its chance by row and column, and those of its sign and, by the entropy, of its number.
     """
-    scaled = np.abs(matrix) / step
+    scaled = np.abs(matrix.astype(np.float64)) / step
     error = float(np.square(scaled).sum())
     where = np.flatnonzero(scaled.ravel() >= 1 - theta)
     if not where.size:

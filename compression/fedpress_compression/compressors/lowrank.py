@@ -100,10 +100,7 @@ class LowRank(Stateful):
         matrices, others = self._views(public.spec)
         levels = levels_of(self.bits)
         factors = self._packed(
-            [
-                _fitted(view.of(update), view.rank, levels, self.iterations, rng)
-                for view in matrices
-            ]
+            [_fitted(view.of(update), view.rank, levels, self.iterations, rng) for view in matrices]
         )
         if not others:
             return factors, state
@@ -112,7 +109,8 @@ class LowRank(Stateful):
         return (*factors, *symbols), after
 
     def components(self, update: Vector, public: Public, rng: np.random.Generator) -> Components:
-        """What `Components.worth` chooses from; what is not factored counts as zeros."""
+        """What `update` offers to an encoder that takes the components that pay; the tensors that
+        are not factored count as zeros."""
         matrices, others = self._views(public.spec)
         symbols: Symbols = ()
         if others:
@@ -157,6 +155,7 @@ class LowRank(Stateful):
 
 _NOTHING = np.empty(0, np.uint8)
 _THETA = 0.4
+"""Of a coefficient: rounded up from 1 - _THETA on, since zeros take the fewest bits."""
 
 
 @dataclass(frozen=True, slots=True)
