@@ -22,7 +22,7 @@ def test_the_page_has_the_table_of_the_kept_figures() -> None:
         timeout=120,
     )
     lines = answer.stdout.splitlines()
-    assert len(lines) == 17
+    assert len(lines) == 20
     page = (ROOT / "docs" / "bench-codec.md").read_text().splitlines()
     start = page.index(lines[0])
     assert page[start : start + len(lines)] == lines, "print it anew with --table"
