@@ -27,6 +27,10 @@ from fedpress_compression.contexts import contexts_of
 from fedpress_protocols.errors import ConfigurationError
 from fedpress_protocols.upload import Upload
 
+_WHOLE = {
+    "first": {"id": "lowrank", "rank": 3, "bits": 5, "rest": {"id": "half"}},
+    "target_of": "whole",
+}
 SETTINGS: Mapping[str, tuple[dict[str, Any], ...]] = {
     "bernoulli": ({"probability": 0.01}, {"probability": 0.1}),
     "cafe": ({"inner": {"id": "stc"}}, {"inner": {"id": "topk", "fraction": 0.05}}),
@@ -48,7 +52,9 @@ SETTINGS: Mapping[str, tuple[dict[str, Any], ...]] = {
     "simhash": ({"bits": 0.125}, {"bits": 1.0}),
     "stc": ({"fraction": 0.001}, {"fraction": 0.01}, {"fraction": 0.05}),
     "successive_refinement": tuple(
-        {"second": {"id": "ecsq", "control": "nmse", "target": nmse}} for nmse in (0.5, 0.15)
+        {"second": {"id": "ecsq", "control": "nmse", "target": nmse}, **whole}
+        for whole in ({}, _WHOLE)
+        for nmse in (0.5, 0.15)
     ),
     "structured": ({"bits": 4}, {"bits": 8}),
     "threshold": ({"value": 0.003}, {"value": 0.01}),

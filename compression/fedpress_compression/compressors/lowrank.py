@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from fedpress_compression.coding.fields import Alphabet, Layout, Reals, Symbols
 from fedpress_compression.compressor import (
@@ -230,9 +231,17 @@ def _coarse(unit: Matrix, step: float, levels: int) -> tuple[Matrix, float]:
     bits that these take."""
     step = max(step, float(np.abs(unit).max()) / levels)
     whole = np.sign(unit) * np.minimum(np.floor(np.abs(unit) / step + _THETA), levels)
-    counts = np.unique(whole, return_counts=True)[1]
-    bits = float((counts * np.log2(whole.size / counts)).sum())
-    return whole, bits + counts.size * math.log2(whole.size) / 2
+    return whole, bits_of(whole.astype(np.int8))
+
+
+def bits_of(field: npt.NDArray[np.generic]) -> float:
+    """An estimate for a field of these symbols: their entropy and half a logarithm for each that
+    occurs, as of an adaptive code; all bits of real numbers."""
+    if field.dtype.kind == "f":
+        return 8.0 * field.nbytes
+    counts = np.unique(field, return_counts=True)[1]
+    each = math.log2(max(field.size, 1))
+    return float((counts * (each - np.log2(counts))).sum()) + each * len(counts) / 2
 
 
 def _fitted(

@@ -25,7 +25,7 @@ from fedpress_compression.compressor import (
 )
 from fedpress_compression.compressors.coded import Coded
 from fedpress_compression.compressors.ecsq import Ecsq, cost_at
-from fedpress_compression.compressors.lowrank import Components, LowRank
+from fedpress_compression.compressors.lowrank import Components, LowRank, bits_of
 from fedpress_compression.contexts import grid_of
 from fedpress_compression.matrices import Matrix
 from fedpress_compression.tensors import ModelSpec, Vector
@@ -191,9 +191,10 @@ class _Search:
         step = float(fine[-1][0])
         error, bits = self._cost(rest, step) if step else (_squares(rest), 0.0)
         if self.second.control == "bits":
-            size = len(encode(fine, self.second.layout(self.public.spec)))
-            error = error if size <= self._budget(coarse) else math.inf
-        return step, self._figure(error, bits + 8 * self._size(coarse))
+            second_layout = self.second.layout(self.public.spec)
+            is_within = len(encode(fine, second_layout)) <= self._budget(coarse)
+            error = error if is_within else math.inf
+        return step, self._figure(error, bits + sum(map(bits_of, coarse)))
 
     def _measured(self, symbols: Symbols) -> float:
         """The figure of an upload as the range coder takes it."""
@@ -235,10 +236,7 @@ class _Search:
     def _budget(self, coarse: Symbols) -> float:
         """Bytes left to `second`."""
         whole = max(self.second.target * self.update.size / 8, self.second.min_bytes)
-        return whole - self._size(coarse)
-
-    def _size(self, coarse: Symbols) -> int:
-        return len(encode(coarse, self.first.layout(self.public.spec)))
+        return whole - len(encode(coarse, self.first.layout(self.public.spec)))
 
     def _cost(self, rest: Vector, step: float) -> tuple[float, float]:
         """The squared error and the bits of `rest` at `step`."""
