@@ -89,6 +89,19 @@ def _float32(inner: Config, rate: float = 1.0, steps: float = 1.0) -> Recipe:
     return Recipe({**_FLOAT32, "strategy": {"id": "ema", "inner": inner}}, rate, steps)
 
 
+def _refined(*, is_low_rank: bool) -> Recipe:
+    """FedAvg of updates with an NMSE of .3, nothing of which is kept for later: of `ecsq` alone, or
+    after low rank where it pays."""
+    inner: Config = {"id": "ecsq", "control": "nmse", "target": 0.3, "rdo": 0.14}
+    if is_low_rank:
+        first = {"id": "lowrank", "rank": 3, "bits": 5, "rest": {"id": "half"}}
+        stages = {"first": first, "second": inner, "target_of": "whole"}
+        inner = {"id": "successive_refinement", **stages}
+    coded = {"id": "coded", "contexts": "previous", "inner": inner}
+    profile = {"name": "only", "compressor": coded}
+    return Recipe({"profiles": [profile], "strategy": {"id": "ema", "inner": {"id": "fedavg"}}})
+
+
 _FEDAVGM: Config = {"id": "fedavgm", "learning_rate": 1.0, "momentum": 0.8}
 RECIPES: Mapping[str, Recipe] = {
     "auto": Recipe(),
@@ -103,6 +116,8 @@ RECIPES: Mapping[str, Recipe] = {
     "fedavgm, rate / 2": _float32(_FEDAVGM, 0.5),
     "fedadam .01": _float32({"id": "fedadam", "learning_rate": 0.01}),
     "fedadam .03": _float32({"id": "fedadam", "learning_rate": 0.03}),
+    "nmse .3": _refined(is_low_rank=False),
+    "nmse .3, low rank": _refined(is_low_rank=True),
     "tuned auto": Recipe(tuned=True),
     "tuned auto, momentum .8": Recipe(tuned=True, momentum=0.8),
     "tuned auto, momentum .5": Recipe(tuned=True, momentum=0.5),
@@ -467,7 +482,7 @@ def momentum_table(store: Path, tasks: Sequence[str]) -> Iterator[str]:
 
 
 def _is_usual(recipe: str) -> bool:
-    return not any(word in recipe for word in ("steps", "rdo", "momentum"))
+    return not any(word in recipe for word in ("steps", "rdo", "momentum", "nmse"))
 
 
 def _row(store: Path, task: str, kind: str, *, is_tuned: bool) -> str:
