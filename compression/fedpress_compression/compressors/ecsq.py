@@ -249,12 +249,13 @@ def cost_at(matrix: npt.NDArray[np.floating], step: float, theta: float) -> tupl
     An estimate: a value that is sent takes h(p) / p bits for where it is, h the binary entropy and
     p its chance by row and column, and those of its sign and, by the entropy, of its number.
     """
-    scaled = np.abs(matrix.astype(np.float64)) / step
-    error = float(np.square(scaled).sum())
-    where = np.flatnonzero(scaled.ravel() >= 1 - theta)
+    scaled = np.abs(matrix).astype(np.float64, copy=False).ravel()
+    scaled /= step
+    error = float(scaled @ scaled)
+    where = np.flatnonzero(scaled >= 1 - theta)
     if not where.size:
         return error, 0.0
-    exact = scaled.ravel()[where]
+    exact = scaled[where]
     levels = np.minimum(np.floor(exact + theta), _MOST)
     classes = (levels > 1).astype(np.intp)
     means = np.bincount(classes, exact - levels) / np.maximum(np.bincount(classes), 1)

@@ -185,7 +185,8 @@ class Components:
 
     def none(self) -> Symbols:
         """Symbols of no component at all."""
-        return self.worth(1.0, 0.0, lambda matrix: 0.0)
+        nothing = [tuple(map(np.zeros_like, each)) for each in self.leading]
+        return (*self.made._packed([(u, v, s) for u, s, v in nothing]), *self.others)
 
     def _chosen(
         self,
