@@ -34,6 +34,8 @@ _SHORTEST, _LONGEST, _SHARE = 3.0, 50.0, 0.1
 """Rounds that the average goes over, and their share of the task's."""
 _SMALL, _OF_FEW = 10, 0.5
 """Cohorts below this size, and their momentum."""
+_ON_SUPPORT = 1.5
+"""The server's rate where devices train on a support alone."""
 _WITH_CONTROL = frozenset({"scaffold"})
 """Strategies that no downlink is for."""
 
@@ -52,7 +54,12 @@ def completed(fields: Mapping[str, Any]) -> dict[str, Any]:
         and isinstance(rounds, int)
         and not values.get("asynchronous")
     ):
-        values["strategy"] = strategy_for(rounds, _cohort_size(values), is_masked=is_masked)
+        values["strategy"] = strategy_for(
+            rounds,
+            _cohort_size(values),
+            is_masked=is_masked,
+            is_restricted=is_masked and values.get("privacy") is None and _is_restricted(values),
+        )
     strategy = values.get("strategy")
     identity = strategy.get("id") if isinstance(strategy, Mapping) else None
     if "downlink" not in values and identity not in _WITH_CONTROL:
@@ -122,16 +129,24 @@ def rate_levels(gap: Any = _USUAL_GAP, uploads: int | None = None) -> list[dict[
 
 
 def strategy_for(
-    rounds: int, cohort: int | None = None, *, is_masked: bool = False
+    rounds: int,
+    cohort: int | None = None,
+    *,
+    is_masked: bool = False,
+    is_restricted: bool = False,
 ) -> dict[str, Any]:
     """Server momentum, which makes good what a rate costs in speed, on mean updates without spikes,
     and the rounds' average. With less momentum in a small cohort, whose few updates swing under
-    more: what a client keeps back comes late and at once."""
+    more: what a client keeps back comes late and at once. Under masks longer steps where training
+    `is_restricted` to a support without noise: few values move in each round."""
     over = min(max(_SHARE * rounds, _SHORTEST), _LONGEST)
     is_small = cohort is not None and cohort < _SMALL and not is_masked
-    momentum = _OF_FEW if is_small else 0.8
-    inner: dict[str, Any] = {"id": "fedavgm", "learning_rate": 1.0, "momentum": momentum}
-    if not is_masked and rounds > 1:
+    inner: dict[str, Any] = {
+        "id": "fedavgm",
+        "learning_rate": _ON_SUPPORT if is_restricted else 1.0,
+        "momentum": _OF_FEW if is_small else 0.8,
+    }
+    if rounds > 1 and (is_restricted or not is_masked):
         constant = rounds - rounds // 2
         inner |= {"constant_rounds": constant, "decay_rounds": rounds // 2, "final": 0.25}
     if not is_masked:
@@ -158,7 +173,7 @@ def masked_default(*, is_restricted: bool) -> tuple[dict[str, Any], dict[str, An
             "headroom": 5.0,
             "first_range": 0.05,
         }
-    support = {"id": "shared_support", "fraction": 0.05, "explore": 0.1}
+    support = {"id": "shared_support", "fraction": 0.05, "explore": 0.3}
     profile = {
         "name": "support",
         "compressor": {"id": "per_tensor", "large": support, "small": dense},
@@ -171,10 +186,16 @@ def _masked(fields: Mapping[str, Any]) -> dict[str, Any]:
     masking = fields.get("masking") or {}
     if not isinstance(training, Mapping) or not isinstance(masking, Mapping):
         return {}
-    profile, terms = masked_default(is_restricted=training.get("restricted", True) is True)
+    profile, terms = masked_default(is_restricted=_is_restricted(fields))
     return {
         "policies": (),
         "profiles": [profile],
         "masking": {**terms, **masking},
         "training": {"restricted": True, **training},
     }
+
+
+def _is_restricted(fields: Mapping[str, Any]) -> bool:
+    """Whether a masked task trains on a support alone: unless it says that its trainer cannot."""
+    training = fields.get("training") or {}
+    return isinstance(training, Mapping) and training.get("restricted", True) is True

@@ -17,7 +17,7 @@ from pydantic import ValidationError
 from fedpress.task_file import checked, summary
 from fedpress_compression.compressor import Public
 from fedpress_compression.randomness import PublicRandomness
-from fedpress_protocols.defaults import BITS, USUAL
+from fedpress_protocols.defaults import BITS, USUAL, completed
 from fedpress_protocols.messages import TaskConfig
 from fedpress_protocols.model import Model
 from fedpress_protocols.policies import Auto, Comparison, Course, automatic
@@ -396,7 +396,13 @@ def test_the_server_s_rate_falls_over_the_second_half_of_the_rounds() -> None:
     clipping = {"id": "spike_clipping", "ratio": 1.5}
     assert config(rounds=99).strategy["inner"] == {**clipping, "inner": whole | falling}
     assert config(rounds=1).strategy["inner"] == {**clipping, "inner": whole}
-    assert config(lane="masked").strategy["inner"] == whole
+    longer = {**whole, "learning_rate": 1.5}
+    masked = config(lane="masked", rounds=99)
+    assert masked.strategy["inner"] == longer | falling
+    assert config(lane="masked", rounds=1).strategy["inner"] == longer
+    assert config(lane="masked", training={"restricted": False}).strategy["inner"] == whole
+    private = completed({"lane": "masked", "rounds": 99, "privacy": {"clip": 1.0}})
+    assert private["strategy"]["inner"] == whole
 
 
 def test_a_masked_task_has_one_profile_and_no_policy() -> None:

@@ -22,11 +22,16 @@ from fedpress_strategies.strategy import Strategy, from_config
 
 
 def default_strategy(
-    rounds: int, cohort: int | None = None, *, is_masked: bool = False
+    rounds: int,
+    cohort: int | None = None,
+    *,
+    is_masked: bool = False,
+    is_restricted: bool = False,
 ) -> Strategy:
     """Return what goes with the default's rates over so many rounds of so many clients: momentum,
     and the average."""
-    return from_config(strategy_for(rounds, cohort, is_masked=is_masked))
+    fields = strategy_for(rounds, cohort, is_masked=is_masked, is_restricted=is_restricted)
+    return from_config(fields)
 
 
 class Rates:

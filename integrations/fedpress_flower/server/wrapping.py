@@ -59,7 +59,7 @@ class Wrapping(FlowerStrategy):
         if inner is None:
             inner = FEDAVG
             if self._hangs_on_rounds:
-                inner = default_strategy(SHORT, is_masked=self.is_masked)
+                inner = self._default(SHORT)
         if isinstance(inner, Strategy):
             self._ours = StatefulStrategy(inner, plan)
             self.inner: FlowerStrategy = FedAvg(**sampling)
@@ -108,8 +108,13 @@ class Wrapping(FlowerStrategy):
         """Prepare for a run of so many rounds of some `cohort` clients."""
         self.newest = None
         if self._hangs_on_rounds:
-            strategy = default_strategy(num_rounds, cohort or None, is_masked=self.is_masked)
-            self._ours = StatefulStrategy(strategy, self.plan)
+            self._ours = StatefulStrategy(self._default(num_rounds, cohort or None), self.plan)
+
+    def _default(self, rounds: int, cohort: int | None = None) -> Strategy:
+        is_restricted = self.plan.restricted and self.plan.privacy is None
+        return default_strategy(
+            rounds, cohort, is_masked=self.is_masked, is_restricted=is_restricted
+        )
 
     def _of_served(self, evaluate: Evaluate) -> Evaluate:
         """`evaluate` of the average, once there is one."""
