@@ -8,7 +8,7 @@ letters, satellite and vowel are data sets of R's package mlbench (Debian: r-cra
 from __future__ import annotations
 
 import gzip
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -111,14 +111,14 @@ class Task:
                 parameter.copy_(torch.from_numpy(tensors[name]))
 
 
-def _perceptron(*sizes: int) -> nn.Module:
+def perceptron(*sizes: int) -> nn.Module:
     layers: list[nn.Module] = []
     for inputs, outputs in pairwise(sizes):
         layers += [nn.Linear(inputs, outputs), nn.ReLU()]
     return nn.Sequential(*layers[:-1])
 
 
-def _shares(
+def shares(
     labels: Rows, clients: int, concentration: float, rng: np.random.Generator
 ) -> list[Rows]:
     """Dirichlet over the classes (Hsu et al. 2019, arXiv:1909.06335), eight examples at least."""
@@ -150,16 +150,16 @@ def _equal(labels: Rows, concentration: float, rng: np.random.Generator) -> list
     return clients
 
 
-def _table(
+def table(
     inputs: npt.NDArray[np.float64], labels: Rows, tests: int, rng: np.random.Generator
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     scaled = ((inputs - inputs.mean(0)) / np.maximum(inputs.std(0), 1e-6)).astype(np.float32)
     order = rng.permutation(labels.size)
     rest, test = order[tests:], order[:tests]
-    return _tensors(scaled[rest], labels[rest], scaled[test], labels[test])
+    return tensors(scaled[rest], labels[rest], scaled[test], labels[test])
 
 
-def _tensors(
+def tensors(
     inputs: npt.NDArray[Any],
     labels: npt.NDArray[Any],
     test_inputs: npt.NDArray[Any],
@@ -181,9 +181,9 @@ def _digits(data: Path, rng: np.random.Generator) -> Task:
     order = rng.permutation(labels.size)
     inputs, labels = (pixels / 16).astype(np.float32), labels.astype(np.int64)
     rest, test = order[360:], order[:360]
-    parts = _tensors(inputs[rest], labels[rest], inputs[test], labels[test])
-    clients = _shares(labels[rest], 100, 0.3, rng)
-    return Task(*parts, clients, _perceptron(64, 256, 128, 10), 10, 10, 16, 0.2)
+    parts = tensors(inputs[rest], labels[rest], inputs[test], labels[test])
+    clients = shares(labels[rest], 100, 0.3, rng)
+    return Task(*parts, clients, perceptron(64, 256, 128, 10), 10, 10, 16, 0.2)
 
 
 def _fashion(concentration: float) -> Callable[[Path, np.random.Generator], Task]:
@@ -215,8 +215,8 @@ def _mlbench(
     def made(data: Path, rng: np.random.Generator) -> Task:
         columns = frame(data / "mlbench" / f"{name}.rda")
         labels = columns.pop(label).astype(np.int64)
-        parts = _table(np.stack(list(columns.values()), 1), labels, TESTS, rng)
-        own = _shares(parts[1].numpy(), clients, 0.3, rng)
+        parts = table(np.stack(list(columns.values()), 1), labels, TESTS, rng)
+        own = shares(parts[1].numpy(), clients, 0.3, rng)
         rounds = int(terms.get("rounds", 90))
         return Task(*parts, own, network(), cohort, 10, 32, terms["rate"], rounds)
 
@@ -235,9 +235,9 @@ def _vowel(data: Path, rng: np.random.Generator) -> Task:
             rows = np.flatnonzero((speakers == speaker) & (labels == label))
             times[rows] = np.arange(rows.size)
     is_test = np.isin(times, rng.permutation(6)[:2])
-    parts = _tensors(scaled[~is_test], labels[~is_test], scaled[is_test], labels[is_test])
+    parts = tensors(scaled[~is_test], labels[~is_test], scaled[is_test], labels[is_test])
     clients = [np.flatnonzero(speakers[~is_test] == speaker) for speaker in range(15)]
-    return Task(*parts, clients, _perceptron(9, 256, 128, 11), 15, 8, 8, 0.1, 60)
+    return Task(*parts, clients, perceptron(9, 256, 128, 11), 15, 8, 8, 0.1, 60)
 
 
 class _NextLetter(nn.Module):
@@ -278,20 +278,18 @@ def _shakespeare(data: Path, rng: np.random.Generator) -> Task:
     own, tests = np.concatenate(parts), places(whole.test_inputs[:200], whole.test_targets[:200])
     tests = tests[::3][:3000]
     sets = (own[:, :-1], own[:, -1], tests[:, :-1], tests[:, -1])
-    return Task(
-        *_tensors(*map(np.ascontiguousarray, sets)), clients, _NextLetter(), 12, 12, 64, 0.5
-    )
+    return Task(*tensors(*map(np.ascontiguousarray, sets)), clients, _NextLetter(), 12, 12, 64, 0.5)
 
 
 TASKS: dict[str, Callable[[Path, np.random.Generator], Task]] = {
     "digits": _digits,
     "vowel": _vowel,
     "satellite": _mlbench(
-        "Satellite", "classes", lambda: _perceptron(36, 256, 128, 6),
+        "Satellite", "classes", lambda: perceptron(36, 256, 128, 6),
         clients=8, cohort=8, rate=0.05, rounds=60,
     ),
     "letters": _mlbench(
-        "LetterRecognition", "lettr", lambda: _perceptron(16, 256, 128, 26),
+        "LetterRecognition", "lettr", lambda: perceptron(16, 256, 128, 26),
         clients=60, cohort=20, rate=0.1,
     ),
     "shakespeare": _shakespeare,
@@ -301,10 +299,15 @@ TASKS: dict[str, Callable[[Path, np.random.Generator], Task]] = {
 }  # fmt: skip
 
 
-def made(name: str, data: Path, seed: int) -> Task:
+def made(
+    name: str,
+    data: Path,
+    seed: int,
+    tasks: Mapping[str, Callable[[Path, np.random.Generator], Task]] = TASKS,
+) -> Task:
     torch.set_num_threads(1)
     torch.manual_seed(seed)
-    return TASKS[name](data, np.random.default_rng([seed, 7]))
+    return tasks[name](data, np.random.default_rng([seed, 7]))
 
 
 def idx(folder: Path, name: str) -> npt.NDArray[np.uint8]:

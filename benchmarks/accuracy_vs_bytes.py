@@ -6,6 +6,8 @@
     python benchmarks/accuracy_vs_bytes.py --data FOLDER --table --rdo       # with fewer bits
     python benchmarks/accuracy_vs_bytes.py --data FOLDER --table --links     # seconds on a link
     python benchmarks/accuracy_vs_bytes.py --data FOLDER --table --tuned     # at FedAvg's best rate
+    python benchmarks/accuracy_vs_bytes.py --data FOLDER --table --tuned --held-out    # other tasks
+    python benchmarks/accuracy_vs_bytes.py --data FOLDER --rates --held-out  # and which that is
 
 What runs is the product's own code without its network: plans are opened and policies decide as on
 a server, devices keep ledgers and make real bodies, the server aggregates them and publishes models
@@ -13,7 +15,8 @@ for a downlink. Every run is kept as a JSON file of its own in benchmarks/result
 and is not run again. Accuracies are means of the last five measures, of the newest model and of the
 average (with the same horizon for every recipe). Bytes are those of the bodies until the mean over
 three measures is where float32 FedAvg ends less half a point; on the way down those of a device
-that holds the model before. float32 recipes are tried on the task itself, auto is not.
+that holds the model before. float32 recipes are tried on the task itself, auto is not. The tasks of
+held_out_tasks.py were first run after the default was frozen.
 """
 
 from __future__ import annotations
@@ -33,6 +36,7 @@ os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import accuracy_tasks
+import held_out_tasks
 import numpy as np
 import torch
 from federation import InMemory
@@ -65,6 +69,10 @@ HEADERS = 700
 UP, DOWN = 1e6 / 8, 10e6 / 8
 """A link of 1 Mbit/s up and 10 down, in bytes a second."""
 SEEDS = range(10)
+HELD_OUT = held_out_tasks.HELD_OUT
+TASKS = {**accuracy_tasks.TASKS, **HELD_OUT}
+FACTORS = (1, 2, 4, 8, 16)
+"""Of a task's learning rate, where `TUNED` was looked for."""
 Config = dict[str, Any]
 _FLOAT32: Config = {"profiles": [{"name": "float32", "compressor": {"id": "none"}}]}
 
@@ -125,6 +133,7 @@ RECIPES: Mapping[str, Recipe] = {
     "tuned fedavg": _float32({"id": "fedavg"})._replace(tuned=True),
     "tuned fedavgm": _float32(_FEDAVGM)._replace(tuned=True),
     "tuned fedavgm, rate / 2": _float32(_FEDAVGM, 0.5)._replace(tuned=True),
+    **{f"fedavg at x {factor}": _float32({"id": "fedavg"}, factor) for factor in FACTORS},
 }
 TUNED: Mapping[str, float] = {
     "digits": 4.0,
@@ -167,7 +176,7 @@ def run(
     clients: int | None = None,
 ) -> Run:
     """One task from its beginning to its end; of its first `clients`, and so many in a `cohort`."""
-    task = accuracy_tasks.made(name, data, seed)
+    task = accuracy_tasks.made(name, data, seed, TASKS)
     total = rounds or task.rounds
     task.cohort = cohort or task.cohort
     task.clients = task.clients[:clients]
@@ -481,8 +490,21 @@ def momentum_table(store: Path, tasks: Sequence[str]) -> Iterator[str]:
             yield f"| {task} | " + " | ".join(cells) + " |"
 
 
+def rates_table(store: Path, tasks: Sequence[str]) -> Iterator[str]:
+    """Markdown: where FedAvg's newest models end on seed 0, in %, by the factor of the rate."""
+    yield "| task | " + " | ".join(f"x {factor}" for factor in FACTORS) + " | of the table |"
+    yield "|" + "---|" * (2 + len(FACTORS))
+    for task in tasks:
+        curves = [_curve(store, task, f"fedavg at x {factor}", 0, "newest") for factor in FACTORS]
+        if any(curves):
+            cells = ["" if each is None else f"{100 * each.end:.1f}" for each in curves]
+            chosen = f"x {TUNED[task]:g}" if task in TUNED else ""
+            yield f"| {task} | " + " | ".join(cells) + f" | {chosen} |"
+
+
 def _is_usual(recipe: str) -> bool:
-    return not any(word in recipe for word in ("steps", "rdo", "momentum", "nmse"))
+    others = ("steps", "rdo", "momentum", "nmse", " at x ")
+    return not any(word in recipe for word in others)
 
 
 def _row(store: Path, task: str, kind: str, *, is_tuned: bool) -> str:
@@ -549,7 +571,7 @@ def _row(store: Path, task: str, kind: str, *, is_tuned: bool) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--data", type=Path, default=Path("data"), help="see accuracy_tasks.py")
-    parser.add_argument("--tasks", default=",".join(accuracy_tasks.TASKS))
+    parser.add_argument("--tasks", help="with commas; all but those held out, if not given")
     usual = ";".join(each for each in RECIPES if _is_usual(each) and "tuned" not in each)
     parser.add_argument("--recipes", default=usual, help="separated by semicolons")
     parser.add_argument("--seeds", default="0,1,2")
@@ -563,10 +585,16 @@ def main() -> None:
     parser.add_argument("--links", action="store_true", help="the table of seconds on a link")
     parser.add_argument("--tuned", action="store_true", help="the table at FedAvg's best rate")
     parser.add_argument("--momentum", action="store_true", help="the table of server momentum")
+    parser.add_argument("--held-out", action="store_true", help="the tasks of held_out_tasks.py")
+    parser.add_argument("--rates", action="store_true", help="FedAvg at multiples of the rate")
     parser.add_argument("--quick", action="store_true", help="digits, 12 rounds, FedAvg and auto")
     asked = parser.parse_args()
-    tasks, seeds = asked.tasks.split(","), [int(seed) for seed in asked.seeds.split(",")]
+    usual_tasks = HELD_OUT if asked.held_out else accuracy_tasks.TASKS
+    tasks = asked.tasks.split(",") if asked.tasks else list(usual_tasks)
+    seeds = [int(seed) for seed in asked.seeds.split(",")]
     recipes, rounds, store = asked.recipes.split(";"), asked.rounds, asked.store
+    if asked.rates:
+        seeds, recipes = [0], [each for each in RECIPES if " at x " in each]
     if (rounds or asked.cohort or asked.clients) and store == STORE and not asked.quick:
         parser.error("--rounds, --cohort and --clients make other tasks: name another --store")
     if asked.quick:
@@ -589,6 +617,9 @@ def main() -> None:
                     f"average {ends[1]:.1f}, {done.up[-1] / 1e6:.3f} MB up",
                     flush=True,
                 )
+    if asked.rates:
+        print("\n".join(rates_table(store, tasks)))
+        return
     if asked.momentum:
         print("\n".join(momentum_table(store, tasks)))
         return

@@ -1,7 +1,8 @@
 """Data frames of R's .rda files: columns of numbers, and factors as their codes from 0 on.
 
 R's own XDR serialisation, versions 2 and 3, as far as data frames of packages such as mlbench need
-it (R Internals, Section 1.8). For files that one trusts.
+it (R Internals, Section 1.8). Installed packages hold theirs in a database beside an index, which
+`installed_frame` and `installed_strings` read (Section 1.3.1). For files that one trusts.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import bz2
 import gzip
 import lzma
 import struct
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -29,14 +31,49 @@ def frame(path: Path) -> dict[str, Column]:
     data = _OPENERS[raw[:2]](raw)
     if data[:4] not in (b"RDX2", b"RDX3"):
         raise ValueError(f"{path} begins with {data[:4]!r}, where RDX2 or RDX3 is expected")
-    reader = _Reader(data[7:])
+    (saved,) = _unserialized(data[5:]).values()
+    return _columns(saved)
+
+
+def installed_frame(folder: Path, name: str) -> dict[str, Column]:
+    """The columns of a data frame of an installed package, without those of strings; `folder` has
+    its Rdata.rdb and Rdata.rdx."""
+    return _columns(_installed(folder, name))
+
+
+def installed_strings(folder: Path, name: str) -> list[str]:
+    """The strings of a character vector of an installed package, see `installed_frame`."""
+    strings: list[str] = _installed(folder, name)[0]
+    return strings
+
+
+def _installed(folder: Path, name: str) -> Any:
+    index, _ = _unserialized(gzip.decompress((folder / "Rdata.rdx").read_bytes()))
+    places, attributes = index[0]
+    names = attributes["names"][0]
+    if name not in names:
+        raise ValueError(f"{folder} has no {name!r}; it has {', '.join(names)}")
+    start, length = places[names.index(name)][0]
+    with (folder / "Rdata.rdb").open("rb") as file:
+        file.seek(start)
+        packed = file.read(length)
+    return _unserialized(zlib.decompress(packed[4:]))
+
+
+def _unserialized(data: bytes) -> Any:
+    """The value after the mark of a serialisation, `X` and a line's end."""
+    reader = _Reader(data[2:])
     version = reader.integer()
     reader.take(8)
     if version == 3:
         reader.take(reader.integer())
-    ((columns, attributes),) = reader.item().values()
-    names = attributes["names"][0]
-    return {name: _column(*column) for name, column in zip(names, columns, strict=True)}
+    return reader.item()
+
+
+def _columns(saved: Any) -> dict[str, Column]:
+    columns, attributes = saved
+    named = zip(attributes["names"][0], columns, strict=True)
+    return {name: _column(*column) for name, column in named if not isinstance(column[0][0], str)}
 
 
 def _column(values: Any, attributes: dict[str, Any]) -> Column:
