@@ -28,7 +28,15 @@ def printed(*options: str) -> list[str]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "options", [("--table",), ("--table", "--work"), ("--table", "--links"), ("--table", "--tuned")]
+    "options",
+    [
+        ("--table",),
+        ("--table", "--work"),
+        ("--table", "--links"),
+        ("--table", "--tuned"),
+        ("--table", "--tuned", "--held-out"),
+        ("--table", "--rates", "--held-out"),
+    ],
 )
 def test_the_page_has_the_table_of_the_kept_runs(options: tuple[str, ...]) -> None:
     lines = printed(*options)
