@@ -1,17 +1,14 @@
 """Tasks of accuracy_vs_bytes.py that were first run after the default was frozen.
 
 Data, networks, clients and cohorts were chosen, and committed, before `auto` ran on any of them.
-`data/mlbench` has the data sets of R's package mlbench, `data/dslabs` and `data/janeaustenr` the
-files Rdata.rdb and Rdata.rdx of the packages of these names (Debian: r-cran-dslabs,
-r-cran-janeaustenr; below /usr/lib/R/site-library/NAME/data), and `data/watch` the file
-watch_dataset.npy of the Python package seglearn. The clients of watch are the arms of ten subjects,
-those of ratings are users, and those of austen are chapters.
+`data/mlbench` has the data sets of R's package mlbench, `data/dslabs` the files Rdata.rdb and
+Rdata.rdx of the package dslabs (Debian: r-cran-dslabs; in /usr/lib/R/site-library/dslabs/data), and
+`data/watch` the file watch_dataset.npy of the Python package seglearn. The clients of watch are the
+arms of ten subjects, those of ratings are users.
 """
 
 from __future__ import annotations
 
-import re
-from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
@@ -19,21 +16,12 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from accuracy_tasks import Rows, Task, perceptron, shares, table, tensors
-from r_data import frame, installed_frame, installed_strings
+from r_data import frame, installed_frame
 from torch import nn
 
 Windows = tuple[npt.NDArray[np.float64], Rows]
 _WINDOW, _STRIDE = 100, 50
 _HISTORY, _FREQUENT, _EMBEDDED = 20, 10, 16
-_SEQUENCE, _RARE, _HIDDEN = 32, 100, 128
-_NOVELS = (
-    "emma",
-    "mansfieldpark",
-    "northangerabbey",
-    "persuasion",
-    "prideprejudice",
-    "sensesensibility",
-)
 
 
 def _watch(data: Path, rng: np.random.Generator) -> Task:
@@ -114,49 +102,6 @@ def _ratings(data: Path, rng: np.random.Generator) -> Task:
     return Task(*parts, clients, network, 20, 8, 16, 0.1)
 
 
-class _Sequences(nn.Module):
-    """Scores of each next letter, [sequences, letters, places], by a recurrent network."""
-
-    def __init__(self, letters: int) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(letters, 32)
-        self.recurrent = nn.GRU(32, _HIDDEN, batch_first=True)
-        self.scores = nn.Linear(_HIDDEN, letters)
-
-    def forward(self, letters: torch.Tensor) -> torch.Tensor:
-        states, _ = self.recurrent(self.embedding(letters))
-        scores: torch.Tensor = self.scores(states).transpose(1, 2)
-        return scores
-
-
-def _austen(data: Path, rng: np.random.Generator) -> Task:
-    """The next letter in Jane Austen's six novels; a client for each chapter, the last tenth of
-    which is for tests (300 sequences of 32)."""
-    chapters: list[str] = []
-    for novel in _NOVELS:
-        lines = installed_strings(data / "janeaustenr", novel)
-        starts = [at for at, line in enumerate(lines) if re.match("(?i)chapter [ivxlc0-9]+", line)]
-        for start, end in zip(starts, [*starts[1:], len(lines)], strict=True):
-            chapters.append("\n".join(lines[start + 1 : end]).strip())
-    counted = Counter("".join(chapters))
-    frequent = sorted(letter for letter, count in counted.items() if count >= _RARE)
-    codes = {letter: code for code, letter in enumerate(frequent, 1)}
-    train, tests, clients, count = [], [], list[Rows](), 0
-    for chapter in chapters:
-        coded = np.array([codes.get(letter, 0) for letter in chapter])
-        pieces = np.lib.stride_tricks.sliding_window_view(coded, _SEQUENCE + 1)[::_SEQUENCE]
-        cut = len(pieces) - len(pieces) // 10
-        train.append(pieces[:cut])
-        tests.append(pieces[cut:])
-        clients.append(np.arange(count, count + cut))
-        count += cut
-    own, others = np.concatenate(train), np.concatenate(tests)
-    others = others[rng.permutation(len(others))[:300]]
-    sets = (own[:, :-1], own[:, 1:], others[:, :-1], others[:, 1:])
-    parts = tensors(*map(np.ascontiguousarray, sets))
-    return Task(*parts, clients, _Sequences(len(frequent) + 1), 10, 6, 16, 0.25, 60)
-
-
 def _mlbench(
     name: str, hidden: tuple[int, ...], tests: int, clients: int, steps: int, batch: int
 ) -> Callable[[Path, np.random.Generator], Task]:
@@ -178,7 +123,6 @@ def _mlbench(
 HELD_OUT: dict[str, Callable[[Path, np.random.Generator], Task]] = {
     "watch": _watch,
     "ratings": _ratings,
-    "austen": _austen,
     "dna": _mlbench("DNA", (128, 64), tests=600, clients=40, steps=8, batch=16),
     "shuttle": _mlbench("Shuttle", (256, 128), tests=4000, clients=50, steps=10, batch=32),
 }

@@ -2,7 +2,7 @@
 
 R's own XDR serialisation, versions 2 and 3, as far as data frames of packages such as mlbench need
 it (R Internals, Section 1.8). Installed packages hold theirs in a database beside an index, which
-`installed_frame` and `installed_strings` read (Section 1.3.1). For files that one trusts.
+`installed_frame` reads. For files that one trusts.
 """
 
 from __future__ import annotations
@@ -39,12 +39,6 @@ def installed_frame(folder: Path, name: str) -> dict[str, Column]:
     """The columns of a data frame of an installed package, without those of strings; `folder` has
     its Rdata.rdb and Rdata.rdx."""
     return _columns(_installed(folder, name))
-
-
-def installed_strings(folder: Path, name: str) -> list[str]:
-    """The strings of a character vector of an installed package, see `installed_frame`."""
-    strings: list[str] = _installed(folder, name)[0]
-    return strings
 
 
 def _installed(folder: Path, name: str) -> Any:
