@@ -276,15 +276,15 @@ UNTUNED: tuple[Method, ...] = (
     Method("default", _PROFILE["compressor"], None, _OWN, _TERMS, True),
     Method("default, not restricted", _WHOLE["compressor"], None, _OWN, _DENSE),
 )
-_BEFORE: tuple[Any, ...] = (momentum(0.8), _OWN, _TERMS, True)
+_BEFORE: tuple[Config, float, Config, bool] = (momentum(0.8), _OWN, _TERMS, True)
 """Of an earlier default, which took a tenth of its support at random."""
 UNTUNED += (
     Method("a tenth drawn, rate 1", with_small(support(0.05)), *_BEFORE),
     Method("half drawn, rate 1", with_small(support(0.05, 0.5)), *_BEFORE),
     Method("rate 1", _PROFILE["compressor"], *_BEFORE),
     # Both send as much in all as 5 % throughout, by 2 in 100.
-    Method("8 to 3 %, a tenth drawn, rate 1", {}, *_BEFORE, shares=(0.08, 0.03)),
-    Method("3 to 8 %, a tenth drawn, rate 1", {}, *_BEFORE, shares=(0.03, 0.08)),
+    Method("8 to 3 %, a tenth drawn, rate 1", {}, *_BEFORE, (0.08, 0.03)),
+    Method("3 to 8 %, a tenth drawn, rate 1", {}, *_BEFORE, (0.03, 0.08)),
 )
 UNTUNED_TASKS = ("digits 10", "vowel", "satellite", "letters", "fashion .1", "fashion .5")
 METHODS |= dict.fromkeys(UNTUNED_TASKS, UNTUNED)
