@@ -148,8 +148,8 @@ def test_questions_that_make_no_sense_are_passed_over(tmp_path: Path) -> None:
 
 
 def test_a_name_that_is_no_file_name_is_refused(tmp_path: Path) -> None:
-    strategy = run(Restarting(tmp_path, {DEVICE_ID: "../7"}), 1)
-    assert DEVICE_ID in strategy.reports[0].dropped[2]
+    grid = Restarting(tmp_path, {DEVICE_ID: "../7"})
+    assert DEVICE_ID in run(grid, 1).reports[0].dropped[grid.node]
 
 
 def test_accounts_of_runs_long_over_are_collected(tmp_path: Path) -> None:
