@@ -2,7 +2,7 @@
 
 R's own XDR serialisation, versions 2 and 3, as far as data frames of packages such as mlbench need
 it (R Internals, Section 1.8). Installed packages hold theirs in a database beside an index, which
-`installed_frame` reads. For files that one trusts.
+`installed_frame` and `installed_strings` read. For files that one trusts.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Column = npt.NDArray[np.float64]
 _OPENERS = {b"\x1f\x8b": gzip.decompress, b"BZ": bz2.decompress, b"\xfd7": lzma.decompress}
 _NULL, _SYMBOL, _PAIRS, _CHARACTERS, _REFERENCE = 254, 1, 2, 9, 255
 _LOGICAL, _INTEGER, _REAL, _STRINGS, _LIST = 10, 13, 14, 16, 19
-_HAS_ATTRIBUTES, _HAS_TAG = 512, 1024
+_HAS_ATTRIBUTES, _HAS_TAG, _IS_UTF8 = 512, 1024, 1 << 15
 
 
 def frame(path: Path) -> dict[str, Column]:
@@ -39,6 +39,16 @@ def installed_frame(folder: Path, name: str) -> dict[str, Column]:
     """The columns of a data frame of an installed package, without those of strings; `folder` has
     its Rdata.rdb and Rdata.rdx."""
     return _columns(_installed(folder, name))
+
+
+def installed_strings(folder: Path, name: str, column: str | None = None) -> list[str]:
+    """The strings of a character vector of an installed package, or of a data frame's column, see
+    `installed_frame`."""
+    values, attributes = _installed(folder, name)
+    if column is not None:
+        values, _ = values[attributes["names"][0].index(column)]
+    strings: list[str] = values
+    return strings
 
 
 def _installed(folder: Path, name: str) -> Any:
@@ -67,7 +77,7 @@ def _unserialized(data: bytes) -> Any:
 def _columns(saved: Any) -> dict[str, Column]:
     columns, attributes = saved
     named = zip(attributes["names"][0], columns, strict=True)
-    return {name: _column(*column) for name, column in named if not isinstance(column[0][0], str)}
+    return {name: _column(*column) for name, column in named if not isinstance(column[0], list)}
 
 
 def _column(values: Any, attributes: dict[str, Any]) -> Column:
@@ -102,7 +112,8 @@ class _Reader:
             return self._pairs(flags)
         count = self.integer()
         if kind == _CHARACTERS:
-            return None if count < 0 else self.take(count).decode("latin-1")
+            encoding = "utf-8" if flags & _IS_UTF8 else "latin-1"
+            return None if count < 0 else self.take(count).decode(encoding)
         values: Any
         if kind in (_LOGICAL, _INTEGER):
             values = np.frombuffer(self.take(4 * count), ">i4")
