@@ -22,7 +22,7 @@ from r_data import frame, installed_frame, installed_strings
 from torch import nn
 
 _MEASURES = ("carat", "depth", "table", "price", "x", "y", "z")
-_SEQUENCE, _RARE, _HIDDEN = 32, 100, 96
+_SEQUENCE, _RARE, _HIDDEN = 24, 100, 96
 _NOVELS = (
     "emma",
     "mansfieldpark",
@@ -31,7 +31,7 @@ _NOVELS = (
     "prideprejudice",
     "sensesensibility",
 )
-_WORDS, _LENGTH, _FEWEST = 2500, 32, 40
+_WORDS, _LENGTH, _FEWEST = 2500, 24, 40
 _APPS = ("Twitter Web Client", "Twitter for Android", "Twitter for iPhone")
 
 
@@ -72,7 +72,7 @@ class _Sequences(nn.Module):
 
 def _austen(data: Path, rng: np.random.Generator) -> Task:
     """The next letter in Jane Austen's six novels; a client for each chapter, the last tenth of
-    which is for tests (300 sequences of 32)."""
+    which is for tests (300 sequences of 24)."""
     chapters: list[str] = []
     for novel in _NOVELS:
         lines = installed_strings(data / "janeaustenr", novel)
@@ -95,7 +95,7 @@ def _austen(data: Path, rng: np.random.Generator) -> Task:
     others = others[rng.permutation(len(others))[:300]]
     sets = (own[:, :-1], own[:, 1:], others[:, :-1], others[:, 1:])
     parts = tensors(*map(np.ascontiguousarray, sets))
-    return Task(*parts, clients, _Sequences(len(frequent) + 1), 10, 6, 16, 0.5, 60)
+    return Task(*parts, clients, _Sequences(len(frequent) + 1), 8, 6, 16, 0.5, 60)
 
 
 class _Phrases(nn.Module):
@@ -115,7 +115,7 @@ class _Phrases(nn.Module):
 
 def _tweets(data: Path, rng: np.random.Generator) -> Task:
     """Which of three apps, or another, a politician's tweet was sent from, of its words; a client
-    for each month, the last fifth of which is for tests."""
+    for each month, the last fifth of which is for tests (2,000 tweets)."""
     folder = data / "dslabs"
     times = installed_frame(folder, "trump_tweets")["created_at"]
     order = np.argsort(times, kind="stable")
@@ -139,9 +139,10 @@ def _tweets(data: Path, rng: np.random.Generator) -> Task:
     words = np.zeros((labels.size, _LENGTH), np.int64)
     for row, each in zip(words, split, strict=True):
         row[: len(each)] = [codes.get(word, 1) for word in each[:_LENGTH]]
-    parts = tensors(words[is_train], labels[is_train], words[is_test], labels[is_test])
+    test = rng.permutation(np.flatnonzero(is_test))[:2000]
+    parts = tensors(words[is_train], labels[is_train], words[test], labels[test])
     clients = [np.flatnonzero(months[is_train] == month) for month in known[counts >= _FEWEST]]
-    return Task(*parts, clients, _Phrases(_WORDS, len(_APPS) + 1), 12, 10, 16, 0.1)
+    return Task(*parts, clients, _Phrases(_WORDS, len(_APPS) + 1), 10, 8, 16, 0.1, 60)
 
 
 HELD_OUT: dict[str, Callable[[Path, np.random.Generator], Task]] = {
