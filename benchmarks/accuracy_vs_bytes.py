@@ -8,7 +8,6 @@
     python benchmarks/accuracy_vs_bytes.py --data FOLDER --table --tuned     # at FedAvg's best rate
     python benchmarks/accuracy_vs_bytes.py --data FOLDER --table --tuned --held-out    # other tasks
     python benchmarks/accuracy_vs_bytes.py --data FOLDER --rates --held-out  # and which that is
-    python benchmarks/accuracy_vs_bytes.py --data FOLDER --table --tuned --once-held-out
 
 What runs is the product's own code without its network: plans are opened and policies decide as on
 a server, devices keep ledgers and make real bodies, the server aggregates them and publishes models
@@ -17,8 +16,7 @@ and is not run again. Accuracies are means of the last five measures, of the new
 average (with the same horizon for every recipe). Bytes are those of the bodies until the mean over
 three measures is where float32 FedAvg ends less half a point; on the way down those of a device
 that holds the model before. float32 recipes are tried on the task itself, auto is not. The tasks of
-held_out_tasks.py are first run after the default is frozen; those of once_held_out_tasks.py were,
-until it was changed for what they showed.
+held_out_tasks.py and of more_held_out_tasks.py were first run after the default was frozen.
 """
 
 from __future__ import annotations
@@ -39,8 +37,8 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import accuracy_tasks
 import held_out_tasks
+import more_held_out_tasks
 import numpy as np
-import once_held_out_tasks
 import torch
 from federation import InMemory
 
@@ -72,8 +70,8 @@ HEADERS = 700
 UP, DOWN = 1e6 / 8, 10e6 / 8
 """A link of 1 Mbit/s up and 10 down, in bytes a second."""
 SEEDS = range(10)
-HELD_OUT, ONCE_HELD_OUT = held_out_tasks.HELD_OUT, once_held_out_tasks.ONCE_HELD_OUT
-TASKS = {**accuracy_tasks.TASKS, **ONCE_HELD_OUT, **HELD_OUT}
+HELD_OUT = {**held_out_tasks.HELD_OUT, **more_held_out_tasks.MORE_HELD_OUT}
+TASKS = {**accuracy_tasks.TASKS, **HELD_OUT}
 FACTORS = (1, 2, 4, 8, 16)
 """Of a task's learning rate, where `TUNED` was looked for."""
 Config = dict[str, Any]
@@ -594,17 +592,11 @@ def main() -> None:
     parser.add_argument("--links", action="store_true", help="the table of seconds on a link")
     parser.add_argument("--tuned", action="store_true", help="the table at FedAvg's best rate")
     parser.add_argument("--momentum", action="store_true", help="the table of server momentum")
-    groups = parser.add_mutually_exclusive_group()
-    groups.add_argument("--held-out", action="store_true", help="the tasks of held_out_tasks.py")
-    groups.add_argument(
-        "--once-held-out", action="store_true", help="the tasks of once_held_out_tasks.py"
-    )
+    parser.add_argument("--held-out", action="store_true", help="the tasks held out")
     parser.add_argument("--rates", action="store_true", help="FedAvg at multiples of the rate")
     parser.add_argument("--quick", action="store_true", help="digits, 12 rounds, FedAvg and auto")
     asked = parser.parse_args()
-    usual_tasks = accuracy_tasks.TASKS
-    if asked.held_out or asked.once_held_out:
-        usual_tasks = HELD_OUT if asked.held_out else ONCE_HELD_OUT
+    usual_tasks = HELD_OUT if asked.held_out else accuracy_tasks.TASKS
     tasks = asked.tasks.split(",") if asked.tasks else list(usual_tasks)
     seeds = [int(seed) for seed in asked.seeds.split(",")]
     recipes, rounds, store = asked.recipes.split(";"), asked.rounds, asked.store

@@ -1,153 +1,120 @@
-"""Tasks of accuracy_vs_bytes.py that the default first runs on after it is frozen.
+"""Tasks of accuracy_vs_bytes.py that were first run after the default was frozen.
 
-Data, networks, clients, cohorts, local steps and rounds are chosen by float32 recipes alone, and
-committed before `auto` or any compressed recipe runs on them. `data/ggplot2`, `data/janeaustenr`
-and `data/dslabs` have the files Rdata.rdb and Rdata.rdx of R's packages of these names (Debian:
-r-cran-NAME; in /usr/lib/R/site-library/NAME/data), `data/kernlab` the file spam.rda of kernlab. The
-clients of diamonds are the groups of equal colour and clarity, those of austen are chapters, and
-those of tweets are months.
+Data, networks, clients and cohorts were chosen, and committed, before `auto` ran on any of them.
+`data/mlbench` has the data sets of R's package mlbench, `data/dslabs` the files Rdata.rdb and
+Rdata.rdx of the package dslabs (Debian: r-cran-dslabs; in /usr/lib/R/site-library/dslabs/data), and
+`data/watch` the file watch_dataset.npy of the Python package seglearn. The clients of watch are the
+arms of ten subjects, those of ratings are users.
 """
 
 from __future__ import annotations
 
-import re
-from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
+import numpy.typing as npt
 import torch
-from accuracy_tasks import Rows, Task, perceptron, skewed_table, tensors
-from r_data import frame, installed_frame, installed_strings
+from accuracy_tasks import Rows, Task, skewed_table, tensors
+from r_data import frame, installed_frame
 from torch import nn
 
-_MEASURES = ("carat", "depth", "table", "price", "x", "y", "z")
-_SEQUENCE, _RARE, _HIDDEN = 24, 100, 96
-_NOVELS = (
-    "emma",
-    "mansfieldpark",
-    "northangerabbey",
-    "persuasion",
-    "prideprejudice",
-    "sensesensibility",
-)
-_WORDS, _LENGTH, _FEWEST = 2500, 24, 40
-_APPS = ("Twitter Web Client", "Twitter for Android", "Twitter for iPhone")
+Windows = tuple[npt.NDArray[np.float64], Rows]
+_WINDOW, _STRIDE = 100, 50
+_HISTORY, _FREQUENT, _EMBEDDED = 20, 10, 16
 
 
-def _diamonds(data: Path, rng: np.random.Generator) -> Task:
-    """Which of five cuts a diamond has, of its price and its measures; a client for each of the 56
-    pairs of colour and clarity (42 to 2,470 diamonds, 4,000 in all of which are for tests)."""
-    columns = installed_frame(data / "ggplot2", "diamonds")
-    groups = (8 * columns["color"] + columns["clarity"]).astype(np.int64)
-    inputs = np.stack([columns[name] for name in _MEASURES], 1)
-    scaled = ((inputs - inputs.mean(0)) / inputs.std(0)).clip(-5, 5).astype(np.float32)
-    cuts, order = columns["cut"].astype(np.int64), rng.permutation(groups.size)
-    rest, test = order[4000:], order[:4000]
-    parts = tensors(scaled[rest], cuts[rest], scaled[test], cuts[test])
-    clients = [np.flatnonzero(groups[rest] == group) for group in np.unique(groups)]
-    return Task(*parts, clients, perceptron(7, 256, 128, 5), 10, 8, 32, 0.1, 60)
+def _watch(data: Path, rng: np.random.Generator) -> Task:
+    """Which of seven shoulder exercises a smartwatch's wearer does, of two seconds at 50 Hz; the
+    last quarter of each recording is for tests. Burns et al. 2018, arXiv:1802.01489."""
+    kept = np.load(data / "watch" / "watch_dataset.npy", allow_pickle=True).item()
+    train, test, arms = list[Windows](), list[Windows](), list[Rows]()
+    for series, label, subject, side in zip(
+        kept["X"], kept["y"], kept["subject"], kept["side"], strict=True
+    ):
+        end = 3 * len(series) // 4
+        for part, windows, step in ((series[:end], train, _STRIDE), (series[end:], test, _WINDOW)):
+            cut = np.lib.stride_tricks.sliding_window_view(part, _WINDOW, axis=0)[::step]
+            windows.append((cut, np.full(len(cut), int(label))))
+        arms.append(np.full(len(train[-1][1]), 2 * int(subject) + int(side)))
+    inputs, tests = (np.concatenate([cut for cut, _ in each]) for each in (train, test))
+    labels, answers = (np.concatenate([kind for _, kind in each]) for each in (train, test))
+    mean, deviation = inputs.mean((0, 2), keepdims=True), inputs.std((0, 2), keepdims=True)
+    scaled, others = (((each - mean) / deviation).astype(np.float32) for each in (inputs, tests))
+    arm = np.concatenate(arms)
+    clients = [np.flatnonzero(arm == each) for each in np.unique(arm)]
+    network = nn.Sequential(
+        nn.Conv1d(6, 32, 9, 2, 4), nn.ReLU(), nn.Conv1d(32, 64, 5, 2, 2), nn.ReLU(),
+        nn.Conv1d(64, 64, 5, 2, 2), nn.ReLU(), nn.Flatten(), nn.Linear(832, 64), nn.ReLU(),
+        nn.Linear(64, 7),
+    )  # fmt: skip
+    parts = tensors(scaled, labels, others, answers)
+    return Task(*parts, clients, network, 10, 8, 32, 0.05, 60)
 
 
-def _spam(data: Path, rng: np.random.Generator) -> Task:
-    """Whether a message is spam, of how frequent words and signs are in it (UCI's Spambase)."""
-    columns = frame(data / "kernlab" / "spam.rda")
-    return skewed_table(columns, "type", (256, 128), 1000, 40, 8, 16, rng)
+class _Taste(nn.Module):
+    """Whether a user likes a film, of the film, its genres and the user's last ratings.
 
+    Columns: film, genres, then the films rated before; `films` more for one that was not liked."""
 
-class _Sequences(nn.Module):
-    """Scores of each next letter, [sequences, letters, places], by a recurrent network."""
-
-    def __init__(self, letters: int) -> None:
+    def __init__(self, films: int, genres: int) -> None:
         super().__init__()
-        self.embedding = nn.Embedding(letters, 32)
-        self.recurrent = nn.GRU(32, _HIDDEN, batch_first=True)
-        self.scores = nn.Linear(_HIDDEN, letters)
+        self.films = films
+        self.film, self.genres = nn.Embedding(films, _EMBEDDED), nn.Embedding(genres, 8)
+        self.rated = nn.Embedding(2 * films, _EMBEDDED)
+        self.hidden, self.scores = nn.Linear(2 * _EMBEDDED + 9, 64), nn.Linear(64, 2)
 
-    def forward(self, letters: torch.Tensor) -> torch.Tensor:
-        states, _ = self.recurrent(self.embedding(letters))
-        scores: torch.Tensor = self.scores(states).transpose(1, 2)
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        history = rows[:, 2:]
+        there = (history >= 0).float()
+        count = there.sum(1, keepdim=True).clamp(min=1)
+        rated = (self.rated(history.clamp(min=0)) * there[:, :, None]).sum(1) / count
+        liked = ((history >= 0) & (history < self.films)).float().sum(1, keepdim=True) / count
+        parts = [self.film(rows[:, 0]), self.genres(rows[:, 1]), rated, liked]
+        scores: torch.Tensor = self.scores(nn.functional.relu(self.hidden(torch.cat(parts, 1))))
         return scores
 
 
-def _austen(data: Path, rng: np.random.Generator) -> Task:
-    """The next letter in Jane Austen's six novels; a client for each chapter, the last tenth of
-    which is for tests (300 sequences of 24)."""
-    chapters: list[str] = []
-    for novel in _NOVELS:
-        lines = installed_strings(data / "janeaustenr", novel)
-        starts = [at for at, line in enumerate(lines) if re.match("(?i)chapter [ivxlc0-9]+", line)]
-        for start, end in zip(starts, [*starts[1:], len(lines)], strict=True):
-            chapters.append("\n".join(lines[start + 1 : end]).strip())
-    counted = Counter("".join(chapters))
-    frequent = sorted(letter for letter, count in counted.items() if count >= _RARE)
-    codes = {letter: code for code, letter in enumerate(frequent, 1)}
-    train, tests, clients, count = [], [], list[Rows](), 0
-    for chapter in chapters:
-        coded = np.array([codes.get(letter, 0) for letter in chapter])
-        pieces = np.lib.stride_tricks.sliding_window_view(coded, _SEQUENCE + 1)[::_SEQUENCE]
-        cut = len(pieces) - len(pieces) // 10
-        train.append(pieces[:cut])
-        tests.append(pieces[cut:])
-        clients.append(np.arange(count, count + cut))
-        count += cut
-    own, others = np.concatenate(train), np.concatenate(tests)
-    others = others[rng.permutation(len(others))[:300]]
-    sets = (own[:, :-1], own[:, 1:], others[:, :-1], others[:, 1:])
-    parts = tensors(*map(np.ascontiguousarray, sets))
-    return Task(*parts, clients, _Sequences(len(frequent) + 1), 8, 6, 16, 0.5, 60)
+def _ratings(data: Path, rng: np.random.Generator) -> Task:
+    """Whether users give a film four stars or more, of what they rated before; a client for each
+    user, the last fifth of whose ratings is for tests (4,000 of them). MovieLens, 671 users."""
+    columns = installed_frame(data / "dslabs", "movielens")
+    order = np.lexsort((columns["movieId"], columns["timestamp"], columns["userId"]))
+    ids = columns["movieId"][order]
+    known, counts = np.unique(ids, return_counts=True)
+    frequent = known[counts >= _FREQUENT]
+    films = np.where(np.isin(ids, frequent), np.searchsorted(frequent, ids) + 1, 0)
+    liked = columns["rating"][order] >= 4
+    users, genres = columns["userId"][order], columns["genres"][order].astype(np.int64)
+    network = _Taste(frequent.size + 1, int(genres.max()) + 1)
+    entries = np.where(liked, films, films + network.films)
+    rows, is_test = [], []
+    for user in np.unique(users):
+        own = np.flatnonzero(users == user)
+        before = np.concatenate([np.full(_HISTORY, -1), entries[own][:-1]])
+        history = np.lib.stride_tricks.sliding_window_view(before, _HISTORY)
+        rows.append(np.column_stack([films[own], genres[own], history]))
+        is_test.append(np.arange(own.size) >= own.size - own.size // 5)
+    inputs, late, labels = np.concatenate(rows), np.concatenate(is_test), liked.astype(np.int64)
+    clients = [np.flatnonzero(users[~late] == user) for user in np.unique(users)]
+    test = rng.permutation(np.flatnonzero(late))[:4000]
+    parts = tensors(inputs[~late], labels[~late], inputs[test], labels[test])
+    return Task(*parts, clients, network, 20, 8, 16, 0.1)
 
 
-class _Phrases(nn.Module):
-    """Scores of a text's classes: convolutions over words, and the maximum of each over the text
-    (Kim 2014, arXiv:1408.5882)."""
+def _mlbench(
+    name: str, hidden: tuple[int, ...], tests: int, clients: int, steps: int, batch: int
+) -> Callable[[Path, np.random.Generator], Task]:
+    def made(data: Path, rng: np.random.Generator) -> Task:
+        columns = frame(data / "mlbench" / f"{name}.rda")
+        return skewed_table(columns, "Class", hidden, tests, clients, steps, batch, rng)
 
-    def __init__(self, words: int, classes: int) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(words, 32)
-        self.phrases, self.scores = nn.Conv1d(32, 64, 3, 1, 1), nn.Linear(64, classes)
-
-    def forward(self, words: torch.Tensor) -> torch.Tensor:
-        phrases = nn.functional.relu(self.phrases(self.embedding(words).transpose(1, 2)))
-        scores: torch.Tensor = self.scores(phrases.amax(2))
-        return scores
-
-
-def _tweets(data: Path, rng: np.random.Generator) -> Task:
-    """Which of three apps, or another, a politician's tweet was sent from, of its words; a client
-    for each month, the last fifth of which is for tests (2,000 tweets)."""
-    folder = data / "dslabs"
-    times = installed_frame(folder, "trump_tweets")["created_at"]
-    order = np.argsort(times, kind="stable")
-    months = times[order].astype("datetime64[s]").astype("datetime64[M]").astype(np.int64)
-    texts = installed_strings(folder, "trump_tweets", "text")
-    sources = installed_strings(folder, "trump_tweets", "source")
-    apps = {app: code for code, app in enumerate(_APPS)}
-    labels = np.array([apps.get(sources[row], len(_APPS)) for row in order])
-    known, counts = np.unique(months, return_counts=True)
-    is_train, is_test = np.zeros(labels.size, bool), np.zeros(labels.size, bool)
-    for month in known[counts >= _FEWEST]:
-        own = np.flatnonzero(months == month)
-        is_test[own[own.size - own.size // 5 :]] = True
-        is_train[own[: own.size - own.size // 5]] = True
-    split = [
-        re.findall(r"[@#]?\w+|[^\w\s]", re.sub(r"https?://\S+", "http", texts[row].lower()))
-        for row in order
-    ]
-    counted = Counter(word for at in np.flatnonzero(is_train) for word in split[at])
-    codes = {word: code for code, (word, _) in enumerate(counted.most_common(_WORDS - 2), 2)}
-    words = np.zeros((labels.size, _LENGTH), np.int64)
-    for row, each in zip(words, split, strict=True):
-        row[: len(each)] = [codes.get(word, 1) for word in each[:_LENGTH]]
-    test = rng.permutation(np.flatnonzero(is_test))[:2000]
-    parts = tensors(words[is_train], labels[is_train], words[test], labels[test])
-    clients = [np.flatnonzero(months[is_train] == month) for month in known[counts >= _FEWEST]]
-    return Task(*parts, clients, _Phrases(_WORDS, len(_APPS) + 1), 10, 8, 16, 0.1, 60)
+    return made
 
 
 HELD_OUT: dict[str, Callable[[Path, np.random.Generator], Task]] = {
-    "diamonds": _diamonds,
-    "spam": _spam,
-    "austen": _austen,
-    "tweets": _tweets,
+    "watch": _watch,
+    "ratings": _ratings,
+    "dna": _mlbench("DNA", (128, 64), tests=600, clients=40, steps=8, batch=16),
+    "shuttle": _mlbench("Shuttle", (256, 128), tests=4000, clients=50, steps=10, batch=32),
 }

@@ -34,8 +34,8 @@ def printed(*options: str) -> list[str]:
         ("--table", "--work"),
         ("--table", "--links"),
         ("--table", "--tuned"),
-        ("--table", "--tuned", "--once-held-out"),
-        ("--table", "--rates", "--once-held-out"),
+        ("--table", "--tuned", "--held-out"),
+        ("--table", "--rates", "--held-out"),
     ],
 )
 def test_the_page_has_the_table_of_the_kept_runs(options: tuple[str, ...]) -> None:
