@@ -23,6 +23,7 @@ import numpy.typing as npt
 from fedpress_compression import coding
 from fedpress_compression.coding.fields import Contexts, Symbols
 from fedpress_compression.compressor import Compressor, Public, to_config
+from fedpress_compression.compressors.error_feedback import fused_sum
 from fedpress_compression.contexts import contexts_of
 from fedpress_compression.errors import DecodingError
 from fedpress_compression.kernels.buffer_pool import pooled
@@ -448,7 +449,7 @@ class Gathered(Channel):
     ) -> tuple[Vector, Symbols, Any]:
         """`scale` * `update` + `other`, and what `compress` returns for it; in one pass over the
         vectors if the compressor can do that."""
-        fused = getattr(self.lossy, "compress_sum", None)
+        fused = fused_sum(self.lossy)
         options = {} if self.scale == 1 else {"scale": self.scale}
         with np.errstate(over="ignore"):  # a sum that overflows is refused
             if fused is None:

@@ -33,7 +33,7 @@ from fedpress_compression.compressors.powersgd import PowerSGD
 from fedpress_compression.compressors.randomk import RandomK
 from fedpress_compression.compressors.topk import TopK
 from fedpress_compression.randomness import PublicRandomness
-from fedpress_compression.tensors import ModelSpec, TensorSpec
+from fedpress_compression.tensors import ModelSpec, TensorSpec, Vector
 from fedpress_ddp.collectives import Turns
 from fedpress_ddp.hook import (
     BiasWarning,
@@ -497,3 +497,18 @@ def test_the_example_compares_torch_s_hooks_with_ours() -> None:
     assert sizes["torch, no hook"] == plain
     assert len(sizes) == 6
     assert all(0 < size < plain for name, size in sizes.items() if name != "torch, no hook")
+
+
+class Silent(TopK):
+    """Sends zeros, to be told from what it inherits."""
+
+    def compress(
+        self, update: Vector, state: None, public: Public, rng: np.random.Generator
+    ) -> tuple[Any, None]:
+        return super().compress(np.zeros_like(update), state, public, rng)
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_subclass_s_own_compress_is_what_the_hook_exchanges() -> None:
+    model = model_with(HookState(ErrorFeedback(Silent(0.1)), plain_steps=0))
+    assert not step(model).any()

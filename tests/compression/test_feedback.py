@@ -302,3 +302,23 @@ def test_what_is_taken_back_is_unsent_and_what_counts_stands_still() -> None:
     assert (
         still.commit(still.init(SPEC)._replace(velocity=None), None, sent_update).velocity is None
     )
+
+
+class NextLargest(TopK):
+    """Keeps the largest of the smaller half, to be told from what it inherits."""
+
+    def compress(
+        self, update: Vector, state: None, public: Public, rng: np.random.Generator
+    ) -> tuple[Any, None]:
+        small = np.abs(update) <= np.median(np.abs(update))
+        return super().compress(np.where(small, update, np.float32(0)), state, public, rng)
+
+
+def test_a_subclass_s_own_compress_is_what_sends_the_residual_too() -> None:
+    made, known = ErrorFeedback(NextLargest(0.05)), public(None)
+    update, rng = draw(1), np.random.default_rng(0)
+    _, state = made.compress(update, made.init(SPEC), known, rng)
+    symbols, _ = made.compress(update, state, known, rng)
+    assert state.residual is not None
+    total = update + state.residual
+    assert np.array_equal(made.decompress(symbols, known).dense(), sent(made.lossy, total, known))

@@ -8,7 +8,7 @@ staleness as in Li and Li 2023 (arXiv:2207.09057, Section 4, partial participati
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any, NamedTuple, Self
@@ -216,7 +216,7 @@ def compress_sum(
 
     A channel that can do both in one pass over the vectors has a method `compress_sum`.
     """
-    fused = getattr(channel, "compress_sum", None)
+    fused = fused_sum(channel)
     if fused is not None:
         total, symbols, after = fused(update, other, state, public, rng)
         return total, symbols, after
@@ -224,3 +224,15 @@ def compress_sum(
         total = np.add(update, other, out=pooled(update.size, np.float32))
     symbols, after = channel.compress(total, state, public, rng)
     return total, symbols, after
+
+
+def fused_sum(channel: Lossy[Any]) -> Callable[..., tuple[Vector, Symbols, Any]] | None:
+    """Its `compress_sum`; None if it has none, or only that of a class whose `compress` its own
+    class overrides."""
+    for each in type(channel).__mro__:
+        if "compress_sum" in vars(each):
+            fused: Callable[..., tuple[Vector, Symbols, Any]] = channel.compress_sum  # type: ignore[attr-defined]
+            return fused
+        if "compress" in vars(each):
+            break
+    return None
