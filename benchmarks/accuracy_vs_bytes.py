@@ -151,6 +151,7 @@ TUNED: Mapping[str, float] = {
     "watch": 2.0,
     "diamonds": 8.0,
     "spam": 1.0,
+    "austen": 8.0,
     "tweets": 1.0,
 }
 """Times the task's own learning rate: where FedAvg's newest models end highest on seed 0, of 1, 2,
