@@ -18,7 +18,8 @@ _log = logging.getLogger(__name__)
 _REMEMBERED = 5
 """Assignments whose time is known; the median of them is what the next is expected to take."""
 _SKIPPED = 8
-"""Assignments declined in a row as too slow, before one is tried all the same."""
+"""The most assignments declined in a row as too slow, before one is tried all the same: two after
+a single one is known, which a busy minute may have slowed, and twice as many for each more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +88,9 @@ class Durations:
     def too_long(self, plan: RoundPlan, seconds_left: float) -> float | None:
         """The usual seconds of an assignment of `plan`, if they are more than `seconds_left`; None
         if they are not, if nothing is known, or if it is time to try again."""
-        if self.kind != kind_of(plan) or not self.seconds or self.skipped >= _SKIPPED:
+        if self.kind != kind_of(plan) or not self.seconds:
+            return None
+        if self.skipped >= min(_SKIPPED, 2 ** len(self.seconds)):
             return None
         usual = median(self.seconds)
         return usual if usual > seconds_left else None

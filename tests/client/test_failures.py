@@ -230,14 +230,26 @@ def test_a_device_that_cannot_make_the_deadline_learns_it_and_declines(tmp_path:
     again.close()
 
 
-def test_a_device_that_was_slow_tries_again_in_the_end(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("slow", "declined"),
+    [
+        pytest.param(1, [2], id="once"),
+        pytest.param(4, [2, 4, 8, 8], id="four-times"),
+    ],
+)
+def test_a_device_that_was_slow_tries_again_the_later_the_more_often_it_was(
+    slow: int, declined: list[int], tmp_path: Path
+) -> None:
     server, link, trainer, client = slow_device(tmp_path, 90.0)
-    for _ in range(12):
+    in_between: list[int] = []
+    for _ in range(40):
+        calls, before = trainer.calls, len(link.declined)
+        trainer.takes = 90.0 if calls < slow else 1.0
         client.step()
         server.close()
-        client.step()
-        trainer.takes = 1.0
-    assert (len(link.declined), trainer.calls > 1) == (8, True)
+        if trainer.calls > calls:
+            in_between.append(before - sum(in_between))
+    assert in_between[: slow + 1] == [0, *declined]
     client.close()
 
 
