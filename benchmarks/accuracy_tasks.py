@@ -47,7 +47,7 @@ class Task:
 
     @property
     def first_model(self) -> Model:
-        tensors = {n: p.detach().numpy().copy() for n, p in self.network.named_parameters()}
+        tensors = {n: p.detach().cpu().numpy().copy() for n, p in self.network.named_parameters()}
         return Model.from_tensors(tensors)
 
     def update(

@@ -1,6 +1,6 @@
 """Fashion-MNIST as in Flower's baseline `niid_bench`, dense and at the default's rates.
 
-    python benchmarks/niid_bench.py --data FOLDER [--recipes "fedavg;auto"] [--seeds 42]
+    python benchmarks/niid_bench.py --data FOLDER [--recipes "fedavg;auto"] [--device cuda]
     python benchmarks/niid_bench.py --table          # of what has been run
 
 The setting is the baseline's (after Li et al. 2022, arXiv:2102.02079): 10 clients, Dirichlet(.5)
@@ -67,7 +67,8 @@ class Silos(Task):
         before = [each.detach().clone() for each in parameters]
         velocity = [torch.zeros_like(each) for each in parameters]
         for _ in range(EPOCHS):
-            for batch in torch.from_numpy(rng.permutation(self.clients[client])).split(BATCH):
+            order = torch.from_numpy(rng.permutation(self.clients[client]))
+            for batch in order.to(self.inputs.device).split(BATCH):
                 scores = self.network(self.inputs[batch])
                 loss = nn.functional.cross_entropy(scores, self.labels[batch])
                 gradients = list(torch.autograd.grad(loss, parameters))
@@ -78,7 +79,7 @@ class Silos(Task):
                     torch._foreach_mul_(velocity, MOMENTUM)
                     torch._foreach_add_(velocity, gradients)
                     torch._foreach_add_(parameters, velocity, alpha=-rate)
-        tensors = {n: p.detach().numpy() for n, p in self.network.named_parameters()}
+        tensors = {n: p.detach().cpu().numpy() for n, p in self.network.named_parameters()}
         return model.spec.flatten(tensors) - model.parameters
 
 
@@ -100,7 +101,7 @@ def shares(labels: Rows, clients: int, concentration: float, seed: int) -> list[
             return [np.array(each, np.int64) for each in own]
 
 
-def made(data: Path, seed: int, proximal: float) -> Silos:
+def made(data: Path, seed: int, proximal: float, device: str) -> Silos:
     torch.set_num_threads(1)
     torch.manual_seed(seed)
     folder = data / "fashion_mnist"
@@ -109,7 +110,7 @@ def made(data: Path, seed: int, proximal: float) -> Silos:
 
     def scaled(pixels: Any) -> torch.Tensor:
         images = torch.from_numpy(pixels.astype(np.float32) / 255)[:, None]
-        return images.contiguous(memory_format=torch.channels_last)
+        return images.to(device).contiguous(memory_format=torch.channels_last)
 
     inputs, labels, test_inputs, test_labels = arrays
     network: nn.Module = nn.Sequential(  # a rectifier after the pool: the same on a quarter
@@ -122,11 +123,11 @@ def made(data: Path, seed: int, proximal: float) -> Silos:
             each.data = each.data.contiguous(memory_format=torch.channels_last)
     own = labels.astype(np.int64)
     clients = shares(own, CLIENTS, 0.5, seed)
-    answers = torch.from_numpy(test_labels.astype(np.int64))
+    answers = torch.from_numpy(test_labels.astype(np.int64)).to(device)
     return Silos(
-        *(scaled(inputs), torch.from_numpy(own), scaled(test_inputs), answers),
+        *(scaled(inputs), torch.from_numpy(own).to(device), scaled(test_inputs), answers),
         clients,
-        network,
+        network.to(device),
         cohort=CLIENTS,
         steps=0,
         batch=BATCH,
@@ -136,10 +137,10 @@ def made(data: Path, seed: int, proximal: float) -> Silos:
     )
 
 
-def run(recipe: str, seed: int, data: Path, rounds: int, file: Path) -> None:
+def run(recipe: str, seed: int, data: Path, rounds: int, device: str, file: Path) -> None:
     """One recipe from its beginning to its end; `file` has the rounds so far."""
     changes, proximal = RECIPES[recipe]
-    task = made(data, seed, proximal)
+    task = made(data, seed, proximal, device)
     initial = Model.from_bytes(task.first_model.to_bytes())
     fields: dict[str, Any] = {
         "task": "task",
@@ -156,7 +157,8 @@ def run(recipe: str, seed: int, data: Path, rounds: int, file: Path) -> None:
     begun = time.process_time()
 
     def keep(done: accuracy_vs_bytes.Run) -> None:
-        kept = {**vars(done), "of": rounds, "cpu_seconds": round(time.process_time() - begun)}
+        spent = round(time.process_time() - begun)
+        kept = {**vars(done), "of": rounds, "device": device, "cpu_seconds": spent}
         file.write_text(json.dumps(kept) + "\n")
         print(
             f"{recipe} seed {seed} round {done.rounds[-1]}: newest {100 * done.newest[-1][0]:.2f}, "
@@ -198,6 +200,7 @@ def main() -> None:
     parser.add_argument("--recipes", default="fedavg;auto", help=f"of {'; '.join(RECIPES)}")
     parser.add_argument("--seeds", default="42")
     parser.add_argument("--rounds", type=int, default=ROUNDS)
+    parser.add_argument("--device", default="cpu", help="torch's name of where clients train")
     parser.add_argument("--store", type=Path, default=STORE, help="where runs are kept")
     parser.add_argument("--table", action="store_true", help="print the table, run nothing")
     asked = parser.parse_args()
@@ -207,7 +210,7 @@ def main() -> None:
             file = asked.store / f"{recipe}-{seed}.json"
             kept: dict[str, Any] = json.loads(file.read_text()) if file.exists() else {}
             if not kept or kept["rounds"][-1] != kept["of"]:
-                run(recipe, seed, asked.data, asked.rounds, file)
+                run(recipe, seed, asked.data, asked.rounds, asked.device, file)
     print("\n".join(table(asked.store)))
 
 
