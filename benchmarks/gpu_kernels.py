@@ -3,8 +3,12 @@
     python benchmarks/gpu_kernels.py [--size 10000000]
 
 Times are medians of `triton.testing.do_bench`, which leaves the caches cold. GB/s are of the bytes
-that a case has to read and write: float32 in for a selection, which reads them twice. Nothing
-crosses the bus in these cases.
+that a case has to read and write; selections, and what follows one, count the gradient's float32
+alone, 4 bytes a value. Nothing crosses the bus in these cases.
+
+The last two are what a sender's GPU does with a gradient: the sum with the residual, the largest
+1 %, these quantised to 15 levels, and their symbols packed or coded in lanes. Step and table are
+chosen beforehand, as the host chooses them. Positions are coded on the host, in no case here.
 
 A second table has the milliseconds of a data-parallel hook's exchange by top-k of 1 % under error
 feedback, two processes in one without a network: to select, encode, decode and add, with the
@@ -38,21 +42,31 @@ def cases(size: int) -> dict[str, Case]:
     noise = torch.rand(size, dtype=torch.float64, device=gpu.DEVICE)
     k = max(1, int(SHARE * size))
     symbols = gpu.device_quantise(vector, 0.5, 7, None)
-    counts = torch.bincount(symbols.to(torch.int64), minlength=15).cpu().numpy()
-    tables = torch.from_numpy(frequencies(counts)).to(gpu.DEVICE)
+    tables = frequencies(symbols)
     zeros = torch.zeros(size, dtype=torch.uint8, device=gpu.DEVICE)
     memory = torch.zeros(15, dtype=torch.uint8, device=gpu.DEVICE)
-    num_lanes = min(1 << 15, 1 << max(0, (size // 512).bit_length() - 1))
+    num_lanes = lanes(size)
     num_words, states, words = gpu.device_encode(symbols, zeros, tables, num_lanes)
     words = words.to(torch.int64)
-    where = gpu.device_largest(vector, None, k, None)[0]
+    where = gpu.device_largest(vector, None, k, None)[0].long()
     sums = torch.zeros(size, dtype=torch.int64, device=gpu.DEVICE)
     table = torch.arange(15, dtype=torch.int64, device=gpu.DEVICE)
     decode = partial(gpu.device_decode, states, words, num_words, zeros, memory, tables)
+    chosen = gpu.device_largest(vector, residual, k, total)[1]
+    step = float(chosen.abs().max()) / 7
+    sent_tables = frequencies(gpu.device_quantise(chosen, step, 7, None))
+
+    def quantised() -> torch.Tensor:
+        chosen = gpu.device_largest(vector, residual, k, total)[1]
+        return gpu.device_quantise(chosen, step, 7, None)
+
+    def coded() -> Any:
+        return gpu.device_encode(quantised(), zeros[:k], sent_tables, lanes(k))
+
     return {
         "copy": (lambda: total.copy_(vector), 8 * size),
-        "largest": (partial(gpu.device_largest, vector, None, k, None), 8 * size),
-        "sum and largest": (partial(gpu.device_largest, vector, residual, k, total), 16 * size),
+        "largest": (partial(gpu.device_largest, vector, None, k, None), 4 * size),
+        "sum and largest": (partial(gpu.device_largest, vector, residual, k, total), 4 * size),
         "quantise": (partial(gpu.device_quantise, vector, 0.5, 7, None), 5 * size),
         "quantise at random": (partial(gpu.device_quantise, vector, 0.5, 7, noise), 13 * size),
         "pack": (partial(gpu.device_pack, symbols, 4), size + size // 2),
@@ -62,6 +76,8 @@ def cases(size: int) -> dict[str, Case]:
             partial(gpu.device_add_table_at, sums, where, symbols[:k], table),
             25 * where.numel(),
         ),
+        "select, quantise, pack": (lambda: gpu.device_pack(quantised(), 4), 4 * size),
+        "select, quantise, encode": (coded, 4 * size),
     }
 
 
@@ -93,11 +109,17 @@ def exchanges(size: int) -> dict[str, Callable[[], torch.Tensor]]:
     }
 
 
-def frequencies(counts: Any) -> Any:
+def lanes(num: int) -> int:
+    """One for each 512 to 1,024 symbols, a power of 2; 2**15 at most."""
+    return min(1 << 15, 1 << max(0, (num // 512).bit_length() - 1))
+
+
+def frequencies(symbols: torch.Tensor) -> torch.Tensor:
     """One table of frequencies that sum to 4096, 1 or more for what occurs."""
+    counts = torch.bincount(symbols.to(torch.int64), minlength=15).cpu().numpy()
     shares = np.where(counts > 0, 1 + counts * (4096 - len(counts)) // counts.sum(), 0)
     shares[counts.argmax()] += 4096 - shares.sum()
-    return shares.astype(np.int64)[np.newaxis]
+    return torch.from_numpy(shares.astype(np.int64)[np.newaxis]).to(symbols.device)
 
 
 def main() -> None:

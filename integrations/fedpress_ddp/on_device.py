@@ -85,16 +85,17 @@ def send(
         def kept(chunk: slice, k: int) -> tuple[Indices, Vector]:
             where, largest = device_largest(divided[chunk], residual[chunk], k, total[chunk])
             trip.measured.brought += trip.finite_square(total[chunk])
-            return _to_host(where), _to_host(largest)
+            return _to_host(where).astype(np.int64), _to_host(largest)
 
         with np.errstate(over="ignore"):  # between levels near the largest float32
             symbols = lossy.compress_kept(public.spec, kept)
+        crossing = np.int32 if public.spec.size < 1 << 31 else np.int64
         channel = Gathered(trip, lossy, added)
         updates = list(channel.gather(symbols, public))
         mean = divided.zero_()  # in its memory, which is no longer read
         for update in updates:
             for piece in update.pieces:
-                where = _to_device(piece.indices(), values.device)
+                where = _to_device(piece.indices().astype(crossing), values.device).long()
                 sent = _to_device(piece.values, values.device)
                 # No index_add_: a GPU's atomic sums take subnormal numbers for 0.
                 mean[where] += sent

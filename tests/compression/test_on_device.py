@@ -25,7 +25,7 @@ from fedpress_compression.compressors.error_feedback import ErrorFeedback
 from fedpress_compression.compressors.quantize import Quantize
 from fedpress_compression.compressors.topk import TopK
 from fedpress_compression.decode_add import decode_add
-from fedpress_compression.errors import DecodingError
+from fedpress_compression.errors import ConfigurationError, DecodingError
 from fedpress_compression.fixed_point import Accumulator, FixedPoint
 from fedpress_compression.kernels import on_device, reference
 from fedpress_compression.randomness import PublicRandomness
@@ -64,6 +64,119 @@ def test_the_largest_of_a_vector_and_of_a_sum_are_the_same(num: int, k: int) -> 
         due = reference.add_largest(vector, residual, k, totals[0], scale)
         assert same(due, on_device.add_largest(vector, residual, k, totals[1], scale))
         assert totals[0].tobytes() == totals[1].tobytes()
+
+
+def check_largest(vector: Vector, k: int) -> None:
+    """By itself, and as a sum of halves of it, which is exact."""
+    due = reference.largest(vector, k)
+    assert same(due, on_device.largest(vector, k))
+    totals = np.empty_like(vector), np.empty_like(vector)
+    half = vector / np.float32(2)
+    due = reference.add_largest(half, vector - half, k, totals[0])
+    assert same(due, on_device.add_largest(half, vector - half, k, totals[1]))
+    assert totals[0].tobytes() == totals[1].tobytes()
+
+
+@pytest.fixture
+def counted(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The k of selections that counted all entries: the sample was of no use."""
+    seen, count = list[int](), on_device._counted
+
+    def watching(vector: torch.Tensor, k: int) -> torch.Tensor:
+        seen.append(k)
+        return count(vector, k)
+
+    monkeypatch.setattr(on_device, "_counted", watching)
+    return seen
+
+
+STRIDE = on_device._STRIDE
+
+
+def sampled_places(num: int) -> np.ndarray:
+    """Where the sample of a vector of `num` entries looks."""
+    places = torch.arange(num, dtype=torch.float32, device=on_device.DEVICE)
+    sample = torch.empty(num // STRIDE, dtype=torch.int32, device=on_device.DEVICE)
+    on_device._sample[on_device._blocks(sample.numel())](
+        places, places, sample, sample.numel(), STRIDE, False, on_device._BLOCK
+    )
+    return sample.view(torch.float32).cpu().numpy().astype(np.int64)
+
+
+def periodic(values: Vector) -> Vector:
+    """The same entry of each row is large: one in each stride."""
+    return np.where(np.arange(values.size) % STRIDE == 0, 1000 * values, values)
+
+
+def rare(values: Vector) -> Vector:
+    """Fewer entries that are not 0 than are to be kept."""
+    return np.where(np.arange(values.size) % 500 == 1, values, 0).astype(np.float32)
+
+
+def subnormal(values: Vector) -> Vector:
+    return np.rint(values * 1000).astype(np.float32) * np.float32(2e-45)
+
+
+@pytest.mark.parametrize(
+    "changed", [np.asarray, np.sort, periodic, rare, subnormal, lambda values: np.round(values, 1)]
+)
+def test_a_sample_tells_which_may_be_the_largest(changed: Any, counted: list[int]) -> None:
+    values = np.random.default_rng(5).standard_t(3, 9001).astype(np.float32)
+    check_largest(changed(values), 90)
+    assert not counted
+
+
+def equal(values: Vector) -> Vector:
+    return np.ones_like(values)
+
+
+def spike(values: Vector) -> Vector:
+    """One large entry, and all others the same."""
+    return np.where(np.arange(values.size) == 7000, 1e30, -1e-3).astype(np.float32)
+
+
+def hidden(values: Vector) -> Vector:
+    """Large where the sample does not look: more reach its threshold than there is room for."""
+    large = np.sign(values) * (1 + np.abs(values))
+    large[sampled_places(values.size)] /= 1000
+    return large
+
+
+def shown(values: Vector) -> Vector:
+    """Large where the sample looks and nowhere else: fewer reach its threshold than are kept."""
+    large = values.copy()
+    large[sampled_places(values.size)] *= 1e6
+    return large
+
+
+@pytest.mark.parametrize("changed", [equal, spike, hidden, shown])
+def test_a_sample_that_misleads_costs_time_alone(changed: Any, counted: list[int]) -> None:
+    values = np.random.default_rng(6).normal(0, 1, 9001).astype(np.float32)
+    check_largest(changed(values), 90)
+    assert counted == [90, 90]
+
+
+@pytest.mark.parametrize("k", [1, 10, 100])
+def test_a_vector_that_is_no_longer_than_the_room_is_counted(k: int, counted: list[int]) -> None:
+    room = k + STRIDE * on_device._surely(on_device._surely(k / STRIDE))
+    for num in (room - 1, room, room + 1, room + STRIDE):
+        counted.clear()
+        check_largest(drawn(np.random.default_rng(num), num), k)
+        assert bool(counted) == (num <= room)
+
+
+def test_a_longer_vector_has_a_sample_of_the_same_size(
+    counted: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(on_device, "_SAMPLES", 64)
+    check_largest(drawn(np.random.default_rng(7), 5001), 50)
+    assert not counted
+
+
+def test_a_vector_beyond_the_indices_of_a_key_is_refused() -> None:
+    vector = torch.zeros(1, device=on_device.DEVICE).expand((1 << 32) + 1)
+    with pytest.raises(ConfigurationError, match=r"4294967297 values where .* 2\*\*32 at most"):
+        on_device.device_largest(vector, None, 1, None)
 
 
 @pytest.mark.parametrize("levels", [1, 7, 127])
@@ -197,7 +310,8 @@ def test_every_case_of_the_benchmark_runs() -> None:
     assert torch.count_nonzero(on_device) == 10
     assert torch.equal(on_device, by_host)
     cases = benchmark["cases"](100)
-    assert {"copy", "largest", "sum and largest", "quantise", "pack"} < set(cases)
+    due = {"copy", "largest", "sum and largest", "quantise", "pack"}
+    assert due | {"select, quantise, pack", "select, quantise, encode"} < set(cases)
     for call, num_bytes in cases.values():
         call()
         assert num_bytes > 0

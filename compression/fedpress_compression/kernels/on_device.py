@@ -9,6 +9,7 @@ functions whose names begin with `device_` have tensors of `DEVICE`.
 
 from __future__ import annotations
 
+import math
 import os
 from importlib import import_module
 from importlib.util import find_spec
@@ -46,8 +47,8 @@ if not _INTERPRETED and not torch.cuda.is_available():
         hint="unset it: the other kernels give the same bytes; tests set TRITON_INTERPRET=1",
     )
 DEVICE = torch.device("cpu" if _INTERPRETED else "cuda")
-_BLOCK = 1024
-_BINS = 1 << 15
+_BLOCK, _WIDE = 1024, 4096  # wide where programs take turns at one number
+_SAMPLES, _STRIDE, _BINS = 1 << 17, 16, 1 << 15
 _ONE, _MASK = tl.constexpr(1 << LANE_BITS), tl.constexpr((1 << LANE_BITS) - 1)
 _BITS, _GROUP, _LEAST = tl.constexpr(LANE_BITS), tl.constexpr(LANES), tl.constexpr(LEAST_STATE)
 
@@ -60,64 +61,149 @@ def _blocks(num: int) -> tuple[int]:
     return (triton.cdiv(num, _BLOCK),)
 
 
-# The largest entries, in two passes over memory.
+# The largest entries, in one pass over memory where a sample tells which are likely to be.
 
 
 @triton.jit
-def _count(vector, other, total, counts, num, ADD: tl.constexpr, BLOCK: tl.constexpr):
-    """Count the entries that are not 0 by the upper half of their magnitude; of a sum, which is
-    stored, in the same pass."""
-    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    inside = at < num
+def _added(vector, other, at, inside, ADD: tl.constexpr):
     x = tl.load(vector + at, mask=inside, other=0.0)
     if ADD:
         x = x + tl.load(other + at, mask=inside, other=0.0)
-        tl.store(total + at, x, mask=inside)
-    magnitude = x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
-    tl.atomic_add(counts + (magnitude >> 16), 1, mask=inside & (magnitude != 0))
+    return x
 
 
 @triton.jit
-def _collect(vector, least, cursor, places, num, BLOCK: tl.constexpr):
-    """The indices of entries of a magnitude of `least` or more, blocks in any order."""
+def _magnitude(x):
+    """Its order as an integer is that of |x|; infinity and NaN are above all numbers."""
+    return x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+
+
+@triton.jit
+def _sample(vector, other, sample, num, stride, ADD: tl.constexpr, BLOCK: tl.constexpr):
+    """The magnitude of one entry in each `stride`, at a place that changes from one to the next: a
+    fixed one would meet the period of a matrix's rows."""
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < num
+    place = at.to(tl.int64) * stride + (tl.randint(0, at).to(tl.int64) & 0x7FFFFFFF) % stride
+    x = _added(vector, other, place, inside, ADD)
+    tl.store(sample + at, _magnitude(x), mask=inside)
+
+
+@triton.jit
+def _collect(vector, other, total, state, keys, room, num, ADD: tl.constexpr, BLOCK: tl.constexpr):
+    """Count the entries of a magnitude of state[0] or more in state[1], and write keys of the first
+    `room`, blocks in any order; of a sum, which is stored, in the same pass.
+
+    A key rises as the magnitude falls, and by the index among equals.
+    """
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = at < num
-    x = tl.load(vector + at, mask=inside, other=0.0)
-    chosen = (inside & ((x.to(tl.int32, bitcast=True) & 0x7FFFFFFF) >= least)).to(tl.int32)
-    start = tl.atomic_add(cursor, tl.sum(chosen, axis=0))
-    tl.store(places + start + tl.cumsum(chosen, axis=0) - 1, at, mask=chosen != 0)
+    x = _added(vector, other, at, inside, ADD)
+    if ADD:
+        tl.store(total + at, x, mask=inside)
+    magnitude = _magnitude(x)
+    chosen = inside & (magnitude >= tl.load(state))
+    counted = chosen.to(tl.int32)
+    start = tl.atomic_add(state + 1, tl.sum(counted, axis=0).to(tl.int64), sem="relaxed")
+    slot = start + tl.cumsum(counted, axis=0) - 1
+    key = ((0x7FFFFFFF - magnitude).to(tl.int64) << 32) | at
+    tl.store(keys + slot, key, mask=chosen & (slot < room))
+
+
+@triton.jit
+def _count(vector, counts, num, BLOCK: tl.constexpr):
+    """Count the entries that are not 0 by the upper half of their magnitude."""
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    magnitude = _magnitude(tl.load(vector + at, mask=at < num, other=0.0))
+    one = tl.full((BLOCK,), 1, tl.int64)
+    tl.atomic_add(counts + (magnitude >> 16), one, mask=magnitude != 0, sem="relaxed")
+
+
+def _surely(mean: float) -> int:
+    """What the number of rare events of this mean hardly ever exceeds: 5 standard deviations."""
+    return math.ceil(mean + 5 * math.sqrt(mean) + 5)
+
+
+def _collected(
+    vector: torch.Tensor,
+    other: torch.Tensor | None,
+    total: torch.Tensor | None,
+    least: torch.Tensor,
+    room: int,
+) -> tuple[torch.Tensor, int, int]:
+    """The keys of `room` entries at most of a magnitude of `least` or more, how many such entries
+    there are, and `least`."""
+    num, add = vector.numel(), other is not None
+    state = torch.zeros(2, dtype=torch.int64, device=DEVICE)
+    state[0] = least
+    keys = torch.empty(room, dtype=torch.int64, device=DEVICE)
+    _collect[(triton.cdiv(num, _WIDE),)](
+        *(vector, other if add else vector, total if add else vector),
+        *(state, keys, room, num, add, _WIDE),
+        num_warps=8,
+    )
+    reached, found = state.tolist()  # waits for the device, once where the sample serves
+    return keys[:found], found, reached
+
+
+def _counted(vector: torch.Tensor, k: int) -> torch.Tensor:
+    """The keys of the k largest and of others that share the upper half of the k-th."""
+    counts = torch.zeros(_BINS, dtype=torch.int64, device=DEVICE)
+    _count[_blocks(vector.numel())](vector, counts, vector.numel(), _BLOCK)
+    reached = counts.flip(0).cumsum(0)  # how many are as large or larger, from the largest down
+    short = (reached < k).sum()  # of the bins that do not yet reach k
+    least = ((_BINS - 1 - short) << 16).clamp(min=1)
+    room = int(reached[short.clamp(max=_BINS - 1)])
+    return _collected(vector, None, None, least, room)[0]
 
 
 def device_largest(
     vector: torch.Tensor, other: torch.Tensor | None, k: int, total: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The rising indices of the k largest of `vector`, or of its sum with `other` (an update and a
-    residual), which the first pass writes to `total`; and these entries."""
+    residual), which is written to `total`; and these entries. Indices are int32 below 2**31.
+
+    Those that reach a threshold guessed from a sample are collected, in one pass. The k largest are
+    among them if they are k or more, or all that are not 0. Otherwise, or where they do not fit,
+    all are counted first: so the sample decides about the time alone, and is the same each time.
+    """
     num = vector.numel()
-    counts = torch.zeros(_BINS, dtype=torch.int32, device=DEVICE)
-    if num:
-        add = other is not None
-        _count[_blocks(num)](
-            vector, other if add else vector, total if add else vector, counts, num, add, _BLOCK
+    if num > 1 << 32:
+        raise ConfigurationError(
+            f"a vector of {num} values where the kernels of a GPU select from 2**32 at most",
+            hint="unset FEDPRESS_KERNELS",
         )
+    dtype = torch.int32 if num < 1 << 31 else torch.int64
+    if not num:
+        return torch.empty(0, dtype=dtype, device=DEVICE), vector
+    add = other is not None
+    stride = max(_STRIDE, triton.cdiv(num, _SAMPLES))
+    rank = _surely(k / stride)  # k / stride of the k largest are expected in the sample
+    room = k + stride * _surely(rank)
+    sampled = room < num
+    if sampled:
+        sample = torch.empty(num // stride, dtype=torch.int32, device=DEVICE)
+        _sample[_blocks(sample.numel())](
+            vector, other if add else vector, sample, sample.numel(), stride, add, _BLOCK
+        )
+        least = sample.sort(descending=True).values[rank].clamp(min=1)
+        keys, found, reached = _collected(vector, other, total, least, room)
+        sampled = found <= room and (found >= k or reached == 1)
+    elif other is not None:
+        torch.add(vector, other, out=total)
     searched = vector if total is None else total
-    reached = counts.flip(0).cumsum(0)  # how many are as large or larger, from the largest down
-    least = int((reached < k).sum())  # of the bins that do not yet reach k
-    least, found = max(1, (_BINS - 1 - least) << 16), int(reached[min(least, _BINS - 1)])
-    places = torch.empty(found, dtype=torch.int64, device=DEVICE)
-    if found and k:
-        cursor = torch.zeros(1, dtype=torch.int32, device=DEVICE)
-        _collect[_blocks(num)](searched, least, cursor, places, num, _BLOCK)
-    places = places[: found if k else 0].sort().values
-    magnitudes = searched[places].view(torch.int32) & 0x7FFFFFFF
-    order = magnitudes.sort(descending=True, stable=True).indices[:k]
-    places = places[order.sort().values]
-    return places, searched[places]
+    if not sampled:
+        keys = _counted(searched, k)
+    places = (keys.sort().values[:k] & 0xFFFFFFFF).to(dtype).sort().values
+    return places, searched[places.long()]
+
+
+def _on_host(places: torch.Tensor, values: torch.Tensor) -> tuple[Ints, Reals]:
+    return places.cpu().numpy().astype(np.int64), values.cpu().numpy()
 
 
 def largest(vector: Reals, k: int) -> tuple[Ints, Reals]:
-    places, values = device_largest(_tensor(vector), None, k, None)
-    return places.cpu().numpy(), values.cpu().numpy()
+    return _on_host(*device_largest(_tensor(vector), None, k, None))
 
 
 def add_largest(
@@ -125,9 +211,9 @@ def add_largest(
 ) -> tuple[Ints, Reals]:
     vector = vector if scale == 1 else np.float32(scale) * vector
     found = torch.empty(vector.size, dtype=torch.float32, device=DEVICE)
-    places, values = device_largest(_tensor(vector), _tensor(other), k, found)
+    largest = _on_host(*device_largest(_tensor(vector), _tensor(other), k, found))
     total[:] = found.cpu().numpy()
-    return places.cpu().numpy(), values.cpu().numpy()
+    return largest
 
 
 # Symbols of few bits.
