@@ -61,7 +61,7 @@ from fedpress_server.identity.signing import SigningKeys
 from fedpress_server.storage.files import model_name
 from fedpress_strategies import from_config
 from fedpress_strategies.policies.decisions import next_course, with_comparison
-from fedpress_strategies.policies.facts import Facts, estimated_population
+from fedpress_strategies.policies.facts import Facts, estimated_population, least_population
 
 STORE = Path(__file__).parent / "results" / "accuracy_vs_bytes"
 EVERY, LAST, MARGIN = 3, 5, 0.005
@@ -249,9 +249,10 @@ def played(
         losses.append(_loss(task, model, seed, number))
         if config.policies:
             recent = [client for each in drawn[-64:] for client in each]
-            population = estimated_population(len(recent), len(set(recent)))
+            came = len(recent), len(set(recent))
+            population, least = estimated_population(*came), least_population(*came)
             size = config.cohort.size
-            facts = Facts(number, total, tuple(losses), {}, (), size, population)
+            facts = Facts(number, total, tuple(losses), {}, (), size, population, least)
             course = next_course(config.policies, len(config.profiles), course, facts)
             if course.why:
                 done.reasons[number] = course.why

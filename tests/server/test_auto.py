@@ -23,13 +23,15 @@ from fedpress_protocols.model import Model
 from fedpress_protocols.policies import Auto, Comparison, Course, automatic
 from fedpress_server.storage import records
 from fedpress_strategies import from_config
+from fedpress_strategies.policies.auto import _arriving as arriving
+from fedpress_strategies.policies.auto import floor_of
 from fedpress_strategies.policies.decisions import (
     every_choice,
     next_course,
     profiles_of,
     with_comparison,
 )
-from fedpress_strategies.policies.facts import Facts, estimated_population
+from fedpress_strategies.policies.facts import Facts, estimated_population, least_population
 from tests.devices import Operator
 from tests.server.in_process import Enrolled, Server, ones
 
@@ -136,11 +138,57 @@ def test_the_less_progress_the_more_profiles_auto_goes_back_at_once() -> None:
 
 def test_the_more_often_clients_upload_the_less_progress_is_enough() -> None:
     """A residual goes with the next upload, so that it waits for a smaller part of the task."""
-    for population, rung in ((None, 2), (math.inf, 2), (112, 2), (90, 3), (80, 4), (10, 4)):
+    for population, rung in ((None, 2), (112, 2), (100, 2), (90, 3), (80, 4), (10, 4)):
         made = courses(Auto(), progress=[0.42, 0.42, None], population=population)
         assert rungs(made)[8] == rung, population
     made = courses(Auto(), progress=[0.29, 0.29, None], population=10)
     assert made[8].why.endswith("go 0.29 of the reference's way, less than 0.3")
+
+
+def test_the_less_often_clients_upload_the_more_progress_is_asked_for() -> None:
+    """What a client keeps back is sent with its next upload, or never."""
+    for population, floor, rung in (
+        *((112, 0.55, 4), (200, 0.69, 4), (400, 0.81, 1)),
+        *((1000, 0.91, 0), (math.inf, 0.91, 0)),
+    ):
+        made = courses(Auto(), progress=[0.72, 0.72, None], population=population)
+        assert rungs(made)[8] == rung, population
+        found = floor_of(Auto(), Facts(9, ROUNDS, size=10, population=population))
+        assert found == pytest.approx(floor, abs=0.006), population
+        if population < 1000:  # as much arrives in all: simulated, upload by upload
+            uploads = ROUNDS * 10 // population
+            assert arrived(found, uploads) >= arrived(0.55, 9) - 0.03, population
+
+
+def arrived(progress: float, uploads: int) -> float:
+    """The share of `uploads` updates of a client of which each sends `progress` of what waits."""
+    waits, sent = 0.0, 0.0
+    for _ in range(uploads):
+        waits += 1
+        sent += progress * waits
+        waits *= 1 - progress
+    return sent / uploads
+
+
+@given(st.floats(0.05, 1), st.integers(1, 50))
+def test_the_share_that_arrives_is_that_of_uploads_one_by_one(
+    progress: float, uploads: int
+) -> None:
+    assert arriving(progress, uploads) == pytest.approx(arrived(progress, uploads))
+
+
+def test_chance_in_who_was_drawn_does_not_raise_the_floor_much() -> None:
+    """Of 100 clients, 10 in each of 90 rounds, seldom any comes twice in three rounds."""
+    for seed in range(50):
+        draw = np.random.default_rng(seed)
+        drawn: list[int] = []
+        for number in range(2, 31):
+            drawn += draw.choice(100, 10, replace=False).tolist()
+            came = len(drawn), len(set(drawn))
+            population = estimated_population(*came), least_population(*came)
+            facts = Facts(number, 90, (), {}, (), 10, *population)
+            if number >= 9:
+                assert floor_of(Auto(), facts) < 0.7, (seed, number)
 
 
 @given(st.integers(1, 500), st.integers(0, 10**6), st.integers(1, 400))
@@ -153,6 +201,9 @@ def test_the_population_is_told_from_who_was_drawn(size: int, seed: int, uploads
         assert estimate == math.inf
         return
     assert estimate >= different
+    least = least_population(uploads, different)
+    assert least is not None
+    assert 1 <= least <= estimate
     expected = estimate * (1 - (1 - 1 / estimate) ** uploads)
     assert expected == pytest.approx(different, rel=1e-6)
 

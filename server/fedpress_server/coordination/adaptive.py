@@ -33,7 +33,7 @@ from fedpress_server.storage.scoreboard import Scoreboard
 from fedpress_server.storage.tables import assignments, rounds, uploads
 from fedpress_strategies.policies.bandwidth_aware import Link, Transfer, choose, fits
 from fedpress_strategies.policies.decisions import next_course, with_comparison
-from fedpress_strategies.policies.facts import Facts, estimated_population
+from fedpress_strategies.policies.facts import Facts, estimated_population, least_population
 from fedpress_strategies.policies.sizes import expected_bytes
 
 _NEWEST = 256
@@ -103,11 +103,13 @@ def _facts(connection: Connection, config: TaskConfig, board: Scoreboard, number
     if auto is not None and auto.upload_bytes is not None:
         uploaded = records.uploaded(connection, config.task, config.schedule_after)
         del uploaded[number - config.schedule_after - 1 :]
-    population = None
+    population, least = None, None
     if auto is not None:
         since = number - min(_DRAWN_ROUNDS, max(2, _DRAWN // config.cohort.size))
-        population = estimated_population(*records.drawn(connection, config.task, since))
-    return Facts(number, config.rounds, losses, classes, uploaded, config.cohort.size, population)
+        drawn = records.drawn(connection, config.task, since)
+        population, least = estimated_population(*drawn), least_population(*drawn)
+    size = config.cohort.size
+    return Facts(number, config.rounds, losses, classes, uploaded, size, population, least)
 
 
 # Clients

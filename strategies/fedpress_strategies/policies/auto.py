@@ -40,6 +40,7 @@ _MARGIN = 1.35
 have from then on lies above the floor by as much."""
 _LOWEST = 0.55
 """The share of the floor that holds for clients that upload often."""
+_HALVINGS = 20
 
 
 def first_pace(auto: Auto, facts: Facts, hardest: Rung) -> tuple[Pace, str]:
@@ -132,22 +133,38 @@ def _can_probe(auto: Auto, facts: Facts) -> bool:
 
 
 def floor_of(auto: Auto, facts: Facts) -> float:
-    """The floor of the task's progress, lower where clients upload often.
+    """The floor of the task's progress, lower where clients upload often, higher where seldom.
 
     A residual is sent with the client's next uploads. At a progress of p an update is under way for
     about 1 / p of the client's uploads, so of `uploads` in the whole task 1 / (p * uploads) is the
     share of the task by which the model lags: the same at a progress that is lower by as much as
-    the uploads are more.
+    the uploads are more. Of few uploads it is what a client keeps to the end that counts: the floor
+    is where as much of all updates arrives as at `auto.floor` with `_SELDOM` uploads.
     """
     uploads = _uploads_of_a_client(facts)
-    return auto.floor * max(_LOWEST, min(1.0, _SELDOM / uploads if uploads else 1.0))
+    is_known = facts.population is not None and auto.floor > 0
+    if not is_known or _uploads_of_a_client(facts, facts.least_population) >= _SELDOM:
+        return auto.floor * max(_LOWEST, min(1.0, _SELDOM / uploads if uploads else 1.0))
+    due, least, most = _arriving(auto.floor, _SELDOM), auto.floor, 1.0
+    for _ in range(_HALVINGS):
+        middle = (least + most) / 2
+        least, most = (middle, most) if _arriving(middle, uploads) < due else (least, middle)
+    return most
 
 
-def _uploads_of_a_client(facts: Facts) -> float:
-    """In the whole task; 0 where the number of clients is not known."""
-    if facts.population is None:
-        return 0.0
-    return facts.rounds * min(1.0, facts.size / facts.population)
+def _arriving(progress: float, uploads: float) -> float:
+    """The share of a client's updates that has arrived when the task ends: of one that `n` uploads
+    have followed, all but (1 - progress) ** (n + 1)."""
+    uploads = max(1.0, uploads)
+    kept = 1 - progress
+    return 1 - kept * (1 - kept**uploads) / (progress * uploads)
+
+
+def _uploads_of_a_client(facts: Facts, population: float | None = None) -> float:
+    """In the whole task, of one of `population`, or of as many clients as `facts` tell; 0 where
+    their number is not known."""
+    population = population or facts.population
+    return facts.rounds * min(1.0, facts.size / population) if population else 0.0
 
 
 def _hardest(auto: Auto, facts: Facts, hardest: Rung) -> Rung:
@@ -168,11 +185,13 @@ def _is_far_short(auto: Auto, pace: Pace, facts: Facts) -> bool:
 
 def _rungs_back(auto: Auto, pace: Pace, facts: Facts) -> int:
     """The rungs to go back for a fault: as many as bring the progress to the floor, or `_MARGIN`
-    times that, if each brings it `_STEP` nearer to 1 or less."""
+    times that, if each brings it `_STEP` nearer to 1 or less. The seldomer clients upload, the
+    nearer it is to the latter, since what they keep meanwhile is lost."""
     progress, floor = _progress(pace), floor_of(auto, facts)
     if progress is None or not 0 < progress < floor:
         return 1
-    aim = floor * (_MARGIN if _is_far_short(auto, pace, facts) else 1.0)
+    wider = _MARGIN if _is_far_short(auto, pace, facts) else floor / auto.floor
+    aim = floor * min(max(1.0, wider), _MARGIN)
     return math.ceil(math.log(progress / aim) / math.log(_STEP))
 
 

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 _HALVINGS = 30
+_ERRORS = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +25,8 @@ class Facts:
     `losses[i]` is what devices measured of the model that round i made, 0 the first one, None where
     too few did; `classes[i]`, by class, what they counted. `uploaded`: the bytes of the bodies of
     each round that the policies have had, where one of them has a budget of bytes; `size`: that of
-    the cohort; `population`: the clients that cohorts are drawn from, None where nobody counted.
+    the cohort; `population`: the clients that cohorts are drawn from, None where nobody counted;
+    `least_population`: the fewest that they may be, where `population` is estimated.
     """
 
     number: int
@@ -34,9 +36,10 @@ class Facts:
     uploaded: Sequence[int] = ()
     size: int = 0
     population: float | None = None
+    least_population: float | None = None
 
 
-def estimated_population(uploads: int, clients: int) -> float | None:
+def estimated_population(uploads: int, clients: float) -> float | None:
     """Estimate how many clients uploads come from, if `uploads` of them, drawn at random, are of
     `clients` different ones (the classical occupancy problem).
 
@@ -47,13 +50,29 @@ def estimated_population(uploads: int, clients: int) -> float | None:
     if clients >= uploads:
         return math.inf
     least, most = float(clients), float(clients)
-
-    def different(population: float) -> float:
-        return -population * math.expm1(uploads * math.log1p(-1 / population))
-
-    while different(most := 2 * most) < clients:
+    while _different(uploads, most := 2 * most) < clients:
         least = most
     for _ in range(_HALVINGS):
         middle = (least + most) / 2
-        least, most = (middle, most) if different(middle) < clients else (least, middle)
+        least, most = (middle, most) if _different(uploads, middle) < clients else (least, middle)
     return most
+
+
+def least_population(uploads: int, clients: int) -> float | None:
+    """The estimate if as many clients fewer had come as three standard errors of their number are,
+    and at least three."""
+    population = estimated_population(uploads, clients)
+    if population is None:
+        return None
+    share = uploads / population
+    error = (
+        math.sqrt(population * math.exp(-share) * (1 - (1 + share) * math.exp(-share)))
+        if share
+        else 0.0
+    )
+    return estimated_population(uploads, max(1.0, clients - _ERRORS * max(1.0, error)))
+
+
+def _different(uploads: int, population: float) -> float:
+    """How many clients uploads are expected to come from."""
+    return -population * math.expm1(uploads * math.log1p(-1 / population))
