@@ -156,7 +156,7 @@ def test_the_less_often_clients_upload_the_more_progress_is_asked_for() -> None:
         found = floor_of(Auto(), Facts(9, ROUNDS, size=10, population=population))
         assert found == pytest.approx(floor, abs=0.006), population
         if population < 1000:  # as much arrives in all: simulated, upload by upload
-            uploads = ROUNDS * 10 // population
+            uploads = int(ROUNDS * 10 / population)
             assert arrived(found, uploads) >= arrived(0.55, 9) - 0.03, population
 
 

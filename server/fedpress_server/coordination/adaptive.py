@@ -103,13 +103,13 @@ def _facts(connection: Connection, config: TaskConfig, board: Scoreboard, number
     if auto is not None and auto.upload_bytes is not None:
         uploaded = records.uploaded(connection, config.task, config.schedule_after)
         del uploaded[number - config.schedule_after - 1 :]
-    population, least = None, None
+    population, fewest = None, None
     if auto is not None:
         since = number - min(_DRAWN_ROUNDS, max(2, _DRAWN // config.cohort.size))
         drawn = records.drawn(connection, config.task, since)
-        population, least = estimated_population(*drawn), least_population(*drawn)
+        population, fewest = estimated_population(*drawn), least_population(*drawn)
     size = config.cohort.size
-    return Facts(number, config.rounds, losses, classes, uploaded, size, population, least)
+    return Facts(number, config.rounds, losses, classes, uploaded, size, population, fewest)
 
 
 # Clients

@@ -157,7 +157,7 @@ def _arriving(progress: float, uploads: float) -> float:
     have followed, all but (1 - progress) ** (n + 1)."""
     uploads = max(1.0, uploads)
     kept = 1 - progress
-    return 1 - kept * (1 - kept**uploads) / (progress * uploads)
+    return 1 - kept * (1 - math.pow(kept, uploads)) / (progress * uploads)
 
 
 def _uploads_of_a_client(facts: Facts, population: float | None = None) -> float:
