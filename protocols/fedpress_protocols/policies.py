@@ -215,7 +215,8 @@ class Auto(Term):
     measure rises by more than `rise` of it, and one harder again after a `window` of rounds where
     the mean goes well more. The way is measured at the end of a window until the rate has settled,
     then every `every` rounds: `share` of the cohort (less of one above ten), two clients at least,
-    sends the `reference`. Where clients upload more than nine times in the task, `floor` is lower.
+    sends the `reference`. Where clients upload more than nine times in the task, `floor` is lower,
+    and higher where they upload less often.
     What was given up is not tried again for four windows, nor before a probe speaks for it. A
     cohort too small for a probe begins three profiles gentler and goes harder in steps.
     """
