@@ -250,8 +250,8 @@ def played(
         if config.policies:
             recent = [client for each in drawn[-64:] for client in each]
             came = len(recent), len(set(recent))
-            population, least = estimated_population(*came), least_population(*came)
             size = config.cohort.size
+            population, least = estimated_population(*came), least_population(*came, size)
             facts = Facts(number, total, tuple(losses), {}, (), size, population, least)
             course = next_course(config.policies, len(config.profiles), course, facts)
             if course.why:

@@ -103,12 +103,11 @@ def _facts(connection: Connection, config: TaskConfig, board: Scoreboard, number
     if auto is not None and auto.upload_bytes is not None:
         uploaded = records.uploaded(connection, config.task, config.schedule_after)
         del uploaded[number - config.schedule_after - 1 :]
-    population, fewest = None, None
+    size, population, fewest = config.cohort.size, None, None
     if auto is not None:
-        since = number - min(_DRAWN_ROUNDS, max(2, _DRAWN // config.cohort.size))
+        since = number - min(_DRAWN_ROUNDS, max(2, _DRAWN // size))
         drawn = records.drawn(connection, config.task, since)
-        population, fewest = estimated_population(*drawn), least_population(*drawn)
-    size = config.cohort.size
+        population, fewest = estimated_population(*drawn), least_population(*drawn, size)
     return Facts(number, config.rounds, losses, classes, uploaded, size, population, fewest)
 
 

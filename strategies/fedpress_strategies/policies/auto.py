@@ -34,10 +34,13 @@ double by chance."""
 _GENTLER = 1.5
 """By how many times the next gentler profile's bodies may be larger."""
 _SELDOM = 9
-"""Uploads of a client in the whole task up to which the floor holds as it is."""
+"""Uploads of a client in the whole task at which the floor holds as it is."""
 _MARGIN = 1.35
 """A progress below the floor by this factor says that the task is a sensitive one: what it is to
-have from then on lies above the floor by as much."""
+have from then on lies above the floor by as much, and so does what a task goes back to where
+clients upload seldom, at most."""
+_DOUBT = 3.0
+"""Times the uploads from which it is not sure enough that clients upload seldom to probe again."""
 _LOWEST = 0.55
 """The share of the floor that holds for clients that upload often."""
 _HALVINGS = 20
@@ -132,18 +135,19 @@ def _can_probe(auto: Auto, facts: Facts) -> bool:
     return auto.references_among(facts.size) >= LEAST_COMPARED
 
 
-def floor_of(auto: Auto, facts: Facts) -> float:
+def floor_of(auto: Auto, facts: Facts, doubt: float = 1.0) -> float:
     """The floor of the task's progress, lower where clients upload often, higher where seldom.
 
     A residual is sent with the client's next uploads. At a progress of p an update is under way for
     about 1 / p of the client's uploads, so of `uploads` in the whole task 1 / (p * uploads) is the
     share of the task by which the model lags: the same at a progress that is lower by as much as
     the uploads are more. Of few uploads it is what a client keeps to the end that counts: the floor
-    is where as much of all updates arrives as at `auto.floor` with `_SELDOM` uploads.
+    is where as much of all updates arrives as at `auto.floor` with `_SELDOM` uploads. It is not
+    raised if clients may upload `_SELDOM` times, or `doubt` times as often.
     """
     uploads = _uploads_of_a_client(facts)
     is_known = facts.population is not None and auto.floor > 0
-    if not is_known or _uploads_of_a_client(facts, facts.least_population) >= _SELDOM:
+    if not is_known or _most_uploads(facts) >= doubt * _SELDOM or uploads >= _SELDOM:
         return auto.floor * max(_LOWEST, min(1.0, _SELDOM / uploads if uploads else 1.0))
     due, least, most = _arriving(auto.floor, _SELDOM), auto.floor, 1.0
     for _ in range(_HALVINGS):
@@ -160,11 +164,17 @@ def _arriving(progress: float, uploads: float) -> float:
     return 1 - kept * (1 - math.pow(kept, uploads)) / (progress * uploads)
 
 
-def _uploads_of_a_client(facts: Facts, population: float | None = None) -> float:
-    """In the whole task, of one of `population`, or of as many clients as `facts` tell; 0 where
-    their number is not known."""
-    population = population or facts.population
-    return facts.rounds * min(1.0, facts.size / population) if population else 0.0
+def _uploads_of_a_client(facts: Facts) -> float:
+    """In the whole task; 0 where the number of clients is not known."""
+    if facts.population is None:
+        return 0.0
+    return facts.rounds * min(1.0, facts.size / facts.population)
+
+
+def _most_uploads(facts: Facts) -> float:
+    """The most that a client's uploads in the whole task may be."""
+    fewest = facts.population if facts.least_population is None else facts.least_population
+    return facts.rounds * min(1.0, facts.size / fewest) if fewest else math.inf
 
 
 def _hardest(auto: Auto, facts: Facts, hardest: Rung) -> Rung:
@@ -173,9 +183,9 @@ def _hardest(auto: Auto, facts: Facts, hardest: Rung) -> Rung:
 
 
 def _is_slow(auto: Auto, pace: Pace, facts: Facts) -> bool:
-    """Whether the pooled progress is below the floor."""
+    """Whether the pooled progress is below the floor, or may be."""
     progress = _progress(pace)
-    return progress is not None and progress < floor_of(auto, facts)
+    return progress is not None and progress < floor_of(auto, facts, _DOUBT)
 
 
 def _is_far_short(auto: Auto, pace: Pace, facts: Facts) -> bool:

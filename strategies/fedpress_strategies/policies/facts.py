@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 _HALVINGS = 30
-_ERRORS = 3
+_ERRORS, _UNKNOWN = 3, 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +26,7 @@ class Facts:
     too few did; `classes[i]`, by class, what they counted. `uploaded`: the bytes of the bodies of
     each round that the policies have had, where one of them has a budget of bytes; `size`: that of
     the cohort; `population`: the clients that cohorts are drawn from, None where nobody counted;
-    `least_population`: the fewest that they may be, where `population` is estimated.
+    `least_population`: the fewest that they may be, None where `population` is exact.
     """
 
     number: int
@@ -58,19 +58,21 @@ def estimated_population(uploads: int, clients: float) -> float | None:
     return most
 
 
-def least_population(uploads: int, clients: int) -> float | None:
-    """The estimate if as many clients fewer had come as three standard errors of their number are,
-    and at least three."""
+def least_population(uploads: int, clients: int, size: int) -> float | None:
+    """The fewest clients that `uploads`, cohorts of `size` of them, may come from if they are of
+    `clients`; 0 if nothing can be said.
+
+    Of the clients that came, three standard errors are taken off, and four more, since of few
+    repeats the error is not known. A cohort has no client twice, which makes estimates too large.
+    """
     population = estimated_population(uploads, clients)
     if population is None:
         return None
     share = uploads / population
-    error = (
-        math.sqrt(population * math.exp(-share) * (1 - (1 + share) * math.exp(-share)))
-        if share
-        else 0.0
-    )
-    return estimated_population(uploads, max(1.0, clients - _ERRORS * max(1.0, error)))
+    variance = population * math.exp(-share) * (1 - (1 + share) * math.exp(-share)) if share else 0
+    error = _ERRORS * math.sqrt(variance + 1) + _UNKNOWN
+    fewest = estimated_population(uploads, max(1.0, clients - error)) or 0.0
+    return fewest * max(0.0, 1 - size / uploads)
 
 
 def _different(uploads: int, population: float) -> float:
