@@ -291,14 +291,18 @@ assert kernels.peak(np.array([1, -3, 2], "f4")) == 3
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_without_a_gpu_they_and_their_benchmark_are_refused() -> None:
+def test_without_a_gpu_they_and_their_benchmarks_are_refused() -> None:
     code = "from fedpress_compression import kernels; kernels.largest"
     done = run(code, FEDPRESS_KERNELS="triton", TRITON_INTERPRET="0")
     assert "needs a GPU that torch can use" in done.stderr
-    script = ROOT / "benchmarks" / "gpu_kernels.py"
-    code = f"import runpy; runpy.run_path({str(script)!r}, run_name='__main__')"
-    for interpreted in ("0", "1"):
-        done = run(code, TRITON_INTERPRET=interpreted)
+    for name, interpreted in (
+        *(("gpu_kernels.py", "0"), ("gpu_kernels.py", "1")),
+        ("gpu_hook.py", "0"),
+    ):
+        own = {"PYTHONPATH": os.pathsep.join([*sys.path, str(ROOT / "benchmarks")])}
+        script = str(ROOT / "benchmarks" / name)
+        code = f"import runpy; runpy.run_path({script!r}, run_name='__main__')"
+        done = run(code, TRITON_INTERPRET=interpreted, **own)
         assert done.returncode
         assert "needs a GPU" in done.stderr
 
