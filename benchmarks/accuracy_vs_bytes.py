@@ -49,7 +49,6 @@ from fedpress_protocols.downlink import encode_difference
 from fedpress_protocols.messages import Assignment, Receipt, TaskConfig
 from fedpress_protocols.model import Model
 from fedpress_protocols.plan import RoundPlan
-from fedpress_protocols.policies import Course, prober
 from fedpress_protocols.signatures import DeviceKey
 from fedpress_server.aggregation.accumulate import AggregationJob, StagedUpload
 from fedpress_server.aggregation.aggregate import aggregate, first_model, first_state
@@ -263,14 +262,14 @@ def played(
         plan, staged = attempt.terms.plan, []
         cohort = chosen.choice(len(task.clients), config.cohort.size, replace=False).tolist()
         drawn.append(cohort)
-        names = _profiles(config, course, plan, len(cohort))
+        name = plan.profiles[0].name
         rate = plan.training.learning_rate or 0.0
         previous = model.parameters - before.parameters
-        for client, profile in zip(cohort, names, strict=True):
+        for client in cohort:
             rng = np.random.default_rng([seed, number, client])
             update = task.update(model, client, rng, rate)
             assignment = Assignment(
-                assignment=f"a{number}", client_id=f"client-{client}", plan=plan, profile=profile
+                assignment=f"a{number}", client_id=f"client-{client}", plan=plan, profile=name
             )
             try:
                 ledger, body = ledgers[client].prepare(
@@ -291,7 +290,7 @@ def played(
             up += len(body)
             is_lost = is_upload_lost(lost, seed, number, client)
             if not is_lost:
-                staged.append(StagedUpload(file, digest, profile, f"client-{client}"))
+                staged.append(StagedUpload(file, digest, name, f"client-{client}"))
             ledgers[client] = ledger.settle(_receipt(plan, client, digest, not is_lost)).told()
         job = AggregationJob(attempt.terms, strategy, state, tuple(staged), config.downlink)
         result = aggregate(job, payloads)
@@ -300,12 +299,10 @@ def played(
         is_coded = config.downlink is not None
         down += len(encode_difference(before, model)) if is_coded else len(model.to_bytes())
         if course is not None and course.probe:
-            probing = prober(config.policies)
-            assert probing is not None
-            found = compare(attempt.terms, tuple(staged), probing.reference.name)
+            found = compare(attempt.terms, tuple(staged))
             course = with_comparison(course, found)
             done.progress[number] = None if found is None else found.progress
-        done.profiles.append(names[0])
+        done.profiles.append(name)
         if number % every == 0 or number > total - LAST:
             average, _ = result.published["average"]
             done.rounds.append(number)
@@ -328,18 +325,6 @@ def _loss(task: accuracy_tasks.Task, model: Model, seed: int, number: int) -> fl
         return task.measure(model)[1]
     finally:
         task.test_inputs, task.test_labels = kept
-
-
-def _profiles(config: TaskConfig, course: Course | None, plan: RoundPlan, count: int) -> list[str]:
-    """As the server gives them, see `coordination.adaptive`."""
-    names, probing = [each.name for each in plan.profiles], prober(config.policies)
-    if course is None or not course.probe or probing is None:
-        return [names[0]] * count
-    given: list[str] = []
-    for place in range(count):
-        due = probing.references_among(place + 1) > given.count(names[-1])
-        given.append(names[-1] if due else names[0])
-    return given
 
 
 def is_upload_lost(share: float, seed: int, number: int, client: int) -> bool:

@@ -35,10 +35,11 @@ from federation import InMemory
 from harness import parser, save, seed_list
 
 from fedpress_client import Ledger
+from fedpress_compression.sketches import num_bytes
 from fedpress_protocols.messages import Assignment, Receipt, TaskConfig
 from fedpress_protocols.model import Model
 from fedpress_protocols.plan import CohortRules, RoundPlan
-from fedpress_protocols.policies import Course, bandwidth_aware, divergence_guard
+from fedpress_protocols.policies import bandwidth_aware
 from fedpress_protocols.signatures import DeviceKey
 from fedpress_server.aggregation.accumulate import AggregationJob, StagedUpload
 from fedpress_server.aggregation.aggregate import aggregate
@@ -99,8 +100,8 @@ class Run:
 
     accuracies: list[float] = field(default_factory=list)
     uploaded: int = 0
-    reference: int = 0
-    """Of these bytes, what went out as a guard's reference."""
+    sketched: int = 0
+    """Of these bytes, what went out as sketches in a guard's probes."""
     given: int = 0
     came: int = 0
     rungs: list[int] = field(default_factory=list)
@@ -181,7 +182,7 @@ def run(
         plan, staged = attempt.terms.plan, []
         cohort = chosen.choice(CLIENTS, COHORT, replace=False).tolist()
         losses.append(loss_of(model.parameters, digits.pixels[held], digits.labels[held]))
-        profiles = chosen_profiles(config, course, plan, cohort, links, sizes, deadline)
+        profiles = chosen_profiles(config, plan, cohort, links, sizes, deadline)
         for client, name in zip(cohort, profiles, strict=True):
             rng = np.random.default_rng([seed, number, client])
             rate = plan.training_of(name).learning_rate
@@ -200,9 +201,8 @@ def run(
             payloads.put(file, body)
             done.given += 1
             done.uploaded += len(body)
-            is_reference = len(plan.profiles) > 1 and name == plan.profiles[-1].name
-            if course is not None and course.probe and is_reference:
-                done.reference += len(body)
+            if plan.sketch:
+                done.sketched += num_bytes(plan.sketch)
             is_in, link = True, links[client]
             if fleet is not None:
                 sent = fleet.transfer(client, TIMES_AS_LONG * len(body), chance)
@@ -220,9 +220,8 @@ def run(
             )
             state = result.optimizer_state
             model = Model.from_bytes(payloads.get(model_name(result.model)))
-        guard = divergence_guard(config.policies)
-        if course is not None and course.probe and guard is not None:
-            found = compare(attempt.terms, tuple(staged), guard.reference.name)
+        if course is not None and course.probe:
+            found = compare(attempt.terms, tuple(staged))
             course = with_comparison(course, found)
             done.progress.append(None if found is None else found.progress)
         done.accuracies.append(digits.accuracy(model.parameters))
@@ -231,7 +230,6 @@ def run(
 
 def chosen_profiles(
     config: TaskConfig,
-    course: Course | None,
     plan: RoundPlan,
     cohort: Sequence[int],
     links: Sequence[Link],
@@ -240,18 +238,11 @@ def chosen_profiles(
 ) -> list[str]:
     """The profile of each client of the cohort, as the server assigns it."""
     names = [each.name for each in plan.profiles]
-    policy, guard = bandwidth_aware(config.policies), divergence_guard(config.policies)
-    if policy is not None:
-        in_order = [sizes[name] for name in names]
-        return [names[choose(policy, links[client], in_order, deadline)] for client in cohort]
-    if course is not None and course.probe and guard is not None:
-        return [
-            names[-1]
-            if guard.references_among(place + 1) > guard.references_among(place)
-            else names[0]
-            for place in range(len(cohort))
-        ]
-    return [names[0]] * len(cohort)
+    policy = bandwidth_aware(config.policies)
+    if policy is None:
+        return [names[0]] * len(cohort)
+    in_order = [sizes[name] for name in names]
+    return [names[choose(policy, links[client], in_order, deadline)] for client in cohort]
 
 
 def receipt_of(ledger: Ledger, plan: RoundPlan, digest: str, *, is_in: bool) -> Receipt:
@@ -299,20 +290,15 @@ def accuracy_runs(seed: int, rounds: int, folder: Path) -> dict[str, Run]:
 
 
 TOO_HIGH = (0.01, 0.003, 0.001, 0.0001)
-EIGHT_BITS = {"name": "reference", "compressor": {"id": "quantize"}}
 
 
 def guard_runs(seed: int, rounds: int, folder: Path) -> dict[str, Run]:
     """A rate that is too high for the task, alone and watched."""
     ladder = [rung(share) for share in TOO_HIGH]
-    guard = {"id": "divergence_guard"}
     return {
         "fixed 0.01 %": run(ladder[-1:], [], seed, rounds, folder),
         "fixed 1 %": run(ladder[:1], [], seed, rounds, folder),
-        "guarded, float32 reference": run(ladder, [guard], seed, rounds, folder),
-        "guarded, 8-bit reference": run(
-            ladder, [{**guard, "reference": EIGHT_BITS}], seed, rounds, folder
-        ),
+        "guarded": run(ladder, [{"id": "divergence_guard"}], seed, rounds, folder),
     }
 
 
@@ -330,9 +316,8 @@ def correction_runs(seed: int, rounds: int, folder: Path) -> dict[str, Run]:
 def probe_runs(seed: int, rounds: int, folder: Path) -> dict[str, Run]:
     """The progress that probes measure at constant rates, in rounds 1 to 5 and every tenth."""
     guard = {"id": "divergence_guard", "first": 5, "every": 10, "patience": 10**6}
-    watched = [{**guard, "reference": EIGHT_BITS}]
     return {
-        f"probed {100 * share:g} %": run([rung(1.0), rung(share)], watched, seed, rounds, folder)
+        f"probed {100 * share:g} %": run([rung(1.0), rung(share)], [guard], seed, rounds, folder)
         for share in TOO_HIGH
     }
 
@@ -351,9 +336,9 @@ def line(name: str, runs: Sequence[Run]) -> str:
     each = " ".join(f"{one:5.2f}" for one in accuracies)
     in_time = 100 * sum(one.came for one in runs) / sum(one.given for one in runs)
     megabytes = np.mean([one.uploaded for one in runs]) / 1e6
-    reference = np.mean([one.reference for one in runs]) / 1e6
+    sketched = np.mean([one.sketched for one in runs]) / 1e6
     mean = accuracies.mean()
-    return f"{name:30} {in_time:7.1f} {megabytes:8.3f} {reference:9.3f}  {each}  {mean:6.2f}"
+    return f"{name:30} {in_time:7.1f} {megabytes:8.3f} {sketched:9.3f}  {each}  {mean:6.2f}"
 
 
 def main() -> None:
@@ -366,7 +351,7 @@ def main() -> None:
     start, figures = time.process_time(), {}
     for section in [asked.only] if asked.only else SECTIONS:
         print(f"{section}: {rounds} rounds of {COHORT}, seeds {seeds}")
-        print(f"{'':30} {'in time':>7} {'MB up':>8} {'reference':>9}  accuracy %, mean")
+        print(f"{'':30} {'in time':>7} {'MB up':>8} {'sketches':>9}  accuracy %, mean")
         done: Runs = {}
         for seed in seeds:
             with tempfile.TemporaryDirectory() as folder:

@@ -13,8 +13,8 @@ from typing import Any
 import httpx
 import numpy as np
 
-from fedpress_compression import activity
-from fedpress_compression.compressor import Knowledge
+from fedpress_compression import activity, sketches
+from fedpress_compression.compressor import Knowledge, Public
 from fedpress_compression.contexts import contexts_of
 from fedpress_compression.tensors import Vector
 from fedpress_protocols.errors import FedpressError
@@ -26,6 +26,7 @@ from fedpress_protocols.messages import (
     UploadAck,
 )
 from fedpress_protocols.model import Model
+from fedpress_protocols.plan import RoundPlan
 from fedpress_protocols.signatures import (
     Content,
     DeviceKey,
@@ -137,7 +138,9 @@ class Device:
         rng = np.random.default_rng(0)
         symbols, _ = compressor.compress(update, compressor.init(spec), public, rng)
         index, layout = assignment.plan.profile_index(assignment.profile), compressor.layout(spec)
-        return Upload(index, num_examples, symbols).to_bytes(layout, contexts_of(layout, public))
+        sketch = sketched(assignment.plan, update, public)
+        made = Upload(index, num_examples, symbols, sketch=sketch)
+        return made.to_bytes(layout, contexts_of(layout, public))
 
     def known(self, assignment: Assignment, model: Model) -> dict[Knowledge, Vector]:
         """What the plan's profiles read of how `model` came about, and of the upload before."""
@@ -187,6 +190,14 @@ class Device:
         whole = {**document, "key_id": signed.key_id, "signature": signed.signature}
         assert verify_document(whole, self.server_key, context="fedpress receipt v1") == document
         assert signed.receipt.client_id == self.client_id
+
+
+def sketched(plan: RoundPlan, update: Vector, public: Public) -> bytes:
+    """What an upload says of `update` in a probe; nothing in any other round."""
+    if not plan.sketch:
+        return b""
+    stream = public.stream(sketches.LABEL)
+    return sketches.to_bytes(sketches.sketch(update, plan.sketch, stream))
 
 
 class Operator:

@@ -56,6 +56,7 @@ class ClearChannel(Channel):
     num_examples: int
     report: tuple[float, ...]
     sections: Sections | None = None
+    sketch: bytes = b""
     body: bytes = field(default=b"", init=False)
     sent: Update = field(init=False)
 
@@ -83,7 +84,7 @@ class ClearChannel(Channel):
         index = self.plan.profile_index(self.profile)
         layout = self.lossy.layout(public.spec)
         contexts = contexts_of(layout, public)
-        upload = Upload(index, self.num_examples, symbols, self.report)
+        upload = Upload(index, self.num_examples, symbols, self.report, self.sketch)
         coded = []
         for section in upload.sections(layout, contexts):
             if self.sections is not None:
@@ -91,7 +92,9 @@ class ClearChannel(Channel):
             coded.append(section)
         self.body = b"".join(coded)
         layouts = tuple(each.compressor.layout(public.spec) for each in self.plan.profiles)
-        received = Upload.from_bytes(self.body, layouts, index, contexts, self.plan.report)
+        received = Upload.from_bytes(
+            self.body, layouts, index, contexts, self.plan.report, self.plan.sketch
+        )
         self.sent = self.lossy.decompress(received.symbols, public)
         return received.symbols
 

@@ -36,6 +36,7 @@ from fedpress_client.channels import (
     MaskedChannel,
     PrivateChannel,
     Sections,
+    clipped,
 )
 from fedpress_client.ledger_records import (
     KEEP_ALL,
@@ -46,6 +47,7 @@ from fedpress_client.ledger_records import (
     ResidualRules,
     compressor_of,
 )
+from fedpress_compression import sketches
 from fedpress_compression.compressor import (
     Compressor,
     Knowledge,
@@ -169,6 +171,10 @@ class Ledger:
             channel = ClearChannel(
                 compressor.lossy, plan, assignment.profile, examples, numbers, sections
             )
+            if plan.sketch:
+                stream = public.stream(sketches.LABEL)
+                cells = sketches.sketch(clipped(update, plan), plan.sketch, stream)
+                channel.sketch = sketches.to_bytes(cells)
         ledger = self._for_spec(public.spec)
         before = ledger._state(compressor, state_name(compressor))
         _, state, mark = compressor.send(channel, update, before, public, rng)

@@ -32,7 +32,7 @@ from fedpress_protocols.plan import (
     Term,
     TrainingTerms,
 )
-from fedpress_protocols.policies import Course, Policies, check_policies, prober
+from fedpress_protocols.policies import Course, Policies, check_policies
 from fedpress_protocols.schedule import Schedule, check_schedule
 from fedpress_protocols.upload import WIRE_VERSIONS
 
@@ -839,10 +839,9 @@ class TaskConfig(Term):
 
     @property
     def every_profile(self) -> tuple[Profile, ...]:
-        """Those of the schedule's periods in order, of the rounds after, and of probes."""
+        """Those of the schedule's periods in order, and of the rounds after."""
         periods = [each for period in self.schedule for each in period.profiles]
-        probing = prober(self.policies)
-        return (*periods, *self.profiles, *([] if probing is None else [probing.reference]))
+        return (*periods, *self.profiles)
 
     def check_new(self) -> None:
         """Raise IncompatiblePlan for a configuration that new tasks may not have. Tasks started by

@@ -16,6 +16,7 @@ from typing import Annotated, Any, Literal, TypeVar
 
 import numpy as np
 from pydantic import (
+    AfterValidator,
     BaseModel,
     BeforeValidator,
     ConfigDict,
@@ -33,6 +34,7 @@ from fedpress_compression.compressors.powersgd import PowerSGD
 from fedpress_compression.fixed_point import FixedPoint
 from fedpress_compression.linear import as_linear, has_public_support, restricts, support_of
 from fedpress_compression.randomness import PublicRandomness
+from fedpress_compression.sketches import LEAST_CELLS, MOST_CELLS, num_bytes
 from fedpress_compression.tensors import ModelSpec, Vector
 from fedpress_compression.update import Indices
 from fedpress_protocols.errors import FedpressError, IncompatiblePlan, WireVersionMismatch
@@ -63,6 +65,18 @@ class Term(BaseModel):
 
 
 TermT = TypeVar("TermT", bound=Term)
+
+
+def _cells(value: int) -> int:
+    if value and (value & (value - 1) or not LEAST_CELLS <= value <= MOST_CELLS):
+        raise ValueError(
+            f"a sketch has a power of two of cells, {LEAST_CELLS} to {MOST_CELLS}, not {value}; 0 "
+            "means none"
+        )
+    return value
+
+
+SketchCells = Annotated[int, Field(ge=0), AfterValidator(_cells)]
 
 
 def _compressor(value: Any) -> Any:
@@ -518,6 +532,9 @@ class RoundPlan(Term):
     profile needs it."""
     warming: bool = False
     """Whether the round is part of a warm-up, after which a strategy freezes some of its state."""
+    sketch: SketchCells = 0
+    """Cells of the sketch that an upload has of the update before it was compressed, which a probe
+    asks for; 0, and left out, for none."""
 
     @model_validator(mode="after")
     def _parts_fit(self) -> RoundPlan:
@@ -532,6 +549,7 @@ class RoundPlan(Term):
             self.sum_bounds()
             self._fits_lane()
             self._can_be_private()
+            self._can_be_sketched()
             self._can_restrict()
             self._has_models()
             self._has_one_basis()
@@ -543,10 +561,12 @@ class RoundPlan(Term):
         return self
 
     @model_serializer(mode="wrap")
-    def _without_privacy(self, serialize: SerializerFunctionWrapHandler) -> dict[str, Any]:
+    def _without_the_unused(self, serialize: SerializerFunctionWrapHandler) -> dict[str, Any]:
         fields: dict[str, Any] = serialize(self)
         if fields.get("privacy", ...) is None:
             del fields["privacy"]
+        if not fields.get("sketch", True):
+            del fields["sketch"]
         return fields
 
     @classmethod
@@ -616,6 +636,13 @@ class RoundPlan(Term):
             raise IncompatiblePlan(
                 "control variates follow updates without noise, and the noisy mean drifts away "
                 "from them; choose a strategy without them, such as fedavg"
+            )
+
+    def _can_be_sketched(self) -> None:
+        if self.sketch and (self.lane == "masked" or self.privacy is not None):
+            raise IncompatiblePlan(
+                "a sketch of each update, which would tell of one by itself, in the masked lane or "
+                "under privacy terms; set sketch to 0"
             )
 
     def _can_distribute_noise(self) -> None:
@@ -831,8 +858,10 @@ class RoundPlan(Term):
         layouts = self.layouts(spec)
         if self.first_trip is not None:
             layouts = (*layouts, self.first_trip.first_layout(self.shared(spec)))
-        of_report = REPORT_BYTES * len(self.report)
-        return of_report + max(max_body_bytes(layout) for layout in layouts)
+        of_head = REPORT_BYTES * len(self.report)
+        if self.sketch:
+            of_head += num_bytes(self.sketch)
+        return of_head + max(max_body_bytes(layout) for layout in layouts)
 
     @property
     def needs(self) -> frozenset[Knowledge]:

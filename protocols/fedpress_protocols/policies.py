@@ -4,53 +4,47 @@ they decided. A server decides; a device reads no more than the name of its upli
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import Field, SerializerFunctionWrapHandler, model_serializer
 
-from fedpress_compression.compressors.coded import Coded
-from fedpress_compression.compressors.ecsq import Ecsq
-from fedpress_compression.compressors.none import Uncompressed
 from fedpress_protocols.errors import ConfigurationError
-from fedpress_protocols.plan import Profile, Term
+from fedpress_protocols.plan import Profile, SketchCells, Term
 
 TELLING = 16 * 1024
 """Bytes of a body that takes long enough to tell of a link: the first 14 kB or so of any travel at
 once, whatever the link."""
 UPLINK = "uplink_mbps"
 """The attribute under which a device says what its uplink is, in Mbit/s; see `CheckInRequest`."""
-LEAST_COMPARED = 2
-"""Updates of either kind whose products tell their mean's norm without the noise."""
-_SHARED = 10
-"""The size of a cohort beyond which a smaller share of it tells enough."""
+LEAST_COMPARED = 4
+"""Clients whose products tell their mean's norm without the noise."""
 Rung = Annotated[int, Field(ge=0, lt=256)]
 """The index of a profile in the ladder."""
 
 
 class Comparison(Term):
-    """The result of a probe: the mean of the compressed updates compared with the reference's.
+    """The result of a probe: the mean of the compressed updates compared with that of the updates
+    before compression, by the sketches that clients send of these.
 
-    `progress` is the length of the compressed mean along the direction of the reference's, over the
-    reference's own: 1 where nothing is lost. `cosine` is that of the two directions. `nmse` is the
-    squared distance of the two means over the squared norm of the reference's. All three are of
-    the means that infinitely many clients would have, as well as these few tell, and None where
-    they drown in the differences between clients. `energy` is the mean squared norm of a compressed
-    update over that of an update of the reference. `inner` and `norm` are the numerator and the
-    denominator of `progress`, by which several probes are pooled.
+    `progress` is the length of the compressed mean along the direction of the other, over the
+    other's own: 1 where nothing is lost. `cosine` is that of the two directions. `nmse` is the
+    squared distance of the two means over the squared norm of the other. All three are of the means
+    that infinitely many clients would have, as well as these few tell, and None where they drown
+    in the differences between clients. `error` is the standard error of `progress`, None where it
+    has none. `energy` is the mean squared norm of a compressed update over that of an update.
+    `inner` and `norm` are the numerator and the denominator of `progress`, by which several probes
+    are pooled, relative to the mean squared norm of an update.
     """
 
     progress: float | None
+    error: float | None
     cosine: float | None
     nmse: float | None
     energy: float
     inner: float
     norm: float
-    compressed: int
-    reference: int
-    extra_bytes: int = 0
-    """Bytes of the reference's bodies beyond those of as many compressed bodies of mean size."""
+    clients: int
 
 
 class Trend(Term):
@@ -113,7 +107,7 @@ class Pace(Term):
 
 class Course(Term):
     """The policies' decision for a round. Plans have the profiles from `gentlest` to `hardest`, and
-    in a `probe` the reference besides."""
+    in a `probe` ask for sketches."""
 
     round: Annotated[int, Field(ge=1)]
     gentlest: Rung
@@ -126,7 +120,7 @@ class Course(Term):
     pace: Pace | None = None
     """Of `Auto`; there only with it."""
     comparison: Comparison | None = None
-    """Once the round is over, if it was a probe and enough of both kinds came."""
+    """Once the round is over, if it was a probe and enough uploads came."""
 
     @model_serializer(mode="wrap")
     def _without_pace(self, serialize: SerializerFunctionWrapHandler) -> dict[str, Any]:
@@ -179,8 +173,8 @@ class BandwidthAware(Term):
 class DivergenceGuard(Term):
     """No harder profile than the task bears.
 
-    In the first `first` rounds and in every `every`-th after, `share` of the cohort sends the
-    `reference`, the others what they would have. A finding is a `progress` below `floor`, an
+    In the first `first` rounds and in every `every`-th after, clients send besides a `sketch` of so
+    many cells of their update before it is compressed. A finding is a `progress` below `floor`, an
     `energy` above `most_energy` (see `Comparison`), a loss that is above the best so far by more
     than `rise` of it, or a class whose accuracy has fallen by more than `blind_spot`, each of the
     last five models that were measured. A finding warns, and the next round probes again; the
@@ -189,8 +183,7 @@ class DivergenceGuard(Term):
     """
 
     id: Literal["divergence_guard"] = "divergence_guard"
-    reference: Profile = Profile(name="reference", compressor=Uncompressed())
-    share: Annotated[float, Field(ge=0, le=0.9)] = 0.5
+    sketch: SketchCells = 2048
     """0: no probes; losses and classes alone."""
     first: Annotated[int, Field(ge=0)] = 3
     every: Annotated[int, Field(ge=1)] = 25
@@ -201,24 +194,19 @@ class DivergenceGuard(Term):
     patience: Annotated[int, Field(ge=1)] = 2
     settle: Annotated[int, Field(ge=1)] = 10
 
-    def references_among(self, clients: int) -> int:
-        """Return how many of the first `clients` that are assigned in a probe send the
-        reference."""
-        return math.floor(round(clients * self.share, 6))
-
 
 class Auto(Term):
     """The rate of each round by what the server observes; a task that names no profiles has it.
 
     It begins with the profile that `gap` asks for. It goes gentler where the mean of the compressed
-    updates goes less than `floor` of the way of the reference's, or where the loss that devices
-    measure rises by more than `rise` of it, and one harder again after a `window` of rounds where
-    the mean goes well more. The way is measured at the end of a window until the rate has settled,
-    then every `every` rounds: `share` of the cohort (less of one above ten), two clients at least,
-    sends the `reference`. Where clients upload more than nine times in the task, `floor` is lower,
-    and higher where they upload less often.
-    What was given up is not tried again for four windows, nor before a probe speaks for it. A
-    cohort too small for a probe begins three profiles gentler and goes harder in steps.
+    updates goes less than `floor` of the way of the updates before compression, or where the loss
+    that devices measure rises by more than `rise` of it, and one harder again after a `window` of
+    rounds where the mean goes well more. The way is measured at the end of a window until the rate
+    has settled, then every `every` rounds: clients send besides a `sketch` of so many cells of
+    their update, of at most a sixteenth of its values. Where clients upload more than nine times
+    in the task, `floor` is lower, and higher where they upload less often. What was given up is
+    not tried again for four windows, nor before a probe speaks for it. A cohort too small for a
+    probe begins three profiles gentler and goes harder in steps.
     """
 
     id: Literal["auto"] = "auto"
@@ -228,23 +216,13 @@ class Auto(Term):
     """Maximum for the bodies of all rounds together; the rate is raised to stay within it."""
     window: Annotated[int, Field(ge=1, le=1000)] = 4
     every: Annotated[int, Field(ge=1)] = 30
-    share: Annotated[float, Field(ge=0, le=0.5)] = 0.5
+    sketch: SketchCells = 2048
+    """0: no probes; losses alone."""
     floor: Annotated[float, Field(ge=0, lt=1)] = 0.55
     rise: Annotated[float, Field(gt=0)] = 0.3
     reserve: Annotated[int, Field(ge=0, le=100)] = 0
     """Of the most compressed profiles, those that wait for clients that upload nine times in the
     task or more often, as the server estimates."""
-    reference: Profile = Profile(
-        name="probe", compressor=Coded(Ecsq("nmse", 0.1), contexts="previous")
-    )
-
-    def references_among(self, clients: int) -> int:
-        """Return how many of the first `clients` that are assigned in a probe send the
-        reference: `share` of up to ten, of more in proportion to the root of their number."""
-        if not self.share:
-            return 0
-        due = self.share * min(clients, math.sqrt(_SHARED * clients))
-        return max(min(LEAST_COMPARED, clients // 2), math.floor(round(due, 6)))
 
 
 Policy = Annotated[
@@ -267,8 +245,9 @@ def automatic(policies: Sequence[Policy]) -> Auto | None:
 
 
 def prober(policies: Sequence[Policy]) -> DivergenceGuard | Auto | None:
-    """The policy that has part of a cohort send a reference."""
-    return divergence_guard(policies) or automatic(policies)
+    """The policy that probes, if one does."""
+    chosen = divergence_guard(policies) or automatic(policies)
+    return chosen if chosen is not None and chosen.sketch else None
 
 
 def accuracy_driven(policies: Sequence[Policy]) -> AccuracyDriven | None:
@@ -292,38 +271,28 @@ def check_policies(
     guard, masked = divergence_guard(policies), lane == "masked"
     auto = automatic(policies)
     if auto is not None:
-        _check_auto(ids, ladder, auto, is_masked=masked)
+        _check_auto(ids, is_masked=masked)
     if masked and bandwidth_aware(policies) is not None:
         raise ConfigurationError(
             "bandwidth_aware in the masked lane, whose cohort adds up one kind of numbers",
             hint="use the clear lane, or accuracy_driven, which gives all of a cohort one profile",
         )
-    if guard is None or not guard.share:
+    if guard is None or not guard.sketch:
         return
     if masked:
         raise ConfigurationError(
             "a divergence_guard that probes in the masked lane, where no update is seen by itself",
-            hint="set its share to 0: losses and accuracies by class are watched still",
+            hint="set its sketch to 0: losses and accuracies by class are watched still",
         )
-    if guard.reference.name in {each.name for each in ladder}:
+    if size < LEAST_COMPARED:
         raise ConfigurationError(
-            f"the guard's reference has the name {guard.reference.name!r} of one of the profiles"
-        )
-    of_reference = guard.references_among(size)
-    if min(of_reference, size - of_reference) < LEAST_COMPARED:
-        raise ConfigurationError(
-            f"a share of {guard.share:g} of a cohort of {size} is {of_reference} with the "
-            f"reference and {size - of_reference} without, where {LEAST_COMPARED} of each are "
+            f"a divergence_guard that probes cohorts of {size}, where {LEAST_COMPARED} updates are "
             "the least that can be compared",
-            hint="set share nearer to 0.5"
-            if size >= 2 * LEAST_COMPARED
-            else f"make cohort.size {2 * LEAST_COMPARED} or more, or set share to 0",
+            hint=f"make cohort.size {LEAST_COMPARED} or more, or set sketch to 0",
         )
 
 
-def _check_auto(
-    ids: Sequence[str], ladder: Sequence[Profile], auto: Auto, *, is_masked: bool
-) -> None:
+def _check_auto(ids: Sequence[str], *, is_masked: bool) -> None:
     """As `check_policies`, of the rules that are auto's own."""
     if is_masked:
         raise ConfigurationError(
@@ -335,11 +304,6 @@ def _check_auto(
         raise ConfigurationError(
             f"auto beside {', '.join(others)}: auto decides on the rate of a round by itself",
             hint="remove one of them; auto goes with bandwidth_aware alone",
-        )
-    if auto.reference.name in {each.name for each in ladder}:
-        raise ConfigurationError(
-            f"auto's reference has the name {auto.reference.name!r} of one of the profiles",
-            hint="give one of them another name",
         )
 
 

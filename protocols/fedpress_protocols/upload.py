@@ -5,6 +5,7 @@ offset  size  field
 1       1     index of the profile among the plan's
 2       1-5   num_examples, unsigned LEB128
 ...     4 r   the r numbers that the plan has reported, float32
+...     n     the sketch of the update, where the plan asks for one; see `compression.sketches`
 ...           coded fields, to the last byte
 """
 
@@ -15,7 +16,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
-from fedpress_compression import coding
+from fedpress_compression import coding, sketches
 from fedpress_compression.coding.fields import (
     Alphabet,
     Contexts,
@@ -48,13 +49,15 @@ _MODE_AT_MOST = 8
 
 @dataclass(frozen=True, slots=True)
 class Upload:
-    """The content of an upload: the number of examples, the compressed update, and the numbers that
-    the plan asks clients to report, in the plan's order."""
+    """The content of an upload: the number of examples, the compressed update, the numbers that the
+    plan asks clients to report, in the plan's order, and the sketch of the update before it was
+    compressed, as `sketches.to_bytes` gives it; empty where the plan asks for none."""
 
     profile: int
     num_examples: int
     symbols: Symbols
     report: tuple[float, ...] = ()
+    sketch: bytes = b""
 
     def to_bytes(self, layout: Layout, contexts: Contexts = ()) -> bytes:
         """Encode the body; raises InvalidUpdate if the symbols do not match `layout`.
@@ -68,7 +71,7 @@ class Upload:
         if not 1 <= self.num_examples <= MAX_EXAMPLES:
             raise InvalidUpdate(f"num_examples of {self.num_examples} outside [1, {MAX_EXAMPLES}]")
         head = bytes((WIRE_VERSION, self.profile)) + _uvarint(self.num_examples)
-        yield head + struct.pack(f"<{len(self.report)}f", *self.report)
+        yield head + struct.pack(f"<{len(self.report)}f", *self.report) + self.sketch
         yield from coding.encode_fields(self.symbols, layout, contexts)
 
     @classmethod
@@ -79,16 +82,18 @@ class Upload:
         profile: int,
         contexts: Contexts = (),
         report: tuple[str, ...] = (),
+        sketch: int = 0,
     ) -> Upload:
         """Parse a body under the plan's `layouts`, one for each profile.
 
-        `profile` is the assigned one, `contexts` those of its layout, `report` the plan's.
+        `profile` is the assigned one, `contexts` those of its layout, `report` and `sketch` the
+        plan's.
         Raises WireVersionMismatch or DecodingError; the work and the memory are bounded by the
         layout, whatever the bytes.
         """
-        num_examples, reported, start = _read_head(data, profile, report)
-        symbols = coding.decode(memoryview(data)[start:], layouts[profile], contexts)
-        return cls(profile, num_examples, symbols, reported)
+        num_examples, reported, start, stop = _read_head(data, profile, report, sketch)
+        symbols = coding.decode(memoryview(data)[stop:], layouts[profile], contexts)
+        return cls(profile, num_examples, symbols, reported, data[start:stop])
 
     @staticmethod
     def find(
@@ -97,11 +102,12 @@ class Upload:
         profile: int,
         contexts: Contexts = (),
         report: tuple[str, ...] = (),
+        sketch: int = 0,
     ) -> tuple[int, tuple[float, ...], coding.Found]:
         """Like `from_bytes`, but locate the coded symbols without decoding them: the number of
         examples, the report, and an argument for `decode_add`."""
-        num_examples, reported, start = _read_head(data, profile, report)
-        symbols = coding.find(memoryview(data)[start:], layouts[profile], contexts)
+        num_examples, reported, _, stop = _read_head(data, profile, report, sketch)
+        symbols = coding.find(memoryview(data)[stop:], layouts[profile], contexts)
         return num_examples, reported, symbols
 
 
@@ -132,9 +138,10 @@ def max_body_bytes(layout: Layout) -> int:
 
 
 def _read_head(
-    data: bytes, profile: int, report: tuple[str, ...]
-) -> tuple[int, tuple[float, ...], int]:
-    """Return the number of examples, the report, and the offset of the fields."""
+    data: bytes, profile: int, report: tuple[str, ...], sketch: int
+) -> tuple[int, tuple[float, ...], int, int]:
+    """Return the number of examples, the report, and the offsets of the sketch, which was checked,
+    and of the fields."""
     if len(data) < 3:
         raise DecodingError(f"{len(data)} bytes; an upload has at least 3")
     if data[0] != WIRE_VERSION:
@@ -152,7 +159,13 @@ def _read_head(
         check_report(reported, report)
     except InvalidUpdate as exc:
         raise DecodingError(exc.detail) from exc
-    return num_examples, reported, stop
+    if not sketch:
+        return num_examples, reported, stop, stop
+    fields = stop + sketches.num_bytes(sketch)
+    if len(data) < fields:
+        raise DecodingError(f"the body ends within the sketch of {sketch} cells")
+    sketches.from_bytes(data[stop:fields], sketch)
+    return num_examples, reported, stop, fields
 
 
 def _uvarint(value: int) -> bytes:

@@ -2,8 +2,10 @@
 
     python protocols/vectors/make_upload_vectors.py [folder]
 
-`uploads.json` has bodies with and without reported numbers, and `malformed-uploads.json` what a
-decoder refuses. A vector never changes once it was released.
+`uploads.json` has bodies with and without reported numbers and sketches, and
+`malformed-uploads.json` what a decoder refuses. A row has `sketch`, the plan's number of cells, and
+`sketched`, the bytes of the sketch, only where the plan asks for one. A vector never changes once
+it was released.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ from typing import Any
 
 import numpy as np
 
+from fedpress_compression import sketches
 from fedpress_compression.coding import Alphabet, Reals
 from fedpress_protocols.upload import Upload
 
@@ -26,9 +29,16 @@ SYMBOLS = [[3, 0, 0, 1, 0, 2], [0.5, -1.25]]
 Row = dict[str, Any]
 
 
-def body(report: dict[str, float], num_examples: int = 300, profile: int = 2) -> bytes:
+def body(
+    report: dict[str, float], num_examples: int = 300, profile: int = 2, sketch: bytes = b""
+) -> bytes:
     symbols = (np.array(SYMBOLS[0], np.uint8), np.array(SYMBOLS[1], "<f4"))
-    return Upload(profile, num_examples, symbols, tuple(report.values())).to_bytes(LAYOUT)
+    upload = Upload(profile, num_examples, symbols, tuple(report.values()), sketch)
+    return upload.to_bytes(LAYOUT)
+
+
+def sketch_of(num_cells: int) -> bytes:
+    return sketches.to_bytes((np.arange(num_cells) * 37 % 64 - 31.5) / 16)
 
 
 def vectors() -> Iterator[Row]:
@@ -52,10 +62,29 @@ def vectors() -> Iterator[Row]:
             "symbols": SYMBOLS,
             "body": body(report, num_examples, profile).hex(),
         }
+    sketched: dict[str, tuple[dict[str, float], bytes]] = {
+        "a sketch": ({}, sketch_of(64)),
+        "a sketch after reported numbers": ({"steps": 12.0, "loss": 0.5}, sketch_of(128)),
+        "a sketch of an update of zeros": ({}, sketches.to_bytes(np.zeros(64))),
+        "a sketch with a scale of -0": ({}, struct.pack("<f", -0.0) + bytes([0b11100100]) * 16),
+    }
+    for name, (report, sketch) in sketched.items():
+        yield {
+            "name": name,
+            "profile": 2,
+            "num_examples": 300,
+            "report": list(report),
+            "reported": list(report.values()),
+            "sketch": 4 * (len(sketch) - 4),
+            "sketched": sketch.hex(),
+            "layout": AS_JSON,
+            "symbols": SYMBOLS,
+            "body": body(report, sketch=sketch).hex(),
+        }
 
 
 def malformed() -> Iterator[Row]:
-    """Bodies of one upload, each with something wrong in what it reports."""
+    """Bodies of one upload, each with something wrong in what it reports or in its sketch."""
     good = body({"steps": 12.0, "loss": 0.5})
     at = 4
     wrong = {
@@ -90,6 +119,44 @@ def malformed() -> Iterator[Row]:
             "layout": AS_JSON,
             "body": data.hex(),
         }
+    yield from malformed_sketches()
+
+
+def malformed_sketches() -> Iterator[Row]:
+    report = {"steps": 12.0, "loss": 0.5}
+    good, at = body(report, sketch=sketch_of(64)), 12
+    wrong = {
+        "a sketch with a negative scale": -0.125,
+        "a sketch with an infinite scale": float("inf"),
+        "a sketch with a scale that is NaN": float("nan"),
+    }
+    bodies = {
+        reason: good[:at] + struct.pack("<f", scale) + good[at + 4 :]
+        for reason, scale in wrong.items()
+    }
+    bodies |= {
+        "the end in the scale of the sketch": good[: at + 3],
+        "the end in the codes of the sketch": good[: at + 19],
+        "the end after the sketch": good[: at + 20],
+        "no sketch": body(report),
+        "a sketch of more cells": body(report, sketch=sketch_of(128)),
+    }
+    for reason, data in bodies.items():
+        yield {
+            "reason": reason,
+            "profile": 2,
+            "report": list(report),
+            "sketch": 64,
+            "layout": AS_JSON,
+            "body": data.hex(),
+        }
+    yield {
+        "reason": "a sketch that nobody asked for",
+        "profile": 2,
+        "report": list(report),
+        "layout": AS_JSON,
+        "body": good.hex(),
+    }
 
 
 def main() -> None:

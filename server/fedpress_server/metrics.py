@@ -369,7 +369,7 @@ class Metrics:
         )
         self.progress = self._gauge(
             "fedpress_probe_progress",
-            "Progress of compressed updates along the reference's direction in the last probe.",
+            "Progress of compressed updates along those before compression in the last probe.",
             "task",
         )
         self.averaging_error = self._gauge(

@@ -220,7 +220,7 @@ class FakeServer:
             )
             layouts = plan.layouts(spec)
             contexts = contexts_of(layouts[index], public)
-            upload = Upload.from_bytes(body, layouts, index, contexts)
+            upload = Upload.from_bytes(body, layouts, index, contexts, sketch=plan.sketch)
             update = plan.compressor(assignment.profile).decompress(upload.symbols, public)
             update.check(plan.fixed_point.max_abs)
             part.body, part.update, part.weight = body, update, upload.num_examples

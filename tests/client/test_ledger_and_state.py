@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from fedpress_client import Ledger, ResidualRules
 from fedpress_client.state import Identity, StateDirectory
 from fedpress_compression import compressor as registry
+from fedpress_compression import sketches
 from fedpress_compression.coding.fields import Layout, Symbols
 from fedpress_compression.compressor import Knowledge, Public, state_name
 from fedpress_compression.compressors.error_feedback import ErrorFeedback
@@ -266,6 +267,28 @@ def test_values_beyond_the_plans_bound_are_sent_in_parts() -> None:
     assert np.abs(ledger.pending["a1"].update.dense()).max() == 1.0
     assert ledger.pending["a1"].num_examples == 1000
     np.testing.assert_array_equal(ledger.pending["a1"].update.dense() + residual(ledger), update)
+
+
+@pytest.mark.parametrize("peak", [1.0, 200.0])
+def test_a_probe_is_told_of_the_update_itself_without_what_was_left_before(peak: float) -> None:
+    """Within the plan's bound, whatever the compressor sends; and nothing in any other round."""
+    before, left = prepared(EMPTY, FEEDBACK, 1)
+    before = before.settle(receipt(before, "a1", "not-included"))
+    assert np.linalg.norm(residual(before)) == pytest.approx(np.linalg.norm(left))
+    update = np.linspace(-peak, peak, 40).astype(np.float32)
+    rngs = [np.random.default_rng(1) for _ in range(3)]
+    plain, asks = assignment(FEEDBACK, 2), assignment(FEEDBACK, 2, sketch=64)
+    _, without = before.prepare(plain, update, 7, model().spec, rngs[0])
+    ledger, body = before.prepare(asks, update, 7, model().spec, rngs[1])
+    sections = list[bytes]()
+    before.prepare(asks, update, 7, model().spec, rngs[2], sections=sections.append)
+    assert body == b"".join(sections)
+    public = asks.plan.public(model().spec)
+    bounded = np.clip(update, -64, 64)
+    cells = sketches.sketch(bounded, 64, public.stream(sketches.LABEL))
+    assert without is not None
+    assert body == without[:3] + sketches.to_bytes(cells) + without[3:]
+    assert ledger.prepare(asks, update + 1, 7, model().spec, RNG)[1] == body
 
 
 @pytest.mark.parametrize("feedback", [True, False])

@@ -123,8 +123,8 @@ def test_the_histories_of_a_default_run_have_decisions_and_their_reasons(tmp_pat
     first, *_ = history.rows
     why = "begin at the most compressed profile"
     assert (first.profile, first.policies) == ("0.1-bit", why)
-    probed = history.rows[3]
-    assert (probed.upload_bytes or 0) > 1.3 * (first.upload_bytes or 0)
+    probed, sketches = history.rows[3], 6 * (4 + 2048 // 4)
+    assert (probed.upload_bytes or 0) > sketches
     assert all((row.download_bytes or 0) < 6 * 4 * 50_826 / 2 for row in history.rows)
     assert {"accuracy", "loss", "newest-accuracy", "newest-loss"} <= set(history.rows[-1].test)
     assert history.rows[-1].test["loss"] != history.rows[-1].test["newest-loss"]
@@ -223,7 +223,8 @@ def test_a_flower_user_who_names_nothing_has_the_default(tmp_path: Path) -> None
     assert probe is not None
     assert probe.probe
     assert probe.comparison is not None
-    assert (probe.comparison.compressed, probe.comparison.reference) == (2, 2)
+    assert probe.comparison.clients == 4
+    assert probe.comparison.progress is not None
     assert all(report.coded_download_bytes == report.download_bytes for report in reports)
     # The average is served; clients go on from the newest model.
     assert strategy.newest is not None
@@ -237,25 +238,43 @@ def test_the_default_s_strategy_has_momentum_and_an_average() -> None:
     assert default_strategy(6).properties.server_state == "velocity [d], norms [2], average [d]"
 
 
-def test_who_is_probed_is_in_a_plan_of_one_profile_that_older_clients_read(tmp_path: Path) -> None:
+def test_a_probe_has_all_clients_keep_the_round_s_profile_and_send_a_sketch(
+    tmp_path: Path,
+) -> None:
     fleet = fleet_of(tmp_path, 4)
     strategy = FedpressStrategy(plan=Plan(seed=1), fraction_evaluate=0.0)
     run(strategy, fleet, 34, BEFORE)
-    names: dict[int, list[str]] = {}
+    plans: dict[int, list[RoundPlan]] = {}
     for message in fleet.sent:
         plan = RoundPlan.from_json(str(message.content[envelope.RECORD][envelope.PLAN]))
-        assert len(plan.profiles) == 1
-        names.setdefault(plan.round, []).append(plan.profiles[0].name)
-    assert sorted(names[4]) == ["0.2-bit", "0.2-bit", "probe", "probe"]
-    probed = [
-        {m.metadata.dst_node_id for m in fleet.sent if _is_probe(m, number)} for number in (4, 34)
-    ]
-    assert probed[0] != probed[1]
+        plans.setdefault(plan.round, []).append(plan)
+    for number, sent in plans.items():
+        assert len(sent) == 4
+        assert [plan.profiles for plan in sent] == [sent[0].profiles] * 4
+        assert len(sent[0].profiles) == 1
+        assert {plan.sketch for plan in sent} == ({64} if number in (4, 34) else {0})
+    asked = {report.round for report in strategy.reports if report.course and report.course.probe}
+    assert asked == {4, 34}
 
 
-def _is_probe(message: Message, number: int) -> bool:
-    plan = RoundPlan.from_json(str(message.content[envelope.RECORD][envelope.PLAN]))
-    return (plan.round, plan.profiles[0].name) == (number, "probe")
+def test_a_strategy_of_flowers_probes_by_sketches_too(tmp_path: Path) -> None:
+    strategy = FedpressStrategy(flowers.FedAvg(fraction_evaluate=0.0), Plan(seed=1))
+    run(strategy, fleet_of(tmp_path, 4), 4, BEFORE)
+    probe = strategy.reports[3].course
+    assert probe is not None
+    assert probe.comparison is not None
+    assert probe.comparison.clients == 4
+
+
+def test_rates_say_how_many_cells_a_probe_s_sketches_have() -> None:
+    for size, values, cells in ((4, 2010, 64), (4, 50_826, 2048), (3, 50_826, 0)):
+        rates = Rates(Auto())
+        rates.begin(30)
+        found = list[int]()
+        for number in range(1, 6):
+            found.append(rates.opened(number, values, size)[1])
+            rates.closed(None, 1000)
+        assert found == [0, 0, 0, cells, 0], size
 
 
 def test_a_strategy_of_flowers_keeps_what_it_is_and_gains_rates_and_a_downlink(
@@ -279,11 +298,11 @@ def test_an_average_that_is_asked_for_is_served_too(tmp_path: Path) -> None:
 
 
 def test_the_loss_that_clients_measure_takes_the_rate_back() -> None:
-    rates = Rates(Auto(share=0))
+    rates = Rates(Auto(sketch=0))
     rates.begin(60)
     names = []
     for number in range(1, 31):
-        names.append(rates.opened(number, 10, 10)[0].name)
+        names.append(rates.opened(number, 1000, 10, 10)[0].name)
         rates.trained(number, MetricRecord({"train_loss": 1.0 if number < 18 else 3.0}))
         rates.evaluated(number, None)
         rates.closed(None, 1000)
@@ -292,11 +311,11 @@ def test_the_loss_that_clients_measure_takes_the_rate_back() -> None:
 
 
 def test_evaluations_count_before_what_training_says() -> None:
-    rates = Rates(Auto(share=0))
+    rates = Rates(Auto(sketch=0))
     rates.begin(60)
     names = []
     for number in range(1, 31):
-        names.append(rates.opened(number, 10, 10)[0].name)
+        names.append(rates.opened(number, 1000, 10, 10)[0].name)
         rates.trained(number, MetricRecord({"train_loss": 1.0 if number < 18 else 3.0}))
         rates.evaluated(number, MetricRecord({"accuracy": 0.1, "eval_loss": 1 / number}))
         rates.closed(None, 1000)
@@ -307,15 +326,15 @@ def test_a_short_run_with_few_clients_sends_more_at_once() -> None:
     for auto, name in ((Auto(), "0.2-bit"), (Auto(gap=0.5), "0.1-bit")):
         rates = Rates(auto)
         rates.begin(30)
-        assert rates.opened(1, 4, 4)[0].name == name
+        assert rates.opened(1, 1000, 4, 4)[0].name == name
 
 
 def test_a_budget_of_bytes_raises_the_compression() -> None:
     rates = Rates(Auto(upload_bytes=10_000))
     rates.begin(100)
-    assert rates.opened(1, 3)[0].name == "0.28-bit"
+    assert rates.opened(1, 1000, 3)[0].name == "0.28-bit"
     rates.closed(None, 1000)
-    assert rates.opened(2, 3)[0].name == "0.2-bit"
+    assert rates.opened(2, 1000, 3)[0].name == "0.2-bit"
     course = rates.closed(None, 1000)
     assert course is not None
     assert "upload_bytes" in course.why

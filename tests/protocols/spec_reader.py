@@ -656,9 +656,10 @@ REPORT_BOUNDS = {"steps": (1, 2**24), "loss": (0, 2**24)}
 
 
 def upload(
-    data: bytes, profile: int, report: list[str], layout: list[dict[str, Any]]
-) -> tuple[int, list[float], list[list[Any]]]:
-    """The number of examples, what is reported and the symbols of an upload's body; or Refused."""
+    data: bytes, profile: int, report: list[str], layout: list[dict[str, Any]], sketch: int = 0
+) -> tuple[int, list[float], list[float], list[list[Any]]]:
+    """The number of examples, what is reported, the cells that the sketch stands for and the
+    symbols of an upload's body; or Refused."""
     head = Body(data)
     must(head.number(8) == 1, "another wire version")
     must(head.number(8) == profile, "another profile")
@@ -670,7 +671,12 @@ def upload(
         least, most = REPORT_BOUNDS.get(name, (-(2**24), 2**24))
         must(math.isfinite(value) and least <= value <= most, f"{name} out of bounds")
         told.append(value)
-    return num_examples, told, read(data[head.at // 8 :], layout)
+    cells = list[float]()
+    if sketch:
+        (scale,) = struct.unpack("<f", head.number(32).to_bytes(4, "little"))
+        must(math.isfinite(scale) and scale >= 0, "the scale of a sketch out of bounds")
+        cells = [(head.number(2) - 1.5) * scale for _ in range(sketch)]
+    return num_examples, told, cells, read(data[head.at // 8 :], layout)
 
 
 def read(

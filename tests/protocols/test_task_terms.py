@@ -6,7 +6,7 @@ import json
 from typing import Any
 
 import pytest
-from pydantic import TypeAdapter
+from pydantic import TypeAdapter, ValidationError
 
 from fedpress_protocols.errors import ConfigurationError, IncompatiblePlan
 from fedpress_protocols.messages import (
@@ -18,7 +18,7 @@ from fedpress_protocols.messages import (
     TaskSummary,
 )
 from fedpress_protocols.plan import PrivacyTerms, Profile, RoundPlan, parsed
-from fedpress_protocols.policies import Policies, check_policies
+from fedpress_protocols.policies import Policies, check_policies, prober
 from tests.protocols.test_plan import SPEC, make_plan
 
 PLAIN = {"name": "plain", "compressor": {"id": "none"}}
@@ -98,9 +98,7 @@ def test_two_phases_are_read_and_not_begun() -> None:
         ([GUARD], {"ladder": 1}, "over one profile, which leaves nothing to choose"),
         ([{"id": "bandwidth_aware"}], {"lane": "masked"}, "adds up one kind of numbers"),
         ([GUARD], {"lane": "masked"}, "where no update is seen by itself"),
-        ([{**GUARD, "reference": PLAIN}], {}, "has the name 'plain' of one of the profiles"),
-        ([GUARD], {"size": 3}, "is 1 with the reference and 2 without, where 2 of each"),
-        ([{**GUARD, "share": 0.1}], {"size": 10}, "is 1 with the reference and 9 without"),
+        ([GUARD], {"size": 3}, "probes cohorts of 3, where 4 updates are the least"),
     ],
 )
 def test_policies_that_cannot_work_say_why(
@@ -111,20 +109,33 @@ def test_policies_that_cannot_work_say_why(
         check_policies(
             READ.validate_python(policies), LADDER[: changes.get("ladder")], lane=lane, size=size
         )
-    if "of each" in says:
-        assert refused.value.hint == "make cohort.size 4 or more, or set share to 0"
-    if "9 without" in says:
-        assert refused.value.hint == "set share nearer to 0.5"
+    if "size" in changes:
+        assert refused.value.hint == "make cohort.size 4 or more, or set sketch to 0"
 
 
-def test_two_of_each_are_enough_to_compare() -> None:
+def test_four_clients_are_enough_to_compare() -> None:
     check_policies(READ.validate_python([GUARD]), LADDER, lane="clear", size=4)
 
 
 def test_a_guard_without_probes_goes_with_everything() -> None:
     for lane, size in (("masked", 4), ("clear", 1)):
-        policies = READ.validate_python([{**GUARD, "share": 0}])
+        policies = READ.validate_python([{**GUARD, "sketch": 0}])
         check_policies(policies, LADDER, lane=lane, size=size)
+
+
+def test_a_policy_s_sketch_is_of_a_power_of_two() -> None:
+    for policy in ("auto", "divergence_guard"):
+        assert READ.validate_python([{"id": policy, "sketch": 64}])
+        for wrong in (1, 1000, 2**17, -2):
+            with pytest.raises(ValidationError, match="sketch"):
+                READ.validate_python([{"id": policy, "sketch": wrong}])
+
+
+def test_who_probes_has_a_sketch() -> None:
+    auto, guard = READ.validate_python([{"id": "auto"}]), READ.validate_python([GUARD])
+    assert (prober(auto), prober(guard)) == (auto[0], guard[0])
+    assert prober(READ.validate_python([{**GUARD, "sketch": 0}])) is None
+    assert prober(READ.validate_python([{"id": "accuracy_driven"}])) is None
 
 
 # Corrected learning rates

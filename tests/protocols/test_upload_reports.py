@@ -1,4 +1,4 @@
-"""Numbers that uploads report: golden bodies, bounds, and damaged ones."""
+"""Numbers that uploads report, and sketches: golden bodies, bounds, and damaged ones."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from fedpress_compression import sketches
 from fedpress_compression.coding import Alphabet, Reals
 from fedpress_protocols.errors import DecodingError, FedpressError, InvalidUpdate
 from fedpress_protocols.messages import UploadFigures
@@ -31,20 +32,25 @@ SYMBOLS = (np.array([3, 0, 0, 1, 0, 2], np.uint8), np.array([0.5, -1.25], np.flo
 def parsed(case: dict[str, Any]) -> Upload:
     layouts = (layout_of(case["layout"]),) * 256
     body = bytes.fromhex(case["body"])
-    return Upload.from_bytes(body, layouts, case["profile"], report=tuple(case["report"]))
+    names, cells = tuple(case["report"]), case.get("sketch", 0)
+    return Upload.from_bytes(body, layouts, case["profile"], report=names, sketch=cells)
 
 
 @pytest.mark.parametrize("case", VECTORS, ids=lambda case: case["name"])
 def test_golden_bodies_are_read_and_written(case: dict[str, Any]) -> None:
-    upload = parsed(case)
+    upload, sketch = parsed(case), case.get("sketch", 0)
     assert (upload.num_examples, list(upload.report)) == (case["num_examples"], case["reported"])
     assert [array.tolist() for array in upload.symbols] == case["symbols"]
     body = bytes.fromhex(case["body"])
     assert upload.to_bytes(layout_of(case["layout"])) == body
-    again = spec_reader.upload(body, case["profile"], case["report"], case["layout"])
-    assert again == (case["num_examples"], case["reported"], case["symbols"])
+    assert upload.sketch.hex() == case.get("sketched", "")
+    cells = sketches.from_bytes(upload.sketch, sketch).tolist() if sketch else []
+    again = spec_reader.upload(body, case["profile"], case["report"], case["layout"], sketch)
+    assert again == (case["num_examples"], case["reported"], cells, case["symbols"])
     layouts, names = (layout_of(case["layout"]),) * 256, tuple(case["report"])
-    num_examples, told, found = Upload.find(body, layouts, case["profile"], report=names)
+    num_examples, told, found = Upload.find(
+        body, layouts, case["profile"], report=names, sketch=sketch
+    )
     assert (num_examples, told, len(found)) == (upload.num_examples, upload.report, 2)
 
 
@@ -54,7 +60,9 @@ def test_malformed_bodies_are_refused(case: dict[str, Any]) -> None:
         parsed(case)
     body = bytes.fromhex(case["body"])
     with pytest.raises(spec_reader.Refused):
-        spec_reader.upload(body, case["profile"], case["report"], case["layout"])
+        spec_reader.upload(
+            body, case["profile"], case["report"], case["layout"], case.get("sketch", 0)
+        )
 
 
 def test_the_vectors_are_what_their_script_writes(
@@ -80,17 +88,23 @@ def test_reports_survive_their_bytes(values: list[float]) -> None:
     assert Upload.from_bytes(body, (LAYOUT,), 0, report=names).report == tuple(values)
 
 
-@given(body=st.binary(max_size=40), names=st.lists(st.sampled_from(["steps", "loss", "x"])))
-def test_any_bytes_are_read_or_refused_as_the_text_says(body: bytes, names: list[str]) -> None:
+@given(
+    body=st.binary(max_size=60),
+    names=st.lists(st.sampled_from(["steps", "loss", "x"])),
+    sketch=st.sampled_from([0, 64]),
+)
+def test_any_bytes_are_read_or_refused_as_the_text_says(
+    body: bytes, names: list[str], sketch: int
+) -> None:
     data = b"\1\0" + body
     fields = [{"alphabet": {"size": 4, "count": 6}}, {"reals": {"count": 2, "width": 4}}]
     try:
-        due = spec_reader.upload(data, 0, names, fields)
+        due = spec_reader.upload(data, 0, names, fields, sketch)
     except spec_reader.Refused:
         with pytest.raises(DecodingError):
-            Upload.from_bytes(data, (LAYOUT,), 0, report=tuple(names))
+            Upload.from_bytes(data, (LAYOUT,), 0, report=tuple(names), sketch=sketch)
         return
-    found = Upload.from_bytes(data, (LAYOUT,), 0, report=tuple(names))
+    found = Upload.from_bytes(data, (LAYOUT,), 0, report=tuple(names), sketch=sketch)
     assert (found.num_examples, list(found.report)) == due[:2]
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import AsyncIterator
+from typing import Any
 
 import httpx
 import numpy as np
@@ -276,8 +277,8 @@ def test_the_rate_follows_the_losses_that_devices_report_across_a_restart(
 def test_a_task_without_a_compressor_runs_auto_and_goes_on_after_a_restart(
     start: Start, clock: Clock, model: Model
 ) -> None:
-    """Four devices of which a probe has two send more; each decision says why."""
-    profiles = []
+    """Four devices, which send a sketch besides in a probe; each decision says why."""
+    profiles, cells = [], []
     with start() as http:
         operator = Operator(http)
         operator.begin(model, profiles=None, cohort={"size": 4, "minimum": 4}, rounds=225)
@@ -288,7 +289,8 @@ def test_a_task_without_a_compressor_runs_auto_and_goes_on_after_a_restart(
     def rounds(count: int) -> None:
         for _ in range(count):
             assignments = [given(device) for device in devices]
-            profiles.append(sorted(each.profile for each in assignments))
+            profiles.append([each.profile for each in assignments])
+            cells.append({each.plan.sketch for each in assignments})
             for device, assignment in zip(devices, assignments, strict=True):
                 send(device, assignment, 0.01)
             for device, assignment in zip(devices, assignments, strict=True):
@@ -304,10 +306,8 @@ def test_a_task_without_a_compressor_runs_auto_and_goes_on_after_a_restart(
     before = resumed(7)
     after = resumed(5)
     assert [each.course for each in after[:7]] == [each.course for each in before[:7]]
-    probe = ["probe", "probe"]
-    assert profiles[:3] == [["0.1-bit"] * 4] * 3
-    assert profiles[3] == ["0.1-bit", "0.1-bit", *probe], "round 4 is the first probe"
-    assert profiles[4:] == [["0.1-bit"] * 4] * 8
+    assert profiles == [["0.1-bit"] * 4] * 12
+    assert cells == [{64} if number == 4 else {0} for number in range(1, 13)]
     courses = [each.course for each in after if each.course is not None]
     assert courses[3].comparison is not None
     assert courses[10].pace is not None
@@ -337,15 +337,14 @@ def test_a_rate_that_is_too_high_is_told_of_and_lowered(
         for device, assignment in zip(devices, assignments, strict=True):
             send(device, assignment)
         committed(devices[0], assignments[0])
-    assert profiles[0] == ["one", "reference", "one", "reference"]
-    assert profiles[1] == profiles[0]
-    assert profiles[2] == ["half", "reference", "half", "reference"]
+    assert profiles[:3] == [["one"] * 4, ["one"] * 4, ["half"] * 4]
     found = [each.course for each in history(operator)]
     assert found[0] is not None
     assert found[0].comparison is not None
     assert found[0].comparison.progress == pytest.approx(1 / 12, rel=0.3)
-    assert found[0].comparison.reference == found[0].comparison.compressed == 2
-    assert found[0].comparison.extra_bytes > 0
+    assert found[0].comparison.error == pytest.approx(0, abs=1e-6), "all clients say the same"
+    assert found[0].comparison.energy == pytest.approx(1 / 12, rel=0.3)
+    assert found[0].comparison.clients == 4
     warnings = [len(each.warnings) for each in found if each is not None]
     assert warnings[:3] == [0, 1, 1]
     assert [each.hardest for each in found if each is not None][:3] == [2, 2, 1]
@@ -362,10 +361,11 @@ def test_a_probe_made_again_is_the_same_probe(
         model, profiles=LADDER, policies=[GUARD], cohort={"size": 4, "minimum": 4}, rounds=9
     )
     devices = [enrolled() for _ in range(4)]
-    before = [given(device).profile for device in devices]
+    before = [given(device) for device in devices]
+    assert [(each.profile, each.plan.sketch) for each in before] == [("one", 64)] * 4
     operator.post("/v1/admin/tasks/digits/abort-round")
     again = [given(device) for device in devices]
-    assert [each.profile for each in again] == before
+    assert [(each.profile, each.plan.sketch) for each in again] == [("one", 64)] * 4
     assert again[0].plan.attempt == 2
     first, second = (each.course for each in history(operator))
     assert first == second
@@ -390,9 +390,10 @@ def test_policies_begin_after_the_schedule(
     assert [each is None for each in courses] == [True, True, False, False]
 
 
-def test_a_ladder_that_a_guard_cannot_probe_is_refused_at_the_beginning(
-    operator: Operator, model: Model
+def test_a_ladder_that_cannot_be_side_by_side_is_refused_and_may_be_probed(
+    operator: Operator, enrolled: Enrolled, model: Model
 ) -> None:
+    """A probe has all of its clients keep the round's profile, so that it asks nothing of it."""
     follows = [
         {
             "name": f"p{share}",
@@ -400,9 +401,44 @@ def test_a_ladder_that_a_guard_cannot_probe_is_refused_at_the_beginning(
         }
         for share in (0.5, 0.1)
     ]
+    four: dict[str, Any] = {"cohort": {"size": 4, "minimum": 4}, "rounds": 9}
     with pytest.raises(IncompatiblePlan, match="follows the mean of all clients' estimates"):
-        operator.begin(model, profiles=follows, policies=[GUARD], cohort={"size": 4, "minimum": 4})
-    operator.begin(model, profiles=follows, policies=[{"id": "accuracy_driven"}])
+        operator.begin(model, profiles=follows, policies=AWARE, **four)
+    operator.begin(model, profiles=follows, policies=[GUARD], **four)
+    devices = [enrolled() for _ in range(4)]
+    assignments = [given(device) for device in devices]
+    for device, assignment in zip(devices, assignments, strict=True):
+        send(device, assignment)
+    committed(devices[0], assignments[0])
+    probed = status(operator, 1).course
+    assert probed is not None
+    assert probed.comparison is not None
+
+
+def test_links_and_a_guard_go_together(
+    operator: Operator, enrolled: Enrolled, model: Model
+) -> None:
+    """In a probe each client is given what its link carries, and all of them are compared."""
+    operator.begin(
+        model,
+        profiles=LADDER,
+        policies=[*AWARE, GUARD],
+        cohort={"size": 4, "minimum": 4},
+        rounds=9,
+    )
+    devices, said = [enrolled() for _ in range(4)], [50.0, 50.0, 1e-7, 1e-7]
+    assignments = [given(device, each) for device, each in zip(devices, said, strict=True)]
+    assert [each.profile for each in assignments] == ["whole", "whole", "one", "one"]
+    assert [each.name for each in assignments[0].plan.profiles] == ["whole", "half", "one"]
+    assert {each.plan.sketch for each in assignments} == {64}
+    for device, assignment in zip(devices, assignments, strict=True):
+        send(device, assignment)
+    committed(devices[0], assignments[0])
+    probed = status(operator, 1).course
+    assert probed is not None
+    assert probed.comparison is not None
+    assert probed.comparison.clients == 4
+    assert probed.comparison.inner / probed.comparison.norm == pytest.approx(13 / 24, rel=0.3)
 
 
 def test_a_ladder_that_begins_with_the_hardest_is_refused(operator: Operator) -> None:

@@ -149,7 +149,7 @@ def test_an_asynchronous_task_probes_and_presses(
     slow = given(devices[4])
     for number in range(8):
         here = [given(device) for device in devices[:4]]
-        profiles.append(sorted(each.profile for each in here))
+        profiles.append({(each.profile, each.plan.sketch) for each in here})
         for device, assignment in zip(devices[:4], here, strict=True):
             report(device, assignment)
             device.upload(assignment.assignment, device.body_for(assignment, ones(model)))
@@ -160,8 +160,10 @@ def test_an_asynchronous_task_probes_and_presses(
         devices[0].check_in("digits", here[0].assignment, wait=30)
         if number == 6:
             break
-    assert profiles[0] == ["reference", "reference", "whole", "whole"]
-    assert "reference" not in profiles[3]
+    assert profiles[:2] == [{("whole", 64)}] * 2
+    assert profiles[3] == {("whole", 0)}
+    probed = [each.course for each in history(operator)][:2]
+    assert all(each is not None and each.comparison is not None for each in probed)
     made = ModelLineage.model_validate(operator.get("/v1/admin/tasks/digits/versions/7"))
     late = hashlib.sha256(devices[4].body_for(slow, ones(model))).hexdigest()
     assert late in made.updates, "trained on version 0, and part of version 7"

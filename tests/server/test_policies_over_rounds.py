@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Sequence
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -25,6 +24,7 @@ from fedpress_protocols.model import Model
 from fedpress_protocols.plan import Profile, RoundPlan
 from fedpress_protocols.policies import (
     AccuracyDriven,
+    Auto,
     BandwidthAware,
     Comparison,
     Course,
@@ -39,7 +39,6 @@ from fedpress_strategies.policies.bandwidth_aware import (
     Link,
     Transfer,
     choose,
-    fits,
     seconds,
     uplink_of,
 )
@@ -47,6 +46,7 @@ from fedpress_strategies.policies.decisions import (
     every_choice,
     next_course,
     profiles_of,
+    sketch_of,
     with_comparison,
 )
 from fedpress_strategies.policies.divergence_guard import next_watch
@@ -102,7 +102,6 @@ def test_nobody_is_given_what_the_estimate_says_is_late_but_the_hardest(
     expected = [seconds(policy, known, size) or math.inf for size in SIZES]
     assert index == len(SIZES) - 1 or expected[index] <= margin * left
     assert all(each > margin * left for each in expected[:index])
-    assert fits(policy, known, SIZES[index], left) == (expected[index] <= margin * left)
 
 
 def test_training_takes_its_part_of_the_time() -> None:
@@ -133,7 +132,6 @@ def test_a_client_that_nobody_knows_has_the_middle_or_what_it_says() -> None:
     assert choose(policy, Link(), SIZES, 10) == 1
     assert choose(policy, Link(said=100 * MBIT), SIZES, 10) == 0
     assert choose(policy, Link(said=100 * MBIT), SIZES, 10, usual=7.4) == 1
-    assert not fits(policy, Link(), 1, 10)
 
 
 def test_a_missed_deadline_is_a_reason_to_send_less() -> None:
@@ -217,13 +215,13 @@ def test_a_lowered_ceiling_takes_the_loop_with_it() -> None:
 def probe(progress: float, energy: float = 1.0) -> Comparison:
     return Comparison(
         progress=progress,
+        error=0.05,
         cosine=progress,
         nmse=(1 - progress) ** 2,
         energy=energy,
         inner=progress,
         norm=1.0,
-        compressed=5,
-        reference=5,
+        clients=10,
     )
 
 
@@ -252,7 +250,7 @@ def test_a_rate_that_goes_nowhere_is_told_of_and_then_lowered() -> None:
     courses = guarded(DivergenceGuard(), [probe(0.9), probe(0.9), probe(0.05)])
     warned = [each.round for each in courses if each.warnings]
     assert warned == [2, 3]
-    assert "0.05 of the reference's way, less than 0.2" in courses[1].warnings[0]
+    assert "0.05 of the way, less than 0.2" in courses[1].warnings[0]
     assert [courses[index].hardest for index in (0, 1, 2, 60, -1)] == [2, 2, 1, 1, 1]
 
 
@@ -292,7 +290,7 @@ def test_one_bad_probe_among_good_ones_warns_and_no_more() -> None:
 
 def test_a_loss_that_rises_lowers_the_rate_without_a_probe() -> None:
     measured = [2.3 * 0.97**number for number in range(60)] + [3.0] * 61
-    courses = guarded(DivergenceGuard(share=0), [None] * 3, measured)
+    courses = guarded(DivergenceGuard(sketch=0), [None] * 3, measured)
     assert not any(each.probe for each in courses)
     first = next(each for each in courses if each.warnings)
     assert 60 < first.round < 68
@@ -314,7 +312,7 @@ def classes(rounds: int, after: int, accuracy: float) -> dict[int, dict[str, Tal
 @pytest.mark.parametrize(("accuracy", "found"), [(0.5, True), (0.8, False)])
 def test_a_class_that_models_lose_is_a_blind_spot(accuracy: float, found: bool) -> None:
     facts = Facts(41, 100, [1.0] * 41, classes(40, 30, accuracy))
-    _, warnings = next_watch(DivergenceGuard(share=0), Watch(ceiling=2), facts, None, False)
+    _, warnings = next_watch(DivergenceGuard(sketch=0), Watch(ceiling=2), facts, None, False)
     expected = ("class b is right 50 % of the time, after 90 %",)
     assert warnings == (expected if found else ())
 
@@ -327,13 +325,33 @@ def test_a_class_of_few_examples_is_given_the_benefit_of_the_doubt() -> None:
     assert next_watch(DivergenceGuard(), Watch(ceiling=2), unseen, None, False)[1] == ()
 
 
-def test_references_are_spread_over_the_cohort() -> None:
-    assert DivergenceGuard(share=0).references_among(10) == 0
-    for share, due in ((0.5, 5), (0.2, 2), (0.9, 9)):
-        guard = DivergenceGuard(share=share)
-        counts = [guard.references_among(clients) for clients in range(11)]
-        assert counts[-1] == due
-        assert all(b - a in (0, 1) for a, b in pairwise(counts))
+@pytest.mark.parametrize("policy", [DivergenceGuard(), Auto(window=1)])
+def test_the_plan_of_a_probe_asks_for_a_sketch_that_fits_the_model(
+    policy: DivergenceGuard | Auto,
+) -> None:
+    courses, before = list[Course](), None
+    for number in range(1, 40):
+        before = next_course((policy,), 3, before, Facts(number, 100, size=10))
+        courses.append(before)
+    assert 1 < sum(each.probe for each in courses) < 20
+    for course in courses:
+        assert sketch_of((policy,), course, 10**6) == (2048 if course.probe else 0)
+    probed = next(each for each in courses if each.probe)
+    of_sizes = {12: 64, 1024: 64, 2048: 128, 4095: 128, 32_767: 1024, 32_768: 2048, 10**9: 2048}
+    assert {size: sketch_of((policy,), probed, size) for size in of_sizes} == of_sizes
+    larger = policy.model_copy(update={"sketch": 2**16})
+    assert sketch_of((larger,), probed, 10**9) == 2**16
+    assert sketch_of((larger,), probed, 10**6) == 2**15
+    assert sketch_of((larger,), None, 10**9) == 0
+    assert sketch_of((AccuracyDriven(),), probed, 10**9) == 0
+
+
+def test_policies_without_a_sketch_do_not_probe() -> None:
+    for policy in (DivergenceGuard(sketch=0), Auto(sketch=0, window=1)):
+        before = None
+        for number in range(1, 40):
+            before = next_course((policy,), 3, before, Facts(number, 100, size=10))
+            assert not before.probe
 
 
 # Together
@@ -341,7 +359,7 @@ def test_references_are_spread_over_the_cohort() -> None:
 
 def test_policies_compose() -> None:
     """The loop says how hard at least, the guard how hard at most, links decide between."""
-    aware, loop, guard = BandwidthAware(), AccuracyDriven(), DivergenceGuard(share=0)
+    aware, loop, guard = BandwidthAware(), AccuracyDriven(), DivergenceGuard(sketch=0)
     watch = Watch(ceiling=1)
     before = Course(round=39, gentlest=0, hardest=2, trend=Trend(rung=2, since=30), watch=watch)
     facts = Facts(40, 100)
@@ -363,20 +381,15 @@ def test_policies_compose() -> None:
 def test_a_round_s_plan_has_the_profiles_of_its_course() -> None:
     policies = (BandwidthAware(), DivergenceGuard())
     course = next_course(policies, 3, None, Facts(1, 100))
-    assert [each.name for each in profiles_of(policies, LADDER, course)] == [
-        "p0",
-        "p1",
-        "p2",
-        "reference",
-    ]
+    assert course.probe
+    assert profiles_of(LADDER, course) == LADDER, "each client's own, in a probe as in any round"
     assert divergence_guard(policies) == DivergenceGuard()
     assert bandwidth_aware(policies[1:]) is None
     later = course.model_copy(update={"probe": False, "hardest": 1})
-    assert profiles_of(policies, LADDER, later) == LADDER[:2]
-    every = list(every_choice(policies, LADDER))
-    assert len(every) == 2
-    assert [len(each) for each in every_choice((DivergenceGuard(),), LADDER)] == [1, 2] * 3
-    assert list(every_choice((AccuracyDriven(),), LADDER)) == [(each,) for each in LADDER]
+    assert profiles_of(LADDER, later) == LADDER[:2]
+    assert list(every_choice(policies, LADDER)) == [LADDER]
+    for alone in (DivergenceGuard(), AccuracyDriven(), Auto()):
+        assert list(every_choice((alone,), LADDER)) == [(each,) for each in LADDER]
 
 
 def test_a_course_survives_json() -> None:
@@ -400,23 +413,14 @@ def test_a_course_survives_json() -> None:
             {"policies": [{"id": "divergence_guard"}], "lane": "masked"},
             "no update is seen by itself",
         ),
-        (
-            {
-                "policies": [
-                    {
-                        "id": "divergence_guard",
-                        "reference": {"name": "p1", "compressor": {"id": "none"}},
-                    }
-                ]
-            },
-            "the name 'p1' of one of the profiles",
-        ),
+        ({"policies": [{"id": "divergence_guard", "sketch": 1000}]}, "a power of two of cells"),
+        ({"policies": [{"id": "divergence_guard", "share": 0.5}]}, "share"),
         (
             {
                 "policies": [{"id": "divergence_guard"}],
                 "cohort": {"size": 3, "minimum": 3},
             },
-            "a cohort of 3 is 1 with the reference",
+            "probes cohorts of 3, where 4 updates are the least",
         ),
         ({"policies": [{"id": "accuracy_driven", "keep": 0}]}, "greater than 0"),
         ({"policies": [{"id": "weather"}]}, "does not match any of the expected tags"),
@@ -428,7 +432,7 @@ def test_what_cannot_be_is_refused_in_a_sentence(changes: dict[str, Any], words:
 
 
 def test_a_masked_task_may_have_a_loop_and_a_guard_that_does_not_probe() -> None:
-    policies = [{"id": "accuracy_driven"}, {"id": "divergence_guard", "share": 0}]
+    policies = [{"id": "accuracy_driven"}, {"id": "divergence_guard", "sketch": 0}]
     assert len(config(policies=policies, lane="masked").policies) == 2
 
 

@@ -19,6 +19,7 @@ from fedpress_compression.errors import ConfigurationError
 from fedpress_compression.linear import LinearMap, Numbers
 from fedpress_compression.matrices import root_mean_square
 from fedpress_compression.randomness import PublicRandomness
+from fedpress_compression.sketches import hashed
 from fedpress_compression.tensors import ModelSpec, Vector
 from fedpress_compression.update import Piece, Update
 from fedpress_compression.values import Rounding, check_rounding, check_share, check_whole, rounded
@@ -27,7 +28,6 @@ Cells = npt.NDArray[np.float64]
 """[rows, columns]; a client's are whole numbers of steps."""
 
 _LARGEST = 2**31 - 1
-_BLOCK = 2**18
 _DOMAIN = b"fedpress count sketch v1\x00"
 
 
@@ -144,14 +144,10 @@ class CountSketch(Stateless):
         self, size: int, randomness: PublicRandomness
     ) -> Iterator[tuple[slice, npt.NDArray[np.int64], npt.NDArray[np.int8]]]:
         """Cell and sign of each coordinate in each row, a block of coordinates at a time."""
-        columns = np.uint64(self.columns(size))
         streams = [randomness.stream(f"count_sketch {row}") for row in range(self.rows)]
-        for start in range(0, size, _BLOCK):
-            block = slice(start, min(start + _BLOCK, size))
-            words = np.stack([stream.words(block.stop - start) for stream in streams])
-            buckets = ((words >> np.uint64(32)) * columns) >> np.uint64(32)
-            signs = 1 - 2 * (words & np.uint64(1)).astype(np.int8)
-            yield block, buckets.astype(np.int64), signs
+        of_rows = (hashed(stream, size, self.columns(size)) for stream in streams)
+        for rows in zip(*of_rows, strict=True):
+            yield rows[0][0], np.stack([row[1] for row in rows]), np.stack([row[2] for row in rows])
 
 
 @dataclass(frozen=True)

@@ -132,15 +132,16 @@ class StreamedAggregation:
         done. Sets the weight and the report of `upload`."""
         here = self._here
         if not self._is_mean:
-            here.updated(node, here.read(node, body, upload))
+            here.updated(here.read(body, upload))
             self._waiting[node] = body
             return
         if self._spending is not None:  # its norm is to be within the clip
-            upload_read = here.read(node, body, upload)
-            self.add(here.updated(node, upload_read), upload)
+            self.add(here.updated(here.read(body, upload)), upload)
             return
-        mean, own, names = cast(WeightedMean, self._sums), here.format_of(node), here.plan.report
-        examples, report, symbols = Upload.find(body, own.layouts, 0, own.contexts, names)
+        mean, own, plan = cast(WeightedMean, self._sums), here.format, here.plan
+        examples, report, symbols = Upload.find(
+            body, own.layouts, 0, own.contexts, plan.report, plan.sketch
+        )
         here.weigh(upload, examples, report)
         with np.errstate(over="ignore", invalid="ignore"):  # as in `updated`
             decode_add(symbols, own.compressor, here.public, mean.sums, mean.weight_of(examples))
@@ -150,7 +151,7 @@ class StreamedAggregation:
         here = self._here
         for node in sorted(self._waiting):
             taken = here.taken[node]
-            self.add(here.updated(node, here.read(node, self._waiting[node], taken)), taken)
+            self.add(here.updated(here.read(self._waiting[node], taken)), taken)
         uploads = [here.taken[node] for node in sorted(here.taken)]
         total = sum(upload.examples for upload in uploads)
         means = {

@@ -7,16 +7,20 @@ round begins at.
 
 from __future__ import annotations
 
-import hashlib
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 
 from flwr.app import MetricRecord
 
 from fedpress_protocols.defaults import rate_levels, reserved, strategy_for
 from fedpress_protocols.plan import Profile
 from fedpress_protocols.policies import Auto, Comparison, Course
-from fedpress_strategies.policies.decisions import next_course, profiles_of, with_comparison
+from fedpress_strategies.policies.decisions import (
+    next_course,
+    profiles_of,
+    sketch_of,
+    with_comparison,
+)
 from fedpress_strategies.policies.facts import Facts
 from fedpress_strategies.strategy import Strategy, from_config
 
@@ -35,7 +39,7 @@ def default_strategy(
 
 
 class Rates:
-    """The profile of each round of a run, and who sends the reference in a probe."""
+    """The profile of each round of a run, and which rounds are probes."""
 
     def __init__(self, auto: Auto) -> None:
         self.auto = auto
@@ -53,10 +57,10 @@ class Rates:
         self._trained: dict[int, float] = {}
 
     def opened(
-        self, number: int, size: int, population: int | None = None
-    ) -> tuple[Profile, Profile | None]:
-        """Decide on round `number` of `size` clients out of `population`: the profile, and in a
-        probe the reference."""
+        self, number: int, values: int, size: int, population: int | None = None
+    ) -> tuple[Profile, int]:
+        """Decide on round `number` of `size` clients out of `population`, over so many `values`:
+        the profile, and in a probe the cells of a sketch, else 0."""
         if not self._levels:
             is_free = self.auto.model_fields_set.isdisjoint({"gap", "upload_bytes"})
             uploads = max(self._rounds, number) * size if is_free else None
@@ -74,17 +78,8 @@ class Rates:
         )
         policies = (self.auto.model_copy(update={"reserve": self._reserve}),)
         self._open = next_course(policies, len(self._levels), self._course, facts)
-        chosen, *reference = profiles_of(policies, self._levels, self._open)
-        return chosen, reference[0] if reference else None
-
-    def referring(self, number: int, nodes: Iterable[int]) -> frozenset[int]:
-        """The nodes that send the reference if round `number` is a probe; others in each probe."""
-
-        def drawn(node: int) -> bytes:
-            return hashlib.sha256(f"fedpress probe v1|{number}|{node}".encode()).digest()
-
-        ordered = sorted(nodes, key=drawn)
-        return frozenset(ordered[: self.auto.references_among(len(ordered))])
+        (chosen,) = profiles_of(self._levels, self._open)
+        return chosen, sketch_of(policies, self._open, values)
 
     def closed(self, comparison: Comparison | None, upload_bytes: int) -> Course | None:
         """Take in the round's comparison and bytes; return the record of what was decided."""

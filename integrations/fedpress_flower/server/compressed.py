@@ -118,7 +118,7 @@ class FedpressStrategy(Wrapping):
         if not messages:
             return messages
         report = () if self._ours is None else self._ours.strategy.report
-        profile, reference = self._profiles(server_round, len(messages), grid)
+        profile, sketch = self._profile(server_round, own, len(messages), grid)
         here = Uploads.opened(
             self.plan,
             server_round,
@@ -128,9 +128,8 @@ class FedpressStrategy(Wrapping):
             profile,
             report=report,
             spending=self._spending,
+            sketch=sketch,
         )
-        if reference is not None and self._rates is not None:
-            here.probe(reference, self._rates.referring(server_round, here.asked))
         here.needed = self._needed
         if self._downlink is not None:
             here.own = model_of(own).parameters
@@ -155,12 +154,15 @@ class FedpressStrategy(Wrapping):
         if self._rates is not None:
             self._rates.begin(num_rounds)
 
-    def _profiles(self, server_round: int, size: int, grid: Grid) -> tuple[Profile, Profile | None]:
-        """The round's, and in a probe the reference."""
+    def _profile(
+        self, server_round: int, arrays: ArrayRecord, size: int, grid: Grid
+    ) -> tuple[Profile, int]:
+        """The round's, and in a probe the cells of a sketch."""
         if self._rates is not None:
-            return self._rates.opened(server_round, size, len(list(grid.get_node_ids())))
+            values = model_of(arrays).spec.size
+            return self._rates.opened(server_round, values, size, len(list(grid.get_node_ids())))
         assert self.plan.compressor is not None  # noqa: S101 - else there are rates
-        return Profile(name=PROFILE, compressor=self.plan.compressor), None
+        return Profile(name=PROFILE, compressor=self.plan.compressor), 0
 
     def configure_evaluate(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid

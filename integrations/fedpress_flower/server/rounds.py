@@ -60,9 +60,10 @@ class Round:
         report: tuple[str, ...] = (),
         masking: MaskingTerms | None = None,
         spending: Spending | None = None,
+        sketch: int = 0,
     ) -> Self:
-        """`models` are the first and the one before, `profile` is that of the uploads. Raises
-        ConfigurationError for a model or messages that this cannot work with."""
+        """`models` are the first and the one before, `profile` is that of the uploads, `sketch` the
+        plan's. Raises ConfigurationError for a model or messages that this cannot work with."""
         tensors = {name: array.numpy() for name, array in arrays.items()}
         model = envelope.model_of(tensors)
         names = list(messages[0].content.array_records)
@@ -103,6 +104,7 @@ class Round:
                 previous_model=here if "previous" in needs else None,
                 first_model=here if "drift" in needs else None,
                 public_seed=hashlib.sha256(seed.encode()).hexdigest(),
+                sketch=sketch,
             )
         except ValidationError as exc:
             raise IncompatiblePlan(format_validation_errors(exc)) from exc
@@ -127,13 +129,9 @@ class Round:
             if what in self.plan.needs
         }
 
-    def plan_text(self, node: int) -> str:
-        """The plan that the node is sent, JSON."""
-        return self._text
-
     def record(self, node: int, receipt: Receipt | None, weight: str) -> ConfigRecord:
         fields: dict[str, Any] = {
-            envelope.PLAN: self.plan_text(node),
+            envelope.PLAN: self._text,
             envelope.ASSIGNMENT: f"{self.plan.round}-{node}",
             envelope.CLIENT: str(node),
             envelope.ARRAYS: self.key,

@@ -23,7 +23,7 @@ from fedpress_flower import envelope
 from fedpress_flower.server.arrays import moved
 from fedpress_flower.server.rounds import Round
 from fedpress_protocols.errors import FedpressError, InvalidUpdate
-from fedpress_protocols.plan import Profile, RoundPlan
+from fedpress_protocols.plan import RoundPlan
 from fedpress_protocols.policies import Comparison
 from fedpress_protocols.privacy.clipping import Bounds
 from fedpress_protocols.upload import Upload
@@ -58,10 +58,8 @@ class Accumulator(Protocol):
 
 
 class Format(NamedTuple):
-    """A plan of one profile, as text too, and what its uploads are read by."""
+    """What the uploads of a plan of one profile are read by."""
 
-    plan: RoundPlan
-    text: str
     compressor: Compressor[Any]
     layouts: tuple[Layout, ...]
     contexts: Contexts
@@ -80,47 +78,30 @@ class Uploads(Round):
     """Metrics that the strategy cannot do without."""
     accumulator: Accumulator | None = None
     """The running sum of the uploads, if the strategy is one of fedpress's."""
-    referring: frozenset[int] = frozenset()
-    """In a probe, the nodes that send the reference."""
     _failed: set[int] = field(init=False, default_factory=set)
-    _format: Format = field(init=False)
-    _reference: Format | None = field(init=False, default=None)
     _compared: dict[int, bytes] = field(init=False, default_factory=dict)
     """In a probe, the bodies by node."""
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self._format = self._format_of(self.plan)
-
-    def probe(self, reference: Profile, nodes: frozenset[int]) -> None:
-        """Have these of the nodes send `reference`, in a plan of its own."""
-        self.referring = nodes & set(self.asked)
-        self._reference = self._format_of(self.plan.model_copy(update={"profiles": (reference,)}))
-
-    def format_of(self, node: int) -> Format:
-        """The format of this node's uploads."""
-        has_reference = self._reference is not None and node in self.referring
-        return cast(Format, self._reference) if has_reference else self._format
-
-    def plan_text(self, node: int) -> str:
-        return self.format_of(node).text
-
-    def _format_of(self, plan: RoundPlan) -> Format:
-        layouts = plan.layouts(self.model.spec)
+    @cached_property
+    def format(self) -> Format:
+        """That of all nodes' uploads."""
+        layouts = self.plan.layouts(self.model.spec)
         contexts = contexts_of(layouts[0], self.public)
-        return Format(plan, plan.to_json(), plan.profiles[0].compressor, layouts, contexts)
+        return Format(self.plan.profiles[0].compressor, layouts, contexts)
+
+    def parsed(self, body: bytes) -> Upload:
+        """The upload in `body`; raises InvalidUpdate."""
+        plan, own = self.plan, self.format
+        return Upload.from_bytes(body, own.layouts, 0, own.contexts, plan.report, plan.sketch)
 
     def comparison(self) -> Comparison | None:
         """The comparison by a probe's uploads; None if this is no probe, or too few came."""
-        if self._reference is None:
+        if not self.plan.sketch:
             return None
-        probe = Probe(self.model.spec.size)
+        probe = Probe(self.public, self.plan.sketch)
         for node in sorted(self._compared.keys() & self.taken.keys()):
-            body, own = self._compared[node], self.format_of(node)
-            upload = Upload.from_bytes(body, own.layouts, 0, own.contexts, own.plan.report)
-            update = self.updated(node, upload)
-            is_reference = node in self.referring
-            probe.add(update, upload.num_examples, len(body), is_reference=is_reference)
+            upload = self.parsed(self._compared[node])
+            probe.add(upload, self.updated(upload))
         return probe.comparison()
 
     def take(self, reply: Message, weight: str) -> None:
@@ -162,12 +143,12 @@ class Uploads(Round):
             error = own.get(envelope.ERROR)
             error = error if isinstance(error, float) else math.nan
             taken = Taken(0, metrics, error, {}, left_out)
-            if self._reference is not None:
+            if self.plan.sketch:
                 self._compared[node] = body
             if self.accumulator is not None:
                 self.accumulator.add_body(node, body, taken)
                 return taken
-            update = self.updated(node, self.read(node, body, taken))
+            update = self.updated(self.read(body, taken))
         if self.accumulator is not None:
             self.accumulator.add(update, taken)
             return taken
@@ -179,10 +160,9 @@ class Uploads(Round):
         taken.decoded = Message(RecordDict(content), reply_to=self.asked[node])
         return taken
 
-    def read(self, node: int, body: bytes, taken: Taken) -> Upload:
-        """The upload in `body`; `found` is told what it says. Raises InvalidUpdate."""
-        own, names = self.format_of(node), self.plan.report
-        upload = Upload.from_bytes(body, own.layouts, 0, own.contexts, names)
+    def read(self, body: bytes, taken: Taken) -> Upload:
+        """The upload in `body`; `taken` is told what it says. Raises InvalidUpdate."""
+        upload = self.parsed(body)
         self.weigh(taken, upload.num_examples, upload.report)
         return upload
 
@@ -193,10 +173,10 @@ class Uploads(Round):
         taken.examples = num_examples
         taken.report = dict(zip(self.plan.report, report, strict=True))
 
-    def updated(self, node: int, upload: Upload) -> Update:
+    def updated(self, upload: Upload) -> Update:
         """Decompress an upload, within the plan's bounds; raises InvalidUpdate."""
         with np.errstate(over="ignore", invalid="ignore"):  # forged values; check refuses them
-            update = self.format_of(node).compressor.decompress(upload.symbols, self.public)
+            update = self.format.compressor.decompress(upload.symbols, self.public)
             update.check(self.plan.fixed_point.max_abs)
         if self.bounds is not None:
             self.bounds.check(update)

@@ -12,18 +12,16 @@ from fedpress_server.aggregation.terms import RoundTerms
 from fedpress_strategies.policies.probing import Probe
 
 
-def compare(
-    terms: RoundTerms, uploads: Sequence[StagedUpload], reference: str
-) -> Comparison | None:
-    """Compare the uploads with the profile `reference` to the others, in the order of their
-    assignments; None with fewer than two of either kind, or if they move nothing."""
-    probe = Probe(terms.shared.size)
+def compare(terms: RoundTerms, uploads: Sequence[StagedUpload]) -> Comparison | None:
+    """Compare the uploads with the sketches in them, in the order of their assignments; None with
+    too few of them, or if they move nothing."""
+    probe = Probe(terms.public, terms.plan.sketch)
     for staged in uploads:
         if staged.plan is not None and staged.plan.round != terms.plan.round:
             continue  # of an asynchronous task's earlier model
         body = terms.payloads.get(staged.name)
         if hashlib.sha256(body).hexdigest() != staged.digest:
             raise ServerError(f"{staged.name} was changed on the disk")
-        update, num_examples, _ = terms.decoded(body, staged.profile, staged.client_id)
-        probe.add(update, num_examples, len(body), is_reference=staged.profile == reference)
+        upload = terms.read(body, staged.profile)
+        probe.add(upload, terms.updated(upload, staged.profile, staged.client_id))
     return probe.comparison()

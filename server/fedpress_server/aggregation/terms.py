@@ -125,8 +125,10 @@ class RoundTerms:
         Raises InvalidUpdate, DecodingError among it, or WireVersionMismatch.
         """
         index = self.plan.profile_index(profile)
-        report = self.plan.report
-        upload = Upload.from_bytes(body, self.layouts, index, self.contexts[index], report)
+        plan = self.plan
+        upload = Upload.from_bytes(
+            body, self.layouts, index, self.contexts[index], plan.report, plan.sketch
+        )
         self._check(upload.num_examples)
         return upload
 
@@ -135,7 +137,7 @@ class RoundTerms:
         as `read` does."""
         index, names = self.plan.profile_index(profile), self.plan.report
         num_examples, values, fields = Upload.find(
-            body, self.layouts, index, self.contexts[index], names
+            body, self.layouts, index, self.contexts[index], names, self.plan.sketch
         )
         self._check(num_examples)
         return fields, num_examples, dict(zip(names, values, strict=True))
@@ -152,9 +154,15 @@ class RoundTerms:
     def decoded(self, body: bytes, profile: str, client_id: str) -> tuple[Update, int, Report]:
         """The update in `body`, its number of examples and what is reported, within the plan's
         bounds; raises as `read` does."""
-        upload, public = self.read(body, profile), self.known_to(client_id)
+        upload = self.read(body, profile)
+        update = self.updated(upload, profile, client_id)
+        return update, upload.num_examples, dict(zip(self.plan.report, upload.report, strict=True))
+
+    def updated(self, upload: Upload, profile: str, client_id: str) -> Update:
+        """The update of an `upload` as it was read; InvalidUpdate beyond the plan's bounds."""
         with np.errstate(over="ignore", invalid="ignore"):  # forged values; check refuses them
-            update = self.plan.compressor(profile).decompress(upload.symbols, public)
+            symbols, public = upload.symbols, self.known_to(client_id)
+            update = self.plan.compressor(profile).decompress(symbols, public)
             update.check(self.plan.fixed_point.max_abs)
         self._check_norm(update)
-        return update, upload.num_examples, dict(zip(self.plan.report, upload.report, strict=True))
+        return update

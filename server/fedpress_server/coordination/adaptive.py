@@ -23,7 +23,6 @@ from fedpress_protocols.policies import (
     automatic,
     bandwidth_aware,
     divergence_guard,
-    prober,
 )
 from fedpress_server.coordination.attempts import Attempt
 from fedpress_server.coordination.background import Background
@@ -31,7 +30,7 @@ from fedpress_server.storage import records
 from fedpress_server.storage.database import Database
 from fedpress_server.storage.scoreboard import Scoreboard
 from fedpress_server.storage.tables import assignments, rounds, uploads
-from fedpress_strategies.policies.bandwidth_aware import Link, Transfer, choose, fits
+from fedpress_strategies.policies.bandwidth_aware import Link, Transfer, choose
 from fedpress_strategies.policies.decisions import next_course, with_comparison
 from fedpress_strategies.policies.facts import Facts, estimated_population, least_population
 from fedpress_strategies.policies.sizes import expected_bytes
@@ -204,34 +203,20 @@ class Rates:
         The name of a profile; None where the plan has only one or assigns them in turn.
         """
         course, plan = attempt.course, attempt.terms.plan
-        policy, guard = bandwidth_aware(config.policies), prober(config.policies)
-        if course is None or len(plan.profiles) == 1:
+        policy = bandwidth_aware(config.policies)
+        if policy is None or course is None or len(plan.profiles) == 1:
             return [None] * len(client_ids)
         names = [each.name for each in plan.profiles]
-        reference = names.pop() if course.probe and guard is not None else None
-        own = [part for part in attempt.round.parts.values() if part.given is None]
-        referring = sum(part.profile == reference for part in own) if reference else 0
-        bodies, links = await self._known(config.task, client_ids if policy is not None else ())
-        sizes = await self._sizes(attempt, bodies) if policy is not None else {}
+        bodies, links = await self._known(config.task, client_ids)
+        sizes = await self._sizes(attempt, bodies)
+        in_order = [sizes[each] for each in names]
         remaining_seconds = (
             config.round_seconds if config.asynchronous else attempt.round.deadline - now
         )
-        chosen: list[str | None] = []
-        for place, client_id in enumerate(client_ids, len(own)):
-            name, may_refer = names[0], True
-            if policy is not None:
-                link = links[client_id]
-                in_order = [sizes[each] for each in names]
-                name = names[choose(policy, link, in_order, remaining_seconds, bodies.before)]
-                if reference is not None:
-                    may_refer = fits(
-                        policy, link, sizes[reference], remaining_seconds, bodies.before
-                    )
-            due = guard.references_among(place + 1) if guard is not None else 0
-            if reference is not None and may_refer and referring < due:
-                name, referring = reference, referring + 1
-            chosen.append(name)
-        return chosen
+        return [
+            names[choose(policy, links[each], in_order, remaining_seconds, bodies.before)]
+            for each in client_ids
+        ]
 
     async def _known(self, task: str, client_ids: Sequence[str]) -> tuple[Bodies, dict[str, Link]]:
         if not client_ids:

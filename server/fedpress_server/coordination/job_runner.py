@@ -13,7 +13,6 @@ from typing import Any
 from sqlalchemy.engine import Connection
 
 from fedpress_protocols.errors import FedpressError, InvalidShare, Unavailable
-from fedpress_protocols.policies import prober
 from fedpress_server import failpoints
 from fedpress_server.aggregation.accumulate import AggregationJob, StagedUpload, add_batch
 from fedpress_server.aggregation.aggregate import AggregationResult, aggregate
@@ -278,7 +277,7 @@ class JobRunner:
             self._metrics.aggregated(attempt.key[0], result.figures)
             for name, value in result.figures.items():
                 _log.info("task %s round %d.%d: %s %.4g", *attempt.key, name, value)
-            comparison = await self._compared(task, attempt.key, job)
+            comparison = await self._compared(attempt.key, job)
             rated = await self._rated(task, result.model)
             event = replace(rated, comparison=comparison, suspects=result.suspects)
         await self._tell(task, lease, event, result)
@@ -316,21 +315,15 @@ class JobRunner:
         stop = evaluation.reason_to_stop(since, terms)
         return Aggregated(model, stop, evaluation.best(rated, terms))
 
-    async def _compared(
-        self, task: LiveTask, key: RoundKey, job: AggregationJob
-    ) -> dict[str, Any] | None:
+    async def _compared(self, key: RoundKey, job: AggregationJob) -> dict[str, Any] | None:
         """Return the comparison of an attempt that is a probe; None for any other.
 
         A failure is logged and gives None: the model does not depend on the comparison.
         """
-        probing, attempt = prober(task.config.policies), task.attempt
-        course = attempt.course if attempt is not None and attempt.key == key else None
-        if probing is None or course is None or not course.probe:
+        if not job.terms.plan.sketch:
             return None
         try:
-            comparison = await self._background.in_thread(
-                compare, job.terms, job.uploads, probing.reference.name
-            )
+            comparison = await self._background.in_thread(compare, job.terms, job.uploads)
         except FedpressError:
             _log.exception("task %s round %d.%d cannot be compared", *key)
             return None

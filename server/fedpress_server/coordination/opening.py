@@ -45,7 +45,12 @@ from fedpress_server.storage import records
 from fedpress_server.storage.payloads import Payloads
 from fedpress_server.storage.scoreboard import Scoreboard
 from fedpress_strategies import Strategy, private
-from fedpress_strategies.policies.decisions import every_choice, next_course, profiles_of
+from fedpress_strategies.policies.decisions import (
+    every_choice,
+    next_course,
+    profiles_of,
+    sketch_of,
+)
 from fedpress_strategies.policies.facts import Facts
 
 
@@ -143,7 +148,7 @@ def chosen_profiles(config: TaskConfig, carryover: RoundCarryover, number: int) 
     if course is None:
         facts = Facts(number, config.rounds, size=config.cohort.size)
         course = next_course(config.policies, len(config.profiles), None, facts)
-    return Chosen(profiles_of(config.policies, config.profiles, course), course=course)
+    return Chosen(profiles_of(config.profiles, course), course=course)
 
 
 def _period(config: TaskConfig, spec: ModelSpec, uploaded: tuple[int, ...]) -> Period | None:
@@ -228,6 +233,7 @@ def opened(
             first_model=config.model if "drift" in needs else None,
             activity=carryover.activity if "activity" in needs else None,
             warming=warms_up,
+            sketch=sketch_of(config.policies, course, carryover.spec.size),
             public_seed=hashlib.sha256(seed.encode()).hexdigest(),
         )
     except ValidationError as exc:

@@ -56,7 +56,7 @@ def first_pace(auto: Auto, facts: Facts, hardest: Rung) -> tuple[Pace, str]:
 
 
 def probes(auto: Auto, pace: Pace, facts: Facts) -> bool:
-    """Whether part of the cohort sends the reference in the round that `facts` are of."""
+    """Whether the round that `facts` are of is a probe."""
     return _can_probe(auto, facts) and facts.number >= pace.probe_at
 
 
@@ -106,11 +106,11 @@ def _moved(
         return (rung + 1, over) if rung < hardest else (rung, f"{over}, at the hardest profile")
     if not is_settled:
         return rung, ""
-    fault = _fault(auto, pace, facts)
+    fault, back = _fault(auto, pace, facts)
     if fault:
         if rung == 0:
             return rung, "" if comparison is None else f"{fault}, at the gentlest profile"
-        back = min(rung, _rungs_back(auto, pace, facts))
+        back = min(rung, back)
         while back and not _may_spend(auto, facts, back):
             back -= 1
         if not back:
@@ -122,7 +122,7 @@ def _moved(
             return rung + 1, "harder: nothing measured speaks against it"
         least = floor_of(auto, facts) * (_MARGIN if pace.far_short else 1.0)
         if progress is not None and _STEP * progress >= least:
-            return rung + 1, f"harder: compressed updates go {progress:.2f} of the reference's way"
+            return rung + 1, f"harder: compressed updates go {progress:.2f} of the way"
     return rung, ""
 
 
@@ -132,7 +132,7 @@ def _progress(pace: Pace) -> float | None:
 
 
 def _can_probe(auto: Auto, facts: Facts) -> bool:
-    return auto.references_among(facts.size) >= LEAST_COMPARED
+    return auto.sketch > 0 and facts.size >= LEAST_COMPARED
 
 
 def floor_of(auto: Auto, facts: Facts, doubt: float = 1.0) -> float:
@@ -205,22 +205,26 @@ def _rungs_back(auto: Auto, pace: Pace, facts: Facts) -> int:
     return math.ceil(math.log(progress / aim) / math.log(_STEP))
 
 
-def _fault(auto: Auto, pace: Pace, facts: Facts) -> str:
-    """The reason to lower the compression rate; "" if there is none."""
-    progress, floor = _progress(pace), floor_of(auto, facts)
+def _fault(auto: Auto, pace: Pace, facts: Facts) -> tuple[str, int]:
+    """The reason to lower the compression rate, "" if there is none, and by how many rungs: for a
+    loss, one for each time that it rose by `auto.rise`, up to `_SAFE`, and no fewer than for the
+    progress."""
+    progress, floor, back = _progress(pace), floor_of(auto, facts), _rungs_back(auto, pace, facts)
     if pace.probes >= _SURE and progress is not None and progress < floor:
-        return f"compressed updates go {progress:.2f} of the reference's way, less than {floor:.2g}"
+        return f"compressed updates go {progress:.2f} of the way, less than {floor:.2g}", back
     measured = [(model, loss) for model, loss in enumerate(facts.losses) if loss is not None]
     newest = [loss for model, loss in measured[-_RECENT:] if model >= pace.since]
     values = [loss for _, loss in measured]
     if len(newest) < _RECENT or len(values) < 2 * _RECENT:
-        return ""
+        return "", 0
     level = sum(newest) / _RECENT
     best = min(sum(values[stop - _RECENT : stop]) / _RECENT for stop in range(_RECENT, len(values)))
     regained = _REGAINED * (values[0] - best)
     if level > best + max(auto.rise * abs(best), regained, 2 * _error(newest)):
-        return f"the loss of the last {_RECENT} models is {level:.4g}, after {best:.4g}"
-    return ""
+        times = math.log(level / best) / math.log1p(auto.rise) if best > 0 else 1.0
+        back = max(back, min(round(times), _SAFE))
+        return f"the loss of the last {_RECENT} models is {level:.4g}, after {best:.4g}", back
+    return "", 0
 
 
 def _error(values: Sequence[float]) -> float:

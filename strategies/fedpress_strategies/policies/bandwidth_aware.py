@@ -83,15 +83,3 @@ def choose(
         if expected <= policy.margin * seconds_left:
             return index
     return len(sizes) - 1
-
-
-def fits(
-    policy: BandwidthAware,
-    link: Link,
-    num_bytes: int,
-    seconds_left: float,
-    usual: float | None = None,
-) -> bool:
-    """Whether a body of `num_bytes` is expected in; False for a client nobody knows."""
-    expected = seconds(policy, link, num_bytes, usual)
-    return expected is not None and expected <= policy.margin * seconds_left

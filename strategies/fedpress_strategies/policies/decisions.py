@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+from fedpress_compression.sketches import LEAST_CELLS
 from fedpress_protocols.plan import Profile
 from fedpress_protocols.policies import (
     Comparison,
@@ -26,6 +27,9 @@ from fedpress_strategies.policies.auto import first_pace, next_pace
 from fedpress_strategies.policies.auto import probes as paces_probe
 from fedpress_strategies.policies.divergence_guard import first_watch, next_watch, probes
 from fedpress_strategies.policies.facts import Facts
+
+_VALUES_A_CELL = 16
+"""At least, so that a small model's sketch takes no more than its upload."""
 
 
 def next_course(
@@ -80,13 +84,19 @@ def next_course(
     )
 
 
-def profiles_of(
-    policies: Sequence[Policy], ladder: Sequence[Profile], course: Course
-) -> tuple[Profile, ...]:
-    """Those of a round's plan: gentlest to hardest, and in a probe the reference after them."""
-    chosen = tuple(ladder[course.gentlest : course.hardest + 1])
+def profiles_of(ladder: Sequence[Profile], course: Course) -> tuple[Profile, ...]:
+    """Those of a round's plan: gentlest to hardest."""
+    return tuple(ladder[course.gentlest : course.hardest + 1])
+
+
+def sketch_of(policies: Sequence[Policy], course: Course | None, size: int) -> int:
+    """The cells of the sketches of updates of `size` values that a round's plan asks for; 0 if it
+    is no probe."""
     probing = prober(policies)
-    return (*chosen, probing.reference) if probing is not None and course.probe else chosen
+    if probing is None or course is None or not course.probe:
+        return 0
+    most = max(LEAST_CELLS, size // _VALUES_A_CELL)
+    return min(probing.sketch, 1 << most.bit_length() - 1)
 
 
 def every_choice(
@@ -94,12 +104,10 @@ def every_choice(
 ) -> Iterator[tuple[Profile, ...]]:
     """The profiles that plans of these policies may come to have, as many as tell what may go
     wrong: every profile is in one of them beside each other one that may be beside it."""
-    whole = bandwidth_aware(policies) is not None
-    probing = prober(policies)
-    for chosen in [tuple(ladder)] if whole else [(each,) for each in ladder]:
-        yield chosen
-        if probing is not None and probing.share:
-            yield (*chosen, probing.reference)
+    if bandwidth_aware(policies) is not None:
+        yield tuple(ladder)
+    else:
+        yield from ((each,) for each in ladder)
 
 
 def with_comparison(course: Course, comparison: Comparison | None) -> Course:

@@ -1,7 +1,7 @@
 """A rate that is too high for a task is noticed, told of, and lowered.
 
 Three signs, each of which may come late: the effect of compression on the direction of the mean
-update, against a reference that part of the cohort sends in some rounds; the loss that devices
+update, by sketches of what it was before that clients send in some rounds; the loss that devices
 measure; and the accuracy of each class, since a mean hides what a few clients alone know.
 """
 
@@ -26,8 +26,8 @@ def first_watch(hardest: Rung) -> Watch:
 
 
 def probes(guard: DivergenceGuard, watch: Watch, number: int) -> bool:
-    """Whether part of the cohort sends the reference in round `number`."""
-    return guard.share > 0 and (number <= guard.first or number >= watch.probe_at > guard.first)
+    """Whether round `number` is a probe."""
+    return guard.sketch > 0 and (number <= guard.first or number >= watch.probe_at > guard.first)
 
 
 def next_watch(
@@ -51,7 +51,7 @@ def next_watch(
                 "norm": 0.0,
             }
         return watch.model_copy(update=after), tuple(faults)
-    is_cleared = was_probe or guard.share == 0
+    is_cleared = was_probe or guard.sketch == 0
     after = {"strikes": 0} if is_cleared else {}
     if was_probe and number > guard.first:
         after["probe_at"] = _next_probe(guard, number)
@@ -77,13 +77,13 @@ def _of_probe(guard: DivergenceGuard, watch: Watch, probed: Comparison | None) -
         return
     if watch.norm > 0 and watch.inner < guard.floor * watch.norm:
         yield (
-            f"compressed updates go {watch.inner / watch.norm:.2f} of the reference's way, "
-            f"less than {guard.floor:g}"
+            f"compressed updates go {watch.inner / watch.norm:.2f} of the way, less than "
+            f"{guard.floor:g}"
         )
     if probed.energy > guard.most_energy:
         yield (
-            f"a compressed update has {probed.energy:.1f} times the energy of one of the "
-            f"reference, more than {guard.most_energy:g}"
+            f"a compressed update has {probed.energy:.1f} times the energy of one before "
+            f"compression, more than {guard.most_energy:g}"
         )
 
 
