@@ -18,7 +18,7 @@ once, whatever the link."""
 UPLINK = "uplink_mbps"
 """The attribute under which a device says what its uplink is, in Mbit/s; see `CheckInRequest`."""
 LEAST_COMPARED = 4
-"""Clients whose products tell their mean's norm without the noise."""
+"""The fewest clients whose updates a probe compares."""
 Rung = Annotated[int, Field(ge=0, lt=256)]
 """The index of a profile in the ladder."""
 
@@ -31,8 +31,8 @@ class Comparison(Term):
     other's own: 1 where nothing is lost. `cosine` is that of the two directions. `nmse` is the
     squared distance of the two means over the squared norm of the other. All three are of the means
     that infinitely many clients would have, as well as these few tell, and None where they drown
-    in the differences between clients. `error` is the standard error of `progress`, None where it
-    has none. `energy` is the mean squared norm of a compressed update over that of an update.
+    in the differences between clients. `error` is the standard error of `progress`, None where that
+    is nothing. `energy` is the mean squared norm of a compressed update over that of an update.
     `inner` and `norm` are the numerator and the denominator of `progress`, by which several probes
     are pooled, relative to the mean squared norm of an update.
     """

@@ -325,6 +325,14 @@ def test_a_class_of_few_examples_is_given_the_benefit_of_the_doubt() -> None:
     assert next_watch(DivergenceGuard(), Watch(ceiling=2), unseen, None, False)[1] == ()
 
 
+def test_a_probe_that_tells_nothing_is_no_finding_and_is_forgotten() -> None:
+    drowned = probe(0.1).model_copy(update={"progress": None, "inner": -0.02, "norm": 0.01})
+    before = Watch(ceiling=2, inner=0.5, norm=1.0)
+    watch, found = next_watch(DivergenceGuard(), before, Facts(40, 100), drowned, True)
+    assert found == ()
+    assert (watch.inner, watch.norm, watch.strikes) == (0.5, 1.0, 0)
+
+
 @pytest.mark.parametrize("policy", [DivergenceGuard(), Auto(window=1)])
 def test_the_plan_of_a_probe_asks_for_a_sketch_that_fits_the_model(
     policy: DivergenceGuard | Auto,

@@ -25,7 +25,8 @@ COURSE = {
     "gentlest": 6,
     "hardest": 6,
     "probe": True,
-    "pace": {"rung": 6, "probe_at": 4, "inner": 0.5, "norm": 1.0, "probes": 1},
+    "pace": {"rung": 6, "probe_at": 4, "inner": 8000.0, "norm": 10000.0, "probes": 1},
+    "watch": {"ceiling": 6, "inner": 8000.0, "norm": 10000.0},
     "comparison": {"progress": 0.5, "compressed": 5, "reference": 5, "extra_bytes": 9},
 }
 
@@ -53,7 +54,10 @@ def test_a_task_that_probed_by_a_reference_probes_by_sketches(tmp_path: Path) ->
     read = Course.model_validate(course)
     assert read.comparison is None
     assert read.pace is not None
-    assert (read.pace.rung, read.pace.probes) == (6, 1)
+    assert read.watch is not None
+    assert (read.pace.rung, read.pace.probe_at) == (6, 4)
+    assert (read.pace.probes, read.pace.inner, read.pace.norm) == (0, 0.0, 0.0), "in other units"
+    assert (read.watch.ceiling, read.watch.inner, read.watch.norm) == (6, 0.0, 0.0)
     assert again[1] == {"id": "divergence_guard", "share": 0}
 
 

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Sequence
 
-from fedpress_protocols.errors import ServerError
 from fedpress_protocols.policies import Comparison
-from fedpress_server.aggregation.accumulate import StagedUpload
+from fedpress_server.aggregation.accumulate import StagedUpload, read_body
 from fedpress_server.aggregation.terms import RoundTerms
 from fedpress_strategies.policies.probing import Probe
 
@@ -17,11 +15,8 @@ def compare(terms: RoundTerms, uploads: Sequence[StagedUpload]) -> Comparison | 
     too few of them, or if they move nothing."""
     probe = Probe(terms.public, terms.plan.sketch)
     for staged in uploads:
-        if staged.plan is not None and staged.plan.round != terms.plan.round:
-            continue  # of an asynchronous task's earlier model
-        body = terms.payloads.get(staged.name)
-        if hashlib.sha256(body).hexdigest() != staged.digest:
-            raise ServerError(f"{staged.name} was changed on the disk")
-        upload = terms.read(body, staged.profile)
+        if staged.plan is not None and staged.plan.public_seed != terms.plan.public_seed:
+            continue  # of an asynchronous task's earlier model or attempt
+        upload = terms.read(read_body(staged, terms.payloads), staged.profile)
         probe.add(upload, terms.updated(upload, staged.profile, staged.client_id))
     return probe.comparison()

@@ -59,7 +59,8 @@ def course_of(
     """Return the policies' decision for attempt `attempt` at round `number`; None without policies.
 
     `comparison` is of the round before, if that was a probe and ends in this very transaction. An
-    attempt made again has the course of the first, and a continued task begins anew.
+    attempt made again has the course of the first, but is no probe: devices of an earlier release
+    decline one. A continued task begins anew.
     """
     if not config.policies:
         return None
@@ -67,7 +68,7 @@ def course_of(
     if attempt > 1:
         before = _course_in(connection, config.task, number)
         if before is not None:
-            return with_comparison(before, None)
+            return with_comparison(before, None).model_copy(update={"probe": False})
     if number > config.schedule_after + 1:
         before = _course_in(connection, config.task, number - 1)
         if before is not None and comparison is not None:
@@ -206,7 +207,7 @@ class Rates:
         policy = bandwidth_aware(config.policies)
         if policy is None or course is None or len(plan.profiles) == 1:
             return [None] * len(client_ids)
-        names = [each.name for each in plan.profiles]
+        names = [each.name for each in plan.profiles][: course.hardest - course.gentlest + 1]
         bodies, links = await self._known(config.task, client_ids)
         sizes = await self._sizes(attempt, bodies)
         in_order = [sizes[each] for each in names]

@@ -12,7 +12,7 @@ from typing import Any
 
 from sqlalchemy.engine import Connection
 
-from fedpress_protocols.errors import FedpressError, InvalidShare, Unavailable
+from fedpress_protocols.errors import InvalidShare, Unavailable
 from fedpress_server import failpoints
 from fedpress_server.aggregation.accumulate import AggregationJob, StagedUpload, add_batch
 from fedpress_server.aggregation.aggregate import AggregationResult, aggregate
@@ -324,7 +324,9 @@ class JobRunner:
             return None
         try:
             comparison = await self._background.in_thread(compare, job.terms, job.uploads)
-        except FedpressError:
+        except (Unavailable, OSError):
+            raise
+        except Exception:
             _log.exception("task %s round %d.%d cannot be compared", *key)
             return None
         if comparison is None:

@@ -64,7 +64,7 @@ def _next_probe(guard: DivergenceGuard, number: int) -> int:
 
 
 def _pooled(watch: Watch, probed: Comparison | None) -> dict[str, float]:
-    if probed is None:
+    if probed is None or probed.progress is None:
         return {}
     return {
         "inner": _FADING * watch.inner + probed.inner,
@@ -75,7 +75,8 @@ def _pooled(watch: Watch, probed: Comparison | None) -> dict[str, float]:
 def _of_probe(guard: DivergenceGuard, watch: Watch, probed: Comparison | None) -> Iterator[str]:
     if probed is None:
         return
-    if watch.norm > 0 and watch.inner < guard.floor * watch.norm:
+    is_known = probed.progress is not None and watch.norm > 0
+    if is_known and watch.inner < guard.floor * watch.norm:
         yield (
             f"compressed updates go {watch.inner / watch.norm:.2f} of the way, less than "
             f"{guard.floor:g}"

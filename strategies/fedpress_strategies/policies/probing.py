@@ -9,7 +9,8 @@ other, and it drops out of their ratio.
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -20,24 +21,16 @@ from fedpress_compression.update import Update
 from fedpress_protocols.policies import LEAST_COMPARED, Comparison
 from fedpress_protocols.upload import Upload
 
-_TELLING = 0.25
+_SURE_ENOUGH = 0.25
 """The standard error of a progress beyond which it tells nothing."""
-_LONGEST = 3.0
-"""A client's norm relative to the median, beyond which it is scaled down: training that diverged
-would be all that a probe sees."""
+_LONGEST, _LONGEST_SENT = 3.0, 5.0
+"""A client's norm relative to the median, beyond which it is scaled down: training that diverged,
+or a device that forges, would be all that a probe sees. What is sent may hold a residual, too."""
 _KEPT = 0.88
-"""The share of a Gaussian sketch's squared norm in what four levels keep of it."""
+"""The share of a sketch's squared norm in what four levels keep of it, if its cells are normal."""
 
 Rows = npt.NDArray[np.float64]
-
-
-class _Products(NamedTuple):
-    """Mean products of different clients': of compressed by whole updates, of whole ones, and of
-    compressed ones."""
-
-    inner: float
-    norm: float
-    other: float
+Numbers = npt.NDArray[np.float64]
 
 
 class Probe:
@@ -47,14 +40,15 @@ class Probe:
     def __init__(self, public: Public, num_cells: int) -> None:
         self._num_cells = num_cells
         self._places = sketches.Places(public.spec.size, num_cells, public.stream(sketches.LABEL))
-        self._whole = list[Rows]()
-        self._compressed = list[Rows]()
+        self._whole = list[npt.NDArray[np.float32]]()
+        self._sent = list[npt.NDArray[np.float32]]()
         self._weights = list[float]()
 
     def add(self, upload: Upload, update: Update) -> None:
         """One client's `upload`, which decodes to `update`."""
-        self._whole.append(sketches.from_bytes(upload.sketch, self._num_cells))
-        self._compressed.append(self._places.sketch(update))
+        whole = sketches.from_bytes(upload.sketch, self._num_cells)
+        self._whole.append(whole.astype(np.float32))
+        self._sent.append(self._places.sketch(update).astype(np.float32))
         self._weights.append(float(upload.num_examples))
 
     def comparison(self) -> Comparison | None:
@@ -62,57 +56,61 @@ class Probe:
         count = len(self._weights)
         if count < LEAST_COMPARED:
             return None
-        whole, compressed = np.array(self._whole), np.array(self._compressed)
-        squares = np.einsum("ij,ij->i", whole, whole)
-        if not squares.any():
+        factors = _limits(_norms(self._whole), _LONGEST)
+        whole = np.stack(self._whole) * factors[:, None]
+        sent = np.stack(self._sent) * factors[:, None]
+        sent *= _limits(_norms(list(sent)), _LONGEST_SENT)[:, None]
+        unit = _KEPT * _mean_square(whole)
+        if not unit:
             return None
-        limit = _LONGEST * float(np.median(np.sqrt(squares[squares > 0])))
-        factors = np.minimum(1.0, limit / np.sqrt(np.where(squares > 0, squares, 1.0)))[:, None]
         weights = np.array(self._weights)
-        whole, compressed = whole * factors, compressed * factors
-        unit = _KEPT * float((whole**2).sum()) / count
-        energy = float((compressed**2).sum()) / count / unit
-        everyone = _products(whole, compressed, weights)
-        without = [
-            _products(*(np.delete(rows, place, axis=0) for rows in (whole, compressed, weights)))
-            for place in range(count)
-        ]
-        progress, error = _ratio(everyone, without)
-        is_known = error <= _TELLING
-        inner, norm, other = everyone
+        inner, inners = _products(sent, whole, weights)
+        norm, norms = _products(whole, whole, weights)
+        other, _ = _products(sent, sent, weights)
+        error = math.inf
+        if norm > 0 and (norms > 0).all():
+            ratios = inners / norms
+            jackknife = (count - 1) / count * float(((ratios - ratios.mean()) ** 2).sum())
+            shared = max(0.0, other / norm - (inner / norm) ** 2) / self._num_cells
+            error = math.sqrt(jackknife + shared)
+        is_known = error <= _SURE_ENOUGH
         cosine = None
         if is_known and other > 0:
             cosine = max(-1.0, min(1.0, inner / math.sqrt(norm * other)))
         return Comparison(
-            progress=progress if is_known else None,
+            progress=inner / norm if is_known else None,
             error=error if math.isfinite(error) else None,
             cosine=cosine,
             nmse=max(0.0, (other - 2 * inner + norm) / norm) if is_known else None,
-            energy=energy,
+            energy=_mean_square(sent) / unit,
             inner=inner / unit,
             norm=norm / unit,
             clients=count,
         )
 
 
-def _products(whole: Rows, compressed: Rows, weights: npt.NDArray[np.float64]) -> _Products:
-    pairs = weights.sum() ** 2 - (weights**2).sum()
+def _products(rows: Rows, others: Rows, weights: Numbers) -> tuple[float, Numbers]:
+    """The weighted mean product of different clients' rows: of all, and without each client in
+    turn (the jackknife, Efron 1982)."""
+    own = np.einsum("ij,ij->i", rows, others)
+    left, right = weights @ rows, weights @ others
+    squares, total = weights**2, float(weights.sum())
+    summed = float(left @ right - squares @ own)
+    without = summed - weights * (rows @ right + others @ left) + 2 * squares * own
+    pairs = total**2 - float(squares.sum())
+    return summed / pairs, without / (pairs - 2 * weights * (total - weights))
 
-    def between(rows: Rows, others: Rows) -> float:
-        of_each = np.einsum("ij,ij->i", rows, others)
-        total = (weights @ rows) @ (weights @ others)
-        return float((total - weights**2 @ of_each) / pairs)
 
-    return _Products(
-        between(compressed, whole), between(whole, whole), between(compressed, compressed)
-    )
+def _norms(rows: Sequence[npt.NDArray[Any]]) -> Numbers:
+    return np.array([math.sqrt(float(np.square(row, dtype=np.float64).sum())) for row in rows])
 
 
-def _ratio(everyone: _Products, without: list[_Products]) -> tuple[float, float]:
-    """The progress and its standard error, by leaving out each client in turn (the jackknife, Efron
-    1982); the error is infinite where a mean drowns in the differences between clients."""
-    if everyone.norm <= 0 or any(each.norm <= 0 for each in without):
-        return 0.0, math.inf
-    ratios = np.array([each.inner / each.norm for each in without])
-    variance = (len(ratios) - 1) / len(ratios) * float(((ratios - ratios.mean()) ** 2).sum())
-    return everyone.inner / everyone.norm, math.sqrt(variance)
+def _limits(norms: Numbers, longest: float) -> Numbers:
+    """The factors that bring norms to `longest` times their median at most."""
+    some = norms[norms > 0]
+    limit = longest * float(np.median(some)) if some.size else 0.0
+    return np.minimum(1.0, limit / np.where(norms > 0, norms, 1.0))
+
+
+def _mean_square(rows: Rows) -> float:
+    return float(np.einsum("ij,ij->", rows, rows)) / len(rows)

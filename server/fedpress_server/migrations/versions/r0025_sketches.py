@@ -42,9 +42,9 @@ def downgrade() -> None:
 
 
 def _rewrite(change: Callable[[Policy], Policy]) -> None:
-    """Change the policies that probe, and forget the results of single probes: what they told is in
-    the course's state."""
+    """Change the policies that probe, and forget what probes have told: it is in other units."""
     connection = op.get_bind()
+    row = _ROUNDS.c
     for task, text in connection.execute(sa.select(_TASKS.c.task, _TASKS.c.config)).all():
         config = json.loads(text)
         before = config.get("policies") or []
@@ -53,9 +53,20 @@ def _rewrite(change: Callable[[Policy], Policy]) -> None:
             config["policies"] = after
             text = json.dumps(config, separators=(",", ":"))
             connection.execute(sa.update(_TASKS).where(_TASKS.c.task == task).values(config=text))
-    row = _ROUNDS.c
-    for task, number, attempt, course in connection.execute(sa.select(*row)).all():
-        if isinstance(course, dict) and course.get("comparison"):
-            here = (row.task == task) & (row.round == number) & (row.attempt == attempt)
-            without = {**course, "comparison": None}
-            connection.execute(sa.update(_ROUNDS).where(here).values(course=without))
+        courses = sa.select(row.round, row.attempt, row.course).where(row.task == task)
+        for number, attempt, course in connection.execute(courses).all():
+            if course is not None:
+                here = (row.task == task) & (row.round == number) & (row.attempt == attempt)
+                values = {"course": _without_probes(course)}
+                connection.execute(sa.update(_ROUNDS).where(here).values(values))
+
+
+def _without_probes(course: dict[str, Any]) -> dict[str, Any]:
+    """With the rates that were chosen, and no more."""
+    pace, watch = course.get("pace"), course.get("watch")
+    forgotten: dict[str, Any] = {"comparison": None}
+    if pace:
+        forgotten["pace"] = {**pace, "inner": 0.0, "norm": 0.0, "probes": 0}
+    if watch:
+        forgotten["watch"] = {**watch, "inner": 0.0, "norm": 0.0}
+    return {**course, **forgotten}
