@@ -55,7 +55,7 @@ def sketch(values: Vector, num_cells: int, stream: PublicStream) -> Cells:
 
 
 class Places:
-    """Where `sketch` adds the coordinates, for many updates of a round: three bytes for each."""
+    """The cell and the sign of each coordinate, for many updates of a round: three bytes each."""
 
     def __init__(self, size: int, num_cells: int, stream: PublicStream) -> None:
         self._num_cells = num_cells

@@ -58,7 +58,7 @@ class Accumulator(Protocol):
 
 
 class Format(NamedTuple):
-    """What the uploads of a plan of one profile are read by."""
+    """The layouts and contexts of the uploads of a plan of one profile."""
 
     compressor: Compressor[Any]
     layouts: tuple[Layout, ...]
