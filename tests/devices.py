@@ -193,7 +193,7 @@ class Device:
 
 
 def sketched(plan: RoundPlan, update: Vector, public: Public) -> bytes:
-    """What an upload says of `update` in a probe; nothing in any other round."""
+    """The sketch of `update` that a probe asks for; empty in any other round."""
     if not plan.sketch:
         return b""
     stream = public.stream(sketches.LABEL)

@@ -203,10 +203,10 @@ class Auto(Term):
     that devices measure rises by more than `rise` of it, and one harder again after a `window` of
     rounds where the mean goes well more. The way is measured at the end of a window until the rate
     has settled, then every `every` rounds: clients send besides a `sketch` of so many cells of
-    their update, of at most a sixteenth of its values. Where clients upload more than nine times
-    in the task, `floor` is lower, and higher where they upload less often. What was given up is
-    not tried again for four windows, nor before a probe speaks for it. A cohort too small for a
-    probe begins three profiles gentler and goes harder in steps.
+    their update: of at most a sixteenth of its values, of 64 at least. Where clients upload more
+    than nine times in the task, `floor` is lower, and higher where they upload less often. What
+    was given up is not tried again for four windows, nor before a probe speaks for it. A cohort
+    too small for a probe begins three profiles gentler and goes harder in steps.
     """
 
     id: Literal["auto"] = "auto"

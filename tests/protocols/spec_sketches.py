@@ -29,7 +29,7 @@ def rotated(values: list[float], m: int, public_seed: bytes, digest: str) -> lis
 
 
 def coded(row: list[Any]) -> bytes:
-    """What the body has of them, as the text says that an honest client makes it."""
+    """The bytes of a sketch of these cells, as SPEC.md says that a client makes them."""
     cells = [float(x) for x in row]
     square = math.fsum(x * x for x in cells)
     step = math.sqrt(square / len(cells))

@@ -318,7 +318,8 @@ class JobRunner:
     async def _compared(self, key: RoundKey, job: AggregationJob) -> dict[str, Any] | None:
         """Return the comparison of an attempt that is a probe; None for any other.
 
-        A failure is logged and gives None: the model does not depend on the comparison.
+        A failure is logged and gives None, since the model does not depend on the comparison; an
+        outage of the storage is raised, and the job is tried again.
         """
         if not job.terms.plan.sketch:
             return None
