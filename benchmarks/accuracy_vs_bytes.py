@@ -243,15 +243,15 @@ def played(
     before, course = model, None
     chosen, up, down = np.random.default_rng([seed, 2]), 0, 0
     drawn: list[list[int]] = []
-    losses: list[float | None] = []
+    losses: list[float | None] = []  # of a model, known once devices have trained from it
     for number in range(1, total + 1):
-        losses.append(_loss(task, model, seed, number))
         if config.policies:
             recent = [client for each in drawn[-64:] for client in each]
             came = len(recent), len(set(recent))
             size = config.cohort.size
             population, least = estimated_population(*came), least_population(*came, size)
-            facts = Facts(number, total, tuple(losses), {}, (), size, population, least)
+            known = (*losses, None)
+            facts = Facts(number, total, known, {}, (), size, population, least)
             course = next_course(config.policies, len(config.profiles), course, facts)
             if course.why:
                 done.reasons[number] = course.why
@@ -265,6 +265,7 @@ def played(
         name = plan.profiles[0].name
         rate = plan.training.learning_rate or 0.0
         previous = model.parameters - before.parameters
+        losses.append(_loss(task, model, seed, number))
         for client in cohort:
             rng = np.random.default_rng([seed, number, client])
             update = task.update(model, client, rng, rate)
@@ -292,7 +293,9 @@ def played(
             if not is_lost:
                 staged.append(StagedUpload(file, digest, name, f"client-{client}"))
             ledgers[client] = ledger.settle(_receipt(plan, client, digest, not is_lost)).told()
-        job = AggregationJob(attempt.terms, strategy, state, tuple(staged), config.downlink)
+        momentum = None if course is None else course.momentum
+        uploads = tuple(staged)
+        job = AggregationJob(attempt.terms, strategy, state, uploads, config.downlink, momentum)
         result = aggregate(job, payloads)
         state, before = result.optimizer_state, model
         model = Model.from_bytes(payloads.get(model_name(result.model)))

@@ -32,8 +32,10 @@ _BOUNDS = frozenset({"gap", "upload_bytes"})
 """Fields of `auto` by which somebody says how much is to be sent."""
 _SHORTEST, _LONGEST, _SHARE = 3.0, 50.0, 0.1
 """Rounds that the average goes over, and their share of the task's."""
-_SMALL, _OF_FEW = 10, 0.5
-"""Cohorts below this size, and their momentum."""
+_MOMENTUM, _LESS = 0.8, 0.5
+"""The server's, and what it is while the loss does not fall, and in small cohorts."""
+_SMALL = 10
+"""Cohorts below this size are small."""
 _ON_SUPPORT = 1.5
 """The server's rate where devices train on a support alone."""
 _WITH_CONTROL = frozenset({"scaffold"})
@@ -49,11 +51,13 @@ def completed(fields: Mapping[str, Any]) -> dict[str, Any]:
         return values
     is_masked = values.get("lane", "clear") == "masked"
     rounds = values.get("rounds")
+    careful = None
     if (
         values.get("strategy") is None
         and isinstance(rounds, int)
         and not values.get("asynchronous")
     ):
+        careful = careful_momentum(_cohort_size(values))
         values["strategy"] = strategy_for(
             rounds,
             _cohort_size(values),
@@ -70,9 +74,13 @@ def completed(fields: Mapping[str, Any]) -> dict[str, Any]:
     is_free = len(policies) == 1 and _BOUNDS.isdisjoint(auto)
     uploads = _uploads(values) if is_free else None
     levels = rate_levels(auto.get("gap", _USUAL_GAP), uploads)
+    ours: dict[str, Any] = {}
     if reserve := reserved(len(levels), uploads):
-        policies = ({**auto, "reserve": auto.get("reserve", reserve)},)
-    return {**values, "policies": tuple(policies), "profiles": levels}
+        ours["reserve"] = reserve
+    if careful is not None:
+        ours["careful_momentum"] = careful
+    policies = tuple({**ours, **each} if each is auto else each for each in policies)
+    return {**values, "policies": policies, "profiles": levels}
 
 
 def _is_ours(policies: Any) -> bool:
@@ -140,11 +148,11 @@ def strategy_for(
     more: what a client keeps back comes late and at once. Under masks longer steps where training
     `is_restricted` to a support without noise: few values move in each round."""
     over = min(max(_SHARE * rounds, _SHORTEST), _LONGEST)
-    is_small = cohort is not None and cohort < _SMALL and not is_masked
+    is_small = not is_masked and careful_momentum(cohort) is None
     inner: dict[str, Any] = {
         "id": "fedavgm",
         "learning_rate": _ON_SUPPORT if is_restricted else 1.0,
-        "momentum": _OF_FEW if is_small else 0.8,
+        "momentum": _LESS if is_small else _MOMENTUM,
     }
     if rounds > 1 and (is_restricted or not is_masked):
         constant = rounds - rounds // 2
@@ -152,6 +160,12 @@ def strategy_for(
     if not is_masked:
         inner = {"id": "spike_clipping", "ratio": 1.5, "inner": inner}
     return {"id": "ema", "decay": round(1 - 1 / over, 4), "inner": inner}
+
+
+def careful_momentum(cohort: int | None) -> float | None:
+    """The most momentum that the default's strategy has while the loss does not fall, see `Auto`;
+    None where it has no more in any case."""
+    return None if cohort is not None and cohort < _SMALL else _LESS
 
 
 def reserved(num_levels: int, uploads: int | None) -> int:

@@ -21,6 +21,7 @@ LEAST_COMPARED = 4
 """The fewest clients whose updates a probe compares."""
 Rung = Annotated[int, Field(ge=0, lt=256)]
 """The index of a profile in the ladder."""
+Momentum = Annotated[float, Field(ge=0, lt=1)]
 
 
 class Comparison(Term):
@@ -107,12 +108,13 @@ class Pace(Term):
 
 class Course(Term):
     """The policies' decision for a round. Plans have the profiles from `gentlest` to `hardest`, and
-    in a `probe` ask for sketches."""
+    in a `probe` ask for sketches. The server's step has `momentum` at most, where it is given."""
 
     round: Annotated[int, Field(ge=1)]
     gentlest: Rung
     hardest: Rung
     probe: bool = False
+    momentum: Momentum | None = None
     warnings: tuple[str, ...] = ()
     why: str = ""
     trend: Trend | None = None
@@ -123,10 +125,11 @@ class Course(Term):
     """Once the round is over, if it was a probe and enough uploads came."""
 
     @model_serializer(mode="wrap")
-    def _without_pace(self, serialize: SerializerFunctionWrapHandler) -> dict[str, Any]:
+    def _without_absent(self, serialize: SerializerFunctionWrapHandler) -> dict[str, Any]:
         fields: dict[str, Any] = serialize(self)
-        if fields.get("pace", ...) is None:  # so that who knows of none can read it
-            del fields["pace"]
+        for name in ("pace", "momentum"):
+            if fields.get(name, ...) is None:  # so that who knows of none can read it
+                del fields[name]
         return fields
 
 
@@ -207,6 +210,9 @@ class Auto(Term):
     than nine times in the task, `floor` is lower, and higher where they upload less often. What
     was given up is not tried again for four windows, nor before a probe speaks for it. A cohort
     too small for a probe begins three profiles gentler and goes harder in steps.
+
+    With `careful_momentum` the server's step has so much momentum at most while the loss has not
+    begun to fall, and while it is above the least so far.
     """
 
     id: Literal["auto"] = "auto"
@@ -223,6 +229,8 @@ class Auto(Term):
     reserve: Annotated[int, Field(ge=0, le=100)] = 0
     """Of the most compressed profiles, those that wait for clients that upload nine times in the
     task or more often, as the server estimates."""
+    careful_momentum: Momentum | None = None
+    """None: what the strategy is configured with, throughout."""
 
 
 Policy = Annotated[

@@ -60,6 +60,8 @@ class Tally:
     """The tensors of the vectors, if known."""
     norm: float | None = None
     """The L2 norm of the whole aggregated update, if known; always where a block of it is given."""
+    momentum: float | None = None
+    """The most that `fedavgm` has in this step, where a policy decides on it."""
 
 
 ALONE = Tally()
@@ -409,7 +411,8 @@ class ServerSGD:
     ) -> tuple[Vector, OptimizerState]:
         velocity = delta
         if self.momentum:
-            velocity = self.momentum * state["velocity"] + delta
+            most = self.momentum if tally.momentum is None else tally.momentum
+            velocity = min(self.momentum, most) * state["velocity"] + delta
             state = {"velocity": velocity}
         moved = np.empty_like(parameters)
         for start in range(0, parameters.size, _BLOCK):  # of a large model no float64 copies

@@ -277,6 +277,21 @@ def test_rates_say_how_many_cells_a_probe_s_sketches_have() -> None:
         assert found == [0, 0, 0, cells, 0], size
 
 
+def test_the_default_s_momentum_waits_until_the_loss_falls(tmp_path: Path) -> None:
+    """In ten rounds nodes tell the losses 1, 1/2 and 1/3 before the fourth, in six a fifth of the
+    rounds is over before. A strategy that is named has all of its momentum."""
+    momenta, models = list[list[float | None]](), list[np.ndarray]()
+    for rounds, inner in ((6, None), (6, default_strategy(6, 10)), (20, None)):
+        strategy = FedpressStrategy(inner, Plan(seed=1), fraction_evaluate=0.0)
+        run(strategy, fleet_of(tmp_path / str(len(models)), 10), rounds, BEFORE)
+        courses = [report.course for report in strategy.reports]
+        momenta.append([course.momentum for course in courses if course is not None])
+        assert strategy.newest is not None
+        models.append(flat(strategy.newest))
+    assert momenta == [[0.5] * 2 + [None] * 4, [None] * 6, [0.5] * 3 + [None] * 17]
+    assert not np.array_equal(models[0], models[1])
+
+
 def test_a_strategy_of_flowers_keeps_what_it_is_and_gains_rates_and_a_downlink(
     tmp_path: Path,
 ) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +34,7 @@ from fedpress_strategies.policies.decisions import (
 )
 from fedpress_strategies.policies.facts import Facts, estimated_population, least_population
 from tests.devices import Operator
-from tests.server.in_process import Enrolled, Server, ones
+from tests.server.in_process import Enrolled, Server, history, include_one, ones
 
 ROUNDS, LADDER = 100, 5
 
@@ -338,6 +339,83 @@ def test_the_course_says_where_auto_is_and_is_read_back() -> None:
     assert "pace" not in without.model_dump(mode="json")
 
 
+# Momentum
+
+CAREFUL = Auto(careful_momentum=0.5, floor=0.0)
+
+
+def careful_rounds(losses: Sequence[float | None], rounds: int = ROUNDS) -> list[int]:
+    lasting = [losses[-1]] * (rounds - len(losses))
+    made = courses(CAREFUL, losses=[*losses, *lasting], rounds=rounds)
+    assert {each.momentum for each in made} <= {None, 0.5}
+    told = {number for number, why in reasons(made).items() if "momentum" in why}
+    momenta = [None, *(each.momentum for each in made)]
+    assert told == {n for n in range(1, rounds + 1) if momenta[n] != momenta[n - 1]}
+    return [each.round for each in made if each.momentum is not None]
+
+
+def test_momentum_waits_until_three_models_lie_a_tenth_below_the_first() -> None:
+    falling = [2.0, 1.9, 1.85, 1.8, 1.6, *[1.5] * 95]
+    assert careful_rounds(falling) == [1, 2, 3, 4]
+    assert careful_rounds([None, *falling[:-1]]) == [1, 2, 3, 4, 5]
+    below_zero = [value - 10 for value in falling]
+    assert careful_rounds(below_zero) == list(range(1, 22))
+    assert careful_rounds([-1.0, -1.0, -1.0, -1.1, -1.4]) == [1, 2, 3, 4]
+
+
+def test_momentum_waits_for_no_more_than_a_fifth_of_the_rounds() -> None:
+    assert careful_rounds([2.0]) == list(range(1, 22))
+    assert careful_rounds([2.0], rounds=1000) == list(range(1, 202))
+
+
+def test_momentum_does_not_wait_for_losses_that_nobody_measures() -> None:
+    assert careful_rounds([None]) == [1, 2, 3, 4]
+    assert careful_rounds([None] * 30 + [2.0]) == [1, 2, 3, 4]
+    assert careful_rounds([None] * 9 + [2.0]) == [1, 2, 3, 4, *range(10, 22)]
+
+
+def test_momentum_is_less_while_the_loss_is_above_the_least_so_far() -> None:
+    start = [2.0, 1.0, 1.0, 1.0, *[1.0] * 26]
+    assert careful_rounds([*start, *[1.19] * 20, *[1.0] * 50]) == [1, 2]
+    up = careful_rounds([*start, *[1.31] * 20, *[1.0] * 50])
+    assert up == [1, 2, *range(32, 52)]
+    assert careful_rounds([*start, 1.5, *[1.0] * 69]) == [1, 2]
+
+
+def test_without_a_careful_momentum_nobody_touches_it() -> None:
+    made = courses(Auto(), losses=[2.0] * 50 + [9.0] * 50)
+    assert not any(each.momentum is not None or "momentum" in each.why for each in made)
+    assert "momentum" not in made[0].model_dump(mode="json")
+    course = courses(CAREFUL, rounds=1)[0]
+    assert course.momentum == 0.5
+    assert Course.model_validate_json(course.model_dump_json()) == course
+
+
+def test_the_server_s_step_has_the_momentum_that_auto_allows(
+    operator: Operator, enrolled: Enrolled, model: Model
+) -> None:
+    """Nobody measures a loss: four rounds with .5, then the strategy's own."""
+    operator.begin(
+        model,
+        rounds=30,
+        cohort={"size": 1, "minimum": 1},
+        profiles=[{"name": n, "compressor": {"id": "none"}} for n in ("p", "q")],
+        policies=[{"id": "auto", "careful_momentum": 0.5}],
+        strategy={"id": "fedavgm", "momentum": 0.75},
+    )
+    device, models = enrolled(), [model.parameters]
+    for _ in range(6):
+        device.check_in("digits", include_one(device, model), wait=30)
+        newest = [each.model for each in history(operator) if each.model][-1]
+        models.append(device.model(newest, "digits").parameters)
+    steps = [float(np.mean(b - a)) for a, b in pairwise(models)]
+    velocity, expected = 0.0, list[float]()
+    for momentum in (0.5, 0.5, 0.5, 0.5, 0.75, 0.75):
+        velocity = momentum * velocity + 1
+        expected.append(velocity)
+    np.testing.assert_allclose(steps, expected, rtol=1e-5)
+
+
 # A task that names nothing
 
 
@@ -354,7 +432,7 @@ def config(**changes: Any) -> TaskConfig:
 def test_a_task_that_names_no_profiles_has_auto_an_average_and_a_downlink() -> None:
     made = config()
     auto = automatic(made.policies)
-    assert auto == Auto()
+    assert auto == Auto(careful_momentum=0.5)
     assert [each.name for each in made.profiles] == [f"{bits:g}-bit" for bits in BITS[: USUAL + 1]]
     assert made.downlink is not None
     assert made.strategy["id"] == "ema"
@@ -383,6 +461,21 @@ def test_all_uploads_of_a_task_together_tell_enough(rounds: int, size: int, leas
 def test_a_small_cohort_has_less_momentum(size: int, momentum: float) -> None:
     made = config(cohort={"size": size, "minimum": 1})
     assert made.strategy["inner"]["inner"]["momentum"] == momentum
+    auto = automatic(made.policies)
+    assert auto is not None
+    assert auto.careful_momentum == (None if size < 10 else 0.5)
+
+
+def test_a_strategy_that_a_task_names_keeps_its_momentum() -> None:
+    own, terms, cohort = {"id": "fedavgm"}, {"concurrency": 9}, {"size": 10, "minimum": 10}
+    for changes in ({"strategy": own}, {"asynchronous": terms, "cohort": cohort}):
+        auto = automatic(config(**changes).policies)
+        assert auto is not None
+        assert auto.careful_momentum is None
+    for momentum in (0.3, None):
+        auto = automatic(config(policies=[{"id": "auto", "careful_momentum": momentum}]).policies)
+        assert auto is not None
+        assert auto.careful_momentum == momentum
 
 
 @pytest.mark.parametrize(

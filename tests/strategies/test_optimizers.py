@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import tracemalloc
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +22,10 @@ from fedpress_strategies import from_config
 from fedpress_strategies import strategy as strategy_module
 from fedpress_strategies.adasum import Tree, combined
 from fedpress_strategies.strategy import (
+    ALONE,
     EXAMPLE_TERMS,
     AggregationSpace,
+    ServerOptimizer,
     ServerSGD,
     Tally,
     applied,
@@ -372,6 +375,31 @@ def test_a_decaying_rate_is_whole_for_its_rounds_then_falls_in_a_line_and_stays(
         expected = expected + 0.5 * factor * velocity
         x, state = optimizer.apply(x, delta, state)
         np.testing.assert_allclose(x, expected, rtol=1e-5)
+
+
+@pytest.mark.parametrize("decay", [{}, {"constant_rounds": 1, "decay_rounds": 3, "final": 0.2}])
+def test_a_policy_takes_momentum_off_a_step_and_adds_none(decay: dict[str, Any]) -> None:
+    """Under the default's wrappers, against the optimizer with the lesser momentum; the velocity
+    stays, and goes on when all momentum is back."""
+
+    def made(momentum: float) -> ServerOptimizer:
+        inner = {"id": "fedavgm", "momentum": momentum, **decay}
+        clipped = {"id": "spike_clipping", "inner": inner}
+        return from_config({"id": "ema", "decay": 0.6, "inner": clipped}, TERMS).optimizer
+
+    usual, less = made(0.8), made(0.5)
+    delta = np.linspace(-1, 1, SIZE)
+    x, state = START, usual.init(START)
+    for most, same in ((0.5, less), (0.9, usual), (None, usual), (0.5, less)):
+        expected, after = same.apply(x, delta, state)
+        x, state = usual.apply(x, delta, state, replace(ALONE, momentum=most))
+        np.testing.assert_array_equal(x, expected)
+        assert {n: each.tolist() for n, each in state.items()} == {
+            n: each.tolist() for n, each in after.items()
+        }
+    without, state = usual.apply(x, delta, state, replace(ALONE, momentum=0.0))
+    again, _ = usual.apply(without, delta, state, replace(ALONE, momentum=1.0))
+    assert np.linalg.norm(again - without) > np.linalg.norm(without - x)
 
 
 def test_a_spike_is_clipped_to_the_rounds_mean_and_momentum_does_not_repeat_it() -> None:

@@ -65,6 +65,8 @@ class StatefulStrategy:
         self.state: OptimizerState | None = None
         self.master: Vector | None = None
         """The parameters in float32; the model's arrays may hold less."""
+        self.momentum: float | None = None
+        """The most of the open round's step, where a policy decides on it."""
 
     @property
     def average(self) -> Vector | None:
@@ -101,7 +103,8 @@ class StatefulStrategy:
         before = here.model.parameters if self.master is None else self.master
         optimizer = self.strategy.optimizer
         state = optimizer.init(before) if self.state is None else self.state
-        after, self.state = optimizer.apply(before, delta, state, replace(tally, spec=spec))
+        tally = replace(tally, spec=spec, momentum=self.momentum)
+        after, self.state = optimizer.apply(before, delta, state, tally)
         self.master = after if any(t.dtype != "float32" for t in spec.trained) else None
         return moved(here.arrays, spec, after)
 

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from typing import Any
 
 from flwr.app import MetricRecord
 
-from fedpress_protocols.defaults import rate_levels, reserved, strategy_for
+from fedpress_protocols.defaults import careful_momentum, rate_levels, reserved, strategy_for
 from fedpress_protocols.plan import Profile
 from fedpress_protocols.policies import Auto, Comparison, Course
 from fedpress_strategies.policies.decisions import (
@@ -39,10 +40,12 @@ def default_strategy(
 
 
 class Rates:
-    """The profile of each round of a run, and which rounds are probes."""
+    """The profile of each round of a run, and which rounds are probes; where the strategy is the
+    default's, its momentum too."""
 
-    def __init__(self, auto: Auto) -> None:
+    def __init__(self, auto: Auto, *, of_default: bool = False) -> None:
         self.auto = auto
+        self._is_of_default = of_default
         self.begin(0)
 
     def begin(self, rounds: int) -> None:
@@ -76,10 +79,18 @@ class Rates:
             size=size,
             population=population,
         )
-        policies = (self.auto.model_copy(update={"reserve": self._reserve}),)
+        own: dict[str, Any] = {"reserve": self._reserve}
+        if self._is_of_default:
+            own["careful_momentum"] = careful_momentum(size)
+        policies = (self.auto.model_copy(update=own),)
         self._open = next_course(policies, len(self._levels), self._course, facts)
         (chosen,) = profiles_of(self._levels, self._open)
         return chosen, sketch_of(policies, self._open, values)
+
+    @property
+    def momentum(self) -> float | None:
+        """The most of the open round's step; None for all of what the strategy has."""
+        return None if self._open is None else self._open.momentum
 
     def closed(self, comparison: Comparison | None, upload_bytes: int) -> Course | None:
         """Take in the round's comparison and bytes; return the record of what was decided."""

@@ -89,7 +89,9 @@ class FedpressStrategy(Wrapping):
                 "training restricted to what is sent, which is for masked rounds",
                 hint="leave `restricted` out of the plan, or use MaskedStrategy",
             )
-        self._rates = Rates(plan.auto) if plan.compressor is None else None
+        self._rates = None
+        if plan.compressor is None:
+            self._rates = Rates(plan.auto, of_default=self._hangs_on_rounds)
         if downlink is None and self._rates is not None:
             downlink = DownlinkTerms()
         takes_the_mean = type(self.inner).aggregate_train is FedAvg.aggregate_train
@@ -119,6 +121,8 @@ class FedpressStrategy(Wrapping):
             return messages
         report = () if self._ours is None else self._ours.strategy.report
         profile, sketch = self._profile(server_round, own, len(messages), grid)
+        if self._ours is not None and self._rates is not None:
+            self._ours.momentum = self._rates.momentum
         here = Uploads.opened(
             self.plan,
             server_round,

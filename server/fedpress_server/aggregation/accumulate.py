@@ -79,6 +79,8 @@ class AggregationJob:
     optimizer_state: str | None
     uploads: tuple[StagedUpload, ...]
     downlink: DownlinkTerms | None = None
+    momentum: float | None = None
+    """The most of the step, where a policy decides on it."""
     sums: tuple[str, ...] = ()
     """The files of the uploads' sums, batch by batch, where they were added up before."""
     noise_secret: bytes | None = None

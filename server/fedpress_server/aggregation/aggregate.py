@@ -106,7 +106,9 @@ def aggregate(
         summed = sum_uploads(job, payloads, space, bases)
     optimizer, num_examples, clip = job.strategy.optimizer, summed.num_examples, summed.clip
     norm = norm_of(summed.delta)
-    tally = replace(summed.tally, warming=plan.warming, spec=shared, norm=norm)
+    tally = replace(
+        summed.tally, warming=plan.warming, spec=shared, norm=norm, momentum=job.momentum
+    )
     parameters, state = applied(
         optimizer, before, summed.delta, earlier.optimizer or None, tally, space
     )

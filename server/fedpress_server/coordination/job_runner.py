@@ -298,7 +298,8 @@ class JobRunner:
         self, task: LiveTask, attempt: Attempt, uploads: tuple[StagedUpload, ...]
     ) -> AggregationJob:
         state, downlink = task.record.optimizer_state, task.config.downlink
-        return AggregationJob(attempt.terms, task.strategy, state, uploads, downlink)
+        momentum = None if attempt.course is None else attempt.course.momentum
+        return AggregationJob(attempt.terms, task.strategy, state, uploads, downlink, momentum)
 
     async def _rated(self, task: LiveTask, model: str) -> Aggregated:
         """The event that `model` is stored, with the verdicts of the evaluation so far: the reason

@@ -44,6 +44,14 @@ _DOUBT = 3.0
 _LOWEST = 0.55
 """The share of the floor that holds for clients that upload often."""
 _HALVINGS = 20
+_FEW = 3
+"""Models whose losses are taken together to tell whether momentum does harm."""
+_BEGUN = 0.1
+"""The share of the first model's loss by which it has fallen once training has begun."""
+_BEGINNING = 0.2
+"""The share of the rounds after which it has begun in any case."""
+_ABOVE, _OF_DESCENT = 0.15, 0.05
+"""The shares of the least loss, and of the descent to it, by which it has risen if it is above."""
 
 
 def first_pace(auto: Auto, facts: Facts, hardest: Rung) -> tuple[Pace, str]:
@@ -94,6 +102,30 @@ def next_pace(
         changes |= {"barred": number + _BARRED * auto.window, "inner": 0.0, "norm": 0.0}
         changes |= {"far_short": pace.far_short or _is_far_short(auto, pace, facts)}
     return pace.model_copy(update=changes), why
+
+
+def next_momentum(auto: Auto, facts: Facts) -> tuple[float | None, str]:
+    """The most momentum of the round that `facts` are of, None for all that there is, and why.
+
+    Momentum makes good what a rate costs in speed. Where updates have little in common it mostly
+    repeats their noise: before a model has learnt anything, and where the clients' rate is near the
+    one at which training diverges. There the loss does not fall, or it rises."""
+    if auto.careful_momentum is None:
+        return None, ""
+    losses = [loss for loss in facts.losses if loss is not None]
+    means = [sum(losses[stop - _FEW : stop]) / _FEW for stop in range(_FEW, len(losses) + 1)]
+    is_early = facts.number <= 1 + _BEGINNING * facts.rounds
+    waits = auto.careful_momentum, "less momentum until the loss falls"
+    goes = None, "more momentum: no loss speaks against it"
+    if not means:
+        return waits if is_early and (losses or facts.number <= auto.window) else goes
+    first, newest, least = losses[0], means[-1], min(means)
+    if is_early and least > first - _BEGUN * abs(first):
+        return waits
+    if newest > least + _ABOVE * abs(least) + _OF_DESCENT * max(0.0, first - least):
+        now = f"the loss of the last {_FEW} models is {newest:.4g}, after {least:.4g}"
+        return auto.careful_momentum, f"less momentum: {now}"
+    return goes
 
 
 def _moved(

@@ -23,7 +23,7 @@ from fedpress_protocols.policies import (
     prober,
 )
 from fedpress_strategies.policies.accuracy_driven import next_trend
-from fedpress_strategies.policies.auto import first_pace, next_pace
+from fedpress_strategies.policies.auto import first_pace, next_momentum, next_pace
 from fedpress_strategies.policies.auto import probes as paces_probe
 from fedpress_strategies.policies.divergence_guard import first_watch, next_watch, probes
 from fedpress_strategies.policies.facts import Facts
@@ -48,7 +48,7 @@ def next_course(
         automatic(policies),
     )
     hardest, watch, trend, why, probe = ladder - 1, None, None, "", False
-    pace = None
+    pace, momentum = None, None
     warnings: tuple[str, ...] = ()
     if guard is not None:
         watch = first_watch(hardest)
@@ -68,6 +68,9 @@ def next_course(
         if before is not None and before.pace is not None:
             pace, why = next_pace(auto, before.pace, facts, before.comparison, hardest)
         gentlest, probe = pace.rung, paces_probe(auto, pace, facts)
+        momentum, turn = next_momentum(auto, facts)
+        if momentum != (None if before is None else before.momentum):
+            why = "; ".join(filter(None, (why, turn)))
     each_its_own = bandwidth_aware(policies) is not None
     if each_its_own and loop is None and auto is None:
         gentlest = 0
@@ -76,6 +79,7 @@ def next_course(
         gentlest=gentlest,
         hardest=hardest if each_its_own else gentlest,
         probe=probe,
+        momentum=momentum,
         warnings=warnings,
         why=why,
         trend=trend,
