@@ -61,7 +61,7 @@ class Tally:
     norm: float | None = None
     """The L2 norm of the whole aggregated update, if known; always where a block of it is given."""
     momentum: float | None = None
-    """The most that `fedavgm` has in this step, where a policy decides on it."""
+    """The most that `fedavgm` uses in this step, where a policy decides on it."""
 
 
 ALONE = Tally()

@@ -348,9 +348,9 @@ def careful_rounds(losses: Sequence[float | None], rounds: int = ROUNDS) -> list
     lasting = [losses[-1]] * (rounds - len(losses))
     made = courses(CAREFUL, losses=[*losses, *lasting], rounds=rounds)
     assert {each.momentum for each in made} <= {None, 0.5}
-    told = {number for number, why in reasons(made).items() if "momentum" in why}
+    with_reason = {number for number, why in reasons(made).items() if "momentum" in why}
     momenta = [None, *(each.momentum for each in made)]
-    assert told == {n for n in range(1, rounds + 1) if momenta[n] != momenta[n - 1]}
+    assert with_reason == {n for n in range(1, rounds + 1) if momenta[n] != momenta[n - 1]}
     return [each.round for each in made if each.momentum is not None]
 
 
