@@ -212,7 +212,8 @@ class Auto(Term):
     too small for a probe begins three profiles gentler and goes harder in steps.
 
     With `careful_momentum` the server's step has so much momentum at most while the loss has not
-    begun to fall, and while it is above the least so far.
+    begun to fall, while it is above the least so far, and for ten models after it jumped where the
+    same clients come in every round.
     """
 
     id: Literal["auto"] = "auto"

@@ -344,9 +344,11 @@ def test_the_course_says_where_auto_is_and_is_read_back() -> None:
 CAREFUL = Auto(careful_momentum=0.5, floor=0.0)
 
 
-def careful_rounds(losses: Sequence[float | None], rounds: int = ROUNDS) -> list[int]:
+def careful_rounds(
+    losses: Sequence[float | None], rounds: int = ROUNDS, population: float | None = None
+) -> list[int]:
     lasting = [losses[-1]] * (rounds - len(losses))
-    made = courses(CAREFUL, losses=[*losses, *lasting], rounds=rounds)
+    made = courses(CAREFUL, losses=[*losses, *lasting], rounds=rounds, population=population)
     assert {each.momentum for each in made} <= {None, 0.5}
     with_reason = {number for number, why in reasons(made).items() if "momentum" in why}
     momenta = [None, *(each.momentum for each in made)]
@@ -380,6 +382,30 @@ def test_momentum_is_less_while_the_loss_is_above_the_least_so_far() -> None:
     up = careful_rounds([*start, *[1.31] * 20, *[1.0] * 50])
     assert up == [1, 2, *range(32, 52)]
     assert careful_rounds([*start, 1.5, *[1.0] * 69]) == [1, 2]
+
+
+@pytest.mark.parametrize(
+    ("losses", "expected"),
+    [
+        ([1.24], []),
+        ([1.26], range(31, 41)),
+        ([None, 1.26], range(32, 42)),
+        ([1.26, *[1.0] * 4, 1.26], range(31, 46)),
+    ],
+)
+def test_momentum_is_less_for_ten_models_after_the_same_clients_loss_has_jumped(
+    losses: list[float | None], expected: Sequence[int]
+) -> None:
+    whole = [2.0, *[1.0] * 29, *losses, 1.0]
+    assert careful_rounds(whole, population=15) == [1, 2, *expected]
+    for population in (None, 15.5):
+        assert careful_rounds(whole, population=population) == [1, 2]
+
+
+def test_a_jump_that_is_small_beside_the_descent_does_not_count() -> None:
+    start = [2.0, *[0.1] * 29]
+    assert careful_rounds([*start, 0.28, 0.1], population=10) == [1, 2]
+    assert careful_rounds([*start, 0.3, 0.1], population=10) == [1, 2, *range(31, 41)]
 
 
 def test_without_a_careful_momentum_nobody_touches_it() -> None:

@@ -52,6 +52,15 @@ _BEGINNING = 0.2
 """The share of the rounds after which it has begun in any case."""
 _ABOVE, _OF_DESCENT = 0.15, 0.05
 """The shares of the least loss, and of the descent to it, by which it has risen if it is above."""
+_JUMP, _JUMP_OF_DESCENT = 0.25, 0.1
+"""The shares of a model's loss, and of the descent so far, by which the next one's is above it if
+the step between them went too far."""
+_CALM = 10
+"""The models after such a step that have less momentum: as many rounds as momentum of .8 takes to
+forget nine tenths of an update."""
+_SAME = 1.5
+"""Times the cohort up to which the clients are mostly the same in each round: there a jump of the
+loss is not that of others, and momentum has fewer of their differences to even out."""
 
 
 def first_pace(auto: Auto, facts: Facts, hardest: Rung) -> tuple[Pace, str]:
@@ -109,10 +118,17 @@ def next_momentum(auto: Auto, facts: Facts) -> tuple[float | None, str]:
 
     Momentum makes good what a rate costs in speed. Where updates have little in common it mostly
     repeats their noise: before a model has learnt anything, and where the clients' rate is near the
-    one at which training diverges. There the loss does not fall, or it rises."""
+    one at which training diverges. There the loss does not fall, or it rises. Where the same
+    clients train for long in every round, their mean update is most of the way already, and several
+    times that overshoots: there the loss goes up and down by a lot."""
     if auto.careful_momentum is None:
         return None, ""
     losses = [loss for loss in facts.losses if loss is not None]
+    are_the_same = facts.population is not None and facts.population <= _SAME * facts.size
+    jump = _jump(losses) if are_the_same else None
+    if jump is not None:
+        now = "the loss went from {:.4g} to {:.4g} in one round".format(*jump)
+        return auto.careful_momentum, f"less momentum: {now}"
     means = [sum(losses[stop - _FEW : stop]) / _FEW for stop in range(_FEW, len(losses) + 1)]
     is_early = facts.number <= 1 + _BEGINNING * facts.rounds
     waits = auto.careful_momentum, "less momentum until the loss falls"
@@ -126,6 +142,16 @@ def next_momentum(auto: Auto, facts: Facts) -> tuple[float | None, str]:
         now = f"the loss of the last {_FEW} models is {newest:.4g}, after {least:.4g}"
         return auto.careful_momentum, f"less momentum: {now}"
     return goes
+
+
+def _jump(losses: Sequence[float]) -> tuple[float, float] | None:
+    """The newest jump of the loss in the last `_CALM` models: before and after it."""
+    for after in range(len(losses) - 1, max(0, len(losses) - 1 - _CALM), -1):
+        descent = max(0.0, losses[0] - min(losses[: after + 1]))
+        rise = losses[after] - losses[after - 1]
+        if rise > max(_JUMP * abs(losses[after - 1]), _JUMP_OF_DESCENT * descent):
+            return losses[after - 1], losses[after]
+    return None
 
 
 def _moved(
