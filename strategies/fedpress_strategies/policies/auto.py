@@ -127,7 +127,7 @@ def next_momentum(auto: Auto, facts: Facts) -> tuple[float | None, str]:
     are_the_same = facts.population is not None and facts.population <= _SAME * facts.size
     jump = _jump(losses) if are_the_same else None
     if jump is not None:
-        now = "the loss went from {:.4g} to {:.4g} in one round".format(*jump)
+        now = "the loss went from {:.4g} to {:.4g} with the next model".format(*jump)
         return auto.careful_momentum, f"less momentum: {now}"
     means = [sum(losses[stop - _FEW : stop]) / _FEW for stop in range(_FEW, len(losses) + 1)]
     is_early = facts.number <= 1 + _BEGINNING * facts.rounds
