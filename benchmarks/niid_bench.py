@@ -119,9 +119,9 @@ def made(name: str, data: Path, seed: int, proximal: float, device: str) -> Silo
     if name == FASHION:
         parts, network = _fashion(data)
     else:
-        given = accuracy_tasks.made(name, data, seed)
-        parts = given.inputs, given.labels, given.test_inputs, given.test_labels
-        network = given.network
+        other = accuracy_tasks.made(name, data, seed)
+        parts = other.inputs, other.labels, other.test_inputs, other.test_labels
+        network = other.network
     inputs, labels, test_inputs, test_labels = (each.to(device) for each in parts)
     batch, rate = TASKS[name]
     return Silos(
