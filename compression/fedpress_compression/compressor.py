@@ -398,7 +398,7 @@ def _from_config(config: Config, depth: int) -> Compressor[Any]:
     fields = {key: _parsed(value, depth + 1) for key, value in dict(config).items()}
     wire_id = fields.pop(_ID, None)
     known = compressors()
-    if wire_id not in known:
+    if not isinstance(wire_id, str) or wire_id not in known:
         detail, hint = plugins.missing("compressor", wire_id, list(known))
         raise IncompatiblePlan(detail, hint=hint)
     cls = known[wire_id]
@@ -413,7 +413,7 @@ def _from_config(config: Config, depth: int) -> Compressor[Any]:
             f"{wire_id!r} from {dict(config)}: a setting is of the wrong kind",
             hint=f"`fedpress compressors show {wire_id}` has an example",
         ) from exc
-    except ValueError as exc:
+    except (ValueError, OverflowError) as exc:
         raise IncompatiblePlan(f"{wire_id!r} from {dict(config)}: {exc}") from exc
     return made
 

@@ -16,6 +16,14 @@ from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar
 
 PROBLEM_PREFIX = "urn:fedpress:problem:"
+_MOST_CHARACTERS = 8192
+"""Of a detail or a hint that the other end sent."""
+
+
+def printable(text: str) -> str:
+    """The text with escapes in place of characters that move a terminal's cursor or reorder a line,
+    for texts that others choose."""
+    return "".join(each if each.isprintable() else ascii(each)[1:-1] for each in text)
 
 
 class FedpressError(Exception):
@@ -53,7 +61,8 @@ class FedpressError(Exception):
 
     @staticmethod
     def from_problem(problem: Mapping[str, Any], status: int = 500) -> FedpressError:
-        """The error of `problem`; an unknown type gives the class with the nearest status."""
+        """The error of `problem`; an unknown type gives the class with the nearest status. Control
+        characters in its texts are escaped, since the other end chooses what is shown here."""
         slug = str(problem.get("type", "")).removeprefix(PROBLEM_PREFIX)
         cls = _by_slug().get(slug) or _nearest(int(problem.get("status", status)))
         members = {
@@ -61,7 +70,10 @@ class FedpressError(Exception):
             for key, value in problem.items()
             if key not in {"type", "title", "status", "detail", "hint", "instance"}
         }
-        error = cls(str(problem.get("detail", "")), hint=str(problem.get("hint", "")))
+        detail, hint = (
+            printable(str(problem.get(name, ""))[:_MOST_CHARACTERS]) for name in ("detail", "hint")
+        )
+        error = cls(detail, hint=hint)
         error.members = members
         return error
 

@@ -35,10 +35,10 @@ class FixedPoint:
     def __post_init__(self) -> None:
         if not 0 <= self.scale_bits <= MAX_SCALE_BITS:
             raise IncompatiblePlan(f"scale_bits of {self.scale_bits} outside [0, {MAX_SCALE_BITS}]")
-        if not 0 < self.max_abs < 2**52 or self.max_weight < 1:
-            raise IncompatiblePlan(
-                f"max_abs {self.max_abs:g} and max_weight {self.max_weight} must be positive"
-            )
+        if not 0 < self.max_abs < 2**52:
+            raise IncompatiblePlan(f"max_abs of {self.max_abs:g} outside (0, 2**52)")
+        if self.max_weight < 1:
+            raise IncompatiblePlan(f"max_weight of {self.max_weight}, which must be at least 1")
         if (int(self.max_abs * 2.0**self.scale_bits) + 1) * self.max_weight >= 2**63:
             raise IncompatiblePlan(
                 f"weights of {self.max_weight} in all times values up to {self.max_abs:g} in steps "

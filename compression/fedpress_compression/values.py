@@ -31,7 +31,7 @@ def check_share(name: str, value: float) -> None:
 
 def check_positive(name: str, value: float) -> None:
     """Raise ValueError unless `value` is a positive float32."""
-    if not 1e-37 < value < LARGEST:
+    if not 1e-37 < value < float(LARGEST):  # a plan's integer may be beyond all floats
         raise ValueError(f"{name} must lie between 1e-37 and 3e38, not {value}")
 
 

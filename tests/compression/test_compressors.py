@@ -514,6 +514,7 @@ def test_one_tensor_of_one_value_works(made: Compressor[Any]) -> None:
         ({"id": "ecsq", "theta": 0.6}, r"theta must lie in \[0, 0.5\]"),
         ({"id": "ecsq", "centroids": 9}, "centroids must be a whole number from 1 to 8"),
         ({"id": "clip", "max_norm": 0}, "max_norm must lie between"),
+        ({"id": "clip", "max_norm": 10**400}, "max_norm must lie between"),
         ({"id": "clip", "inner": 3}, "3 is not a compressor"),
         (
             {"id": "clip", "inner": {"id": "error_feedback", "inner": {"id": "none"}}},
@@ -590,7 +591,7 @@ def test_a_plug_in_that_is_not_what_it_says_is_refused_by_its_package(
             compressors()
 
 
-@pytest.mark.parametrize("identifier", ["acme_tools.theirs", "zip", 3, None, "a.b.c"])
+@pytest.mark.parametrize("identifier", ["acme_tools.theirs", "zip", 3, None, "a.b.c", {}])
 def test_an_unknown_id_names_the_package_that_has_it(identifier: object) -> None:
     with pytest.raises(IncompatiblePlan) as caught:
         from_config({"id": identifier})

@@ -15,7 +15,6 @@ import pytest
 pytest.importorskip("torch", reason="runs the kernels of fedpress[gpu]")
 import torch
 
-os.environ["TRITON_INTERPRET"] = "0" if torch.cuda.is_available() else "1"  # before triton's import
 pytest.importorskip("triton", reason="runs the kernels of fedpress[gpu]")
 
 from fedpress_compression import coding, kernels

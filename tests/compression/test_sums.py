@@ -126,16 +126,20 @@ def test_no_admitted_sum_overflows(max_abs: float, max_weight: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "fields",
+    ("fields", "says"),
     [
-        {"scale_bits": 53, "max_abs": 1.0, "max_weight": 1},
-        {"scale_bits": 30, "max_abs": 0.0, "max_weight": 1},
-        {"scale_bits": 30, "max_abs": 1.0, "max_weight": 0},
-        {"scale_bits": 40, "max_abs": 1024.0, "max_weight": 2**13},
+        ({"scale_bits": 53, "max_abs": 1.0, "max_weight": 1}, "scale_bits of 53"),
+        ({"scale_bits": 30, "max_abs": 0.0, "max_weight": 1}, "max_abs of 0 outside"),
+        (
+            {"scale_bits": 1, "max_abs": 1e30, "max_weight": 1},
+            r"max_abs of 1e\+30 outside \(0, 2\*\*52\)",
+        ),
+        ({"scale_bits": 30, "max_abs": 1.0, "max_weight": 0}, "max_weight of 0"),
+        ({"scale_bits": 40, "max_abs": 1024.0, "max_weight": 2**13}, "overflow 63 bits"),
     ],
 )
-def test_bounds_that_could_overflow_are_refused(fields: dict[str, Any]) -> None:
-    with pytest.raises(IncompatiblePlan):
+def test_bounds_that_could_overflow_are_refused_by_name(fields: dict[str, Any], says: str) -> None:
+    with pytest.raises(IncompatiblePlan, match=says):
         FixedPoint(**fields)
 
 

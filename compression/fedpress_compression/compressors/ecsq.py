@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Literal, cast
+from typing import Literal, NamedTuple, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -38,6 +38,10 @@ _PASSES = 2
 _PRIOR = 4
 """Flags that a row's or column's rate starts with, at the rate of its tensor."""
 _NEAR, _WIDER = 0.998, 0.85
+_FEW = 32
+"""Bytes beyond a budget that the largest values may take, if those are as large as each other."""
+_ENOUGH = 0.9
+"""Of a budget: less than that is made up for by a part of what a finer step sends."""
 
 
 @compressor("ecsq")
@@ -63,7 +67,9 @@ class Ecsq(Stateless):
     does not have to know.
 
     With `control` "bits" a body has a budget of `min_bytes` at least: of a small update, less would
-    be little beside a request's headers.
+    be little beside a request's headers. Where so many values are alike that one step sends too few
+    of them and the next too many, as after few local steps of Adam or of signs, a random part of
+    them is sent, unless `rdo` decides.
     """
 
     control: Literal["bits", "nmse", "step"] = "bits"
@@ -108,7 +114,7 @@ class Ecsq(Stateless):
         self, update: Vector, state: None, public: Public, rng: np.random.Generator
     ) -> tuple[Symbols, None]:
         check_finite(update, public.spec)
-        largest = float(np.abs(update).max(initial=0.0))
+        largest, held = float(np.abs(update).max(initial=0.0)), None
         if not largest:
             return self._quantised(update, 0.0, public.spec), None
         unit = update / np.float64(largest)
@@ -128,8 +134,8 @@ class Ecsq(Stateless):
                 )
         else:
             budget = max(self.target * update.size / 8, self.min_bytes)
-            step = self._step_within(unit, budget, coarsest, public.spec)
-        return self._quantised(update, step * largest, public.spec), None
+            step, held = self._step_within(unit, budget, coarsest, public.spec, rng)
+        return self._quantised(update, step * largest, public.spec, held), None
 
     def decompress(self, symbols: Symbols, public: Public, num_summands: int = 1) -> Update:
         where, signs = cast(Indices, symbols[0]), symbols[1]
@@ -139,13 +145,17 @@ class Ecsq(Stateless):
             values = ((above + 1).astype(np.float32) + offsets) * symbols[4].astype(np.float32)
         return Update(public.spec.size, (Piece(where, np.where(signs == 1, -values, values)),))
 
-    def _quantised(self, update: Vector, step: float, spec: ModelSpec) -> Symbols:
-        """The symbols at `step`, or at the nearest float32 that keeps them in range."""
+    def _quantised(
+        self, update: Vector, step: float, spec: ModelSpec, held: _Held | None = None
+    ) -> Symbols:
+        """The symbols at `step`, or at the nearest float32 that keeps them in range; the number of
+        each value that is `held` is what it would be at a coarser step."""
         magnitudes = np.abs(update.astype(np.float64))
         narrow = np.float32(min(step, float(LARGEST)))
         scaled = magnitudes / np.float64(narrow) if narrow else magnitudes
+        decided = scaled if held is None else np.where(held.values, scaled * held.share, scaled)
         whole = (
-            np.minimum(np.floor(scaled + self.theta), _MOST) if narrow else np.zeros(update.size)
+            np.minimum(np.floor(decided + self.theta), _MOST) if narrow else np.zeros(update.size)
         )
         if self.rdo and narrow:
             whole = self._optimised(scaled, whole, spec)
@@ -208,28 +218,60 @@ class Ecsq(Stateless):
 
         return _farthest(error, most, step, 1 / _MOST, coarsest, _TRIALS)
 
-    def _step_within(self, unit: Numbers, budget: float, coarsest: float, spec: ModelSpec) -> float:
-        """The finest step found whose coded size is at most `budget` bytes, or `coarsest`."""
-        layout, narrow, best, aim = self.layout(spec), unit.astype(np.float32), math.inf, budget
+    def _step_within(
+        self,
+        unit: Numbers,
+        budget: float,
+        coarsest: float,
+        spec: ModelSpec,
+        rng: np.random.Generator,
+    ) -> tuple[float, _Held | None]:
+        """The finest step found whose coded size is at most `budget` bytes, or `coarsest`.
+
+        Where many values are about as large, as those of a single step of Adam or of signs, the one
+        step sends none of them and a little finer one all. Then it is the finer one, and a random
+        part of the values is held at the coarser.
+        """
+        layout, narrow, aim = self.layout(spec), unit.astype(np.float32), budget
         cells = _Cells.of(unit, self.theta)
 
-        def size(step: float) -> int:
-            return len(encode(self._quantised(narrow, step, spec), layout))
+        def size(step: float, held: _Held | None = None) -> int:
+            return len(encode(self._quantised(narrow, step, spec, held), layout))
 
         if self.rdo:  # the estimate knows nothing of what it leaves out
             step = _edge(partial(self._meets, cells, aim), coarsest)
-            return _farthest(size, budget, step, coarsest, 1 / _MOST, 2 * _TRIALS)
+            return _farthest(size, budget, step, coarsest, 1 / _MOST, 2 * _TRIALS), None
+        sizes = dict[float, int]()
         for _ in range(_TRIALS):  # the estimate is off by a share that varies little with the step
             step = _edge(partial(self._meets, cells, aim), coarsest)
-            coded = size(step)
-            if coded <= budget:
-                best = min(best, step)
-            aim *= 0.998 * budget / coded
-        while best > coarsest:
+            sizes[step] = size(step)
+            aim *= 0.998 * budget / sizes[step]
+        while min(sizes.values()) > budget and step < coarsest:
             step = min(1.1 * step, coarsest)
-            if step == coarsest or size(step) <= budget:
-                best = step
-        return best
+            sizes[step] = size(step)
+        best = min((each for each, coded in sizes.items() if coded <= budget), default=step)
+        if sizes[best] > budget + _FEW:
+            best = 2 * coarsest  # where nothing is sent
+            sizes[best] = size(best)
+        finer = max((each for each in sizes if each < best), default=best)
+        for _ in range(_TRIALS):
+            if best <= coarsest and (sizes[best] >= _ENOUGH * budget or sizes[finer] <= budget):
+                return best, None
+            step = min(math.sqrt(best * finer), coarsest)
+            sizes[step] = size(step)
+            best, finer = (step, finer) if sizes[step] <= budget else (best, step)
+        draws = rng.random(unit.size)
+        first = int(np.argmax(np.abs(unit) - 1e-9 * draws))
+
+        def held(share: float) -> _Held:
+            values = draws >= share
+            values[first] = False
+            return _Held(values, finer / best)
+
+        def size_of(share: float) -> int:
+            return size(finer, held(share))
+
+        return finer, held(_share_within(size_of, budget, sizes[best], sizes[finer]))
 
     def _meets(self, cells: _Cells, aim: float, step: float) -> bool:
         return self._estimated(cells, step) <= aim
@@ -241,6 +283,13 @@ class Ecsq(Stateless):
         counts = counts[counts > 0]
         bits = float((counts * np.log2(cells.size / counts)).sum())
         return (bits + sent) / 8 + 2 * self.centroids + 4
+
+
+class _Held(NamedTuple):
+    """The values [size] that are rounded as at a step 1 / `share` times as large."""
+
+    values: npt.NDArray[np.bool_]
+    share: float
 
 
 def cost_at(matrix: npt.NDArray[np.floating], step: float, theta: float) -> tuple[float, float]:
@@ -379,6 +428,21 @@ class _Cells:
         means[0] = 0
         values = np.arange(counts.size) * step + means[classes]
         return float((squares - 2 * values * sums + counts * np.square(values)).sum())
+
+
+def _share_within(
+    cost: Callable[[float], float], most: float, of_none: float, of_all: float
+) -> float:
+    """A share in [0, 1] whose `cost`, from `of_none` to `of_all`, is `most` or a little less."""
+    low, high = (0.0, of_none), (1.0, of_all)
+    for _ in range(2 * _TRIALS):
+        if low[1] >= _ENOUGH * most:
+            break
+        rise = ((1 + _ENOUGH) / 2 * most - low[1]) / (high[1] - low[1])
+        share = low[0] + (high[0] - low[0]) * rise
+        new = cost(share)
+        low, high = ((share, new), high) if new <= most else (low, (share, new))
+    return low[0]
 
 
 def _farthest(
