@@ -12,6 +12,7 @@ import numpy as np
 
 from fedpress_compression.tensors import Vector
 from fedpress_protocols.errors import ConfigurationError
+from fedpress_strategies.running_statistics import statistics
 from fedpress_strategies.strategy import ALONE, Delta, OptimizerState, Tally
 
 SecondMoment = Callable[[Delta, Delta, float], Delta]
@@ -22,7 +23,8 @@ Variant = Literal["paper", "flwr"]
 
 @dataclass(frozen=True, slots=True)
 class Adaptive:
-    """parameters += learning_rate * m / (sqrt(v) + tau), m = beta1 * m + (1 - beta1) * delta.
+    """parameters += learning_rate * m / (sqrt(v) + tau), m = beta1 * m + (1 - beta1) * delta;
+    running statistics += delta.
 
     v starts at tau**2, the least that Algorithm 2 allows. With `bias_correction` (Kingma and Ba
     2015, arXiv:1412.6980, Algorithm 1) v starts at 0, and m and v are divided by 1 - beta**rounds.
@@ -82,4 +84,6 @@ class Adaptive:
             else:
                 rate *= math.sqrt(1 - self.beta2 ** (rounds + 1)) / (1 - self.beta1 ** (rounds + 1))
         step = rate * first / (np.sqrt(second) + self.tau)
+        for where in statistics(tally.spec, tally.start, parameters.size):
+            step[where] = delta[where]
         return (parameters.astype(np.float64) + step).astype(np.float32), after

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from fedpress_compression.tensors import Vector
+from fedpress_strategies.running_statistics import statistics
 from fedpress_strategies.strategy import (
     ALONE,
     Delta,
@@ -48,4 +49,6 @@ class Nesterov:
     ) -> tuple[Vector, OptimizerState]:
         after = {name: self.momentum * each + delta for name, each in state.items()}
         ahead = delta + self.momentum * after["velocity"] if after else delta
+        for where in statistics(tally.spec, tally.start, parameters.size):
+            ahead[where] = delta[where]
         return ServerSGD(self.learning_rate).apply(parameters, ahead, {})[0], after

@@ -27,6 +27,7 @@ from fedpress_protocols.downlink import (
 from fedpress_protocols.errors import ConfigurationError
 from fedpress_protocols.messages import DownlinkTerms
 from fedpress_protocols.model import Model, rounded_to_stored
+from fedpress_strategies.running_statistics import without_falls_of_variances
 
 _DROPPED = 16
 """Low bits of a threshold that are zero: it has seven bits of fraction."""
@@ -51,8 +52,8 @@ def stepped(base: Model, target: Vector, terms: DownlinkTerms) -> Model:
     of one step, so that the remainder costs the same everywhere. The step is eleven eighths of the
     threshold, rounded to eighths of a power of two: about the mean of the distances beyond it. The
     threshold is the lowest, of 128 per octave, whose coded difference fits; the farthest
-    coordinates always move. Computed from integers and exact sums alone: the same bits on every
-    machine.
+    coordinates always move, but no variance by a step that takes it below a tenth. Computed from
+    integers and exact sums alone: the same bits on every machine.
     """
     if not np.isfinite(target).all():
         raise ConfigurationError("the model holds NaN or infinity")
@@ -67,7 +68,8 @@ def stepped(base: Model, target: Vector, terms: DownlinkTerms) -> Model:
             best, most = candidate, middle
         else:
             least = middle + 1
-    return best
+    kept = without_falls_of_variances(base.spec, base.parameters, best.parameters)
+    return best if kept is best.parameters else best.with_parameters(kept)
 
 
 @dataclass(frozen=True, slots=True)

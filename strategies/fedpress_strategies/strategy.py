@@ -35,6 +35,7 @@ from fedpress_compression.update import Update
 from fedpress_protocols.errors import ConfigurationError, IncompatiblePlan, InvalidUpdate
 from fedpress_protocols.plan import ClientTerms, RoundPlan, TrainingTerms
 from fedpress_protocols.validation import format_validation_errors
+from fedpress_strategies.running_statistics import statistics
 
 Delta = npt.NDArray[np.float64]
 OptimizerState = Mapping[str, npt.NDArray[Any]]
@@ -62,6 +63,8 @@ class Tally:
     """The L2 norm of the whole aggregated update, if known; always where a block of it is given."""
     momentum: float | None = None
     """The most that `fedavgm` uses in this step, where a policy decides on it."""
+    start: int = 0
+    """Where the vectors begin in the whole ones of `spec`."""
 
 
 ALONE = Tally()
@@ -184,7 +187,8 @@ def applied(
             if state is None
             else {name: each[here] if each.size == size else each for name, each in state.items()}
         )
-        moved[here], block = optimizer.apply(values, delta[here], before, tally)
+        here_tally = replace(tally, start=start)
+        moved[here], block = optimizer.apply(values, delta[here], before, here_tally)
         for name, each in block.items():
             if start == 0:
                 is_whole = each.size == length
@@ -386,7 +390,8 @@ class SymbolSum:
 
 @dataclass(frozen=True, slots=True)
 class ServerSGD:
-    """parameters += learning_rate * velocity, velocity = momentum * velocity + delta."""
+    """parameters += learning_rate * velocity, velocity = momentum * velocity + delta; running
+    statistics have no momentum."""
 
     learning_rate: float = 1.0
     momentum: float = 0.0
@@ -413,6 +418,8 @@ class ServerSGD:
         if self.momentum:
             most = self.momentum if tally.momentum is None else tally.momentum
             velocity = min(self.momentum, most) * state["velocity"] + delta
+            for where in statistics(tally.spec, tally.start, parameters.size):
+                velocity[where] = delta[where]
             state = {"velocity": velocity}
         moved = np.empty_like(parameters)
         for start in range(0, parameters.size, _BLOCK):  # of a large model no float64 copies

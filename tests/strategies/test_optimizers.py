@@ -14,6 +14,7 @@ import pytest
 from federation import Federation
 
 from fedpress_compression.fixed_point import FixedPoint
+from fedpress_compression.tensors import ModelSpec, TensorSpec
 from fedpress_compression.update import Update
 from fedpress_protocols.errors import ConfigurationError, InvalidUpdate
 from fedpress_protocols.model import Model
@@ -448,10 +449,11 @@ def test_a_step_in_blocks_is_the_step(
     if not getattr(optimizer, "is_by_coordinate", False):
         pytest.skip("steps the whole vector at once")
     rng, space = np.random.default_rng(3), AggregationSpace(tmp_path, 0)
+    spec = ModelSpec((TensorSpec("w", (10,)), TensorSpec("running_var", (SIZE - 10,))))
     whole: tuple[Any, Any] = (START.copy(), None)
     blocks: tuple[Any, Any] = (START.copy(), None)
     for count in range(1, 5):
-        delta, tally = rng.standard_normal(SIZE), Tally(count, {"steps": 3.5})
+        delta, tally = rng.standard_normal(SIZE), Tally(count, {"steps": 3.5}, spec=spec)
         state = whole[1] or optimizer.init(whole[0])
         whole = optimizer.apply(whole[0], delta, state, tally)
         blocks = applied(optimizer, blocks[0], delta, blocks[1] or None, tally, space)

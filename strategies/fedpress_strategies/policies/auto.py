@@ -35,6 +35,9 @@ _GENTLER = 1.5
 """By how many times the next gentler profile's bodies may be larger."""
 _SELDOM = 9
 """Uploads of a client in the whole task at which the floor holds as it is."""
+_LONG = 90
+"""Rounds beyond which more of them lower the floor no further: what a residual keeps is as old as
+before, and the model has moved on as far."""
 _MARGIN = 1.35
 """A progress below the floor by this factor says that the task is a sensitive one: what it is to
 have from then on lies above the floor by as much, and so does what a task goes back to where
@@ -66,10 +69,16 @@ loss is not that of others, and momentum has fewer of their differences to even 
 def first_pace(auto: Auto, facts: Facts, hardest: Rung) -> tuple[Pace, str]:
     """The pace of the first round and its reason: a cohort that is too small for a probe begins
     less compressed, as it learns of a fault late."""
-    hardest = _hardest(auto, facts, hardest)
-    if _can_probe(auto, facts):
-        return Pace(rung=hardest, probe_at=auto.window), "begin at the most compressed profile"
-    return Pace(rung=max(0, hardest - _SAFE), probe_at=auto.window), "begin gentle"
+    first = _hardest(auto, facts, hardest)
+    if not _can_probe(auto, facts):
+        first, why = max(0, first - _SAFE), "begin gentle"
+    elif first < hardest:
+        some = "1 profile" if hardest - first == 1 else f"{hardest - first} profiles"
+        above = f"begin {some} above the most compressed"
+        why = f"{above}: as far as is known, clients upload seldom"
+    else:
+        why = "begin at the most compressed profile"
+    return Pace(rung=first, probe_at=auto.window), why
 
 
 def probes(auto: Auto, pace: Pace, facts: Facts) -> bool:
@@ -199,14 +208,16 @@ def floor_of(auto: Auto, facts: Facts, doubt: float = 1.0) -> float:
     A residual is sent with the client's next uploads. At a progress of p an update is under way for
     about 1 / p of the client's uploads, so of `uploads` in the whole task 1 / (p * uploads) is the
     share of the task by which the model lags: the same at a progress that is lower by as much as
-    the uploads are more. Of few uploads it is what a client keeps to the end that counts: the floor
-    is where as much of all updates arrives as at `auto.floor` with `_SELDOM` uploads. It is not
-    raised if clients may upload `_SELDOM` times, or `doubt` times as often.
+    the uploads are more, those of `_LONG` rounds at most. Of few uploads it is what a client keeps
+    to the end that counts: the floor is where as much of all updates arrives as at `auto.floor`
+    with `_SELDOM` uploads. It is not raised if clients may upload `_SELDOM` times, or `doubt` times
+    as often.
     """
     uploads = _uploads_of_a_client(facts)
     is_known = facts.population is not None and auto.floor > 0
     if not is_known or _most_uploads(facts) >= doubt * _SELDOM or uploads >= _SELDOM:
-        return auto.floor * max(_LOWEST, min(1.0, _SELDOM / uploads if uploads else 1.0))
+        counted = uploads * min(1.0, _LONG / facts.rounds)
+        return auto.floor * max(_LOWEST, min(1.0, _SELDOM / counted if counted else 1.0))
     due, least, most = _arriving(auto.floor, _SELDOM), auto.floor, 1.0
     for _ in range(_HALVINGS):
         middle = (least + most) / 2
