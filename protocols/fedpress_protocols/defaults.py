@@ -1,14 +1,16 @@
 """Defaults of a task that names no compressor: `auto` over a ladder of rates, and its settings.
 
-Measured in docs/auto.md, each constant on other tasks than the one it is reported on. Everything is
-written out in the task's configuration when it is created, so that later releases change nothing
-about a task that has begun.
+docs/bench-auto.md says on which tasks each constant was chosen, and what it gives on others.
+Everything is written out in the task's configuration when it is created, so that later releases
+change nothing about a task that has begun.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, TypeVar
+
+from pydantic import BaseModel, TypeAdapter, ValidationError
 
 BITS = (0.8, 0.57, 0.4, 0.28, 0.2, 0.14, 0.1, 0.07, 0.05)
 """Of the ladder's profiles, a value; the coder's contexts make it less."""
@@ -28,6 +30,7 @@ MIN_BYTES = 256
 to learn from less."""
 _ALONE = frozenset({"auto", "bandwidth_aware"})
 """Policies that go with a ladder made here."""
+_OTHERS = frozenset({"accuracy_driven", "divergence_guard"})
 _BOUNDS = frozenset({"gap", "upload_bytes"})
 """Fields of `auto` by which somebody says how much is to be sent."""
 _SHORTEST, _LONGEST, _SHARE = 3.0, 50.0, 0.1
@@ -40,23 +43,27 @@ _ON_SUPPORT = 1.5
 """The server's rate where devices train on a support alone."""
 _WITH_CONTROL = frozenset({"scaffold"})
 """Strategies that no downlink is for."""
+_WHOLE, _NUMBER = TypeAdapter(int), TypeAdapter(float)
+T = TypeVar("T")
 
 
 def completed(fields: Mapping[str, Any]) -> dict[str, Any]:
     """The fields of a task with what it leaves open, if it names neither profiles nor policies of
-    its own; else as they are. What a task says by itself stays as it says it."""
+    its own; else as they are. What a task says by itself stays as it says it.
+
+    Numbers are read as `TaskConfig` reads them: 1e2 is 100. Of policies that cannot go without
+    profiles of the task's own nothing is completed, and of wrong ones the profiles alone, so that
+    it is the policies that are refused."""
     values = dict(fields)
-    policies = values.get("policies") or ({"id": "auto"},)
-    if values.get("profiles") is not None or not _is_ours(policies):
+    policies = _as_in_files(values.get("policies") or ({"id": "auto"},))
+    if values.get("profiles") is not None:
         return values
+    if not _is_ours(policies):
+        return values if _choose_alone(policies) else {**values, "profiles": rate_levels()}
     is_masked = values.get("lane", "clear") == "masked"
-    rounds = values.get("rounds")
+    rounds = _read(_WHOLE, values.get("rounds"))
     careful = None
-    if (
-        values.get("strategy") is None
-        and isinstance(rounds, int)
-        and not values.get("asynchronous")
-    ):
+    if values.get("strategy") is None and rounds is not None and not values.get("asynchronous"):
         careful = careful_momentum(_cohort_size(values))
         values["strategy"] = strategy_for(
             rounds,
@@ -73,7 +80,7 @@ def completed(fields: Mapping[str, Any]) -> dict[str, Any]:
     auto: Mapping[str, Any] = next(each for each in policies if each["id"] == "auto")
     is_free = len(policies) == 1 and _BOUNDS.isdisjoint(auto)
     uploads = _uploads(values) if is_free else None
-    levels = rate_levels(auto.get("gap", _USUAL_GAP), uploads)
+    levels = rate_levels(_read(_NUMBER, auto.get("gap", _USUAL_GAP)), uploads)
     ours: dict[str, Any] = {}
     if reserve := reserved(len(levels), uploads):
         ours["reserve"] = reserve
@@ -83,33 +90,65 @@ def completed(fields: Mapping[str, Any]) -> dict[str, Any]:
     return {**values, "policies": policies, "profiles": levels}
 
 
-def _is_ours(policies: Any) -> bool:
-    """Whether these are auto's, in the form of a file."""
+def _as_in_files(policies: Any) -> Any:
     if not isinstance(policies, list | tuple):
-        return False
-    ids = [each.get("id") for each in policies if isinstance(each, Mapping)]
-    return len(ids) == len(policies) and "auto" in ids and _ALONE.issuperset(ids)
+        return policies
+    return tuple(
+        {"id": each.id, **each.model_dump(exclude_unset=True)}  # type: ignore[attr-defined]
+        if isinstance(each, BaseModel)
+        else each
+        for each in policies
+    )
+
+
+def _is_ours(policies: Any) -> bool:
+    """Whether these are auto's."""
+    ids = _ids(policies)
+    return "auto" in ids and _ALONE.issuperset(ids)
+
+
+def _choose_alone(policies: Any) -> bool:
+    """Whether these choose among profiles of the task's own."""
+    ids = _ids(policies)
+    return bool(ids) and "auto" not in ids and (_ALONE | _OTHERS).issuperset(ids)
+
+
+def _ids(policies: Any) -> list[Any]:
+    """Empty where they are no policies."""
+    if not isinstance(policies, tuple) or not all(isinstance(each, Mapping) for each in policies):
+        return []
+    ids = [each.get("id") for each in policies]
+    return ids if all(isinstance(each, str) for each in ids) else []
+
+
+def _read(kind: TypeAdapter[T], value: Any) -> T | None:
+    """As a field of a task would be read; None where it would be refused."""
+    try:
+        return kind.validate_python(value)
+    except ValidationError:
+        return None
 
 
 def _uploads(fields: Mapping[str, Any]) -> int | None:
     """Of the whole task; None where its fields do not tell."""
-    size, rounds = _cohort_size(fields), fields.get("rounds")
-    return rounds * size if isinstance(rounds, int) and size is not None else None
+    size, rounds = _cohort_size(fields), _read(_WHOLE, fields.get("rounds"))
+    return None if size is None or rounds is None else rounds * size
 
 
 def _cohort_size(fields: Mapping[str, Any]) -> int | None:
     """None where the fields do not tell."""
     cohort = fields.get("cohort")
     size = cohort.get("size") if isinstance(cohort, Mapping) else getattr(cohort, "size", None)
-    return size if isinstance(size, int) else None
+    return _read(_WHOLE, size)
 
 
-def rate_levels(gap: Any = _USUAL_GAP, uploads: int | None = None) -> list[dict[str, Any]]:
+def rate_levels(gap: float | None = _USUAL_GAP, uploads: int | None = None) -> list[dict[str, Any]]:
     """Error feedback around entropy-coded quantisation, the gentlest first, down to the rate that
     `gap` points of accuracy ask for: a quarter of the gap for twice the rate. Not below what
-    `uploads`, all of the task, need to tell enough; None where a bound that somebody set counts."""
+    `uploads`, all of the task, need to tell enough; None where a bound that somebody set counts.
+    A `gap` of None or one that no task may have counts as the usual one."""
     hardest = USUAL
-    if isinstance(gap, int | float) and gap > 0:
+    if gap is not None and gap > 0:
         least = BITS[USUAL] * (_USUAL_GAP / gap) ** 0.5
         if uploads is not None and uploads > 0:
             least = max(least, _ENOUGH / uploads)
@@ -202,7 +241,6 @@ def _masked(fields: Mapping[str, Any]) -> dict[str, Any]:
         return {}
     profile, terms = masked_default(is_restricted=_is_restricted(fields))
     return {
-        "policies": (),
         "profiles": [profile],
         "masking": {**terms, **masking},
         "training": {"restricted": True, **training},

@@ -6,7 +6,7 @@ from typing import Annotated, Literal, get_args
 
 from pydantic import Field
 
-from fedpress_protocols.messages import WITHOUT_NUL, Identifier
+from fedpress_protocols.messages import ONE_LINE, Identifier
 from fedpress_protocols.plan import Term
 
 DeviceState = Literal["waiting", "approved", "rejected", "revoked"]
@@ -19,7 +19,7 @@ class TokenRequest(Term):
     """Number of devices that may enrol with the token."""
     expires_in: Annotated[float, Field(gt=0, le=10 * 366 * 86400)] = 86400.0
     """Seconds."""
-    note: Annotated[str, Field(max_length=256, pattern=WITHOUT_NUL)] = ""
+    note: Annotated[str, Field(max_length=256, pattern=ONE_LINE)] = ""
     approve_each: bool = False
     """Whether each device that enrols with the token waits for an operator's approval."""
 

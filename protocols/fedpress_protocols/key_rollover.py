@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import Annotated
 
-from pydantic import Field
+from pydantic import FailFast, Field
 
 from fedpress_protocols.errors import InvalidSignature
 from fedpress_protocols.plan import Term
@@ -51,7 +51,9 @@ class ServerKeys(Term):
     """The current signing key of a server, and all rollovers, oldest first."""
 
     server_key: PublicKey
-    successions: Annotated[tuple[SignedKeyRollover, ...], Field(max_length=MAX_KEY_ROLLOVERS)] = ()
+    successions: Annotated[
+        tuple[SignedKeyRollover, ...], FailFast(), Field(max_length=MAX_KEY_ROLLOVERS)
+    ] = ()
 
 
 def sign_key_rollover(key: DeviceKey, successor: bytes, made_at: int) -> SignedKeyRollover:

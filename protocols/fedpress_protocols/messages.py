@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal, get_args
 from pydantic import (
     BaseModel,
     ConfigDict,
+    FailFast,
     Field,
     SerializerFunctionWrapHandler,
     field_validator,
@@ -36,11 +37,11 @@ from fedpress_protocols.policies import Course, Policies, check_policies
 from fedpress_protocols.schedule import Schedule, check_schedule
 from fedpress_protocols.upload import WIRE_VERSIONS
 
-WITHOUT_NUL = r"^[^\x00]*$"
-"""No database's text holds the character 0."""
+ONE_LINE = r"^[^\x00-\x1f\x7f-\x9f]*$"
+"""No control characters: neither line ends nor a terminal's escapes."""
 Identifier = Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{1,64}$")]
 Metrics = Annotated[dict[Name, float], Field(max_length=64)]
-Attribute = float | Annotated[str, Field(max_length=64, pattern=WITHOUT_NUL)]
+Attribute = float | Annotated[str, Field(max_length=64, pattern=ONE_LINE)]
 MAX_ATTRIBUTES = 32
 Attributes = Annotated[dict[Name, Attribute], Field(max_length=MAX_ATTRIBUTES)]
 """Attributes that a device declares, by name: its memory in GiB, its region."""
@@ -87,7 +88,9 @@ class RotationRequest(Term):
     may know an earlier key only.
     """
 
-    rotations: Annotated[tuple[SignedRotation, ...], Field(min_length=1, max_length=MAX_ROTATIONS)]
+    rotations: Annotated[
+        tuple[SignedRotation, ...], FailFast(), Field(min_length=1, max_length=MAX_ROTATIONS)
+    ]
 
 
 class RotationResponse(Term):
@@ -105,8 +108,10 @@ class EnrolRequest(Term):
 
     public_key: Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{43}$")]
     """32 bytes, base64url without padding."""
-    name: Annotated[str, Field(max_length=128, pattern=WITHOUT_NUL)] = ""
-    rotations: Annotated[tuple[SignedRotation, ...], Field(max_length=MAX_ROTATIONS)] = ()
+    name: Annotated[str, Field(max_length=128, pattern=ONE_LINE)] = ""
+    rotations: Annotated[
+        tuple[SignedRotation, ...], FailFast(), Field(max_length=MAX_ROTATIONS)
+    ] = ()
     """Rotations from the key with which the device first enrolled to this one: a server that has
     lost its records recognizes the device by them. Left out if empty."""
 
@@ -197,8 +202,8 @@ MAX_FATES = 1024
 
 
 class CheckInRequest(Term):
-    wire_versions: tuple[int, ...] = WIRE_VERSIONS
-    pending: Annotated[tuple[Identifier, ...], Field(max_length=1024)] = ()
+    wire_versions: Annotated[tuple[int, ...], FailFast(), Field(max_length=64)] = WIRE_VERSIONS
+    pending: Annotated[tuple[Identifier, ...], FailFast(), Field(max_length=1024)] = ()
     """Assignments with an upload but without a receipt."""
     wait: Annotated[float, Field(ge=0, le=30)] = 0.0
     """Seconds for which the server may hold the request (long poll)."""
@@ -206,7 +211,7 @@ class CheckInRequest(Term):
     """Attributes for the task's eligibility rules, as the device reports them; not verified."""
     epoch: Identifier | None = None
     """The epoch of the last restore that the device has processed; None before any."""
-    fates: Annotated[tuple[IncludedUpload, ...], Field(max_length=MAX_FATES)] = ()
+    fates: Annotated[tuple[IncludedUpload, ...], FailFast(), Field(max_length=MAX_FATES)] = ()
     """Uploads with receipts since the last backup; sent once after a restore."""
 
 
@@ -311,7 +316,7 @@ class Recall(Term):
     client_id: Identifier
     task: Name
     restore: Restore
-    unknown: Annotated[tuple[Identifier, ...], Field(max_length=1024 + MAX_FATES)] = ()
+    unknown: Annotated[tuple[Identifier, ...], FailFast(), Field(max_length=1024 + MAX_FATES)] = ()
     issued_at: int
     """Unix seconds."""
 
@@ -326,7 +331,7 @@ class CheckInResponse(Term):
     """An assignment, if there is one, and the receipts of pending uploads."""
 
     task: TaskSummary
-    receipts: tuple[SignedReceipt, ...] = ()
+    receipts: Annotated[tuple[SignedReceipt, ...], FailFast()] = ()
     assignment: Assignment | None = None
     retry_after: float
     """Seconds until the next check-in; the device adds jitter."""
@@ -465,7 +470,8 @@ class Durations(Term):
     median: Annotated[float, Field(ge=0)]
     longest: Annotated[float, Field(ge=0)]
     suggested_round_seconds: Annotated[float, Field(gt=0)]
-    """The 90% quantile of these durations plus a quarter."""
+    """The 90% quantile of these durations plus a quarter; where devices declined, at least the
+    task's `round_seconds` and the longest estimate: they came when part of it had passed."""
 
 
 class PrivacyStatus(Term):
@@ -817,7 +823,13 @@ class TaskConfig(Term):
     @model_validator(mode="before")
     @classmethod
     def _completed(cls, data: Any) -> Any:
-        return completed(data) if isinstance(data, dict) else data
+        fields = completed(data) if isinstance(data, dict) else data
+        if isinstance(fields, dict) and fields.get("profiles") is None:
+            raise ValueError(
+                "policies that choose from profiles, and the task names none; give profiles, the "
+                'least compressed first, or {"id": "auto"} among the policies, which brings its own'
+            )
+        return fields
 
     @model_validator(mode="after")
     def _can_select(self) -> TaskConfig:
@@ -846,6 +858,9 @@ class TaskConfig(Term):
     def check_new(self) -> None:
         """Raise IncompatiblePlan for a configuration that new tasks may not have. Tasks started by
         an earlier release are read unchanged."""
+        names = [profile.name for profile in self.profiles]
+        if len(set(names)) < len(names):
+            raise IncompatiblePlan(f"profile names must be unique, not {', '.join(names)}")
         for profile in self.every_profile:
             check_feedback(profile.compressor)
         self.check_phases()
@@ -883,7 +898,8 @@ class TaskConfig(Term):
         if self.policies:
             raise ValueError(
                 f"{', '.join(each.id for each in self.policies)} under privacy terms: what "
-                "policies go by is measured on devices' data, without noise; leave policies out"
+                "policies go by is measured on devices' data, without noise; name profiles and "
+                "leave policies out (a clear task without profiles gets the policy auto)"
             )
         if self.selection.policy in ("weighted", "loss"):
             raise ValueError(

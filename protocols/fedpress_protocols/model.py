@@ -12,6 +12,7 @@ import errno
 import hashlib
 import json
 import mmap
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -50,6 +51,7 @@ _FROM_SAFETENSORS = {
     "BOOL": "bool",
 }
 _ORDER_KEY = "fedpress.order"
+_ZIP = b"PK\x03\x04"
 _METADATA = "__metadata__"
 _BLOCK = 2**18
 """Values that are looked at or converted at a time."""
@@ -78,7 +80,8 @@ class Model:
                 f"expected float32[{self.spec.size}]"
             )
         _check_trainable(self.spec)
-        _check_finite(self.parameters)
+        for name, place in self.spec.slices.items():
+            _check_finite(self.parameters[place], name)
         expected = {tensor.name for tensor in self.spec.untrained}
         if set(self.buffers) != expected:
             raise ConfigurationError(f"buffers {sorted(self.buffers)}, expected {sorted(expected)}")
@@ -88,7 +91,19 @@ class Model:
         cls, tensors: Mapping[str, npt.NDArray[Any]], *, frozen: Collection[str] = ()
     ) -> Model:
         """Build a model from numpy arrays; all float32 and float16 arrays are trained, except those
-        named in `frozen`."""
+        named in `frozen`. Raises ConfigurationError for what is no array, and for one of float64
+        that is not in `frozen`: it would not be trained."""
+        for name, array in tensors.items():
+            if not isinstance(array, np.ndarray | np.generic):
+                raise ConfigurationError(
+                    f"tensor {name!r} is a {type(array).__name__}, expected a numpy array",
+                    hint="numpy.asarray(values, numpy.float32) makes one",
+                )
+            if array.dtype == np.float64 and name not in frozen:
+                raise ConfigurationError(
+                    f"tensor {name!r} is float64, which is never trained",
+                    hint="cast it with .astype(numpy.float32), or name it in frozen",
+                )
         unknown = sorted(set(frozen).difference(tensors))
         if unknown:
             raise ConfigurationError(
@@ -96,7 +111,12 @@ class Model:
             )
         spec = ModelSpec(
             tuple(
-                TensorSpec(name, tuple(a.shape), a.dtype.name, name in frozen)
+                TensorSpec(
+                    name,
+                    tuple(a.shape),
+                    a.dtype.name,
+                    name in frozen and a.dtype != np.float64,  # which never trains
+                )
                 for name, a in tensors.items()
             )
         )
@@ -179,22 +199,27 @@ def check_model(data: Buffer) -> ModelSpec:
     for tensor in spec.trained:
         stored = _stored_in(data, entries[tensor.name])
         for start in range(0, tensor.size, _BLOCK):
-            _check_finite(from_stored(tensor, stored[start : start + _BLOCK]))
+            _check_finite(from_stored(tensor, stored[start : start + _BLOCK]), tensor.name)
     return spec
 
 
 def _check_trainable(spec: ModelSpec) -> None:
     if not spec.size:
         raise ConfigurationError(
-            f"no tensor of the model is trainable; trainable are {', '.join(TRAINED_DTYPES)}, "
-            "unless they are frozen"
+            f"no tensor of the model is trainable: {_kinds(spec) or 'there is none'}; trainable "
+            f"are {', '.join(TRAINED_DTYPES)}, unless they are frozen"
         )
 
 
-def _check_finite(values: npt.NDArray[np.floating[Any]]) -> None:
+def _kinds(spec: ModelSpec) -> str:
+    kinds = Counter(("frozen " if t.frozen else "") + t.dtype for t in spec.tensors)
+    return ", ".join(f"{number} {kind}" for kind, number in kinds.items())
+
+
+def _check_finite(values: npt.NDArray[np.floating[Any]], name: str) -> None:
     for start in range(0, values.size, _BLOCK):
         if not np.isfinite(values[start : start + _BLOCK]).all():
-            raise ConfigurationError("the model holds NaN or infinity")
+            raise ConfigurationError(f"the model holds NaN or infinity, in tensor {name!r}")
 
 
 def write_arrays(path: Path, arrays: Mapping[str, npt.NDArray[Any]]) -> None:
@@ -311,7 +336,11 @@ def _parsed(data: Buffer) -> tuple[dict[str, _Entry], list[str], set[str]]:
         entries = _entries(header, start, len(data))
         return entries, *_order(header, entries)
     except (KeyError, ValueError, TypeError) as exc:
-        raise ConfigurationError(f"not a safetensors model: {exc}") from exc
+        is_zip = bytes(data[: len(_ZIP)]) == _ZIP
+        raise ConfigurationError(
+            f"not a safetensors model: {'a zip file, as torch.save writes' if is_zip else exc}",
+            hint="save it with safetensors, or write a trainer's initial_model().to_bytes()",
+        ) from exc
 
 
 class _Entry(NamedTuple):
@@ -474,12 +503,14 @@ def _order(header: Mapping[str, Any], entries: Mapping[str, Any]) -> tuple[list[
     except RecursionError as exc:
         raise ValueError("an order nested too deeply") from exc
     frozen: list[str] = []
-    if isinstance(order, dict):
+    is_marked = isinstance(order, dict)
+    if is_marked:
         if set(order) != {"order", "frozen"}:
             raise ValueError("the order in its metadata has other members than order and frozen")
         order, frozen = order["order"], order["frozen"]
-        if not frozen or frozen != [name for name in order if name in set(frozen)]:
-            raise ValueError("the frozen names in its metadata are not some of its order's, in it")
     if sorted(order) != sorted(entries):
         raise ValueError("the order in its metadata names other tensors")
-    return [str(name) for name in order], set(frozen)
+    names = set(frozen)
+    if is_marked and (not names or frozen != [name for name in order if name in names]):
+        raise ValueError("the frozen names in its metadata are not some of its order's, in it")
+    return list(order), names

@@ -6,12 +6,12 @@ from typing import Annotated, Literal, get_args
 
 from pydantic import Field
 
-from fedpress_protocols.messages import WITHOUT_NUL, Identifier
+from fedpress_protocols.messages import ONE_LINE, Identifier
 from fedpress_protocols.plan import Term
 
 Role = Literal["viewer", "operator", "registrar", "admin"]
 ROLES: tuple[Role, ...] = get_args(Role)
-Note = Annotated[str, Field(max_length=256, pattern=WITHOUT_NUL)]
+Note = Annotated[str, Field(max_length=256, pattern=ONE_LINE)]
 
 
 class OperatorRequest(Term):

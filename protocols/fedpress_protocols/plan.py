@@ -20,6 +20,7 @@ from pydantic import (
     BaseModel,
     BeforeValidator,
     ConfigDict,
+    FailFast,
     Field,
     PlainSerializer,
     SerializerFunctionWrapHandler,
@@ -40,6 +41,7 @@ from fedpress_compression.update import Indices
 from fedpress_protocols.errors import FedpressError, IncompatiblePlan, WireVersionMismatch
 from fedpress_protocols.masking.graph import Adversary, honest_survivors, parameters
 from fedpress_protocols.masking.keystream import Suite
+from fedpress_protocols.masking.transcript import MAX_CLIENTS
 from fedpress_protocols.privacy import accounting, gaussian
 from fedpress_protocols.privacy.accounting import Cost, PrivacyLane, SharedNoise, participation
 from fedpress_protocols.privacy.clipping import Bounds
@@ -162,7 +164,7 @@ class ClientTerms(Term):
     """Take one step along the mean gradient over all local examples."""
     normalise: bool = False
     """Divide the update by the number of steps, which the upload reports."""
-    personal: Annotated[tuple[Pattern, ...], Field(max_length=256)] = ()
+    personal: Annotated[tuple[Pattern, ...], FailFast(), Field(max_length=256)] = ()
     """Patterns (`*`, `?`, `[abc]`) of the names of tensors that stay on the device."""
 
     @property
@@ -329,7 +331,7 @@ class PrivacyTerms(Term):
     """Left out where it is None: older releases do not know it."""
     noise: SharedNoise = "skellam"
     """Left out where it is `skellam`: older releases know no other."""
-    per_tensor: Annotated[tuple[tuple[Pattern, Share], ...], Field(max_length=256)] = ()
+    per_tensor: Annotated[tuple[tuple[Pattern, Share], ...], FailFast(), Field(max_length=256)] = ()
     """Left out where it is empty: older releases do not know it."""
 
     @model_serializer(mode="wrap")
@@ -512,10 +514,10 @@ class RoundPlan(Term):
     """Set in the masked lane only."""
     privacy: PrivacyTerms | None = None
     """Left out where updates are sent without noise; older releases do not know it."""
-    profiles: Annotated[tuple[Profile, ...], Field(min_length=1, max_length=256)]
+    profiles: Annotated[tuple[Profile, ...], FailFast(), Field(min_length=1, max_length=256)]
     training: TrainingTerms = TrainingTerms()
     client_terms: ClientTerms = ClientTerms()
-    report: Annotated[tuple[Name, ...], Field(max_length=MAX_REPORTS)] = ()
+    report: Annotated[tuple[Name, ...], FailFast(), Field(max_length=MAX_REPORTS)] = ()
     """Names of the numbers that an upload reports, in order; see `upload.REPORT_BOUNDS`."""
     cohort: CohortRules
     fixed_cohort: bool = False
@@ -604,6 +606,11 @@ class RoundPlan(Term):
             raise IncompatiblePlan(
                 f"a masked sum of {self.cohort.minimum} would be unmasked, which reveals too "
                 f"much of each client; raise cohort.minimum to {LEAST_MASKED} or, better, more"
+            )
+        if self.cohort.size > MAX_CLIENTS:
+            raise IncompatiblePlan(
+                f"a cohort of {self.cohort.size} in the masked lane, which has at most "
+                f"{MAX_CLIENTS}; lower cohort.size"
             )
         as_linear(self.profiles[0].compressor)
         terms = self.masking

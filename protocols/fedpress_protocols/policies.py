@@ -220,7 +220,8 @@ class Auto(Term):
     gap: Annotated[float, Field(gt=0, le=100)] = 0.5
     """Points of accuracy below an uncompressed task that are accepted."""
     upload_bytes: Annotated[int, Field(ge=1, lt=2**53)] | None = None
-    """Maximum for the bodies of all rounds together; the rate is raised to stay within it."""
+    """Budget for the bodies of all rounds together; the rate is raised to stay within it, as far as
+    there are profiles for it."""
     window: Annotated[int, Field(ge=1, le=1000)] = 4
     every: Annotated[int, Field(ge=1)] = 30
     sketch: SketchCells = 2048
@@ -272,15 +273,15 @@ def check_policies(
     ids = [each.id for each in policies]
     if len(set(ids)) < len(ids):
         raise ConfigurationError(f"a policy twice: {', '.join(ids)}")
+    masked = lane == "masked"
+    if automatic(policies) is not None:
+        _check_auto(ids, is_masked=masked)
     if len(ladder) < 2:
         raise ConfigurationError(
             f"{', '.join(ids)} over one profile, which leaves nothing to choose",
             hint="give the task's profiles in order, the gentlest first",
         )
-    guard, masked = divergence_guard(policies), lane == "masked"
-    auto = automatic(policies)
-    if auto is not None:
-        _check_auto(ids, is_masked=masked)
+    guard = divergence_guard(policies)
     if masked and bandwidth_aware(policies) is not None:
         raise ConfigurationError(
             "bandwidth_aware in the masked lane, whose cohort adds up one kind of numbers",

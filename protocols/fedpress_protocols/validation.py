@@ -56,17 +56,26 @@ _WITHOUT_INPUT = frozenset(
      "union_tag_invalid", "union_tag_not_found", "json_invalid", "value_error")
 )  # fmt: skip
 """Error types whose message leaves out the input: there is none, or it is long."""
+_LENGTHS = frozenset(("too_short", "too_long"))
 _SHOWN = 80
+_MOST_LISTED = 1000
+_MOST_CLAUSES = 20
 _KIND = re.compile(r"int|float|str|bool|constrained-[a-z]+|(literal|tuple|list|dict)\[.*\]")
 
 
-def format_validation_errors(exc: ValidationError) -> str:
-    """Format the errors, one clause for each field: where, what was expected, what was found."""
-    return format_error_details(exc.errors(include_url=False))
+def format_validation_errors(exc: ValidationError, place: tuple[str, ...] = ()) -> str:
+    """Format the errors, one clause for each field: where (after `place`), what was expected, what
+    was found. Of a document with very many errors it says their number alone: to list them takes a
+    hundred times the document's memory."""
+    if exc.error_count() > _MOST_LISTED:
+        return f"{exc.error_count()} values are not as expected"
+    details = exc.errors(include_url=False)
+    return format_error_details([{**each, "loc": (*place, *each["loc"])} for each in details])
 
 
 def format_error_details(details: Iterable[Mapping[str, Any]]) -> str:
-    """Like `format_validation_errors`, for a list of errors as pydantic returns it."""
+    """Like `format_validation_errors`, for a list of errors as pydantic returns it: the clauses of
+    the first fields, and the number of the others."""
     by_place: dict[tuple[Any, ...], list[Mapping[str, Any]]] = {}
     for detail in details:
         by_place.setdefault(_place(detail["loc"]), []).append(detail)
@@ -79,6 +88,9 @@ def format_error_details(details: Iterable[Mapping[str, Any]]) -> str:
             continue
         where = ".".join(str(part) for part in place)
         clauses.append(f"{where}: {_clause(errors)}" if where else _clause(errors))
+        if len(clauses) == _MOST_CLAUSES and len(by_place) > _MOST_CLAUSES:
+            clauses.append(f"and {len(by_place) - _MOST_CLAUSES} more")
+            break
     return "; ".join(clauses)
 
 
@@ -94,6 +106,8 @@ def _clause(errors: Sequence[Mapping[str, Any]]) -> str:
     for error in errors:
         kind = error["type"]
         context = {name: _plain(value) for name, value in error.get("ctx", {}).items()}
+        if kind in _LENGTHS and context.get("actual_length") is None:  # of mappings it is not told
+            context["actual_length"] = len(error["input"])
         clauses.append(_CLAUSES[kind].format(**context) if kind in _CLAUSES else error["msg"])
         without_input |= kind in _WITHOUT_INPUT or kind not in _CLAUSES
     message = " or ".join(dict.fromkeys(clauses))
@@ -114,3 +128,13 @@ def _found(value: Any) -> str:
 
 
 __all__ = ["format_error_details", "format_validation_errors"]
+
+
+def unrepeated(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """A JSON object's fields, as `object_pairs_hook`; raises ValueError for a name that is there
+    twice."""
+    fields = dict(pairs)
+    if len(fields) < len(pairs):
+        names = [name for name, _ in pairs]
+        raise ValueError(f"{next(n for n in names if names.count(n) > 1)} is there twice")
+    return fields

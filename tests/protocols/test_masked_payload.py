@@ -26,6 +26,7 @@ from fedpress_protocols.plan import LEAST_MASKED, RoundPlan, parsed
 SPEC = ModelSpec(
     (TensorSpec("w", (40, 30)), TensorSpec("b", (40,)), TensorSpec("conv", (6, 5, 2, 2)))
 )
+SMALLEST = {"scale_bits": 0, "max_abs": 1.0, "max_examples": 1}
 SHARED = {"id": "shared_support", "fraction": 0.1, "explore": 0.1}
 DENSE = {"id": "quantize", "clip": 0.1}
 METHODS: dict[str, dict[str, Any]] = {
@@ -393,6 +394,10 @@ def test_what_is_no_update_or_no_sum_is_refused() -> None:
             "2 profiles in the masked lane",
         ),
         ({"cohort": {"size": 10, "minimum": 2}}, "a masked sum of 2 would be unmasked"),
+        (
+            {"cohort": {"size": 10**9, "minimum": 3}, "fixed_point": SMALLEST},
+            "a cohort of 1000000000 in the masked lane, which has at most 10000",
+        ),
         (
             {"masking": {"corrupt": 0.9}, "cohort": {"size": 200, "minimum": 150}},
             "of 200 clients must stay",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.numpy import save
 
-from fedpress_compression.tensors import ModelSpec, TensorSpec, array_dtype
+from fedpress_compression.tensors import MAX_TENSORS, ModelSpec, TensorSpec, array_dtype
 from fedpress_protocols.errors import ConfigurationError
 from fedpress_protocols.model import (
     Base,
@@ -169,6 +169,14 @@ def test_arrays_are_frozen_by_name() -> None:
         Model.from_tensors(arrays, frozen=["a", "b"])
 
 
+def test_all_tensors_of_the_largest_model_but_one_are_frozen() -> None:
+    """As many as a file may have; comparing each name with each would take minutes."""
+    names = [f"t{number}" for number in range(MAX_TENSORS)]
+    arrays = dict.fromkeys(names, np.zeros(1, np.float32))
+    data = Model.from_tensors(arrays, frozen=names[1:]).to_bytes()
+    assert [each.name for each in Model.from_bytes(data).spec.trained] == names[:1]
+
+
 def reordered(order: Any) -> bytes:
     """A file whose metadata claims `order` for its one tensor `a`."""
     return save({"a": np.zeros(1, np.float32)}, {"fedpress.order": json.dumps(order)})
@@ -200,6 +208,13 @@ def test_a_file_that_is_no_model_is_refused(data: bytes) -> None:
         Model.from_bytes(data)
 
 
+def test_a_file_of_torch_save_is_named() -> None:
+    with pytest.raises(
+        ConfigurationError, match=r"a zip file, as torch\.save writes \(save it with"
+    ):
+        Model.from_bytes(b"PK\x03\x04" + bytes(100))
+
+
 def make(dtype: str = "float32", size: int = 2, **changes: Any) -> Model:
     fields = {
         "spec": ModelSpec((TensorSpec("x", (size,), dtype),)),
@@ -218,14 +233,19 @@ def make(dtype: str = "float32", size: int = 2, **changes: Any) -> Model:
         (lambda: TensorSpec("x", (-1,)), "has shape"),
         (lambda: ModelSpec((TensorSpec("x", ()), TensorSpec("x", ()))), "one name"),
         (lambda: make(parameters=np.ones(3, np.float32)), r"expected float32\[2\]"),
-        (lambda: make(parameters=np.array([1, np.nan], np.float32)), "NaN or infinity"),
+        (lambda: make(parameters=np.array([1, np.nan], np.float32)), "infinity, in tensor 'x'"),
         (lambda: make(buffers={"y": np.ones(1)}), "buffers"),
         (lambda: make(size=0), "no tensor of the model is trainable"),
         (
             lambda: make("float16", parameters=np.full(2, 1e5, np.float32)).to_bytes(),
             "beyond float16",
         ),
-        (lambda: Model.from_tensors({"x": np.ones(2, np.int64)}), "is trainable"),
+        (lambda: Model.from_tensors({"x": np.ones(2, np.int64)}), "is trainable: 1 int64; train"),
+        (lambda: Model.from_tensors({"x": np.ones(2)}), "'x' is float64, which is never trained"),
+        (
+            lambda: Model.from_tensors(cast(Any, {"x": [1.0]})),
+            "'x' is a list, expected a numpy array",
+        ),
         (lambda: make().spec.flatten({}), "missing, expected shape"),
         (lambda: make().spec.flatten({"x": np.ones(3)}), r"of shape \(3,\), expected"),
         (lambda: make().spec.unflatten(np.ones(5, np.float32)), r"expected \(2,\)"),

@@ -204,6 +204,14 @@ def test_every_error_comes_out_as_itself_at_the_other_end(cls: type[FedpressErro
     assert cls().detail == cls.title
 
 
+def test_what_the_other_end_says_moves_no_cursor() -> None:
+    problem = {"detail": "\x1b]0;title\x07fine\r\n\u202etxt", "hint": "\x9b2J" + "x" * 9000}
+    received = FedpressError.from_problem(problem, 401)
+    assert received.detail == r"\x1b]0;title\x07fine\r\n\u202etxt"
+    assert received.hint.startswith(r"\x9b2Jx")
+    assert len(received.hint) < 8200
+
+
 def test_error_slugs_are_unique_and_the_tree_is_the_documented_one() -> None:
     slugs = [cls.slug for cls in error_classes()]
     assert len(set(slugs)) == len(slugs)

@@ -258,6 +258,10 @@ PRIVATE = {"clip": 0.3, "noise_multiplier": 1.0, "participations": 1, "epsilon":
     [
         ({"lane": "clear"}, "privacy terms in the clear lane"),
         ({"policies": [{"id": "accuracy_driven"}]}, "accuracy_driven under privacy terms"),
+        (
+            {"lane": "clear", "privacy": PRIVATE | {"lane": "central"}, "profiles": None},
+            r"auto under privacy terms: .* name profiles",
+        ),
         ({"selection": {"policy": "loss"}}, "selection by loss under privacy terms"),
         ({"members": ["a", "b"]}, "2 members who take part 1 times each are enough for 0 rounds"),
         ({"evaluation": {"patience": 2}}, "evaluation.patience under privacy terms"),

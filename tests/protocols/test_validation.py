@@ -30,7 +30,7 @@ class Document(Term):
     inner: Inner = Inner()
     text: Annotated[str, Field(min_length=2, max_length=3)] = "ab"
     several: Annotated[tuple[Inner, ...], Field(min_length=1, max_length=2)] = (Inner(),)
-    named: dict[str, float] = Field(default_factory=dict)
+    named: Annotated[dict[str, float], Field(max_length=2)] = Field(default_factory=dict)
     policies: Policies = ()
     expect: Annotated[int, Field(ge=0)] | Literal["none", "any"] = "any"
 
@@ -42,6 +42,7 @@ class Document(Term):
         ({"name": "../x"}, "name: must match ^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$, not '../x'"),
         ({"name": 3}, "name: must be text, not 3"),
         ({"name": "x" * 100}, "name: must match ^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$"),
+        ({"named": {"a": 1, "b": 2, "c": 3}}, "named: must have 2 items at most, not 3"),
         ({"share": 0}, "share: must be more than 0, not 0"),
         ({"share": 1.5}, "share: must be less than 1, not 1.5"),
         ({"share": math.nan}, "share: must be a finite number, not nan"),
@@ -99,3 +100,11 @@ def test_a_kind_of_fault_that_nobody_thought_of_keeps_its_message() -> None:
     with pytest.raises(ValidationError) as caught:
         Odd.model_validate_json(json.dumps({"data": 3}))
     assert format_validation_errors(caught.value) == "data: Input should be a valid bytes"
+
+
+def test_of_many_faults_the_first_are_told_and_of_very_many_their_number() -> None:
+    for count, says in ((25, "; and 6 more"), (1001, "1002 values are not as expected")):
+        with pytest.raises(ValidationError) as caught:
+            Document.model_validate({"share": 1} | {f"f{index}": 0 for index in range(count)})
+        assert format_validation_errors(caught.value).endswith(says)
+        assert len(format_validation_errors(caught.value)) < 1000

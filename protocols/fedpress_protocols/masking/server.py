@@ -140,10 +140,12 @@ class Unmasked:
 @dataclass(frozen=True, slots=True)
 class UnmaskFailed:
     """`recover` raised: shares were wrong, and there were too few others. `suspects` are the slots
-    at fault, if the shares identify them; then more shares do not help."""
+    at fault, if the shares identify them, and `failures` pairs of slots of which one is; if there
+    are any, more shares do not help."""
 
     detail: str
     suspects: tuple[int, ...] = ()
+    failures: tuple[tuple[int, int], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,6 +176,8 @@ def from_record(record: Mapping[str, Any]) -> Event:
     fields: dict[str, Any] = {**members}
     if "suspects" in fields:
         fields["suspects"] = tuple(fields["suspects"])
+    if "failures" in fields:
+        fields["failures"] = tuple((one, other) for one, other in fields["failures"])
     parsed: Event = kinds[name](**fields)
     return parsed
 
@@ -268,6 +272,8 @@ class MaskingServer:
     complaints: Mapping[int, Complaint] = field(default_factory=dict, repr=False)
     suspects: frozenset[int] = frozenset()
     """Slots with wrong shares; see `blame` for those with wrong seals."""
+    failed: frozenset[tuple[int, int]] = frozenset()
+    """Pairs of slots without a mask between them, found while unmasking."""
     consents: Mapping[int, Consent] = field(default_factory=dict, repr=False)
     reveals: Mapping[int, Reveal] = field(default_factory=dict, repr=False)
     lacking: Mapping[int, int] = field(default_factory=dict, repr=False)
@@ -511,9 +517,10 @@ class MaskingServer:
 
     @property
     def failures(self) -> tuple[tuple[int, int], ...]:
-        """Complaints as pairs of slots (complainant, accused), ascending."""
+        """Pairs of slots that fail, ascending: (complainant, accused), or (lost, survivor)."""
         complaints = self.complaints.values()
-        return tuple(sorted((each.sender, other) for each in complaints for other in each.accused))
+        pairs = {(each.sender, other) for each in complaints for other in each.accused}
+        return tuple(sorted(pairs | self.failed))
 
     @property
     def blame(self) -> frozenset[int]:
@@ -525,8 +532,8 @@ class MaskingServer:
     def recover(self) -> UnmaskJob:
         """Reconstruct the clients' secrets; slow, and a function of the state alone.
 
-        Each is compared with its owner's commitment; if it differs, other shares are tried. Raises
-        InvalidShare if no shares give some secret, Conflict outside of `unmasking`.
+        Each is compared with its owner's commitment; if it differs, wrong shares are corrected.
+        Raises InvalidShare if too many are wrong, Conflict outside of `unmasking`.
         """
         if self.phase != "unmasking":
             raise Conflict(f"nothing to reconstruct in a session that is {self.phase}")
@@ -618,7 +625,7 @@ def _may_have_more(server: MaskingServer, event: Event, now: float) -> bool:
 
 
 def _is_settled(server: MaskingServer, event: UnmaskFailed, now: float) -> bool:
-    return bool(event.suspects)
+    return bool(event.suspects or event.failures)
 
 
 def _always(server: MaskingServer, event: Event, now: float) -> bool:
@@ -663,7 +670,8 @@ def _finish(server: MaskingServer, event: Unmasked, now: float) -> _Step:
 
 def _abandon(server: MaskingServer, event: Event, now: float) -> _Step:
     if isinstance(event, UnmaskFailed):
-        server = replace(server, suspects=server.suspects | frozenset(event.suspects))
+        suspects = server.suspects | frozenset(event.suspects)
+        server = replace(server, suspects=suspects, failed=frozenset(event.failures))
     if isinstance(event, Aborted | UnmaskFailed):
         reason = event.detail
     elif server.phase == "masking" and server.complaints:
@@ -774,7 +782,7 @@ TRANSITIONS: tuple[Transition, ...] = (
     Transition(
         "unmasking",
         UnmaskFailed,
-        "the clients at fault are known",
+        "the clients at fault, or pairs with one, are known",
         _is_settled,
         _abandon,
         "abandoned",

@@ -62,32 +62,32 @@ def combine(xs: npt.ArrayLike, shares: npt.ArrayLike, threshold: int) -> bytes:
 def combine_many(xs: npt.ArrayLike, shares: npt.ArrayLike, threshold: int) -> list[bytes]:
     """Like `combine` for many secrets with the same holders: `shares` [secrets, m, 5]."""
     points, values = _points(xs, InvalidShare), np.asarray(shares)
-    if values.dtype != np.uint64 or values.shape[1:] != (points.size, LIMBS):
-        raise InvalidShare(
-            f"shares of {values.dtype} {values.shape}, expected uint64 [secrets, {points.size}, "
-            f"{LIMBS}]"
-        )
-    if not 1 <= threshold <= points.size:
-        raise InvalidShare(f"{points.size} shares, at least {threshold} are required")
-    if (values >= _P).any():
-        raise InvalidShare(f"a share with a limb outside [0, {PRIME})")
+    _check(points, values, threshold)
     weights = _weights(points[:threshold].tobytes())
     used = values[:, :threshold].copy()  # numba compiles again for a read-only array
     return [_secret(limbs) for limbs in kernels.weighted_sums(weights, used)]
 
 
-def agree(xs: npt.ArrayLike, shares: npt.ArrayLike, threshold: int) -> bool:
-    """Whether `shares` [m, 5] of the holders `xs` [m], m >= threshold, are consistent: all values
-    of each limb lie on one polynomial of degree threshold - 1."""
-    points, values = _points(xs, InvalidShare), np.asarray(shares, np.uint64)
-    first = range(threshold)
-    secrets = []
-    for place in range(threshold - 1, points.size):
-        # Replace the last of the first `threshold` shares: the value at 0 must stay the same.
-        chosen = [*first[:-1], place]
-        weights = kernels.lagrange(points[chosen].copy())
-        secrets.append(kernels.weighted_sums(weights, values[np.newaxis, chosen].copy())[0])
-    return all((limbs == secrets[0]).all() for limbs in secrets)
+def wrong_places(xs: npt.ArrayLike, shares: npt.ArrayLike, threshold: int) -> frozenset[int] | None:
+    """The places of the wrong ones of `shares` [m, 5] of the holders `xs` [m], m >= threshold.
+
+    Exact: all other shares lie on polynomials of degree threshold - 1, one for each limb, and these
+    are the only ones that at most (m - threshold) // 2 shares miss. None if there are no such
+    polynomials. Decoding of Reed-Solomon codes: Massey 1969, doi 10.1109/TIT.1969.1054260.
+    """
+    points, values = _points(xs, InvalidShare), np.asarray(shares)
+    _check(points, values[np.newaxis], threshold)
+    checks = _parity_checks(points.tobytes(), threshold)
+    wrong: set[int] = set()
+    for limb in values.T:
+        syndromes = kernels.weighted_sums(limb.copy(), checks)[0].tolist()
+        locator = _shortest_recurrence(syndromes)
+        # Its roots are the points of the wrong shares, if it has as many as its degree.
+        roots = kernels.evaluate(np.array(locator, np.uint64)[:, np.newaxis], points)[:, 0] == 0
+        if np.count_nonzero(roots) != len(locator) - 1:
+            return None
+        wrong.update(np.flatnonzero(roots).tolist())
+    return frozenset(wrong) if 2 * len(wrong) <= points.size - threshold else None
 
 
 def to_bytes(share: Words) -> bytes:
@@ -117,9 +117,59 @@ def _points(xs: npt.ArrayLike, error: type[ConfigurationError | InvalidShare]) -
     return points.astype(np.uint64)
 
 
+def _check(points: Words, values: npt.NDArray[np.generic], threshold: int) -> None:
+    if values.dtype != np.uint64 or values.shape[1:] != (points.size, LIMBS):
+        raise InvalidShare(
+            f"shares of {values.dtype} {values.shape}, expected uint64 [secrets, {points.size}, "
+            f"{LIMBS}]"
+        )
+    if not 1 <= threshold <= points.size:
+        raise InvalidShare(f"{points.size} shares, at least {threshold} are required")
+    if (values >= _P).any():
+        raise InvalidShare(f"a share with a limb outside [0, {PRIME})")
+
+
 @lru_cache(maxsize=64)
 def _weights(points: bytes) -> Words:
     return kernels.lagrange(np.frombuffer(points, np.uint64).copy())
+
+
+@lru_cache(maxsize=64)
+def _parity_checks(points: bytes, threshold: int) -> Words:
+    """[1, m, m - threshold]: weights of the m shares in sums, their syndromes, that are 0 if the
+    shares lie on a polynomial of degree threshold - 1.
+
+    A wrong share of x adds a geometric sequence of ratio x to the syndromes.
+    """
+    xs: list[int] = np.frombuffer(points, np.uint64).tolist()
+    column: list[int] = _weights(points).tolist()
+    checks = np.empty((1, len(xs), len(xs) - threshold), np.uint64)
+    for place in range(checks.shape[2]):
+        column = [weight * x % PRIME for weight, x in zip(column, xs, strict=True)]
+        checks[0, :, place] = column
+    return checks
+
+
+def _shortest_recurrence(sequence: Sequence[int]) -> list[int]:
+    """The coefficients c, the last of which is 1, of a shortest linear recurrence in `sequence`:
+    the sum of c[i] * sequence[at + i] is 0 at every place. Massey 1969."""
+    current, before = [1], [1]  # the coefficients from the last to the first
+    length, last, since = 0, 1, 1
+    for at, value in enumerate(sequence):
+        terms = zip(current[1:], reversed(sequence[at - length : at]), strict=False)
+        gap = (value + sum(c * s for c, s in terms)) % PRIME
+        if not gap:
+            since += 1
+            continue
+        factor, kept = gap * pow(last, -1, PRIME) % PRIME, current
+        current = current + [0] * (len(before) + since - len(current))
+        for i, each in enumerate(before, since):
+            current[i] = (current[i] - factor * each) % PRIME
+        if 2 * length <= at:
+            length, before, last, since = at + 1 - length, kept, gap, 1
+        else:
+            since += 1
+    return (current + [0] * (length + 1 - len(current)))[length::-1]
 
 
 def _limbs(secret: bytes | bytearray) -> Words:

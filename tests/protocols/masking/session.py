@@ -11,6 +11,7 @@ the server's events are kept, so that a test can replay any prefix of them.
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -190,7 +191,7 @@ class Session:
         device.keep(step)
 
     def event(self, event: Event) -> tuple[Effect, ...]:
-        record = to_record(event)
+        record = json.loads(json.dumps(to_record(event)))
         self.server, effects = self.server.on(from_record(record), self.now)
         if effects:
             self.log.append((self.now, record))
@@ -231,7 +232,8 @@ class Session:
         try:
             job = self.server.recover()
         except InvalidShare as exc:
-            self.event(UnmaskFailed(exc.detail, tuple(exc.members.get("suspects", ()))))
+            found = [tuple(exc.members.get(name, ())) for name in ("suspects", "failures")]
+            self.event(UnmaskFailed(exc.detail, *found))
             return
         packing = self.config.packing
         self.words = job.unmask(packing.from_bytes(self.bodies[slot]) for slot in job.survivors)

@@ -15,7 +15,14 @@ from fedpress_compression import kernels
 from fedpress_compression.kernels import reference
 from fedpress_protocols.errors import ConfigurationError, InvalidShare
 from fedpress_protocols.masking import shamir
-from fedpress_protocols.masking.shamir import LIMBS, PRIME, combine, combine_many, split
+from fedpress_protocols.masking.shamir import (
+    LIMBS,
+    PRIME,
+    combine,
+    combine_many,
+    split,
+    wrong_places,
+)
 from tests.lengths import examples
 
 SECRET = bytes(range(32))
@@ -179,6 +186,85 @@ def test_coefficients_are_drawn_uniformly_and_from_the_system_alone(
 def test_two_splits_of_a_secret_have_nothing_in_common() -> None:
     first, second = split(SECRET, 3, range(1, 6)), split(SECRET, 3, range(1, 6))
     assert not np.isin(first, second).any()
+
+
+# Wrong shares.
+
+
+def changed(
+    shares: npt.NDArray[np.uint64], places: npt.NDArray[np.int64], rng: np.random.Generator
+) -> npt.NDArray[np.uint64]:
+    """The shares in `places` with one to all of their limbs changed."""
+    lies = shares.copy()
+    for place in places:
+        limbs = rng.permutation(LIMBS)[: rng.integers(1, LIMBS + 1)]
+        by = rng.integers(1, PRIME, limbs.size, np.uint64)
+        lies[place, limbs] = (lies[place, limbs] + by) % PRIME
+    return lies
+
+
+@given(seeds, st.integers(1, 20), st.integers(0, 12), st.data())
+def test_as_many_wrong_shares_as_can_be_corrected_are_found(
+    seed: int, threshold: int, more: int, data: st.DataObject
+) -> None:
+    rng = np.random.default_rng(seed)
+    xs = holders(rng, threshold + more)
+    num_wrong = data.draw(st.integers(0, more // 2))
+    places = rng.permutation(xs.size)[:num_wrong]
+    shares = changed(split(SECRET, threshold, xs), places, rng)
+    assert wrong_places(xs, shares, threshold) == frozenset(places.tolist())
+    right = np.setdiff1d(np.arange(xs.size), places)
+    assert combine(xs[right], shares[right], threshold) == SECRET
+
+
+@given(seeds, st.integers(1, 12), st.integers(1, 8), st.data())
+def test_whatever_is_found_beyond_is_true(
+    seed: int, threshold: int, more: int, data: st.DataObject
+) -> None:
+    """None, or shares whose removal leaves others that are of one secret."""
+    rng = np.random.default_rng(seed)
+    xs = holders(rng, threshold + more)
+    num_wrong = data.draw(st.integers(more // 2 + 1, xs.size))
+    places = rng.permutation(xs.size)[:num_wrong]
+    shares = changed(split(SECRET, threshold, xs), places, rng)
+    if data.draw(st.booleans()):  # wrong shares that agree: moved by one other polynomial
+        by = split(bytes(range(32, 64)), threshold, xs)
+        shares[places] = (split(SECRET, threshold, xs)[places] + by[places]) % PRIME
+    wrong = wrong_places(xs, shares, threshold)
+    if wrong is not None:
+        assert len(wrong) <= more // 2
+        others = [place for place in range(xs.size) if place not in wrong]
+        assert wrong_places(xs[others], shares[others], threshold) == frozenset()
+        for last in others[threshold:]:
+            chosen = [*others[: threshold - 1], last]
+            weights = kernels.lagrange(xs[chosen])
+            first = kernels.lagrange(xs[others[:threshold]])
+            assert (
+                kernels.weighted_sums(weights, shares[np.newaxis, chosen])
+                == kernels.weighted_sums(first, shares[np.newaxis, others[:threshold]])
+            ).all()
+
+
+def test_shares_that_agree_on_another_secret_outvote_the_others() -> None:
+    """What no decoder can know: which of two polynomials the owner chose."""
+    xs = np.arange(1, 10)
+    first, second = (split(bytes([i]) * 32, 3, xs) for i in (1, 2))
+    shares = np.concatenate([first[:3], second[3:]])
+    assert wrong_places(xs, shares, 3) == frozenset({0, 1, 2})
+    assert wrong_places(xs[:6], shares[:6], 3) is None
+
+
+def test_wrong_places_need_shares_enough_and_within_the_field() -> None:
+    xs = np.arange(1, 6)
+    shares = split(SECRET, 3, xs)
+    assert wrong_places(xs[:3], shares[:3], 3) == frozenset()
+    with pytest.raises(InvalidShare, match="2 shares, at least 3 are required"):
+        wrong_places(xs[:2], shares[:2], 3)
+    shares[4, 2] = PRIME
+    with pytest.raises(InvalidShare, match="limb outside"):
+        wrong_places(xs, shares, 3)
+    with pytest.raises(InvalidShare, match="two shares of one holder"):
+        wrong_places(xs // 2 + 1, shares, 3)
 
 
 # What is no share.
