@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import logging
 import math
 from collections.abc import Callable
 from email.utils import parsedate_to_datetime
 from typing import Any, NamedTuple
 
 import httpx
+from pydantic import TypeAdapter, ValidationError
 
 from fedpress_client.retrying import TryAgain
 from fedpress_protocols.errors import (
@@ -18,16 +20,20 @@ from fedpress_protocols.errors import (
     ServerError,
     TransportError,
 )
-from fedpress_protocols.messages import CheckInResponse
+from fedpress_protocols.messages import CheckInResponse, Identifier
 from fedpress_protocols.plan import Term, TermT, parsed
 
+_log = logging.getLogger(__name__)
+
 MAX_RETRY_AFTER = 3600.0
+_identifiers: TypeAdapter[str] = TypeAdapter(Identifier)
 
 
 class News(NamedTuple):
     """The result of a check-in. `response` is None if there is nothing new.
 
-    `unfit` is an assignment that this release cannot read, and why; the rest of the answer holds.
+    `unfit` is the id of an assignment that this release cannot read, and why; the rest of the
+    answer holds. An assignment without a proper id is left out: no request can name it.
     """
 
     response: CheckInResponse | None
@@ -79,7 +85,11 @@ class Answer(NamedTuple):
                 rest = parsed(CheckInResponse, json.dumps(document | {"assignment": None}))
             except IncompatiblePlan as other:
                 raise TryAgain(self.other(other.detail)) from other
-            name = str(assignment.get("assignment", ""))
+            try:
+                name = _identifiers.validate_python(assignment.get("assignment"))
+            except ValidationError:
+                _log.warning("%s", self.other("an assignment without a proper id"))
+                return News(rest, bounded(rest.retry_after))
             return News(rest, bounded(rest.retry_after), (name, exc))
 
     def _json(self) -> Any:
@@ -103,14 +113,26 @@ def problem_of(response: httpx.Response, data: bytes) -> FedpressError:
     try:
         problem = json.loads(data)
         error = FedpressError.from_problem(problem, status)
-    except (ValueError, TypeError, AttributeError, RecursionError):
+    except (ValueError, TypeError, AttributeError, OverflowError, RecursionError):
         error = FedpressError.from_problem(plain, status)
     # No server can speak of this device's files and links.
     return ServerError(error.detail, hint=error.hint) if isinstance(error, DeviceError) else error
 
 
+def finite(value: object) -> float | None:
+    """A number that a problem states; None for anything else, NaN and integers beyond floats."""
+    if not isinstance(value, int | float):
+        return None
+    try:
+        number = float(value)
+    except OverflowError:
+        return None
+    return number if math.isfinite(number) else None
+
+
 def bounded(seconds: float) -> float:
-    return min(max(seconds, 0.0), MAX_RETRY_AFTER)
+    """Seconds that the device waits; 0 for NaN."""
+    return min(max(0.0, seconds), MAX_RETRY_AFTER)  # max keeps the first unless it is less
 
 
 def retry_after_of(response: httpx.Response, clock: Callable[[], float]) -> float | None:
@@ -146,15 +168,19 @@ def date_of(value: str | None) -> float | None:
 
 
 def length_of(response: httpx.Response) -> int | None:
-    value = response.headers.get("content-length", "")
-    return int(value) if value.isascii() and value.isdigit() and len(value) < 16 else None
+    return _count(response.headers.get("content-length", ""))
 
 
 def range_start_of(response: httpx.Response) -> int:
     """From `bytes 100-199/200`; -1 if the header is not of that form."""
     unit, _, rest = response.headers.get("content-range", "").partition(" ")
-    first = rest.partition("-")[0]
-    return int(first) if unit == "bytes" and first.isascii() and first.isdigit() else -1
+    first = _count(rest.partition("-")[0]) if unit == "bytes" else None
+    return -1 if first is None else first
+
+
+def _count(text: str) -> int | None:
+    """A number of bytes; None if `text` is none that a file can have."""
+    return int(text) if text.isascii() and text.isdigit() and len(text) < 16 else None
 
 
 def header_bytes(headers: httpx.Headers) -> int:

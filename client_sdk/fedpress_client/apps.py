@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from fedpress_client.participation import Condition
-from fedpress_client.trainer import Trainer
+from fedpress_client.trainer import Trainer, check_trainer
 from fedpress_protocols.errors import ConfigurationError, FedpressError
 
 _HINT = "--app takes module:factory, a function without arguments that returns a Trainer"
@@ -26,16 +26,15 @@ def load_trainer(app: str, folder: str | Path = ".") -> Trainer:
     """
     factory = load_callable(app, folder, "factory", _HINT)
     try:
-        trainer: object = factory()
+        trainer: Trainer = factory()
     except FedpressError:
         raise
     except Exception as exc:
         raise RuntimeError(f"the factory {app} raised {type(exc).__name__}: {exc}") from exc
-    if not isinstance(trainer, Trainer):
-        raise ConfigurationError(
-            f"{app!r} returned a {type(trainer).__name__}, which has no train and evaluate",
-            hint=_HINT,
-        )
+    try:
+        check_trainer(trainer)
+    except ConfigurationError as exc:
+        raise ConfigurationError(f"{app!r}: {exc.detail}", hint=_HINT) from exc
     return trainer
 
 

@@ -37,7 +37,7 @@ from fedpress_client.receipts import SHORTEST_PAUSE
 from fedpress_client.settings import ClientOptions, ClientSettings, Services, Stopped, StopSwitch
 from fedpress_client.state import StateDirectory
 from fedpress_client.task_runner import TaskRunner
-from fedpress_client.trainer import Trainer
+from fedpress_client.trainer import Trainer, check_trainer
 from fedpress_client.transport import HttpTransport, Retries, Traffic, Transport
 from fedpress_protocols.errors import ConfigurationError, DeviceNotApproved, UnknownDevice
 from fedpress_protocols.messages import TaskState
@@ -114,6 +114,7 @@ class Client:
     ) -> None:
         if task is not None and not _NAME.fullmatch(task):
             raise ConfigurationError(f"{task!r} cannot be the name of a task")
+        check_trainer(trainer)
         self._settings = settings = ClientSettings(**options)
         if transport is not None and settings.bandwidth is not None:
             raise ConfigurationError(
@@ -209,6 +210,7 @@ class Client:
             return SHORTEST_PAUSE
         except BaseException:
             self._drop()  # memory may be ahead of the disk or behind; the disk is right
+            self._runner.forget()
             raise
         self._enrolment.approved()
         if task.successor is not None:
@@ -265,14 +267,18 @@ class Client:
 
     def own_model(self) -> Model | None:
         """The task's last model as this device uses it: with its personal tensors, and trained on
-        if `fine_tuning` was given. None before the task has ended, or if it is everybody's."""
-        data = self._join().files.own_model()
+        if `fine_tuning` was given. None before the task has ended, or if it is everybody's. Joins
+        the task if none was named and none was joined."""
+        data = self._directory.own_model(self._task or self._join().name)
         return None if data is None else Model.from_bytes(data)
 
     @property
     def ledger(self) -> Ledger:
-        """The account as saved; joins the task if need be."""
-        return self._join().ledger
+        """The account as saved; joins the task unless that was done before."""
+        if self._joined is not None or self._newest is None:
+            return self._join().ledger
+        name, client_id = self._newest.name, self._newest.ledger.client_id
+        return self._directory.peek(name) or Ledger(name, client_id)  # another may hold the lock
 
     # The device's key
 

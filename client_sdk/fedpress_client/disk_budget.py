@@ -8,7 +8,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from fedpress_protocols.errors import ConfigurationError, StateWriteError
+from fedpress_client.checks import check_whole
+from fedpress_protocols.errors import StateWriteError
 
 _log = logging.getLogger(__name__)
 
@@ -28,8 +29,8 @@ class DiskBudget:
     max_bytes: int | None = None
 
     def __post_init__(self) -> None:
-        if self.max_bytes is not None and self.max_bytes < 1:
-            raise ConfigurationError(f"max_disk_bytes must be 1 or more, not {self.max_bytes}")
+        if self.max_bytes is not None:
+            check_whole("max_disk_bytes", self.max_bytes, 1)
 
     def admits(self, path: Path, num_bytes: int) -> bool:
         """Whether a cache of `num_bytes` fits in at `path`; older caches are removed for it."""

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import logging
-import math
 
+from fedpress_client.answers import finite
 from fedpress_client.device_key import change_key, is_changing, is_known_after, rotations
 from fedpress_client.events import (
     ApprovalPending,
@@ -158,10 +158,8 @@ class Enrolment:
             self._is_unapproved = True
             _log.warning("waiting for an operator to approve this device, key %s", self.key_id)
             self._events.emit(ApprovalPending(key_id=self.key_id))
-        after = refusal.members.get("retry_after")
-        if not isinstance(after, int | float) or not math.isfinite(after) or after <= 0:
-            return _APPROVAL_PAUSE
-        return min(float(after), MAX_RETRY_AFTER)
+        after = finite(refusal.members.get("retry_after"))
+        return min(after, MAX_RETRY_AFTER) if after is not None and after > 0 else _APPROVAL_PAUSE
 
     def approved(self) -> None:
         """Report an approval that the device had to wait for."""

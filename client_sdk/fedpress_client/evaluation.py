@@ -13,7 +13,7 @@ from fedpress_client.events import EvaluationFailed, InRound, ModelEvaluated
 from fedpress_client.failures import Failures
 from fedpress_client.joined_task import JoinedTask
 from fedpress_client.settings import Services
-from fedpress_client.trainer import Evaluation
+from fedpress_client.trainer import Evaluation, check_evaluation, unchanged
 from fedpress_protocols.errors import ConfigurationError, Conflict, MalformedRequest, NotFound
 from fedpress_protocols.messages import Attribute, ClassCount, EvaluationReport
 from fedpress_protocols.model import Model
@@ -35,29 +35,39 @@ class Evaluator:
         self, task: JoinedTask, digest: str, model: Model, about: InRound | None = None
     ) -> None:
         """Measure `model` unless it was the newest measured; a failure is counted, not raised,
-        until the failure policy allows no more."""
+        until the failure policy allows no more. Raises ConfigurationError for a trainer that
+        changed the model: training begins at it."""
         if not self.can_evaluate or self._newest == digest:
             return
         self._newest = digest
-        events, settings = self._services.events, self._services.settings
+        own = personalised(model, task.ledger)
+        with unchanged(own, "evaluate"):
+            report = self._measured(digest, own, about)
+        if report is None:
+            return
+        event = ModelEvaluated(
+            model=digest, num_examples=report.num_examples, metrics=report.metrics
+        )
+        self._services.events.emit(event, about)
+        self._send(task, report)
+
+    def _measured(self, digest: str, own: Model, about: InRound | None) -> EvaluationReport | None:
+        """The trainer's report; None if it measured nothing or failed."""
         try:
-            evaluation = self._trainer.evaluate(personalised(model, task.ledger))
+            evaluation = check_evaluation(self._trainer.evaluate(own))
             if evaluation is None:
                 self.can_evaluate = False
-                return
-            metrics = finite(evaluation.metrics)
-            report = _report(digest, evaluation, metrics, settings.attributes or {})
+                return None
+            attributes = self._services.settings.attributes or {}
+            report = _report(digest, evaluation, attributes)
         except Exception as exc:
             trace = None if isinstance(exc, ConfigurationError) else exc
             _log.error("model %s is not evaluated: %s", digest[:12], exc, exc_info=trace)
-            events.emit(EvaluationFailed(reason=str(exc) or repr(exc)), about)
+            self._services.events.emit(EvaluationFailed(reason=str(exc) or repr(exc)), about)
             self._failures.add(exc)
-            return
+            return None
         self._failures.clear()
-        num_examples = evaluation.num_examples
-        event = ModelEvaluated(model=digest, num_examples=num_examples, metrics=metrics)
-        events.emit(event, about)
-        self._send(task, report)
+        return report
 
     def _send(self, task: JoinedTask, report: EvaluationReport) -> None:
         if self._services.budget.is_private(task.name):  # what it measures has no noise
@@ -73,32 +83,23 @@ class Evaluator:
 
 
 def finite(metrics: Mapping[str, float]) -> dict[str, float]:
-    """The finite metrics as plain floats; JSON has no word for the others."""
-    if not isinstance(metrics, Mapping):
-        raise ConfigurationError(
-            f"metrics are a {type(metrics).__name__}, not a mapping of names to numbers",
-            hint='give them as {"accuracy": 0.9}',
-        )
-    floats = {name: float(value) for name, value in metrics.items()}
-    finite_values = {name: value for name, value in floats.items() if math.isfinite(value)}
-    if len(finite_values) < len(floats):
+    """The finite metrics; JSON has no word for the others."""
+    finite_values = {name: value for name, value in metrics.items() if math.isfinite(value)}
+    if len(finite_values) < len(metrics):
         _log.warning(
-            "not finite, left out: %s", ", ".join(sorted(set(floats) - set(finite_values)))
+            "not finite, left out: %s", ", ".join(sorted(set(metrics) - set(finite_values)))
         )
     return finite_values
 
 
 def _report(
-    digest: str,
-    evaluation: Evaluation,
-    metrics: dict[str, float],
-    attributes: Mapping[str, Attribute],
+    digest: str, evaluation: Evaluation, attributes: Mapping[str, Attribute]
 ) -> EvaluationReport:
     try:
         return EvaluationReport(
             model=digest,
             num_examples=evaluation.num_examples,
-            metrics=metrics,
+            metrics=finite(evaluation.metrics),
             classes={
                 label: ClassCount(num_examples=examples, correct=correct)
                 for label, (examples, correct) in evaluation.classes.items()

@@ -27,7 +27,7 @@ _log = logging.getLogger(__name__)
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClientEvent:
     """Fields of every event. `task` is empty before a task is known; `round` and `attempt` are 0
-    where the event belongs to no round."""
+    where the event belongs to no round, or to one whose plan this release cannot read."""
 
     kind: ClassVar[str]
 
@@ -139,7 +139,8 @@ class EvaluationFailed(ClientEvent):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UpdateTrained(ClientEvent):
-    """Training is done, and the update is durable on this device, `body_bytes` when encoded."""
+    """Training is done, and the update is durable on this device, `body_bytes` when encoded. Of its
+    examples `num_examples` count, the task's `max_examples` at most."""
 
     kind: ClassVar[str] = "trained"
 

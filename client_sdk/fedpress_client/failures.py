@@ -9,8 +9,9 @@ import math
 from dataclasses import dataclass, field, replace
 from statistics import median
 
+from fedpress_client.checks import check_kind, check_number, check_whole
 from fedpress_client.state import TaskFiles
-from fedpress_protocols.errors import ConfigurationError, StateWriteError
+from fedpress_protocols.errors import StateWriteError
 from fedpress_protocols.plan import RoundPlan
 
 _log = logging.getLogger(__name__)
@@ -39,13 +40,10 @@ class FailurePolicy:
     skips_late: bool = True
 
     def __post_init__(self) -> None:
-        if self.allowed < 0:
-            raise ConfigurationError(f"allowed must be 0 or more failures, not {self.allowed}")
-        if not 0 <= self.pause <= self.longest_pause < math.inf:
-            raise ConfigurationError(
-                f"pause must lie in [0, longest_pause] seconds, and be finite: pause is "
-                f"{self.pause}, longest_pause {self.longest_pause}"
-            )
+        check_whole("allowed", self.allowed, 0)
+        check_number("pause", self.pause, 0)
+        check_number("longest_pause", self.longest_pause, self.pause)
+        check_kind("skips_late", self.skips_late, bool)
 
     def pause_after(self, failures: int) -> float:
         """Seconds to wait after so many failures in a row; 0 after none."""

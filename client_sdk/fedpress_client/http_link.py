@@ -14,6 +14,7 @@ import ssl
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from http.cookiejar import CookieJar, DefaultCookiePolicy
 from pathlib import Path
 from random import SystemRandom
 from time import sleep as _sleep
@@ -24,11 +25,13 @@ from urllib.request import getproxies, proxy_bypass
 import httpx
 
 from fedpress_client import tls, tracing
+from fedpress_client.answer_watch import AnswerWatch
 from fedpress_client.answers import (
     Answer,
     bounded,
     date_of,
     drawn_pause,
+    finite,
     header_bytes,
     length_of,
     problem_of,
@@ -44,6 +47,7 @@ from fedpress_protocols.errors import (
     ConfigurationError,
     DigestMismatch,
     MalformedRequest,
+    NotFound,
     ReplayedRequest,
     TransportError,
 )
@@ -135,6 +139,7 @@ class HttpLink:
         self.clock, self.random = settings.clock, settings.random
         self._bandwidth, self._sleep = settings.bandwidth or Bandwidth(), settings.sleep
         self._on_transfer = settings.on_transfer
+        self._watch = AnswerWatch(settings.timeout, settings.clock, settings.sleep)
         self._loop = RetryLoop(settings.retries or Retries(), settings.sleep, settings.random)
         self._ahead = 0.0
         """Seconds by which the server's clock is ahead of this device's."""
@@ -154,6 +159,7 @@ class HttpLink:
                 transport=settings.http,
                 timeout=settings.timeout,
                 follow_redirects=False,
+                cookies=CookieJar(DefaultCookiePolicy(allowed_domains=[])),  # keeps none
                 headers={
                     "User-Agent": f"fedpress/{__version__}",
                     # Bytes are counted and digests taken of what travels; nothing here compresses
@@ -185,10 +191,11 @@ class HttpLink:
 
     def file(self, path: str, digest: str | None, max_bytes: int) -> bytes:
         """The bytes at `path`, checked by their SHA-256 if that is known before."""
-        received = bytearray()
+        received, most_received = bytearray(), 0
 
         def fetch() -> bytes:
             """The rest of it; what came before a broken connection is kept."""
+            nonlocal most_received
             num_received = len(received)
             headers = {"Range": f"bytes={num_received}-"} if num_received else {}
             try:
@@ -211,7 +218,8 @@ class HttpLink:
                     if announced is not None and len(received) < start + announced:
                         raise TryAgain(TransportError(f"{path} broke off at {len(received)} bytes"))
             except TryAgain as retry:
-                retry.progress = len(received) > num_received
+                retry.progress = len(received) > most_received
+                most_received = max(most_received, len(received))
                 raise
             if digest is not None and hashlib.sha256(received).hexdigest() != digest:
                 received.clear()
@@ -298,6 +306,7 @@ class HttpLink:
             content=pieces,
             headers={**content, **headers, **tracing.carried()},
             timeout=httpx.Timeout(self._timeout, read=self._timeout + wait),
+            extensions={"trace": self._watch.tracer(wait)},
         )
         signature = sign_request(
             self.key,
@@ -345,6 +354,13 @@ class HttpLink:
                 hint="a redirect is not followed: give the final URL",
             )
         error = problem_of(response, b"".join(self.chunks(response, MAX_ANSWER_BYTES)))
+        prefix = httpx.URL(self._url).path.rstrip("/")
+        if type(error) is NotFound and prefix:
+            raise NotFound(
+                f"the server at {self._url}: {error.detail}",
+                hint=error.hint
+                or f"give the server's URL without the path {prefix}, unless a proxy expects it",
+            )
         if isinstance(error, ClockSkew):
             raise TryAgain(error, at_most=2, pause=0.0 if self._adjusted(error, response) else None)
         if isinstance(error, ReplayedRequest):
@@ -353,31 +369,32 @@ class HttpLink:
             raise TryAgain(error, at_most=3)
         if status in _AGAIN or status >= 500:
             after = retry_after_of(response, self.clock)
-            stated = error.members.get("retry_after")
-            if after is None and isinstance(stated, int | float):
-                after = bounded(float(stated))
+            stated = finite(error.members.get("retry_after"))
+            if after is None and stated is not None:
+                after = bounded(stated)
             raise TryAgain(error, after=after)
         raise error
 
     def _adjusted(self, error: ClockSkew, response: httpx.Response) -> bool:
         """Sign with the server's time from now on; False if it did not state it."""
-        server_time = error.members.get("server_time")
-        if not isinstance(server_time, int | float) or not math.isfinite(server_time):
+        server_time = finite(error.members.get("server_time"))
+        if server_time is None:
             server_time = date_of(response.headers.get("date"))
         if server_time is None:
             return False
-        self._ahead = float(server_time) - self.clock()
+        self._ahead = server_time - self.clock()
         _log.warning(
             "the clock here is %.0f s off the server's; signing with its time", self._ahead
         )
         return True
 
     def chunks(self, response: httpx.Response, at_most: int) -> Iterator[bytes]:
-        """The body as it comes, counted; BodyTooLarge beyond `at_most` bytes."""
+        """The body as it comes, counted; BodyTooLarge beyond `at_most` bytes, TryAgain where it is
+        too slow."""
         if (announced := length_of(response) or 0) > at_most:
             raise BodyTooLarge(f"an answer of {announced} bytes where {at_most} are allowed")
         received = 0
-        for chunk in response.iter_raw():
+        for chunk in self._watch.body(response):
             received += len(chunk)
             self.traffic.body_down += len(chunk)
             self.traffic.wire_down += len(chunk)

@@ -8,7 +8,14 @@ from pydantic import ValidationError
 
 from fedpress_client.answers import json_of
 from fedpress_client.http_link import HttpLink
-from fedpress_client.parts import FIRST_PART, Delivery, PartSizes, PartsNotOffered, largest_in
+from fedpress_client.parts import (
+    FIRST_PART,
+    LEAST_PART,
+    Delivery,
+    PartSizes,
+    PartsNotOffered,
+    largest_in,
+)
 from fedpress_client.retrying import TryAgain
 from fedpress_protocols.errors import NotFound, TransportError
 from fedpress_protocols.messages import (
@@ -38,12 +45,15 @@ class HttpParts:
 
         delivery = Delivery(self, assignment, self._sizes, self._link.clock, report, query)
 
+        furthest = 0
+
         def attempt() -> UploadAck:
-            start = delivery.offset
+            nonlocal furthest
             try:
                 return delivery.whole(body)
             except TryAgain as retry:
-                retry.progress = delivery.offset > start
+                retry.progress = delivery.offset > furthest
+                furthest = max(furthest, delivery.offset)
                 delivery.cut()
                 raise
 
@@ -72,7 +82,7 @@ class HttpParts:
                 raise PartsNotOffered(f"the server has no {path}") from exc
             raise
         answer.check()
-        return answer.parsed(PartialUpload)
+        return _checked(answer.parsed(PartialUpload))
 
     def held_parts(self, assignment: str, partial: str) -> PartialUpload:
         path = _path(assignment, partial)
@@ -80,7 +90,7 @@ class HttpParts:
             self._link.raise_refusal(response)
             headers = response.headers
         try:
-            return PartialUpload(
+            status = PartialUpload(
                 partial=partial,
                 offset=int(headers["upload-offset"]),
                 digest=headers["upload-digest"],
@@ -89,12 +99,13 @@ class HttpParts:
             )
         except (KeyError, ValueError, ValidationError) as exc:
             raise TryAgain(TransportError(f"{path} does not say where it stands")) from exc
+        return _checked(status)
 
     def send_part(self, assignment: str, partial: str, offset: int, part: bytes) -> PartialUpload:
         path = f"{_path(assignment, partial)}?offset={offset}"
         answer = self._link.once("PATCH", path, part, {"Content-Type": _OFFSET_OCTETS})
         answer.check()
-        return answer.parsed(PartialUpload)
+        return _checked(answer.parsed(PartialUpload))
 
     def complete_parts(
         self, assignment: str, partial: str, completion: PartialCompletion, query: str
@@ -111,6 +122,15 @@ class HttpParts:
             pass
         except TryAgain as retry:
             raise retry.error from retry
+
+
+def _checked(status: PartialUpload) -> PartialUpload:
+    """Raise PartsNotOffered for parts of so few bytes that the requests cost more than they."""
+    if status.ack is None and status.part_bytes < LEAST_PART:
+        raise PartsNotOffered(
+            f"the server takes parts of {status.part_bytes} bytes, fewer than {LEAST_PART}"
+        )
+    return status
 
 
 def _path(assignment: str, partial: str = "") -> str:

@@ -69,6 +69,11 @@ class JoinedTask:
         )
 
     @property
+    def was_assigned(self) -> bool:
+        """Whether this device was given a round, as far as it knows: others measure no models."""
+        return bool(self.ledger.pending or self.ledger.settled or self.declined)
+
+    @property
     def unsent(self) -> list[str]:
         """Pending uploads of the clear lane that the server has not answered in this process."""
         return [

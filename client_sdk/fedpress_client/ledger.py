@@ -13,6 +13,7 @@ At every moment, for each coordinate and in unweighted units,
 to float32 rounding. What a compressor keeps from update to update, the residual included, is its
 own affair: it says what an upload under way, a receipt and a rejection do to its state (`send`,
 `commit`, `roll_back`), and the ledger stores that. Under dgc what was computed is the velocities.
+Under control variates what compression leaves out does not count: it is in later gradients too.
 What an upload stands for is taken from its own decoded bytes, or whole numbers where they are to be
 masked, in units of the update whatever its weight in the sum. Nothing in here touches a disk, a
 network or a clock.
@@ -186,8 +187,11 @@ class Ledger:
             _, state, _ = compressor.send(closed, update, before, public, rng)
             ledger = replace(ledger, settled=ledger._remembering(key, "not-included"))
             return ledger._left(compressor, state, update, closed.sent, key), None
-        ledger = ledger._left(compressor, state, update, channel.sent, key)
         control = plan.client_terms.control
+        if control is None:
+            ledger = ledger._left(compressor, state, update, channel.sent, key)
+        else:
+            ledger = ledger._with_state(compressor, state, state_name(compressor))
         pending = Pending(
             body=channel.body,
             update=channel.sent,
@@ -282,6 +286,24 @@ class Ledger:
         if not is_included:
             return ledger._rolled_back(pending, pending.update, key)
         return ledger._committed(pending)._keeping(pending, receipt)
+
+    def restarted(self) -> Ledger:
+        """The account before the first round of another training. The residual becomes a discard;
+        pending uploads count as not included and are not sent again."""
+        ledger = self
+        if self.residual is not None:
+            residual = Update.from_dense(self.residual)
+            ledger = self._discarding("other-model", residual, None)
+        for key in self.pending:
+            ledger = replace(ledger, settled=ledger._remembering(key, "not-included"))
+        return replace(
+            Ledger(self.task, self.client_id),
+            settled=ledger.settled,
+            discards=ledger.discards,
+            counter=ledger.counter,
+            included=self.included,
+            not_included=self.not_included + len(self.pending),
+        )
 
     def goes_back_to(self, backup_at: int) -> Ledger:
         """The account once it is known how far the server may go back, Unix seconds: of what was

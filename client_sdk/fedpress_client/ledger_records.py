@@ -15,7 +15,7 @@ from fedpress_protocols.errors import ConfigurationError, IncompatiblePlan
 
 Reason = Literal[
     "not-sent", "not-included", "spec-changed", "decayed", "capped", "invalid", "not-saved",
-    "rolled-back",
+    "rolled-back", "other-model",
 ]  # fmt: skip
 
 
@@ -45,9 +45,11 @@ KEEP_ALL = ResidualRules()
 class Discard:
     """Something computed that will not reach the model, and why.
 
-    not-sent      compression without error feedback lost it, or took it beyond the plan's bound
+    not-sent      compression without error feedback lost it, or took it beyond the plan's bound;
+                  under control variates it is not lost, see docs/strategies.md
     not-included  an upload without error feedback came to nothing
     spec-changed  it was waiting for a model of other tensors
+    other-model   it was waiting for a model that is trained no further
     decayed       ResidualRules.decay
     capped        ResidualRules.max_ratio
     invalid       NaN, infinity or beyond float32: nothing of the update could be kept

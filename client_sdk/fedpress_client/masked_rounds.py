@@ -75,11 +75,12 @@ class MaskedRounds:
             return None
         if key in task.declined:
             return None
-        self._services.progress.round = task.ledger.pending[key].round
+        upload = task.ledger.pending[key]
+        self._services.progress.round = upload.round
         try:
             return part.advance(self._services.settings.wait)
         except (ConfigurationError, MalformedRequest) as exc:
-            self._uploads.decline(task, key, "session-failed", exc)
+            self._uploads.decline(task, key, upload, "session-failed", exc)
             return None
 
     def _member(self, *, may_ask: bool) -> Member | None:

@@ -53,6 +53,7 @@ _SAID_IN = {
 _LONGEST_SECONDS = 7 * 24 * 3600
 """The latest expiry of a session: so long a device remembers that it has answered it."""
 _AGAIN_SECONDS = 1.0
+"""The least time from one question to the next, if the answer was nothing new."""
 _OVER = (Conflict, Forbidden, NotFound)
 
 
@@ -193,6 +194,7 @@ class MaskedPart:
         """
         try:
             while True:
+                asked_at = self._clock()
                 self._expire()
                 machine = self._machine
                 pause = None
@@ -210,7 +212,8 @@ class MaskedPart:
                     self._speak(machine)
                     pause = self._listen(machine, wait)
                 if pause is not None:
-                    return pause
+                    held = self._clock() - asked_at
+                    return pause if held >= _AGAIN_SECONDS else max(pause, _AGAIN_SECONDS)
         except _OVER as exc:
             self._tell(self._diary.assignment, "left", exc.detail)
             return None
@@ -321,7 +324,8 @@ class MaskedPart:
             self._tell(name, step, machine.sid.hex())
 
     def _listen(self, machine: MaskingClient, wait: float) -> float | None:
-        """Hear what comes of it, and go on with that."""
+        """Hear what comes of it, and go on with that; the pause before asking again if it is
+        nothing, or what was heard before."""
         step = _SAID_IN[machine.phase]
         answer = self._transport.hear(self._diary.assignment, step, wait)
         if not isinstance(answer, bytes):
@@ -329,17 +333,21 @@ class MaskedPart:
         message = parse(answer)
         if not isinstance(message, ServerMessage):
             raise MalformedRequest(f"a message of kind {message.NAME!r}, which is a client's")
-        self._enter(machine.on(message, self._clock()))
-        return None
+        is_news = self._enter(machine.on(message, self._clock()))
+        return None if is_news else _AGAIN_SECONDS
 
     def _withdraw(self, machine: MaskingClient) -> None:
         if machine.reason and "withdrawn" not in self._said:
             self._said.add("withdrawn")
             raise IncompatiblePlan(f"withdrawn from the session: {machine.reason}")
 
-    def _enter(self, step: MaskingStep) -> None:
+    def _enter(self, step: MaskingStep) -> bool:
+        """Make the step durable and take it; whether it changes anything."""
+        if step.written() is self._machine:
+            return False
         self._write(replace(self._diary, record=step.record))
         self._machine = step.written()
+        return True
 
     def _write(self, diary: _Diary) -> None:
         self._files.save_session(diary.to_bytes())

@@ -5,8 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
+from fedpress_client.checks import (
+    check_choices,
+    check_kind,
+    check_number,
+    check_public_key,
+    check_whole,
+    checked_file,
+)
 from fedpress_compression.compressor import compressors, members
 from fedpress_protocols.errors import ConfigurationError, PlanDeclined
 from fedpress_protocols.masking.graph import Adversary
@@ -32,7 +40,7 @@ class MaskingRules:
     one masked update may count. `compressors`: the ids that a plan's profiles may use, without
     error_feedback, which sends nothing of its own. `min_support`: how many numbers of an update a
     masked sum must hold. `max_rounds`: the updates that the device prepares for one task. Raises
-    ConfigurationError for bounds that no plan keeps.
+    ConfigurationError for values that cannot work, and where there is no file `certificate`.
     """
 
     authority: str | None = None
@@ -50,16 +58,25 @@ class MaskingRules:
     max_rounds: int | None = None
 
     def __post_init__(self) -> None:
+        if self.authority is not None:
+            check_public_key("authority", self.authority, "fedpress authority public")
+        if self.certificate is not None:
+            object.__setattr__(self, "certificate", checked_file("certificate", self.certificate))
+        check_whole("minimum", self.minimum, 3)
+        if self.adversary not in get_args(Adversary):
+            raise ConfigurationError(
+                f"adversary must be {' or '.join(get_args(Adversary))}, not {self.adversary!r}"
+            )
+        check_number("corrupt", self.corrupt, 0, 0.9999)
+        check_choices("suites", self.suites, SUITES)
+        for name in ("hybrid", "reports_evaluations", "required"):
+            check_kind(name, getattr(self, name), bool)
         for name in ("max_weight", "min_support", "max_rounds"):
             value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ConfigurationError(f"{name} must be at least 1, not {value}")
-        unknown = sorted(set(self.compressors or ()) - set(compressors()))
-        if unknown or self.compressors == ():
-            raise ConfigurationError(
-                f"compressors names {', '.join(unknown) or 'none'}",
-                hint=f"choose among {', '.join(sorted(compressors()))}",
-            )
+            if value is not None or name == "min_support":
+                check_whole(name, value, 1)
+        if self.compressors is not None:
+            check_choices("compressors", self.compressors, sorted(compressors()))
 
     def check_lane(self, lane: str, about: str, *, is_pinned: bool) -> None:
         """Raises PlanDeclined for a `lane` other than "masked" where masking is required, or where
@@ -127,7 +144,7 @@ def _name_of(plan: RoundPlan) -> str:
 
 
 def _ids(compressor: Any) -> Iterator[str]:
-    if not compressor.keeps_residual:
+    if compressor.wire_id != "error_feedback":
         yield compressor.wire_id
     for member in members(compressor):
         yield from _ids(member)

@@ -51,7 +51,9 @@ class ModelReader:
             self._key = key  # this process or another one has changed it
             model = self._published.get(task, max_age)
         if not account.client_id:
-            self._peeked = account = self._peeked or self._directory.peek(task) or account
+            if self._peeked is None or self._peeked.task != task:
+                self._peeked = self._directory.peek(task) or Ledger(task, "")
+            account = self._peeked
         return personalised(model, account)
 
     def _open(self) -> AbstractContextManager[Transport]:

@@ -36,6 +36,10 @@ class TaskModels:
             self._newest = (digest, self.read(task, digest))
         return self._newest[1]
 
+    def forget(self) -> None:
+        """Drop the model in memory; the next use reads it from the disk or the server."""
+        self._newest = None
+
     def read(self, task: JoinedTask, digest: str) -> Model:
         """A model from the task's folder, or else from the server."""
         data = task.files.model(digest)

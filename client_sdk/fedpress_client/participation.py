@@ -15,11 +15,10 @@ A device that refuses does not check in, so no round counts on it. `Battery`, `I
 from __future__ import annotations
 
 import logging
-import math
 import os
 import re
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 from fnmatch import fnmatch
@@ -28,6 +27,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
+from fedpress_client.checks import check_kind, check_number
 from fedpress_client.events import EventLog, ParticipationPostponed
 from fedpress_protocols.errors import ConfigurationError
 
@@ -53,8 +53,7 @@ class Refusal:
 
 
 def _check_seconds(seconds: float) -> None:
-    if not (math.isfinite(seconds) and seconds > 0):
-        raise ConfigurationError(f"a refusal of {seconds} seconds; give a number above 0")
+    check_number("seconds", seconds, 0, above=True)
 
 
 Condition: TypeAlias = Callable[[], bool | Refusal]
@@ -85,7 +84,9 @@ def checked_conditions(
     """One condition or several as a tuple. Raises ConfigurationError for what cannot be called."""
     if conditions is None:
         return ()
-    several = (conditions,) if callable(conditions) else tuple(conditions)
+    several: tuple[Any, ...] = (conditions,)
+    if not callable(conditions) and isinstance(conditions, Iterable):
+        several = tuple(conditions)
     for each in several:
         if not callable(each):
             raise ConfigurationError(
@@ -131,8 +132,8 @@ class Battery:
     folder: Path = Path("/sys/class/power_supply")
 
     def __post_init__(self) -> None:
-        if not 0 <= self.min_percent <= 100:
-            raise ConfigurationError(f"min_percent must lie in [0, 100], not {self.min_percent}")
+        check_number("min_percent", self.min_percent, 0, 100)
+        check_kind("only_on_power", self.only_on_power, bool)
         _check_seconds(self.seconds)
         if not _has_sysfs():
             _psutil()
@@ -268,8 +269,7 @@ class Load:
     seconds: float = ASK_AGAIN
 
     def __post_init__(self) -> None:
-        if not (math.isfinite(self.max_load) and self.max_load > 0):
-            raise ConfigurationError(f"max_load must be a number above 0, not {self.max_load}")
+        check_number("max_load", self.max_load, 0, above=True)
         _check_seconds(self.seconds)
         if _load() is None:
             raise ConfigurationError(

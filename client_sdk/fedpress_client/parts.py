@@ -53,7 +53,7 @@ class PartVerbs(Protocol):
 
 
 class PartsNotOffered(Exception):
-    """The server has no uploads by parts: the body is to go in one."""
+    """The server has no uploads by parts, or of parts too small: the body is to go in one."""
 
 
 @dataclass(slots=True)
@@ -184,6 +184,8 @@ class Delivery:
         start = self._clock()
         status = self._verbs.send_part(self._assignment, self._name, self.offset, part)
         self._sizes.arrived(len(part), self._clock() - start)
+        if status.offset != self.offset + len(part):
+            raise OffsetConflict(f"{status.offset} after a part of {len(part)} at {self.offset}")
         self._at(status)
 
     def _at(self, status: PartialUpload) -> None:

@@ -15,8 +15,9 @@ from typing import Literal, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from fedpress_client.checks import check_choices, check_kind, check_number
 from fedpress_client.state import StateDirectory, write_durably
-from fedpress_protocols.errors import ConfigurationError, PlanDeclined, StateCorrupt
+from fedpress_protocols.errors import PlanDeclined, StateCorrupt
 from fedpress_protocols.plan import PrivacyTerms, RoundPlan
 from fedpress_protocols.privacy import accounting
 from fedpress_protocols.privacy.accounting import PrivacyLane
@@ -43,14 +44,13 @@ class PrivacyRules:
     lanes: frozenset[PrivacyLane] = frozenset({"distributed", "local"})
 
     def __post_init__(self) -> None:
-        if self.max_epsilon is not None and not self.max_epsilon > 0:
-            raise ConfigurationError(f"max_epsilon must be positive, not {self.max_epsilon}")
+        if self.max_epsilon is not None:
+            check_number("max_epsilon", self.max_epsilon, 0, above=True)
+        check_number("delta", self.delta, 0, 1)
         accounting.check_delta(self.delta)
-        if not self.lanes or not self.lanes <= set(get_args(PrivacyLane)):
-            raise ConfigurationError(
-                f"lanes must be some of {', '.join(get_args(PrivacyLane))}, not "
-                f"{', '.join(sorted(self.lanes)) or 'none'}"
-            )
+        check_kind("required", self.required, bool)
+        check_choices("lanes", self.lanes, get_args(PrivacyLane))
+        object.__setattr__(self, "lanes", frozenset(self.lanes))
 
 
 NO_RULES = PrivacyRules(required=False)
@@ -137,9 +137,9 @@ class PrivacyBudget:
         )
 
     def is_private(self, task: str) -> bool:
-        """Whether the device has seen privacy terms of the task: nothing but noised sums of its
-        data may leave the device then."""
-        return task in self._private or task in self._read().tasks
+        """Whether the device requires privacy terms, or has seen some of the task: nothing but
+        noised sums of its data may leave the device then."""
+        return self._rules.required or task in self._private or task in self._read().tasks
 
     @property
     def _path(self) -> Path:

@@ -50,12 +50,16 @@ class PublishedModel:
         self._clock, self._max_bytes = clock, max_bytes
         self._bases = Bases(directory)
         self._lock = threading.Lock()
+        self._task = ""
         self._newest: tuple[str, Model] | None = None
+        """Of `_task`, with its digest."""
         self._asked_at: float | None = None
 
     def get(self, task: str, max_age: float) -> Model:
         """See `Client.model`."""
         with self._lock:
+            if task != self._task:  # a client without a task of its own asks for whichever runs
+                self._task, self._newest, self._asked_at = task, None, None
             now = self._clock()
             is_fresh = self._asked_at is not None and 0 <= now - self._asked_at < max_age
             if self._newest is not None and is_fresh:

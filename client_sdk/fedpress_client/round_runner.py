@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 
 import numpy as np
 
@@ -28,7 +28,7 @@ from fedpress_client.outgoing import Outgoing
 from fedpress_client.randomness import compression_rng, rounding_secret, training_seed
 from fedpress_client.settings import Services
 from fedpress_client.side_information import SideInformation
-from fedpress_client.trainer import Trained
+from fedpress_client.trainer import Trained, check_trained, unchanged
 from fedpress_client.update_figures import Timing, figures_of
 from fedpress_client.uploads import Uploads
 from fedpress_compression.compressor import Knowledge
@@ -72,7 +72,6 @@ class _Output:
     """A trained and compressed update, not saved yet; no `body` where it went out of bounds."""
 
     trained: Trained
-    metrics: dict[str, float]
     update: Vector
     ledger: Ledger
     body: bytes | None
@@ -96,6 +95,8 @@ class RoundRunner:
         self._models, self._knowledge, self._evaluator = models, knowledge, evaluator
         self._masked, self._uploads = masked, uploads
         self._failures = Failures(services.settings.failure_policy)
+        self._has_warned = False
+        """Of examples that do not count."""
 
     @property
     def failure_pause(self) -> float:
@@ -131,7 +132,8 @@ class RoundRunner:
             return False
         remaining = max(seconds_left, 0.0)
         reason = f"this device needs {duration:.0f} s, and {remaining:.0f} s are left"
-        self._uploads.decline(task, assignment.assignment, "too-slow", reason, duration)
+        key, plan = assignment.assignment, assignment.plan
+        self._uploads.decline(task, key, plan, "too-slow", reason, duration)
         durations.after_skipping().keep(task.files)
         return True
 
@@ -145,7 +147,7 @@ class RoundRunner:
         try:
             inputs = self._download(task, assignment)
         except _UNSUITABLE as exc:
-            self._uploads.decline(task, key, "incompatible-plan", exc)
+            self._uploads.decline(task, key, plan, "incompatible-plan", exc)
             return False
         self._evaluator.evaluate(task, plan.model, inputs.model, plan)
         if self._services.stopping.is_set:
@@ -155,7 +157,7 @@ class RoundRunner:
             return False
         if output.body is None:
             outgoing.abandon()
-            self._uploads.decline(task, key, "invalid-update", out_of_bounds(assignment))
+            self._uploads.decline(task, key, plan, "invalid-update", out_of_bounds(assignment))
             return False
         outgoing.finish()
         self._failures.clear()
@@ -163,13 +165,25 @@ class RoundRunner:
         if plan.lane == "clear" and plan.privacy is None:
             task.figures[key] = figures
         event = UpdateTrained(
-            num_examples=output.trained.num_examples,
+            num_examples=self._counted(plan, output.trained.num_examples),
             body_bytes=len(output.body),
-            metrics=output.metrics,
+            metrics=output.trained.metrics,
             figures=figures.model_dump(exclude_none=True),
         )
         self._services.events.emit(event, plan)
         return not self._services.stopping.is_set
+
+    def _counted(self, plan: RoundPlan, num_examples: int) -> int:
+        """How many of an update's examples count; under privacy terms all updates do alike."""
+        most = plan.fixed_point.max_examples
+        if num_examples <= most or plan.privacy is not None:
+            return num_examples
+        if not self._has_warned:
+            self._has_warned = True
+            text = "an update of %d examples counts as one of %d, the most that task %r counts: "
+            hint = "whoever makes the task can raise its max_examples"
+            _log.warning(text + hint, num_examples, most, plan.task)
+        return most
 
     def _download(self, task: JoinedTask, assignment: Assignment) -> _Inputs:
         """Check the plan and fetch all that it names; raises one of _UNSUITABLE."""
@@ -205,10 +219,11 @@ class RoundRunner:
         try:
             with tracing.span("train"):
                 request = terms.work(seed, inputs.support, self._progress.of("train"))
-                trained = self._services.trainer.train(terms.model, request)
+                with unchanged(terms.model, "train"):
+                    result = self._services.trainer.train(terms.model, request)
             trained_at = time.perf_counter()
             self._progress.finish("train")
-            change, metrics = checked_change(trained, terms.model)
+            trained, change = checked_change(result, terms.model)
             outgoing.expect(_max_bytes(assignment, inputs.model.spec))
             update = terms.update(change, trained)
             self._progress.report("compress", 0, 1)
@@ -217,14 +232,14 @@ class RoundRunner:
         except InvalidUpdate as exc:
             outgoing.abandon()
             task.save(task.ledger.refuse(key, update))
-            self._fail(task, key, "invalid-update", exc)
+            self._fail(task, inputs.assignment, "invalid-update", exc)
             return None
         except Exception as exc:
             outgoing.abandon()
-            self._fail(task, key, "training-failed", exc)
+            self._fail(task, inputs.assignment, "training-failed", exc)
             return None
         timing = Timing(trained_at - began_at, time.perf_counter() - trained_at)
-        return _Output(trained, metrics, update, ledger, body, timing)
+        return _Output(trained, update, ledger, body, timing)
 
     def _compress(
         self,
@@ -252,11 +267,11 @@ class RoundRunner:
 
     def _save(self, task: JoinedTask, inputs: _Inputs, output: _Output, outgoing: Outgoing) -> bool:
         """Make the account durable; False, and the assignment declined, where that fails."""
-        key = inputs.assignment.assignment
+        key, plan = inputs.assignment.assignment, inputs.assignment.plan
         part, session = task.masked_part, inputs.session
         try:
             if output.body is not None:
-                self._debit(inputs.assignment.plan)
+                self._debit(plan)
             if output.body is not None and session is not None and part is not None:
                 part.enter(key, session)
             task.save(output.ledger)
@@ -264,12 +279,12 @@ class RoundRunner:
             outgoing.abandon()
             task.ledger = task.ledger.refuse(key, output.update, "not-saved")
             task.report_discards()
-            self._fail(task, key, "storage-failed", exc)
+            self._fail(task, inputs.assignment, "storage-failed", exc)
             return False
         except PlanDeclined as exc:  # another task of this device has spent what was left
             outgoing.abandon()
             task.save(task.ledger.refuse(key, output.update, "not-sent"))
-            self._uploads.decline(task, key, "privacy-budget", exc)
+            self._uploads.decline(task, key, plan, "privacy-budget", exc)
             return False
         return True
 
@@ -279,37 +294,27 @@ class RoundRunner:
         if debit is not None:
             self._services.events.emit(PrivacySpent(**asdict(debit)), plan)
 
-    def _fail(self, task: JoinedTask, key: str, code: DeclineReason, error: Exception) -> None:
+    def _fail(
+        self, task: JoinedTask, assignment: Assignment, code: DeclineReason, error: Exception
+    ) -> None:
         """Decline what failed; raises `error` itself if it is one failure too many, or of a kind
         that the next round would repeat: a trainer that does not fit the task."""
         is_misfit = code == "training-failed" and isinstance(error, ConfigurationError)
         if code == "training-failed" and not is_misfit:
             _log.error("training failed", exc_info=error)
-        self._uploads.decline(task, key, code, error)
+        self._uploads.decline(task, assignment.assignment, assignment.plan, code, error)
         if is_misfit:
             raise error
         self._failures.add(error)
 
 
-def checked_change(trained: Trained, model: Model) -> tuple[Vector, dict[str, float]]:
-    """The change that training made to the `model` [spec.size], and the finite metrics; raises
-    ConfigurationError if a trainer returned something else."""
-    if not isinstance(trained, Trained):
-        raise ConfigurationError(
-            f"train returned a {type(trained).__name__}, not a Trained",
-            hint="return Trained(parameters, num_examples)",
-        )
-    parameters = np.asarray(trained.parameters, np.float32)
-    if parameters.shape != model.parameters.shape:
-        raise ConfigurationError(
-            f"the trainer returned parameters of shape {parameters.shape} where "
-            f"{model.parameters.shape} is due",
-            hint="return model.spec.flatten(tensors)",
-        )
-    if trained.num_examples < 1:
-        raise ConfigurationError(f"the trainer learnt from {trained.num_examples} examples")
+def checked_change(result: object, model: Model) -> tuple[Trained, Vector]:
+    """The checked result of training `model`, with its finite metrics alone, and the change
+    [spec.size]; raises as `check_trained`."""
+    trained = check_trained(result, model)
+    trained = replace(trained, metrics=finite(trained.metrics))
     with np.errstate(over="ignore", invalid="ignore"):  # prepare refuses what comes of it
-        return parameters - model.parameters, finite(trained.metrics)
+        return trained, trained.parameters - model.parameters
 
 
 def out_of_bounds(assignment: Assignment) -> InvalidUpdate:

@@ -13,6 +13,7 @@ from typing import TypedDict
 from pydantic import ValidationError
 
 from fedpress_client.bandwidth import Bandwidth
+from fedpress_client.checks import check_kind, check_number, check_public_key, check_whole
 from fedpress_client.events import EventLog
 from fedpress_client.failures import FailurePolicy
 from fedpress_client.ledger_records import KEEP_ALL, Discard, ResidualRules
@@ -23,14 +24,22 @@ from fedpress_client.progress import Progress, ProgressLog
 from fedpress_client.state import StateDirectory
 from fedpress_client.trainer import Trainer
 from fedpress_client.transport import Transport
-from fedpress_protocols.errors import ConfigurationError, MalformedRequest
+from fedpress_protocols.errors import ConfigurationError
 from fedpress_protocols.messages import Attribute, CheckInRequest
 from fedpress_protocols.plan import TrainingTerms
 from fedpress_protocols.policies import UPLINK
-from fedpress_protocols.signatures import from_base64url
 from fedpress_protocols.validation import format_validation_errors
 
 MAX_MODEL_BYTES = 4 * 2**30
+_KINDS = {
+    "bandwidth": Bandwidth,
+    "masking": MaskingRules,
+    "privacy": PrivacyRules,
+    "fine_tuning": TrainingTerms,
+    "failures": FailurePolicy,
+    "attributes": Mapping,
+}
+"""Of the options that may be None."""
 _random = SystemRandom().random
 
 
@@ -93,12 +102,17 @@ class ClientSettings:
     random: Callable[[], float] = _random
 
     def __post_init__(self) -> None:
-        if self.seed is not None and self.seed < 0:
-            raise ConfigurationError(f"seed must be 0 or more, not {self.seed}")
-        if not 0 <= self.wait <= 30:
-            raise ConfigurationError(f"wait must lie in [0, 30] seconds, not {self.wait}")
+        if self.seed is not None:
+            check_whole("seed", self.seed, 0)
+        check_number("timeout", self.timeout, 0, above=True)
+        check_number("wait", self.wait, 0, 30)
+        check_whole("max_model_bytes", self.max_model_bytes, 1)
+        check_kind("rules", self.rules, ResidualRules)
+        for name, kind in _KINDS.items():
+            if getattr(self, name) is not None:
+                check_kind(name, getattr(self, name), kind)
         if self.server_key is not None:
-            _check_key(self.server_key)
+            check_public_key("server_key", self.server_key, "fedpress server key show")
         checked_conditions(self.should_participate)
         object.__setattr__(self, "attributes", _checked_attributes(self.attributes or {}))
 
@@ -169,12 +183,3 @@ def _checked_attributes(attributes: Mapping[str, Attribute]) -> dict[str, Attrib
         return CheckInRequest(attributes=dict(attributes)).attributes
     except ValidationError as exc:
         raise ConfigurationError(format_validation_errors(exc)) from exc
-
-
-def _check_key(server_key: str) -> None:
-    try:
-        from_base64url(server_key, 32)
-    except MalformedRequest as exc:
-        raise ConfigurationError(
-            f"server_key: {exc.detail}", hint="give what fedpress server key show prints"
-        ) from exc

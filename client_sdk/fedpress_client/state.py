@@ -8,6 +8,7 @@
     tasks/<task>/durations.json       how long the last assignments took, see failures.py
     tasks/<task>/published            the newest published model, for inference; see published.py
     tasks/<task>/own.safetensors      what the device made of the task's last model
+    tasks/<task>/own.of               the digest of that model
     tasks/<task>/session              secrets of the masked session under way; once there is one,
                                       the task's clear plans are declined
     tasks/<task>/outgoing, .json      the body being encoded, which upload its first parts are in
@@ -57,6 +58,7 @@ from fedpress_protocols.validation import format_validation_errors
 _log = logging.getLogger(__name__)
 
 _LEDGER = "ledger.safetensors"
+_OWN = "own.safetensors"
 _WINDOWS_DEVICES = {"con", "prn", "aux", "nul"} | {
     f"{port}{number}" for port in ("com", "lpt") for number in range(10)
 }
@@ -103,17 +105,17 @@ class StateDirectory:
     def key(self) -> DeviceKey:
         """The device's key, made and made durable on first use; raises StateCorrupt."""
         path = self.path / "key.pem"
+        hint = f"restore it, or move all of {self.path} away and enrol anew with a new token"
         with self.alone():
             if not path.exists():
+                if (self.path / "identity.json").exists():  # the server knows it by the lost key
+                    raise StateCorrupt(f"{path} is missing beside identity.json", hint=hint)
                 write_durably(path, DeviceKey.generate().to_pem())
         _private(path, 0o600)
         try:
             return DeviceKey.from_pem(path.read_bytes())
         except ConfigurationError as exc:
-            raise StateCorrupt(
-                f"{path}: {exc.detail}",
-                hint="restore it, or remove it with identity.json and enrol anew",
-            ) from exc
+            raise StateCorrupt(f"{path}: {exc.detail}", hint=hint) from exc
 
     def identity(self) -> Identity | None:
         """None before enrolment; raises StateCorrupt."""
@@ -160,6 +162,13 @@ class StateDirectory:
         StateCorrupt."""
         try:
             return Ledger.from_bytes((self.task_path(task) / _LEDGER).read_bytes())
+        except FileNotFoundError:
+            return None
+
+    def own_model(self, task: str) -> bytes | None:
+        """What the device made of the task's last model, without the lock; None if nothing."""
+        try:
+            return (self.task_path(task) / _OWN).read_bytes()
         except FileNotFoundError:
             return None
 
@@ -319,16 +328,18 @@ class TaskFiles:
         """Store the durations of assignments, see `failures.Durations`."""
         write_durably(self.folder / "durations.json", data)
 
-    def own_model(self) -> bytes | None:
-        """The model that the device trained from the task's last one; None before the first."""
-        path = self.folder / "own.safetensors"
-        return path.read_bytes() if path.exists() else None
+    def has_own_model(self, digest: str) -> bool:
+        """Whether the device has made its own model of the task's model of this digest."""
+        path = self.folder / "own.of"
+        return path.exists() and path.read_text() == digest
 
-    def keep_own_model(self, data: bytes) -> None:
-        """Durable when this returns."""
-        path = self.folder / "own.safetensors"
+    def keep_own_model(self, digest: str, data: bytes) -> None:
+        """Keep what the device made of the model of this digest; durable when this returns."""
+        path = self.folder / _OWN
         self._budget.require(path, len(data))
         write_durably(path, data)
+        # Last: after a crash between the two it is made again.
+        write_durably(self.folder / "own.of", digest.encode())
 
     def _model_path(self, digest: str) -> Path:
         return self.folder / "models" / f"{digest}.safetensors"

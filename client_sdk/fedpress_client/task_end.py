@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import logging
 
-import numpy as np
-
 from fedpress_client.client_terms import personalised
 from fedpress_client.evaluation import Evaluator
 from fedpress_client.events import ModelFineTuned, TaskEnded
@@ -15,7 +13,7 @@ from fedpress_client.randomness import training_seed
 from fedpress_client.receipts import Receipts
 from fedpress_client.round_runner import checked_change
 from fedpress_client.settings import Services
-from fedpress_client.trainer import TrainingRequest
+from fedpress_client.trainer import TrainingRequest, unchanged
 from fedpress_protocols.errors import NotFound
 from fedpress_protocols.messages import AVERAGE, TaskSummary
 from fedpress_protocols.model import Model
@@ -39,14 +37,16 @@ class TaskEnd:
             task.is_hurried = True
             return pause
         has_own = self._services.settings.fine_tuning is not None or bool(task.ledger.personal)
-        if summary.state == "finished" and (self._evaluator.can_evaluate or has_own):
+        is_asked = task.was_assigned and self._evaluator.can_evaluate
+        if summary.state == "finished" and (is_asked or has_own):
             try:
                 model = self._models.fetch(task, summary.model)
             except NotFound as exc:
                 _log.info("the last model is gone: %s", exc.detail)
             else:
-                self._evaluator.evaluate(task, summary.model, model)
-                self._measure_average(task, summary)
+                if is_asked:
+                    self._evaluator.evaluate(task, summary.model, model)
+                    self._measure_average(task, summary)
                 if has_own:
                     self._keep_own(task, summary, model)
         self._services.events.emit(TaskEnded(state=summary.state, model=summary.model))
@@ -65,8 +65,8 @@ class TaskEnd:
         self._evaluator.evaluate(task, average, model)
 
     def _keep_own(self, task: JoinedTask, summary: TaskSummary, model: Model) -> None:
-        """Keep the last model as this device uses it, once."""
-        if task.files.own_model() is not None:
+        """Keep the last model as this device uses it, once for each: a task may be continued."""
+        if task.files.has_own_model(summary.model):
             return
         own, settings = personalised(model, task.ledger), self._services.settings
         if settings.fine_tuning is not None:
@@ -77,10 +77,11 @@ class TaskEnd:
             request = TrainingRequest(
                 task.name, round_, 1, settings.fine_tuning, seed, progress=progress.of("train")
             )
-            trained = self._services.trainer.train(own, request)
+            with unchanged(own, "train"):
+                result = self._services.trainer.train(own, request)
             progress.finish("train")
-            _, metrics = checked_change(trained, own)
-            own = own.with_parameters(np.asarray(trained.parameters, np.float32))
-            event = ModelFineTuned(num_examples=trained.num_examples, metrics=metrics)
+            trained, _ = checked_change(result, own)
+            own = own.with_parameters(trained.parameters)
+            event = ModelFineTuned(num_examples=trained.num_examples, metrics=trained.metrics)
             self._services.events.emit(event)
-        task.files.keep_own_model(own.to_bytes())
+        task.files.keep_own_model(summary.model, own.to_bytes())

@@ -49,6 +49,8 @@ class TaskRunner:
         )
         self._participation = Participation(settings.conditions, services.events)
         self._end = TaskEnd(services, models, self.receipts, evaluator)
+        self.forget = models.forget
+        self._was_recalled = False
 
     def step(self, task: JoinedTask) -> float | None:
         """See `Client.step`."""
@@ -64,14 +66,17 @@ class TaskRunner:
         if response is not None:
             if response.recall is not None:
                 is_done = self.receipts.reconcile(task, response.recall)
-                return 0.0 if is_done else later
+                # A server that is restored again and again is asked no faster for it.
+                is_first, self._was_recalled = not self._was_recalled, True
+                return 0.0 if is_done and is_first else later
+            self._was_recalled = False
             self.receipts.settle(task, response.receipts, response.backup_at)
         for key in unsent:
             if key in task.ledger.pending:
                 self.uploads.send(task, key)
         if news.unfit is not None:
             key, reason = news.unfit
-            self.uploads.decline(task, key, "incompatible-plan", reason)
+            self.uploads.decline(task, key, None, "incompatible-plan", reason)
         if response is None:
             return later
         if response.task.state not in ("running", "paused"):

@@ -54,19 +54,19 @@ _OF_THE_SERVER = {
     ),
     "certificate has expired": (
         "the certificate of the server has expired",
-        "the operator has to renew it; if it is new, set this device's clock",
+        "the operator has to renew it; if it is new, set this machine's clock",
     ),
     "certificate is not yet valid": (
         "the certificate of the server is not valid yet",
-        "set this device's clock",
+        "set this machine's clock",
     ),
     "unable to get local issuer": (
-        "the server's certificate is signed by an authority that this device does not know",
-        "give its certificate (--ca)",
+        "the server's certificate is signed by an authority that this machine does not know",
+        "give its certificate (--ca, FEDPRESS_CA)",
     ),
     "self-signed certificate": (
-        "the server's certificate is signed by an authority that this device does not know",
-        "give its certificate (--ca)",
+        "the server's certificate is signed by an authority that this machine does not know",
+        "give its certificate (--ca, FEDPRESS_CA)",
     ),
 }
 
@@ -130,10 +130,15 @@ def silence(url: str, certificate: Path | None, now: float) -> str:
     )
 
 
+def is_about_the_client(reason: tuple[str, str]) -> bool:
+    """Whether the server wanted another certificate of this side, or any."""
+    return reason in _ALERTS.values()
+
+
 def is_final(reason: tuple[str, str]) -> bool:
     """Whether no later try does better: this device's certificate was refused, or its URL names a
     port without TLS."""
-    return reason == _NO_TLS or reason in _ALERTS.values()
+    return reason == _NO_TLS or is_about_the_client(reason)
 
 
 def _load(context: ssl.SSLContext, certificate: Path, key: Path) -> None:

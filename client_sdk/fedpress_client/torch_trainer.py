@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import sys
 import threading
 import warnings
@@ -9,7 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Sized
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
-from typing import Any, Literal, cast, get_args
+from typing import Any, Literal, get_args
 
 import numpy as np
 import numpy.typing as npt
@@ -24,7 +25,7 @@ from fedpress_protocols.plan import TrainingTerms
 try:
     import torch
     from torch import nn
-    from torch.utils.data import DataLoader, Dataset, IterableDataset
+    from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset
 except ModuleNotFoundError as exc:
     raise MissingExtra(
         "TorchTrainer needs PyTorch",
@@ -55,17 +56,19 @@ class TorchTrainer:
 
     `loss(outputs, targets)` is a mean over the batch. `optimizer` makes a fresh one each time, as
     in `lambda p: torch.optim.SGD(p, lr=0.1)`. `data` yields pairs (inputs, targets); inputs that
-    are a dict go to the model by name, a tuple or list by position. A DataLoader keeps its sampler,
-    its collate function and, unless the plan says otherwise, its batch size.
+    are a dict go to the model by name, a tuple or list by position. A DataLoader stays as it is but
+    for the batch size, where the plan says another. An update counts for the examples of an epoch,
+    as the DataLoader's sampler draws them, at most for as many as the dataset has.
 
     The plan's terms override `batch_size`, `local_epochs` and the optimizer's learning rate. A
     batch is what passes through the model at once; with `gradient_accumulation` g an optimizer
     step takes the mean over g batches, the last one of an epoch perhaps over fewer.
 
     `device` "auto" is a GPU if there is one. `metrics(outputs, targets)` gives means over a batch;
-    without it accuracy is measured where outputs are scores of classes. There the right ones are
-    counted by class too, named by its number, if targets name 1000 classes at most. It reports the
-    loss over all of `data`, as the module computes it in evaluation mode.
+    without it accuracy is measured where outputs are scores of two classes or more. There the right
+    ones are counted by class too, named by its number, if targets name 1000 classes at most, and
+    labels that the loss ignores, which are below 0 or its `ignore_index`, count in no measure. It
+    reports the loss over all of `data`, as the module computes it in evaluation mode.
 
     With `autocast` the module and the loss compute in that type where `torch.autocast` has it so,
     in training and evaluation; parameters, gradients and the update stay as they are, float32 as a
@@ -89,12 +92,14 @@ class TorchTrainer:
         metrics: Metrics | None = None,
         autocast: Autocast | None = None,
     ) -> None:
-        if batch_size < 1 or local_epochs < 1:
-            raise ConfigurationError("batch_size and local_epochs must be at least 1")
+        _check_kinds(model, loss, optimizer, data, evaluation_data)
+        for name, number in {"batch_size": batch_size, "local_epochs": local_epochs}.items():
+            if not isinstance(number, int) or number < 1:
+                raise ConfigurationError(f"{name} is {number!r}, expected a whole number from 1 on")
         self.device = _device(device)
         _check_autocast(autocast, self.device, model)
         self._autocast = None if autocast is None else getattr(torch, autocast)
-        self._narrows = _narrowed(model)
+        self._told_of_float64 = _narrowed(model)
         self.model = model.to(self.device)
         self._loss, self._optimizer, self._metrics = loss, optimizer, metrics
         self._data, self._evaluation_data = data, evaluation_data
@@ -138,25 +143,31 @@ class TorchTrainer:
         self._load(model)
         return self._evaluation(self._evaluation_data)
 
-    def _evaluation(self, data: Data) -> Evaluation | None:
+    def _evaluation(self, data: Data, requested: int | None = None) -> Evaluation | None:
         self.model.eval()
         totals: dict[str, float] = {}
         classes: Counter[int] = Counter()
         right: Counter[int] = Counter()
         count = 0
-        loader = _loader(data, self._batch_size, generator=None)
+        loader = _loader(data, self._batch_size, generator=None, requested=requested)
         with torch.no_grad():
             for inputs, targets in self._batches(loader):
                 outputs, loss = self._computed(inputs, targets)
-                size = _size(targets)
+                labelled = self._labelled(outputs, targets)
+                size = _size(targets) if labelled is None else int(labelled.sum())
+                if not size:
+                    continue
                 measured = {"loss": float(loss)}
-                measured.update((self._metrics or _accuracy)(outputs, targets))
+                if labelled is not None:
+                    labels = targets[labelled]
+                    is_right = outputs[labelled].argmax(dim=1) == labels
+                    classes.update(labels.int().tolist())
+                    right.update(labels[is_right].int().tolist())
+                    measured["accuracy"] = float(is_right.float().mean())
+                if self._metrics is not None:
+                    measured = {"loss": measured["loss"], **self._metrics(outputs, targets)}
                 for name, value in measured.items():
                     totals[name] = totals.get(name, 0.0) + float(value) * size
-                if _are_classes(outputs, targets):
-                    labels = targets[targets >= 0]  # below are those that a loss ignores
-                    classes.update(labels.int().tolist())
-                    right.update(targets[outputs.argmax(dim=1) == targets].int().tolist())
                 count += size
         if not count:
             return None
@@ -166,9 +177,22 @@ class TorchTrainer:
         counts = {str(label): (n, right[label]) for label, n in sorted(classes.items())}
         return Evaluation(count, metrics, counts)
 
+    def _labelled(self, outputs: Any, targets: Any) -> torch.Tensor | None:
+        """Which examples [n] of a batch have a label that counts; None if these are not scores
+        [n, classes] and the numbers [n] of classes. One column is a logit, or a regression."""
+        if not isinstance(outputs, torch.Tensor) or not isinstance(targets, torch.Tensor):
+            return None
+        is_scores = outputs.ndim == 2 and outputs.shape[1] > 1 and outputs.is_floating_point()
+        if not is_scores or targets.ndim != 1 or targets.is_floating_point():
+            return None
+        ignored = int(getattr(self._loss, "ignore_index", -100))
+        return (targets >= 0) & (targets != ignored)
+
     def _measured(self, work: TrainingRequest) -> dict[str, float]:
         """The report on the model as it came."""
-        measured = self._evaluation(self._data) if "loss" in work.report else None
+        if "loss" not in work.report:
+            return {}
+        measured = self._evaluation(self._data, work.terms.batch_size)
         return {} if measured is None else {"loss": measured.metrics["loss"]}
 
     def _train(self, work: TrainingRequest, spec: ModelSpec) -> Trained:
@@ -197,10 +221,12 @@ class TorchTrainer:
         self.model.train()
         # Summed where it is computed: reading it each step would wait for the device.
         total_loss = torch.zeros((), device=self.device)
-        total, in_first_epoch, steps, tried = 0, 0, 0, 0
+        total, steps, tried = 0, 0, 0
+        first_epoch: list[int] = []
         due = self._num_steps(loader, terms)
         for epoch, batches in self._steps(loader, terms):
-            size = sum(_size(targets) for _, targets in batches)
+            sizes = [_size(targets) for _, targets in batches]
+            size = sum(sizes)
             optimizer.zero_grad()
             total_loss += self._backward(batches, scaler) * size
             scaler.unscale_(optimizer)
@@ -214,19 +240,19 @@ class TorchTrainer:
             tried += 1
             work.progress(tried, due)
             total += size
-            in_first_epoch += size if epoch == 0 else 0
+            if epoch == 0:
+                first_epoch += sizes
         if not total:
-            raise ConfigurationError("the dataset is empty, so there is nothing to learn from")
+            raise _nothing_drawn(loader)
         if not steps:
             raise InvalidUpdate(
                 f"gradients overflow in float16 or are NaN in all {tried} steps",
                 hint="set autocast to bfloat16, or lower the learning rate",
             )
-        dataset = loader.dataset
-        num_examples = len(dataset) if isinstance(dataset, Sized) else in_first_epoch
+        num_examples = max(1, _num_examples(loader, first_epoch))
         arrays = _arrays(self.model, {tensor.name for tensor in spec.trained})
         metrics = {"loss": float(total_loss) / total}
-        return Trained(spec.flatten(arrays), max(1, num_examples), metrics, {"steps": steps})
+        return Trained(spec.flatten(arrays), num_examples, metrics, {"steps": steps})
 
     def _backward(self, batches: list[Batch], scaler: torch.amp.GradScaler) -> torch.Tensor:
         """Set the gradients of the mean loss over all examples of `batches`; returns that mean."""
@@ -253,12 +279,12 @@ class TorchTrainer:
         """Optimizer steps of a training; None where the data do not say how many they are."""
         if terms.local_steps is not None:
             return terms.local_steps
-        try:
-            return (terms.local_epochs or self._local_epochs) * -(
-                -len(loader) // terms.gradient_accumulation
-            )
-        except TypeError:
+        batches = _length(loader)
+        if batches is None:
             return None
+        return (terms.local_epochs or self._local_epochs) * -(
+            -batches // terms.gradient_accumulation
+        )
 
     def _steps(
         self, loader: DataLoader[Any], terms: TrainingTerms
@@ -292,8 +318,28 @@ class TorchTrainer:
                 raise ConfigurationError(
                     f"the data yields a {type(batch).__name__} where (inputs, targets) is due"
                 )
-            inputs, targets = (_moved(part, self.device, self._narrows) for part in batch)
+            inputs, targets = (self._moved(part) for part in batch)
             yield inputs, targets
+
+    def _moved(self, value: Any) -> Any:
+        """`value` on the device, float64 as float32: the module has no parameters of float64."""
+        if isinstance(value, torch.Tensor):
+            if value.dtype != torch.float64:
+                return value.to(self.device)
+            if not self._told_of_float64:
+                self._told_of_float64 = True
+                warnings.warn(
+                    "the data yields float64, which becomes float32 like the module's parameters; "
+                    "cast it to say so yourself: numpy.float32(array), or tensor.float()",
+                    stacklevel=2,
+                )
+            return value.to(self.device, torch.float32)
+        if isinstance(value, Mapping):
+            return {name: self._moved(item) for name, item in value.items()}
+        if isinstance(value, tuple | list):
+            items = [self._moved(item) for item in value]
+            return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+        return value
 
     def _load(self, model: Model) -> None:
         ties = _ties(self.model)
@@ -383,10 +429,43 @@ class _Held:
                 parameter.copy_(torch.where(outside, before, parameter))
 
 
+def _check_kinds(model: Any, loss: Any, optimizer: Any, data: Any, evaluation_data: Any) -> None:
+    """Raise ConfigurationError for what `TorchTrainer` could not work with."""
+    if not isinstance(model, nn.Module):
+        raise ConfigurationError(f"model is a {_kind(model)}, expected a torch.nn.Module")
+    if not callable(loss):
+        raise ConfigurationError(
+            f"loss is a {_kind(loss)}, expected a function of outputs and targets"
+        )
+    if isinstance(optimizer, torch.optim.Optimizer) or not callable(optimizer):
+        raise ConfigurationError(
+            f"optimizer is a {_kind(optimizer)}, expected a function that makes one",
+            hint="write optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1)",
+        )
+    for name, each in {"data": data, "evaluation_data": evaluation_data}.items():
+        if each is None and name == "evaluation_data":
+            continue
+        if not hasattr(each, "__getitem__") and not hasattr(each, "__iter__"):
+            raise ConfigurationError(f"{name} is a {_kind(each)}, expected a Dataset or DataLoader")
+
+
+def _kind(value: Any) -> str:
+    return type(value).__name__
+
+
 def _device(requested: str | torch.device) -> torch.device:
-    if requested != "auto":
-        return torch.device(requested)
-    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if requested == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(requested)
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as exc:
+        reason = str(exc).partition("\n")[0]
+        raise ConfigurationError(
+            f"device {str(requested)!r} cannot be used: {reason}",
+            hint='"auto" takes a GPU if there is one, else the CPU',
+        ) from exc
+    return device
 
 
 def _check_autocast(autocast: str | None, device: torch.device, model: nn.Module) -> None:
@@ -485,7 +564,8 @@ def _loader(
 ) -> DataLoader[Any]:
     """Batches of `data`; shuffled by `generator` if there is one."""
     if not isinstance(data, DataLoader):
-        shuffle = generator is not None and not isinstance(data, IterableDataset)
+        is_empty = isinstance(data, Sized) and not len(data)  # torch cannot shuffle nothing
+        shuffle = generator is not None and not isinstance(data, IterableDataset) and not is_empty
         return DataLoader(data, requested or batch_size, shuffle=shuffle, generator=generator)
     if requested is None or requested == data.batch_size:
         return data
@@ -494,18 +574,48 @@ def _loader(
             f"the plan asks for batches of {requested}, and the DataLoader makes its own",
             hint="give the trainer a Dataset, or a DataLoader with a batch_size",
         )
-    is_stream = isinstance(data.dataset, IterableDataset)
-    return DataLoader(
-        data.dataset,
-        requested,
-        sampler=None if is_stream else data.sampler,
-        num_workers=data.num_workers,
-        collate_fn=data.collate_fn,
-        pin_memory=data.pin_memory,
-        drop_last=data.drop_last,
-        worker_init_fn=data.worker_init_fn,
-        generator=data.generator,
-    )
+    # A copy, as the class and its options may be any; a DataLoader's attributes refuse to be set.
+    loader = copy.copy(data)
+    batches = BatchSampler(data.sampler, requested, data.drop_last)
+    vars(loader).update(batch_size=requested, batch_sampler=batches, _iterator=None)
+    return loader
+
+
+def _num_examples(loader: DataLoader[Any], first_epoch: Sequence[int]) -> int:
+    """The examples of an epoch, at most as many as the dataset has.
+
+    Where nothing but the batches tells, these are the sizes of the `first_epoch`; where local steps
+    have cut it short and the number of batches is known, their mean stands for the rest.
+    """
+    dataset, batches = loader.dataset, loader.batch_sampler
+    drawn = sum(first_epoch)
+    if loader.batch_size is None:  # the user's sampler makes the batches, or the dataset
+        known = _length(loader.sampler if batches is None else batches)
+        if known is not None and first_epoch:
+            drawn = round(drawn / len(first_epoch) * known)
+    else:
+        known = _length(dataset if isinstance(dataset, IterableDataset) else loader.sampler)
+        drawn = drawn if known is None else known
+    # Without a batch sampler the dataset's items may be batches, so their number tells nothing.
+    most = None if batches is None else _length(dataset)
+    return drawn if most is None else min(drawn, most)
+
+
+def _length(items: Any) -> int | None:
+    """None where it is not known; a batch sampler has a length if its sampler has."""
+    try:
+        return len(items)
+    except (TypeError, NotImplementedError):
+        return None
+
+
+def _nothing_drawn(loader: DataLoader[Any]) -> ConfigurationError:
+    if loader.drop_last and (found := _num_examples(loader, ())):
+        return ConfigurationError(
+            f"{found} examples make no batch of {loader.batch_size} with drop_last",
+            hint="leave out drop_last, or lower the batch size, the task's training.batch_size",
+        )
+    return ConfigurationError("the data yields no batch, so there is nothing to learn from")
 
 
 def _forward(model: nn.Module, inputs: Any) -> Any:
@@ -514,40 +624,24 @@ def _forward(model: nn.Module, inputs: Any) -> Any:
     return model(*inputs) if isinstance(inputs, tuple | list) else model(inputs)
 
 
-def _moved(value: Any, device: torch.device, narrows: bool) -> Any:
-    """`value` on `device`; float64 as float32 if the module's own was narrowed."""
-    if isinstance(value, torch.Tensor):
-        narrow = narrows and value.dtype == torch.float64
-        return value.to(device, torch.float32) if narrow else value.to(device)
-    if isinstance(value, Mapping):
-        return {name: _moved(item, device, narrows) for name, item in value.items()}
-    if isinstance(value, tuple | list):
-        return type(value)(_moved(item, device, narrows) for item in value)
-    return value
-
-
 def _size(targets: Any) -> int:
-    """The number of examples in a batch."""
+    """The number of examples in a batch: rows of a tensor, the first of several, or a list's items.
+
+    Several tensors are several targets of each example; dicts in a list are one example each.
+    """
     if isinstance(targets, Mapping):
         return _size(next(iter(targets.values())))
-    if isinstance(targets, tuple | list):
-        return _size(targets[0])
-    return len(cast(Sized, targets))
-
-
-def _accuracy(outputs: Any, targets: Any) -> Mapping[str, float]:
-    """The share of highest scores that are right; nothing if these are not scores of classes."""
-    if not _are_classes(outputs, targets):
-        return {}
-    return {"accuracy": float((outputs.argmax(dim=1) == targets).float().mean())}
-
-
-def _are_classes(outputs: Any, targets: Any) -> bool:
-    """Whether these are scores [n, classes] and the numbers [n] of classes."""
-    if not isinstance(outputs, torch.Tensor) or not isinstance(targets, torch.Tensor):
-        return False
-    is_scores = outputs.ndim == 2 and outputs.is_floating_point()
-    return is_scores and targets.ndim == 1 and not targets.is_floating_point()
+    if isinstance(targets, tuple | list) and targets:
+        first = targets[0]
+        if isinstance(first, tuple | list) or getattr(first, "ndim", None):
+            return _size(first)
+    try:
+        return len(targets)
+    except TypeError as exc:
+        raise ConfigurationError(
+            f"the data yields one {_kind(targets)} for targets, where those of a batch are due",
+            hint="give the trainer a Dataset, or a DataLoader with a batch_size",
+        ) from exc
 
 
 def _difference(ours: ModelSpec, theirs: ModelSpec, ties: Sequence[Sequence[str]]) -> str:

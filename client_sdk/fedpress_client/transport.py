@@ -56,8 +56,10 @@ __all__ = [
 
 _log = logging.getLogger(__name__)
 
-_TASKS_SHOWN, _MOST_TASKS = 1000, 100_000
-"""Of one answer, and of all that are asked for."""
+_TASKS_SHOWN = 1000
+"""Of one answer."""
+_MOST_TASK_BYTES = 2 * MAX_ANSWER_BYTES
+"""Of all the answers of one listing: no more is asked for beyond."""
 _OCTETS = "application/octet-stream"
 
 
@@ -154,11 +156,11 @@ class HttpTransport:
     `verify` is the path of a CA bundle, or an ssl.SSLContext; None trusts the usual ones.
     `client_certificate` and `client_key` are PEM files for a server that asks devices for one.
     `proxy` overrides HTTP_PROXY, HTTPS_PROXY and NO_PROXY. `timeout` bounds, in seconds, every wait
-    for the network. `bandwidth` limits the bytes a second. A body of more than `parts_above` bytes,
-    or of half a minute at that limit, goes by parts, of some `part_seconds` each, if the server
-    takes it so. `on_transfer` is called with "download" or "upload", and the bytes of a file or of
-    an update's body that have come or gone, and how many there are. `http` replaces the sockets in
-    tests.
+    for the network, and an answer that comes at fewer than 256 bytes a second. `bandwidth` limits
+    the bytes a second. A body of more than `parts_above` bytes, or of half a minute at that limit,
+    goes by parts, of some `part_seconds` each, if the server takes it so. `on_transfer` is called
+    with "download" or "upload", and the bytes of a file or of an update's body that have come or
+    gone, and how many there are. `http` replaces the sockets in tests.
     """
 
     def __init__(
@@ -196,12 +198,15 @@ class HttpTransport:
         self._link.key = key
 
     def tasks(self) -> tuple[TaskSummary, ...]:
-        tasks = page = self._link.call("GET", "/v1/tasks").all_parsed(TaskSummary)
-        while len(page) >= _TASKS_SHOWN and len(tasks) < _MOST_TASKS:
+        answer = self._link.call("GET", "/v1/tasks")
+        tasks = page = answer.all_parsed(TaskSummary)
+        num_bytes = len(answer.data)
+        while len(page) >= _TASKS_SHOWN and num_bytes < _MOST_TASK_BYTES:
             last = tasks[-1].task
-            more = self._link.call("GET", f"/v1/tasks?after={last}").all_parsed(TaskSummary)
-            page = tuple(each for each in more if each.task > last)
+            answer = self._link.call("GET", f"/v1/tasks?after={last}")
+            page = tuple(each for each in answer.all_parsed(TaskSummary) if each.task > last)
             tasks += page
+            num_bytes += len(answer.data)
         return tasks
 
     def task(self, task: str) -> TaskSummary:

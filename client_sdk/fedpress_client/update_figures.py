@@ -35,7 +35,8 @@ def figures_of(ledger: Ledger, assignment: str, update: Vector, timing: Timing) 
         rest = update.copy()
         pending.update.add_to(rest, sign=-1.0)
     norm, left = _norm(update), _norm(rest)
-    both = sum(float(rest[piece.where] @ piece.values) for piece in pending.update.pieces)
+    with np.errstate(over="ignore", invalid="ignore"):
+        both = sum(float(rest[piece.where] @ piece.values) for piece in pending.update.pieces)
     total = left**2 + 2 * both + pending.update.norm**2
     return UploadFigures(
         nmse=_ratio(left**2, total),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 
 from fedpress_client import tracing
-from fedpress_client.events import AssignmentDeclined, UpdateUploaded, UploadRefused
+from fedpress_client.events import AssignmentDeclined, InRound, UpdateUploaded, UploadRefused
 from fedpress_client.joined_task import JoinedTask
 from fedpress_client.ledger_records import Pending
 from fedpress_client.privacy_budget import BUDGET_RULES
@@ -57,7 +57,7 @@ class Uploads:
             event = UpdateUploaded(assignment=key, body_bytes=len(upload.body))
             self._events.emit(event, upload)
         except PlanDeclined as exc:  # prepared before the device had these rules
-            self.decline(task, key, "masking-rules", exc)
+            self.decline(task, key, upload, "masking-rules", exc)
         except Conflict as exc:
             _log.info("upload %s: %s", key, exc.detail)
             self._report_refusal(key, upload, exc)
@@ -68,7 +68,7 @@ class Uploads:
             # The same bytes would fail again. Declined, the assignment gets its receipt soon.
             _log.error("upload %s: %s", key, exc)
             self._report_refusal(key, upload, exc)
-            self.decline(task, key, "upload-refused", exc)
+            self.decline(task, key, upload, "upload-refused", exc)
         task.sent.add(key)
         task.figures.pop(key, None)
 
@@ -76,21 +76,23 @@ class Uploads:
         self,
         task: JoinedTask,
         key: str,
+        about: InRound | None,
         code: DeclineReason,
         reason: Exception | str,
         needed_seconds: float | None = None,
     ) -> None:
-        """Give an assignment back: the server learns `code`, and `reason` stays on the device."""
+        """Give an assignment back: the server learns `code`, and `reason` stays on the device.
+        `about` is its plan or update, None if the plan cannot be read."""
         detail = str(reason) or type(reason).__name__
-        _log.warning("assignment %s declined (%s): %s", key, code, detail)
         task.declined.add(key)
         rule = None
         if isinstance(reason, PlanDeclined):
             self.num_refused_plans += 1
             rule = reason.members["rule"]
             code = "privacy-budget" if rule in BUDGET_RULES else "masking-rules"
+        _log.warning("assignment %s declined (%s): %s", key, code, detail)
         event = AssignmentDeclined(assignment=key, code=code, reason=detail, rule=rule)
-        self._events.emit(event)
+        self._events.emit(event, about)
         try:
             signed = self._transport.decline(key, code, needed_seconds)
         except FedpressError as exc:  # it will miss its deadline instead

@@ -9,6 +9,7 @@ Where a scenario takes two, the processes 0 and 1 are meant.
 
 import multiprocessing
 import sys
+import warnings
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from io import BytesIO
@@ -32,6 +33,7 @@ from fedpress_compression.compressor import (
     compressors,
     properties,
     state_name,
+    to_config,
 )
 from fedpress_compression.compressors.dgc import Dgc
 from fedpress_compression.compressors.error_feedback import ErrorFeedback
@@ -47,6 +49,7 @@ from fedpress_ddp.hook import Exchange, HookState, LocalSGD, Sites, StepMetrics,
 from fedpress_ddp.optimizers import OneBitAdam, OneBitLamb
 from fedpress_ddp.sharded import CompressedReduceScatter
 from fedpress_protocols.errors import ConfigurationError
+from fedpress_protocols.schedule import Period
 
 WORLD = 4
 AVERAGE = dist.ReduceOp.AVG
@@ -153,8 +156,8 @@ def brain_hook(group: dist.ProcessGroup, bucket: GradBucket) -> torch.futures.Fu
 
 
 def hooks(rank: int, pair: dist.ProcessGroup) -> dict[str, np.ndarray]:
-    brain = HookState(Uncompressed(), group=pair, dtype=torch.bfloat16, plain_steps=0)
-    ours = HookState(Uncompressed(), group=pair, dtype=torch.float16, plain_steps=0)
+    brain = HookState(Uncompressed(), group=pair, dtype=torch.bfloat16)
+    ours = HookState(Uncompressed(), group=pair, dtype=torch.float16, plain_steps=1)
     feedback = ErrorFeedback(FACTORED)
     low_rank = HookState(feedback, group=pair, plain_steps=PLAIN_STEPS)
     torch_s = PowerSGDState(
@@ -437,6 +440,93 @@ def scattered(rank: int) -> dict[str, np.ndarray]:
     }
 
 
+def says(act: Callable[[], object]) -> np.ndarray:
+    """What it raises."""
+    try:
+        act()
+    except Exception as exc:
+        return np.array(f"{type(exc).__name__}: {exc}")
+    return np.array("nothing")
+
+
+def unlike(rank: int, sites: Sites) -> dict[str, np.ndarray]:
+    """What each process says where one, or every one, has something of its own."""
+    made, is_last = ErrorFeedback(SharedSupport(0.1)), rank == WORLD - 1
+    schedule = [Period(profiles=({"name": "a", "compressor": to_config(made)},), rounds=1 + rank)]
+    later = HookState(made)
+    trained(rank, None, later, comm_hook, 1)
+    fresh = HookState(made)
+    if is_last:
+        fresh.load_state_dict(later.state_dict())
+    states = {
+        "compressor": HookState(ErrorFeedback(TopK(0.1 * (1 + rank)))),
+        "seed": HookState(made, seed=rank),
+        "seed in sites": HookState(made, seed=int(is_last), sites=sites),
+        "dtype": HookState(made, dtype=torch.float16 if is_last else torch.float32),
+        "reduction": HookState(Uncompressed(), reduction="adasum" if is_last else "mean"),
+        "plain_steps": HookState(made, plain_steps=rank),
+        "schedule": HookState(made, schedule=schedule),
+        "workers > 0": HookState(made, workers=0 if is_last else 2),
+        "steps so far": fresh,
+    }
+    found = {
+        name: says(lambda state=state: trained(rank, None, state, comm_hook, 1))  # type: ignore[misc]
+        for name, state in states.items()
+    }
+    found["more workers"] = says(
+        lambda: trained(rank, None, HookState(made, workers=1 + rank), comm_hook, 1)
+    )
+    found["exchange"] = says(lambda: Exchange(made, seed=rank).mean(SPEC, torch.ones(SPEC.size)))
+    scatter = CompressedReduceScatter(Uncompressed(), seed=rank)
+    found["scatter"] = says(
+        lambda: scatter(
+            torch.ones(1), torch.ones(WORLD), dist.distributed_c10d._get_default_group(), AVERAGE
+        )
+    )
+    point = [torch.nn.Parameter(torch.full((8,), float(rank)))]
+    point[0].grad = torch.ones(8)
+    found["local"] = says(LocalSGD(point, made, every=2).step)
+    found["local in sites"] = says(LocalSGD(point, made, every=2, sites=sites).step)
+    for name, cls in (("adam", OneBitAdam), ("lamb", OneBitLamb)):
+        found[name] = says(cls(point, warm_up_steps=2).step)
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        same = [torch.nn.Parameter(torch.ones(8))]
+        for gradient in (torch.ones(8), torch.full((8,), float(rank))):
+            same[0].grad = gradient
+            OneBitAdam(same, warm_up_steps=2).step()
+    found["warnings"] = np.array([str(each.message) for each in seen])
+    everyone: list[Any] = [None] * WORLD
+    dist.all_gather_object(everyone, later.state_dict())
+    found["state"] = says(lambda: HookState(made).load_state_dict(everyone[0]))
+    return found
+
+
+def joined(rank: int) -> dict[str, np.ndarray]:
+    """Parameters after a training in which each process has another number of batches."""
+    found = {}
+    for name, state in {
+        "no hook": None,
+        "none": HookState(Uncompressed()),
+        "topk.0": HookState(METHODS["topk"], workers=0, plain_steps=1),
+        "topk.2": HookState(METHODS["topk"], workers=2, plain_steps=1),
+    }.items():
+        model = DistributedDataParallel(network(), bucket_cap_mb=0.005)
+        if state is not None:
+            model.register_comm_hook(state, comm_hook)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with model.join():
+            for inputs, labels in batches(rank, 2 * rank):
+                optimizer.zero_grad()
+                torch.nn.functional.cross_entropy(model(inputs), labels).backward()
+                optimizer.step()
+        parameters = torch.cat([p.detach().ravel() for p in model.parameters()])
+        found[name] = parameters.numpy()
+        if state is not None and state.metrics is not None:
+            found[f"{name}.steps"] = np.array(state.metrics.step)
+    return found
+
+
 def main(rank: int, store: str, out: str) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=WORLD)
@@ -453,6 +543,8 @@ def main(rank: int, store: str, out: str) -> None:
         "local": local_sgd(rank),
         "sharded": sharded(rank),
         "scattered": scattered(rank),
+        "unlike": unlike(rank, sites),
+        "joined": joined(rank),
     }
     if rank < 2:
         scenarios["hooks"] = hooks(rank, pair)

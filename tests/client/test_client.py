@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import importlib.util
+import math
+import re
 import subprocess
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +16,17 @@ import numpy as np
 import pytest
 
 from fedpress_client import (
+    AssignmentDeclined,
     Client,
     Discard,
+    Evaluation,
     Event,
     FailurePolicy,
     Ledger,
+    MaskingRules,
     Trained,
     TrainingRequest,
+    UpdateTrained,
     load_trainer,
 )
 from fedpress_client.state import TaskFiles
@@ -250,6 +256,24 @@ def test_events_tell_the_story(tmp_path: Path) -> None:
     assert summary == client.summary()
     assert (summary.state, summary.included, summary.not_included) == ("finished", 1, 0)
     assert summary.model == server.model.digest
+
+
+def test_examples_beyond_those_that_count_are_told_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Many(RandomTrainer):
+        def train(self, model: Model, work: TrainingRequest) -> Trained:
+            return replace(super().train(model, work), num_examples=5000)
+
+    server, counted = make_server(rounds=2), list[int]()
+
+    def on_event(event: Event) -> None:
+        if isinstance(event, UpdateTrained):
+            counted.append(event.num_examples)
+
+    make_client(server, Many(50), tmp_path, on_event=on_event).run()
+    assert counted == [part.weight for part in server.parts.values()] == [1000, 1000]
+    assert caplog.text.count("5000 examples counts as one of 1000") == 1
 
 
 # Restarts
@@ -484,6 +508,24 @@ def test_a_plan_that_cannot_be_honoured_is_declined(
     assert trainer.calls == 0
 
 
+def test_a_decline_has_one_reason_in_the_log_the_event_and_for_the_server(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    server = make_server()
+    link, codes = FakeLink(server), list[str]()
+
+    def on_event(event: Event) -> None:
+        if isinstance(event, AssignmentDeclined):
+            codes.append(event.code)
+
+    client = make_client(
+        server, trained(server), tmp_path, link, on_event=on_event, masking=MaskingRules()
+    )
+    client.step()
+    assert codes == [reason for _, reason, _ in link.declined] == ["masking-rules"]
+    assert "declined (masking-rules): " in caplog.text
+
+
 def test_a_trainer_that_fails_gives_its_place_away(tmp_path: Path) -> None:
     server = make_server()
 
@@ -501,20 +543,30 @@ def test_a_trainer_that_fails_gives_its_place_away(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("result", "error", "message"),
     [
-        (Trained(np.full(50, np.nan, np.float32), 1), InvalidUpdate, "NaN"),
-        (Trained(np.zeros(49, np.float32), 1), ConfigurationError, "flatten"),
-        (Trained(np.zeros(50, np.float32), 0), ConfigurationError, "0 examples"),
+        ((np.full(50, np.nan, np.float32), 1), InvalidUpdate, "NaN"),
+        ((np.full(50, 1e300), 1), InvalidUpdate, "NaN"),
+        ((np.zeros(49, np.float32), 1), ConfigurationError, "flatten"),
+        (({"w": 0}, 1), ConfigurationError, "are a dict, not an array of real"),
+        ((np.full(50, "a"), 1), ConfigurationError, "not an array of real numbers"),
+        ((np.zeros(50, np.complex64), 1), ConfigurationError, "a ndarray of complex64, not"),
+        (([[1.0], 2.0], 1), ConfigurationError, "not an array of real numbers"),
+        ((np.zeros(50), 0), ConfigurationError, "a whole number from 1 .*, not 0"),
+        ((np.zeros(50), 2.5), ConfigurationError, "num_examples .*, not 2.5"),
+        ((np.zeros(50), 10**30), ConfigurationError, "num_examples .*, not 10000"),
+        ((np.zeros(50), 1, 0.5), ConfigurationError, "metrics are a float"),
+        ((np.zeros(50), 1, {"a": "b"}), ConfigurationError, "'a' of the metrics is 'b'"),
+        ((np.zeros(50), 1, {}, []), ConfigurationError, "reported numbers are a list"),
     ],
 )
 def test_training_that_came_to_nothing_is_told(
-    tmp_path: Path, result: Trained, error: type[FedpressError], message: str
+    tmp_path: Path, result: tuple[Any, ...], error: type[FedpressError], message: str
 ) -> None:
     server = make_server()
     discards: list[Discard] = []
 
     class Diverges(RandomTrainer):
         def train(self, model: Model, work: TrainingRequest) -> Trained:
-            return result
+            return Trained(*result)
 
     link = FakeLink(server)
     client = make_client(
@@ -601,10 +653,108 @@ def test_the_only_running_task_is_found(tmp_path: Path, monkeypatch: pytest.Monk
         again.step()
 
 
-@pytest.mark.parametrize("options", [{"task": "../x"}, {"seed": -1}, {"wait": 31.0}])
-def test_options_are_checked(tmp_path: Path, options: dict[str, Any]) -> None:
-    with pytest.raises(ConfigurationError):
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("task", "../x"),
+        ("seed", -1),
+        ("seed", 1.5),
+        ("seed", True),
+        ("wait", 31.0),
+        ("wait", "long"),
+        ("timeout", 0),
+        ("timeout", -1),
+        ("timeout", math.inf),
+        ("max_model_bytes", 0),
+        ("max_disk_bytes", "many"),
+        ("bandwidth", 5),
+        ("rules", 3),
+        ("masking", {"minimum": 3}),
+        ("privacy", True),
+        ("privacy", {"max_epsilon": 1.0}),
+        ("fine_tuning", 5),
+        ("failures", 2),
+        ("attributes", ["uplink"]),
+        ("should_participate", 3),
+        ("server_key", "short"),
+        ("server_key", 3),
+    ],
+)
+def test_options_are_checked(tmp_path: Path, name: str, value: Any) -> None:
+    options: dict[str, Any] = {name: value}
+    with pytest.raises(ConfigurationError, match=re.escape(name if name != "task" else "../x")):
         Client("http://fake", RandomTrainer(1), state_dir=tmp_path, **options)
+
+
+def test_numbers_of_numpy_are_options(tmp_path: Path) -> None:
+    options: dict[str, Any] = {"seed": np.int64(3), "timeout": np.float32(2), "wait": np.int32(0)}
+    Client("http://fake", RandomTrainer(1), state_dir=tmp_path, **options).close()
+
+
+class Half:
+    """A trainer that cannot measure."""
+
+    def train(self, model: Model, request: TrainingRequest) -> Trained:
+        raise AssertionError
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        (object(), "is a object, which has no train and no evaluate"),
+        (RandomTrainer, "is the class RandomTrainer, not an object of it"),
+        (Half(), "is a Half, which has no evaluate"),
+    ],
+)
+def test_what_is_no_trainer_is_refused_at_once(tmp_path: Path, wrong: Any, message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        Client("http://fake", wrong, state_dir=tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+class InPlace(RandomTrainer):
+    """Changes what it is given, in one of its methods."""
+
+    culprit = "train"
+
+    def train(self, model: Model, work: TrainingRequest) -> Trained:
+        if self.culprit != "train":
+            return super().train(model, work)
+        parameters = model.parameters
+        parameters += 1
+        return Trained(parameters, 10)
+
+    def evaluate(self, model: Model) -> Evaluation | None:
+        if self.culprit == "evaluate":
+            model.tensors()["w"][:] = 99
+        return Evaluation(1, {"loss": 1.0})
+
+
+@pytest.mark.parametrize("culprit", ["train", "evaluate"])
+def test_a_trainer_that_changes_the_model_in_place_ends_the_run(
+    tmp_path: Path, culprit: str
+) -> None:
+    server = make_server(Uncompressed(), rounds=1)
+    trainer = InPlace(50)
+    trainer.culprit = culprit
+    client = make_client(server, trainer, tmp_path)
+    with pytest.raises(ConfigurationError, match=f"{culprit} has changed the model .* in place"):
+        client.run()
+    assert not client.summary().pending
+
+
+def test_after_a_change_in_place_the_next_step_has_the_model_as_it_came(tmp_path: Path) -> None:
+    server = make_server(Uncompressed(), rounds=1)
+    trainer = InPlace(50)
+    trainer.culprit = "evaluate"
+    client = make_client(server, trainer, tmp_path)
+    with pytest.raises(ConfigurationError, match="in place"):
+        client.step()
+    trainer.culprit = "nothing"
+    client.step()
+    (part,) = server.parts.values()
+    assert part.update is not None
+    assert abs(part.update.dense()).max() < 50, "trained from zeros, not from 99"
 
 
 def test_a_lost_link_leaves_a_consistent_state(tmp_path: Path) -> None:
@@ -635,7 +785,7 @@ def test_a_lost_link_leaves_a_consistent_state(tmp_path: Path) -> None:
         ("app_imports:make", "imports 'not_here_at_all'"),
         ("app_ok:absent", "has no 'absent'"),
         ("app_ok:number", "is a int and cannot be called"),
-        ("app_ok:text", "returned a str"),
+        ("app_ok:text", "the trainer is a str, which has no train and no evaluate"),
     ],
 )
 def test_a_bad_app_is_explained(

@@ -179,3 +179,32 @@ def test_the_last_model_is_trained_on_for_this_device_alone(tmp_path: Path) -> N
     assert kept.digest == own.digest
     client.close()
     again.close()
+
+
+def test_a_continued_task_gives_the_device_a_new_model_of_its_own(tmp_path: Path) -> None:
+    server = FakeServer(MODEL, lambda *_: [Uncompressed()], rounds=1, auto=1)
+    made, own = RandomTrainer(MODEL.spec.size), []
+    for rounds in (1, 2, 2):
+        server.rounds = rounds
+        server.state = "running" if server.committed < rounds else "finished"
+        client = make_client(server, made, tmp_path, fine_tuning=TrainingTerms(), seed=5)
+        client.run()
+        own.append(client.own_model())
+        client.close()
+    first, second, third = (each.digest for each in own if each is not None)
+    assert first != second
+    assert second == third
+    assert made.calls == 4
+
+
+def test_after_a_run_its_results_are_read_without_the_lock(tmp_path: Path) -> None:
+    server = FakeServer(MODEL, lambda *_: [Uncompressed()], rounds=1, auto=1)
+    made = RandomTrainer(MODEL.spec.size)
+    first = make_client(server, made, tmp_path, fine_tuning=TrainingTerms(), seed=5)
+    first.run()
+    assert first.own_model() is not None
+    assert first.ledger.included == 1
+    with make_client(server, made, tmp_path) as second:
+        second.step()
+        assert first.own_model() is not None
+        assert first.ledger.to_bytes() == second.ledger.to_bytes()

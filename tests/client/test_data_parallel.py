@@ -60,7 +60,7 @@ def test_half_precision_is_torch_s_hook(found: Found) -> None:
         np.testing.assert_array_equal(process["hooks.half.ours"], process["hooks.half.torch"])
         np.testing.assert_array_equal(process["hooks.brain.ours"], process["hooks.brain.torch"])
         num_bytes, plain_bytes = process["hooks.brain.bytes"]
-        assert 2 * num_bytes == plain_bytes
+        assert 2 * num_bytes == plain_bytes  # plain steps, too
 
 
 def test_powersgd_is_torch_s_hook(found: Found) -> None:
@@ -281,6 +281,68 @@ def test_fsdp_learns_with_a_compressed_reduce_scatter(found: Found) -> None:
         assert num_bytes < plain_bytes / 5
     with pytest.raises(IncompatiblePlan, match="sums factors"):
         CompressedReduceScatter(ErrorFeedback(PowerSGD()))
+
+
+COMPARED = [
+    "compressor",
+    "seed",
+    "dtype",
+    "reduction",
+    "plain_steps",
+    "schedule",
+    "workers > 0",
+    "steps so far",
+]
+
+
+@pytest.mark.parametrize("name", COMPARED)
+def test_a_setting_that_differs_is_named_in_all_processes(name: str, found: Found) -> None:
+    for process in found:
+        says = str(process[f"unlike.{name}"])
+        assert says.startswith("ConfigurationError: settings differ between the processes")
+        assert [each for each in COMPARED if f" {each} (here " in says] == [name]
+        assert process["unlike.more workers"] == "nothing"
+
+
+@pytest.mark.parametrize(
+    ("where", "name"),
+    [
+        ("seed in sites", "seed"),
+        ("exchange", "seed"),
+        ("scatter", "seed"),
+        ("local", "parameters"),
+        ("local in sites", "parameters"),
+        ("adam", "parameters"),
+        ("lamb", "parameters"),
+    ],
+)
+def test_processes_that_start_apart_are_refused(where: str, name: str, found: Found) -> None:
+    says = [str(process[f"unlike.{where}"]) for process in found]
+    assert all(f"settings differ between the processes of the group: {name}" in s for s in says)
+    assert says[0] != says[-1]
+
+
+def test_one_bit_of_gradients_that_are_averaged_already_is_warned_of(found: Found) -> None:
+    for process in found:
+        (says,) = process["unlike.warnings"]
+        assert "same gradient to OneBitAdam" in says
+
+
+def test_a_state_of_another_process_is_refused(found: Found) -> None:
+    first, *others = [str(process["unlike.state"]) for process in found]
+    assert first == "nothing"
+    for rank, says in enumerate(others, 1):
+        assert "saved by process 0 of 4" in says
+        assert f"this is process {rank} of 4" in says
+
+
+def test_processes_without_batches_join(found: Found) -> None:
+    """They bring zeros, and their residuals."""
+    for process in found:
+        np.testing.assert_allclose(process["joined.none"], process["joined.no hook"], atol=1e-6)
+        np.testing.assert_array_equal(process["joined.topk.0"], process["joined.topk.2"])
+        np.testing.assert_array_equal(process["joined.topk.2"], found[0]["joined.topk.2"])
+        assert process["joined.topk.2.steps"] == 2 * (WORLD - 1)
 
 
 def test_what_a_group_cannot_know_is_refused() -> None:

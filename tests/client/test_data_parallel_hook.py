@@ -436,6 +436,15 @@ def test_a_watch_warns_once_of_what_does_not_converge(recwarn: pytest.WarningsRe
         ({"compressor": "topk"}, "'topk' is no compressor"),
         ({"compressor": type(FEW)}, "is no compressor"),
         ({"compressor": FEW, "sites": 8}, "sites must be Sites, not 8"),
+        ({"compressor": FEW, "plain_steps": 1.5}, r"plain_steps must be .* from 0 on, not 1\.5"),
+        ({"compressor": FEW, "workers": 1.5}, r"workers must be .* from 0 to 64, not 1\.5"),
+        ({"compressor": FEW, "workers": 65}, "workers must be .* from 0 to 64, not 65"),
+        ({"compressor": FEW, "seed": "x"}, "seed must be a whole number from 0 on, not 'x'"),
+        ({"compressor": FEW, "seed": -1}, "seed must be a whole number from 0 on, not -1"),
+        (
+            {"compressor": FEW, "dtype": torch.float16, "plain_steps": 0},
+            r"float16 has no effect: .*error_feedback .*leave dtype out",
+        ),
     ],
 )
 def test_arguments_of_another_kind_are_named(arguments: dict[str, Any], message: str) -> None:
@@ -443,9 +452,72 @@ def test_arguments_of_another_kind_are_named(arguments: dict[str, Any], message:
         HookState(**arguments)
 
 
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"compressor": "topk"}, "'topk' is no compressor"),
+        ({"every": 2.5}, r"every must be a whole number from 1 on, not 2\.5"),
+        ({"momentum": 2}, r"momentum must lie in \[0, 1\), not 2"),
+        ({"learning_rate": -1}, "learning_rate must be positive, not -1"),
+        ({"parameters": torch.nn.Linear(2, 2)}, r"must be tensors, not Linear .*parameters\(\)"),
+    ],
+)
+def test_arguments_of_local_sgd_are_named(arguments: dict[str, Any], message: str) -> None:
+    weight = torch.nn.Parameter(torch.zeros(3))
+    given: dict[str, Any] = {"parameters": [weight], "compressor": FEW, "every": 2}
+    with pytest.raises(ConfigurationError, match=message):
+        LocalSGD(**(given | arguments))
+
+
+@pytest.mark.usefixtures("alone")
+def test_dtype_is_that_of_plain_steps_too() -> None:
+    state = HookState(FEW, plain_steps=1, dtype=torch.float16)
+    step(model_with(state))
+    assert 2 * state.sent.num_bytes == state.sent.plain_bytes
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize("width", [10, 30])
+@pytest.mark.parametrize("layers", [3, 4, 5])
+def test_a_state_of_another_model_is_refused(width: int, layers: int) -> None:
+    state = HookState(FEW)
+    step(model_with(state))
+    again = HookState(FEW)
+    again.load_state_dict(state.state_dict())
+    assert again.state_dict()["shapes"] == state.state_dict()["shapes"]
+    wide = [torch.nn.Linear(30, 30) for _ in range(layers - 1)]
+    other = DistributedDataParallel(torch.nn.Sequential(*wide, torch.nn.Linear(30, width)))
+    other.register_comm_hook(again, comm_hook)
+    if (width, layers) == (30, 4):
+        step(other)
+        return
+    with pytest.raises(ConfigurationError, match="the loaded state is of another model: its param"):
+        step(other)
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_state_of_an_earlier_release_loads_and_what_is_none_does_not() -> None:
+    state = HookState(FEW, plain_steps=0)
+    step(model_with(state))
+    saved = state.state_dict()
+    earlier = {name: saved[name] for name in ("steps", "kept", "residuals")}
+    again = HookState(FEW, plain_steps=0)
+    again.load_state_dict(earlier)
+    step(model_with(again))
+    assert again.state_dict()["steps"] == 2
+    for missing in ({}, None, {"steps": 1}, torch.nn.Linear(2, 2).state_dict()):
+        strange: Any = missing
+        with pytest.raises(ConfigurationError, match=r"without .* is no such state"):
+            HookState(FEW).load_state_dict(strange)
+    weight = [torch.nn.Parameter(torch.zeros(1))]
+    local = LocalSGD([torch.nn.Parameter(torch.zeros(3))], FEW, every=2)
+    with pytest.raises(ConfigurationError, match=r"parameter 0 is \[1\], and this one's is \[3\]"):
+        local.load_state_dict(LocalSGD(weight, FEW, every=2).state_dict())
+    with pytest.raises(ConfigurationError, match="saved by process 0 of 4"):
+        HookState(FEW).load_state_dict({**saved, "world_size": 4})
+
+
 def test_what_a_state_cannot_do_is_refused() -> None:
-    with pytest.raises(ConfigurationError, match="workers must be 0 to 64, not 65"):
-        HookState(FEW, workers=65)
     profile = {"compressor": {"id": "topk"}}
     two = Period(profiles=({"name": "a"} | profile, {"name": "b"} | profile), rounds=2)
     with pytest.raises(ConfigurationError, match="one profile, not 2"):

@@ -170,9 +170,25 @@ def test_infinity_changes_nothing_and_a_scheduler_sets_the_rate(cls: type[OneBit
     assert 0 < np.abs(flat(trained) - before).max() < 0.01
 
 
+def test_a_state_of_another_model_is_refused() -> None:
+    state = OneBitAdam(parameters(), warm_up_steps=1).state_dict()
+    with pytest.raises(ConfigurationError, match=r"another model: .* is \[31\], .* is \[24\]"):
+        OneBitAdam(parameters()[:1], warm_up_steps=1).load_state_dict(state)
+    with pytest.raises(ConfigurationError, match="a dict without state, param_groups, steps"):
+        OneBitAdam(parameters(), warm_up_steps=1).load_state_dict({})
+
+
 def test_what_cannot_work_says_why() -> None:
-    with pytest.raises(ConfigurationError, match="warm_up_steps must be at least 1, not 0"):
+    with pytest.raises(
+        ConfigurationError, match="warm_up_steps must be a whole number from 1 on, not 0"
+    ):
         OneBitAdam(parameters(), warm_up_steps=0)
+    half: Any = 1.5
+    with pytest.raises(ConfigurationError, match=r"from 1 on, not 1\.5 .*15 to 20 %"):
+        OneBitAdam(parameters(), warm_up_steps=half)
+    groups: Any = [{"params": parameters()}]
+    with pytest.raises(ConfigurationError, match=r"must be tensors, not dict .*for each group"):
+        OneBitAdam(groups, warm_up_steps=1)
     with pytest.raises(ConfigurationError, match=r"floor must lie in \[0, 1\], not 2"):
         OneBitAdam(parameters(), warm_up_steps=1, floor=2)
     with pytest.raises(ConfigurationError, match="no parameter"):

@@ -115,7 +115,7 @@ def test_without_a_limit_nothing_is_removed(folder: Path) -> None:
 
 @pytest.mark.parametrize("max_bytes", [0, -5])
 def test_a_budget_is_at_least_a_byte(tmp_path: Path, max_bytes: int) -> None:
-    with pytest.raises(ConfigurationError, match="max_disk_bytes must be 1 or more"):
+    with pytest.raises(ConfigurationError, match="max_disk_bytes must be a whole number from 1 on"):
         make_client(fleet(), RandomTrainer(SIZE), tmp_path, max_disk_bytes=max_bytes)
 
 

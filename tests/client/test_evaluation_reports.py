@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,8 @@ from fedpress_compression.compressors.none import Uncompressed
 from fedpress_protocols.errors import ConfigurationError
 from fedpress_protocols.messages import MAX_CLASSES
 from fedpress_protocols.model import Model
-from tests.client.fake_server import FakeServer, make_client
+from fedpress_protocols.plan import TrainingTerms
+from tests.client.fake_server import FakeLink, FakeServer, make_client
 
 
 class Counting:
@@ -56,6 +58,23 @@ def test_counts_and_attributes_go_with_the_report(tmp_path: Path) -> None:
     (_, report), *_ = plain.evaluations
     assert report.classes == {}
     assert report.attributes == {}
+
+
+@pytest.mark.parametrize("fine_tuning", [None, TrainingTerms()])
+def test_a_device_that_was_assigned_no_round_measures_nothing(
+    tmp_path: Path, fine_tuning: TrainingTerms | None
+) -> None:
+    made = server()
+    made.state = "finished"
+    link, events = FakeLink(made), list[str]()
+    trainer = Counting({})
+    client = make_client(made, trainer, tmp_path, link, fine_tuning=fine_tuning)
+    client._events.on_event = lambda event: events.append(event.kind)
+    assert client.run().state == "finished"
+    assert made.evaluations == []
+    assert "evaluated" not in events
+    assert ("model" in link.calls) == (fine_tuning is not None)
+    assert (client.own_model() is not None) == (fine_tuning is not None)
 
 
 def test_what_cannot_be_sent_is_the_applications_fault(tmp_path: Path) -> None:
@@ -105,11 +124,12 @@ def test_right_ones_are_counted_by_class_over_all_batches() -> None:
     labels = torch.tensor([0, 2, 2, 1, 0, 2, -100])
     guesses = torch.tensor([0, 2, 0, 0, 1, 2, 0])
     found = evaluated(nn.functional.one_hot(guesses, 4).float(), labels, batch_size=2)
-    assert found.num_examples == 7
+    assert found.num_examples == 6, "without the one that the loss ignores, alone in its batch"
+    assert math.isfinite(found.metrics["loss"])
     assert found.classes == {"0": (2, 1), "1": (1, 0), "2": (3, 2)}
     assert list(found.classes) == ["0", "1", "2"]
     right = sum(correct for _, correct in found.classes.values())
-    assert right / 7 == pytest.approx(found.metrics["accuracy"])
+    assert right / 6 == pytest.approx(found.metrics["accuracy"])
     own = evaluated(torch.eye(4), torch.arange(4), metrics=lambda outputs, targets: {"mine": 1.0})
     assert set(own.metrics) == {"loss", "mine"}
     assert own.classes == {str(label): (1, 1) for label in range(4)}

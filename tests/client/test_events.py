@@ -13,7 +13,7 @@ import pytest
 import fedpress
 import fedpress_client
 from fedpress.cli.client import _print_event
-from fedpress_client import events
+from fedpress_client import Trained, TrainingRequest, events
 from fedpress_client.events import EVENTS, ClientEvent, Event, EventLog, markdown_table
 from fedpress_compression.compressors.none import Uncompressed
 from fedpress_protocols.errors import UnknownDevice
@@ -82,6 +82,19 @@ def test_the_events_of_a_task_are_plain_json(tmp_path: Path) -> None:
         assert line["details"] == event.details
         for name, value in event.details.items():
             assert getattr(event, name) == value
+
+
+class Fails(RandomTrainer):
+    def train(self, model: Model, work: TrainingRequest) -> Trained:
+        raise ZeroDivisionError
+
+
+def test_a_declined_assignment_tells_its_round(tmp_path: Path) -> None:
+    seen: list[Event] = []
+    client = make_client(fleet_of_one(), Fails(20), tmp_path, on_event=seen.append)
+    client.step()
+    (declined,) = [event for event in seen if event.kind == "declined"]
+    assert (declined.round, declined.attempt) == (1, 1)
 
 
 class Forgets(FakeLink):

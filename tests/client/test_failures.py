@@ -119,17 +119,25 @@ def test_a_trainer_that_does_not_fit_the_task_ends_the_run_at_once(
     assert [reason for _, reason, _ in link.declined] == ["training-failed"]
 
 
-def test_metrics_that_are_no_mapping_are_named(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("result", "reason"),
+    [
+        (Evaluation(1, 0.87), "metrics are a float, not a mapping"),  # type: ignore[arg-type]
+        (Evaluation(0, {}), "num_examples must be a whole number from 1 to 4294967295, not 0"),
+        ({"accuracy": 0.87}, "evaluate returned a dict, not an Evaluation"),
+    ],
+)
+def test_a_wrong_evaluation_is_named(tmp_path: Path, result: Any, reason: str) -> None:
     server = make_server()
     events: list[Event] = []
 
-    class Unnamed(RandomTrainer):
-        def evaluate(self, model: Model) -> Evaluation | None:
-            return Evaluation(1, 0.87)  # type: ignore[arg-type]
+    class Wrong(RandomTrainer):
+        def evaluate(self, model: Model) -> Any:
+            return result
 
-    make_client(server, Unnamed(50), tmp_path, on_event=events.append).run()
+    make_client(server, Wrong(50), tmp_path, on_event=events.append).run()
     failed = next(event for event in events if event.kind == "failed")
-    assert failed.details["reason"].startswith("metrics are a float, not a mapping")
+    assert failed.details["reason"].startswith(reason)
 
 
 def test_an_evaluation_that_fails_costs_no_assignment(tmp_path: Path) -> None:
@@ -153,7 +161,16 @@ def test_an_evaluation_that_fails_costs_no_assignment(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "fields", [{"allowed": -1}, {"pause": 2.0, "longest_pause": 1.0}, {"pause": float("nan")}]
+    "fields",
+    [
+        {"allowed": -1},
+        {"allowed": float("nan")},
+        {"pause": 2.0, "longest_pause": 1.0},
+        {"pause": float("nan")},
+        {"pause": "short"},
+        {"longest_pause": float("inf")},
+        {"skips_late": "no"},
+    ],
 )
 def test_a_policy_that_cannot_be_is_refused(fields: dict[str, Any]) -> None:
     with pytest.raises(ConfigurationError):

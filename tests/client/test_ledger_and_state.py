@@ -41,6 +41,7 @@ from fedpress_protocols.errors import (
 )
 from fedpress_protocols.messages import Assignment, Receipt
 from fedpress_protocols.model import Model
+from fedpress_protocols.plan import ClientTerms, ControlTerms
 from tests.client.fake_server import make_plan
 from tests.ledgers import residual, velocity
 from tests.systems import posix_only
@@ -225,6 +226,16 @@ def test_without_feedback_every_loss_is_told_and_the_residual_waits() -> None:
     assert loss.reason == "not-included"
     np.testing.assert_array_equal(loss.vector, sent)
     assert ledger.residual is waiting
+
+
+def test_what_compression_leaves_out_under_control_variates_is_not_told_as_lost() -> None:
+    terms = ClientTerms(control=ControlTerms(scale=-0.5))
+    update = RNG.normal(size=40).astype(np.float32)
+    plan = assignment(TopK(fraction=0.1), client_terms=terms)
+    ledger, body = EMPTY.prepare(plan, update, 1, model().spec, RNG)
+    assert body is not None
+    assert (ledger.pending["a1"].update.dense() != update).any()
+    assert ledger.discards == ()
 
 
 def test_another_model_ends_the_residual_and_says_so() -> None:
@@ -546,13 +557,23 @@ def test_a_broken_state_file_says_what_to_do(tmp_path: Path) -> None:
     with pytest.raises(StateCorrupt, match=r"ledger\.safetensors: .*move it away"):
         files.load("me")
     files.close()
+    directory.key()
     (tmp_path / "identity.json").write_text("{}")
     with pytest.raises(StateCorrupt, match=r"identity\.json.*enrol again"):
         directory.identity()
-    directory.key()
     (tmp_path / "key.pem").write_text("nonsense")
-    with pytest.raises(StateCorrupt, match=r"key\.pem.*enrol anew"):
+    with pytest.raises(StateCorrupt, match=r"key\.pem.*move all of .* away and enrol anew"):
         directory.key()
+
+
+def test_no_new_key_is_made_for_a_device_that_is_enrolled(tmp_path: Path) -> None:
+    directory = StateDirectory.open(tmp_path)
+    directory.key()
+    (tmp_path / "identity.json").write_text("{}")
+    (tmp_path / "key.pem").unlink()
+    with pytest.raises(StateCorrupt, match=r"key\.pem is missing beside identity\.json.*move all"):
+        directory.key()
+    assert not (tmp_path / "key.pem").exists()
 
 
 @posix_only

@@ -218,6 +218,18 @@ def test_a_server_that_contradicts_itself_is_given_up() -> None:
         delivery(store).whole(BODY)
 
 
+def test_a_part_that_the_server_does_not_count_is_not_sent_for_ever() -> None:
+    class Forgetful(Store):
+        def _told(self, name: str) -> PartialUpload:
+            self.held[name].clear()
+            return super()._told(name)
+
+    store = Forgetful()
+    with pytest.raises(TransportError, match="where the server says they are not"):
+        delivery(store).whole(BODY)
+    assert store.verbs.count("part") == 16
+
+
 def test_ahead_of_the_whole_nothing_is_completed_and_nothing_is_sent_twice() -> None:
     store = Store()
     names: list[str] = []

@@ -196,15 +196,28 @@ def test_an_account_that_cannot_be_read_stops_the_device(tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("rules", "reason"),
     [
-        ({"max_epsilon": 0.0}, "max_epsilon must be positive, not 0.0"),
-        ({"max_epsilon": float("nan")}, "max_epsilon must be positive, not nan"),
+        ({"max_epsilon": 0.0}, "max_epsilon must be a number above 0, not 0.0"),
+        ({"max_epsilon": float("nan")}, "max_epsilon must be a number above 0, not nan"),
         ({"delta": 1.0}, "delta must lie in"),
         ({"delta": 1e-12}, "delta must lie in"),
         ({"lanes": frozenset()}, "lanes must be some of distributed, central, local, not none"),
         ({"lanes": frozenset({"local", "open"})}, "not local, open"),
+        ({"lanes": "local"}, "lanes must be some of .*, not 'local'"),
+        ({"required": "no"}, "required must be True or False, not 'no'"),
+        ({"delta": "small"}, "delta must be a number"),
     ],
 )
 def test_rules_that_no_plan_keeps_are_refused(rules: dict[str, Any], reason: str) -> None:
     with pytest.raises(ConfigurationError, match=reason):
         PrivacyRules(**rules)
     assert PrivacyRules(max_epsilon=1e-9).max_epsilon == 1e-9
+
+
+def test_every_task_of_a_device_that_requires_privacy_is_private(tmp_path: Path) -> None:
+    """So that no evaluation of it is reported, whatever a server says or keeps to itself."""
+    assert budget_of(tmp_path, PrivacyRules()).is_private("digits")
+    budget = budget_of(tmp_path)
+    assert not budget.is_private("digits")
+    budget.debit(plan_of())
+    assert budget.is_private("digits")
+    assert not budget.is_private("other")

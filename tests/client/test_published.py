@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from fedpress_client import Evaluation, Trained, TrainingRequest
+from fedpress_client import Client, Evaluation, Trained, TrainingRequest
 from fedpress_protocols.errors import ConfigurationError, DigestMismatch, TransportError
 from fedpress_protocols.messages import TaskSummary
 from fedpress_protocols.model import Model
@@ -83,6 +83,27 @@ def test_the_server_is_asked_no_more_often_than_it_may_be(tmp_path: Path) -> Non
     assert link.calls.count("task") == 2
     with pytest.raises(ConfigurationError):
         client.model(max_age=math.nan)
+
+
+def test_another_task_has_a_model_of_its_own(tmp_path: Path) -> None:
+    server = make_server()
+
+    class Named(Away):
+        name = "first"
+
+        def tasks(self) -> tuple[TaskSummary, ...]:
+            return (server.summary.model_copy(update={"task": self.name}),)
+
+    link = Named(server)
+    client = Client(
+        "http://fake", RandomTrainer(50), state_dir=tmp_path, token="token", transport=link
+    )
+    assert not client.model(max_age=60.0).parameters.any()
+    server._publish(Model.from_tensors({"w": np.ones(50, np.float32)}))
+    assert not client.model(max_age=60.0).parameters.any()
+    link.name = "second"
+    assert client.model(max_age=60.0).parameters.all()
+    assert link.calls.count("task") == 2
 
 
 def test_the_last_model_goes_on_where_the_server_is_away(tmp_path: Path) -> None:

@@ -3,15 +3,24 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    SubsetRandomSampler,
+    TensorDataset,
+    WeightedRandomSampler,
+)
 
 from fedpress_client import Evaluation, TorchTrainer, TrainingRequest
 from fedpress_compression.compressors.eden import Eden
@@ -232,6 +241,45 @@ def test_evaluation_counts_every_example_once() -> None:
     assert set(measured(regression, regression.initial_model()).metrics) == {"loss"}
 
 
+def test_labels_that_the_loss_ignores_count_in_no_measure() -> None:
+    kept = LABELS.clone()
+    kept[::3] = -100
+    kept[:10] = -100  # the first batch has no others, which gives a loss of NaN
+    counted = kept >= 0
+    made = trainer(evaluation_data=TensorDataset(INPUTS, kept))
+    model = made.initial_model()
+    found = measured(made, model)
+    right = TensorDataset(INPUTS[counted], LABELS[counted])
+    expected = measured(trainer(evaluation_data=right), model)
+    assert found.num_examples == expected.num_examples == int(counted.sum())
+    assert found.metrics == pytest.approx(expected.metrics)
+    assert found.classes == expected.classes
+    none = TensorDataset(INPUTS, torch.full_like(kept, -100))
+    assert trainer(evaluation_data=none).evaluate(model) is None
+    others = nn.CrossEntropyLoss(ignore_index=2)
+    two = TorchTrainer(network(), others, sgd, DATA, evaluation_data=DATA, batch_size=10)
+    assert measured(two, model).num_examples == int((LABELS != 2).sum())
+    assert set(measured(two, model).classes) == {"0", "1"}
+
+
+def test_one_column_is_no_score_of_classes() -> None:
+    """A logit, or a regression on whole numbers: the highest of one score says nothing."""
+
+    def loss(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        return nn.functional.binary_cross_entropy_with_logits(outputs[:, 0], targets.float())
+
+    binary = TensorDataset(INPUTS, (LABELS > 0).long())
+    made = TorchTrainer(nn.Linear(5, 1), loss, sgd, binary, evaluation_data=binary)
+    found = measured(made, made.initial_model())
+    assert set(found.metrics) == {"loss"}
+    assert not found.classes
+
+
+class Pair(NamedTuple):
+    left: torch.Tensor
+    right: torch.Tensor
+
+
 def test_inputs_go_in_by_name_or_by_place() -> None:
     class Two(nn.Module):
         def __init__(self) -> None:
@@ -243,10 +291,96 @@ def test_inputs_go_in_by_name_or_by_place() -> None:
 
     rows = [(x, y) for x, y in zip(INPUTS, LABELS, strict=True)]
     named = [({"right": x * 2, "left": x}, y) for x, y in rows]
-    placed = [((x, x * 2), y) for x, y in rows]
-    first, second = trainer(Two(), named), trainer(Two(), placed)
+    first = trainer(Two(), named)
     base = first.initial_model()
-    np.testing.assert_array_equal(change(first, base, work()), change(second, base, work()))
+    for placed in (
+        [((x, x * 2), y) for x, y in rows],
+        [(Pair(left=x, right=x * 2), y) for x, y in rows],
+    ):
+        second = trainer(Two(), placed)
+        np.testing.assert_array_equal(change(first, base, work()), change(second, base, work()))
+
+
+READY: Any = [(INPUTS[i : i + 10], LABELS[i : i + 10]) for i in range(0, 50, 10)]
+
+
+class Batches(IterableDataset[tuple[torch.Tensor, torch.Tensor]]):
+    """A stream of 5 batches of 10, which says that it has 50 examples."""
+
+    def __iter__(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        return iter(READY)
+
+    def __len__(self) -> int:
+        return 50
+
+
+class Unsized:
+    """A sampler that does not say how many it draws."""
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(30))
+
+
+@pytest.mark.parametrize(
+    ("loader", "expected"),
+    [
+        (lambda: DataLoader(DATA, 10, sampler=SubsetRandomSampler(range(20))), 20),
+        (lambda: DataLoader(DATA, 10, sampler=RandomSampler(DATA, num_samples=40)), 40),
+        (lambda: DataLoader(DATA, 10, sampler=WeightedRandomSampler([1.0] * 60, 600)), 60),
+        (lambda: DataLoader(DATA, 10, sampler=DistributedSampler(DATA, 3, 0)), 20),
+        (lambda: DataLoader(DATA, 10, sampler=Unsized()), 30),
+        (lambda: DataLoader(DATA, batch_sampler=BatchSampler(range(40), 10, False)), 40),
+        (lambda: DataLoader(DATA, batch_sampler=BatchSampler(Unsized(), 10, False)), 30),
+        (lambda: DataLoader(DATA, None, sampler=BatchSampler(range(40), 10, False)), 40),
+        (lambda: DataLoader(READY, batch_size=None), 50),
+        (lambda: DataLoader(Batches(), batch_size=None), 50),
+        (lambda: DataLoader(DATA, 25, drop_last=True), 60),
+    ],
+)
+def test_an_update_counts_for_the_examples_of_an_epoch(
+    loader: Callable[[], DataLoader[Any]], expected: int
+) -> None:
+    made = trainer(data=loader())
+    base = made.initial_model()
+    for epochs in (1, 2):
+        assert made.train(base, work(local_epochs=epochs)).num_examples == expected
+
+
+def test_local_steps_of_a_users_batches_count_for_the_whole_epoch() -> None:
+    batches = BatchSampler(SubsetRandomSampler(range(40)), 10, drop_last=False)
+    made = trainer(data=DataLoader(DATA, batch_sampler=batches))
+    for terms in ({"local_steps": 1}, {"local_steps": 1, "gradient_accumulation": 2}):
+        assert made.train(made.initial_model(), work(**terms)).num_examples == 40
+
+
+def test_targets_are_counted_as_examples_however_they_are_collated() -> None:
+    def loss(outputs: torch.Tensor, targets: Any) -> torch.Tensor:
+        return outputs.square().mean()
+
+    def collated(targets: Callable[[torch.Tensor], Any]) -> DataLoader[Any]:
+        def collate(rows: list[tuple[torch.Tensor, torch.Tensor]]) -> tuple[torch.Tensor, Any]:
+            return torch.stack([x for x, _ in rows]), targets(torch.stack([y for _, y in rows]))
+
+        return DataLoader(DATA, 10, collate_fn=collate)
+
+    for targets in (
+        lambda y: {"y": y},
+        lambda y: {"name": ["a name"] * len(y), "y": y},
+        lambda y: (y, y + 1),
+        lambda y: y.tolist(),
+        lambda y: list(y),
+        lambda y: [{"boxes": torch.zeros(7, 4), "y": each} for each in y],
+    ):
+        data = collated(targets)
+        made = TorchTrainer(network(), loss, sgd, data, evaluation_data=data)
+        assert measured(made, made.initial_model()).num_examples == 60
+    single: Any = [(x, int(y)) for x, y in zip(INPUTS, LABELS, strict=True)]
+    made = trainer(data=DataLoader(single, batch_size=None))
+    with pytest.raises(ConfigurationError, match="yields one int for targets, where those of a b"):
+        made.train(made.initial_model(), work())
+    named = DataLoader(DATA, 10, collate_fn=lambda rows: {"inputs": rows, "targets": rows})
+    with pytest.raises(ConfigurationError, match=r"yields a dict where \(inputs, targets\) is due"):
+        trainer(data=named).train(made.initial_model(), work())
 
 
 def test_a_stream_is_counted_as_it_passes() -> None:
@@ -305,6 +439,45 @@ def test_a_loader_keeps_its_order_at_another_batch_size() -> None:
     assert seen == [20, 20, 20]
 
 
+def test_a_loader_of_the_users_own_class_is_kept_at_another_batch_size() -> None:
+    class Half(DataLoader[Any]):
+        """Yields the first half of each batch."""
+
+        def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
+            for inputs, targets in super().__iter__():
+                yield inputs[: len(inputs) // 2], targets[: len(targets) // 2]
+
+    loader = Half(DATA, batch_size=30)
+    base = trainer().initial_model()
+    first = TensorDataset(INPUTS[:10], LABELS[:10])
+    np.testing.assert_array_equal(
+        change(trainer(data=loader), base, work(batch_size=20, local_steps=1)),
+        change(trainer(data=DataLoader(first, batch_size=10)), base, work()),
+    )
+    assert (loader.batch_size, len(loader)) == (30, 2)
+
+
+def test_examples_that_make_no_batch_are_told_from_none() -> None:
+    few = TensorDataset(INPUTS[:20], LABELS[:20])
+    made = trainer(data=DataLoader(few, batch_size=8, drop_last=True))
+    base = made.initial_model()
+    assert made.train(base, work()).num_examples == 20
+    with pytest.raises(ConfigurationError, match="20 examples make no batch of 64 with drop_last"):
+        made.train(base, work(batch_size=64))
+    none = trainer(data=DataLoader(few, 8, sampler=SubsetRandomSampler([]), drop_last=True))
+    with pytest.raises(ConfigurationError, match="the data yields no batch, so there is nothing"):
+        none.train(base, work())
+
+
+def test_the_reported_loss_is_over_the_batches_of_the_plan() -> None:
+    few = TensorDataset(INPUTS[:20], LABELS[:20])
+    made = trainer(data=DataLoader(few, batch_size=64, drop_last=True))
+    base = made.initial_model()
+    asked = dataclasses.replace(work(batch_size=10), report=("loss",))
+    expected = measured(trainer(evaluation_data=few), base).metrics["loss"]
+    assert made.train(base, asked).report["loss"] == pytest.approx(expected)
+
+
 @pytest.mark.parametrize(
     ("other", "message"),
     [
@@ -322,17 +495,41 @@ def test_another_model_is_refused(other: nn.Module, message: str) -> None:
 def test_what_cannot_work_is_refused() -> None:
     with pytest.raises(ConfigurationError, match="is complex64; known are float32"):
         trainer(nn.Sequential(nn.Linear(5, 3, dtype=torch.complex64)))
-    with pytest.raises(ConfigurationError, match="at least 1"):
-        trainer(batch_size=0)
-    empty = trainer(data=DataLoader(TensorDataset(INPUTS[:0], LABELS[:0])))
-    with pytest.raises(ConfigurationError, match="dataset is empty"):
-        empty.train(empty.initial_model(), work())
+    nothing = TensorDataset(INPUTS[:0], LABELS[:0])
+    for data in (nothing, DataLoader(nothing)):
+        empty = trainer(data=data)
+        with pytest.raises(ConfigurationError, match="the data yields no batch"):
+            empty.train(empty.initial_model(), work())
     odd = trainer(data=[INPUTS[i] for i in range(10)])
     with pytest.raises(ConfigurationError, match=r"\(inputs, targets\) is due"):
         odd.train(odd.initial_model(), work())
     own_batches = DataLoader(DATA, batch_size=None)
     with pytest.raises(ConfigurationError, match="makes its own"):
         trainer(data=own_batches).train(trainer().initial_model(), work(batch_size=3))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"model": "net"}, "model is a str, expected a torch.nn.Module"),
+        ({"loss": 3}, "loss is a int, expected a function of outputs and targets"),
+        ({"data": None}, "data is a NoneType, expected a Dataset or DataLoader"),
+        ({"evaluation_data": 5}, "evaluation_data is a int, expected"),
+        ({"batch_size": 0}, "batch_size is 0, expected a whole number from 1 on"),
+        ({"local_epochs": 1.5}, r"local_epochs is 1\.5, expected a whole number"),
+        ({"device": "nosuch"}, "device 'nosuch' cannot be used: Expected one of cpu"),
+    ],
+)
+def test_wrong_arguments_are_refused_at_once(changes: dict[str, Any], message: str) -> None:
+    right = {"model": network(), "loss": nn.CrossEntropyLoss(), "optimizer": sgd, "data": DATA}
+    with pytest.raises(ConfigurationError, match=message):
+        TorchTrainer(**{**right, **changes})
+
+
+def test_an_optimizer_in_place_of_its_function_is_refused() -> None:
+    made: Any = sgd(network().parameters())
+    with pytest.raises(ConfigurationError, match="optimizer is a SGD, expected a function"):
+        TorchTrainer(network(), nn.CrossEntropyLoss(), made, DATA)
 
 
 def test_auto_takes_what_there_is() -> None:
@@ -374,6 +571,16 @@ def test_float64_is_trained_as_float32_with_a_warning() -> None:
     assert base.digest == plain.initial_model().digest
     np.testing.assert_array_equal(change(made, base, work()), change(plain, base, work()))
     assert made.evaluate(base) is not None
+
+
+def test_data_of_float64_are_narrowed_with_one_warning() -> None:
+    wide = TensorDataset(INPUTS.double(), LABELS)
+    made, plain = trainer(network(), wide, evaluation_data=wide), trainer()
+    base = plain.initial_model()
+    with pytest.warns(UserWarning, match="the data yields float64"):
+        narrowed = change(made, base, work())
+    assert made.evaluate(base) is not None  # without another, which would be an error
+    np.testing.assert_array_equal(narrowed, change(plain, base, work()))
 
 
 def test_half_precision_stays_where_float64_is_narrowed() -> None:

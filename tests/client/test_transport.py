@@ -21,6 +21,7 @@ from fedpress_protocols.errors import (
     DigestMismatch,
     InvalidUpdate,
     MalformedRequest,
+    NotFound,
     ReplayedRequest,
     RoundClosed,
     ServerError,
@@ -28,6 +29,7 @@ from fedpress_protocols.errors import (
     TransportError,
     Unavailable,
     UnknownModel,
+    UnknownTask,
 )
 from fedpress_protocols.messages import CheckInRequest, EnrolRequest, EvaluationReport, UploadAck
 from fedpress_protocols.signatures import (
@@ -74,9 +76,9 @@ class Server:
             answer = raw(answer.content, status=answer.status_code, **answer.headers)
         return answer
 
-    def transport(self, **options: Any) -> HttpTransport:
+    def transport(self, url: str = "http://server:8000/", **options: Any) -> HttpTransport:
         return HttpTransport(
-            "http://server:8000/",
+            url,
             KEY,
             sleep=self.slept.append,
             clock=lambda: NOW,
@@ -160,6 +162,22 @@ def test_what_waiting_does_not_mend_is_raised_at_once(answer: Any, error: Any) -
     assert server.slept == []
     if error is RoundClosed:
         assert caught.value.members == {"round": 4}
+
+
+@pytest.mark.parametrize(
+    "answer", [problem(NotFound("no route '/api/v1/tasks/t'")), httpx.Response(404, text="nginx")]
+)
+def test_a_path_in_the_url_is_named_where_nothing_answers_below_it(answer: httpx.Response) -> None:
+    server = Server(answer)
+    with pytest.raises(NotFound, match=r"the server at http://server:8000/api: ") as caught:
+        server.transport(url="http://server:8000/api/").task("t")
+    assert caught.value.hint.startswith("give the server's URL without the path /api")
+
+
+def test_an_unknown_task_is_that_below_a_path_too() -> None:
+    server = Server(problem(UnknownTask("no task t")))
+    with pytest.raises(UnknownTask, match="no task t"):
+        server.transport(url="http://server:8000/api").task("t")
 
 
 def test_a_redirect_is_refused() -> None:

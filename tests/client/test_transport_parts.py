@@ -10,7 +10,7 @@ import httpx
 import pytest
 
 from fedpress_client import Retries
-from fedpress_client.parts import FIRST_PART
+from fedpress_client.parts import FIRST_PART, LEAST_PART
 from fedpress_protocols.errors import (
     MalformedRequest,
     NotFound,
@@ -24,12 +24,14 @@ from fedpress_protocols.errors import (
 from fedpress_protocols.messages import PartialUpload, UploadAck
 from tests.client.test_transport import Server, problem, raw
 
-BODY = bytes(range(256)) * 3
+PART = LEAST_PART
+BODY = bytes(range(256)) * 600
+WHOLE = len(BODY)
 DIGEST = hashlib.sha256(BODY).hexdigest()
 WHERE = "/v1/assignments/a/partials"
 
 
-def told(offset: int, *, status: int = 200, part_bytes: int = 300) -> httpx.Response:
+def told(offset: int, *, status: int = 200, part_bytes: int = PART) -> httpx.Response:
     state = PartialUpload(
         partial="u",
         offset=offset,
@@ -44,7 +46,7 @@ def held(offset: int, **changed: str) -> httpx.Response:
     headers: dict[str, Any] = {
         "upload_offset": str(offset),
         "upload_digest": hashlib.sha256(BODY[:offset]).hexdigest(),
-        "upload_part_bytes": "300",
+        "upload_part_bytes": str(PART),
         "upload_expires": "1800000000.5",
     }
     return raw(status=204, **(headers | changed))
@@ -60,20 +62,20 @@ def asked(server: Server) -> list[str]:
 
 
 def test_a_large_body_goes_by_parts() -> None:
-    server = Server(told(0, status=201), told(300), told(600), told(768), acked())
-    transport = server.transport(parts_above=700)
+    server = Server(told(0, status=201), told(PART), told(2 * PART), told(WHOLE), acked())
+    transport = server.transport(parts_above=WHOLE - 1)
     assert transport.upload("a", BODY).upload == DIGEST
     assert asked(server) == [
         f"POST {WHERE}",
         f"PATCH {WHERE}/u?offset=0",
-        f"PATCH {WHERE}/u?offset=300",
-        f"PATCH {WHERE}/u?offset=600",
+        f"PATCH {WHERE}/u?offset={PART}",
+        f"PATCH {WHERE}/u?offset={2 * PART}",
         f"POST {WHERE}/u/completion",
     ]
     begun, *parts, completion = (request.content for request in server.requests)
-    assert json.loads(begun) == {"trip": "update", "max_bytes": 768, "upload": DIGEST}
+    assert json.loads(begun) == {"trip": "update", "max_bytes": WHOLE, "upload": DIGEST}
     assert b"".join(parts) == BODY
-    assert json.loads(completion) == {"num_bytes": 768, "upload": DIGEST}
+    assert json.loads(completion) == {"num_bytes": WHOLE, "upload": DIGEST}
     assert server.requests[1].headers["content-type"] == "application/offset+octet-stream"
     assert transport.traffic.body_up == sum(len(request.content) for request in server.requests)
 
@@ -87,22 +89,22 @@ def test_a_body_that_is_not_large_goes_in_one() -> None:
 def test_after_a_cut_the_server_is_asked_where_it_stands() -> None:
     server = Server(
         told(0, status=201),
-        told(300),
+        told(PART),
         httpx.ReadError("reset"),
         httpx.ConnectError("refused"),
         problem(Unavailable(retry_after=3)),
-        held(600),
-        told(768),
+        held(2 * PART),
+        told(WHOLE),
         httpx.ReadTimeout("lost"),
-        held(768),
+        held(WHOLE),
         acked(),
     )
     transport = server.transport(parts_above=9, retries=Retries(patience=1e9))
     assert transport.upload("a", BODY).upload == DIGEST
     assert asked(server)[2:] == [
-        f"PATCH {WHERE}/u?offset=300",
+        f"PATCH {WHERE}/u?offset={PART}",
         *[f"HEAD {WHERE}/u"] * 3,
-        f"PATCH {WHERE}/u?offset=600",
+        f"PATCH {WHERE}/u?offset={2 * PART}",
         f"POST {WHERE}/u/completion",
         f"HEAD {WHERE}/u",
         f"POST {WHERE}/u/completion",
@@ -113,13 +115,13 @@ def test_after_a_cut_the_server_is_asked_where_it_stands() -> None:
 def test_a_part_that_was_kept_is_not_sent_again() -> None:
     server = Server(
         told(0, status=201),
-        problem(OffsetConflict(offset=600)),
-        held(600),
-        told(768),
+        problem(OffsetConflict(offset=2 * PART)),
+        held(2 * PART),
+        told(WHOLE),
         acked(),
     )
     server.transport(parts_above=9).upload("a", BODY)
-    assert f"PATCH {WHERE}/u?offset=600" in asked(server)
+    assert f"PATCH {WHERE}/u?offset={2 * PART}" in asked(server)
 
 
 def test_an_upload_that_is_gone_is_begun_again() -> None:
@@ -129,7 +131,7 @@ def test_an_upload_that_is_gone_is_begun_again() -> None:
         told(0, status=201),
         httpx.ReadError("reset"),
         raw(status=404),
-        told(768),
+        told(WHOLE),
         acked(),
     )
     server.transport(parts_above=9).upload("a", BODY)
@@ -171,7 +173,7 @@ def test_what_the_server_refuses_is_raised_as_of_an_upload_in_one(error: Excepti
     with pytest.raises(type(error)):
         Server(problem(error)).transport(parts_above=9).upload("a", BODY)
     with pytest.raises(type(error)):
-        Server(told(768), problem(error)).transport(parts_above=9).upload("a", BODY)
+        Server(told(WHOLE), problem(error)).transport(parts_above=9).upload("a", BODY)
 
 
 def test_a_portal_is_no_place_to_stand() -> None:
@@ -181,7 +183,7 @@ def test_a_portal_is_no_place_to_stand() -> None:
         held(0, upload_offset="many"),
         raw(status=204),
         held(0, upload_digest="none"),
-        held(768),
+        held(WHOLE),
         acked(),
     )
     server.transport(parts_above=9).upload("a", BODY)
@@ -208,8 +210,27 @@ def test_dropping_what_is_gone_is_no_error() -> None:
     assert asked(server) == [f"DELETE {WHERE}/u"] * 3
 
 
-def test_a_server_may_allow_less_than_the_first_part() -> None:
-    assert FIRST_PART > 300
-    server = Server(told(0, status=201), told(300), told(600), told(768), acked())
+def test_parts_that_are_all_requests_are_no_parts() -> None:
+    server = Server(told(0, status=201, part_bytes=1), acked())
     server.transport(parts_above=9).upload("a", BODY)
-    assert [len(request.content) for request in server.requests[1:4]] == [300, 300, 168]
+    assert asked(server) == [f"POST {WHERE}", "PUT /v1/assignments/a/update"]
+
+
+def test_a_server_that_goes_back_and_forth_has_no_patience_won() -> None:
+    reset = httpx.ReadError("reset")
+    server = Server(told(0, status=201), told(PART), reset)
+    server.answers += [held(0), reset, held(0), told(PART), reset] * 9
+    with pytest.raises(TransportError, match="reset"):
+        server.transport(parts_above=9, retries=Retries(base=1, patience=10)).upload("a", BODY)
+    assert server.slept == [0.5, 1, 2, 4]
+
+
+def test_a_server_may_allow_less_than_the_first_part() -> None:
+    assert FIRST_PART > PART
+    server = Server(told(0, status=201), told(PART), told(2 * PART), told(WHOLE), acked())
+    server.transport(parts_above=9).upload("a", BODY)
+    assert [len(request.content) for request in server.requests[1:4]] == [
+        PART,
+        PART,
+        WHOLE - 2 * PART,
+    ]

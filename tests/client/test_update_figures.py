@@ -72,6 +72,18 @@ def test_figures_are_what_their_definitions_say(compressor: dict[str, Any]) -> N
         assert figures.nmse == pytest.approx(expected, rel=1e-3, abs=1e-9)
 
 
+def test_figures_beyond_float32_are_left_out_without_a_warning() -> None:
+    update = np.full(8, 3e38, np.float32)
+    made = from_config({"id": "error_feedback", "inner": {"id": "topk", "fraction": 0.5}})
+    key, ledger = prepared(Ledger("task", "me"), model(8), made, update, 1)
+    figures = figures_of(ledger, key, update, Timing(0.0, 0.0))
+    assert figures.nmse is None
+    assert figures.norm is None
+    quantized = from_config({"id": "quantize", "bits": 3})
+    key, ledger = prepared(Ledger("task", "me"), model(8), quantized, update, 1)
+    assert figures_of(ledger, key, update, Timing(0.0, 0.0)).norm is None
+
+
 def test_figures_of_nothing_are_left_out() -> None:
     update = np.zeros(8, np.float32)
     none = from_config({"id": "none"})
