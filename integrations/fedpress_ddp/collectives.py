@@ -44,6 +44,12 @@ except ModuleNotFoundError as exc:
 
 Group = dist.ProcessGroup
 
+
+def device_of(group: Group | None, near: torch.device) -> torch.device:
+    """Where the group's backend takes values that lie on `near`."""
+    return near if dist.get_backend(group) == "nccl" else torch.device("cpu")
+
+
 READY, NOT_FINITE, FAILED = 0, 1, 2
 """A process's status in an exchange; FAILED + rank says which one failed. The largest counts."""
 _LENGTH_BYTES = 8
@@ -172,8 +178,7 @@ class Trip:
 
     @property
     def device(self) -> torch.device:
-        is_gpu_only = dist.get_backend(self.group) == "nccl"
-        return self.near if is_gpu_only else torch.device("cpu")
+        return device_of(self.group, self.near)
 
     @property
     def size(self) -> int:

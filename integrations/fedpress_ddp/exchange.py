@@ -40,6 +40,7 @@ from fedpress_compression.randomness import PublicRandomness
 from fedpress_compression.tensors import ModelSpec, Vector
 from fedpress_compression.update import Update
 from fedpress_ddp import on_device
+from fedpress_ddp.arguments import check_alike, check_state, process, whole
 from fedpress_ddp.collectives import (
     FAILED,
     Channel,
@@ -86,7 +87,8 @@ class Sites:
     def of(cls, size: int) -> Sites:
         """Sites of `size` consecutive ranks; every process of the world must call this alike."""
         world, rank = dist.get_world_size(), dist.get_rank()
-        if size < 1 or world % size:
+        size = whole("the size of a site", size, 1)
+        if world % size:
             raise ConfigurationError(f"{world} processes do not make sites of {size}")
         leaders = list(range(0, world, size))
         groups = [dist.new_group(list(range(first, first + size))) for first in leaders]
@@ -101,8 +103,9 @@ class Exchange:
     With ErrorFeedback around the compressor, what a process did not get across is added to its next
     vector: over n processes, sum of means = sum of inputs / n - sum of residuals. What is kept goes
     by the names of tensors; a tensor keeps its residual if it moves to another vector. To a
-    compressor `previous` is the last mean. `seed` must be the same everywhere. `dtype` is what
-    uncompressed numbers travel in: float16, bfloat16 or float32. `model_size`, the values of all
+    compressor `previous` is the last mean. All processes must have the same settings, which they
+    compare once, before the first exchange. `dtype` is what uncompressed numbers travel in:
+    float16, bfloat16 or float32. `model_size`, the values of all
     vectors together, is what dgc clips by; None: each vector is a model.
 
     With `reduction="adasum"` the vectors, which are then gathered, are combined by Adasum instead
@@ -135,7 +138,9 @@ class Exchange:
         warn_of_bias(compressor)
         self._compressor, self._reduction = compressor, reduction
         self._group, self._sites = group, sites
-        self._seed, self._dtype = seed, dtype
+        self._seed, self._dtype = whole("seed", seed, 0), dtype
+        self.is_checked = False
+        """Whether all processes are known to be alike; set it to False where that may change."""
         self._residuals: dict[str, torch.Tensor] = {}
         self._wholes: dict[str, tuple[torch.Tensor, list[tuple[str, torch.Tensor]]]] = {}
         """By the digests of specs, the residual of all their tensors, and its parts by tensor."""
@@ -143,6 +148,18 @@ class Exchange:
         self._turns, self._lock = Turns(), threading.Lock()
         self.sent = Sent()
         self.model_size: int | None = None
+
+    def check_alike(self, near: torch.device, more: Mapping[str, object]) -> None:
+        """Raise ConfigurationError, in all processes, unless all have the same settings, and the
+        same `more`. Every process must call this at the same point; nccl compares on `near`."""
+        own = {
+            "compressor": to_config(self._compressor),
+            "seed": self._seed,
+            "dtype": self._dtype,
+            "reduction": self._reduction,
+        }
+        check_alike({**own, **more}, near, self._group, self._sites)
+        self.is_checked = True
 
     def take_turn(self) -> Turn:
         """The next place in the order of collectives."""
@@ -192,9 +209,11 @@ class Exchange:
             for key, each in self._kept.items()
         }
         residuals = {name: part.cpu() for name, part in self._residuals.items()}
-        return {"kept": kept, "residuals": residuals}
+        return {"kept": kept, "residuals": residuals, **process()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Raises ConfigurationError if it was saved by another process."""
+        check_state(state, "kept", "residuals")
         self._wholes = {}
         self._residuals = dict(state["residuals"])
         self._kept = {
@@ -228,7 +247,10 @@ class Exchange:
         made = self._compressor if compressor is None else compressor
         check_exchange(made, spec, reduction=self._reduction)
         own = Measured()
-        turn = self._turns.take() if turn is None else turn
+        if turn is None:
+            if not self.is_checked:
+                self.check_alike(values.device, {})
+            turn = self._turns.take()
         start = time.perf_counter()
         try:
             return self._sited(made, spec, values.detach().to(torch.float32), turn, own)

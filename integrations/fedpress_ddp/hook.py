@@ -24,6 +24,7 @@ from fedpress_compression.compressor import Compressor, to_config
 from fedpress_compression.compressors.dgc import Dgc
 from fedpress_compression.compressors.none import Uncompressed
 from fedpress_compression.tensors import ModelSpec, TensorSpec
+from fedpress_ddp.arguments import check_shapes, check_state, digest, trainable, whole
 from fedpress_ddp.collectives import Group, ProcessLost, Turn
 from fedpress_ddp.exchange import (
     Exchange,
@@ -70,11 +71,14 @@ __all__ = [
 class HookState:
     """State of `comm_hook` for one model; its arguments must be the same in all processes.
 
+    They are compared before the first exchange; where one differs, all processes raise
+    ConfigurationError, which names it.
+
     The first `plain_steps` steps are sent uncompressed: DistributedDataParallel regroups
     gradients after the first, and early gradients change fastest. `schedule` then names the
     compressors of the next steps, by periods of `rounds` steps each, for example
-    `schedule.sparsity_warm_up(Dgc(), rounds=100)`; `compressor` comes after them. The rest is
-    Exchange's.
+    `schedule.sparsity_warm_up(Dgc(), rounds=100)`; `compressor` comes after them. `dtype` is that
+    of plain steps as well. The rest is Exchange's.
 
     Up to `workers` threads compress and exchange buckets while the backward pass continues; their
     collectives run in the order of buckets. Without `group` and `sites` they have a group of their
@@ -106,16 +110,15 @@ class HookState:
         reduction: Reduction = "mean",
         on_step: Callable[[StepMetrics], None] | None = None,
     ) -> None:
-        if plain_steps < 0:
-            raise ConfigurationError(f"plain_steps must be 0 or more, not {plain_steps}")
-        if not 0 <= workers <= _MAX_WORKERS:
-            raise ConfigurationError(f"workers must be 0 to {_MAX_WORKERS}, not {workers}")
+        self._plain_steps = whole("plain_steps", plain_steps, 0)
+        self._workers = whole("workers", workers, 0, _MAX_WORKERS)
         if sites is not None and not isinstance(sites, Sites):
             raise ConfigurationError(
                 f"sites must be Sites, not {sites!r}", hint="Sites.of(8) has 8 processes a site"
             )
         self._schedule = [(_steps_of(period), _compressor_of(period)) for period in schedule]
-        for made in (compressor, *(made for _, made in self._schedule)):
+        used = (compressor, *(made for _, made in self._schedule))
+        for made in used:
             check_exchange(made, reduction=reduction)
             if not allow_delays:
                 check_steps(made)
@@ -128,17 +131,30 @@ class HookState:
                 if made.momentum:
                     _watch_optimizers()
                     _with_momentum.add(self)
+        sends_numbers = self._plain_steps or any(made.lossy == Uncompressed() for made in used)
+        if dtype != torch.float32 and not sends_numbers:
+            raise ConfigurationError(
+                f"dtype={dtype} has no effect: there is no plain step, and what "
+                f"{to_config(compressor)['id']} sends has a type of its own",
+                hint="leave dtype out, or set plain_steps to 1 or more",
+            )
         for _, made in self._schedule:
             warn_of_bias(made)
         self._compressor = compressor
-        over: dict[str, Any] = {"group": group, "sites": sites, "reduction": reduction}
-        self.exchange = Exchange(compressor, seed=seed, dtype=dtype, **over)
+        over: dict[str, Any] = {
+            "group": group,
+            "sites": sites,
+            "reduction": reduction,
+            "dtype": dtype,
+        }
+        self.exchange = Exchange(compressor, seed=seed, **over)
         self._plain = Exchange(Uncompressed(), **over)
         self._plain.sent = self.exchange.sent
-        self._plain_steps = plain_steps
-        self._workers = workers
         self._pool: ThreadPoolExecutor | None = None
         self._names: dict[int, str] = {}
+        self._shapes: dict[str, list[int]] = {}
+        self._loaded_shapes: dict[str, list[int]] = {}
+        """Of the model of a state that was loaded; empty once gradients of it have come."""
         self._steps = 0
         self._size = 0
         self._exchanges: list[_BucketExchange] = []
@@ -158,22 +174,33 @@ class HookState:
         return {
             "steps": self._steps,
             "model_size": model_size,
+            "shapes": dict(self._shapes or self._loaded_shapes),
             "buckets": [each.spec_names for each in self._exchanges] or self._restored_buckets,
             **self.exchange.state_dict(),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Raises ConfigurationError if it was saved by another process, as does the next step if it
+        is of another model."""
+        check_state(state, "steps")
+        self.exchange.load_state_dict(state)
+        self.exchange.is_checked = False
         self._steps = state["steps"]
         self.exchange.model_size = state.get("model_size")
-        self._restored_buckets = state.get("buckets", [])  # which earlier releases did not write
-        self.exchange.load_state_dict(state)
+        self._restored_buckets = state.get("buckets", [])  # which earlier releases did not write,
+        self._loaded_shapes = state.get("shapes", {})  # nor this
 
     def mean(self, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
         """The mean of the bucket's gradients over all processes, in its dtype, once it is there."""
         values = bucket.buffer()
+        # In a process without batches, DistributedDataParallel.join calls hooks with zeros.
+        is_backward = torch._C._current_graph_task_id() != -1
         if bucket.index() == 0:
+            if not self.exchange.is_checked:
+                self.exchange.check_alike(values.device, self._settings())
             self._exchanges, self._size = [], 0
-            torch.autograd.Variable._execution_engine.queue_callback(self._end_step)
+            if is_backward:
+                torch.autograd.Variable._execution_engine.queue_callback(self._end_step)
         self._size += values.numel()
         is_plain = self._steps < self._plain_steps
         exchange = self._plain if is_plain else self.exchange
@@ -206,6 +233,8 @@ class HookState:
             each.exposed_seconds = each.seconds
             if each.error is not None:
                 raise each.error
+        if bucket.is_last() and not is_backward:
+            self._end_step()
         spec = self._spec(bucket)
         return begun[0].future if begun[0].spec == spec else _joined(spec, begun)
 
@@ -213,6 +242,8 @@ class HookState:
         """The bucket; in the first step after a checkpoint, whose single bucket has all gradients,
         the buckets of the steps before it, since results depend on them."""
         spec, values = self._spec(bucket), bucket.buffer()
+        if self._loaded_shapes:
+            self._check_loaded(is_last=bucket.is_last())
         tensors = {tensor.name: tensor for tensor in spec.tensors}
         names = [name for each in self._restored_buckets for name in each]
         if not (bucket.index() == 0 and bucket.is_last()) or sorted(names) != sorted(tensors):
@@ -222,6 +253,24 @@ class HookState:
             part = [values[spec.slices[name]] for name in each]
             parts.append((ModelSpec(tuple(tensors[name] for name in each)), torch.cat(part)))
         return parts
+
+    def _settings(self) -> dict[str, object]:
+        """What all processes must have alike, beside what Exchange compares."""
+        return {
+            "plain_steps": self._plain_steps,
+            "schedule": [(length, to_config(made)) for length, made in self._schedule],
+            "workers > 0": self._workers > 0,
+            "steps so far": self._steps,
+            "shapes in the loaded state": self._loaded_shapes,
+        }
+
+    def _check_loaded(self, *, is_last: bool) -> None:
+        """Raise ConfigurationError if the loaded state is of another model than the gradients seen,
+        which are all of them after the last bucket."""
+        loaded = self._loaded_shapes.items()
+        check_shapes({n: s for n, s in loaded if is_last or n in self._shapes}, self._shapes)
+        if is_last:
+            self._loaded_shapes = {}
 
     def _compressor_now(self) -> Compressor[Any]:
         step = self._steps - self._plain_steps
@@ -255,6 +304,7 @@ class HookState:
         for parameter in bucket.parameters():
             name = self._names.setdefault(id(parameter), f"parameter {len(self._names)}")
             tensors.append(TensorSpec(name, tuple(parameter.shape)))
+            self._shapes[name] = list(parameter.shape)
         return ModelSpec(tuple(tensors))
 
     def has(self, parameter: torch.Tensor) -> bool:
@@ -389,7 +439,9 @@ class LocalSGD:
 
     `parameters` may be sharded inside a site, as FSDP's are: each process exchanges its shards over
     `group`, the processes that hold the same shards elsewhere (for a mesh of sites x shards,
-    `mesh["sites"].get_group()`). Call `step()` after every step of the inner optimizer.
+    `mesh["sites"].get_group()`). Call `step()` after every step of the inner optimizer. All
+    processes must have the same arguments, and the same parameters when they make it; the first
+    `step()` compares them, and raises ConfigurationError in all if they differ.
     """
 
     def __init__(
@@ -405,20 +457,17 @@ class LocalSGD:
         seed: int = 0,
         allow_delays: bool = False,
     ) -> None:
-        if every < 1:
-            raise ConfigurationError(f"every must be at least 1, not {every}")
-        self._parameters = [p for p in parameters if p.requires_grad]
-        if not self._parameters:
-            raise ConfigurationError("there is no parameter to train")
+        self._every, self._steps = whole("every", every, 1), 0
+        if not learning_rate > 0:
+            raise ConfigurationError(f"learning_rate must be positive, not {learning_rate}")
+        if not 0 <= momentum < 1:
+            raise ConfigurationError(f"momentum must lie in [0, 1), not {momentum}")
+        self._parameters = trainable(parameters)
+        self._exchange = Exchange(compressor, group=group, sites=sites, seed=seed)
         if not allow_delays:
             check_steps(compressor)
-        self._exchange = Exchange(compressor, group=group, sites=sites, seed=seed)
-        self._every, self._steps = every, 0
         here = [_local(p) for p in self._parameters]
-        names = (f"parameter {index}" for index in range(len(here)))
-        self._spec = ModelSpec(
-            tuple(TensorSpec(n, tuple(p.shape)) for n, p in zip(names, here, strict=True))
-        )
+        self._spec = ModelSpec(tuple(TensorSpec(n, tuple(s)) for n, s in _shapes(here).items()))
         self._anchors = [p.detach().to(torch.float32).clone() for p in here]
         self._outer = torch.optim.SGD(
             self._anchors, lr=learning_rate, momentum=momentum, nesterov=momentum > 0
@@ -432,8 +481,11 @@ class LocalSGD:
     def step(self) -> bool:
         """Count a step; at each `every`-th, exchange and move all processes to one point.
 
-        True if it did. Raises ConfigurationError if a process brings NaN or infinity.
+        True if it did. Raises ConfigurationError if a process brings NaN or infinity, and at the
+        first step if processes started at different points or with other settings.
         """
+        if not self._exchange.is_checked:
+            self._exchange.check_alike(self._anchors[0].device, self._settings())
         self._steps += 1
         if self._steps % self._every:
             return False
@@ -455,6 +507,16 @@ class LocalSGD:
                 anchor.grad = None
         return True
 
+    def _settings(self) -> dict[str, object]:
+        outer = self._outer.param_groups[0]
+        return {
+            "every": self._every,
+            "learning_rate": float(outer["lr"]),
+            "momentum": float(outer["momentum"]),
+            "steps so far": self._steps,
+            "parameters": digest(self._anchors),
+        }
+
     def state_dict(self) -> dict[str, Any]:
         """For a checkpoint of this process, beside its model's and its optimizer's."""
         return {
@@ -465,12 +527,20 @@ class LocalSGD:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Raises ConfigurationError if it was saved by another process or of other parameters."""
+        check_state(state, "steps", "anchors", "outer", "exchange")
+        check_shapes(_shapes(state["anchors"]), _shapes(self._anchors))
+        self._exchange.load_state_dict(state["exchange"])
+        self._exchange.is_checked = False
         self._steps = state["steps"]
         with torch.no_grad():
             for anchor, saved in zip(self._anchors, state["anchors"], strict=True):
                 anchor.copy_(saved)
         self._outer.load_state_dict(state["outer"])
-        self._exchange.load_state_dict(state["exchange"])
+
+
+def _shapes(parameters: Sequence[torch.Tensor]) -> dict[str, list[int]]:
+    return {f"parameter {index}": list(each.shape) for index, each in enumerate(parameters)}
 
 
 def _local(parameter: torch.Tensor) -> torch.Tensor:

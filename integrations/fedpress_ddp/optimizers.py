@@ -8,6 +8,7 @@ and are then frozen.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any, Generic, TypeVar, overload
@@ -18,6 +19,14 @@ from fedpress_compression.compressors.error_feedback import ErrorFeedback
 from fedpress_compression.compressors.none import Uncompressed
 from fedpress_compression.compressors.sign import Sign
 from fedpress_compression.tensors import ModelSpec, TensorSpec
+from fedpress_ddp.arguments import (
+    check_shapes,
+    check_state,
+    differing,
+    digest,
+    trainable,
+    whole,
+)
 from fedpress_ddp.collectives import Group
 from fedpress_ddp.exchange import Exchange, Sites
 from fedpress_ddp.metrics import Sent
@@ -28,6 +37,7 @@ from fedpress_strategies.strategy import Delta, OptimizerState, Tally
 
 try:
     import torch
+    import torch.distributed as dist
 except ModuleNotFoundError as exc:
     raise MissingExtra("fedpress.ddp needs PyTorch", hint="pip install fedpress[torch]") from exc
 
@@ -49,22 +59,17 @@ class _OneBit(torch.optim.Optimizer, Generic[RuleT]):
     ) -> None:
         if not 0 <= floor <= 1:
             raise ConfigurationError(f"floor must lie in [0, 1], not {floor}")
-        if warm_up_steps < 1:
-            raise ConfigurationError(
-                f"warm_up_steps must be at least 1, not {warm_up_steps}",
-                hint="the second moment settles in them; the paper takes 15 to 20 % of all steps",
-            )
-        trained = [p for p in parameters if p.requires_grad]
-        if not trained:
-            raise ConfigurationError("there is no parameter to train")
+        self._warm_up_steps = whole("warm_up_steps", warm_up_steps, 1, hint=_SETTLES)
+        self._steps = 0
+        trained = trainable(parameters)
         super().__init__(trained, {"lr": rule.learning_rate})
         self._rule: RuleT = rule
-        self._warm_up_steps, self._steps = warm_up_steps, 0
         self._floor = floor
         self._spec = ModelSpec(
             tuple(TensorSpec(f"parameter {i}", tuple(p.shape)) for i, p in enumerate(trained))
         )
         made = ErrorFeedback(Sign(chunk=rule.moments.chunk))
+        self._group, self._sites = group, sites
         self._exchange = Exchange(made, group=group, sites=sites, seed=seed)
         self._moments: OptimizerState = rule.init(np.zeros(self._spec.size, np.float32))
 
@@ -87,7 +92,11 @@ class _OneBit(torch.optim.Optimizer, Generic[RuleT]):
     def step(self, closure: Callable[[], float]) -> float: ...
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
-        """Exchange this process's gradients and step; a mean of NaN or infinity changes nothing."""
+        """Exchange this process's gradients and step; a mean of NaN or infinity changes nothing.
+
+        The first step raises ConfigurationError, in all processes, if their parameters or settings
+        differ, and warns if their gradients do not.
+        """
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -95,6 +104,9 @@ class _OneBit(torch.optim.Optimizer, Generic[RuleT]):
         trained = self.param_groups[0]["params"]
         zero = [torch.zeros_like(p) if p.grad is None else p.grad for p in trained]
         gradient = torch.cat([each.detach().to(torch.float32).ravel() for each in zero])
+        if not self._exchange.is_checked:
+            self._exchange.check_alike(gradient.device, self._settings())
+            self._warn_of_one_gradient(gradient)
         is_warming = self._steps < self._warm_up_steps
         compressor = Uncompressed() if is_warming else None
         mean = self._exchange.mean(self._spec, gradient, compressor=compressor).cpu().numpy()
@@ -111,6 +123,29 @@ class _OneBit(torch.optim.Optimizer, Generic[RuleT]):
         for parameter, part in zip(trained, parts, strict=True):
             parameter.copy_(part.view_as(parameter))
         return loss
+
+    def _settings(self) -> dict[str, object]:
+        group = self.param_groups[0]
+        return {
+            "rule": replace(self._rule, learning_rate=float(group["lr"])),
+            "warm_up_steps": self._warm_up_steps,
+            "floor": self._floor,
+            "steps so far": self._steps,
+            "parameters": digest(group["params"]),
+        }
+
+    def _warn_of_one_gradient(self, gradient: torch.Tensor) -> None:
+        values = {"gradients": digest([gradient])}
+        differ = differing(values, gradient.device, self._group, self._sites)
+        if not differ and dist.get_world_size(self._group) > 1 and gradient.any():
+            name = type(self).__name__
+            warnings.warn(
+                f"all processes bring the same gradient to {name}: either they have the same data, "
+                "or DistributedDataParallel has averaged it already, uncompressed. Give "
+                f"{name} the parameters of a model that is not in DistributedDataParallel, or use "
+                "its no_sync()",
+                stacklevel=3,
+            )
 
     def _raised(self, second: Delta) -> Delta:
         """`second` with at least the share floor**2 of the mean of its chunk, and of its parameter.
@@ -139,10 +174,18 @@ class _OneBit(torch.optim.Optimizer, Generic[RuleT]):
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Raises ConfigurationError if it was saved by another process or of another model."""
+        check_state(state_dict, "state", "param_groups", "steps", "moments", "exchange")
+        sizes = {"gradient": [len(state_dict["moments"]["first"])]}
+        check_shapes(sizes, {"gradient": [self._spec.size]})
+        self._exchange.load_state_dict(state_dict["exchange"])
+        self._exchange.is_checked = False
         super().load_state_dict({key: state_dict[key] for key in ("state", "param_groups")})
         self._steps = state_dict["steps"]
         self._moments = {key: each.numpy() for key, each in state_dict["moments"].items()}
-        self._exchange.load_state_dict(state_dict["exchange"])
+
+
+_SETTLES = "the second moment settles in them; the paper takes 15 to 20 % of all steps"
 
 
 class OneBitAdam(_OneBit[onebit_adam.OneBitAdam]):

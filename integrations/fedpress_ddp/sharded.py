@@ -18,12 +18,13 @@ import numpy as np
 
 from fedpress_compression import coding
 from fedpress_compression.coding.fields import Symbols
-from fedpress_compression.compressor import Compressor, Public
+from fedpress_compression.compressor import Compressor, Public, to_config
 from fedpress_compression.contexts import contexts_of
 from fedpress_compression.plain_states import plain, restored
 from fedpress_compression.randomness import PublicRandomness
 from fedpress_compression.tensors import ModelSpec, TensorSpec, Vector
 from fedpress_compression.update import Update
+from fedpress_ddp.arguments import check_alike, check_state, process, whole
 from fedpress_ddp.collectives import (
     FAILED,
     NOT_FINITE,
@@ -65,7 +66,8 @@ class CompressedReduceScatter(ReduceScatter):
                 hint="use topk, sign or another method whose bodies are gathered",
             )
         warn_of_bias(compressor)
-        self._made, self._seed = compressor, seed
+        self._made, self._seed = compressor, whole("seed", seed, 0)
+        self._is_checked = False
         self._states: list[Any] = []
         self._steps = 0
         self.sent = Sent()
@@ -78,9 +80,13 @@ class CompressedReduceScatter(ReduceScatter):
 
     def state_dict(self) -> dict[str, Any]:
         """For a checkpoint of this process, as residuals are each process's own."""
-        return {"steps": self._steps, "states": [tensors(plain(each)) for each in self._states]}
+        states = [tensors(plain(each)) for each in self._states]
+        return {"steps": self._steps, "states": states, **process()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Raises ConfigurationError if it was saved by another process."""
+        check_state(state, "steps", "states")
+        self._is_checked = False
         self._steps = state["steps"]
         self._states = [arrays(each) for each in state["states"]]
 
@@ -100,6 +106,14 @@ class CompressedReduceScatter(ReduceScatter):
                 f"a compressed reduce-scatter sums or averages, and cannot do {op}",
                 hint="remove set_gradient_divide_factor",
             )
+        if not self._is_checked:
+            settings = {
+                "compressor": to_config(self._made),
+                "seed": self._seed,
+                "steps so far": self._steps,
+            }
+            check_alike(settings, input_tensor.device, group, None)
+            self._is_checked = True
         measured = Measured()
         trip = Trip(group, input_tensor.device, measured, Turns().take())
         scale = 1 / trip.size if op == dist.ReduceOp.AVG else 1.0

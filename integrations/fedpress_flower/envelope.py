@@ -3,7 +3,9 @@
 A message to a client carries, beside what any strategy sends, a config record RECORD:
 
 PLAN         the round's plan, JSON
-ASSIGNMENT   the client's assignment
+ASSIGNMENT   the client's assignment, see `assignment`
+SINCE        the first of the starts that went on from one another's models up to this one; left out
+             where it is this one
 CLIENT       the client, as the server knows it
 RECEIPT      the receipt of an upload before this one, JSON; left out if there was none
 RECEIPTS     the receipts of the uploads that the client's last reply asked about, a list of JSON
@@ -67,6 +69,7 @@ RECORD = "fedpress"
 STYPE = "fedpress.upload.v1"
 BODY = "upload"
 PLAN, ASSIGNMENT, CLIENT, RECEIPT = "plan", "assignment", "client", "receipt"
+SINCE = "since"
 ARRAYS, WEIGHT, ERROR = "arrays", "weight", "nmse"
 RECEIPTS, ASKS, MOST_ASKS = "receipts", "asks", 16
 MODEL, MODEL_STYPE = "model", "fedpress.model.v1"
@@ -81,6 +84,18 @@ training."""
 BODY_RECORD, MASKED_STYPE = "fedpress.body", "fedpress.masked.v1"
 SUPPORT, INDICES = "fedpress-support", "indices"
 Arrays = Mapping[str, npt.NDArray[Any]]
+
+
+def assignment(start: int, number: int, node: int | str) -> str:
+    """The name of a node's assignment in round `number` of the run's start `start`: rounds count
+    from 1 in each start of a strategy. The first start's names leave it out."""
+    return f"{number}-{node}" if start == 1 else f"{start}-{number}-{node}"
+
+
+def start_of(name: str) -> int:
+    """The start that an assignment is of."""
+    start, dash, _ = name.rpartition("-")[0].rpartition("-")
+    return int(start) if dash else 1
 
 
 def joining(server_key: str, task: str, client_id: str) -> bytes:

@@ -8,7 +8,7 @@ import numpy as np
 from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
 from flwr.serverapp import Grid, ServerApp
-from flwr.serverapp.strategy import FedAvg
+from flwr.serverapp.strategy import FedAvg, Result
 
 SHAPES = {"w": (6, 4), "b": (4,)}
 
@@ -65,6 +65,19 @@ def pair() -> tuple[ServerApp, ClientApp]:
     return server, stock
 
 
+class Saving(FedAvg):
+    """Saves what it comes to, as a user's own strategy does."""
+
+    def start(self, *args: Any, **kwargs: Any) -> Result:
+        self.rounds = 0
+        self.saved = super().start(*args, **kwargs)
+        return self.saved
+
+    def aggregate_train(self, server_round: int, replies: Any) -> Any:
+        self.rounds += 1
+        return super().aggregate_train(server_round, replies)
+
+
 unruly = ClientApp()
 
 
@@ -86,6 +99,30 @@ def misbehave(message: Message, context: Context) -> Message:
         case 5:
             time.sleep(3600)
     return Message(found, reply_to=message)
+
+
+def late() -> ClientApp:
+    """Of its clients the first fails once, and the second once has not the model it needs."""
+    app, asked = ClientApp(), set[int]()
+
+    @app.train()
+    def train_late(message: Message, context: Context) -> Message:
+        index = int(context.node_config["partition-id"])
+        is_first = index not in asked
+        asked.add(index)
+        if is_first and index == 0:
+            raise RuntimeError("no data yet")
+        if is_first and index == 1:
+            lacking = ConfigRecord({"holds": ""})
+            return Message(RecordDict({"fedpress": lacking}), reply_to=message)
+        return Message(moved(message, 1.0, loss=float(index)), reply_to=message)
+
+    return app
+
+
+class Late:
+    def client_app(self) -> ClientApp:
+        return late()
 
 
 class Stock:

@@ -16,7 +16,6 @@ from flwr.serverapp.strategy import FedAvg
 from fedpress.simulate.engines import Engine, LocalEngine, ProcessEngine, Run
 from fedpress.simulate.grid import Chance, Exchange, SimulatedGrid
 from fedpress.simulate.replies import Record
-from fedpress_protocols.errors import ConfigurationError
 from tests.flower import apps
 
 logging.getLogger("flwr").setLevel(logging.ERROR)
@@ -99,6 +98,21 @@ def test_the_pool_survives_whatever_a_client_does(tmp_path: Path) -> None:
     assert "RuntimeError: no data here" in exchange.failed[1]
     assert "its process ended with code 9" in exchange.failed[5]
     assert (exchange.answered, exchange.lost) == (7, 1)
+
+
+def test_clients_asked_again_in_a_round_count_once(tmp_path: Path) -> None:
+    def serve(grid: SimulatedGrid) -> None:
+        for number, nodes in ((1, (1, 2, 3)), (1, (1, 2)), (2, (1, 2, 3))):
+            strategy = FedAvg(fraction_evaluate=0.0)
+            messages = strategy.configure_train(number, apps.arrays(), ConfigRecord(), grid)
+            list(grid.stream([m for m in messages if m.metadata.dst_node_id in nodes]))
+
+    first, again, second = on("local", tmp_path, apps.Late(), serve, clients=3)
+    assert (first.asked, first.answered, first.lost, list(first.failed)) == (3, 1, 0, [1])
+    assert (again.asked, again.answered, again.lost, again.failed) == (3, 3, 0, {})
+    assert again.metrics["loss"] == 1.0
+    assert [each.is_again for each in (first, again, second)] == [False, True, False]
+    assert second.metrics == again.metrics
 
 
 def test_an_app_that_cannot_be_built_ends_the_run(tmp_path: Path) -> None:
@@ -189,5 +203,3 @@ def test_chance_loses_what_it_says_and_the_same_each_time(tmp_path: Path) -> Non
     for exchange in seen:
         lost = [n for n in range(1, 21) if Chance(0.4, 3).fate(exchange.number, n) != "answers"]
         assert exchange.lost == len(lost) == 20 - exchange.answered
-    with pytest.raises(ConfigurationError, match="--dropout"):
-        Chance(1.0)

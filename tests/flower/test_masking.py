@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 pytest.importorskip("flwr")
 
-from flwr.app import ConfigRecord, Message
+from flwr.app import ConfigRecord, Context, Message
 from flwr.clientapp import ClientApp
 from flwr.serverapp import strategy as flowers
 
@@ -29,8 +29,9 @@ from fedpress_protocols.errors import ConfigurationError, IncompatiblePlan
 from fedpress_protocols.masking.client import MaskingClient
 from fedpress_protocols.masking.messages import Reveal, Survivors, parse
 from fedpress_protocols.plan import MaskingTerms, PhaseTerms, TrainingTerms
+from fedpress_protocols.signatures import DeviceKey, to_base64url
 from fedpress_strategies import from_config
-from tests.flower.fleet import record_of, reply, step_of
+from tests.flower.fleet import StreamingFleet, record_of, reply, step_of
 from tests.flower.masked_fleet import FINE, HALF, STEPS, MaskedFleet, PolledFleet, strategy_of
 from tests.flower.test_mod_and_strategy import SIZE, flat, run, start_arrays, step, training
 
@@ -463,3 +464,57 @@ def test_terms_below_a_clients_own_are_declined_before_it_trains(tmp_path: Path)
     assert not trained
     assert "no protection from a malicious server" in report_of(made).dropped[1]
     assert MaskingTerms().adversary == "malicious"
+
+
+# Apps without the mod, and what models cost
+
+
+def test_a_masked_rounds_metrics_count_the_models_that_went_down(tmp_path: Path) -> None:
+    fleet = MaskedFleet(tmp_path, 4, training)
+    made = strategy_of(flowers.FedAvg(fraction_evaluate=0.0))
+    result = run(made, fleet, 1)
+    models = [
+        array
+        for message in fleet.sent
+        for record in message.content.array_records.values()
+        for array in record.values()
+    ]
+    expected = sum(len(array.data) for array in models)
+    assert expected >= 4 * 4 * SIZE
+    assert report_of(made).download_bytes == expected
+    assert result.train_metrics_clientapp[1]["fedpress-download-bytes"] == expected
+
+
+@pytest.mark.parametrize("with_mod", [True, False], ids=["compression_mod", "no mod"])
+@pytest.mark.parametrize("has_issuer", [True, False], ids=["certifies", "elsewhere"])
+def test_an_app_without_masking_mod_is_told_what_it_lacks(
+    with_mod: bool, has_issuer: bool, tmp_path: Path
+) -> None:
+    mods = [compression_mod(state_dir=tmp_path)] if with_mod else []
+    app = ClientApp(mods=mods)
+    app.train()(training)
+    key = None if has_issuer else to_base64url(DeviceKey.generate().public)
+    made = strategy_of(flowers.FedAvg(fraction_evaluate=0.0), authority=key)
+    run(made, StreamingFleet(app, 4), 1)
+    report = report_of(made)
+    assert not report.included
+    assert all("masking_mod" in why for why in report.dropped.values())
+    if has_issuer:
+        assert "see that the app has masking_mod" in report.abandoned
+    if with_mod:
+        assert all("and this app has compression_mod" in why for why in report.dropped.values())
+
+
+def test_weights_of_a_masked_sum_are_whole_numbers(tmp_path: Path) -> None:
+    def train(message: Message, context: Context) -> Message:
+        answer = training(message, context)
+        answer.content["metrics"]["num-examples"] = 0.5 if context.node_id == 1 else 2.0
+        return answer
+
+    fleet = MaskedFleet(tmp_path, 4, train)
+    masking = FINE.model_copy(update={"max_weight": 8})
+    made = strategy_of(flowers.FedAvg(fraction_evaluate=0.0), masking=masking)
+    run(made, fleet, 1)
+    report = report_of(made)
+    assert report.included == (2, 3, 4)
+    assert "masked sums weight by whole numbers" in report.dropped[1]

@@ -44,7 +44,6 @@ QUICK: dict[str, Any] = {
     "fraction": 1.0,
     "rounds": 3,
     "local_steps": 3,
-    "workers": 2,
     "seed": 5,
     "secure": True,
     "dropout": 0.2,

@@ -23,6 +23,7 @@ from flwr.serverapp import strategy as flowers
 from fedpress_client.ledger_records import Discard
 from fedpress_compression.compressors.cafe import Cafe
 from fedpress_compression.compressors.delta import Delta
+from fedpress_compression.compressors.dgc import Dgc
 from fedpress_compression.compressors.ef21 import EF21
 from fedpress_compression.compressors.error_feedback import ErrorFeedback
 from fedpress_compression.compressors.none import Uncompressed
@@ -30,7 +31,7 @@ from fedpress_compression.compressors.randomk import RandomK
 from fedpress_compression.compressors.topk import TopK
 from fedpress_flower import envelope
 from fedpress_flower.client import SEED, STATE_DIR, compression_mod
-from fedpress_flower.server import FedpressStrategy, Plan
+from fedpress_flower.server import FedpressStrategy, MaskedStrategy, Plan
 from fedpress_protocols.errors import ConfigurationError, IncompatiblePlan
 from fedpress_protocols.plan import TrainingTerms
 from fedpress_strategies import from_config
@@ -317,6 +318,20 @@ def test_rules_for_single_coordinates_refuse_those_that_clients_choose(
     assert [len(report.included) for report in strategy.reports] == [8, 8]
 
 
+@pytest.mark.parametrize("name", ["DP client fixed", "DP client adaptive"])
+@pytest.mark.parametrize("plan", [Plan(), Plan(FEEDBACK), Plan(Dgc())], ids=["auto", "ef", "dgc"])
+def test_noise_for_what_clients_clip_refuses_error_feedback(name: str, plan: Plan) -> None:
+    """A client would add to a clipped update what it held back, and send more than the clip."""
+    inner = STRATEGIES[name][0]()
+    with pytest.raises(IncompatiblePlan, match="noise would be too small") as caught:
+        FedpressStrategy(inner, plan)
+    assert "ServerSide" in (caught.value.hint or "")
+    around = flowers.DifferentialPrivacyServerSideFixedClipping(inner, **CLIPPED)
+    with pytest.raises(IncompatiblePlan, match="noise would be too small"):
+        FedpressStrategy(around, plan)
+    FedpressStrategy(inner, Plan(TopK(0.02)))
+
+
 def test_trees_are_refused() -> None:
     strategy = FedpressStrategy(flowers.FedXgbBagging(), Plan(FEEDBACK))
     trees = ArrayRecord({"0": Array(np.zeros(9, np.uint8))})
@@ -430,6 +445,68 @@ def test_a_compressor_in_place_of_a_plan_is_refused() -> None:
         FedpressStrategy(flowers.FedAvg(), TopK(0.01))  # type: ignore[arg-type]
 
 
+LEGACY = type("FedAvg", (), {"__module__": "flwr.server.strategy.fedavg"})
+
+
+@pytest.mark.parametrize(
+    ("inner", "wrapped", "hint"),
+    [
+        (FEEDBACK, "a ErrorFeedback", "plan=Plan(ErrorFeedback(...))"),
+        (Plan(), "a Plan", "(plan=Plan(...))"),
+        ("fedavg", "'fedavg'", "from_config({\"id\": 'fedavg'})"),
+        (flowers.FedAvg, "the class FedAvg", "(FedAvg(...), plan)"),
+        (LEGACY(), "a FedAvg", "older API"),
+    ],
+    ids=["compressor", "plan", "name", "class", "legacy"],
+)
+@pytest.mark.parametrize("kind", [FedpressStrategy, MaskedStrategy])
+def test_what_is_no_strategy_is_refused_at_once(
+    kind: Any, inner: Any, wrapped: str, hint: str
+) -> None:
+    with pytest.raises(ConfigurationError) as caught:
+        kind(inner)
+    assert f"{kind.__name__} is to wrap {wrapped}, where a strategy" in caught.value.detail
+    assert hint in (caught.value.hint or "")
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"compressor": "topk"},
+        {"compressor": TopK},
+        {"task": "two words"},
+        {"minimum": 0},
+        {"max_abs": float("nan")},
+        {"max_abs": 0},
+        {"max_abs": "1"},
+        {"max_examples": 10**12},
+        {"max_examples": 0.5},
+        {"seed": -1},
+        {"auto": "x"},
+        {"restricted": "yes"},
+        {"privacy": {}},
+    ],
+    ids=str,
+)
+def test_a_plan_refuses_what_no_round_could_begin_with(fields: dict[str, Any]) -> None:
+    ((name, value),) = fields.items()
+    found = re.escape(f"the plan's {name} is {value!r}, where")
+    with pytest.raises(ConfigurationError, match=found):
+        Plan(**fields)
+
+
+def test_a_downlink_is_terms_or_whether_there_is_one(tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match="downlink is 'x', where"):
+        FedpressStrategy(flowers.FedAvg(), Plan(FEEDBACK), downlink="x")  # type: ignore[arg-type]
+    with pytest.raises(ConfigurationError, match="masking is a dict, where"):
+        MaskedStrategy(flowers.FedAvg(), None, {})  # type: ignore[arg-type]
+    strategy = FedpressStrategy(flowers.FedAvg(), Plan(FEEDBACK), downlink=True)
+    run(strategy, fleet_of(tmp_path, 2), 1)
+    (report,) = strategy.reports
+    assert report.included == (1, 2)
+    assert report.coded_download_bytes == report.download_bytes > 0
+
+
 def test_a_plan_that_needs_what_messages_do_not_carry_is_refused() -> None:
     with pytest.raises(IncompatiblePlan, match="reads own"):
         Plan(Delta(TopK(0.1)))
@@ -518,6 +595,63 @@ def test_a_client_that_does_not_is_dropped_with_the_reason(
         for node, reason in report.dropped.items():
             assert re.search(WHY[node], reason), (node, reason)
     assert np.isfinite(flat(result.arrays)).all()
+
+
+def weighing(*weights: float) -> Callable[[Message, Context], Message]:
+    """Client i makes of everything i, and reports the i-th weight."""
+
+    def train(message: Message, context: Context) -> Message:
+        made = start_arrays(float(context.node_id))
+        return reply(message, made, **{"num-examples": weights[context.node_id - 1]})
+
+    return train
+
+
+@pytest.mark.parametrize("with_mod", [True, False], ids=["mod", "bare"])
+def test_our_strategies_refuse_weights_that_they_would_round(
+    with_mod: bool, tmp_path: Path
+) -> None:
+    mods = [compression_mod(state_dir=tmp_path)] if with_mod else []
+    app = app_of(*mods, train=weighing(0.9, 3.0, 0.1))
+    strategy = FedpressStrategy(from_config({"id": "fedavg"}), Plan(Uncompressed()))
+    run(strategy, Fleet(app, 3), 1)
+    (report,) = strategy.reports
+    assert report.included == (2,)
+    assert "'num-examples' is 0.9, and fedpress's strategies weight by whole" in report.dropped[1]
+    flower = FedpressStrategy(flowers.FedAvg(), Plan(Uncompressed(), seed=1))
+    result = run(flower, Fleet(app_of(train=weighing(0.9, 0.1)), 2), 1)
+    assert flat(result.arrays) == pytest.approx(1.1)
+
+
+@pytest.mark.parametrize("with_mod", [True, False], ids=["mod", "bare"])
+def test_a_weight_beyond_the_plans_most_is_warned_of(
+    with_mod: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    mods = [compression_mod(state_dir=tmp_path)] if with_mod else []
+    app = app_of(*mods, train=weighing(2**33, 50_000))
+    plan = Plan(Uncompressed(), max_examples=100_000)
+    strategy = FedpressStrategy(from_config({"id": "fedavg"}), plan)
+    result = run(strategy, Fleet(app, 2), 1)
+    assert flat(result.arrays) == pytest.approx(4 / 3, rel=1e-4)
+    assert "1 clients, the first of them node 1, have more examples than" in caplog.text
+
+
+def test_an_array_that_comes_back_in_another_type_is_named_with_it(tmp_path: Path) -> None:
+    def train(message: Message, context: Context) -> Message:
+        model = {name: array.numpy() for name, array in message.content["arrays"].items()}
+        if context.node_id == 1:
+            model["count"] = model["count"].astype(np.float64)
+        if context.node_id == 2:
+            model["w"] = model["w"].astype(np.int64)
+        return reply(message, model)
+
+    app = app_of(compression_mod(state_dir=tmp_path), train=train)
+    strategy = FedpressStrategy(flowers.FedAvg(), Plan(FEEDBACK))
+    run(strategy, Fleet(app, 3), 1, {**start_arrays(), "count": np.arange(2)})
+    (report,) = strategy.reports
+    assert "tensor 'count' is float32, and int64 was sent" in report.dropped[1]
+    assert "tensor 'w' is int64, and float32 was sent" in report.dropped[2]
+    assert report.included == (3,)
 
 
 def test_forged_uploads_are_dropped_and_the_round_goes_on(tmp_path: Path) -> None:

@@ -79,6 +79,13 @@ def test_natural_groups_stay_whole_and_the_largest_are_taken() -> None:
         ("dirichlet:x", "is no number"),
         ("dirichlet:0", "more than 0"),
         ("shards:-1", "more than 0"),
+        ("dirichlet:inf", "finite number"),
+        ("quantity:inf", "finite number"),
+        ("shards:inf", "finite number"),
+        ("shards:1.5", "shards:1.5, where a whole number of 1 or more is due"),
+        ("shards:0.2", "whole number"),
+        ("iid:9", "iid takes no number"),
+        ("natural:2", "natural takes no number"),
     ],
 )
 def test_a_partition_that_is_none_is_named(text: str, complaint: str) -> None:

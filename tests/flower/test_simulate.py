@@ -3,6 +3,7 @@
 import csv
 import json
 import logging
+import math
 import os
 import signal
 import subprocess
@@ -16,19 +17,20 @@ import pytest
 pytest.importorskip("flwr")
 pytest.importorskip("sklearn")
 
+from rich.console import Console
 from threadpoolctl import threadpool_limits
 
 from fedpress.compressor_option import compressor_from_option
 from fedpress.simulate.history import History, draw
 from fedpress.simulate.partition import Partition
-from fedpress.simulate.run import TASK, Settings, simulate, sweep
+from fedpress.simulate.run import TASK, Settings, run, simulate, sweep
 from fedpress.simulate.tasks import Task
 from fedpress_client import Client
 from fedpress_client.state import StateDirectory
 from fedpress_client.transport import HttpTransport
 from fedpress_compression.compressor import to_config
 from fedpress_flower.envelope import client_seed
-from fedpress_protocols.errors import ConfigurationError
+from fedpress_protocols.errors import ConfigurationError, MissingExtra
 from fedpress_protocols.model import Model
 from fedpress_server import Settings as ServerSettings
 from fedpress_server import create_app
@@ -43,7 +45,6 @@ QUICK: dict[str, Any] = {
     "fraction": 1.0,
     "rounds": 3,
     "local_steps": 3,
-    "workers": 2,
     "seed": 5,
 }
 COMPRESSORS = [
@@ -232,8 +233,122 @@ def test_a_sweep_runs_each_once(tmp_path: Path) -> None:
     again = sweep(settings, variations, tmp_path)
     assert stamps == [(tmp_path / h.name / "history.json").stat().st_mtime_ns for h in first]
     assert again[1].rows[0].model == first[1].rows[0].model
-    with pytest.raises(ConfigurationError, match="no setting colour"):
+    with pytest.raises(ConfigurationError, match="the sweep's run '1': no setting colour"):
         sweep(settings, [{"colour": "red"}], tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "complaint"),
+    [
+        ({"compressor": "nonsense"}, "no compressor has the id 'nonsense'"),
+        ({"strategy": "nonsense"}, "--strategy: no strategy"),
+        ({"partition": "iid:9"}, "iid takes no number"),
+        ({"local_epochs": 1}, "not both"),
+        ({"task": "nowhere.json", "fraction": 0.1, "rounds": None, "local_steps": None}, "nowhere"),
+    ],
+)
+def test_a_sweep_is_checked_to_its_end_before_anything_runs(
+    wrong: dict[str, Any], complaint: str, tmp_path: Path
+) -> None:
+    settings = Settings(**{**QUICK, "engine": "local", "rounds": 1})
+    with pytest.raises(ConfigurationError) as error:
+        sweep(settings, [{"name": "x"}, {"name": "y", **wrong}], tmp_path)
+    assert error.value.detail.startswith("the sweep's run 'y': ")
+    assert complaint in error.value.detail
+    assert not (tmp_path / "x").exists()
+
+
+def test_every_round_of_a_sweep_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "sweep.json"
+    file.write_text('[{"name": "one"}, {"name": "two"}]')
+    settings = Settings(**{**QUICK, "engine": "local", "rounds": 2, "link": 2.0})
+    histories = run(settings, tmp_path / "out", Console(width=200), sweep_file=file)
+    shown = capsys.readouterr().out
+    for history in histories:
+        spent = sum(row.link_seconds or 0.0 for row in history.rows)
+        for number in (1, 2):
+            assert shown.count(f"{history.name}: round   {number} ") == 1
+        assert history.summary()["link_seconds"] == pytest.approx(spent)
+        assert f" {spent:,.1f} " in shown
+    assert "link, s" in shown
+
+
+TRAINERS = """
+from fedpress.simulate.tasks import Task
+
+def make(index, clients):
+    trainer = Task(clients=clients).trainer(index)
+    trainer.initial_model = Task(clients=clients).initial_model
+    return trainer
+"""
+
+
+def test_a_sweep_runs_again_what_has_another_source(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(str(tmp_path))
+    source = tmp_path / "swept_trainers.py"
+    source.write_text(TRAINERS)
+    settings = Settings(**{**QUICK, "engine": "local", "rounds": 1}, app="swept_trainers:make")
+    first = sweep(settings, [{}], tmp_path / "out")[0]
+    history = tmp_path / "out" / "1" / "history.json"
+    stamp = history.stat().st_mtime_ns
+    assert sweep(settings, [{}], tmp_path / "out")[0].settings == first.settings
+    assert history.stat().st_mtime_ns == stamp
+    source.write_text(TRAINERS + "# changed\n")
+    changed = sweep(settings, [{}], tmp_path / "out")[0]
+    assert history.stat().st_mtime_ns != stamp
+    assert changed.settings["app_sha256"] != first.settings["app_sha256"]
+
+
+@pytest.mark.parametrize("damage", ["{", "[]", '{"complete": true}'])
+def test_a_history_that_cannot_be_read_is_of_no_run_that_is_complete(
+    damage: str, tmp_path: Path
+) -> None:
+    settings = Settings(**{**QUICK, "engine": "local", "rounds": 1})
+    (tmp_path / "1").mkdir()
+    (tmp_path / "1" / "history.json").write_text(damage)
+    assert len(sweep(settings, [{}], tmp_path)[0].rows) == 1
+
+
+def test_settings_of_a_stopped_run_that_cannot_be_read_are_named(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    folder.mkdir()
+    (folder / "replies").write_bytes(b"anything")
+    (folder / "settings.json").write_text("{")
+    settings = Settings(**{**QUICK, "engine": "local", "rounds": 1})
+    with pytest.raises(ConfigurationError, match=r"settings\.json, of a run that was .* --fresh"):
+        simulate(settings, tmp_path)
+    assert len(simulate(settings, tmp_path, fresh=True).rows) == 1
+
+
+def test_a_file_of_figures_that_cannot_be_written_is_refused_before_anything_runs(
+    tmp_path: Path,
+) -> None:
+    settings = Settings(**{**QUICK, "engine": "local"})
+    with pytest.raises(ConfigurationError, match=r"--json: .* cannot be written: Is a directory"):
+        run(settings, tmp_path / "out", Console(), json_file=tmp_path)
+    assert not (tmp_path / "out").exists()
+
+
+def test_ray_that_is_not_installed_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in [each for each in sys.modules if each.partition(".")[0] == "ray"]:
+        monkeypatch.delitem(sys.modules, name)
+    backend = "flwr.server.superlink.fleet.vce.backend.raybackend"
+    monkeypatch.delitem(sys.modules, backend, raising=False)
+    monkeypatch.setattr(sys, "meta_path", [WithoutRay(), *sys.meta_path])
+    with pytest.raises(MissingExtra, match="--engine processes"):
+        simulate(Settings(**QUICK, engine="ray"), tmp_path)
+
+
+class WithoutRay:
+    """Finds what a Python without Ray does."""
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> None:
+        if name.partition(".")[0] == "ray":
+            raise ModuleNotFoundError(f"No module named {name!r}", name="ray")
 
 
 @pytest.mark.parametrize(
@@ -245,7 +360,19 @@ def test_a_sweep_runs_each_once(tmp_path: Path) -> None:
         ({"engine": "spark"}, "no engine 'spark'"),
         ({"link": 0.0}, "--link"),
         ({"timeout": 0.0}, "--timeout"),
+        (
+            {"timeout": math.inf},
+            "--timeout must be more than 0 s and less than 2147483648, not inf",
+        ),
+        ({"link": math.inf}, "--link"),
         ({"seed": -1}, "--seed"),
+        ({"dropout": 1.0}, "--dropout must lie in"),
+        ({"dropout": -1.0, "task": "task.json"}, "--dropout must lie in"),
+        ({"run_config": "foo=1"}, "--run-config is for a Flower app"),
+        ({"app": "a:b", "data": "fashion-mnist:/nowhere"}, "--data cannot be combined with --app"),
+        ({"app": "a:b", "partition": "iid"}, "--partition cannot be combined with --app"),
+        ({"app": "a:b", "device": "cuda"}, "--device cannot be combined with --app"),
+        ({"engine": "local", "workers": 7}, "--workers has no meaning with --engine local"),
     ],
 )
 def test_settings_that_cannot_be_are_refused(changes: dict[str, Any], complaint: str) -> None:
@@ -264,6 +391,17 @@ def test_settings_that_cannot_be_are_refused(changes: dict[str, Any], complaint:
         ({"app": "tests.flower.apps:SHAPES"}, "no pair of apps"),
         ({"app": "tests.flower.nothing:pair"}, "no module"),
         ({"local_epochs": 1}, "not both"),
+        (
+            {"strategy": "scaffold"},
+            r"needs clients \(give its settings as JSON: {\"id\": \"scaffold\"",
+        ),
+        ({"strategy": "fedprox"}, "simulate that with --task"),
+        ({"secure": True, "clients": 2}, "asks 2 clients, .*raise --fraction or --clients"),
+        ({"secure": True, "masking": '{"foo": 1}'}, "--masking: foo: .*known are adversary, "),
+        (
+            {"app": "tests.flower.test_simulate:digit_trainer", "run_config": "foo=1"},
+            "--run-config is for a Flower app, and tests.flower.test_simulate:digit_trainer makes",
+        ),
     ],
 )
 def test_what_cannot_be_simulated_is_refused(
@@ -312,12 +450,31 @@ def unable_trainer(index: int, clients: int) -> Any:
 
 
 def test_a_pair_of_flower_apps_is_simulated(tmp_path: Path) -> None:
-    app = {"rounds": None, "engine": "processes", "app": "tests.flower.apps:pair"}
-    settings = Settings(**{**QUICK, **app})
+    settings = Settings(clients=4, workers=2, seed=5, app="tests.flower.apps:pair")
     history = simulate(settings, tmp_path)
     assert [row.answered for row in history.rows] == [4, 4, 4]
     assert history.rows[-1].model is None
     assert history.rows[-1].evaluation["mean"] == pytest.approx(7.5)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"compressor": "nonsense"},
+        {"strategy": "fedavg"},
+        {"fraction": 1.0},
+        {"learning_rate": 99.0},
+        {"local_epochs": 7},
+        {"local_steps": 7},
+        {"batch_size": 3},
+        {"downlink": False},
+    ],
+)
+def test_what_a_flower_app_says_itself_is_refused(changes: dict[str, Any], tmp_path: Path) -> None:
+    settings = Settings(clients=4, engine="local", app="tests.flower.apps:pair", **changes)
+    with pytest.raises(ConfigurationError, match="cannot be combined with a Flower app") as error:
+        simulate(settings, tmp_path)
+    assert "--run-config" in error.value.hint
 
 
 def test_a_run_in_which_no_client_answers_fails_and_says_why(tmp_path: Path) -> None:

@@ -152,6 +152,68 @@ def test_a_task_that_was_stopped_goes_on_to_the_same_model(tmp_path: Path) -> No
     assert [row.model for row in history.rows] == [row.model for row in whole.rows]
 
 
+def test_a_task_that_was_stopped_does_not_go_on_with_another_file(tmp_path: Path) -> None:
+    class Stopping:
+        def round_closed(self, history: Any, rounds: int) -> None:
+            raise KeyboardInterrupt
+
+    screen: Any = Stopping()
+    with pytest.raises(KeyboardInterrupt):
+        simulate(settings(tmp_path), tmp_path / "out", screen=screen)
+    with pytest.raises(ConfigurationError, match=r"with another content of .*task\.json"):
+        simulate(settings(tmp_path, {"training": {"local_steps": 5}}), tmp_path / "out")
+    assert len(simulate(settings(tmp_path), tmp_path / "out").rows) == 3
+
+
+def test_a_sweep_runs_again_what_has_another_file(tmp_path: Path) -> None:
+    asked = settings(tmp_path, {"rounds": 1})
+    (first,) = sweep(asked, [{}], tmp_path / "out")
+    (again,) = sweep(asked, [{}], tmp_path / "out")
+    assert again.rows[0].model == first.rows[0].model
+    (other,) = sweep(settings(tmp_path, {"rounds": 2}), [{}], tmp_path / "out")
+    assert [len(each.rows) for each in (first, again, other)] == [1, 1, 2]
+
+
+def test_a_task_that_no_device_works_for_any_more_ends_and_says_why(tmp_path: Path) -> None:
+    privacy = {
+        "lane": "central", "clip": 0.5, "noise_multiplier": 2.5, "participations": 1, "epsilon": 8.0
+    }  # fmt: skip
+    changes = {
+        "rounds": 2,
+        "profiles": [{"name": "whole", "compressor": {"id": "quantize", "clip": 0.02}}],
+        "privacy": privacy,
+    }
+    history = simulate(settings(tmp_path, changes), tmp_path / "out")
+    assert len(history.rows) == 1
+    assert history.complete
+    assert "no device had anything to do for 24 hours of the simulated clock" in history.reason
+    assert "their privacy budget spent: 4" in history.reason
+
+
+def test_a_task_that_pauses_at_its_end_ends(tmp_path: Path) -> None:
+    history = simulate(settings(tmp_path, {"at_end": "paused"}), tmp_path / "out")
+    assert (len(history.rows), history.complete, history.reason) == (3, True, "")
+
+
+def test_what_all_devices_declined_is_a_reason_of_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "plain_trainers.py").write_text(
+        "from tests.flower.test_simulate import digit_trainer\n"
+        "def make(index, clients):\n"
+        "    trainer = digit_trainer(index, clients)\n"
+        "    trainer.honours = frozenset()\n"
+        "    return trainer\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    changes = {"strategy": {"id": "fedprox", "mu": 0.1}, "max_attempts": 2}
+    asked = settings(tmp_path, changes, app="plain_trainers:make")
+    with pytest.raises(FedpressError, match="no client answered"):
+        run(asked, tmp_path / "out", Console(width=200))
+    document = json.loads((tmp_path / "out" / "history.json").read_text())
+    assert "; 8 declined: the plan asks for proximal, and the trainer honours" in document["reason"]
+
+
 def test_whoever_has_the_printed_token_may_look_at_the_server_and_no_more(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -196,6 +258,12 @@ def test_masked_tasks_run(tmp_path: Path) -> None:
         ({}, {"strategy": "fedprox"}, "--strategy cannot be combined with --task"),
         ({}, {"engine": "ray"}, "--engine ray"),
         ({}, {"clients": 3}, "a round needs 4 uploads at least, and --clients is 3"),
+        (
+            {"eligible": {"memory_gib": {"minimum": 2}}},
+            {},
+            "eligible cannot be simulated: the devices have no attributes",
+        ),
+        ({"members": ["a", "b", "c", "d"]}, {}, "members cannot be simulated"),
         ({"rounds": 0}, {}, "rounds: must be 1 or more, not 0"),
         ({}, {"app": "tests.flower.apps:pair"}, "a Flower app brings a server of its own"),
     ],
@@ -220,13 +288,13 @@ def test_rounds_set_what_a_flower_app_reads_and_its_accuracy_is_shown(tmp_path: 
 
 
 def test_a_servers_own_evaluation_is_in_table_and_history(tmp_path: Path) -> None:
-    asked = Settings(**{**QUICK, "rounds": None}, engine="local", app="tests.flower.apps:evaluated")
+    asked = Settings(clients=4, engine="local", app="tests.flower.apps:evaluated")
     history = simulate(asked, tmp_path)
     assert [row.accuracy for row in history.rows] == [0.25, 0.5]
 
 
 def test_an_app_that_reads_no_number_of_rounds_refuses_one(tmp_path: Path) -> None:
-    asked = Settings(**QUICK, engine="local", app="tests.flower.apps:evaluated")
+    asked = Settings(clients=4, rounds=3, engine="local", app="tests.flower.apps:evaluated")
     with pytest.raises(ConfigurationError, match="the app says itself how many rounds it has"):
         simulate(asked, tmp_path)
 

@@ -22,7 +22,7 @@ from pydantic import TypeAdapter, ValidationError
 from fedpress_client.ledger import Ledger
 from fedpress_client.state import Identity, write_durably
 from fedpress_flower import envelope
-from fedpress_protocols.errors import ConfigurationError, MalformedRequest, StateCorrupt
+from fedpress_protocols.errors import ConfigurationError, Conflict, MalformedRequest, StateCorrupt
 from fedpress_protocols.local_files import OPEN_FLAGS, locked, open_lock, replace_file
 from fedpress_protocols.messages import Identifier
 from fedpress_protocols.plan import Name
@@ -89,6 +89,27 @@ def collect(folder: Path, run_id: int, before: float) -> None:
                 empty.rmdir()
 
 
+def begun(ledger: Ledger, name: str, number: int, since: int) -> Ledger:
+    """The account as the assignment `name` of round `number` finds it, before its receipts: in a
+    new start that goes on from the one of the account, and from none before `since`, rounds count
+    from 1 again; in another training all is new. Raises Conflict for a message that later ones
+    overtook."""
+    start = envelope.start_of(name)
+    newest = max(map(envelope.start_of, [*ledger.pending, *ledger.settled]), default=start)
+    if start < newest:
+        raise Conflict(
+            f"round {number} of the strategy's start {start} came after start {newest} had begun"
+        )
+    if start == newest and name not in ledger.pending and number <= ledger.round:
+        raise Conflict(
+            f"round {number} came after round {ledger.round} was answered",
+            hint=f"if two nodes use one account, give each a {DEVICE_ID} of its own",
+        )
+    if start == newest:
+        return ledger
+    return replace(ledger, round=0) if newest >= since else ledger.restarted()
+
+
 @dataclass(frozen=True)
 class Account:
     """The files of one client in one run: `path` is the ledger's, the others lie beside it."""
@@ -107,11 +128,12 @@ class Account:
         durable: bool,
         name: str | None = None,
     ) -> Account:
-        """Return the account that `context` names, or a new one under `name` or the client's id.
-        ---
-                Raises MalformedRequest for a task or a client that cannot be part of a path."""
+        """Return the task's account that `context` names, or a new one under `name` or the client's
+        id. Raises MalformedRequest for a task or a client that cannot be part of a path."""
         if envelope.RECORD in context.state:
-            return cls(Path(str(context.state[envelope.RECORD]["account"])), durable)
+            path = Path(str(context.state[envelope.RECORD]["account"]))
+            if path.parent.name == task:
+                return cls(path, durable)
         try:
             _NAMES.validate_python((task, client_id))
         except ValidationError as exc:

@@ -26,10 +26,10 @@ from fedpress_client.privacy_budget import NO_RULES, PrivacyRules
 from fedpress_compression.tensors import Vector
 from fedpress_flower import envelope
 from fedpress_flower.client.account import (
-    DEVICE_ID,
     KEEP_DAYS,
     SEED,
     Account,
+    begun,
     collect,
     device_name,
     state_folder,
@@ -51,7 +51,12 @@ from fedpress_flower.client.terms import (
     update_of,
     without_ours,
 )
-from fedpress_protocols.errors import ConfigurationError, Conflict, InvalidUpdate, PlanDeclined
+from fedpress_protocols.errors import (
+    ConfigurationError,
+    IncompatiblePlan,
+    InvalidUpdate,
+    PlanDeclined,
+)
 from fedpress_protocols.messages import Receipt
 from fedpress_protocols.plan import RoundPlan
 
@@ -60,8 +65,10 @@ CallNext = Callable[[Message, Context], Message]
 
 
 def warn(discard: Discard) -> None:
-    """Log the discard; as a warning unless the plan's compressor leaves it out by design."""
-    level = logging.INFO if discard.reason == "not-sent" else logging.WARNING
+    """Log the discard; as a warning unless the plan's compressor leaves it out by design, or it was
+    for a model that is trained no further."""
+    is_usual = discard.reason in ("not-sent", "other-model")
+    level = logging.INFO if is_usual else logging.WARNING
     text = "an update of norm %.3g is lost to the model: %s"
     _log.log(level, text, discard.norm, discard.reason)
 
@@ -120,23 +127,29 @@ class CompressionMod:
         check_measured(message, context, self.privacy)
         if not message.has_content() or envelope.RECORD not in message.content:
             return call_next(message, context)
-        digest = str(message.content[envelope.RECORD].get(envelope.DIGEST, ""))
+        ours = message.content[envelope.RECORD]
+        if envelope.OFFER in ours or envelope.STEP in ours:
+            raise IncompatiblePlan(
+                "the server asks for a masked update, and this app has compression_mod",
+                hint="give the app masking_mod in its place, or run FedpressStrategy at the server",
+            )
+        digest = str(ours.get(envelope.DIGEST, ""))
         if digest:
-            models = Models.of(self._account(context, message.content[envelope.RECORD]))
+            models = Models.of(self._account(context, ours))
             try:
                 model = model_in_message(message, models)
             except LacksBase as exc:
                 _log.warning("the model %.12s is not here any more; asking for the whole", exc)
                 return Message(RecordDict({envelope.RECORD: holding("")}), reply_to=message)
             message.content = with_arrays(message, model)
-        if envelope.PLAN in message.content[envelope.RECORD]:
+        if envelope.PLAN in ours:
             reply = self._trained(message, context, call_next)
         else:
             message.content = without_ours(message.content)
             reply = call_next(message, context)
         if digest and not reply.has_error():
-            ours = reply.content.get(envelope.RECORD, {})
-            reply.content[envelope.RECORD] = ConfigRecord({**ours, **holding(digest)})
+            said = reply.content.get(envelope.RECORD, {})
+            reply.content[envelope.RECORD] = ConfigRecord({**said, **holding(digest)})
         return reply
 
     def _account(self, context: Context, ours: ConfigRecord) -> Account:
@@ -229,12 +242,8 @@ def _settled(ledger: Ledger, terms: Terms) -> Ledger:
     """The account once everything pending has its fate: that of the receipt, or, where the server
     has none to tell of, not included. What the device sent when it was another node waits for the
     server's answer. Raises Conflict for a message that later ones overtook."""
-    key, plan = terms.assignment.assignment, terms.assignment.plan
-    if key not in ledger.pending and plan.round <= ledger.round:
-        raise Conflict(
-            f"round {plan.round} came after round {ledger.round} was answered",
-            hint=f"if two nodes use one account, give each a {DEVICE_ID} of its own",
-        )
+    key = terms.assignment.assignment
+    ledger = begun(ledger, key, terms.assignment.plan.round, terms.since)
     for receipt in terms.receipts:
         ledger = ledger.settle(receipt)
     for unanswered, pending in list(ledger.pending.items()):

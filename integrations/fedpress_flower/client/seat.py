@@ -13,7 +13,7 @@ from fedpress_client.masking_rules import MaskingRules
 from fedpress_client.membership import Member, joined
 from fedpress_client.state import Identity
 from fedpress_flower import envelope
-from fedpress_flower.client.account import Account
+from fedpress_flower.client.account import Account, begun
 from fedpress_protocols.errors import ConfigurationError, Conflict, InvalidSignature
 from fedpress_protocols.messages import Membership, Receipt
 from fedpress_protocols.plan import RoundPlan, parsed
@@ -56,7 +56,9 @@ class Seat:
         identity = before or Identity(url="flower", client_id=self._client_id, server_key=named)
         if named != (server_key or identity.server_key):
             raise ConfigurationError(
-                f"the server signs by {named}, pinned is {server_key or identity.server_key}"
+                f"the server signs by {named}, pinned is {server_key or identity.server_key}",
+                hint="give every MaskedStrategy of a run the same `key` and `authority`, or start "
+                "the same strategy again",
             )
         after = joined(identity, membership, self._rules, key=self.key.public, now=now)
         if after != before:
@@ -129,11 +131,10 @@ def settled(seat: Seat, part: MaskedPart, ours: ConfigRecord, name: str, plan: R
     """The account once everything pending has its fate by the last word of its session, durably.
 
     Raises Conflict for a message that later ones overtook, and where a body may be in a sum that
-    the server does not speak of.
+    the server does not speak of, unless it belongs to another training and is never sent again.
     """
-    ledger = seat.ledger()
-    if name not in ledger.pending and plan.round <= ledger.round:
-        raise Conflict(f"round {plan.round} came after round {ledger.round} was answered")
+    since: Any = ours.get(envelope.SINCE, envelope.start_of(name))
+    ledger = begun(seat.ledger(), name, plan.round, int(since))
     ended: Any = zip(ours.get(envelope.ENDED_FOR, []), ours.get(envelope.ENDED, []), strict=False)
     words: dict[str, bytes] = dict(ended)
     for before, pending in list(ledger.pending.items()):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -26,6 +27,8 @@ class Terms:
     """The terms of a message, and the model [spec.size] that it carries."""
 
     assignment: Assignment
+    since: int
+    """The first of the starts that its own one goes on from."""
     receipts: tuple[Receipt, ...]
     arrays: str
     weight: str
@@ -63,8 +66,10 @@ class Terms:
                 knowledge[kind] = model - spec.flatten(earlier)
         receipts: list[Any] = [record.get(envelope.RECEIPT)]
         receipts += list(record.get(envelope.RECEIPTS, []))
+        since = record.get(envelope.SINCE, envelope.start_of(assignment.assignment))
         return cls(
             assignment,
+            int(since),
             tuple(parsed(Receipt, str(each)) for each in receipts if each is not None),
             name,
             str(record[envelope.WEIGHT]),
@@ -113,7 +118,14 @@ def update_of(arrays: ArrayRecord, terms: Terms) -> Vector:
         trained = terms.spec.flatten(tensors)
     except FedpressError as exc:
         raise InvalidUpdate(f"the reply's model: {exc.detail}") from exc
+    here, there = ({t.name: t for t in each.tensors} for each in (terms.spec, spec))
     names = {tensor.name for tensor in spec.trained} ^ {t.name for t in terms.spec.trained}
+    if retyped := sorted(names & here.keys() & there.keys()):
+        name = retyped[0]
+        raise InvalidUpdate(
+            f"the reply's tensor {name!r} is {there[name].dtype}, and {here[name].dtype} was sent",
+            hint="reply with every array in the type that it came in",
+        )
     if names:
         raise InvalidUpdate(f"the reply's model has other tensors: {', '.join(sorted(names))}")
     with np.errstate(over="ignore", invalid="ignore"):  # prepare refuses what comes of it
@@ -121,11 +133,19 @@ def update_of(arrays: ArrayRecord, terms: Terms) -> Vector:
 
 
 def examples_of(reply: Message, terms: Terms) -> int:
+    """The number of examples. It is the weight where a strategy of fedpress aggregates or, under
+    masks, where they have a `max_weight`; one of Flower's reads the reply itself."""
     value = metrics_of(reply).get(terms.weight)
-    if not isinstance(value, int | float) or not 0 < value < 2**32:
+    if not isinstance(value, int | float) or not 0 < value < math.inf:
         raise InvalidUpdate(
             f"the reply's {terms.weight!r} is {value!r} where a positive number is due",
             hint=f"put {terms.weight!r} into the reply's metric record",
+        )
+    masking = terms.assignment.plan.masking
+    if masking is not None and masking.max_weight is not None and value != round(value):
+        raise InvalidUpdate(
+            f"the reply's {terms.weight!r} is {value:g}, and masked sums weight by whole numbers",
+            hint="report whole ones, such as 90 and 10 for 0.9 and 0.1",
         )
     return max(1, round(value))
 

@@ -22,6 +22,7 @@ from fedpress_protocols.messages import AVERAGE
 from fedpress_protocols.plan import MaskingTerms
 from fedpress_protocols.upload import WITHIN_CLIP, Upload
 from fedpress_strategies.private import check_private_strategy, has_own_noise
+from fedpress_strategies.running_statistics import with_variances
 from fedpress_strategies.staleness import DiscountedMean
 from fedpress_strategies.strategy import (
     AggregationSpace,
@@ -105,6 +106,7 @@ class StatefulStrategy:
         state = optimizer.init(before) if self.state is None else self.state
         tally = replace(tally, spec=spec, momentum=self.momentum)
         after, self.state = optimizer.apply(before, delta, state, tally)
+        after = with_variances(spec, before, after)
         self.master = after if any(t.dtype != "float32" for t in spec.trained) else None
         return moved(here.arrays, spec, after)
 

@@ -15,19 +15,26 @@ from __future__ import annotations
 
 import logging
 import math
-from collections import Counter
 from collections.abc import Iterable, Mapping
-from typing import Any, Literal, cast
+from typing import Any
 
 from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
 from flwr.serverapp import Grid
-from flwr.serverapp.strategy import Bulyan, FedAvg, FedMedian, FedTrimmedAvg
+from flwr.serverapp.strategy import (
+    Bulyan,
+    DifferentialPrivacyClientSideAdaptiveClipping,
+    DifferentialPrivacyClientSideFixedClipping,
+    FedAvg,
+    FedMedian,
+    FedTrimmedAvg,
+)
 from flwr.serverapp.strategy import Strategy as FlowerStrategy
 from flwr.serverapp.strategy.strategy_utils import aggregate_metricrecords
 
+from fedpress_compression.compressor import members
 from fedpress_compression.tensors import ModelSpec, Vector
 from fedpress_flower import envelope
-from fedpress_flower.server.arrays import model_of, num_bytes, record_of, retyped
+from fedpress_flower.server.arrays import model_of, record_of, retyped
 from fedpress_flower.server.automatic import Rates
 from fedpress_flower.server.downlink import Downlink
 from fedpress_flower.server.plan import (
@@ -39,9 +46,9 @@ from fedpress_flower.server.plan import (
     RoundReport,
     needs_plain_mean,
 )
-from fedpress_flower.server.uploads import Uploads, asked_in
-from fedpress_flower.server.wrapping import Wrapping, innermost, with_figures
-from fedpress_protocols.errors import IncompatiblePlan
+from fedpress_flower.server.uploads import Uploads, asked_in, parts_of
+from fedpress_flower.server.wrapping import Wrapping, innermost, layers, with_figures
+from fedpress_protocols.errors import ConfigurationError, IncompatiblePlan
 from fedpress_protocols.messages import DownlinkTerms, Receipt
 from fedpress_protocols.plan import Profile
 from fedpress_strategies.robust import common_support
@@ -49,7 +56,16 @@ from fedpress_strategies.strategy import Strategy
 
 DOWNLOAD_BYTES = "fedpress-download-bytes"
 _COORDINATEWISE = (FedMedian, FedTrimmedAvg, Bulyan)
+_CLIPPED_BY_CLIENTS = (
+    DifferentialPrivacyClientSideAdaptiveClipping,
+    DifferentialPrivacyClientSideFixedClipping,
+)
 _log = logging.getLogger(__name__)
+
+
+def _holds_back(made: Any) -> bool:
+    """Whether the compressor, or one within it, adds to an update what earlier ones left out."""
+    return made.keeps_residual or any(map(_holds_back, members(made)))
 
 
 class FedpressStrategy(Wrapping):
@@ -61,7 +77,8 @@ class FedpressStrategy(Wrapping):
     those for differential privacy then skip the round, as their noise is for all who were asked.
 
     Without a compressor in the plan each round has the rate that `auto` chooses (docs/auto.md), and
-    models go down coded unless `downlink` is False; without `inner` besides, the strategy is the
+    models go down coded unless `downlink` is False, where True
+    stands for its default terms; without `inner` besides, the strategy is the
     default's, server momentum and the average of the rounds' models.
 
     With a `downlink` models go down coded, to train and to evaluate: what clients get lies on a
@@ -79,7 +96,7 @@ class FedpressStrategy(Wrapping):
         inner: FlowerStrategy | Strategy | None = None,
         plan: Plan | None = None,
         *,
-        downlink: DownlinkTerms | Literal[False] | None = None,
+        downlink: DownlinkTerms | bool | None = None,
         **sampling: Any,
     ) -> None:
         plan = Plan() if plan is None else plan
@@ -92,19 +109,35 @@ class FedpressStrategy(Wrapping):
         self._rates = None
         if plan.compressor is None:
             self._rates = Rates(plan.auto, of_default=self._hangs_on_rounds)
-        if downlink is None and self._rates is not None:
+        if not isinstance(downlink, DownlinkTerms | bool | None):
+            raise ConfigurationError(
+                f"downlink is {downlink!r}, where DownlinkTerms(...), True or False is due"
+            )
+        self._check_clipping()
+        if downlink is True or (downlink is None and self._rates is not None):
             downlink = DownlinkTerms()
         takes_the_mean = type(self.inner).aggregate_train is FedAvg.aggregate_train
         if needs_plain_mean(plan) and (not takes_the_mean or downlink):
             raise IncompatiblePlan(NOT_THE_MEAN, hint=ANOTHER)
         self._downlink = Downlink(downlink, plan.task) if downlink else None
-        self._downloads = Counter[str]()
         needed = getattr(innermost(self.inner), "train_loss_key", None)
         self._needed = frozenset() if needed is None else frozenset({str(needed)})
         self._open: Uploads | None = None
-        self._receipts: dict[int, Receipt] = {}
-        self._asks: dict[int, tuple[str, ...]] = {}
-        """By node: assignments of nodes that it was before, whose receipts it lacks."""
+
+    def _check_clipping(self) -> None:
+        """Raise IncompatiblePlan where clients clip before they add what they held back."""
+        compressor = self.plan.compressor
+        clipping = [s for s in layers(self.inner) if isinstance(s, _CLIPPED_BY_CLIENTS)]
+        if not clipping or not (compressor is None or _holds_back(compressor)):
+            return
+        name = type(clipping[0]).__name__
+        raise IncompatiblePlan(
+            f"{name} counts on clients that send no more than they clipped, and error feedback, "
+            "which the plan has, adds to a clipped update what earlier ones left out: the noise "
+            "would be too small for it",
+            hint=f"use {name.replace('ClientSide', 'ServerSide')}, a compressor without "
+            "error_feedback, such as Plan(TopK(0.02)), or fedpress's Plan(privacy=...)",
+        )
 
     def summary(self) -> None:
         _log.info("compressed by %s", self.plan.compressor or "auto")
@@ -130,6 +163,7 @@ class FedpressStrategy(Wrapping):
             messages,
             self._models,
             profile,
+            self._training,
             report=report,
             spending=self._spending,
             sketch=sketch,
@@ -140,12 +174,12 @@ class FedpressStrategy(Wrapping):
         if isinstance(innermost(self.inner), _COORDINATEWISE):
             common_support(here.plan, here.public)  # refuses coordinates that clients choose
         here.accumulator = None if self._ours is None else self._ours.begun(here, self._spending)
-        beside = self._vectors_beside(here)
+        beside, training = self._vectors_beside(here), self._training
         self._open = here
         for message in messages:
             node = message.metadata.dst_node_id
-            record = here.record(node, self._receipts.get(node), self._weight)
-            if asks := self._asks.get(node):
+            record = here.record(node, training.receipts.get(node), self._weight)
+            if asks := training.asks.get(node):
                 record[envelope.RECEIPTS] = [self._answered(node, each) for each in asks]
             message.content = RecordDict(
                 {**message.content, here.key: published, envelope.RECORD: record}
@@ -207,19 +241,6 @@ class FedpressStrategy(Wrapping):
                 message.content = RecordDict({**message.content, **records})
         self._count(messages)
 
-    def _count(self, messages: Iterable[Message]) -> None:
-        for message in messages:
-            for record in message.content.array_records.values():
-                size = num_bytes(record)
-                self._downloads["all"] += size
-                if (
-                    envelope.MODEL in record
-                    and record[envelope.MODEL].stype == envelope.MODEL_STYPE
-                ):
-                    self._downloads["coded"] += size
-                    if envelope.BASE in cast(ConfigRecord, message.content[envelope.RECORD]):
-                        self._downloads["difference"] += size
-
     def _again(self, reply: Message) -> Message | None:
         message = None if self._downlink is None else self._downlink.again(reply)
         if message is not None:
@@ -234,9 +255,19 @@ class FedpressStrategy(Wrapping):
             return self.inner.aggregate_train(server_round, list(replies))
         for reply in replies:
             here.take(reply, self._weight)
-            asks = () if reply.has_error() else asked_in(reply, server_round)
-            self._asks[reply.metadata.src_node_id] = asks
+            start = self._training.start
+            asks = () if reply.has_error() else asked_in(reply, start, server_round)
+            self._training.asks[reply.metadata.src_node_id] = asks
         here.drop_the_odd()
+        if capped := here.capped & here.taken.keys():
+            _log.warning(
+                "round %d: %d clients, the first of them node %d, have more examples than the "
+                "plan's max_examples, and count as if they had %d: raise it to weight them by all",
+                server_round,
+                len(capped),
+                min(capped),
+                here.plan.fixed_point.max_examples,
+            )
         if self._spending is not None:
             self._spending.count(here.may_have_sent, server_round)
         included = sorted(here.taken)
@@ -262,8 +293,10 @@ class FedpressStrategy(Wrapping):
 
     def _answered(self, node: int, assignment: str) -> str:
         """Return the receipt (JSON) of an assignment's upload for `node`."""
-        number, before = (int(each) for each in assignment.split("-"))
-        receipt = self._receipts.get(before)
+        parts = parts_of(assignment)
+        assert parts is not None  # noqa: S101 - else `asked_in` passed it over
+        _, number, before = parts
+        receipt = self._training.receipts.get(before)
         if receipt is None or receipt.assignment != assignment:
             receipt = Receipt(
                 assignment=assignment,
@@ -317,7 +350,7 @@ class FedpressStrategy(Wrapping):
             included = []
         for node, (assignment, digest) in here.bodies.items():
             is_in = node in here.taken
-            self._receipts[node] = Receipt(
+            self._training.receipts[node] = Receipt(
                 assignment=assignment,
                 client_id=str(node),
                 task=here.plan.task,

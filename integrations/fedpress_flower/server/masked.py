@@ -41,7 +41,7 @@ from fedpress_flower.server.rounds import Round
 from fedpress_flower.server.session import Session, said_by, step_message
 from fedpress_flower.server.wrapping import SHORT, Evaluate, Wrapping, with_figures
 from fedpress_protocols.defaults import masked_default
-from fedpress_protocols.errors import FedpressError, IncompatiblePlan
+from fedpress_protocols.errors import ConfigurationError, FedpressError, IncompatiblePlan
 from fedpress_protocols.masking.payload import Aggregate, Payload
 from fedpress_protocols.plan import LEAST_MASKED, MaskingTerms, Profile
 from fedpress_protocols.policies import Auto
@@ -88,6 +88,10 @@ class MaskedStrategy(Wrapping):
     ) -> None:
         plan = Plan(minimum=LEAST_MASKED) if plan is None else plan
         super().__init__(inner, plan, sampling)
+        if not isinstance(masking, MaskingTerms | None):
+            raise ConfigurationError(
+                f"masking is a {type(masking).__name__}, where MaskingTerms(...) or None is due"
+            )
         if plan.auto != Auto():
             raise IncompatiblePlan(
                 "terms of auto under masks, where no update is seen by itself",
@@ -128,8 +132,6 @@ class MaskedStrategy(Wrapping):
         self._timeout, self._hurries = _DAY, False
         self._grid: Grid | None = None
         self._open: tuple[Round, Session, tuple[int, ...]] | None = None
-        self._ends: dict[int, dict[str, bytes]] = {}
-        """By node and assignment: last words that the node is not known to have heard."""
 
     @property
     def authority(self) -> str:
@@ -192,6 +194,7 @@ class MaskedStrategy(Wrapping):
             messages,
             self._models,
             self._profile,
+            self._training,
             report=report,
             masking=self.masking,
             spending=self._spending,
@@ -205,7 +208,7 @@ class MaskedStrategy(Wrapping):
         beside = self._models_beside(here)
         for message in messages:
             node = message.metadata.dst_node_id
-            ends = self._ends.get(node, {})
+            ends = self._training.ends.get(node, {})
             record = here.record(node, None, self._weight)
             header: dict[str, Any] = {
                 envelope.OFFER: session.offer,
@@ -219,6 +222,8 @@ class MaskedStrategy(Wrapping):
             )
             record.update(header)
             message.content = RecordDict({**message.content, **beside, envelope.RECORD: record})
+        self._downloads.clear()
+        self._count(messages)
         self._open = (here, session, asked)
         return messages
 
@@ -232,7 +237,7 @@ class MaskedStrategy(Wrapping):
         here, session, asked = opened
         session.advertise(replies)
         for node in session.trained:
-            self._ends.pop(node, None)  # its message told of them, and it answered
+            self._training.ends.pop(node, None)  # its message told of them, and it answered
         if self._spending is not None:
             silent = {node for node, why in here.dropped.items() if why == NO_ANSWER}
             self._spending.count(session.trained | silent, server_round)
@@ -250,8 +255,8 @@ class MaskedStrategy(Wrapping):
                     self.newest = arrays
                     session.close()
         for node in session.began:
-            assignment = f"{server_round}-{node}"
-            self._ends.setdefault(node, {})[assignment] = session.ended(node)
+            words = self._training.ends.setdefault(node, {})
+            words[here.assignment(node)] = session.ended(node)
         report = self._report(here, session, asked, arrays, aggregate)
         self._tell(report)
         return arrays, with_figures(metrics, report)
@@ -278,7 +283,8 @@ class MaskedStrategy(Wrapping):
             if node not in missing:
                 continue
             if reply.has_error():
-                missing[node] = f"failed: {(reply.error.reason or 'no reason given').strip()}"
+                why = (reply.error.reason or "no reason given").strip()
+                missing[node] = f"failed, perhaps for want of masking_mod in its app: {why}"
                 continue
             try:
                 self._host.enrol(node, self.plan.task, said_by(reply), now)
@@ -332,6 +338,7 @@ class MaskedStrategy(Wrapping):
             nmse=math.nan,
             num_examples=aggregate.num_examples if included and aggregate is not None else 0,
             model=here.model.digest if arrays is None else model_of(arrays).digest,
+            download_bytes=self._downloads["all"],
             session_up_bytes=session.up_bytes,
             session_down_bytes=session.down_bytes,
             silent=dict(session.silent),
@@ -346,6 +353,8 @@ class MaskedStrategy(Wrapping):
     ) -> RoundReport:
         """Of a round in which too few gave a key to be certified."""
         reason = f"{len(asked) - len(missing)} clients could be certified: too few for a sum"
+        if len(missing) == len(asked):
+            reason += "; see that the app has masking_mod"
         return RoundReport(
             round=number,
             asked=asked,

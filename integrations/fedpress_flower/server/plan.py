@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from numbers import Integral, Real
 from typing import Any
 
 from fedpress_compression.compressor import Compressor
 from fedpress_compression.compressors.error_feedback import check_feedback
-from fedpress_protocols.errors import IncompatiblePlan
+from fedpress_compression.fixed_point import FixedPoint
+from fedpress_protocols.errors import ConfigurationError, IncompatiblePlan
 from fedpress_protocols.messages import PrivacyStatus
 from fedpress_protocols.plan import PrivacyTerms
 from fedpress_protocols.policies import Auto, Course
@@ -21,6 +24,44 @@ ANOTHER = "choose fedavg with its defaults, or another compressor"
 
 
 _AUTO = Auto()
+_TASK = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+_EXAMPLES = 2**32
+
+
+def is_compressor(value: object) -> bool:
+    return hasattr(value, "wire_id") and not isinstance(value, type)
+
+
+def _is_whole(value: object, least: int) -> bool:
+    return isinstance(value, Integral) and int(value) >= least
+
+
+_DUE: Mapping[str, tuple[Callable[[Any], bool], str]] = {
+    "compressor": (
+        lambda value: value is None or is_compressor(value),
+        "a compressor, such as ErrorFeedback(TopK(0.01)),",
+    ),
+    "task": (
+        lambda value: isinstance(value, str) and _TASK.fullmatch(value) is not None,
+        "a name of 1 to 64 letters, digits, '.', '_' and '-'",
+    ),
+    "minimum": (lambda value: _is_whole(value, 1), "a whole number of clients"),
+    "max_abs": (
+        lambda value: isinstance(value, Real) and 0 < float(value) < 2**52,
+        "a positive number",
+    ),
+    "max_examples": (
+        lambda value: _is_whole(value, 1) and value < _EXAMPLES,
+        "a whole number from 1 to 2**32 - 1",
+    ),
+    "seed": (lambda value: value is None or _is_whole(value, 0), "a whole number or None"),
+    "auto": (lambda value: isinstance(value, Auto), "Auto(...)"),
+    "restricted": (lambda value: isinstance(value, bool), "True or False"),
+    "privacy": (
+        lambda value: value is None or isinstance(value, PrivacyTerms),
+        "PrivacyTerms(...) or None",
+    ),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +73,9 @@ class Plan:
     A round to which fewer than `minimum` uploads come leaves the model as it is. With a `seed` the
     cohort of a round depends on the seed, the round and the nodes alone, and so does the plan's
     public randomness.
+
+    A strategy of fedpress weights a client by its number of examples, a whole number, and one with
+    more than `max_examples` as if it had so many. Of updates what is beyond `max_abs` is clipped.
 
     Where it is `restricted` clients of the masked lane train on what is sent alone, as their apps
     have to know how to (`masking_mod(honours=["restricted"])`).
@@ -52,6 +96,11 @@ class Plan:
     privacy: PrivacyTerms | None = None
 
     def __post_init__(self) -> None:
+        for name, (is_good, due) in _DUE.items():
+            value = getattr(self, name)
+            if not is_good(value):
+                raise ConfigurationError(f"the plan's {name} is {value!r}, where {due} is due")
+        FixedPoint.widest(max_abs=self.max_abs, max_weight=self.max_examples)
         if self.compressor is None:
             if self.privacy is not None:
                 raise IncompatiblePlan(

@@ -17,6 +17,7 @@ from fedpress_compression.tensors import ModelSpec, Vector
 from fedpress_flower import envelope
 from fedpress_flower.server.plan import Plan
 from fedpress_flower.server.spending import Spending
+from fedpress_flower.server.training import Training
 from fedpress_protocols.errors import ConfigurationError, IncompatiblePlan
 from fedpress_protocols.messages import Receipt
 from fedpress_protocols.model import Model
@@ -41,6 +42,7 @@ class Round:
     key: str
     asked: Mapping[int, Message]
     public: Public
+    training: Training
     dropped: dict[int, str] = field(default_factory=dict)
     upload_bytes: int = 0
 
@@ -56,6 +58,7 @@ class Round:
         messages: list[Message],
         models: tuple[Vector, Vector] | None,
         profile: Profile,
+        training: Training,
         *,
         report: tuple[str, ...] = (),
         masking: MaskingTerms | None = None,
@@ -114,7 +117,7 @@ class Round:
             {kind: model.parameters - earlier[kind] for kind in earlier if kind in needs},
         )
         asked = {message.metadata.dst_node_id: message for message in messages}
-        return cls(plan, model, tensors, names[0], asked, public)
+        return cls(plan, model, tensors, names[0], asked, public, training)
 
     @property
     def shared(self) -> ModelSpec:
@@ -129,14 +132,19 @@ class Round:
             if what in self.plan.needs
         }
 
+    def assignment(self, node: int) -> str:
+        return envelope.assignment(self.training.start, self.plan.round, node)
+
     def record(self, node: int, receipt: Receipt | None, weight: str) -> ConfigRecord:
         fields: dict[str, Any] = {
             envelope.PLAN: self._text,
-            envelope.ASSIGNMENT: f"{self.plan.round}-{node}",
+            envelope.ASSIGNMENT: self.assignment(node),
             envelope.CLIENT: str(node),
             envelope.ARRAYS: self.key,
             envelope.WEIGHT: weight,
         }
+        if self.training.goes_on:
+            fields[envelope.SINCE] = self.training.since
         if receipt is not None:
             fields[envelope.RECEIPT] = receipt.model_dump_json()
         return ConfigRecord(fields)

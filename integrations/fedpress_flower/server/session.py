@@ -207,7 +207,7 @@ class Session:
             envelope.STEP: due.step,
             envelope.TASK: self._here.plan.task,
             envelope.CLIENT: str(node),
-            envelope.ASSIGNMENT: f"{self._here.plan.round}-{node}",
+            envelope.ASSIGNMENT: self._here.assignment(node),
             envelope.HEARD: message,
         }
         return step_message(node, **fields)

@@ -29,7 +29,7 @@ from fedpress_protocols.privacy.clipping import Bounds
 from fedpress_protocols.upload import Upload
 from fedpress_strategies.policies.probing import Probe
 
-_ASSIGNMENT = re.compile(r"[1-9][0-9]{0,9}-[0-9]{1,20}")
+_ASSIGNMENT = re.compile(r"(?:([2-9]|[1-9][0-9]{1,9})-)?([1-9][0-9]{0,9})-([0-9]{1,20})")
 _FAILED = 2
 """Flower's code for a client app that raised."""
 
@@ -78,6 +78,8 @@ class Uploads(Round):
     """Metrics that the strategy cannot do without."""
     accumulator: Accumulator | None = None
     """The running sum of the uploads, if the strategy is one of fedpress's."""
+    capped: set[int] = field(default_factory=set)
+    """Nodes with more examples than one may count for, where the sum is weighted here."""
     _failed: set[int] = field(init=False, default_factory=set)
     _compared: dict[int, bytes] = field(init=False, default_factory=dict)
     """In a probe, the bodies by node."""
@@ -121,10 +123,17 @@ class Uploads(Round):
 
     def _taken(self, node: int, reply: Message, weight: str) -> Taken:
         metrics, value, left_out = metrics_of(reply, weight, self.needed)
+        if self.accumulator is not None and not value.is_integer():
+            raise InvalidUpdate(
+                f"{weight!r} is {value:g}, and fedpress's strategies weight by whole numbers: "
+                "report whole ones, such as 90 and 10 for 0.9 and 0.1"
+            )
+        if self.accumulator is not None and value > self.plan.fixed_point.max_examples:
+            self.capped.add(node)
         records = reply.content.array_records
         if len(records) != 1:
             raise InvalidUpdate(f"{len(records)} array records in the reply, where one is due")
-        name, arrays = next(iter(records.items()))
+        key, arrays = next(iter(records.items()))
         self.upload_bytes += sum(len(array.data) for array in arrays.values())
         if list(arrays) != [envelope.BODY] or arrays[envelope.BODY].stype != envelope.STYPE:
             if self.plan.privacy is not None:
@@ -135,11 +144,12 @@ class Uploads(Round):
         else:
             own: Any = reply.content.get(envelope.RECORD, {})
             body = arrays[envelope.BODY].data
-            if own.get(envelope.ASSIGNMENT) != f"{self.plan.round}-{node}":
+            name = self.assignment(node)
+            if own.get(envelope.ASSIGNMENT) != name:
                 raise InvalidUpdate(
                     f"an upload for {own.get(envelope.ASSIGNMENT)!r}, not this round"
                 )
-            self.bodies[node] = (f"{self.plan.round}-{node}", hashlib.sha256(body).hexdigest())
+            self.bodies[node] = (name, hashlib.sha256(body).hexdigest())
             error = own.get(envelope.ERROR)
             error = error if isinstance(error, float) else math.nan
             taken = Taken(0, metrics, error, {}, left_out)
@@ -155,8 +165,8 @@ class Uploads(Round):
         parameters = (self.model.parameters if self.own is None else self.own).copy()
         update.add_to(parameters)
         whole = moved(self.arrays, self.model.spec, parameters)
-        content = {key: each for key, each in reply.content.items() if key != envelope.RECORD}
-        content[name] = whole
+        content = {n: each for n, each in reply.content.items() if n != envelope.RECORD}
+        content[key] = whole
         taken.decoded = Message(RecordDict(content), reply_to=self.asked[node])
         return taken
 
@@ -255,9 +265,15 @@ class Uploads(Round):
         return [replies[node] for node in sorted(replies)]
 
 
-def asked_in(reply: Message, last_round: int) -> tuple[str, ...]:
-    """The assignments of rounds up to the last that a reply asks about; anything else is passed
-    over."""
+def parts_of(name: str) -> tuple[int, int, int] | None:
+    """The start, the round and the node of an assignment; None for what names none."""
+    found = _ASSIGNMENT.fullmatch(name)
+    return None if found is None else (int(found[1] or 1), int(found[2]), int(found[3]))
+
+
+def asked_in(reply: Message, start: int, last_round: int) -> tuple[str, ...]:
+    """The assignments up to the last round of this start that a reply asks about; anything else is
+    passed over."""
     ours: Any = reply.content.get(envelope.RECORD, {})
     asks = ours.get(envelope.ASKS, [])
     names = asks[: envelope.MOST_ASKS] if isinstance(asks, list) else []
@@ -265,8 +281,8 @@ def asked_in(reply: Message, last_round: int) -> tuple[str, ...]:
         name
         for name in names
         if isinstance(name, str)
-        and _ASSIGNMENT.fullmatch(name)
-        and int(name.partition("-")[0]) <= last_round
+        and (parts := parts_of(name)) is not None
+        and parts[:2] <= (start, last_round)
     )
 
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, cast
 
 from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord
 from flwr.serverapp import Grid
@@ -15,17 +16,26 @@ from flwr.serverapp.strategy import Strategy as FlowerStrategy
 from fedpress_compression.tensors import Vector
 from fedpress_flower import envelope
 from fedpress_flower.server.aggregation import StatefulStrategy
-from fedpress_flower.server.arrays import moved, record_of
+from fedpress_flower.server.arrays import model_of, moved, num_bytes, record_of
 from fedpress_flower.server.automatic import default_strategy
 from fedpress_flower.server.grid import Arriving, seeded
-from fedpress_flower.server.plan import Plan, RoundReport
+from fedpress_flower.server.plan import Plan, RoundReport, is_compressor
 from fedpress_flower.server.rounds import Round
 from fedpress_flower.server.spending import Spending
+from fedpress_flower.server.training import Training
 from fedpress_protocols.errors import ConfigurationError, IncompatiblePlan
 from fedpress_strategies.fedavg import FEDAVG
 from fedpress_strategies.strategy import Strategy
 
 Evaluate = Callable[[int, ArrayRecord], MetricRecord | None]
+_STEPS = (
+    "configure_train",
+    "aggregate_train",
+    "configure_evaluate",
+    "aggregate_evaluate",
+    "summary",
+)
+"""The methods that Flower's `Strategy.start` calls."""
 SHORT = 3
 """Rounds that `start` has if it is not told otherwise."""
 _log = logging.getLogger(__name__)
@@ -50,6 +60,12 @@ class Wrapping(FlowerStrategy):
                 f"the plan is a {type(plan).__name__}, not a Plan",
                 hint=f"give {type(self).__name__}(inner, Plan(compressor))",
             )
+        if not (inner is None or isinstance(inner, FlowerStrategy | Strategy)):
+            raise ConfigurationError(
+                f"{type(self).__name__} is to wrap {_described(inner)}, where a strategy of "
+                "flwr.serverapp.strategy or of fedpress.strategies is due",
+                hint=_in_the_place_of(inner, type(self).__name__),
+            )
         self.plan = plan
         self.reports: list[RoundReport] = []
         self.newest: ArrayRecord | None = None
@@ -73,6 +89,8 @@ class Wrapping(FlowerStrategy):
         self._weight = str(getattr(innermost(self.inner), "weighted_by_key", "num-examples"))
         self._models: tuple[Vector, Vector] | None = None  # the first, and the one before
         self._check_privacy()
+        self._training = Training(self.is_masked)
+        self._downloads = Counter[str]()
         self._spending = None if plan.privacy is None else Spending(plan.privacy)
         self._on_round: Callable[[RoundReport], None] | None = None
 
@@ -86,27 +104,56 @@ class Wrapping(FlowerStrategy):
         evaluate_config: ConfigRecord | None = None,
         evaluate_fn: Evaluate | None = None,
     ) -> Result:
-        """Flower's `Strategy.start`. A grid with a method `round_closed` is told every report."""
+        """Flower's `Strategy.start`. A grid with a method `round_closed` is told every report.
+
+        Another start on the same grid goes on where its `initial_arrays` are the model that the
+        last one has returned, or `newest`: clients keep what they hold back. From any other model
+        they begin anew.
+        """
         self._on_round = getattr(grid, "round_closed", None)
         share = float(getattr(innermost(self.inner), "fraction_train", 1.0))
+        model = model_of(initial_arrays).digest
+        self._training = Training.begun(grid, self.plan.task, model, is_masked=self.is_masked)
         self._begin(num_rounds, math.ceil(share * len(list(grid.get_node_ids()))))
-        result = super().start(
-            Arriving(grid, self._again),
-            initial_arrays,
-            num_rounds,
-            timeout,
-            train_config,
-            evaluate_config,
-            None if evaluate_fn is None else self._of_served(evaluate_fn),
-        )
+        start = super().start
+        if type(self.inner).start is not FlowerStrategy.start:
+            start = self._as_inner().start
+        try:
+            result = start(
+                grid=Arriving(grid, self._again),
+                initial_arrays=initial_arrays,
+                num_rounds=num_rounds,
+                timeout=timeout,
+                train_config=train_config,
+                evaluate_config=evaluate_config,
+                evaluate_fn=None if evaluate_fn is None else self._of_served(evaluate_fn),
+            )
+        finally:
+            ends = [initial_arrays if self.newest is None else self.newest, self.average]
+            self._training.models = frozenset(
+                model_of(arrays).digest for arrays in ends if arrays is not None
+            )
         average = self.average
         if average is not None:
             result.arrays = average
         return result
 
+    def _as_inner(self) -> FlowerStrategy:
+        """The inner strategy, its attributes shared, as its own `start` is to find it: with the
+        steps of this one."""
+        kind = type(self.inner)
+        steps = {name: staticmethod(getattr(self, name)) for name in _STEPS}
+        wrapped: FlowerStrategy = object.__new__(type(kind.__name__, (kind,), steps))
+        wrapped.__dict__ = self.inner.__dict__
+        return wrapped
+
     def _begin(self, num_rounds: int, cohort: int) -> None:
         """Prepare for a run of so many rounds of some `cohort` clients."""
         self.newest = None
+        if not self._training.goes_on:
+            self._models = None
+            if self._ours is not None:
+                self._ours = StatefulStrategy(self._ours.strategy, self.plan)
         if self._hangs_on_rounds:
             self._ours = StatefulStrategy(self._default(num_rounds, cohort or None), self.plan)
 
@@ -207,6 +254,20 @@ class Wrapping(FlowerStrategy):
         """The message to send to a client in the place of the one that it could not read."""
         return None
 
+    def _count(self, messages: Iterable[Message]) -> None:
+        """Add the models in these messages to the downloads."""
+        for message in messages:
+            for record in message.content.array_records.values():
+                size = num_bytes(record)
+                self._downloads["all"] += size
+                if (
+                    envelope.MODEL in record
+                    and record[envelope.MODEL].stype == envelope.MODEL_STYPE
+                ):
+                    self._downloads["coded"] += size
+                    if envelope.BASE in cast(ConfigRecord, message.content[envelope.RECORD]):
+                        self._downloads["difference"] += size
+
     def _models_beside(self, here: Round) -> dict[str, ArrayRecord]:
         """The records of `_vectors_beside`."""
         return {
@@ -229,11 +290,39 @@ class Wrapping(FlowerStrategy):
             _log.warning("round %d: node %d dropped: %s", report.round, node, reason)
 
 
+def layers(strategy: Any) -> Iterator[Any]:
+    """A strategy, and those that it is wrapped around, as the ones for differential privacy are."""
+    yield strategy
+    while isinstance(strategy := getattr(strategy, "strategy", None), FlowerStrategy):
+        yield strategy
+
+
 def innermost(strategy: Any) -> Any:
-    """The strategy inside the wrappers for differential privacy."""
-    while isinstance(getattr(strategy, "strategy", None), FlowerStrategy):
-        strategy = strategy.strategy
-    return strategy
+    *_, inner = layers(strategy)
+    return inner
+
+
+def _described(value: object) -> str:
+    if isinstance(value, type):
+        return f"the class {value.__name__}"
+    return repr(value) if isinstance(value, str) else f"a {type(value).__name__}"
+
+
+def _in_the_place_of(value: object, wrapper: str) -> str:
+    """What to write instead."""
+    kind = value if isinstance(value, type) else type(value)
+    if isinstance(value, Plan):
+        return f"write {wrapper}(plan=Plan(...)), or {wrapper}(inner, Plan(...))"
+    if is_compressor(value):
+        return f"write {wrapper}(plan=Plan({kind.__name__}(...)))"
+    if isinstance(value, str):
+        return f'write {wrapper}(from_config({{"id": {value!r}}}), ...), of fedpress.strategies'
+    if kind.__module__.startswith("flwr.server."):
+        return (
+            f"{kind.__name__} is of Flower's older API: take that of flwr.serverapp.strategy, if "
+            "it has one, and Flower's Message API"
+        )
+    return f"write {wrapper}(FedAvg(...), plan), for example"
 
 
 def with_figures(metrics: MetricRecord | None, report: RoundReport) -> MetricRecord:
