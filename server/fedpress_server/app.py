@@ -19,6 +19,7 @@ from fastapi.openapi.utils import get_openapi
 
 from fedpress_protocols.errors import ConfigurationError
 from fedpress_protocols.local_files import open_lock, try_lock
+from fedpress_server import preconditions
 from fedpress_server.api.administration import administration_routes
 from fedpress_server.api.description import description_routes
 from fedpress_server.api.device_registry import device_registry_routes
@@ -42,7 +43,7 @@ from fedpress_server.console.comparison import comparison_routes
 from fedpress_server.console.creating import creating_routes
 from fedpress_server.console.device_pages import device_pages
 from fedpress_server.console.model_pages import model_pages
-from fedpress_server.console.pages import console_routes
+from fedpress_server.console.pages import console_routes, missing_pages
 from fedpress_server.coordination.resources import Clock, Resources
 from fedpress_server.identity.membership import Authority
 from fedpress_server.identity.server_keys import signing_key, signing_keys
@@ -76,15 +77,14 @@ def create_app(
 
     With `admin_port` it is the devices' listener, and its `for_operators` the operators', to be
     served beside it within the one lifespan. A worker's or a scheduler's answers nothing but
-    /livez, /readyz and /metrics. Raises ConfigurationError for a role that needs what the settings
-    do not name.
+    /livez, /readyz and /metrics. Raises ConfigurationError for what `preconditions` refuse.
 
     `clock` tells Unix seconds; deadlines, signatures and receipts go by it alone, and browsers'
     sessions by `session_clock`, where `clock` is a simulation's. `lines` are those of the log,
     which name devices once the server's key is there.
     """
     metrics = Metrics(price=settings.egress_price, currency=settings.egress_currency)
-    _check_role(settings)
+    preconditions.check(settings)
     process = Process(settings, metrics)
 
     @asynccontextmanager
@@ -132,6 +132,7 @@ def _routes(settings: Settings) -> tuple[list[APIRouter], list[APIRouter], list[
     operators = [observing_routes, operator_routes, device_registry_routes, registry_routes]
     operators += [administration_routes, description_routes]
     operators += [console_routes, comparison_routes, creating_routes, device_pages, model_pages]
+    operators += [missing_pages]
     return [health_routes, shared_routes], devices, operators
 
 
@@ -208,9 +209,17 @@ def _correct(operation: dict[str, Any], path: str) -> None:
 @contextmanager
 def _held(folder: Path) -> Iterator[None]:
     """The data folder, for this process alone; raises ConfigurationError."""
-    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    close_folder(folder)
-    descriptor = open_lock(folder / "lock")
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        close_folder(folder)
+        descriptor = open_lock(folder / "lock")
+    except (FileExistsError, FileNotFoundError, NotADirectoryError, PermissionError) as exc:
+        is_other = folder.exists() and not folder.is_dir()
+        reason = "is no folder" if is_other else f"cannot be used: {exc.strerror}"
+        raise ConfigurationError(
+            f"the data folder {str(folder)!r} {reason}",
+            hint="name another as --data-dir or FEDPRESS_DATA_DIR",
+        ) from exc
     try:
         if not try_lock(descriptor):
             raise ConfigurationError(
@@ -220,24 +229,6 @@ def _held(folder: Path) -> Iterator[None]:
         yield
     finally:
         os.close(descriptor)
-
-
-def _check_role(settings: Settings) -> None:
-    """Several servers meet in a database and a store, and nowhere else."""
-    if settings.role == "all":
-        return
-    if settings.resolved_database_url.startswith("sqlite"):
-        raise ConfigurationError(
-            f"role {settings.role!r} needs a database that several servers share, and SQLite is "
-            "one server's own",
-            hint="set FEDPRESS_DATABASE_URL to a postgresql:// URL, or leave the role at all",
-        )
-    if not settings.store_url:
-        raise ConfigurationError(
-            f"role {settings.role!r} needs a store that several servers share, and the data folder "
-            "is one server's own",
-            hint="set FEDPRESS_STORE_URL to s3://bucket/prefix, or leave the role at all",
-        )
 
 
 def _database(settings: Settings, metrics: Metrics) -> Database:

@@ -194,8 +194,10 @@ def _options() -> dict[str, SettingOption]:
 
 def _run(settings: Settings) -> None:
     from fedpress_server.serve import serve
+    from fedpress_server.storage.database import damage_refused
 
-    serve(settings)
+    with damage_refused():
+        serve(settings)
 
 
 def _migrate(settings: Settings) -> None:

@@ -12,10 +12,10 @@ import os
 import random
 import shutil
 import socket
-import ssl
 import stat
 import tempfile
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from email.utils import parsedate_to_datetime
@@ -27,11 +27,6 @@ from urllib.parse import urlsplit
 import httpx
 import sqlalchemy as sa
 from cryptography import x509
-from cryptography.hazmat.primitives.serialization import (
-    Encoding,
-    PublicFormat,
-    load_pem_private_key,
-)
 from sqlalchemy.engine import Connection
 
 from fedpress_protocols.audit import checked, end_of
@@ -41,19 +36,23 @@ from fedpress_protocols.errors import (
     FedpressError,
     NotFound,
     ServerError,
+    TransportError,
 )
-from fedpress_server import open_files
+from fedpress_server import open_files, preconditions
 from fedpress_server.identity import audit
 from fedpress_server.identity.rotation import Standing, key_files, standing
 from fedpress_server.identity.server_keys import PURPOSES, key_file, known_key
-from fedpress_server.settings import MIB, Settings
+from fedpress_server.preconditions import cannot_listen
+from fedpress_server.settings import MIB, Settings, unknown_variables
 from fedpress_server.storage.bucket import opened_payloads
 from fedpress_server.storage.database import Database
+from fedpress_server.storage.engines import RESTORE
 from fedpress_server.storage.files import model_name
 from fedpress_server.storage.payloads import Payloads, check_digest
 from fedpress_server.storage.records import task_records
 from fedpress_server.storage.tables import model_files, models
 from fedpress_server.systems import check_system
+from fedpress_server.tls import certificates_of
 
 MIN_FREE_BYTES = 1024 * MIB
 MIN_FREE_FILES = 10_000
@@ -61,7 +60,6 @@ _SAMPLED_MODELS = 20
 _SAMPLED_BYTES = 1024 * MIB
 """Models that are read besides those that tasks are at, and bytes of all that are read."""
 _EXPIRES_SOON = timedelta(days=14)
-_PATIENCE = 5.0
 _FEW_FILES = 1024
 
 T = TypeVar("T")
@@ -84,20 +82,24 @@ def examined(
     load: Callable[[], Settings],
     *,
     url: str = "",
-    now: float,
+    ask: Callable[[str], httpx.Response],
+    clock: Callable[[], float],
     min_free_bytes: int = MIN_FREE_BYTES,
 ) -> Iterator[Finding]:
     """Findings about the server that `load` tells of, and about the one that answers at `url`.
 
-    `now`: this machine's clock, Unix seconds.
+    `ask` sends a GET, and raises TransportError without an answer, ConfigurationError where TLS is
+    why. `clock`: this machine's, Unix seconds.
     """
     try:
         check_system()
     except ConfigurationError as exc:
         yield Finding("system", exc.detail, exc.hint)
         if url:
-            yield from _answer(url, now, 300.0)
+            yield from _answer(url, ask, clock, 300.0)
         return
+    for unknown in unknown_variables():
+        yield Finding("settings", unknown, "correct its name, or unset it")
     try:
         settings = load()
     except ConfigurationError as exc:
@@ -108,13 +110,13 @@ def examined(
     else:
         yield Finding("settings", "can be read, and no secret is a placeholder")
     if settings is not None:
-        yield from findings_of(settings, now, min_free_bytes=min_free_bytes)
+        yield from findings_of(settings, clock(), min_free_bytes=min_free_bytes)
         if not url:
-            yield _port(settings.host, settings.port, "FEDPRESS_PORT")
+            yield _port(settings.host, settings.port)
             if settings.admin_port is not None:
-                yield _port(settings.admin_host, settings.admin_port, "FEDPRESS_ADMIN_PORT")
+                yield _port(settings.admin_host, settings.admin_port, "admin_")
     if url:
-        yield from _answer(url, now, settings.clock_skew if settings else 300.0)
+        yield from _answer(url, ask, clock, settings.clock_skew if settings else 300.0)
 
 
 def findings_of(
@@ -124,6 +126,8 @@ def findings_of(
 
     `now`: this machine's clock, Unix seconds. Blocks, and must not run inside an event loop.
     """
+    for refusal in preconditions.refusals(settings):
+        yield Finding("settings", refusal.detail, refusal.hint)
     missing = list(_extras(settings))
     yield from missing or [Finding("extras", "all that the settings need is installed")]
     yield _state(settings.data_dir)
@@ -131,8 +135,8 @@ def findings_of(
     yield _files(settings)
     yield from _permissions(settings)
     yield from _keys(settings)
-    if settings.tls_certificate and settings.tls_key:
-        yield _certificate(settings.tls_certificate, settings.tls_key, now)
+    if settings.tls_certificate is not None:
+        yield _certificate(settings, settings.tls_certificate, now)
     if not missing:
         findings = [_database(settings)]
         if settings.store_url:
@@ -181,7 +185,7 @@ def _state(folder: Path) -> Finding:
         return Finding(
             "state", f"user {os.getuid()} cannot write to {existing}: {exc.strerror}", advice
         )
-    verdict = "can be written to" if existing == folder else f"can be made in {existing}"
+    verdict = "can be written to" if folder.exists() else f"can be made in {existing}"
     return Finding("state", f"{folder} {verdict}")
 
 
@@ -267,18 +271,17 @@ def _keys(settings: Settings) -> Iterator[Finding]:
     yield from faults or [Finding("keys", "no private key can be read by others")]
 
 
-def _certificate(certificate: Path, key: Path, now: float) -> Finding:
+def _certificate(settings: Settings, certificate: Path, now: float) -> Finding:
     fix = "get a new certificate for the key, and name both files in the settings"
     try:
+        certificates_of(settings)
         first = x509.load_pem_x509_certificate(certificate.read_bytes())
-        private = load_pem_private_key(key.read_bytes(), None)
-    except (OSError, ValueError, TypeError) as exc:
-        return Finding("certificate", f"{certificate} and {key} cannot be used: {exc}", fix)
+    except ConfigurationError as exc:
+        return Finding("certificate", exc.detail, exc.hint or fix)
+    except ValueError as exc:
+        return Finding("certificate", f"{certificate} cannot be used: {exc}", fix)
     moment = datetime.fromtimestamp(now, UTC)
     until = first.not_valid_after_utc
-    form = (Encoding.DER, PublicFormat.SubjectPublicKeyInfo)
-    if first.public_key().public_bytes(*form) != private.public_key().public_bytes(*form):
-        return Finding("certificate", f"{key} is not the key of {certificate}", fix)
     if moment < first.not_valid_before_utc:
         problem = f"{certificate} is valid from {first.not_valid_before_utc:%Y-%m-%d %H:%M} UTC on"
         return Finding("certificate", problem, fix)
@@ -302,16 +305,12 @@ def _database(settings: Settings) -> Finding:
     file = _file_of(url)
     if _is_new(url):
         return Finding("database", f"{file} is not there yet: the first start makes it")
-    damaged = "stop the server, keep a copy of the file, and restore a backup: "
-    damaged += "docs/operations/restore.md"
     try:
         state = asyncio.run(_opened(url, key_file("server", settings)))
     except FedpressError as exc:
         return Finding("database", exc.detail, exc.hint or "look at FEDPRESS_DATABASE_URL")
-    except sa.exc.DatabaseError as exc:
-        return Finding("database", f"{file} is damaged: {exc.orig}", damaged)
     if state.damage:
-        return Finding("database", f"{file} is damaged: {state.damage}", damaged)
+        return Finding("database", f"{file} is damaged: {state.damage}", RESTORE)
     standing_ = state.standing
     if standing_ is not None and standing_.current not in standing_.here:
         return Finding(
@@ -350,7 +349,7 @@ def _damage(connection: Connection) -> str:
     if connection.dialect.name != "sqlite":
         return ""
     rows = connection.exec_driver_sql("PRAGMA integrity_check(3)").scalars().all()
-    return "" if rows == ["ok"] else "; ".join(map(str, rows))
+    return "" if rows == ["ok"] else "; ".join(" ".join(str(row).split()) for row in rows)
 
 
 def audit_log(settings: Settings) -> Finding:
@@ -429,7 +428,7 @@ async def _read(url: str, work: Callable[[Connection], T]) -> T:
         await asyncio.to_thread(database.close)
 
 
-def _port(host: str, port: int, setting: str) -> Finding:
+def _port(host: str, port: int, prefix: str = "") -> Finding:
     """Whether the server could listen there, if it is not what listens already."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family) as probe:
@@ -437,32 +436,33 @@ def _port(host: str, port: int, setting: str) -> Finding:
         try:
             probe.bind((host, port))
         except OSError as exc:
-            return Finding(
-                "port",
-                f"the server cannot listen on {host}:{port}: {exc.strerror}",
-                "if it is not the server that runs already (--url says), stop what holds the "
-                f"port, or choose another as {setting}",
-            )
+            refusal = cannot_listen(exc, host, port, prefix)
+            hint = refusal.hint
+            if exc.errno == errno.EADDRINUSE:
+                hint = f"if the server itself runs there, give --url; else {hint}"
+            return Finding("port", refusal.detail, hint)
     return Finding("port", f"{host}:{port} is free")
 
 
-def _answer(url: str, now: float, clock_skew: float) -> Iterator[Finding]:
+def _answer(
+    url: str,
+    ask: Callable[[str], httpx.Response],
+    clock: Callable[[], float],
+    clock_skew: float,
+) -> Iterator[Finding]:
     """Check `url` as a device would see it."""
-    where = urlsplit(url)
+    before = clock()
     try:
-        ready = httpx.get(f"{url.rstrip('/')}/readyz", timeout=_PATIENCE, trust_env=False)
-    except (httpx.HTTPError, httpx.InvalidURL) as exc:
-        if _is_about_certificates(exc):
-            fix = "renew the certificate, for this very name, and give devices its CA (--ca)"
-            yield Finding("certificate", f"{url}: {exc}", fix)
-        else:
-            yield Finding(
-                "port",
-                f"nothing answers at {url}: {exc}",
-                f"start the server, and open port {where.port or where.scheme} on the way to it: "
-                "FEDPRESS_HOST, firewall, proxy",
-            )
+        ready = ask(f"{url.rstrip('/')}/readyz")
+    except ConfigurationError as exc:
+        yield Finding("certificate", exc.detail, exc.hint)
         return
+    except TransportError as exc:
+        port = urlsplit(url).port or urlsplit(url).scheme
+        way = f"FEDPRESS_HOST, and port {port} in firewall and proxy"
+        yield Finding("port", exc.detail, f"{exc.hint}; otherwise look at {way}")
+        return
+    after = clock()
     yield Finding("port", f"{url} answers")
     if ready.status_code != 200:
         detail = ready.json().get("detail") if "json" in ready.headers["content-type"] else ""
@@ -473,28 +473,25 @@ def _answer(url: str, now: float, clock_skew: float) -> Iterator[Finding]:
         )
     else:
         yield Finding("readiness", "the server can work")
-    try:
-        off = now - parsedate_to_datetime(ready.headers["date"]).timestamp()
-    except (KeyError, ValueError):
-        return
-    if abs(off) > clock_skew:
-        yield Finding(
+    with suppress(KeyError, ValueError):
+        date = parsedate_to_datetime(ready.headers["date"]).timestamp()
+        yield _clock(before, date, after, clock_skew)
+
+
+def _clock(before: float, date: float, after: float, clock_skew: float) -> Finding:
+    """`date`: the server's time between `before` and `after`, in whole seconds, which it looks up
+    once a second: its clock shows up to two more."""
+    off = (before + after) / 2 - (date + 1)
+    unsure = 1 + (after - before) / 2
+    if abs(off) > clock_skew + unsure:
+        return Finding(
             "clock",
             f"this machine's clock is {abs(off):.0f} s {'ahead of' if off > 0 else 'behind'} the "
             f"server's, and {clock_skew:.0f} s are allowed",
             "set both by NTP (timedatectl set-ntp true): signatures out of time are refused",
         )
-    else:
-        yield Finding("clock", f"the two clocks are {abs(off):.0f} s apart")
-
-
-def _is_about_certificates(exc: BaseException) -> bool:
-    cause: BaseException | None = exc
-    while cause is not None:
-        if isinstance(cause, ssl.SSLError) or "CERTIFICATE" in str(cause):
-            return True
-        cause = cause.__cause__ or cause.__context__
-    return False
+    apart = abs(off) if abs(off) > unsure else 0.0
+    return Finding("clock", f"the two clocks are {apart:.0f} s apart")
 
 
 def _nearest(folder: Path) -> Path:

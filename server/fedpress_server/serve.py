@@ -17,13 +17,13 @@ from urllib.parse import unquote, urlsplit
 import uvicorn
 from pydantic import SecretStr
 
-from fedpress_protocols.errors import ConfigurationError
 from fedpress_server import failpoints, open_files
 from fedpress_server.api.http_protocol import ConnectionLimits, bounded_protocol
 from fedpress_server.api.listeners import Listening
 from fedpress_server.app import create_app
 from fedpress_server.observing import logs
-from fedpress_server.settings import Settings
+from fedpress_server.preconditions import cannot_listen
+from fedpress_server.settings import Settings, unknown_variables
 from fedpress_server.systems import check_system
 from fedpress_server.tls import Certificates, certificates_of
 
@@ -47,6 +47,8 @@ def serve(settings: Settings) -> None:
     )
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGUSR1, lambda *_: _toggle(settings.log_level))
+    for unknown in unknown_variables():
+        _log.warning("%s", unknown)
     if settings.failpoint:
         _log.warning("this server has the failpoints %s", settings.failpoint)
     failpoints.arm(settings.failpoint)
@@ -161,11 +163,8 @@ class _Server(uvicorn.Server):
         except SystemExit as exc:  # uvicorn's answer to an OSError, which it has logged
             if not isinstance(exc.__context__, OSError):
                 raise
-            raise ConfigurationError(
-                f"cannot listen on {self.config.host}:{self.config.port}: "
-                f"{exc.__context__.strerror}",
-                hint="stop what listens there, or choose another port (--port, FEDPRESS_PORT)",
-            ) from exc
+            config = self.config
+            raise cannot_listen(exc.__context__, config.host, config.port) from exc
         if self._apart is not None:
             self.servers.append(await self._listen_apart(self._apart))
         _settle()
@@ -190,11 +189,7 @@ class _Server(uvicorn.Server):
             )
         except OSError as exc:
             await self.shutdown()
-            raise ConfigurationError(
-                f"cannot open the operators' listener on {config.host}:{config.port}: "
-                f"{exc.strerror}",
-                hint="choose another admin_port (FEDPRESS_ADMIN_PORT) or admin_host",
-            ) from exc
+            raise cannot_listen(exc, config.host, config.port, "admin_") from exc
 
     def _tell(self, line: str) -> None:
         if self._app.process.settings.log_format == "json":

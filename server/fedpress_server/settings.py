@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import re
+from collections.abc import Mapping
 from contextlib import suppress
+from difflib import get_close_matches
 from ipaddress import IPv4Network, IPv6Network, ip_network
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -30,14 +33,34 @@ _PLACEHOLDER = re.compile(
     r"|^<.*>$|^\[.*\]$|^(?P<one>.)(?P=one)*$|^(password|secret|postgres|fedpress|admin|todo|none|null)$",
     re.IGNORECASE,
 )
+_HOST = re.compile(r"(\*\.)?[\w-]+(\.[\w-]+)*|\[[0-9a-f:.]+\]", re.ASCII)
+_HTTP = re.compile(r"https?://[^/@\s]+(/[^@\s]*)?$")
 Seconds = Annotated[float, Field(gt=0)]
+_OF_COMMANDS = ("CONFIG", "URL", "CA", "TOKEN", "TOKEN_FILE", "CA_PASSPHRASE", "CA_PASSPHRASE_FILE")
+_OF_KERNELS = ("KERNELS", "PREBUILT_KERNELS", "THREADS")
+_OF_COMPOSE = (
+    *("PUBLISH", "PUBLISH_OPERATORS", "PUBLISH_GRAFANA", "PUBLISH_PROMETHEUS", "SECRETS", "TLS"),
+    *("MEMORY", "WORKER_MEMORY", "WORKER_CPUS", "METRICS_KEPT"),
+)
+_OF_TESTS = ("SLOW", "SOAK", "BENCH_POSTGRESQL")
+OTHER_VARIABLES = frozenset(
+    f"FEDPRESS_{name}" for name in (*_OF_COMMANDS, *_OF_KERNELS, *_OF_COMPOSE, *_OF_TESTS)
+)
+"""The variables that are no settings of a server; a test compares them with those in use."""
+_SERVICE_LINK = re.compile(r"(^|_)(SERVICE_(HOST|PORT)|PORT_\d+)(_|$)")
+"""In variables that Kubernetes makes for a service whose name begins with fedpress, beside those
+with values such as tcp://10.0.0.1:8080."""
 
 
 class Settings(BaseSettings):
     """The server's settings; every field is a flag, a variable and a key of the TOML file."""
 
     model_config = SettingsConfigDict(
-        env_prefix="FEDPRESS_", env_ignore_empty=True, extra="ignore", frozen=True
+        env_prefix="FEDPRESS_",
+        env_ignore_empty=True,
+        extra="ignore",
+        frozen=True,
+        allow_inf_nan=False,
     )
 
     host: str = Field("127.0.0.1", description="Address to listen on; 0.0.0.0 for every one.")
@@ -276,7 +299,7 @@ class Settings(BaseSettings):
         "text",
         description="text for people, on stderr; json for machines, an object a line, on stdout.",
     )
-    egress_price: Annotated[float, Field(ge=0, allow_inf_nan=False)] = Field(
+    egress_price: Annotated[float, Field(ge=0)] = Field(
         0.0, description="Cost of a GiB that this server sends, for its metrics and reports."
     )
     egress_currency: str = Field(
@@ -359,6 +382,8 @@ class Settings(BaseSettings):
         if bool(self.store_access_key_id) != (self.store_secret_access_key is not None):
             raise ValueError("store_access_key_id and store_secret_access_key are given together")
         self._refuse_placeholders()
+        self._check_store()
+        _ = self.hosts  # which says what is none
         for name in ("admin_token", "metrics_token"):
             token: SecretStr | None = getattr(self, name)
             if token is not None and len(token.get_secret_value()) < 16:
@@ -391,9 +416,28 @@ class Settings(BaseSettings):
                     "openssl rand -hex 32 prints"
                 )
 
+    def _check_store(self) -> None:
+        """Raises ValueError for an endpoint or a region that has no effect."""
+        for name in ("store_endpoint", "store_region"):
+            if getattr(self, name) and not self.store_url:
+                raise ValueError(f"{name} needs store_url, such as s3://bucket/prefix")
+        if self.store_endpoint and not _HTTP.match(self.store_endpoint):
+            raise ValueError(
+                f"store_endpoint {self.store_endpoint!r} is not an address such as "
+                "https://s3.example.org"
+            )
+
     @property
     def hosts(self) -> tuple[str, ...]:
-        return tuple(each.strip().lower() for each in self.allowed_hosts.split(",") if each.strip())
+        """The names of `allowed_hosts` in lower case; raises ValueError."""
+        some = [each.strip().lower() for each in self.allowed_hosts.split(",") if each.strip()]
+        for each in some:
+            if not _HOST.fullmatch(each):
+                raise ValueError(
+                    f"allowed_hosts: {each!r} is not a host name; give names without scheme and "
+                    "port, such as fl.example.org, *.example.org or [::1]"
+                )
+        return tuple(some)
 
     @property
     def proxies(self) -> tuple[IPv4Network | IPv6Network, ...]:
@@ -431,3 +475,20 @@ def secret_settings() -> list[str]:
         for name, field in Settings.model_fields.items()
         if field.annotation == SecretStr | None or not field.repr
     ]
+
+
+def unknown_variables(environment: Mapping[str, str] = os.environ) -> list[str]:
+    """A sentence for each FEDPRESS_* variable that nothing reads: it may be misspelt."""
+    known = {name.upper() for name in Settings.model_fields}
+    known |= {name.removeprefix("FEDPRESS_") for name in OTHER_VARIABLES}
+    sentences = []
+    for variable, value in sorted(environment.items()):
+        prefix, _, name = variable.upper().partition("_")
+        if prefix != "FEDPRESS" or name in known or value.startswith("tcp://"):
+            continue
+        if _SERVICE_LINK.search(name):
+            continue
+        nearest = get_close_matches(name, known, 1)
+        meant = f": did you mean FEDPRESS_{nearest[0]}?" if nearest else ""
+        sentences.append(f"nothing reads the variable {variable}{meant}")
+    return sentences

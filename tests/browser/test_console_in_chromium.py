@@ -316,6 +316,19 @@ def test_every_page_is_accessible_and_fits(
             assert page.locator("h1").count() == 1, path
 
 
+@pytest.mark.parametrize("width", [1200, 390], ids=["desktop", "phone"])
+def test_long_words_widen_no_page(chromium: Browser, place: Place, width: int) -> None:
+    name = f"{'o' * 60}{width}"
+    place.begin(name)
+    place.round(name, 2.0)
+    place.round(name, 1.0)
+    place.operator.post(f"/v1/admin/tasks/{name}/cancel", {"detail": "x" * 150})
+    with opened(chromium, place, width=width) as page:
+        for path in (f"/compare?task={name}", f"/tasks/{name}", f"/tasks/{name}/rounds/3"):
+            page.goto(place.console + path)
+            assert page.evaluate("document.documentElement.scrollWidth") <= width, path
+
+
 def test_a_keyboard_is_enough(chromium: Browser, place: Place) -> None:
     with opened(chromium, place) as page:
         page.goto(place.console)

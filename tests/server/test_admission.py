@@ -13,7 +13,7 @@ import sqlalchemy as sa
 
 from fedpress_client.transport import Retries
 from fedpress_protocols.errors import FedpressError, InvalidToken, TooManyRequests
-from fedpress_protocols.signatures import DeviceKey, to_base64url
+from fedpress_protocols.signatures import to_base64url
 from fedpress_server.identity import limits as budgets
 from fedpress_server.identity.admission import (
     FAILURES_PER_SECOND,
@@ -124,9 +124,10 @@ def test_guesses_are_put_off_and_good_tokens_pass(http: Server, clock: Clock) ->
     Device(http, clock).enrol(known)
     found = [guess(http, clock, f"fpe_{n}") for n in range(40)]
     assert found == [401] * 30 + [429] * 10
-    body = json.dumps({"public_key": to_base64url(DeviceKey.generate().public)}).encode()
+    device = Device(http, clock)
+    body = json.dumps({"public_key": to_base64url(device.key.public)}).encode()
     headers = {"Authorization": "Bearer fpe_x", "Content-Type": "application/json"}
-    refused = http.post("/v1/enrol", content=body, headers=headers)
+    refused = device.request("POST", "/v1/enrol", body, headers)
     assert (refused.status_code, refused.headers["retry-after"]) == (429, "2")
     assert refused.json()["type"].endswith("too-many-requests")
     assert Device(http, clock).enrol(known)  # by the same address

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Sequence
 from functools import partial
@@ -19,6 +20,7 @@ from fedpress.task_file import checked, summary
 from fedpress_compression.compressor import Public
 from fedpress_compression.randomness import PublicRandomness
 from fedpress_protocols.defaults import BITS, USUAL, completed
+from fedpress_protocols.errors import IncompatiblePlan
 from fedpress_protocols.messages import TaskConfig
 from fedpress_protocols.model import Model
 from fedpress_protocols.policies import Auto, Comparison, Course, automatic
@@ -139,11 +141,21 @@ def test_the_less_progress_the_more_profiles_auto_goes_back_at_once() -> None:
 
 def test_the_more_often_clients_upload_the_less_progress_is_enough() -> None:
     """A residual goes with the next upload, so that it waits for a smaller part of the task."""
-    for population, rung in ((None, 2), (112, 2), (100, 2), (90, 3), (80, 4), (10, 4)):
-        made = courses(Auto(), progress=[0.42, 0.42, None], population=population)
+    for population, rung in ((None, 2), (100, 2), (90, 2), (81, 3), (72, 4), (10, 4)):
+        made = courses(Auto(), progress=[0.42, 0.42, None], population=population, rounds=90)
         assert rungs(made)[8] == rung, population
     made = courses(Auto(), progress=[0.29, 0.29, None], population=10)
     assert made[8].why.endswith("go 0.29 of the way, less than 0.3")
+
+
+def test_rounds_beyond_ninety_do_not_make_less_progress_enough() -> None:
+    """What a residual keeps is as old in a long task as in a short one."""
+    for population in (100, 81, 60, 10):
+        floors = [
+            floor_of(Auto(), Facts(9, rounds, size=10, population=population))
+            for rounds in (90, 91, 900)
+        ]
+        assert floors == pytest.approx([floors[0]] * 3), population
 
 
 def test_the_less_often_clients_upload_the_more_progress_is_asked_for() -> None:
@@ -600,6 +612,39 @@ def test_the_server_s_rate_falls_over_the_second_half_of_the_rounds() -> None:
     assert private["strategy"]["inner"] == whole
 
 
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"rounds": 20.0},
+        {"rounds": "20"},
+        {"rounds": 20, "cohort": {"size": "10", "minimum": 5.0}},
+        {"rounds": 20, "policies": [Auto()]},
+    ],
+)
+def test_a_number_in_another_form_asks_for_the_same_task(changes: dict[str, Any]) -> None:
+    usual, made = config(rounds=20), config(**changes)
+    assert made.profiles[-1].name == usual.profiles[-1].name
+    assert made.strategy == usual.strategy
+    assert automatic(made.policies) is not None
+
+
+def test_a_gap_counts_in_another_form() -> None:
+    made = [config(policies=[{"id": "auto", "gap": gap}]) for gap in (2, "2", 2.0)]
+    assert [each.profiles[-1].name for each in made] == ["0.05-bit"] * 3
+
+
+def test_names_of_profiles_are_unique_in_new_tasks() -> None:
+    twice = [
+        {
+            "name": "p",
+            "compressor": {"id": "error_feedback", "inner": {"id": "topk", "fraction": k}},
+        }
+        for k in (0.1, 0.01)
+    ]
+    with pytest.raises(IncompatiblePlan, match="must be unique, not p, p"):
+        config(profiles=twice, policies=[{"id": "auto"}]).check_new()
+
+
 def test_a_masked_task_has_one_profile_and_no_policy() -> None:
     made = config(lane="masked")
     assert made.policies == ()
@@ -623,7 +668,10 @@ def test_a_masked_task_that_trains_everything_sends_everything() -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"policies": [{"id": "auto"}, {"id": "divergence_guard"}]}, "profiles"),
+        ({"policies": [{"id": "auto"}, {"id": "divergence_guard"}]}, "auto beside divergence"),
+        ({"policies": [{"id": "automatic"}]}, "^1 validation error.*\n.*\n.*'automatic'"),
+        ({"policies": [{"id": "bandwidth_aware"}]}, "the task names none; give profiles"),
+        ({"lane": "masked", "policies": [{"id": "auto"}]}, "auto in the masked lane"),
         ({"policies": [{"id": "auto", "gap": 0}]}, "gap"),
         ({"policies": "auto"}, "policies"),
         ({"lane": "masked", "training": 3}, "training"),
@@ -654,3 +702,40 @@ def test_a_check_of_a_task_says_that_auto_chooses(tmp_path: Path) -> None:
     lines = list(summary(file, checked(file, None)))
     assert "  profiles: 0.8-bit, 0.57-bit" in lines
     assert "  auto chooses one of them for each round, with a gap of 0.5 points" in lines
+    assert any("strategy ema of spike_clipping of fedavgm" in line for line in lines)
+
+
+def test_a_check_of_a_task_says_that_a_budget_is_too_small(tmp_path: Path) -> None:
+    file, model = tmp_path / "task.json", Model.from_tensors({"w": np.zeros(4000, np.float32)})
+    fields = {"task": "t", "rounds": 50, "cohort": {"size": 10, "minimum": 2}}
+    for budget, is_warned in ((20_000, True), (30_000, False)):
+        policies = [{"id": "auto", "upload_bytes": budget}]
+        file.write_text(json.dumps({**fields, "policies": policies}))
+        lines = list(summary(file, checked(file, model)))
+        assert f"  all uploads together have a budget of {budget:,} bytes" in lines
+        warning = "  warning: 50 rounds of 10 uploads take some 25,000 bytes"
+        assert any(line.startswith(warning) for line in lines) == is_warned
+
+
+def test_a_check_of_a_task_says_that_a_gap_is_of_the_defaults_profiles(tmp_path: Path) -> None:
+    file = tmp_path / "task.json"
+    made = config(policies=[{"id": "auto", "gap": 2}]).model_dump(mode="json")
+    file.write_text(json.dumps(made))
+    lines = list(summary(file, checked(file, None)))
+    assert "  auto chooses one of them for each round, with a gap of 2 points" in lines
+    file.write_text(json.dumps({**made, "profiles": made["profiles"][1:]}))
+    lines = list(summary(file, checked(file, None)))
+    assert "  auto chooses one of them for each round; a gap says nothing about your own" in lines
+
+
+def test_a_check_of_a_task_names_what_will_not_be_trained(tmp_path: Path) -> None:
+    file = tmp_path / "task.json"
+    file.write_text('{"task": "t", "rounds": 9, "cohort": {"size": 4, "minimum": 2}}')
+    wide: dict[str, np.ndarray] = {
+        "b": np.zeros(3),
+        "c": np.zeros(3),
+        "w": np.zeros(400, np.float32),
+    }
+    model = Model.from_tensors(wide, frozen=["b", "c"])
+    last = list(summary(file, checked(file, model)))[-1]
+    assert last.startswith("  warning: tensor 'b' and 1 more of float64 will not be trained")

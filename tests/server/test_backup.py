@@ -423,6 +423,8 @@ def test_nothing_is_written_over(start: Start, clock: Clock, model: Model, tmp_p
                 taken(http, there, clock)
         with pytest.raises(ConfigurationError, match="own folder"):
             taken(http, tmp_path / "data" / "backup", clock)
+        with pytest.raises(ConfigurationError, match=r"the folder .*/nosuch does not exist"):
+            taken(http, tmp_path / "nosuch" / "backup.tar", clock)
     with pytest.raises(ConfigurationError, match="no server database"):
         asyncio.run(back_up(settings_of(tmp_path / "nowhere"), tmp_path / "more"))
     assert not (tmp_path / "nowhere").exists()
@@ -579,6 +581,25 @@ def test_open_assignments_of_an_asynchronous_task_are_given_up_too(
             assert found.receipt.epoch is not None
         assert Operator(http).get("/v1/tasks/digits")["state"] == "running"
         assert devices[0].assignment("digits").plan.attempt == 2
+
+
+def test_the_last_attempt_of_a_backup_is_no_failure_when_its_deadline_has_passed(
+    start: Start, clock: Clock, model: Model, tmp_path: Path
+) -> None:
+    with start() as http:
+        operator, device = Operator(http), Device(http, clock)
+        device.enrol(operator.token())
+        operator.begin(model, max_attempts=1, round_seconds=60.0)
+        device.assignment("digits")
+        taken(http, tmp_path / "backup", clock, with_keys=True)
+    restore(tmp_path / "backup", other := settings_of(tmp_path / "other"), clock=clock)
+    clock.advance(3600)
+    with start(data_dir=other.data_dir) as http:
+        operator = Operator(http)
+        assert operator.get("/v1/tasks/digits")["state"] == "running"
+        first, second = operator.get("/v1/tasks/digits/rounds")
+        assert first["reason"] == "given up by restore 1: open in the backup"
+        assert second["attempt"] == 2
 
 
 def test_the_records_of_a_backup_know_the_servers_key(

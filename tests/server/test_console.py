@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import csv
+import io
 import itertools
 import json
 import re
 from pathlib import Path
+from urllib.parse import quote
 
 import httpx
 import numpy as np
@@ -18,15 +21,16 @@ from fedpress_protocols.messages import RoundStatus
 from fedpress_protocols.model import Model
 from fedpress_protocols.operators import ROLES, Role
 from fedpress_protocols.plan import Profile
+from fedpress_protocols.policies import Course
 from fedpress_protocols.signatures import DeviceKey
 from fedpress_server import Settings, create_app
 from fedpress_server.api.permissions import PERMISSIONS
-from fedpress_server.console import charts, curves, model_pages
-from fedpress_server.console.rendering import size, span
+from fedpress_server.console import charts, comparison, curves, model_pages
+from fedpress_server.console.rendering import moment, size, span
 from fedpress_server.identity.browser_sessions import BrowserSessions
 from fedpress_server.identity.operators import MAY
 from fedpress_server.identity.signing import SigningKeys
-from fedpress_server.storage.tables import audit_log, uploads
+from fedpress_server.storage.tables import audit_log, rounds, uploads
 from fedpress_strategies.policies.sizes import expected_bytes
 from tests.devices import ADMIN_TOKEN, Device, Operator
 from tests.server.in_process import Clock, Server, Start, include_one, running
@@ -174,7 +178,7 @@ def test_a_form_needs_the_value_of_its_session_and_its_own_site(
     for form in ({}, {"csrf": ""}, {"csrf": "x" * 32}):
         assert browser.send("POST", pause, form or {"other": "1"}).status_code == 403
     right = {"csrf": browser.csrf}
-    for origin in ("https://evil.test", "null"):
+    for origin in ("https://evil.test", "null", "http://["):
         assert browser.send("POST", pause, right, Origin=origin).status_code == 403
     assert browser.send("POST", "/console/login", {"token": ADMIN_TOKEN}).status_code == 403
     assert "do/resume" not in browser.get("/console/tasks/digits").text
@@ -193,6 +197,149 @@ def test_no_redirect_leaves_the_console(browser: Browser) -> None:
     browser.get("/console/login?next=https://evil.test")
     answer = browser.post("/console/login?next=https://evil.test", token=ADMIN_TOKEN)
     assert answer.headers["location"] == "/console"
+
+
+DEEP = "/console/tasks/digits/models?before=9"
+NO_PAGES = (
+    "https://evil.test",
+    "//evil.test",
+    "/\\evil.test",
+    "\\/evil.test",
+    "/console@evil.test",
+    "/console//evil.test",
+    "/console/..//evil.test",
+    "/console/../v1/tasks",
+    "/console/./x",
+    "/console/%2e%2e/v1/tasks",
+    "/console/%2F/evil.test",
+    "/console/tasks\\..\\evil",
+    "/consoles",
+    "/console.evil.test",
+    "/v1/tasks",
+    "javascript:alert(1)",
+    " /console/devices",
+    "/console/devices\n",
+    "/console/devices\r\nSet-Cookie: a=b",
+    "/console/devices#x",
+    "/console/devices?x=//evil.test",
+    "/console/login",
+    "/console/logout",
+    "/console/" + "a" * 3000,
+)
+
+
+def test_a_log_in_leads_to_the_page_that_was_asked_for(browser: Browser, trained: Device) -> None:
+    to = browser.get(DEEP).headers["location"]
+    assert to == "/console/login?next=%2Fconsole%2Ftasks%2Fdigits%2Fmodels%3Fbefore%3D9"
+    browser.get(to)
+    wrong = browser.post("/console/login", token="wrong" * 8, next=DEEP)
+    assert f'name="next" value="{DEEP}"' in wrong.text
+    answer = browser.post("/console/login", token=ADMIN_TOKEN, next=DEEP)
+    assert (answer.status_code, answer.headers["location"]) == (303, DEEP)
+
+
+@pytest.mark.parametrize("to", NO_PAGES)
+def test_a_log_in_leads_nowhere_out_of_the_console(browser: Browser, to: str) -> None:
+    page = browser.get(f"/console/login?next={quote(to, safe='')}")
+    assert 'name="next" value="/console"' in page.text
+    answer = browser.post("/console/login", token=ADMIN_TOKEN, next=to)
+    assert (answer.status_code, answer.headers["location"]) == (303, "/console")
+
+
+def test_the_forms_of_two_tabs_both_log_in(browser: Browser) -> None:
+    browser.get("/console/login")
+    first = browser.csrf
+    browser.get("/console/login")
+    for csrf in (first, browser.csrf):
+        form = {"csrf": csrf, "token": ADMIN_TOKEN}
+        assert browser.send("POST", "/console/login", form).status_code == 303
+    browser.cookies["fedpress_login"] = '"><b>'
+    assert re.fullmatch(r"[\w-]{32}", browser.csrf)
+    assert "<b>" not in browser.get("/console/login").text
+    assert re.fullmatch(r"[\w-]{32}", browser.cookies["fedpress_login"])
+
+
+def test_a_form_whose_session_has_ended_links_to_the_log_in(
+    browser: Browser, trained: Device, clock: Clock
+) -> None:
+    browser.log_in(ADMIN_TOKEN)
+    clock.advance(8 * 3600 + 1)
+    answer = browser.post("/console/tasks/digits/do/pause")
+    assert answer.status_code == 401
+    link = 'href="/console/login?next=%2Fconsole%2Ftasks%2Fdigits%2Fdo%2Fpause"'
+    assert link in answer.text
+    assert 'href="/console/login"' in browser.post("/console/logout").text
+
+
+def test_what_is_no_page_is_answered_by_a_page(browser: Browser) -> None:
+    for path in ("/console/nope", "/console/tasks", "/console/a/b"):
+        answer = browser.get(path)
+        assert answer.status_code == 404
+        assert "the console has no page" in answer.text
+        assert 'href="/console"' in answer.text
+    for path, page in (
+        ("/console/", "/console"),
+        ("/console/devices/?state=waiting", "/console/devices?state=waiting"),
+        ("/console//evil.test/", "/console"),
+    ):
+        assert browser.get(path).headers["location"] == page
+
+
+def test_a_device_is_approved_only_with_the_key_that_the_form_showed(
+    browser: Browser, operator: Operator, http: Server, clock: Clock
+) -> None:
+    token = operator.post("/v1/admin/tokens", {"uses": 2, "expires_in": 60, "approve_each": True})
+    device, other = Device(http, clock), Device(http, clock)
+    for each in (device, other):
+        each.enrol(token["token"])
+    key, other_key = (
+        operator.get(f"/v1/admin/clients/{each.client_id}")["key_id"] for each in (device, other)
+    )
+    browser.log_in(ADMIN_TOKEN)
+    assert key in browser.get("/console/devices").text
+    approve = f"/console/devices/{device.client_id}/approve"
+    page = browser.get(approve).text
+    assert f"<code><bdi>{key}</bdi></code>" in page
+    assert f'name="key" value="{key}"' in page
+    for form in ({}, {"key": ""}, {"key": other_key}):
+        answer = browser.post(approve, **form)
+        assert answer.status_code == 409
+        assert key in answer.text
+    path = f"/v1/admin/clients/{device.client_id}"
+    assert operator.get(path)["state"] == "waiting"
+    assert browser.post(approve, key=key).status_code == 303
+    assert operator.get(path)["state"] == "approved"
+
+
+def test_a_device_s_name_neither_reorders_nor_hides_what_a_page_says(
+    browser: Browser, operator: Operator, http: Server, clock: Clock
+) -> None:
+    device = Device(http, clock)
+    device.enrol(operator.token(), name="\u202egnp.exe\u2066\u200b")
+    browser.log_in(ADMIN_TOKEN)
+    link = f"/console/devices/{device.client_id}"
+    for path in ("/console/devices", link, f"{link}/revoke"):
+        text = browser.get(path).text
+        assert not {"\u202e", "\u2066", "\u200b"} & set(text)
+        assert r"\u202egnp.exe\u2066\u200b" in text
+    assert f"<h1>Revoke {device.client_id}</h1>" in text
+    more = '{\n\t"seed":\r\n 1}'
+    assert more in browser.post("/console/create", more=more).text.replace("&#34;", '"')
+
+
+def test_the_overview_says_since_when_bytes_are_counted(
+    browser: Browser, trained: Device, operator: Operator
+) -> None:
+    browser.log_in(ADMIN_TOKEN)
+    since = moment(operator.get("/v1/admin/fleet")["since"])
+    assert f"the first at {since} UTC" in browser.get("/console").text
+
+
+def test_a_finished_task_may_continue_and_is_said_to(browser: Browser, trained: Device) -> None:
+    browser.log_in(ADMIN_TOKEN)
+    text = browser.get("/console/tasks/digits/do/finish").text
+    assert "for good" not in text
+    assert "Continue gives it more rounds later." in text
 
 
 PAGES = (
@@ -350,12 +497,12 @@ def test_the_open_round_is_shown_and_charts_run_forward(
     whole = len(model.to_bytes())
     rounds = operator.get("/v1/tasks/digits/rounds")
     by_number = {each["round"]: each for each in rounds}
-    for name, ways in (("uploads", ("upload",)), ("up and down", ("upload", "download"))):
+    for name, ways in (("up", ("upload",)), ("up and down", ("upload", "download"))):
         first, last = (
             f"{len(ways) * whole / sum(by_number[n][f'{way}_bytes'] for way in ways):.4g}"
             for n in (1, 3)
         )
-        assert f"{name} from {first} at 1 to {last} at 3;" in text
+        assert f", {name} from {first} at 1 to {last} at 3;" in text
 
 
 def test_ticks_of_almost_equal_values_differ() -> None:
@@ -375,6 +522,53 @@ def test_what_is_never_negative_has_no_negative_tick() -> None:
         assert chart.y_ticks[0].label == lowest
 
 
+def test_lines_keep_their_place_s_colour_and_those_without_values_are_named() -> None:
+    points = [(1.0, 2.0), (2.0, 1.0)]
+    asked = {"a": [], "b": points, "c": [(1.0, 1.0)], "d": points}
+    chart = charts.overlay("Loss", "rounds", asked)
+    assert chart is not None
+    assert [(line.name, line.number) for line in chart.lines] == [("b", 2), ("d", 4)]
+    assert chart.missing == ("a", "c")
+
+
+@pytest.mark.parametrize(
+    ("last", "labels"),
+    [
+        (2, ["1", "2"]),
+        (3, ["1", "2", "3"]),
+        (12, ["1", "4", "6", "9", "12"]),
+        (12_001, ["1", "3001", "6001", "9001", "12001"]),
+    ],
+)
+def test_ticks_of_rounds_are_whole_and_stand_at_their_values(last: int, labels: list[str]) -> None:
+    chart = charts.line("Loss", "rounds", [(1, 1.0), (last, 0.5)])
+    assert chart is not None
+    assert [tick.label for tick in chart.x_ticks] == labels
+    width = charts.WIDTH - charts.LEFT - charts.RIGHT
+    for tick in chart.x_ticks:
+        right = charts.LEFT + (int(tick.label) - 1) / (last - 1) * width
+        assert tick.at == pytest.approx(right, abs=0.06)
+
+
+@pytest.mark.parametrize("values", [(1.0, 1.0), (0.98, 1.0), (0.0, 0.0), (0.0, 1.0)])
+def test_the_axis_of_shares_does_not_leave_0_to_1(values: tuple[float, float]) -> None:
+    chart = charts.line("Share", "rounds", list(enumerate(values)))
+    assert chart is not None
+    ticks = [float(tick.label) for tick in chart.y_ticks]
+    assert 0 <= min(ticks) < max(ticks) <= 1
+
+
+@pytest.mark.parametrize(
+    ("form", "first", "last"), [(span, 1101.3, 1109.6), (size, 1_234_567.5, 1_236_000.5)]
+)
+def test_ticks_of_near_times_and_bytes_differ(
+    form: charts.Format, first: float, last: float
+) -> None:
+    chart = charts.line("Loss", "time", [(first, 1.0), (last, 0.5)], form)
+    assert chart is not None
+    assert len({tick.label for tick in chart.x_ticks}) == 5
+
+
 FIELDS = {
     "task": "letters",
     "rounds": "3",
@@ -392,7 +586,12 @@ def test_a_task_is_checked_and_created_by_the_form(
 ) -> None:
     browser.log_in(ADMIN_TOKEN)
     page = browser.get("/console/create").text
-    assert f'<option value="{model.digest}">' in page
+    assert f'<option value="{model.digest}">digits 0, ' in page
+    newest = operator.get("/v1/tasks/digits")["model"]
+    assert f'<option value="{newest}">digits 1, ' in page
+    link = f"/console/create?model={newest}"
+    assert f'href="{link}"' in browser.get("/console/tasks/digits/models").text
+    assert f'value="{newest}" required' in browser.get(link).text
     form = {**FIELDS, "model": model.digest}
     answer = browser.post("/console/create", **form, do="check")
     assert answer.status_code == 200
@@ -415,12 +614,14 @@ WRONG = (
     ({"rounds": "0"}, "rounds"),
     ({"task": "a b"}, "task"),
     ({"model": "0" * 64}, "no model 000000000000"),
+    ({"model": "0" * 64}, "or bring one: fedpress task create CONFIG MODEL"),
     ({"size": "3", "minimum": "5"}, "minimum"),
     ({"round_seconds": "inf"}, "round_seconds"),
     ({"lane": "tunnel"}, "lane"),
     ({"more": "{"}, "further settings are no JSON"),
     ({"more": "[" * 9000}, "further settings are no JSON"),
     ({"more": "[1]"}, "no JSON object"),
+    ({"more": '{"seed": 1, "seed": 2}'}, "seed is there twice"),
     ({"more": '{"rounds": 9}'}, "name rounds, which the form has a field for"),
     ({"more": '{"cohort": 1}'}, "cohort in the further settings"),
     ({"more": '{"speed": 1}'}, "speed"),
@@ -442,6 +643,26 @@ def test_a_wrong_task_stays_in_the_form_with_the_reason(
         assert f'value="{form["rounds"]}"' in answer.text
         assert SCRIPT not in answer.text
     assert operator.get("/v1/tasks") == []
+
+
+def test_averages_are_named_among_the_models(
+    browser: Browser, operator: Operator, http: Server, clock: Clock, model: Model
+) -> None:
+    strategy = {"id": "ema", "decay": 0.5}
+    operator.begin(model, cohort={"size": 1, "minimum": 1}, rounds=3, strategy=strategy)
+    device = Device(http, clock)
+    device.enrol(operator.token())
+    for number in (1, 2):  # of one round, the average is the model
+        include_one(device, model, value=number)
+        while operator.get("/v1/tasks/digits")["round"] < number:
+            clock.advance(1)
+            http.tick()
+    average = operator.get("/v1/admin/tasks/digits/versions/2")["published"]["average"]
+    browser.log_in(ADMIN_TOKEN)
+    page = browser.get("/console/tasks/digits/models").text
+    assert f"average <code>{average[:16]}</code>" in page
+    assert f'<a href="/console/models/{average}" download>Download average</a>' in page
+    assert f'<option value="{average}">digits 2 average, ' in browser.get("/console/create").text
 
 
 def test_tasks_are_compared_on_common_axes(
@@ -473,9 +694,101 @@ def test_tasks_are_compared_on_common_axes(
     assert lines[0].startswith("task,round,attempt,state,")
     assert lines[0].endswith(",loss")
     assert [line.partition(",")[0] for line in lines[1:]] == ["fast"] * 4 + ["slow"] * 4
+    operator.begin(model, task="bare")
+    text = browser.get("/console/compare?task=bare&task=slow").text
+    assert text.count('<ul class="legend"><li class="line-2"><span></span>slow</li></ul>') == 2
+    assert text.count('<g class="line-2">') == text.count("<polyline") == 2
+    assert text.count("Fewer than two values: bare<") == 2
     assert browser.get("/console/compare?task=none").status_code == 404
-    too_many = "&".join(f"task=t{number}" for number in range(9))
-    assert browser.get(f"/console/compare?{too_many}").status_code == 400
+
+
+def test_too_many_tasks_to_compare_stay_ticked_in_the_form(
+    browser: Browser, operator: Operator, model: Model
+) -> None:
+    for number in range(10):
+        operator.begin(model, task=f"t{number}")
+    browser.log_in(ADMIN_TOKEN)
+    ticked = "&".join(f"task=t{number}" for number in range(10))
+    answer = browser.get(f"/console/compare?{ticked}")
+    assert answer.status_code == 400
+    assert 'role="alert"' in answer.text
+    assert "10 tasks are ticked, and at most 8 can be compared." in answer.text
+    assert "Untick 2 of them." in answer.text
+    assert len(re.findall(r'value="t\d" checked', answer.text)) == 10
+    assert "compare.csv" not in answer.text
+    assert browser.get(f"/console/compare.csv?{ticked}").status_code == 400
+    again = browser.get("/console/compare?" + "&".join(["task=t1"] * 9))
+    assert again.status_code == 200
+
+
+def test_messages_of_masked_sessions_count_among_the_bytes_up(
+    browser: Browser, operator: Operator, http: Server, trained: Device
+) -> None:
+    attempt = operator.get("/v1/tasks/digits/rounds/1")
+    up, down = attempt["upload_bytes"] + 500_000, attempt["download_bytes"]
+    both = up + down
+    session = {"began": 4, "answered": {"keys": 4}, "message_bytes": 500_000}
+    change = sa.update(rounds).where(rounds.c.round == 1).values(session=session)
+    http.call(http.app.services.database.write, lambda c: c.execute(change).rowcount)
+    browser.log_in(ADMIN_TOKEN)
+    text = browser.get("/console/tasks/digits").text
+    assert f"<dt>Sent up and down</dt><dd>{size(both)}</dd>" in text
+    assert f'<td class="number">{size(up)}<td class="number">{size(down)}' in text
+    assert "<dt>Saved</dt><dd>–</dd>" in text
+    assert f"<dt>Up</dt><dd>{size(up)}</dd>" in browser.get("/console/tasks/digits/rounds/1").text
+    first, *_ = csv.DictReader(io.StringIO(browser.get("/console/compare.csv?task=digits").text))
+    assert int(first["upload_bytes"]) + int(first["message_bytes"]) == up
+
+    status = RoundStatus.model_validate({**attempt, "session": session, "metrics": {"loss": 2.0}})
+    attempts = [status, status.model_copy(update={"round": 2, "metrics": {"loss": 1.0}})]
+    _, over_bytes, *_ = curves.learning(attempts)
+    assert f"2 at {size(both)} to 1 at {size(2 * both)};" in over_bytes.summary
+    assert [at for _, at, _ in comparison.measured("loss", attempts)] == [both, 2 * both]
+    ratio, *_ = curves.sending(attempts, up)
+    assert "Times smaller than float32, up from 1 at 1 to 1 at 2;" in ratio.summary
+
+
+def test_each_attempt_has_its_page_with_why_devices_declined(
+    browser: Browser, operator: Operator, http: Server, clock: Clock, model: Model
+) -> None:
+    operator.begin(model)
+    device = Device(http, clock)
+    device.enrol(operator.token())
+    assignment = device.assignment("digits").assignment
+    device.json("DELETE", f"/v1/assignments/{assignment}?reason=training-failed")
+    operator.post("/v1/admin/tasks/digits/abort-round")
+    browser.log_in(ADMIN_TOKEN)
+    text = browser.get("/console/tasks/digits").text
+    assert "declined: 1 training-failed" in text
+    page = "/console/tasks/digits/rounds/1"
+    of_device = browser.get(f"/console/devices/{device.client_id}").text
+    for linking in (text, of_device):
+        assert f'href="{page}?attempt=1">1.1<' in linking
+    first = browser.get(f"{page}?attempt=1").text
+    assert "<dt>Attempt</dt><dd>1</dd>" in first
+    assert "Declined: 1 training-failed" in first
+    assert f"<code>{assignment}</code>" in first
+    for latest in (browser.get(page).text, browser.get(f"{page}?attempt=2").text):
+        assert "<dt>Attempt</dt><dd>2</dd>" in latest
+        assert "Declined" not in latest
+    for attempt, status in (("3", 404), ("0", 400), ("x", 400)):
+        assert browser.get(f"{page}?attempt={attempt}").status_code == status
+    assert browser.get("/console/tasks/digits/rounds/2?attempt=1").status_code == 404
+
+
+def test_a_round_s_page_tells_what_the_policies_decided(
+    browser: Browser, http: Server, trained: Device
+) -> None:
+    course = Course(
+        round=1, gentlest=0, hardest=1, why="gentler: too much is lost", warnings=("few devices",)
+    )
+    change = sa.update(rounds).where(rounds.c.round == 1)
+    change = change.values(course=course.model_dump(mode="json"))
+    http.call(http.app.services.database.write, lambda c: c.execute(change).rowcount)
+    browser.log_in(ADMIN_TOKEN)
+    text = browser.get("/console/tasks/digits/rounds/1").text
+    assert "Policies: gentler: too much is lost<" in text
+    assert '<p class="warn">few devices</p>' in text
 
 
 def test_a_form_of_another_attempt_aborts_nothing(
@@ -538,6 +851,7 @@ def test_two_versions_are_compared_by_tensor(
     trained.json("POST", "/v1/tasks/digits/evaluations", json.dumps(report))
     assert "/console/tasks/digits/difference" in browser.get("/console/tasks/digits/models").text
     page = browser.get("/console/tasks/digits/difference?old=0&new=1").text
+    assert '<td>Names<td class="number">–<td class="number">newest</tr>' in page
     old, new = (
         Model.from_bytes(
             http.get(f"/v1/models/{each['model']}", headers=operator.headers).content

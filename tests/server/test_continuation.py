@@ -139,6 +139,8 @@ def test_only_a_paused_task_is_finished(
         operator.post("/v1/admin/tasks/digits/finish")
     device = enrolled()
     included(device, model)
+    with pytest.raises(Conflict, match="is paused after its last round; only a running one"):
+        operator.post("/v1/admin/tasks/digits/resume")
     assert operator.post("/v1/admin/tasks/digits/finish")["state"] == "finished"
     assert operator.post("/v1/admin/tasks/digits/finish")["state"] == "finished"
     answer = device.check_in("digits")

@@ -1,7 +1,7 @@
 """What devices measure: means by examples, by group and by class; the best model; when to stop."""
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,7 @@ from alembic.config import Config
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fedpress_protocols.errors import FedpressError, Forbidden
+from fedpress_protocols.errors import Conflict, FedpressError, Forbidden
 from fedpress_protocols.messages import (
     EvaluationTerms,
     RoundStatus,
@@ -37,6 +37,7 @@ from tests.server.in_process import Clock, Enrolled, Start, include_one
 pytestmark = pytest.mark.both_databases
 
 ALONE = {"size": 1, "minimum": 1}
+ALL_OF_4 = {"size": 4, "minimum": 4}
 
 
 def report(device: Device, model: str, num_examples: int, **fields: Any) -> None:
@@ -70,15 +71,23 @@ def one_more(device: Device, model: Model, value: float = 1.0) -> TaskSummary:
     return answer.task
 
 
+def together(devices: Sequence[Device], model: Model, value: float = 1.0) -> TaskSummary:
+    """A round of all these devices, and the task after it."""
+    pending = [include_one(device, model, value=value) for device in devices]
+    answer = devices[0].check_in("digits", pending[0], wait=30)
+    assert answer is not None
+    return answer.task
+
+
 # Aggregates
 
 
 def test_groups_and_classes_are_means_by_examples_of_the_last_reports(
     operator: Operator, enrolled: Enrolled, model: Model
 ) -> None:
-    operator.begin(model, cohort=ALONE, evaluation={"group_by": "region"})
+    operator.begin(model, cohort=ALL_OF_4, evaluation={"group_by": "region"})
     devices = [enrolled() for _ in range(4)]
-    made = one_more(devices[0], model).model
+    made = together(devices, model).model
     north, south = {"attributes": {"region": "north"}}, {"attributes": {"region": "south"}}
     report(devices[0], made, 9, accuracy=0.1, classes=counts(of_7=(9, 0)), **south)
     report(devices[0], made, 4, accuracy=0.5, classes=counts(of_2=(2, 2), of_10=(2, 0)), **north)
@@ -110,9 +119,10 @@ def test_groups_and_classes_are_means_by_examples_of_the_last_reports(
 def test_what_too_few_report_is_not_shown_by_group_or_class(
     operator: Operator, enrolled: Enrolled, model: Model
 ) -> None:
-    operator.begin(model, cohort=ALONE, evaluation={"group_by": "age", "least_clients": 2})
+    cohort = {"size": 3, "minimum": 3}
+    operator.begin(model, cohort=cohort, evaluation={"group_by": "age", "least_clients": 2})
     devices = [enrolled() for _ in range(3)]
-    made = one_more(devices[0], model).model
+    made = together(devices, model).model
     for device, age in zip(devices, (2, 2.0, 3), strict=True):
         classes = counts(common=(1, 1)) | (counts(rare=(1, 0)) if age == 3 else {})
         report(device, made, 2, accuracy=0.5, attributes={"age": age}, classes=classes)
@@ -125,9 +135,11 @@ def test_what_too_few_report_is_not_shown_by_group_or_class(
 def test_of_more_groups_than_can_be_shown_the_largest_are(
     operator: Operator, enrolled: Enrolled, model: Model
 ) -> None:
-    operator.begin(model, cohort=ALONE, evaluation={"group_by": "serial"})
-    devices = [enrolled() for _ in range(MAX_GROUPS + 1)]
-    made = one_more(devices[0], model).model
+    num = MAX_GROUPS + 1
+    cohort = {"size": num, "minimum": num}
+    operator.begin(model, cohort=cohort, evaluation={"group_by": "serial"})
+    devices = [enrolled() for _ in range(num)]
+    made = together(devices, model).model
     for number, device in enumerate(devices, 1):
         report(device, made, number, attributes={"serial": f"s{number}"})
     groups = status(operator).groups
@@ -150,8 +162,10 @@ def test_counts_that_cannot_be_are_refused(
     operator: Operator, enrolled: Enrolled, model: Model, fields: dict[str, Any], says: str
 ) -> None:
     operator.begin(model)
+    device = enrolled()
+    device.assignment("digits")
     with pytest.raises(FedpressError, match=says):
-        report(enrolled(), model.digest, 10, **fields)
+        report(device, model.digest, 10, **fields)
 
 
 # The best, and the end
@@ -220,6 +234,7 @@ def test_a_task_ends_when_its_models_get_no_better_and_names_the_best(
         operator, device = Operator(http), Device(http, clock)
         device.enrol(operator.token())
         operator.begin(model, rounds=9, cohort=ALONE, evaluation={"patience": 2})
+        device.assignment("digits")
         report(device, model.digest, 10, loss=1.0)
         made = {0: model.digest}
         for number, loss in enumerate((0.5, 0.7, 0.6), 1):
@@ -253,16 +268,17 @@ def test_a_model_that_too_few_measured_is_not_the_best(
     operator: Operator, enrolled: Enrolled, model: Model
 ) -> None:
     terms = {"metric": "accuracy", "goal": "highest", "least_clients": 2}
-    operator.begin(model, cohort=ALONE, rounds=3, evaluation=terms)
-    device, other = enrolled(), enrolled()
-    for each in (device, other):
+    operator.begin(model, cohort={"size": 2, "minimum": 2}, rounds=3, evaluation=terms)
+    both = device, other = enrolled(), enrolled()
+    for each in both:
+        each.assignment("digits")
         report(each, model.digest, 5, accuracy=0.3)
-    first = one_more(device, model)
+    first = together(both, model)
     assert first.best == model.digest
     report(device, first.model, 5, accuracy=0.9)
-    assert one_more(device, model, value=2.0).best == model.digest
+    assert together(both, model, value=2.0).best == model.digest
     report(other, first.model, 5, accuracy=0.8)
-    assert one_more(device, model, value=3.0).best == first.model
+    assert together(both, model, value=3.0).best == first.model
 
 
 def test_a_task_without_reports_has_no_best_model(
@@ -316,6 +332,7 @@ def test_patience_begins_anew_in_a_continued_task(
     """Also after a task that had all its rounds."""
     operator.begin(model, rounds=3, cohort=ALONE, at_end="paused", evaluation={"patience": 2})
     device = enrolled()
+    device.assignment("digits")
     report(device, model.digest, 10, loss=0.1)
     for number in range(3):
         pending = include_one(device, model, value=number + 1.0)
@@ -336,4 +353,34 @@ def test_only_members_measure_a_task_of_members(
     operator.begin(model, members=[member.client_id], cohort=ALONE)
     with pytest.raises(Forbidden, match="for its members alone"):
         report(stranger, model.digest, 10, loss=0.0)
+    member.assignment("digits")
     report(member, model.digest, 10, loss=0.0)
+
+
+def test_a_device_that_takes_no_part_measures_nothing(
+    operator: Operator, enrolled: Enrolled, model: Model
+) -> None:
+    operator.begin(model, cohort=ALONE)
+    device, other = enrolled(), enrolled()
+    device.assignment("digits")
+    with pytest.raises(Conflict, match="has assigned no round to this device"):
+        report(other, model.digest, 10, loss=0.0)
+    report(device, model.digest, 10, loss=0.0)
+
+
+def test_a_report_weighs_no_more_than_an_upload(
+    operator: Operator, enrolled: Enrolled, model: Model
+) -> None:
+    operator.begin(model, cohort=ALL_OF_4, max_examples=30)
+    devices = [enrolled() for _ in range(4)]
+    made = together(devices, model).model
+    claimed = counts(a=(2**31, 2**30), b=(7, 7))
+    report(devices[0], made, 2**32 - 1, accuracy=1.0, classes=claimed)
+    report(devices[1], made, 10, accuracy=0.2, classes=counts(a=(10, 0)))
+    found = status(operator)
+    assert found.measured is not None
+    assert found.measured.num_examples == 40
+    assert found.metrics == pytest.approx({"accuracy": 32 / 40})
+    assert found.classes["a"].num_examples == 25
+    assert found.classes["a"].metrics == pytest.approx({"accuracy": 7 / 25})
+    assert "b" not in found.classes

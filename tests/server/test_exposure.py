@@ -2,14 +2,25 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import re
 import stat
 from pathlib import Path
+from typing import Any
 
 import pytest
+from starlette.requests import Request
+from starlette.types import Message
 
-from fedpress_protocols.errors import ConfigurationError, MalformedRequest
+from fedpress_protocols.errors import BodyTooLarge, ConfigurationError, MalformedRequest
+from fedpress_protocols.messages import (
+    MAX_ROTATIONS,
+    EnrolRequest,
+    KeyRotation,
+    SignedRotation,
+)
+from fedpress_server.api.routing import SignedRoute
 from fedpress_server.settings import Settings
 from tests.devices import ADMIN, ADMIN_TOKEN, Device, Operator
 from tests.server.in_process import Clock, Server, Start
@@ -90,6 +101,19 @@ def test_a_request_for_another_host_is_refused(start: Start, host: str, is_meant
         assert http.get("/livez", headers={"Host": host}).status_code == 200
 
 
+def test_a_refused_host_is_named_beside_those_expected(
+    start: Start, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    with start(allowed_hosts="fl.example.org, *.example.net") as http:
+        for host in ("fl.exampel.org:8443", "fl.exampel.org"):
+            told = http.get("/v1/tasks", headers={"Host": host, **ADMIN}).json()
+            assert f"the Host of the request, '{host}'," in told["detail"]
+            assert "FEDPRESS_ALLOWED_HOSTS" in told["hint"]
+    expected = "refused the Host 'fl.exampel.org:8443', expected fl.example.org, *.example.net"
+    assert expected in caplog.messages
+
+
 def test_a_key_that_stands_twice_is_refused(start: Start, clock: Clock) -> None:
     with start() as http:
         device, operator = Device(http, clock), Operator(http)
@@ -97,7 +121,12 @@ def test_a_key_that_stands_twice_is_refused(start: Start, clock: Clock) -> None:
         with pytest.raises(MalformedRequest, match="twice"):
             device.json("POST", "/v1/tasks/digits/check-in", '{"wait": 0, "wait": 0}')
         headers = {**ADMIN, "Content-Type": "application/json"}
-        for body in ('{"uses": 1, "uses": 5}', '{"note": "", "a": [{"b": 1, "b": 1}]}'):
+        many = ", ".join(f'"{number}": 0' for number in range(80_000))
+        for body in (
+            '{"uses": 1, "uses": 5}',
+            '{"note": "", "a": [{"b": 1, "b": 1}]}',
+            f'{{{many}, "79999": 0}}',  # comparing each with each would take minutes
+        ):
             answer = http.post("/v1/admin/tokens", headers=headers, content=body)
             assert answer.status_code == 400
             assert "twice" in answer.json()["detail"]
@@ -119,3 +148,52 @@ def test_the_data_folder_and_its_database_are_closed_to_others(
     with start(data_dir=folder):
         for file in folder.glob("fedpress.db*"):
             assert stat.S_IMODE(file.stat().st_mode) == 0o600
+
+
+def test_a_stranger_is_refused_before_its_body_is_read(start: Start) -> None:
+    """By the headers alone: the bodies here are no JSON, and too long."""
+    signature = {"Signature-Input": "none", "Signature": "none", "Content-Digest": "none"}
+    with start() as http:
+        for path, headers, status in (
+            ("/v1/enrol", {}, 401),
+            ("/v1/enrol", {"Authorization": "Bearer x"}, 401),
+            ("/v1/key-rotation", signature, 401),
+        ):
+            answer = http.post(path, headers=headers, content=bytes(SignedRoute.most_bytes + 1))
+            assert answer.status_code == status, answer.text
+
+
+def test_what_anybody_may_send_is_short_and_comes_at_once(
+    start: Start, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with start() as http:
+        device, operator = Device(http, clock), Operator(http)
+        with pytest.raises(BodyTooLarge, match="131072"):
+            device.enrol(operator.token(), "x" * SignedRoute.most_bytes)
+
+    class Quick(SignedRoute):
+        most_seconds = 0.01
+
+        async def admit(self, request: Request) -> None:
+            return None
+
+    async def endpoint(body: dict[str, Any]) -> None:
+        raise AssertionError("a body came")
+
+    async def never() -> Message:
+        await asyncio.sleep(3600)
+        raise AssertionError
+
+    route = Quick("/", endpoint, methods=["POST"])
+    scope = {"type": "http", "method": "POST", "path": "/", "headers": [], "query_string": b""}
+    with pytest.raises(MalformedRequest, match=r"took longer than 0\.01 s"):
+        asyncio.run(route.get_route_handler()(Request(scope, never)))
+
+
+def test_the_most_rotations_fit(clock: Clock) -> None:
+    rotation = KeyRotation(client_id="x" * 64, old_key="A" * 43, new_key="A" * 43)
+    signed = SignedRotation(rotation=rotation, old_signature="A" * 86, new_signature="A" * 86)
+    request = EnrolRequest(
+        public_key="A" * 43, name="\u00fc" * 128, rotations=(signed,) * MAX_ROTATIONS
+    )
+    assert len(request.model_dump_json().encode()) < SignedRoute.most_bytes

@@ -149,8 +149,19 @@ def test_only_a_running_task_is_paused(operator: Operator, model: Model) -> None
         operator.post("/v1/admin/tasks/other/pause")
     operator.post("/v1/admin/tasks/digits/cancel")
     for action in ("pause", "resume"):
-        with pytest.raises(Conflict, match="is cancelled"):
+        with pytest.raises(Conflict, match="is cancelled; only a running one"):
             told(operator, action)
+
+
+def test_a_held_task_is_not_finished_and_says_how_it_goes_on_or_ends(
+    operator: Operator, model: Model
+) -> None:
+    operator.begin(model, cohort=ALONE)
+    told(operator, "pause")
+    with pytest.raises(Conflict, match=r"running, held by the operator; .* last round") as found:
+        told(operator, "finish")
+    assert "fedpress task resume" in found.value.hint
+    assert "fedpress task cancel" in found.value.hint
 
 
 def test_a_task_that_is_cancelled_while_paused_goes_on_without_the_pause(

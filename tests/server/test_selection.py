@@ -407,9 +407,11 @@ def test_the_ineligible_get_no_assignment(
 
 
 def test_the_highest_loss_reported_is_chosen_where_the_policy_asks_for_it(
-    operator: Operator, fleet: list[Device], model: Model
+    operator: Operator, fleet: list[Device], model: Model, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     policy = {"policy": "loss", "candidates": 4}
+    # As if each had been assigned an earlier round.
+    monkeypatch.setattr("fedpress_server.storage.evaluation.is_assigned", lambda *_: True)
     operator.begin(model, selection=policy, cohort={"size": 1, "minimum": 1})
     for device, loss in zip(fleet, (0.5, 2.0, 1.0, 0.1), strict=True):
         for told in (9.0, loss):  # the last one counts

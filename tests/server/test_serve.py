@@ -171,12 +171,14 @@ def test_a_port_that_is_taken_ends_with_a_sentence(tmp_path: Path) -> None:
                 *(sys.executable, "-m", "fedpress_server", "--port", str(port)),
                 *("--data-dir", tmp_path / "data"),
             ],
-            env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
+            env=os.environ
+            | {"PYTHONPATH": os.pathsep.join(sys.path), "FEDPRESS_ADMIN_PROT": "27998"},
             capture_output=True,
             text=True,
             timeout=60,
         )
     assert second.returncode == 2
+    assert "nothing reads the variable FEDPRESS_ADMIN_PROT: did you mean FED" in second.stderr
     assert f"cannot listen on 127.0.0.1:{port}" in second.stderr
     assert "or choose another port (--port, FEDPRESS_PORT)" in second.stderr
     assert "Traceback" not in second.stderr

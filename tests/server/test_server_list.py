@@ -65,6 +65,22 @@ def test_a_server_without_a_heartbeat_is_stale_and_leaves_the_list_in_an_hour(
     anyio.run(go)
 
 
+def test_a_server_of_a_sqlite_file_gives_signs_too(databases: Databases) -> None:
+    async def go() -> None:
+        async with replicas(databases) as servers:
+            first, second = servers.all
+            registry = first.services.server_registry
+            await registry.start()
+            servers.clock.advance(100)
+            registry._asked.set()  # as a minute without it would
+            with anyio.fail_after(30):
+                while (await listed(second))["0"].seen_at != servers.clock():
+                    pass
+            await registry.stop()
+
+    anyio.run(go)
+
+
 def test_a_scheduler_that_has_not_acted_on_a_deadline_is_late(databases: Databases) -> None:
     async def go() -> None:
         async with replicas(databases) as servers:

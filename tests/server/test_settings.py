@@ -1,14 +1,17 @@
 """Where settings come from, and which go before which."""
 
+import re
 from pathlib import Path
 from typing import Any
 
+import click
 import pytest
 
+from fedpress.cli import app
 from fedpress_protocols.errors import ConfigurationError
 from fedpress_server import Settings
 from fedpress_server.command import SECTIONS, main
-from fedpress_server.settings import secret_settings
+from fedpress_server.settings import OTHER_VARIABLES, secret_settings, unknown_variables
 
 
 @pytest.fixture
@@ -115,6 +118,13 @@ def test_a_secret_that_everybody_can_read_is_refused(
         ({"clock_skew": "301"}, "clock_skew"),
         ({"database_url": "sqlite:////a.db", "database_url_file": "/nowhere"}, "not both"),
         ({"store_access_key_id": "key"}, "together"),
+        ({"store_endpoint": "http://foo"}, "store_endpoint needs store_url"),
+        ({"store_region": "eu"}, "store_region needs store_url"),
+        ({"store_endpoint": "ftp://foo", "store_url": "s3://b"}, "'ftp://foo' is not an address"),
+        ({"allowed_hosts": "a.example, http://127.0.0.1"}, "'http://127.0.0.1' is not a host name"),
+        ({"allowed_hosts": "a.example:8443"}, "without scheme and port"),
+        ({"allowed_hosts": "*"}, "not a host name"),
+        ({"tick_seconds": "inf"}, "tick_seconds: must be a finite number"),
     ],
 )
 def test_what_cannot_be_set_says_why(flags: dict[str, Any], says: str) -> None:
@@ -197,3 +207,55 @@ def test_a_file_of_a_secret_that_is_empty_is_refused(tmp_path: Path) -> None:
     for setting in ("admin_token_file", "database_url_file"):
         with pytest.raises(ConfigurationError, match="is empty"):
             Settings.load(**{setting: file})
+
+
+def test_every_number_is_finite() -> None:
+    numbers: dict[str, Any] = {
+        name: "nan" for name, field in Settings.model_fields.items() if field.annotation is float
+    }
+    assert "check_ins_per_second" in numbers
+    with pytest.raises(ConfigurationError) as refused:
+        Settings.load(**numbers)
+    assert refused.value.detail.count("must be a finite number") == len(numbers)
+
+
+def test_hosts_are_names_and_bracketed_addresses() -> None:
+    settings = Settings.load(allowed_hosts="FL.example.org, *.example.net, 10.0.0.1, [::1]")
+    assert settings.hosts == ("fl.example.org", "*.example.net", "10.0.0.1", "[::1]")
+
+
+def test_a_variable_that_nothing_reads_is_told_of() -> None:
+    known = {f"FEDPRESS_{name.upper()}": "1" for name in Settings.model_fields}
+    known |= dict.fromkeys(OTHER_VARIABLES, "1") | {"HOME": "/root", "fedpress_port": "1"}
+    assert unknown_variables(known) == []
+    assert unknown_variables(
+        {"FEDPRESS_COLOUR_OF_MY_CAR": "red", "FEDPRESS_STOER_URL": "s3://"}
+    ) == [
+        "nothing reads the variable FEDPRESS_COLOUR_OF_MY_CAR",
+        "nothing reads the variable FEDPRESS_STOER_URL: did you mean FEDPRESS_STORE_URL?",
+    ]
+
+
+def test_every_variable_in_use_is_known_and_every_known_one_in_use() -> None:
+    """A new one belongs into OTHER_VARIABLES, or into `examples` if it is none."""
+    root = Path(__file__).parents[2]
+    folders = ("benchmarks", "client_sdk", "compression", "fedpress", "integrations", "protocols")
+    files = [
+        file for name in (*folders, "server", "strategies") for file in root.glob(f"{name}/**/*.py")
+    ]
+    files += [*root.glob("*.yml"), root / "Makefile", root / "tests" / "lengths.py"]
+    text = "\n".join(file.read_text("utf-8") for file in files)
+    named = set(re.findall(r"(?<!\w)FEDPRESS_[A-Z0-9_]*[A-Z0-9]\b", text)) | options_variables()
+    examples = {"FEDPRESS_NAME", "FEDPRESS_NAME_FILE", "FEDPRESS_BENCHMARK_NAMESPACE"}
+    settings = {f"FEDPRESS_{name.upper()}" for name in Settings.model_fields}
+    assert named - settings - examples == OTHER_VARIABLES
+
+
+def options_variables() -> set[str]:
+    """The variables of all commands' options."""
+    found, commands = set[str](), list[click.Command]([app])
+    while commands:
+        command = commands.pop()
+        found |= {str(each.envvar) for each in command.params if each.envvar}
+        commands += command.commands.values() if isinstance(command, click.Group) else ()
+    return found

@@ -159,6 +159,7 @@ def test_a_task_out_of_attempts_is_cancelled(
     assert answer is not None
     assert (answer.task.state, answer.assignment) == ("cancelled", None)
     assert answer.receipts[0].receipt.reason == "missed-deadline"
+    assert history(operator)[0].reason.endswith("the last of 1 attempts (max_attempts)")
 
 
 def test_an_attempt_waits_for_its_first_client(
@@ -421,10 +422,10 @@ def test_a_seed_makes_the_rounds_public_seeds(
 def test_evaluations_are_averaged_by_examples_and_the_last_counts(
     operator: Operator, enrolled: Enrolled, model: Model
 ) -> None:
-    operator.begin(model, cohort={"size": 1, "minimum": 1})
+    operator.begin(model, cohort={"size": 2, "minimum": 2})
     devices = [enrolled(), enrolled()]
-    pending = include_one(devices[0], model)
-    answer = devices[0].check_in("digits", pending, wait=30)
+    pending = [include_one(device, model) for device in devices]
+    answer = devices[0].check_in("digits", pending[0], wait=30)
     assert answer is not None
     made = answer.task.model
 
@@ -446,8 +447,9 @@ def test_evaluations_are_averaged_by_examples_and_the_last_counts(
 def test_a_metric_too_large_is_refused_and_counts_in_no_mean(
     operator: Operator, enrolled: Enrolled, model: Model, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    operator.begin(model, cohort={"size": 1, "minimum": 1})
+    operator.begin(model, cohort={"size": 2, "minimum": 2})
     device, other = enrolled(), enrolled()
+    include_one(other, model)
     answer = device.check_in("digits", include_one(device, model), wait=30)
     assert answer is not None
     made = answer.task.model

@@ -419,10 +419,11 @@ def test_an_operator_sees_why_assignments_were_declined_and_what_time_devices_ne
         "num_too_slow": 2,
         "median": 145.25,
         "longest": 200.0,
-        "suggested_round_seconds": 250.0,
+        "suggested_round_seconds": 260.0,
     }
     include_one(enrolled(), model)
-    assert operator.get("/v1/tasks/digits/rounds/1")["durations"]["num_uploads"] == 1
+    shown = operator.get("/v1/tasks/digits/rounds/1")["durations"]
+    assert (shown["num_uploads"], shown["suggested_round_seconds"]) == (1, 260.0)
     (listed,) = operator.get("/v1/tasks/digits/rounds")
     assert listed["declined"] == counts
     (other,) = operator.get("/v1/tasks/another/rounds")

@@ -35,6 +35,7 @@ from fedpress_server.storage.files import (
 from fedpress_server.storage.payloads import Payloads, put_by_digest
 from fedpress_strategies import Strategy
 from fedpress_strategies.downlink import rounded, stepped
+from fedpress_strategies.running_statistics import with_variances
 from fedpress_strategies.strategy import (
     CONTROL,
     AggregationSpace,
@@ -113,6 +114,7 @@ def aggregate(
         optimizer, before, summed.delta, earlier.optimizer or None, tally, space
     )
     del summed  # with its array
+    parameters = with_variances(shared, before, parameters)
     failpoints.reach("model-stepped")
 
     def with_shared(values: Vector) -> Vector:
@@ -144,7 +146,7 @@ def aggregate(
         norm,
         map_digest,
         control_digest,
-        {name: store_model(values) for name, values in public.items()},
+        {name: store_model(with_variances(shared, before, v)) for name, v in public.items()},
         bases,
         figures(optimizer, state),
         clip=clip,

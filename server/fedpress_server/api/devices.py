@@ -47,9 +47,9 @@ from fedpress_server.api.paging import LINKED, MOST, Limit, first_page
 from fedpress_server.api.problems import responses
 from fedpress_server.api.routing import (
     AnyoneKnownRoute,
-    BoundedRoute,
     CheckInRoute,
     DeviceRoute,
+    EnrolmentRoute,
     SignedRoute,
     UploadRoute,
     content_of,
@@ -66,7 +66,7 @@ _CHUNK = 2**18
 _SPAN = re.compile(r"bytes=([0-9]{0,18})-([0-9]{0,18})")
 BEARER = HTTPBearer(auto_error=False, description="The enrolment token, or the admin token.")
 
-enrolment = APIRouter(prefix="/v1", route_class=BoundedRoute, tags=["devices"])
+enrolment = APIRouter(prefix="/v1", route_class=EnrolmentRoute, tags=["devices"])
 rotation = APIRouter(prefix="/v1", route_class=SignedRoute, tags=["devices"])
 device_routes = APIRouter(
     prefix="/v1",

@@ -44,8 +44,10 @@ _log = logging.getLogger(__name__)
 _ANY_HOST = ("/livez", "/readyz", "/metrics")
 """Paths of health checks, which supervisors request by address."""
 _PORT = re.compile(r":[0-9]*$")
+_SHOWN = 100
+"""Characters of a refused Host in a message."""
 _PAUSE = 1.0
-"""Minimum seconds between log lines about failures of the same kind."""
+"""Minimum seconds between log lines about failures, or about refusals, of the same kind."""
 
 
 class Problem(BaseModel):
@@ -172,6 +174,8 @@ class RequestGuard:
         """`hosts`: allowed host names in lower case, `*.example.org` for subdomains; empty: any."""
         self._app = app
         self._observer = observer
+        self._hosts = ", ".join(hosts)
+        self._told_at = -math.inf
         self._names = frozenset(each for each in hosts if not each.startswith("*."))
         self._below = tuple(each[1:] for each in hosts if each.startswith("*."))
 
@@ -194,20 +198,26 @@ class RequestGuard:
         finally:
             current.reset(before)
 
-    def _is_meant(self, scope: Scope) -> bool:
-        if not (self._names or self._below) or scope["path"] in _ANY_HOST:
-            return True
-        hosts = [value for name, value in scope["headers"] if name == b"host"]
-        if len(hosts) != 1:
-            return False
-        host = _PORT.sub("", hosts[0].decode("latin-1").lower())
-        return host in self._names or host.endswith(self._below)
+    def _stranger(self, scope: Scope) -> str:
+        """The Host of the request, quoted, if it is another than this server's; empty if not."""
+        if not self._hosts or scope["path"] in _ANY_HOST:
+            return ""
+        hosts = [value.decode("latin-1") for name, value in scope["headers"] if name == b"host"]
+        if len(hosts) == 1:
+            host = _PORT.sub("", hosts[0].lower())
+            if host in self._names or host.endswith(self._below):
+                return ""
+        return ascii(", ".join(hosts)[:_SHOWN])
 
     async def _answered(self, request: SeenRequest, receive: Receive, send: Send) -> None:
         try:
-            if not self._is_meant(request.scope):
+            if host := self._stranger(request.scope):
+                if time.monotonic() >= self._told_at + _PAUSE:
+                    self._told_at = time.monotonic()
+                    _log.info("refused the Host %s, expected %s", host, self._hosts)
                 wrong = MalformedRequest(
-                    "this server is not the Host of the request", hint="FEDPRESS_ALLOWED_HOSTS"
+                    f"the Host of the request, {host}, is none of this server's",
+                    hint="use the server's own name, or add this one to FEDPRESS_ALLOWED_HOSTS",
                 )
                 answer = problem_response(wrong, request.request_id)
                 await answer(request.scope, receive, send)

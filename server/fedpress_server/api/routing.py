@@ -20,10 +20,11 @@ from fedpress_protocols.errors import BodyTooLarge, DigestMismatch, MalformedReq
 from fedpress_protocols.messages import CheckInRequest, Identifier
 from fedpress_protocols.plan import Name
 from fedpress_protocols.signatures import Content
-from fedpress_protocols.validation import format_error_details
+from fedpress_protocols.validation import format_validation_errors
 from fedpress_server import failpoints
 from fedpress_server.api.listeners import listener_of, services_of
 from fedpress_server.api.permissions import permission_of
+from fedpress_server.identity.authentication import bearer_token
 from fedpress_server.observing import traces
 from fedpress_server.storage.records import Device
 
@@ -37,7 +38,10 @@ Handler = Callable[[Request], Coroutine[Any, Any, Response]]
 
 
 class BoundedRoute(APIRoute):
-    """A JSON route with a body of at most MAX_JSON_BYTES."""
+    """A JSON route with a body of at most `most_bytes`, which arrives in `most_seconds`."""
+
+    most_bytes = MAX_JSON_BYTES
+    most_seconds: float | None = None
 
     def get_route_handler(self) -> Handler:
         handle = super().get_route_handler()
@@ -46,7 +50,13 @@ class BoundedRoute(APIRoute):
             content = await self.admit(request)
             if self.body_field is None:
                 return await handle(request)
-            body = await read_body(request, MAX_JSON_BYTES)
+            try:
+                async with asyncio.timeout(self.most_seconds):
+                    body = await read_body(request, self.most_bytes)
+            except TimeoutError as exc:
+                raise MalformedRequest(
+                    f"the body took longer than {self.most_seconds:g} s", hint="send it again"
+                ) from exc
             if content is not None:
                 content.check(Content.of(body))
             check_keys(body)
@@ -84,11 +94,25 @@ class DeviceRoute(BoundedRoute):
 
 
 class SignedRoute(BoundedRoute):
-    """A route for signed requests; the handler checks the key and its permissions."""
+    """A route for signed requests of anybody; the handler checks the key and its permissions.
+
+    Strangers come this far, so a body may neither be large nor stay long.
+    """
+
+    most_bytes = 2**17  # a little more than MAX_ROTATIONS need
+    most_seconds = 30.0
 
     async def admit(self, request: Request) -> Content | None:
         (await services_of(request)).authenticator.signer_of(request)
         return None
+
+
+class EnrolmentRoute(SignedRoute):
+    """A signed request with a token, which the handler checks too."""
+
+    async def admit(self, request: Request) -> Content | None:
+        bearer_token(request)
+        return await super().admit(request)
 
 
 class CheckInRoute(DeviceRoute):
@@ -116,10 +140,7 @@ def _parsed(place: tuple[str, ...], parse: Callable[[Any], T], value: Any) -> T:
     try:
         return parse(value)
     except ValidationError as exc:
-        faults = exc.errors(include_url=False)
-        raise MalformedRequest(
-            format_error_details([{**fault, "loc": (*place, *fault["loc"])} for fault in faults])
-        ) from exc
+        raise MalformedRequest(format_validation_errors(exc, place)) from exc
 
 
 class UploadRoute(DeviceRoute):
@@ -289,12 +310,14 @@ def check_keys(body: bytes) -> None:
 
 
 def _unrepeated(pairs: list[tuple[str, Any]]) -> None:
-    keys = [key for key, _ in pairs]
-    if len(set(keys)) != len(keys):
-        twice = next(key for number, key in enumerate(keys) if key in keys[:number])
-        raise MalformedRequest(
-            f"the JSON body has the key {ascii(twice)[:64]} twice in an object", hint="send it once"
-        )
+    seen = set[str]()
+    for key, _ in pairs:
+        if key in seen:
+            raise MalformedRequest(
+                f"the JSON body has the key {ascii(key)[:64]} twice in an object",
+                hint="send it once",
+            )
+        seen.add(key)
 
 
 def check_digest(data: bytes, digest: str) -> None:

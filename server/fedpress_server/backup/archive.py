@@ -182,15 +182,22 @@ class _TarWriter(Writer):
         self._beside.unlink(missing_ok=True)
 
 
-def writer(place: Path) -> Writer:
-    """A writer of a tar file if the name ends in .tar, else of a folder. Raises ConfigurationError
-    if the place exists."""
+def check_place(place: Path) -> None:
+    """Raises ConfigurationError if the place exists, or nothing can be written beside it."""
     if place.exists() and (not place.is_dir() or any(place.iterdir())):
         raise ConfigurationError(f"{place} already exists", hint="choose another name")
     if not place.parent.is_dir():
+        raise ConfigurationError(f"the folder {place.parent} does not exist", hint="make it first")
+    if not os.access(place.parent, os.W_OK | os.X_OK):
         raise ConfigurationError(
-            f"the folder {place.parent} does not exist; create it first", hint="make it first"
+            f"user {os.getuid()} cannot write to {place.parent}", hint="choose another folder"
         )
+
+
+def writer(place: Path) -> Writer:
+    """A writer of a tar file if the name ends in .tar, else of a folder. Raises ConfigurationError
+    if there is no place for it."""
+    check_place(place)
     return _TarWriter(place) if place.suffix == ".tar" else _FolderWriter(place)
 
 

@@ -67,6 +67,11 @@ def restore(
             hint="restore without database_url, and move fedpress.db afterwards",
         )
     report = verify(place, key_id=key_id)
+    if report.is_anothers:
+        raise ConfigurationError(
+            f"{place} is a backup of the server with key {report.key_id}, expected {key_id}",
+            hint="look at --key-id, or restore a backup of the expected server",
+        )
     if report.faults or report.manifest is None:
         raise ConfigurationError(
             f"{place} is damaged: {'; '.join(report.faults[:3])}",

@@ -19,7 +19,15 @@ from fedpress_protocols import __version__
 from fedpress_protocols.errors import ConfigurationError, NotFound
 from fedpress_protocols.signatures import DeviceKey
 from fedpress_server.backup import snapshots
-from fedpress_server.backup.archive import DATABASE, FILES, KEYS, Manifest, Writer, writer
+from fedpress_server.backup.archive import (
+    DATABASE,
+    FILES,
+    KEYS,
+    Manifest,
+    Writer,
+    check_place,
+    writer,
+)
 from fedpress_server.identity import audit
 from fedpress_server.identity.server_keys import PURPOSES, key_file, signing_keys
 from fedpress_server.registry import restores
@@ -27,7 +35,7 @@ from fedpress_server.registry.sweeping import needed_by_rounds, needed_by_tasks
 from fedpress_server.settings import Settings
 from fedpress_server.storage import engines, schema
 from fedpress_server.storage.bucket import opened_payloads
-from fedpress_server.storage.database import Database
+from fedpress_server.storage.database import Database, damage_refused
 from fedpress_server.storage.files import base_name, model_name
 from fedpress_server.storage.payloads import Payloads
 from fedpress_server.storage.tables import bases, model_files, models
@@ -53,8 +61,11 @@ async def back_up(
     _check(settings, place)
     database = await asyncio.to_thread(Database, settings.resolved_database_url, migrates=False)
     try:
-        keys = await signing_keys(settings.server_key_file, settings.data_dir, database, clock)
-        with tempfile.TemporaryDirectory(dir=place.parent, prefix=f".{place.name}.") as scratch:
+        with (
+            damage_refused(),
+            tempfile.TemporaryDirectory(dir=place.parent, prefix=f".{place.name}.") as scratch,
+        ):
+            keys = await signing_keys(settings.server_key_file, settings.data_dir, database, clock)
             # The store's cache belongs to its server.
             store_settings = settings.model_copy(update={"data_dir": Path(scratch) / "store"})
             of = store_settings if settings.store_url else settings
@@ -83,6 +94,7 @@ def _check(settings: Settings, place: Path) -> None:
             f"{place} is inside the server's own folder",
             hint="choose a place outside of it, best on another disk",
         )
+    check_place(place)
 
 
 class _Taking:
@@ -218,6 +230,8 @@ def _read(file: Path) -> tuple[str, list[str]]:
     try:
         with backend.reads.connect() as connection:
             return schema.revision(connection), sorted(needed(connection))
+    except sa.exc.DatabaseError as exc:
+        raise backend.translated(exc) from exc
     finally:
         backend.dispose()
         snapshots.settle(file)

@@ -57,6 +57,8 @@ class Report:
     num_receipts: int
     num_open: int
     """Open attempts in the backup, all replayed."""
+    is_anothers: bool
+    """Whether its server never had the expected key; this is one of the faults, too."""
     faults: tuple[str, ...]
 
 
@@ -76,6 +78,7 @@ def verify(place: Path, *, key_id: str = "") -> Report:
             key_id_of(verification.public) if verification.public else "",
             verification.num_receipts,
             verification.num_open,
+            verification.is_anothers,
             tuple(verification.faults[:_MOST]),
         )
 
@@ -89,6 +92,7 @@ class _Verification:
         self.public: bytes | None = None
         self.num_receipts = 0
         self.num_open = 0
+        self.is_anothers = False
         self.faults: list[str] = []
 
     def look(self) -> None:
@@ -164,7 +168,8 @@ class _Verification:
             self.faults.append(f"{DATABASE}: it has no key of the server")
             return
         keys = {key_id_of(key): key for key in history(connection, self.public).keys}
-        if self._key_id and self._key_id not in keys:
+        self.is_anothers = bool(self._key_id) and self._key_id not in keys
+        if self.is_anothers:
             self.faults.append(
                 f"{DATABASE}: the server's key is {key_id_of(self.public)}, expected {self._key_id}"
             )

@@ -13,7 +13,7 @@ from fedpress_protocols.messages import RoundStatus
 from fedpress_protocols.plan import Name
 from fedpress_server.api.listeners import Parts
 from fedpress_server.console import charts
-from fedpress_server.console.rendering import render, size
+from fedpress_server.console.rendering import render, sent_up, size
 from fedpress_server.console.routing import ConsoleRoute
 from fedpress_server.services import Services
 
@@ -22,21 +22,24 @@ MAX_ROUNDS = 1000
 """Attempts of each task, the newest."""
 MAX_METRICS = 6
 _COLUMNS = ("round", "attempt", "state", "included", "upload_bytes", "download_bytes", "closed_at")
+Ticked = Annotated[tuple[Name, ...], Query(alias="task")]
 Compared = Annotated[tuple[Name, ...], Query(alias="task", max_length=MAX_COMPARED)]
 
 comparison_routes = APIRouter(prefix="/console", route_class=ConsoleRoute, include_in_schema=False)
 
 
 @comparison_routes.get("/compare")
-async def compare(request: Request, services: Parts, compared: Compared = ()) -> Response:
+async def compare(request: Request, services: Parts, ticked: Ticked = ()) -> Response:
     """What devices measured of several tasks' models, over rounds and over bytes."""
-    runs = await _runs(services, compared)
+    chosen = tuple(dict.fromkeys(ticked))
+    is_too_many = len(chosen) > MAX_COMPARED
+    runs = {} if is_too_many else await _runs(services, chosen)
     drawn = list[charts.Chart | None]()
     for metric in _metrics(runs):
         title = metric.replace("_", " ").capitalize()
         over_rounds, over_bytes = dict[str, charts.Points](), dict[str, charts.Points]()
         for task, attempts in runs.items():
-            points = list(_measured(metric, attempts))
+            points = list(measured(metric, attempts))
             over_rounds[task] = [(at, value) for at, _, value in points]
             over_bytes[task] = [(at, value) for _, at, value in points]
         drawn.append(charts.overlay(title, "rounds", over_rounds))
@@ -44,8 +47,10 @@ async def compare(request: Request, services: Parts, compared: Compared = ()) ->
     return render(
         request,
         "compare.html",
+        400 if is_too_many else 200,
         tasks=await services.queries.tasks(),
-        chosen=list(runs),
+        chosen=chosen,
+        is_too_many=is_too_many,
         most=MAX_COMPARED,
         charts=[each for each in drawn if each is not None],
     )
@@ -58,10 +63,11 @@ async def compared_figures(services: Parts, compared: Compared = ()) -> Response
     metrics = _metrics(runs)
     text = io.StringIO()
     lines = csv.writer(text)
-    lines.writerow(["task", *_COLUMNS, *metrics])
+    lines.writerow(["task", *_COLUMNS, "message_bytes", *metrics])
     for task, attempts in runs.items():
         for each in attempts:
             figures = [getattr(each, column) for column in _COLUMNS]
+            figures.append(each.session.message_bytes if each.session else 0)
             lines.writerow([task, *figures, *(each.metrics.get(metric) for metric in metrics)])
     return Response(
         text.getvalue(),
@@ -85,10 +91,10 @@ def _metrics(runs: dict[str, list[RoundStatus]]) -> list[str]:
     return [*first, *sorted(names.difference(first))][:MAX_METRICS]
 
 
-def _measured(metric: str, attempts: Sequence[RoundStatus]) -> Iterator[tuple[int, int, float]]:
+def measured(metric: str, attempts: Sequence[RoundStatus]) -> Iterator[tuple[int, int, float]]:
     """Round, bytes sent until then, and value; `attempts` oldest first."""
     num_bytes = 0
     for each in attempts:
-        num_bytes += each.upload_bytes + each.download_bytes
+        num_bytes += sent_up(each) + each.download_bytes
         if metric in each.metrics:
             yield each.round, num_bytes, each.metrics[metric]

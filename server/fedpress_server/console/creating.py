@@ -5,15 +5,16 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 from fastapi import APIRouter, Request, Response
 from fastapi.responses import RedirectResponse
 from pydantic import ValidationError
 
-from fedpress_protocols.errors import ConfigurationError, FedpressError
+from fedpress_protocols.errors import ConfigurationError, FedpressError, UnknownModel
 from fedpress_protocols.messages import TaskConfig
-from fedpress_protocols.validation import format_validation_errors
+from fedpress_protocols.plan import Digest
+from fedpress_protocols.validation import format_validation_errors, unrepeated
 from fedpress_server.api.listeners import Parts
 from fedpress_server.api.routing import By
 from fedpress_server.console.rendering import render
@@ -24,6 +25,10 @@ from fedpress_server.services import Services
 
 MAX_MODELS = 50
 """Models that the form proposes."""
+_BRING = (
+    "choose a model of another task, or bring one: fedpress task create CONFIG MODEL, or "
+    "Operator(...).register_model(model) in a program"
+)
 _EMPTY = {
     "task": "",
     "model": "",
@@ -40,9 +45,11 @@ creating_routes = APIRouter(prefix="/console", route_class=ConsoleRoute, include
 
 
 @creating_routes.get("/create")
-async def show_form(request: Request, services: Parts) -> Response:
-    """The form, empty but for usual values."""
-    return await _form(request, services, _EMPTY)
+async def show_form(
+    request: Request, services: Parts, model: Digest | Literal[""] = ""
+) -> Response:
+    """The form, empty but for usual values and the model of a link."""
+    return await _form(request, services, {**_EMPTY, "model": model})
 
 
 @creating_routes.post("/create")
@@ -58,6 +65,8 @@ async def create_task(request: Request, services: Parts, by: By) -> Response:
         bits = _uplink(values["uplink"])
         prospect = await services.lifecycle.check(config)
     except FedpressError as error:
+        if isinstance(error, UnknownModel):
+            error.hint = error.hint or _BRING
         return await _form(request, services, values, error=error)
     return await _form(
         request,
@@ -116,7 +125,7 @@ def _configuration(values: dict[str, str]) -> TaskConfig:
 
 def _json(text: str) -> dict[str, Any]:
     try:
-        fields = json.loads(text or "{}")
+        fields = json.loads(text or "{}", object_pairs_hook=unrepeated)
     except (ValueError, RecursionError) as exc:
         raise ConfigurationError(f"the further settings are no JSON: {exc}") from exc
     if not isinstance(fields, dict):

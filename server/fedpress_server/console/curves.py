@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from fedpress_protocols.messages import RoundStatus
 from fedpress_server.console import charts
-from fedpress_server.console.rendering import size, span
+from fedpress_server.console.rendering import sent_up, size, span
 
 MAX_METRICS = 6
 _FIGURES = (
@@ -22,7 +22,7 @@ def learning(attempts: Sequence[RoundStatus]) -> list[charts.Chart]:
     by_metric: dict[str, list[tuple[int, int, float, float]]] = {"loss": [], "accuracy": []}
     num_bytes = 0
     for each in attempts:
-        num_bytes += each.upload_bytes + each.download_bytes
+        num_bytes += sent_up(each) + each.download_bytes
         at = (each.closed_at or each.opened_at) - attempts[0].opened_at
         for name, value in each.metrics.items():
             by_metric.setdefault(name, []).append((each.round, num_bytes, at, value))
@@ -56,14 +56,13 @@ def sending(attempts: Sequence[RoundStatus], model_bytes: int) -> list[charts.Ch
 
 
 def _ratios(attempts: Sequence[RoundStatus], model_bytes: int) -> dict[str, charts.Points]:
-    """Of each committed round: a whole model for each upload received, divided by the bytes of the
-    uploads; and two of them, divided by the bytes up and down."""
+    """Of each committed round: a whole model for each upload received, divided by the bytes up;
+    and two of them, divided by the bytes up and down."""
     over = [each for each in attempts if each.state == "committed" and each.upload_bytes]
     whole = [(each, model_bytes * each.received) for each in over]
     return {
-        "uploads": [(each.round, plain / each.upload_bytes) for each, plain in whole],
+        "up": [(each.round, plain / sent_up(each)) for each, plain in whole],
         "up and down": [
-            (each.round, 2 * plain / (each.upload_bytes + each.download_bytes))
-            for each, plain in whole
+            (each.round, 2 * plain / (sent_up(each) + each.download_bytes)) for each, plain in whole
         ],
     }

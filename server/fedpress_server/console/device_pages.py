@@ -9,11 +9,12 @@ from fastapi.responses import RedirectResponse
 from sqlalchemy.engine import Connection
 
 from fedpress_protocols.enrolment import DeviceState
+from fedpress_protocols.errors import Conflict
 from fedpress_protocols.messages import Identifier, SignedReceipt
 from fedpress_server.api.listeners import Parts
 from fedpress_server.api.routing import By
 from fedpress_server.console.rendering import confirm, render
-from fedpress_server.console.routing import ConsoleRoute
+from fedpress_server.console.routing import ConsoleRoute, form_of
 from fedpress_server.storage import identities
 from fedpress_server.storage.identities import Contribution, Participation
 
@@ -83,19 +84,36 @@ async def confirm_device(
     """The consequence of a decision about a device."""
     device, _ = await services.device_registry.device(client_id)
     consequence = {
-        "approve": "The device may take part from now on.",
+        "approve": "The device may take part from now on. Compare the key with the one that the "
+        "device itself shows; if they differ, somebody else may have used the token.",
         "reject": "The device may not take part; it can be approved later.",
         "revoke": "The device is refused permanently. This cannot be undone.",
     }[action]
-    name = f"{device.name} ({client_id})" if device.name else client_id
-    return confirm(request, f"{action.capitalize()} {name}", consequence, "/console/devices")
+    return confirm(
+        request,
+        f"{action.capitalize()} {client_id}",
+        consequence,
+        "/console/devices",
+        hidden={"key": device.key_id},
+        facts=[("Key", device.key_id), ("Name that it gives itself", device.name or "–")],
+    )
 
 
 @device_pages.post("/devices/{client_id}/{action}")
-async def decide(client_id: Identifier, action: DeviceAction, services: Parts, by: By) -> Response:
-    """Approve, reject or revoke a device."""
+async def decide(
+    request: Request, client_id: Identifier, action: DeviceAction, services: Parts, by: By
+) -> Response:
+    """Approve, reject or revoke a device; approve it only with the key that the form showed."""
     devices = services.device_registry
     if action == "approve":
+        device, _ = await devices.device(client_id)
+        shown = form_of(request).get("key", "")
+        if shown != device.key_id:
+            raise Conflict(
+                f"client {client_id} has key {device.key_id}, and the form is for key "
+                f"{shown[:64] or 'none'}",
+                hint="look at the device again, and compare its key with what the device shows",
+            )
         await devices.approve(client_id, by)
     elif action == "reject":
         await devices.reject(client_id, by)

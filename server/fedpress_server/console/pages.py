@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import secrets
 import time
 from collections import Counter
@@ -18,10 +19,13 @@ from fedpress_protocols.errors import (
     Conflict,
     InvalidToken,
     MalformedRequest,
+    NotFound,
     Unavailable,
+    UnknownRound,
 )
 from fedpress_protocols.messages import (
     Continuation,
+    RoundStatus,
     SignedReceipt,
     TaskSummary,
 )
@@ -31,14 +35,17 @@ from fedpress_server.api.health import readyz
 from fedpress_server.api.listeners import Parts
 from fedpress_server.api.routing import By
 from fedpress_server.console import curves
-from fedpress_server.console.rendering import confirm, render
+from fedpress_server.console.rendering import confirm, render, sent_up
 from fedpress_server.console.routing import (
     COOKIE,
     LOGIN,
+    OVERVIEW,
     ConsoleRoute,
     OpenPageRoute,
     check_form,
     form_of,
+    page_asked_for,
+    page_of,
 )
 from fedpress_server.coordination.divergence import current_warnings
 from fedpress_server.doctor import Finding, audit_log, findings_of
@@ -52,40 +59,47 @@ from fedpress_server.storage import records
 
 _STATIC = Path(__file__).with_name("static")
 _LOGIN_COOKIE = "fedpress_login"
+_CSRF = re.compile(r"[A-Za-z0-9_-]{32}", re.ASCII)
+"""The value of that cookie."""
 MAX_ROWS = 200
 """Rows of a table on one page."""
 MAX_ROUNDS = 1000
 """Attempts that a task's charts show."""
 MAX_ASSIGNMENTS = 20_000
+_Counted = Annotated[int, Field(ge=1, lt=2**31 - 1)]
 Action = Literal["pause", "resume", "finish", "cancel", "abort-round", "continue"]
 
 console_routes = APIRouter(prefix="/console", route_class=ConsoleRoute, include_in_schema=False)
 _open_routes = APIRouter(prefix="/console", route_class=OpenPageRoute, include_in_schema=False)
+missing_pages = APIRouter(prefix="/console", route_class=OpenPageRoute, include_in_schema=False)
 
 
 # Sessions
 
 
 @_open_routes.get("/login")
-async def show_login(request: Request) -> Response:
-    """The form that takes a token."""
-    return _login_form(request)
+async def show_login(
+    request: Request, to: Annotated[str, Query(alias="next")] = OVERVIEW
+) -> Response:
+    """The form that takes a token, and leads to the page `next`."""
+    return _login_form(request, page_of(to))
 
 
 @_open_routes.post("/login")
 async def log_in(request: Request, services: Parts) -> Response:
     """Exchange an operator's token for a session."""
     await check_form(request, request.cookies.get(_LOGIN_COOKIE, ""))
-    token_hash = hash_of(form_of(request).get("token", "").strip())
+    form = form_of(request)
+    to = page_of(form.get("next", OVERVIEW))
+    token_hash = hash_of(form.get("token", "").strip())
     try:
         await services.operators.identify(token_hash, address_of(request))
     except InvalidToken as error:
         services.metrics.auth_failures.labels(error.slug).inc()
-        return _login_form(request, str(error), 401)
-    answer = RedirectResponse("/console", 303)
+        return _login_form(request, to, str(error), 401)
+    answer = RedirectResponse(to, 303)
     cookie = services.browser_sessions.open(token_hash)
     _set_cookie(request, answer, COOKIE, cookie, "/console", LIFETIME_SECONDS)
-    answer.delete_cookie(_LOGIN_COOKIE, path=LOGIN)
     return answer
 
 
@@ -103,9 +117,21 @@ async def static(name: Literal["console.css", "console.js"]) -> Response:
     return FileResponse(_STATIC / name, headers={"Cache-Control": "no-cache"})
 
 
-def _login_form(request: Request, wrong: str = "", status: int = 200) -> Response:
-    csrf = secrets.token_urlsafe(24)
-    answer = render(request, "login.html", status, csrf=csrf, wrong=wrong, viewer=None)
+@missing_pages.get("/{path:path}")
+async def no_page(request: Request, path: str) -> Response:
+    """For addresses of no page, unless it is one without the slash at its end; the last route."""
+    if not path or path.endswith("/"):
+        return RedirectResponse(page_asked_for(request), 307)
+    raise NotFound(
+        f"the console has no page {path[:200]!r}", hint="the overview leads to all pages"
+    )
+
+
+def _login_form(request: Request, to: str, wrong: str = "", status: int = 200) -> Response:
+    csrf = request.cookies.get(_LOGIN_COOKIE, "")
+    if not _CSRF.fullmatch(csrf):  # else forms in other tabs have the same value
+        csrf = secrets.token_urlsafe(24)
+    answer = render(request, "login.html", status, csrf=csrf, next=to, wrong=wrong, viewer=None)
     answer.headers["Cache-Control"] = "no-store"
     _set_cookie(request, answer, _LOGIN_COOKIE, csrf, LOGIN, 3600)
     return answer
@@ -162,7 +188,7 @@ async def show_task(request: Request, task: Name, services: Parts) -> Response:
     if newest is not None:
         key = newest.task, newest.round, newest.attempt
         profiles = await services.database.read(lambda c: records.profile_use(c, key))
-    sent = sum(each.upload_bytes + each.download_bytes for each in attempts)
+    sent = sum(sent_up(each) + each.download_bytes for each in attempts)
     plain = 2 * model.num_bytes * sum(each.received for each in attempts)
     return render(
         request,
@@ -196,10 +222,11 @@ def _actions(task: TaskSummary, is_held: bool) -> tuple[Action, ...]:
 
 @console_routes.get("/tasks/{task}/rounds/{number}")
 async def show_round(
-    request: Request, task: Name, number: Annotated[int, Field(ge=1, lt=2**31)], services: Parts
+    request: Request, task: Name, number: _Counted, services: Parts, attempt: _Counted | None = None
 ) -> Response:
-    """The latest attempt at a round: its assignments, receipts and masked session."""
-    status = await services.queries.round_status(task, number)
+    """An attempt at a round, by default the latest: its assignments, receipts and masked
+    session."""
+    status = await _attempt(services, task, number, attempt)
     assignments = await services.queries.assignments(task, number, status.attempt, MAX_ASSIGNMENTS)
     reasons, shown = Counter[str](), list[tuple[str, str, str, float, str]]()
     for each in assignments:
@@ -220,10 +247,22 @@ async def show_round(
     )
 
 
+async def _attempt(services: Services, task: str, number: int, attempt: int | None) -> RoundStatus:
+    """By default the latest. An earlier one made no model, so nothing was measured of it, and it
+    comes without durations."""
+    latest = await services.queries.round_status(task, number)
+    if attempt is None or attempt == latest.attempt:
+        return latest
+    earlier = await services.queries.history(task, (number, attempt + 1), limit=1)
+    if not earlier or (earlier[0].round, earlier[0].attempt) != (number, attempt):
+        raise UnknownRound(f"round {number} of task {task!r} has no attempt {attempt}", task=task)
+    return earlier[0]
+
+
 _CONSEQUENCES: dict[Action, str] = {
     "pause": "No device gets work from now on. Uploads under way are taken, and nothing is lost.",
     "resume": "Devices get work again.",
-    "finish": "The task ends for good; its devices may go. Its models stay.",
+    "finish": "The task ends, and its devices may go. Continue gives it more rounds later.",
     "cancel": "The task ends. Uploads of the open round are not included.",
     "abort-round": "The open attempt ends without its uploads, and the next one begins.",
     "continue": "The task gets more rounds, from its newest model.",

@@ -4,8 +4,9 @@ errors as pages."""
 from __future__ import annotations
 
 import hmac
+import re
 from typing import NamedTuple
-from urllib.parse import parse_qs, urlsplit
+from urllib.parse import parse_qs, quote, urlsplit
 
 from fastapi import Request, Response
 from fastapi.exceptions import RequestValidationError
@@ -23,6 +24,10 @@ from fedpress_server.identity.operators import MAY, Permission
 
 COOKIE = "fedpress_session"
 LOGIN = "/console/login"
+OVERVIEW = "/console"
+_PAGE = re.compile(r"/console(/[A-Za-z0-9_-][A-Za-z0-9._-]*)*(\?[A-Za-z0-9._~%&=+:-]*)?", re.ASCII)
+"""A page's path with its query: no host, no empty, dotted or escaped part of the path."""
+_ENTRANCES = (LOGIN, "/console/logout")
 MAX_FORM_BYTES = 65536
 POLICY = (
     "default-src 'none'; style-src 'self'; script-src 'self'; connect-src 'self'; "
@@ -92,7 +97,7 @@ class ConsoleRoute(OpenPageRoute, OperatorRoute):
 async def check_form(request: Request, csrf: str) -> None:
     """Read the form into the request's state; raises Forbidden unless it is one of this site's."""
     origin = request.headers.get("origin")
-    if origin is not None and urlsplit(origin).netloc != request.headers.get("host"):
+    if origin is not None and _authority_of(origin) != request.headers.get("host"):
         raise Forbidden("the form was sent from another site", hint="open the console itself")
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/x-www-form-urlencoded":
@@ -111,6 +116,27 @@ async def check_form(request: Request, csrf: str) -> None:
     request.state.form = form
 
 
+def page_of(text: str) -> str:
+    """The text where it is the path of one of the console's pages, with a query or without;
+    the overview's in place of anything else: a log-in leads nowhere out of the console."""
+    is_page = len(text) <= 2048 and _PAGE.fullmatch(text) is not None
+    return text if is_page and text.partition("?")[0] not in _ENTRANCES else OVERVIEW
+
+
+def page_asked_for(request: Request) -> str:
+    """`page_of` the request's address, without slashes at its end."""
+    path, query = request.scope["path"].rstrip("/"), request.scope["query_string"].decode("latin-1")
+    return page_of(f"{path}?{query}" if query else path)
+
+
+def _authority_of(origin: str) -> str:
+    """Host and port of a URL; empty for what is none."""
+    try:
+        return urlsplit(origin).netloc
+    except ValueError:
+        return ""
+
+
 def form_of(request: Request) -> dict[str, str]:
     """The checked form, without its CSRF value."""
     form: dict[str, str] = request.state.form
@@ -121,8 +147,11 @@ async def _refusal(request: Request, error: FedpressError) -> Response:
     services = await services_of(request)
     services.metrics.refused.labels(error.slug).inc()
     request.state.problem = error.slug
+    login = ""
     if isinstance(error, Unauthorized):
         services.metrics.auth_failures.labels(error.slug).inc()
+        page = page_asked_for(request)
+        login = LOGIN if page == OVERVIEW else f"{LOGIN}?next={quote(page, safe='')}"
         if request.method == "GET":
-            return RedirectResponse(LOGIN, 303)
-    return render(request, "error.html", error.status, error=error)
+            return RedirectResponse(login, 303)
+    return render(request, "error.html", error.status, error=error, login=login)

@@ -6,7 +6,9 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from fedpress_compression.tensors import ModelSpec
+from fedpress_protocols.errors import ConfigurationError
 from fedpress_protocols.messages import TaskConfig
+from fedpress_protocols.plan import TrainingTerms
 from fedpress_server.aggregation.aggregate import check_strategy
 from fedpress_server.aggregation.asynchronous import check_asynchronous
 from fedpress_server.aggregation.downlink import check_downlink
@@ -34,6 +36,7 @@ def checked_task(
     `most` and `memory`: see `check_plan`. Without the `spec` of its model, what hangs on tensors is
     left out, and the bytes are 0. It takes a thread's time.
     """
+    check_training(config.training, strategy)
     attempt, bound = begin(config), 0
     check_warm_up(attempt.terms, strategy)
     if spec is not None:
@@ -45,6 +48,18 @@ def checked_task(
             required = check_plan(each.terms, config, strategy, most=most, memory=memory)
             bound = max(bound, required)
     return attempt, bound
+
+
+def check_training(training: TrainingTerms, strategy: Strategy) -> None:
+    """Raise ConfigurationError for terms of a longer training than the strategy's one step."""
+    lengths = ("local_epochs", "local_steps", "gradient_accumulation")
+    idle = [name for name in lengths if (getattr(training, name) or 1) > 1]
+    if strategy.client_terms.full_batch and idle:
+        raise ConfigurationError(
+            f"training.{idle[0]} of {getattr(training, idle[0])} under a strategy whose clients "
+            "take one step along the gradient over all their examples",
+            hint=f"leave {' and '.join(idle)} out of training, or choose another strategy",
+        )
 
 
 def check_plan(

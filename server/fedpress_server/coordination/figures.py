@@ -8,7 +8,6 @@ from collections import Counter
 from collections.abc import Mapping
 from contextlib import suppress
 
-from fedpress_protocols.errors import ConfigurationError
 from fedpress_server.coordination.attempts import Attempt
 from fedpress_server.coordination.live import LiveTask
 from fedpress_server.metrics import Metrics
@@ -32,12 +31,6 @@ class Figures:
     ) -> None:
         self._metrics, self._database, self._tasks = metrics, database, tasks
         self._folders = settings.watched
-        for folder in self._folders:
-            if not folder.is_dir():
-                raise ConfigurationError(
-                    f"watched_folders names {folder}, which is no folder",
-                    hint="mount it here, or take it out of FEDPRESS_WATCHED_FOLDERS",
-                )
         metrics.build.labels(version, settings.role).set(1)
         metrics.bytes_in_flight_limit.set(settings.max_bytes_in_flight)
 

@@ -30,7 +30,7 @@ from fedpress_server.coordination.commands import (
 )
 from fedpress_server.coordination.jobs import jobs_of
 from fedpress_server.coordination.journal import without_excluded
-from fedpress_server.coordination.live import LiveTask, PendingCommand
+from fedpress_server.coordination.live import HELD, LiveTask, PendingCommand
 from fedpress_server.coordination.opening import (
     RoundCarryover,
     history_before,
@@ -300,7 +300,7 @@ def _paused(draft: Draft, command: Command, by: str, since: float | None) -> Ste
     record = draft.record
     if record.state != "running":
         raise Conflict(
-            f"task {record.task!r} is {record.state}; only a running one is paused and resumed",
+            f"{_described(record)}; only a running one is paused and resumed",
             hint="fedpress task continue gives one that has stopped more rounds",
             task=record.task,
         )
@@ -316,7 +316,17 @@ def _finished(draft: Draft, command: Command, by: str) -> Step | None:
         return None
     if record.state != "paused":
         raise Conflict(
-            f"task {record.task!r} is {record.state}; finish a paused one", task=record.task
+            f"{_described(record)}; only one that paused after its last round is finished",
+            hint="fedpress task resume lets a held one go on, fedpress task cancel ends it",
+            task=record.task,
         )
     after = replace(record, state="finished")
     return _with_record(draft, command, after, entries=(Entry(by, "task.finished"),))
+
+
+def _described(record: TaskRecord) -> str:
+    """The task and its state, which tells the two kinds of pause apart."""
+    more = " after its last round" if record.state == "paused" else ""
+    if record.state == "running" and record.held_at is not None:
+        more = f", {HELD}"
+    return f"task {record.task!r} is {record.state}{more}"

@@ -97,14 +97,16 @@ class Queries:
 
     async def round_status(self, name: str, number: int) -> RoundStatus:
         """The latest attempt at the round; raises UnknownRound."""
-        least = (await self._store.fresh(name)).config.evaluation.least_clients
+        config = (await self._store.fresh(name)).config
+        least = config.evaluation.least_clients
 
         def read(connection: Connection) -> RoundStatus | None:
             status = records.measured_attempt(connection, name, number, least)
             if status is None:
                 return None
             num_declined = declines.counts(connection, name, [number])
-            seconds = declines.durations(connection, (name, number, status.attempt))
+            key = name, number, status.attempt
+            seconds = declines.durations(connection, key, config.round_seconds)
             why = num_declined.get((number, status.attempt), {})
             (status,) = privacy.with_privacy(connection, name, [status])
             figures = _shown(status.figures, least)

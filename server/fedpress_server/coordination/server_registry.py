@@ -39,6 +39,8 @@ from fedpress_server.storage.servers import ServerRecord
 
 _EVERY = servers.GONE_SECONDS / 3
 """Seconds between two signs where nobody asks for any."""
+_EVERY_ALONE = 60.0
+"""... of the one server of a SQLite file: whoever comes after it sees until when it ran."""
 _REMOVED = 3600.0
 """Seconds without a sign after which it is no longer listed either."""
 _PATIENCE = 2.0
@@ -152,7 +154,7 @@ class ServerRegistry:
                         loop.call_soon_threadsafe(self._asked.set)
 
             self._database.listen(heard)
-            self._signing = asyncio.create_task(self._sign_forever())
+        self._signing = asyncio.create_task(self._sign_forever())
 
     async def stop(self) -> None:
         if self._signing is not None:
@@ -164,9 +166,10 @@ class ServerRegistry:
             outages.tell(_log, exc, "this server could not take its leave")
 
     async def _sign_forever(self) -> None:
+        every = _EVERY if self._database.is_shared else _EVERY_ALONE
         while True:
             with suppress(TimeoutError):
-                async with asyncio.timeout(_EVERY):
+                async with asyncio.timeout(every):
                     await self._asked.wait()
             self._asked.clear()
             try:

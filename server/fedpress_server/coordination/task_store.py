@@ -39,7 +39,7 @@ from fedpress_server.coordination.live import LiveTask, Memory, PendingCommand
 from fedpress_server.coordination.planner import Planner
 from fedpress_server.coordination.publisher import Publisher
 from fedpress_server.coordination.steps import Batch
-from fedpress_server.rounds import DeadlinePassed
+from fedpress_server.rounds import DeadlinePassed, Restored
 from fedpress_server.storage import records
 from fedpress_server.storage.batched import Batched
 from fedpress_server.storage.database import Database
@@ -210,7 +210,8 @@ class TaskStore:
         """The batch of the first of `commands`, on the disk and in memory."""
         while True:
             now = self._clock()
-            before = [PendingCommand(Happen(DeadlinePassed()), None)] if task.is_due(now) else []
+            is_due = task.is_due(now) and not _is_restored(commands[0])
+            before = [PendingCommand(Happen(DeadlinePassed()), None)] if is_due else []
             try:
                 batch = await self._planner.plan(task, [*before, *commands], now)
                 if not batch.is_complete:
@@ -283,6 +284,12 @@ class TaskStore:
     async def spec(self, digest: str) -> ModelSpec:
         """Of a model's tensors; raises NotFound if its file is not there."""
         return await self._background.in_thread(self._journal.spec, digest)
+
+
+def _is_restored(pending: PendingCommand) -> bool:
+    """Whether an attempt of a backup is given up: its deadline, by now in the past, is no failure
+    of its devices."""
+    return isinstance(pending.command, Happen) and isinstance(pending.command.event, Restored)
 
 
 def _concerns_one(exc: BaseException) -> bool:

@@ -30,7 +30,7 @@ from fedpress_protocols.audit import (
 from fedpress_protocols.errors import BrokenChain, ConfigurationError, MalformedRequest
 from fedpress_protocols.signatures import canonical_json
 from fedpress_protocols.validation import format_validation_errors
-from fedpress_server.storage.database import Database
+from fedpress_server.storage.database import Database, damage_refused
 from fedpress_server.storage.tables import audit_log
 
 SERVER = "server"
@@ -138,7 +138,8 @@ async def verified(database_url: str, heads: Sequence[Head]) -> Head:
         )
     database = await asyncio.to_thread(Database, database_url, migrates=False)
     try:
-        return await database.read(lambda c: end_of(checked(entries(c), heads=heads)))
+        with damage_refused():
+            return await database.read(lambda c: end_of(checked(entries(c), heads=heads)))
     finally:
         await asyncio.to_thread(database.close)
 

@@ -32,6 +32,8 @@ from fedpress_server.storage.tables import alias_moves, model_files, model_versi
 
 MOST_ANCESTORS = 1000
 """Maximum listed ancestors of a version, the nearest."""
+_MOST_NAMED = 1000
+"""Versions that are looked at for the names of models."""
 MOST_MOVES = 1000
 """Maximum listed moves of an alias, the newest."""
 
@@ -373,8 +375,9 @@ def is_collected(connection: Connection, digest: str) -> bool:
     return connection.execute(query).scalar_one_or_none() is not None
 
 
-def newest_files(connection: Connection, limit: int) -> list[tuple[str, int, float]]:
-    """Digest, bytes and Unix time of the newest models with a file, those of all tasks."""
+def newest_files(connection: Connection, limit: int) -> list[tuple[str, int, float, str]]:
+    """Digest, bytes, Unix time and name of the newest models with a file, those of all tasks; the
+    name says the newest version that a model is of, and is empty for one of no task."""
     query = (
         sa.select(models.c.digest, models.c.num_bytes, models.c.created_at)
         .outerjoin(model_files, model_files.c.digest == models.c.digest)
@@ -382,7 +385,19 @@ def newest_files(connection: Connection, limit: int) -> list[tuple[str, int, flo
         .order_by(models.c.created_at.desc(), models.c.digest)
         .limit(limit)
     )
-    return [(digest, size, at) for digest, size, at in connection.execute(query)]
+    files = connection.execute(query).all()
+    row, names = model_versions.c, dict[str, str]()
+    versions = (
+        sa.select(row.task, row.version, row.model, row.published)
+        .where(row.model.in_([digest for digest, _, _ in files]))
+        .order_by(row.created_at.desc())
+        .limit(_MOST_NAMED)
+    )
+    for task, version, model, published in connection.execute(versions):
+        names.setdefault(model, f"{task} {version}")
+        for name, digest in published.items():
+            names.setdefault(digest, f"{task} {version} {name}")
+    return [(digest, size, at, names.get(digest, "")) for digest, size, at in files]
 
 
 def keep_again(connection: Connection, payloads: Payloads, digests: Iterable[str]) -> None:

@@ -151,8 +151,10 @@ def give_up(round_: Round, event: AggregationFailed | Aborted, now: float) -> Ou
 
 def abandon(round_: Round, detail: str, effects: Iterable[Effect]) -> Outcome:
     then: Effect = round_.next_attempt()
-    if round_.attempt >= round_.rules.max_attempts:
+    most = round_.rules.max_attempts
+    if round_.attempt >= most:
         then = EndTask("cancelled")
+        detail = f"{detail}; the last of {most} attempts (max_attempts)"
     return replace(round_, reason=detail), [*effects, then]
 
 

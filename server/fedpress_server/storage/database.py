@@ -13,19 +13,20 @@ import queue
 import random
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypeVar
 
 import sqlalchemy as sa
 from sqlalchemy.engine import Connection
 
-from fedpress_protocols.errors import ConfigurationError, StorageFull, Unavailable
+from fedpress_protocols.errors import ConfigurationError, ServerError, StorageFull, Unavailable
 from fedpress_server import failpoints
 from fedpress_server.observing.outages import MAKE_ROOM, Outage
 from fedpress_server.storage import schema
-from fedpress_server.storage.engines import READERS, Backend, opened
+from fedpress_server.storage.engines import READERS, RESTORE, Backend, damage, opened
 
 _log = logging.getLogger(__name__)
 
@@ -307,20 +308,50 @@ def migrate(url: str) -> tuple[str | None, str]:
     return versions[0]
 
 
+@contextmanager
+def damage_refused() -> Iterator[None]:
+    """For a start and for commands, which fail in the same way again: ConfigurationError if they
+    meet damage behind what opening looks at."""
+    try:
+        yield
+    except ServerError as exc:
+        if exc.__cause__ is None or not damage(exc.__cause__):
+            raise
+        raise ConfigurationError(exc.detail, hint=exc.hint) from exc
+
+
 def _reachable(url: str, prepare: Callable[[Backend], Any]) -> Backend:
     backend = opened(url)
     try:
         prepare(backend)
-    except sa.exc.OperationalError as exc:
+    except sa.exc.DatabaseError as exc:
         backend.dispose()
-        raise ConfigurationError(
-            f"the {backend.dialect} database cannot be used: {_said(exc)}",
-            hint="check FEDPRESS_DATABASE_URL, and that the database runs",
-        ) from exc
+        if (error := _unusable(backend, exc)) is None:
+            raise
+        raise error from exc
     except BaseException:
         backend.dispose()
         raise
     return backend
+
+
+def _unusable(backend: Backend, exc: sa.exc.DatabaseError) -> ConfigurationError | None:
+    """The error of a database that cannot be used as it is; None for any other."""
+    file = Path(backend.reads.url.database or "")
+    if found := damage(exc):
+        return ConfigurationError(f"{file} is damaged: {found}", hint=RESTORE)
+    if not isinstance(exc, sa.exc.OperationalError):
+        return None
+    if backend.dialect == "sqlite" and not file.parent.is_dir():
+        return ConfigurationError(
+            f"the database's folder {file.parent} does not exist",
+            hint="check FEDPRESS_DATA_DIR and FEDPRESS_DATABASE_URL; `fedpress server run` makes a "
+            "new data folder",
+        )
+    return ConfigurationError(
+        f"the {backend.dialect} database cannot be used: {_said(exc)}",
+        hint="check FEDPRESS_DATABASE_URL, and that the database runs",
+    )
 
 
 def _said(exc: BaseException) -> str:

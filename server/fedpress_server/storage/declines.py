@@ -51,8 +51,8 @@ def counts(
     return reasons
 
 
-def durations(connection: Connection, key: RoundKey) -> Durations | None:
-    """See `Durations`; None without an upload or an estimate."""
+def durations(connection: Connection, key: RoundKey, round_seconds: float) -> Durations | None:
+    """See `Durations`, of a task with these `round_seconds`; None without an upload or estimate."""
     task, number, attempt = key
     completed = connection.scalars(
         sa.select(uploads.c.received_at - assignments.c.assigned_at)
@@ -77,11 +77,13 @@ def durations(connection: Connection, key: RoundKey) -> Durations | None:
     seconds = sorted(max(0.0, each) for each in (*completed, *predicted) if each is not None)
     if not seconds:
         return None
-    enough = seconds[math.ceil(_SHARE * len(seconds)) - 1]
+    enough = _MARGIN * seconds[math.ceil(_SHARE * len(seconds)) - 1]
+    if predicted:  # they came late, with less than all of the round before them
+        enough = max(enough, round_seconds + max(each for each in predicted if each is not None))
     return Durations(
         num_uploads=len(completed),
         num_too_slow=len(predicted),
         median=median(seconds),
         longest=seconds[-1],
-        suggested_round_seconds=max(1.0, math.ceil(_MARGIN * enough)),
+        suggested_round_seconds=max(1.0, math.ceil(enough)),
     )

@@ -9,6 +9,7 @@ SQLite every writer is exclusive.
 from __future__ import annotations
 
 import os
+import sqlite3
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from typing import Any, Literal, Protocol
@@ -19,12 +20,17 @@ from sqlalchemy.engine import URL, Connection, Engine
 from fedpress_protocols.errors import (
     ConfigurationError,
     MissingExtra,
+    ServerError,
     StorageFull,
     Unavailable,
 )
 
 READERS = 4
 """Reader threads, each with its own connection."""
+RESTORE = (
+    "stop the server, keep a copy of the file, and restore a backup: docs/operations/restore.md"
+)
+"""What to do about a damaged SQLite file."""
 
 _LOG_BYTES = 8 * 2**20
 _ALTERS = "fedpress_alters"
@@ -46,6 +52,7 @@ _PASSING = {
     "53300",  # too many connections
 }
 _AWAY_CLASSES = {"08", "53", "57", "58"}
+_DAMAGED = {sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB}
 _SESSION = {
     "synchronous_commit": "on",
     "statement_timeout": "30s",
@@ -80,7 +87,7 @@ class Backend(Protocol):
 
     def translated(self, exc: BaseException) -> BaseException:
         """The error for the caller: Unavailable or StorageFull for failures that an operator can
-        fix."""
+        fix, ServerError for a damaged file."""
         ...
 
     def notify(self, connection: Connection, topic: str) -> None:
@@ -191,6 +198,8 @@ class SQLite:
         return not driver.in_transaction
 
     def translated(self, exc: BaseException) -> BaseException:
+        if found := damage(exc):
+            return _caused(ServerError(f"the database is damaged: {found}", hint=RESTORE), exc)
         if not isinstance(exc, sa.exc.OperationalError):
             return exc
         message = str(exc.orig)
@@ -334,6 +343,13 @@ class PostgreSQL:
 
     def dispose(self) -> None:
         self.writes.dispose()
+
+
+def damage(exc: BaseException) -> str:
+    """What SQLite says of its file if it is damaged or no database; empty for any other error."""
+    orig = getattr(exc, "orig", None) or exc
+    code = getattr(orig, "sqlite_errorcode", 0) & 0xFF  # without the extended part
+    return str(orig) if code in _DAMAGED else ""
 
 
 def _reasons(exc: BaseException | None) -> Iterator[str]:

@@ -22,6 +22,7 @@ from fedpress_protocols.messages import (
 from fedpress_server.storage import participants
 from fedpress_server.storage.tables import (
     STOPPED,
+    assignments,
     class_counts,
     evaluations,
     measured_models,
@@ -38,6 +39,13 @@ MAX_GROUPS = 64
 """Maximum listed classes, those with the most examples."""
 
 # Reports
+
+
+def is_assigned(connection: Connection, task: str, client_id: str) -> bool:
+    """Whether a round of the task is or was assigned to the device."""
+    row = assignments.c
+    query = sa.select(row.assignment).where(row.client_id == client_id, row.task == task)
+    return connection.execute(query.limit(1)).one_or_none() is not None
 
 
 def keep(

@@ -42,7 +42,7 @@ def migrate(backend: Backend, *, while_running: bool = True) -> tuple[str | None
 
 def _check_nobody_runs(connection: Connection, current: str | None, head: str) -> None:
     """Raise ConfigurationError if a server has given a sign of itself just now; one on SQLite gives
-    none."""
+    too few."""
     if connection.dialect.name == "sqlite" or not sa.inspect(connection).has_table(servers.name):
         return
     since = leases.now_of(connection) - GONE_SECONDS
