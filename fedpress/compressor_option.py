@@ -9,21 +9,34 @@ error_feedback:inner={"id": "topk", "fraction": 0.01}      a value may be JSON, 
 {"id": "error_feedback", ...}          any configuration, as a plan has it
 
 A bare method other than `none` gets what a device should use with it: 8 bits for tensors too small
-to sparsify, and error feedback around, unless the method is unbiased or can lose more than it is
-given.
+to sparsify (fewer than 1,024 values, or one dimension), on which its settings have no effect, and
+error feedback around, unless the method is unbiased or can lose more than it is given. JSON is
+taken as it is.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from dataclasses import fields
+from difflib import get_close_matches
 from typing import Any
 
-from fedpress_compression.compressor import Compressor, Config, from_config, properties
+from fedpress_compression.compressor import (
+    Compressor,
+    Config,
+    compressors,
+    from_config,
+    properties,
+)
 from fedpress_compression.compressors.error_feedback import check_feedback
 from fedpress_protocols.errors import ConfigurationError, IncompatiblePlan
 from fedpress_protocols.plan import parsed
 from fedpress_protocols.policies import Auto
+
+_AUTO = Auto().id
+_NEAR = 0.7
+"""Similarity of a name to one that is suggested instead, of 1."""
 
 
 def compressor_from_option(text: str, *, masked: bool = False) -> Compressor[Any]:
@@ -31,18 +44,13 @@ def compressor_from_option(text: str, *, masked: bool = False) -> Compressor[Any
 
     For the masked lane, in which all tensors share one support, a bare method gets error feedback.
     """
-    if text.lstrip().startswith("{"):
-        try:
-            config = json.loads(text)
-        except ValueError as exc:
-            raise ConfigurationError(f"--compressor is not JSON: {exc}") from exc
-        return _checked(config)
-    name, _, settings = text.partition(":")
-    config = {"id": name.strip(), **dict(_settings(settings))}
-    if name.strip() in ("none", "error_feedback", "dgc"):
+    config = _config(text)
+    _check_names(config)
+    name = config["id"]
+    if _is_json(text) or name in ("none", "error_feedback", "dgc"):
         return _checked(config)
     claimed = properties(from_config(config))
-    by_tensor = masked or name.strip() == "per_tensor"
+    by_tensor = masked or name == "per_tensor"
     inner = config if by_tensor else {"id": "per_tensor", "large": config}
     if claimed.suits_feedback and (masked or not claimed.unbiased):
         return from_config({"id": "error_feedback", "inner": inner})
@@ -52,10 +60,76 @@ def compressor_from_option(text: str, *, masked: bool = False) -> Compressor[Any
 def auto_from_option(text: str) -> Auto | None:
     """The terms of auto that `text` gives; None if it names a compressor. Raises
     ConfigurationError."""
-    name, _, settings = text.partition(":")
-    if name.strip() != Auto().id:
+    config = _config(text)
+    if config["id"] != _AUTO:
         return None
-    return parsed(Auto, json.dumps({"id": Auto().id, **dict(_settings(settings))}))
+    unknown = ", ".join(sorted(set(config) - set(Auto.model_fields)))
+    if unknown:
+        known = ", ".join(name for name in Auto.model_fields if name != "id")
+        raise ConfigurationError(f"--compressor: {_AUTO} takes {known}, not {unknown}")
+    try:
+        return parsed(Auto, json.dumps(config))
+    except IncompatiblePlan as exc:
+        raise ConfigurationError(f"--compressor: {_AUTO}: {exc.detail}") from exc
+
+
+def _is_json(text: str) -> bool:
+    return text.lstrip().startswith("{")
+
+
+def _config(text: str) -> dict[str, Any]:
+    """The id and the settings in `text`."""
+    if not _is_json(text):
+        name, _, settings = text.partition(":")
+        return _once([("id", name.strip()), *_settings(settings)])
+    try:
+        config: dict[str, Any] = json.loads(text, object_pairs_hook=_once)
+    except (ValueError, RecursionError) as exc:
+        raise ConfigurationError(f"--compressor is not JSON: {exc}") from exc
+    if "id" not in config:
+        raise ConfigurationError(
+            "--compressor: the object has no id", hint='as in {"id": "topk", "fraction": 0.01}'
+        )
+    return config
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    names = [name for name, _ in pairs]
+    for name in names:
+        if names.count(name) > 1:
+            raise ConfigurationError(f"--compressor: {name} is there twice")
+    return dict(pairs)
+
+
+def _check_names(config: Config) -> None:
+    """Raise ConfigurationError for the id of no compressor, or settings of one that has none,
+    wherever in `config` they stand."""
+    parts: list[Any] = [config]
+    while parts:
+        part = parts.pop()
+        if isinstance(part, dict):
+            if "id" in part:
+                _check_name(part["id"], sorted(set(part) - {"id"}))
+            parts += part.values()
+        elif isinstance(part, list):
+            parts += part
+
+
+def _check_name(name: Any, settings: list[str]) -> None:
+    known, text = compressors(), str(name)
+    if text == _AUTO:
+        raise ConfigurationError(
+            f"--compressor: {_AUTO} cannot be given here, nor inside another compressor",
+            hint=f"choose one of {', '.join(known)}",
+        )
+    if text not in known and "." not in text:  # with a dot it is a plug-in's
+        near = get_close_matches(text.lower(), [_AUTO, *known], 1, _NEAR)
+        rest = f"did you mean {near[0]}?" if near else f"known are {', '.join(known)}"
+        raise ConfigurationError(f"--compressor: no compressor has the id {name!r}; {rest}")
+    if text in known and settings and not fields(known[text]):
+        raise ConfigurationError(
+            f"--compressor: {name} takes no options, not {', '.join(settings)}"
+        )
 
 
 def _checked(config: Config) -> Compressor[Any]:
@@ -79,7 +153,7 @@ def _settings(text: str) -> Iterator[tuple[str, Any]]:
 def _value(text: str) -> tuple[Any, str]:
     """The value at the start of `text`, and the text behind its comma."""
     try:
-        value, end = json.JSONDecoder().raw_decode(text)
+        value, end = json.JSONDecoder(object_pairs_hook=_once).raw_decode(text)
         if not text[end:].strip() or text[end:].lstrip().startswith(","):
             return value, text[end:].strip()[1:]
     except ValueError as exc:

@@ -58,6 +58,8 @@ _TOKENS = TypeAdapter(list[TokenStatus])
 _CLIENTS = TypeAdapter(list[ClientStatus])
 _RESTORES = TypeAdapter(list[RestoreStatus])
 
+_OF_OPERATORS = "Operators give none: use the address of FEDPRESS_ADMIN_PORT, which asks for none"
+
 
 class Operator:
     """Talks to the server at `url` with its admin token.
@@ -65,7 +67,8 @@ class Operator:
     `ca` is a PEM file of whom to believe about a server on https, in place of the system's list;
     `http` takes the place of the sockets, for a server in this process.
     Raises ConfigurationError for a URL, a token or a file that cannot be one. Every method raises
-    the error that the server sent, or TransportError without an answer of a fedpress server.
+    the error that the server sent; without an answer of a fedpress server TransportError, or
+    ConfigurationError where TLS is why.
     """
 
     def __init__(
@@ -79,7 +82,7 @@ class Operator:
     ) -> None:
         if not (admin_token.isascii() and admin_token.isprintable()):
             raise ConfigurationError("an admin token is printable ASCII, and this one is not")
-        self._url = _checked(url)
+        self._url = checked(url)
         trusted: dict[str, Any] = {} if ca is None else {"verify": _trusting(ca)}
         if http is not None:
             trusted["transport"] = http
@@ -350,9 +353,7 @@ class Operator:
         try:
             response = self._http.request(method, path, **content)
         except httpx.HTTPError as exc:
-            raise TransportError(
-                f"no answer from {self._url}: {exc}", hint="is the server running?"
-            ) from exc
+            raise _unanswered(self._url, exc) from exc
         if response.is_success:
             return response
         try:
@@ -382,7 +383,34 @@ class Operator:
         )
 
 
-def _checked(url: str) -> str:
+def asked(url: str, *, ca: Path | None = None, timeout: float = 5.0) -> httpx.Response:
+    """The answer to a GET without a token, which ignores this machine's proxy settings; raises as
+    `Operator` does."""
+    trusted = httpx.create_ssl_context() if ca is None else _trusting(ca)
+    try:
+        return httpx.get(checked(url), timeout=timeout, trust_env=False, verify=trusted)
+    except httpx.HTTPError as exc:
+        raise _unanswered(url, exc) from exc
+
+
+def _unanswered(url: str, exc: httpx.HTTPError) -> FedpressError:
+    """The error for a request without an answer; TLS that fails once fails again."""
+    from fedpress_client import tls  # here alone: the SDK takes a second to import
+
+    if (reason := tls.explained(exc)) is not None:
+        detail, hint = reason
+        if tls.is_about_the_client(reason):
+            detail, hint = "the server asks for a client certificate", _OF_OPERATORS
+        return ConfigurationError(f"{url}: {detail}", hint=hint)
+    hint = "is the server running?"
+    if isinstance(exc, httpx.ReadError | httpx.RemoteProtocolError):  # something is there
+        hint = "does it speak TLS? Then its URL begins with https://"
+        if url.startswith("https:"):
+            hint = f"does it ask for a client certificate? {_OF_OPERATORS}"
+    return TransportError(f"no answer from {url}: {exc}", hint=hint)
+
+
+def checked(url: str) -> str:
     """The URL; raises ConfigurationError if nobody can be asked there."""
     try:
         parts = urlsplit(url)

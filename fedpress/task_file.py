@@ -10,7 +10,7 @@ import json
 import re
 import tempfile
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -22,12 +22,14 @@ from pydantic import ValidationError
 from fedpress.command_line import needs, read
 from fedpress_compression.bias import MOST_NEVER_SENT, never_sent
 from fedpress_compression.compressor import properties
+from fedpress_compression.tensors import ModelSpec
+from fedpress_protocols.defaults import BITS, rate_levels
 from fedpress_protocols.errors import ConfigurationError
 from fedpress_protocols.messages import TaskConfig
 from fedpress_protocols.model import Model
 from fedpress_protocols.plan import Profile
 from fedpress_protocols.policies import automatic
-from fedpress_protocols.validation import format_validation_errors
+from fedpress_protocols.validation import format_validation_errors, unrepeated
 from fedpress_strategies import from_config
 
 _YAML = (".yaml", ".yml")
@@ -43,10 +45,11 @@ _STAND_IN = {
 
 @dataclass(frozen=True, slots=True)
 class Checked:
-    """Summary of a valid task file; `max_upload` is None without its model."""
+    """Summary of a valid task file; `max_upload` and `spec` are None without its model."""
 
     config: TaskConfig
     max_upload: int | None
+    spec: ModelSpec | None = None
 
 
 def task_config(path: Path, model: str | None = None) -> TaskConfig:
@@ -126,7 +129,7 @@ def checked(path: Path, model: Path | Model | None) -> Checked:
             _, bound = checked_task(seeded, strategy, begin, spec, most=most, memory=memory)
         except ConfigurationError as exc:
             raise ConfigurationError(f"{path}: {exc}") from exc
-    return Checked(config, None if initial is None else bound)
+    return Checked(config, None if initial is None else bound, spec)
 
 
 def summary(path: Path, checked: Checked) -> Iterator[str]:
@@ -138,13 +141,11 @@ def summary(path: Path, checked: Checked) -> Iterator[str]:
     yield (
         f"  {config.rounds} rounds of {cohort.size} uploads ({cohort.assigned} asked, "
         f"{cohort.minimum} at least) in {config.round_seconds:g} s, {lane}, strategy "
-        f"{config.strategy['id']}"
+        f"{' of '.join(_strategies(config.strategy))}"
     )
     names = dict.fromkeys(profile.name for profile in config.every_profile)
     yield f"  profiles: {', '.join(names)}"
-    auto = automatic(config.policies)
-    if auto is not None:
-        yield f"  auto chooses one of them for each round, with a gap of {auto.gap:g} points"
+    yield from _rates(checked)
     if not config.training.restricted:  # else nothing is trained that is not sent
         yield from _warnings({each.name: each for each in config.every_profile}.values())
     if config.retention is None:
@@ -157,6 +158,51 @@ def summary(path: Path, checked: Checked) -> Iterator[str]:
         yield "  sizes and names of tensors are not checked: give the model with --model"
     else:
         yield f"  an upload takes {checked.max_upload:,} bytes at most"
+    if checked.spec is not None:
+        yield from _untrained(checked.spec)
+
+
+def _strategies(config: Mapping[str, Any]) -> Iterator[str]:
+    """Their ids, from the outermost in."""
+    yield config["id"]
+    if isinstance(inner := config.get("inner"), Mapping):
+        yield from _strategies(inner)
+
+
+def _rates(checked: Checked) -> Iterator[str]:
+    """The gap and the budget of `auto`, if the task has it, and a warning of a small one."""
+    config = checked.config
+    auto = automatic(config.policies)
+    if auto is None:
+        return
+    ladder = tuple(map(Profile.model_validate, rate_levels(100.0)[: len(config.profiles)]))
+    if config.profiles != ladder:
+        yield "  auto chooses one of them for each round; a gap says nothing about your own"
+    else:
+        yield f"  auto chooses one of them for each round, with a gap of {auto.gap:g} points"
+    if auto.upload_bytes is None:
+        return
+    yield f"  all uploads together have a budget of {auto.upload_bytes:,} bytes"
+    if config.profiles != ladder or checked.spec is None:
+        return
+    each = BITS[len(ladder) - 1] * checked.spec.size / 8
+    least = round(config.rounds * config.cohort.size * each)
+    if least > auto.upload_bytes:
+        yield (
+            f"  warning: {config.rounds} rounds of {config.cohort.size} uploads take some "
+            f"{least:,} bytes at the most compressed profile: lower rounds or cohort.size, or "
+            "raise upload_bytes or gap"
+        )
+
+
+def _untrained(spec: ModelSpec) -> Iterator[str]:
+    names = [tensor.name for tensor in spec.tensors if tensor.dtype == "float64"]
+    if names:
+        more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+        yield (
+            f"  warning: tensor {names[0]!r}{more} of float64 will not be trained; convert to "
+            "float32 if it should be"
+        )
 
 
 def _warnings(profiles: Iterable[Profile]) -> Iterator[str]:
@@ -180,21 +226,13 @@ def _fields(path: Path) -> dict[str, Any]:
     is_yaml = path.suffix.lower() in _YAML
     try:
         text = data.decode()
-        fields = _from_yaml(text) if is_yaml else json.loads(text, object_pairs_hook=_once)
+        fields = _from_yaml(text) if is_yaml else json.loads(text, object_pairs_hook=unrepeated)
     except (ValueError, RecursionError) as exc:
         kind = "YAML" if is_yaml else "JSON"
         reason = " ".join(str(exc).split())
         raise ConfigurationError(f"{path} is not {kind}: {reason}") from exc
     if not isinstance(fields, dict):
         raise ConfigurationError(f"{path} holds a {type(fields).__name__}, not a task's fields")
-    return fields
-
-
-def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    fields = dict(pairs)
-    if len(fields) < len(pairs):
-        names = [name for name, _ in pairs]
-        raise ValueError(f"{next(n for n in names if names.count(n) > 1)} is there twice")
     return fields
 
 

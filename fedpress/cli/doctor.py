@@ -9,7 +9,7 @@ from pathlib import Path
 
 import click
 
-from fedpress.command_line import PATH, Command, as_json, needs
+from fedpress.command_line import PATH, Command, as_json, ca, needs
 
 
 @click.command("doctor", cls=Command)
@@ -22,6 +22,7 @@ from fedpress.command_line import PATH, Command, as_json, needs
 )
 @click.option("--data-dir", type=PATH, help="The server's folder.")
 @click.option("--url", default="", help="A running server: check that it is reachable and ready.")
+@ca
 @click.option(
     "--min-free-mib",
     type=click.IntRange(0),
@@ -30,7 +31,12 @@ from fedpress.command_line import PATH, Command, as_json, needs
 )
 @as_json
 def doctor(
-    config: Path | None, data_dir: Path | None, url: str, min_free_mib: int, as_json: bool
+    config: Path | None,
+    data_dir: Path | None,
+    url: str,
+    ca: Path | None,
+    min_free_mib: int,
+    as_json: bool,
 ) -> None:
     """Diagnose common problems and suggest fixes; exit code 1 if there are any."""
     try:
@@ -38,11 +44,16 @@ def doctor(
         from fedpress_server.settings import Settings
     except ModuleNotFoundError as exc:
         needs("server", exc)
+    from fedpress.operator import asked, checked
+
+    if url:
+        checked(url)
     findings = list(
         examined(
             lambda: Settings.load(config, data_dir=data_dir),
             url=url,
-            now=time.time(),
+            ask=lambda where: asked(where, ca=ca),
+            clock=time.time,
             min_free_bytes=min_free_mib * 2**20,
         )
     )

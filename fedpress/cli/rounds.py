@@ -40,8 +40,9 @@ def list_rounds(server: Operator, task: str, limit: int, before: int | None, as_
     """List the attempts at a task's rounds, the newest first."""
     attempts = newest(server, task, limit, before)
     headings = ("round", "state", "included", "up", "down", "took", "measured", "why")
+    metric = "" if as_json else server.configuration(task).evaluation.metric
     lines = (
-        table(headings, [_row(each) for each in attempts], width=terminal_width())
+        table(headings, [_row(each, metric) for each in attempts], width=terminal_width())
         if attempts
         else ["no round before that" if before else "no round yet"]
     )
@@ -97,17 +98,21 @@ def _name(attempt: RoundStatus) -> str:
     return f"{attempt.round}.{attempt.attempt}"
 
 
-def _row(attempt: RoundStatus) -> Sequence[str]:
+def _row(attempt: RoundStatus, metric: str) -> Sequence[str]:
+    """Bytes are those of bodies and of a masked session's messages, without headers, as the console
+    shows them; the task's own `metric` comes first."""
     is_over = attempt.closed_at is not None
+    messages = attempt.session.message_bytes if attempt.session else 0
+    measured = dict(sorted(attempt.metrics.items(), key=lambda each: each[0] != metric))
     counted = attempt.included if is_over else attempt.received
     return (
         _name(attempt),
         attempt.state,
         f"{counted} of {attempt.assigned}",
-        size(attempt.wire_upload_bytes),
+        size(attempt.upload_bytes + messages),
         size(attempt.download_bytes),
         lasting(attempt.closed_at - attempt.opened_at) if attempt.closed_at else "open",
-        _measured(attempt.metrics, most=2),
+        _measured(measured, most=2),
         _note(attempt),
     )
 

@@ -138,7 +138,7 @@ def _with(
     try:
         from fedpress_server.identity.server_keys import key_file
         from fedpress_server.settings import Settings
-        from fedpress_server.storage.database import Database
+        from fedpress_server.storage.database import Database, damage_refused
     except ModuleNotFoundError as exc:
         needs("server", exc)
     settings = Settings.load(config, data_dir=data_dir)
@@ -150,4 +150,5 @@ def _with(
         finally:
             await asyncio.to_thread(database.close)
 
-    return asyncio.run(run())
+    with damage_refused():
+        return asyncio.run(run())

@@ -46,7 +46,8 @@ from fedpress.command_line import (
 )
 @click.option(
     "--compressor",
-    help="auto, auto:gap=1, none, NAME, NAME:key=value,... or JSON; auto, see docs/auto.md.",
+    help="auto, auto:gap=1, none, NAME, NAME:key=value,... or JSON; auto, see docs/auto.md. A NAME "
+    "has 8 bits for tensors of fewer than 1,024 values or of one dimension; JSON is taken as is.",
 )
 @click.option(
     "--downlink/--no-downlink",
@@ -62,7 +63,8 @@ from fedpress.command_line import (
 )
 @click.option(
     "--strategy",
-    help="One of fedpress's: NAME or JSON; with auto momentum and an average, else fedavg.",
+    help="One of fedpress's: NAME or JSON with its settings, "
+    '{"id": "fedavgm", "momentum": 0.9}; with auto momentum and an average, else fedavg.',
 )
 @click.option("--data", default="digits", help="digits, fashion-mnist:DIR or shakespeare:DIR.")
 @click.option(
@@ -84,7 +86,11 @@ from fedpress.command_line import (
     default=0.0,
     help="Chance that a client is lost before or after its training, or with --secure at any step.",
 )
-@click.option("--link", type=float, help="Each client's link: tells how long its transfers take.")
+@click.option(
+    "--link",
+    type=float,
+    help="Each client's link in Mbit/s: tells how long its transfers take.",
+)
 @click.option("--seed", default=0, help="Of the split, the model, cohorts, training.")
 @click.option("--timeout", default=3600.0, help="Seconds that a round waits at most.")
 @click.option("--workers", type=click.IntRange(min=1), help="Processes; one for each core.")

@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING
 
 import click
 
+from fedpress_compression.errors import printable
+
 if TYPE_CHECKING:
     from pydantic import BaseModel
 
@@ -27,7 +29,7 @@ def echo(answer: BaseModel | Sequence[BaseModel], lines: Iterable[str], *, as_js
         click.echo(document(answer))
         return
     for line in lines:
-        click.echo(line)
+        click.echo(printable(line))
 
 
 def document(answer: BaseModel | Sequence[BaseModel]) -> str:
@@ -45,6 +47,7 @@ def table(
     The last column is wrapped below itself to stay within `width`; None: a row is one line,
     for `grep` and its like. See `terminal_width`.
     """
+    rows = [[printable(cell) for cell in row] for row in rows]
     columns = list(zip(headings, *rows, strict=True))
     widths = [max(map(len, column)) for column in columns[:-1]]
     to_right = [all(map(_is_number, column[1:])) and bool(rows) for column in columns[:-1]]
@@ -63,7 +66,7 @@ def table(
 
 def fields(pairs: Iterable[tuple[str, str]], *, width: int | None = None) -> Iterator[str]:
     """A line for each name with its value; none for a value that is empty."""
-    shown = [(name, value) for name, value in pairs if value]
+    shown = [(printable(name), printable(value)) for name, value in pairs if value]
     size = max((len(name) for name, _ in shown), default=0)
     for name, value in shown:
         room = None if width is None else max(width - size - len(_GAP), _LEAST_WRAPPED)

@@ -106,7 +106,7 @@ def continue_task(
 @as_json
 @operates
 def pause_task(server: Operator, task: str, as_json: bool) -> None:
-    """Pause a running task: its devices get no work until it is resumed."""
+    """Pause a running task: its devices get no work until `fedpress task resume`."""
     _echo(server.pause_task(task), as_json)
 
 
@@ -115,7 +115,7 @@ def pause_task(server: Operator, task: str, as_json: bool) -> None:
 @as_json
 @operates
 def resume_task(server: Operator, task: str, as_json: bool) -> None:
-    """Resume a paused task."""
+    """Resume a task that `fedpress task pause` holds."""
     _echo(server.resume_task(task), as_json)
 
 
@@ -124,7 +124,8 @@ def resume_task(server: Operator, task: str, as_json: bool) -> None:
 @as_json
 @operates
 def finish_task(server: Operator, task: str, as_json: bool) -> None:
-    """Finish a paused task permanently and release its devices."""
+    """Finish a task that paused after its last round, and release its devices; `fedpress task
+    cancel` ends any other."""
     _echo(server.finish_task(task), as_json)
 
 

@@ -84,7 +84,9 @@ def choose(rows: Sequence[Row], situation: Situation) -> Choice:
     tolerable = [row for row in rows if _loss(row) <= situation.most_loss and row is not baseline]
     if not tolerable:
         return Choice(
-            None, f"no profile is known to lose {situation.most_loss:g} points of accuracy or less"
+            None,
+            f"no profile is known to lose {counted(situation.most_loss, 'point')} of accuracy or "
+            "less",
         )
     in_time = [row for row in tolerable if row.in_time]
     if not in_time and not baseline.in_time:
@@ -140,6 +142,11 @@ def _pays(best: Row, baseline: Row, situation: Situation) -> str:
     if not baseline.in_time:
         words += f"; uncompressed it would miss the deadline of {seconds(situation.deadline)}"
     return words
+
+
+def counted(number: float, noun: str) -> str:
+    """For people: 1 round, 3 rounds."""
+    return f"{number:.12g} {noun}" + ("" if number == 1 else "s")
 
 
 def seconds(value: float) -> str:

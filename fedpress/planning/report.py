@@ -9,12 +9,12 @@ from typing import Any
 
 from fedpress.compressor_option import compressor_from_option
 from fedpress.compressor_table import aligned
-from fedpress.planning.choice import Choice, Row, choose, seconds
+from fedpress.planning.choice import Choice, Row, choose, counted, seconds
 from fedpress.planning.costs import cost
 from fedpress.planning.downlink import Downlink, downlink
 from fedpress.planning.profiles import AUTO, MEASURED_ON, Candidate, candidates
 from fedpress.planning.situation import Situation
-from fedpress.planning.trial import Measured, Trial, tried
+from fedpress.planning.trial import Measured, Trial, checked, rate_of_auto, tried
 from fedpress.planning.trial import to_json as trial_to_json
 from fedpress.planning.updates import Drawn
 from fedpress_compression import kernels
@@ -78,14 +78,15 @@ class Report:
         asked = self.situation
         lines = [
             f"{asked.model}: {asked.spec.size:,} parameters, {_bytes(self.down.anew)} to "
-            f"download anew; {asked.cohort} devices a round, {asked.rounds} rounds, "
-            f"{asked.lane} lane",
+            f"download anew; {counted(asked.cohort, 'device')} a round, "
+            f"{counted(asked.rounds, 'round')}, {asked.lane} lane",
             f"links {asked.up:g} Mbit/s up, {asked.down:g} down; {seconds(asked.compute)} of "
             f"training; codec CPU of this machine ({kernels.CHOSEN}) x {asked.slowdown:g}",
             "",
             *aligned([self._headings, *(self._cells(row) for row in self.rows)]),
         ]
         lines += [f"{name}: {why}" for name, why in self.refused.items()]
+        lines += [f"{AUTO}: {r.candidate.advice}" for r in self.rows if r.candidate.name == AUTO]
         lines += self._of_trial()
         best = self.choice.row
         lines += ["", f"recommended: {'none' if best is None else best.candidate.name}"]
@@ -117,7 +118,8 @@ class Report:
             "",
             on,
             f"loss in the trial: points below float32 on {self.trial.subject}; "
-            f"{self.trial.rounds} rounds tell how a task begins, not where it ends",
+            f"{counted(self.trial.rounds, 'round')} {'tells' if self.trial.rounds == 1 else 'tell'}"
+            " how a task begins, not where it ends",
         ]
 
     def _of_trial(self) -> list[str]:
@@ -142,16 +144,30 @@ class Report:
                     if is_baseline
                     else "unknown"
                     if result.loss is None
-                    else f"{result.loss:.1f}",
+                    else f"{round(result.loss, 1) + 0.0:.1f}",  # no -0.0
                 )
             )
+        rounds = counted(trial.rounds, "round")
+        averaged = "of that round"
+        if trial.averaged > 1:
+            averaged = f"means of the last {trial.averaged} rounds"
         return [
             "",
-            f"trial on {trial.subject}: {trial.rounds} rounds, {cohort} of {trial.clients} clients "
-            f"each, seed {trial.seed}, strategy {trial.strategy} (auto has its own); accuracies "
-            "are means of the last 3 rounds",
+            f"trial on {trial.subject}: {rounds}, {cohort} of {trial.clients} clients each, seed "
+            f"{trial.seed}, strategy {trial.strategy} (auto has its own, and "
+            f"{rate_of_auto(self.situation):g} bit a value or more); accuracies are {averaged}",
             "",
             *aligned([_TRIAL_HEADINGS, *rows]),
+            *self._discards(),
+        ]
+
+    def _discards(self) -> list[str]:
+        """A line for each profile that lost updates to the model in the trial."""
+        return [
+            f"{name}: {counted(sum(each.discards.values()), 'update')} lost to the model, in whole "
+            f"or in part: {', '.join(each.discards)}"
+            for name, each in self.measured.items()
+            if each.discards
         ]
 
     def _cells(self, row: Row) -> tuple[str, ...]:
@@ -198,8 +214,10 @@ def planned(
 
     Raises ConfigurationError for a compressor that is none, and where the lane takes no upload.
     """
+    if trial is not None:
+        checked(situation, trial)
     down = downlink(situation)
-    compared = [*candidates(situation.lane), *(_own(text, situation) for text in own)]
+    compared = [*candidates(situation), *(_own(text, situation) for text in own)]
     rows, refused = [], {}
     for candidate in compared:
         try:
@@ -211,18 +229,43 @@ def planned(
     if trial is None:
         return Report(situation, down, tuple(rows), refused, choose(rows, situation))
     measured = tried([row.candidate for row in rows], situation, trial, on_start)
-    judged = [
-        replace(row, candidate=replace(row.candidate, loss=measured[row.candidate.name].loss))
-        for row in rows
-    ]
+    judged = [replace(row, candidate=_judged(row.candidate, trial, measured)) for row in rows]
     choice = choose(judged, situation)
+    if all(each.accuracy is None for each in measured.values()):
+        choice = Choice(
+            None,
+            f"the trainers of {trial.subject} measure no accuracy: let `evaluate` return a number "
+            "as `accuracy`",
+        )
     return Report(situation, down, tuple(rows), refused, choice, trial, measured)
+
+
+def _judged(candidate: Candidate, trial: Trial, measured: Mapping[str, Measured]) -> Candidate:
+    """The candidate with its loss in the trial, and what that was measured with."""
+    strategy = "" if candidate.name == AUTO else f"{trial.strategy}, as in the trial"
+    return replace(candidate, loss=measured[candidate.name].loss, strategy=strategy)
 
 
 def _own(text: str, situation: Situation) -> Candidate:
     masked = situation.lane == "masked"
+    if text.partition(":")[0].strip() == AUTO:
+        raise _auto_refused(text, masked=masked)
     made = compressor_from_option(text, masked=masked)
     return Candidate(text, to_config(made), masking=MaskingTerms() if masked else None)
+
+
+def _auto_refused(text: str, *, masked: bool) -> ConfigurationError:
+    if masked:
+        return ConfigurationError(
+            "auto decides in the clear lane alone",
+            hint=f"leave --compressor {text} out: a masked task that names no compressor has the "
+            "support of 5 % in the table",
+        )
+    return ConfigurationError(
+        "auto is in the table already: it is the default of a task that names no compressor",
+        hint=f"leave --compressor {text} out; to measure auto with terms of your own, run "
+        f"`fedpress simulate --compressor {text}`",
+    )
 
 
 def _plain(row: Row, report: Report) -> dict[str, Any]:

@@ -76,6 +76,11 @@ class Situation:
             )
 
     @property
+    def uploads(self) -> int:
+        """Of the whole task."""
+        return self.rounds * self.cohort
+
+    @property
     def up(self) -> float:
         """Mbit/s that each device of the cohort has for its upload."""
         return min(self.uplink, self.server_link / self.cohort)

@@ -8,25 +8,30 @@ same cohorts and the same local training.
 from __future__ import annotations
 
 import json
+import logging
 import math
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fedpress.command_line import needs
-from fedpress.planning.profiles import AUTO, Candidate
+from fedpress.planning.profiles import AUTO, Candidate, rung_of_auto
 from fedpress.planning.situation import Situation
 from fedpress_compression.compressor import to_config
+from fedpress_protocols.defaults import BITS, USUAL
 from fedpress_protocols.errors import ConfigurationError
+from fedpress_protocols.policies import Auto
 
 if TYPE_CHECKING:
     from fedpress.simulate.history import History
     from fedpress.simulate.settings import Settings
 
 _LAST = 3
-"""Rounds at the end whose accuracies are averaged."""
+_PARTITION = "dirichlet:0.3"
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +43,7 @@ class Trial:
     data: str | None = None
     rounds: int = 10
     clients: int = 20
-    partition: str = "dirichlet:0.3"
+    partition: str = _PARTITION
     strategy: str = "fedavg"
     seed: int = 0
 
@@ -48,12 +53,22 @@ class Trial:
                 "--trial measures on an app or on a data set, one of them",
                 hint="give --app module:factory, as for `fedpress simulate`, or --data digits",
             )
+        if self.app is not None and self.partition != _PARTITION:
+            raise ConfigurationError(
+                "--partition cannot be combined with --app, whose clients bring their own data",
+                hint="remove one of them",
+            )
         if self.rounds < 1 or self.clients < 2:
             raise ConfigurationError(
                 f"a trial of {self.rounds} rounds with {self.clients} clients; at least 1 round "
                 "and 2 clients are needed",
                 hint="raise --trial-rounds or --trial-clients",
             )
+
+    @property
+    def averaged(self) -> int:
+        """Rounds at the end whose accuracies are averaged."""
+        return min(_LAST, self.rounds)
 
     @property
     def subject(self) -> str:
@@ -66,12 +81,14 @@ class Trial:
 @dataclass(frozen=True, slots=True)
 class Measured:
     """Of one profile: the mean body in bytes, the mean NMSE, the accuracy in percent over the last
-    rounds; None where the trial shows none. `loss` is in points below the baseline."""
+    rounds; None where the trial shows none, or no number. `loss` is in points below the baseline,
+    `discards` how many updates were lost to the model in whole or in part, by reason."""
 
     body: float
     nmse: float | None
     accuracy: float | None
     loss: float | None = None
+    discards: Mapping[str, int] = field(default_factory=dict)
 
 
 def tried(
@@ -82,11 +99,33 @@ def tried(
 ) -> dict[str, Measured]:
     """Simulate every candidate, the baseline among them, and measure; by the candidates' names.
 
-    Raises ConfigurationError for an app that is none, or of another model, and in the masked lane.
+    Raises ConfigurationError as `checked` does.
+    """
+    usual = checked(situation, trial)
+    from fedpress.simulate.run import simulate
+    from fedpress.simulate.screen import quieten
+
+    quieten()
+    measured = {}
+    with tempfile.TemporaryDirectory(prefix="fedpress-trial-") as folder:
+        for number, candidate in enumerate(candidates):
+            on_start(candidate.name)
+            settings = _settings(usual, candidate, situation, trial)
+            with _discards() as discards:
+                history = simulate(settings, Path(folder) / str(number))
+            measured[candidate.name] = _measured(history, candidate, discards)
+    base = next(measured[each.name] for each in candidates if each.baseline)
+    return {name: replace(each, loss=_below(base, each)) for name, each in measured.items()}
+
+
+def checked(situation: Situation, trial: Trial) -> Settings:
+    """The settings that all profiles of a trial share.
+
+    Raises ConfigurationError for an app that is none, or of another model, for a strategy that
+    cannot be simulated, and in the masked lane.
     """
     try:
-        from fedpress.simulate.run import simulate
-        from fedpress.simulate.screen import quieten
+        from fedpress.simulate.run import check
         from fedpress.simulate.settings import Settings
     except ModuleNotFoundError as exc:
         needs("flower,demo", exc)
@@ -108,22 +147,23 @@ def tried(
         downlink=situation.coded_downloads,
     )
     _check_app(usual, situation)
-    quieten()
-    measured = {}
-    with tempfile.TemporaryDirectory(prefix="fedpress-trial-") as folder:
-        for number, candidate in enumerate(candidates):
-            on_start(candidate.name)
-            settings = _settings(usual, candidate, trial)
-            history = simulate(settings, Path(folder) / str(number))
-            measured[candidate.name] = _measured(history, candidate)
-    base = next(measured[each.name] for each in candidates if each.baseline)
-    return {name: replace(each, loss=_below(base, each)) for name, each in measured.items()}
+    check(replace(usual, compressor="none", strategy=trial.strategy))
+    return usual
 
 
-def _settings(usual: Settings, candidate: Candidate, trial: Trial) -> Settings:
+def rate_of_auto(situation: Situation) -> float:
+    """Bits a value of auto's most compressed profile in a trial: that of the planned task, or the
+    second of two profiles, the fewest that auto has."""
+    return BITS[max(1, rung_of_auto(situation.uploads))]
+
+
+def _settings(
+    usual: Settings, candidate: Candidate, situation: Situation, trial: Trial
+) -> Settings:
     if candidate.name == AUTO:
-        # A gap that is said: with the rates of the long task that a short trial stands for.
-        return replace(usual, compressor="auto:gap=0.5")
+        # By a gap, which the number of the trial's own uploads does not change.
+        gap = Auto().gap * (BITS[USUAL] / rate_of_auto(situation)) ** 2
+        return replace(usual, compressor=f"auto:gap={gap}")
     return replace(usual, compressor=json.dumps(to_config(candidate.made)), strategy=trial.strategy)
 
 
@@ -154,7 +194,28 @@ def _check_app(settings: Settings, situation: Situation) -> None:
         )
 
 
-def _measured(history: History, candidate: Candidate) -> Measured:
+@contextmanager
+def _discards() -> Iterator[Counter[str]]:
+    """Count the updates that are lost to the model, by reason, in place of a warning for each."""
+    from fedpress_flower.client.compression import warn
+
+    reasons: Counter[str] = Counter()
+
+    def count(record: logging.LogRecord) -> bool:
+        if record.funcName != warn.__name__ or record.levelno < logging.WARNING:
+            return True
+        reasons[record.getMessage().rpartition(": ")[2]] += 1
+        return False
+
+    log = logging.getLogger(warn.__module__)
+    log.addFilter(count)
+    try:
+        yield reasons
+    finally:
+        log.removeFilter(count)
+
+
+def _measured(history: History, candidate: Candidate, discards: Mapping[str, int]) -> Measured:
     included = sum(row.included or 0 for row in history.rows)
     if not included:
         failed = next((why for row in history.rows for why in row.failed.values()), "no answer")
@@ -162,10 +223,12 @@ def _measured(history: History, candidate: Candidate) -> Measured:
     bodies = sum(row.upload_bytes or 0 for row in history.rows)
     errors = [row.nmse for row in history.rows if row.nmse is not None]
     last = [row.accuracy for row in history.rows[-_LAST:] if row.accuracy is not None]
+    accuracy = 100 * math.fsum(last) / len(last) if last else math.nan
     return Measured(
         body=bodies / included,
         nmse=math.fsum(errors) / len(errors) if errors else None,
-        accuracy=100 * math.fsum(last) / len(last) if last else None,
+        accuracy=accuracy if math.isfinite(accuracy) else None,
+        discards=discards,
     )
 
 
@@ -191,6 +254,7 @@ def to_json(
                 "nmse": each.nmse,
                 "accuracy": each.accuracy,
                 "loss_points": each.loss,
+                "discards": dict(each.discards),
             }
             for name, each in results.items()
         },

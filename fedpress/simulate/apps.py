@@ -22,10 +22,12 @@ from flwr.serverapp import ServerApp
 
 from fedpress.simulate.tasks import Task
 from fedpress_client import MaskingRules
-from fedpress_client.trainer import Trainer, TrainingRequest
+from fedpress_client.ledger_records import Discard
+from fedpress_client.trainer import Trainer, TrainingRequest, check_evaluation, check_trained
 from fedpress_compression.update import Indices
 from fedpress_flower import envelope
 from fedpress_flower.client import compression_mod, masking_mod
+from fedpress_flower.client.compression import warn
 from fedpress_protocols.errors import ConfigurationError
 from fedpress_protocols.model import Model
 from fedpress_protocols.plan import TrainingTerms
@@ -58,6 +60,7 @@ class TrainerApp:
             "state_dir": self.state_dir,
             "seed": self.seed,
             "durable": False,
+            "on_discard": _warn,
         }
         mod = (
             compression_mod(**common)
@@ -112,11 +115,13 @@ class _Train:
         work = TrainingRequest(
             app.name, number, 1, app.terms, int(drawn[0]) >> 1, support=_support_in(message)
         )
-        trained = app.trainer(index).train(model, work)
-        after = model.with_parameters(np.asarray(trained.parameters, np.float32))
-        numbers = {**trained.report, **trained.metrics, "num-examples": trained.num_examples}
-        arrays = ArrayRecord({n: Array(np.asarray(a)) for n, a in after.tensors().items()})
-        metrics = MetricRecord({name: _plain(value) for name, value in numbers.items()})
+        trained = check_trained(app.trainer(index).train(model, work), model)
+        # No Model, which would refuse NaN: the mod does so in a device's words.
+        after = {**model.tensors(), **model.spec.unflatten(trained.parameters)}
+        arrays = ArrayRecord({n: Array(np.asarray(a)) for n, a in after.items()})
+        metrics = MetricRecord(
+            {**trained.report, **trained.metrics, "num-examples": trained.num_examples}
+        )
         return Message(RecordDict({"arrays": arrays, "metrics": metrics}), reply_to=message)
 
 
@@ -126,16 +131,10 @@ class _Evaluate:
 
     def __call__(self, message: Message, context: Context) -> Message:
         trainer = self.app.trainer(int(context.node_config["partition-id"]))
-        evaluation = trainer.evaluate(_model_in(message))
-        numbers = (
-            {"num-examples": 0}
-            if evaluation is None
-            else {
-                "num-examples": evaluation.num_examples,
-                **evaluation.metrics,
-            }
-        )
-        metrics = MetricRecord({name: _plain(value) for name, value in numbers.items()})
+        evaluation = check_evaluation(trainer.evaluate(_model_in(message)))
+        metrics = MetricRecord({"num-examples": 0})
+        if evaluation is not None:
+            metrics = MetricRecord({**evaluation.metrics, "num-examples": evaluation.num_examples})
         return Message(RecordDict({"metrics": metrics}), reply_to=message)
 
 
@@ -151,8 +150,9 @@ def _support_in(message: Message) -> Indices | None:
     return np.frombuffer(bytes(record[envelope.INDICES]), "<i8").astype(np.int64)
 
 
-def _plain(value: Any) -> int | float:
-    return value if isinstance(value, int) else float(value)
+def _warn(discard: Discard) -> None:
+    if discard.reason != "invalid":  # of a client that failed, which the history has
+        warn(discard)
 
 
 @dataclass(frozen=True)
@@ -235,6 +235,22 @@ def load(reference: str, folder: str = ".") -> Any:
     except AttributeError as exc:
         raise ConfigurationError(f"{reference!r}: {exc}", hint=_HINT) from exc
     return loaded
+
+
+def sources(text: str) -> list[Path]:
+    """The files that the app of `--app` is written in: its modules, of those in a package all of
+    the package's folder, and the pyproject.toml of a folder's."""
+    path, app = Path(text), parse_app(text)
+    files = {path / "pyproject.toml"} if path.is_dir() else set()
+    references = [text]
+    if isinstance(app, FlowerApp) and not app.pair:
+        app.client_app(), app.server_app()
+        references = [app.client, app.server]
+    for name in (reference.partition(":")[0] for reference in references):
+        module = Path(getattr(sys.modules[name], "__file__", None) or "")
+        if module.is_file():
+            files |= {module, *(module.parent.glob("*.py") if "." in name else ())}
+    return sorted(files)
 
 
 def parse_app(text: str) -> FlowerApp | Callable[[int, int], Trainer]:

@@ -148,11 +148,11 @@ class RayEngine:
         self._config = {"client_resources": resources, "init_args": quiet | dict(init_args or {})}
 
     def run(self, serve: Callable[[RayEngine], None]) -> None:
-        """Call `serve`, which may use `stream`, while the engine runs; raises what it raises."""
+        """Call `serve`, which may use `stream`, while the engine runs; raises what it raises, and
+        MissingExtra without Ray."""
         from flwr.compat.client.run_info_store import DeprecatedRunInfoStore
         from flwr.proto.task_pb2 import Task
         from flwr.server.superlink.fleet.vce import vce_api
-        from flwr.server.superlink.fleet.vce.backend.raybackend import RayBackend
         from flwr.server.superlink.fleet.vce.metrics import VceMetrics
         from flwr.server.superlink.linkstate import LinkStateFactory
         from flwr.server.superlink.linkstate.in_memory_linkstate import RunRecord
@@ -162,6 +162,16 @@ class RayEngine:
         from flwr.superlink.federation import NoOpFederationManager
         from flwr.superlink.grid import InMemoryGrid
 
+        try:
+            from flwr.server.superlink.fleet.vce.backend.raybackend import RayBackend
+        except ModuleNotFoundError as exc:
+            if exc.name != "ray":
+                raise
+            raise MissingExtra(
+                "--engine ray needs Ray, which is not installed",
+                hint="pip install 'fedpress[flower,demo]' where Ray has a wheel for this Python, "
+                "or use --engine processes",
+            ) from exc
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
         os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")  # or it warns
         begin_run(self._run_id)

@@ -6,6 +6,7 @@ Whatever the engine, the nodes are 1, 2, ..., and the same seed loses the same m
 from __future__ import annotations
 
 import hashlib
+import math
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
@@ -18,7 +19,6 @@ from fedpress.simulate import flower_runtime as runtime
 from fedpress.simulate.engines import Engine
 from fedpress.simulate.replies import Call, Record
 from fedpress_flower import envelope
-from fedpress_protocols.errors import ConfigurationError
 
 _TRAIN = "train"
 
@@ -31,10 +31,6 @@ class Chance:
 
     dropout: float = 0.0
     seed: int = 0
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.dropout < 1:
-            raise ConfigurationError(f"--dropout must lie in [0, 1), not {self.dropout:g}")
 
     def fate(
         self, call: int, node: int, step: str = _TRAIN, steps: tuple[str, ...] = (_TRAIN,)
@@ -56,7 +52,10 @@ class Exchange:
     """One sending of messages and what came back; bytes are those of Flower's records. `kind` is
     the messages' category, train or evaluate, or the step of a masked session.
 
-    `link_bytes`: those of the client that moved most, down and up, which a round waits for."""
+    `link_bytes`: those of the client that moved most, down and up, which a round waits for.
+
+    One that asks clients of the exchange before it again, who failed or lacked a model, `is_again`:
+    its counts, failures and metrics are those of both together, its bytes and seconds its own."""
 
     kind: str
     number: int
@@ -70,9 +69,16 @@ class Exchange:
     seconds: float = 0.0
     metrics: dict[str, float] = field(default_factory=dict)
     """Means of what the clients measured, weighted by their examples."""
+    left_out: tuple[str, ...] = ()
+    """Names of metrics of which some were NaN or infinite; those count in no mean."""
     silent: frozenset[int] = frozenset()
     """Of whom nothing came, once it is over."""
     is_over: bool = False
+    is_again: bool = False
+    server_round: int | None = None
+    """As the strategy numbers it; None if the messages do not say."""
+    lacking: set[int] = field(default_factory=set)
+    """Clients that lacked the model that theirs is a difference to, and did nothing."""
 
 
 class SimulatedGrid(Grid):
@@ -92,6 +98,7 @@ class SimulatedGrid(Grid):
         self._on_change, self.round_closed = on_change, on_round
         self._calls = 0
         self._training: tuple[int, tuple[str, ...]] = (0, (_TRAIN,))
+        self._newest: tuple[Exchange, _Means] | None = None
         self._run: Any = None
         self._pushed: list[tuple[set[str], Iterator[Message]]] = []
         self._unpulled: dict[str, Message] = {}
@@ -167,13 +174,12 @@ class SimulatedGrid(Grid):
             return
         asked = sorted([m.metadata.dst_node_id, m.metadata.message_type] for m in sent)
         call = self._record.begin(asked)
-        kind = _kind(sent[0])
-        if kind == _TRAIN:
+        kind, down = _kind(sent[0]), _Sizes().of_all(sent)
+        exchange, means = self._begun(kind, number, _server_round(sent[0]), set(down))
+        if kind == _TRAIN and not exchange.is_again:
             self._training = (number, _steps(sent[0]))
-        exchange = Exchange(kind, number, len(sent))
-        down = _Sizes().of_all(sent)
         exchange.down_bytes = sum(down.values())
-        means = _Means()
+        self._newest = (exchange, means)
         self._on_change(exchange)
         started, answered = time.monotonic(), set[int]()
         for reply in self._replies(sent, number, kind, call, timeout):
@@ -183,20 +189,38 @@ class SimulatedGrid(Grid):
             exchange.link_bytes = max(exchange.link_bytes, up + down.get(node, 0))
             if reply.has_error():
                 exchange.failed[node] = reply.error.reason or ""
+            elif _lacks_model(reply):
+                exchange.lacking.add(node)
             else:
                 exchange.answered += 1
                 means.add(reply)
             self._on_change(exchange)
             yield reply
-        exchange.silent = frozenset(down) - answered
+        exchange.silent |= frozenset(down) - answered
         exchange.lost = len(exchange.silent)
-        exchange.seconds, exchange.metrics = time.monotonic() - started, means.result()
+        exchange.seconds = time.monotonic() - started
+        exchange.metrics, exchange.left_out = means.result(), means.left_out
         if call.figures is None:
             self._record.end(call, {"seconds": exchange.seconds})
         else:
             exchange.seconds = float(call.figures["seconds"])
         exchange.is_over = True
         self._on_change(exchange)
+
+    def _begun(
+        self, kind: str, number: int, server_round: int | None, nodes: set[int]
+    ) -> tuple[Exchange, _Means]:
+        """The exchange with `nodes`, which goes on with the newest if it asks these again."""
+        if self._newest is not None and server_round is not None:
+            before, means = self._newest
+            is_same = (before.kind, before.server_round) == (kind, server_round)
+            if is_same and nodes <= before.failed.keys() | before.lacking:
+                again = Exchange(kind, number, before.asked, before.answered, before.lost)
+                again.failed = {n: why for n, why in before.failed.items() if n not in nodes}
+                again.silent, again.is_again = before.silent, True
+                again.server_round = server_round
+                return again, means
+        return Exchange(kind, number, len(nodes), server_round=server_round), _Means()
 
     def _replies(
         self, sent: list[Message], number: int, kind: str, call: Call, timeout: float | None
@@ -230,6 +254,17 @@ def _kind(message: Message) -> str:
     return str(message.metadata.message_type).partition(".")[0] if step is None else str(step)
 
 
+def _server_round(message: Message) -> int | None:
+    for record in message.content.config_records.values():
+        if isinstance(number := record.get("server-round"), int):
+            return number
+    return None
+
+
+def _lacks_model(reply: Message) -> bool:
+    return bool(reply.content.get(envelope.RECORD, {}).get(envelope.HOLDS) == "")
+
+
 def _steps(training: Message) -> tuple[str, ...]:
     """The steps of a round, whose first is training."""
     is_masked = envelope.OFFER in training.content.get(envelope.RECORD, {})
@@ -248,7 +283,7 @@ class _Sizes:
         total = 0
         for record in message.content.values():
             if id(record) not in self._known:
-                self._known[id(record)] = record.count_bytes()
+                self._known[id(record)] = _num_bytes(record)
             total += self._known[id(record)]
         return total
 
@@ -257,11 +292,20 @@ class _Sizes:
         return {message.metadata.dst_node_id: self.of(message) for message in messages}
 
 
+def _num_bytes(record: Any) -> int:
+    try:
+        return int(record.count_bytes())
+    except ValueError:  # Flower cannot count an empty text, as HOLDS has it without a model
+        return 0
+
+
 class _Means:
-    """Means of scalar metrics over replies, weighted by "num-examples"; order-free to rounding."""
+    """Means of finite scalar metrics over replies, weighted by "num-examples"; order-free to
+    rounding. `left_out` names the metrics of which some were not finite."""
 
     def __init__(self) -> None:
         self._rows: list[tuple[int, float, dict[str, float]]] = []
+        self.left_out: tuple[str, ...] = ()
 
     def add(self, reply: Message) -> None:
         metrics = {
@@ -270,8 +314,10 @@ class _Means:
             for name, value in record.items()
             if isinstance(value, int | float)
         }
-        weight = metrics.pop("num-examples", 1.0)
-        self._rows.append((reply.metadata.src_node_id, weight, metrics))
+        finite = {name: value for name, value in metrics.items() if math.isfinite(value)}
+        self.left_out = tuple(sorted({*self.left_out, *(metrics.keys() - finite.keys())}))
+        weight = finite.pop("num-examples", 0.0 if "num-examples" in metrics else 1.0)
+        self._rows.append((reply.metadata.src_node_id, weight, finite))
 
     def result(self) -> dict[str, float]:
         rows = sorted(self._rows, key=lambda row: row[0])

@@ -6,7 +6,7 @@ import csv
 import json
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -32,6 +32,8 @@ class History:
     complete: bool = False
     reason: str = ""
     """Why a task ended before its last round, if it did."""
+    budget: int | None = None
+    """Bytes that the bodies of all rounds may have, by the terms of auto."""
     _training: Exchange | None = None
     _lost: frozenset[int] = frozenset()
     """In the newest round, of whom nothing came."""
@@ -45,17 +47,18 @@ class History:
             self.rows.append(Row(len(self.rows) + 1))
         if exchange.kind == "train":
             if exchange is not self._training:
-                if not self._has_joined:
+                if not (self._has_joined or exchange.is_again):
                     self.rows.append(Row(len(self.rows) + 1))
                 self._training, self._has_joined = exchange, False
             row = self.rows[-1]
             row.asked, row.answered, row.lost = exchange.asked, exchange.answered, exchange.lost
-            row.failed, row.train = {**row.failed, **exchange.failed}, exchange.metrics
+            row.failed, row.train = dict(exchange.failed), exchange.metrics
             self._lost = exchange.silent
         elif not self.rows:
             return
         elif exchange.kind == "evaluate":
-            self.rows[-1].evaluation = exchange.metrics
+            row = self.rows[-1]
+            row.evaluation, row.evaluation_failed = exchange.metrics, dict(exchange.failed)
         elif exchange.is_over and exchange.kind in STEPS:
             self._lost |= exchange.silent
             self.rows[-1].lost = len(self._lost)
@@ -65,6 +68,7 @@ class History:
             row.up_bytes += exchange.up_bytes
             row.down_bytes += exchange.down_bytes
             row.seconds += exchange.seconds
+            row.left_out = sorted({*row.left_out, *exchange.left_out})
             if self.link is not None:
                 spent = 8 * exchange.link_bytes / (1e6 * self.link)
                 row.link_seconds = (row.link_seconds or 0.0) + spent
@@ -82,22 +86,30 @@ class History:
         row.abandoned = report.abandoned or None
         row.profile = getattr(report, "profile", None)
         row.decided(getattr(report, "course", None))
-        failed = {n: why for n, why in report.dropped.items() if not why.startswith(NO_ANSWER)}
-        row.failed = {**row.failed, **failed}
+        for node, reason in report.dropped.items():
+            if not reason.startswith(NO_ANSWER):
+                row.failed[node] = reason.removeprefix("failed: ")
 
     def tested(self, number: int, metrics: dict[str, float]) -> None:
-        """Take in what the model after a round is worth."""
-        for row in self.rows:
-            if row.round == number:
-                row.test = metrics
+        """Take in what the model after a round is worth; the round is the newest if it trained."""
+        if self._training is None or number != (self._training.server_round or len(self.rows)):
+            return
+        row = self.rows[-1]
+        row.test = {name: value for name, value in metrics.items() if math.isfinite(value)}
+        row.left_out = sorted({*row.left_out, *(metrics.keys() - row.test.keys())})
 
     def failures(self) -> Counter[str]:
-        """How often clients failed for each reason, in its last line: that of a traceback says what
-        was raised."""
-        reasons = (why for row in self.rows for why in row.failed.values())
-        return Counter(
-            (reason.strip().splitlines() or ["no reason given"])[-1] for reason in reasons
-        )
+        """How often trainings failed for each reason, in its last line: that of a traceback says
+        what was raised."""
+        return _counted(why for row in self.rows for why in row.failed.values())
+
+    def evaluation_failures(self) -> Counter[str]:
+        """Like `failures`, of evaluations."""
+        return _counted(why for row in self.rows for why in row.evaluation_failed.values())
+
+    def left_out(self) -> list[str]:
+        """The metrics of which some were NaN or infinite."""
+        return sorted({name for row in self.rows for name in row.left_out})
 
     def summary(self) -> dict[str, Any]:
         """The figures of the whole run."""
@@ -109,6 +121,7 @@ class History:
             for row in self.rows
             if row.session_up_bytes is not None
         ]
+        links = [row.link_seconds for row in self.rows if row.link_seconds is not None]
         return {
             "name": self.name,
             "rounds": len(self.rows),
@@ -117,8 +130,10 @@ class History:
             "up_bytes": sum(row.up_bytes for row in self.rows),
             "down_bytes": sum(row.down_bytes for row in self.rows),
             "upload_bytes": sum(bodies) if bodies else None,
+            "upload_budget": self.budget,
             "download_bytes": sum(downloads) if downloads else None,
             "session_bytes": sum(sessions) if sessions else None,
+            "link_seconds": sum(links) if links else None,
             "answered": sum(row.answered for row in self.rows),
             "lost": sum(row.lost for row in self.rows),
             "failed": sum(len(row.failed) for row in self.rows),
@@ -148,6 +163,8 @@ class History:
             for row in self.rows:
                 values = [getattr(row, name) for name in plain]
                 values[plain.index("failed")] = len(row.failed)
+                values[plain.index("evaluation_failed")] = len(row.evaluation_failed)
+                values[plain.index("left_out")] = " ".join(row.left_out)
                 cells = (name.partition(".") for name in measured)
                 values += [getattr(row, what).get(name) for what, _, name in cells]
                 writer.writerow(["" if value is None else value for value in values])
@@ -155,6 +172,10 @@ class History:
 
 
 _MEASURED = ("train", "evaluation", "test")
+
+
+def _counted(reasons: Iterable[str]) -> Counter[str]:
+    return Counter((reason.strip().splitlines() or ["no reason given"])[-1] for reason in reasons)
 
 
 def _replace(path: Path, text: str) -> None:

@@ -14,6 +14,7 @@ Where clients outnumber what examples can be dealt to them, they draw theirs wit
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -39,13 +40,21 @@ class Partition:
     def __post_init__(self) -> None:
         if self.kind not in _KINDS:
             raise ConfigurationError(f"no partition {self.kind!r}; known are {', '.join(_KINDS)}")
-        if self.kind in _USUAL and not self.amount > 0:
-            raise ConfigurationError(f"{self.kind}:{self.amount:g}, where more than 0 is due")
+        if self.kind in _USUAL and not 0 < self.amount < math.inf:
+            raise ConfigurationError(
+                f"{self.kind}:{self.amount:g}, where a finite number of more than 0 is due"
+            )
+        if self.kind == "shards" and self.amount != int(self.amount):
+            raise ConfigurationError(
+                f"shards:{self.amount:g}, where a whole number of 1 or more is due"
+            )
 
     @classmethod
     def parse(cls, text: str) -> Partition:
         """As typed, kind or kind:amount; raises ConfigurationError."""
         kind, colon, amount = text.partition(":")
+        if colon and kind in _KINDS and kind not in _USUAL:
+            raise ConfigurationError(f"partition {text!r}: {kind} takes no number")
         try:
             return cls(kind, float(amount) if colon else _USUAL.get(kind, 0.0))
         except ValueError as exc:
@@ -67,7 +76,7 @@ class Partition:
             sizes = LEAST + _whole(rng.dirichlet([self.amount] * clients) * spare, spare)
             return [np.sort(part) for part in np.split(order, np.cumsum(sizes)[:-1])]
         if self.kind == "shards":
-            each = max(1, round(self.amount))
+            each = int(self.amount)
             by_class = order[np.argsort(labels[order], kind="stable")]
             shards = np.array_split(by_class, clients * each)
             hands = rng.permutation(clients * each).reshape(clients, each)
@@ -105,7 +114,7 @@ class Partition:
             if self.kind == "dirichlet":
                 shares = rng.dirichlet([self.amount] * classes.size)
             elif self.kind == "shards":
-                count = min(classes.size, max(1, round(self.amount)))
+                count = min(classes.size, int(self.amount))
                 shares = np.zeros(classes.size)
                 shares[rng.choice(classes.size, count, replace=False)] = 1 / count
             drawn = rng.choice(classes.size, LEAST, p=shares)

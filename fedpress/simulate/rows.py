@@ -17,9 +17,10 @@ class Row:
     the compressed bodies alone, None where nothing of fedpress was in the run, as `nmse` and
     `model`; `session_up_bytes` and `session_down_bytes` of the messages of a masked round's
     session, bodies not among them, and `abandoned` why it gave no sum. A client that was lost at
-    any of its steps counts as lost. `profile` names the compressor, `policies` says why auto
-    changed it, and `progress` what a probe measured. `link_seconds`: how long the slowest client's
-    transfers take on the link asked for.
+    any of its steps counts as lost. `failed` says by node why a training failed, and
+    `evaluation_failed` why an evaluation did. `profile` names the compressor, `policies` says why
+    auto changed it, and `progress` what a probe measured. `link_seconds`: how long the slowest
+    client's transfers take on the link asked for.
 
     In a run of a task's file all attempts at the round count together: `up_bytes` are uploads with
     their headers, `down_bytes` the models that went down, coded or plain, and `download_bytes`
@@ -50,6 +51,9 @@ class Row:
     """What a private task has spent so far, by the device that took part most often."""
     privacy: str | None = None
     """The same in words, and against whom it holds."""
+    evaluation_failed: dict[int, str] = field(default_factory=dict)
+    left_out: list[str] = field(default_factory=list)
+    """Metrics of which some were NaN or infinite, which are in no mean."""
     train: dict[str, float] = field(default_factory=dict)
     evaluation: dict[str, float] = field(default_factory=dict)
     """As clients measured it."""

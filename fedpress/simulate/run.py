@@ -10,7 +10,8 @@ import random
 import re
 import shutil
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,8 +23,9 @@ from rich.console import Console
 from threadpoolctl import threadpool_limits
 
 from fedpress.callbacks import Callback, Delivery, Result
+from fedpress.command_line import read
 from fedpress.simulate import flower_runtime as runtime
-from fedpress.simulate.apps import ROUNDS, FlowerApp, TrainerApp, parse_app
+from fedpress.simulate.apps import ROUNDS, FlowerApp, TrainerApp, parse_app, sources
 from fedpress.simulate.engines import Engine, LocalEngine, ProcessEngine, Run
 from fedpress.simulate.grid import Chance, Exchange, SimulatedGrid
 from fedpress.simulate.history import History, draw
@@ -31,16 +33,17 @@ from fedpress.simulate.partition import Partition
 from fedpress.simulate.replies import Record
 from fedpress.simulate.rows import Row
 from fedpress.simulate.screen import Screen, print_summary
+from fedpress.simulate.settings import OF_A_FLOWER_APP
 from fedpress.simulate.settings import Settings as Settings
 from fedpress.simulate.tasks import Task
 from fedpress_client import MaskingRules
 from fedpress_flower import envelope
 from fedpress_flower.client import SEED, STATE_DIR
 from fedpress_flower.server import FedpressStrategy, MaskedStrategy, Plan
-from fedpress_protocols.errors import ConfigurationError, FedpressError
+from fedpress_protocols.errors import ConfigurationError, FedpressError, IncompatiblePlan
 from fedpress_protocols.messages import DownlinkTerms, RoundStatus
 from fedpress_protocols.plan import LEAST_MASKED
-from fedpress_protocols.policies import Auto
+from fedpress_protocols.policies import Auto, automatic
 from fedpress_protocols.signatures import DeviceKey
 from fedpress_strategies import Strategy, from_config
 
@@ -48,6 +51,7 @@ TASK = "simulation"
 _RUN_NAME = re.compile(r"\w(?:[\w .,%+=-]{0,62}[\w%])?")
 _SETTINGS, _REPLIES, _SERVER = "settings.json", "replies", "server"
 _CALLBACKS = "callbacks.json"
+_DIGEST = "_sha256"
 
 
 def simulate(
@@ -64,20 +68,16 @@ def simulate(
     the run is complete. `callbacks`, by a name for warnings, receive each round once, over stops.
     The server of a task's file has its console open, and stays, where `shown` prints its address.
     Raises ConfigurationError; KeyboardInterrupt leaves all as it was to be."""
-    folder = (out / "run").absolute()
-    _check(settings, folder, fresh)
+    folder, identity = (out / "run").absolute(), _identity(settings)
+    _check(settings, identity, folder, fresh)
     delivery = Delivery(callbacks or {}, folder / _CALLBACKS, f"the run {name!r}")
     if settings.task is not None:
-        return _of_task(settings, out, folder, name, screen, delivery, shown)
-    history = History(name, dataclasses.asdict(settings), link=settings.link)
-    apps, server_app = _apps(settings, folder, history)
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / _SETTINGS).write_text(
-        json.dumps(dataclasses.asdict(settings), indent=2), encoding="utf-8"
-    )
-    config: dict[str, Any] = {SEED: settings.seed, STATE_DIR: str(folder / "clients")}
-    if isinstance(apps, FlowerApp):
-        config = {**apps.configured(settings.run_config, settings.rounds), **config}
+        return _of_task(settings, identity, out, folder, name, screen, delivery, shown)
+    history = History(name, identity, link=settings.link)
+    apps, server_app, config = _apps(settings, folder, history)
+    if isinstance(apps, TrainerApp) and settings.auto is not None:
+        history.budget = settings.auto.upload_bytes
+    _begin(folder, identity)
     rounds = int(config.get(ROUNDS, settings.num_rounds))
     run = Run(apps, settings.clients, settings.run_id, config, folder)
     started = time.monotonic()
@@ -108,6 +108,8 @@ def simulate(
             _engine(settings, run).run(partial(served, record))
         history.complete = True
         undelivered.deliver()
+        if screen is not None:
+            screen.finish(history)
     finally:
         history.seconds = time.monotonic() - started
         history.write(out)
@@ -136,6 +138,7 @@ def _result(history: History) -> Result:
 
 def _of_task(
     settings: Settings,
+    identity: dict[str, Any],
     out: Path,
     folder: Path,
     name: str,
@@ -147,12 +150,11 @@ def _of_task(
     from fedpress.simulate.server_task import ServerTask
     from fedpress.simulate.site import Site
 
-    history = History(name, dataclasses.asdict(settings), link=settings.link)
+    history = History(name, identity, link=settings.link)
     run = ServerTask.prepare(settings, folder)
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / _SETTINGS).write_text(
-        json.dumps(dataclasses.asdict(settings), indent=2), encoding="utf-8"
-    )
+    auto = automatic(run.config.policies)
+    history.budget = None if auto is None else auto.upload_bytes
+    _begin(folder, identity)
     started = time.monotonic()
     delivery.begin(name, history.settings)
 
@@ -184,7 +186,8 @@ def sweep(
     callbacks: Mapping[str, Callback] | None = None,
 ) -> list[History]:
     """A run for each of `variations`, settings that differ and a `name`; each in a folder of its
-    own. Those that are complete are not run again."""
+    own. Those that are complete are not run again; all others are checked before the first one
+    runs."""
     asked: dict[str, Settings] = {}
     for number, changes in enumerate(variations, 1):
         name = str(changes.get("name", number))
@@ -199,40 +202,97 @@ def sweep(
                 f"two runs of the sweep have the name {name!r}; give each its own"
             )
         rest = {key: value for key, value in changes.items() if key != "name"}
-        asked[name] = Settings.parse({**dataclasses.asdict(settings), **rest})
+        with _naming(name):
+            asked[name] = Settings.parse({**dataclasses.asdict(settings), **rest})
+    done: dict[str, History | None] = {}
+    for name, own in asked.items():
+        with _naming(name):
+            done[name] = None if fresh else _finished(out / name, name, own)
+            if done[name] is None:
+                check(own)
     histories = []
     for name, own in asked.items():
-        done = None if fresh else _finished(out / name, name, own)
-        histories.append(
-            done
-            or simulate(own, out / name, name=name, fresh=fresh, screen=screen, callbacks=callbacks)
-        )
+        with _naming(name):
+            histories.append(
+                done[name]
+                or simulate(
+                    own, out / name, name=name, fresh=fresh, screen=screen, callbacks=callbacks
+                )
+            )
     return histories
 
 
+@contextmanager
+def _naming(name: str) -> Iterator[None]:
+    """Have an error say which run of a sweep it is about."""
+    try:
+        yield
+    except ConfigurationError as exc:
+        raise type(exc)(f"the sweep's run {name!r}: {exc.detail}", hint=exc.hint) from exc
+
+
+def check(settings: Settings) -> None:
+    """Make what the run would make before its first round; raises ConfigurationError."""
+    if settings.task is None:
+        _apps(settings, Path(), History("", {}))
+        return
+    from fedpress.simulate.server_task import ServerTask
+
+    ServerTask.prepare(settings, Path())
+
+
+def _identity(settings: Settings) -> dict[str, Any]:
+    """The settings, and a digest of each file that they name: a run with a changed file is another.
+    Raises ConfigurationError for a file that cannot be read, or an app that cannot be loaded."""
+    files = {
+        "task": [] if settings.task is None else [Path(settings.task)],
+        "model": [] if settings.model is None else [Path(settings.model)],
+        "app": [] if settings.app is None else sources(settings.app),
+    }
+    digests = {f"{name}{_DIGEST}": _digest(paths) for name, paths in files.items() if paths}
+    return {**dataclasses.asdict(settings), **digests}
+
+
+def _digest(files: Iterable[Path]) -> str:
+    whole = hashlib.sha256()
+    for file in files:
+        whole.update(hashlib.sha256(read(file)).digest())
+    return whole.hexdigest()
+
+
+def _begin(folder: Path, identity: dict[str, Any]) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / _SETTINGS).write_text(json.dumps(identity, indent=2), encoding="utf-8")
+
+
 def _finished(out: Path, name: str, settings: Settings) -> History | None:
-    """The history of a run of these very settings that is complete."""
-    path = out / "history.json"
-    if not path.exists():
+    """The history of a run of these very settings and files that is complete; None if there is
+    none that can be read."""
+    identity = _identity(settings)
+    try:
+        document = json.loads((out / "history.json").read_bytes())
+        if document["settings"] != identity or not document["complete"]:
+            return None
+        rows = [Row(**row) for row in document["history"]]
+        for row in rows:  # whose keys JSON has made text
+            row.failed = {int(node): reason for node, reason in row.failed.items()}
+            failed = row.evaluation_failed
+            row.evaluation_failed = {int(node): reason for node, reason in failed.items()}
+        return History(
+            name,
+            document["settings"],
+            rows,
+            settings.link,
+            document["seconds"],
+            True,
+            document.get("reason", ""),
+            document.get("upload_budget"),
+        )
+    except (OSError, ValueError, TypeError, KeyError, AttributeError):
         return None
-    document = json.loads(path.read_text(encoding="utf-8"))
-    if document["settings"] != dataclasses.asdict(settings) or not document["complete"]:
-        return None
-    rows = [Row(**row) for row in document["history"]]
-    for row in rows:  # whose keys JSON has made text
-        row.failed = {int(node): reason for node, reason in row.failed.items()}
-    return History(
-        name,
-        document["settings"],
-        rows,
-        settings.link,
-        document["seconds"],
-        True,
-        document.get("reason", ""),
-    )
 
 
-def _check(settings: Settings, folder: Path, fresh: bool) -> None:
+def _check(settings: Settings, identity: dict[str, Any], folder: Path, fresh: bool) -> None:
     """See that `folder` is a run of these settings that was stopped, or none; make it none if asked
     to, or if it never came to a reply. Raises ConfigurationError."""
     replies = folder / _REPLIES
@@ -246,9 +306,19 @@ def _check(settings: Settings, folder: Path, fresh: bool) -> None:
     if not folder.exists():
         return
     free = ("engine", "workers", "timeout", "link")
-    before = json.loads((folder / _SETTINGS).read_text(encoding="utf-8"))
-    now = dataclasses.asdict(settings)
-    other = [key for key in now if key not in free and before.get(key) != now[key]]
+    path = folder / _SETTINGS
+    try:
+        before = {**json.loads(path.read_bytes())}
+    except (OSError, ValueError, TypeError) as exc:
+        raise ConfigurationError(
+            f"{path}, of a run that was stopped, cannot be read: {exc}",
+            hint="add --fresh to start again, or give another --out",
+        ) from exc
+    keys = [key for key in identity if key not in free and before.get(key) != identity[key]]
+    other = [
+        f"content of {identity[key.removesuffix(_DIGEST)]}" if key.endswith(_DIGEST) else key
+        for key in keys
+    ]
     if other:
         raise ConfigurationError(
             f"{folder} is a run that was stopped, with another {', '.join(other)}",
@@ -281,24 +351,34 @@ def _gpus_for_each(settings: Settings) -> float:
     return 1 / (settings.workers or os.cpu_count() or 1) if torch.cuda.is_available() else 0.0
 
 
-def _apps(settings: Settings, folder: Path, history: History) -> tuple[Any, ServerApp]:
-    """The client app's maker, and the server app."""
+def _apps(
+    settings: Settings, folder: Path, history: History
+) -> tuple[FlowerApp | TrainerApp, ServerApp, dict[str, Any]]:
+    """The client app's maker, the server app, and the run's configuration."""
+    config: dict[str, Any] = {SEED: settings.seed, STATE_DIR: str(folder / "clients")}
     common = (TASK, settings.terms, settings.seed, settings.clients, str(folder / "clients"))
     rules = _rules(settings) if settings.secure else None
     if settings.app is not None:
         parsed = parse_app(settings.app)
         if isinstance(parsed, FlowerApp):
+            server_app = parsed.server_app()
             if settings.secure:
                 raise ConfigurationError(
                     "--secure is for built-in tasks and for trainers; a Flower app masks by itself",
                     hint="use MaskedStrategy and masking_mod in it, see docs/flower.md",
                 )
-            if settings.downlink:
+            if options := settings.changed(*OF_A_FLOWER_APP):
                 raise ConfigurationError(
-                    "--downlink is for built-in tasks and for trainers",
-                    hint="give FedpressStrategy a downlink in the app, see docs/flower.md",
+                    f"{options} cannot be combined with a Flower app, whose own code says that",
+                    hint="change the app, or set what it reads with --run-config",
                 )
-            return parsed, parsed.server_app()
+            config = {**parsed.configured(settings.run_config, settings.rounds), **config}
+            return parsed, server_app, config
+        if settings.run_config:
+            raise ConfigurationError(
+                f"--run-config is for a Flower app, and {settings.app} makes trainers",
+                hint="remove it",
+            )
         app = TrainerApp(*common, factory=settings.app, masking=rules)
     else:
         partition = Partition.parse(settings.partition)
@@ -307,7 +387,7 @@ def _apps(settings: Settings, folder: Path, history: History) -> tuple[Any, Serv
         )
         app = TrainerApp(*common, task=task, masking=rules)
     app.trainer(0)  # what cannot be made fails here, and not at every client
-    return app, _server_app(settings, app, history)
+    return app, _server_app(settings, app, history), config
 
 
 def _server_app(settings: Settings, app: TrainerApp, history: History) -> ServerApp:
@@ -321,6 +401,13 @@ def _server_app(settings: Settings, app: TrainerApp, history: History) -> Server
     }
     strategy: FedpressStrategy | MaskedStrategy
     if settings.secure:
+        asked = max(1, int(settings.clients * settings.fraction))
+        if asked < LEAST_MASKED:
+            raise ConfigurationError(
+                f"--secure: a round asks {asked} clients, and no sum of fewer than {LEAST_MASKED} "
+                "is unmasked",
+                hint="raise --fraction or --clients",
+            )
         is_restricted = settings.method is None and "restricted" in app.honours
         strategy = MaskedStrategy(
             inner,
@@ -384,7 +471,23 @@ def _strategy(settings: Settings) -> Strategy | None:
         config = json.loads(settings.strategy) if is_json else {"id": settings.strategy}
     except ValueError as exc:
         raise ConfigurationError(f"--strategy is not JSON: {exc}") from exc
-    return from_config(config, settings.terms)
+    try:
+        strategy = from_config(config, settings.terms)
+    except ConfigurationError as exc:
+        form = (
+            "" if is_json else f'give its settings as JSON: {{"id": "{config["id"]}", NAME: ...}}'
+        )
+        raise type(exc)(f"--strategy: {exc.detail}", hint=exc.hint or form) from exc
+    terms = strategy.client_terms
+    others = [name for name in ("normalise", "personal") if getattr(terms, name)]
+    asked = sorted(terms.of_trainer) + others
+    if asked:
+        raise IncompatiblePlan(
+            f"--strategy {settings.strategy} asks of its clients {', '.join(asked)}, which "
+            "Flower's messages do not carry",
+            hint="name it in a task's file, and simulate that with --task",
+        )
+    return strategy
 
 
 def _rules(settings: Settings) -> MaskingRules:
@@ -417,6 +520,8 @@ def run(
             "--ui shows the server of one task, which only --task FILE without --sweep runs",
             hint="write a task's file and give it by --task, or leave --ui out",
         )
+    if json_file is not None:
+        _check_writable(json_file)
     with Screen(console) as screen:
         begin = partial(simulate, fresh=fresh, screen=screen, callbacks=callbacks)
         if sweep_file is None:
@@ -426,11 +531,9 @@ def run(
             histories = sweep(
                 settings, variations, out, fresh=fresh, screen=screen, callbacks=callbacks
             )
-        screen.finish(histories[-1])
     if json_file is not None:
         document = [json.loads(history.to_json()) for history in histories]
         whole = document if sweep_file is not None else document[0]
-        json_file.parent.mkdir(parents=True, exist_ok=True)
         json_file.write_text(json.dumps(whole, indent=2) + "\n", encoding="utf-8")
     if plot:
         draw(histories, out / "accuracy.png")
@@ -442,6 +545,18 @@ def run(
             hint="the reasons are above, and all of them in the history",
         )
     return histories
+
+
+def _check_writable(path: Path) -> None:
+    """Make the file's folder, and raise ConfigurationError if the file could not be written."""
+    is_new = not path.exists()
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.open("ab").close()
+    except OSError as exc:
+        raise ConfigurationError(f"--json: {path} cannot be written: {exc.strerror}") from exc
+    if is_new:
+        path.unlink()
 
 
 def _variations(path: Path) -> list[dict[str, Any]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -128,6 +128,8 @@ class Screen:
                 parts.append(f"nmse {row.nmse:.3f}")
             if row.epsilon is not None:
                 parts.append(f"epsilon {row.epsilon:.3g}")
+            if row.link_seconds is not None:
+                parts.append(f"link {row.link_seconds:,.2f} s")
             self._console.print("  ".join(parts), highlight=False)
             if row.policies:
                 self._console.print(f"{history.name}: {' ' * 9} {row.policies}", highlight=False)
@@ -135,14 +137,18 @@ class Screen:
 
 
 def print_summary(console: Console, histories: Sequence[History], out: Path) -> None:
-    """A line for each run, and where the files are."""
+    """A line for each run, and where the files are. "link, s" is what the transfers of all rounds
+    would take on the link asked for."""
     table = Table(title="Simulation", title_justify="left")
     table.add_column("", no_wrap=True)
-    for name in ("rounds", "accuracy", "up, kB", "bodies, kB", "down, kB", "failed", "lost", "s"):
+    names = ["rounds", "accuracy", "up, kB", "bodies, kB", "down, kB", "failed", "lost", "s"]
+    has_link = any(history.link is not None for history in histories)
+    for name in [*names, *(["link, s"] if has_link else [])]:
         table.add_column(name, justify="right")
     for history in histories:
         figures = history.summary()
         accuracy, bodies = figures["accuracy"], figures["upload_bytes"]
+        spent = figures["link_seconds"]
         table.add_row(
             history.name,
             str(figures["rounds"]),
@@ -153,6 +159,7 @@ def print_summary(console: Console, histories: Sequence[History], out: Path) -> 
             str(figures["failed"]),
             str(figures["lost"]),
             f"{figures['seconds']:.0f}",
+            *(["-" if spent is None else f"{spent:,.1f}"] if has_link else []),
         )
     console.print(table)
     for history in histories:
@@ -161,7 +168,24 @@ def print_summary(console: Console, histories: Sequence[History], out: Path) -> 
             console.print(told, highlight=False, soft_wrap=True)
         if history.reason:
             console.print(f"{history.name} ended early: {history.reason}", highlight=False)
-        for reason, count in history.failures().most_common(_REASONS):
-            line = f"{history.name}: {count} failed: {reason}"
+        for line in _remarks(history):
+            line = f"{history.name}: {line}"
             console.print(line, highlight=False, markup=False, soft_wrap=True)
     console.print(f"files: {out.resolve()}", highlight=False, soft_wrap=True)
+
+
+def _remarks(history: History) -> Iterator[str]:
+    """Failures, metrics left out and an exceeded budget, a line each."""
+    for reason, count in history.failures().most_common(_REASONS):
+        yield f"{count} failed: {reason}"
+    for reason, count in history.evaluation_failures().most_common(_REASONS):
+        yield f"{count} {'evaluations' if count > 1 else 'evaluation'} failed: {reason}"
+    if history.left_out():
+        yield f"not finite, left out: {', '.join(history.left_out())}"
+    spent = history.summary()["upload_bytes"] or 0
+    if history.budget is not None and spent > history.budget:
+        yield f"upload_bytes exceeded: {_kilobytes(spent)} of {_kilobytes(history.budget)}"
+
+
+def _kilobytes(number: int) -> str:
+    return f"{number / 1e3:,.1f} kB"

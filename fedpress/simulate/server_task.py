@@ -14,6 +14,7 @@ import random
 import secrets
 import ssl
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -23,16 +24,17 @@ import httpx
 import numpy as np
 from anyio.from_thread import BlockingPortal, start_blocking_portal
 
-from fedpress.command_line import needs, read
+from fedpress.command_line import needs
 from fedpress.operator import Operator
 from fedpress.simulate.apps import FlowerApp, TrainerApp, parse_app
 from fedpress.simulate.partition import Partition
 from fedpress.simulate.rows import Row, committed, row_of
 from fedpress.simulate.settings import Settings
 from fedpress.simulate.tasks import Task
-from fedpress.task_file import checked, task_config
+from fedpress.task_file import checked, read_model, task_config
 from fedpress_client import Client, Event, MaskingRules
 from fedpress_client.events import (
+    AssignmentDeclined,
     DeviceEnrolled,
     ReceiptReceived,
     SessionAdvanced,
@@ -62,6 +64,8 @@ except ModuleNotFoundError as exc:
 _URL = "http://fedpress.simulation"
 _BEGINNING = 1_800_000_000.0
 _SHORTEST_STEP, _LONGEST_STEP = 0.05, 3600.0
+_LONGEST_IDLE = 86_400.0
+"""Of the simulated clock, beyond two rounds, until a task that no device works for is ended."""
 _FOLD_SECONDS = 0.002
 _PROGRESS = (
     DeviceEnrolled,
@@ -114,14 +118,18 @@ class _LostError(BaseException):
 
 @dataclass
 class _Device:
-    """One simulated device: `is_lost` until the round's attempt has ended that it was lost in."""
+    """One simulated device: `is_lost` until the round's attempt has ended that it was lost in.
+    `declined` counts what all devices declined, by reason."""
 
+    declined: Counter[str]
     client: Client = field(init=False)
     is_lost: bool = False
     has_worked: bool = False
 
     def on_event(self, event: Event) -> None:
         self.has_worked |= isinstance(event, _PROGRESS)
+        if isinstance(event, AssignmentDeclined):
+            self.declined[event.reason] += 1
 
 
 @dataclass(frozen=True)
@@ -157,21 +165,28 @@ class ServerTask:
     config: TaskConfig
     _reported: int = 0
     _random: random.Random = field(default_factory=random.Random)
+    _declined: Counter[str] = field(default_factory=Counter)
 
     @classmethod
     def prepare(cls, settings: Settings, folder: Path) -> ServerTask:
-        """Read and check everything; raises ConfigurationError as the server would."""
+        """Read and check everything; raises ConfigurationError as the server would, and for
+        conditions that no simulated device can meet."""
         if settings.task is None:
             raise ConfigurationError("no task's file was named")
         path = Path(settings.task)
         app = _trainers(settings, folder, task_config(path))
-        initial = (
-            Model.from_bytes(read(Path(settings.model))) if settings.model else app.initial_model()
-        )
+        initial = _initial_model(settings, app)
         model = Model.from_bytes(initial.to_bytes())
         config = checked(path, model).config
         if config.seed is None:
             config = config.model_copy(update={"seed": settings.seed})
+        unmet = [name for name in ("eligible", "members") if getattr(config, name)]
+        if unmet:
+            raise ConfigurationError(
+                f"{path}: {' and '.join(unmet)} cannot be simulated: the devices have no "
+                "attributes, and ids that are drawn when they enrol",
+                hint="leave it out of the file that is simulated",
+            )
         if config.cohort.minimum > settings.clients:
             raise ConfigurationError(
                 f"{path}: a round needs {config.cohort.minimum} uploads at least, and --clients is "
@@ -215,10 +230,13 @@ class ServerTask:
             def tick() -> None:
                 portal.call(app.services.scheduler.tick)
 
-            self._drive(devices, operator, clock, tick, closed)
+            idle = self._drive(devices, operator, clock, tick, closed)
             if site is not None:
                 site.stay()
-            return operator.task(self.config.task).reason
+            reasons = [idle, operator.task(self.config.task).reason]
+        if any(reasons):
+            reasons += [f"{count} declined: {why}" for why, count in self._declined.most_common(1)]
+        return "; ".join(filter(None, reasons))
 
     def _drive(
         self,
@@ -227,10 +245,12 @@ class ServerTask:
         clock: Clock,
         tick: Callable[[], None],
         closed: Callable[[Row, list[RoundStatus]], None],
-    ) -> None:
-        """Let devices take turns until the task has ended and each has settled its account."""
+    ) -> str:
+        """Let devices take turns until the task has ended and each has settled its account, or
+        until none has had anything to do for long; returns the reason in that case."""
         going, step = list(devices), _SHORTEST_STEP
-        newest = ("", 0, 0)
+        newest, idle_since = ("", 0, 0), clock()
+        longest_idle = _LONGEST_IDLE + 2 * self.config.round_seconds
         while going:
             self._random.shuffle(going)
             for device in going:
@@ -262,12 +282,22 @@ class ServerTask:
                 clock.advance(step)
                 step = min(2 * step, _LONGEST_STEP)
                 tick()
+                if clock() - idle_since > longest_idle:
+                    self._report(operator, closed, but=0)
+                    if operator.task(self.config.task).state == "paused":
+                        return ""
+                    return (
+                        f"no device had anything to do for {longest_idle / 3600:,.0f} hours of the "
+                        f"simulated clock, in round {newest[1]}"
+                    )
             else:
+                idle_since = clock()
                 step = min(pauses, default=_SHORTEST_STEP)
                 clock.advance(_SHORTEST_STEP)
                 tick()
             newest = now
         self._report(operator, closed, but=0)
+        return ""
 
     def _settled(self, operator: Operator) -> RoundStatus | None:
         """The newest attempt, once the server has no model to make: its clock stands still while it
@@ -319,7 +349,7 @@ class ServerTask:
                 state = self.folder / "clients" / str(index)
                 seed = client_seed(self.settings.seed, index)
                 trainer = _Fragile(self.app.trainer(index), self.settings.dropout, seed)
-                device = _Device()
+                device = _Device(self._declined)
                 device.client = Client(
                     _URL,
                     trainer if self.settings.dropout else trainer.trainer,
@@ -369,6 +399,36 @@ def _trainers(settings: Settings, folder: Path, config: TaskConfig) -> TrainerAp
             hint="give --app module:factory of trainers, or remove --task",
         )
     return TrainerApp(*common, factory=settings.app)
+
+
+def _initial_model(settings: Settings, app: TrainerApp) -> Model:
+    """The file's that --model names, or the trainers' own; raises ConfigurationError for a file of
+    other tensors than the trainers'."""
+    if settings.model is None:
+        return app.initial_model()
+    model = read_model(Path(settings.model))
+    if app.task is None and getattr(app.trainer(0), "initial_model", None) is None:
+        return model
+    own, whose = app.initial_model().spec, f"the model of {settings.app or settings.data}"
+    hint = "give a model of the trainers' tensors, or leave --model out"
+    if own.size != model.spec.size:
+        raise ConfigurationError(
+            f"{whose} has {own.size:,} parameters, and {settings.model} has {model.spec.size:,}",
+            hint=hint,
+        )
+    has, named = ({t.name: t.shape for t in spec.tensors} for spec in (own, model.spec))
+    other = [name for name, shape in has.items() if named.get(name) != shape]
+    if other:
+        raise ConfigurationError(
+            f"tensor {other[0]!r} is of shape {has[other[0]]} in {whose}, and "
+            f"{_shape(named.get(other[0]))} in {settings.model}",
+            hint=hint,
+        )
+    return model
+
+
+def _shape(shape: tuple[int, ...] | None) -> str:
+    return "missing" if shape is None else f"of shape {shape}"
 
 
 def _key(state: Path, seed: int, index: int) -> DeviceKey:

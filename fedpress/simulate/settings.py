@@ -15,7 +15,7 @@ from pydantic import ValidationError
 from fedpress.compressor_option import auto_from_option, compressor_from_option
 from fedpress_compression.compressor import Compressor
 from fedpress_protocols.defaults import masked_default
-from fedpress_protocols.errors import ConfigurationError
+from fedpress_protocols.errors import ConfigurationError, IncompatiblePlan
 from fedpress_protocols.masking.graph import COMPLETE_UP_TO
 from fedpress_protocols.plan import MaskingTerms, PhaseTerms, TrainingTerms, parsed
 from fedpress_protocols.policies import Auto
@@ -37,6 +37,13 @@ _OF_THE_TASK = (
     ),
     *("timeout", "local_epochs", "local_steps", "batch_size", "learning_rate"),
 )
+OF_A_FLOWER_APP = (
+    *("compressor", "downlink", "strategy", "fraction"),
+    *("local_epochs", "local_steps", "batch_size", "learning_rate"),
+)
+"""Options that a Flower app sets in its own code."""
+_LONGEST_TIMEOUT = 2**31
+"""Seconds."""
 ENGINES = ("local", "processes", "ray")
 
 
@@ -79,12 +86,19 @@ class Settings:
             raise ConfigurationError(f"--rounds must be at least 1, not {self.rounds}")
         if self.engine not in ENGINES:
             raise ConfigurationError(f"no engine {self.engine!r}; known are {', '.join(ENGINES)}")
-        if self.link is not None and not self.link > 0:
-            raise ConfigurationError(f"--link must be more than 0 Mbit/s, not {self.link:g}")
+        if not 0 <= self.dropout < 1:
+            raise ConfigurationError(f"--dropout must lie in [0, 1), not {self.dropout:g}")
+        if self.link is not None and not 0 < self.link < math.inf:
+            raise ConfigurationError(
+                f"--link must be a finite number of more than 0 Mbit/s, not {self.link:g}"
+            )
         if not 0 <= self.seed < 2**31:
             raise ConfigurationError(f"--seed must lie in 0 to 2**31 - 1, not {self.seed}")
-        if not self.timeout > 0:
-            raise ConfigurationError(f"--timeout must be more than 0 s, not {self.timeout:g}")
+        if not 0 < self.timeout < _LONGEST_TIMEOUT:
+            raise ConfigurationError(
+                f"--timeout must be more than 0 s and less than {_LONGEST_TIMEOUT}, not "
+                f"{self.timeout:g}"
+            )
         if self.masking and not self.secure:
             raise ConfigurationError("--masking is for masked rounds", hint="add --secure")
         if self.downlink and self.secure:
@@ -96,13 +110,37 @@ class Settings:
             raise ConfigurationError("--model is a task's initial model", hint="add --task FILE")
         if self.task is not None:
             self._check_task()
+        self._check_effects()
+
+    def changed(self, *names: str) -> str:
+        """The options among `names` that are not at their default, as typed; empty if all are."""
+        usual = {each.name: each.default for each in dataclasses.fields(self)}
+        other = [name for name in names if getattr(self, name) != usual[name]]
+        return ", ".join(f"--{name.replace('_', '-')}" for name in other)
+
+    def _check_effects(self) -> None:
+        """Refuse what would have no effect beside the other options."""
+        if self.app is None and self.run_config:
+            raise ConfigurationError(
+                "--run-config is for a Flower app", hint="add --app, or remove --run-config"
+            )
+        # On Ray an app's clients may need a part of a GPU.
+        unread = ("data", "partition", *(("device",) if self.engine != "ray" else ()))
+        if self.app is not None and (options := self.changed(*unread)):
+            raise ConfigurationError(
+                f"{options} cannot be combined with --app, whose clients bring their own data and "
+                "training",
+                hint="remove one of them",
+            )
+        if self.engine == "local" and self.workers is not None:
+            raise ConfigurationError(
+                "--workers has no meaning with --engine local, which is one process",
+                hint="remove one of them",
+            )
 
     def _check_task(self) -> None:
         """Refuse what the task's file says, and what its own engine does not have."""
-        usual = {each.name: each.default for each in dataclasses.fields(self)}
-        other = [name for name in _OF_THE_TASK if getattr(self, name) != usual[name]]
-        if other:
-            options = ", ".join(f"--{name.replace('_', '-')}" for name in other)
+        if options := self.changed(*_OF_THE_TASK):
             raise ConfigurationError(
                 f"{options} cannot be combined with --task",
                 hint=f"remove it, and say it in {self.task} where that is the task's to say",
@@ -183,7 +221,11 @@ class Settings:
         if self.clients * self.fraction > COMPLETE_UP_TO:
             terms["dropout"] = max(MaskingTerms().dropout, self.dropout)
         terms |= asked
-        return parsed(MaskingTerms, json.dumps(terms))
+        try:
+            return parsed(MaskingTerms, json.dumps(terms))
+        except IncompatiblePlan as exc:
+            known = ", ".join(MaskingTerms.model_fields)
+            raise ConfigurationError(f"--masking: {exc.detail}", hint=f"known are {known}") from exc
 
     @property
     def run_id(self) -> int:

@@ -64,6 +64,11 @@ def test_a_server_is_backed_up_verified_restored_and_asked(
     assert "expected another" in refused.output
     assert "never restored" in said(fedpress("server", "restores", server=server))
     new = tmp_path / "new"
+    refused = fedpress("server", "restore", place, "--data-dir", str(new), "--key-id", "another")
+    assert isinstance(refused.exception, ConfigurationError)
+    assert refused.exception.detail.endswith(f"the server with key {key}, expected another")
+    assert "--key-id" in refused.exception.hint
+    assert not new.exists()
     told = said(fedpress("server", "restore", place, "--data-dir", str(new), "--key-id", key))
     assert "restore 1" in told
     assert "task digits: round 2.1 was open" in told

@@ -8,7 +8,13 @@ from pathlib import Path
 import pytest
 
 from fedpress_client.state import Identity, StateDirectory
-from fedpress_protocols.errors import ConfigurationError, Conflict, InvalidToken, NotFound
+from fedpress_protocols.errors import (
+    ConfigurationError,
+    Conflict,
+    InvalidToken,
+    MalformedRequest,
+    NotFound,
+)
 from fedpress_protocols.signatures import to_base64url
 from tests.devices import Device, Operator
 from tests.face.commands import Command, said
@@ -64,6 +70,15 @@ def test_devices_are_listed_shown_and_decided_on(
     for word in ("show", "approve", "reject", "revoke"):
         assert isinstance(fedpress("devices", word, "no/body").exception, NotFound)
     assert fedpress("devices", "list", "--state", "wild").exit_code == 2
+
+
+def test_a_name_cannot_rewrite_a_line(fedpress: Command, server: Server, clock: Clock) -> None:
+    token = said(fedpress("devices", "token", "create", "--uses", "9")).strip()
+    for name in (r"\u001b[1Gother", r"two\r\nlines", r"\u009b1G"):  # as JSON has them
+        with pytest.raises(MalformedRequest, match="name"):
+            Device(server, clock).enrol(token, name)
+    Device(server, clock).enrol(token, "K\u00fcche \u202eneppo")
+    assert "K\u00fcche \\u202eneppo" in said(fedpress("devices", "list"))
 
 
 @pytest.fixture

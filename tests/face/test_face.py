@@ -18,7 +18,7 @@ import pytest
 import fedpress
 from fedpress.cli import main
 from fedpress.cli.outcomes import FAILED, NO_ANSWER, WRONG_USE
-from fedpress.compressor_option import compressor_from_option
+from fedpress.compressor_option import auto_from_option, compressor_from_option
 from fedpress.demo.history import Curve, History
 from fedpress_compression.compressor import compressors
 from fedpress_compression.compressors.error_feedback import ErrorFeedback
@@ -27,6 +27,7 @@ from fedpress_compression.compressors.per_tensor import PerTensor
 from fedpress_compression.compressors.quantize import Quantize
 from fedpress_compression.compressors.topk import TopK
 from fedpress_protocols.errors import ConfigurationError, MissingExtra
+from fedpress_protocols.policies import Auto
 from fedpress_strategies import strategies
 from tests.processes import heed_ctrl_c
 
@@ -214,6 +215,42 @@ def test_a_compressor_that_is_not_one_is_refused() -> None:
         compressor_from_option("topk:fraction=2")
     with pytest.raises(ConfigurationError, match="is not JSON"):
         compressor_from_option('error_feedback:inner={"id": "topk", fraction')
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("topkk:fraction=0.1", "no compressor has the id 'topkk'; did you mean topk?"),
+        ("AUTO", "no compressor has the id 'AUTO'; did you mean auto?"),
+        ('{"id": "error_feedback", "inner": {"id": "randk"}}', "did you mean randomk?"),
+        ("nosuch", "no compressor has the id 'nosuch'; known are bernoulli, "),
+        ("none:x=1", "none takes no options, not x"),
+        ("topk:fraction=0.1,fraction=0.2", "fraction is there twice"),
+        ('{"id": "topk", "fraction": 0.1, "fraction": 0.2}', "fraction is there twice"),
+        ("topk:id=none", "id is there twice"),
+        ('{"fraction": 0.1}', "the object has no id"),
+        ("auto:gap=1", "auto cannot be given here"),
+    ],
+)
+def test_what_is_wrong_with_a_typed_compressor_is_named(text: str, said: str) -> None:
+    with pytest.raises(ConfigurationError) as error:
+        compressor_from_option(text)
+    assert said in error.value.detail
+    assert "upgrade" not in str(error.value)
+
+
+def test_terms_of_auto_can_be_typed() -> None:
+    assert auto_from_option("topk") is None
+    assert auto_from_option("auto") == Auto()
+    assert auto_from_option("auto:gap=1") == auto_from_option('{"id": "auto", "gap": 1}')
+    assert auto_from_option('{"id": "auto", "gap": 1}') == Auto(gap=1)
+    for text, said in {
+        "auto:nosuch=1": "--compressor: auto takes gap, upload_bytes, .*, not nosuch",
+        "auto:gap=1,gap=2": "--compressor: gap is there twice",
+        "auto:gap=0": "--compressor: auto: gap: must be more than 0, not 0",
+    }.items():
+        with pytest.raises(ConfigurationError, match=said):
+            auto_from_option(text)
 
 
 def test_a_history_of_nothing_is_still_json(tmp_path: Path) -> None:

@@ -49,6 +49,18 @@ def test_the_printed_task_is_one_that_a_server_takes() -> None:
     assert "not hidden  which devices take part" in printed
 
 
+def test_the_page_of_a_privacy_budget_shows_what_its_commands_print() -> None:
+    page = (Path(__file__).parents[2] / "docs/tutorials/privacy-budget.md").read_text()
+    shown = re.findall(r"```\n(fedpress privacy plan .*)\n```\n\n(?:```text\n([^`]*)```)?", page)
+    assert len(shown) == 3
+    for command, lines in shown:
+        printed = said(CliRunner().invoke(app, command.split()[1:]))
+        for line in lines.splitlines():
+            assert line == "..." or line in printed.splitlines()
+    (error,) = re.findall(r"error .*, (\S+) times the clip", printed)
+    assert f"It comes to {error} times the clip here" in page
+
+
 @pytest.mark.parametrize(
     ("lane", "against", "more"),
     [

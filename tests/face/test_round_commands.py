@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import re
 
 import httpx
 import numpy as np
 import pytest
 
+from fedpress.cli import rounds
 from fedpress.cli.outcomes import FAILED
+from fedpress.cli.tables import size
 from fedpress_protocols.errors import Conflict, NotFound, TransportError
 from fedpress_protocols.messages import RoundStatus
 from fedpress_protocols.model import Model
@@ -30,16 +33,18 @@ def trainer(server: Server, clock: Clock) -> Device:
     evaluation = {"metric": "accuracy", "goal": "highest", "group_by": "region"}
     cohort = {"size": 1, "minimum": 1}
     operator.begin(MODEL, rounds=4, cohort=cohort, max_attempts=5, evaluation=evaluation)
+    other.json("DELETE", f"/v1/assignments/{other.assignment('digits').assignment}")
     for number in range(3):
         if number == 2:
             operator.post("/v1/admin/tasks/digits/abort-round", {"detail": "to see it"})
         told = trainer.check_in("digits", include_one(trainer, MODEL, value=number + 1), wait=30)
         assert told is not None
+        others = {"a_share": 0.5, "a_size": 0.5} if number == 1 else {}
         for device, region, accuracy in ((trainer, "north", 0.9), (other, "south", 0.8)):
             report = {
                 "model": told.task.model,
                 "num_examples": 10,
-                "metrics": {"accuracy": accuracy},
+                "metrics": {"accuracy": accuracy} | others,
                 "attributes": {"region": region},
             }
             device.json("POST", "/v1/tasks/digits/evaluations", json.dumps(report))
@@ -51,13 +56,24 @@ def test_attempts_are_listed_the_newest_first(fedpress: Command) -> None:
     assert [line.split()[0] for line in lines] == ["round", "4.1", "3.2", "3.1", "2.1", "1.1"]
     assert lines[3].endswith("aborted to see it")
     assert "accuracy 0.85" in lines[2]
+    assert "accuracy 0.85, a_share 0.5" in lines[4]  # the task's own metric before others
+    assert "a_size" not in lines[4]
     assert "\x1b" not in "".join(lines)
     page = json.loads(said(fedpress("round", "list", "digits", "--limit", "2", "--json")))
     assert [(each["round"], each["attempt"]) for each in page] == [(4, 1), (3, 2)]
     assert len(page[1]["model"]) == 64
+    up = f"{size(page[1]['upload_bytes'])}  {size(page[1]['download_bytes'])}"  # both of bodies
+    assert re.sub(" +", " ", up) in re.sub(" +", " ", lines[2])
     before = json.loads(said(fedpress("round", "list", "digits", "--before", "3", "--json")))
     assert [each["round"] for each in before] == [2, 1]
     assert "no round before" in said(fedpress("round", "list", "digits", "--before", "1"))
+
+
+def test_messages_of_a_masked_session_are_among_the_bytes_up(server: Server) -> None:
+    (attempt,) = Operator(server).get("/v1/tasks/digits/rounds?limit=1")
+    session = {"began": 1, "answered": {}, "message_bytes": 3000}
+    whole = {**attempt, "upload_bytes": 5000, "wire_upload_bytes": 9000, "session": session}
+    assert rounds._row(RoundStatus.model_validate(whole), "accuracy")[3] == size(8000)
 
 
 def test_a_round_is_shown_with_what_was_measured(fedpress: Command) -> None:

@@ -245,6 +245,15 @@ def test_a_strategy_is_judged_alike_with_and_without_the_model(
     assert check(file).exit_code == check(file, "--model", str(model)).exit_code
 
 
+@pytest.mark.parametrize("length", ["local_epochs", "local_steps", "gradient_accumulation"])
+def test_one_step_of_fedsgd_has_no_other_length(tmp_path: Path, length: str) -> None:
+    fields = FIELDS | {"strategy": {"id": "ema", "inner": {"id": "fedsgd"}}}
+    file = written(tmp_path, json.dumps(fields | {"training": {length: 5}}), "task.json")
+    assert f"training.{length} of 5 under a strategy" in refused(file)
+    file = written(tmp_path, json.dumps(fields | {"training": {length: 1}}), "task.json")
+    assert check(file).exit_code == 0
+
+
 def test_factors_of_adapters_wait_for_the_model(tmp_path: Path, model: Path) -> None:
     file = written(tmp_path, json.dumps(FIELDS | {"strategy": {"id": "lora", "rank": 4}}))
     assert check(file).exit_code == 0

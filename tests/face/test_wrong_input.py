@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import re
+import sqlite3
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
@@ -16,7 +18,9 @@ import pytest
 from fedpress.cli import main
 from fedpress.cli.outcomes import FAILED, NO_ANSWER, NOT_ALLOWED, WRONG_USE
 from fedpress_protocols.model import Model
-from tests import ports
+from fedpress_server.tls import Certificates
+from tests import databases, ports
+from tests.certificates import Pair, TestAuthority
 
 Ended = tuple[int, str, str]
 Run = Callable[..., Ended]
@@ -162,6 +166,95 @@ def test_a_database_that_is_none(run: Run, command: str, url: str) -> None:
     assert code == WRONG_USE, err
     assert "Traceback" not in err
     assert "database" in err
+
+
+@pytest.mark.parametrize("command", ["run", "migrate", "backup copy", "key show", "audit verify"])
+@pytest.mark.parametrize("kept", [0, 4096])
+def test_a_damaged_database(run: Run, tmp_path: Path, command: str, kept: int) -> None:
+    file = tmp_path / "data" / "fedpress.db"
+    databases.lay(file)
+    size = file.stat().st_size
+    file.write_bytes(file.read_bytes()[:kept] + bytes(range(256)) * ((size - kept) // 256))
+    code, out, err = run("server", *command.split(), "--data-dir", "data")
+    assert (code, out) == (WRONG_USE, ""), err
+    assert f"fedpress: {file} is damaged" in err
+    assert "restore.md" in err
+    assert "Traceback" not in err
+
+
+def test_a_database_with_a_damaged_table(run: Run, tmp_path: Path) -> None:
+    """Which is met behind the look at the schema."""
+    file = tmp_path / "data" / "fedpress.db"
+    databases.lay(file)
+    with closing(sqlite3.connect(file)) as database:
+        page, size = database.execute(
+            "SELECT rootpage, (SELECT page_size FROM pragma_page_size) FROM sqlite_master "
+            "WHERE name = 'tasks'"
+        ).fetchone()
+    with file.open("r+b") as pages:
+        pages.seek((page - 1) * size)
+        pages.write(bytes(size))
+    for command in ("run --port 0", "backup copy"):
+        code, _, err = run("server", *command.split(), "--data-dir", "data")
+        assert (code, "Traceback" in err) == (WRONG_USE, False), err
+        assert "fedpress: the database is damaged: database disk image is malformed" in err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        ("run --data-dir text", "'text' is no folder"),
+        ("run --data-dir /proc/no", "'/proc/no' cannot be used"),
+        ("migrate --data-dir missing", "/missing does not exist"),
+        ("run --host 192.0.2.1", "--host, FEDPRESS_HOST"),
+        ("run --host 300.1.1.1", "--host, FEDPRESS_HOST"),
+        ("run --port 0 --admin-port 0 --admin-host 192.0.2.1", "--admin-host, FEDPRESS_ADMIN_HOST"),
+        ("doctor --url nonsense", "no server's URL"),
+    ],
+)
+def test_places_that_are_none(run: Run, tmp_path: Path, arguments: str, says: str) -> None:
+    wrong_files(tmp_path)
+    code, _, err = run("server", *arguments.split())
+    assert code == WRONG_USE, err
+    assert says in err
+    assert "Traceback" not in err
+
+
+@contextmanager
+def secure(pair: Pair, client_ca: Path | None = None) -> Iterator[str]:
+    """A stranger that speaks TLS."""
+    server = HTTPServer(("127.0.0.1", 0), _Stranger)
+    context = Certificates(*pair, client_ca).context
+    server.socket = context.wrap_socket(server.socket, server_side=True)
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    try:
+        yield f"https://127.0.0.1:{server.server_port}"
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()
+
+
+def test_tls_that_fails_says_what_to_give(run: Run, tmp_path: Path, stranger: str) -> None:
+    def told(url: str, *ca: str) -> Ended:
+        return run("task", "list", "--url", url, *TOKEN, *ca)
+
+    authority = TestAuthority(tmp_path / "authority")
+    ca = ("--ca", str(authority.file))
+    with secure(authority.issue("127.0.0.1")) as url:
+        code, _, err = told(url)
+        assert (code, "--ca, FEDPRESS_CA" in err) == (WRONG_USE, True), err
+        code, _, err = told(url.replace("127.0.0.1", "localhost"), *ca)
+        assert (code, "is for another name" in err) == (WRONG_USE, True), err
+        code, _, err = told(url.replace("https", "http"))
+        assert (code, "Then its URL begins with https://" in err) == (NO_ANSWER, True), err
+        assert "is the server running" not in err
+    code, _, err = told(stranger.replace("http", "https"))
+    assert (code, "http:// in place of https://" in err) == (WRONG_USE, True), err
+    with secure(authority.issue("127.0.0.1"), authority.file) as url:
+        _, _, err = told(url, *ca)
+        assert "FEDPRESS_ADMIN_PORT" in err
 
 
 def test_no_server_is_there(run: Run, closed: str) -> None:

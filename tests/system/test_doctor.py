@@ -13,8 +13,12 @@ import zipfile
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from datetime import UTC, datetime, timedelta
+from email.utils import format_datetime
+from functools import partial
 from pathlib import Path
+from typing import Any
 
+import httpx
 import numpy as np
 import pytest
 from click.testing import CliRunner
@@ -24,13 +28,16 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
 
 from fedpress.cli import app
+from fedpress.operator import asked
 from fedpress_compression.compressors.none import Uncompressed
+from fedpress_protocols.errors import ConfigurationError
 from fedpress_protocols.messages import TaskConfig
 from fedpress_protocols.model import Model
 from fedpress_protocols.plan import CohortRules, Profile
-from fedpress_server import Settings
-from fedpress_server.doctor import Finding, examined
+from fedpress_server import Settings, create_app
+from fedpress_server.doctor import Finding, examined, findings_of
 from tests import ports
+from tests.certificates import TestAuthority
 from tests.system.server_process import ServerProcess
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "server-0.1.0.zip"
@@ -54,7 +61,7 @@ def faults(tmp_path: Path, free_port: int) -> Callable[..., list[Finding]]:
     """The faults found with settings, and with the options of `examined` among them."""
 
     def found(**given: object) -> list[Finding]:
-        options = {"url": "", "now": time.time(), "min_free_bytes": 0}
+        options = {"url": "", "ask": asked, "clock": time.time, "min_free_bytes": 0}
         options |= {name: given.pop(name) for name in list(given) if name in options}
         settings = {"data_dir": tmp_path / "data", "port": free_port} | given
         findings = examined(lambda: Settings.load(**settings), **options)  # type: ignore[arg-type]
@@ -113,17 +120,85 @@ def test_a_state_that_cannot_be_written(faults: Faults, tmp_path: Path) -> None:
 
 
 def test_a_wrong_clock(faults: Faults, server: ServerProcess) -> None:
-    ahead = only(faults(url=server.url, now=time.time() + 3600), "clock")
+    ahead = only(faults(url=server.url, clock=lambda: time.time() + 3600), "clock")
     assert "ahead of" in ahead.found
     assert "NTP" in ahead.fix
-    assert "behind" in only(faults(url=server.url, now=time.time() - 3600), "clock").found
+    behind = only(faults(url=server.url, clock=lambda: time.time() - 3600), "clock")
+    assert "behind" in behind.found
+
+
+@pytest.mark.parametrize(
+    ("late", "shows"), [(0.0, "0 s"), (1.9, "0 s"), (9.0, "8 s"), (-9.0, "10 s")]
+)
+def test_clocks_are_compared_at_the_request_however_long_the_other_checks_take(
+    tmp_path: Path, late: float, shows: str
+) -> None:
+    """`late`: by how much the server's clock is behind, or its Date is old."""
+    now = [1_800_000_000.0]
+
+    def load() -> Settings:
+        now[0] += 1000
+        return Settings.load(data_dir=tmp_path / "data")
+
+    def ask(url: str) -> httpx.Response:
+        now[0] += 0.5
+        date = format_datetime(datetime.fromtimestamp(int(now[0] - late), UTC), usegmt=True)
+        return httpx.Response(200, headers={"Date": date})
+
+    url = "http://127.0.0.1:1"
+    findings = examined(load, url=url, ask=ask, clock=lambda: now[0], min_free_bytes=0)
+    [clock] = [each for each in findings if each.check == "clock"]
+    assert (clock.found, clock.fix) == (f"the two clocks are {shows} apart", "")
 
 
 def test_a_closed_port(faults: Faults, server: ServerProcess, free_port: int) -> None:
     fault = only(faults(url=f"http://127.0.0.1:{free_port}"), "port")
-    assert "nothing answers" in fault.found
+    assert "no answer" in fault.found
     assert "firewall" in fault.fix
-    assert "cannot listen" in only(faults(port=server.port), "port").found
+    taken = only(faults(port=server.port), "port")
+    assert "cannot listen" in taken.found
+    assert "FEDPRESS_PORT" in taken.fix
+
+
+@pytest.mark.parametrize("host", ["300.1.1.1", "192.0.2.1"])
+def test_an_address_of_no_machine_is_a_matter_of_the_host(faults: Faults, host: str) -> None:
+    fault = only(faults(host=host), "port")
+    assert "FEDPRESS_HOST" in fault.fix
+    assert "FEDPRESS_PORT" not in fault.fix
+
+
+def test_settings_with_which_no_server_starts(faults: Faults, tmp_path: Path) -> None:
+    """What `server run` refuses; tests of the server say so."""
+    cases: tuple[dict[str, Any], ...] = (
+        {"masking_authority": "nonsense"},
+        {"role": "worker"},
+        {"watched_folders": str(tmp_path / "nowhere")},
+    )
+    for wrong in cases:
+        fault = only(faults(**wrong), "settings")
+        [name] = wrong
+        assert name in fault.found
+        with pytest.raises(ConfigurationError) as refused:
+            create_app(Settings.load(data_dir=tmp_path / "data", **wrong))
+        assert refused.value.detail == fault.found
+
+
+def test_a_variable_that_nothing_reads(faults: Faults, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FEDPRESS_ADMIN_PROT", "27998")
+    monkeypatch.setenv("FEDPRESS_API_PORT", "tcp://10.0.0.1:8080")
+    monkeypatch.setenv("FEDPRESS_API_SERVICE_PORT_HTTP", "8080")
+    fault = only(faults(), "settings")
+    assert "FEDPRESS_ADMIN_PROT" in fault.found
+    assert "did you mean FEDPRESS_ADMIN_PORT?" in fault.found
+
+
+def test_a_relative_folder_that_is_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for says in ("data can be made in", "data can be written to"):
+        settings = Settings.load(data_dir=Path("data"))
+        [state] = [each for each in findings_of(settings, time.time()) if each.check == "state"]
+        assert state.found.startswith(says)
+        Path("data").mkdir(mode=0o700, exist_ok=True)
 
 
 @pytest.mark.parametrize(
@@ -138,16 +213,25 @@ def test_a_bad_certificate(
 
 
 @pytest.mark.slow
-def test_a_certificate_that_nobody_signed(tmp_path: Path, faults: Faults) -> None:
-    files = written(tmp_path, days=60)
-    names = {f"FEDPRESS_{name.upper()}": str(path) for name, path in files.items()}
+def test_a_certificate_of_ones_own_authority(tmp_path: Path, faults: Faults) -> None:
+    authority = TestAuthority(tmp_path / "authority")
+    pair = authority.issue("127.0.0.1")
+    names = {"FEDPRESS_TLS_CERTIFICATE": str(pair.certificate), "FEDPRESS_TLS_KEY": str(pair.key)}
     secure = ServerProcess(tmp_path, names)
     secure.start()
     try:
         url = secure.url.replace("http://", "https://")
-        assert "--ca" in only(faults(url=url), "certificate").fix
+        fault = only(faults(url=url), "certificate")
+        assert "--ca, FEDPRESS_CA" in fault.fix
+        assert faults(url=url, ask=partial(asked, ca=authority.file)) == []
     finally:
         secure.stop()
+
+
+def test_authorities_of_devices_that_are_none(faults: Faults, tmp_path: Path) -> None:
+    files = written(tmp_path, days=60)
+    fault = only(faults(**files, tls_client_ca=files["tls_key"]), "certificate")
+    assert "tls_client_ca" in fault.found
 
 
 def test_a_schema_that_is_behind(faults: Faults, tmp_path: Path) -> None:

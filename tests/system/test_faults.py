@@ -17,7 +17,7 @@ import httpx
 import numpy as np
 import pytest
 
-from fedpress_protocols.errors import FedpressError
+from fedpress_protocols.errors import FedpressError, MalformedRequest
 from fedpress_protocols.model import Model
 from fedpress_protocols.signatures import Content
 from tests.devices import Device, Operator
@@ -158,7 +158,9 @@ def test_nothing_that_comes_in_forges_a_line_of_the_log_and_no_secret_is_in_it(
     with httpx.Client(base_url=server.url, timeout=30) as http:
         operator, device = Operator(http, ADMIN_TOKEN), Device(http)
         token = operator.token()
-        device.enrol(token, name="a\\n" + FORGED)
+        with pytest.raises(MalformedRequest, match="name"):
+            device.enrol(token, name="a\\n" + FORGED)
+        device.enrol(token)
         operator.begin(MODEL, cohort={"size": 2, "minimum": 2}, round_seconds=3600.0)
         given = device.assignment("digits")
         secret = "a wrong admin token that nobody may read"

@@ -385,7 +385,7 @@ def test_a_task_that_cannot_be_private_is_refused_with_what_to_change(
 
 
 def test_rules_that_no_plan_keeps_are_refused() -> None:
-    with pytest.raises(ConfigurationError, match="max_epsilon must be positive"):
+    with pytest.raises(ConfigurationError, match="max_epsilon must be a number above 0"):
         PrivacyRules(max_epsilon=0.0)
     with pytest.raises(ConfigurationError, match="delta must lie in"):
         PrivacyRules(delta=0.0)

@@ -49,7 +49,9 @@ def settings() -> Iterator[str]:
         "variable before the key of the TOML file that `--config` or `FEDPRESS_CONFIG` names.\n"
         "`port` is the option `--port`, the variable `FEDPRESS_PORT` and the key `port`.\n"
         "Secrets are no options, as other users of the machine could read them. A value out\n"
-        "of its range ends the start with one line that names the setting."
+        "of its range ends the start with one line that names the setting. A key of the TOML\n"
+        "file that is no setting ends it, too; a `FEDPRESS_*` variable that nothing reads is a\n"
+        "warning in the log, and a fault for `fedpress server doctor`."
     )
     secrets = set(secret_settings()) - {"database_url"}
     listed = {name for names in SECTIONS.values() for name in names}
