@@ -7,6 +7,7 @@
     python benchmarks/accuracy_vs_bytes.py --data FOLDER --table --links     # seconds on a link
     python benchmarks/accuracy_vs_bytes.py --data FOLDER --table --tuned     # at FedAvg's best rate
     python benchmarks/accuracy_vs_bytes.py --data FOLDER --table --tuned --held-out    # other tasks
+    python benchmarks/accuracy_vs_bytes.py --data FOLDER --table --longer    # in twice the rounds
     python benchmarks/accuracy_vs_bytes.py --data FOLDER --rates --held-out  # and which that is
 
 What runs is the product's own code without its network: plans are opened and policies decide as on
@@ -91,6 +92,8 @@ class Recipe(NamedTuple):
     """Of the default's `ecsq`: the weight of a bit in its rounding."""
     momentum: float | None = None
     """Of the default's strategy, in place of what it has."""
+    rounds: int = 1
+    """Times the task's own."""
 
 
 def _float32(inner: Config, rate: float = 1.0, steps: float = 1.0) -> Recipe:
@@ -127,6 +130,7 @@ RECIPES: Mapping[str, Recipe] = {
     "nmse .3": _refined(is_low_rank=False),
     "nmse .3, low rank": _refined(is_low_rank=True),
     "tuned auto": Recipe(tuned=True),
+    "tuned auto, rounds x 2": Recipe(tuned=True, rounds=2),
     "tuned auto, momentum .8": Recipe(tuned=True, momentum=0.8),
     "tuned auto, momentum .5": Recipe(tuned=True, momentum=0.5),
     "tuned auto, momentum 0": Recipe(tuned=True, momentum=0.0),
@@ -185,10 +189,10 @@ def run(
 ) -> Run:
     """One task from its beginning to its end; of its first `clients`, and so many in a `cohort`."""
     task = accuracy_tasks.made(name, data, seed, TASKS)
-    total = rounds or task.rounds
     task.cohort = cohort or task.cohort
     task.clients = task.clients[:clients]
-    changes, factor, steps, task.proximal, is_tuned, rdo, momentum = RECIPES[recipe]
+    changes, factor, steps, task.proximal, is_tuned, rdo, momentum, times = RECIPES[recipe]
+    total = (rounds or task.rounds) * times
     factor *= TUNED[name] if is_tuned else 1.0
     task.steps = round(task.steps * steps)
     initial = Model.from_bytes(task.first_model.to_bytes())
@@ -386,7 +390,9 @@ def _curve(store: Path, task: str, recipe: str, seed: int, kind: str) -> Curve |
     return Curve(accuracies, kept["up"], kept["down"], kept["rounds"])
 
 
-def table(store: Path, tasks: Sequence[str], *, is_tuned: bool = False) -> Iterator[str]:
+def table(
+    store: Path, tasks: Sequence[str], *, is_tuned: bool = False, variant: str = ""
+) -> Iterator[str]:
     """Markdown, of the runs that are there: means over the seeds that have auto and FedAvg."""
     yield (
         "| task | model | seeds | FedAvg ends | best float32 ends | auto ends | above FedAvg | "
@@ -396,7 +402,7 @@ def table(store: Path, tasks: Sequence[str], *, is_tuned: bool = False) -> Itera
     yield "|" + "---|" * 11
     for task in tasks:
         for kind in ("average", "newest"):
-            row = _row(store, task, kind, is_tuned=is_tuned)
+            row = _row(store, task, kind, ("tuned " if is_tuned else "") + "auto" + variant)
             if row:
                 yield row
 
@@ -501,16 +507,17 @@ def rates_table(store: Path, tasks: Sequence[str]) -> Iterator[str]:
 
 
 def _is_usual(recipe: str) -> bool:
-    others = ("steps", "rdo", "momentum", "nmse", " at x ")
+    others = ("steps", "rounds", "rdo", "momentum", "nmse", " at x ")
     return not any(word in recipe for word in others)
 
 
-def _row(store: Path, task: str, kind: str, *, is_tuned: bool) -> str:
+def _row(store: Path, task: str, kind: str, recipe: str) -> str:
+    is_tuned = RECIPES[recipe].tuned
     tune = "tuned " if is_tuned else ""
     usual = [each for each, made in RECIPES.items() if _is_usual(each) and made.tuned == is_tuned]
     tuned = [each for each in usual if any(_file(store, task, each, s).exists() for s in SEEDS)]
     has_momentum = any(each.startswith(f"{tune}fedavgm") for each in tuned)
-    needed = [f"{tune}auto", f"{tune}fedavg"]
+    needed = [recipe, f"{tune}fedavg"]
     needed += [each for each in tuned if each == f"{tune}fedavgm"]
     seeds = [
         seed for seed in SEEDS if all(_file(store, task, each, seed).exists() for each in needed)
@@ -518,20 +525,20 @@ def _row(store: Path, task: str, kind: str, *, is_tuned: bool) -> str:
     if not seeds:
         return ""
 
-    def curves(recipe: str) -> list[Curve]:
-        found = [_curve(store, task, recipe, seed, kind) for seed in seeds]
+    def curves(name: str) -> list[Curve]:
+        found = [_curve(store, task, name, seed, kind) for seed in seeds]
         return [each for each in found if each is not None]
 
     float32 = {
-        recipe: made
-        for recipe in usual
-        if not recipe.startswith(f"{tune}auto") and len(made := curves(recipe)) == len(seeds)
+        name: made
+        for name in usual
+        if not name.startswith(f"{tune}auto") and len(made := curves(name)) == len(seeds)
     }
     plain = [name for name in float32 if name in (f"{tune}fedavg", "fedavg, rate x 2")]
     ends = {name: float(np.mean([each.end for each in made])) for name, made in float32.items()}
     fedavg = max(plain, key=lambda name: ends[name])
     best = max(ends, key=lambda name: ends[name])
-    ours = curves(f"{tune}auto")
+    ours = curves(recipe)
     fewer, than_best, both = [], [], []
     for mine, other, top in zip(ours, float32[fedavg], float32[best], strict=True):
         target = other.end - MARGIN
@@ -547,9 +554,8 @@ def _row(store: Path, task: str, kind: str, *, is_tuned: bool) -> str:
         )
     mean = float(np.mean([each.end for each in ours]))
     spread = float(np.std([each.end for each in ours]))
-    whole = float(
-        np.mean([f.up[-1] / m.up[-1] for f, m in zip(float32[fedavg], ours, strict=True)])
-    )
+    each_round = [[run.up[-1] / run.rounds[-1] for run in runs] for runs in (float32[fedavg], ours)]
+    whole = float(np.mean([f / m for f, m in zip(*each_round, strict=True)]))
 
     def times(values: Sequence[float]) -> str:
         if not values:
@@ -582,6 +588,7 @@ def main() -> None:
     parser.add_argument("--rdo", action="store_true", help="the table of rounding by bits")
     parser.add_argument("--links", action="store_true", help="the table of seconds on a link")
     parser.add_argument("--tuned", action="store_true", help="the table at FedAvg's best rate")
+    parser.add_argument("--longer", action="store_true", help="the table of twice the rounds")
     parser.add_argument("--momentum", action="store_true", help="the table of server momentum")
     parser.add_argument("--held-out", action="store_true", help="the tasks held out")
     parser.add_argument("--rates", action="store_true", help="FedAvg at multiples of the rate")
@@ -621,8 +628,9 @@ def main() -> None:
     if asked.momentum:
         print("\n".join(momentum_table(store, tasks)))
         return
-    if asked.tuned:
-        print("\n".join(table(store, tasks, is_tuned=True)))
+    if asked.tuned or asked.longer:
+        variant = ", rounds x 2" if asked.longer else ""
+        print("\n".join(table(store, tasks, is_tuned=True, variant=variant)))
         return
     if asked.work or asked.rdo:
         main_recipe = "auto, rdo .14" if asked.rdo else "auto, steps x 4"

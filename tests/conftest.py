@@ -24,6 +24,11 @@ settings.register_profile("slow", _calm, max_examples=100, **_repeats)
 settings.register_profile("soak", _calm, max_examples=2_000, print_blob=True)
 settings.load_profile("soak" if SOAK else "slow" if SLOW else "quick")
 
+# Triton reads this when it is imported, which an optimizer of torch does as well.
+if find_spec("triton") is not None:
+    import torch
+
+    os.environ["TRITON_INTERPRET"] = "0" if torch.cuda.is_available() else "1"
 
 gc.disable()  # until all is collected, of which nothing is garbage
 

@@ -35,13 +35,14 @@ def printed(*options: str) -> list[str]:
         ("--table", "--links"),
         ("--table", "--tuned"),
         ("--table", "--tuned", "--held-out"),
+        ("--table", "--longer", "--tasks", "digits,shakespeare,dna,austen"),
         ("--table", "--rates", "--held-out"),
     ],
 )
 def test_the_page_has_the_table_of_the_kept_runs(options: tuple[str, ...]) -> None:
     lines = printed(*options)
     assert len(lines) > 4
-    page = (ROOT / "docs" / "auto.md").read_text().splitlines()
+    page = (ROOT / "docs" / "bench-auto.md").read_text().splitlines()
     tables = [page[at : at + len(lines)] for at, line in enumerate(page) if line == lines[0]]
     assert lines in tables, "print it again with --table"
 
