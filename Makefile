@@ -66,7 +66,7 @@ test: $(VENV)/test.stamp
 	$(BIN)/python -m pytest -n 3 $(COVERED) $(WHOLE) $(ARGS)
 
 test-slow: $(VENV)/gpu.stamp
-	FEDPRESS_SLOW=1 $(BIN)/python -m pytest -n 2 -m slow $(ARGS)
+	FEDPRESS_SLOW=1 $(BIN)/python -m pytest -n 4 -m slow $(ARGS)
 
 check: $(VENV)/test.stamp
 	$(BIN)/ruff check .
