@@ -35,6 +35,7 @@ from fedpress_protocols.validation import format_validation_errors
 
 T = TypeVar("T")
 _log = logging.getLogger(__name__)
+_ANY_MODEL = "0" * 64
 
 
 class RegionalTrainer:
@@ -72,6 +73,13 @@ class RegionalTrainer:
                 hint="leave it out: the upper task may have one, which its regions' models come by",
             )
         self._region, self._template, self._rounds = region, template, rounds
+        if self._config(_ANY_MODEL).needs_plain_mean:
+            raise ConfigurationError(
+                "the region's task has a compressor that follows the model's last step (ef21), and "
+                "every leg begins at another model",
+                hint="use error_feedback, whose residual serves every model; the upper task may "
+                "have ef21",
+            )
         self._task = str(template["task"])
         self._file = folder / f"relay-{self._task}.json"
         self._poll, self._sleep = poll_seconds, sleep
@@ -144,21 +152,18 @@ class RegionalTrainer:
         try:
             self._region.task(self._task)
         except UnknownTask:
-            config = {
-                **self._template,
-                "model": digest,
-                "rounds": self._rounds,
-                "at_end": "paused",
-            }
-            try:
-                self._region.create_task(TaskConfig.model_validate(config))
-            except ValidationError as exc:
-                raise ConfigurationError(
-                    f"the region's task: {format_validation_errors(exc)}"
-                ) from exc
+            self._region.create_task(self._config(digest))
         else:
             more = Continuation(after_round=start, rounds=self._rounds, model=digest)
             self._region.continue_task(self._task, more)
+
+    def _config(self, model: str) -> TaskConfig:
+        """The region's task from a model; raises ConfigurationError."""
+        set_here = {"model": model, "rounds": self._rounds, "at_end": "paused"}
+        try:
+            return TaskConfig.model_validate({**self._template, **set_here})
+        except ValidationError as exc:
+            raise ConfigurationError(f"the region's task: {format_validation_errors(exc)}") from exc
 
     def _until_it_stops(self) -> TaskSummary:
         while True:

@@ -7,6 +7,7 @@ one file means the same in both.
 from __future__ import annotations
 
 import json
+import math
 import re
 import tempfile
 import time
@@ -148,6 +149,7 @@ def summary(path: Path, checked: Checked) -> Iterator[str]:
     yield from _rates(checked)
     if not config.training.restricted:  # else nothing is trained that is not sent
         yield from _warnings({each.name: each for each in config.every_profile}.values())
+    yield from _participations(config)
     if config.retention is None:
         yield "  files stay of all versions"
     else:
@@ -193,6 +195,24 @@ def _rates(checked: Checked) -> Iterator[str]:
             f"{least:,} bytes at the most compressed profile: lower rounds or cohort.size, or "
             "raise upload_bytes or gap"
         )
+
+
+def _participations(config: TaskConfig) -> Iterator[str]:
+    """A warning where a device that is in every round that it may be in has no participation to
+    spare for a lost attempt."""
+    privacy, cohort = config.privacy, config.cohort
+    if privacy is None or privacy.participations > math.ceil(config.rounds / privacy.separation):
+        return
+    each = privacy.participations
+    if len(set(config.members)) * each >= (config.rounds + 1) * cohort.assigned:
+        return
+    least = max(cohort.minimum, math.ceil(config.rounds * cohort.minimum / each))
+    yield (
+        f"  warning: privacy.participations of {each} leaves none to spare over {config.rounds} "
+        "rounds: a lost attempt costs every device that sent an upload a participation, and the "
+        "task waits once too few devices have any left; without a lost attempt it takes at least "
+        f"{least} devices"
+    )
 
 
 def _untrained(spec: ModelSpec) -> Iterator[str]:

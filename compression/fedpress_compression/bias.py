@@ -1,4 +1,5 @@
-"""The bias of a compressor that runs without error feedback: what it never sends."""
+"""The error of a compressor that runs without error feedback: what it never sends, and what many
+uploads take out."""
 
 from __future__ import annotations
 
@@ -6,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from fedpress_compression.compressor import Compressor, Public, properties
+from fedpress_compression.compressor import Compressor, Public, members, properties
 from fedpress_compression.randomness import PublicRandomness
 from fedpress_compression.tensors import ModelSpec, TensorSpec, Vector
 
@@ -47,3 +48,18 @@ def never_sent(made: Compressor[Any]) -> float:
         total += last
     rest = total / _ROUNDS - update
     return float(rest @ rest) / float(np.square(update, dtype=np.float64).sum())
+
+
+def is_noisy_alone(made: Compressor[Any]) -> bool:
+    """Whether one upload may lose more than the whole update by design, since the sum of many comes
+    out right: `made`, or a compressor in it, does not contract, and is unbiased or made for sums.
+
+    False for what keeps a residual, which such a loss would make grow.
+    """
+    if getattr(made, "keeps_residual", False):
+        return False
+    inner = list(members(made))
+    if inner:
+        return any(is_noisy_alone(member) for member in inner)
+    claimed = properties(made)
+    return not claimed.suits_feedback and (claimed.unbiased or made.commutes_with_sum)

@@ -12,6 +12,7 @@ import dataclasses
 import importlib
 import json
 import pkgutil
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
@@ -408,6 +409,7 @@ def _from_config(config: Config, depth: int) -> Compressor[Any]:
         raise IncompatiblePlan(f"{wire_id!r} takes {', '.join(names)}, not {', '.join(unknown)}")
     try:
         made: Compressor[Any] = cls(**fields)
+        _check_numbers(made)
     except TypeError as exc:
         raise IncompatiblePlan(
             f"{wire_id!r} from {dict(config)}: a setting is of the wrong kind",
@@ -416,6 +418,16 @@ def _from_config(config: Config, depth: int) -> Compressor[Any]:
     except (ValueError, OverflowError) as exc:
         raise IncompatiblePlan(f"{wire_id!r} from {dict(config)}: {exc}") from exc
     return made
+
+
+def _check_numbers(made: Any) -> None:
+    """Raise ValueError for a numeric field that holds true or false, which Python takes for 1 and
+    0."""
+    for each in dataclasses.fields(made):
+        value = getattr(made, each.name)
+        kinds = re.findall(r"\w+", str(each.type)) if isinstance(value, bool) else []
+        if {"int", "float"}.intersection(kinds) and "bool" not in kinds:
+            raise ValueError(f"{each.name} must be a number, not {value}")
 
 
 def to_config(made: Compressor[Any]) -> dict[str, Any]:

@@ -24,14 +24,15 @@ def check_whole(name: str, value: object, low: int, high: int) -> None:
 
 
 def check_share(name: str, value: float) -> None:
-    """Raise ValueError unless `value` lies in (0, 1]."""
-    if not 0 < value <= 1:
+    """Raise ValueError unless `value` is a number in (0, 1]."""
+    if isinstance(value, bool) or not 0 < value <= 1:
         raise ValueError(f"{name} must lie in (0, 1], not {value}")
 
 
 def check_positive(name: str, value: float) -> None:
     """Raise ValueError unless `value` is a positive float32."""
-    if not 1e-37 < value < float(LARGEST):  # a plan's integer may be beyond all floats
+    is_positive = 1e-37 < value < float(LARGEST)  # a plan's integer may be beyond all floats
+    if isinstance(value, bool) or not is_positive:
         raise ValueError(f"{name} must lie between 1e-37 and 3e38, not {value}")
 
 

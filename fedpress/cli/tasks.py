@@ -17,7 +17,12 @@ from fedpress_protocols.errors import ConfigurationError
 
 if TYPE_CHECKING:
     from fedpress.operator import Operator
-    from fedpress_protocols.messages import TaskSummary
+    from fedpress_protocols.messages import PrivacyStatus, TaskSummary
+
+_SPENT = (
+    "devices without a participation left get no more work in this task, and it waits for others; "
+    "enrol more devices, or start a new task from the model"
+)
 
 
 @click.group("task", cls=Group)
@@ -72,10 +77,7 @@ def show_task(server: Operator, task: str, configuration: bool, as_json: bool) -
         click.echo(server.configuration(task).model_dump_json(indent=2))
         return
     summary = server.task(task)
-    newest = server.rounds(task, limit=1) if summary.lane == "masked" else ()
-    spent = newest[-1].privacy if newest else None
-    privacy = "" if spent is None else privacy_spent(spent)
-    echo(summary, _fields(summary, privacy), as_json=as_json)
+    echo(summary, _fields(summary, _privacy(server, task)), as_json=as_json)
 
 
 @tasks.command("continue")
@@ -98,7 +100,8 @@ def continue_task(
     if model is not None:
         digest = server.register_model(read_model(model))
     more = Continuation(after_round=before.round, rounds=rounds, model=digest)
-    _echo(server.continue_task(task, more), as_json)
+    summary = server.continue_task(task, more)
+    echo(summary, _fields(summary, _privacy(server, task), continues=True), as_json=as_json)
 
 
 @tasks.command("pause")
@@ -169,7 +172,16 @@ def _echo(task: TaskSummary, as_json: bool) -> None:
     echo(task, _fields(task), as_json=as_json)
 
 
-def _fields(task: TaskSummary, privacy: str = "") -> Iterator[str]:
+def _privacy(server: Operator, task: str) -> PrivacyStatus | None:
+    """The privacy spent up to the newest attempt; None for a task without privacy terms."""
+    newest = server.rounds(task, limit=1)
+    return newest[-1].privacy if newest else None
+
+
+def _fields(
+    task: TaskSummary, privacy: PrivacyStatus | None = None, *, continues: bool = False
+) -> Iterator[str]:
+    is_spent = privacy is not None and privacy.participations >= privacy.max_participations
     pairs = [
         ("task", task.task),
         ("state", task.state),
@@ -180,6 +192,7 @@ def _fields(task: TaskSummary, privacy: str = "") -> Iterator[str]:
         *((f"  {name}", digest) for name, digest in task.published.items()),
         ("best", task.best or ""),
         ("downloads", "coded" if task.downlink else "plain"),
-        ("privacy", privacy),
+        ("privacy", "" if privacy is None else privacy_spent(privacy)),
+        ("hint", _SPENT if continues and is_spent else ""),
     ]
     return fields(pairs, width=terminal_width())

@@ -855,6 +855,13 @@ class TaskConfig(Term):
         periods = [each for period in self.schedule for each in period.profiles]
         return (*periods, *self.profiles)
 
+    @property
+    def needs_plain_mean(self) -> bool:
+        """Whether a compressor does, see `Compressor`."""
+        return any(
+            getattr(profile.compressor, "needs_plain_mean", False) for profile in self.every_profile
+        )
+
     def check_new(self) -> None:
         """Raise IncompatiblePlan for a configuration that new tasks may not have. Tasks started by
         an earlier release are read unchanged."""

@@ -23,11 +23,11 @@ from fedpress_protocols.model import Model
 from fedpress_protocols.plan import MAX_PARTICIPATIONS, RoundPlan
 from fedpress_protocols.privacy import correlated
 from fedpress_protocols.upload import max_body_bytes
-from tests.devices import Operator
+from tests.devices import Device, Operator
 from tests.face.commands import Command, said
 from tests.masked import masked_task
 from tests.protocols.test_masked_payload import plan_fields
-from tests.server.in_process import Server
+from tests.server.in_process import Clock, Server, include_one
 
 ASKED = ["privacy", "plan", "20k", "--epsilon", "8", "--clip", "0.5", "--population", "1000"]
 MODEL = ModelSpec((TensorSpec("w", (100, 190)), TensorSpec("b", (1000,))))
@@ -295,3 +295,30 @@ def test_show_says_what_was_spent_and_against_whom(server: Server, fedpress: Com
         )
     plain = said(fedpress("task", "list"))
     assert "digits" in plain
+
+
+@pytest.mark.parametrize("lane", ["central", "local"])
+def test_the_clear_lanes_show_what_was_spent_and_what_a_continuation_waits_for(
+    server: Server, clock: Clock, fedpress: Command, lane: str
+) -> None:
+    operator = Operator(server)
+    model = Model.from_tensors({"w": np.zeros(40, np.float32)})
+    privacy = {
+        "lane": lane, "clip": 0.1, "noise_multiplier": 2.1, "participations": 2, "epsilon": 6.0
+    }  # fmt: skip
+    cohort = {"size": 2, "minimum": 2}
+    operator.begin(model, rounds=1, cohort=cohort, privacy=privacy, at_end="paused")
+    devices = [Device(server, clock) for _ in range(2)]
+    for device in devices:
+        device.enrol(operator.token())
+    for spent in (1, 2):
+        for device in devices:
+            assignment = include_one(device, model, value=0.0)
+        assert devices[-1].check_in("digits", assignment, wait=30) is not None
+        shown = " ".join(said(fedpress("task", "show", "digits")).split())
+        assert f"by {spent} of 2 participations of a device at most" in shown
+        assert "hint" not in shown
+        continued = " ".join(said(fedpress("task", "continue", "digits")).split())
+        assert f"by {spent} of 2 participations" in continued
+        assert ("hint devices without a participation left" in continued) == (spent == 2)
+    assert "privacy budget spent: 2" in continued

@@ -14,6 +14,7 @@ from fedpress.task_file import task_config
 from fedpress_compression.compressor import compressors
 from fedpress_protocols.errors import ConfigurationError
 from fedpress_protocols.model import Model
+from fedpress_protocols.privacy.correlated import best
 from fedpress_strategies import strategies
 from fedpress_strategies.strategy import example_of
 
@@ -252,6 +253,44 @@ def test_one_step_of_fedsgd_has_no_other_length(tmp_path: Path, length: str) -> 
     assert f"training.{length} of 5 under a strategy" in refused(file)
     file = written(tmp_path, json.dumps(fields | {"training": {length: 1}}), "task.json")
     assert check(file).exit_code == 0
+
+
+@pytest.mark.parametrize(
+    ("participations", "changes", "warns_of"),
+    [
+        (5, {}, "at least 4 devices"),
+        (4, {}, "at least 5 devices"),
+        (6, {}, None),  # one to spare
+        (5, {"correlation": True, "rounds": 10}, "at least 8 devices"),
+        (6, {"correlation": True, "rounds": 10}, None),
+        (5, {"members": [f"d{number}" for number in range(8)]}, "at least 4 devices"),
+        (5, {"members": [f"d{number}" for number in range(10)]}, None),
+    ],
+)
+def test_participations_without_one_to_spare_are_warned_of(
+    tmp_path: Path, participations: int, changes: dict[str, Any], warns_of: str | None
+) -> None:
+    privacy: dict[str, Any] = {
+        "lane": "central",
+        "clip": 0.5,
+        "noise_multiplier": 20.0,
+        "participations": participations,
+        "epsilon": 8.0,
+    }
+    if changes.get("correlation"):
+        privacy["correlation"] = best(2, 10).model_dump(mode="json")
+    more = {name: value for name, value in changes.items() if name != "correlation"}
+    fields = {
+        "task": "private",
+        "rounds": 5,
+        "profiles": [{"name": "p", "compressor": {"id": "quantize", "clip": 0.1}}],
+        "cohort": {"size": 8, "minimum": 4},
+        "privacy": privacy,
+    } | more
+    done = check(written(tmp_path, json.dumps(fields), "task.json"))
+    assert done.exit_code == 0, (done.output, done.exception)
+    assert ("leaves none to spare" in done.output) == (warns_of is not None)
+    assert (warns_of or "") in done.output
 
 
 def test_factors_of_adapters_wait_for_the_model(tmp_path: Path, model: Path) -> None:

@@ -1,11 +1,13 @@
 """Tasks that stop, wait and go on: paused, continued from another model, finished."""
 
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+from fedpress_compression.tensors import Vector
 from fedpress_protocols.errors import (
     ConfigurationError,
     Conflict,
@@ -14,6 +16,7 @@ from fedpress_protocols.errors import (
     UnknownTask,
 )
 from fedpress_protocols.model import Model
+from fedpress_protocols.upload import Upload
 from fedpress_server.storage.database import Database
 from tests.devices import ADMIN, Device, Operator
 from tests.server.in_process import Clock, Enrolled, Server, Start, history, include_one, ones
@@ -217,3 +220,101 @@ def test_control_variates_do_not_follow(
     operator.post("/v1/admin/tasks/digits/cancel")
     with pytest.raises(ConfigurationError, match="control variates"):
         go_on(operator, model, 0)
+
+
+EF21_ONLY = [
+    {
+        "name": "only",
+        "compressor": {
+            "id": "per_tensor",
+            "min_size": 1,
+            "large": {"id": "ef21", "inner": {"id": "topk", "fraction": 0.1}},
+        },
+    }
+]
+
+
+class Follower:
+    """A device that goes 1/10 of the way to `target` in a round, and keeps its compressor's state
+    as the ledger does."""
+
+    def __init__(self, device: Device, target: Vector) -> None:
+        self.device, self.target = device, target
+        self.state: Any = None
+
+    def train(self) -> str:
+        """The assignment, whose upload is included."""
+        assignment = self.device.assignment("digits")
+        plan = assignment.plan
+        model = self.device.model(plan.model)
+        made = plan.compressor(assignment.profile)
+        public = plan.public(model.spec, self.device.known(assignment, model))
+        state = made.init(model.spec) if self.state is None else self.state
+        update = np.float32(0.1) * (self.target - model.parameters)
+        symbols, self.state = made.compress(update, state, public, np.random.default_rng(0))
+        index = plan.profile_index(assignment.profile)
+        body = Upload(index, 1, symbols).to_bytes(made.layout(model.spec))
+        self.device.upload(assignment.assignment, body)
+        return assignment.assignment
+
+
+def followed(
+    operator: Operator, devices: list[Device], model: Model, legs: list[int]
+) -> list[Vector]:
+    """The models of a task of two devices in so many rounds, continued from its own model."""
+    both = {"size": 2, "minimum": 2}
+    operator.begin(model, rounds=legs[0], cohort=both, at_end="paused", profiles=EF21_ONLY)
+    rng, made = np.random.default_rng(1), list[Vector]()
+    followers = [
+        Follower(each, rng.normal(size=model.spec.size).astype(np.float32)) for each in devices
+    ]
+    for number, rounds in enumerate(legs):
+        if number:
+            summary = operator.get("/v1/tasks/digits")
+            more = {"after_round": len(made), "rounds": rounds, "model": summary["model"]}
+            operator.post("/v1/admin/tasks/digits/continue", more)
+        for _ in range(rounds):
+            pending = [follower.train() for follower in followers]
+            answer = devices[0].check_in("digits", pending[0], wait=30)
+            assert answer is not None
+            made.append(devices[0].model(answer.task.model).parameters)
+    operator.post("/v1/admin/tasks/digits/finish")
+    return made
+
+
+def test_ef21_continues_as_if_it_had_not_stopped(
+    start: Start, clock: Clock, model: Model, tmp_path: Path
+) -> None:
+    """The estimates stay on the devices, so the server's mean of them stays as well."""
+    made: list[list[Vector]] = []
+    for name, legs in (("whole", [6]), ("legs", [2, 1, 3])):
+        with start(data_dir=tmp_path / name) as http:
+            operator, devices = Operator(http), [Device(http, clock) for _ in range(2)]
+            for each in devices:
+                each.enrol(operator.token())
+            made.append(followed(operator, devices, model, legs))
+    whole, in_legs = made
+    np.testing.assert_array_equal(whole, in_legs)
+
+
+def test_ef21_does_not_continue_from_another_model(
+    operator: Operator, enrolled: Enrolled, model: Model
+) -> None:
+    operator.begin(model, rounds=1, cohort=ALONE, at_end="paused", profiles=EF21_ONLY)
+    device = enrolled()
+    own = included(device, model)
+    for other in (model, model.with_parameters(ones(model, 5.0))):
+        with pytest.raises(ConfigurationError, match="cannot continue from another model"):
+            go_on(operator, other, 1)
+    assert go_on(operator, device.model(own), 1)["state"] == "running"
+    assert device.assignment("digits").plan.previous_model == model.digest
+
+
+def test_ef21_starts_from_any_model_while_nothing_is_included(
+    operator: Operator, enrolled: Enrolled, model: Model
+) -> None:
+    operator.begin(model, rounds=1, cohort=ALONE, profiles=EF21_ONLY)
+    operator.post("/v1/admin/tasks/digits/cancel")
+    other = model.with_parameters(ones(model, 5.0))
+    assert go_on(operator, other, 0)["state"] == "running"
+    assert enrolled().assignment("digits").plan.previous_model == other.digest

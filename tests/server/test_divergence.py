@@ -4,12 +4,25 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 
-from fedpress_protocols.messages import DivergenceSign, RoundFigures, RoundStatus, UploadFigures
+from fedpress_protocols.messages import (
+    DivergenceSign,
+    RoundFigures,
+    RoundStatus,
+    TaskConfig,
+    UploadFigures,
+)
 from fedpress_protocols.model import Model
-from fedpress_server.coordination.divergence import WINDOW, current_warnings, with_warnings
+from fedpress_server.coordination.divergence import (
+    WINDOW,
+    current_warnings,
+    judges_nmse,
+    with_warnings,
+)
+from fedpress_strategies import from_config
 from tests.devices import ADMIN, ADMIN_TOKEN, Device, Operator, checked
 from tests.server.in_process import Clock, Server, ones
 from tests.server.test_console import Browser
@@ -129,6 +142,46 @@ def test_the_last_loss_counts_until_the_newest_model_is_measured() -> None:
 
 def test_compression_that_loses_more_than_it_sends_is_flagged() -> None:
     assert signs(rounds([(1.2, 0.0, 1.0, None)])) == [{"nmse"}]
+
+
+UNBIASED = {"id": "randomk", "unbiased": True}
+SKETCH = {"id": "count_sketch"}
+
+
+@pytest.mark.parametrize(
+    ("compressor", "strategy", "is_judged"),
+    [
+        (SKETCH, "fedavg", False),
+        ({"id": "clip", "inner": SKETCH}, "fedavg", False),
+        ({**SKETCH, "recover": "median"}, "fedavg", True),
+        ({**SKETCH, "recover": "median", "seed": 0}, "fetchsgd", False),
+        (UNBIASED, "fedavg", False),
+        ({"id": "error_feedback", "inner": UNBIASED}, "fedavg", True),  # of an earlier release
+        ({"id": "qsgd", "levels": 1}, "fedavg", False),
+        ({"id": "qsgd", "levels": 127, "bucket": 512}, "fedavg", True),
+        ({"id": "topk"}, "fedavg", True),
+        ({"id": "error_feedback", "inner": {"id": "topk"}}, "fedavg", True),
+        ({"id": "shared_support"}, "fedavg", True),
+        ({"id": "quantize", "rounding": "stochastic", "clip": 0.1}, "fedavg", True),
+        ({"id": "cafe", "guard": None}, "fedavg", True),
+    ],
+)
+def test_a_large_error_of_what_is_made_for_sums_is_none(
+    compressor: dict[str, Any], strategy: str, is_judged: bool
+) -> None:
+    fields = {
+        "task": "digits",
+        "model": "0" * 64,
+        "rounds": 1,
+        "profiles": [{"name": "only", "compressor": compressor}],
+        "strategy": {"id": strategy},
+        "cohort": {"size": 4, "minimum": 4},
+    }
+    config = TaskConfig.model_validate(fields)
+    judges = judges_nmse(config, from_config(config.strategy, config.training))
+    assert judges == is_judged
+    (status,) = with_warnings(rounds([(1.2, 0.0, 1.0, None)]), judges_nmse=judges)
+    assert set(status.warnings) == ({"nmse"} if is_judged else set())
 
 
 def test_a_large_residual_that_does_not_grow_is_none() -> None:

@@ -469,6 +469,19 @@ def test_whoever_asks_for_what_is_gone_is_told_why(
         )
 
 
+def test_retention_leaves_the_model_before_the_last_that_ef21_continues_with(
+    kept: Server, clock: Clock, model: Model
+) -> None:
+    operator, device = Operator(kept), device_of(kept, clock)
+    profiles = [{"name": "only", "compressor": {"id": "ef21"}}]
+    begin(operator, model, rounds=4, retention={"last": 1}, profiles=profiles)
+    more = {"after_round": 4, "rounds": 1, "model": train(device, model, 4)}
+    clock.advance(MONTH)
+    assert gone(collect(operator)) == [1]
+    operator.post("/v1/admin/tasks/digits/continue", more)
+    train(device, model, 1)
+
+
 @pytest.mark.both_databases
 def test_what_an_operator_brings_again_is_there_again_and_stays(
     kept: Server, clock: Clock, model: Model

@@ -329,6 +329,11 @@ def test_a_relay_says_what_is_wrong(tmp_path: Path) -> None:
         trainer_of(region, tmp_path, {})
     with pytest.raises(ConfigurationError, match="would be lost with every leg"):
         trainer_of(region, tmp_path, {**TEMPLATE, "downlink": {}})
+    following = {"name": "inside", "compressor": {"id": "coded", "inner": {"id": "ef21"}}}
+    with pytest.raises(ConfigurationError, match="follows the model's last step"):
+        trainer_of(region, tmp_path, {**TEMPLATE, "profiles": [following]})
+    with pytest.raises(ConfigurationError, match="the region's task: round_seconds"):
+        trainer_of(region, tmp_path, {**TEMPLATE, "round_seconds": 0})
     with pytest.raises(ConfigurationError, match="at least 1"):
         trainer_of(region, tmp_path, rounds=0)
     (tmp_path / "relay-digits.json").write_text("{")

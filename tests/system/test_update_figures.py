@@ -70,6 +70,19 @@ def test_a_residual_that_grows_shows_within_five_rounds(world: World) -> None:
     assert ratios[0] < 1 < ratios[2] < ratios[4]
 
 
+@pytest.mark.parametrize("recover", ["mean", "median"])
+def test_a_sketch_that_is_made_for_sums_is_no_sign_of_divergence(
+    world: World, recover: str
+) -> None:
+    begin(world, {"id": "count_sketch", "recover": recover, "keep": 1.0}, rounds=2)
+    world.enrol(2, masking=OPEN)
+    world.drive()
+    for status in world.statuses:
+        assert status.figures is not None
+        assert status.figures.nmse > 1
+        assert ("nmse" in status.warnings) == (recover == "median")
+
+
 @pytest.mark.parametrize("kind", ["masked", "private"])
 def test_nothing_is_told_of_single_updates_that_the_server_may_not_see(
     world: World, kind: str

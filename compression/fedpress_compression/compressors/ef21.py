@@ -49,7 +49,8 @@ class EF21(Wrapper):
     stands for is g + participation * C(update - g_i), and the mean of these is the next g. So the
     server keeps nothing for it. `participation` is the share of all clients, by their weights, in a
     round (Fatkhullin et al. 2021, arXiv:2110.03294, EF21-PP); with less than all of them in every
-    round, or a client that loses its state, g is the mean of estimates some of which are old.
+    round, or a client that loses its state, g is the mean of estimates some of which are old. A
+    task that has stopped continues from its own last model, whose step is g, and from no other.
     """
 
     inner: Compressor[Any] = field(default_factory=TopK)

@@ -81,8 +81,11 @@ class PerTensor(Stateful):
                 raise ValueError(f"{inner!r} is not a compressor")
             if getattr(inner, "keeps_residual", False):
                 raise ValueError("error feedback goes around per_tensor, not into it")
-        if not isinstance(self.min_size, int) or self.min_size < 0:
-            raise ValueError(f"min_size must be 0 or more, not {self.min_size}")
+        size: object = self.min_size
+        if not isinstance(size, int) or isinstance(size, bool) or size < 0:
+            raise ValueError(f"min_size must be 0 or more, not {size}")
+        if not isinstance(self.spare_1d, bool):
+            raise ValueError(f"spare_1d is true or false, not {self.spare_1d!r}")
 
     @property
     def commutes_with_sum(self) -> bool:

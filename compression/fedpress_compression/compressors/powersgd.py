@@ -84,8 +84,7 @@ class PowerSGD(Stateful):
         if self.width not in (2, 4):
             raise ValueError(f"width is 2 or 4 bytes, not {self.width}")
         check_positive("min_compression_rate", self.min_compression_rate)
-        if self.trips not in (1, 2):
-            raise ValueError(f"trips are 1 or 2, not {self.trips}")
+        check_whole("trips", self.trips, 1, 2)
         check_inner(self.rest, "powersgd")
 
     @property

@@ -56,10 +56,9 @@ class TopK(Stateless):
 
     def __post_init__(self) -> None:
         check_share("fraction", self.fraction)
-        if self.count is not None and (not isinstance(self.count, int) or self.count < 1):
-            raise ValueError(f"count must be at least 1, not {self.count}")
-        if not isinstance(self.magnitude_bits, int) or not 0 <= self.magnitude_bits <= 4:
-            raise ValueError(f"magnitude_bits must be 0 to 4, not {self.magnitude_bits}")
+        if self.count is not None:
+            check_whole("count", self.count, 1, 2**32)
+        check_whole("magnitude_bits", self.magnitude_bits, 0, 4)
         if self.scope not in ("model", "tensor"):
             raise ValueError(f"scope is model or tensor, not {self.scope!r}")
         if self.chunk is not None:

@@ -3,15 +3,18 @@
 Time plays no part: a sign shows in the round that has it, however long rounds take. Loss and norm
 tell of training itself. NMSE and residual tell of compression that sends too little: a residual
 that grows alone is normal while training with few coordinates begins, so it counts only where less
-than a twentieth of what devices compute is sent. Thresholds were set with the digits, where runs
-that learn at 1 and .1 % top-k have none of the signs in their first eight rounds.
+than a twentieth of what devices compute is sent. An NMSE above 1 is normal where only sums of
+uploads come out right. Thresholds were set with the digits, where runs that learn at 1 and .1 %
+top-k have none of the signs in their first eight rounds.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from fedpress_protocols.messages import DivergenceSign, RoundStatus
+from fedpress_compression.bias import is_noisy_alone
+from fedpress_protocols.messages import DivergenceSign, RoundStatus, TaskConfig
+from fedpress_strategies import Strategy
 
 WINDOW = 8
 """Committed rounds that are looked at, the newest included."""
@@ -32,13 +35,22 @@ _RESIDUAL_GROWTH, _RESIDUAL_ROUNDS = 1.2, 3
 """A residual grows if it is as many times the smallest before, of so many rounds at least."""
 
 
-def with_warnings(attempts: Sequence[RoundStatus]) -> list[RoundStatus]:
+def judges_nmse(config: TaskConfig, strategy: Strategy) -> bool:
+    """Whether the NMSE of single uploads says how well the task compresses: no strategy decodes
+    sums of symbols in their place, and no compressor is made for sums alone."""
+    made = [profile.compressor for profile in config.every_profile]
+    return strategy.symbol_aggregator is None and not any(map(is_noisy_alone, made))
+
+
+def with_warnings(
+    attempts: Sequence[RoundStatus], *, judges_nmse: bool = True
+) -> list[RoundStatus]:
     """The attempts, oldest first, each committed one with the signs that it shows."""
     committed, marked = list[RoundStatus](), list[RoundStatus]()
     for each in attempts:
         if each.state == "committed":
             committed = [*committed[1 - WINDOW :], each]
-            if signs := _signs(committed):
+            if signs := _signs(committed, judges_nmse):
                 each = each.model_copy(update={"warnings": signs})
         marked.append(each)
     return marked
@@ -59,7 +71,7 @@ def current_warnings(attempts: Sequence[RoundStatus]) -> dict[DivergenceSign, st
     return warnings
 
 
-def _signs(rounds: Sequence[RoundStatus]) -> dict[DivergenceSign, str]:
+def _signs(rounds: Sequence[RoundStatus], judges_nmse: bool) -> dict[DivergenceSign, str]:
     """Of the newest of these committed rounds."""
     found: dict[DivergenceSign, str | None] = {
         "loss": _of_loss([each.metrics.get("loss") for each in rounds])
@@ -68,7 +80,7 @@ def _signs(rounds: Sequence[RoundStatus]) -> dict[DivergenceSign, str]:
     if newest is not None:
         before = [each.figures for each in rounds[:-1] if each.figures is not None]
         found["norm"] = _of_norm([each.norm for each in before], newest.norm)
-        if newest.nmse > 1:
+        if newest.nmse > 1 and judges_nmse:
             found["nmse"] = (
                 f"compression loses more than the updates have: NMSE {newest.nmse:.3g}; "
                 "compress less"

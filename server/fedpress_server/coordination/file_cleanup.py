@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 from fedpress_server.coordination.attempts import Attempt
 from fedpress_server.coordination.background import Background
@@ -85,8 +85,16 @@ class FileCleanup:
         if keeps:
             self.leave()
             return
-        for spent in previous.spent(follows):
-            self._background.finish(self._background.in_thread(self._payloads.drop, spent))
+        self._background.finish(self._drop_spent(previous.spent(follows)))
+
+    async def _drop_spent(self, names: Iterable[str]) -> None:
+        """Remove files beside the round that follows; what fails is left to the sweep."""
+        try:
+            for name in names:
+                await self._background.in_thread(self._payloads.drop, name)
+        except Exception as exc:
+            _log.warning("uploads of a round that is over could not be removed yet: %s", exc)
+            self.leave()
 
     async def sweep_if_due(self) -> None:
         """Remove what has lain there for a while, now and then; of one server only where files
@@ -98,8 +106,12 @@ class FileCleanup:
                 await self.sweep()
         elif self._left_at is not None and now > self._left_at + SWEEP_SECONDS:
             self._left_at = None
-            if not await self.sweep():
-                self._left_at = now
+            is_swept = False
+            try:
+                is_swept = await self.sweep()
+            finally:
+                if not is_swept:
+                    self._left_at = now
 
     async def sweep(self) -> bool:
         """Sweep beside what is being written, see `registry.sweeping`."""

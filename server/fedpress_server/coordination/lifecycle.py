@@ -207,7 +207,8 @@ class Lifecycle:
         """More rounds for a task that has stopped; once it has them, the same call changes nothing.
 
         Its optimizer begins anew. Raises Conflict if the task is running or is not where `more`
-        takes it to be, ConfigurationError if it cannot go on from the model.
+        takes it to be, ConfigurationError if it cannot go on from the model: with control variates
+        or delta from none, with ef21 only from its own.
         """
         return await self._background.shielded(self._continue(name, more, by))
 
@@ -249,7 +250,8 @@ class Lifecycle:
         carryover = RoundCarryover.beginning(
             model.digest,
             await self._store.spec(model.digest),
-            await self._database.read(lambda c: privacy.last_clip(c, name)),
+            previous=await self._previous(task, more, model.digest),
+            clip=await self._database.read(lambda c: privacy.last_clip(c, name)),
         )
         follows = opened(
             config,
@@ -267,6 +269,26 @@ class Lifecycle:
         optimizer_state = record.optimizer_state if model.digest == record.model else None
         state = await self._first_state(source_model, config, follows, optimizer_state)
         return Continue(by, model, config, follows, state, record.version)
+
+    async def _previous(self, task: LiveTask, more: Continuation, model: str) -> str | None:
+        """The model before `model`, for compressors whose clients keep estimates with a mean equal
+        to the last step (ef21); None without one, or before the first round.
+
+        Raises ConfigurationError where that step is not known: the mean would begin at zero, and
+        the estimates where they are.
+        """
+        if not more.after_round or not task.config.needs_plain_mean:
+            return None
+        last = await self._database.read(
+            lambda c: records.newest_attempt(c, task.record.task, more.after_round)
+        )
+        if last is None or last.model != model:
+            raise ConfigurationError(
+                "a compressor that follows the model's last step (ef21) cannot continue from "
+                "another model: the mean of its devices' estimates is the task's own last step",
+                hint="continue from the task's model, or begin a new task from this one",
+            )
+        return last.base_model  # which retention keeps: it is in the newest attempt's plan
 
     async def pause(self, name: str, *, by: str = audit.SERVER) -> TaskSummary:
         """Give no device work from now on; what was given is taken, and may end the round.

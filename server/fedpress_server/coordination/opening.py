@@ -73,7 +73,7 @@ class RoundCarryover:
     """The digest of the model to begin with."""
     spec: ModelSpec
     previous: str
-    """The digest of the model before `model`; at the beginning the same."""
+    """The digest of the model before `model`; the same where a task starts."""
     activity: str | None = None
     """The digest of the map of how the coordinates moved; None before the first aggregation."""
     control: str | None = None
@@ -89,10 +89,18 @@ class RoundCarryover:
     """Of adaptive privacy terms; None: the task's."""
 
     @classmethod
-    def beginning(cls, model: str, spec: ModelSpec, clip: float | None = None) -> RoundCarryover:
+    def beginning(
+        cls,
+        model: str,
+        spec: ModelSpec,
+        *,
+        previous: str | None = None,
+        clip: float | None = None,
+    ) -> RoundCarryover:
         """Return the carry-over of a task that starts, or continues, with this model and, if it is
-        adaptive, with this clip."""
-        return cls(model, spec, model, clip=clip)
+        adaptive, with this clip. `previous`: the model before, where compressors continue from the
+        last step."""
+        return cls(model, spec, previous or model, clip=clip)
 
     @classmethod
     def after(

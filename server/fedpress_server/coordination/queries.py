@@ -66,7 +66,9 @@ class Queries:
         self, name: str, before: tuple[int, int] | None = None, limit: int = 1000
     ) -> list[RoundStatus]:
         """See `records.round_history`; raises UnknownTask."""
-        least = (await self._store.fresh(name)).config.evaluation.least_clients
+        task = await self._store.fresh(name)
+        least = task.config.evaluation.least_clients
+        judges_nmse = divergence.judges_nmse(task.config, task.strategy)
 
         def read(connection: Connection) -> list[RoundStatus]:
             statuses = records.round_history(connection, name, before, limit + divergence.WINDOW)
@@ -82,7 +84,7 @@ class Queries:
                 )
                 for each in statuses
             ]
-            return divergence.with_warnings(shown)[-limit:]
+            return divergence.with_warnings(shown, judges_nmse=judges_nmse)[-limit:]
 
         return await self._database.read(read)
 
