@@ -12,9 +12,9 @@ from typing import Any, TypeVar
 
 from pydantic import BaseModel, TypeAdapter, ValidationError
 
-BITS = (0.8, 0.57, 0.4, 0.28, 0.2, 0.14, 0.1, 0.07, 0.05)
+BITS = (1.6, 1.13, 0.8, 0.57, 0.4, 0.28, 0.2, 0.14, 0.1, 0.07, 0.05)
 """Of the ladder's profiles, a value; the coder's contexts make it less."""
-USUAL = 6
+USUAL = 8
 """The rung that the usual gap asks for; the rungs beyond it are for a larger gap."""
 _USUAL_GAP = 0.5
 _ENOUGH = 24.0
@@ -167,6 +167,7 @@ def rate_levels(gap: float | None = _USUAL_GAP, uploads: int | None = None) -> l
                         "control": "bits",
                         "target": bits,
                         "min_bytes": MIN_BYTES,
+                        "by_rows": True,
                     },
                 },
             },

@@ -464,19 +464,20 @@ def test_ecsq_keeps_to_its_bytes_and_uses_them(bits: float) -> None:
 @pytest.mark.parametrize("steps", [1, 3])
 def test_ecsq_uses_its_bytes_where_magnitudes_are_alike(bits: float, steps: int) -> None:
     """As those of few steps of Adam are: one step of the quantiser sends none of them, and the next
-    all. A random part of them goes instead, and the largest first."""
+    all. Whole pieces of the vector go instead, for half the bytes of as many values anywhere."""
     spec, rng = flat(20_000), np.random.default_rng(35)
     update = np.sign(rng.normal(size=(steps, 20_000))).sum(0).astype(np.float32)
     made, known = Ecsq("bits", bits), Public(spec, PUBLIC.randomness)
     symbols, received = through(made, update, known)
     budget = bits * 20_000 / 8
-    assert 0.9 * budget <= num_bytes(made, symbols, spec) <= budget
+    size = num_bytes(made, symbols, spec)
+    assert 0.7 * budget <= size <= budget
     is_sent = received != 0
-    assert received[is_sent] == pytest.approx(update[is_sent], abs=0.6)
-    if not is_sent[np.abs(update) == steps].all():
-        assert (np.abs(update[is_sent]) == steps).all()
-    others, _ = through(made, update, known, seed=1)
-    assert set(others[0]) != set(symbols[0])
+    assert received[is_sent] == pytest.approx(update[is_sent], abs=1.1)
+    anywhere = np.where(rng.permutation(is_sent), update, 0)
+    as_many = made.layout(spec), Ecsq("step", 1.0).compress(anywhere, None, known, rng)[0]
+    if bits <= 0.2:
+        assert size < 0.6 * len(encode(as_many[1], as_many[0]))
 
 
 @pytest.mark.parametrize("target", [0.7, 0.3, 0.1, 0.02])

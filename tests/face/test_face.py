@@ -272,7 +272,7 @@ def test_the_demo_runs_to_its_end(
     written = json.loads(figures.read_text())
     assert written["complete"] is True
     assert written["rounds"] == 5
-    assert written["upload_ratio"] > 40
+    assert written["upload_ratio"] > 20
     assert written["final_accuracy"] > 0.7
     assert written["wire_upload_bytes"] > written["upload_bytes"] > 0
     assert written["download_bytes"] > 0

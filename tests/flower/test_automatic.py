@@ -112,7 +112,7 @@ def test_a_simulation_that_names_nothing_makes_the_models_of_a_servers_task(tmp_
     settings = Settings(**QUICK, rounds=7, engine="local")
     simulated = simulate(settings, tmp_path / "simulated")
     assert [row.model for row in simulated.rows] == models_over_http(tmp_path, settings)
-    assert [row.profile for row in simulated.rows] == ["0.8-bit"] * 7
+    assert [row.profile for row in simulated.rows] == ["1.6-bit"] * 7
 
 
 def test_the_histories_of_a_default_run_have_decisions_and_their_reasons(tmp_path: Path) -> None:
@@ -165,7 +165,7 @@ def test_a_named_compressor_or_strategy_still_is_what_runs(tmp_path: Path) -> No
         Settings(**QUICK, rounds=1, engine="local", strategy="fedavg", downlink=False),
         tmp_path / "2",
     )
-    assert own.rows[0].profile == "0.8-bit"
+    assert own.rows[0].profile == "1.6-bit"
     assert "newest-loss" not in own.rows[0].test
     assert own.rows[0].download_bytes is not None
     assert own.rows[0].download_bytes > 3 * 2 * 4 * 50_826  # float32, and the model before
@@ -218,7 +218,7 @@ def test_a_flower_user_who_names_nothing_has_the_default(tmp_path: Path) -> None
 
     result = run(strategy, fleet, 6, BEFORE, evaluate_fn=evaluate)
     reports = strategy.reports
-    assert [report.profile for report in reports[:4]] == ["0.8-bit"] * 4
+    assert [report.profile for report in reports[:4]] == ["1.6-bit"] * 4
     probe = reports[3].course
     assert probe is not None
     assert probe.probe
@@ -297,7 +297,7 @@ def test_a_strategy_of_flowers_keeps_what_it_is_and_gains_rates_and_a_downlink(
 ) -> None:
     strategy = FedpressStrategy(flowers.FedAvg(fraction_evaluate=0.0), Plan(seed=1))
     result = run(strategy, fleet_of(tmp_path, 2), 2, BEFORE)
-    assert [report.profile for report in strategy.reports] == ["0.8-bit"] * 2
+    assert [report.profile for report in strategy.reports] == ["1.6-bit"] * 2
     assert strategy.average is None
     assert strategy.reports[-1].difference_download_bytes > 0
     np.testing.assert_array_equal(flat(result.arrays), flat(strategy.newest))

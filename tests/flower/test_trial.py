@@ -95,7 +95,7 @@ def test_a_trial_measures_what_a_simulation_of_the_app_does(tmp_path: Path) -> N
     base = trial["profiles"]["float32"]
     assert base["loss_points"] == 0
     assert measured["loss_points"] == pytest.approx(base["accuracy"] - measured["accuracy"])
-    assert 3000 < trial["profiles"][AUTO]["body_bytes"] < 5100  # .8 bit, in a cohort of three
+    assert 3000 < trial["profiles"][AUTO]["body_bytes"] < 6000  # 1.6 bit at first, in a cohort of 3
 
 
 def test_the_recommendation_goes_by_the_losses_of_the_trial() -> None:

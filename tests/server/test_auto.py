@@ -485,7 +485,7 @@ def test_a_task_that_names_no_profiles_has_auto_an_average_and_a_downlink() -> N
 
 @pytest.mark.parametrize(
     ("rounds", "size", "least"),
-    [(100, 10, 0.1), (60, 4, 0.1), (30, 4, 0.2), (12, 4, 0.57), (1, 1, 0.57), (10_000, 9, 0.1)],
+    [(100, 10, 0.1), (60, 4, 0.1), (30, 4, 0.2), (12, 4, 0.57), (1, 1, 1.13), (10_000, 9, 0.1)],
 )
 def test_all_uploads_of_a_task_together_tell_enough(rounds: int, size: int, least: float) -> None:
     made = config(rounds=rounds, cohort={"size": size, "minimum": 1})
@@ -517,7 +517,7 @@ def test_a_strategy_that_a_task_names_keeps_its_momentum() -> None:
 
 
 @pytest.mark.parametrize(
-    ("rounds", "size", "seldom"), [(90, 10, 0.1), (24, 10, 0.4), (30, 4, 0.8), (10, 10, 0.8)]
+    ("rounds", "size", "seldom"), [(90, 10, 0.1), (24, 10, 0.4), (30, 4, 0.8), (10, 10, 1.13)]
 )
 def test_clients_that_upload_seldom_send_more(rounds: int, size: int, seldom: float) -> None:
     made = config(rounds=rounds, cohort={"size": size, "minimum": 1})
@@ -700,7 +700,7 @@ def test_a_check_of_a_task_says_that_auto_chooses(tmp_path: Path) -> None:
     file = tmp_path / "task.json"
     file.write_text('{"task": "t", "rounds": 9, "cohort": {"size": 4, "minimum": 2}}')
     lines = list(summary(file, checked(file, None)))
-    assert "  profiles: 0.8-bit, 0.57-bit" in lines
+    assert "  profiles: 1.6-bit, 1.13-bit, 0.8-bit" in lines
     assert "  auto chooses one of them for each round, with a gap of 0.5 points" in lines
     assert any("strategy ema of spike_clipping of fedavgm" in line for line in lines)
 

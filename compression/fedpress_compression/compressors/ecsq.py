@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Literal, NamedTuple, cast
+from typing import Literal, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -25,11 +25,13 @@ from fedpress_compression.compressor import (
     compressor,
 )
 from fedpress_compression.contexts import grid_of
+from fedpress_compression.row_choice import RowChoice, choose_rows
 from fedpress_compression.tensors import ModelSpec, Vector
 from fedpress_compression.update import Indices, Piece, Update
 from fedpress_compression.values import LARGEST, check_positive, check_whole
 
 Numbers = npt.NDArray[np.float64]
+Flags = npt.NDArray[np.bool_]
 
 _MOST = 256
 _HALVINGS = 14
@@ -38,10 +40,15 @@ _PASSES = 2
 _PRIOR = 4
 """Flags that a row's or column's rate starts with, at the rate of its tensor."""
 _NEAR, _WIDER = 0.998, 0.85
-_FEW = 32
-"""Bytes beyond a budget that the largest values may take, if those are as large as each other."""
 _ENOUGH = 0.9
-"""Of a budget: less than that is made up for by a part of what a finer step sends."""
+"""Of a budget of bytes: a step that uses less is compared with a choice of rows."""
+_HEADS = 12
+"""Bytes of a body beside its positions, signs, numbers and centroids."""
+_WORTH = 1.1
+"""Times what one step for all saves of the squared error, for which a flat update sends rows."""
+_FLAT = 0.65
+"""Of the squared mean magnitude to the mean square of what is not zero: 1 where all magnitudes are
+the same, .64 where they are normally distributed, .2 to .6 with SGD, also beside a residual."""
 
 
 @compressor("ecsq")
@@ -68,8 +75,13 @@ class Ecsq(Stateless):
 
     With `control` "bits" a body has a budget of `min_bytes` at least: of a small update, less would
     be little beside a request's headers. Where so many values are alike that one step sends too few
-    of them and the next too many, as after few local steps of Adam or of signs, a random part of
-    them is sent, unless `rdo` decides.
+    of them and the next too many, as after few local steps of Adam or of signs, some rows of the
+    tensors are sent, and nothing of the others.
+
+    `by_rows` chooses the rows in any case, and the step with them: those that save the most error
+    for their bits, see `choose_rows`. Its bits are an estimate for the range coder, which `coded`
+    brings; static codes may take up to twice as many. With error feedback, which brings the other
+    rows later, more of what clients computed arrives sooner.
     """
 
     control: Literal["bits", "nmse", "step"] = "bits"
@@ -78,6 +90,7 @@ class Ecsq(Stateless):
     centroids: int = 2
     rdo: float = field(default=0.0, metadata=ADDED)
     min_bytes: int = field(default=0, metadata=ADDED)
+    by_rows: bool = field(default=False, metadata=ADDED)
 
     def __post_init__(self) -> None:
         if self.control not in ("bits", "nmse", "step"):
@@ -91,6 +104,10 @@ class Ecsq(Stateless):
         if not 0 <= self.rdo <= 1:
             raise ValueError(f"rdo must lie in [0, 1], not {self.rdo}")
         check_whole("min_bytes", self.min_bytes, 0, 2**31 - 1)
+        if not isinstance(self.by_rows, bool):
+            raise ValueError(f"by_rows is true or false, not {self.by_rows!r}")
+        if self.by_rows and (self.control != "bits" or self.rdo):
+            raise ValueError("by_rows needs control bits, and no rdo")
 
     @property
     def properties(self) -> Properties:
@@ -114,7 +131,7 @@ class Ecsq(Stateless):
         self, update: Vector, state: None, public: Public, rng: np.random.Generator
     ) -> tuple[Symbols, None]:
         check_finite(update, public.spec)
-        largest, held = float(np.abs(update).max(initial=0.0)), None
+        largest, is_sent = float(np.abs(update).max(initial=0.0)), None
         if not largest:
             return self._quantised(update, 0.0, public.spec), None
         unit = update / np.float64(largest)
@@ -134,8 +151,8 @@ class Ecsq(Stateless):
                 )
         else:
             budget = max(self.target * update.size / 8, self.min_bytes)
-            step, held = self._step_within(unit, budget, coarsest, public.spec, rng)
-        return self._quantised(update, step * largest, public.spec, held), None
+            step, is_sent = self._within(unit, budget, coarsest, public.spec)
+        return self._quantised(update, step * largest, public.spec, is_sent), None
 
     def decompress(self, symbols: Symbols, public: Public, num_summands: int = 1) -> Update:
         where, signs = cast(Indices, symbols[0]), symbols[1]
@@ -146,17 +163,18 @@ class Ecsq(Stateless):
         return Update(public.spec.size, (Piece(where, np.where(signs == 1, -values, values)),))
 
     def _quantised(
-        self, update: Vector, step: float, spec: ModelSpec, held: _Held | None = None
+        self, update: Vector, step: float, spec: ModelSpec, is_sent: Flags | None = None
     ) -> Symbols:
-        """The symbols at `step`, or at the nearest float32 that keeps them in range; the number of
-        each value that is `held` is what it would be at a coarser step."""
+        """The symbols at `step`, or at the nearest float32 that keeps them in range, of all
+        coordinates or of those of `is_sent`."""
         magnitudes = np.abs(update.astype(np.float64))
         narrow = np.float32(min(step, float(LARGEST)))
         scaled = magnitudes / np.float64(narrow) if narrow else magnitudes
-        decided = scaled if held is None else np.where(held.values, scaled * held.share, scaled)
         whole = (
-            np.minimum(np.floor(decided + self.theta), _MOST) if narrow else np.zeros(update.size)
+            np.minimum(np.floor(scaled + self.theta), _MOST) if narrow else np.zeros(update.size)
         )
+        if is_sent is not None:
+            whole = np.where(is_sent, whole, 0)
         if self.rdo and narrow:
             whole = self._optimised(scaled, whole, spec)
         where = np.flatnonzero(whole)
@@ -218,30 +236,19 @@ class Ecsq(Stateless):
 
         return _farthest(error, most, step, 1 / _MOST, coarsest, _TRIALS)
 
-    def _step_within(
-        self,
-        unit: Numbers,
-        budget: float,
-        coarsest: float,
-        spec: ModelSpec,
-        rng: np.random.Generator,
-    ) -> tuple[float, _Held | None]:
-        """The finest step found whose coded size is at most `budget` bytes, or `coarsest`.
-
-        Where many values are about as large, as those of a single step of Adam or of signs, the one
-        step sends none of them and a little finer one all. Then it is the finer one, and a random
-        part of the values is held at the coarser.
-        """
+    def _within(
+        self, unit: Numbers, budget: float, coarsest: float, spec: ModelSpec
+    ) -> tuple[float, Flags | None]:
+        """The step, and what to send at it, for `budget` bytes: all, or a choice of rows."""
         layout, narrow, aim = self.layout(spec), unit.astype(np.float32), budget
-        cells = _Cells.of(unit, self.theta)
+        cells, sizes = _Cells.of(unit, self.theta), dict[float, int]()
 
-        def size(step: float, held: _Held | None = None) -> int:
-            return len(encode(self._quantised(narrow, step, spec, held), layout))
+        def size(step: float, is_sent: Flags | None = None) -> int:
+            return len(encode(self._quantised(narrow, step, spec, is_sent), layout))
 
         if self.rdo:  # the estimate knows nothing of what it leaves out
             step = _edge(partial(self._meets, cells, aim), coarsest)
             return _farthest(size, budget, step, coarsest, 1 / _MOST, 2 * _TRIALS), None
-        sizes = dict[float, int]()
         for _ in range(_TRIALS):  # the estimate is off by a share that varies little with the step
             step = _edge(partial(self._meets, cells, aim), coarsest)
             sizes[step] = size(step)
@@ -250,28 +257,25 @@ class Ecsq(Stateless):
             step = min(1.1 * step, coarsest)
             sizes[step] = size(step)
         best = min((each for each, coded in sizes.items() if coded <= budget), default=step)
-        if sizes[best] > budget + _FEW:
-            best = 2 * coarsest  # where nothing is sent
-            sizes[best] = size(best)
-        finer = max((each for each in sizes if each < best), default=best)
-        for _ in range(_TRIALS):
-            if best <= coarsest and (sizes[best] >= _ENOUGH * budget or sizes[finer] <= budget):
+        plain = cells.energy - cells.error(best, self.centroids) if sizes[best] <= budget else 0.0
+        bits, is_full = 8 * budget, _ENOUGH * budget <= sizes[best] <= budget
+        if cells.flatness < _FLAT or (is_full and not self.by_rows):
+            return best, None
+        while True:
+            choice = self._choice(unit, bits, coarsest, spec)
+            if choice is None or choice.saved <= plain * (_WORTH if is_full else 1):
                 return best, None
-            step = min(math.sqrt(best * finer), coarsest)
-            sizes[step] = size(step)
-            best, finer = (step, finer) if sizes[step] <= budget else (best, step)
-        draws = rng.random(unit.size)
-        first = int(np.argmax(np.abs(unit) - 1e-9 * draws))
+            coded = 0 if self.by_rows else size(choice.step, choice.is_sent)
+            if coded <= budget:
+                return choice.step, choice.is_sent
+            bits *= _ENOUGH * budget / coded
 
-        def held(share: float) -> _Held:
-            values = draws >= share
-            values[first] = False
-            return _Held(values, finer / best)
-
-        def size_of(share: float) -> int:
-            return size(finer, held(share))
-
-        return finer, held(_share_within(size_of, budget, sizes[best], sizes[finer]))
+    def _choice(
+        self, unit: Numbers, bits: float, coarsest: float, spec: ModelSpec
+    ) -> RowChoice | None:
+        left = bits - 8 * (2 * self.centroids + _HEADS)
+        steps = coarsest, 1 / _MOST
+        return choose_rows(np.abs(unit), grid_of(spec).matrices, left, self.theta, steps, _MOST)
 
     def _meets(self, cells: _Cells, aim: float, step: float) -> bool:
         return self._estimated(cells, step) <= aim
@@ -283,13 +287,6 @@ class Ecsq(Stateless):
         counts = counts[counts > 0]
         bits = float((counts * np.log2(cells.size / counts)).sum())
         return (bits + sent) / 8 + 2 * self.centroids + 4
-
-
-class _Held(NamedTuple):
-    """The values [size] that are rounded as at a step 1 / `share` times as large."""
-
-    values: npt.NDArray[np.bool_]
-    share: float
 
 
 def cost_at(matrix: npt.NDArray[np.floating], step: float, theta: float) -> tuple[float, float]:
@@ -405,6 +402,12 @@ class _Cells:
     def energy(self) -> float:
         return float(self.squares[-1])
 
+    @property
+    def flatness(self) -> float:
+        """The squared mean of the magnitudes that are not zero, over the mean of their squares."""
+        count = self.size - int(np.searchsorted(self.magnitudes, 0.0, side="right"))
+        return float(self.sums[-1]) ** 2 / max(count * self.energy, 1e-300)
+
     def bounds(self, step: float) -> npt.NDArray[np.intp]:
         """Indices of the sorted magnitudes where the cells of 0, 1, 2 and so on begin, and the end
         of the last one."""
@@ -428,21 +431,6 @@ class _Cells:
         means[0] = 0
         values = np.arange(counts.size) * step + means[classes]
         return float((squares - 2 * values * sums + counts * np.square(values)).sum())
-
-
-def _share_within(
-    cost: Callable[[float], float], most: float, of_none: float, of_all: float
-) -> float:
-    """A share in [0, 1] whose `cost`, from `of_none` to `of_all`, is `most` or a little less."""
-    low, high = (0.0, of_none), (1.0, of_all)
-    for _ in range(2 * _TRIALS):
-        if low[1] >= _ENOUGH * most:
-            break
-        rise = ((1 + _ENOUGH) / 2 * most - low[1]) / (high[1] - low[1])
-        share = low[0] + (high[0] - low[0]) * rise
-        new = cost(share)
-        low, high = ((share, new), high) if new <= most else (low, (share, new))
-    return low[0]
 
 
 def _farthest(
