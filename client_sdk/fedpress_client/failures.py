@@ -54,7 +54,8 @@ class FailurePolicy:
 
 @dataclass(frozen=True, slots=True)
 class Durations:
-    """Seconds from an assignment to its whole upload, of the newest assignments of one kind.
+    """Seconds from an assignment to its whole upload, of the newest assignments of one kind; those
+    lost while the server was away are left out.
 
     A kind is a model and its training terms: what another kind takes is not known. `skipped` counts
     the assignments declined since the newest of them.

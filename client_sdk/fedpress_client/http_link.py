@@ -87,6 +87,9 @@ class Traffic:
     """Of `body_down`: what came when a whole model was asked for, coded."""
     difference_down: int = 0
     """The same for differences to a model that is held, and for trained tensors over a base."""
+    seconds_away: float = 0.0
+    """Seconds lost to attempts that found no server, or one that failed or put them off (5xx), with
+    the pauses after them."""
 
 
 OnTransfer: TypeAlias = Callable[[Literal["download", "upload"], int, int | None], None]
@@ -140,7 +143,9 @@ class HttpLink:
         self._bandwidth, self._sleep = settings.bandwidth or Bandwidth(), settings.sleep
         self._on_transfer = settings.on_transfer
         self._watch = AnswerWatch(settings.timeout, settings.clock, settings.sleep)
-        self._loop = RetryLoop(settings.retries or Retries(), settings.sleep, settings.random)
+        self._loop = RetryLoop(
+            settings.retries or Retries(), settings.sleep, settings.random, self._count_away
+        )
         self._ahead = 0.0
         """Seconds by which the server's clock is ahead of this device's."""
         certificate, key_file = settings.client_certificate, settings.client_key
@@ -264,6 +269,18 @@ class HttpLink:
         wait: float = 0.0,
     ) -> Iterator[httpx.Response]:
         """The answer to one signed request, its body still to be read; raises TryAgain."""
+        began_at = self.clock()
+        try:
+            with self._sent(method, path, body, headers, wait) as response:
+                yield response
+        except TryAgain as retry:
+            retry.seconds = max(0.0, self.clock() - began_at)
+            raise
+
+    @contextmanager
+    def _sent(
+        self, method: str, path: str, body: bytes, headers: Mapping[str, str], wait: float
+    ) -> Iterator[httpx.Response]:
         request = self._signed(method, path, body, headers, wait)
         has_answer = False
         try:
@@ -287,7 +304,8 @@ class HttpLink:
             if not has_answer and isinstance(exc, httpx.RemoteProtocolError | httpx.ReadError):
                 hint = tls.silence(self._url, self._certificate, self.clock())
             error = TransportError(f"{method} {self._url}{path}: {reason}", hint=hint)
-            raise TryAgain(error) from exc
+            is_away = not has_answer and isinstance(exc, httpx.ReadTimeout)
+            raise TryAgain(error, is_away=is_away) from exc
         except httpx.HTTPError as exc:
             raise TransportError(f"{method} {self._url}{path}: {exc}") from exc
 
@@ -335,11 +353,12 @@ class HttpLink:
                 TransportError(
                     f"the proxy {self._proxy}, on the way to {self._url}: {exc}",
                     hint="check --proxy, HTTP_PROXY, HTTPS_PROXY and NO_PROXY",
-                )
+                ),
+                is_away=True,
             )
         if reason is None:
             hint = "check that the server runs, and that the URL and its port are right"
-            return TryAgain(TransportError(f"{self._url}: {exc}", hint=hint))
+            return TryAgain(TransportError(f"{self._url}: {exc}", hint=hint), is_away=True)
         error = TransportError(f"{self._url}: {reason[0]}", hint=reason[1])
         return TryAgain(error, at_most=3 if tls.is_final(reason) else math.inf)
 
@@ -372,7 +391,7 @@ class HttpLink:
             stated = finite(error.members.get("retry_after"))
             if after is None and stated is not None:
                 after = bounded(stated)
-            raise TryAgain(error, after=after)
+            raise TryAgain(error, after=after, is_away=status >= 500)
         raise error
 
     def _adjusted(self, error: ClockSkew, response: httpx.Response) -> bool:
@@ -402,6 +421,9 @@ class HttpLink:
                 raise BodyTooLarge(f"an answer of more than {at_most} bytes")
             self._bandwidth.received(len(chunk), self._sleep)
             yield chunk
+
+    def _count_away(self, seconds: float) -> None:
+        self.traffic.seconds_away += seconds
 
     def _count_up(self, request: httpx.Request, body: int) -> None:
         line = f"{request.method} {request.url.raw_path.decode()} HTTP/1.1\r\n"

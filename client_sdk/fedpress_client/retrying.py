@@ -29,7 +29,8 @@ class Retries:
 
 
 class TryAgain(Exception):
-    """`error`, after which another attempt may do better; `at_most` attempts end like this."""
+    """`error`, after which another attempt may do better; `at_most` attempts end like this.
+    `is_away`: no server was there, or it failed or put the request off, after `seconds`."""
 
     def __init__(
         self,
@@ -38,22 +39,30 @@ class TryAgain(Exception):
         after: float | None = None,
         pause: float | None = None,
         at_most: float = math.inf,
+        is_away: bool = False,
     ) -> None:
         super().__init__(str(error))
         self.error = error
         self.after = after
         self.pause = pause
         self.at_most = at_most
+        self.is_away = is_away
+        self.seconds = 0.0
         self.progress = False
 
 
 @dataclass(frozen=True, slots=True)
 class RetryLoop:
-    """Runs attempts by the rules of `retries`; `random` gives numbers in [0, 1)."""
+    """Runs attempts by the rules of `retries`; `random` gives numbers in [0, 1).
+
+    `on_away` is called with the seconds lost to each attempt that found the server away, the pause
+    after it included.
+    """
 
     retries: Retries
     sleep: Callable[[float], None]
     random: Callable[[], float]
+    on_away: Callable[[float], None] = lambda seconds: None
 
     def run(self, attempt: Callable[[], _ResultT], action: str) -> _ResultT:
         """Return the result of `attempt`, retried as long as it raises TryAgain; `action` names it
@@ -77,4 +86,6 @@ class RetryLoop:
                 if waited > self.retries.patience or tries[kind] >= retry.at_most:
                     raise retry.error from retry.__cause__
                 _log.warning("%s: %s; again in %.1f s", action, retry.error, pause)
+                if retry.is_away:
+                    self.on_away(retry.seconds + pause)
             self.sleep(pause)

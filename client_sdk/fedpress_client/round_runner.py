@@ -105,8 +105,8 @@ class RoundRunner:
 
     def run(self, task: JoinedTask, assignment: Assignment, seconds_left: float) -> bool:
         """Run an assignment of which `seconds_left` are left; False if nothing came of it."""
-        clock = self._settings.clock
-        began_at, plan = clock(), assignment.plan
+        clock, traffic = self._settings.clock, self._services.transport.traffic
+        began_at, plan, away_before = clock(), assignment.plan, traffic.seconds_away
         with Outgoing(task.files, self._services.transport, assignment.assignment) as outgoing:
             is_saved = self._prepare(task, assignment, outgoing)
         if not is_saved:
@@ -119,6 +119,7 @@ class RoundRunner:
         seconds = clock() - began_at
         if seconds > seconds_left:
             _log.warning("an assignment of %.0f s took this device %.0f s", seconds_left, seconds)
+        seconds -= traffic.seconds_away - away_before  # an outage tells nothing of the next one
         Durations.read(task.files).after(plan, seconds).keep(task.files)
         return True
 

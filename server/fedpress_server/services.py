@@ -203,6 +203,7 @@ def _store(
     return TaskStore(
         shared.memory,
         database,
+        payloads,
         Journal(payloads, shared.host, shared.lease_time, epoch),
         Planner(database, payloads, shared.host, shared.background, placement),
         Publisher(resources.metrics, shared.cleanup, shared.sums, shared.signal),

@@ -280,6 +280,26 @@ def test_a_device_may_be_told_to_try_whatever_the_deadline(tmp_path: Path) -> No
     client.close()
 
 
+@pytest.mark.parametrize("verb", ["model", "upload"])
+def test_time_in_which_the_server_was_away_is_not_the_device_s(verb: str, tmp_path: Path) -> None:
+    server, link, trainer, client = slow_device(tmp_path, 5.0)
+    outages = [f"before {verb}"]
+
+    def wait_for_the_store(point: str) -> None:
+        if point in outages:
+            outages.remove(point)
+            server.now += 300.0
+            link.traffic.seconds_away += 300.0
+
+    link.fault = wait_for_the_store
+    client.step()
+    assert not outages
+    server.close()
+    client.step()
+    assert (link.declined, trainer.calls) == ([], 2)
+    client.close()
+
+
 # Disks
 
 

@@ -337,6 +337,41 @@ def test_every_attempt_is_counted() -> None:
 
 
 @pytest.mark.parametrize(
+    ("failure", "is_away"),
+    [
+        (problem(Unavailable(retry_after=3)), True),
+        (problem(StorageFull(retry_after=3)), True),
+        (httpx.ConnectError("refused"), True),
+        (httpx.ReadTimeout("slow"), True),
+        (httpx.WriteError("reset"), False),
+        (httpx.Response(429), False),
+    ],
+)
+def test_seconds_are_counted_in_which_the_server_was_away(failure: Any, is_away: bool) -> None:
+    now = NOW
+
+    def stalls(request: httpx.Request) -> httpx.Response:
+        nonlocal now
+        now += 30.0
+        if isinstance(failure, Exception):
+            raise failure
+        return raw(failure.content, status=failure.status_code, **failure.headers)
+
+    def sleep(seconds: float) -> None:
+        nonlocal now
+        now += seconds
+
+    server = Server(stalls, stalls, ack())
+    transport = HttpTransport(
+        "http://server:8000", KEY, sleep=sleep, clock=lambda: now, random=lambda: 0.5,
+        http=httpx.MockTransport(server),
+    )  # fmt: skip
+    transport.upload("a", BODY)
+    assert transport.traffic.seconds_away == pytest.approx(now - NOW if is_away else 0.0)
+    assert now > NOW + 60
+
+
+@pytest.mark.parametrize(
     "url",
     ["server:8000", "ftp://server", "http://u:p@server", "http://", "http://s?x=1", "http://a b"],
 )

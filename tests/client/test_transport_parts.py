@@ -112,6 +112,16 @@ def test_after_a_cut_the_server_is_asked_where_it_stands() -> None:
     assert server.slept == [0.25, 0.5, 4.0, 0.25]
 
 
+def test_of_parts_that_are_put_off_the_pauses_count_as_away() -> None:
+    put_off = problem(Unavailable(retry_after=5))
+    server = Server(told(0, status=201), told(PART), put_off, put_off, held(PART))
+    server.answers += [told(2 * PART), told(WHOLE), acked()]
+    transport = server.transport(parts_above=WHOLE - 1)
+    transport.upload("a", BODY)
+    assert len(server.slept) == 2
+    assert transport.traffic.seconds_away == pytest.approx(sum(server.slept))
+
+
 def test_a_part_that_was_kept_is_not_sent_again() -> None:
     server = Server(
         told(0, status=201),

@@ -1,6 +1,8 @@
 """Models, health and the documents of the API."""
 
 import hashlib
+import threading
+import time
 from typing import Any
 
 import numpy as np
@@ -14,6 +16,7 @@ from fedpress_protocols.errors import (
     UnknownModel,
 )
 from fedpress_protocols.model import Model
+from fedpress_server.api import health
 from tests.devices import ADMIN, Operator, checked
 from tests.server.in_process import Enrolled, Server, history, include_one
 
@@ -129,6 +132,21 @@ def test_health_is_told(http: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(http.app.services.payloads, "check_writable", fail)
     assert http.get("/readyz").status_code == 503
     monkeypatch.undo()
+    assert http.get("/readyz").status_code == 200
+
+
+def test_readiness_is_answered_soon_though_the_store_stalls(
+    http: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    over = threading.Event()
+    monkeypatch.setattr(health, "_READY_WITHIN", 0.1)
+    monkeypatch.setattr(http.app.services.payloads, "check_writable", lambda: over.wait(20))
+    began_at = time.monotonic()
+    try:
+        assert http.get("/readyz").status_code == 503
+        assert time.monotonic() - began_at < 10
+    finally:
+        over.set()
     assert http.get("/readyz").status_code == 200
 
 

@@ -23,7 +23,7 @@ from fedpress_server.storage.files import artefact_name
 from fedpress_server.storage.payloads import LocalPayloads, Payloads, digest_in
 from tests.devices import Device, Operator
 from tests.s3 import KEYS, FaultProxy, make_bucket, store
-from tests.server.in_process import Clock, Enrolled, Server, Start, ones
+from tests.server.in_process import Clock, Enrolled, Server, Start, history, ones
 
 pytest.importorskip("obstore")
 pytest.importorskip("moto")
@@ -263,6 +263,36 @@ def test_a_federated_task_lives_in_the_store_and_waits_while_it_is_away(
     assert here <= {"lock", "cache", "worker", "server-key.pem", "authority-key.pem"} | {
         name for name in here if name.startswith("fedpress.db")
     }
+
+
+def test_a_deadline_moves_on_while_the_store_is_away(
+    http: Server,
+    operator: Operator,
+    enrolled: Enrolled,
+    model: Model,
+    proxy: FaultProxy,
+    clock: Clock,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    terms = {"round_seconds": 60.0, "max_attempts": 1}
+    operator.begin(model, rounds=2, cohort={"size": 1, "minimum": 1}, **terms)
+    device = enrolled()
+    assignment = device.assignment("digits")
+    body = device.body_for(assignment, ones(model))
+    proxy.always = 500
+    assert device.put(assignment.assignment, body).status_code == 503
+    clock.advance(61)
+    http.call(http.app.services.scheduler.tick)
+    assert "task digits round 1.1: the store did not answer, so its deadline moves on" in (
+        caplog.messages
+    )
+    proxy.always = None
+    device.upload(assignment.assignment, body)
+    news = device.check_in("digits", assignment.assignment, wait=30)
+    assert news is not None
+    assert news.receipts[0].receipt.outcome == "included"
+    first = [(each.attempt, each.state) for each in history(operator) if each.round == 1]
+    assert first == [(1, "committed")]
 
 
 def test_a_server_goes_on_from_the_store_with_an_empty_cache(

@@ -1,15 +1,19 @@
 """What is acknowledged stays: restarts, failures at every write, and what they leave behind."""
 
 import errno
+import gc
+import logging
 import os
 import stat
 import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import anyio
 import numpy as np
@@ -24,15 +28,17 @@ from fedpress_protocols.errors import (
     RoundClosed,
     ServerError,
     StorageFull,
+    Unavailable,
 )
 from fedpress_protocols.messages import Receipt
 from fedpress_protocols.model import Model
+from fedpress_server.coordination.file_cleanup import SWEEP_SECONDS
 from fedpress_server.registry.sweeping import sweep
 from fedpress_server.storage.database import Database
 from fedpress_server.storage.payloads import LocalPayloads
 from fedpress_server.storage.tables import models
 from tests.devices import Device, Operator
-from tests.server.in_process import Clock, Server, Start
+from tests.server.in_process import Clock, Server, Start, include_one
 
 
 class Fails:
@@ -362,6 +368,50 @@ def test_an_upload_that_came_too_late_leaves_no_file(
             http.call(sweep, database, payloads, clock())
         left = (tmp_path / "data/uploads").rglob("*")
         assert [path for path in left if path.is_file()] == []
+
+
+def test_uploads_that_the_store_does_not_remove_are_left_to_the_sweep(
+    start: Start,
+    clock: Clock,
+    model: Model,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    away = Unavailable("the store does not answer", retry_after=5)
+    with start() as http:
+        operator, device = Operator(http), Device(http, clock)
+        device.enrol(operator.token())
+        operator.begin(model, rounds=2, cohort={"size": 1, "minimum": 1})
+        payloads, cleanup = http.app.services.payloads, http.app.services.scheduler._cleanup
+        drop = mock.Mock(side_effect=away)
+        monkeypatch.setattr(payloads, "drop", drop)
+        name = include_one(device, model)
+        assert device.check_in("digits", name, wait=30) is not None
+        until = time.monotonic() + 20
+        while cleanup._left_at is None and time.monotonic() < until:
+            time.sleep(0.01)
+        gc.collect()
+        told = [each for each in caplog.records if each.levelno >= logging.WARNING]
+        assert [each.exc_info for each in told] == [None]
+        said = "uploads of a round that is over could not be removed yet: the store does not"
+        assert told[0].getMessage().startswith(said)
+
+        def uploads() -> list[Path]:
+            found = (tmp_path / "data/uploads/digits/1-1").glob("*")
+            return [path for path in found if path.is_file()]
+
+        (left,) = uploads()
+        os.utime(left, (0, 0))
+        clock.advance(SWEEP_SECONDS + 1)
+        with pytest.raises(Unavailable):
+            http.call(cleanup.sweep_if_due)
+        monkeypatch.undo()
+        http.call(cleanup.sweep_if_due)
+        assert uploads() == [left], "in an hour again"
+        clock.advance(SWEEP_SECONDS + 1)
+        http.call(cleanup.sweep_if_due)
+        assert uploads() == []
 
 
 def test_what_is_secret_is_the_owner_s_alone(start: Start, tmp_path: Path) -> None:

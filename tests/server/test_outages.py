@@ -2,6 +2,7 @@
 
 import errno
 import logging
+from pathlib import Path
 
 import pytest
 
@@ -30,6 +31,25 @@ def test_an_outage_is_two_lines_however_often_it_is_met(
     outage.failed("again")
     assert caplog.messages[2:] == ["it is out: again"]
     assert {record.levelname for record in caplog.records} == {"WARNING"}
+
+
+def test_a_failure_is_recent_for_a_while_also_once_the_outage_is_over(clock: Clock) -> None:
+    outage = Outage(log, "it is out: %s", "it is back", quiet=10.0, clock=clock)
+    assert not outage.has_failed_within(60.0)
+    outage.failed("reason")
+    clock.advance(50)
+    outage.worked()
+    assert outage.has_failed_within(60.0)
+    clock.advance(11)
+    assert not outage.has_failed_within(60.0)
+
+
+def test_the_page_on_a_full_disk_quotes_what_is_printed() -> None:
+    page = Path(__file__).parents[2] / "docs" / "operations" / "disk-full.md"
+    text = " ".join(page.read_text().split())
+    assert outages.MAKE_ROOM % "no space is left on the server (/var/lib/fedpress)" in text
+    assert "/var/lib/fedpress has disk space again" in text
+    assert "the database has disk space again" in text
 
 
 @pytest.mark.parametrize(

@@ -153,6 +153,19 @@ def test_a_deadline_out_of_reach_is_moved_and_keeps_who_came() -> None:
     assert joined.on(DeadlinePassed(), 22.0)[0].phase == "abandoned"
 
 
+def test_an_outage_of_the_store_uses_up_no_attempt() -> None:
+    few = three_assigned(attempt=2)
+    away = DeadlinePassed(store_was_away=True)
+    assert few.on(away, 9.9) == (few, ())
+    round_, effects = few.on(away, 10.0)
+    assert effects == (Extend(20.0),)
+    assert (round_.phase, round_.attempt, len(round_.parts)) == ("collecting", 2, 3)
+    assert after(round_, UploadStaged("a0", "x"), now=13.0).staged == ("a0",)
+    assert after(few, UploadStaged("a1", "y")).on(away, 10.0)[0].phase == "folding"
+    assert from_record(to_record(away)) == away
+    assert to_record(DeadlinePassed()) == {"event": "DeadlinePassed"}, "as earlier releases read it"
+
+
 def test_an_aggregation_commits_the_round_and_opens_the_next() -> None:
     aggregating = after(three_assigned(), UploadStaged("a0", "x"), UploadStaged("a2", "y"))
     round_, effects = aggregating.on(Aggregated("m"), 2.0)

@@ -25,6 +25,8 @@ metrics_routes = APIRouter(
 _FRESH = 1.0
 _PATIENCE = 2.0
 """Seconds that a scrape waits for the database."""
+_READY_WITHIN = 3.0
+"""Seconds that a check waits for the database and the store: less than those that ask wait."""
 
 
 class Health(Term):
@@ -46,10 +48,11 @@ async def readyz(services: Parts) -> Health:
         raise Unavailable("this server is about to stop", retry_after=1)
     if now >= readiness.fresh_until:
         try:
-            await services.database.read(
-                lambda connection: connection.execute(sa.select(1)).scalar()
-            )
-            await asyncio.to_thread(services.payloads.check_writable)
+            async with asyncio.timeout(_READY_WITHIN):
+                await services.database.read(
+                    lambda connection: connection.execute(sa.select(1)).scalar()
+                )
+                await asyncio.to_thread(services.payloads.check_writable)
         except Exception as exc:
             raise Unavailable("the database or the store does not work", retry_after=5) from exc
         keys = services.server_keys

@@ -13,9 +13,18 @@ from fedpress_server.coordination.attempts import Attempt
 from fedpress_server.coordination.figures import Phases
 from fedpress_server.coordination.file_cleanup import FileCleanup
 from fedpress_server.coordination.live import LiveTask
-from fedpress_server.coordination.steps import Step
+from fedpress_server.coordination.steps import AppliedEvent, Step
 from fedpress_server.metrics import Metrics
-from fedpress_server.rounds import Assign, CohortChosen, Effect, Keep, Queue, Stage
+from fedpress_server.rounds import (
+    Assign,
+    CohortChosen,
+    DeadlinePassed,
+    Effect,
+    Extend,
+    Keep,
+    Queue,
+    Stage,
+)
 from fedpress_server.storage.files import artefact_name
 
 _QUIET = Assign | Stage | Queue | Keep
@@ -61,6 +70,7 @@ class Publisher:
             self._phases.record(name, step.applied.before, step.applied.after, now)
             if step.applied.result is not None:
                 files |= set(map(artefact_name, step.applied.result.artefacts))
+            self._tell_moved(step.applied)
             if isinstance(step.applied.event, CohortChosen):
                 task.candidates.chosen([each.client_id for each in step.applied.event.chosen])
         self._phases.observe(name, task.attempt, now, began=True)
@@ -105,6 +115,13 @@ class Publisher:
             is_news |= before.round.places_left <= 0 < after.round.places_left
         if is_news:
             task.notify()
+
+    def _tell_moved(self, applied: AppliedEvent) -> None:
+        event, after = applied.event, applied.after
+        was_away = isinstance(event, DeadlinePassed) and event.store_was_away
+        if was_away and any(isinstance(each, Extend) for each in applied.effects):
+            text = "task %s round %d.%d: the store did not answer, so its deadline moves on"
+            _log.warning(text, *after.key)
 
     def _end_attempt(self, task: LiveTask, previous: Attempt, follows: Attempt | None) -> None:
         name, number, attempt = previous.key

@@ -44,6 +44,7 @@ from fedpress_server.storage import records
 from fedpress_server.storage.batched import Batched
 from fedpress_server.storage.database import Database
 from fedpress_server.storage.leases import LeaseLost
+from fedpress_server.storage.payloads import Payloads
 from fedpress_server.storage.records import TaskRecord
 
 BATCH = 64
@@ -67,6 +68,7 @@ class TaskStore:
         self,
         memory: Memory,
         database: Database,
+        payloads: Payloads,
         journal: Journal,
         planner: Planner,
         publisher: Publisher,
@@ -79,6 +81,7 @@ class TaskStore:
         self.is_shared = is_shared
         self.memory = memory
         self._database = database
+        self._payloads = payloads
         self._journal = journal
         self._planner = planner
         self._publisher = publisher
@@ -171,7 +174,10 @@ class TaskStore:
     async def pass_deadline(self, task: LiveTask) -> None:
         """Let the deadline pass if it has, which ends the attempt or moves the deadline."""
         if task.is_due(self._clock()):
-            await self.apply(task, Happen(DeadlinePassed()))
+            await self.apply(task, Happen(self._deadline_passed()))
+
+    def _deadline_passed(self) -> DeadlinePassed:
+        return DeadlinePassed(store_was_away=self._payloads.was_away)
 
     async def _drain(self, task: LiveTask) -> None:
         """Apply the commands of a task as long as there are any, those that wait together."""
@@ -211,7 +217,7 @@ class TaskStore:
         while True:
             now = self._clock()
             is_due = task.is_due(now) and not _is_restored(commands[0])
-            before = [PendingCommand(Happen(DeadlinePassed()), None)] if is_due else []
+            before = [PendingCommand(Happen(self._deadline_passed()), None)] if is_due else []
             try:
                 batch = await self._planner.plan(task, [*before, *commands], now)
                 if not batch.is_complete:

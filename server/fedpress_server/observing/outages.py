@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import errno
 import logging
+import math
 import threading
 import time
 from collections.abc import Callable
@@ -47,12 +48,19 @@ class Outage:
         self._clock = clock
         self._lock = threading.Lock()
         self._failed_at: float | None = None
+        """During an outage: its newest failure."""
+        self._newest = -math.inf
 
     def failed(self, reason: object) -> None:
         with self._lock:
             is_new, self._failed_at = self._failed_at is None, self._clock()
+            self._newest = self._failed_at
         if is_new:
             Context().run(self._log.warning, self._begins, reason)  # it belongs to no request
+
+    def has_failed_within(self, seconds: float) -> bool:
+        """Whether the newest failure is at most so long ago, over or not."""
+        return self._clock() <= self._newest + seconds
 
     def worked(self) -> None:
         if self._failed_at is None:

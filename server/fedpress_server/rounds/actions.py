@@ -65,7 +65,9 @@ def fills_up(round_: Round, event: UploadStaged, now: float) -> bool:
 
 def has_few(round_: Round, event: DeadlinePassed, now: float) -> bool:
     """Whether the minimum was out of reach, whatever those assigned had done."""
-    return now >= round_.deadline and len(round_.parts) < round_.rules.minimum
+    minimum = round_.rules.minimum
+    is_beyond_them = event.store_was_away and round_.num_staged < minimum
+    return now >= round_.deadline and (is_beyond_them or len(round_.parts) < minimum)
 
 
 def is_due(round_: Round, event: DeadlinePassed, now: float) -> bool:

@@ -96,7 +96,9 @@ class Declined:
 
 @dataclass(frozen=True, slots=True)
 class DeadlinePassed:
-    pass
+    """`store_was_away`: uploads and downloads were put off, so that few uploads tell nothing."""
+
+    store_was_away: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,6 +198,8 @@ def to_record(event: Event) -> dict[str, Any]:
     name = _NAMES.get(type(event), type(event).__name__)
     if isinstance(event, UploadStaged | ClientCheckedIn):  # of which there are many: all plain
         return {"event": name, **{each: getattr(event, each) for each in event.__slots__}}
+    if event == DeadlinePassed():
+        return {"event": name}  # readable for servers of earlier releases
     if isinstance(event, Said):
         event = replace(event, message=None)
         fields = asdict(event)

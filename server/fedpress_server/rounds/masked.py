@@ -193,7 +193,12 @@ TRANSITIONS = (
     Transition("collecting", ClientReady, "awaited", _may_queue, _queue, "collecting"),
     Transition("collecting", Declined, "awaited", do.is_awaited, do.decline, "collecting"),
     Transition(
-        "collecting", DeadlinePassed, "fewer than minimum came", do.has_few, do.extend, "collecting"
+        "collecting",
+        DeadlinePassed,
+        "fewer than minimum came, or the store was away",
+        do.has_few,
+        do.extend,
+        "collecting",
     ),
     Transition(
         "collecting", DeadlinePassed, "minimum ready", _has_queue, _begin_at_deadline, "masking"

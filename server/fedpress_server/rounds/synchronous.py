@@ -5,8 +5,9 @@ trains and uploads. The upload that completes `size` closes the round, and so do
 `minimum` uploads are there: whoever is late has a receipt that says so. The round is then
 *folding*: a job aggregates what was staged, and ends the round as *committed*. With too few uploads
 at the deadline the attempt is *abandoned*, all updates go back to their devices, and the round
-begins again as its next attempt; unless fewer than `minimum` clients were ever assigned, in which
-case the deadline moves on: devices asleep overnight use up no attempt.
+begins again as its next attempt; unless fewer than `minimum` clients were ever assigned, or the
+store was away, in which case the deadline moves on: neither devices asleep overnight nor an outage
+of the store use up an attempt.
 """
 
 from __future__ import annotations
@@ -46,7 +47,12 @@ TRANSITIONS = (
     Transition("collecting", UploadStaged, "awaited", do.is_awaited, do.stage, "collecting"),
     Transition("collecting", Declined, "awaited", do.is_awaited, do.decline, "collecting"),
     Transition(
-        "collecting", DeadlinePassed, "fewer than minimum came", do.has_few, do.extend, "collecting"
+        "collecting",
+        DeadlinePassed,
+        "fewer than minimum came, or the store was away",
+        do.has_few,
+        do.extend,
+        "collecting",
     ),
     Transition(
         "collecting",

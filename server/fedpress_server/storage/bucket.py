@@ -32,6 +32,8 @@ _log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 _RETRY_AFTER = 5.0
+_BACK_WITHIN = 65.0
+"""Seconds within which a device that was put off comes back: its longest pause, after that."""
 _LINKED = 1800.0
 """Seconds for which a presigned link is given out; it is good for as long after that."""
 _MOST_LINKS = 4096
@@ -111,6 +113,10 @@ class Bucket(Payloads):
             quiet=_RETRY_AFTER,
         )
         self.scratch = cache
+
+    @property
+    def was_away(self) -> bool:
+        return self._away.has_failed_within(_BACK_WITHIN)
 
     def put(self, name: str, data: bytes) -> None:
         if digest_in(name) is None:

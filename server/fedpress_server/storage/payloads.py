@@ -46,6 +46,12 @@ class Payloads(ABC):
     scratch: Path
     """A local folder for temporary files of the process."""
 
+    @property
+    def was_away(self) -> bool:
+        """Whether this process has found the store unreachable in the last minute, in which devices
+        that were put off may not have come back."""
+        return False
+
     @abstractmethod
     def put(self, name: str, data: bytes) -> None:
         """Write a file; durable when it returns. Raises StorageFull without leaving anything
