@@ -78,10 +78,10 @@ class Ecsq(Stateless):
     of them and the next too many, as after few local steps of Adam or of signs, some rows of the
     tensors are sent, and nothing of the others.
 
-    `by_rows` chooses the rows in any case, and the step with them: those that save the most error
-    for their bits, see `choose_rows`. Its bits are an estimate for the range coder, which `coded`
-    brings; static codes may take up to twice as many. With error feedback, which brings the other
-    rows later, more of what clients computed arrives sooner.
+    With `by_rows` it sends rows of every flat update, as those of Adam are, if they save more error
+    than one step for all, see `choose_rows`. Their bits are an estimate for the range coder, which
+    `coded` brings; static codes may take up to twice as many. With error feedback, which brings the
+    other rows later, more of what clients computed arrives sooner.
     """
 
     control: Literal["bits", "nmse", "step"] = "bits"
