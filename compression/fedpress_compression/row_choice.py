@@ -21,7 +21,7 @@ Units = npt.NDArray[np.int64]
 _RATIO = 0.8
 """Of a step to the one tried before."""
 _WORSE = 3
-"""Steps that save less than the best so far, after which no finer one is tried."""
+"""Steps that use up the bits and save less than the best so far: then no finer one is tried."""
 _PART = 8
 """A row that would take more than the budget over this is cut in pieces."""
 _EMPTY = 0.1
@@ -63,9 +63,10 @@ def choose_rows(
         ranked = np.argsort(-saved / cost, kind="stable")
         num = int(np.searchsorted(np.cumsum(cost[ranked]), bits, side="right"))
         gain = float(saved[ranked[:num]].sum()) * step * step
-        num_worse = 0 if gain > most else num_worse + 1
         if gain > most:
-            best, most = (step, ranked[:num]), gain
+            best, most, num_worse = (step, ranked[:num]), gain, 0
+        elif num < np.count_nonzero(saved):
+            num_worse += 1
         step *= _RATIO
     if best is None:
         return None

@@ -117,6 +117,14 @@ def test_the_rows_that_save_most_are_chosen_within_the_bits() -> None:
     assert chosen.saved == pytest.approx(np.square(magnitudes[rows.all(1)]).sum(), rel=0.05)
 
 
+def test_one_large_value_does_not_hide_the_others() -> None:
+    magnitudes = np.full((100, 20), 0.05)
+    magnitudes[5, 3] = 1.0
+    chosen = choice(magnitudes, 400)
+    assert chosen is not None
+    assert 200 < chosen.is_sent.sum() < 400
+
+
 def test_no_bits_are_no_choice() -> None:
     assert choice(np.ones((4, 50)), 1.0) is None
 
