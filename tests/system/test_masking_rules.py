@@ -248,7 +248,7 @@ def test_the_command_says_which_plan_its_rules_refused(
     server: ServerProcess, tmp_path: Path, command: str, option: str, reason: str
 ) -> None:
     """A device and a region; nothing has to be behind `--region`, since nothing is trained."""
-    (tmp_path / "region.json").write_text('{"task": "inner"}')
+    (tmp_path / "region.json").write_text('{"task": "inner", "cohort": {"size": 2, "minimum": 1}}')
     options = {
         "join": ["--app", "numpy_softmax:make_trainer"],
         "relay": ["--region", "http://127.0.0.1:9", "--config", str(tmp_path / "region.json")],
