@@ -171,18 +171,18 @@ def run(setting: Setting, data: Path) -> dict[str, Any]:
     )
     fedavg, rate = best
     auto = _played(task, initial, setting, rate, True)
-    found: dict[str, Any] = {**asdict(setting), "rate": rate, "values": initial.spec.size}
+    result: dict[str, Any] = {**asdict(setting), "rate": rate, "values": initial.spec.size}
     for name, done in (("fedavg", fedavg), ("auto", auto)):
-        found[name] = {
+        result[name] = {
             "newest": _end(done.newest),
             "average": _end(done.average),
             "up": done.up[-1],
             "refused": done.refused,
         }
     used, progress = auto.profiles, auto.progress
-    found["profiles"] = [f"{name} x {used.count(name)}" for name in dict.fromkeys(used)]
-    found["progress"] = [round(each, 2) for each in progress.values() if each is not None]
-    return found
+    result["profiles"] = [f"{name} x {used.count(name)}" for name in dict.fromkeys(used)]
+    result["progress"] = [round(each, 2) for each in progress.values() if each is not None]
+    return result
 
 
 def _played(task: Task, initial: Model, setting: Setting, rate: float, is_auto: bool) -> Run:
@@ -256,9 +256,9 @@ def table(every: list[dict[str, Any]]) -> Iterator[str]:
             )
 
 
-def _above(found: dict[str, Any]) -> float:
+def _above(result: dict[str, Any]) -> float:
     """Points by which the default's average ends above FedAvg's."""
-    return float(found["auto"]["average"] - found["fedavg"]["average"])
+    return float(result["auto"]["average"] - result["fedavg"]["average"])
 
 
 def main() -> None:
@@ -285,8 +285,8 @@ def main() -> None:
             f"{', '.join(done['profiles'])}; progress {done['progress']}",
             flush=True,
         )
-    found = kept(asked.store)
-    print("\n".join(table([found[number] for number in numbers if number in found])))
+    runs = kept(asked.store)
+    print("\n".join(table([runs[number] for number in numbers if number in runs])))
 
 
 if __name__ == "__main__":
