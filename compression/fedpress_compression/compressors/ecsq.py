@@ -48,7 +48,7 @@ _WORTH = 1.1
 """Times what one step for all saves of the squared error, for which a flat update sends rows."""
 _FLAT = 0.65
 """Of the squared mean magnitude to the mean square of what is not zero: 1 where all magnitudes are
-the same, .64 where they are normally distributed, .2 to .6 with SGD, also beside a residual."""
+the same, .64 where they are normally distributed, .2 to .64 with SGD, residual included."""
 
 
 @compressor("ecsq")
