@@ -274,8 +274,8 @@ def test_a_deadline_moves_on_while_the_store_is_away(
     clock: Clock,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    terms = {"round_seconds": 60.0, "max_attempts": 1}
-    operator.begin(model, rounds=2, cohort={"size": 1, "minimum": 1}, **terms)
+    cohort = {"size": 1, "minimum": 1}
+    operator.begin(model, rounds=2, cohort=cohort, round_seconds=60.0, max_attempts=1)
     device = enrolled()
     assignment = device.assignment("digits")
     body = device.body_for(assignment, ones(model))
