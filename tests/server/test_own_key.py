@@ -123,9 +123,9 @@ def bench(start: Start, clock: Clock, tmp_path: Path) -> Iterator[Bench]:
         yield Bench(Line(server), clock, tmp_path / "device")
 
 
-def one_device_task(bench: Bench) -> None:
+def one_device_task(bench: Bench, rounds: int = 2) -> None:
     model = Model.from_tensors({"weight": np.zeros(13, np.float32)})
-    bench.operator.begin(model, cohort={"size": 1, "minimum": 1})
+    bench.operator.begin(model, cohort={"size": 1, "minimum": 1}, rounds=rounds)
 
 
 # Approval
@@ -272,7 +272,7 @@ def test_another_process_of_the_device_takes_the_new_key(bench: Bench) -> None:
 def test_a_change_that_the_server_cannot_take_now_is_ended_later(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    one_device_task(bench)
+    one_device_task(bench, rounds=9)
     client = bench.client(bench.operator.token())
     client.step()
     old = client.key_id
