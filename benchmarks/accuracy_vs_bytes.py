@@ -45,9 +45,10 @@ from federation import InMemory
 
 from fedpress_client.ledger import Ledger
 from fedpress_compression.errors import InvalidUpdate
+from fedpress_compression.values import flatness
 from fedpress_protocols.defaults import completed
 from fedpress_protocols.downlink import encode_difference
-from fedpress_protocols.messages import Assignment, Receipt, TaskConfig
+from fedpress_protocols.messages import FLAT, Assignment, Receipt, TaskConfig
 from fedpress_protocols.model import Model
 from fedpress_protocols.plan import RoundPlan
 from fedpress_protocols.signatures import DeviceKey
@@ -61,7 +62,13 @@ from fedpress_server.identity.signing import SigningKeys
 from fedpress_server.storage.files import model_name
 from fedpress_strategies import from_config
 from fedpress_strategies.policies.decisions import next_course, with_comparison
-from fedpress_strategies.policies.facts import Facts, estimated_population, least_population
+from fedpress_strategies.policies.facts import (
+    FLAT_ROUNDS,
+    Facts,
+    estimated_population,
+    least_population,
+    mostly_flat,
+)
 
 STORE = Path(__file__).parent / "results" / "accuracy_vs_bytes"
 EVERY, LAST, MARGIN = 3, 5, 0.005
@@ -247,6 +254,7 @@ def played(
     before, course = model, None
     chosen, up, down = np.random.default_rng([seed, 2]), 0, 0
     drawn: list[list[int]] = []
+    are_flat: list[list[bool]] = []
     losses: list[float | None] = []  # of a model, known once devices have trained from it
     for number in range(1, total + 1):
         if config.policies:
@@ -255,7 +263,16 @@ def played(
             size = config.cohort.size
             population, least = estimated_population(*came), least_population(*came, size)
             known = (*losses, None)
-            facts = Facts(number, total, known, {}, (), size, population, least)
+            newest = [each for flat in are_flat[-FLAT_ROUNDS:] for each in flat]
+            facts = Facts(
+                number,
+                total,
+                known,
+                size=size,
+                population=population,
+                least_population=least,
+                are_flat=mostly_flat(sum(newest), len(newest)),
+            )
             course = next_course(config.policies, len(config.profiles), course, facts)
             if course.why:
                 done.reasons[number] = course.why
@@ -266,6 +283,7 @@ def played(
         plan, staged = attempt.terms.plan, []
         cohort = chosen.choice(len(task.clients), config.cohort.size, replace=False).tolist()
         drawn.append(cohort)
+        are_flat.append([])
         name = plan.profiles[0].name
         rate = plan.training.learning_rate or 0.0
         previous = model.parameters - before.parameters
@@ -273,6 +291,7 @@ def played(
         for client in cohort:
             rng = np.random.default_rng([seed, number, client])
             update = task.update(model, client, rng, rate)
+            are_flat[-1].append(flatness(update) >= FLAT)
             assignment = Assignment(
                 assignment=f"a{number}", client_id=f"client-{client}", plan=plan, profile=name
             )

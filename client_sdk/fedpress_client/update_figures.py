@@ -9,6 +9,7 @@ import numpy as np
 
 from fedpress_client.ledger import Ledger
 from fedpress_compression.tensors import Vector
+from fedpress_compression.values import flatness
 from fedpress_protocols.messages import UploadFigures
 
 _LARGEST = 1e9
@@ -44,6 +45,7 @@ def figures_of(ledger: Ledger, assignment: str, update: Vector, timing: Timing) 
         norm=norm if norm < math.inf else None,
         train=timing.train,
         compress=timing.compress,
+        flatness=flatness(update) or None,
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Literal, cast
 
@@ -39,6 +40,19 @@ def check_positive(name: str, value: float) -> None:
 def check_rounding(value: str) -> None:
     if value not in ("nearest", "stochastic"):
         raise ValueError(f"rounding is nearest or stochastic, not {value!r}")
+
+
+def flatness(values: npt.NDArray[np.floating]) -> float:
+    """How nearly all of `values` [d] that are not zero have one magnitude, 0 to 1: the squared mean
+    of their magnitudes over the mean of their squares. 1 where all have, 2 / pi where values are
+    normally distributed; 0 of zeros alone."""
+    with np.errstate(over="ignore"):
+        largest = float(np.abs(values).max(initial=0))
+    if not 0 < largest < math.inf:
+        return 0.0
+    magnitudes = np.abs(values) / largest
+    squares = float(magnitudes @ magnitudes)
+    return min(1.0, float(magnitudes.sum()) ** 2 / (np.count_nonzero(values) * squares))
 
 
 def levels_of(bits: int) -> int:

@@ -14,7 +14,7 @@ from typing import Any
 
 from fedpress.planning.situation import Lane, Situation
 from fedpress_compression.compressor import Compressor, from_config
-from fedpress_protocols.defaults import BITS, USUAL, rate_levels, reserved
+from fedpress_protocols.defaults import BITS, USUAL, rate_levels, reserves
 from fedpress_protocols.plan import MaskingTerms
 
 Config = Mapping[str, Any]
@@ -66,7 +66,7 @@ def rung_of_auto(uploads: int) -> int:
     plan does not know the number of devices, so profiles in reserve for frequent ones do not
     count."""
     num_levels = len(rate_levels(uploads=uploads))
-    return num_levels - 1 - reserved(num_levels, uploads)
+    return num_levels - 1 - reserves(num_levels, uploads)["reserve"]
 
 
 def _auto(uploads: int) -> Candidate:

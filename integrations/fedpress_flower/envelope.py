@@ -14,9 +14,10 @@ WEIGHT       under which name the number of examples is in the reply's metric re
 
 and an array record for each model besides that the plan needs, named by `model_record`. In the
 reply the model is replaced by one array of type STYPE, the upload's body, and RECORD holds
-ASSIGNMENT again and ERROR, the relative squared error of the upload; and ASKS, a list of the
-assignments, of a node that this client was before, whose uploads it has no receipt of. Under a plan
-with privacy terms the reply has the upload, a weight of 1 and ASSIGNMENT, and nothing else.
+ASSIGNMENT again and ERROR, the relative squared error of the upload; FLATNESS, that of the update
+before compression; and ASKS, a list of the assignments, of a node that this client was before,
+whose uploads it has no receipt of. Under a plan with privacy terms the reply has the upload, a
+weight of 1 and ASSIGNMENT, and nothing else.
 
 With a downlink a message to train or to evaluate has in the place of the model's arrays one array
 MODEL of type MODEL_STYPE, a model on its way down as SPEC.md has it, and RECORD has besides:
@@ -70,7 +71,7 @@ STYPE = "fedpress.upload.v1"
 BODY = "upload"
 PLAN, ASSIGNMENT, CLIENT, RECEIPT = "plan", "assignment", "client", "receipt"
 SINCE = "since"
-ARRAYS, WEIGHT, ERROR = "arrays", "weight", "nmse"
+ARRAYS, WEIGHT, ERROR, FLATNESS = "arrays", "weight", "nmse", "flatness"
 RECEIPTS, ASKS, MOST_ASKS = "receipts", "asks", 16
 MODEL, MODEL_STYPE = "model", "fedpress.model.v1"
 DIGEST, BASE, DOUBLES, HOLDS = "digest", "base", "doubles", "holds"

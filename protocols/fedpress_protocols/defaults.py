@@ -22,6 +22,8 @@ _ENOUGH = 24.0
 little, and so few uploads cost little: three quarters of a single one in float32."""
 _ENOUGH_ONCE = 90.0
 """The same where clients upload seldom, so that much of what they keep back is never sent."""
+_OF_FLAT = 3
+"""The most compressed rung for flat updates."""
 MAX_RATIO = 30.0
 """Of a residual's norm to the new update's: 10 cuts residuals of devices that have learnt their
 data, and an update that diverged is a thousand times the usual one."""
@@ -82,8 +84,8 @@ def completed(fields: Mapping[str, Any]) -> dict[str, Any]:
     uploads = _uploads(values) if is_free else None
     levels = rate_levels(_read(_NUMBER, auto.get("gap", _USUAL_GAP)), uploads)
     ours: dict[str, Any] = {}
-    if reserve := reserved(len(levels), uploads):
-        ours["reserve"] = reserve
+    if is_free:
+        ours |= {name: kept for name, kept in reserves(len(levels), uploads).items() if kept}
     if careful is not None:
         ours["careful_momentum"] = careful
     policies = tuple({**ours, **each} if each is auto else each for each in policies)
@@ -208,13 +210,14 @@ def careful_momentum(cohort: int | None) -> float | None:
     return None if cohort is not None and cohort < _SMALL else _LESS
 
 
-def reserved(num_levels: int, uploads: int | None) -> int:
-    """How many of the most compressed of `num_levels` send too little in `uploads`, all of the
-    task, unless clients upload often."""
-    if not uploads:
-        return 0
-    enough = [rung for rung, bits in enumerate(BITS) if bits > 0.97 * _ENOUGH_ONCE / uploads]
-    return max(0, num_levels - 1 - max(enough, default=0))
+def reserves(num_levels: int, uploads: int | None) -> dict[str, int]:
+    """`reserve` and `flat_reserve` of `Auto`: how many of the most compressed of `num_levels` send
+    too little in `uploads`, all of the task, unless clients upload often, and of flat updates."""
+    fields = {"reserve": 0, "flat_reserve": max(0, num_levels - 1 - _OF_FLAT)}
+    if uploads:
+        enough = [rung for rung, bits in enumerate(BITS) if bits > 0.97 * _ENOUGH_ONCE / uploads]
+        fields["reserve"] = max(0, num_levels - 1 - max(enough, default=0))
+    return fields
 
 
 def masked_default(*, is_restricted: bool) -> tuple[dict[str, Any], dict[str, Any]]:

@@ -527,6 +527,11 @@ class PrivacyStatus(Term):
         return fields
 
 
+FLAT = 0.5
+"""The least flatness of an update that counts as flat: with Adam it is .57 to 1, with SGD .09 to
+.46 (docs/bench-auto.md)."""
+
+
 class UploadFigures(BaseModel):
     """Figures that a device measures of its own update: parameters of an upload's address in the
     clear lane. Each may be absent; those of later releases are ignored. Masked and private rounds
@@ -545,6 +550,8 @@ class UploadFigures(BaseModel):
     """Seconds of local training."""
     compress: Annotated[float, Field(ge=0, le=1e9)] | None = None
     """Seconds of compression and coding."""
+    flatness: Annotated[float, Field(ge=0, le=1)] | None = None
+    """Of the update before compression, see `fedpress_compression.values.flatness`."""
 
     @property
     def query(self) -> str:
@@ -560,8 +567,14 @@ class UploadFigures(BaseModel):
         return value.replace("e ", "e+") if isinstance(value, str) else value
 
     @property
-    def is_complete(self) -> bool:
-        return None not in self.model_dump().values()
+    def means(self) -> dict[str, float]:
+        """What a round shows the means of; empty unless all of it is there."""
+        values = {name: getattr(self, name) for name in MEANS}
+        return {} if None in values.values() else values
+
+    @property
+    def is_flat(self) -> bool:
+        return self.flatness is not None and self.flatness >= FLAT
 
 
 class RoundFigures(Term):
@@ -573,6 +586,9 @@ class RoundFigures(Term):
     norm: float
     train: float
     compress: float
+
+
+MEANS = tuple(name for name in RoundFigures.model_fields if name != "num_uploads")
 
 
 DivergenceSign = Literal["loss", "norm", "nmse", "residual"]

@@ -211,9 +211,9 @@ class Auto(Term):
     was given up is not tried again for four windows, nor before a probe speaks for it. A cohort
     too small for a probe begins three profiles gentler and goes harder in steps.
 
-    With `careful_momentum` the server's step has so much momentum at most while the loss has not
-    begun to fall, while it is above the least so far, and for ten models after it jumped where the
-    same clients come in every round.
+    With `careful_momentum` the server's step has so much momentum at most while updates are flat,
+    while the loss has not begun to fall, while it is above the least so far, and for ten models
+    after it jumped where the same clients come in every round.
     """
 
     id: Literal["auto"] = "auto"
@@ -231,6 +231,8 @@ class Auto(Term):
     reserve: Annotated[int, Field(ge=0, le=100)] = 0
     """Of the most compressed profiles, those that wait for clients that upload nine times in the
     task or more often, as the server estimates."""
+    flat_reserve: Annotated[int, Field(ge=0, le=100)] = 0
+    """Of the most compressed profiles, those that no round has while updates are flat."""
     careful_momentum: Momentum | None = None
     """None: what the strategy is configured with, throughout."""
 

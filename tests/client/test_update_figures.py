@@ -11,6 +11,7 @@ from fedpress_client.ledger import Ledger
 from fedpress_client.update_figures import Timing, figures_of
 from fedpress_compression.compressor import from_config
 from fedpress_compression.tensors import Vector
+from fedpress_compression.values import flatness
 from fedpress_protocols.messages import Assignment
 from fedpress_protocols.model import Model
 from tests.client.fake_server import make_plan
@@ -60,6 +61,7 @@ def test_figures_are_what_their_definitions_say(compressor: dict[str, Any]) -> N
         sent = ledger.pending[key].update.dense().astype(np.float64)
         assert figures.norm == pytest.approx(np.linalg.norm(update), rel=1e-5)
         assert (figures.train, figures.compress) == (1.5, 0.25)
+        assert figures.flatness == pytest.approx(flatness(update), rel=1e-6)
         if made.keeps_residual:
             assert ledger.residual is not None
             left = ledger.residual.astype(np.float64)
@@ -90,5 +92,6 @@ def test_figures_of_nothing_are_left_out() -> None:
     key, ledger = prepared(Ledger("task", "me"), model(8), none, update, 1)
     figures = figures_of(ledger, key, update, Timing(0.0, 0.0))
     assert figures.nmse is None
-    assert not figures.is_complete
+    assert figures.flatness is None
+    assert figures.means == {}
     assert figures.query == "residual=0&norm=0&train=0&compress=0"

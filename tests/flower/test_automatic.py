@@ -187,17 +187,23 @@ def test_terms_of_auto_are_an_option(tmp_path: Path) -> None:
 BEFORE = {"w": np.zeros((40, 50), np.float32), "b": np.zeros(10, np.float32)}
 
 
+def arrays_in(message: Message) -> dict[str, np.ndarray]:
+    return {name: array.numpy() for name, array in message.content["arrays"].items()}
+
+
 def training(message: Message, context: Context) -> Message:
-    """Nearly the same step on every client."""
+    """Nearly the same step on every client, of few large values."""
     number = int(message.content["config"]["server-round"])
-    model = {name: array.numpy() for name, array in message.content["arrays"].items()}
+    model = arrays_in(message)
     rng = np.random.default_rng([number, context.node_id])
     common = np.random.default_rng(7)
     after = {
-        name: (each + common.normal(0, 0.1, each.shape) + rng.normal(0, 0.02, each.shape)).astype(
-            np.float32
-        )
+        name: each + common.normal(0, 0.3, each.shape).astype(np.float32) ** 3
         for name, each in model.items()
+    }
+    after = {
+        name: each + rng.normal(0, 0.02, each.shape).astype(np.float32)
+        for name, each in after.items()
     }
     return reply(message, after, train_loss=1 / number)
 
@@ -290,6 +296,24 @@ def test_the_default_s_momentum_waits_until_the_loss_falls(tmp_path: Path) -> No
         models.append(flat(strategy.newest))
     assert momenta == [[0.5] * 2 + [None] * 4, [None] * 6, [0.5] * 3 + [None] * 17]
     assert not np.array_equal(models[0], models[1])
+
+
+def signs(message: Message, context: Context) -> Message:
+    """A fixed step for each value, as of signSGD."""
+    model = arrays_in(message)
+    rng = np.random.default_rng(7)
+    steps = {name: rng.choice([-0.01, 0.01], each.shape) for name, each in model.items()}
+    return reply(message, {n: (model[n] + steps[n]).astype(np.float32) for n in model})
+
+
+def test_flat_updates_have_more_bits_and_less_momentum(tmp_path: Path) -> None:
+    mod = compression_mod(state_dir=tmp_path, seed=1, durable=False)
+    strategy = FedpressStrategy(None, Plan(seed=1), fraction_evaluate=0.0)
+    run(strategy, StreamingFleet(app_of(mod, train=signs), 10), 30, BEFORE)
+    courses = [report.course for report in strategy.reports if report.course is not None]
+    assert {report.profile for report in strategy.reports[1:]} == {"0.57-bit"}
+    assert {course.momentum for course in courses} == {0.5}
+    assert courses[1].why.startswith("gentler: updates are flat")
 
 
 def test_a_strategy_of_flowers_keeps_what_it_is_and_gains_rates_and_a_downlink(

@@ -21,7 +21,7 @@ from fedpress_compression.compressor import Public
 from fedpress_compression.randomness import PublicRandomness
 from fedpress_protocols.defaults import BITS, USUAL, completed
 from fedpress_protocols.errors import IncompatiblePlan
-from fedpress_protocols.messages import TaskConfig
+from fedpress_protocols.messages import TaskConfig, UploadFigures
 from fedpress_protocols.model import Model
 from fedpress_protocols.policies import Auto, Comparison, Course, automatic
 from fedpress_server.storage import records
@@ -34,7 +34,12 @@ from fedpress_strategies.policies.decisions import (
     profiles_of,
     with_comparison,
 )
-from fedpress_strategies.policies.facts import Facts, estimated_population, least_population
+from fedpress_strategies.policies.facts import (
+    Facts,
+    estimated_population,
+    least_population,
+    mostly_flat,
+)
 from tests.devices import Operator
 from tests.server.in_process import Enrolled, Server, history, include_one, ones
 
@@ -64,13 +69,22 @@ def courses(
     size: int = 10,
     rounds: int = ROUNDS,
     population: float | None = None,
+    flat: range = range(0),
 ) -> list[Course]:
     """The course of every round; the last of `progress` goes on, and so does `uploaded` bytes at
-    the rung 0, two thirds of it at each harder one."""
+    the rung 0, two thirds of it at each harder one. Updates are flat in the rounds `flat`."""
     made: list[Course] = []
     spent: list[int] = []
     for number in range(1, rounds + 1):
-        facts = Facts(number, rounds, losses[:number], {}, tuple(spent), size, population)
+        facts = Facts(
+            number,
+            rounds,
+            losses[:number],
+            uploaded=tuple(spent),
+            size=size,
+            population=population,
+            are_flat=number in flat,
+        )
         course = next_course((auto,), LADDER, made[-1] if made else None, facts)
         if course.probe:
             value = progress[min(sum(each.probe for each in made), len(progress) - 1)]
@@ -454,6 +468,63 @@ def test_the_server_s_step_has_the_momentum_that_auto_allows(
     np.testing.assert_allclose(steps, expected, rtol=1e-5)
 
 
+# Flat updates
+
+
+def test_flat_updates_are_sent_with_more_bits_and_less_momentum() -> None:
+    auto = Auto(flat_reserve=3, careful_momentum=0.5)
+    losses = [2.0, *[1.0] * 99]
+    made = courses(auto, progress=[0.8], losses=losses, flat=range(4, 51))
+    assert rungs(made) == [4] * 3 + [1] * 47 + [2] * 4 + [3] * 4 + [4] * 42
+    careful = [each.round for each in made if each.momentum is not None]
+    assert careful == [1, 2, *range(4, 51)]
+    assert reasons(made)[4] == "gentler: updates are flat; less momentum: updates are flat"
+    assert reasons(made)[51].endswith("; more momentum: no loss speaks against it")
+
+
+def test_flat_updates_are_sent_with_still_more_bits_where_less_progress_asks_for_it() -> None:
+    made = courses(Auto(flat_reserve=2), progress=[0.4, 0.4, 0.8], flat=range(2, 101))
+    assert rungs(made)[:9] == [4] + [2] * 8
+    assert max(rungs(made)[1:]) == 2
+    assert min(rungs(made)) == 0
+
+
+def test_the_most_that_seldom_uploads_and_flat_updates_keep_back_counts() -> None:
+    auto = Auto(reserve=2, flat_reserve=1)
+    assert set(rungs(courses(auto, progress=[1.0], population=1e9, flat=range(2, 101)))) == {2}
+    made = courses(auto, progress=[0.8], population=10, flat=range(2, 101))
+    assert set(rungs(made)[1:]) == {3}
+
+
+def test_updates_are_flat_if_most_of_the_newest_are() -> None:
+    assert not mostly_flat(0, 0)
+    assert not mostly_flat(5, 10)
+    assert mostly_flat(6, 10)
+
+
+def test_devices_say_that_their_updates_are_flat(
+    http: Server, operator: Operator, enrolled: Enrolled, model: Model
+) -> None:
+    cohort = {"size": 4, "minimum": 4}
+    operator.begin(model, rounds=100, cohort=cohort, profiles=None, strategy=None, downlink=None)
+    devices = [enrolled() for _ in range(4)]
+    for number, said in ((1, [0.9, 0.5, 0.5, None]), (2, [0.49, 0.49, None, None])):
+        for device, value in zip(devices, said, strict=True):
+            assignment = device.assignment("digits")
+            query = UploadFigures(nmse=1.0, flatness=value).query
+            path = f"/v1/assignments/{assignment.assignment}/update?{query}"
+            answer = device.request("PUT", path, device.body_for(assignment, ones(model)))
+            assert answer.status_code == 201, answer.text
+        while operator.get("/v1/tasks/digits")["round"] < number:
+            http.tick()
+    read = http.app.services.database.read
+    for since, expected in ((0, (3, 8)), (2, (0, 4)), (4, (0, 0))):
+        assert http.call(read, partial(records.flat, task="digits", since=since)) == expected
+    courses = {each["round"]: each["course"] for each in operator.get("/v1/tasks/digits/rounds")}
+    assert courses[1]["hardest"] > courses[2]["hardest"] == BITS.index(0.57)
+    assert ["flat" in courses[number]["why"] for number in (1, 2, 3)] == [False, True, False]
+
+
 # A task that names nothing
 
 
@@ -470,7 +541,8 @@ def config(**changes: Any) -> TaskConfig:
 def test_a_task_that_names_no_profiles_has_auto_an_average_and_a_downlink() -> None:
     made = config()
     auto = automatic(made.policies)
-    assert auto == Auto(careful_momentum=0.5)
+    assert auto == Auto(careful_momentum=0.5, flat_reserve=5)
+    assert made.profiles[-1 - auto.flat_reserve].name == "0.57-bit"
     assert [each.name for each in made.profiles] == [f"{bits:g}-bit" for bits in BITS[: USUAL + 1]]
     assert made.downlink is not None
     assert made.strategy["id"] == "ema"
@@ -551,6 +623,9 @@ def test_clients_that_upload_seldom_send_more(rounds: int, size: int, seldom: fl
 def test_who_bounds_what_is_sent_has_all_rates(policies: list[dict[str, Any]]) -> None:
     made = config(rounds=6, cohort={"size": 2, "minimum": 1}, policies=policies)
     assert made.profiles[-1].name == "0.1-bit"
+    auto = automatic(made.policies)
+    assert auto is not None
+    assert (auto.reserve, auto.flat_reserve) == (0, 0)
 
 
 def test_what_a_task_says_itself_stays() -> None:

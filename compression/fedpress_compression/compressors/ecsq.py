@@ -28,7 +28,7 @@ from fedpress_compression.contexts import grid_of
 from fedpress_compression.row_choice import RowChoice, choose_rows
 from fedpress_compression.tensors import ModelSpec, Vector
 from fedpress_compression.update import Indices, Piece, Update
-from fedpress_compression.values import LARGEST, check_positive, check_whole
+from fedpress_compression.values import LARGEST, check_positive, check_whole, flatness
 
 Numbers = npt.NDArray[np.float64]
 Flags = npt.NDArray[np.bool_]
@@ -47,8 +47,7 @@ _HEADS = 12
 _WORTH = 1.1
 """Times what one step for all saves of the squared error, for which a flat update sends rows."""
 _FLAT = 0.65
-"""Of the squared mean magnitude to the mean square of what is not zero: 1 where all magnitudes are
-the same, .64 where they are normally distributed, .2 to .64 with SGD, residual included."""
+"""The least `flatness`, which is .2 to .64 with SGD, residual included."""
 
 
 @compressor("ecsq")
@@ -259,7 +258,7 @@ class Ecsq(Stateless):
         best = min((each for each, coded in sizes.items() if coded <= budget), default=step)
         plain = cells.energy - cells.error(best, self.centroids) if sizes[best] <= budget else 0.0
         bits, is_full = 8 * budget, _ENOUGH * budget <= sizes[best] <= budget
-        if cells.flatness < _FLAT or (is_full and not self.by_rows):
+        if flatness(unit) < _FLAT or (is_full and not self.by_rows):
             return best, None
         while True:
             choice = self._choice(unit, bits, coarsest, spec)
@@ -401,12 +400,6 @@ class _Cells:
     @property
     def energy(self) -> float:
         return float(self.squares[-1])
-
-    @property
-    def flatness(self) -> float:
-        """The squared mean of the magnitudes that are not zero, over the mean of their squares."""
-        count = self.size - int(np.searchsorted(self.magnitudes, 0.0, side="right"))
-        return float(self.sums[-1]) ** 2 / max(count * self.energy, 1e-300)
 
     def bounds(self, step: float) -> npt.NDArray[np.intp]:
         """Indices of the sorted magnitudes where the cells of 0, 1, 2 and so on begin, and the end

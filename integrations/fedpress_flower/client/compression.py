@@ -24,6 +24,7 @@ from fedpress_client.ledger import Ledger
 from fedpress_client.ledger_records import KEEP_ALL, Discard, ResidualRules
 from fedpress_client.privacy_budget import NO_RULES, PrivacyRules
 from fedpress_compression.tensors import Vector
+from fedpress_compression.values import flatness
 from fedpress_flower import envelope
 from fedpress_flower.client.account import (
     KEEP_DAYS,
@@ -219,7 +220,10 @@ class CompressionMod:
         if terms.assignment.plan.privacy is not None:
             return private_reply(message, context, terms, name, upload)
         reply.content[name] = upload
-        ours = ConfigRecord({envelope.ASSIGNMENT: key, envelope.ERROR: _error(ledger, key, update)})
+        error, flat = _error(ledger, key, update), flatness(update)
+        ours = ConfigRecord(
+            {envelope.ASSIGNMENT: key, envelope.ERROR: error, envelope.FLATNESS: flat}
+        )
         if asked := [other for other in ledger.pending if other != key][: envelope.MOST_ASKS]:
             ours[envelope.ASKS] = asked
         reply.content[envelope.RECORD] = ours

@@ -13,7 +13,7 @@ from typing import Any
 
 from flwr.app import MetricRecord
 
-from fedpress_protocols.defaults import careful_momentum, rate_levels, reserved, strategy_for
+from fedpress_protocols.defaults import careful_momentum, rate_levels, reserves, strategy_for
 from fedpress_protocols.plan import Profile
 from fedpress_protocols.policies import Auto, Comparison, Course
 from fedpress_strategies.policies.decisions import (
@@ -22,7 +22,7 @@ from fedpress_strategies.policies.decisions import (
     sketch_of,
     with_comparison,
 )
-from fedpress_strategies.policies.facts import Facts
+from fedpress_strategies.policies.facts import FLAT_ROUNDS, Facts, mostly_flat
 from fedpress_strategies.strategy import Strategy, from_config
 
 
@@ -52,10 +52,11 @@ class Rates:
         """Forget all rounds: a run of `rounds` follows."""
         self._rounds = rounds
         self._levels: tuple[Profile, ...] = ()
-        self._reserve = 0
+        self._reserves: dict[str, int] = {}
         self._course: Course | None = None
         self._open: Course | None = None
         self._uploaded: list[int] = []
+        self._flat: list[tuple[int, int]] = []
         self._evaluated: dict[int, float] = {}
         self._trained: dict[int, float] = {}
 
@@ -69,8 +70,8 @@ class Rates:
             uploads = max(self._rounds, number) * size if is_free else None
             levels = rate_levels(self.auto.gap, uploads)
             self._levels = tuple(Profile.model_validate(each) for each in levels)
-            self._reserve = reserved(len(levels), uploads)
-        losses = self._evaluated or self._trained
+            self._reserves = reserves(len(levels), uploads) if is_free else {}
+        losses, flat = self._evaluated or self._trained, self._flat[-FLAT_ROUNDS:]
         facts = Facts(
             number,
             max(self._rounds, number),
@@ -78,8 +79,9 @@ class Rates:
             uploaded=tuple(self._uploaded) if self.auto.upload_bytes is not None else (),
             size=size,
             population=population,
+            are_flat=mostly_flat(sum(num for num, _ in flat), sum(of for _, of in flat)),
         )
-        own: dict[str, Any] = {"reserve": self._reserve}
+        own: dict[str, Any] = {**self._reserves}
         if self._is_of_default:
             own["careful_momentum"] = careful_momentum(size)
         policies = (self.auto.model_copy(update=own),)
@@ -92,12 +94,16 @@ class Rates:
         """The most of the open round's step; None for all of what the strategy has."""
         return None if self._open is None else self._open.momentum
 
-    def closed(self, comparison: Comparison | None, upload_bytes: int) -> Course | None:
-        """Take in the round's comparison and bytes; return the record of what was decided."""
+    def closed(
+        self, comparison: Comparison | None, upload_bytes: int, flat: tuple[int, int] = (0, 0)
+    ) -> Course | None:
+        """Take in the round's comparison and bytes, and how many updates were flat, of how many;
+        return the record of what was decided."""
         if self._open is None:
             return None
         self._course, self._open = with_comparison(self._open, comparison), None
         self._uploaded.append(upload_bytes)
+        self._flat.append(flat)
         return self._course
 
     def trained(self, number: int, metrics: MetricRecord | None) -> None:

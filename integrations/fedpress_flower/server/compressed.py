@@ -369,7 +369,9 @@ class FedpressStrategy(Wrapping):
         errors = [error for error in errors if math.isfinite(error)]
         course = None
         if self._rates is not None:
-            course = self._rates.closed(here.comparison(), here.upload_bytes)
+            num_flat = sum(here.taken[node].is_flat for node in included)
+            flat = num_flat, len(included)
+            course = self._rates.closed(here.comparison(), here.upload_bytes, flat)
             if course is not None and course.why:
                 _log.info("round %d: %s", course.round, course.why)
         report = RoundReport(

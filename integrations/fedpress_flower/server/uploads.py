@@ -23,6 +23,7 @@ from fedpress_flower import envelope
 from fedpress_flower.server.arrays import moved
 from fedpress_flower.server.rounds import Round
 from fedpress_protocols.errors import FedpressError, InvalidUpdate
+from fedpress_protocols.messages import FLAT
 from fedpress_protocols.plan import RoundPlan
 from fedpress_protocols.policies import Comparison
 from fedpress_protocols.privacy.clipping import Bounds
@@ -44,6 +45,7 @@ class Taken:
     report: Mapping[str, float]
     left_out: tuple[str, ...] = ()
     """The metrics that were NaN or infinite, which are not in `metrics`."""
+    is_flat: bool = False
     decoded: Message | None = None
 
 
@@ -152,7 +154,9 @@ class Uploads(Round):
             self.bodies[node] = (name, hashlib.sha256(body).hexdigest())
             error = own.get(envelope.ERROR)
             error = error if isinstance(error, float) else math.nan
-            taken = Taken(0, metrics, error, {}, left_out)
+            flat = own.get(envelope.FLATNESS)
+            is_flat = isinstance(flat, float) and flat >= FLAT
+            taken = Taken(0, metrics, error, {}, left_out, is_flat)
             if self.plan.sketch:
                 self._compared[node] = body
             if self.accumulator is not None:

@@ -32,7 +32,13 @@ from fedpress_server.storage.scoreboard import Scoreboard
 from fedpress_server.storage.tables import assignments, rounds, uploads
 from fedpress_strategies.policies.bandwidth_aware import Link, Transfer, choose
 from fedpress_strategies.policies.decisions import next_course, with_comparison
-from fedpress_strategies.policies.facts import Facts, estimated_population, least_population
+from fedpress_strategies.policies.facts import (
+    FLAT_ROUNDS,
+    Facts,
+    estimated_population,
+    least_population,
+    mostly_flat,
+)
 from fedpress_strategies.policies.sizes import expected_bytes
 
 _NEWEST = 256
@@ -103,12 +109,15 @@ def _facts(connection: Connection, config: TaskConfig, board: Scoreboard, number
     if auto is not None and auto.upload_bytes is not None:
         uploaded = records.uploaded(connection, config.task, config.schedule_after)
         del uploaded[number - config.schedule_after - 1 :]
-    size, population, fewest = config.cohort.size, None, None
+    size, population, fewest, are_flat = config.cohort.size, None, None, False
     if auto is not None:
+        are_flat = mostly_flat(*records.flat(connection, config.task, number - FLAT_ROUNDS))
         since = number - min(_DRAWN_ROUNDS, max(2, _DRAWN // size))
         drawn = records.drawn(connection, config.task, since)
         population, fewest = estimated_population(*drawn), least_population(*drawn, size)
-    return Facts(number, config.rounds, losses, classes, uploaded, size, population, fewest)
+    return Facts(
+        number, config.rounds, losses, classes, uploaded, size, population, fewest, are_flat
+    )
 
 
 # Clients

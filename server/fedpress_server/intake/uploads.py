@@ -327,10 +327,14 @@ class Intake:
 
 def _counted(figures: UploadFigures | None) -> dict[str, float]:
     """What a round adds up of the figures of an upload, by the columns' names."""
-    if figures is None or not figures.is_complete:
+    if figures is None:
         return {}
-    sums = {f"{name}_sum": value for name, value in figures.model_dump().items()}
-    return {"num_figures": 1, **sums}
+    counted: dict[str, float] = {f"{name}_sum": mean for name, mean in figures.means.items()}
+    if counted:
+        counted["num_figures"] = 1
+    if figures.is_flat:
+        counted["num_flat"] = 1
+    return counted
 
 
 def _check_content(body: bytes, due: Content | None) -> None:

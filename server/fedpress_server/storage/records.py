@@ -13,7 +13,7 @@ import sqlalchemy as sa
 from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.engine import Connection, Row
 
-from fedpress_protocols.messages import RoundFigures, RoundStatus, TaskState, UploadFigures
+from fedpress_protocols.messages import MEANS, RoundFigures, RoundStatus, TaskState
 from fedpress_server.storage import evaluation
 from fedpress_server.storage.prepared import Prepared, Rows, each_of
 from fedpress_server.storage.tables import (
@@ -440,13 +440,23 @@ def drawn(connection: Connection, task: str, since: int) -> tuple[int, int]:
     return int(num_assignments), int(num_clients)
 
 
+def flat(connection: Connection, task: str, since: int) -> tuple[int, int]:
+    """Return how many of the updates that came from round `since` on are flat, of how many."""
+    query = sa.select(
+        sa.func.coalesce(sa.func.sum(rounds.c.num_flat), 0),
+        sa.func.coalesce(sa.func.sum(rounds.c.received), 0),
+    ).where(rounds.c.task == task, rounds.c.round >= since)
+    num_flat, received = connection.execute(query).one()
+    return int(num_flat), int(received)
+
+
 def _status(row: Row[Any], metrics: dict[str, float]) -> RoundStatus:
     """`row` has the columns `_SHOWN`, then those of `_SUMS`."""
     values = tuple(row)
     (num_uploads, *sums), shown = values[-len(_SUMS) :], values[: -len(_SUMS)]
     fields = dict(zip(_NAMES, shown, strict=True))
     if num_uploads:
-        means = {name: total / num_uploads for name, total in zip(_FIGURES, sums, strict=True)}
+        means = {name: total / num_uploads for name, total in zip(MEANS, sums, strict=True)}
         fields["figures"] = RoundFigures(num_uploads=num_uploads, **means)
     fields["published"] = fields["published"] or {}
     return RoundStatus(**fields, metrics=metrics)
@@ -734,8 +744,7 @@ def _is_round(table: sa.Table, key: RoundKey) -> Iterable[sa.ColumnElement[bool]
 _KEY = ("task", "round", "attempt")
 _SHOWN = [column for column in rounds.c if column.name in RoundStatus.model_fields]
 _NAMES = [column.name for column in _SHOWN]
-_FIGURES = tuple(UploadFigures.model_fields)
-_SUMS = [rounds.c.num_figures, *(rounds.c[f"{name}_sum"] for name in _FIGURES)]
+_SUMS = [rounds.c.num_figures, *(rounds.c[f"{name}_sum"] for name in MEANS)]
 _FEW = 100
 _REVOKED = Prepared(
     lambda dialect: sa.select(clients.c.client_id).where(

@@ -122,6 +122,7 @@ rounds = sa.Table(
     sa.Column("norm_sum", sa.Double, nullable=False, server_default="0"),
     sa.Column("train_sum", sa.Double, nullable=False, server_default="0"),
     sa.Column("compress_sum", sa.Double, nullable=False, server_default="0"),
+    sa.Column("num_flat", sa.Integer, nullable=False, server_default="0"),
     sa.Column("update_norm", sa.Double),
     sa.Index("rounds_by_base", "task", "base_model", "round", "attempt"),
     sa.Index("rounds_by_model", "task", "model", "round", "attempt"),

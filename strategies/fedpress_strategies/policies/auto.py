@@ -91,12 +91,17 @@ def next_pace(
 ) -> tuple[Pace, str]:
     """The pace of the round that `facts` are of, no harder than `hardest`, and the reason for what
     it changes; `comparison` is of the previous round, if that was a probe with enough uploads."""
-    hardest = _hardest(auto, facts, hardest)
     if auto.reserve and not before.probes and facts.number <= auto.window:
         begun, _ = first_pace(auto, facts, hardest)
         if begun.rung > before.rung:
             return before.model_copy(update={"rung": begun.rung}), "harder: the same clients come"
-    number, rung = facts.number, min(before.rung, hardest)
+    hardest, number = _hardest(auto, facts, hardest), facts.number
+    if hardest < before.rung:  # what probes have told was of a harder profile
+        back = {"rung": hardest, "since": number, "probes": 0, "inner": 0.0, "norm": 0.0}
+        back["probe_at"] = number - 1 + auto.window
+        why = "updates are flat" if facts.are_flat else "clients upload seldom"
+        return before.model_copy(update=back), f"gentler: {why}"
+    rung = before.rung
     changes: dict[str, float] = {"rung": rung}
     if comparison is not None and comparison.progress is not None:
         changes |= {
@@ -129,9 +134,12 @@ def next_momentum(auto: Auto, facts: Facts) -> tuple[float | None, str]:
     repeats their noise: before a model has learnt anything, and where the clients' rate is near the
     one at which training diverges. There the loss does not fall, or it rises. Where the same
     clients train for long in every round, their mean update is most of the way already, and several
-    times that overshoots: there the loss goes up and down by a lot."""
+    times that overshoots: there the loss goes up and down by a lot. Flat updates, such as Adam's,
+    get no shorter near the optimum, and overshoot it."""
     if auto.careful_momentum is None:
         return None, ""
+    if facts.are_flat:
+        return auto.careful_momentum, "less momentum: updates are flat"
     losses = [loss for loss in facts.losses if loss is not None]
     are_the_same = facts.population is not None and facts.population <= _SAME * facts.size
     jump = _jump(losses) if are_the_same else None
@@ -247,8 +255,12 @@ def _most_uploads(facts: Facts) -> float:
 
 
 def _hardest(auto: Auto, facts: Facts, hardest: Rung) -> Rung:
-    """The most compressed profile for clients that upload as often as these."""
-    return hardest if _uploads_of_a_client(facts) >= _SELDOM else max(0, hardest - auto.reserve)
+    """The most compressed profile for clients that upload as often as these, and updates as flat.
+
+    A flat update is sent a few rows at a time, so that all of its values wait as long; of others
+    the large values, which training follows most closely, hardly do."""
+    seldom = auto.reserve if _uploads_of_a_client(facts) < _SELDOM else 0
+    return max(0, hardest - max(seldom, auto.flat_reserve if facts.are_flat else 0))
 
 
 def _is_slow(auto: Auto, pace: Pace, facts: Facts) -> bool:

@@ -6,6 +6,8 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+FLAT_ROUNDS = 8
+"""The newest rounds, whose flat updates are counted."""
 _HALVINGS = 30
 _ERRORS, _UNKNOWN = 3, 4
 
@@ -26,7 +28,8 @@ class Facts:
     too few did; `classes[i]`, by class, what they counted. `uploaded`: the bytes of the bodies of
     each round that the policies have had, where one of them has a budget of bytes; `size`: that of
     the cohort; `population`: the clients that cohorts are drawn from, None where nobody counted;
-    `least_population`: the fewest that they may be, None where `population` is exact.
+    `least_population`: the fewest that they may be, None where `population` is exact. `are_flat`:
+    whether most of the newest rounds' updates were, as far as their devices said.
     """
 
     number: int
@@ -37,6 +40,11 @@ class Facts:
     size: int = 0
     population: float | None = None
     least_population: float | None = None
+    are_flat: bool = False
+
+
+def mostly_flat(num_flat: int, num_updates: int) -> bool:
+    return 2 * num_flat > num_updates
 
 
 def estimated_population(uploads: int, clients: float) -> float | None:
