@@ -5,9 +5,9 @@
 
 A setting is all that a user decides: the data, how they are split between how many clients, the
 cohort, the rounds, and how a device trains (optimizer, steps, batch). Its number determines it. Of
-three local rates it has the one at which FedAvg's averages end highest. Everything else is as in
-accuracy_vs_bytes.py, whose data folder this uses. Each setting is kept as a line of JSON and not
-run again.
+three local rates it has the one at which FedAvg's averages end highest. Numbers from 1000 on have
+two to six clients, which all come in every round. Everything else is as in accuracy_vs_bytes.py,
+whose data folder this uses. Each setting is kept as a line of JSON and not run again.
 """
 
 from __future__ import annotations
@@ -59,6 +59,8 @@ _MOMENTUM = {"sgd": 0.0, "momentum": 0.9}
 _MOST_STEPS = 60_000
 """Local steps of all devices in all rounds: a setting with more has fewer rounds."""
 _LEAST_EXAMPLES = 16
+_FEW_CLIENTS = 1000
+"""The number from which on settings have few clients."""
 
 
 @dataclass(frozen=True)
@@ -122,8 +124,12 @@ def drawn(number: int) -> Setting:
         return float(np.exp(rng.uniform(np.log(least), np.log(most))))
 
     data = DATA[rng.integers(len(DATA))]
-    clients, concentration = round(between(8, 150)), between(0.05, 10)
-    cohort = min(clients, round(between(3, 25)))
+    if number < _FEW_CLIENTS:
+        clients, concentration = round(between(8, 150)), between(0.05, 10)
+        cohort = min(clients, round(between(3, 25)))
+    else:
+        clients, concentration = int(rng.integers(2, 7)), between(0.05, 10)
+        cohort = clients
     rounds, steps = round(between(15, 120)), round(between(1, 100))
     rounds = max(15, min(rounds, _MOST_STEPS // (cohort * steps)))
     optimizer = str(rng.choice(["sgd", "momentum", "adam"], p=[0.5, 0.2, 0.3]))

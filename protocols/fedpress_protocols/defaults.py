@@ -39,7 +39,7 @@ _SHORTEST, _LONGEST, _SHARE = 3.0, 50.0, 0.1
 """Rounds that the average goes over, and their share of the task's."""
 _MOMENTUM, _LESS = 0.8, 0.5
 """The server's, and what it is while the loss does not fall, and in small cohorts."""
-_SMALL = 10
+SMALL = 10
 """Cohorts below this size are small."""
 _ON_SUPPORT = 1.5
 """The server's rate where devices train on a support alone."""
@@ -190,7 +190,7 @@ def strategy_for(
     more: what a client keeps back comes late and at once. Under masks longer steps where training
     `is_restricted` to a support without noise: few values move in each round."""
     over = min(max(_SHARE * rounds, _SHORTEST), _LONGEST)
-    is_small = not is_masked and careful_momentum(cohort) is None
+    is_small = not is_masked and cohort is not None and cohort < SMALL
     inner: dict[str, Any] = {
         "id": "fedavgm",
         "learning_rate": _ON_SUPPORT if is_restricted else 1.0,
@@ -204,20 +204,20 @@ def strategy_for(
     return {"id": "ema", "decay": round(1 - 1 / over, 4), "inner": inner}
 
 
-def careful_momentum(cohort: int | None) -> float | None:
-    """The most momentum that the default's strategy has while the loss does not fall, see `Auto`;
-    None where it has no more in any case."""
-    return None if cohort is not None and cohort < _SMALL else _LESS
+def careful_momentum(cohort: int | None) -> float:
+    """That of the default's `Auto`."""
+    return 0.0 if cohort is not None and cohort < SMALL else _LESS
 
 
 def reserves(num_levels: int, uploads: int | None) -> dict[str, int]:
     """`reserve` and `flat_reserve` of `Auto`: how many of the most compressed of `num_levels` send
     too little in `uploads`, all of the task, unless clients upload often, and of flat updates."""
-    fields = {"reserve": 0, "flat_reserve": max(0, num_levels - 1 - _OF_FLAT)}
-    if uploads:
-        enough = [rung for rung, bits in enumerate(BITS) if bits > 0.97 * _ENOUGH_ONCE / uploads]
-        fields["reserve"] = max(0, num_levels - 1 - max(enough, default=0))
-    return fields
+    least = _ENOUGH_ONCE / uploads if uploads else 0.0
+    enough = max((rung for rung, bits in enumerate(BITS) if bits > 0.97 * least), default=0)
+    return {
+        "reserve": max(0, num_levels - 1 - enough),
+        "flat_reserve": max(0, num_levels - 1 - min(enough, _OF_FLAT)),
+    }
 
 
 def masked_default(*, is_restricted: bool) -> tuple[dict[str, Any], dict[str, Any]]:

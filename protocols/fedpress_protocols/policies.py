@@ -211,9 +211,9 @@ class Auto(Term):
     was given up is not tried again for four windows, nor before a probe speaks for it. A cohort
     too small for a probe begins three profiles gentler and goes harder in steps.
 
-    With `careful_momentum` the server's step has so much momentum at most while updates are flat,
-    while the loss has not begun to fall, while it is above the least so far, and for ten models
-    after it jumped where the same clients come in every round.
+    With `careful_momentum` the server's step has so much momentum at most while the loss has not
+    begun to fall, while it is above the least so far, and for ten models after it jumped where the
+    same clients come in every round; and .5 at most while updates are flat.
     """
 
     id: Literal["auto"] = "auto"

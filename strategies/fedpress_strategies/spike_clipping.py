@@ -28,14 +28,14 @@ CLIPPED_SHARE = "clipped_share"
 figures of a round that was clipped."""
 _KEPT = 0.9
 """The weight of a round in the mean norm, relative to that of the next."""
-_KNOWN = 2.0
-"""The total weight of rounds below which nothing is clipped: three rounds."""
+_KNOWN, _WIDER = 2.0, 2.0
+"""The total weight of three rounds, and the factor of the bound while fewer are known."""
 
 
 @strategy("spike_clipping", inner={"id": "fedavg"})
 def spike_clipping(ratio: float = 1.5, inner: Strategy = FEDAVG) -> Strategy:
     """Run `inner` on mean updates whose L2 norm is `ratio` times the mean norm of the rounds before
-    at most, from the fourth round on. A device whose training diverges may send an update of a
+    at most, twice that in the second and the third round. A device whose training diverges may send an update of a
     hundred times the usual norm, and server momentum repeats it: one such round can end a
     training. The mean norm has a decay of .9 and counts norms as clipped, so that it follows norms
     that grow for good by 5 to 15 % a round. State: `inner`'s and the sums of norms and of their
@@ -68,7 +68,8 @@ class SpikeClipping(Wrapped):
     ) -> tuple[Vector, OptimizerState]:
         total, weight = state["norms"]
         norm = norm_of(delta) if tally.norm is None else tally.norm
-        bound = self.ratio * total / weight if weight > _KNOWN and total else np.inf
+        ratio = self.ratio if weight > _KNOWN else _WIDER * self.ratio
+        bound = ratio * total / weight if total else np.inf
         kept = min(1.0, bound / norm) if norm else 1.0
         if kept < 1:
             delta, tally = delta * kept, replace(tally, norm=kept * norm)

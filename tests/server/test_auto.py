@@ -434,6 +434,18 @@ def test_a_jump_that_is_small_beside_the_descent_does_not_count() -> None:
     assert careful_rounds([*start, 0.3, 0.1], population=10) == [1, 2, *range(31, 41)]
 
 
+@pytest.mark.parametrize(
+    ("size", "population", "expected"),
+    [(9, 13.5, 21), (9, 14, 0), (9, None, 0), (10, 15.5, 21), (10, None, 21)],
+)
+def test_few_clients_that_change_have_all_momentum(
+    size: int, population: float | None, expected: int
+) -> None:
+    auto = Auto(careful_momentum=0.0)
+    made = courses(auto, losses=[2.0] * 100, size=size, population=population)
+    assert [each.round for each in made if each.momentum == 0] == list(range(1, expected + 1))
+
+
 def test_without_a_careful_momentum_nobody_touches_it() -> None:
     made = courses(Auto(), losses=[2.0] * 50 + [9.0] * 50)
     assert not any(each.momentum is not None or "momentum" in each.why for each in made)
@@ -446,7 +458,8 @@ def test_without_a_careful_momentum_nobody_touches_it() -> None:
 def test_the_server_s_step_has_the_momentum_that_auto_allows(
     operator: Operator, enrolled: Enrolled, model: Model
 ) -> None:
-    """Nobody measures a loss: four rounds with .5, then the strategy's own."""
+    """Nobody measures a loss: from the time that a client came again .5 up to round 4, then the
+    strategy's own."""
     operator.begin(
         model,
         rounds=30,
@@ -462,7 +475,7 @@ def test_the_server_s_step_has_the_momentum_that_auto_allows(
         models.append(device.model(newest, "digits").parameters)
     steps = [float(np.mean(b - a)) for a, b in pairwise(models)]
     velocity, expected = 0.0, list[float]()
-    for momentum in (0.5, 0.5, 0.5, 0.5, 0.75, 0.75):
+    for momentum in (0.0, 0.75, 0.5, 0.5, 0.75, 0.75):
         velocity = momentum * velocity + 1
         expected.append(velocity)
     np.testing.assert_allclose(steps, expected, rtol=1e-5)
@@ -478,7 +491,7 @@ def test_flat_updates_are_sent_with_more_bits_and_less_momentum() -> None:
     assert rungs(made) == [4] * 3 + [1] * 47 + [2] * 4 + [3] * 4 + [4] * 42
     careful = [each.round for each in made if each.momentum is not None]
     assert careful == [1, 2, *range(4, 51)]
-    assert reasons(made)[4] == "gentler: updates are flat; less momentum: updates are flat"
+    assert reasons(made)[4] == "gentler: updates are flat; momentum 0.5: updates are flat"
     assert reasons(made)[51].endswith("; more momentum: no loss speaks against it")
 
 
@@ -573,7 +586,7 @@ def test_a_small_cohort_has_less_momentum(size: int, momentum: float) -> None:
     assert made.strategy["inner"]["inner"]["momentum"] == momentum
     auto = automatic(made.policies)
     assert auto is not None
-    assert auto.careful_momentum == (None if size < 10 else 0.5)
+    assert auto.careful_momentum == (0 if size < 10 else 0.5)
 
 
 def test_a_strategy_that_a_task_names_keeps_its_momentum() -> None:

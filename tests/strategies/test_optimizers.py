@@ -403,16 +403,22 @@ def test_a_policy_takes_momentum_off_a_step_and_adds_none(decay: dict[str, Any])
     assert np.linalg.norm(again - without) > np.linalg.norm(without - x)
 
 
-def test_a_spike_is_clipped_to_the_rounds_mean_and_momentum_does_not_repeat_it() -> None:
+@pytest.mark.parametrize(
+    "lengths", [[1.0, 2.0, 3.0, 300.0, 1.0, 0.0], [1.0, 300.0, 1.0, 2.0], [1.0, 1.0, 300.0, 1.0]]
+)
+def test_a_spike_is_clipped_to_the_rounds_mean_and_momentum_does_not_repeat_it(
+    lengths: list[float],
+) -> None:
     inner = {"id": "fedavgm", "momentum": 0.5}
     optimizer = from_config({"id": "spike_clipping", "inner": inner}).optimizer
     rng = np.random.default_rng(5)
     unit = rng.standard_normal(SIZE)
     unit /= np.linalg.norm(unit)
-    lengths, means, weight = [1.0, 2.0, 3.0, 300.0, 1.0, 0.0], 0.0, 0.0
-    values, state, velocity = START, optimizer.init(START), 0.0
+    means, weight, velocity = 0.0, 0.0, 0.0
+    values, state = START, optimizer.init(START)
     for count, length in enumerate(lengths):
-        kept = length if count < 3 else min(length, 1.5 * means / weight)
+        ratio = 3 if count < 3 else 1.5
+        kept = min(length, ratio * means / weight) if count else length
         means, weight = 0.9 * means + kept, 0.9 * weight + 1
         velocity = 0.5 * velocity + kept
         before = values

@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+from fedpress_protocols.defaults import SMALL
 from fedpress_protocols.policies import LEAST_COMPARED, Auto, Comparison, Pace, Rung
 from fedpress_strategies.policies.facts import Facts
 
@@ -61,6 +62,8 @@ the step between them went too far."""
 _CALM = 10
 """The models after such a step that have less momentum: as many rounds as momentum of .8 takes to
 forget nine tenths of an update."""
+_OF_FLAT = 0.5
+"""The most momentum where updates are flat."""
 _SAME = 1.5
 """Times the cohort up to which the clients are mostly the same in each round: there a jump of the
 loss is not that of others, and momentum has fewer of their differences to even out."""
@@ -134,14 +137,18 @@ def next_momentum(auto: Auto, facts: Facts) -> tuple[float | None, str]:
     repeats their noise: before a model has learnt anything, and where the clients' rate is near the
     one at which training diverges. There the loss does not fall, or it rises. Where the same
     clients train for long in every round, their mean update is most of the way already, and several
-    times that overshoots: there the loss goes up and down by a lot. Flat updates, such as Adam's,
-    get no shorter near the optimum, and overshoot it."""
+    times that overshoots: there the loss goes up and down by a lot. Few clients that change are
+    another matter: momentum evens out what they differ by. Flat updates, such as Adam's, get no
+    shorter near the optimum, and overshoot it."""
     if auto.careful_momentum is None:
         return None, ""
+    goes: tuple[float | None, str] = (None, "more momentum: no loss speaks against it")
     if facts.are_flat:
-        return auto.careful_momentum, "less momentum: updates are flat"
-    losses = [loss for loss in facts.losses if loss is not None]
+        goes = _OF_FLAT, f"momentum {_OF_FLAT}: updates are flat"
     are_the_same = facts.population is not None and facts.population <= _SAME * facts.size
+    if facts.size < SMALL and not are_the_same:
+        return goes
+    losses = [loss for loss in facts.losses if loss is not None]
     jump = _jump(losses) if are_the_same else None
     if jump is not None:
         now = "the loss went from {:.4g} to {:.4g} with the next model".format(*jump)
@@ -149,7 +156,6 @@ def next_momentum(auto: Auto, facts: Facts) -> tuple[float | None, str]:
     means = [sum(losses[stop - _FEW : stop]) / _FEW for stop in range(_FEW, len(losses) + 1)]
     is_early = facts.number <= 1 + _BEGINNING * facts.rounds
     waits = auto.careful_momentum, "less momentum until the loss falls"
-    goes = None, "more momentum: no loss speaks against it"
     if not means:
         return waits if is_early and (losses or facts.number <= auto.window) else goes
     first, newest, least = losses[0], means[-1], min(means)
