@@ -5,6 +5,10 @@ import os
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
+# Products as small as those here cost many times as much when threads share them, the more so
+# where as many processes as cores run tests. NumPy and PyTorch read it when they are imported.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 import pytest
 from hypothesis import HealthCheck, is_hypothesis_test, settings
 
@@ -73,6 +77,7 @@ def pytest_report_header() -> list[str]:
 TOGETHER = {
     "tests/client/test_data_parallel.py",
     "tests/client/test_data_parallel_device.py",
+    "tests/compression/test_kernel_library.py",
     "tests/install/test_base_install.py",
 }
 

@@ -35,11 +35,11 @@ _KNOWN, _WIDER = 2.0, 2.0
 @strategy("spike_clipping", inner={"id": "fedavg"})
 def spike_clipping(ratio: float = 1.5, inner: Strategy = FEDAVG) -> Strategy:
     """Run `inner` on mean updates whose L2 norm is `ratio` times the mean norm of the rounds before
-    at most, twice that in the second and the third round. A device whose training diverges may send an update of a
-    hundred times the usual norm, and server momentum repeats it: one such round can end a
-    training. The mean norm has a decay of .9 and counts norms as clipped, so that it follows norms
-    that grow for good by 5 to 15 % a round. State: `inner`'s and the sums of norms and of their
-    weights [2]; linear as `inner`."""
+    at most, twice that in the second and the third round. A device whose training diverges may send
+    an update of a hundred times the usual norm, and server momentum repeats it: one such round can
+    end a training. The mean norm has a decay of .9 and counts norms as clipped, so that it follows
+    norms that grow for good by 5 to 15 % a round. State: `inner`'s and the sums of norms and of
+    their weights [2]; linear as `inner`."""
     state = inner.properties.server_state
     keeps = "norms [2]" if state == "none" else f"{state}, norms [2]"
     about = replace(inner.properties, server_state=keeps, source="Kumar et al. 2025, Section 3")

@@ -85,7 +85,11 @@ FILES = {
         "tests/compression/test_fuzz_decode.py",
         "tests/compression/test_kernels.py",
     ],
-    "compression/*": ["tests/compression", "--ignore=tests/compression/test_kernels.py"],
+    "compression/*": [
+        "tests/compression",
+        "--ignore=tests/compression/test_kernels.py",
+        "--ignore=tests/compression/test_kernel_library.py",
+    ],
     "client_sdk/fedpress_client/outgoing.py": [
         "tests/client/test_outgoing.py",
         "tests/client/test_parts.py",
