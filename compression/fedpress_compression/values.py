@@ -16,6 +16,7 @@ Rounding = Literal["nearest", "stochastic"]
 Bytes = npt.NDArray[np.uint8]
 
 LARGEST = np.finfo(np.float32).max
+_PART = 2**18
 
 
 def check_whole(name: str, value: object, low: int, high: int) -> None:
@@ -46,13 +47,15 @@ def flatness(values: npt.NDArray[np.floating]) -> float:
     """How nearly all of `values` [d] that are not zero have one magnitude, 0 to 1: the squared mean
     of their magnitudes over the mean of their squares. 1 where all have, 2 / pi where values are
     normally distributed; 0 of zeros alone."""
-    with np.errstate(over="ignore"):
-        largest = float(np.abs(values).max(initial=0))
+    largest = max(float(values.max(initial=0)), -float(values.min(initial=0)))
     if not 0 < largest < math.inf:
         return 0.0
-    magnitudes = np.abs(values) / largest
-    squares = float(magnitudes @ magnitudes)
-    return min(1.0, float(magnitudes.sum()) ** 2 / (np.count_nonzero(values) * squares))
+    total, squares = 0.0, 0.0
+    for start in range(0, values.size, _PART):
+        magnitudes = np.abs(values[start : start + _PART]) / largest
+        total += float(magnitudes.sum())
+        squares += float(magnitudes @ magnitudes)
+    return min(1.0, total**2 / (np.count_nonzero(values) * squares))
 
 
 def levels_of(bits: int) -> int:

@@ -22,7 +22,7 @@ _ENOUGH = 24.0
 little, and so few uploads cost little: three quarters of a single one in float32."""
 _ENOUGH_ONCE = 90.0
 """The same where clients upload seldom, so that much of what they keep back is never sent."""
-_OF_FLAT = 3
+_HARDEST_OF_FLAT = 3
 """The most compressed rung for flat updates."""
 MAX_RATIO = 30.0
 """Of a residual's norm to the new update's: 10 cuts residuals of devices that have learnt their
@@ -216,7 +216,7 @@ def reserves(num_levels: int, uploads: int | None) -> dict[str, int]:
     enough = max((rung for rung, bits in enumerate(BITS) if bits > 0.97 * least), default=0)
     return {
         "reserve": max(0, num_levels - 1 - enough),
-        "flat_reserve": max(0, num_levels - 1 - min(enough, _OF_FLAT)),
+        "flat_reserve": max(0, num_levels - 1 - min(enough, _HARDEST_OF_FLAT)),
     }
 
 

@@ -62,7 +62,7 @@ the step between them went too far."""
 _CALM = 10
 """The models after such a step that have less momentum: as many rounds as momentum of .8 takes to
 forget nine tenths of an update."""
-_OF_FLAT = 0.5
+_FLAT_MOMENTUM = 0.5
 """The most momentum where updates are flat."""
 _SAME = 1.5
 """Times the cohort up to which the clients are mostly the same in each round: there a jump of the
@@ -144,7 +144,7 @@ def next_momentum(auto: Auto, facts: Facts) -> tuple[float | None, str]:
         return None, ""
     goes: tuple[float | None, str] = (None, "more momentum: no loss speaks against it")
     if facts.are_flat:
-        goes = _OF_FLAT, f"momentum {_OF_FLAT}: updates are flat"
+        goes = _FLAT_MOMENTUM, f"momentum {_FLAT_MOMENTUM}: updates are flat"
     are_the_same = facts.population is not None and facts.population <= _SAME * facts.size
     if facts.size < SMALL and not are_the_same:
         return goes
