@@ -509,6 +509,15 @@ def test_the_most_that_seldom_uploads_and_flat_updates_keep_back_counts() -> Non
     assert set(rungs(made)[1:]) == {3}
 
 
+def test_flat_updates_that_nobody_can_compare_go_no_harder_where_clients_upload_seldom() -> None:
+    auto = Auto(sketch=0)
+    seldom = courses(auto, population=200, flat=range(1, 101))
+    assert rungs(seldom) == [1] * 100
+    assert rungs(courses(auto, population=200, flat=range(1, 50)))[48:55] == [1] + [2] * 4 + [3] * 2
+    often = courses(auto, population=100, flat=range(1, 101))
+    assert rungs(often)[-1] == 4
+
+
 def test_updates_are_flat_if_most_of_the_newest_are() -> None:
     assert not mostly_flat(0, 0)
     assert not mostly_flat(5, 10)

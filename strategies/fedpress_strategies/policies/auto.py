@@ -200,6 +200,8 @@ def _moved(
     if rung < hardest and facts.number >= pace.barred:
         progress = _progress(pace)
         if progress is None and not _can_probe(auto, facts):
+            if facts.are_flat and _uploads_of_a_client(facts) < _SELDOM:
+                return rung, ""  # what waits is much, and most of it would never be sent
             return rung + 1, "harder: nothing measured speaks against it"
         least = floor_of(auto, facts) * (_MARGIN if pace.far_short else 1.0)
         if progress is not None and _STEP * progress >= least:
