@@ -64,6 +64,9 @@ _CALM = 10
 forget nine tenths of an update."""
 _FLAT_MOMENTUM = 0.5
 """The most momentum where updates are flat."""
+_ROUNDS_THAT_TELL = 2
+"""Rounds after which a server can know that the same clients come again. A simulation knows before
+and does not act on it sooner, so that it makes the same models."""
 _SAME = 1.5
 """Times the cohort up to which the clients are mostly the same in each round: there a jump of the
 loss is not that of others, and momentum has fewer of their differences to even out."""
@@ -146,7 +149,8 @@ def next_momentum(auto: Auto, facts: Facts) -> tuple[float | None, str]:
     if facts.are_flat:
         goes = _FLAT_MOMENTUM, f"momentum {_FLAT_MOMENTUM}: updates are flat"
     are_the_same = facts.population is not None and facts.population <= _SAME * facts.size
-    if facts.size < SMALL and not are_the_same:
+    come_again = are_the_same and facts.number > _ROUNDS_THAT_TELL
+    if facts.size < SMALL and not come_again:
         return goes
     losses = [loss for loss in facts.losses if loss is not None]
     jump = _jump(losses) if are_the_same else None
