@@ -20,10 +20,13 @@ _REASONS = 3
 """Reasons of failed clients that a summary has at most, the most frequent first."""
 
 
-def quieten() -> None:
-    """Log no more than errors of Flower and its strategies: the histories have all of it."""
-    for name in ("flwr", "fedpress_flower.server"):
+def quieten() -> dict[str, int]:
+    """Log no more than errors of Flower and its strategies, since the histories have all of it;
+    return the levels before, by logger."""
+    before = {name: logging.getLogger(name).level for name in ("flwr", "fedpress_flower.server")}
+    for name in before:
         logging.getLogger(name).setLevel(logging.ERROR)
+    return before
 
 
 class Screen:
@@ -48,7 +51,7 @@ class Screen:
         self._last = 0.0
 
     def __enter__(self) -> Self:
-        quieten()
+        self._levels = quieten()
         if self._console.is_terminal:
             self._progress.start()
         return self
@@ -61,6 +64,8 @@ class Screen:
     ) -> None:
         if self._console.is_terminal:
             self._progress.stop()
+        for name, level in self._levels.items():
+            logging.getLogger(name).setLevel(level)
 
     def update(self, history: History, rounds: int, exchange: Exchange) -> None:
         done = exchange.answered + len(exchange.failed)
