@@ -313,7 +313,11 @@ def test_a_task_without_a_compressor_runs_auto_and_goes_on_after_a_restart(
     assert courses[10].pace is not None
     assert (courses[10].pace.rung, courses[10].pace.probes) == (BITS.index(0.1), 1)
     whys = {each.round: each.why for each in courses if each.why}
-    assert whys == {1: "begin at the most compressed profile"}
+    assert whys == {
+        1: "begin at the most compressed profile",
+        3: "less momentum until the loss falls",  # the same four come again
+        5: "more momentum: no loss speaks against it",
+    }
     assert set(after[0].published) == {"average"}
 
 
