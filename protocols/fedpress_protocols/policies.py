@@ -232,7 +232,8 @@ class Auto(Term):
     """Of the most compressed profiles, those that wait for clients that upload nine times in the
     task or more often, as the server estimates."""
     flat_reserve: Annotated[int, Field(ge=0, le=100)] = 0
-    """Of the most compressed profiles, those that no round has while updates are flat."""
+    """Of the most compressed profiles, those that no round has while updates are flat; two more
+    wait for clients that upload often."""
     careful_momentum: Momentum | None = None
     """None: what the strategy is configured with, throughout."""
 

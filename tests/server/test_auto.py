@@ -493,7 +493,7 @@ def test_the_server_s_step_has_the_momentum_that_auto_allows(
 def test_flat_updates_are_sent_with_more_bits_and_less_momentum() -> None:
     auto = Auto(flat_reserve=3, careful_momentum=0.5)
     losses = [2.0, *[1.0] * 99]
-    made = courses(auto, progress=[0.8], losses=losses, flat=range(4, 51))
+    made = courses(auto, progress=[0.8], losses=losses, flat=range(4, 51), population=100)
     assert rungs(made) == [4] * 3 + [1] * 47 + [2] * 4 + [3] * 4 + [4] * 42
     careful = [each.round for each in made if each.momentum is not None]
     assert careful == [1, 2, *range(4, 51)]
@@ -502,17 +502,24 @@ def test_flat_updates_are_sent_with_more_bits_and_less_momentum() -> None:
 
 
 def test_flat_updates_are_sent_with_still_more_bits_where_less_progress_asks_for_it() -> None:
-    made = courses(Auto(flat_reserve=2), progress=[0.4, 0.4, 0.8], flat=range(2, 101))
+    auto, flat = Auto(flat_reserve=2), range(2, 101)
+    made = courses(auto, progress=[0.4, 0.4, 0.8], flat=flat, population=100)
     assert rungs(made)[:9] == [4] + [2] * 8
     assert max(rungs(made)[1:]) == 2
     assert min(rungs(made)) == 0
 
 
-def test_the_most_that_seldom_uploads_and_flat_updates_keep_back_counts() -> None:
-    auto = Auto(reserve=2, flat_reserve=1)
-    assert set(rungs(courses(auto, progress=[1.0], population=1e9, flat=range(2, 101)))) == {2}
-    made = courses(auto, progress=[0.8], population=10, flat=range(2, 101))
-    assert set(rungs(made)[1:]) == {3}
+@pytest.mark.parametrize(
+    ("flat_reserve", "seldom", "often"), [(0, 1, 4), (1, 1, 3), (2, 0, 2), (4, 0, 0)]
+)
+def test_flat_updates_of_clients_that_upload_seldom_have_twice_the_bits(
+    flat_reserve: int, seldom: int, often: int
+) -> None:
+    auto = Auto(reserve=3, flat_reserve=flat_reserve)
+    for population, expected in ((1e9, seldom), (100, often)):
+        made = courses(auto, progress=[1.0], population=population, flat=range(2, 101))
+        assert rungs(made)[0] == (1 if population == 1e9 else 4)
+        assert set(rungs(made)[1:]) == {expected}
 
 
 def test_flat_updates_that_nobody_can_compare_go_no_harder_where_clients_upload_seldom() -> None:
@@ -549,7 +556,7 @@ def test_devices_say_that_their_updates_are_flat(
     for since, expected in ((0, (3, 8)), (2, (0, 4)), (4, (0, 0))):
         assert http.call(read, partial(records.flat, task="digits", since=since)) == expected
     courses = {each["round"]: each["course"] for each in operator.get("/v1/tasks/digits/rounds")}
-    assert courses[1]["hardest"] > courses[2]["hardest"] == BITS.index(0.57)
+    assert courses[1]["hardest"] > courses[2]["hardest"] == BITS.index(1.13)
     assert ["flat" in courses[number]["why"] for number in (1, 2, 3)] == [False, True, False]
 
 

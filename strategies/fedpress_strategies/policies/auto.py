@@ -62,6 +62,9 @@ the step between them went too far."""
 _CALM = 10
 """The models after such a step that have less momentum: as many rounds as momentum of .8 takes to
 forget nine tenths of an update."""
+_TWICE = 2
+"""Rungs by which flat updates of clients that upload seldom are gentler still, for twice the bits:
+what waits is mostly never sent."""
 _FLAT_MOMENTUM = 0.5
 """The most momentum where updates are flat."""
 _ROUNDS_THAT_TELL = 2
@@ -97,7 +100,7 @@ def next_pace(
 ) -> tuple[Pace, str]:
     """The pace of the round that `facts` are of, no harder than `hardest`, and the reason for what
     it changes; `comparison` is of the previous round, if that was a probe with enough uploads."""
-    if auto.reserve and not before.probes and facts.number <= auto.window:
+    if (auto.reserve or auto.flat_reserve) and not before.probes and facts.number <= auto.window:
         begun, _ = first_pace(auto, facts, hardest)
         if begun.rung > before.rung:
             return before.model_copy(update={"rung": begun.rung}), "harder: the same clients come"
@@ -271,8 +274,11 @@ def _hardest(auto: Auto, facts: Facts, hardest: Rung) -> Rung:
 
     A flat update is sent a few rows at a time, so that all of its values wait as long; of others
     the large values, which training follows most closely, hardly do."""
-    seldom = auto.reserve if _uploads_of_a_client(facts) < _SELDOM else 0
-    return max(0, hardest - max(seldom, auto.flat_reserve if facts.are_flat else 0))
+    is_seldom = _uploads_of_a_client(facts) < _SELDOM
+    kept = auto.reserve if is_seldom else 0
+    if facts.are_flat and auto.flat_reserve:
+        kept = max(kept, auto.flat_reserve + (_TWICE if is_seldom else 0))
+    return max(0, hardest - kept)
 
 
 def _is_slow(auto: Auto, pace: Pace, facts: Facts) -> bool:
