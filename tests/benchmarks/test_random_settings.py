@@ -34,7 +34,7 @@ def test_the_page_has_the_tables_of_the_kept_runs(
 ) -> None:
     monkeypatch.setenv("OPENBLAS_NUM_THREADS", "1")  # which it sets
     page = (ROOT / "docs" / "bench-auto.md").read_text()
-    for settings in ("0:78", "78:103", "1000:1024"):
+    for settings in ("0:78", "78:103", "103:118", "1000:1024"):
         monkeypatch.setattr(sys, "argv", [SCRIPT.name, "--table", "--settings", settings])
         importlib.import_module(SCRIPT.stem).main()
         for table in capsys.readouterr().out.strip().split("\n\n"):
