@@ -17,6 +17,7 @@ Bytes = npt.NDArray[np.uint8]
 
 LARGEST = np.finfo(np.float32).max
 _PART = 2**18
+_MOVED = 0.01
 
 
 def check_whole(name: str, value: object, low: int, high: int) -> None:
@@ -44,18 +45,34 @@ def check_rounding(value: str) -> None:
 
 
 def flatness(values: npt.NDArray[np.floating]) -> float:
-    """How nearly all of `values` [d] that are not zero have one magnitude, 0 to 1: the squared mean
-    of their magnitudes over the mean of their squares. 1 where all have, 2 / pi where values are
-    normally distributed; 0 of zeros alone."""
+    """How nearly all of `values` [d] have one magnitude, 0 to 1: the squared mean of their
+    magnitudes over the mean of their squares. 1 where all have, 2 / pi where values are normally
+    distributed; 0 of zeros alone.
+
+    Values below a hundredth of the mean magnitude are left out, as zeros are: weight decay moves
+    those, too, that no gradient does.
+    """
     largest = max(float(values.max(initial=0)), -float(values.min(initial=0)))
     if not 0 < largest < math.inf:
         return 0.0
-    total, squares = 0.0, 0.0
+    count, total, _ = _moments(values, largest, 0.0)
+    count, total, squares = _moments(values, largest, _MOVED * total / count)
+    return min(1.0, total**2 / (count * squares))
+
+
+def _moments(
+    values: npt.NDArray[np.floating], unit: float, least: float
+) -> tuple[int, float, float]:
+    """How many magnitudes are above `least`, in units of `unit`, their sum and that of their
+    squares."""
+    count, total, squares = 0, 0.0, 0.0
     for start in range(0, values.size, _PART):
-        magnitudes = np.abs(values[start : start + _PART]) / largest
-        total += float(magnitudes.sum())
-        squares += float(magnitudes @ magnitudes)
-    return min(1.0, total**2 / (np.count_nonzero(values) * squares))
+        magnitudes = np.abs(values[start : start + _PART]) / unit
+        kept = magnitudes[magnitudes > least]
+        count += kept.size
+        total += float(kept.sum())
+        squares += float(kept @ kept)
+    return count, total, squares
 
 
 def levels_of(bits: int) -> int:

@@ -501,6 +501,12 @@ def test_flat_updates_are_sent_with_more_bits_and_less_momentum() -> None:
     assert reasons(made)[51].endswith("; more momentum: no loss speaks against it")
 
 
+def test_flat_updates_never_have_more_momentum_than_half() -> None:
+    losses = [2.0, *[1.0] * 29, 2.0, *[1.0] * 69]
+    made = courses(Auto(careful_momentum=0.9), losses=losses, population=10, flat=range(1, 101))
+    assert {each.momentum for each in made} == {0.5}
+
+
 def test_flat_updates_are_sent_with_still_more_bits_where_less_progress_asks_for_it() -> None:
     auto, flat = Auto(flat_reserve=2), range(2, 101)
     made = courses(auto, progress=[0.4, 0.4, 0.8], flat=flat, population=100)

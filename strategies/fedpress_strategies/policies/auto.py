@@ -151,6 +151,7 @@ def next_momentum(auto: Auto, facts: Facts) -> tuple[float | None, str]:
     goes: tuple[float | None, str] = (None, "more momentum: no loss speaks against it")
     if facts.are_flat:
         goes = _FLAT_MOMENTUM, f"momentum {_FLAT_MOMENTUM}: updates are flat"
+    careful = min(auto.careful_momentum, 1.0 if goes[0] is None else goes[0])
     are_the_same = facts.population is not None and facts.population <= _SAME * facts.size
     come_again = are_the_same and facts.number > _ROUNDS_THAT_TELL
     if facts.size < SMALL and not come_again:
@@ -159,10 +160,10 @@ def next_momentum(auto: Auto, facts: Facts) -> tuple[float | None, str]:
     jump = _jump(losses) if are_the_same else None
     if jump is not None:
         now = "the loss went from {:.4g} to {:.4g} with the next model".format(*jump)
-        return auto.careful_momentum, f"less momentum: {now}"
+        return careful, f"less momentum: {now}"
     means = [sum(losses[stop - _FEW : stop]) / _FEW for stop in range(_FEW, len(losses) + 1)]
     is_early = facts.number <= 1 + _BEGINNING * facts.rounds
-    waits = auto.careful_momentum, "less momentum until the loss falls"
+    waits = careful, "less momentum until the loss falls"
     if not means:
         return waits if is_early and (losses or facts.number <= auto.window) else goes
     first, newest, least = losses[0], means[-1], min(means)
@@ -170,7 +171,7 @@ def next_momentum(auto: Auto, facts: Facts) -> tuple[float | None, str]:
         return waits
     if newest > least + _ABOVE * abs(least) + _OF_DESCENT * max(0.0, first - least):
         now = f"the loss of the last {_FEW} models is {newest:.4g}, after {least:.4g}"
-        return auto.careful_momentum, f"less momentum: {now}"
+        return careful, f"less momentum: {now}"
     return goes
 
 
