@@ -37,6 +37,7 @@ from fedpress_protocols.messages import RotationRequest, SignedRotation
 from fedpress_protocols.model import Model
 from fedpress_protocols.signatures import Content, DeviceKey, to_base64url
 from fedpress_server import failpoints
+from fedpress_server.coordination import server_registry
 from fedpress_server.identity.authentication import SEEN_EVERY
 from fedpress_server.storage import identities
 from fedpress_server.storage.tables import audit_log
@@ -59,9 +60,16 @@ REFUSALS = (UnknownDevice, DeviceNotApproved, DeviceRejected)
 
 @pytest.fixture
 def servers(
-    start: Start, database_url: Callable[[Path], str], dialect: str, tmp_path: Path
+    start: Start,
+    database_url: Callable[[Path], str],
+    dialect: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> Iterator[list[Server]]:
-    """One server on SQLite, or two on one PostgreSQL."""
+    """One server on SQLite, or two on one PostgreSQL. None gives a sign of itself, whose commit
+    would come to a failpoint that is meant for another."""
+    monkeypatch.setattr(server_registry, "_EVERY", 3600.0)
+    monkeypatch.setattr(server_registry, "_EVERY_ALONE", 3600.0)
     if dialect == "sqlite":
         with start() as server:
             yield [server]
