@@ -213,7 +213,8 @@ class Auto(Term):
 
     With `careful_momentum` the server's step has so much momentum at most while the loss has not
     begun to fall, while it is above the least so far, and for ten models after it jumped where the
-    same clients come in every round; and .5 at most while updates are flat.
+    same clients come in every round. In cohorts below ten that holds where the same clients come
+    alone. While updates are flat it has .5 at most.
     """
 
     id: Literal["auto"] = "auto"

@@ -4,27 +4,15 @@ anything."""
 from __future__ import annotations
 
 import importlib
-import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from tests.benchmarks.scripts import printed
+
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "benchmarks" / "accuracy_vs_bytes.py"
-
-
-def printed(*options: str) -> list[str]:
-    answer = subprocess.run(
-        [sys.executable, SCRIPT, *options],
-        env={"PYTHONPATH": os.pathsep.join(sys.path), "PATH": os.environ["PATH"]},
-        capture_output=True,
-        text=True,
-        check=True,
-        timeout=280,
-    )
-    return answer.stdout.splitlines()
 
 
 @pytest.mark.slow
@@ -55,7 +43,7 @@ def test_the_page_has_the_table_of_the_kept_runs(
 
 @pytest.mark.slow
 def test_a_quick_run_measures_the_default_beside_float32() -> None:
-    lines = printed("--quick")
+    lines = printed(SCRIPT, "--quick")
     assert [line.split()[:2] for line in lines[:2]] == [["digits", "auto"], ["digits", "fedavg"]]
     assert lines[-1].startswith("| digits | newest | 1 |")
 
@@ -64,7 +52,7 @@ def test_a_quick_run_measures_the_default_beside_float32() -> None:
 def test_a_small_cohort_with_other_momentum_has_a_table_of_its_own(tmp_path: Path) -> None:
     recipes = "tuned fedavg;tuned auto, momentum .5"
     task = ["--tasks", "digits", "--seeds", "0", "--rounds", "2", "--cohort", "2", "--clients", "3"]
-    lines = printed(*task, "--recipes", recipes, "--momentum", "--store", str(tmp_path))
+    lines = printed(SCRIPT, *task, "--recipes", recipes, "--momentum", "--store", str(tmp_path))
     *_, head, _, row = lines
     assert head.split(" | ")[1:3] == ["fedavg", "auto, momentum .8"]
     cells = [cell.strip() for cell in row.strip("|").split("|")]

@@ -5,13 +5,13 @@ from __future__ import annotations
 
 import importlib
 import json
-import os
-import subprocess
 import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
+
+from tests.benchmarks.scripts import printed
 
 pytest.importorskip("sklearn")
 pytest.importorskip("matplotlib")
@@ -19,18 +19,6 @@ pytest.importorskip("matplotlib")
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "benchmarks" / "private_accuracy.py"
 STORED = ROOT / "benchmarks" / "results" / "private_accuracy.json"
-
-
-def printed(*options: str | Path) -> list[str]:
-    answer = subprocess.run(
-        [sys.executable, SCRIPT, *options],
-        env={"PYTHONPATH": os.pathsep.join(sys.path), "PATH": os.environ["PATH"]},
-        capture_output=True,
-        text=True,
-        check=True,
-        timeout=280,
-    )
-    return answer.stdout.splitlines()
 
 
 def test_the_page_has_the_table_and_the_figure_every_lane(
@@ -60,7 +48,7 @@ def test_a_run_goes_on_with_what_is_missing(tmp_path: Path) -> None:
     kept = [row for row in rows if (row["method"], row["seed"]) != ("without noise", 1)]
     file = tmp_path / "rows.json"
     file.write_text(json.dumps(kept))
-    printed("--json", file, "--only", "without noise")
+    printed(SCRIPT, "--json", file, "--only", "without noise")
     after = json.loads(file.read_text())
     assert after[:-1] == kept
     assert (after[-1]["method"], after[-1]["seed"], after[-1]["epsilon"]) == (

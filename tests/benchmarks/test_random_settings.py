@@ -3,29 +3,17 @@
 from __future__ import annotations
 
 import importlib
-import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from tests.benchmarks.scripts import printed
+
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "benchmarks" / "random_settings.py"
 DIGITS = 10
 """The first setting whose data, the digits, come with scikit-learn."""
-
-
-def printed(*options: str) -> list[str]:
-    answer = subprocess.run(
-        [sys.executable, SCRIPT, *options],
-        env={"PYTHONPATH": os.pathsep.join(sys.path), "PATH": os.environ["PATH"]},
-        capture_output=True,
-        text=True,
-        check=True,
-        timeout=280,
-    )
-    return answer.stdout.splitlines()
 
 
 @pytest.mark.slow
@@ -44,7 +32,7 @@ def test_the_page_has_the_tables_of_the_kept_runs(
 @pytest.mark.slow
 def test_a_setting_runs_once_and_is_kept(tmp_path: Path) -> None:
     options = ["--settings", f"{DIGITS}:{DIGITS + 1}", "--store", str(tmp_path / "kept.jsonl")]
-    lines = printed(*options)
+    lines = printed(SCRIPT, *options)
     assert lines[0].split()[:4] == [str(DIGITS), "digits", "momentum", "3"]
     assert any(line.startswith("| all | 1 |") for line in lines)
-    assert printed(*options) == lines[1:]
+    assert printed(SCRIPT, *options) == lines[1:]
