@@ -12,7 +12,8 @@ from fedpress_compression.tensors import Vector
 from fedpress_compression.values import flatness
 from fedpress_protocols.messages import UploadFigures
 
-_LARGEST = 1e9
+_LARGEST_RATIO, _LARGEST_NORM = 1e9, 1e30
+"""What `UploadFigures` takes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,8 +27,8 @@ class Timing:
 def figures_of(ledger: Ledger, assignment: str, update: Vector, timing: Timing) -> UploadFigures:
     """The figures of `update` [size], which `ledger` has as the pending upload of `assignment`.
 
-    The sums are float32's: they are for people and not for models. Figures that come to nothing,
-    of an update of zeros for instance, are left out.
+    The sums are float32's, as long as it has them: they are for people and not for models. Figures
+    that come to nothing, of an update of zeros for instance, are left out.
     """
     pending = ledger.pending[assignment]
     if pending.feedback and ledger.residual is not None:
@@ -36,13 +37,12 @@ def figures_of(ledger: Ledger, assignment: str, update: Vector, timing: Timing) 
         rest = update.copy()
         pending.update.add_to(rest, sign=-1.0)
     norm, left = _norm(update), _norm(rest)
-    with np.errstate(over="ignore", invalid="ignore"):
-        both = sum(float(rest[piece.where] @ piece.values) for piece in pending.update.pieces)
+    both = sum(_inner(rest[piece.where], piece.values) for piece in pending.update.pieces)
     total = left**2 + 2 * both + pending.update.norm**2
     return UploadFigures(
         nmse=_ratio(left**2, total),
         residual=_ratio(left, norm) if pending.feedback else 0.0,
-        norm=norm if norm < math.inf else None,
+        norm=norm if norm <= _LARGEST_NORM else None,
         train=timing.train,
         compress=timing.compress,
         flatness=flatness(update) or None,
@@ -50,13 +50,21 @@ def figures_of(ledger: Ledger, assignment: str, update: Vector, timing: Timing) 
 
 
 def _norm(vector: Vector) -> float:
-    with np.errstate(over="ignore"):
-        return math.sqrt(float(vector @ vector))
+    return math.sqrt(_inner(vector, vector))
+
+
+def _inner(one: Vector, other: Vector) -> float:
+    """In float64 where training diverges, and float32 has no such numbers."""
+    with np.errstate(over="ignore", invalid="ignore"):
+        product = float(one @ other)
+    if not math.isfinite(product):
+        product = float(one.astype(np.float64) @ other.astype(np.float64))
+    return product
 
 
 def _ratio(part: float, whole: float) -> float | None:
-    """None where it says nothing: of a whole that is zero, or too large for float32."""
+    """None where it says nothing, of a whole that is zero, and where it is beyond all sense."""
     if not 0 < whole < math.inf:
         return None
     ratio = part / whole
-    return ratio if ratio <= _LARGEST else None
+    return ratio if ratio <= _LARGEST_RATIO else None

@@ -168,6 +168,7 @@ def _whole(attempt: RoundStatus) -> Iterator[str]:
         ),
         ("down", f"{attempt.download_bytes:,} bytes" + _forms(attempt)),
         ("compression", _figures(attempt.figures)),
+        ("update", _update(attempt)),
         ("privacy", "" if attempt.privacy is None else privacy_spent(attempt.privacy)),
         ("made from", attempt.base_model),
         ("model", attempt.model or ""),
@@ -197,6 +198,13 @@ def _figures(figures: RoundFigures | None) -> str:
         f"{figures.norm:.3g}; {figures.train:.3g} s of training and {figures.compress:.3g} s of "
         f"compression; means of {figures.num_uploads} devices"
     )
+
+
+def _update(attempt: RoundStatus) -> str:
+    if attempt.update_norm is None:
+        return ""
+    of_strategy = _measured(attempt.strategy_figures)
+    return f"norm {attempt.update_norm:.3g}" + (f"; {of_strategy}" if of_strategy else "")
 
 
 def privacy_spent(status: PrivacyStatus) -> str:

@@ -650,13 +650,16 @@ class RoundStatus(Term):
     """Left out if no upload had any."""
     update_norm: float | None = None
     """The L2 norm of the aggregated update; left out before there is one."""
+    strategy_figures: dict[str, float] = Field(default_factory=dict)
+    """What the strategy tells of the round, such as `clipped_share`; left out if it tells nothing.
+    """
     warnings: dict[DivergenceSign, str] = Field(default_factory=dict)
     """Why the round looks as if training diverges, by sign; left out if it does not."""
 
     @model_serializer(mode="wrap")
     def _without_absent(self, serialize: SerializerFunctionWrapHandler) -> dict[str, Any]:
         fields: dict[str, Any] = serialize(self)
-        for name in ("privacy", "figures", "update_norm", "warnings"):
+        for name in ("privacy", "figures", "update_norm", "strategy_figures", "warnings"):
             if name in fields and fields[name] in (None, {}):
                 del fields[name]
         return fields

@@ -93,6 +93,23 @@ def test_a_round_is_shown_with_what_was_measured(fedpress: Command) -> None:
     assert isinstance(fedpress("round", "show", "digits", "9").exception, NotFound)
 
 
+def test_a_round_says_what_its_strategy_made_of_the_update(
+    fedpress: Command, server: Server, trainer: Device
+) -> None:
+    cohort = {"size": 1, "minimum": 1}
+    clipping = {"id": "spike_clipping"}
+    Operator(server).begin(MODEL, task="spiked", strategy=clipping, cohort=cohort)
+    assert trainer.check_in("spiked", include_one(trainer, MODEL, "spiked"), wait=30) is not None
+    spike = include_one(trainer, MODEL, "spiked", value=20.0)
+    assert trainer.check_in("spiked", spike, wait=30) is not None
+    usual = said(fedpress("round", "show", "spiked", "1"))
+    assert re.search(r"^update +norm 3\.46$", usual, re.MULTILINE)  # sqrt(12) ones
+    told = said(fedpress("round", "show", "spiked", "2"))
+    assert re.search(r"^update +norm 69\.3; clipped_share 0\.85$", told, re.MULTILINE)
+    (newest,) = json.loads(said(fedpress("round", "list", "spiked", "--limit", "1", "--json")))
+    assert newest["strategy_figures"] == {"clipped_share": pytest.approx(0.85)}
+
+
 def test_a_round_is_aborted_with_a_reason(fedpress: Command) -> None:
     told = said(fedpress("round", "abort", "digits", "--why", "worker replaced"))
     assert "round 4.1 is abandoned: aborted worker replaced" in told

@@ -866,6 +866,8 @@ def test_two_versions_are_compared_by_tensor(
         assert f"{moved:.4g}" in row[0]
     assert re.search(r"Accuracy<td class=\"number\">–<td class=\"number\">0\.75<", page)
     norm = operator.get("/v1/tasks/digits/rounds/1")["update_norm"]  # plain averages
+    of_round = browser.get("/console/tasks/digits/rounds/1").text
+    assert f"Aggregated update: norm {norm:.3g}." in of_round
     assert f">{norm:.4g}<" in re.findall("all tensors.*", page)[0]
     same = browser.get("/console/tasks/digits/difference?old=1&new=1").text
     assert re.search(r"all tensors<td><td [^>]*>[^<]*<td class=\"number\">0<", same)

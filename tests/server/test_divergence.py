@@ -193,6 +193,18 @@ def test_a_residual_that_grows_by_little_in_three_rounds_is_still_flagged() -> N
     assert signs(rounds(growing))[3:] == [{"residual"}] * 7
 
 
+def test_an_aggregated_update_tells_where_devices_do_not() -> None:
+    before, newest = (
+        each.model_copy(update={"figures": None, "update_norm": norm})
+        for each, norm in zip(of_losses(2.0, 2.0), (0.5, 15.1), strict=True)
+    )
+    assert signs([before, newest]) == [set(), {"norm"}]
+    agreeing = newest.model_copy(update={"update_norm": 14.9})
+    assert signs([before, agreeing]) == [set(), set()]
+    unknown = before.model_copy(update={"update_norm": None})  # of an earlier release
+    assert signs([unknown, newest]) == [set(), set()]
+
+
 def test_abandoned_attempts_count_for_nothing() -> None:
     statuses = of_losses(2.0, 9.0)
     abandoned = statuses[1].model_copy(update={"state": "abandoned"})

@@ -330,8 +330,9 @@ class CheckIns:
                 if needed_seconds is not None and self._slow.get(record.task) != record.key:
                     self._slow[record.task] = record.key
                     _log.warning(
-                        "task %s round %d.%d: a device needs %.0f s and declines, round_seconds is "
-                        "%g; `fedpress round show` suggests what would do",
+                        "task %s round %d.%d: a device declines, as it needs %.0f s and has less "
+                        "until the deadline (round_seconds %g); `fedpress round show` suggests "
+                        "what would do",
                         *record.key,
                         needed_seconds,
                         task.config.round_seconds,

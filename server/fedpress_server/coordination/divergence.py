@@ -1,7 +1,8 @@
 """Signs that a task's training diverges, in the figures of its last rounds.
 
 Time plays no part: a sign shows in the round that has it, however long rounds take. Loss and norm
-tell of training itself. NMSE and residual tell of compression that sends too little: a residual
+tell of training itself; where devices do not say their norms, as in masked and private rounds, the
+aggregated update's does. NMSE and residual tell of compression that sends too little: a residual
 that grows alone is normal while training with few coordinates begins, so it counts only where less
 than a twentieth of what devices compute is sent. An NMSE above 1 is normal where only sums of
 uploads come out right. Thresholds were set with the digits, where runs that learn at 1 and .1 %
@@ -27,6 +28,8 @@ _REGAINED = 0.5
 learns fast, a step of server momentum may double a loss that has come down by far more."""
 _GROWTH = 10.0
 """A norm that is as many times the smallest before explodes."""
+_AGGREGATED_GROWTH = 30.0
+"""And so does one of an aggregated update, which grows besides when updates begin to agree."""
 _UNSENT = 0.95
 """The NMSE above which a large residual is no beginning."""
 _RESIDUAL = 3.0
@@ -76,7 +79,10 @@ def _signs(rounds: Sequence[RoundStatus], judges_nmse: bool) -> dict[DivergenceS
     found: dict[DivergenceSign, str | None] = {
         "loss": _of_loss([each.metrics.get("loss") for each in rounds])
     }
-    newest = rounds[-1].figures
+    newest, aggregated = rounds[-1].figures, rounds[-1].update_norm
+    if newest is None and aggregated is not None:
+        norms = [each.update_norm for each in rounds[:-1] if each.update_norm is not None]
+        found["norm"] = _of_norm(norms, aggregated, _AGGREGATED_GROWTH)
     if newest is not None:
         before = [each.figures for each in rounds[:-1] if each.figures is not None]
         found["norm"] = _of_norm([each.norm for each in before], newest.norm)
@@ -108,14 +114,14 @@ def _of_loss(losses: Sequence[float | None]) -> str | None:
     if not is_higher_again and not exceeds(newest, lowest, _LEAP):
         return None
     return (
-        f"the loss rises: {newest:.4g}, after {lowest:.4g}; lower the learning rate, or roll back "
-        "to the best version"
+        f"the loss rises: {newest:.4g}, after {lowest:.4g}; training diverges or overfits: lower "
+        "the learning rate, or roll back to the best version"
     )
 
 
-def _of_norm(before: Sequence[float], newest: float) -> str | None:
+def _of_norm(before: Sequence[float], newest: float, growth: float = _GROWTH) -> str | None:
     smallest = min((each for each in before if each > 0), default=None)
-    if smallest is None or newest <= _GROWTH * smallest:
+    if smallest is None or newest <= growth * smallest:
         return None
     return (
         f"updates explode: norm {newest:.3g}, after {smallest:.3g}; lower the learning rate or "

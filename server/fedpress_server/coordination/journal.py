@@ -407,6 +407,7 @@ def _write_result(connection: Connection, applied: AppliedEvent, result: Aggrega
         "included": sum(part.reason == "included" for part in after.round.parts.values()),
         "num_examples": result.num_examples,
         "update_norm": result.update_norm,
+        "strategy_figures": dict(result.figures),
     }
     if isinstance(event, Aggregated) and event.comparison is not None and after.course is not None:
         comparison = Comparison.model_validate(dict(event.comparison))

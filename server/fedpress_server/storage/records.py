@@ -458,7 +458,8 @@ def _status(row: Row[Any], metrics: dict[str, float]) -> RoundStatus:
     if num_uploads:
         means = {name: total / num_uploads for name, total in zip(MEANS, sums, strict=True)}
         fields["figures"] = RoundFigures(num_uploads=num_uploads, **means)
-    fields["published"] = fields["published"] or {}
+    for name in ("published", "strategy_figures"):
+        fields[name] = fields[name] or {}
     return RoundStatus(**fields, metrics=metrics)
 
 

@@ -124,6 +124,7 @@ rounds = sa.Table(
     sa.Column("compress_sum", sa.Double, nullable=False, server_default="0"),
     sa.Column("num_flat", sa.Integer, nullable=False, server_default="0"),
     sa.Column("update_norm", sa.Double),
+    sa.Column("strategy_figures", sa.JSON),
     sa.Index("rounds_by_base", "task", "base_model", "round", "attempt"),
     sa.Index("rounds_by_model", "task", "model", "round", "attempt"),
     sa.Index("rounds_stopped", "task", "round", sqlite_where=STOPPED, postgresql_where=STOPPED),
