@@ -371,7 +371,7 @@ class Exchange:
             trip.measured.lost += left
             trip.measured.waiting += left
             self._keep_residual(spec, torch.from_numpy(after.residual))
-            after = after._replace(residual=None)
+            after = after._replace(residual=None, lost=())
         else:
             left_over = whole.copy()
             channel.own.add_to(left_over, sign=-1.0)

@@ -12,6 +12,7 @@ processes trust each other.
 
 # No `from __future__ import annotations`: torch looks at a hook's annotations as objects.
 
+import copy
 import threading
 import time
 import weakref
@@ -491,7 +492,11 @@ class LocalSGD:
             return False
         here = [_local(p) for p in self._parameters]
         with torch.no_grad():
-            way = [(a - p.float()).ravel() for a, p in zip(self._anchors, here, strict=True)]
+            # Training began at the rounded anchor: what rounding took off is none of its doing.
+            way = [
+                (anchor.to(p.dtype).float() - p.float()).ravel()
+                for anchor, p in zip(self._anchors, here, strict=True)
+            ]
             mean = self._exchange.mean(self._spec, torch.cat(way))
             if not torch.isfinite(mean).all():
                 raise ConfigurationError(
@@ -522,7 +527,7 @@ class LocalSGD:
         return {
             "steps": self._steps,
             "anchors": [anchor.clone() for anchor in self._anchors],
-            "outer": self._outer.state_dict(),
+            "outer": copy.deepcopy(self._outer.state_dict()),
             "exchange": self._exchange.state_dict(),
         }
 
@@ -536,7 +541,7 @@ class LocalSGD:
         with torch.no_grad():
             for anchor, saved in zip(self._anchors, state["anchors"], strict=True):
                 anchor.copy_(saved)
-        self._outer.load_state_dict(state["outer"])
+        self._outer.load_state_dict(copy.deepcopy(state["outer"]))
 
 
 def _shapes(parameters: Sequence[torch.Tensor]) -> dict[str, list[int]]:

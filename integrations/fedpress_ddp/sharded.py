@@ -149,7 +149,8 @@ class CompressedReduceScatter(ReduceScatter):
             channel = _Own(made.lossy)
             private = np.random.default_rng([self._seed, trip.rank, rank, self._steps])
             symbols, state, mark = made.send(channel, part, state, public, private)
-            after.append(made.commit(state, mark, channel.own))
+            state = made.commit(state, mark, channel.own)
+            after.append(state._replace(lost=()) if made.keeps_residual else state)
             channels.append(channel)
             is_own = rank == trip.rank
             bodies.append(b"" if is_own else coding.encode(symbols, layout, contexts[rank]))

@@ -470,6 +470,56 @@ def test_arguments_of_local_sgd_are_named(arguments: dict[str, Any], message: st
 
 
 @pytest.mark.usefixtures("alone")
+def test_local_sgd_of_a_coarse_type_adds_up_what_it_rounds_off() -> None:
+    """Anchors move by half a step of bfloat16 each time, which the parameter cannot hold."""
+    weight = torch.nn.Parameter(torch.ones(1, dtype=torch.bfloat16))
+    made = LocalSGD([weight], Uncompressed(), every=1, learning_rate=0.5, momentum=0.0)
+    anchors = []
+    for _ in range(8):
+        with torch.no_grad():
+            weight.add_(2.0**-7)
+        made.step()
+        anchors.append(float(made.state_dict()["anchors"][0].detach()))
+    assert anchors == [1 + step * 2.0**-8 for step in range(1, 9)]
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_state_of_local_sgd_stays_as_it_was() -> None:
+    weight = torch.nn.Parameter(torch.zeros(1))
+    made = LocalSGD([weight], Uncompressed(), every=1)
+
+    def steps(num: int) -> float:
+        for _ in range(num):
+            with torch.no_grad():
+                weight.add_(1.0)
+            made.step()
+        return float(weight.detach())
+
+    steps(2)
+    state, before = made.state_dict(), weight.detach().clone()
+    expected = steps(2)
+    for _ in range(2):
+        made.load_state_dict(state)
+        with torch.no_grad():
+            weight.copy_(before)
+        assert steps(2) == expected
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_residual_may_have_a_limit() -> None:
+    limited = ErrorFeedback(TopK(0.05), max_ratio=0.5)
+    exchange, scatter = Exchange(limited), CompressedReduceScatter(limited)
+    group = dist.group.WORLD
+    assert group is not None
+    for number in range(4):
+        gradient = torch.randn(SPEC.size, generator=torch.Generator().manual_seed(number))
+        exchange.mean(SPEC, gradient)
+        scatter(torch.empty(SPEC.size), gradient, group, dist.ReduceOp.SUM)
+    # Of half a gradient's norm at most before the last gradient came on top.
+    assert 0 < np.linalg.norm(exchange.residual(SPEC)) < 1.2 * SPEC.size**0.5
+
+
+@pytest.mark.usefixtures("alone")
 def test_dtype_is_that_of_plain_steps_too() -> None:
     state = HookState(FEW, plain_steps=1, dtype=torch.float16)
     step(model_with(state))
