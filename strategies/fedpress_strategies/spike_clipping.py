@@ -38,8 +38,15 @@ def spike_clipping(ratio: float = 1.5, inner: Strategy = FEDAVG) -> Strategy:
     at most, twice that in the second and the third round. A device whose training diverges may send
     an update of a hundred times the usual norm, and server momentum repeats it: one such round can
     end a training. The mean norm has a decay of .9 and counts norms as clipped, so that it follows
-    norms that grow for good by 5 to 15 % a round. State: `inner`'s and the sums of norms and of
-    their weights [2]; linear as `inner`."""
+    norms that grow for good by 5 to 15 % a round. Refuses strategies with control variates, which
+    clients move by whole updates. State: `inner`'s and the sums of norms and of their weights [2];
+    linear as `inner`."""
+    if inner.client_terms.control is not None:
+        raise ConfigurationError(
+            "spike_clipping cannot wrap a strategy with control variates: clients move theirs by "
+            "whole updates, and the server would move its own by a clipped mean",
+            hint="leave spike_clipping out, or use a strategy without control variates",
+        )
     state = inner.properties.server_state
     keeps = "norms [2]" if state == "none" else f"{state}, norms [2]"
     about = replace(inner.properties, server_state=keeps, source="Kumar et al. 2025, Section 3")
@@ -67,12 +74,14 @@ class SpikeClipping(Wrapped):
         self, parameters: Vector, delta: Delta, state: OptimizerState, tally: Tally = ALONE
     ) -> tuple[Vector, OptimizerState]:
         total, weight = state["norms"]
-        norm = norm_of(delta) if tally.norm is None else tally.norm
+        size = parameters.size
+        norm = norm_of(delta[:size]) if tally.norm is None else tally.norm
         ratio = self.ratio if weight > _KNOWN else _WIDER * self.ratio
         bound = ratio * total / weight if total else np.inf
         kept = min(1.0, bound / norm) if norm else 1.0
         if kept < 1:
             delta, tally = delta * kept, replace(tally, norm=kept * norm)
+            delta[size:] *= kept  # of `lora`: products of two changes
         moved, inner = self.inner.apply(parameters, delta, self.of_inner(state), tally)
         after = {
             "norms": np.array([_KEPT * total + kept * norm, _KEPT * weight + 1]),

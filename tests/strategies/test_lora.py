@@ -147,6 +147,26 @@ def test_plain_averages_are_those_of_fedavg_with_the_error_measured() -> None:
     assert figures(wrapped.optimizer, within) == {AVERAGING_ERROR: 0.0}
 
 
+def test_clipping_scales_the_products_of_a_change_as_it_scales_the_change() -> None:
+    """All devices send the same, so the averages have no error, in a clipped round either; what
+    is clipped is the change alone, whatever its products are."""
+    inner = {"id": "lora", "averages": "plain"}
+    made = from_config({"id": "spike_clipping", "ratio": 1.0, "inner": inner})
+    spec = spec_of()
+    parameters, change = drawn(0, spec, trained=RANK), drawn(1, spec, trained=RANK)
+    state = made.optimizer.init(parameters)
+    for times in (1.0, 50.0):
+        sums = aggregator_of(inner, spec)
+        sums.add(Update.from_dense(np.float32(times) * change), 1)
+        before = parameters
+        parameters, state = made.optimizer.apply(
+            parameters, sums.result(), state, Tally(1, spec=spec)
+        )
+        assert figures(made.optimizer, state)[AVERAGING_ERROR] < 1e-6
+    assert figures(made.optimizer, state)["clipped_share"] == pytest.approx(0.96)
+    np.testing.assert_allclose(parameters - before, 2 * change, atol=1e-4)
+
+
 @pytest.mark.parametrize(
     ("config", "says"),
     [

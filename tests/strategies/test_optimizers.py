@@ -436,6 +436,13 @@ def test_a_spike_is_clipped_to_the_rounds_mean_and_momentum_does_not_repeat_it(
         from_config({"id": "spike_clipping", "ratio": 0.5})
 
 
+@pytest.mark.parametrize("inner", ["scaffold", "feddyn"])
+def test_control_variates_and_clipping_are_refused(inner: str) -> None:
+    wrapped = {"id": "spike_clipping", "inner": {"id": inner, "clients": 4}}
+    with pytest.raises(ConfigurationError, match="clients move theirs by whole updates"):
+        from_config(wrapped, TERMS)
+
+
 @pytest.mark.parametrize(
     "fields",
     [{"constant_rounds": 3}, {"decay_rounds": -1}, {"decay_rounds": 4, "final": 0.0}, {"final": 2}],

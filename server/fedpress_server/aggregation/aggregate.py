@@ -106,7 +106,7 @@ def aggregate(
     if summed is None:
         summed = sum_uploads(job, payloads, space, bases)
     optimizer, num_examples, clip = job.strategy.optimizer, summed.num_examples, summed.clip
-    norm = norm_of(summed.delta)
+    norm = norm_of(summed.delta[: before.size])  # `lora` has products behind it
     tally = replace(
         summed.tally, warming=plan.warming, spec=shared, norm=norm, momentum=job.momentum
     )
