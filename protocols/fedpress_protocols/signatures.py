@@ -199,11 +199,6 @@ class Content:
         return f"sha-256=:{base64.b64encode(self.sha256).decode()}:"
 
 
-def content_digest(body: bytes) -> str:
-    """The Content-Digest header of `body` (RFC 9530)."""
-    return Content.of(body).digest_header
-
-
 def parse_content_digest(header: str) -> bytes:
     """The SHA-256 in a Content-Digest; raises MalformedRequest for any other form or algorithm."""
     digest = _sf_bytes(header, "sha-256", 32)
@@ -235,11 +230,6 @@ class Target:
         ):
             if not pattern.fullmatch(value):
                 raise MalformedRequest(f"the {name} {value[:64]!r} cannot be signed")
-
-    @classmethod
-    def from_wire(cls, method: str, host: str, raw_path: bytes, query_string: bytes) -> Target:
-        """From a request as a server receives it; the names are those of an ASGI scope."""
-        return cls(method, host.lower(), raw_path.decode("latin-1"), query_string.decode("latin-1"))
 
     @classmethod
     def from_url(cls, method: str, url: str) -> Target:

@@ -476,8 +476,7 @@ def _load() -> None:
     at for entry points."""
     package = importlib.import_module(__package__)
     for module in pkgutil.iter_modules(package.__path__):
-        if module.name != "flower":  # the Flower adapter is heavy and not itself a strategy
-            importlib.import_module(f"{__package__}.{module.name}")
+        importlib.import_module(f"{__package__}.{module.name}")
     plugins.load("fedpress.strategies", _id_of)
 
 

@@ -35,12 +35,6 @@ _TOLERATED = 64 / 63
 lanes to other bases."""
 
 
-def qmax(bits: int, n: int) -> int:
-    """The largest |x| such that sums of `n` fit into a lane of `bits`: floor((2**(bits-1) - 1) /
-    n)."""
-    return ((1 << (bits - 1)) - 1) // n
-
-
 def lane_bits_for(bound: int, n: int) -> int:
     """The least width of a lane that holds every sum of up to `n` integers in [-bound, bound]."""
     return (bound * n).bit_length() + 1
