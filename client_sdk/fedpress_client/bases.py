@@ -13,10 +13,9 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 
-from fedpress_client.state import StateDirectory
+from fedpress_client.state import StateDirectory, sweep, write_cache
 from fedpress_client.trainer import Trainer
 from fedpress_protocols.errors import ConfigurationError
-from fedpress_protocols.local_files import OPEN_FLAGS
 from fedpress_protocols.model import Base, Model
 
 _log = logging.getLogger(__name__)
@@ -66,7 +65,9 @@ class Bases:
             else:
                 data = model.base.to_bytes()
                 if self._budget.admits(path, len(data)):
-                    self._write(path, data)
+                    self._folder.mkdir(mode=0o700, exist_ok=True)
+                    sweep(self._folder)
+                    write_cache(path, data)
             for old in self._kept()[KEPT:]:
                 self._path(old).unlink(missing_ok=True)
         except OSError as exc:
@@ -96,19 +97,6 @@ class Bases:
         with suppress(OSError):
             path.unlink()
         return None
-
-    def _write(self, path: Path, data: bytes) -> None:
-        """Not synced: a file that a power cut tears fails its digest."""
-        self._folder.mkdir(mode=0o700, exist_ok=True)
-        temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-        try:
-            flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | OPEN_FLAGS
-            with open(os.open(temporary, flags, 0o600), "wb") as file:
-                file.write(data)
-            temporary.replace(path)
-        finally:
-            with suppress(OSError):
-                temporary.unlink(missing_ok=True)
 
 
 def _is_worth(model: Model) -> bool:

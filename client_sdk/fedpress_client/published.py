@@ -8,15 +8,14 @@ from __future__ import annotations
 
 import hashlib
 import logging
-import os
 import threading
 from collections.abc import Callable
-from contextlib import AbstractContextManager, suppress
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 from fedpress_client.bases import Bases
 from fedpress_client.downloads import download_model
-from fedpress_client.state import StateDirectory
+from fedpress_client.state import StateDirectory, sweep, write_cache
 from fedpress_client.transport import Transport
 from fedpress_protocols.errors import (
     ConfigurationError,
@@ -24,7 +23,6 @@ from fedpress_protocols.errors import (
     TransportError,
     Unavailable,
 )
-from fedpress_protocols.local_files import OPEN_FLAGS, replace_file
 from fedpress_protocols.model import Model
 
 _log = logging.getLogger(__name__)
@@ -127,14 +125,8 @@ class PublishedModel:
         path = self._path(task)
         if not self._directory.budget.admits(path, 64 + len(data)):
             return
-        temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
         try:
-            self._directory.task_folder(task)
-            flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | OPEN_FLAGS
-            with open(os.open(temporary, flags, 0o600), "wb") as file:
-                file.write(hashlib.sha256(data).hexdigest().encode() + data)
-            replace_file(temporary, path)
+            sweep(self._directory.task_folder(task))
+            write_cache(path, hashlib.sha256(data).hexdigest().encode(), data)
         except OSError as exc:
             _log.warning("model not kept for the next start: %s", exc)
-            with suppress(OSError):
-                temporary.unlink(missing_ok=True)

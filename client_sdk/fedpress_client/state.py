@@ -27,6 +27,8 @@ import logging
 import os
 import stat
 import sys
+import tempfile
+import time
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -57,6 +59,8 @@ from fedpress_protocols.validation import format_validation_errors
 
 _log = logging.getLogger(__name__)
 
+_SWEPT = 3600.0
+"""Seconds after which nobody writes a temporary file any more."""
 _LEDGER = "ledger.safetensors"
 _OWN = "own.safetensors"
 _WINDOWS_DEVICES = {"con", "prn", "aux", "nul"} | {
@@ -165,6 +169,14 @@ class StateDirectory:
         except FileNotFoundError:
             return None
 
+    def account_stamp(self, task: str) -> tuple[int, int] | None:
+        """Another one after each time that the task's account was saved; None if there is none."""
+        try:
+            status = (self.task_path(task) / _LEDGER).stat()
+        except FileNotFoundError:
+            return None
+        return status.st_mtime_ns, status.st_ino
+
     def own_model(self, task: str) -> bytes | None:
         """What the device made of the task's last model, without the lock; None if nothing."""
         try:
@@ -244,15 +256,10 @@ class TaskFiles:
         path = self._model_path(digest)
         if not self._budget.admits(path, len(data)):
             return
-        temporary = path.with_suffix(".tmp")
         try:
-            # Not synced: a model that a power cut tears fails its digest and is fetched again.
-            _write(temporary, data, sync=False)
-            replace_file(temporary, path)
+            write_cache(path, data)
         except OSError as exc:
             _log.warning("model %s not kept: %s", digest[:12], exc)
-            with suppress(OSError):
-                temporary.unlink(missing_ok=True)
 
     def used(self, digest: str) -> None:
         """Have the model kept here come first among `newest`."""
@@ -352,7 +359,7 @@ def write_durably(path: Path, *parts: bytes | memoryview) -> None:
     """
     temporary = path.with_name(path.name + ".tmp")
     try:
-        _write(temporary, *parts, sync=True)
+        _write(temporary, *parts)
         replace_file(temporary, path)
         sync_folder(path.parent)
     except OSError as exc:
@@ -373,7 +380,31 @@ def not_written(path: Path, exc: OSError, num_bytes: int) -> StateWriteError:
     return StateWriteError(f"{about}; what it held before is unchanged", hint=hint)
 
 
-def _write(path: Path, *parts: bytes | memoryview, sync: bool) -> None:
+def write_cache(path: Path, *parts: bytes | memoryview) -> None:
+    """Replace `path` by `parts` in one step, whatever other processes do there; mode 0600. Not
+    synced: what a power cut tears has to fail its digest. Raises OSError, and then leaves nothing
+    behind."""
+    descriptor, name = tempfile.mkstemp(".tmp", f"{path.name}.", path.parent)
+    temporary = Path(name)
+    try:
+        with open(descriptor, "wb") as file:
+            file.writelines(parts)
+        replace_file(temporary, path)
+    finally:
+        with suppress(OSError):
+            temporary.unlink(missing_ok=True)
+
+
+def sweep(folder: Path) -> None:
+    """Remove what processes that were killed left of `write_cache` in `folder`."""
+    begun = time.time() - _SWEPT
+    for path in folder.iterdir():
+        with suppress(OSError):
+            if path.suffix == ".tmp" and path.stat().st_mtime < begun:
+                path.unlink()
+
+
+def _write(path: Path, *parts: bytes | memoryview) -> None:
     # What a crash left under this name is of no use to anyone.
     remove_file(path)
     file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | OPEN_FLAGS, 0o600)
@@ -382,8 +413,7 @@ def _write(path: Path, *parts: bytes | memoryview, sync: bool) -> None:
             rest = memoryview(part)
             while rest:
                 rest = rest[os.write(file, rest) :]
-        if sync:
-            os.fsync(file)
+        os.fsync(file)
     finally:
         os.close(file)
 

@@ -621,7 +621,7 @@ def test_models_are_kept_by_digest_and_only_those_of_use(
     def full(*args: Any) -> int:
         raise OSError("No space left on device")
 
-    monkeypatch.setattr(os, "write", full)
+    monkeypatch.setattr(os, "open", full)
     files.keep_model(digest, data)
     monkeypatch.undo()
     assert len(list((files.folder / "models").iterdir())) == 1

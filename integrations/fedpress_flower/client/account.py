@@ -8,7 +8,6 @@ where it says neither. Accounts of runs long over are removed when a new run beg
 from __future__ import annotations
 
 import logging
-import os
 import re
 import shutil
 from collections.abc import Iterator
@@ -20,10 +19,10 @@ from flwr.app import Context
 from pydantic import TypeAdapter, ValidationError
 
 from fedpress_client.ledger import Ledger
-from fedpress_client.state import Identity, write_durably
+from fedpress_client.state import Identity, write_cache, write_durably
 from fedpress_flower import envelope
 from fedpress_protocols.errors import ConfigurationError, Conflict, MalformedRequest, StateCorrupt
-from fedpress_protocols.local_files import OPEN_FLAGS, locked, open_lock, replace_file
+from fedpress_protocols.local_files import locked, open_lock
 from fedpress_protocols.messages import Identifier
 from fedpress_protocols.plan import Name
 from fedpress_protocols.signatures import DeviceKey
@@ -224,9 +223,4 @@ class Account:
         if self.durable:
             write_durably(path, data)
             return
-        temporary = path.with_name(path.name + ".tmp")
-        temporary.unlink(missing_ok=True)
-        descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | OPEN_FLAGS, 0o600)
-        with os.fdopen(descriptor, "wb") as file:
-            file.write(data)
-        replace_file(temporary, path)
+        write_cache(path, data)

@@ -19,6 +19,7 @@ from typing import Any
 
 from flwr.app import Array, ArrayRecord, ConfigRecord, Message, RecordDict
 
+from fedpress_client.state import sweep, write_cache
 from fedpress_flower import envelope
 from fedpress_flower.client.account import Account
 from fedpress_protocols.downlink import decode_difference, decode_model
@@ -60,9 +61,8 @@ class Models:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         if not (self.own / digest).exists():
             if not (self.shared / digest).exists():
-                temporary = self.own / f"{digest}.tmp"
-                temporary.write_bytes(model.to_bytes())
-                os.replace(temporary, self.shared / digest)
+                sweep(self.shared)
+                write_cache(self.shared / digest, model.to_bytes())
             try:
                 os.link(self.shared / digest, self.own / digest)
             except FileExistsError:
