@@ -31,7 +31,7 @@ class ModelReader:
         self._published = PublishedModel(
             services.directory, self._open, settings.clock, settings.max_model_bytes
         )
-        self._peeked: Ledger | None = None
+        self._peeked: tuple[tuple[int, int] | None, Ledger] | None = None
 
     def read(self, task: str | None, account: Ledger, max_age: float) -> Model:
         """See `Client.model`; `account` is the one in memory, unnamed before the task is joined."""
@@ -51,10 +51,15 @@ class ModelReader:
             self._key = key  # this process or another one has changed it
             model = self._published.get(task, max_age)
         if not account.client_id:
-            if self._peeked is None or self._peeked.task != task:
-                self._peeked = self._directory.peek(task) or Ledger(task, "")
-            account = self._peeked
+            account = self._account(task)
         return personalised(model, account)
+
+    def _account(self, task: str) -> Ledger:
+        """As the process that trains saved it last."""
+        stamp = self._directory.account_stamp(task)
+        if self._peeked is None or self._peeked[0] != stamp or self._peeked[1].task != task:
+            self._peeked = stamp, self._directory.peek(task) or Ledger(task, "")
+        return self._peeked[1]
 
     def _open(self) -> AbstractContextManager[Transport]:
         return self._connect(self._key)

@@ -19,13 +19,13 @@ _ResultT = TypeVar("_ResultT")
 class Retries:
     """Full jitter: attempt n is followed by a pause drawn from [0, min(cap, base * 2**n)] seconds.
 
-    A Retry-After is waited for in full, and the jitter comes on top. After `patience` seconds of
-    pauses over one request the last error is raised.
+    A Retry-After, of an hour at most, is waited for in full, and the jitter comes on top. After
+    `patience` seconds of pauses over one request the last error is raised.
     """
 
     base: float = 0.5
     cap: float = 60.0
-    patience: float = 3600.0
+    patience: float = 2 * 3600.0
 
 
 class TryAgain(Exception):

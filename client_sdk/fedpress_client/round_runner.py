@@ -237,6 +237,8 @@ class RoundRunner:
             return None
         except Exception as exc:
             outgoing.abandon()
+            if update.size:
+                task.save(task.ledger.refuse(key, update, "not-sent"))
             self._fail(task, inputs.assignment, "training-failed", exc)
             return None
         timing = Timing(trained_at - began_at, time.perf_counter() - trained_at)

@@ -395,6 +395,8 @@ class _Added:
             for parameter, start, part in self._rows:
                 if parameter.grad is None:
                     continue
+                if parameter.grad.is_sparse:
+                    parameter.grad = parameter.grad.to_dense()
                 if start is not None:
                     parameter.grad.add_(parameter - start, alpha=self._proximal)
                 if part is not None:

@@ -107,7 +107,7 @@ class SubspaceModule(nn.Module):
         bases, inner = self.state_dict(), self.inner.state_dict()
         start = 0
         for spec in self.subspace.moved:
-            base, target = bases[spec.name].view(-1), inner[spec.name]
+            base, target = bases[spec.name].reshape(-1), inner[spec.name]
             flat = target.view(-1) if target.is_contiguous() else torch.empty_like(base)
             for first in range(0, base.numel(), block):
                 last = min(first + block, base.numel())

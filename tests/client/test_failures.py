@@ -17,6 +17,8 @@ from fedpress_client import (
     Evaluation,
     Event,
     FailurePolicy,
+    Ledger,
+    Progress,
     Trained,
     TrainingRequest,
 )
@@ -77,6 +79,45 @@ def test_a_failed_training_is_declined_at_once_and_the_device_goes_on(
     sent = sum(part.update.dense() for part in server.parts.values() if part.update is not None)
     computed = sum(trainer.computed.values())
     np.testing.assert_allclose(sent + residual(client.ledger), computed, atol=1e-6)
+    client.close()
+
+
+@pytest.mark.parametrize("cause", [MemoryError, ZeroDivisionError])
+def test_an_update_that_is_lost_after_training_is_told(
+    tmp_path: Path, cause: type[Exception], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the machine while it is compressed, or by what the application does with progress."""
+    server, trainer, lost = make_server(), RandomTrainer(50), list[Discard]()
+    link, prepare = FakeLink(server), Ledger.prepare
+    failures = iter([cause])
+
+    def fails(self: Ledger, *arguments: Any, **options: Any) -> tuple[Ledger, bytes | None]:
+        for failure in failures:
+            raise failure
+        return prepare(self, *arguments, **options)
+
+    def on_progress(progress: Progress) -> None:
+        if progress.step == "compress":
+            for failure in failures:
+                raise failure
+
+    def sleep(seconds: float) -> None:
+        server.close()
+
+    options: dict[str, Any] = {"on_progress": on_progress}
+    if cause is MemoryError:
+        monkeypatch.setattr(Ledger, "prepare", fails)
+        options = {}
+    client = make_client(
+        server, trainer, tmp_path, link, sleep=sleep, on_discard=lost.append, **options
+    )
+    assert client.run().state == "finished"
+    assert [reason for _, reason, _ in link.declined] == ["training-failed"]
+    assert [each.reason for each in lost] == ["not-sent"]
+    sent = sum(part.update.dense() for part in server.parts.values() if part.update is not None)
+    computed = sum(trainer.computed.values())
+    kept = sent + residual(client.ledger) + sum(each.vector for each in lost)
+    np.testing.assert_allclose(kept, computed, atol=1e-6)
     client.close()
 
 

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import errno
 import math
+import os
 import threading
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from fedpress_client import Client, Evaluation, Trained, TrainingRequest
+from fedpress_client import Client, Evaluation, Ledger, Trained, TrainingRequest, state
+from fedpress_client.bases import Bases
+from fedpress_client.state import StateDirectory, write_cache
 from fedpress_protocols.errors import ConfigurationError, DigestMismatch, TransportError
 from fedpress_protocols.messages import TaskSummary
 from fedpress_protocols.model import Model
@@ -48,6 +52,60 @@ def test_a_model_is_to_be_had_before_while_and_after_training(tmp_path: Path) ->
     assert len({model.digest for model in seen}) == 3, "each round's newest"
     assert client.model(max_age=0.0).digest == server.model.digest
     assert link.calls.count("model") == 5, "what training has fetched is not fetched again"
+
+
+def test_a_process_beside_the_one_that_trains_has_its_newest_personal_tensors(
+    tmp_path: Path,
+) -> None:
+    reader = make_client(make_server(), RandomTrainer(50), tmp_path)
+    served = reader.model(max_age=0.0).tensors()["w"]
+    np.testing.assert_array_equal(served, np.zeros(50))
+    files = StateDirectory.open(tmp_path).task(TASK)
+    for value in (1.0, 2.0):
+        own = {"w": np.full(50, value, np.float32)}
+        files.save(Ledger(TASK, "trains-here", personal=own))
+        np.testing.assert_array_equal(reader.model(max_age=0.0).tensors()["w"], own["w"])
+    files.close()
+
+
+def test_a_cache_that_cannot_be_written_leaves_nothing_behind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_cache(tmp_path / "kept", b"ol", b"d")
+
+    def refuses(source: Path, target: Path) -> None:
+        raise PermissionError(errno.EACCES, "in use")
+
+    monkeypatch.setattr(state, "replace_file", refuses)
+    with pytest.raises(PermissionError):
+        write_cache(tmp_path / "kept", b"new")
+    assert [path.read_bytes() for path in tmp_path.iterdir()] == [b"old"]
+
+
+def test_what_killed_processes_left_of_bases_and_models_is_removed(tmp_path: Path) -> None:
+    def leave(path: Path, *, is_old: bool = True) -> Path:
+        path.write_bytes(b"half of")
+        if is_old:
+            os.utime(path, (0, 0))
+        return path
+
+    client = make_client(make_server(rounds=1), RandomTrainer(50), tmp_path)
+    client.model()
+    client.run()
+    leave(next(tmp_path.glob("tasks/*")) / "published.1.tmp")
+    client.model(max_age=0.0)
+    client.close()
+    directory = StateDirectory.open(tmp_path)
+
+    def keep(value: float) -> None:
+        base = {"base": np.full(2000, value, np.float32), "w": np.ones(1, np.float32)}
+        Bases(directory).keep(Model.from_tensors(base, frozen={"base"}))
+
+    keep(1.0)
+    leave(tmp_path / "bases" / "a.2.tmp")
+    another = leave(tmp_path / "bases" / "b.3.tmp", is_old=False)  # a process that writes it
+    keep(2.0)
+    assert list(tmp_path.glob("**/*.tmp")) == [another]
 
 
 def test_the_average_is_served_where_there_is_one_and_measured_at_the_end(tmp_path: Path) -> None:

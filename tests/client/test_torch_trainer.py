@@ -26,7 +26,7 @@ from fedpress_client import Evaluation, TorchTrainer, TrainingRequest
 from fedpress_compression.compressors.eden import Eden
 from fedpress_compression.compressors.error_feedback import ErrorFeedback
 from fedpress_compression.compressors.quantize import Quantize
-from fedpress_compression.tensors import ModelSpec, TensorSpec
+from fedpress_compression.tensors import ModelSpec, TensorSpec, Vector
 from fedpress_protocols.errors import ConfigurationError, InvalidUpdate
 from fedpress_protocols.model import Model
 from fedpress_protocols.plan import TrainingTerms
@@ -193,6 +193,22 @@ def test_float16_scales_the_loss_and_adds_a_strategys_terms_unscaled() -> None:
         change(trainer(), base, work(local_steps=3)),
         atol=0.003,
     )
+
+
+def test_sparse_gradients_take_a_strategys_terms() -> None:
+    words = torch.tensor([[0, 3], [3, 5], [1, 1], [5, 0]])
+    data = TensorDataset(words, torch.tensor([0, 1, 1, 0]))
+
+    def trained(sparse: bool) -> Vector:
+        torch.manual_seed(0)
+        network = nn.Sequential(nn.Embedding(6, 4, sparse=sparse), nn.Flatten(), nn.Linear(8, 2))
+        made = TorchTrainer(network, nn.functional.cross_entropy, sgd, data, batch_size=2)
+        base = made.initial_model()
+        correction = np.full(base.spec.size, 0.25, np.float32)
+        asked = dataclasses.replace(work(local_steps=3), correction=correction, proximal=0.5)
+        return change(made, base, asked)
+
+    np.testing.assert_allclose(trained(sparse=True), trained(sparse=False), atol=1e-6)
 
 
 def test_steps_whose_gradients_overflow_are_not_counted() -> None:

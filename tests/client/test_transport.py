@@ -143,6 +143,13 @@ def test_pauses_stop_growing_and_patience_ends() -> None:
     assert server.slept == [0.5, 1, 2, 4, 5, 5, 5, 5]
 
 
+def test_the_longest_pause_that_a_server_may_ask_for_is_waited_for() -> None:
+    away = httpx.Response(503, headers={"retry-after": "86400"})
+    server = Server(away, httpx.Response(200, json=check_in_answer()["task"]))
+    server.transport(retries=Retries()).task("t")
+    assert server.slept == [pytest.approx(3600, abs=1)]
+
+
 @pytest.mark.parametrize(
     ("answer", "error"),
     [

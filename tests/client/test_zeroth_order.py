@@ -12,6 +12,7 @@ from torch import nn
 
 from fedpress.experimental import ZerothOrderTrainer, materialised
 from fedpress_client.trainer import TrainingRequest
+from fedpress_compression.tensors import Vector
 from fedpress_protocols.errors import ConfigurationError, InvalidUpdate
 from fedpress_protocols.model import Model
 from fedpress_protocols.plan import TrainingTerms
@@ -163,6 +164,24 @@ def test_tied_and_transposed_parameters_move_as_one() -> None:
     assert model[1].weight is model[0].weight
     values = materialised(moved).tensors()
     assert all(np.array_equal(each, own_values(made)[name]) for name, each in values.items())
+
+
+def test_parameters_with_channels_last_are_trained_as_others() -> None:
+    inputs = torch.randn(8, 3, 4, 4, generator=torch.Generator().manual_seed(2))
+    images = torch.utils.data.TensorDataset(inputs, torch.arange(8) % 2)
+
+    def trained(memory_format: torch.memory_format) -> Vector:
+        torch.manual_seed(3)
+        convolution = nn.Conv2d(3, 2, 4)
+        convolution.weight.data = convolution.weight.contiguous(memory_format=memory_format).data
+        network = nn.Sequential(convolution, nn.Flatten())
+        made = ZerothOrderTrainer(
+            network, nn.CrossEntropyLoss(), sgd(0.02), images, num_weights=NUM_WEIGHTS
+        )
+        return made.train(made.initial_model(), request(steps=3)).parameters
+
+    expected = trained(torch.contiguous_format)
+    np.testing.assert_allclose(trained(torch.channels_last), expected, rtol=1e-4, atol=1e-6)
 
 
 def test_no_pass_keeps_anything_for_a_backward_pass() -> None:

@@ -201,6 +201,10 @@ class CompressionMod:
             except InvalidUpdate:
                 account.save(self._told(ledger.refuse(terms.assignment.assignment, update)))
                 raise
+            except Exception:  # no memory for it, for instance
+                refused = ledger.refuse(terms.assignment.assignment, update, "not-sent")
+                account.save(self._told(refused))
+                raise
             key = terms.assignment.assignment
             if body is not None and key not in before.pending:
                 try:

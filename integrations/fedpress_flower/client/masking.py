@@ -211,6 +211,9 @@ class MaskingMod:
         except InvalidUpdate:
             seat.save(self._told(ledger.refuse(name, update)))
             raise
+        except Exception:  # no memory for it, for instance
+            seat.save(self._told(ledger.refuse(name, update, "not-sent")))
+            raise
         if body is not None and part.assignment != name:
             try:
                 spend(budget, plan)
