@@ -135,7 +135,8 @@ def assembled(resources: Resources, release: str, *, is_shared: bool | None = No
     limits = EnrolmentLimits(settings.enrolments_per_second, settings.enrolment_failures_per_minute)
     figures = Figures(metrics, settings, database, store.tasks, release)
     metrics.sources.append(figures.set)
-    intake = Intake(resources, store, queries, shared.sums)
+    sums = shared.sums if settings.role == "all" else None
+    intake = Intake(resources, store, queries, sums)
     part_limits = PartLimits(
         settings.max_part_bytes, settings.max_partial_bytes, settings.partial_seconds
     )

@@ -32,6 +32,9 @@ from fedpress_protocols.errors import (
 )
 from fedpress_protocols.messages import Receipt
 from fedpress_protocols.model import Model
+from fedpress_server.aggregation.accumulate import AggregationJob
+from fedpress_server.aggregation.aggregate import aggregate
+from fedpress_server.coordination import job_runner
 from fedpress_server.coordination.file_cleanup import SWEEP_SECONDS
 from fedpress_server.registry.sweeping import sweep
 from fedpress_server.storage.database import Database
@@ -39,6 +42,9 @@ from fedpress_server.storage.payloads import LocalPayloads
 from fedpress_server.storage.tables import models
 from tests.devices import Device, Operator
 from tests.server.in_process import Clock, Server, Start, include_one
+
+ALONE = {"size": 1, "minimum": 1}
+MOMENTUM = {"id": "fedavgm", "momentum": 0.9}
 
 
 class Fails:
@@ -412,6 +418,108 @@ def test_uploads_that_the_store_does_not_remove_are_left_to_the_sweep(
         clock.advance(SWEEP_SECONDS + 1)
         http.call(cleanup.sweep_if_due)
         assert uploads() == []
+
+
+class Gate:
+    """Aggregations of tasks whose names begin with "slow" wait until it opens."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.waiting, self.open = threading.Semaphore(0), threading.Event()
+
+        def held(job: AggregationJob, *args: Any) -> Any:
+            if job.terms.plan.task.startswith("slow"):
+                self.waiting.release()
+                assert self.open.wait(60)
+            return aggregate(job, *args)
+
+        monkeypatch.setattr(job_runner, "aggregate", held)
+
+
+def test_states_that_are_replaced_while_another_task_aggregates_are_swept(
+    start: Start, clock: Clock, model: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gate = Gate(monkeypatch)
+    with start() as http:
+        operator, device = Operator(http), Device(http, clock)
+        device.enrol(operator.token())
+        for name in ("slow", "fast"):
+            operator.begin(model, name, strategy=MOMENTUM, cohort=ALONE, rounds=9)
+        include_one(device, model, "slow")
+        assert gate.waiting.acquire(timeout=60)
+        for _ in range(4):
+            name = include_one(device, model, "fast")
+            assert device.check_in("fast", name, wait=30) is not None
+        states = tmp_path / "data/optimizers"
+        assert len(list(states.iterdir())) == 4
+        for path in states.iterdir():
+            os.utime(path, (0, 0))
+        clock.advance(SWEEP_SECONDS + 1)
+        http.call(http.app.services.scheduler._cleanup.sweep_if_due)
+        assert len(list(states.iterdir())) == 1
+        gate.open.set()
+
+
+def test_a_download_does_not_wait_for_aggregations(
+    start: Start, clock: Clock, model: Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gate = Gate(monkeypatch)
+    with start(worker_threads=2) as http:
+        operator, device = Operator(http), Device(http, clock)
+        device.enrol(operator.token())
+        operator.begin(model, "coded", downlink={}, cohort=ALONE)
+        for name in ("slow-1", "slow-2"):
+            operator.begin(model, name, cohort=ALONE)
+            include_one(device, model, name)
+            assert gate.waiting.acquire(timeout=60)
+        digest = operator.get("/v1/tasks/coded")["model"]
+        answer = device.json("GET", f"/v1/models/{digest}/coded?task=coded")
+        assert answer.status_code == 200
+        assert not gate.open.is_set()
+        gate.open.set()
+
+
+def test_bases_that_cannot_be_removed_hold_nobody_up(
+    start: Start, clock: Clock, model: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What comes after the commit goes on: who waits is woken, and the bodies are removed."""
+    with start() as http:
+        operator, device = Operator(http), Device(http, clock)
+        device.enrol(operator.token())
+        members = [device.client_id]
+        delta = {"id": "delta", "inner": {"id": "none"}}
+        profiles = [{"name": "one", "compressor": delta}]
+        operator.begin(model, cohort=ALONE, rounds=4, members=members, profiles=profiles)
+        drop = LocalPayloads.drop
+
+        def refuses(self: LocalPayloads, name: str) -> None:
+            if name.startswith("bases/"):
+                raise OSError(errno.EIO, "Input/output error")
+            drop(self, name)
+
+        monkeypatch.setattr(LocalPayloads, "drop", refuses)
+        for number in (1, 2, 3):
+            name = include_one(device, model, value=float(number))
+            assert device.check_in("digits", name, wait=30) is not None
+            assert operator.get("/v1/tasks/digits")["round"] == number
+        until = time.monotonic() + 30
+        while any((tmp_path / "data/uploads/digits").rglob("*-*/*")) and time.monotonic() < until:
+            time.sleep(0.01)
+        left = (tmp_path / "data/uploads/digits").rglob("*")
+        assert not [path for path in left if path.is_file()]
+        assert http.app.services.scheduler._cleanup._left_at is not None
+
+
+def test_a_file_that_has_become_shorter_breaks_its_download_off(
+    start: Start, model: Model, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with start() as http:
+        operator = Operator(http)
+        digest = operator.bring(model)
+        path = tmp_path / "data/models" / f"{digest}.safetensors"
+        path.write_bytes(path.read_bytes()[:-3])
+        with pytest.raises(AssertionError):  # httpx's, of an answer without an end
+            http.get(f"/v1/models/{digest}", headers=operator.headers)
+    assert "a file ends at byte" in caplog.text
 
 
 def test_what_is_secret_is_the_owner_s_alone(start: Start, tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ counted twice or lost shows in the model itself.
 from __future__ import annotations
 
 import asyncio
+import errno
 from pathlib import Path
 from typing import Any
 
@@ -183,11 +184,16 @@ def test_a_job_that_fails_ten_times_gives_the_round_up_with_the_reason(
 
 
 @pytest.mark.both_databases(short=True)
-def test_a_store_that_is_away_is_not_the_job_s_fault(
-    databases: Databases, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    "outage",
+    [Unavailable("the store is away"), OSError(errno.ENOSPC, "No space left on device")],
+    ids=["store", "temporary files"],
+)
+def test_an_outage_is_not_the_job_s_fault(
+    databases: Databases, outage: Exception, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(*args: Any) -> None:
-        raise Unavailable("the store is away")
+        raise outage
 
     async def go() -> None:
         async with replicas(databases) as servers:

@@ -390,6 +390,8 @@ async def _chunks(
         await wrapped.seek(start)
         while start + sent < stop:
             chunk = await wrapped.read(min(_CHUNK, stop - start - sent))
+            if not chunk:
+                raise EOFError(f"a file ends at byte {start + sent}, where {stop} were stored")
             sent += len(chunk)
             if start + sent == stop:
                 is_counted = True

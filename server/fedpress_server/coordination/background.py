@@ -11,12 +11,15 @@ from typing import Any, TypeVar
 
 T = TypeVar("T")
 
+_BESIDE_JOBS = 2
+
 
 class Background:
-    """The asyncio tasks and the threads of one server."""
+    """The asyncio tasks and the threads of one server: as many as it has jobs at a time, and a few
+    for what must not wait until a job is done."""
 
-    def __init__(self, threads: int) -> None:
-        self._threads = ThreadPoolExecutor(threads, "fedpress-aggregate")
+    def __init__(self, num_jobs: int) -> None:
+        self._threads = ThreadPoolExecutor(num_jobs + _BESIDE_JOBS, "fedpress-aggregate")
         self._services: set[asyncio.Task[Any]] = set()
         self._running: set[asyncio.Task[Any]] = set()
         self._waiting: set[asyncio.Task[Any]] = set()

@@ -56,8 +56,8 @@ class FileCleanup:
         """Remove what `task` led to and has replaced, unless another may lead to it; left to the
         sweep if a backup under way `keeps` it, see restores.py.
 
-        An aggregation in progress may be making the very same; what stays for it, the next start
-        sweeps. Nothing else may come in between, so this is not left to a thread.
+        An aggregation in progress may be making the very same: what stays for it is swept later.
+        Nothing else may come in between, so this is not left to a thread.
         """
         if keeps or not self._drops_at_once:
             if files:
@@ -65,12 +65,15 @@ class FileCleanup:
             return
         others = [other for other in self._tasks.values() if other is not task]
         if any(each.attempt and each.attempt.round.phase == "folding" for each in others):
+            if files:
+                self.leave()
             return
         for name in files.difference(*(other.files for other in others)):
             try:
                 self._payloads.drop(name)
             except OSError:  # the step is on the disk already
                 _log.exception("%s could not be removed", name)
+                self.leave()
 
     def end(self, previous: Attempt, follows: Attempt | None, *, keeps: bool) -> None:
         """Remove the bodies of an attempt that is over: its rows stay, and with them the answers to
@@ -81,7 +84,11 @@ class FileCleanup:
             else:
                 # Nor is this left to a thread: the next aggregation may be writing there.
                 bases: Mapping[str, str] = {} if follows is None else follows.terms.bases
-                sweep_bases(self._payloads, previous.key[0], bases)
+                try:
+                    sweep_bases(self._payloads, previous.key[0], bases)
+                except OSError:  # the step is on the disk already
+                    _log.exception("bases of task %s could not be removed", previous.key[0])
+                    self.leave()
         if keeps:
             self.leave()
             return

@@ -172,9 +172,8 @@ class JobRunner:
         except Exception as exc:
             outages.tell(_log, exc, "%s could not be done yet", lease.job)
             pause = min(2.0 ** (lease.tries - 1), _RETRY_AT_MOST)
-            # A store or a database that is away says nothing against the job.
             with suppress(Exception):
-                await self._put_back(lease, str(exc), counts=not isinstance(exc, Unavailable))
+                await self._put_back(lease, str(exc), counts=not outages.is_one(exc))
         finally:
             renewing.cancel()
         return pause

@@ -76,9 +76,9 @@ class Intake:
     """Takes the uploads of every task; threads check them beside the event loop."""
 
     def __init__(
-        self, resources: Resources, store: TaskStore, queries: Queries, sums: Sums
+        self, resources: Resources, store: TaskStore, queries: Queries, sums: Sums | None
     ) -> None:
-        """`sums` takes in masked bodies as they come."""
+        """`sums` takes in masked bodies as they come; None where no job of this server asks."""
         self._store = store
         self._queries = queries
         self._sums = sums
@@ -287,7 +287,7 @@ class Intake:
             self._metrics.staged(key[0], written.num_bytes, written.num_values)
             if written.figures is not None:
                 self._metrics.measured(key[0], written.figures)
-            if written.words is not None:
+            if self._sums is not None and written.words is not None:
                 await self._writer.run(self._sums.add, key, written.where, written.words)
                 if await self._queries.attempt_of(slot.record) is None:
                     self._sums.drop(key)  # it was over before this was added

@@ -72,12 +72,22 @@ class Outage:
         Context().run(self._log.warning, self._over)
 
 
+def is_one(exc: Exception) -> bool:
+    """Whether a failure says nothing against what was tried: a store or a database is away, or a
+    disk is full, be it for a temporary file."""
+    return isinstance(exc, Unavailable) or _is_full(exc)
+
+
+def _is_full(exc: Exception) -> bool:
+    return isinstance(exc, OSError) and exc.errno in FULL
+
+
 def tell(log: logging.Logger, exc: Exception, message: str, *args: object) -> None:
     """Log a failure that will be retried: with its traceback, unless it is an outage, which the
     module of the resource has already logged."""
     if isinstance(exc, Unavailable):
         log.debug(f"{message}: %s", *args, exc)
-    elif isinstance(exc, OSError) and exc.errno in FULL:  # by no door: a temporary file
+    elif _is_full(exc):  # by no door: a temporary file
         log.warning(f"{message}: %s", *args, exc)
     else:
         log.error(message, *args, exc_info=exc)
