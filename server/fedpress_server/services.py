@@ -119,7 +119,7 @@ def assembled(resources: Resources, release: str, *, is_shared: bool | None = No
     store = _store(resources, shared, placement, is_shared=is_shared)
     queries = Queries(store, database, payloads, clock)
     models = Models(database, payloads, background, clock)
-    check_ins = CheckIns(resources, store, queries, rates, placement, background)
+    check_ins = CheckIns(resources, store, queries, placement, background)
     with_jobs = SharedWithJobs(shared.sums, shared.signal, lease_time)
     runner = JobRunner(store, queries, database, payloads, metrics, background, settings, with_jobs)
     retention = Retention(

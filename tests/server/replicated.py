@@ -145,10 +145,14 @@ class Replicas:
         }
         await self.all[0].services.lifecycle.create(TaskConfig.model_validate(defaults | config))
 
-    async def check_in(self, replica: int, device: int) -> None:
+    async def check_in(
+        self, replica: int, device: int, wait: float = 0.0, **attributes: float
+    ) -> None:
         open_ = self.acknowledged.keys() - self.receipts.keys()
         pending = tuple(name for name in open_ if self.acknowledged[name] == device)
-        request = CheckInRequest(wire_versions=(1,), pending=pending)
+        request = CheckInRequest(
+            wire_versions=(1,), pending=pending, wait=wait, attributes=attributes
+        )
         check_ins = self.all[replica].services.check_ins
         answer = await check_ins.check_in(f"d{device}", "digits", request, _spent)
         if answer is None:

@@ -24,6 +24,7 @@ from fedpress_protocols.errors import (
 )
 from fedpress_server import Settings, create_app
 from fedpress_server.coordination import job_runner, jobs
+from fedpress_server.storage import records
 from fedpress_server.storage.leases import LeaseLost
 from tests.lengths import examples
 from tests.server.replicated import (
@@ -232,8 +233,6 @@ def test_what_an_operator_does_on_one_server_the_other_knows_at_once(databases: 
 def test_a_policy_chooses_among_devices_that_other_servers_have_seen(databases: Databases) -> None:
     async def go() -> None:
         async with replicas(databases, 3) as servers:
-            for each in servers.all[:2]:
-                each.services.check_ins.chooses = False
             await servers.begin(4, selection={"policy": "uniform", "candidates": 4})
             for device in range(4):
                 await servers.check_in(device % 2, device)
@@ -242,6 +241,122 @@ def test_a_policy_chooses_among_devices_that_other_servers_have_seen(databases: 
             for device in range(4):
                 await servers.check_in(1 - device % 2, device)
             assert len(servers.given) == 2
+
+    anyio.run(go)
+
+
+@pytest.mark.both_databases(short=True)
+@pytest.mark.parametrize("follower", [0, 1])
+def test_a_window_begins_anew_on_every_server_when_one_of_them_has_chosen(
+    databases: Databases, follower: int
+) -> None:
+    """Server 0 chooses; then a device looks at the `follower`."""
+
+    async def go() -> None:
+        async with replicas(databases) as servers:
+            terms = {"policy": "uniform", "window": 30.0}
+            await servers.begin(
+                3, selection=terms, cohort={"size": 5, "minimum": 1}, round_seconds=600.0
+            )
+            for device in (0, 1):
+                await servers.check_in(0, device)
+            await servers.tick(follower)
+            servers.clock.advance(31)
+            await servers.tick(0)
+            servers.clock.advance(2)
+            for seconds in (0, 29):
+                servers.clock.advance(seconds)
+                await servers.check_in(follower, 2)
+                await servers.tick(follower)
+            await servers.check_in(follower, 2)
+            assert not servers.given, "the window has another second"
+            servers.clock.advance(1)
+            await servers.tick(follower)
+            for device in range(3):
+                await servers.check_in(follower, device)
+            assert set(servers.given) == {0, 1, 2}
+
+    anyio.run(go)
+
+
+@pytest.mark.both_databases(short=True)
+@pytest.mark.parametrize("chooser", [0, 1])
+def test_whoever_chooses_knows_what_devices_said_of_their_uplinks(
+    databases: Databases, chooser: int
+) -> None:
+    """All tell server 0."""
+
+    async def go() -> None:
+        async with replicas(databases) as servers:
+            ladder = [
+                {"name": name, "compressor": {"id": "topk", "fraction": fraction}}
+                for name, fraction in (("gentle", 0.5), ("middle", 0.1), ("hard", 0.01))
+            ]
+            await servers.begin(
+                3,
+                selection={"policy": "uniform", "window": 10.0},
+                cohort={"size": 3, "minimum": 3},
+                profiles=ladder,
+                policies=[{"id": "bandwidth_aware"}],
+            )
+            await servers.check_in(0, 0, uplink_mbps=1000.0)
+            await servers.check_in(0, 1, uplink_mbps=1e-6)
+            await servers.check_in(0, 2)
+            servers.clock.advance(10)
+            await servers.tick(chooser)
+            for device in range(3):
+                await servers.check_in(0, device)
+            given = [servers.given[device].profile for device in range(3)]
+            assert given == ["gentle", "hard", "middle"]
+
+    anyio.run(go)
+
+
+@pytest.mark.both_databases(short=True)
+def test_a_check_in_does_not_read_who_else_waits(
+    databases: Databases, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where servers share that list, only a tick reads it."""
+    read, num_rows = records.waiting_since, 0
+
+    def counted(*args: Any) -> list[records.Waiting]:
+        nonlocal num_rows
+        rows = read(*args)
+        num_rows += len(rows)
+        return rows
+
+    monkeypatch.setattr(records, "waiting_since", counted)
+
+    async def go() -> None:
+        async with replicas(databases) as servers:
+            await servers.begin(9, selection={"policy": "uniform", "candidates": 9})
+            for device in range(9):
+                await servers.check_in(device % 2, device)
+            assert num_rows == 0
+            await servers.tick(1)
+            assert num_rows == 9
+            for device in range(9):
+                await servers.check_in(device % 2, device)
+            assert len(servers.given) == 2
+
+    anyio.run(go)
+
+
+@pytest.mark.both_databases(short=True)
+def test_a_device_that_waits_hears_of_the_next_choice(databases: Databases) -> None:
+    """It is held by the server that chooses, or by another that follows."""
+
+    async def go() -> None:
+        async with replicas(databases) as servers:
+            await servers.begin(2, selection={"policy": "uniform", "candidates": 2})
+            with anyio.fail_after(10):
+                async with anyio.create_task_group() as group:
+                    for device in range(2):
+                        group.start_soon(servers.check_in, device, device, 30.0)
+                    while len(servers.given) < 2:
+                        await servers.tick(1)
+                        await servers.all[0].services.store.follow()
+                        await anyio.sleep(0.005)
 
     anyio.run(go)
 

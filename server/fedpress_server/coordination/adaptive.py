@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from statistics import median
 from typing import Any, NamedTuple
 
@@ -187,37 +188,35 @@ def bodies_of(connection: Connection, task: str) -> Bodies:
     return Bodies(medians, median(waits) if waits else None)
 
 
+def said_uplink(attributes: Attributes) -> float | None:
+    """What a device says of its uplink, in bytes a second; None if it says nothing that can be."""
+    value = attributes.get(UPLINK)
+    return value * _MBIT if isinstance(value, float) and 0 < value < 1e9 else None
+
+
 class Rates:
     """Gives each client of a round its profile, where a policy does."""
 
     def __init__(self, database: Database, background: Background) -> None:
         self._database = database
         self._background = background
-        self._said: dict[str, float] = {}
-        """By client: the uplink that it spoke of last, in bytes a second. Lost in a restart, after
-        which devices check in again."""
         self._expected: dict[tuple[str, str], int] = {}
         """By model spec and profile: the bytes of a body before the first has come."""
 
-    def note_uplink(self, client_id: str, attributes: Attributes) -> None:
-        """A device checks in, and may say what its uplink is."""
-        value = attributes.get(UPLINK)
-        if isinstance(value, float) and 0 < value < 1e9:
-            self._said[client_id] = value * _MBIT
-
     async def profiles_for(
-        self, config: TaskConfig, attempt: Attempt, client_ids: Sequence[str], now: float
+        self, config: TaskConfig, attempt: Attempt, said: Mapping[str, float | None], now: float
     ) -> list[str | None]:
-        """Choose each client's profile in the attempt, in the order of `client_ids`.
+        """Choose each client's profile in the attempt, in the order of `said`: by client, what it
+        says of its uplink, in bytes a second.
 
         The name of a profile; None where the plan has only one or assigns them in turn.
         """
         course, plan = attempt.course, attempt.terms.plan
         policy = bandwidth_aware(config.policies)
         if policy is None or course is None or len(plan.profiles) == 1:
-            return [None] * len(client_ids)
+            return [None] * len(said)
         names = [each.name for each in plan.profiles][: course.hardest - course.gentlest + 1]
-        bodies, links = await self._known(config.task, client_ids)
+        bodies, links = await self._known(config.task, said)
         sizes = await self._sizes(attempt, bodies)
         in_order = [sizes[each] for each in names]
         remaining_seconds = (
@@ -225,22 +224,21 @@ class Rates:
         )
         return [
             names[choose(policy, links[each], in_order, remaining_seconds, bodies.before)]
-            for each in client_ids
+            for each in said
         ]
 
-    async def _known(self, task: str, client_ids: Sequence[str]) -> tuple[Bodies, dict[str, Link]]:
-        if not client_ids:
+    async def _known(
+        self, task: str, said: Mapping[str, float | None]
+    ) -> tuple[Bodies, dict[str, Link]]:
+        if not said:
             return Bodies({}, None), {}
 
         def read(connection: Connection) -> tuple[Bodies, dict[str, Link]]:
-            links = {each: link_of(connection, task, each) for each in client_ids}
+            links = {each: link_of(connection, task, each) for each in said}
             return bodies_of(connection, task), links
 
         bodies, links = await self._database.read(read)
-        said_of = self._said.get
-        return bodies, {
-            each: Link(link.transfers, link.missed, said_of(each)) for each, link in links.items()
-        }
+        return bodies, {each: replace(link, said=said[each]) for each, link in links.items()}
 
     async def _sizes(self, attempt: Attempt, bodies: Bodies) -> dict[str, int]:
         """The bytes of each of the plan's profiles: as they came, or else as they may be."""

@@ -21,7 +21,7 @@ from fedpress_protocols.messages import (
     SignedReceipt,
 )
 from fedpress_protocols.plan import agreed_version
-from fedpress_server.coordination.adaptive import Rates
+from fedpress_server.coordination.adaptive import said_uplink
 from fedpress_server.coordination.attempts import Attempt
 from fedpress_server.coordination.background import Background
 from fedpress_server.coordination.commands import GivePlace, GivePlaces, Happen
@@ -53,7 +53,6 @@ class CheckIns:
         resources: Resources,
         store: TaskStore,
         queries: Queries,
-        rates: Rates,
         placement: Placement,
         background: Background,
     ) -> None:
@@ -65,11 +64,8 @@ class CheckIns:
         self._clock = resources.clock
         self._store = store
         self._queries = queries
-        self._rates = rates
         self._placement = placement
         self._background = background
-        self.chooses = settings.role == "all"
-        """Whether places are given as soon as enough wait, and not at the next tick alone."""
         self._pace = Pace(settings.check_ins_per_second, settings.poll_seconds)
         self._slow: dict[str, RoundKey] = {}
         """By task: the attempt of which it was logged that a device is too slow for it."""
@@ -192,37 +188,42 @@ class CheckIns:
     ) -> Assignment | None:
         await self._store.pass_deadline(task)
         attempt = task.attempt
-        self._rates.note_uplink(client_id, attributes)
         is_held = task.record.held_at is not None
         if attempt is not None and not is_held and attempt.has_place_for(client_id):
             eligible = is_eligible(task.config.eligible, attributes)
             if eligible or attempt.round.chooses:
                 await spend()
+            uplink = said_uplink(attributes)
             if attempt.round.chooses:
-                await self._waits(task, attempt, client_id, eligible)
+                await self._waits(task, attempt, client_id, eligible, uplink)
             elif eligible and attempt.course is not None:
-                await self._store.apply(task, GivePlace(client_id))
+                await self._store.apply(task, GivePlace(client_id, uplink))
             elif eligible:
                 await self._store.apply(task, Happen(check_in_of(client_id)))
         assignment = task.attempt.assignment_of(client_id) if task.attempt else None
         return assignment
 
     async def _waits(
-        self, task: LiveTask, attempt: Attempt, client_id: str, eligible: bool
+        self,
+        task: LiveTask,
+        attempt: Attempt,
+        client_id: str,
+        eligible: bool,
+        uplink: float | None,
     ) -> None:
-        """The client waits for a place, or no longer. Where several servers see devices, whoever
-        chooses reads from the disk who waits."""
+        """The client waits for a place, or no longer. Where several servers see devices, the next
+        tick of one that chooses reads from the disk who waits. Read at each check-in, the list
+        would cost the square of its length."""
         name, now = task.record.task, self._clock()
         if self._store.is_shared:
             await self._database.write(
-                lambda c: records.set_waiting(c, name, client_id, eligible, now)
+                lambda c: records.set_waiting(c, name, client_id, eligible, uplink, now)
             )
         elif eligible:
-            task.candidates.add(client_id, attempt.key, now)
+            task.candidates.add(client_id, attempt.key, now, uplink=uplink)
+            await self.choose(task)
         else:
             task.candidates.remove(client_id)
-        if eligible and self.chooses:
-            await self.choose(task)
 
     async def choose(self, task: LiveTask) -> None:
         """Let the task's policy give the places that are left, if it is time to."""
@@ -240,7 +241,9 @@ class CheckIns:
             if not each.is_eligible or not attempt.round.admits(each.client_id):
                 task.candidates.remove(each.client_id)
             elif each.looks != task.candidates.looks(each.client_id):
-                task.candidates.add(each.client_id, attempt.key, each.seen_at, each.looks)
+                task.candidates.add(
+                    each.client_id, attempt.key, each.seen_at, each.looks, each.uplink
+                )
 
     async def _receipts(
         self, client_id: str, request: CheckInRequest

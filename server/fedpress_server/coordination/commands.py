@@ -85,6 +85,8 @@ class GivePlace:
     """A client asks for work in a task whose policies choose the profile of each client."""
 
     client_id: str
+    uplink: float | None
+    """What the client says of it, in bytes a second."""
 
 
 @dataclass(frozen=True, slots=True)

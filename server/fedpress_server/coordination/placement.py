@@ -50,8 +50,8 @@ class Placement:
         if isinstance(command, GivePlace):
             if not attempt.has_place_for(command.client_id):
                 return None
-            clients = (command.client_id,)
-            profiles = await self._rates.profiles_for(task.config, attempt, clients, now)
+            said = {command.client_id: command.uplink}
+            profiles = await self._rates.profiles_for(task.config, attempt, said, now)
             return Happen(check_in_of(command.client_id, profiles[0]))
         if not self.is_due(task, now):
             return None
@@ -60,6 +60,7 @@ class Placement:
         table = await self._database.read(lambda c: participants.candidates(c, name, waiting))
         stream = stream_of(task.config.seed or 0, name, number, attempt_number, attempt.seq + 1)
         chosen = tuple(choose(task.config.selection, table, attempt.round.places_left, stream))
-        profiles = await self._rates.profiles_for(task.config, attempt, chosen, now)
+        said = {each: task.candidates.uplink(each) for each in chosen}
+        profiles = await self._rates.profiles_for(task.config, attempt, said, now)
         event = CohortChosen(tuple(map(check_in_of, chosen, profiles)))
         return Happen(event, payload=LeftQueue(chosen) if self._is_shared else None)

@@ -96,6 +96,9 @@ class Publisher:
         self._phases.observe(name, task.attempt, now, began=before is not None and not anew)
         if before is not None and (task.attempt is None or task.attempt.key != before.key):
             self._sums.drop(before.key)
+        placed = [each.client_id for each in effects if isinstance(each, Assign)]
+        if placed:
+            task.candidates.chosen(placed)
         self._tell(task, before, effects)
 
     def _tell(

@@ -189,29 +189,44 @@ class Candidates:
     _seen: dict[str, float] = field(default_factory=dict)
     """By client, in the order of the times."""
     _looks: dict[str, int] = field(default_factory=dict)
+    _uplinks: dict[str, float] = field(default_factory=dict)
     _since: float | None = None
     """When the window began: when the first of them came, after the attempt's opening or the last
     choice."""
     _attempt: object = None
 
-    def add(self, client_id: str, attempt: object, now: float, looks: int = 0) -> None:
+    def add(
+        self,
+        client_id: str,
+        attempt: object,
+        now: float,
+        looks: int = 0,
+        uplink: float | None = None,
+    ) -> None:
         """A device with no place in `attempt` checks in, for the `looks`th time where that is
-        counted."""
+        counted, and may say what its `uplink` is, in bytes a second."""
         self._let_go(now)
         if not self._seen or self._since is None or self._attempt != attempt:
             self._since, self._attempt = now, attempt
-        self._seen.pop(client_id, None)
+        self.remove(client_id)
         self._seen[client_id] = now
         if looks:
             self._looks[client_id] = looks
+        if uplink is not None:
+            self._uplinks[client_id] = uplink
 
     def remove(self, client_id: str) -> None:
         self._seen.pop(client_id, None)
         self._looks.pop(client_id, None)
+        self._uplinks.pop(client_id, None)
 
     def looks(self, client_id: str) -> int:
         """The number that `add` was last given for the device; 0 if it does not wait."""
         return self._looks.get(client_id, 0) if client_id in self._seen else 0
+
+    def uplink(self, client_id: str) -> float | None:
+        """What the device said of it with its last check-in, in bytes a second."""
+        return self._uplinks.get(client_id)
 
     def waiting(self, now: float) -> tuple[str, ...]:
         """Return the clients that wait, ordered by their last check-in, latest last."""

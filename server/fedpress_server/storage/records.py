@@ -633,11 +633,16 @@ def receipts(
 
 
 def set_waiting(
-    connection: Connection, task: str, client_id: str, is_eligible: bool, at: float
+    connection: Connection,
+    task: str,
+    client_id: str,
+    is_eligible: bool,
+    uplink: float | None,
+    at: float,
 ) -> None:
     """Record that the device waits for an assignment since its check-in `at`, if it is eligible."""
     mine = (waiting.c.task == task, waiting.c.client_id == client_id)
-    values = {"is_eligible": is_eligible, "seen_at": at}
+    values = {"is_eligible": is_eligible, "seen_at": at, "uplink": uplink}
     update = sa.update(waiting).where(*mine).values(looks=waiting.c.looks + 1, **values)
     if not connection.execute(update).rowcount:
         row = {"task": task, "client_id": client_id, "looks": 1, **values}
@@ -646,19 +651,21 @@ def set_waiting(
 
 @dataclass(frozen=True, slots=True)
 class Waiting:
-    """A device that checked in without getting an assignment, `looks` times in a row."""
+    """A device that checked in without getting an assignment, `looks` times in a row, and what it
+    says of its `uplink`, in bytes a second."""
 
     client_id: str
     is_eligible: bool
     seen_at: float
     looks: int
+    uplink: float | None
 
 
 def waiting_since(connection: Connection, task: str, at: float) -> list[Waiting]:
     """The devices that checked in after `at`, in order of time."""
     row = waiting.c
     rows = connection.execute(
-        sa.select(row.client_id, row.is_eligible, row.seen_at, row.looks)
+        sa.select(row.client_id, row.is_eligible, row.seen_at, row.looks, row.uplink)
         .where(row.task == task, row.seen_at > at)
         .order_by(row.seen_at)
     )

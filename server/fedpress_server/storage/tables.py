@@ -318,6 +318,7 @@ waiting = sa.Table(
     sa.Column("is_eligible", sa.Boolean, nullable=False),
     sa.Column("seen_at", _TIME, nullable=False),
     sa.Column("looks", sa.BigInteger, nullable=False),
+    sa.Column("uplink", sa.Double),
     sa.Index("waiting_by_time", "seen_at"),
 )
 

@@ -1,0 +1,17 @@
+"""What a device that waits for a place says of its uplink, for the server that chooses."""
+
+import sqlalchemy as sa
+from alembic import op
+
+revision = "0028"
+down_revision = "0027"
+branch_labels = None
+depends_on = None
+
+
+def upgrade() -> None:
+    op.add_column("waiting", sa.Column("uplink", sa.Double()))
+
+
+def downgrade() -> None:
+    op.drop_column("waiting", "uplink")
