@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import pytest
+import sqlalchemy as sa
 
+from fedpress_protocols.errors import Unavailable
 from fedpress_protocols.messages import (
     DivergenceSign,
     RoundFigures,
@@ -16,6 +20,7 @@ from fedpress_protocols.messages import (
     UploadFigures,
 )
 from fedpress_protocols.model import Model
+from fedpress_server.api import health
 from fedpress_server.coordination.divergence import (
     WINDOW,
     current_warnings,
@@ -255,3 +260,56 @@ def test_a_sign_is_in_console_record_log_and_metrics(
     assert why in operator.get("/v1/tasks/digits/rounds/3")["warnings"]["norm"]
     while not any(why in each for each in caplog.messages):
         operator.get("/v1/tasks/digits")
+
+
+PRIVATE = {
+    "clip": 1.0, "lane": "central", "noise_multiplier": 60.0, "participations": 5, "epsilon": 20.0,
+}  # fmt: skip
+
+
+def test_signs_are_looked_for_without_a_task_s_uploads(http: Server, operator: Operator) -> None:
+    floats = Model.from_tensors({"weight": np.ones(3, np.float32)})
+    operator.begin(floats, cohort={"size": 20, "minimum": 20}, rounds=9, privacy=PRIVATE)
+    statements = list[str]()
+
+    def noted(connection: Any, cursor: Any, statement: str, *_: Any) -> None:
+        statements.append(statement)
+
+    sa.event.listen(sa.Engine, "before_cursor_execute", noted)
+    try:
+        text = http.get("/metrics", headers=ADMIN).text
+    finally:
+        sa.event.remove(sa.Engine, "before_cursor_execute", noted)
+    assert 'fedpress_divergence{sign="norm",task="digits"} 0.0' in text
+    assert any("FROM rounds" in each for each in statements)
+    assert not [each for each in statements if "uploads ON" in each]
+
+
+@pytest.mark.parametrize("how", ["slow", "away"])
+def test_a_scrape_without_the_database_shows_the_last_signs(
+    http: Server,
+    operator: Operator,
+    model: Model,
+    monkeypatch: pytest.MonkeyPatch,
+    how: str,
+) -> None:
+    operator.begin(model, cohort={"size": 1, "minimum": 1}, rounds=9)
+    queries = http.app.services.queries
+    line = 'fedpress_divergence{sign="norm",task="digits"} 1.0'
+
+    async def told() -> dict[str, dict[DivergenceSign, str]]:
+        return {"digits": {"norm": "updates explode"}}
+
+    async def unanswered() -> dict[str, dict[DivergenceSign, str]]:
+        if how == "away":
+            raise Unavailable("the database does not answer")
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    monkeypatch.setattr(health, "_PATIENCE", 0.05)
+    monkeypatch.setattr(queries, "all_warnings", unanswered)
+    assert "fedpress_divergence{" not in http.get("/metrics", headers=ADMIN).text
+    monkeypatch.setattr(queries, "all_warnings", told)
+    assert line in http.get("/metrics", headers=ADMIN).text
+    monkeypatch.setattr(queries, "all_warnings", unanswered)
+    assert line in http.get("/metrics", headers=ADMIN).text

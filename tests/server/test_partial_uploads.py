@@ -12,6 +12,7 @@ import anyio
 import httpx
 import numpy as np
 import pytest
+import sqlalchemy as sa
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -37,7 +38,10 @@ from fedpress_protocols.messages import Assignment, PartialUpload, UploadAck
 from fedpress_protocols.model import Model
 from fedpress_protocols.signatures import Content
 from fedpress_server.intake.resumable import MAX_PER_DEVICE, Resumable
+from fedpress_server.storage import partials, records
+from fedpress_server.storage.partials import PartialRecord
 from fedpress_server.storage.payloads import Payloads
+from fedpress_server.storage.records import AssignmentRecord
 from tests.devices import Device, Operator, checked
 from tests.lengths import examples
 from tests.server.in_process import Clock, Enrolled, Server, Start, history, ones
@@ -453,6 +457,61 @@ def test_what_nobody_awaits_any_more_is_swept(http: Server, parts: Parts, clock:
     assert files(http) == []
     with pytest.raises(UnknownPartial):
         parts.held()
+
+
+def test_what_is_spent_is_dropped_together(
+    http: Server, parts: Parts, clock: Clock, dialect: str
+) -> None:
+    services = http.app.services
+    key, client_id = ("digits", 1, 1), str(parts.device.client_id)
+
+    def fill(connection: sa.Connection) -> None:
+        for turn in range(1, 31):
+            of, until = f"a{turn}", clock() + (1 if turn == 7 else -1)
+            given = AssignmentRecord(of, *key, client_id, turn, "only", clock(), None, turn)
+            records.add_assignments(connection, [given])
+            empty = (9, 0, partials.NOTHING, 0)
+            partials.add(connection, PartialRecord(f"p{turn}", of, "update", *empty, until))
+
+    http.call(services.database.write, fill)
+    statements = list[str]()
+
+    def noted(connection: Any, cursor: Any, statement: str, *_: Any) -> None:
+        statements.append(statement)
+
+    sa.event.listen(sa.Engine, "before_cursor_execute", noted)
+    try:
+        http.call(services.resumable.sweep)
+    finally:
+        sa.event.remove(sa.Engine, "before_cursor_execute", noted)
+    assert http.call(services.database.read, partials.names) == {"p7"}
+    of_uploads = [each for each in statements if "partial_uploads" in each]
+    assert len(of_uploads) == 4  # all, the spent, those still spent, their deletion
+
+
+def test_an_upload_that_a_newer_request_takes_waits_for_the_next_sweep(
+    http: Server, parts: Parts, clock: Clock
+) -> None:
+    database, resumable = http.app.services.database, http.app.services.resumable
+    parts.begin()
+    clock.advance(3600)
+
+    async def take() -> None:
+        async with resumable._turn(parts.partial):
+            pass
+
+    async def overtaken() -> None:
+        async with resumable._turn(parts.partial):
+            sweep = asyncio.create_task(resumable._drop_spent([parts.partial], clock()))
+            await asyncio.sleep(0)
+            newer = asyncio.create_task(take())
+            await asyncio.sleep(0)
+        await asyncio.gather(sweep, newer)
+
+    http.call(overtaken)
+    assert http.call(database.read, partials.names) == {parts.partial}
+    http.call(resumable.sweep)
+    assert http.call(database.read, partials.names) == set()
 
 
 @pytest.mark.both_databases

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import random
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
 import sqlalchemy as sa
 from sqlalchemy.engine import Connection
 
-from fedpress_protocols.messages import RoundStatus
+from fedpress_protocols.messages import PrivacyStatus, RoundStatus
 from fedpress_protocols.plan import RoundPlan
-from fedpress_server.storage import privacy
+from fedpress_server.storage import privacy, records
 from fedpress_server.storage.tables import assignments, declines, metadata, rounds, uploads
 from tests.protocols.test_masked_payload import plan_fields
 
@@ -159,3 +161,81 @@ def test_a_round_without_privacy_terms_has_spent_nothing(connection: Connection)
     assert second.privacy is not None
     assert (second.privacy.participations, second.privacy.epsilon) == (0, 0.0)
     assert second.privacy.quantile is None
+
+
+# The same from the whole history, in plain words
+
+Attempt = tuple[int, int]
+Sent = Sequence[tuple[Attempt, str]]
+"""Who sent, or declined, in which attempt."""
+
+
+def all_participations(
+    bodies: Sent, refusals: Sent, here: Attempt, most: int
+) -> tuple[frozenset[str], int]:
+    counts = Counter(client for attempt, client in bodies if attempt < here)
+    refused = {client for attempt, client in refusals if attempt < here}
+    spent = {client for client, count in counts.items() if count >= most}
+    return frozenset(spent | refused), max(counts.values(), default=0)
+
+
+def all_spent(bodies: Sent, here: Attempt) -> int:
+    counts = Counter(client for attempt, client in bodies if attempt <= here)
+    return max(counts.values(), default=0)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_what_is_counted_is_what_the_whole_history_tells(connection: Connection, seed: int) -> None:
+    chance = random.Random(seed)
+    bodies, refusals = list[tuple[Attempt, str]](), list[tuple[Attempt, str]]()
+    attempts = [(number, each) for number in range(1, 7) for each in range(1, 4)]
+    attempts = sorted(chance.sample(attempts, 11))
+    statuses = []
+    for number, attempt in attempts:
+        terms = {"privacy": PRIVATE} if chance.random() < 0.8 else {}
+        statuses.append(open_round(connection, number, attempt, **terms))
+        for task in ("other", "digits"):
+            clients = chance.sample("uvwxyz", chance.randrange(7))
+            whose = [chance.choice([each, each.upper()]) for each in clients]
+            assign(connection, task, number, attempt, *whose)
+        bodies += [((number, attempt), each.lower()) for each in whose if each.isupper()]
+        for client in whose:
+            if attempt == 1 and client.islower() and chance.random() < 0.2:
+                decline(connection, "digits", number, client, "privacy-budget")
+                refusals.append(((number, attempt), client))
+    for here in [*attempts, (9, 1)]:
+        for most in (1, 2, 3, 99):
+            found = privacy.participations(connection, ("digits", *here), most)
+            assert found == all_participations(bodies, refusals, here, most)
+    for _ in range(30):
+        page = chance.sample(statuses, chance.randint(1, len(statuses)))
+        shown = privacy.with_privacy(connection, "digits", page)
+        for before, after in zip(page, shown, strict=True):
+            here = before.round, before.attempt
+            plan = RoundPlan.from_json(records.plan_of(connection, ("digits", *here)))
+            expected = None
+            if plan.privacy is not None:
+                expected = PrivacyStatus.of(plan, all_spent(bodies, here))
+            assert after == before.model_copy(update={"privacy": expected})
+
+
+def test_of_the_rounds_before_a_page_no_body_is_read(connection: Connection) -> None:
+    statuses = []
+    for number in range(1, 21):
+        statuses.append(open_round(connection, number, 1, privacy=PRIVATE))
+        assign(connection, "digits", number, 1, *"UVWXYZ")
+    read = list[Any]()
+
+    def counted(cursor: Any, row: Any) -> Any:
+        read.append(row)
+        return row
+
+    driver: Any = connection.connection.driver_connection
+    driver.row_factory = counted
+    (first, last) = privacy.with_privacy(connection, "digits", statuses[-2:])
+    assert [each.privacy and each.privacy.participations for each in (first, last)] == [19, 20]
+    # Two plans, twelve bodies, six clients that sent them, the most before.
+    assert len(read) <= 2 + 12 + 6 + 1
+    read.clear()
+    assert privacy.participations(connection, ("digits", 21, 1), 30) == (frozenset(), 20)
+    assert len(read) == 1

@@ -10,7 +10,6 @@ from fastapi import APIRouter, Depends, Response
 from prometheus_client import CONTENT_TYPE_LATEST
 
 from fedpress_protocols.errors import Unavailable
-from fedpress_protocols.messages import DivergenceSign
 from fedpress_protocols.plan import Term
 from fedpress_server.api.devices import BEARER
 from fedpress_server.api.listeners import Parts
@@ -69,9 +68,7 @@ async def readyz(services: Parts) -> Health:
 @metrics_routes.get("/metrics", response_class=Response, responses=responses(401, 403, 429))
 async def metrics(services: Parts) -> Response:
     """For Prometheus, which sends the metrics token or an operator's."""
-    warnings = dict[str, dict[DivergenceSign, str]]()
-    with suppress(Exception):  # without a database all other figures count
+    with suppress(Exception):  # without a database the last signs stay, and all other figures count
         async with asyncio.timeout(_PATIENCE):
-            warnings = await services.queries.all_warnings()
-    services.metrics.warned(warnings)
+            services.metrics.warned(await services.queries.all_warnings())
     return Response(services.metrics.text(), media_type=CONTENT_TYPE_LATEST)

@@ -67,30 +67,24 @@ class Queries:
     ) -> list[RoundStatus]:
         """See `records.round_history`; raises UnknownTask."""
         task = await self._store.fresh(name)
-        least = task.config.evaluation.least_clients
-        judges_nmse = divergence.judges_nmse(task.config, task.strategy)
 
         def read(connection: Connection) -> list[RoundStatus]:
-            statuses = records.round_history(connection, name, before, limit + divergence.WINDOW)
+            statuses = _judged(connection, task, before, limit)
             if not statuses:
                 return statuses
             num_declined = declines.counts(connection, name, [each.round for each in statuses])
-            statuses = privacy.with_privacy(connection, name, statuses)
-            shown = [
-                _with(
-                    each,
-                    declined=num_declined.get((each.round, each.attempt), {}),
-                    figures=_shown(each.figures, least),
-                )
-                for each in statuses
+            return [
+                _with(each, declined=num_declined.get((each.round, each.attempt), {}))
+                for each in privacy.with_privacy(connection, name, statuses)
             ]
-            return divergence.with_warnings(shown, judges_nmse=judges_nmse)[-limit:]
 
         return await self._database.read(read)
 
     async def warnings(self, name: str) -> dict[DivergenceSign, str]:
         """Why the task's training looks as if it diverges, by sign; raises UnknownTask."""
-        return divergence.current_warnings(await self.history(name, limit=divergence.WINDOW))
+        task = await self._store.fresh(name)
+        newest = await self._database.read(lambda c: _judged(c, task, None, divergence.WINDOW))
+        return divergence.current_warnings(newest)
 
     async def all_warnings(self) -> dict[str, dict[DivergenceSign, str]]:
         """The same by running task."""
@@ -99,8 +93,8 @@ class Queries:
 
     async def round_status(self, name: str, number: int) -> RoundStatus:
         """The latest attempt at the round; raises UnknownRound."""
-        config = (await self._store.fresh(name)).config
-        least = config.evaluation.least_clients
+        task = await self._store.fresh(name)
+        config, least = task.config, task.config.evaluation.least_clients
 
         def read(connection: Connection) -> RoundStatus | None:
             status = records.measured_attempt(connection, name, number, least)
@@ -110,17 +104,15 @@ class Queries:
             key = name, number, status.attempt
             seconds = declines.durations(connection, key, config.round_seconds)
             why = num_declined.get((number, status.attempt), {})
+            (judged,) = _judged(connection, task, (number, status.attempt + 1), 1)
             (status,) = privacy.with_privacy(connection, name, [status])
-            figures = _shown(status.figures, least)
-            return status.model_copy(
-                update={"declined": why, "durations": seconds, "figures": figures}
-            )
+            shown = {"figures": judged.figures, "warnings": judged.warnings}
+            return status.model_copy(update={"declined": why, "durations": seconds, **shown})
 
         record = await self._database.read(read)
         if record is None:
             raise UnknownRound(f"task {name!r} has no round {number}", task=name)
-        (newest,) = await self.history(name, (record.round, record.attempt + 1), 1)
-        return record.model_copy(update={"warnings": newest.warnings})
+        return record
 
     async def artefact_bytes(self, digest: str) -> int:
         """The size of what an open plan names besides models; raises NotFound."""
@@ -191,6 +183,17 @@ class Queries:
     async def max_body_bytes(self, task: str) -> int:
         """The largest upload of any of the task's rounds."""
         return (await self._store.fresh(task)).record.max_body_bytes
+
+
+def _judged(
+    connection: Connection, task: LiveTask, before: tuple[int, int] | None, limit: int
+) -> list[RoundStatus]:
+    """See `records.round_history`; with the signs of divergence, and the figures to be shown."""
+    name, least = task.record.task, task.config.evaluation.least_clients
+    statuses = records.round_history(connection, name, before, limit + divergence.WINDOW)
+    shown = [_with(each, figures=_shown(each.figures, least)) for each in statuses]
+    judges_nmse = divergence.judges_nmse(task.config, task.strategy)
+    return divergence.with_warnings(shown, judges_nmse=judges_nmse)[-limit:]
 
 
 def _with(status: RoundStatus, **fields: Any) -> RoundStatus:

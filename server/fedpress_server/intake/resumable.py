@@ -14,7 +14,7 @@ import hashlib
 import logging
 import secrets
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
-from contextlib import asynccontextmanager, suppress
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -55,6 +55,8 @@ MAX_PARTS = 2**15
 """Of one upload: 2 GiB in parts of 64 KiB, than which a device makes none shorter."""
 MAX_PER_DEVICE = 4
 _SWEEP_SECONDS = 60.0
+_TOGETHER = 100
+"""Uploads that a sweep drops in one transaction, during which none of them takes a part."""
 _REMEMBERED = 64
 
 
@@ -152,10 +154,9 @@ class Resumable:
         in_use = {parts_folder(name) for name in await self._database.read(partials.names)}
         for folder in set(folders) - in_use:
             await asyncio.to_thread(self._payloads.drop, folder)
-        for name in await self._database.read(lambda c: partials.spent(c, now)):
-            async with self._turn(name):
-                if await self._drop_spent(name, now):
-                    await self._remove(name)
+        spent = await self._database.read(lambda c: partials.spent(c, now))
+        for start in range(0, len(spent), _TOGETHER):
+            await self._drop_spent(spent[start : start + _TOGETHER], now)
 
     async def _sweep_for_ever(self) -> None:
         while True:
@@ -411,9 +412,19 @@ class Resumable:
         if len(self._digests) > _REMEMBERED:
             del self._digests[next(iter(self._digests))]
 
-    async def _drop_spent(self, partial: str, now: float) -> bool:
-        """Drop its row, unless another replica has taken a part of it in the meantime."""
-        return await self._database.write(lambda c: partials.drop_spent(c, partial, now))
+    async def _drop_spent(self, names: list[str], now: float) -> None:
+        """Drop their rows, unless another replica has taken a part in the meantime, and the files.
+
+        The names are in order, as for every sweep: two that wait for each other's would not end.
+        """
+        async with AsyncExitStack() as turns:
+            mine = list[str]()
+            for name in names:
+                with suppress(RequestTimeout):  # a newer request's; the next sweep sees to it
+                    await turns.enter_async_context(self._turn(name))
+                    mine.append(name)
+            for name in await self._database.write(lambda c: partials.drop_spent(c, mine, now)):
+                await self._remove(name)
 
     async def _drop(self, partial: str) -> None:
         await self._database.write(lambda c: partials.drop(c, [partial]))

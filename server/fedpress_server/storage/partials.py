@@ -127,12 +127,12 @@ def drop(connection: Connection, partials: Sequence[str]) -> None:
         connection.execute(sa.delete(table).where(table.c.partial.in_(partials)))
 
 
-def drop_spent(connection: Connection, partial: str, now: float) -> bool:
-    """Like `drop`, if it is still one of `spent`."""
-    if partial not in spent(connection, now):
-        return False
-    drop(connection, [partial])
-    return True
+def drop_spent(connection: Connection, partials: Sequence[str], now: float) -> list[str]:
+    """Like `drop`, of those that are still among `spent`; returns them."""
+    query = _spent(now).where(partial_uploads.c.partial.in_(partials))
+    still = list(connection.execute(query).scalars())
+    drop(connection, still)
+    return still
 
 
 def names(connection: Connection) -> set[str]:
@@ -140,7 +140,13 @@ def names(connection: Connection) -> set[str]:
 
 
 def spent(connection: Connection, now: float) -> list[str]:
-    """Uploads in parts that have expired, or whose assignment has ended or has its upload."""
+    """Uploads in parts that have expired, or whose assignment has ended or has its upload; in
+    order."""
+    query = _spent(now).order_by(partial_uploads.c.partial)
+    return list(connection.execute(query).scalars())
+
+
+def _spent(now: float) -> sa.Select[Any]:
     is_over = sa.or_(
         partial_uploads.c.expires_at <= now,
         assignments.c.receipt.is_not(None),
@@ -149,5 +155,4 @@ def spent(connection: Connection, now: float) -> list[str]:
     joined = partial_uploads.join(assignments).outerjoin(
         uploads, uploads.c.assignment == assignments.c.assignment
     )
-    query = sa.select(partial_uploads.c.partial).select_from(joined).where(is_over)
-    return list(connection.execute(query).scalars())
+    return sa.select(partial_uploads.c.partial).select_from(joined).where(is_over)

@@ -4,7 +4,7 @@ server's own noise."""
 from __future__ import annotations
 
 import secrets
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Sequence
 
 import sqlalchemy as sa
@@ -26,24 +26,14 @@ def participations(connection: Connection, key: RoundKey, most: int) -> tuple[fr
     free to be.
     """
     task, *here = key
-    is_before = sa.tuple_(assignments.c.round, assignments.c.attempt) < sa.tuple_(
-        *map(sa.literal, here)
-    )
-    number = sa.func.count()
-    by_client = (
-        sa.select(assignments.c.client_id, number)
-        .join(uploads, uploads.c.assignment == assignments.c.assignment)
-        .where(assignments.c.task == task, is_before)
-        .group_by(assignments.c.client_id)
-    )
-    counts = {client_id: count for client_id, count in connection.execute(by_client)}
+    sent = _sent_before(task, here)
+    spent, largest = _chosen(connection, sent, sent.c.number >= most)
     refused = connection.scalars(
         sa.select(assignments.c.client_id)
         .join(declines, declines.c.assignment == assignments.c.assignment)
-        .where(declines.c.task == task, declines.c.reason == "privacy-budget", is_before)
+        .where(declines.c.task == task, declines.c.reason == "privacy-budget", _is_before(here))
     )
-    spent = {client_id for client_id, count in counts.items() if count >= most}
-    return frozenset(spent.union(refused)), max(counts.values(), default=0)
+    return frozenset(spent).union(refused), largest
 
 
 def noise_secret(connection: Connection, task: str) -> bytes:
@@ -101,20 +91,7 @@ def with_privacy(
     }
     if not plans:
         return list(found)
-    sent = connection.execute(
-        sa.select(assignments.c.round, assignments.c.attempt, assignments.c.client_id)
-        .join(uploads, uploads.c.assignment == assignments.c.assignment)
-        .where(assignments.c.task == task, assignments.c.round <= max(numbers))
-        .order_by(assignments.c.round, assignments.c.attempt)
-    ).all()
-    counts, most, position = Counter[str](), 0, 0
-    spent: dict[tuple[int, int], int] = {}
-    for key in sorted(keys):
-        while position < len(sent) and (sent[position].round, sent[position].attempt) <= key:
-            client_id = sent[position].client_id
-            counts[client_id] += 1
-            most, position = max(most, counts[client_id]), position + 1
-        spent[key] = most
+    spent = _spent(connection, task, sorted(plans))
     return [
         each
         if (each.round, each.attempt) not in plans
@@ -127,3 +104,57 @@ def with_privacy(
         )
         for each in found
     ]
+
+
+def _spent(
+    connection: Connection, task: str, keys: Sequence[tuple[int, int]]
+) -> dict[tuple[int, int], int]:
+    """The most bodies of any client up to each of the attempts `keys`, which are in order.
+
+    Those before the first are counted by the database; the others are read.
+    """
+    row, first, (number, attempt) = assignments.c, keys[0], keys[-1]
+    bodies = (
+        sa.select(row.round, row.attempt, row.client_id)
+        .join(uploads, uploads.c.assignment == row.assignment)
+        .where(row.task == task, ~_is_before(first), _is_before((number, attempt + 1)))
+    )
+    sent = _sent_before(task, first)
+    is_here = sent.c.client_id.in_(bodies.with_only_columns(row.client_id))
+    before, most = _chosen(connection, sent, is_here)
+    counts = Counter(before)
+    rows = deque(connection.execute(bodies.order_by(row.round, row.attempt)).all())
+    spent = {}
+    for key in keys:
+        while rows and (rows[0].round, rows[0].attempt) <= key:
+            client_id = rows.popleft().client_id
+            counts[client_id] += 1
+            most = max(most, counts[client_id])
+        spent[key] = most
+    return spent
+
+
+def _sent_before(task: str, here: Sequence[int]) -> sa.CTE:
+    """By client: the `number` of bodies sent in attempts before `here`."""
+    return (
+        sa.select(assignments.c.client_id, sa.func.count().label("number"))
+        .join(uploads, uploads.c.assignment == assignments.c.assignment)
+        .where(assignments.c.task == task, _is_before(here))
+        .group_by(assignments.c.client_id)
+        .cte("sent")
+    )
+
+
+def _chosen(
+    connection: Connection, sent: sa.CTE, is_chosen: sa.ColumnElement[bool]
+) -> tuple[dict[str, int], int]:
+    """The rows of `sent` that are chosen, and the largest number of all of them."""
+    rows = sa.select(sent.c.client_id, sent.c.number).where(is_chosen)
+    largest = sa.select(sa.null(), sa.func.max(sent.c.number))
+    found = {client_id: number for client_id, number in connection.execute(rows.union_all(largest))}
+    return found, found.pop(None) or 0
+
+
+def _is_before(here: Sequence[int]) -> sa.ColumnElement[bool]:
+    attempt = sa.tuple_(assignments.c.round, assignments.c.attempt)
+    return attempt < sa.tuple_(*map(sa.literal, here))

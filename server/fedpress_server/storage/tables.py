@@ -130,6 +130,8 @@ rounds = sa.Table(
     sa.Index("rounds_stopped", "task", "round", sqlite_where=STOPPED, postgresql_where=STOPPED),
 )
 
+OPEN = sa.text("receipt IS NULL")
+"""Of assignments: their rounds' plans are in use."""
 _OF_ROUND = (["task", "round", "attempt"], ["rounds.task", "rounds.round", "rounds.attempt"])
 
 bases = sa.Table(
@@ -167,6 +169,7 @@ assignments = sa.Table(
     sa.Column("turn", sa.Integer, nullable=False, server_default="0"),
     sa.ForeignKeyConstraint(*_OF_ROUND),
     sa.Index("ix_assignments_client_id_task", "client_id", "task"),
+    sa.Index("assignments_open", "task", sqlite_where=OPEN, postgresql_where=OPEN),
     sa.UniqueConstraint("task", "round", "attempt", "client_id", "turn"),
     sa.UniqueConstraint("task", "round", "attempt", "position"),
 )
